@@ -2,6 +2,7 @@
 
     BoughError
     ├── InvalidRequest       the caller's fault: names the field, what it must be, and its value
+    │   ├── ContextExceeded  the prompt leaves no room for output, whatever is done
     │   ├── InvalidTree      names the node
     │   └── InvalidCurve     names the entry of a cost curve
     ├── Unauthenticated      the caller has no valid key
@@ -32,6 +33,10 @@ class BoughError(Exception):
 
 class InvalidRequest(BoughError):
     """A field of a request is invalid."""
+
+
+class ContextExceeded(InvalidRequest):
+    """A prompt does not fit the model's context."""
 
 
 class InvalidTree(InvalidRequest):

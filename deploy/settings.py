@@ -12,10 +12,11 @@ from enum import Enum
 from typing import Any, TypeVar
 
 from bough.config.cache_paths import demonstration_folder
-from bough.config.parsers import number, parse_count, parse_port, parse_seconds
+from bough.config.parsers import number, parse_port, parse_seconds
 from bough.config.processes import DraftConfig, OrchestratorConfig, ServiceConfig, TargetConfig
 from bough.config.reader import parse, setting
 from bough.errors import ConfigError
+from bough.registry.registry import Quota
 
 INDEX_PORT = 7412  # not 6379, which Ray's own GCS listens on
 STOP_SECONDS = 45.0  # that a replica has to drain: the program's own 25 s, and what its end takes
@@ -54,6 +55,10 @@ class Role(Enum):
 
 
 INDEX = "Index"
+INDEX_SETTINGS = ("host", "port", "memory", "worker_key_file", "tls_cert", "tls_key", "tls_ca", "insecure")
+LEAST_INDEX_MB = (
+    3 * Quota().max_bytes // 2**20 + 1
+)  # of sessions and of requests; strings that grow take half as much more
 DEPLOYMENTS = (INDEX, *(role.value for role in Role))
 
 
@@ -93,12 +98,17 @@ class ProgramSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class IndexSettings:
-    """The `user_config` of the index that Serve supervises."""
+class IndexSettings(ServiceConfig):
+    """The `user_config` of the index that Serve supervises: INDEX_SETTINGS of it, which mean what they do for a worker.
+
+    The secret of the workers is its password, and with certificates it speaks nothing but TLS.
+    """
 
     host: str = setting("", str, "address to listen on; empty is the node's own")
     port: int = setting(INDEX_PORT, parse_port, "port of the index: the same after a restart, so that it is found")
-    memory: int = setting(256, parse_count, "MB that the index may take")
+    memory: int = setting(
+        2048, number(int, LEAST_INDEX_MB), "MB that the index may take: more than clients can have in it, or it is full"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,6 +148,14 @@ def read_program(role: Role, user_config: Mapping[str, Any], where: str = "user_
         raise ConfigError(f"{where}.program: {exc}") from exc
     pairs = tuple((name, _variable(f"{where}.environment.{name}", value)) for name, value in environment.items())
     return ProgramSettings(role, tuple(flags), config, str(program.get("host", "")), supervision, pairs)
+
+
+def read_index(user_config: Mapping[str, Any], where: str = "user_config") -> IndexSettings:
+    """Settings of the index. Raises ConfigError naming what is not known or cannot be read."""
+    for name in as_mapping(where, user_config):
+        if name not in INDEX_SETTINGS:
+            raise _unknown(f"{where}.{name}", INDEX_SETTINGS)
+    return read_fields(IndexSettings, user_config, where)
 
 
 def read_fields(cls: type[Config], values: Mapping[str, Any], where: str, others: Sequence[str] = ()) -> Config:

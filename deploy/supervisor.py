@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import secrets
+import tempfile
 import time
 from contextlib import suppress
+from dataclasses import replace
+from typing import IO
 
 from bough.config.addresses import bare, joined
-from bough.config.processes import OrchestratorConfig
-from bough.config.reader import with_shared
+from bough.config.processes import OrchestratorConfig, ServiceConfig, parse
 from bough.errors import BoughError, ConfigError, Unauthenticated, Unavailable
 from bough.processes.child import Child
 from bough.protocol.generation import Loads
@@ -19,6 +22,7 @@ from bough.rpc.server import is_serving
 from bough.security.access import Access
 from deploy.child import describe_end, python, start, stop
 from deploy.forward import Forwarder
+from deploy.index import IndexPlace
 from deploy.ports import free_port, require_free_port
 from deploy.progress import Progress
 from deploy.settings import ProgramSettings, Role
@@ -34,14 +38,22 @@ DRAIN_MARGIN_SECONDS = 5.0  # beyond the program's own patience, before it is si
 class Supervisor:
     """One program, or none before `start` and after `stop`."""
 
-    def __init__(self, settings: ProgramSettings, host: str, index_url: str) -> None:
-        """`host` is this node's address: the program listens there, and is announced by it."""
+    def __init__(self, settings: ProgramSettings, host: str, index: IndexPlace) -> None:
+        """`host` is this node's address: the program listens there, and is announced by it.
+
+        Raises:
+            ConfigError: naming a setting, or a variable of this node, that cannot be used.
+        """
         self.settings, self.host = settings, bare(host)
-        self._index_url = index_url
-        self._port = settings.config.port or free_port(self.host)
-        self.http_port = _http_port(settings, self.host)  # -1 where there is no door for HTTP
+        config = parse(self.role.config, self.role.module, self._given_flags(), os.environ)
+        self._index_url = index.url_for(config)
+        self._port = config.port or free_port(self.host)
+        self.http_port = _http_port(config, self.host)  # -1 where there is no door for HTTP
         self._progress = Progress()
-        self._access = Access.of(with_shared(settings.config, os.environ))
+        self._own_key = _key_of_its_own(config)
+        if self._own_key is not None:
+            config = replace(config, worker_key_file=self._own_key.name)
+        self._config, self._access = config, Access.of(config)
         self._child: Child | None = None
         self._channel = self._access.own_channel(self.address)
         self._answered: float | None = None  # on the monotonic clock: when it was last heard of; None before it serves
@@ -52,8 +64,12 @@ class Supervisor:
         return joined(self.host, self._port)
 
     def forwarder(self) -> Forwarder | None:
-        """To the program's door for HTTP, where it has one."""
-        if self.http_port < 0:
+        """To the program's door for HTTP, where it has one, and no client must show a certificate there.
+
+        Serve's proxy asks for none: whoever came in by it would have shown none.
+        """
+        config = self._config
+        if self.http_port < 0 or (isinstance(config, OrchestratorConfig) and config.tls_client_ca):
             return None
         context = self._access.own_context
         scheme = "http" if context is None else "https"
@@ -72,7 +88,7 @@ class Supervisor:
             ConfigError: its port is in use, it has ended instead, with the last lines of its log, or took too long.
         """
         supervision = self.settings.supervision
-        if self.settings.config.port:
+        if self._config.port:
             require_free_port(self.host, self._port)
         command = python(self.role.module, self._flags())
         variables = child_variables(self.settings, self._index_url)
@@ -87,6 +103,7 @@ class Supervisor:
                 child.process.kill()
                 raise ConfigError(f"{self.role.module} did not serve within {supervision.start_seconds:g} s")
             await asyncio.sleep(POLL_SECONDS)
+        await self._require_answers(child)
         self._answered = time.monotonic()
         logger.info("%s serves at %s; its log is %s", self.role.module, self.address, child.log)
 
@@ -128,6 +145,17 @@ class Supervisor:
             patience_seconds = self.settings.config.drain_seconds + DRAIN_MARGIN_SECONDS
             await stop(self._child, patience_seconds, self.settings.supervision.log_folder)
         await self._channel.close()
+        if self._own_key is not None:
+            self._own_key.close()
+
+    async def _require_answers(self, child: Child) -> None:
+        """Health is told to everybody. Raises ConfigError where nothing else would be told to who looks after it."""
+        try:
+            await (self.loads() if self.role is Role.ORCHESTRATOR else self.info())
+        except Unauthenticated as exc:
+            child.process.terminate()
+            names = "program.tls_peer_names: value was " + ",".join(self._config.tls_peer_names)
+            raise ConfigError(f"{names}; must have a name of its own certificate, which its supervisor shows") from exc
 
     async def _problem(self) -> str:
         """What is wrong with a program that answers; empty where nothing is. Raises what it means not to answer."""
@@ -144,13 +172,17 @@ class Supervisor:
         return f"has {info.num_waiting + info.num_running} calls, and no pass has ended for {seconds:.0f} s"
 
     def _flags(self) -> list[str]:
-        """The last of equal flags wins, so what is added here does.
+        flags = [*self._given_flags(), "--port", str(self._port)]
+        flags += ["--worker-key-file", self._own_key.name] if self._own_key else []
+        return flags if self.http_port < 0 else [*flags, "--http-port", str(self.http_port)]
+
+    def _given_flags(self) -> list[str]:
+        """The last of equal flags wins, so what is added to those of the configuration does.
 
         How long the program may drain is among it, for `stop` waits as long: the node's environment must not differ.
         """
-        flags = [*self.settings.flags, "--host", self.host, "--port", str(self._port)]
-        flags += ["--drain-seconds", str(self.settings.config.drain_seconds)]
-        return flags if self.http_port < 0 else [*flags, "--http-port", str(self.http_port)]
+        drain_seconds = str(self.settings.config.drain_seconds)
+        return [*self.settings.flags, "--host", self.host, "--drain-seconds", drain_seconds]
 
 
 def child_variables(settings: ProgramSettings, index_url: str) -> dict[str, str]:
@@ -163,10 +195,19 @@ def child_variables(settings: ProgramSettings, index_url: str) -> dict[str, str]
     return {**threads, **dict(settings.environment), name: index_url}
 
 
-def _http_port(settings: ProgramSettings, host: str) -> int:
+def _http_port(config: ServiceConfig, host: str) -> int:
     """Of an orchestrator; a free one unless it is set, -1 for none."""
-    config = settings.config
-    if not isinstance(config, OrchestratorConfig):
-        return -1
-    port = int(getattr(config, "http_port", -1))
-    return port or free_port(host)
+    return config.http_port or free_port(host) if isinstance(config, OrchestratorConfig) else -1
+
+
+def _key_of_its_own(config: ServiceConfig) -> IO[str] | None:
+    """A secret, gone when its file is closed, for an orchestrator that would tell only applications how busy it is.
+
+    Where processes have a secret in common, that is it.
+    """
+    if not isinstance(config, OrchestratorConfig) or not config.keys or config.worker_key_file:
+        return None
+    file = tempfile.NamedTemporaryFile("w", prefix="bough-key-")  # noqa: SIM115  # of mode 600; closed by `stop`
+    file.write(secrets.token_hex(32))
+    file.flush()
+    return file

@@ -6,11 +6,11 @@ be served, and prints three ways to ask. `--simulate PROFILE` does it without we
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from pathlib import Path
 
+from bough.config.flag_parser import FlagParser
 from bough.errors import BoughError, ConfigError
 
 FOLDER = Path(__file__).parent
@@ -27,7 +27,7 @@ ENVIRONMENT = {  # which Ray reads when it is imported
 
 def main() -> int:
     """Serves until Ctrl-C; exit status 2 and one line where something is wrong."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = FlagParser(description=__doc__)
     default = FOLDER / "one-machine.yaml"
     parser.add_argument("file", type=Path, nargs="?", default=default, help="a configuration for one machine")
     parser.add_argument("--simulate", metavar="PROFILE", default="", help="workers without weights, as for `bough up`")

@@ -1,3 +1,4 @@
 """The draft worker: grows trees of guesses with a small model."""
 
-import bough.model  # noqa: F401  # before torch, see there
+import bough.model  # before torch, see there
+import bough.rpc  # noqa: F401  # before grpc, see there

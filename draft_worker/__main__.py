@@ -1,4 +1,4 @@
-"""`python -m draft_worker`: one draft worker, until SIGTERM."""
+"""`python -m draft_worker`: runs one draft worker until SIGTERM."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from draft_worker.served import ServedDraft
     from draft_worker.service import DraftService
 
-    Parts = tuple[DraftService, Callable[[], ServedDraft]]  # what answers calls, and what loads the worker
+    Parts = tuple[DraftService, Callable[[], ServedDraft]]  # the servicer, and a function that loads the worker
 
 
 async def main() -> None:
-    """Reads the settings and serves."""
+    """Read the settings and serve."""
     config = parse(DraftConfig, "draft_worker", sys.argv[1:], os.environ)
     configure_logging(config)
     stage("importing libraries")
@@ -41,7 +41,7 @@ async def main() -> None:
 
 
 def model_parts(config: DraftConfig, worker_id: str) -> Parts:
-    """Of a worker with a model; imports torch."""
+    """The parts of a worker with a model; imports torch."""
     from bough.model.architecture.light_imports import import_transformers
 
     import_transformers()
@@ -52,10 +52,10 @@ def model_parts(config: DraftConfig, worker_id: str) -> Parts:
 
 
 def simulated_parts(config: DraftConfig, worker_id: str) -> Parts:
-    """Of a worker without weights; imports no torch and no numba.
+    """The parts of a simulated worker, which has no weights; imports no torch and no numba.
 
     Raises:
-        ConfigError: the profile is not known, or a field of it does not fit.
+        ConfigError: the profile is unknown or has an invalid field.
     """
     jit.interpret()
     from bough.simulation.clock import SimulatedClock

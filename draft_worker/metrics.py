@@ -1,4 +1,4 @@
-"""What a draft worker tells Prometheus: trees, draft steps and sessions, at http://HOST:PORT/metrics."""
+"""Prometheus metrics of a draft worker: trees, draft steps and sessions."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from bough.telemetry.metrics import counter, gauge
 
 
 class Figures(NamedTuple):
-    """What a draft worker has done, and is busy with, at a moment."""
+    """State and counters of a draft worker at a moment."""
 
     num_running: int  # calls whose trees grow
-    num_waiting: int  # other calls without a tree
-    num_sessions: int  # whose KV is kept
-    kv_bytes: int  # that KV may take
+    num_waiting: int  # other unanswered calls
+    num_sessions: int  # with a slot
+    kv_bytes: int  # the budget
     kv_used_bytes: int  # of sessions whose trees grow
     num_trees: int
     num_nodes: int  # of these trees, roots included
-    num_warm_trees: int  # trees of which something was known before they were asked for
+    num_warm_trees: int  # trees of which some nodes were known from draft-ahead
     num_steps: int
-    step_seconds: float  # that these steps took together
+    step_seconds: float  # total of these steps
 
 
 class DraftCollector(Collector):
-    """Reads the sums that the engine keeps whenever somebody asks, under vLLM's names where it has one."""
+    """Exports the engine's counters at each scrape, under vLLM's names where it has one."""
 
     def __init__(self, model_name: str, figures: Callable[[], Figures]) -> None:
         self._model, self._figures = {"model_name": model_name}, figures
 
     def collect(self) -> Iterator[Metric]:
-        """All of them, as they are now."""
+        """Collect the current values."""
         now = self._figures()
         usage = now.kv_used_bytes / now.kv_bytes if now.kv_bytes else 0.0
         gauges = {

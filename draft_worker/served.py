@@ -1,4 +1,4 @@
-"""What every draft worker does with its engine, whatever is asked below it: the one thread that runs it."""
+"""What all draft workers share, real or simulated: the thread that runs the engine."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from draft_worker.metrics import DraftCollector, Figures
 
 
 class ServedDraft(ABC):
-    """Grows trees of all sessions that call at once, in the same draft steps. Subclasses make what is asked."""
+    """Grows the trees of all concurrent calls in the same draft steps. Subclasses supply the draft and `info`."""
 
     tokenizer: TokenizerFiles
     vocab_size: int
@@ -42,7 +42,7 @@ class ServedDraft(ABC):
         self._is_over = False
 
     def _start_thread(self, model_name: str, prepare: Callable[[], None] = lambda: None) -> None:
-        """Begins to serve trees and metrics; `prepare` is called on the thread before anything else.
+        """Start the thread, which first calls `prepare`, and serve metrics.
 
         Raises:
             ConfigError: the port for metrics is in use.
@@ -52,16 +52,16 @@ class ServedDraft(ABC):
         self._metrics.serve(reached.host, reached.metrics_port, metrics_context(reached))
         self._metrics_told = metrics_note(metrics_at(reached, self._metrics.port))
         self._inbox.put(prepare)
-        self._thread = Thread(target=self._work, name="draft", daemon=True)  # a process that fails must end
+        self._thread = Thread(target=self._work, name="draft", daemon=True)  # so that a failing process can end
         self._thread.start()
 
     @property
     def max_nodes(self) -> int:
-        """Most nodes of a tree."""
+        """Limit of nodes of a tree."""
         return self._config.max_nodes
 
     def grow(self, call: GrowCall) -> Future[GrowResult]:
-        """Queues a call; the future raises InvalidRequest or PrefixMissing. Cancelled, it ends with the next step."""
+        """Queue a call; the future raises InvalidRequest or PrefixMissing. A cancelled call ends at the next step."""
         request = Request(call, Future(), time.perf_counter_ns(), noted_spans())
         try:
             self._unanswered.add(request.future)
@@ -72,9 +72,9 @@ class ServedDraft(ABC):
         return request.future
 
     def release(self, session_id: str, epoch: int = 0) -> Future[None]:
-        """Forgets a session, unless a newer epoch than this one has begun; 0 does not care.
+        """Forget a session unless it has a newer epoch; epoch 0 always forgets.
 
-        The future raises NotFound, or StaleEpoch.
+        The future raises NotFound or StaleEpoch.
         """
         future: Future[None] = Future()
 
@@ -86,28 +86,28 @@ class ServedDraft(ABC):
         return future
 
     def drain(self) -> Future[None]:
-        """Refuses new sessions from now on; done when no call is without a tree."""
+        """Refuse new sessions from now on; done when all calls are answered."""
         self._is_draining = True
         return self._unanswered.when_idle()
 
     def close(self) -> None:
-        """Ends the thread after the draft step that is being run; calls that have no tree yet, or come later, fail."""
+        """End the thread after the current draft step; unanswered and later calls fail."""
         self._inbox.put(None)
         self._thread.join()
         self._metrics.close()
 
     def load(self) -> WorkerLoad:
-        """How busy it is, for the index."""
+        """Load of the worker, for the index."""
         pool = self._engine.pool
         return WorkerLoad(len(pool), pool.num_bytes, self._engine.kv_used_bytes)
 
     @property
     def metrics_port(self) -> int:
-        """Where /metrics is served; -1 for nowhere."""
+        """Port of /metrics; -1 if not served."""
         return self._metrics.port
 
     def _metrics_note(self) -> tuple[str, ...]:
-        """Where metrics are served; nothing where they are not."""
+        """Where metrics are served; empty if they are not."""
         return self._metrics_told
 
     def _figures(self) -> Figures:
@@ -131,7 +131,7 @@ class ServedDraft(ABC):
         """Model, limits and load."""
 
     def _post(self, future: Future[Any], act: Callable[[], None]) -> None:
-        """Has the thread do something; what goes wrong is told to whoever waits on the future."""
+        """Run `act` on the thread; errors go to the future."""
 
         def run() -> None:
             try:
@@ -146,7 +146,7 @@ class ServedDraft(ABC):
             self._refuse_commands()
 
     def _refuse_commands(self) -> None:
-        """What comes when the thread has ended, from whichever thread: each is taken once."""
+        """Refuse commands that come after the thread has ended; any thread, each command is taken once."""
         with suppress(Empty):
             while True:
                 if (command := self._inbox.get_nowait()) is not None:
@@ -154,12 +154,12 @@ class ServedDraft(ABC):
 
     def _start(self, request: Request) -> None:
         if self._is_draining and request.call.context.session_id not in self._engine.pool:
-            settle(request.future, Unavailable("this draft worker is draining: it takes no new sessions"))
+            settle(request.future, Unavailable("this draft worker is draining: new sessions must go to another one"))
         else:
             self._engine.start(request)
 
     def _work(self) -> None:
-        """What the thread does: calls that came meanwhile, then a draft step for all that grow."""
+        """Loop of the thread: queued commands, then a draft step for all growing trees."""
         while True:
             for command in self._commands():
                 if command is not None:
@@ -173,7 +173,7 @@ class ServedDraft(ABC):
             self._engine.step()
 
     def _commands(self) -> list[Callable[[], None] | None]:
-        """All that have come; where there is nothing else to do, at least one."""
+        """All queued commands; waits for one if there is nothing else to do."""
         is_busy = self._engine.is_growing or self._engine.can_go_ahead
         commands = [] if is_busy else [self._inbox.get()]
         try:

@@ -1,4 +1,4 @@
-"""Draft over gRPC: decode, call, encode."""
+"""gRPC service of the draft: decode, call, encode."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ logger = logging.getLogger(__name__)
 
 
 class DraftService(WorkerService[ServedDraft]):
-    """bough.v1.Draft."""
+    """Implements bough.v1.Draft."""
 
     async def Grow(
         self, request: draft_pb2.GrowRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> draft_pb2.GrowReply:
-        """Grows a tree."""
+        """Grow a tree."""
         with serving_call(self.tracer, "bough.v1.Draft/Grow") as span:
             call = codec.grow_call_from_wire(request, self.worker.vocab_size, self.worker.max_nodes)
             log_session(call.context.session_id)
@@ -37,13 +37,13 @@ class DraftService(WorkerService[ServedDraft]):
     async def Release(
         self, request: common_pb2.ReleaseRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> common_pb2.ReleaseReply:
-        """Forgets a session."""
+        """Forget a session."""
         await asyncio.wrap_future(self.worker.release(request.session_id, request.epoch))
         return common_pb2.ReleaseReply()
 
 
 class SimulatedDraftService(DraftService):
-    """bough.v1.Draft at the far end of a simulated network, with the failures of a profile."""
+    """bough.v1.Draft behind a simulated network, with the failures of a profile."""
 
     def __init__(self, line: Line) -> None:
         super().__init__()
@@ -52,6 +52,6 @@ class SimulatedDraftService(DraftService):
     async def Grow(
         self, request: draft_pb2.GrowRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> draft_pb2.GrowReply:
-        """Grows a tree, or fails as the profile wants."""
+        """Grow a tree, or fail as the profile says."""
         async with self._line.crossed():
             return await super().Grow(request, context)

@@ -1,4 +1,4 @@
-"""A draft without weights: the engine, sessions and growers of the real one over steps that only take their time."""
+"""A draft without weights: the real engine, sessions and growers over steps that only take their time."""
 
 from __future__ import annotations
 
@@ -33,22 +33,22 @@ from draft_worker.engine.session_pool import SessionPool
 from draft_worker.growth.grower import Candidates
 from draft_worker.served import ServedDraft
 
-ROW_BYTES = 32 * 1024  # of keys and values of a token, as a 1B model's are; counted, and never taken
+ROW_BYTES = 32 * 1024  # KV bytes of a token, as of a 1B model; reported, but never allocated
 
 
 class Stated(NamedTuple):
-    """What a law has a draft say of some nodes."""
+    """The answer that a law gives about some nodes."""
 
     law: Law
-    paths: NDArray[np.int32]  # (num_nodes, width) tokens from the root down to each
-    positions: NDArray[np.int32]  # (num_nodes, width) where they stand; -1 in places that are not used
+    paths: NDArray[np.int32]  # (num_nodes, width) tokens from the root to each node
+    positions: NDArray[np.int32]  # (num_nodes, width) positions of these; -1 for unused places
 
     def candidates(self, guessing: Guessing, positions: NDArray[np.int32]) -> Candidates:
-        """By rank, whatever temperature and filters are; to be sampled from at temperature 0, in order of rank."""
+        """The law's candidates by rank, independent of temperature and filters; greedy weights at temperature 0."""
         seed, is_used = text_seed(guessing.params), self.positions >= 0
         truth = self.law.truth(seed, np.maximum(self.positions, 0).reshape(-1)).reshape(self.paths.shape)
         is_right = (self.paths == truth) | ~is_used
-        is_right[:, 0] = True  # the root is text
+        is_right[:, 0] = True  # the root is committed text
         salts = mixed(*np.where(is_used, self.paths, 0).T)
         said = self.law.candidates(seed, is_right.all(axis=1), positions, salts, is_used.sum(axis=1) - 1)
         if guessing.is_sample and guessing.params.is_greedy:
@@ -59,14 +59,14 @@ class Stated(NamedTuple):
 
 
 class SimulatedDraft:
-    """Takes the seconds of a profile for a step of all sessions, and says what its law has a draft say."""
+    """Takes a profile's time for a step of all sessions, and answers by its law."""
 
     def __init__(self, pair: SimulatedPair, clock: SimulatedClock) -> None:
         self._pair, self._clock = pair, clock
         self._random = Random(key_of(f"draft {pair.name}"))
 
     def ask(self, parts: Sequence[Stepping]) -> list[Stated]:
-        """Returns when a step with all these rows would be over."""
+        """Return after the time that a step with these rows takes."""
         began = self._clock.now()
         draft, factors = self._pair.profile.draft, self._pair.profile.factors_at(began)
         segments = [segment for part in parts for segment in part.segments()]
@@ -78,7 +78,7 @@ class SimulatedDraft:
         return answers
 
     def _answer(self, part: Stepping) -> Stated:
-        if part.wanted is None:  # of a context that is not read to its end nothing is asked
+        if part.wanted is None:  # nothing is asked before the context is complete
             nothing = np.zeros((0, 1), np.int32)
             return Stated(self._pair.law, nothing, nothing)
         paths = part.session.explored.path_tokens(part.wanted)
@@ -86,10 +86,10 @@ class SimulatedDraft:
 
 
 class SimulatedDraftWorker(ServedDraft):
-    """A draft of a profile."""
+    """A draft worker with the times and limits of a profile."""
 
     def __init__(self, config: DraftConfig, worker_id: str, pair: SimulatedPair, clock: SimulatedClock) -> None:
-        """Raises ConfigError where --kv-memory holds no session."""
+        """Raises ConfigError if --kv-memory does not hold a session."""
         super().__init__(config, worker_id)
         self._pair = pair
         self.tokenizer, self.vocab_size = pair.tokenizer, pair.vocab_size
@@ -102,18 +102,18 @@ class SimulatedDraftWorker(ServedDraft):
         ahead_steps = num_steps(config.ahead_steps, "cpu")
         arena = Arena(num_rows, ROW_BYTES, rows_to_keep=lambda slot: slot.num_rows)
         pool = SessionPool(arena, self._window, ahead_steps * MAX_ROWS)
-        draft, sharpnesses = SimulatedDraft(pair, clock), TemperatureScalings(config.sharpness)
-        self._engine = DraftEngine(draft, self.vocab_size, config.branch, pool, ahead_steps, sharpnesses)
+        draft, scalings = SimulatedDraft(pair, clock), TemperatureScalings(config.sharpness)
+        self._engine = DraftEngine(draft, self.vocab_size, config.branch, pool, ahead_steps, scalings)
         self._name = config.model_name or f"{pair.name}-draft"
         self._start_thread(self._name)
 
     @property
     def max_nodes(self) -> int:
-        """As many as the target takes."""
+        """The target's limit, or the setting if that is lower."""
         return at_most(self._config, "max_nodes", self._pair.profile.target.max_nodes)
 
     def info(self) -> WorkerInfo:
-        """What it stands for, and that it is simulated."""
+        """The simulated model, and a note that it is simulated."""
         pool = self._engine.pool
         return WorkerInfo(
             kind="draft",
@@ -131,7 +131,7 @@ class SimulatedDraftWorker(ServedDraft):
             kv_used_bytes=self._engine.kv_used_bytes,
             num_waiting=len(self._unanswered),
             num_passes=self._engine.num_passes,
-            notes=(*self._pair.notes(), *self._engine.sharpnesses.notes(), *self._metrics_note()),
+            notes=(*self._pair.notes(), *self._engine.scalings.notes(), *self._metrics_note()),
             bough_version=__version__,
             cost=self._engine.cost,
         )

@@ -1,4 +1,4 @@
-"""A loaded draft model and its engine."""
+"""Assembles a draft worker: the model, its KV memory and the engine."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ from draft_worker.served import ServedDraft
 
 
 def compile_draft(skeleton: Skeleton, dtype: str, bits: str, device: torch.device) -> bool:
-    """Has what its steps call compiled, as `compile_once` does; False where they are not compiled whole."""
+    """Compile the kernels of draft steps, as `compile_once` does; False if the layers are not compiled whole."""
     if not is_lean(skeleton, device):
         return False
     return compile_in_subprocess("draft_worker.model.kernels", [dtype, bits], compiled_ground(Path(__file__).parent))
 
 
 class DraftWorker(ServedDraft):
-    """Grows trees with a model that is resident."""
+    """Grows trees with a resident model."""
 
     def __init__(self, config: DraftConfig, worker_id: str) -> None:
         super().__init__(config, worker_id)
@@ -67,18 +67,18 @@ class DraftWorker(ServedDraft):
                 return self._make_pool()
             except torch.OutOfMemoryError as exc:
                 raise ConfigError(
-                    f"--device: {device} has no room for the draft and --kv-memory {config.kv_memory}: {exc}; another "
-                    "device, a smaller draft, or a smaller --kv-memory would do"
+                    f"--device: must have room for the draft and --kv-memory {config.kv_memory}, got {device}: {exc}; "
+                    "try another device, a smaller draft, or a smaller --kv-memory"
                 ) from exc
 
         pool = on_a_passing_thread(load)
         self.vocab_size = self._model.skeleton.vocab_size
-        draft, sharpnesses = ModelDraft(self._model, self.vocab_size), TemperatureScalings(config.sharpness)
-        self._engine = DraftEngine(draft, self.vocab_size, config.branch, pool, self._ahead_steps, sharpnesses)
+        draft, scalings = ModelDraft(self._model, self.vocab_size), TemperatureScalings(config.sharpness)
+        self._engine = DraftEngine(draft, self.vocab_size, config.branch, pool, self._ahead_steps, scalings)
         self._start_thread(self._name, lambda: compute_with(config.threads))
 
     def info(self) -> WorkerInfo:
-        """Model and limits."""
+        """Model, limits and load."""
         dropped, device = self._config.drop_layers, self._model.device
         notes = (
             *([f"substitute draft: layers {', '.join(map(str, dropped))} left out"] if dropped else []),
@@ -92,7 +92,7 @@ class DraftWorker(ServedDraft):
                 if self._ahead_steps
                 else []
             ),
-            *self._engine.sharpnesses.notes(),
+            *self._engine.scalings.notes(),
             *self._metrics_note(),
             *([] if device.type == "cpu" else [f"computes on {device}, {torch.cuda.get_device_name(device)}"]),
         )
@@ -118,24 +118,24 @@ class DraftWorker(ServedDraft):
         )
 
     def _kv_memory(self) -> int:
-        """Where it is not told, by what the model has left free."""
+        """Default KV budget, by the memory that the model leaves free."""
         skeleton = self._model.skeleton
         window = Window(min(self._config.max_context, skeleton.max_positions), skeleton.max_positions)
         return kv_budget(window.max_rows * skeleton.kv_shape().row_bytes, free_device_bytes(self._model.device))
 
     def _make_pool(self) -> SessionPool:
-        """Memory for sessions, over which the model is warmed up."""
+        """Allocate memory for sessions, and warm the model up."""
         skeleton = self._model.skeleton
         shape, kv_memory = skeleton.kv_shape(), self._config.kv_memory or self._kv_memory()
         num_rows = kv_memory // shape.row_bytes
         self._max_context = min(self._config.max_context, skeleton.max_positions, num_rows - MAX_EXPANSIONS)
         if self._max_context < 1:
             least = (MAX_EXPANSIONS + 1) * shape.row_bytes
-            raise ConfigError(f"--kv-memory: {kv_memory} bytes hold no session; {least} or more would do")
+            raise ConfigError(f"--kv-memory: must be at least {least} bytes, for one session, got {kv_memory}")
         window = Window(self._max_context, skeleton.max_positions)
         self._session_bytes = window.max_rows * shape.row_bytes
         device, num_bytes = self._model.device, num_rows * shape.row_bytes
-        is_cpu = device.type == "cpu"  # there attention looks up a page for every few keys
+        is_cpu = device.type == "cpu"  # where attention looks up a page for every few keys
         memory = shape.within(large_pages(num_bytes), num_rows) if is_cpu else shape.empty(num_rows, device)
         stage("warming up")
         self._model.warm_up(memory)

@@ -1,1 +1,3 @@
-"""The orchestrator: sessions, planning, rounds, the front door. Imports no torch."""
+"""The orchestrator: sessions, planning, rounds, and the front doors. Imports no torch."""
+
+import bough.rpc  # noqa: F401  # before grpc, see there

@@ -1,8 +1,9 @@
-"""`python -m orchestrator`: one orchestrator, until SIGTERM and what runs then has finished."""
+"""`python -m orchestrator`: runs one orchestrator until SIGTERM, after which running requests finish."""
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import sys
@@ -16,14 +17,16 @@ from orchestrator.assembly import Stopped, assembled
 
 
 async def main() -> None:
-    """Reads the settings and serves: SERVING while there is a target to ask; drains when told to stop."""
+    """Read the settings and serve. Health is SERVING while a target can be used; SIGTERM drains."""
     config = parse(OrchestratorConfig, "orchestrator", sys.argv[1:], os.environ)
     configure_logging(config)
     stop = stop_event()
     if config.keys:
-        _on_hangup(lambda: None)  # until there is something to read again, it ends nothing
+        _on_hangup(lambda: None)  # SIGHUP must not end the process before there are keys to read again
     with suppress(Stopped):
         async with assembled(config, stop) as orchestrator:
+            gc.collect()
+            gc.freeze()  # what is there now stays: looking through it again would hold up all streams at once
             if config.keys:
                 _on_hangup(orchestrator.callers.refresh)
             await orchestrator.serve(stop)

@@ -1,6 +1,6 @@
-"""An orchestrator built from its settings, for whatever program it is a part of.
+"""Builds an orchestrator from its settings, for any program that embeds one.
 
-It reads no command line, handles no signals and ends no process: a stop event says when it is to end.
+It reads no command line, handles no signals and ends no process; a stop event tells it to end.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Stopped(Unavailable):
 
 @dataclass(frozen=True, slots=True)
 class Orchestrator:
-    """The parts of an orchestrator that listens. Another front door needs no more than `callers`."""
+    """The parts of a listening orchestrator. A further front door needs only `callers`."""
 
     config: OrchestratorConfig
     worker_id: str
@@ -52,22 +52,22 @@ class Orchestrator:
     requests: Requests
     served: Served  # the gRPC server
     callers: Callers
-    metrics_address: str  # host:port of /metrics; empty where none are served
+    metrics_address: str  # host:port of /metrics; empty if not served
 
     @property
     def port(self) -> int:
-        """The port at which gRPC is served."""
+        """Port of the gRPC server."""
         return self.served.port
 
     @property
     def is_ready(self) -> bool:
-        """Whether a request that came now could be served."""
+        """Whether a new request could be served."""
         return self.requests.is_ready
 
     async def serve(self, stop: asyncio.Event) -> None:
-        """Announces the orchestrator in the index until `stop` is set, and then drains it.
+        """Register the orchestrator in the index until `stop` is set, then drain it.
 
-        What comes through any front door after that is refused as Unavailable. What runs has `drain_seconds` to
+        New requests through any front door are then refused as Unavailable; running ones have `drain_seconds` to
         finish. Front doors should stay open until this returns, so that clients get these answers.
         """
         address = advertised(self.config, self.port)
@@ -85,13 +85,13 @@ class Orchestrator:
 
 @asynccontextmanager
 async def assembled(config: OrchestratorConfig, stop: asyncio.Event) -> AsyncIterator[Orchestrator]:
-    """Builds an orchestrator in the running event loop. Inside the block it listens; after it, everything is closed.
+    """Build an orchestrator in the running event loop. It listens within the block; afterwards everything is closed.
 
     Raises:
         Stopped: `stop` was set before the index answered.
         Unavailable: the index does not answer.
-        ConfigError: a port is in use, the URL of the index or the file of keys cannot be read, no address is found to
-            advertise, or the packages for traces are not installed.
+        ConfigError: a port is in use, the URL of the index or the file of keys cannot be read, no address to advertise
+            was found, or the packages for traces are not installed.
     """
     require_guarded(config)
     keyring, access = Keyring(config.keys) if config.keys else None, Access.of(config)
@@ -122,7 +122,7 @@ async def assembled(config: OrchestratorConfig, stop: asyncio.Event) -> AsyncIte
 
 
 def serve_metrics(config: OrchestratorConfig, requests: Requests) -> MetricsServer:
-    """What requests have come to, at the port that is set. Raises ConfigError where that is in use."""
+    """Serve the metrics of requests at the configured port. Raises ConfigError if it is in use."""
     metrics = MetricsServer()
     metrics.registry.register(OrchestratorCollector(requests.figures))
     served = for_metrics(config)
@@ -132,7 +132,7 @@ def serve_metrics(config: OrchestratorConfig, requests: Requests) -> MetricsServ
 
 
 async def _unless_stopped(stop: asyncio.Event, step: Awaitable[None]) -> None:
-    """Finishes a step of the start. Raises Stopped where `stop` is set before the step is done."""
+    """Await a step of the start. Raises Stopped if `stop` is set before it is done."""
     working, told = asyncio.ensure_future(step), asyncio.create_task(stop.wait())
     try:
         await asyncio.wait({working, told}, return_when=asyncio.FIRST_COMPLETED)

@@ -1,4 +1,4 @@
-"""Opens the HTTP front door beside the gRPC one, where there is to be one."""
+"""Opens the HTTP front door besides gRPC, if configured."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 def has_page(config: OrchestratorConfig) -> bool:
-    """Whether /ui is served: by default only where no other machine reaches it."""
+    """Whether /ui is served; by default only if other machines cannot reach it."""
     return config.ui == "yes" or (config.ui == "auto" and is_loopback(config.host))
 
 
@@ -25,8 +25,7 @@ def has_page(config: OrchestratorConfig) -> bool:
 async def http_door(
     config: OrchestratorConfig, callers: Callers, figures: CollectorRegistry, tls: CurrentContext | None = None
 ) -> AsyncIterator[None]:
-    """Serves OpenAI's clients for as long as the block runs; `figures` are served at /metrics. With
-    `tls` nothing but HTTPS is spoken.
+    """Serve the OpenAI-compatible API during the block, with `figures` at /metrics; with `tls` by HTTPS only.
 
     Raises:
         ConfigError: the port is in use.
@@ -34,7 +33,7 @@ async def http_door(
     if config.http_port < 0:
         yield
         return
-    # What it takes to speak HTTP is imported only where that is wanted.
+    # Imported only if needed, as HTTP libraries take long.
     from orchestrator.http_api.app import http_app
     from orchestrator.http_api.server import http_serving
 

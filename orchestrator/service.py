@@ -1,4 +1,4 @@
-"""Generation over gRPC: decode, call, encode."""
+"""gRPC service of generation: decode, call, encode."""
 
 from __future__ import annotations
 
@@ -13,26 +13,25 @@ from bough.errors import InvalidRequest, Unavailable
 from bough.pb import common_pb2, generation_pb2_grpc
 from bough.pb import generation_pb2 as pb
 from bough.protocol import codec_generation as wire
-from bough.protocol.codec_costs import decisions_to_wire
 from bough.protocol.sampling_params import MAX_BIASES, MAX_STOP_TOKENS, MAX_STOPS
 from bough.rpc.server import Served, service_name, serving
 from bough.security.doorkeeper import Doorkeeper, authorization
 from orchestrator.cluster.served_models import largest_context
 from orchestrator.serving.tenants import Callers, Tenant
 
-MANY_ENTRIES = 4096  # of all lists of a request: more are read beside the event loop
+MANY_ENTRIES = 4096  # of all lists of a request; more are decoded in a thread
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class GenerationService:
-    """bough.v1.Generation."""
+    """Implements bough.v1.Generation."""
 
     def __init__(self, callers: Callers) -> None:
         self._callers, self._requests = callers, callers.requests
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateEvent]:
-        """Streams the events of one request."""
+        """Stream the events of one request."""
         directory = self._requests.directory
         if not directory.targets:
             raise Unavailable(directory.why_no_target())
@@ -47,17 +46,17 @@ class GenerationService:
                 yield wire.event_to_wire(event)
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortReply:
-        """Ends a request."""
+        """End a request."""
         self._tenant(context).abort(request.request_id)
         return pb.AbortReply()
 
     async def CloseSession(self, request: pb.CloseSessionRequest, context: Context) -> pb.CloseSessionReply:
-        """Forgets a session."""
+        """Forget a session."""
         await self._tenant(context).close_session(request.session_id)
         return pb.CloseSessionReply()
 
     async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: Context) -> pb.ModelInfo:
-        """The models that are served."""
+        """The served models."""
         return wire.models_to_wire(self._requests.models())
 
     async def GetServerInfo(self, request: common_pb2.GetServerInfoRequest, context: Context) -> pb.ServerInfo:
@@ -65,7 +64,7 @@ class GenerationService:
         return wire.server_info_to_wire(self._requests.server_info())
 
     async def GetLoads(self, request: pb.GetLoadsRequest, context: Context) -> pb.Loads:
-        """What is running now."""
+        """Current load."""
         return wire.loads_to_wire(self._requests.loads())
 
     async def GetAcceptance(self, request: pb.GetAcceptanceRequest, context: Context) -> pb.Acceptance:
@@ -73,19 +72,19 @@ class GenerationService:
         return wire.acceptance_to_wire(self._requests.acceptance(), self._requests.calibrations())
 
     async def GetDecisions(self, request: pb.GetDecisionsRequest, context: Context) -> pb.Decisions:
-        """Why trees were as large as they were."""
-        return decisions_to_wire(self._tenant(context).decisions(request.session_id))
+        """Reasons for the sizes of trees."""
+        return wire.decisions_to_wire(self._tenant(context).decisions(request.session_id))
 
     def _tenant(self, context: Context) -> Tenant:
         return self._callers.tenant(authorization(context.invocation_metadata()))
 
 
 def require_counts(request: pb.GenerateRequest, largest_context: int) -> int:
-    """How many entries a request's lists have in all.
+    """Count the entries of all lists of a request.
 
     Raises:
-        InvalidRequest: a list is longer than any target takes it. Its entries, which are millions in a message of a
-            few megabytes, have not been looked at.
+        InvalidRequest: a list is longer than any target accepts. Its entries, millions in a message of a few megabytes,
+            are not decoded.
     """
     counts = (
         ("token_ids", len(request.token_ids.ids), largest_context),
@@ -105,7 +104,7 @@ def require_counts(request: pb.GenerateRequest, largest_context: int) -> int:
 def serving_generation(
     config: OrchestratorConfig, callers: Callers, credentials: grpc.ServerCredentials | None = None
 ) -> AbstractAsyncContextManager[Served]:
-    """A gRPC server with this service, inside the block. Raises ConfigError where its port is in use."""
+    """Serve this service by gRPC during the block. Raises ConfigError if the port is in use."""
     service, requests = GenerationService(callers), callers.requests
     return serving(
         config.host,

@@ -1,4 +1,4 @@
-"""`python -m target_worker`: one target worker, until SIGTERM."""
+"""`python -m target_worker`: runs one target worker until SIGTERM."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from target_worker.served import ServedTarget
     from target_worker.service import TargetService
 
-    Parts = tuple[TargetService, Callable[[], ServedTarget]]  # what answers calls, and what loads the worker
+    Parts = tuple[TargetService, Callable[[], ServedTarget]]  # the servicer, and a function that loads the worker
 
 
 async def main() -> None:
-    """Reads the settings and serves."""
+    """Read the settings and serve."""
     config = parse(TargetConfig, "target_worker", sys.argv[1:], os.environ)
     configure_logging(config)
     stage("importing libraries")
@@ -40,7 +40,7 @@ async def main() -> None:
 
 
 def model_parts(config: TargetConfig, worker_id: str) -> Parts:
-    """Of a worker with a model; imports torch."""
+    """The parts of a worker with a model; imports torch."""
     from bough.model.architecture.light_imports import import_transformers
 
     import_transformers()
@@ -51,10 +51,10 @@ def model_parts(config: TargetConfig, worker_id: str) -> Parts:
 
 
 def simulated_parts(config: TargetConfig, worker_id: str) -> Parts:
-    """Of a worker without weights; imports no torch.
+    """The parts of a simulated worker, which has no weights; imports no torch.
 
     Raises:
-        ConfigError: the profile is not known, or a field of it does not fit.
+        ConfigError: the profile is unknown or has an invalid field.
     """
     from bough.simulation.clock import SimulatedClock
     from bough.simulation.line import Line

@@ -1,4 +1,4 @@
-"""What a target tells Prometheus: the link, the sweeps and the slots, at http://HOST:PORT/metrics."""
+"""Prometheus metrics of a target: link, sweeps and KV slots."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from target_worker.scheduler.sweep_figures import SweepFigures
 
 NANO = 1e-9
 NUM_RECENT = 32  # sweeps
-ROWS = tuple(2**power for power in range(13))  # at which `bough_sweep_rows` is divided
+ROWS = tuple(2**power for power in range(13))  # upper bounds of the buckets of `bough_sweep_rows`
 
 
 class Load(NamedTuple):
-    """What a target is busy with at a moment."""
+    """Load of a target at a moment."""
 
     pool: PoolFigures
-    num_running: int  # calls that have a part in the sweep that is under way
-    num_waiting: int  # other calls without an answer
+    num_running: int  # calls in the current sweep
+    num_waiting: int  # other unanswered calls
 
 
 class LoadCollector(Collector):
-    """Slots and calls, under vLLM's names where it has one."""
+    """Gauges of slots and calls, under vLLM's names where it has one."""
 
     def __init__(self, model_name: str, load: Callable[[], Load]) -> None:
         self._model_name, self._load = model_name, load
 
     def collect(self) -> Iterator[Metric]:
-        """All of them, as they are now."""
+        """Collect the current values."""
         pool, num_running, num_waiting = self._load()
         yield self._gauge("vllm:num_requests_running", "Calls in the sweep under way", num_running)
         yield self._gauge("vllm:num_requests_waiting", "Calls that wait for a sweep", num_waiting)
@@ -65,12 +65,12 @@ class LoadCollector(Collector):
 
 
 class Metrics(MetricsServer):
-    """Counters of one target worker; its owner tells of every sweep."""
+    """Counters of one target worker; its owner reports every sweep."""
 
     def __init__(self, model_name: str) -> None:
         super().__init__()
         self._model_name = model_name
-        self._recent: deque[float] = deque(maxlen=NUM_RECENT)  # seconds of the last sweeps
+        self._recent: deque[float] = deque(maxlen=NUM_RECENT)  # seconds of the latest sweeps
         self._bytes = self._counter("bough_link_bytes", "Bytes of weights that crossed the link")
         self._link = self._counter("bough_link_seconds", "Time during which the link carried weights")
         self._ideal = self._counter("bough_link_ideal_seconds", "The same bytes at the best speed the link has shown")
@@ -85,11 +85,11 @@ class Metrics(MetricsServer):
         self._efficiency = self._gauge("bough_link_efficiency", efficiency)
 
     def watch(self, load: Callable[[], Load]) -> None:
-        """Tells of slots and calls, as `load` has them whenever somebody asks."""
+        """Also export slots and calls, as returned by `load` at each scrape."""
         self.registry.register(LoadCollector(self._model_name, load))
 
     def observe(self, num_tokens: int, figures: SweepFigures) -> None:
-        """After a sweep; any thread."""
+        """Count a sweep; any thread."""
         self._bytes.inc(figures.link_bytes)
         self._link.inc(figures.link_ns * NANO)
         self._ideal.inc(figures.link_ideal_ns * NANO)
@@ -103,7 +103,7 @@ class Metrics(MetricsServer):
         self._efficiency.set(min(1.0, figures.link_ideal_ns / figures.total_ns))
 
     def recent_seconds(self) -> tuple[float, ...]:
-        """Of the last sweeps: the shortest, the median and the longest; nothing before the first. Any thread."""
+        """Shortest, median and longest of the latest sweeps; empty before the first. Any thread."""
         seconds = sorted(self._recent)
         return (seconds[0], seconds[len(seconds) // 2], seconds[-1]) if seconds else ()
 

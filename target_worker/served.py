@@ -1,4 +1,4 @@
-"""What every target worker does with its engine, whatever sweeps below it."""
+"""What all target workers share, real or simulated."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from target_worker.scheduler.engine import SweepEngine
 
 
 class ServedTarget(ABC):
-    """An engine and its metrics, closed once. Subclasses make what sweeps, and say what it is."""
+    """An engine and its metrics, closed once. Subclasses supply the sweeper and `info`."""
 
     tokenizer: TokenizerFiles
     vocab_size: int
-    max_nodes: int  # of a tree
+    max_nodes: int  # nodes of a tree
     _engine: SweepEngine
 
     def __init__(self, config: TargetConfig, worker_id: str, model_name: str) -> None:
@@ -35,11 +35,11 @@ class ServedTarget(ABC):
         self._resources = ExitStack()
 
     def _start_engine(self, prepare: Callable[[], None] = lambda: None) -> None:
-        """Starts the sweep thread, on which `prepare` comes first, and serves metrics; returns when it has warmed up.
+        """Start the sweep thread, which first calls `prepare`, and serve metrics; returns when it has warmed up.
 
         Raises:
             ConfigError: the port for metrics is in use.
-            BoughError: what keeps it from a first sweep.
+            BoughError: the first sweep failed.
         """
         self._metrics.watch(self._load)
         self._engine.start(prepare)
@@ -52,42 +52,42 @@ class ServedTarget(ABC):
         self._engine.warm_up().result()
 
     def _metrics_note(self) -> tuple[str, ...]:
-        """Where metrics are served; nothing where they are not."""
+        """Where metrics are served; empty if they are not."""
         return self._metrics_told
 
     @property
     def metrics_port(self) -> int:
-        """Where /metrics is served; -1 for nowhere."""
+        """Port of /metrics; -1 if not served."""
         return self._metrics.port
 
     def verify(self, call: VerifyCall) -> Future[VerifyResult]:
-        """Queues a call for the next sweep that has room.
+        """Queue a call for the next sweep with room.
 
         Raises:
-            Unavailable: another worker is meant, which had this one's address.
+            Unavailable: the call is for another worker, which had this one's address.
         """
         if call.worker_id not in ("", self._worker_id):
-            raise Unavailable(f"worker_id: {call.worker_id!r} is not here; at this address is {self._worker_id} now")
+            raise Unavailable(f"worker_id: must be {self._worker_id} at this address, got {call.worker_id!r}")
         return self._engine.verify(call)
 
     def release(self, session_id: str, epoch: int = 0) -> Future[None]:
-        """Forgets a session, unless a newer epoch than this one has begun; 0 does not care."""
+        """Forget a session unless it has a newer epoch; epoch 0 always forgets."""
         return self._engine.release(session_id, epoch)
 
     def trouble(self) -> str:
-        """What keeps it from answering, in words; empty where nothing does."""
+        """Why the worker cannot answer; empty if it can."""
         return self._engine.trouble()
 
     def drain(self) -> Future[None]:
-        """Refuses new sessions from now on; done when no call is without an answer."""
+        """Refuse new sessions from now on; done when all calls are answered."""
         return self._engine.drain()
 
     def close(self) -> None:
-        """Ends the sweep thread and what it sweeps with."""
+        """End the sweep thread and close its resources."""
         self._resources.close()
 
     def load(self) -> WorkerLoad:
-        """How busy it is, for the index."""
+        """Load of the worker, for the index."""
         info = self.info()
         return WorkerLoad(info.num_sessions, info.kv_bytes, info.kv_used_bytes, self._metrics.recent_seconds())
 

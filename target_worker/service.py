@@ -1,4 +1,4 @@
-"""Target over gRPC: decode, call, encode."""
+"""gRPC service of the target: decode, call, encode."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ logger = logging.getLogger(__name__)
 
 
 class TargetService(WorkerService[ServedTarget]):
-    """bough.v1.Target."""
+    """Implements bough.v1.Target."""
 
     async def Verify(
         self, request: target_pb2.VerifyRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> target_pb2.VerifyReply:
-        """Verifies a tree."""
+        """Verify a tree."""
         with serving_call(self.tracer, "bough.v1.Target/Verify") as span:
             call = codec.verify_call_from_wire(request, self.worker.vocab_size, self.worker.max_nodes)
             log_session(call.context.session_id)
@@ -39,13 +39,13 @@ class TargetService(WorkerService[ServedTarget]):
     async def Release(
         self, request: common_pb2.ReleaseRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> common_pb2.ReleaseReply:
-        """Forgets a session."""
+        """Forget a session."""
         await asyncio.wrap_future(self.worker.release(request.session_id, request.epoch))
         return common_pb2.ReleaseReply()
 
 
 class SimulatedTargetService(TargetService):
-    """bough.v1.Target at the far end of a simulated network, with the failures of a profile."""
+    """bough.v1.Target behind a simulated network, with the failures of a profile."""
 
     def __init__(self, line: Line) -> None:
         super().__init__()
@@ -54,6 +54,6 @@ class SimulatedTargetService(TargetService):
     async def Verify(
         self, request: target_pb2.VerifyRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> target_pb2.VerifyReply:
-        """Verifies a tree, or fails as the profile wants."""
+        """Verify a tree, or fail as the profile says."""
         async with self._line.crossed():
             return await super().Verify(request, context)

@@ -34,14 +34,14 @@ from target_worker.scheduler.sweeper import Swept
 from target_worker.served import ServedTarget
 from target_worker.verification.verify import walk
 
-ROW_BYTES = 320 * 1024  # of keys and values of a token, as a 70B model's are; told, and never taken
-LINK_BYTES = 1000**3  # that a second of the link is told to have carried
-PRIOR_ROWS = (1, 8, 64, 256, 1024)  # for which it is told what a sweep takes before the first
-CHUNK_ROWS = 64  # that are computed together, or as many as a profile pads to
+ROW_BYTES = 320 * 1024  # KV bytes of a token, as of a 70B model; reported, but never allocated
+LINK_BYTES = 1000**3  # bytes that the link is reported to carry in a second
+PRIOR_ROWS = (1, 8, 64, 256, 1024)  # row counts of the cost curve that is reported before the first sweep
+CHUNK_ROWS = 64  # rows computed together, rounded up to the profile's row step
 
 
 class SimulatedSweeper:
-    """Takes the seconds of a profile; the verdict on a tree is how far its law's text goes along it."""
+    """Sleeps for the seconds of a profile; accepts as much of a tree as equals the text of the profile's law."""
 
     def __init__(self, pair: SimulatedPair, clock: SimulatedClock) -> None:
         self._pair, self._clock = pair, clock
@@ -50,7 +50,7 @@ class SimulatedSweeper:
         self.rows = RowCounts(most=-(-CHUNK_ROWS // step) * step, step=step)
 
     def sweep(self, parts: Sequence[Part[VerifyJob]]) -> Swept:
-        """Returns when a sweep of these rows would be over."""
+        """Return after the time that a sweep of these rows takes."""
         began = self._clock.now()
         profile, num_rows = self._pair.profile, sum(part.num_tokens for part in parts)
         target, factors = profile.target, profile.factors_at(began)
@@ -68,7 +68,7 @@ class SimulatedSweeper:
         return Swept(figures, lambda job: verdict_by(self._pair.law, job))
 
     def warm_up(self, slot: Slot) -> SweepPrior:
-        """There is nothing to make; what sweeps take is the profile's, without jitter or events."""
+        """The profile's cost curve, without jitter and events; there is nothing to prepare."""
         target = self._pair.profile.target
         rows = (self.rows.step, *(size for size in PRIOR_ROWS if size > self.rows.step))
         seconds = (self._clock.real_seconds(target.compute_seconds(size) + target.overhead_seconds) for size in rows)
@@ -78,7 +78,7 @@ class SimulatedSweeper:
 
 
 def volume_of(target: TargetProfile) -> CostCurve | None:
-    """Bytes by rows, where these choose experts."""
+    """Bytes by number of rows if rows choose experts; None otherwise."""
     experts = target.experts
     if experts is None:
         return None
@@ -87,12 +87,12 @@ def volume_of(target: TargetProfile) -> CostCurve | None:
 
 
 def link_bytes(target: TargetProfile, num_rows: int) -> int:
-    """What a sweep of so many rows is told to bring across the link."""
+    """Bytes that a sweep of `num_rows` rows is reported to bring across the link."""
     return round(LINK_BYTES * target.link_seconds_of(num_rows))
 
 
 def verdict_by(law: Law, job: VerifyJob) -> Verdict:
-    """The tokens of a law's text as far as the tree has them, and the one after them."""
+    """Accept the law's text as far as the tree contains it, with the next token as bonus."""
     call, tree = job.call, job.tree
     first = call.context.base_length + 1  # position of what follows the root
     seed = text_seed(call.sampling)
@@ -106,9 +106,9 @@ def verdict_by(law: Law, job: VerifyJob) -> Verdict:
 
 
 def position_logprobs(law: Law, seed: int, position: int, num_top: int) -> PositionLogprobs:
-    """Of the token at a position and the likeliest: what a draft of this law states. All are finite.
+    """Log-probabilities of the law's token at a position and of the `num_top` likeliest; all are finite.
 
-    A token that the draft does not name has what those that it names leave, in equal parts with all other words.
+    A token that the draft does not propose gets an equal share of the probability that the proposed ones leave.
     """
     here = np.array([position])
     (tokens,), (stated,) = law.candidates(seed, np.array([True]), here)
@@ -121,10 +121,10 @@ def position_logprobs(law: Law, seed: int, position: int, num_top: int) -> Posit
 
 
 class SimulatedTarget(ServedTarget):
-    """A target of a profile, with the profile's limits, or the settings' where those are less and no defaults."""
+    """A target with a profile's limits, or the settings' where those are lower and not defaults."""
 
     def __init__(self, config: TargetConfig, worker_id: str, pair: SimulatedPair, clock: SimulatedClock) -> None:
-        """Raises ConfigError where the profile's tokens of KV hold no session."""
+        """Raises ConfigError if the profile's KV tokens do not hold a session."""
         super().__init__(config, worker_id, config.model_name or pair.name)
         self._pair, profile = pair, pair.profile.target
         self.tokenizer, self.vocab_size = pair.tokenizer, pair.vocab_size
@@ -143,7 +143,7 @@ class SimulatedTarget(ServedTarget):
         self._start_engine()
 
     def info(self) -> WorkerInfo:
-        """What it stands for, and that it is simulated."""
+        """The simulated model, and a note that it is simulated."""
         figures, profile = self._engine.pool.figures(), self._pair.profile.target
         kv = f"KV of {profile.kv_tokens} tokens is counted as {ROW_BYTES // 1024} KB each, and not taken"
         notes = [*self._pair.notes(), kv, *self._metrics_note()]

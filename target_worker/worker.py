@@ -1,4 +1,4 @@
-"""A target, put together: checkpoint, ring, streamed model, slots, engine."""
+"""Assembles a target: checkpoint, link, streamed model, KV slots and engine."""
 
 from __future__ import annotations
 
@@ -54,20 +54,23 @@ logger = logging.getLogger(__name__)
 
 
 def compile_target(dtype: str, layers: str, weights: str) -> bool:
-    """Has what sweeps call on a CPU compiled, as `compile_once` does; arguments of `target_worker.sweep.kernels`."""
+    """Compile the kernels of CPU sweeps, as `compile_once` does; arguments as of `target_worker.sweep.kernels`."""
     arguments = [dtype, layers, weights]
     return compile_in_subprocess("target_worker.sweep.kernels", arguments, compiled_ground(Path(__file__).parent))
 
 
 class TargetWorker(ServedTarget):
-    """Owns everything that the target needs; closed once."""
+    """Owns all resources of a target; closed once."""
 
     def __init__(self, config: TargetConfig, worker_id: str) -> None:
         hand_over_soon()
         checkpoint = Checkpoint.open(config.model)
         super().__init__(config, worker_id, config.model_name or checkpoint.folder.name)
         self.tokenizer = load_tokenizer_files(checkpoint.folder)
-        self._weights_hash = WeightsHash(place.file for place in checkpoint.tensors.values())
+        self._weights_hash = WeightsHash(
+            (place.file for place in checkpoint.tensors.values()),
+            lambda: Checkpoint.open(config.model).fingerprint() == self._fingerprint,
+        )
         self._fingerprint = checkpoint.fingerprint()
         self._device = choose_device(config.device)
         make_ready(self._device)
@@ -77,7 +80,7 @@ class TargetWorker(ServedTarget):
         if self._conversion:
             logger.warning("%s", self._conversion)
         self.layers = tuple(plan_layer(f"layer {i}", slots) for i, slots in enumerate(self._skeleton.layer_slots))
-        self._experts: dict[int, LayerExperts] = {}  # by layer, of which `layers` are then without them
+        self._experts: dict[int, LayerExperts] = {}  # by layer; `layers` are then without their experts
         self.vocab_size = self._skeleton.vocab_size
         self.max_nodes = config.max_nodes
         self._limits = TargetLimits.of(config, self._skeleton.max_positions)
@@ -100,7 +103,7 @@ class TargetWorker(ServedTarget):
             raise
 
     def _start(self) -> None:
-        """Takes the memory, and starts the link and the sweep thread."""
+        """Allocate memory, and start the link and the sweep thread."""
         config = self._config
         pool, kv = self._make_pool()
         checksums, lanes, elsewhere = self._skeleton.checksums, lanes_of(self._device), self._elsewhere
@@ -120,7 +123,7 @@ class TargetWorker(ServedTarget):
 
     @property
     def streamed_layers(self) -> tuple[int, ...]:
-        """Layers that cross the link in every sweep."""
+        """Layers that are streamed in every sweep."""
         return self._placement.streamed
 
     def info(self) -> WorkerInfo:
@@ -153,7 +156,7 @@ class TargetWorker(ServedTarget):
         )
 
     def _devices_in_words(self) -> str:
-        """What computes: two targets whose layers are computed by different kinds of GPUs give different bits."""
+        """Devices that compute; targets that compute layers on different kinds of GPUs give different bits."""
         own, others = device_name(self._device), {i: device_name(d) for i, d in self._elsewhere.items()}
         kinds = {name: [i for i in others if others[i] == name] for name in others.values() if name != own}
         return own + "".join(f", layers {layers} on {name}" for name, layers in sorted(kinds.items()))
@@ -187,7 +190,7 @@ class TargetWorker(ServedTarget):
         return with_kv_memory(config, shape, num_positions, device_budget(config, self._device), host)
 
     def _make_pool(self) -> tuple[SlotPool, KVHome]:
-        """Slots, and where a sweep finds their keys and values."""
+        """The slot pool, and where sweeps find its keys and values."""
         shape, num_rows = self._skeleton.kv_shape(), self._num_rows
         num_bytes = num_rows * shape.row_bytes
         logger.info("KV of %d tokens, %.2f GB on the %s", num_rows, num_bytes / 1e9, self._config.kv_tier)
@@ -213,7 +216,7 @@ class TargetWorker(ServedTarget):
         return found
 
     def _place(self) -> Placement:
-        """Decides where each layer lives, and says so."""
+        """Decide where each layer is stored, and log it."""
         config, skeleton = self._config, self._skeleton
         unpacking, is_gpu = unpacking_bytes(skeleton, self._device), self._device.type != "cpu"
         scratch = max(layer.scratch_bytes(skeleton.dtype, is_gpu) for layer in self.layers) + unpacking

@@ -14,7 +14,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported, as transformers does below
 
-from bough.cli.up import ensure_demonstration
+from bough.cli.machine.up import ensure_demonstration
 from bough.config.cache_paths import demonstration_folder
 from bough.config.processes import DraftConfig, OrchestratorConfig, TargetConfig, parse
 from bough.model.checkpoint.tokenizer_files import load_tokenizer_files

@@ -96,7 +96,7 @@ def test_messages_of_the_wire_stay_at_the_wire() -> None:
     for path in python_files("bough", *SERVICES):
         uses_messages = any(name.startswith("bough.pb") for name in imports(path))
         at_the_wire = path.name in {
-            "codec.py", "codec_costs.py", "codec_trees.py", "codec_generation.py", "client.py", "service.py",
+            "codec.py", "codec_trees.py", "codec_generation.py", "client.py", "service.py",
             "worker_clients.py", "compatibility.py", "process.py", "launch.py", "__main__.py",
         } or path.parent.name == "pb"  # fmt: skip
         assert at_the_wire or not uses_messages, path
@@ -108,6 +108,13 @@ def test_opentelemetry_in_one_file_and_imported_only_where_traces_are_asked_for(
     for path in python_files("bough", *SERVICES):
         if "bough.telemetry.otlp" in imports(path):
             assert path == ROOT / "bough" / "telemetry" / "tracing.py", path
+
+
+def test_every_command_line_takes_whole_flags_only() -> None:
+    """`--model` must not become `--model-name` on the day that the first is gone."""
+    for path in python_files("bough", *SERVICES, "deploy", "loadtest"):
+        if path != ROOT / "bough" / "config" / "flag_parser.py":
+            assert "ArgumentParser(" not in path.read_text(), path
 
 
 def test_proto_is_no_package() -> None:
@@ -163,7 +170,9 @@ def test_what_speaks_http_is_in_one_room_and_imported_only_when_its_door_opens()
     assert output.strip() == "[]"
 
 
-@pytest.mark.parametrize("module", ["client", "cli.generate", "cli.doctor", "cli.explain"])
+@pytest.mark.parametrize(
+    "module", ["client", "cli.generation.generate", "cli.inspection.doctor", "cli.inspection.explain"]
+)
 def test_what_applications_import_needs_no_extra(module: str) -> None:
     """Their packages are the dependencies of the distribution; all others are in its extras."""
     code = f"import sys, bough.{module}; print(*sorted({{name.split('.')[0] for name in sys.modules}}))"

@@ -1,1 +1,3 @@
-"""The `bough` command, with a file for each subcommand."""
+"""The `bough` command; its subcommands are in rooms by subject."""
+
+import bough.rpc  # noqa: F401  # before grpc, see there

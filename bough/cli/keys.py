@@ -42,6 +42,9 @@ def add_keys(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tokens-per-minute", type=int, default=0, help="of add: most tokens, of prompts and output (default: any)"
     )
+    parser.add_argument(
+        "--sessions", type=int, default=0, help="of add: most named sessions that are kept (default: 10,000)"
+    )
 
 
 async def keys(arguments: argparse.Namespace) -> int:
@@ -61,15 +64,18 @@ async def keys(arguments: argparse.Namespace) -> int:
 
 def _add(arguments: argparse.Namespace, name: str) -> int:
     lines = _lines(arguments.file) if Path(arguments.file).exists() else []
-    key = new_key()
+    key, now = new_key(), datetime.now(UTC)
     entry = ApiKey(
         name,
         hash_of(key),
-        datetime.now(UTC).isoformat(timespec="seconds"),
+        now.isoformat(timespec="seconds"),
         None if arguments.expires is None else require_time("--expires", arguments.expires),
         require_limit("--requests", arguments.requests),
         require_limit("--tokens-per-minute", arguments.tokens_per_minute),
+        require_limit("--sessions", arguments.sessions),
     )
+    if entry.has_expired(now.timestamp()):
+        raise ConfigError(f"--expires: must be a time to come, got {arguments.expires}, and it is {entry.created}")
     _write(arguments.file, [*lines, entry.to_line()])
     print(f"key {entry.key_id} of {name}; it is shown this once, and only its hash is kept:", file=sys.stderr)
     print(key)
@@ -81,6 +87,7 @@ def _list(file: str) -> int:
         ends = "never ends" if key.expires is None else f"{_ends(key)} {key.expires}"
         limits = [f"{key.requests} requests at once"] if key.requests else []
         limits += [f"{key.tokens_per_minute} tokens a minute"] if key.tokens_per_minute else []
+        limits += [f"{key.sessions} sessions"] if key.sessions else []
         print(f"{key.name}  {key.key_id}  made {key.created or 'some time'}, {ends}", *limits, sep=", ")
     return 0
 

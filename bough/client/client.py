@@ -22,7 +22,6 @@ from bough.pb import common_pb2, generation_pb2_grpc
 from bough.pb import generation_pb2 as pb
 from bough.protocol import codec_generation as wire
 from bough.protocol import generation as g
-from bough.protocol.codec_costs import decisions_from_wire
 from bough.protocol.decision import Decision, DraftCalibration
 from bough.rpc.status_map import to_error
 from bough.security.bearer import credentials, require_key
@@ -163,7 +162,7 @@ class Client:
             NotFound: the orchestrator has no decisions of it.
         """
         request = pb.GetDecisionsRequest(session_id=session_id)
-        return decisions_from_wire(await self._ask(lambda stub: stub.GetDecisions, request))
+        return wire.decisions_from_wire(await self._ask(lambda stub: stub.GetDecisions, request))
 
     async def _ask(self, method: Callable[[Any], Callable[..., Awaitable[Reply]]], request: object) -> Reply:
         """Call the server in use, and the others in turn while they are Unavailable."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, Field, field, fields, replace
 from typing import Any, NoReturn, TypeVar
 
+from bough.config.flag_parser import FlagParser
 from bough.config.service_links import is_service_link
 from bough.errors import ConfigError
 
@@ -101,7 +101,7 @@ def _from_environment(cls: type, service: str, environ: Mapping[str, str]) -> di
 
 
 def _from_flags(cls: type, service: str, argv: Sequence[str]) -> dict[str, Any]:
-    parser = _Parser(prog=f"python -m {service}", description=cls.__doc__, allow_abbrev=False)
+    parser = _Parser(prog=f"python -m {service}", description=cls.__doc__)
     for f in _fields(cls):
         default = "" if f.default in (MISSING, "", ()) else f" (default {f.default})"
         is_switch = isinstance(f.default, bool)
@@ -119,7 +119,7 @@ def _read(name: str, f: Field[Any], text: str) -> Any:
         raise ConfigError(f"{name}: {exc}, got {text!r}") from exc
 
 
-class _Parser(argparse.ArgumentParser):
+class _Parser(FlagParser):
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message)
 

@@ -7,13 +7,14 @@ asked, by an address that is among its certificate's names. Exit status 0 is SER
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from bough.config.flag_parser import FlagParser
 from bough.errors import ConfigError
 from bough.rpc.tls_faults import explained
 from bough.security.certificates import CertificateFiles
@@ -36,17 +37,22 @@ async def status_of(address: str, service: str = "", files: CertificateFiles = P
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints the status; 0 where it is SERVING."""
-    parser = argparse.ArgumentParser(prog="bough.health", description=__doc__)
+    parser = FlagParser(prog="bough.health", description=__doc__)
     parser.add_argument("address", metavar="ADDRESS")
     parser.add_argument("service", metavar="SERVICE", nargs="?", default="")
     add_certificates(parser)
     arguments = parser.parse_args(argv)
     files = files_from(arguments)
+    ways = [files]
     if files.cert and not files.authority:  # the variables of the very process that is asked: it is known by itself
-        files = CertificateFiles(authority=files.cert)
-    try:
-        status = asyncio.run(status_of(arguments.address, arguments.service, files))
-    except ConfigError as exc:
-        status = f"error: {exc}"
+        ways = [CertificateFiles(authority=files.cert), replace(files, authority=files.cert)]  # if it asks for one
+    status = ""
+    for way in ways:
+        try:
+            status = asyncio.run(status_of(arguments.address, arguments.service, way))
+        except ConfigError as exc:
+            status = f"error: {exc}"
+        if status == "SERVING":
+            break
     print(status)
     return 0 if status == "SERVING" else 1

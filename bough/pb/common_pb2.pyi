@@ -11,11 +11,9 @@ class VerificationScheme(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     TARGET: _ClassVar[VerificationScheme]
     WITHOUT_REPLACEMENT: _ClassVar[VerificationScheme]
-    MULTI_ROUND: _ClassVar[VerificationScheme]
     TRAVERSAL: _ClassVar[VerificationScheme]
 TARGET: VerificationScheme
 WITHOUT_REPLACEMENT: VerificationScheme
-MULTI_ROUND: VerificationScheme
 TRAVERSAL: VerificationScheme
 
 class Tree(_message.Message):

@@ -201,7 +201,7 @@ class SpeculationMetrics(_message.Message):
     def __init__(self, num_rounds: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., tokens_per_round: _Optional[float] = ..., acceptance_histogram: _Optional[_Iterable[int]] = ..., num_degraded_rounds: _Optional[int] = ..., num_lookup_tokens: _Optional[int] = ...) -> None: ...
 
 class Finished(_message.Message):
-    __slots__ = ("finish_reason", "stop_reason", "text", "usage", "speculation", "timings", "warnings", "num_failovers")
+    __slots__ = ("finish_reason", "stop_reason", "text", "usage", "speculation", "timings", "warnings", "num_failovers", "stop_token_id")
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     STOP_REASON_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
@@ -210,6 +210,7 @@ class Finished(_message.Message):
     TIMINGS_FIELD_NUMBER: _ClassVar[int]
     WARNINGS_FIELD_NUMBER: _ClassVar[int]
     NUM_FAILOVERS_FIELD_NUMBER: _ClassVar[int]
+    STOP_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
     finish_reason: str
     stop_reason: str
     text: str
@@ -218,7 +219,8 @@ class Finished(_message.Message):
     timings: RoundTimings
     warnings: _containers.RepeatedScalarFieldContainer[str]
     num_failovers: int
-    def __init__(self, finish_reason: _Optional[str] = ..., stop_reason: _Optional[str] = ..., text: _Optional[str] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., speculation: _Optional[_Union[SpeculationMetrics, _Mapping]] = ..., timings: _Optional[_Union[RoundTimings, _Mapping]] = ..., warnings: _Optional[_Iterable[str]] = ..., num_failovers: _Optional[int] = ...) -> None: ...
+    stop_token_id: int
+    def __init__(self, finish_reason: _Optional[str] = ..., stop_reason: _Optional[str] = ..., text: _Optional[str] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., speculation: _Optional[_Union[SpeculationMetrics, _Mapping]] = ..., timings: _Optional[_Union[RoundTimings, _Mapping]] = ..., warnings: _Optional[_Iterable[str]] = ..., num_failovers: _Optional[int] = ..., stop_token_id: _Optional[int] = ...) -> None: ...
 
 class GenerateEvent(_message.Message):
     __slots__ = ("started", "tokens", "finished")

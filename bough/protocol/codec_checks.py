@@ -23,8 +23,9 @@ def require_numbers(prompt: Prompt, options: GenerateOptions) -> None:
         *((f"token_ids[{i}]", token, MAX_UINT32) for i, token in enumerate(tokens)),
     )
     for name, value, most in numbers:
-        if value is not None and not 0 <= value <= most:
-            raise InvalidRequest(f"{name}: must be 0 to {most}, got {value}")
+        least = 1 if name == "max_tokens" else 0
+        if value is not None and not least <= value <= most:
+            raise InvalidRequest(f"{name}: must be {least} to {most}, got {value}")
     if speculation.growth is not None:
         require_growth("speculation.growth", speculation.growth, MAX_UINT32)
 

@@ -3,37 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, fields
+from dataclasses import fields
 
 from bough.errors import InvalidRequest
 from bough.pb import generation_pb2 as pb
 from bough.protocol import generation as g
-from bough.protocol.codec import (
-    info_from_wire,
-    info_to_wire,
-    logprobs_from_wire,
-    logprobs_to_wire,
-)
 from bough.protocol.codec_checks import require_numbers, require_texts
-from bough.protocol.codec_costs import round_timings_from_wire, round_timings_to_wire
+from bough.protocol.codec_fields import from_fields, read, to_fields
 from bough.protocol.codec_trees import SCHEMES, growth_from_wire, growth_to_wire, guess_from_wire, scheme_from_wire
-from bough.protocol.decision import DraftCalibration
+from bough.protocol.decision import Decision, DraftCalibration, Mode
 from bough.trees.acceptance import DepthCounts, SchemeAcceptance
 from bough.trees.tree_plan import Guess
 
-# Optional fields, with the same names on both sides; unset means the default of GenerateOptions.
-_OPTIONAL = (
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "seed",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "max_tokens",
-    "logprobs",
-)
+DEFAULTS = g.GenerateOptions()
 
 
 def request_to_wire(prompt: g.Prompt, options: g.GenerateOptions) -> pb.GenerateRequest:
@@ -44,24 +26,11 @@ def request_to_wire(prompt: g.Prompt, options: g.GenerateOptions) -> pb.Generate
     """
     require_numbers(prompt, options)
     require_texts(prompt, options)
+    given = {f.name for f in fields(options) if getattr(options, f.name) != getattr(DEFAULTS, f.name)}
+    unset = {f.name for f in fields(options)} - given
     message = pb.GenerateRequest(
-        request_id=options.request_id,
-        session_id=options.session_id,
-        model=options.model,
-        cache_salt=options.cache_salt,
-        logit_bias=dict(options.logit_bias),
-        stop=options.stop,
-        stop_token_ids=options.stop_token_ids,
-        ignore_eos=options.ignore_eos,
-        speculation=_speculation_to_wire(options.speculation),
-        continues=options.continues,
-        resume=None if options.resume is None else pb.Resume(**asdict(options.resume)),
+        speculation=_speculation_to_wire(options.speculation), **to_fields(options, "speculation", *unset)
     )
-    defaults = g.GenerateOptions()
-    for name in _OPTIONAL:
-        value = getattr(options, name)
-        if value != getattr(defaults, name):
-            setattr(message, name, value)
     match prompt:
         case g.TextPrompt(text):
             message.text = text
@@ -76,49 +45,28 @@ def request_to_wire(prompt: g.Prompt, options: g.GenerateOptions) -> pb.Generate
 
 def request_from_wire(message: pb.GenerateRequest) -> tuple[g.Prompt, g.GenerateOptions]:
     """Convert a request; raises InvalidRequest without a prompt. Ranges are checked once the model is known."""
-    given = {name: getattr(message, name) for name in _OPTIONAL if message.HasField(name)}
     options = g.GenerateOptions(
-        request_id=message.request_id,
-        session_id=message.session_id,
-        model=message.model,
-        cache_salt=message.cache_salt,
-        logit_bias=dict(message.logit_bias),
-        stop=tuple(message.stop),
-        stop_token_ids=tuple(message.stop_token_ids),
-        ignore_eos=message.ignore_eos,
         speculation=_speculation_from_wire(message.speculation),
-        continues=message.continues,
-        resume=g.Resume(message.resume.num_tokens, tuple(message.resume.token_ids))
-        if message.HasField("resume")
-        else None,
-        **given,
+        **from_fields(message, g.GenerateOptions, "speculation"),
     )
     return _prompt_from_wire(message), options
 
 
 def _speculation_to_wire(speculation: g.Speculation) -> pb.Speculation:
     return pb.Speculation(
-        disabled=speculation.disabled,
-        budget=speculation.budget,
-        width=speculation.width,
-        depth=speculation.depth,
+        **to_fields(speculation, "growth", "scheme", "guess"),
         growth=None if speculation.growth is None else growth_to_wire(speculation.growth),
         scheme=SCHEMES[speculation.scheme],
         guess_distribution=speculation.guess is Guess.DISTRIBUTION,
-        lookup=speculation.lookup,
     )
 
 
 def _speculation_from_wire(message: pb.Speculation) -> g.Speculation:
     return g.Speculation(
-        disabled=message.disabled,
-        budget=message.budget if message.HasField("budget") else None,
-        width=message.width if message.HasField("width") else None,
-        depth=message.depth if message.HasField("depth") else None,
+        **from_fields(message, g.Speculation, "growth", "scheme", "guess"),
         growth=growth_from_wire(message.growth) if message.HasField("growth") else None,
         scheme=scheme_from_wire("speculation.scheme", message.scheme),
         guess=guess_from_wire(message.guess_distribution),
-        lookup=message.lookup if message.HasField("lookup") else None,
     )
 
 
@@ -135,163 +83,95 @@ def _prompt_from_wire(message: pb.GenerateRequest) -> g.Prompt:
 
 
 def event_to_wire(event: g.Event) -> pb.GenerateEvent:
-    """Convert an event of any kind."""
+    """The message of an event of any kind."""
     match event:
         case g.Started():
-            return pb.GenerateEvent(started=pb.Started(**asdict(event)))
+            return pb.GenerateEvent(started=to_fields(event))
         case g.Tokens():
-            return pb.GenerateEvent(
-                tokens=pb.Tokens(
-                    token_ids=event.token_ids,
-                    drafted=event.drafted,
-                    texts=event.texts,
-                    logprobs=map(logprobs_to_wire, event.logprobs),
-                    num_nodes=event.num_nodes,
-                    tree_depth=event.tree_depth,
-                    timings=round_timings_to_wire(event.timings),
-                    num_lookup=event.num_lookup,
-                )
-            )
+            return pb.GenerateEvent(tokens=to_fields(event))
         case g.Finished():
-            return pb.GenerateEvent(
-                finished=pb.Finished(
-                    finish_reason=event.finish_reason,
-                    stop_reason=event.stop_reason,
-                    text=event.text,
-                    usage=pb.Usage(**asdict(event.usage)),
-                    speculation=pb.SpeculationMetrics(**asdict(event.speculation)),
-                    timings=round_timings_to_wire(event.timings),
-                    warnings=event.warnings,
-                    num_failovers=event.num_failovers,
-                )
-            )
+            return pb.GenerateEvent(finished=to_fields(event))
 
 
 def event_from_wire(message: pb.GenerateEvent) -> g.Event:
-    """Convert an event of any kind."""
+    """The event of a message, of any kind."""
     if message.HasField("started"):
-        started = message.started
-        return g.Started(*(getattr(started, f.name) for f in fields(g.Started)))
-    if message.HasField("tokens"):
-        tokens = message.tokens
-        return g.Tokens(
-            tuple(tokens.token_ids),
-            tuple(tokens.drafted),
-            tuple(tokens.texts),
-            tuple(map(logprobs_from_wire, tokens.logprobs)),
-            tokens.num_nodes,
-            tokens.tree_depth,
-            round_timings_from_wire(tokens.timings),
-            tokens.num_lookup,
-        )
-    finished = message.finished
-    spec, usage = finished.speculation, finished.usage
-    return g.Finished(
-        finished.finish_reason,
-        finished.stop_reason,
-        finished.text,
-        g.Usage(usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens),
-        g.SpeculationMetrics(
-            spec.num_rounds,
-            spec.num_draft_tokens,
-            spec.num_accepted_tokens,
-            spec.tokens_per_round,
-            tuple(spec.acceptance_histogram),
-            spec.num_degraded_rounds,
-            spec.num_lookup_tokens,
-        ),
-        round_timings_from_wire(finished.timings),
-        tuple(finished.warnings),
-        finished.num_failovers,
-    )
+        return read(message.started, g.Started)
+    return read(message.tokens, g.Tokens) if message.HasField("tokens") else read(message.finished, g.Finished)
 
 
 def models_to_wire(models: Sequence[g.ModelInfo]) -> pb.ModelInfo:
-    """Convert to the first model's message, which lists all models; there must be at least one."""
-    return pb.ModelInfo(**asdict(models[0]), models=[pb.ModelInfo(**asdict(model)) for model in models])
+    """The first model's message, which lists all models; there must be at least one."""
+    return pb.ModelInfo(**to_fields(models[0]), models=map(to_fields, models))
 
 
 def models_from_wire(message: pb.ModelInfo) -> tuple[g.ModelInfo, ...]:
     """All listed models; the message's own model where an older orchestrator lists none."""
-    return tuple(_model_from_wire(model) for model in message.models or [message])
-
-
-def _model_from_wire(message: pb.ModelInfo) -> g.ModelInfo:
-    values = {f.name: getattr(message, f.name) for f in fields(g.ModelInfo)}
-    return g.ModelInfo(**(values | {"eos_token_ids": tuple(message.eos_token_ids)}))
+    return tuple(read(model, g.ModelInfo) for model in message.models or [message])
 
 
 def server_info_to_wire(info: g.ServerInfo) -> pb.ServerInfo:
-    """Convert field by field."""
-    return pb.ServerInfo(
-        protocol_version=info.protocol_version,
-        bough_version=info.bough_version,
-        workers=[
-            pb.WorkerStatus(address=worker.address, info=info_to_wire(worker.info), problem=worker.problem)
-            for worker in info.workers
-        ],
-        index_problem=info.index_problem,
-        index_url=info.index_url,
-        is_draftless=info.is_draftless,
-        metrics_url=info.metrics_url,
-        http_url=info.http_url,
-    )
+    """The message of an orchestrator's description."""
+    return pb.ServerInfo(**to_fields(info))
 
 
 def server_info_from_wire(message: pb.ServerInfo) -> g.ServerInfo:
-    """Convert field by field."""
-    workers = tuple(g.WorkerStatus(w.address, info_from_wire(w.info), w.problem) for w in message.workers)
-    return g.ServerInfo(
-        workers,
-        message.index_problem,
-        message.index_url,
-        message.protocol_version,
-        message.bough_version,
-        message.is_draftless,
-        message.metrics_url,
-        message.http_url,
-    )
+    """The description of a message."""
+    return read(message, g.ServerInfo)
 
 
 def loads_to_wire(loads: g.Loads) -> pb.Loads:
-    """Convert field by field; the names are the same on both sides."""
-    return pb.Loads(**asdict(loads))
+    """The message of an orchestrator's load."""
+    return pb.Loads(**to_fields(loads))
 
 
 def loads_from_wire(message: pb.Loads) -> g.Loads:
-    """Convert field by field; the names are the same on both sides."""
-    return g.Loads(*(getattr(message, f.name) for f in fields(g.Loads)))
+    """The load of a message."""
+    return read(message, g.Loads)
 
 
 def acceptance_to_wire(counted: Sequence[SchemeAcceptance], drafts: Sequence[DraftCalibration]) -> pb.Acceptance:
-    """Convert field by field."""
-    return pb.Acceptance(
-        schemes=[
-            pb.SchemeAcceptance(
-                scheme=SCHEMES[one.scheme],
-                num_rounds=one.num_rounds,
-                depths=[pb.DepthCounts(accepted=depth.accepted, rejected=depth.rejected) for depth in one.by_depth],
-            )
-            for one in counted
-        ],
-        drafts=[pb.DraftCalibration(**asdict(draft)) for draft in drafts],
-    )
+    """The message of all that was counted."""
+    schemes = [
+        pb.SchemeAcceptance(scheme=SCHEMES[one.scheme], num_rounds=one.num_rounds, depths=map(to_fields, one.by_depth))
+        for one in counted
+    ]
+    return pb.Acceptance(schemes=schemes, drafts=map(to_fields, drafts))
 
 
 def acceptance_from_wire(message: pb.Acceptance) -> tuple[SchemeAcceptance, ...]:
-    """Convert; raises InvalidRequest for an unknown scheme."""
+    """What was counted by scheme; raises InvalidRequest for an unknown scheme."""
     return tuple(
         SchemeAcceptance(
             scheme_from_wire("schemes.scheme", one.scheme),
             one.num_rounds,
-            tuple(DepthCounts(tuple(depth.accepted), tuple(depth.rejected)) for depth in one.depths),
+            tuple(read(depth, DepthCounts) for depth in one.depths),
         )
         for one in message.schemes
     )
 
 
 def calibrations_from_wire(message: pb.Acceptance) -> tuple[DraftCalibration, ...]:
-    """Convert field by field; the names are the same on both sides."""
+    """What was counted by draft worker."""
+    return tuple(read(draft, DraftCalibration) for draft in message.drafts)
+
+
+def decisions_to_wire(decisions: Sequence[Decision]) -> pb.Decisions:
+    """The message of decisions about rounds."""
+    return pb.Decisions(decisions=[to_fields(one, "mode") | {"mode": one.mode.value} for one in decisions])
+
+
+def decisions_from_wire(message: pb.Decisions) -> tuple[Decision, ...]:
+    """The decisions of a message; raises InvalidRequest for an unknown mode."""
     return tuple(
-        DraftCalibration(*(getattr(draft, f.name) for f in fields(DraftCalibration))) for draft in message.drafts
+        Decision(mode=_mode_from_wire(decision.mode), **from_fields(decision, Decision, "mode"))
+        for decision in message.decisions
     )
+
+
+def _mode_from_wire(text: str) -> Mode:
+    try:
+        return Mode(text)
+    except ValueError as exc:
+        known = ", ".join(mode.value for mode in Mode)
+        raise InvalidRequest(f"decisions.mode: must be one of {known}, got {text!r}") from exc

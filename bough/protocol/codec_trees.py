@@ -13,12 +13,7 @@ from bough.trees.draft_probs import DraftProbs
 from bough.trees.tree import Tree
 from bough.trees.tree_plan import BestFirst, Chains, Growth, Guess, Scheme, StaticShape
 
-SCHEMES = {
-    Scheme.TARGET: common_pb2.TARGET,
-    Scheme.WITHOUT_REPLACEMENT: common_pb2.WITHOUT_REPLACEMENT,
-    Scheme.MULTI_ROUND: common_pb2.MULTI_ROUND,
-    Scheme.TRAVERSAL: common_pb2.TRAVERSAL,
-}
+SCHEMES: dict[Scheme, common_pb2.VerificationScheme] = {scheme: getattr(common_pb2, scheme.name) for scheme in Scheme}
 
 
 def tree_to_wire(tree: Tree) -> common_pb2.Tree:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from dataclasses import dataclass
 
 import numpy as np
@@ -67,7 +68,14 @@ class CostCurve:
 
     def __call__(self, rows: int) -> float:
         """Seconds for this number of rows."""
-        return float(self.at(rows))
+        padded = -(-max(rows, 1) // self.step) * self.step
+        after = bisect_right(self.rows, padded)
+        if after == len(self.rows):
+            return self.seconds[-1] + self.last_slope * (padded - self.rows[-1])
+        if after == 0:
+            return self.seconds[0]
+        (left, right), (below, above) = self.rows[after - 1 : after + 1], self.seconds[after - 1 : after + 1]
+        return below + (above - below) / (right - left) * (padded - left)
 
     @property
     def last_slope(self) -> float:

@@ -171,6 +171,7 @@ class Finished:
     timings: RoundTimings  # sums over all rounds
     warnings: tuple[str, ...]
     num_failovers: int = 0  # moves to another target
+    stop_token_id: int | None = None  # that was matched; None for a stop text or a limit
 
 
 Event = Started | Tokens | Finished

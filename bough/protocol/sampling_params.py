@@ -96,6 +96,9 @@ class SamplingParams:
             _require(0 <= token < vocab_size, "stop_token_ids", token, f"a token id below {vocab_size}")
 
 
+UNLIMITED = 2**31 - 1  # max_tokens of an output that goes on to the end of the context: none holds as many
+
+
 @dataclass(frozen=True, slots=True)
 class StopConditions:
     """Limits and stop texts that end the output; stop token ids are in SamplingParams, as drafts need them too."""

@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -15,13 +15,22 @@ from urllib.parse import parse_qsl, urlsplit
 import redis.asyncio
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import MovedError, NoScriptError, RedisClusterException, RedisError, ResponseError
+from redis.credentials import CredentialProvider
+from redis.exceptions import (
+    AuthenticationError,
+    MovedError,
+    NoScriptError,
+    RedisClusterException,
+    RedisError,
+    ResponseError,
+)
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from bough.concurrency.tasks import cancellable
 from bough.errors import ConfigError, Unavailable
 from bough.registry.keys import require_text
-from bough.registry.url import IndexAddress, explain, read_address, without_passwords
+from bough.registry.url import PASSWORD_FILE, IndexAddress, explain, read_address, without_passwords
+from bough.security.private_files import read_private
 
 TIMEOUT_SECONDS = 2.0  # to connect, and to answer
 CALL_SECONDS = 6.0  # total for one call: a retry and the wait for a connection included
@@ -110,6 +119,38 @@ class IndexConnection:
             return await evaluate("EVAL", self._scripts[script], len(keys), *keys, *args)
 
 
+class _PasswordOfFile(CredentialProvider):
+    """The first line of a file, which may be another one at the next connection."""
+
+    def __init__(self, path: str) -> None:
+        """Raises ConfigError for a file that cannot be used."""
+        self._path = path
+        self._read()
+
+    async def get_credentials_async(self) -> tuple[str]:
+        """As redis-py asks before it shows a password. Raises AuthenticationError where the file cannot be used now."""
+        try:
+            return (await asyncio.to_thread(self._read),)
+        except ConfigError as exc:
+            raise AuthenticationError(str(exc)) from exc
+
+    def _read(self) -> str:
+        where = f"index_url: {PASSWORD_FILE}"
+        lines = [line for each in read_private(where, self._path).splitlines() if (line := each.strip())]
+        if not lines:
+            raise ConfigError(f"{where}: {self._path} must have the password in its first line")
+        return lines[0]
+
+
+class _CurrentTls(redis.asyncio.SSLConnection):
+    """Reads its certificates for each connection: they may have been renewed since the last one."""
+
+    def _connection_arguments(self) -> Mapping[str, Any]:
+        self.ssl_context.context = None
+        arguments: Mapping[str, Any] = super()._connection_arguments()
+        return arguments
+
+
 def _require_files(url: str) -> None:
     """Raises ConfigError, without quoting the URL, if it names a TLS file that cannot be read."""
     for name, path in parse_qsl(urlsplit(url).query):
@@ -120,6 +161,7 @@ def _require_files(url: str) -> None:
 def _client(address: IndexAddress) -> redis.asyncio.Redis | redis.asyncio.RedisCluster:
     """Raises ValueError, TypeError or RedisError for an invalid URL."""
     retry = Retry(NoBackoff(), 1)  # one retry, for a connection that the server has closed
+    password = _PasswordOfFile(address.password_file) if address.password_file else None
     if address.is_cluster:
         return redis.asyncio.RedisCluster.from_url(
             address.url,
@@ -127,6 +169,7 @@ def _client(address: IndexAddress) -> redis.asyncio.Redis | redis.asyncio.RedisC
             socket_timeout=TIMEOUT_SECONDS,
             socket_connect_timeout=TIMEOUT_SECONDS,
             retry=retry,
+            credential_provider=password,
         )
     pool = redis.asyncio.ConnectionPool.from_url(
         address.url,
@@ -134,6 +177,9 @@ def _client(address: IndexAddress) -> redis.asyncio.Redis | redis.asyncio.RedisC
         socket_timeout=TIMEOUT_SECONDS,
         socket_connect_timeout=TIMEOUT_SECONDS,
         retry=retry,
+        credential_provider=password,
     )
+    if pool.connection_class is redis.asyncio.SSLConnection:
+        pool.connection_class = _CurrentTls
     pool.make_connection()  # type: ignore[no-untyped-call]  # validates the settings without connecting
     return redis.asyncio.Redis.from_pool(pool)

@@ -7,9 +7,11 @@ unknown.
 from __future__ import annotations
 
 import json
+from collections import abc
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, TypeVar
+from dataclasses import asdict, dataclass, replace
+from types import NoneType
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 import numpy as np
 
@@ -51,23 +53,7 @@ class WorkerRecord:
     @classmethod
     def from_json(cls, data: bytes) -> WorkerRecord | None:
         """Parse a record; None if malformed."""
-
-        def read(fields: Mapping[str, Any]) -> WorkerRecord:
-            load = fields["load"]
-            return cls(
-                _text(fields["kind"]),
-                _text(fields["worker_id"]),
-                _text(fields["address"]),
-                WorkerLoad(
-                    _count(load["num_sessions"]),
-                    _count(load["kv_bytes"]),
-                    _count(load["kv_used_bytes"]),
-                    tuple(_number(seconds) for seconds in load["sweep_seconds"]),
-                ),
-                _text(fields.get("metrics", "")),  # missing in earlier versions
-            )
-
-        return _read(data, read)
+        return _read(data, lambda stored: _parsed(cls, stored))
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,29 +74,15 @@ class SessionRecord:
 
     def to_json(self) -> str:
         """All fields but the id, with the length and hash of the tokens in their place."""
-        fields = {name: getattr(self, name) for name in ("target_id", "draft_id", "epoch", "born_us")}
-        lengths = {name: getattr(self, name) for name in ("target_length", "draft_length")}
-        model = {name: getattr(self, name) for name in ("model_name", "model_identity", "weights_hash")}
-        return json.dumps(fields | lengths | model | _seal(self.tokens))
+        return _sealed(self, "session_id")
 
     @classmethod
     def from_json(cls, session_id: str, data: bytes, transcript: bytes) -> SessionRecord | None:
         """Parse a record; None if malformed, or if the transcript does not match its length and hash."""
 
-        def read(fields: Mapping[str, Any]) -> SessionRecord:
-            return cls(
-                session_id,
-                _text(fields["target_id"]),
-                _text(fields["draft_id"]),
-                _count(fields["epoch"]),
-                _count(fields["target_length"]),
-                _count(fields["draft_length"]),
-                _unsealed(fields, transcript),
-                _count(fields.get("born_us", fields["epoch"])),
-                _text(fields.get("model_name", "")),
-                _text(fields.get("model_identity", "")),
-                _text(fields.get("weights_hash", "")),
-            )
+        def read(stored: Mapping[str, Any]) -> SessionRecord:
+            tokens, born = _unsealed(stored, transcript), {"born_us": stored["epoch"]}
+            return _parsed(cls, {**born, **stored}, session_id=session_id, tokens=tokens)
 
         return _read(data, read)
 
@@ -134,36 +106,19 @@ class RequestRecord:
 
     def to_json(self) -> str:
         """All fields but the id, with the length and hash of the tokens in their place."""
-        fields = {name: getattr(self, name) for name in ("session_id", "epoch", "prompt_length")}
-        ends = {
-            name: getattr(self, name) for name in ("finish_reason", "stop_reason", "target_identity", "weights_hash")
-        }
-        sampling = asdict(self.sampling) | {"stop_token_ids": sorted(self.sampling.stop_token_ids)}
-        rest = {"sampling": sampling, "stops": asdict(self.stops), "keeps_session": self.keeps_session}
-        return json.dumps(fields | ends | rest | _seal(self.tokens))
+        return _sealed(self, "request_id")
 
     @classmethod
     def from_json(cls, request_id: str, data: bytes, transcript: bytes) -> RequestRecord | None:
         """Parse a record; None if malformed, or if the transcript does not match its length and hash."""
 
-        def read(fields: Mapping[str, Any]) -> RequestRecord:
-            tokens = _unsealed(fields, transcript)
-            return cls(
-                request_id,
-                _text(fields["session_id"]),
-                _count(fields["epoch"]),
-                _count(fields["prompt_length"], len(tokens) + 1),
-                tokens,
-                _sampling(fields["sampling"]),
-                StopConditions(
-                    _count(fields["stops"]["max_tokens"]), tuple(_text(text) for text in fields["stops"]["stop"])
-                ),
-                _text(fields["finish_reason"]),
-                _text(fields["stop_reason"]),
-                _text(fields.get("target_identity", "")),
-                _flag(fields.get("keeps_session", True)),
-                _text(fields.get("weights_hash", "")),
-            )
+        def read(stored: Mapping[str, Any]) -> RequestRecord:
+            tokens = _unsealed(stored, transcript)
+            _count(stored["prompt_length"], len(tokens) + 1)
+            seed = _count(stored["sampling"]["seed"], 2**64)
+            sampling = _parsed(SamplingParams, stored["sampling"], seed=seed)
+            sampling.validate(MAX_TOKEN)
+            return _parsed(cls, stored, request_id=request_id, tokens=tokens, sampling=sampling)
 
         return _read(data, read)
 
@@ -182,34 +137,47 @@ def pack_tokens(tokens: Sequence[int]) -> bytes:
     return np.asarray(tokens, dtype="<i4").tobytes()
 
 
-def _seal(tokens: Sequence[int]) -> dict[str, int]:
-    return {"num_tokens": len(tokens), "prefix_hash": prefix_hash(tokens)}
+def _sealed(record: SessionRecord | RequestRecord, id_name: str) -> str:
+    stored = asdict(replace(record, tokens=()))
+    del stored[id_name], stored["tokens"]
+    stored |= {"num_tokens": len(record.tokens), "prefix_hash": prefix_hash(record.tokens)}
+    return json.dumps(stored, default=sorted)  # a set
 
 
-def _unsealed(fields: Mapping[str, Any], transcript: bytes) -> tuple[int, ...]:
+def _unsealed(stored: Mapping[str, Any], transcript: bytes) -> tuple[int, ...]:
     """The tokens of a transcript; raises ValueError if it does not match the record's length and hash."""
-    size = TOKEN_BYTES * _count(fields["num_tokens"], MAX_TOKEN)
+    size = TOKEN_BYTES * _count(stored["num_tokens"], MAX_TOKEN)
     if len(transcript) != size:
         raise ValueError(f"transcript: must be {size} bytes, got {len(transcript)}")
     tokens = tuple(np.frombuffer(transcript, dtype="<i4").tolist())
-    if prefix_hash(tokens) != fields["prefix_hash"] or min(tokens, default=0) < 0:
+    if prefix_hash(tokens) != stored["prefix_hash"] or min(tokens, default=0) < 0:
         raise ValueError("transcript: tokens do not match the recorded hash")
     return tokens
 
 
-def _sampling(fields: Mapping[str, Any]) -> SamplingParams:
-    numbers = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
-    logprobs = fields["logprobs"]
-    sampling = SamplingParams(
-        **{name: _number(fields[name]) for name in numbers},
-        top_k=_count(fields["top_k"]),
-        seed=_count(fields["seed"], 2**64),
-        logit_bias={int(token): _number(bias) for token, bias in fields["logit_bias"].items()},
-        logprobs=None if logprobs is None else _count(logprobs),
-        stop_token_ids=frozenset(_count(token) for token in fields["stop_token_ids"]),
-    )
-    sampling.validate(MAX_TOKEN)
-    return sampling
+def _parsed(kind: type[Value], stored: Mapping[str, Any], **known: Any) -> Value:
+    """A dataclass from its stored fields; what an earlier version did not write has its default."""
+    if not isinstance(stored, dict):
+        raise ValueError(f"must be an object, got {stored!r}")
+    hints = get_type_hints(kind)
+    read = {name: _checked(hints[name], stored[name]) for name in hints if name in stored and name not in known}
+    return kind(**read, **known)
+
+
+def _checked(hint: Any, value: Any) -> Any:
+    """A stored value as what a field is annotated with. Raises ValueError, TypeError or AttributeError."""
+    parts = get_args(hint)
+    if NoneType in parts:
+        return None if value is None else _checked(parts[0], value)
+    match get_origin(hint) or hint:
+        case origin if origin in (tuple, frozenset):
+            return origin(_checked(parts[0], one) for one in value)
+        case abc.Mapping:
+            return {parts[0](key): _checked(parts[1], one) for key, one in value.items()}
+        case kind if kind in CHECKS:
+            return CHECKS[kind](value)
+        case kind:
+            return _parsed(kind, value)
 
 
 def _read(data: bytes, make: Callable[[Mapping[str, Any]], Value]) -> Value | None:
@@ -242,3 +210,6 @@ def _number(value: object) -> float:
     if type(value) not in (int, float):
         raise ValueError(f"must be a number, got {value!r}")
     return float(value)  # type: ignore[arg-type]  # mypy does not follow `type(...) in`
+
+
+CHECKS: dict[type, Callable[[object], object]] = {str: _text, int: _count, float: _number, bool: _flag}

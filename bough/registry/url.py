@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import re
 from typing import NamedTuple
-from urllib.parse import parse_qsl, unquote, urlsplit
+from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
 
-SETTINGS = ("client_name", "db", "password", "username")  # allowed in the query, besides ssl_...
+PASSWORD_FILE = "password_file"  # its first line is the password; read anew for each connection
+SETTINGS = ("client_name", "db", "password", PASSWORD_FILE, "username")  # allowed in the query, besides ssl_...
 CLUSTER = "+cluster"
 FORM = (
     "must be redis://[user:password@]host[:port][/database][?setting=...], with rediss for TLS and +cluster before :// "
@@ -24,6 +25,7 @@ class IndexAddress(NamedTuple):
 
     url: str  # for redis-py
     is_cluster: bool
+    password_file: str = ""
 
 
 def read_address(url: str) -> IndexAddress:
@@ -37,14 +39,20 @@ def read_address(url: str) -> IndexAddress:
         "@" in parts.path or "#" in url
     ):  # redis-py would read part of the password as the port
         raise ValueError("must not have / or # before @, or # anywhere")
-    for name, _ in parse_qsl(parts.query, keep_blank_values=True):
+    query = parse_qsl(parts.query, keep_blank_values=True)
+    for name, _ in query:
         if name not in SETTINGS and not name.startswith("ssl_"):
             raise ValueError(f"{name}: unknown setting")
     if parts.scheme in ("redis", "rediss") and not re.fullmatch(r"(/[0-9]*)?", parts.path):
         raise ValueError(f"database must be a number, got {parts.path}")
     if is_cluster and (parts.scheme not in ("redis", "rediss") or parts.path not in ("", "/", "/0")):
         raise ValueError(f"{parts.scheme}{CLUSTER} and {parts.path}: a cluster has only database 0")
-    return IndexAddress(url, is_cluster)
+    password_file = dict(query).get(PASSWORD_FILE, "")
+    if password_file:
+        if parts.username or parts.password or {"username", "password"} & dict(query).keys():
+            raise ValueError(f"{PASSWORD_FILE}: must not be given beside a user or a password")
+        url = parts._replace(query=urlencode([each for each in query if each[0] != PASSWORD_FILE])).geturl()
+    return IndexAddress(url, is_cluster, password_file)
 
 
 def without_passwords(url: str) -> str:
@@ -66,7 +74,7 @@ def explain(url: str, fault: Exception) -> str:
 
 
 def _may_hold_password(url: str) -> bool:
-    plain = unquote(url)
+    plain = unquote(url).replace(PASSWORD_FILE, "")
     return "@" in plain or "password" in plain
 
 
@@ -75,7 +83,9 @@ def _shown(query: str) -> str:
     shown = []
     for setting in query.split("&") if query else ():
         name, equals, value = setting.partition("=")
-        is_open = re.fullmatch(r"db|client_name|username|ssl_\w+", name) and "password" not in name
+        is_open = name == PASSWORD_FILE or (
+            re.fullmatch(r"db|client_name|username|ssl_\w+", name) and "password" not in name
+        )
         shown.append(f"{name}{equals}{value if is_open else '***'}" if equals else "***")
         if not is_open:
             break

@@ -8,11 +8,14 @@ with names that the server has itself; calls of all others are let go here befor
 from __future__ import annotations
 
 from collections.abc import Sequence
+from inspect import iscoroutinefunction
 from typing import Any
 
 import grpc
 from grpc._cython import cygrpc
 from grpc.aio import _server
+
+from bough.errors import ConfigError
 
 
 class _KnownCalls(cygrpc.AioServer):  # type: ignore[misc]  # it has no types
@@ -33,6 +36,12 @@ class LastingServer(_server.Server):
         options: Sequence[tuple[str, int]],
         max_calls: int,
     ) -> None:
+        """Raises ConfigError where grpcio takes calls in another way, past what is done here about their names."""
+        for method in ("_request_call", "_request_registered_call"):
+            if not iscoroutinefunction(getattr(cygrpc.AioServer, method, None)):
+                raise ConfigError(
+                    f"grpcio: must be a version whose server has {method}, as 1.85 has, got {grpc.__version__}: any "
+                    "stranger could end this server"
+                )
         self._loop = cygrpc.get_working_loop()
-        arguments = _server._augment_channel_arguments(options, None)
-        self._server = _KnownCalls(self._loop, None, (), interceptors, arguments, max_calls)
+        self._server = _KnownCalls(self._loop, None, (), interceptors, tuple(options), max_calls)

@@ -207,7 +207,9 @@ async def serving(
         where = joined(host, port)
         bound = server.add_secure_port(where, credentials) if credentials else server.add_insecure_port(where)
     except RuntimeError as exc:
-        raise ConfigError(f"port: cannot listen on {where}; is it in use? 0 takes a free one") from exc
+        raise ConfigError(
+            f"--port: cannot listen on {where}; it is in use, or --host is not this machine's; 0 takes a free one"
+        ) from exc
     served = Served(bound, service, gate, health_servicer)
     await served.set_ready(False)
     await server.start()

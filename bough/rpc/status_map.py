@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 MAX_MESSAGE_BYTES = 4 * 1024 * 1024
 
 STATUS_OF: dict[type[BoughError], grpc.StatusCode] = {
+    errors.ContextExceeded: grpc.StatusCode.INVALID_ARGUMENT,
     errors.InvalidTree: grpc.StatusCode.INVALID_ARGUMENT,
     errors.InvalidCurve: grpc.StatusCode.INVALID_ARGUMENT,
     errors.InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,

@@ -50,6 +50,11 @@ class Access:
         return None if self.tls is None else self.tls.server_credentials(lambda now: now.authority)
 
     @property
+    def worker_context(self) -> CurrentContext | None:
+        """As `worker_credentials`, for what does not speak gRPC."""
+        return None if self.tls is None else server_context(self.tls, lambda now: now.authority)
+
+    @property
     def door_credentials(self) -> grpc.ServerCredentials | None:
         """Of an orchestrator's door for gRPC. None is no TLS."""
         return None if self.tls is None else self.tls.server_credentials(_clients_of_doors)
@@ -123,5 +128,7 @@ def certificate_files(config: ServiceConfig) -> CertificateFiles:
 
 
 def _clients_of_doors(now: Certificates) -> bytes:
-    """Who must show a certificate at a door is also taken for one of the bough's own processes, who watch over it."""
-    return now.client_authority and now.client_authority + b"\n" + now.authority
+    """Who must show a certificate at a door may also be one of the bough's own processes, who watch over it: with one
+    of their authority, or of the process itself where they have none.
+    """
+    return now.client_authority and now.client_authority + b"\n" + (now.authority or now.chain)

@@ -37,6 +37,7 @@ class ApiKey:
     expires: str | None = None  # ISO 8601, with a time zone
     requests: int = 0  # at once
     tokens_per_minute: int = 0  # of prompts and output
+    sessions: int = 0  # named ones that are kept
 
     @property
     def key_id(self) -> str:
@@ -50,7 +51,7 @@ class ApiKey:
     def to_line(self) -> str:
         """As `read_line` reads it."""
         fields = {"name": self.name, "sha256": self.sha256, "created": self.created}
-        limits = {"expires": self.expires, "requests": self.requests, "tokens_per_minute": self.tokens_per_minute}
+        limits = {name: getattr(self, name) for name in ("expires", "requests", "tokens_per_minute", "sessions")}
         return json.dumps(fields | {name: value for name, value in limits.items() if value})
 
 
@@ -115,7 +116,7 @@ def _shown(value: object) -> str:
 
 
 def _read_fields(where: str, fields: Mapping[str, Any]) -> ApiKey:
-    known = ("name", "sha256", "created", "expires", "requests", "tokens_per_minute")
+    known = ("name", "sha256", "created", "expires", "requests", "tokens_per_minute", "sessions")
     for field in fields:
         if field not in known:
             raise ConfigError(f"{where}: fields must be some of {', '.join(known)}, got another")
@@ -130,6 +131,7 @@ def _read_fields(where: str, fields: Mapping[str, Any]) -> ApiKey:
         None if expires is None else require_time(f"{where}: expires", expires),
         require_limit(f"{where}: requests", fields.get("requests", 0)),
         require_limit(f"{where}: tokens_per_minute", fields.get("tokens_per_minute", 0)),
+        require_limit(f"{where}: sessions", fields.get("sessions", 0)),
     )
 
 

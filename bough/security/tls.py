@@ -115,6 +115,7 @@ def server_context(tls: Tls, clients: Callable[[Certificates], bytes]) -> Curren
         context.set_alpn_protocols(["http/1.1"])
         if known := clients(now):
             context.verify_mode = ssl.CERT_REQUIRED
+            context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # a single certificate may be known by itself
             context.load_verify_locations(cadata=known.decode())
         return context
 
@@ -144,7 +145,7 @@ class PeerChannel:
         self.address, self._tls, self._is_to_itself = address, tls, is_to_itself
         self._of = None if tls is None else tls.now
         self._channel = self._opened()
-        self._closing: set[asyncio.Task[None]] = set()
+        self._older: dict[asyncio.Future[None], grpc.aio.Channel] = {}  # by what closes them after their calls
 
     def refresh(self) -> None:
         """Looks whether certificates have changed, for the next call: after one that has failed."""
@@ -158,8 +159,8 @@ class PeerChannel:
             self._of, before = self._tls.now, self._channel
             self._channel = self._opened()
             closing = asyncio.ensure_future(before.close(GRACE_SECONDS))
-            self._closing.add(closing)
-            closing.add_done_callback(self._closing.discard)
+            self._older[closing] = before
+            closing.add_done_callback(self._older.pop)
         return self._channel
 
     @asynccontextmanager
@@ -171,10 +172,12 @@ class PeerChannel:
             await self.close()
 
     async def close(self) -> None:
-        """Ends the connections, and the calls on them."""
-        for closing in self._closing:
+        """Ends the connections, those of older certificates too, and the calls on them."""
+        older = list(self._older.items())
+        for closing, _ in older:
             closing.cancel()
-        await self._channel.close()
+        for channel in (self._channel, *(channel for _, channel in older)):
+            await channel.close()
 
     def _opened(self) -> grpc.aio.Channel:
         if self._tls is None:

@@ -99,14 +99,18 @@ class AcceptanceModel:
         nodes, verified or not; nothing is learnt below a chosen node that was not verified.
         """
         accepted = [node for node in chosen if is_verified[node]]
-        known = np.isin(tree.parents, (0, *accepted))
+        has_known_children, is_chosen = np.zeros((2, len(tree)), np.bool_)
+        has_known_children[[0, *accepted]] = True
+        is_chosen[chosen] = True
+        known = has_known_children[tree.parents]
+        known[0] = False  # it has no parent
         if not known.any():
             return
         deep = (self._view(tree).depths > 1) & is_verified
         decay = _decay(HALF_LIFE_ROUNDS)
         self._deep_accepted = decay * self._deep_accepted + float(deep[accepted].sum())
         self._deep_expected = decay * self._deep_expected + float(self._products(tree, bias)[deep].sum())
-        self._learn(tree, known, np.isin(np.flatnonzero(known), chosen), bias)
+        self._learn(tree, known, is_chosen[known], bias)
         self.num_rounds += 1
 
     def _learn(self, tree: Tree, known: NDArray[np.bool_], accepted: NDArray[np.bool_], bias: SessionBias) -> None:

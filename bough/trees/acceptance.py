@@ -2,7 +2,7 @@
 
 Row d of an acceptance table holds, for accepted nodes at depth d, the probability that the child of each rank is
 accepted. The last row also applies to all deeper nodes, so a table of one row is the acceptance vector of Sequoia
-(arXiv 2402.12374, section 3.1). In Scheme.MULTI_ROUND a rank is a draw; a repeated token counts as not accepted.
+(arXiv 2402.12374, section 3.1).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class DepthCounts:
     """Outcomes for the children of nodes at one depth, as node counts in which older nodes may weigh less."""
 
     accepted: tuple[float, ...]  # (num_ranks,) [k]: the child of rank k was accepted
-    rejected: tuple[float, ...]  # (num_ranks,) [k]: there were k + 1 children (or draws), and none was accepted
+    rejected: tuple[float, ...]  # (num_ranks,) [k]: there were k + 1 children, and none was accepted
 
 
 @dataclass(frozen=True, slots=True)

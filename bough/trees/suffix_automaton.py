@@ -8,7 +8,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Iterable
-from enum import Enum
+from enum import IntEnum
 from typing import NamedTuple
 
 from bough.trees.tree import Tree
@@ -32,7 +32,7 @@ class Follower(NamedTuple):
     match: TextMatch  # the match extended by this token
 
 
-class Draft(Enum):
+class Draft(IntEnum):
     """What the draft model's tree says about a guess from lookup."""
 
     SILENT = 0  # the draft has no children below the same parent

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,8 +25,7 @@ class Tree:
     parents: IntArray  # (num_nodes,) index of the parent; -1 at the root
     log_probs: FloatArray  # (num_nodes,) log-probability given the path, by the draft; 0 at the root
     draft_probs: DraftProbs | None = None  # sampling distributions of the children; only for sampled schemes
-    # (num_draws,) nodes in sampling order, repeated if drawn repeatedly; None: every node once, in its own order
-    draws: IntArray | None = None
+    draws: IntArray | None = None  # (num_draws,) the nodes that were sampled, in that order; None: all, in their own
 
     @classmethod
     def of(cls, tokens: Sequence[int], parents: Sequence[int], log_probs: Sequence[float]) -> Tree:
@@ -44,11 +43,6 @@ class Tree:
 
     def __len__(self) -> int:
         return len(self.tokens)
-
-    @property
-    def num_places(self) -> int:
-        """Nodes, counting a node drawn several times as several."""
-        return max(len(self), 1 + len(self.draws)) if self.draws is not None else len(self)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Tree):
@@ -97,26 +91,27 @@ class Tree:
     def children(self) -> list[dict[int, int]]:
         """For each node, its children as a map from token to node."""
         children: list[dict[int, int]] = [{} for _ in range(len(self))]
-        for node in range(1, len(self)):
-            children[self.parents[node]][int(self.tokens[node])] = node
+        tokens = self.tokens.tolist()
+        for node, parent in enumerate(self.parents.tolist()[1:], 1):
+            children[parent][tokens[node]] = node
         return children
 
     def along(self, tokens: Iterable[int]) -> list[int]:
         """The nodes of the longest path from the root (excluded) that spells a prefix of `tokens`."""
-        children, nodes = self.children(), [0]
-        for token in tokens:
-            node = children[nodes[-1]].get(token)
-            if node is None:
-                break
-            nodes.append(node)
+        nodes, wanted = [0], iter(tokens)
+        token = next(wanted, None)
+        for node, (parent, guess) in enumerate(zip(self.parents.tolist(), self.tokens.tolist(), strict=True)):
+            if parent == nodes[-1] and guess == token:
+                nodes.append(node)
+                token = next(wanted, None)
         return nodes[1:]
 
     def scores(self) -> FloatArray:
         """(num_nodes,) log-probability of the path from the root to each node."""
-        scores = self.log_probs.copy()
-        for node in range(1, len(self)):
-            scores[node] += scores[self.parents[node]]
-        return scores
+        scores = self.log_probs.tolist()
+        for node, parent in enumerate(self.parents.tolist()[1:], 1):
+            scores[node] += scores[parent]
+        return np.array(scores, np.float32)
 
     def trimmed(self, budget: int) -> Tree:
         """The tree of the `budget` best-scoring nodes, in their old order; raises InvalidTree if `budget` < 1."""
@@ -133,9 +128,9 @@ class Tree:
         return Tree(self.tokens[nodes], parents, self.log_probs[nodes])
 
     def sampled_children(self, node: int, scheme: Scheme) -> IntArray:
-        """Children of `node` in sampling order, repeated if drawn repeatedly; without nodes added after sampling."""
+        """Children of `node` in sampling order, without nodes added after sampling."""
         drawn = np.arange(len(self), dtype=np.int32)
-        if scheme is not Scheme.TARGET and self.draws is not None:
+        if scheme.is_sampled and self.draws is not None:
             drawn = self.draws
         below: IntArray = drawn[self.parents[drawn] == node]
         return below
@@ -154,42 +149,50 @@ class Tree:
             )
         if size > max_nodes:
             raise InvalidTree(f"tree.tokens: must have at most {max_nodes} nodes, got {size}")
-        for node in range(size):
-            self._validate_node(node, vocab_size)
+        self._validate_nodes(vocab_size)
         self._validate_siblings()
         if self.draft_probs is not None:
             self.draft_probs.validate(size, vocab_size)
         if self.draws is not None:
-            self._validate_draws(self.draws, max_nodes)
-        if scheme is not Scheme.TARGET:
+            self._validate_draws(self.draws)
+        if scheme.is_sampled:
             self._validate_sample(scheme)
 
-    def _validate_node(self, node: int, vocab_size: int) -> None:
-        token, parent, log_prob = int(self.tokens[node]), int(self.parents[node]), float(self.log_probs[node])
-        if not 0 <= token < vocab_size:
-            raise InvalidTree(f"tree.tokens[{node}]: must be 0 to {vocab_size - 1}, got {token}")
-        if node == 0 and parent != -1:
-            raise InvalidTree(f"tree.parents[0]: must be -1, as the root has no parent, got {parent}")
-        if node > 0 and not 0 <= parent < node:
-            raise InvalidTree(f"tree.parents[{node}]: must be 0 to {node - 1}, before its child, got {parent}")
-        if not log_prob <= 1e-6:  # also catches NaN
-            raise InvalidTree(f"tree.log_probs[{node}]: must be at most 0, got {log_prob}")
+    def _validate_nodes(self, vocab_size: int) -> None:
+        tokens, parents, log_probs = self.tokens, self.parents, self.log_probs
+        if parents[0] != -1:
+            raise InvalidTree(f"tree.parents[0]: must be -1, as the root has no parent, got {parents[0]}")
+        is_before = (parents >= 0) & (parents < np.arange(len(self)))
+        is_before[0] = True
+        checks: tuple[tuple[str, IntArray | FloatArray, BoolArray, Callable[[int], str]], ...] = (
+            ("tokens", tokens, (tokens >= 0) & (tokens < vocab_size), lambda _: f"0 to {vocab_size - 1}"),
+            ("parents", parents, is_before, lambda node: f"0 to {node - 1}, before its child"),
+            ("log_probs", log_probs, log_probs <= 1e-6, lambda _: "at most 0"),  # also catches NaN
+        )
+        for name, values, is_valid, rule in checks:
+            if not is_valid.all():
+                node = int(is_valid.argmin())
+                raise InvalidTree(f"tree.{name}[{node}]: must be {rule(node)}, got {values[node]}")
 
     def _validate_siblings(self) -> None:
-        first_with: dict[tuple[int, int], int] = {}
-        for node in range(1, len(self)):
-            key = (int(self.parents[node]), int(self.tokens[node]))
-            if key in first_with:
-                raise InvalidTree(
-                    f"tree.tokens[{node}]: must differ from the tokens of its siblings, got {key[1]}, "
-                    f"the token of node {first_with[key]}"
-                )
-            first_with[key] = node
+        keys = (self.parents[1:].astype(np.int64) << 32) | self.tokens[1:]
+        ordered = np.sort(keys)
+        if not (ordered[1:] == ordered[:-1]).any():
+            return
+        is_first = np.zeros(len(keys), np.bool_)
+        is_first[np.unique(keys, return_index=True)[1]] = True
+        again = int(is_first.argmin())
+        raise InvalidTree(
+            f"tree.tokens[{again + 1}]: must differ from the tokens of its siblings, got {self.tokens[again + 1]}, "
+            f"the token of node {int((keys == keys[again]).argmax()) + 1}"
+        )
 
-    def _validate_draws(self, draws: IntArray, max_nodes: int) -> None:
-        if len(draws) >= max_nodes:
-            raise InvalidTree(f"tree.draws: must be at most {max_nodes - 1} draws, got {len(draws)}")
+    def _validate_draws(self, draws: IntArray) -> None:
         drawn = {*draws.tolist()}
+        if len(drawn) < len(draws):
+            raise InvalidTree(
+                f"tree.draws: must have each node at most once, got {len(draws)} draws of {len(drawn)} nodes"
+            )
         if strangers := drawn - {*range(1, len(self))}:
             raise InvalidTree(f"tree.draws: must be nodes from 1 to {len(self) - 1}, got {min(strangers)}")
         for node in sorted(drawn):
@@ -200,12 +203,6 @@ class Tree:
 
     def _validate_sample(self, scheme: Scheme) -> None:
         """Check that the drawn nodes can have been sampled as the scheme requires."""
-        if scheme is Scheme.MULTI_ROUND and self.draws is None and len(self) > 1:
-            raise InvalidTree(
-                f"tree.draws: must list all nodes in sampling order for {scheme.value} verification, got none"
-            )
-        if scheme.is_without_replacement and self.draws is not None and len({*self.draws.tolist()}) < len(self.draws):
-            raise InvalidTree(f"tree.draws: must have each node at most once for {scheme.value} verification")
         for node in range(len(self)):
             drawn = self.sampled_children(node, scheme)
             if len(drawn) == 0:
@@ -216,9 +213,8 @@ class Tree:
                     f"for {scheme.value} verification, got none"
                 )
             possible = self.draft_probs.of(node)[0]
-            # Without replacement, draws after the support is exhausted come from the other tokens.
-            num_possible = len(possible) if scheme.is_without_replacement else len(drawn)
-            for child in drawn[:num_possible].tolist():
+            # Draws after the support is exhausted come from the other tokens.
+            for child in drawn[: len(possible)].tolist():
                 if self.tokens[child] not in possible:
                     raise InvalidTree(
                         f"tree.tokens[{child}]: must be a token of tree.draft_probs of node {node}, "

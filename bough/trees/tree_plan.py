@@ -17,13 +17,12 @@ class Scheme(Enum):
 
     TARGET = "target"  # SpecExec: the target samples, guesses that equal its samples are kept
     WITHOUT_REPLACEMENT = "without-replacement"  # Sequoia: children were sampled without replacement
-    MULTI_ROUND = "multi-round"  # SpecInfer: children were sampled independently
     TRAVERSAL = "traversal"  # whole paths at once (arXiv 2505.12398): children were sampled without replacement
 
     @property
-    def is_without_replacement(self) -> bool:
-        """Whether children are sampled without replacement."""
-        return self in (Scheme.WITHOUT_REPLACEMENT, Scheme.TRAVERSAL)
+    def is_sampled(self) -> bool:
+        """Whether the draft samples children (without replacement) and sends along what from."""
+        return self is not Scheme.TARGET
 
 
 class Guess(Enum):

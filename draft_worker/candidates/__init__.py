@@ -1,1 +1,1 @@
-"""From a draft's logits to the tokens that may follow."""
+"""From a draft's logits to candidates for the next token."""

@@ -1,4 +1,4 @@
-"""From a draft's logits to the tokens that may follow: what is likely, what will be drawn, or what to sample from."""
+"""From a draft's logits to candidates: the likeliest tokens, those that noise favours, or weights to sample by."""
 
 from __future__ import annotations
 
@@ -12,49 +12,49 @@ from bough.model.cpu.jit import strict
 from bough.model.sampling.draft_sampler import GREEDY_TOKENS, greedy_weights, require_numbers
 from bough.protocol.messages import GrowCall
 from bough.protocol.sampling_params import SamplingParams
-from bough.trees.tree_plan import Guess, Scheme
+from bough.trees.tree_plan import Guess
 from draft_worker.candidates.noise import noise_at
 from draft_worker.growth.grower import Candidates
 
-NUM_CANDIDATES = 64  # tokens kept of those that are considered
+NUM_CANDIDATES = 64  # tokens kept of those considered
 
 Scores = NDArray[np.float64]  # (num_nodes, num_considered)
 
 
 @dataclass(frozen=True, slots=True)
 class Guessing:
-    """All that candidates depend on beside the logits: where it is the same, what was worked out once holds."""
+    """All inputs of candidates besides the logits; where it is equal, cached expansions stay valid."""
 
     params: SamplingParams
     prompt_length: int
-    is_sample: bool  # candidates are the distribution to sample from, not the likeliest to be accepted
-    is_perturbed: bool  # by the noise with which the target will draw
-    vocab_size: int = 0  # tokens beyond it the target cannot draw; 0 where it can draw all that the draft has
+    is_sample: bool  # candidates are a distribution to sample from, not the likeliest to be accepted
+    is_perturbed: bool  # by the noise with which the target will sample
+    vocab_size: int = 0  # of the target: it cannot draw further tokens; 0 if it has all tokens of the draft
 
     @classmethod
     def of(cls, call: GrowCall) -> Guessing:
         """What a call asks for."""
-        is_sample = call.plan.scheme is not Scheme.TARGET
+        is_sample = call.plan.scheme.is_sampled
         is_perturbed = not is_sample and call.plan.guess is Guess.SAMPLE and not call.sampling.is_greedy
         return cls(call.sampling, call.context.prompt_length, is_sample, is_perturbed, call.vocab_size)
 
     def adjusts(self, vocab_size: int) -> bool:
-        """Whether logits of so many tokens need `draft_worker.candidates.penalties.adjust`."""
+        """Whether logits of `vocab_size` tokens need `draft_worker.candidates.penalties.adjust`."""
         return self.params.has_penalties or bool(self.params.logit_bias) or 0 < self.vocab_size < vocab_size
 
     def candidates(
         self, values: NDArray[np.float32], tokens: NDArray[np.int32], positions: NDArray[np.int32]
     ) -> Candidates:
-        """From the largest logits of each node, descending, and where they are; `positions` are those of the children.
+        """Candidates from each node's largest logits, descending, and their tokens; `positions` are the children's.
 
         With noise G at temperature T the target takes the largest of logit + T G: greedy decoding of perturbed logits.
-        So the guess at its sample is the softmax of the draft's own logits perturbed in the same way.
+        So its sample is predicted by the softmax of the draft's own logits with the same perturbation.
         """
         if self.is_sample:
             return self._weighted(values, tokens)
         scores: NDArray[np.floating[Any]] = values
         if not self.params.is_greedy:
-            with np.errstate(divide="ignore", invalid="ignore"):  # where a row has no token with a chance
+            with np.errstate(divide="ignore", invalid="ignore"):  # where a row has no token with a finite logit
                 scores = _filtered(values.astype(np.float64), self.params)
         if self.is_perturbed:
             scores = self.params.temperature * (scores + noise_at(self.params.seed, positions, tokens))
@@ -63,10 +63,10 @@ class Guessing:
         return Candidates(tokens[:, :NUM_CANDIDATES], _log_probs(scores, min(NUM_CANDIDATES, scores.shape[1])))
 
     def _weighted(self, values: NDArray[np.float32], tokens: NDArray[np.int32]) -> Candidates:
-        """`draft_sampler.draft_weights` of every node, as logarithms; -inf for tokens that are not sampled.
+        """Logarithms of `draft_sampler.draft_weights` of every node; -inf for tokens that are not sampled.
 
         Raises:
-            Unavailable: where the logits hold no number to choose by.
+            Unavailable: a row has no finite logit.
         """
         require_numbers(values[:, 0])
         if self.params.is_greedy:
@@ -78,10 +78,10 @@ class Guessing:
 
 
 class Answer(Protocol):
-    """What a draft says of the nodes that it was asked about in one step."""
+    """A draft's answer about the nodes of one step."""
 
     def candidates(self, guessing: Guessing, positions: NDArray[np.int32]) -> Candidates:
-        """What may follow each node, at these absolute positions (num_nodes,) of the children.
+        """Candidates after each node; `positions` (num_nodes,) are the absolute ones of the children.
 
         Raises:
             InvalidRequest, Unavailable: nothing can be chosen.
@@ -91,11 +91,11 @@ class Answer(Protocol):
 
 @strict
 def _log_probs(scores: Any, num: Any) -> Any:
-    """(num_nodes, num) of the first tokens, by the softmax of all scores of a node; -inf where there is no chance."""
+    """Log-softmax over all scores of a node, (num_nodes, num) of the first tokens; -inf for excluded tokens."""
     log_probs = np.full((len(scores), num), -np.inf, np.float32)
     for node in range(len(scores)):
         peak, total = -np.inf, 0.0
-        for score in scores[node]:  # no comparison holds for one that is no number, here and below
+        for score in scores[node]:  # comparisons with NaN are false, here and below
             peak = np.float64(score) if score > peak else peak
         if not np.isfinite(peak):
             continue
@@ -110,7 +110,7 @@ def _log_probs(scores: Any, num: Any) -> Any:
 
 
 def _filtered(values: Scores, params: SamplingParams) -> Scores:
-    """`bough.model.sampling.sampler.filtered` for rows in descending order, as far as these tokens tell."""
+    """As `bough.model.sampling.sampler.filtered`, for rows in descending order and over these tokens alone."""
     scores: Scores = values / params.temperature
     if 0 < params.top_k < scores.shape[1]:
         scores[:, params.top_k :] = -np.inf

@@ -1,7 +1,7 @@
-"""The target's noise for single tokens: those of the random numbers of `sampler.gumbel_noise` that are asked for.
+"""The target's noise for single tokens: selected random numbers of `sampler.gumbel_noise`.
 
-Philox counts: number n of a position is a function of the key and n alone, so nothing need be kept. A row of noise for
-a vocabulary would be half a megabyte, and as many would be wanted as all sessions' trees have levels.
+Philox is counter-based: number n of a position is a function of the key and n alone, so nothing need be stored. Noise
+for a whole vocabulary would take half a megabyte for each level of each session's tree.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from bough.model.cpu.jit import strict
 from bough.model.sampling.sampler import gumbel
 
-# Constants of Philox 4x64 (Salmon et al., 2011): multipliers, and by what the key grows from round to round.
+# Constants of Philox 4x64 (Salmon et al., 2011): multipliers, and the key's increments from round to round.
 MULTIPLIERS = np.array([0xD2E7470EE14C6C93, 0xCA5A826395121157], np.uint64)
 KEY_STEPS = np.array([0x9E3779B97F4A7C15, 0xBB67AE8584CAA73B], np.uint64)
 NUM_ROUNDS = 10
@@ -23,7 +23,7 @@ HALF = np.uint64(32)
 
 
 def noise_at(seed: int, positions: NDArray[np.int32], tokens: NDArray[np.int32]) -> NDArray[np.float64]:
-    """(num_nodes, num_considered) of these tokens at the position (num_nodes,) of each row."""
+    """Noise (num_nodes, num_considered) of these tokens at the position (num_nodes,) of each row."""
     raw = np.empty(tokens.shape, np.uint64)
     _raw_at(np.uint64(seed), positions.astype(np.uint64), tokens.astype(np.uint64), raw, MULTIPLIERS, KEY_STEPS)
     return gumbel(raw)
@@ -31,7 +31,7 @@ def noise_at(seed: int, positions: NDArray[np.int32], tokens: NDArray[np.int32])
 
 @strict
 def _high(a: Any, b: Any) -> Any:
-    """The upper 64 of the 128 bits of a product."""
+    """The upper 64 bits of the 128-bit product."""
     a_low, a_high, b_low, b_high = a & LOW, a >> HALF, b & LOW, b >> HALF
     middle = a_high * b_low + ((a_low * b_low) >> HALF)
     return a_high * b_high + (middle >> HALF) + ((a_low * b_high + (middle & LOW)) >> HALF)
@@ -39,7 +39,7 @@ def _high(a: Any, b: Any) -> Any:
 
 @strict
 def _raw_at(seed: Any, positions: Any, tokens: Any, out: Any, multipliers: Any, key_steps: Any) -> Any:
-    """Four numbers come of one count, which begins with 1."""
+    """Raw random numbers of tokens. Each count, starting with 1, gives four."""
     for row in range(tokens.shape[0]):
         for column in range(tokens.shape[1]):
             token = tokens[row, column]

@@ -1,4 +1,4 @@
-"""The tokens that stand before a draft's nodes, as penalties count them."""
+"""The tokens before a draft's nodes, as penalties count them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from bough.model.sampling.token_counts import TokenCounts
 
 
 class Seen(NamedTuple):
-    """The tokens before and at some nodes that a vocabulary has."""
+    """Tokens of the vocabulary that occur before or at some nodes."""
 
     tokens: NDArray[np.int64]  # (num_seen,) ascending
-    is_seen: NDArray[np.bool_]  # (num_nodes, num_seen) by this node
-    counts: NDArray[np.int64]  # (num_nodes, num_seen) after the prompt
+    is_seen: NDArray[np.bool_]  # (num_nodes, num_seen) before or at the node
+    counts: NDArray[np.int64]  # (num_nodes, num_seen) occurrences after the prompt
 
     @classmethod
     def of(
@@ -26,7 +26,7 @@ class Seen(NamedTuple):
         prompt_length: int,
         vocab_size: int,
     ) -> Seen:
-        """Paths and positions (num_nodes, width) go from the root to each node; -1 is the position of no token."""
+        """Paths and positions (num_nodes, width) lead from the root to each node; position -1 marks unused places."""
         nodes, places = np.nonzero((positions >= 0) & (paths < vocab_size))
         on_paths, is_output = paths[nodes, places], positions[nodes, places] >= prompt_length
         in_past = past.tokens[: np.searchsorted(past.tokens, vocab_size)]

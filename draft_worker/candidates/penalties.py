@@ -1,4 +1,4 @@
-"""Penalties for tokens that stand before a draft's nodes: upon these tokens' logits alone, few of a vocabulary."""
+"""Penalties for tokens that occur before a draft's nodes, applied to the logits of these few tokens alone."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from draft_worker.candidates.past_tokens import Seen
 def adjust(
     logits: torch.Tensor, guessing: Guessing, past: TokenCounts, paths: NDArray[np.int32], positions: NDArray[np.int32]
 ) -> None:
-    """Puts penalties and bias upon logits (num_nodes, vocab_size), as decoding would see them at each node.
+    """Apply penalties and bias in place to logits (num_nodes, vocab_size), as decoding would at each node.
 
-    Paths and positions (num_nodes, width) are the tokens from the root to each node and where they stand, -1 in
-    places that are not used. Some of these and of the past may be tokens that only the target has.
+    Paths and positions (num_nodes, width) lead from the root to each node; position -1 marks unused places. Paths and
+    `past` may contain tokens that only the target has.
     """
     params, vocab_size = guessing.params, logits.shape[1]
     if params.has_penalties:
@@ -34,9 +34,9 @@ def adjust(
 
 
 def penalise(logits: torch.Tensor, params: SamplingParams, seen: Seen) -> None:
-    """Changes the logits (num_nodes, vocab_size) of tokens that have been seen; no other would be changed.
+    """Apply penalties in place to the logits (num_nodes, vocab_size) of tokens that occurred; others have none.
 
-    In float32 after either penalty, like the logits.
+    Results are rounded to float32 after each penalty, as in decoding.
     """
     columns = torch.from_numpy(seen.tokens).to(logits.device)
     values = logits.index_select(1, columns).cpu().numpy()

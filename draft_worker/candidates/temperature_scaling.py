@@ -1,12 +1,11 @@
-"""How sure of its guesses a draft may be: its own probabilities to a power, learnt from what was said then.
+"""Temperature scaling of a draft's probabilities (Guo et al., arXiv 1706.04599), learnt while serving.
 
-The target takes the largest of its own logits, or of these and noise that the draft knows
-(`draft_worker.candidates.candidates`). The draft has other logits. Were the differences Gumbel noise of its own, a
-token's chance to be the target's would be the softmax of the draft's logits over the scale of that noise: a close draft
-may be surer than its own probabilities say. Where the target's noise is not known a draft may be too sure of a token as
-well. Either way it is one number, as in temperature scaling (Guo et al., arXiv 1706.04599), and here it is learnt while
-running, by what followed where the draft had been asked. The rank of a node's children does not depend on it: which
-nodes are worth having does.
+The target takes the largest of its logits, or of its logits plus noise that the draft knows
+(`draft_worker.candidates.candidates`). The draft's logits differ from the target's. If the differences were Gumbel
+noise, a token's chance to be the target's would be the softmax of the draft's logits over the scale of that noise: a
+close draft may be more certain than its own probabilities. Where the target's noise is unknown a draft may also be too
+certain. Either is corrected by one number, an exponent of probabilities, learnt from the tokens that followed. The
+ranking of a node's children does not depend on it; which nodes are worth adding does.
 """
 
 from __future__ import annotations
@@ -21,24 +20,24 @@ from draft_worker.candidates.candidates import Guessing
 from draft_worker.growth.grower import Candidates
 
 LEAST_POWER, MOST_POWER = 0.25, 4.0
-PRIOR_INFORMATION = 16.0  # that the power is 1: about as many tokens of which the draft is in doubt
-HALF_LIFE_TOKENS = 4096.0  # what was learnt before weighs half as much
-LEAST_CHANCE = 1e-6  # that none of the candidates is right
-MAX_KINDS = 64  # of guesses of which something is remembered
+PRIOR_INFORMATION = 16.0  # Fisher information of the prior that the power is 1, worth about as many uncertain tokens
+HALF_LIFE_TOKENS = 4096.0  # after so many tokens, earlier observations weigh half as much
+LEAST_CHANCE = 1e-6  # least probability that none of the candidates is right
+MAX_KINDS = 64  # limit of kinds of guesses that are remembered
 
 
 class TemperatureScaling:
-    """The power for one kind of guess."""
+    """The exponent (inverse temperature) for one kind of guess."""
 
     def __init__(self, power: float = 1.0, is_learnt: bool = True) -> None:
         self.power, self.is_learnt = power, is_learnt
-        self.num_tokens = 0  # that it was learnt from
-        self._information = PRIOR_INFORMATION  # in all tokens so far, about the power (Fisher's)
+        self.num_tokens = 0  # observed so far
+        self._information = PRIOR_INFORMATION  # Fisher information about the power in all observed tokens
 
     def observe(self, candidates: Candidates, tokens: NDArray[np.int32]) -> None:
-        """These tokens (num_nodes,) were right where the draft had said that the candidates may follow.
+        """Learn from the tokens (num_nodes,) that followed nodes with these candidates.
 
-        One step of Newton's method towards the likeliest power, as far as all that was seen before allows.
+        This is one step of Newton's method towards the maximum likelihood, weighted by earlier observations.
         """
         if not self.is_learnt or len(tokens) == 0:
             return
@@ -50,23 +49,23 @@ class TemperatureScaling:
 
 
 class TemperatureScalings:
-    """What all sessions of a draft worker have taught it together, by kind of guess."""
+    """The exponents of a draft worker by kind of guess, learnt from all its sessions together."""
 
     def __init__(self, power: float = 0.0) -> None:
-        """`power` is that of every kind; 0 has each of them learnt."""
+        """`power` fixes all exponents; 0 learns each."""
         self._fixed = TemperatureScaling(power or 1.0, is_learnt=False)
         self._own = TemperatureScaling(is_learnt=False)
         self._is_learnt = power == 0.0
         self._learnt: dict[tuple[str, float], TemperatureScaling] = {}
 
     def of(self, guessing: Guessing) -> TemperatureScaling:
-        """That of what a call asks for: samples come from the draft's probabilities as they are."""
+        """The exponent for what a call asks for; sampled schemes use the draft's probabilities unchanged."""
         if guessing.is_sample:
             return self._own
         if not self._is_learnt:
             return self._fixed
         kind = ("noise known" if guessing.is_perturbed else "noise unknown", round(guessing.params.temperature, 1))
-        found = self._learnt[kind] = self._learnt.pop(kind, TemperatureScaling())  # the last used is the last
+        found = self._learnt[kind] = self._learnt.pop(kind, TemperatureScaling())  # moved to the end: LRU
         if len(self._learnt) > MAX_KINDS:
             del self._learnt[next(iter(self._learnt))]
         return found
@@ -75,20 +74,20 @@ class TemperatureScalings:
         """What has been learnt, for people."""
         return [
             f"guesses at temperature {temperature:g}{'' if temperature == 0 else f', {noise}'} are judged by the "
-            f"draft's probabilities to the power of {sharpness.power:.2f}, learnt from {sharpness.num_tokens} tokens"
-            for (noise, temperature), sharpness in list(self._learnt.items())
-            if sharpness.num_tokens
+            f"draft's probabilities to the power of {scaling.power:.2f}, learnt from {scaling.num_tokens} tokens"
+            for (noise, temperature), scaling in list(self._learnt.items())
+            if scaling.num_tokens
         ]
 
 
-def sharpened(log_probs: NDArray[np.float32], power: float) -> NDArray[np.float32]:
-    """(num_nodes, num_candidates) to a power, with what is left for other tokens taken as one more candidate."""
-    return log_probs if power == 1.0 else _sharpened(log_probs, power)
+def scaled(log_probs: NDArray[np.float32], power: float) -> NDArray[np.float32]:
+    """Probabilities (num_nodes, num_candidates) to a power, normalised with the rest as one more candidate."""
+    return log_probs if power == 1.0 else _scaled(log_probs, power)
 
 
 @strict
 def _log_rest(log_probs: Any) -> Any:
-    """Logarithm of what candidates leave for other tokens."""
+    """Logarithm of the probability that candidates leave for other tokens."""
     total = 0.0
     for log_prob in log_probs:
         total += np.exp(np.float64(log_prob))
@@ -97,7 +96,7 @@ def _log_rest(log_probs: Any) -> Any:
 
 @strict
 def _log_total(log_probs: Any, log_rest: Any, power: Any) -> Any:
-    """Logarithm of the sum by which powers of probabilities are probabilities again."""
+    """Logarithm of the normalising sum of the powers."""
     total = np.exp(power * log_rest)
     for log_prob in log_probs:
         total += np.exp(power * np.float64(log_prob))
@@ -105,7 +104,7 @@ def _log_total(log_probs: Any, log_rest: Any, power: Any) -> Any:
 
 
 @strict
-def _sharpened(log_probs: Any, power: Any) -> Any:
+def _scaled(log_probs: Any, power: Any) -> Any:
     result = np.empty_like(log_probs)
     for node in range(len(log_probs)):
         log_total = _log_total(log_probs[node], _log_rest(log_probs[node]), power)
@@ -116,7 +115,7 @@ def _sharpened(log_probs: Any, power: Any) -> Any:
 
 @strict
 def _slope(tokens: Any, log_probs: Any, right: Any, power: Any) -> Any:
-    """Derivative by the power of the log-likelihood of what was right, and Fisher's information about the power."""
+    """Derivative of the log-likelihood of the right tokens by the power, and Fisher's information about the power."""
     slope, information = 0.0, 0.0
     for node in range(len(right)):
         log_rest = _log_rest(log_probs[node])

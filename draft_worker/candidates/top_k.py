@@ -1,4 +1,4 @@
-"""The largest logits of every row: what a draft step needs of 49,152 numbers is a few hundred."""
+"""Top-k of every row of logits: a draft step needs a few hundred of 49,152 values."""
 
 from __future__ import annotations
 
@@ -13,16 +13,15 @@ from bough.model.cpu.jit import strict, strict_parallel
 from bough.model.cpu.llvm_vectors import LANES
 from bough.model.cpu.simd import all_lanes, at_least, larger, load, lowest, store
 
-SPAN = 64 * LANES  # logits of which the largest in each lane are found first
-ROOM = 4  # times as many as are wanted: what may be found of a row before it is left to torch
+SPAN = 64 * LANES  # logits whose maximum in each SIMD lane is found first
+ROOM = 4  # multiples of `num` that may be found in a row before it is left to torch
 
 
 def largest(logits: torch.Tensor, num: int) -> tuple[NDArray[np.float32], NDArray[np.int32]]:
-    """The `num` largest of each row of (num_rows, vocab_size), and where they are: (num_rows, num) each, descending.
+    """The `num` largest logits of each row of (num_rows, vocab_size), and their tokens: (num_rows, num), descending.
 
-    On the CPU through maxima of parts of a row: at least `num` logits are not below the `num`-th largest maximum, and
-    hardly more are. Several times as fast as torch's own. Of a row whose numbers are in part none anything may be
-    found; one of nothing else gives none.
+    On a CPU the threshold is the `num`-th largest of maxima of parts of a row: at least `num` logits reach it, and few
+    more. This is several times as fast as torch.topk. Rows with some NaN give unspecified tokens; rows of NaN give NaN.
     """
     num_spans = logits.shape[1] // SPAN
     if logits.device.type != "cpu" or num_spans * LANES < num:
@@ -32,7 +31,7 @@ def largest(logits: torch.Tensor, num: int) -> tuple[NDArray[np.float32], NDArra
     num_found = np.empty(len(logits), np.int64)
     numbers = logits.numpy()
     _find(numbers, numbers.view(np.int32), num_spans, values, tokens, num_found)
-    for row in np.flatnonzero(num_found > ROOM * num).tolist():  # much of it is alike
+    for row in np.flatnonzero(num_found > ROOM * num).tolist():  # many equal logits
         (values[row],), (tokens[row],) = _by_torch(logits[row : row + 1], num)
     return values, tokens
 
@@ -44,22 +43,22 @@ def _by_torch(logits: torch.Tensor, num: int) -> tuple[NDArray[np.float32], NDAr
 
 @strict
 def _note(found: Any, count: Any, bits: Any, token: Any) -> Any:
-    """Puts a logit where there is room: a whole number by which larger ones come first, and of equals the lower token.
+    """Store a logit as an int64 key that sorts larger logits first, and the lower token among equals.
 
-    The token is its low half. Returns how many have been found.
+    The key's low half is the token. Returns the number of logits found.
     """
     if count < len(found):
-        upwards = bits[token] ^ ((bits[token] >> 31) & 0x7FFFFFFF)  # in the order of the float32 with these bits
+        upwards = bits[token] ^ ((bits[token] >> 31) & 0x7FFFFFFF)  # int32 in the order of the float32 with these bits
         found[count] = (np.int64(~upwards) << 32) | token
     return count + 1
 
 
-# Few numbers are put in order here: numpy's functions for it take seconds to compile.
+# Sorting by hand: numpy's functions take numba seconds to compile.
 
 
 @strict
 def _nth_largest(numbers: Any, num: Any) -> Any:
-    """Puts numbers in another order, by which it is found (Hoare's FIND)."""
+    """Reorder `numbers` in place and return the num-th largest (Hoare's quickselect)."""
     place, first, last = len(numbers) - num, 0, len(numbers) - 1
     while first < last:
         pivot, low, high = numbers[place], first, last
@@ -80,7 +79,7 @@ def _nth_largest(numbers: Any, num: Any) -> Any:
 
 @strict
 def _sort(numbers: Any) -> Any:
-    """Ascending, in place (Shell's sort)."""
+    """Sort ascending, in place (Shellsort)."""
     gap = len(numbers) // 2
     while gap > 0:
         for i in range(gap, len(numbers)):
@@ -94,7 +93,7 @@ def _sort(numbers: Any) -> Any:
 
 @strict
 def _find_in_row(numbers: Any, bits: Any, num_spans: Any, num: Any, found: Any) -> Any:
-    """The logits not below the `num`-th largest maximum, as `_note` puts them; how many these are."""
+    """Store all logits that reach the threshold with `_note`; returns their number."""
     maxima, in_lanes = np.empty(num_spans * LANES, np.float32), len(numbers) // LANES * LANES
     for span in range(num_spans):
         most = all_lanes(np.float32(-np.inf))
@@ -117,9 +116,9 @@ def _find_in_row(numbers: Any, bits: Any, num_spans: Any, num: Any, found: Any) 
 
 @strict_parallel
 def _find(logits: Any, bits: Any, num_spans: Any, values: Any, tokens: Any, num_found: Any) -> Any:
-    """Puts each row's largest in their order into values and tokens, (num_rows, num), and how many could have been.
+    """Write each row's largest, in order, to values and tokens (num_rows, num), and how many reached the threshold.
 
-    Where there are fewer, -inf follows; where there are none, nothing but NaN.
+    Missing values are -inf; all are NaN if none was found.
     """
     num = values.shape[1]
     for row in numba.prange(len(logits)):

@@ -1,1 +1,1 @@
-"""Sessions and calls at the draft worker, and the thread that runs its model."""
+"""Sessions and calls at the draft worker, and the draft steps that grow their trees."""

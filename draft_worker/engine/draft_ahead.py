@@ -1,8 +1,8 @@
-"""Draft-ahead: finding out, while the target verifies a tree, what the session's next call is likely to ask for.
+"""Draft-ahead: while the target verifies a tree, run the draft on nodes that the session's next call will likely need.
 
-An outcome of verification is a path of the tree and a bonus token below it that it does not hold. The trees of the
-likeliest outcomes are grown beforehand, in the same way as they will be; all that remains of it is what was explored.
-The next call grows from nothing as ever, only that the model need not be asked for what is known: its tree is the same.
+An outcome of verification is a path of the tree and a bonus token that is not in the tree. The trees of the likeliest
+outcomes are grown beforehand, exactly as they will be; only the expansion cache remains of this. The next call grows
+its tree as always, without running the model for cached expansions: the tree is the same.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from draft_worker.expansions.cached_growth import CachedGrowth
 from draft_worker.expansions.expansion_cache import PendingExpansions
 from draft_worker.growth.grower import Grower
 
-NUM_STEPS = 64  # by default, where nobody else wants the device
-NUM_OUTCOMES = 32  # that are looked at
-MAX_ROWS = 32  # of one draft step: a call that comes waits for it
+NUM_STEPS = 64  # default limit of steps, where the device is not shared
+NUM_OUTCOMES = 32  # limit of outcomes for which trees are grown
+MAX_ROWS = 32  # of one draft step: a new call waits until it ends
 
-Place = tuple[int, int]  # expansion of the parent, token
+Place = tuple[int, int]  # (expansion of the parent, token)
 
 
 def num_steps(setting: int, device_type: str) -> int:
-    """Most steps between two calls of a session: as set, and where it is not set (-1) none beside others on a CPU."""
+    """Limit of steps between two calls of a session; -1 is the default, which is 0 on a CPU shared with others."""
     if setting >= 0:
         return setting
     return 0 if device_type == "cpu" else NUM_STEPS
 
 
 class DraftAhead:
-    """Explores below and beside a tree that has been sent, the likeliest first."""
+    """Expands nodes below and beside a tree that was sent, the likeliest first."""
 
     def __init__(
         self,
@@ -47,9 +47,9 @@ class DraftAhead:
         next_grower: Callable[[int, int], Grower],
         max_steps: int,
     ) -> None:
-        """For a call whose tree this was.
+        """`tree` is the answer to `call`.
 
-        `next_grower` is what the next call will grow with, given its root token and how many nodes were accepted above.
+        `next_grower` makes the next call's grower from its root token and the number of nodes accepted above the root.
         """
         self.session = session
         self._next_grower, self._tree = next_grower, tree
@@ -60,7 +60,7 @@ class DraftAhead:
         self.wanted: PendingExpansions | None = None
 
     def advance(self) -> bool:
-        """Chooses what to find out next; whether there is anything, and a step for it."""
+        """Choose nodes to expand next; False if there are none, or no steps are left."""
         if self._num_steps_left == 0 or not self.session.has_rows(MAX_ROWS):
             return False
         places = self._choose(self._options())
@@ -76,15 +76,16 @@ class DraftAhead:
         return [self.session.explored.segment(self.session.slot, self.wanted)]
 
     def learn(self, answer: Answer) -> None:
-        """Puts what may follow where the next call finds it."""
+        """Store the answer in the session's expansion cache."""
         assert self.wanted is not None
         self._num_steps_left -= 1
         self.session.learn(self.wanted, answer)
 
     def _options(self) -> list[tuple[float, list[Place]]]:
-        """What could be expanded, each with a logarithm of its worth: chance to be asked for, per row of a step.
+        """Sets of places to expand, each with the logarithm of its probability of use per row of a step.
 
-        A leaf of the tree opens outcomes below it; what an outcome's growth misses is a step that the next call saves.
+        Expanding a leaf of the tree gives outcomes below it; what an outcome's tree lacks is a step that is saved
+        later.
         """
         expansions = self.session.explored.find_tree(self._tree.parents, self._tree.tokens)
         is_closed = np.isin(self._tree.tokens, self._closed)
@@ -110,7 +111,7 @@ class DraftAhead:
 
     @staticmethod
     def _choose(options: list[tuple[float, list[Place]]]) -> list[Place]:
-        """The most worth within a step's rows; an outcome's step by halves would be worth nothing."""
+        """The most valuable sets that fit one step; part of an outcome's step would be worth nothing."""
         chosen: dict[Place, None] = {}
         for _, places in sorted(options, key=lambda option: -option[0]):
             new = dict.fromkeys(place for place in places if place not in chosen)
@@ -119,7 +120,7 @@ class DraftAhead:
         return list(chosen)[:MAX_ROWS]
 
     def _outcomes(self, expansions: NDArray[np.int32]) -> Iterator[tuple[float, Place]]:
-        """Bonus tokens below nodes that have been expanded, likeliest first, with the log-probability of the path."""
+        """Bonus tokens below expanded nodes, likeliest first, each with the log-probability of its path."""
         nodes = np.flatnonzero(expansions >= 0)
         following = self.session.explored.following(expansions[nodes])
         scores = self._scores[nodes][:, None] + _normalised(following.log_probs)
@@ -132,7 +133,7 @@ class DraftAhead:
 
 
 def _normalised(log_weights: NDArray[np.float32]) -> NDArray[np.float32]:
-    """As log-probabilities, row by row: what is sampled from has weights instead. A row of -inf stays as it is."""
+    """Log-probabilities from log-weights, row by row; sampled schemes store weights. Rows of -inf stay."""
     most = np.maximum(log_weights.max(1, keepdims=True, initial=-np.inf), np.finfo(np.float32).min)
     with np.errstate(divide="ignore"):
         total = np.log(np.exp(log_weights - most).sum(1, keepdims=True))

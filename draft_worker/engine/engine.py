@@ -1,6 +1,6 @@
 """Grows the trees of many sessions together: each draft step is one model pass over all their frontiers.
 
-Knows no threads: whoever owns it calls `start` and `step` in turn.
+It has no threads: its owner calls `start` and `step` in turn.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from draft_worker.growth.static_shape import grower_for
 logger = logging.getLogger(__name__)
 
 NANO = 1e-9
-MAX_STEP_ROWS = 1024  # for which it is told what a step takes
+MAX_STEP_ROWS = 1024  # limit of rows of the cost curve
 
 
 class Request(NamedTuple):
-    """A call, and who waits for its tree."""
+    """A call with the future of its answer."""
 
     call: GrowCall
     future: Future[GrowResult]
     arrived_ns: int
-    spans: list[FinishedSpan] | None = None  # where it is noted what was done for it, if anybody asks
+    spans: list[FinishedSpan] | None = None  # recorded for the caller's trace, if there is one
 
 
 class _Running(NamedTuple):
@@ -54,7 +54,7 @@ class _Running(NamedTuple):
         return self.request.call.context.session_id
 
     def result(self, cost: CostCurve | None) -> GrowResult:
-        """When its tree is done; `cost` is what draft steps take."""
+        """The answer when the tree is done; `cost` is the cost curve of draft steps."""
         ended_ns = time.perf_counter_ns()
         timings = Timings(
             total_ns=ended_ns - self.request.arrived_ns,
@@ -66,7 +66,7 @@ class _Running(NamedTuple):
 
 
 class DraftEngine:
-    """Sessions and the trees that grow in them. The one used longest ago gives way: that costs time only."""
+    """Grows trees in sessions. The least recently used session is evicted for room, which only costs time."""
 
     def __init__(
         self,
@@ -75,44 +75,44 @@ class DraftEngine:
         branch: int,
         pool: SessionPool,
         ahead_steps: int,
-        sharpnesses: TemperatureScalings,
+        scalings: TemperatureScalings,
     ) -> None:
-        """`ahead_steps`: at most so many draft steps between two calls of a session, 0 for none."""
+        """`ahead_steps` limits the draft-ahead steps between two calls of a session; 0 is none."""
         self._draft, self._vocab_size, self._branch = draft, vocab_size, branch
-        self.pool, self._ahead_steps, self.sharpnesses = pool, ahead_steps, sharpnesses
+        self.pool, self._ahead_steps, self.scalings = pool, ahead_steps, scalings
         self._running: dict[str, _Running] = {}
-        self._waiting: deque[Request] = deque()  # while every session that there is room for has a tree growing
+        self._waiting: deque[Request] = deque()  # while all room belongs to sessions whose trees grow
         self._ahead: OrderedDict[str, DraftAhead] = OrderedDict()
         self._times = StepTimes(MAX_STEP_ROWS)
-        self.cost: CostCurve | None = None  # seconds of a draft step by its rows; any thread may read this
+        self.cost: CostCurve | None = None  # seconds of a draft step by rows; readable by any thread
         self.num_trees = 0
         self.num_nodes = 0  # of these trees, roots included
-        self.step_seconds = 0.0  # that steps for trees took, those that failed left out
-        self.num_passes = 0  # draft steps that have ended, well or not, those ahead included
-        self.num_warm_trees = 0  # for which something had been found out ahead
+        self.step_seconds = 0.0  # of successful steps for trees
+        self.num_passes = 0  # draft steps that have ended, including failed ones and draft-ahead
+        self.num_warm_trees = 0  # trees of which some nodes were known from draft-ahead
 
     @property
     def kv_used_bytes(self) -> int:
-        """Of sessions whose trees are growing."""
+        """KV bytes of sessions whose trees are growing."""
         return self.pool.used_bytes(self._running)
 
     @property
     def num_growing(self) -> int:
-        """Calls whose trees are growing."""
+        """Number of calls whose trees are growing."""
         return len(self._running)
 
     @property
     def is_growing(self) -> bool:
-        """Whether somebody waits for a tree."""
+        """Whether a call waits for a tree."""
         return bool(self._running or self._waiting)
 
     @property
     def can_go_ahead(self) -> bool:
-        """Whether there is something to do that nobody waits for."""
+        """Whether there is draft-ahead work."""
         return bool(self._ahead)
 
     def start(self, request: Request) -> None:
-        """Takes a call in. A call whose tree is still growing ends: nobody can want that any more."""
+        """Admit a call. An earlier call of the session that is still growing fails: its answer is out of date."""
         session_id = request.call.context.session_id
         self._end(session_id, Unavailable(f"session_id: {session_id!r} was called again before its tree was grown"))
         self._ahead.pop(session_id, None)
@@ -123,9 +123,9 @@ class DraftEngine:
             if session is None:
                 self._waiting.append(request)
                 return
-            job = GrowJob(session, request.call, self._branch, self._vocab_size, self.sharpnesses, request.arrived_ns)
+            job = GrowJob(session, request.call, self._branch, self._vocab_size, self.scalings, request.arrived_ns)
             running = _Running(request, job, began_ns)
-            self.pool.borrow(session)
+            self.pool.copy_prefix(session)
             note_span(request.spans, "queue", request.arrived_ns, began_ns)
         except Exception as exc:
             settle(request.future, exc)
@@ -134,11 +134,11 @@ class DraftEngine:
         self._go_on(running)
 
     def release(self, session_id: str, epoch: int = 0) -> None:
-        """Forgets a session, and a tree that is growing in it, unless a newer epoch has begun; 0 does not care.
+        """Forget a session and end its call, unless it has a newer epoch; epoch 0 always forgets.
 
         Raises:
-            NotFound: it is not held, and no call of it waits.
-            StaleEpoch: it has been placed anew since this epoch.
+            NotFound: the session has no slot, and no call of it waits.
+            StaleEpoch: the session has a newer epoch.
         """
         if epoch:
             self._require_epoch(session_id, epoch)
@@ -149,19 +149,19 @@ class DraftEngine:
             self.pool.release(session_id)
 
     def _require_epoch(self, session_id: str, epoch: int) -> None:
-        """Of a session that is held, and of its calls that wait for room."""
+        """Check the epochs of the session and of its waiting calls."""
         epochs = [r.call.epoch for r in self._waiting if r.call.context.session_id == session_id]
         newest = max([self.pool.epoch_of(session_id), *epochs])
         if epoch < newest:
-            raise StaleEpoch(f"epoch: {epoch} of session {session_id} is over; {newest} has begun")
+            raise StaleEpoch(f"epoch: must be at least {newest}, the session's, got {epoch}")
 
     def close(self) -> None:
-        """Ends all calls."""
+        """End all calls."""
         for session_id in [*self._running, *(request.call.context.session_id for request in self._waiting)]:
             self._end(session_id, Unavailable("the draft worker is being shut down"))
 
     def step(self) -> None:
-        """One draft step for every growing tree that somebody still waits for; where there is none, one ahead."""
+        """Run one draft step for all growing trees that are still wanted; if there are none, one of draft-ahead."""
         for session_id, running in list(self._running.items()):
             if running.request.future.cancelled():
                 del self._running[session_id]
@@ -176,7 +176,7 @@ class DraftEngine:
         self.num_passes += 1
 
     def _run(self, parts: Sequence[_Running]) -> None:
-        """One draft step. Where it fails, each part alone: the error of one must not become that of all."""
+        """Run one draft step. If it fails, run each part alone, so that one call's error does not fail all."""
         began_ns = time.perf_counter_ns()
         try:
             answers = self._draft.ask([running.job for running in parts])
@@ -196,7 +196,7 @@ class DraftEngine:
         self.cost = self._times.curve()
 
     def _go_on(self, running: _Running, answer: Answer | None = None, began_ns: int = 0) -> None:
-        """With what the model said in a step that began then, as far as can be without it."""
+        """Continue with the model's answer, if there is one, until the model is needed again or the tree is done."""
         try:
             if answer is not None:
                 running.job.learn(answer)
@@ -236,7 +236,7 @@ class DraftEngine:
         return DraftAhead(running.job.session, call, tree, next_grower, self._ahead_steps)
 
     def _go_ahead(self) -> None:
-        """One draft step for the session whose turn it is."""
+        """Run one draft-ahead step for the session whose turn it is."""
         session_id, ahead = self._ahead.popitem(last=False)
         if not self.pool.holds(session_id, ahead.session):
             return
@@ -249,7 +249,7 @@ class DraftEngine:
             logger.warning("session %s: draft-ahead failed; its next tree starts cold", session_id, exc_info=True)
 
     def _end(self, session_id: str, exc: Exception) -> bool:
-        """Ends the session's calls with an error; whether there were any."""
+        """End the session's calls with an error; returns whether there were any."""
         waiting = [request for request in self._waiting if request.call.context.session_id == session_id]
         self._waiting = deque(request for request in self._waiting if request not in waiting)
         if session_id in self._running:
@@ -260,21 +260,21 @@ class DraftEngine:
 
 
 def frontier_rows(jobs: Sequence[GrowJob]) -> int:
-    """Rows of a step that expand nodes; 0 where context is read beside, which is no step's time."""
+    """Rows of a step that expand nodes; 0 if the step also reads context, so that its time is no step's."""
     if any(job.num_context for job in jobs):
         return 0
     return sum(len(job.wanted.tokens) for job in jobs if job.wanted is not None)
 
 
 def _fitted(call: GrowCall) -> GrowCall:
-    """The call, of a best-first tree so many levels that a session has rows for all nodes that it may expand.
+    """Limit the levels of a best-first tree, so that the session has rows for all nodes that it may expand.
 
     Raises:
-        InvalidRequest: a shape or chains for which there are not enough: they are as large as somebody chose them.
+        InvalidRequest: a shape or chains need more rows; they are not cut, as a caller chose their size.
     """
     growth = call.plan.growth
     if growth.max_expansions <= MAX_EXPANSIONS:
         return call
     if isinstance(growth, BestFirst) and (width := min(growth.width, growth.budget)) <= MAX_EXPANSIONS:
         return replace(call, plan=call.plan.no_deeper(MAX_EXPANSIONS // width))
-    raise InvalidRequest(f"growth: {growth} may expand {growth.max_expansions} nodes; {MAX_EXPANSIONS} would do")
+    raise InvalidRequest(f"growth: must expand at most {MAX_EXPANSIONS} nodes, got {growth.max_expansions}: {growth}")

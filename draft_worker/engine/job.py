@@ -1,4 +1,4 @@
-"""One call's tree while it grows: what it wants of the next draft step, and what it makes of the answer."""
+"""One call's growing tree: what it asks of the next draft step, and what it does with the answer."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ from draft_worker.growth.static_shape import grower_for
 
 
 class Stepping(Protocol):
-    """Whatever takes part in a draft step."""
+    """Something that takes part in draft steps."""
 
     session: DraftSession
-    wanted: PendingExpansions | None  # nodes that the step asks about, as of `segments`
+    wanted: PendingExpansions | None  # nodes that the step expands, in the order of `segments`
 
     def advance(self) -> bool:
-        """Goes on as far as it can without the model; whether it wants a step of it."""
+        """Continue as far as possible without the model; returns whether a step is needed."""
         ...
 
     def segments(self) -> list[Segment]:
-        """Its rows of the step."""
+        """Rows of the step."""
         ...
 
     def learn(self, answer: Answer) -> None:
-        """The step has been run; what it says of the nodes that were wanted."""
+        """Store the step's answer about the wanted nodes."""
         ...
 
 
 class Draft(Protocol):
-    """The seam below growing: a model, a simulated one, or a fake."""
+    """The interface below growing: a model, a simulated one, or a fake."""
 
     def ask(self, parts: Sequence[Stepping]) -> Sequence[Answer]:
-        """One draft step for all parts, and what it says to each; answers hold until the next step."""
+        """Run one draft step for all parts; the answers are valid until the next step."""
         ...
 
 
@@ -55,7 +55,7 @@ class GrowJob:
         call: GrowCall,
         branch: int,
         vocab_size: int,
-        sharpnesses: TemperatureScalings,
+        scalings: TemperatureScalings,
         arrived_ns: int,
     ) -> None:
         """Raises InvalidRequest or PrefixMissing."""
@@ -66,23 +66,23 @@ class GrowJob:
         self.num_passes = 0
         grower = grower_for(call, branch, vocab_size)
         guessing = Guessing.of(call)
-        session.stand_on(call, guessing, sharpnesses.of(guessing))
+        session.stand_on(call, guessing, scalings.of(guessing))
         session.grown = grower.tree
         self._walk = CachedGrowth(grower, session.explored)
-        self.num_context = 0  # pending tokens in this step
+        self.num_context = 0  # context tokens in the current step
         self.wanted: PendingExpansions | None = None
 
     @property
     def num_warm(self) -> int:
-        """Nodes expanded for this tree that had been before it was asked for."""
+        """Nodes of the tree that were in the expansion cache before the call."""
         return self._walk.num_warm
 
     def advance(self) -> bool:
-        """As far as what is explored reaches; more only while there is time."""
+        """Grow from the expansion cache; True if the model is needed and there is time left."""
         return self._walk.advance() and time.perf_counter_ns() < self._deadline_ns
 
     def segments(self) -> list[Segment]:
-        """The context that is not held yet, or a part of it, and then the frontier."""
+        """The context that is not cached yet, or a part of it, and then the frontier."""
         context = [self.session.pending()] if self.session.num_pending else []
         self.num_context = sum(map(len, context))
         if self.num_context < self.session.num_pending:
@@ -92,17 +92,17 @@ class GrowJob:
         return [*context, self.session.explored.segment(self.session.slot, self.wanted)]
 
     def learn(self, answer: Answer) -> None:
-        """Commits the context and puts what may follow where `advance` finds it."""
+        """Commit the context, and store the answer in the expansion cache."""
         self.num_passes += 1
         self.session.commit(self.num_context)
         if self.wanted is not None:
             self.session.learn(self.wanted, answer)
 
     def step_figures(self) -> dict[str, int]:
-        """What of the last step was its own, as a span tells it."""
+        """Span attributes: the call's own share of the last step."""
         num_expanded = len(self.wanted.tokens) if self.wanted is not None else 0
         return {"bough.step.context_tokens": self.num_context, "bough.step.expanded_nodes": num_expanded}
 
     def tree(self) -> Tree:
-        """The tree, when `advance` wants no more."""
+        """The tree, once `advance` has returned False."""
         return self._walk.grower.finished()

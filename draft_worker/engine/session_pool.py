@@ -1,4 +1,4 @@
-"""Which sessions a draft holds: rows of one budget, the session used longest ago giving way. That costs time only."""
+"""The sessions of a draft worker: rows of one budget; the least recently used one is evicted, which only costs time."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from bough.protocol.prefix_hash import block_hashes, common_length, whole_blocks
 from bough.protocol.prefix_index import PrefixIndex
 from draft_worker.engine.session import DraftSession, Window
 
-SPARE_ROWS = 512  # that a slot gets beyond what its call needs: text grows, and so does what is explored
+SPARE_ROWS = 512  # added to what a call needs, for the text and expansions to grow
 
 
 class SessionPool:
-    """Gives each session as many rows as its calls need. Owned by whoever steps the engine."""
+    """Gives each session as many rows as its calls need. Used by the engine's thread only."""
 
     def __init__(self, arena: Arena, window: Window, ahead_rows: int = 0) -> None:
-        """The arena must keep all rows of a slot that moves, and have room for `window.max_rows`.
+        """The arena must keep all rows of a slot that moves, and have at least `window.max_rows` rows.
 
-        A slot gets up to `ahead_rows` more for what may be explored ahead, but no more than a quarter of what is free:
-        sessions that come later must not have to make room for it.
+        A slot gets up to `ahead_rows` more for draft-ahead, but at most a quarter of the free rows, so that new
+        sessions need not evict it.
         """
         self._arena, self._window, self._ahead_rows = arena, window, ahead_rows
-        self._sessions: OrderedDict[str, DraftSession] = OrderedDict()  # used longest ago first
+        self._sessions: OrderedDict[str, DraftSession] = OrderedDict()  # least recently used first
         self._index: PrefixIndex[DraftSession] = PrefixIndex()
         self.num_evictions = 0
 
     def __len__(self) -> int:
-        """Sessions held."""
+        """Number of sessions."""
         return len(self._sessions)
 
     def __contains__(self, session_id: object) -> bool:
@@ -42,16 +42,16 @@ class SessionPool:
         return self._arena.num_rows * self._arena.row_bytes
 
     def used_bytes(self, busy: Container[str]) -> int:
-        """Of sessions that cannot give way."""
+        """KV bytes of the sessions in `busy`, which cannot be evicted."""
         held = [session for name, session in list(self._sessions.items()) if name in busy]
         return sum(session.slot.num_rows for session in held) * self._arena.row_bytes
 
     def holds(self, session_id: str, session: DraftSession) -> bool:
-        """Whether this is still the session of that name."""
+        """Whether `session` is still the session of this id."""
         return self._sessions.get(session_id) is session
 
     def take(self, call: GrowCall, busy: Container[str]) -> DraftSession | None:
-        """The call's session, with room for its tree; None where all room is that of `busy` sessions."""
+        """The call's session with room for its tree; None if the room belongs to `busy` sessions."""
         session_id = call.context.session_id
         session = self._sessions.get(session_id)
         needed = self._window.num_rows(call.context.base_length, call.plan.growth.max_expansions)
@@ -60,7 +60,7 @@ class SessionPool:
             spare = SPARE_ROWS + min(self._ahead_rows, self._arena.num_free // 4)
             wanted = min(needed + spare, self._window.max_rows)
             if not self._make_room(wanted - own, session, busy):
-                wanted = needed  # sooner than waiting for others
+                wanted = needed  # rather than waiting for other sessions
                 if not self._make_room(wanted - own, session, busy):
                     return None
             if session is None:
@@ -72,12 +72,12 @@ class SessionPool:
         return session
 
     def epoch_of(self, session_id: str) -> int:
-        """The newest epoch in which a session has called; 0 for one that is not held."""
+        """The newest epoch that the session was called with; 0 if it has no slot."""
         session = self._sessions.get(session_id)
         return session.epoch if session is not None else 0
 
-    def borrow(self, session: DraftSession) -> None:
-        """Copies keys and values that another session has of text, in whole blocks, which this one has yet to run."""
+    def copy_prefix(self, session: DraftSession) -> None:
+        """Copy whole blocks of KV that another session has of text which this one has yet to run."""
         if not session.num_pending:
             return
         text = session.tokens[session.start :]
@@ -86,25 +86,25 @@ class SessionPool:
         if match is None:
             return
         source = match.holder.slot
-        length = whole_blocks(common_length(text, source.tokens))  # the source may have gone another way since
+        length = whole_blocks(common_length(text, source.tokens))  # the source may have changed since it was indexed
         if length > session.slot.length:
             session.slot.fork(source, length)
 
     def note(self, session: DraftSession) -> None:
-        """Others may begin from what a session holds now."""
+        """Index what the session holds, so that others can copy it."""
         self._index.forget(session)
         self._index.follow(session, [*session.slot.tokens], session.cache_salt)
 
     def release(self, session_id: str) -> None:
-        """Forgets a session. Raises NotFound."""
+        """Forget a session. Raises NotFound."""
         session = self._sessions.pop(session_id, None)
         if session is None:
-            raise NotFound(f"session_id: {session_id!r} is not held here")
+            raise NotFound(f"session_id: {session_id!r} has no slot here")
         self._index.forget(session)
         self._arena.give_back(session.slot)
 
     def check_integrity(self) -> None:
-        """Asserts what must hold between any two steps."""
+        """Assert the invariants between steps."""
         self._arena.check_integrity()
         num_rows = sum(session.slot.num_rows for session in self._sessions.values())
         assert self._arena.num_free == self._arena.num_rows - num_rows, "rows are lost"
@@ -112,7 +112,7 @@ class SessionPool:
             assert session.explored.base + len(session.explored) <= session.slot.num_rows, "more explored than fits"
 
     def _make_room(self, num_rows: int, keep: DraftSession | None, busy: Container[str]) -> bool:
-        """Evicts idle sessions until so many rows are free; none where that is not enough."""
+        """Evict idle sessions until `num_rows` rows are free; evicts none if that is not enough."""
         idle = [name for name, session in self._sessions.items() if name not in busy and session is not keep]
         free = self._arena.num_free + sum(self._sessions[name].slot.num_rows for name in idle)
         if free < num_rows:

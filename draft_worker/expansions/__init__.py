@@ -1,1 +1,1 @@
-"""What a draft has found out below a session's committed tokens already."""
+"""The expansion cache: the draft's results below a session's committed tokens."""

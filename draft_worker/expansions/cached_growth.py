@@ -1,4 +1,4 @@
-"""A tree being grown over what has been found out already: the model is asked only for what is not known yet."""
+"""Grows a tree from cached expansions; the model is needed only for nodes that are not cached."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from draft_worker.growth.grower import NO_NODES, Grower
 
 
 class CachedGrowth:
-    """Takes a grower as far as what is explored reaches; `missing` is then what to run the model on."""
+    """Runs a grower as far as the cache reaches; `missing` are then the nodes to run the model on."""
 
     def __init__(self, grower: Grower, explored: ExpansionCache, root_parent: int = -1) -> None:
-        """The grower's root stands below the expansion `root_parent`; -1 where it is the session's root."""
+        """The grower's root is below the expansion `root_parent`; -1 if it is the session's root."""
         self.grower = grower
-        self.num_warm = 0  # nodes that were known when they were asked for
+        self.num_warm = 0  # nodes that were cached when first needed
         self._explored, self._root_parent = explored, root_parent
         self._frontier = NO_NODES
         self._is_counted = False
 
     def advance(self) -> bool:
-        """Whether there is more to grow, for which the model is needed."""
+        """Grow from the cache; True if the model is needed, False if the tree is done."""
         while True:
             if len(self._frontier) == 0:
                 self._frontier, self._is_counted = self.grower.frontier(), False
@@ -43,7 +43,7 @@ class CachedGrowth:
             self._frontier = NO_NODES
 
     def missing(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        """Parents' expansions and tokens of the nodes that the model is needed for, each (num_missing,)."""
+        """Parents' expansions and tokens, each (num_missing,), of the nodes to run the model on."""
         return self._places(self._missing)
 
     def _places(self, nodes: NDArray[np.intp]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
@@ -55,7 +55,7 @@ class CachedGrowth:
 
 @strict
 def _places_of(nodes: Any, parents: Any, expansions: Any, tokens: Any, root_parent: Any) -> Any:
-    """The expansions above nodes, and their tokens."""
+    """The parents' expansions of nodes, and the nodes' tokens."""
     above, own = np.empty(len(nodes), np.int32), np.empty(len(nodes), np.int32)
     for i in range(len(nodes)):
         node = nodes[i]

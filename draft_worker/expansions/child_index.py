@@ -1,8 +1,8 @@
-"""Which expansion stands below which, for compiled code: each has a chain of those below it, the last one first.
+"""Index of expansions by parent and token, for compiled code: a linked list of children, newest first.
 
-Numbers in chains are one higher than expansions, so that 0 is none, and room that was never used is empty. Arrays are
-of int32: `first[1 + i]` begins the chain below expansion i, `first[0]` that below nothing, which has the roots;
-`following[i]` is what comes after expansion i in its chain, and `tokens[i]` its token.
+Links are int32 expansion numbers plus 1, so that 0 ends a list and zeroed memory is empty: `first[1 + i]` begins the
+list below expansion i, `first[0]` the list of roots; `following[i]` continues after expansion i; `tokens[i]` is its
+token.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def _child(first: Any, following: Any, tokens: Any, parent: Any, token: Any) -> 
 
 @strict
 def link(first: Any, following: Any, parents: Any, begin: Any) -> Any:
-    """Expansions from number `begin` on stand below these parents, each -1 or an expansion."""
+    """Link expansions from number `begin` on below these parents, each -1 or an expansion."""
     for i in range(len(parents)):
         following[begin + i] = first[1 + parents[i]]
         first[1 + parents[i]] = 1 + begin + i
@@ -30,10 +30,10 @@ def link(first: Any, following: Any, parents: Any, begin: Any) -> Any:
 
 @strict
 def place(depths: Any, paths: Any, parents: Any, begin: Any) -> Any:
-    """Puts down the depths and paths of expansions from number `begin` on; how many levels these reach down to.
+    """Store depths and paths of expansions from number `begin` on; returns the number of levels that they reach.
 
-    Parents are -1 or expansions with lower numbers. `paths` (rows, levels) takes the expansions from the root down,
-    and 0 in places that are not used.
+    Parents are -1 or expansions with lower numbers. `paths` (rows, levels) gets the expansions from the root down;
+    unused places are 0.
     """
     num_levels = 0
     for i in range(len(parents)):
@@ -49,14 +49,14 @@ def place(depths: Any, paths: Any, parents: Any, begin: Any) -> Any:
 
 @strict
 def find(first: Any, following: Any, tokens: Any, parents: Any, wanted: Any, found: Any) -> Any:
-    """The expansions that tokens are below these parents, each -1 or an expansion; -1 where there is none."""
+    """Find the expansions of tokens below these parents, each -1 or an expansion; -1 if there is none."""
     for i in range(len(wanted)):
         found[i] = _child(first, following, tokens, parents[i], wanted[i])
 
 
 @strict
 def find_tree(first: Any, following: Any, tokens: Any, parents: Any, wanted: Any, found: Any) -> Any:
-    """Those that a tree's nodes are, whose parents are nodes before them, or -1 of a root; -1 where there is none."""
+    """Find the expansions of a tree's nodes; each parent is an earlier node, or -1; -1 if there is none."""
     for node in range(len(wanted)):
         above = -1 if parents[node] < 0 else found[parents[node]]
         is_known = parents[node] < 0 or above >= 0

@@ -1,6 +1,6 @@
-"""What a draft has found out below a session's committed tokens: where its model was run, and what may follow there.
+"""The nodes below a session's committed tokens on which the draft was run, and their candidates.
 
-Outlives the trees that it was found out for: what of them was accepted need not be run again.
+It outlives the trees: accepted nodes need not be run again.
 """
 
 from __future__ import annotations
@@ -13,34 +13,32 @@ from numpy.typing import NDArray
 
 from bough.model.kv.segment import Segment
 from bough.model.kv.slot import Slot
-from draft_worker.candidates.temperature_scaling import sharpened
+from draft_worker.candidates.temperature_scaling import scaled
 from draft_worker.expansions import child_index
 from draft_worker.growth.grower import Candidates
 
-ROOM, LEVELS = 64, 8  # expansions, and levels of them, that there is room for from the first on
+ROOM, LEVELS = 64, 8  # initial capacity, in expansions and levels
 
 
 class PendingExpansions(NamedTuple):
-    """Nodes that the model is to be run on; they become expansions when it has been. Holds until others are wanted."""
+    """Nodes to run the model on, which then become expansions. Valid until others are requested."""
 
     tokens: NDArray[np.int32]  # (num_new,)
     parents: NDArray[np.int32]  # (num_new,) expansions; -1 for the root
     depths: NDArray[np.int32]  # (num_new,) below the root
-    paths: NDArray[np.int32]  # (num_new, width) expansions from the root down, the new ones included; unused places 0
+    paths: NDArray[np.int32]  # (num_new, width) expansions from the root down to the node itself; unused places 0
 
 
 class ExpansionCache:
-    """Expansions in the order in which the model was run on them. Number i stands in slot row base + i."""
+    """Expansions in the order in which the model was run on them. Number i is in slot row base + i."""
 
     def __init__(self, base: int) -> None:
         """`base` is the slot row of the root."""
         self.base = base
-        self.power = 1.0  # of the draft's probabilities (`draft_worker.candidates.temperature_scaling`)
-        self._num, self._num_levels = 0, 0  # of what the arrays hold; they have room to spare
+        self.power = 1.0  # exponent of the draft's probabilities (`draft_worker.candidates.temperature_scaling`)
+        self._num, self._num_levels = 0, 0  # used part of the arrays
         self._tokens, self._parents, self._depths, self._following = (np.zeros(ROOM, np.int32) for _ in range(4))
-        self._first = np.zeros(
-            1 + ROOM, np.int32
-        )  # this and `_following` as `draft_worker.expansions.child_index` has them
+        self._first = np.zeros(1 + ROOM, np.int32)  # and `_following`: see `draft_worker.expansions.child_index`
         self._paths = np.zeros((ROOM, LEVELS), np.int32)  # as in `PendingExpansions`
         self._candidates = Candidates(np.zeros((ROOM, 0), np.int32), np.zeros((ROOM, 0), np.float32))
 
@@ -53,13 +51,13 @@ class ExpansionCache:
         return self._depths[: self._num]
 
     def find(self, parents: NDArray[np.int32], tokens: NDArray[np.int32]) -> NDArray[np.int32]:
-        """(num_nodes,) the expansions that these tokens are below these parents; -1 where there is none."""
+        """Expansions (num_nodes,) of these tokens below these parents; -1 if there is none."""
         found = np.empty(len(tokens), np.int32)
         child_index.find(self._first, self._following, self._tokens, parents, tokens, found)
         return found
 
     def find_tree(self, parents: NDArray[np.int32], tokens: NDArray[np.int32]) -> NDArray[np.int32]:
-        """(num_nodes,) the expansions that a tree's nodes are; -1 where the model has not been run."""
+        """Expansions (num_nodes,) of a tree's nodes; -1 where the model was not run."""
         found = np.empty(len(tokens), np.int32)
         child_index.find_tree(self._first, self._following, self._tokens, parents, tokens, found)
         return found
@@ -67,7 +65,7 @@ class ExpansionCache:
     def wanted(self, parents: NDArray[np.int32], tokens: NDArray[np.int32], num_levels: int = 1) -> PendingExpansions:
         """Nodes to run the model on next, given their parents' expansions (-1 for the root).
 
-        Where they stand below one another, on so many levels at most, parents come first.
+        Nodes may be below one another on up to `num_levels` levels, parents first.
         """
         new = slice(self._num, self._num + len(tokens))
         self._make_room(new.stop, self._num_levels + num_levels)
@@ -76,7 +74,7 @@ class ExpansionCache:
         return PendingExpansions(self._tokens[new], self._parents[new], self._depths[new], self._paths[new, :levels])
 
     def _make_room(self, num: int, num_levels: int) -> None:
-        """For so many expansions and levels of them: at least twice as much where there is too little."""
+        """Grow the arrays to this capacity, at least doubling them."""
         room, levels = (
             have if have >= want else max(want, 2 * have)
             for have, want in zip(self._paths.shape, (num, num_levels), strict=True)
@@ -90,45 +88,45 @@ class ExpansionCache:
         self._candidates = Candidates(*(_grown(held, room, held.shape[1]) for held in self._candidates))
 
     def segment(self, slot: Slot, wanted: PendingExpansions) -> Segment:
-        """The rows of a model pass; parents stand in the slot already."""
+        """The rows of a model pass over these nodes, whose parents are in the slot already."""
         rows = self.base + len(self) + np.arange(len(wanted.tokens), dtype=np.int32)
         assert rows[-1] < slot.num_rows, "kernels write wherever they are told to"
         return Segment(slot, wanted.tokens, self.base + wanted.depths, rows, self.base, self.base + wanted.paths, True)
 
     def path_tokens(self, wanted: PendingExpansions) -> NDArray[np.int32]:
-        """(num_new, width) the tokens from the root down, the new ones included; unused places hold any."""
+        """Tokens (num_new, width) from the root down to each node itself; unused places are arbitrary."""
         return self._tokens[wanted.paths]
 
     def learn(self, wanted: PendingExpansions, candidates: Candidates) -> None:
-        """The model has been run on what was wanted last: it is explored now, and these tokens may follow it."""
+        """Store the candidates of the nodes requested last, which become expansions."""
         new = slice(self._num, self._num + len(wanted.tokens))
         self._num, self._num_levels = new.stop, max(self._num_levels, wanted.paths.shape[1])
         child_index.link(self._first, self._following, wanted.parents, new.start)
         width = candidates.tokens.shape[1]
         if new.start == 0:
             self._candidates = Candidates(*(_grown(held, len(self._tokens), width) for held in self._candidates))
-        assert width == self._candidates.tokens.shape[1], "0 would be certainty"
+        assert width == self._candidates.tokens.shape[1], "padding with 0 would mean certainty"
         for held, own in zip(self._candidates, candidates, strict=True):
             held[new] = own
 
-    def learnt(self, expansions: NDArray[np.int32]) -> Candidates:
-        """What the draft has said may follow these."""
+    def raw_candidates(self, expansions: NDArray[np.int32]) -> Candidates:
+        """The draft's candidates after these expansions, unscaled."""
         return Candidates(self._candidates.tokens[expansions], self._candidates.log_probs[expansions])
 
     def following(self, expansions: NDArray[np.int32]) -> Candidates:
-        """What may follow these, and how surely."""
-        said = self.learnt(expansions)
-        return Candidates(said.tokens, sharpened(said.log_probs, self.power))
+        """Candidates after these expansions, with scaled probabilities."""
+        said = self.raw_candidates(expansions)
+        return Candidates(said.tokens, scaled(said.log_probs, self.power))
 
     def walk(self, tokens: Sequence[int]) -> list[int]:
         """Expansions along these tokens from the root down, as far as there are any."""
         chain = np.arange(-1, len(tokens) - 1, dtype=np.int32)
         found = self.find_tree(chain, np.asarray(tokens, np.int32))
-        path: list[int] = found[found >= 0].tolist()  # below what is not there there is nothing
+        path: list[int] = found[found >= 0].tolist()  # nothing is below a missing one
         return path
 
     def below(self, expansion: int, base: int) -> tuple[ExpansionCache, NDArray[np.int32]]:
-        """What remains when this expansion becomes the root, in slot row `base`, and which of ours that is."""
+        """The cache below an expansion that becomes the root in slot row `base`, and the expansions that it keeps."""
         depth, paths = int(self.depths[expansion]), self._paths[: len(self)]
         kept = np.flatnonzero((self.depths >= depth) & (paths[:, depth] == expansion)).astype(np.int32)
         new_number = np.zeros(len(self), np.int32)
@@ -136,12 +134,12 @@ class ExpansionCache:
         parents = np.where(kept == expansion, -1, new_number[np.maximum(self._parents[kept], 0)]).astype(np.int32)
         explored = ExpansionCache(base)
         wanted = explored.wanted(parents, self._tokens[kept], self._num_levels - depth)
-        explored.learn(wanted, self.learnt(kept))
+        explored.learn(wanted, self.raw_candidates(kept))
         return explored, kept
 
 
 def _grown(held: NDArray[Any], *shape: int) -> NDArray[Any]:
-    """The array with room for more, which is 0."""
+    """The array with a larger shape, padded with 0."""
     larger = np.zeros(shape, held.dtype)
     larger[tuple(map(slice, held.shape))] = held
     return larger

@@ -1,1 +1,1 @@
-"""How trees grow: which nodes are expanded next."""
+"""Growing trees: which nodes are expanded next."""

@@ -1,4 +1,4 @@
-"""Growing the best nodes first."""
+"""Best-first growth."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ class BestFirstGrower:
     """Expands the best nodes first (SpecExec, arXiv 2406.02532, section 4.2 and algorithm 2).
 
     Each draft step expands the `width` best open nodes by the log-probability of their paths; the `budget` best nodes
-    are the tree. Ends when no open node is among them, after `depth` steps, or where a step cannot be worth its price.
-    A node has at most `branch` children, one with a token in `closed` none.
+    are the tree. Growth ends when no open node is among these, after `depth` steps, or when a step is not worth its
+    price. A node has at most `branch` children, and none if its token is in `closed`.
     """
 
     def __init__(self, root_token: int, limits: BestFirst, branch: int, closed: NDArray[np.int32]) -> None:
         self.tree = GrowingTree(root_token, 1 + limits.depth * limits.budget)
         self._limits, self._branch, self._closed = limits, branch, closed
-        self._width = min(limits.width, limits.budget)  # more than these cannot be among the best, but for equals
-        self._is_open = np.zeros(len(self.tree.tokens), np.bool_)  # may still be expanded
+        self._width = min(limits.width, limits.budget)  # of more, only equals could be among the best
+        self._is_open = np.zeros(len(self.tree.tokens), np.bool_)  # not expanded yet, and may be
         self._is_open[0] = True
         self._num_steps = 0
         self._least_score = math.log(limits.node_price) if limits.node_price else -math.inf
 
     def frontier(self) -> NDArray[np.intp]:
-        """The `width` best open nodes among the `budget` best nodes, but for the last of these.
+        """The `width` best open nodes among the `budget` best, except the last of these.
 
-        No child scores above its parent, so what stands below the last one could not take its place.
+        A child's score is at most its parent's, so children of the last one could not replace it.
         """
         if self._limits.budget == 1 or self._num_steps == self._limits.depth:
             return NO_NODES
@@ -45,7 +45,7 @@ class BestFirstGrower:
         return best if gain >= self._limits.step_price else NO_NODES
 
     def take(self, frontier: NDArray[np.intp], candidates: Candidates) -> None:
-        """Adds the children whose score could still be among the best."""
+        """Add the children whose score could still be among the best."""
         self._num_steps += 1
         self._is_open[frontier] = False
         scores, room = self.tree.scores[: self.tree.num_nodes], self.tree.num_free
@@ -54,25 +54,25 @@ class BestFirstGrower:
         self._is_open[new] = ~np.isin(self.tree.tokens[new], self._closed) if len(self._closed) else True
 
     def finished(self) -> Tree:
-        """The best `budget` nodes."""
+        """The `budget` best nodes."""
         return self.tree.tree().only(best_nodes(self.tree.scores[: self.tree.num_nodes], self._limits.budget))
 
 
 def _largest(scores: Scores, number: int) -> float:
-    """The `number`-th largest score; -inf where there are fewer."""
+    """The `number`-th largest score; -inf if there are fewer."""
     place = len(scores) - number
     return float(np.partition(scores, place)[place]) if place >= 0 else -np.inf
 
 
 def _best_open(scores: Scores, is_open: NDArray[np.bool_], budget: int, width: int) -> tuple[Nodes, float]:
-    """Open nodes, ascending, and how many expected tokens it can add at most to expand them.
+    """Open nodes to expand, ascending, and an upper bound of the expected tokens that this adds.
 
-    One that is no better than the `budget`-th best cannot have children in the tree. All children of another are
-    together no more probable than it, and each takes the place of a node that is no less probable than that last one.
+    A node that is not better than the `budget`-th best cannot have children in the tree. The children of another are
+    together at most as probable as itself, and each replaces a node at least as probable as the last.
     """
     last = _largest(scores, budget)
     nodes = np.flatnonzero(is_open[: len(scores)] & (scores > last))
-    nodes = np.sort(nodes[np.argsort(-scores[nodes], kind="stable")[:width]])  # of equals the first
+    nodes = np.sort(nodes[np.argsort(-scores[nodes], kind="stable")[:width]])  # ties by number
     return nodes, float((np.exp(scores[nodes]) - np.exp(last)).sum())
 
 
@@ -85,7 +85,7 @@ def _promising(
     least_score: float,
     room: int,
 ) -> tuple[Nodes, NDArray[np.int32], Scores]:
-    """Parents, tokens and log-probabilities, each (num_new,), of children that could be in the tree: at most `room`."""
+    """Parents, tokens and log-probabilities, each (num_new,), of at most `room` children that could be in the tree."""
     tokens, log_probs = candidates.tokens[:, :branch], candidates.log_probs[:, :branch]
     of_children = (scores[frontier, None] + log_probs).ravel()
     enough = _largest(of_children, min(budget, len(of_children)))  # more than `budget` are never needed

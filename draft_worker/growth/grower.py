@@ -1,4 +1,4 @@
-"""Growing a tree of guesses, apart from any model: growers say which nodes to expand, and are told what may follow."""
+"""Growing a tree of guesses without a model: growers name the nodes to expand, and are given candidates."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ NO_NODES = np.zeros(0, np.intp)
 
 
 class Candidates(NamedTuple):
-    """What a draft step says of some nodes: the tokens that may follow each, best first."""
+    """The candidates after some nodes, best first."""
 
     tokens: NDArray[np.int32]  # (num_nodes, num_candidates)
-    # (num_nodes, num_candidates) conditional log-probabilities or, to sample from, logarithms of weights; -inf excludes
+    # (num_nodes, num_candidates) conditional log-probabilities or, for sampling, log-weights; -inf excludes
     log_probs: NDArray[np.float32]
 
 
 class GrowingTree:
-    """A tree in the making: arrays with room to spare, nodes in order of discovery."""
+    """A growing tree: arrays with spare capacity, nodes in order of discovery."""
 
     def __init__(self, root_token: int, max_nodes: int) -> None:
         self.tokens = np.zeros(max_nodes, np.int32)
@@ -32,19 +32,19 @@ class GrowingTree:
         self.log_probs = np.zeros(max_nodes, np.float32)
         self.scores = np.full(max_nodes, -np.inf, np.float32)  # log-probability of the whole path
         self.depths = np.zeros(max_nodes, np.int32)
-        self.expansions = np.full(max_nodes, -1, np.int32)  # where `Explored` holds what follows; -1 before
+        self.expansions = np.full(max_nodes, -1, np.int32)  # index in `ExpansionCache`; -1 before expansion
         self.num_nodes = 1
         self.tokens[0], self.scores[0] = root_token, 0.0
 
     @property
     def num_free(self) -> int:
-        """Nodes that there is still room for."""
+        """Nodes that still fit."""
         return len(self.tokens) - self.num_nodes
 
     def append(
         self, parents: NDArray[np.intp], tokens: NDArray[np.int32], log_probs: NDArray[np.float32]
     ) -> NDArray[np.intp]:
-        """Adds children of these parents, each argument (num_new,); returns the new nodes."""
+        """Add children of these parents, each argument (num_new,); returns the new nodes."""
         new = slice(self.num_nodes, self.num_nodes + len(parents))
         held = self.tokens, self.parents, self.log_probs, self.scores, self.depths
         _append(*held, new.start, parents, tokens, log_probs)
@@ -52,7 +52,7 @@ class GrowingTree:
         return np.arange(new.start, new.stop)
 
     def expanded_along(self, tokens: Sequence[int]) -> list[int]:
-        """Expansions of the root and of the nodes along these tokens below it, as far as they were expanded."""
+        """Expansions of the root and the nodes along these tokens below it, up to the first that was not expanded."""
         parents, held = self.parents[: self.num_nodes], self.tokens[: self.num_nodes]
         path = [0]
         for token in tokens:
@@ -80,7 +80,7 @@ def _append(
     new_tokens: Any,
     new_log_probs: Any,
 ) -> Any:
-    """Puts new nodes from number `begin` on."""
+    """Write new nodes from number `begin` on."""
     for i in range(len(new_parents)):
         node, parent = begin + i, new_parents[i]
         tokens[node], parents[node], log_probs[node] = new_tokens[i], parent, new_log_probs[i]
@@ -88,18 +88,18 @@ def _append(
 
 
 class Grower(Protocol):
-    """One way of growing, for one tree."""
+    """A way of growing, for one tree."""
 
     tree: GrowingTree
 
     def frontier(self) -> NDArray[np.intp]:
-        """Nodes to expand next, ascending; none when the tree is done. A parent is expanded before its children."""
+        """Nodes to expand next, ascending; empty when the tree is done. Parents are expanded before their children."""
         ...
 
     def take(self, frontier: NDArray[np.intp], candidates: Candidates) -> None:
-        """Goes on with what may follow the nodes of the frontier, in their order."""
+        """Continue with the candidates after the frontier's nodes, in their order."""
         ...
 
     def finished(self) -> Tree:
-        """The tree, when the frontier is empty."""
+        """The tree, once the frontier is empty."""
         ...

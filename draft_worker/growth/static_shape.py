@@ -1,54 +1,48 @@
-"""Growing trees whose shape is settled beforehand: a level per draft step, filled with the best tokens or with samples.
+"""Growing trees of a fixed shape: a level per draft step, filled with the best tokens or with samples.
 
-A sampled tree is never cut by what its samples turned out to be: the schemes that verify it would not be exact.
+A sampled tree is never trimmed by its samples' values: verification would not be exact.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 from functools import lru_cache
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from bough.errors import InvalidRequest
-from bough.model.sampling.draft_sampler import Purpose, generator, independently, without_replacement
+from bough.model.sampling.draft_sampler import Purpose, generator, without_replacement
 from bough.protocol.messages import GrowCall
 from bough.trees.draft_probs import DraftProbs, normalised
 from bough.trees.tree import Tree
-from bough.trees.tree_plan import BestFirst, Chains, Scheme, StaticShape
+from bough.trees.tree_plan import BestFirst, Chains, StaticShape
 from draft_worker.growth.best_first import BestFirstGrower
 from draft_worker.growth.grower import NO_NODES, Candidates, Grower, GrowingTree
 
-NUM_SHAPES = 64  # kept
+NUM_SHAPES = 64  # in the cache
 
 
 def grower_for(call: GrowCall, branch: int, vocab_size: int) -> Grower:
-    """Grows what a call asks for; in a best-first tree a node has at most `branch` children.
+    """The grower for a call; in a best-first tree a node has at most `branch` children.
 
-    `vocab_size` is the draft's, for a call that does not say the target's.
+    `vocab_size` is the draft's, used if the call does not give the target's.
 
     Raises:
-        InvalidRequest: a growth that the scheme cannot verify.
+        InvalidRequest: the scheme cannot verify trees of this growth.
     """
     growth, scheme = call.plan.growth, call.plan.scheme
     closed = np.fromiter(call.sampling.stop_token_ids, np.int32)
     if isinstance(growth, BestFirst):
-        if scheme is not Scheme.TARGET and growth.budget > 1:
+        if scheme.is_sampled and growth.budget > 1:
             raise InvalidRequest(
                 f"growth: best_first chooses nodes by their probability, which scheme {scheme.value} does not allow; "
                 "shape or chains would do"
             )
         return BestFirstGrower(call.root_token, growth, branch, closed)
-    distinct = WithoutReplacement(call.sampling.seed, call.round, call.vocab_size or vocab_size)
-    fills: dict[Scheme, Fill] = {
-        Scheme.TARGET: Best(),
-        Scheme.WITHOUT_REPLACEMENT: distinct,
-        Scheme.MULTI_ROUND: Independent(call.sampling.seed, call.round),
-        Scheme.TRAVERSAL: distinct,
-    }
-    return ShapeGrower(call.root_token, Shape.of(growth), fills[scheme], closed)
+    sample = WithoutReplacement(call.sampling.seed, call.round, call.vocab_size or vocab_size)
+    return ShapeGrower(call.root_token, Shape.of(growth), sample if scheme.is_sampled else Best(), closed)
 
 
 def chain_parents(chains: Chains) -> NDArray[np.int32]:
@@ -64,11 +58,11 @@ class Shape:
     @classmethod
     @lru_cache(NUM_SHAPES)
     def of(cls, growth: StaticShape | Chains) -> Shape:
-        """The same few are grown again and again."""
+        """Cached, as the same few shapes are grown repeatedly."""
         return cls(chain_parents(growth) if isinstance(growth, Chains) else np.asarray(growth.parents, np.int32))
 
     def __init__(self, parents: NDArray[np.int32]) -> None:
-        """`parents` of place 1 and on."""
+        """`parents` are those of place 1 and on."""
         self.parents = np.concatenate((np.full(1, -1, np.int32), parents))
         size = len(self.parents)
         self.depths = np.asarray(StaticShape(tuple(parents.tolist())).depths(), np.int32)
@@ -78,44 +72,33 @@ class Shape:
 
 
 class Drawn(NamedTuple):
-    """Children of several nodes, a row each."""
+    """Children of several nodes, one row for each node."""
 
-    tokens: NDArray[np.int32]  # (num_nodes, most children)
+    tokens: NDArray[np.int32]  # (num_nodes, max_children)
     log_probs: NDArray[np.float32]  # the same shape
-    counts: NDArray[np.intp]  # (num_nodes,) so many of a row are children
-
-
-class Fill(Protocol):
-    """Where the tokens come from that fill a shape."""
-
-    is_sample: bool  # the target must be told what the children were drawn from
-    may_repeat: bool  # and in which order, and how often
-
-    def draw(self, level: int, candidates: Candidates, counts: NDArray[np.intp]) -> Drawn:
-        """Children for the nodes of a level; row i of the candidates is asked for counts[i] of them."""
-        ...
+    counts: NDArray[np.intp]  # (num_nodes,) number of children in each row
 
 
 class Best:
-    """The best tokens in their order."""
+    """Children are the best tokens, in order."""
 
-    is_sample, may_repeat = False, False
+    is_sample = False
 
     def draw(self, level: int, candidates: Candidates, counts: NDArray[np.intp]) -> Drawn:
-        """Fewer where no more have a chance."""
+        """counts[i] children from row i of the candidates; fewer if fewer are possible."""
         return Drawn(*candidates, np.minimum(counts, np.isfinite(candidates.log_probs).sum(1)))
 
 
 class WithoutReplacement:
-    """Samples that differ from one another (Sequoia, section 3.2)."""
+    """Children are samples without replacement (Sequoia, section 3.2)."""
 
-    is_sample, may_repeat = True, False
+    is_sample = True  # the target must know the distributions that children were drawn from
 
     def __init__(self, seed: int, round_: int, vocab_size: int) -> None:
         self._seed, self._round, self._vocab_size = seed, round_, vocab_size
 
     def draw(self, level: int, candidates: Candidates, counts: NDArray[np.intp]) -> Drawn:
-        """In the order drawn."""
+        """counts[i] children from row i of the candidates, in the order drawn."""
         rng = generator(self._seed, Purpose.DRAFT, self._round, level)
         probs = normalised(weights_of(candidates))
         tokens = without_replacement(candidates.tokens, probs, int(counts.max()), self._vocab_size, rng)
@@ -123,25 +106,8 @@ class WithoutReplacement:
         return Drawn(tokens, log_probs, np.minimum(counts, tokens.shape[1]))
 
 
-class Independent:
-    """Samples that may repeat (SpecInfer, arXiv 2305.09781)."""
-
-    is_sample, may_repeat = True, True
-
-    def __init__(self, seed: int, round_: int) -> None:
-        self._seed, self._round = seed, round_
-
-    def draw(self, level: int, candidates: Candidates, counts: NDArray[np.intp]) -> Drawn:
-        """In the order drawn."""
-        rng = generator(self._seed, Purpose.DRAFT, self._round, level)
-        probs = normalised(weights_of(candidates))
-        tokens = independently(candidates.tokens, probs, int(counts.max()), rng)
-        none_beyond = 1  # whatever is drawn has a probability
-        return Drawn(tokens, log_probs_of(tokens, candidates.tokens, probs, none_beyond), counts)
-
-
 def weights_of(candidates: Candidates) -> NDArray[np.float32]:
-    """(num_nodes, num_candidates) what to sample by; 0 for tokens that are not sampled."""
+    """Sampling weights (num_nodes, num_candidates); 0 for tokens that are not sampled."""
     weights: NDArray[np.float32] = np.exp(candidates.log_probs)
     return weights
 
@@ -149,22 +115,23 @@ def weights_of(candidates: Candidates) -> NDArray[np.float32]:
 def log_probs_of(
     drawn: NDArray[np.int32], tokens: NDArray[np.int32], probs: NDArray[np.float64], num_others: int
 ) -> NDArray[np.float32]:
-    """Of tokens drawn in each row; one that has no probability was drawn from `num_others` that were all alike."""
+    """Log-probabilities of drawn tokens; one with probability 0 was drawn uniformly from `num_others` tokens."""
     drawn_probs = ((drawn[:, :, None] == tokens[:, None, :]) * probs[:, None, :]).sum(2)
     return np.minimum(np.log(np.where(drawn_probs > 0, drawn_probs, 1 / num_others)), 0.0).astype(np.float32)
 
 
 class ShapeGrower:
-    """Fills a shape, a level per step. Below a token in `closed` its places stay empty."""
+    """Fills a shape, a level per step. Places below a token in `closed` stay empty."""
 
-    def __init__(self, root_token: int, shape: Shape, fill: Fill, closed: NDArray[np.int32]) -> None:
+    def __init__(
+        self, root_token: int, shape: Shape, fill: Best | WithoutReplacement, closed: NDArray[np.int32]
+    ) -> None:
         self.tree = GrowingTree(root_token, len(shape.parents))
         self._shape, self._fill, self._closed = shape, fill, closed
-        self._node_of = np.full(len(shape.parents), -1, np.int32)  # place -> node; of several places where they merged
+        self._node_of = np.full(len(shape.parents), -1, np.int32)  # place -> node
         self._node_of[0] = 0
         self._level = 0
-        self._draws = [NO_NODES]  # by level
-        self._sampled: list[tuple[NDArray[np.intp], Candidates]] = []  # by level: nodes, and what from
+        self._sampled: list[tuple[NDArray[np.intp], Candidates]] = []  # by level: nodes, and their candidates
 
     def frontier(self) -> NDArray[np.intp]:
         """The nodes of a level that have children in the shape."""
@@ -172,7 +139,7 @@ class ShapeGrower:
         return np.unique(self._node_of[places]).astype(np.intp) if len(places) else NO_NODES
 
     def take(self, frontier: NDArray[np.intp], candidates: Candidates) -> None:
-        """Fills the next level."""
+        """Fill the next level."""
         places = self._expanding()
         rows = np.searchsorted(frontier, self._node_of[places])
         chosen = Candidates(candidates.tokens[rows], candidates.log_probs[rows])
@@ -184,27 +151,17 @@ class ShapeGrower:
         self._fill_places(below[np.isin(self._shape.parents[below], places)], places, drawn)
 
     def _fill_places(self, below: NDArray[np.intp], places: NDArray[np.intp], drawn: Drawn) -> None:
-        """With what was drawn for the places above, each a row; samples that may repeat share a node where they did."""
+        """Place the children drawn for each of `places`, one row each."""
         rows, ranks = np.searchsorted(places, self._shape.parents[below]), self._shape.ranks[below]
         is_drawn = ranks < drawn.counts[rows]
         below, rows, ranks = below[is_drawn], rows[is_drawn], ranks[is_drawn]
-        parents, tokens = self._node_of[self._shape.parents[below]], drawn.tokens[rows, ranks]
-        keys = parents.astype(np.int64) << 32 | tokens
-        _, first, same = np.unique(keys, return_index=True, return_inverse=True)
-        new = np.sort(first)  # in the order of places
-        nodes = self.tree.num_nodes + np.searchsorted(new, first[same])
-        self._node_of[below] = nodes
-        self._draws.append(nodes)
-        log_probs = drawn.log_probs[rows, ranks]
-        self.tree.append(parents[new].astype(np.intp), tokens[new], log_probs[new])
+        parents = self._node_of[self._shape.parents[below]].astype(np.intp)
+        self._node_of[below] = self.tree.append(parents, drawn.tokens[rows, ranks], drawn.log_probs[rows, ranks])
 
     def finished(self) -> Tree:
-        """All of it; a sampled tree with what it was sampled from."""
+        """The whole tree; a sampled one with the distributions it was sampled from."""
         tree = self.tree.tree()
-        if not self._fill.is_sample:
-            return tree
-        draws = np.concatenate(self._draws).astype(np.int32) if self._fill.may_repeat else None
-        return replace(tree, draft_probs=self._draft_probs(), draws=draws)
+        return replace(tree, draft_probs=self._draft_probs()) if self._fill.is_sample else tree
 
     def _draft_probs(self) -> DraftProbs:
         if not self._sampled:
@@ -214,7 +171,7 @@ class ShapeGrower:
         return DraftProbs.of_rows(np.concatenate(nodes), tokens, weights_of(Candidates(tokens, log_probs)))
 
     def _expanding(self) -> NDArray[np.intp]:
-        """Places of the level whose nodes are to get children."""
+        """Places of the level whose nodes get children."""
         places = np.flatnonzero((self._shape.depths == self._level) & (self._shape.num_children > 0))
         nodes = self._node_of[places]
         return places[(nodes >= 0) & ~np.isin(self.tree.tokens[np.maximum(nodes, 0)], self._closed)]

@@ -1,1 +1,1 @@
-"""Draft models: loaded, warmed up, and called."""
+"""Draft models: loading, warming up and running."""

@@ -1,4 +1,4 @@
-"""Compiles what a draft step calls on a CPU, in a process of its own (see `bough.processes.compile_once`).
+"""Compiles the kernels of CPU draft steps, in a process of its own (see `bough.processes.compile_once`).
 
 python -m draft_worker.model.kernels bfloat16 8
 """
@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 
 
 def compile_here(dtype: str, bits: str) -> None:
-    """What drafts in numbers of a type call whose layers are compiled whole, and what chooses their nodes."""
+    """Compile the kernels of drafts of a dtype whose layers are compiled whole, and those that choose nodes."""
     with tempfile.TemporaryDirectory() as name:
         draft = load_draft(Checkpoint.open(write_small(WHOLE, Path(name) / "whole")), (), dtype, CPU, bits)
     draft.warm_up(draft.skeleton.kv_shape().empty(1, CPU))

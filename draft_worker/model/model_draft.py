@@ -1,4 +1,4 @@
-"""A model as the engine's draft: the rows of all parts are one pass, and the largest logits what it says."""
+"""Runs a model as the engine's Draft: the rows of all parts are one pass, and its answers are the largest logits."""
 
 from __future__ import annotations
 
@@ -19,38 +19,38 @@ from draft_worker.candidates.top_k import largest
 from draft_worker.engine.job import Stepping
 from draft_worker.growth.grower import Candidates
 
-NUM_CONSIDERED = 256  # of a row's logits, the largest
+NUM_CONSIDERED = 256  # largest logits of a row
 
 
 class DraftModel(Protocol):
-    """What runs packed batches: a resident model, or a fake."""
+    """Runs packed batches: a resident model, or a fake."""
 
     device: torch.device
 
     def logits(self, batch: Batch) -> torch.Tensor:
-        """(num_logit_rows, vocab_size) float32, the caller's to change; valid until the next call."""
+        """Logits (num_logit_rows, vocab_size) float32, which the caller may change; valid until the next call."""
         ...
 
 
 class Largest(NamedTuple):
-    """The largest adjusted logits of a part's rows, as from `largest`."""
+    """The largest adjusted logits of a part's rows, as returned by `largest`."""
 
     values: NDArray[np.float32]
     tokens: NDArray[np.int32]
 
     def candidates(self, guessing: Guessing, positions: NDArray[np.int32]) -> Candidates:
-        """By the model's probabilities."""
+        """Candidates by the model's probabilities."""
         return guessing.candidates(self.values, self.tokens, positions)
 
 
 class ModelDraft:
-    """Asks a model."""
+    """A Draft that runs a model."""
 
     def __init__(self, model: DraftModel, vocab_size: int) -> None:
         self._model, self._vocab_size = model, vocab_size
 
     def ask(self, parts: Sequence[Stepping]) -> list[Largest]:
-        """The largest adjusted logits of each part's rows. Raises AcceleratorFull, AcceleratorLost."""
+        """The largest adjusted logits of each part's rows. Raises AcceleratorFull or AcceleratorLost."""
         with named_faults(self._model.device):
             return self._asked(parts)
 
@@ -67,13 +67,13 @@ class ModelDraft:
         return [Largest(*own) for own in rows_of]
 
     def _readable(self, segment: Segment) -> Segment:
-        """With any other token for those that only the target's model has: guesses after them matter little."""
+        """Replace tokens that only the target has by token 0: guesses after them matter little."""
         is_known = segment.tokens < self._vocab_size
         return segment if is_known.all() else replace(segment, tokens=np.where(is_known, segment.tokens, 0))
 
 
 def _adjust(part: Stepping, logits: torch.Tensor) -> None:
-    """Makes logits (num_rows, vocab_size) what sampling parameters have of them."""
+    """Apply penalties and logit bias in place to logits (num_rows, vocab_size)."""
     session, wanted = part.session, part.wanted
     if wanted is None or session.guessing is None or not session.guessing.adjusts(logits.shape[1]):
         return

@@ -1,4 +1,4 @@
-"""Draft models: any causal language model of Hugging Face's format, whole or as a substitute with layers left out."""
+"""Loads draft models: any causal language model in Hugging Face's format, whole or a substitute without some layers."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from bough.model.running.runner import ResidentModel
 
 
 def draft_skeleton(checkpoint: Checkpoint, drop_layers: tuple[int, ...], dtype: str, device: torch.device) -> Skeleton:
-    """A draft without its weights. `drop_layers` makes it a substitute; they are counted without identity copies.
+    """A draft without its weights; dropping layers makes a substitute. Layer numbers do not count identity copies.
 
     Raises:
         CheckpointError: the checkpoint is damaged.
-        ConfigError: a layer to drop is not there.
+        ConfigError: a layer to drop does not exist.
     """
     name = chosen_dtype(dtype, load_config(checkpoint.folder), device.type)
     return build_skeleton(checkpoint, DTYPES[name], kept_layers(checkpoint, drop_layers))
@@ -34,14 +34,14 @@ def load_draft(
     device: torch.device,
     bits: str = "16",
 ) -> ResidentModel:
-    """Loads the draft model for good, as `draft_skeleton` and `with_weights` do."""
+    """Load a resident draft model, as `draft_skeleton` and `with_weights` do."""
     return with_weights(draft_skeleton(checkpoint, drop_layers, dtype, device), device, bits)
 
 
 def with_weights(skeleton: Skeleton, device: torch.device, bits: str) -> ResidentModel:
-    """Products are made in 8 or 16 bits, or as is faster ("auto"); in 8 bits the draft guesses a little otherwise.
+    """Load the weights. Products use 8 or 16 bits, or the faster ("auto"); 8 bits change guesses slightly.
 
-    With "4" a packed model stays packed, and guesses as it would in 16.
+    With "4" a packed model stays packed, with the guesses of 16 bits.
 
     Raises:
         CheckpointError: the checkpoint is damaged.
@@ -53,7 +53,7 @@ def with_weights(skeleton: Skeleton, device: torch.device, bits: str) -> Residen
 
 
 def require_packed(skeleton: Skeleton, device: torch.device) -> None:
-    """Raises ConfigError where a model cannot stay in few bits."""
+    """Raise ConfigError if the model cannot stay packed."""
     if device.type == "cpu":
         raise ConfigError("--bits: value was 4; must be auto, 8 or 16 on the CPU")
     if skeleton.quantization is None:
@@ -64,11 +64,11 @@ def require_packed(skeleton: Skeleton, device: torch.device) -> None:
 
 
 def is_int8(skeleton: Skeleton, device: torch.device, bits: str) -> bool:
-    """Whether such a setting makes products in 8 bits. Raises ConfigError where it must, and they are not possible."""
+    """Whether the setting means products in 8 bits. Raises ConfigError if it does and they are not possible."""
     is_possible = can_int8(skeleton, device)
     if bits == "8" and not is_possible:
         raise ConfigError(
-            f"--bits: 8, but {skeleton.describe()} on {device.type} cannot be run so: that takes a model of a Llama's "
-            f"build whose sizes are multiples of {LINE}, in bfloat16 on the CPU; 16 or auto would do"
+            f"--bits: must be 16 or auto for {skeleton.describe()} on {device.type}, got 8, which takes a Llama-like "
+            f"model whose sizes are multiples of {LINE}, in bfloat16 on the CPU"
         )
     return is_possible and (bits == "8" or (bits == "auto" and multiplies_bytes()))

@@ -1,4 +1,4 @@
-"""Has numba compile what a draft step takes beside the model, before anybody waits for a tree."""
+"""Compiles the kernels that a draft step needs besides the model, before the first call."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from bough.model.cpu.llvm_vectors import LANES
 from bough.protocol.sampling_params import SamplingParams
 from bough.trees.tree_plan import BestFirst
 from draft_worker.candidates.candidates import Guessing
-from draft_worker.candidates.temperature_scaling import TemperatureScaling, sharpened
+from draft_worker.candidates.temperature_scaling import TemperatureScaling, scaled
 from draft_worker.candidates.top_k import largest
 from draft_worker.expansions.cached_growth import CachedGrowth
 from draft_worker.expansions.expansion_cache import ExpansionCache
@@ -18,8 +18,8 @@ from draft_worker.model.model_draft import NUM_CONSIDERED
 
 
 def warm_up_choosing(vocab_size: int, device: torch.device) -> None:
-    """Looks for the largest of some logits and what they make likely, and grows a tree of two nodes."""
-    room = torch.zeros(2, -(-vocab_size // LANES) * LANES, device=device)  # a model may leave rows apart
+    """Choose the largest of some logits, compute candidates, and grow a tree of two nodes."""
+    room = torch.zeros(2, -(-vocab_size // LANES) * LANES, device=device)  # models may pad rows so
     for num_rows in (2, 1):
         values, tokens = largest(room[:num_rows, :vocab_size], NUM_CONSIDERED)
     for temperature in (0.0, 1.0):
@@ -32,4 +32,4 @@ def warm_up_choosing(vocab_size: int, device: torch.device) -> None:
     walk.advance()
     explored.walk([0])
     TemperatureScaling().observe(likely, np.zeros(1, np.int32))
-    sharpened(likely.log_probs, 2.0)
+    scaled(likely.log_probs, 2.0)

@@ -27,14 +27,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from bough.cli.up import ensure_demonstration
+from bough.cli.machine.up import ensure_demonstration
 from bough.config.cache_paths import SUBSTITUTE_DROPS, demonstration_folder
+from bough.config.flag_parser import FlagParser
 from bough.config.processes import DraftConfig, parse
 from bough.tokenization.tokenizer import Tokenizer
 from draft_worker.worker import DraftWorker
 from loadtest.acceptance.bench import RANKS, Bench
 from loadtest.acceptance.contestants import EVERYONE, contestants_at
 from loadtest.acceptance.measure import measure, rows_before, settings_of
+from loadtest.acceptance.multi_round import MultiRoundBench
 from loadtest.acceptance.report import plot, prediction_errors, table, tokens_per_round
 from loadtest.acceptance.target import LazyTarget
 from loadtest.common.prompts import load_prompts
@@ -53,7 +55,11 @@ def main() -> None:
     tokenizer, target = Tokenizer(drafts[True].tokenizer), LazyTarget(folder, 1024)
     texts = load_prompts(arguments.prompts)[: arguments.num]
     prompts = [tokenizer.encode_chat([("user", text)]) for text in texts]
-    benches = {which: Bench(draft, target, prompts, arguments.max_tokens) for which, draft in drafts.items()}
+    benches = {
+        (is_multi_round, is_calibrated): kind(draft, target, prompts, arguments.max_tokens)
+        for is_multi_round, kind in ((False, Bench), (True, MultiRoundBench))
+        for is_calibrated, draft in drafts.items()
+    }
     for temperature in arguments.temperatures:
         measure(benches, temperature, arguments, rows)
     for note in drafts[True].info().notes:
@@ -74,7 +80,7 @@ def main() -> None:
 
 def arguments_from(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Those of the command line by default; ends the process where a contestant is not known."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = FlagParser(description=__doc__)
     parser.add_argument("--nodes", nargs="+", type=int, default=[1, 8, 16, 32, 64, 128, 256, 512])
     parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 0.6, 1.0])
     parser.add_argument("--crossed", action="store_true", help="the other growths of each scheme instead")

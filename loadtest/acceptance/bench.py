@@ -13,7 +13,7 @@ from bough.protocol.messages import Context, GrowCall, Verdict, VerifyCall
 from bough.protocol.sampling_params import SamplingParams
 from bough.trees.acceptance import SchemeAcceptance
 from bough.trees.tree import Tree
-from bough.trees.tree_plan import Chains, Guess, Scheme, StaticShape, TreePlan
+from bough.trees.tree_plan import Growth, Guess, Scheme, StaticShape, TreePlan
 from draft_worker.worker import DraftWorker
 from loadtest.acceptance.target import LazyTarget
 from orchestrator.sizing.acceptance_counts import AcceptanceCounter
@@ -62,6 +62,8 @@ class Bench:
     Every prompt has a seed of its own, in every repeat: numbers that all share leave as much to chance as few prompts.
     """
 
+    ranks: Growth = StaticShape((0,) * RANKS)  # a root and its children only
+
     def __init__(self, draft: DraftWorker, target: LazyTarget, prompts: Sequence[list[int]], length: int) -> None:
         self._draft = draft
         self._target = target
@@ -86,8 +88,7 @@ class Bench:
     ) -> SchemeAcceptance:
         """By rank, from trees of a root and its children only, at every position of an outcome's texts or its own."""
         counter = AcceptanceCounter(math.inf)
-        growth = Chains(RANKS, 1) if scheme is Scheme.MULTI_ROUND else StaticShape((0,) * RANKS)
-        plan = TreePlan(growth, scheme, guess)
+        plan = TreePlan(self.ranks, scheme, guess)
         for repeat, texts in enumerate(along.texts if along else [None]):
             with self._streams(params, repeat) as streams:
                 for _ in range(self._length):
@@ -109,16 +110,25 @@ class Bench:
 
     def round(self, streams: Sequence[Stream], plan: TreePlan) -> list[tuple[Tree, Verdict]]:
         """A tree for each stream, and the verdict on it."""
-        growing = [self._draft.grow(_grow_call(stream, plan)) for stream in streams]
-        trees = [grown.result().tree for grown in growing]
+        trees = self.grown(streams, plan)
         calls = [
             VerifyCall(_context(stream, 0), 1, stream.rounds, tree, stream.params, plan.scheme)
             for stream, tree in zip(streams, trees, strict=True)
         ]
+        for stream in streams:
+            stream.rounds += 1
+        return [*zip(trees, self.verdicts(calls), strict=True)]
+
+    def grown(self, streams: Sequence[Stream], plan: TreePlan) -> list[Tree]:
+        """A tree for each stream."""
+        growing = [self._draft.grow(grow_call(stream, plan)) for stream in streams]
         for stream, grown in zip(streams, growing, strict=True):
             stream.draft_held = grown.result().held_length
-            stream.rounds += 1
-        return [*zip(trees, self._target.verify(calls), strict=True)]
+        return [grown.result().tree for grown in growing]
+
+    def verdicts(self, calls: Sequence[VerifyCall]) -> list[Verdict]:
+        """As the target worker gives them."""
+        return self._target.verify(calls)
 
     def release(self, streams: Sequence[Stream]) -> None:
         """Ends them at the draft."""
@@ -139,5 +149,6 @@ def _context(stream: Stream, held: int) -> Context:
     return Context.of(stream.name, stream.tokens, held, stream.prompt_length)
 
 
-def _grow_call(stream: Stream, plan: TreePlan) -> GrowCall:
+def grow_call(stream: Stream, plan: TreePlan) -> GrowCall:
+    """For the next round of a stream."""
     return GrowCall(_context(stream, stream.draft_held), stream.tokens[-1], stream.params, stream.rounds, plan)

@@ -20,6 +20,7 @@ class Contestant(NamedTuple):
     scheme: Scheme
     guess: Guess
     growth: Callable[[Acceptance, int], Growth]
+    is_multi_round: bool = False  # chains are sampled independently, and verified as SpecInfer does
     is_calibrated: bool = True  # the draft learns how sure it may be; otherwise its probabilities are taken as they are
 
     def plan(self, acceptance: Acceptance, nodes: int) -> TreePlan:
@@ -48,26 +49,29 @@ def _chain(_: Acceptance, nodes: int) -> Growth:
 DRAWN = {  # above temperature 0
     "bough: target, best-first, shared noise": Contestant(Scheme.TARGET, Guess.SAMPLE, grown_best_first),
     "target, optimal shape, shared noise": Contestant(Scheme.TARGET, Guess.SAMPLE, _shape),
-    "SpecExec: target, best-first": Contestant(Scheme.TARGET, Guess.DISTRIBUTION, grown_best_first, False),
+    "SpecExec: target, best-first": Contestant(
+        Scheme.TARGET, Guess.DISTRIBUTION, grown_best_first, is_calibrated=False
+    ),
     "target, optimal top-k shape": Contestant(Scheme.TARGET, Guess.DISTRIBUTION, _shape),
     "Sequoia: without replacement, optimal shape": Contestant(Scheme.WITHOUT_REPLACEMENT, Guess.SAMPLE, _shape),
-    "SpecInfer: multi-round, k chains": Contestant(Scheme.MULTI_ROUND, Guess.SAMPLE, _chains),
+    "SpecInfer: multi-round, k chains": Contestant(Scheme.WITHOUT_REPLACEMENT, Guess.SAMPLE, _chains, True),
 }
 DRAWN_CROSSED = {  # the other growths of each scheme
     "target, best-first, shared noise, as sure as the draft": Contestant(
-        Scheme.TARGET, Guess.SAMPLE, grown_best_first, False
+        Scheme.TARGET, Guess.SAMPLE, grown_best_first, is_calibrated=False
     ),
     "target, best-first": Contestant(Scheme.TARGET, Guess.DISTRIBUTION, grown_best_first),
     "target, k chains, shared noise": Contestant(Scheme.TARGET, Guess.SAMPLE, _chains),
     "target, one chain, shared noise": Contestant(Scheme.TARGET, Guess.SAMPLE, _chain),
     "traversal, optimal shape": Contestant(Scheme.TRAVERSAL, Guess.SAMPLE, _shape),
     "without replacement, k chains": Contestant(Scheme.WITHOUT_REPLACEMENT, Guess.SAMPLE, _chains),
-    "multi-round, optimal shape": Contestant(Scheme.MULTI_ROUND, Guess.SAMPLE, _shape),
-    "multi-round, one chain": Contestant(Scheme.MULTI_ROUND, Guess.SAMPLE, _chain),
+    "without replacement, one chain": Contestant(Scheme.WITHOUT_REPLACEMENT, Guess.SAMPLE, _chain),
 }
 GREEDY = {  # at temperature 0, where all schemes agree
     "bough: target, best-first": Contestant(Scheme.TARGET, Guess.DISTRIBUTION, grown_best_first),
-    "SpecExec: target, best-first": Contestant(Scheme.TARGET, Guess.DISTRIBUTION, grown_best_first, False),
+    "SpecExec: target, best-first": Contestant(
+        Scheme.TARGET, Guess.DISTRIBUTION, grown_best_first, is_calibrated=False
+    ),
     "target, optimal top-k shape": Contestant(Scheme.TARGET, Guess.DISTRIBUTION, _shape),
     "greedy k chains": Contestant(Scheme.TARGET, Guess.DISTRIBUTION, _chains),
 }

@@ -18,17 +18,19 @@ from loadtest.acceptance.contestants import contestants_at
 from loadtest.acceptance.report import Row, interval
 
 
-def measure(benches: Mapping[bool, Bench], temperature: float, arguments: argparse.Namespace, rows: list[Row]) -> None:
+def measure(
+    benches: Mapping[tuple[bool, bool], Bench], temperature: float, arguments: argparse.Namespace, rows: list[Row]
+) -> None:
     """The contestants at one temperature, but for what is among the rows already; adds to these.
 
-    The benches are one with a calibrated draft, and one whose draft takes its probabilities as they are.
+    The benches are by whether they verify in several rounds, and whether their draft is calibrated.
     """
     params, other_seed = (SamplingParams(temperature=temperature, seed=arguments.seed + i) for i in range(2))
     for name, contestant in contestants_at(temperature, arguments).items():
         done = {row["nodes"] for row in rows if (row["temperature"], row["contestant"]) == (temperature, name)}
         if done.issuperset(arguments.nodes):
             continue
-        bench = benches[contestant.is_calibrated]
+        bench = benches[contestant.is_multi_round, contestant.is_calibrated]
         # Shapes are chosen by what other random numbers came to, as they are in use.
         before = by_rank(bench.acceptance(contestant.scheme, contestant.guess, other_seed))
         last_plan: TreePlan | None = None

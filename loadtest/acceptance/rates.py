@@ -88,7 +88,7 @@ def one_after_another(pair: Pair, sizes: list[int], rng: np.random.Generator, nu
 
 
 def in_rounds(pair: Pair, k: int) -> float:
-    """Scheme.MULTI_ROUND: what is left after a rejection does not depend on the token that was rejected."""
+    """SpecInfer: what is left after a rejection does not depend on the token that was rejected."""
     left, draft, rejected = pair.target_probs, np.append(pair.draft_probs, 0.0), 1.0
     for _ in range(k):
         rejected *= 1.0 - np.minimum(left, draft).sum()

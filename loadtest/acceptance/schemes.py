@@ -11,14 +11,14 @@ average, more of them where the draft is in doubt, as best-first trees do it; al
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Iterable
 
 import numpy as np
 
-from bough.cli.up import ensure_demonstration
+from bough.cli.machine.up import ensure_demonstration
 from bough.config.cache_paths import demonstration_folder
+from bough.config.flag_parser import FlagParser
 from bough.config.parsers import parse_layers
 from bough.protocol.sampling_params import SamplingParams
 from loadtest.acceptance.pairs import SPREADS, Logits, Models, from_models, pair_of, synthetic
@@ -82,7 +82,7 @@ def _print(scheme: str, acceptance: list[float]) -> None:
 
 def main() -> None:
     """Prints a table and one JSON line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = FlagParser(description=__doc__)
     parser.add_argument("--temperatures", nargs="+", type=float, default=[0.6, 1.0])
     parser.add_argument("--num", type=int, default=100, help="synthetic pairs of a kind")
     parser.add_argument("--model", action="store_true", help="also the demonstration model and its substitute")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
@@ -25,6 +25,7 @@ from target_worker.verification.verdict import compute_verdict
 
 REMEMBERED = 3000  # rows of logits: with verification `target` every tree is judged along one and the same text
 CPU = torch.device("cpu")
+Judge = Callable[[VerifyCall, list[int], Callable[[Sequence[int]], Row]], Verdict]
 
 
 class Question(NamedTuple):
@@ -44,11 +45,11 @@ class LazyTarget:
         self._slots: dict[str, KVSlot] = {}
         self._remembered: OrderedDict[int, NDArray[np.float32]] = OrderedDict()  # by hash of the tokens before
 
-    def verify(self, calls: Sequence[VerifyCall]) -> list[Verdict]:
+    def verify(self, calls: Sequence[VerifyCall], judge: Judge = compute_verdict) -> list[Verdict]:
         """As the target worker's engine does; each call's `context` holds all tokens before its root."""
         questions: SimpleQueue[Question | None] = SimpleQueue()
         with ThreadPoolExecutor(len(calls)) as judges:
-            verdicts = [judges.submit(_judge, call, questions) for call in calls]
+            verdicts = [judges.submit(_judge, judge, call, questions) for call in calls]
             num_judging = len(calls)
             while num_judging:  # each of them asks one more question, or ends
                 asked = [question for question in (questions.get() for _ in range(num_judging)) if question]
@@ -91,7 +92,7 @@ class LazyTarget:
         return self._slots[session]
 
 
-def _judge(call: VerifyCall, questions: SimpleQueue[Question | None]) -> Verdict:
+def _judge(judge: Judge, call: VerifyCall, questions: SimpleQueue[Question | None]) -> Verdict:
     tokens = [*call.context.tokens]
 
     def logits_after(path: Sequence[int]) -> Row:
@@ -101,6 +102,6 @@ def _judge(call: VerifyCall, questions: SimpleQueue[Question | None]) -> Verdict
         return question.answer.result()
 
     try:
-        return compute_verdict(call, tokens, logits_after)
+        return judge(call, tokens, logits_after)
     finally:
         questions.put(None)

@@ -20,6 +20,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from bough.config.flag_parser import FlagParser
 from bough.errors import BoughError
 from bough.simulation.profile import load_profile
 from loadtest.capacity.papers import papers
@@ -28,7 +29,7 @@ from loadtest.sessions.rounds_file import read_runs
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = FlagParser(description=__doc__)
     parser.add_argument("--sessions", default="", metavar="FILE", help="that loadtest.sessions --rounds has written")
     parser.add_argument("--prior", default="two-cores", help="profile of what sessions alone do not tell")
     parser.add_argument("--gather", type=float, default=1.0, help="the target's in that run")

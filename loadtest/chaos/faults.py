@@ -11,7 +11,6 @@ repeated, a stream differed from the undisturbed one, hung, or ended without a p
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import random
@@ -26,6 +25,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from bough.client import Client
+from bough.config.flag_parser import FlagParser
 from bough.config.processes import PLANNERS, DraftConfig, OrchestratorConfig, TargetConfig, parse
 from bough.pb import target_pb2
 from loadtest.chaos.cluster import REPLICAS, ChaosCluster, chaos_cluster
@@ -228,7 +228,7 @@ def has_failed(figures: dict[str, Any]) -> bool:
 
 def main() -> int:
     """Prints the faults as they come, and one JSON line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = FlagParser(description=__doc__)
     parser.add_argument("--faults", type=int, default=100)
     parser.add_argument("--streams", type=int, default=6, help="at once")
     parser.add_argument("--scripts", type=int, default=18, help="different conversations")

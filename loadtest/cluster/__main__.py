@@ -14,10 +14,10 @@ or replaced without need, or a stream failed, hung, or was not the undisturbed o
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import sys
 
+from bough.config.flag_parser import FlagParser
 from bough.errors import BoughError
 from loadtest.cluster.hosts import missing
 from loadtest.cluster.trial import STEPS, report, run_trial
@@ -25,7 +25,7 @@ from loadtest.cluster.trial import STEPS, report, run_trial
 
 def main() -> int:
     """Prints the steps as they come, and one JSON line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = FlagParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--steps", nargs="+", choices=STEPS, default=[*STEPS], help="done in the order of this list")
     arguments = parser.parse_args()

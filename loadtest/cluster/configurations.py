@@ -20,7 +20,9 @@ def trial_config() -> dict[str, Any]:
     for deployment in _deployments(config):
         name, program = deployment["name"], {"simulate": str(PROFILE), "insecure": True}
         deployment["ray_actor_options"].pop("num_gpus", None)
-        if name == "Target":
+        if name == "Index":
+            deployment["user_config"]["insecure"] = True
+        elif name == "Target":
             deployment["user_config"] = {"program": {**program, "drain_seconds": 5}}
         elif name == "Draft":
             deployment["user_config"] = {"program": {**program, "drain_seconds": 5}}

@@ -15,7 +15,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from bough.cli.ray_dashboard import Deployment, RayDashboard, Replica
+from bough.cli.inspection.ray_dashboard import Deployment, RayDashboard, Replica
 from bough.client import Client
 from bough.errors import BoughError, ConfigError, Unavailable
 from bough.protocol.generation import ServerInfo, WorkerStatus
@@ -51,6 +51,7 @@ class RayCluster:
 
     hosts: Mapping[str, Host]
     dashboard: RayDashboard
+    start_head: Callable[[], None]  # also one in the place of a head that is gone, with what that had on its disk
 
     @property
     def address(self) -> str:
@@ -155,9 +156,17 @@ async def ray_cluster(config: Mapping[str, Any]) -> AsyncIterator[RayCluster]:
     """A head and two other nodes with a configuration deployed, ready; all of it ends with the block."""
     with TemporaryDirectory(prefix="bgh") as folder, hosts(*RESOURCES) as machines:
         front = machines[FRONT]
-        head = [f"--port={GCS_PORT}", "--head", "--include-dashboard=true", f"--dashboard-host={front.address}"]
-        head += [f"--dashboard-port={DASHBOARD_PORT}", f"--temp-dir={folder}/ray"]
-        started = {FRONT: _start_node(front, head, Path(folder))}
+        started: dict[str, subprocess.Popen[bytes]] = {}
+
+        def start_head() -> None:
+            head = [f"--port={GCS_PORT}", "--head", "--include-dashboard=true", f"--dashboard-host={front.address}"]
+            head += [f"--dashboard-port={DASHBOARD_PORT}", f"--temp-dir={folder}/ray"]
+            # Ray takes nodes on other hosts for a head on this one, since all of them are processes of one machine.
+            (Path(folder) / "ray" / "ray_current_cluster").unlink(missing_ok=True)
+            kept = {"RAY_gcs_storage": "rocksdb", "RAY_gcs_storage_path": f"{folder}/gcs"}
+            started[FRONT] = _start_node(front, head, Path(folder), kept)
+
+        start_head()
         dashboard = RayDashboard(f"http://{front.address}:{DASHBOARD_PORT}")
         await until(lambda: _has_nodes(dashboard, started, Path(folder)), "the head's dashboard")
         for name in (TARGET, DRAFT):
@@ -165,7 +174,7 @@ async def ray_cluster(config: Mapping[str, Any]) -> AsyncIterator[RayCluster]:
             # One after another: sharing a file system, two that start at once take the same names for their sockets.
             await until(lambda: _has_nodes(dashboard, started, Path(folder)), "all nodes")
         await asyncio.to_thread(dashboard.deploy, config)
-        cluster = RayCluster(machines, dashboard)
+        cluster = RayCluster(machines, dashboard, start_head)
         try:
             await cluster.wait_for("Target", "target", 1)
             await cluster.wait_for("Draft", "draft", 1)
@@ -187,11 +196,14 @@ async def _has_nodes(dashboard: RayDashboard, started: Mapping[str, subprocess.P
     return sum(node.is_alive for node in nodes) == len(started)
 
 
-def _start_node(host: Host, flags: list[str], folder: Path) -> subprocess.Popen[bytes]:
+def _start_node(
+    host: Host, flags: list[str], folder: Path, variables: Mapping[str, str] | None = None
+) -> subprocess.Popen[bytes]:
     resources = ", ".join(f'"{name}": {number}' for name, number in RESOURCES[host.name].items())
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", f"--node-ip-address={host.address}", *flags]
     command += ["--num-cpus=2", "--num-gpus=0", f"--resources={{{resources}}}", "--object-store-memory=80000000"]
     command += ["--disable-usage-stats", "--block"]
     root = str(Path(__file__).parent.parent.parent)
     path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
-    return host.start(command, folder / f"{host.name}.log", {**os.environ, **ENVIRONMENT, "PYTHONPATH": path})
+    environment = {**os.environ, **ENVIRONMENT, **(variables or {}), "PYTHONPATH": path}
+    return host.start(command, folder / f"{host.name}.log", environment)

@@ -36,6 +36,7 @@ STEPS = (
     "redeployed",
     "index_moved",
     "head_killed",
+    "head_replaced",
 )
 
 
@@ -61,6 +62,7 @@ class Trial:
             "redeployed": self._redeploy,
             "index_moved": self._move_index,
             "head_killed": self._kill_head,
+            "head_replaced": self._replace_head,
         }
         for name in (each for each in STEPS if each in steps):
             if name == "index_moved":  # all start anew: who asks meanwhile is answered by nobody
@@ -133,6 +135,23 @@ class Trial:
         """With Ray's head one of the two orchestrators goes; index, workers and the other one are elsewhere."""
         await self._cluster.kill_host(FRONT)
         await asyncio.sleep(HEADLESS_SECONDS)
+
+    async def _replace_head(self) -> None:
+        """At the same address with the same disk: what runs stays, and is redeployed as if nothing had been."""
+        cluster = self._cluster
+
+        async def targets_at(host: str) -> set[str]:
+            found = await cluster.workers_in_use(TARGET, cluster.orchestrator_at(host))
+            return {each.info.worker_id for each in found}
+
+        async def is_back() -> bool:
+            return len(await cluster.replicas("Orchestrator")) == 2 and bool(await targets_at(FRONT))
+
+        before = await targets_at(DRAFT)
+        cluster.start_head()
+        await until(is_back, "an orchestrator at the new head")
+        self.replicas_stayed &= before == await targets_at(DRAFT)
+        await cluster.redeploy(with_other_settings(with_index_elsewhere(trial_config())))
 
     async def _worker_ids(self) -> set[str]:
         return {each.info.worker_id for kind in (TARGET, DRAFT) for each in await self._cluster.workers_in_use(kind)}

@@ -14,8 +14,9 @@ import json
 from pathlib import Path
 from typing import NamedTuple
 
-from bough.cli.up import ensure_demonstration
+from bough.cli.machine.up import ensure_demonstration
 from bough.config.cache_paths import demonstration_folder
+from bough.config.flag_parser import FlagParser
 from bough.config.processes import DraftConfig, TargetConfig, parse
 from bough.protocol.messages import Context, GrowCall, VerifyCall
 from bough.protocol.sampling_params import SamplingParams
@@ -118,7 +119,7 @@ def main() -> None:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = FlagParser(description=__doc__)
     parser.add_argument("--drops", nargs="+", default=["3,14,25", "12-15"], help="substitutes: layers left out")
     parser.add_argument("--budgets", nargs="+", type=int, default=[16, 32, 64], help="nodes of a tree")
     parser.add_argument("--widths", nargs="+", type=int, default=[8], help="nodes that a draft step expands")

@@ -17,9 +17,10 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
-from bough.cli.speculation import add_speculation, speculation_from
-from bough.cli.up import ensure_demonstration
+from bough.cli.flags.speculation import add_speculation, speculation_from
+from bough.cli.machine.up import ensure_demonstration
 from bough.config.cache_paths import SUBSTITUTE_DROPS, demonstration_folder
+from bough.config.flag_parser import FlagParser
 from bough.config.processes import DraftConfig, TargetConfig, parse
 from bough.protocol.messages import Context, GrowCall, VerifyCall, VerifyResult
 from bough.protocol.sampling_params import SamplingParams
@@ -123,7 +124,7 @@ def main() -> None:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = FlagParser(description=__doc__)
     parser.add_argument("--ahead-steps", nargs="+", type=int, default=[0, 16, 64], help="settings to compare")
     parser.add_argument("--sweep-seconds", type=float, default=1.0, help="of the simulated sweep")
     add_speculation(parser)

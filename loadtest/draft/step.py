@@ -11,7 +11,6 @@ compares with a read of that. Steps are the model's alone: choosing which nodes 
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import os
@@ -23,8 +22,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from bough.cli.up import ensure_demonstration
+from bough.cli.machine.up import ensure_demonstration
 from bough.config.cache_paths import demonstration_folder
+from bough.config.flag_parser import FlagParser
 from bough.config.parsers import DRAFT_BITS, parse_bytes, parse_layers
 from bough.model.batch.batch import Batch, Segment
 from bough.model.checkpoint.checkpoint import Checkpoint
@@ -148,7 +148,7 @@ def figures(measured: Measured) -> dict[str, object]:
 
 def main() -> None:
     """Prints a table and one JSON line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = FlagParser(description=__doc__)
     parser.add_argument("--model", type=Path, help="SmolLM2 as it is by default")
     parser.add_argument("--drop-layers", default="3,14")
     parser.add_argument("--dtype", default="bfloat16")

@@ -29,6 +29,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from bough.config.flag_parser import FlagParser
 from loadtest.fuzz.decoding import all_layers, problem_of
 from loadtest.fuzz.mutation import Mutator
 from loadtest.fuzz.outcomes import Outcomes
@@ -91,7 +92,7 @@ def _report(text: str) -> None:
 
 def main() -> int:
     """Prints one JSON line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = FlagParser(description=__doc__)
     add = parser.add_argument
     add("--messages", type=int, default=1_000_000)
     add("--sockets", type=float, default=SOCKET_SHARE, help="share of them that goes over real sockets")

@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 
+from bough.config.flag_parser import FlagParser
 from bough.config.parsers import parse_bytes
 from loadtest.gpu.sizes import MINIATURE, REAL, Sizes
 from loadtest.gpu.supervised import results_of
@@ -114,7 +115,7 @@ def _roomy(sizes: Sizes) -> Path | None:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = FlagParser(description=__doc__)
     parser.add_argument("--layers", type=int, default=80, help="of the target; fewer where memory holds fewer")
     parser.add_argument("--device-memory", type=parse_bytes, default=24 * 1000**3, help="that the target may take")
     parser.add_argument("--host-memory", type=parse_bytes, default=0, help="for layers; 0 takes most of what is free")

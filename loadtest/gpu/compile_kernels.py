@@ -15,7 +15,6 @@ os.environ["TRITON_INTERPRET"] = "0"  # before Triton is imported
 import bough.model  # noqa: F401  # before torch, see there
 # isort: on
 
-import argparse
 import json
 import re
 import subprocess
@@ -30,6 +29,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.compiler import compile as triton_compile
 
+from bough.config.flag_parser import FlagParser
 from bough.model.gpu import attention_triton, unpack_triton
 
 CAPABILITIES = (80, 86, 89, 90, 120)
@@ -140,7 +140,7 @@ def _assembled(ptx: str, capability: int) -> tuple[int, int]:
 
 def main() -> None:
     """Prints what it finds as it goes, and one JSON line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = FlagParser(description=__doc__)
     parser.add_argument("--capabilities", type=int, nargs="+", default=CAPABILITIES)
     parser.add_argument("--only", default="", help="kernels whose name contains this")
     arguments = parser.parse_args()

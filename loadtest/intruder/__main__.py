@@ -22,7 +22,6 @@ locked_out          of these, those that were refused
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import sys
@@ -30,6 +29,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from bough.config.flag_parser import FlagParser
 from loadtest.intruder import strangers, tenants
 from loadtest.intruder.certificates import at_certificates, secured
 from loadtest.intruder.stage import Stage, staged
@@ -66,7 +66,7 @@ def _report(text: str) -> None:
 
 def main() -> int:
     """Prints progress, and one JSON line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = FlagParser(description=__doc__)
     parser.parse_args()
     figures = asyncio.run(run())
     print(json.dumps(figures))

@@ -28,6 +28,7 @@ from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 from bough.client import Client
+from bough.config.flag_parser import FlagParser
 from bough.processes.launch import launched
 from bough.protocol.generation import ChatPrompt, GenerateOptions, Message, Tokens
 from bough.security.api_keys import new_key
@@ -111,7 +112,7 @@ async def run(arguments: argparse.Namespace) -> dict[str, object]:
 
 def main() -> int:
     """Prints progress, and one JSON line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = FlagParser(description=__doc__)
     parser.add_argument("--requests", type=int, default=40, help="through each of the two")
     parser.add_argument("--answer-tokens", type=int, default=32)
     parser.add_argument("--demonstration", action="store_true", help="the demonstration models, not simulated workers")

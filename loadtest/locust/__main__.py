@@ -35,6 +35,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
+from bough.config.flag_parser import FlagParser
 from bough.processes.launch import launched
 from loadtest.common.stacks import http_url_of, stack_settings
 from loadtest.locust.mix import parse_kinds
@@ -146,7 +147,7 @@ async def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = FlagParser(description=__doc__)
     add = parser.add_argument
     add("--address", default="", help="HOST:PORT of a running orchestrator's gRPC door")
     add("--http", default="", help="URL of its HTTP door, without /v1")

@@ -38,8 +38,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bough.cli.up import ensure_demonstration
+from bough.cli.machine.up import ensure_demonstration
 from bough.config.cache_paths import demonstration_folder
+from bough.config.flag_parser import FlagParser
 from bough.config.parsers import parse_bytes
 from bough.errors import BoughError
 from bough.model.checkpoint.tokenizer_files import load_tokenizer_files
@@ -230,7 +231,7 @@ async def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """What is to be measured; exits with a message where that makes no sense."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = FlagParser(description=__doc__)
     parser.add_argument("--regimes", nargs="+", choices=("limited", "resident"), default=["limited", "resident"])
     parser.add_argument("--prompts", type=int, default=8, help="the first so many of loadtest/data/prompts.jsonl")
     parser.add_argument("--tokens", type=int, default=32, help="of each answer")

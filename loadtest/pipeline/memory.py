@@ -21,13 +21,14 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from bough.cli.generate import Answer
-from bough.cli.machine_division import divided
+from bough.cli.generation.generate import Answer
+from bough.cli.machine.machine_division import divided
+from bough.cli.machine.progress import tell
+from bough.cli.machine.up import ensure_demonstration, settings_from
 from bough.cli.main import argument_parser
-from bough.cli.progress import tell
-from bough.cli.up import ensure_demonstration, settings_from
 from bough.client import Client
 from bough.config.cache_paths import SUBSTITUTE_DROPS, demonstration_folder
+from bough.config.flag_parser import FlagParser
 from bough.config.parsers import parse_bytes
 from bough.processes.launch import Cluster, Settings, Waiting
 from bough.protocol.generation import ChatPrompt, GenerateOptions, Message
@@ -174,7 +175,7 @@ def within(limit: int) -> int:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = FlagParser(description=__doc__.splitlines()[0])
     parser.add_argument("--requests", type=int, default=8)
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--turns", action="store_true", help="the requests are turns of one conversation")

@@ -9,7 +9,6 @@ seconds of the cold start and the median of the warm ones, and seconds of each w
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -23,8 +22,9 @@ from pathlib import Path
 
 import numpy
 
-from bough.cli.up import ensure_demonstration
+from bough.cli.machine.up import ensure_demonstration
 from bough.config.cache_paths import demonstration_folder
+from bough.config.flag_parser import FlagParser
 from bough.processes.child import KINDS
 from bough.processes.exit_with_parent import MODULE, start
 from bough.processes.startup import parts_of
@@ -88,7 +88,7 @@ def measured(runs: int, flags: list[str]) -> dict[str, object]:
 
 def main() -> None:
     """Measures, and prints one JSON line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = FlagParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=3, help="warm starts (default 3)")
     parser.add_argument("--simulate", help="a profile: workers without weights")
     arguments = parser.parse_args()

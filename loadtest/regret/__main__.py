@@ -17,15 +17,15 @@ plan_seconds        that the sizer itself takes for a round
 
 from __future__ import annotations
 
-import argparse
 import json
 
+from bough.config.flag_parser import FlagParser
 from loadtest.regret import real, simulated
 
 
 def main() -> None:
     """Prints progress, and one JSON line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = FlagParser(description=__doc__)
     parser.add_argument("--only", choices=("simulated", "real"), help="one of the two")
     parser.add_argument("--regime", action="append", default=[], help="only this one; may be repeated")
     parser.add_argument("--repeats", type=int, default=8, help="simulated: texts of each regime")

@@ -70,12 +70,12 @@ class Verifying:
     sample: Sample
     tree: Tree
     position: int  # of the root
-    num_left: int  # tokens of context
+    num_remaining: int  # tokens of context
     may_leave_out: bool
     done: simpy.Event
     arrived: float
     kept: NDArray[np.intp] = field(default_factory=lambda: np.zeros(1, np.intp))  # nodes of the tree that are swept
-    num_passed_over: int = 0
+    num_sweeps_skipped: int = 0
 
     @property
     def num_nodes(self) -> int:

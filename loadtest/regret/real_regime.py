@@ -21,7 +21,7 @@ from contextlib import asynccontextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from bough.cli.up import ensure_demonstration
+from bough.cli.machine.up import ensure_demonstration
 from bough.client import Client
 from bough.config.cache_paths import demonstration_folder
 from bough.config.processes import DraftConfig, OrchestratorConfig, TargetConfig, parse, to_flags

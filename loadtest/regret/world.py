@@ -51,7 +51,7 @@ class World:
         target = profile.target
         self._sweep_times = SweepTimes(target.row_step, target.max_sweep_rows, _prior(profile))
         self._price = TokenPrice()
-        self._gathering = BatchDelay(1.0)
+        self._batch_delay = BatchDelay(1.0)
         self._num_running = 0
         self.num_tokens = 0  # of all sessions
         self.env.process(self._draft())
@@ -98,7 +98,7 @@ class World:
             outcome = RoundOutcome(len(proposal.tree), chosen, result, grown, one_way if grown else 0, one_way, timings)
             self._sizer.observe(sample.name, outcome)
         self._sizer.forget(sample.name)
-        self._gathering.left(sample.name)
+        self._batch_delay.left(sample.name)
         self._num_running -= 1
         seconds[sample.name] = self.env.now - began
 
@@ -157,7 +157,7 @@ class World:
         yield self.env.timeout(self._network())
         tree, may_leave_out, done = proposal.tree, proposal.may_leave_out, self.env.event()
         self._calls.append(Verifying(sample, tree, position, num_context, may_leave_out, done, self.env.now))
-        self._gathering.arrived(sample.name, self.env.now, "o", self._num_running)
+        self._batch_delay.arrived(sample.name, self.env.now, "o", self._num_running)
         if not self._target_wakes.triggered:
             self._target_wakes.succeed()
         result: VerifyResult = yield done
@@ -179,7 +179,7 @@ class World:
         total, queue = self.env.now - call.arrived, began - call.arrived
         timings = Timings(round(total * SECOND), round(queue * SECOND), num_passes=1)
         left_out = tuple(np.setdiff1d(np.arange(len(call.tree)), call.kept).tolist())
-        self._gathering.answered(call.sample.name, self.env.now, "o")
+        self._batch_delay.answered(call.sample.name, self.env.now, "o")
         verdict, curve = call.verdict(), self._sweep_times.curve()
         call.done.succeed(VerifyResult(verdict, 0, timings, 0, left_out, curve, num_rows, num_trees))
         expected = float(Rider.of(call.tree, may_leave_out=True).values[call.kept].sum())
@@ -190,7 +190,7 @@ class World:
         target = self._profile.target
         while True:
             while True:
-                wait = self._gathering.seconds(self.env.now, {"o": len(self._calls)}) if self._calls else None
+                wait = self._batch_delay.seconds(self.env.now, {"o": len(self._calls)}) if self._calls else None
                 if wait == 0.0:
                     break
                 self._target_wakes = self.env.event()
@@ -201,7 +201,7 @@ class World:
             parts = choose(self._calls, target.max_sweep_rows, knee)
             self._divide([part.job for part in parts if part.has_tree], sum(part.num_context for part in parts))
             for call in self._calls:
-                call.num_passed_over += 1
+                call.num_sweeps_skipped += 1
             began = self.env.now
             rows = sum(part.num_tokens for part in parts)
             factors = self.factors()
@@ -210,12 +210,12 @@ class World:
             seconds, waited = factor * target.sweep_seconds(rows, factors), factor * max(0.0, link - compute)
             yield self.env.timeout(seconds)
             self._sweep_times.observe(rows, seconds, waited, round(target.link_seconds_of(rows) * SECOND))
-            self._gathering.swept(seconds)
+            self._batch_delay.swept(seconds)
             trees = sum(part.has_tree for part in parts)
             for part in parts:
                 call = part.job
-                call.num_left -= part.num_context
-                call.num_passed_over = 0
+                call.num_remaining -= part.num_context
+                call.num_sweeps_skipped = 0
                 if part.has_tree:
                     self._answer(call, began, rows, trees)
             self._price.swept(seconds, self.env.now)

@@ -45,6 +45,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from bough.config.flag_parser import FlagParser
 from bough.errors import BoughError
 from bough.processes.launch import launched
 from loadtest.common.prompts import load_prompts
@@ -141,7 +142,7 @@ def _report(text: str) -> None:
 
 def main() -> int:
     """Prints progress, and one JSON line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = FlagParser(description=__doc__)
     add = parser.add_argument
     add("--parts", nargs="+", choices=PARTS, default=[*PARTS])
     add("--requests", type=int, default=100, help="doors: through each of them")

@@ -1,48 +1,64 @@
-"""How many streams an orchestrator carries while its event loop stays prompt, and what a second one adds."""
+"""How many streams an orchestrator carries while its event loop stays prompt, and what a second one adds.
+
+The load, the workers, the index and each orchestrator are processes of their own on one machine. Each one's processor
+time for a round is told, and for how much of the time an orchestrator was ready to run and had no core: on few cores an
+event loop is late for that too.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 
 from bough.client import Client
+from loadtest.common.processor_use import ProcessorUse, processor_use
 from loadtest.locust.samples import percentile
 from loadtest.served.profiles import write_profile
-from loadtest.served.stack import stack
+from loadtest.served.stack import Stack, stack
 from loadtest.served.streams import Ask, GrpcDoor, closed_loop
 
 LAG = "bough_event_loop_lag_seconds"
-BUCKET = re.compile(rf'^{LAG}_bucket{{le="([^"]+)".*}} ([0-9.e+]+)$', re.MULTILINE)
+FIGURE = re.compile(r"^([\w:]+)(?:{([^}]*)})? ([0-9.e+]+)$", re.MULTILINE)
+BOUND = re.compile(r'le="([^"]+)"')
 MOST_LAG_SECONDS = 0.05  # at which the loop has bent
 ANSWER_TOKENS = 48
-SETTLE_SECONDS = 3.0  # before the lag is read: streams begin at once, which is no steady state
+SETTLE_SECONDS = 5.0  # before anything is read: streams begin at once, which is no steady state
 
 
-async def lag_p99(metrics_url: str, during: asyncio.Task[Any], after_seconds: float) -> float:
-    """The bucket's bound that 99 % of the event loop's lags did not pass, from a moment on until a task is done."""
-    async with httpx.AsyncClient(trust_env=False) as client:
-        await asyncio.sleep(after_seconds)
-        before = _buckets((await client.get(metrics_url)).text)
-        await during
-        after = _buckets((await client.get(metrics_url)).text)
-    counts = {bound: after[bound] - before.get(bound, 0.0) for bound in after}
-    total = max(counts.values(), default=0.0)
-    return min((bound for bound, count in counts.items() if count >= 0.99 * total), default=float("inf"))
+class Reading(NamedTuple):
+    """What one orchestrator's `/metrics` says."""
 
+    lags: dict[float, float]  # how many lags did not pass each bound
+    num_rounds: float
+    num_tokens: float
 
-def _buckets(text: str) -> dict[float, float]:
-    return {float(bound.replace("+Inf", "inf")): float(count) for bound, count in BUCKET.findall(text)}
+    @classmethod
+    def of(cls, text: str) -> Reading:
+        """Sums over all labels but the bound."""
+        lags, sums = dict[float, float](), defaultdict[str, float](float)
+        for name, labels, value in FIGURE.findall(text):
+            sums[name] += float(value)
+            if name == f"{LAG}_bucket" and (bound := BOUND.search(labels)):
+                lags[float(bound[1].replace("+Inf", "inf"))] = float(value)
+        return cls(lags, sums["bough_sizer_rounds_total"], sums["vllm:generation_tokens_total"])
+
+    def lag_p99(self, earlier: Reading) -> float:
+        """The bucket's bound that 99 % of the lags since then did not pass."""
+        counts = {bound: count - earlier.lags.get(bound, 0.0) for bound, count in self.lags.items()}
+        return min(bound for bound, count in counts.items() if count >= 0.99 * max(counts.values()))
 
 
 async def carry(numbers: Sequence[int], sweep_seconds: float, seconds: float, replicas: int) -> list[dict[str, Any]]:
-    """For each number of streams: lag of the busiest event loop, tokens per second, TTFT; ends where the loop bends."""
+    """For each number of streams what `_step` tells; ends where the loop bends."""
     steps: list[dict[str, Any]] = []
     with TemporaryDirectory() as folder:
         profile = write_profile(Path(folder), sweep_seconds)
@@ -54,28 +70,55 @@ async def carry(numbers: Sequence[int], sweep_seconds: float, seconds: float, re
             doors = [GrpcDoor(address) for address in addresses]
             urls = [await _metrics_url(address) for address in addresses]
             for number in numbers:
-                began = time.monotonic()
-                load = asyncio.create_task(
-                    closed_loop(doors, number, seconds, lambda n: Ask(f"question {n}", ANSWER_TOKENS, seed=n))
-                )
-                lags = await asyncio.gather(*(lag_p99(url, load, SETTLE_SECONDS) for url in urls))
-                samples, took = load.result(), time.monotonic() - began
-                finished = [sample for sample in samples if not sample.error]
-                steps.append(
-                    {
-                        "streams": number,
-                        "orchestrators": replicas,
-                        "loop_lag_p99_seconds": max(lags),
-                        "tokens_per_second": round(sum(s.num_tokens for s in finished) / took, 1),
-                        "first_token_p95_seconds": round(percentile([s.first_token_seconds for s in finished], 95), 3),
-                        "failed": len(samples) - len(finished),
-                    }
-                )
-                if max(lags) > MOST_LAG_SECONDS:
+                steps.append(await _step(running, doors, urls, number, seconds))
+                if steps[-1]["loop_lag_p99_seconds"] > MOST_LAG_SECONDS:
                     break
             for door in doors:
                 await door.close()
     return steps
+
+
+async def _step(
+    running: Stack, doors: Sequence[GrpcDoor], urls: Sequence[str], number: int, seconds: float
+) -> dict[str, Any]:
+    """So many streams at once: lag of the busiest event loop, what was generated, and what that took of the processors.
+
+    Figures are of the time from `SETTLE_SECONDS` on while as many run.
+    """
+    load = asyncio.create_task(
+        closed_loop(doors, number, seconds, lambda n: Ask(f"question {n}", ANSWER_TOKENS, seed=n))
+    )
+    await asyncio.sleep(SETTLE_SECONDS)
+    process_ids = running.process_ids() | {"load": os.getpid()}
+    before, used_before, began = await _read(urls), _uses(process_ids), time.monotonic()
+    await asyncio.sleep(max(1.0, seconds - SETTLE_SECONDS))
+    after, used, window = await _read(urls), _uses(process_ids), time.monotonic() - began
+    samples = await load
+    finished = [sample for sample in samples if not sample.error]
+    num_rounds = sum(now.num_rounds - then.num_rounds for now, then in zip(after, before, strict=True)) or 1.0
+    num_tokens = sum(now.num_tokens - then.num_tokens for now, then in zip(after, before, strict=True))
+    spent = {name: used[name] - used_before[name] for name in used}
+    loops = [use for name, use in spent.items() if name.startswith("orchestrator")]
+    return {
+        "streams": number,
+        "orchestrators": len(doors),
+        "loop_lag_p99_seconds": max(now.lag_p99(then) for now, then in zip(after, before, strict=True)),
+        "orchestrators_waited_for_a_core": round(sum(use.waited for use in loops) / window / len(loops), 3),
+        "rounds_per_second": round(num_rounds / window, 1),
+        "tokens_per_second": round(num_tokens / window, 1),
+        "processor_ms_a_round": {name: round(1000 * use.ran / num_rounds, 2) for name, use in spent.items()},
+        "first_token_p95_seconds": round(percentile([s.first_token_seconds for s in finished], 95), 3),
+        "failed": len(samples) - len(finished),
+    }
+
+
+async def _read(urls: Sequence[str]) -> list[Reading]:
+    async with httpx.AsyncClient(trust_env=False) as client:
+        return [Reading.of((await client.get(url)).text) for url in urls]
+
+
+def _uses(process_ids: dict[str, int]) -> dict[str, ProcessorUse]:
+    return {name: processor_use(process_id) for name, process_id in process_ids.items()}
 
 
 async def _metrics_url(address: str) -> str:

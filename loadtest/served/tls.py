@@ -14,7 +14,6 @@ share_of_round  `mutual` twice (a draft's call and a target's), over a round of 
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import random
@@ -29,6 +28,7 @@ from typing import cast
 
 import grpc
 
+from bough.config.flag_parser import FlagParser
 from bough.rpc.server import open_channel, serving
 from bough.security.access import Access
 from bough.security.certificates import CertificateFiles
@@ -134,7 +134,7 @@ def summary(
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="loadtest.served.tls", description=__doc__)
+    parser = FlagParser(prog="loadtest.served.tls", description=__doc__)
     parser.add_argument("--calls", type=int, default=2000, help="turns (default 2000)")
     parser.add_argument("--round-seconds", type=float, default=0.5, help="of a round, for its share (default 0.5)")
     parser.add_argument("--seed", type=int, default=1)

@@ -41,9 +41,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from bough.cli.up import ensure_demonstration
+from bough.cli.machine.up import ensure_demonstration
 from bough.client import Client
 from bough.config.cache_paths import SUBSTITUTE_DROPS, demonstration_folder
+from bough.config.flag_parser import FlagParser
 from bough.config.processes import DraftConfig, OrchestratorConfig, TargetConfig, parse
 from bough.model.checkpoint.tokenizer_files import load_tokenizer_files
 from bough.processes.launch import Settings, launched
@@ -210,7 +211,7 @@ async def measured(arguments: argparse.Namespace, model: str) -> dict[str, Any]:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = FlagParser(description=__doc__)
     parser.add_argument("--model", default="", help='target; "tiny" is a random one to try this with')
     parser.add_argument("--simulate", default="", metavar="PROFILE", help="workers without weights, instead of models")
     parser.add_argument("--draft", default="", help="another model than the target's own, less some layers")

@@ -8,7 +8,6 @@ against a running orchestrator tells what became of them; what leaks there, its 
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import gc
 import json
@@ -22,6 +21,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from bough.client import Client
+from bough.config.flag_parser import FlagParser
 from bough.errors import BoughError, NotFound
 from bough.protocol.generation import Finished, GenerateOptions, Speculation, Started, TokenPrompt, Tokens
 
@@ -138,7 +138,7 @@ class Abandoner:
 
 def main() -> None:
     """Prints one JSON line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = FlagParser(description=__doc__)
     parser.add_argument("--address", default="127.0.0.1:7411")
     parser.add_argument("--sessions", type=int, default=100_000)
     parser.add_argument("--at-once", type=int, default=16)

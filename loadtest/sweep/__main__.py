@@ -32,8 +32,9 @@ import subprocess
 import sys
 from typing import Any
 
-from bough.cli.up import ensure_demonstration
+from bough.cli.machine.up import ensure_demonstration
 from bough.config.cache_paths import demonstration_folder
+from bough.config.flag_parser import FlagParser
 from bough.config.parsers import parse_bytes
 from loadtest.common.limits import can_limit
 from loadtest.sweep.parts import packed_ratio, peak_over_budget, peer_ratios, sweep_ratios, tell
@@ -78,7 +79,7 @@ def main() -> None:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = FlagParser(description=__doc__)
     parts = ["sweep", "busy", "accelerate", "packed", "memory"]
     parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
     parser.add_argument("--memory", type=parse_bytes, default=parse_bytes("1.5GB"), help="limit of the control group")

@@ -15,7 +15,6 @@ from __future__ import annotations
 import bough.model  # noqa: F401  # before torch, see there
 # isort: on
 
-import argparse
 import json
 import statistics
 import tempfile
@@ -28,6 +27,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
+from bough.config.flag_parser import FlagParser
 from bough.config.processes import TargetConfig, parse
 from bough.protocol.messages import Context, VerifyCall
 from bough.protocol.sampling_params import SamplingParams
@@ -146,7 +146,7 @@ def run(
 
 def main() -> None:
     """Measures and prints."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = FlagParser(description=__doc__)
     parser.add_argument("--device-memory", default="1GB", help="of each target, KV and all")
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 4, 16, 64, 256], help="of a sweep")
     parser.add_argument("--layers", type=int, default=8)

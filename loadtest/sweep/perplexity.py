@@ -9,7 +9,6 @@ JSON line.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import platform
@@ -20,8 +19,9 @@ from typing import NamedTuple
 
 import torch
 
-from bough.cli.up import ensure_demonstration
+from bough.cli.machine.up import ensure_demonstration
 from bough.config.cache_paths import demonstration_folder
+from bough.config.flag_parser import FlagParser
 from bough.model.batch.batch import Batch, Segment
 from bough.model.checkpoint.checkpoint import Checkpoint
 from bough.model.checkpoint.tokenizer_files import load_tokenizer_files
@@ -59,7 +59,7 @@ def read(folder: Path, documents: list[list[int]]) -> Reading:
 
 def main() -> None:
     """Prints a table and one JSON line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = FlagParser(description=__doc__)
     parser.add_argument("model", nargs="?", type=Path, help="in 16 bits; SmolLM2 as it is by default")
     parser.add_argument("--text", type=Path)
     parser.add_argument("--length", type=int, default=512)

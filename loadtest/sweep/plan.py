@@ -10,7 +10,6 @@ seconds and of their `ratio`, measured over predicted.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -18,8 +17,9 @@ import sys
 from pathlib import Path
 from statistics import median
 
-from bough.cli.up import ensure_demonstration
+from bough.cli.machine.up import ensure_demonstration
 from bough.config.cache_paths import demonstration_folder
+from bough.config.flag_parser import FlagParser
 from loadtest.common.limits import drop_cached
 from loadtest.common.machine import processor
 from loadtest.sweep.contestant import SMALL, Contestant
@@ -58,7 +58,7 @@ def compared(model: Path, budget: str, turns: int, repeats: int) -> list[dict[st
 
 def main() -> None:
     """Prints a line for each budget and size, and one JSON line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = FlagParser(description=__doc__)
     parser.add_argument("--budgets", nargs="+", default=["0.5GB", "1.5GB", "4GB"], help="--device-memory of each")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--repeats", type=int, default=3, help="sweeps of each turn")

@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bough.cli.demo import UP_DEFAULTS
-from bough.cli.up import settings_from
+from bough.cli.flags.machine import up_arguments
+from bough.cli.machine.up import settings_from
 from bough.client import Client
 from bough.processes.launch import launched
 from bough.protocol.generation import GenerateOptions, Speculation, TextPrompt, Tokens
@@ -34,7 +34,7 @@ async def link_busy(num_nodes: int) -> dict[str, Any]:
     """The pipeline as `bough demo` starts it, but for its memory."""
     os.environ.update(MEMORY)
     rounds: list[Tokens] = []
-    async with launched(settings_from(UP_DEFAULTS), lambda _: None) as cluster, Client(cluster.address) as client:
+    async with launched(settings_from(up_arguments()), lambda _: None) as cluster, Client(cluster.address) as client:
         speculation = Speculation(budget=num_nodes)
         options = GenerateOptions(temperature=0.0, max_tokens=128, ignore_eos=True, speculation=speculation)
         async for event in client.generate(TextPrompt("The history of the lighthouse begins with"), options):

@@ -32,6 +32,7 @@ from typing import Any
 
 import grpc
 
+from bough.config.flag_parser import FlagParser
 from bough.processes.launch import Cluster, Settings, launched
 from loadtest.common.machine import processor
 from loadtest.common.stacks import stack_settings
@@ -160,7 +161,7 @@ async def measured(arguments: argparse.Namespace, folder: Path) -> dict[str, Any
 
 def main() -> None:
     """Reads the flags, measures, prints."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = FlagParser(description=__doc__)
     parser.add_argument("--requests", type=int, default=40, help="asked of each bough (default 40)")
     parser.add_argument("--sweep-seconds", type=float, default=0.05, help="that a simulated sweep takes (default 0.05)")
     parser.add_argument("--seed", type=int, default=1, help="of the order (default 1)")

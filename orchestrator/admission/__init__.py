@@ -1,1 +1,1 @@
-"""Which requests come in, and how many at once."""
+"""Admission: which requests are accepted, and how many run at once."""

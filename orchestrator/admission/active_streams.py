@@ -1,4 +1,4 @@
-"""What is being served: at most one stream for each request and for each session."""
+"""The running streams: at most one for each request and for each session."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from orchestrator.admission.admission import Hold
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.05
-ENDING_SECONDS = 5.0  # that a stream which is cut off takes at most to free what it holds
+ENDING_SECONDS = 5.0  # limit for a stream that was cut off to free its resources
 
 Result = TypeVar("Result")
 Item = TypeVar("Item")
@@ -27,42 +27,58 @@ class Stream:
     """A request from its arrival to the end of its stream."""
 
     request_id: str
-    session_id: str  # empty where the client has not named one
-    ended: asyncio.Event = field(default_factory=asyncio.Event)  # from outside
-    error: BoughError | None = None  # that it ended with; None is an abort
-    hold: Hold = field(default_factory=Hold)  # its place among those that run
+    session_id: str  # empty if the client gave none
+    ended: asyncio.Event = field(default_factory=asyncio.Event)  # ended from outside
+    error: BoughError | None = None  # the error that it ended with; None is an abort
+    hold: Hold = field(default_factory=Hold)  # its place or turn in `Admission`
+    _limit: asyncio.Timeout | None = None  # of the work under way
 
     def end(self, error: BoughError | None = None) -> None:
-        """Ends it before its time."""
+        """End the stream early."""
         self.error = self.error or error
-        self.ended.set()
+        if not self.ended.is_set():
+            self.ended.set()
+            self._interrupt()
 
     @property
     def is_superseded(self) -> bool:
-        """Whether its session is somebody else's now."""
+        """Whether another call has taken over the request or session."""
         return isinstance(self.error, StaleEpoch)
 
     async def before_end(self, work: Awaitable[Result]) -> Result | None:
-        """What it comes to; None where the stream is aborted first, which ends the work. Raises what else ends it."""
-        task, ending = asyncio.ensure_future(work), asyncio.ensure_future(self.ended.wait())
+        """The result of `work`; None if the stream is aborted first, which cancels it. Raises the stream's error.
+
+        The calling task does the work: another task for each round would cost more than the round's tree.
+        """
+        result = None
         try:
-            await asyncio.wait((task, ending), return_when=asyncio.FIRST_COMPLETED)
-            if self.error is not None:
-                raise self.error
-            return task.result() if task.done() else None
+            async with asyncio.timeout(None) as self._limit:
+                if self.ended.is_set():
+                    self._interrupt()
+                result = await work
+        except Exception:
+            if not self.ended.is_set():
+                raise
         finally:
-            await end(task, ending)  # where this task is cancelled meanwhile, that is raised
+            self._limit = None
+        if self.error is not None:
+            raise self.error
+        return result
+
+    def _interrupt(self) -> None:
+        if self._limit is not None:
+            self._limit.reschedule(asyncio.get_running_loop().time())
 
     async def delivered(self, events: AsyncGenerator[Item, None], stalled_seconds: float) -> AsyncGenerator[Item, None]:
-        """The same events to a reader that may be slow, or stop reading without a word.
+        """Yield `events` to a reader that may be slow or stop reading.
 
-        What `events` holds is freed as soon as the stream ends with an error, even while the reader still has its
-        last event and does not ask for the next one. The reader gets the error when it asks again.
+        Resources of `events` are freed as soon as the stream ends with an error, even while the reader still has the
+        last event and has not asked for the next. The reader gets the error when it asks again.
 
         Raises:
             DeadlineExceeded: the reader took nothing for `stalled_seconds`.
         """
-        turn = asyncio.Lock()  # a generator is asked for its next event, or closed, by one task at a time
+        turn = asyncio.Lock()  # only one task at a time may ask the generator for its next event, or close it
         freeing = asyncio.create_task(self._free_at_error(events, turn))
         stalled = DeadlineExceeded(
             f"the stream has not been read for {stalled_seconds:g} s; it is ended, and can be resumed"
@@ -94,7 +110,7 @@ class Stream:
 
 
 class Running:
-    """The streams of this orchestrator."""
+    """All running streams of this orchestrator."""
 
     def __init__(self) -> None:
         self._by_request: dict[str, Stream] = {}
@@ -105,10 +121,10 @@ class Running:
 
     @contextmanager
     def admitted(self, stream: Stream, takes_over: bool) -> Iterator[Stream | None]:
-        """Lists a stream for as long as the block runs. One that `takes_over` ends an earlier one of its request: that.
+        """Register a stream during the block. With `takes_over`, end and yield an earlier stream of the request.
 
         Raises:
-            InvalidRequest: the request, or another one in the session, is running.
+            InvalidRequest: the request, or another one of the session, is running.
         """
         request_id, session_id = stream.request_id, stream.session_id
         earlier = self._refuse_or_end(request_id, session_id, takes_over)
@@ -123,17 +139,17 @@ class Running:
                     del table[name]
 
     def request(self, request_id: str) -> Stream:
-        """Raises NotFound."""
+        """The stream of a request. Raises NotFound."""
         if request_id not in self._by_request:
             raise NotFound(f"request_id: {request_id!r} is not running")
         return self._by_request[request_id]
 
     def in_session(self, session_id: str) -> Stream | None:
-        """What runs in a session."""
+        """The stream of a session, if one is running."""
         return self._by_session.get(session_id)
 
     async def finished_or_cut_off(self, patience_seconds: float, error: BoughError) -> None:
-        """Waits until every stream has finished; those that take longer end with this error and free what they hold."""
+        """Wait until all streams have finished; after `patience_seconds` end the others with this error."""
         if await self._emptied(patience_seconds):
             return
         logger.warning("%d requests did not finish in %g s and are cut off", len(self), patience_seconds)
@@ -142,7 +158,7 @@ class Running:
         await self._emptied(ENDING_SECONDS)
 
     async def _emptied(self, patience_seconds: float) -> bool:
-        """Waits until no stream runs; False where that took too long."""
+        """Wait until no stream runs; False on timeout."""
         with suppress(TimeoutError):
             async with asyncio.timeout(patience_seconds):
                 while self._by_request:
@@ -156,6 +172,6 @@ class Running:
         if same is None:
             return None
         if not takes_over:
-            raise InvalidRequest(f"request_id: {request_id!r} is already running; another would do")
+            raise InvalidRequest(f"request_id: {request_id!r} must not be the id of a running request")
         same.end(StaleEpoch(f"request_id: {request_id!r} has been resumed by another call"))
         return same

@@ -1,6 +1,6 @@
-"""Who may run: so many requests at once, and so many more that wait for a place, first come first served.
+"""Admission: a limited number of requests runs at once, a limited number waits in a FIFO queue.
 
-What is beyond both is refused at once and told when to come back: a queue that grows without bound helps nobody.
+Further requests are refused at once with a retry delay, since an unbounded queue helps nobody.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from dataclasses import dataclass
 from bough.errors import Exhausted, Unavailable
 from orchestrator.sessions.deadline import Deadline
 
-NUM_RECENT = 32  # requests whose times are remembered
+NUM_RECENT = 32  # requests whose durations are averaged
 SHORTEST_RETRY_SECONDS = 1.0
 LONGEST_RETRY_SECONDS = 60.0
 
 
 @dataclass(slots=True, eq=False)
 class Hold:
-    """What a request has here: a place, or its turn in the queue. A call that resumes the request takes it over."""
+    """What a request has here: a place, or a turn in the queue. A call that resumes the request takes it over."""
 
-    turn: asyncio.Future[None] | None = None  # that it waits, or has waited, for
+    turn: asyncio.Future[None] | None = None  # that the request waits for, or has waited for
 
     @property
     def is_waiting(self) -> bool:
@@ -32,7 +32,7 @@ class Hold:
 
 
 class Admission:
-    """Places of an orchestrator. All of it runs on one event loop."""
+    """The places of an orchestrator. Used on one event loop."""
 
     def __init__(self, max_running: int, max_waiting: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.max_running = max_running
@@ -41,30 +41,30 @@ class Admission:
         self._num_free = max_running
         self._queue: deque[Hold] = deque()  # in order of arrival
         self._refusal = ""
-        self._began: dict[Hold, float] = {}  # when each place in use was taken
-        self._held: deque[float] = deque(maxlen=NUM_RECENT)  # seconds that places were held lately
-        self._promised = 0.0  # until then, places that come free are those of callers who were sent away
+        self._began: dict[Hold, float] = {}  # by request: when it got its place
+        self._held: deque[float] = deque(maxlen=NUM_RECENT)  # durations for which the latest requests had their places
+        self._promised = 0.0  # until then, places that become free are expected to go to refused callers
 
     @property
     def num_waiting(self) -> int:
         """Requests in the queue."""
-        return sum(hold.is_waiting for hold in list(self._queue))  # asked of by other threads too
+        return sum(hold.is_waiting for hold in list(self._queue))  # a copy, as other threads call this
 
     @property
     def is_closed(self) -> bool:
-        """Whether nobody is let in any more."""
+        """Whether all requests are refused."""
         return self._refusal != ""
 
     @property
     def wait_seconds(self) -> float:
-        """How long one more request would wait for its place, by how long the others held theirs; 0 if one is free."""
+        """Expected wait of one more request for its place, from durations of others; 0 if a place is free."""
         return 0.0 if self._num_free else (self.num_waiting + 1) * self._turnover_seconds
 
     @contextmanager
     def holding(self, hold: Hold, earlier: Hold | None = None) -> Iterator[None]:
-        """Around a request: what it holds here by the end of the block is somebody else's then.
+        """Free the request's place or turn when the block ends.
 
-        What an `earlier` call of the same request has here is this one's at once, before that call has ended.
+        It takes over the place or turn of an `earlier` call of the same request at once, before that call has ended.
         """
         if earlier is not None:
             self._take_over(earlier, hold)
@@ -78,39 +78,37 @@ class Admission:
                 self._pass_on()
 
     async def place(self, hold: Hold, patience: Deadline) -> None:
-        """Waits for its turn; then `hold` is a place.
+        """Wait for the request's turn; then it has a place.
 
         Raises:
-            Exhausted: the queue is full, or the turn did not come in time; with a delay.
-            Unavailable: nobody is let in any more.
+            Exhausted: the queue is full, or the turn did not come in time; has a retry delay.
+            Unavailable: all requests are refused.
         """
         with patience.waiting():
             await self._turn(hold, patience.queue_seconds)
 
     def close(self, refusal: str) -> None:
-        """From now on everyone is refused as Unavailable with this text, those in the queue at once."""
+        """Refuse all requests from now on, including queued ones, as Unavailable with this text."""
         self._refusal = refusal
         for hold in self._queue:
             if hold.turn is not None and not hold.turn.done():
                 hold.turn.set_exception(Unavailable(refusal))
 
     def exhausted(self, problem: str) -> Exhausted:
-        """The error for a caller who is sent away, with a delay that is later for each one than for the one before.
+        """The error for a refused caller, with a retry delay that increases from one caller to the next.
 
-        If all were told the same moment, all would come back in it.
+        With equal delays, all would return at the same moment.
         """
         now = self._clock()
         self._promised = min(max(now, self._promised) + self._turnover_seconds, now + LONGEST_RETRY_SECONDS)
         retry_seconds = max(SHORTEST_RETRY_SECONDS, self._promised - now)
-        return Exhausted(
-            f"{problem}; another orchestrator would do, or this one in {retry_seconds:.1f} s", retry_seconds
-        )
+        return Exhausted(f"{problem}; try another orchestrator, or this one in {retry_seconds:.1f} s", retry_seconds)
 
     @property
     def _turnover_seconds(self) -> float:
-        """Seconds from one place that comes free to the next: the time that one is held, over their number.
+        """Seconds between two places becoming free: the duration of a request divided by the number of places.
 
-        By the requests that ended lately; or by those that run, where these have had theirs for longer.
+        The duration is that of recently ended requests, or the age of running ones if that is longer.
         """
         now = self._clock()
         ages = [now - began for began in self._began.values()]
@@ -129,12 +127,12 @@ class Admission:
         if hold in self._began:
             return
         if hold not in self._queue:
-            if self._num_free:  # then nobody waits: a place that comes free goes to the first in the queue
+            if self._num_free:  # then the queue is empty: a free place goes to the first in the queue
                 self._num_free -= 1
                 self._began[hold] = self._clock()
                 return
             if self.num_waiting >= self.max_waiting:
-                raise self.exhausted(f"{self.max_running} requests run and {self.num_waiting} wait, as many as may")
+                raise self.exhausted(f"{self.max_running} requests run and {self.num_waiting} wait, the limits")
             hold.turn = asyncio.get_running_loop().create_future()
             self._queue.append(hold)
         assert hold.turn is not None, "it waits for one"
@@ -145,7 +143,7 @@ class Admission:
             raise self.exhausted(f"no place came free in {queue_seconds:.3g} s (--queue-timeout)") from exc
 
     def _pass_on(self) -> None:
-        """A place has come free: it is the first one's in the queue."""
+        """Give a free place to the first in the queue."""
         while self._queue:
             hold = self._queue.popleft()
             if hold.turn is not None and not hold.turn.done():

@@ -1,4 +1,4 @@
-"""Which calls an orchestrator takes, decided by their number and size before any of them is decoded."""
+"""Limits the number and size of calls before their messages are decoded."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from bough.rpc.drain import Drainer
 from bough.rpc.status_map import MAX_MESSAGE_BYTES
 from orchestrator.admission.admission import Admission
 
-SPARE_CALLS = 32  # of Generate, beyond those that run and wait: some are ending, or are about to be refused by name
+SPARE_CALLS = 32  # Generate calls besides those that run and wait: some are ending or about to be refused
 MAX_OTHER_CALLS = 256
-MAX_BYTES = 64 * MAX_MESSAGE_BYTES  # of the messages of all calls together
-BYTES_PER_TOKEN = 32  # of a prompt, for each token of the context: several times what any language takes
-SMALL_BYTES = 256 * 1024  # that a message may always have
-ALWAYS_ANSWERED = frozenset({"Check", "Watch"})  # health, of which a balancer asks
+MAX_BYTES = 64 * MAX_MESSAGE_BYTES  # of all messages together
+BYTES_PER_TOKEN = 32  # of a prompt, per token of the context: several times what any language needs
+SMALL_BYTES = 256 * 1024  # limit of a message for any context
+ALWAYS_ANSWERED = frozenset({"Check", "Watch"})  # health checks of load balancers
 
 
 class Entrance(Drainer):
-    """Bounds what is decoded and held for callers who wait, so that no number of them fills the memory."""
+    """Limits what is decoded and kept for waiting callers, so that no number of callers exhausts memory."""
 
     def __init__(self, admission: Admission, largest_context: Callable[[], int]) -> None:
-        """`largest_context` returns the tokens of the longest session that any target takes; 0 if none is known."""
+        """`largest_context` returns the longest context in tokens of any target; 0 if none is known."""
         super().__init__()
         self._admission = admission
         self._largest_context = largest_context
@@ -32,11 +32,11 @@ class Entrance(Drainer):
 
     @contextmanager
     def entering(self, method: str, num_bytes: int) -> Iterator[None]:
-        """Counts a call from before its message is decoded to its end.
+        """Count a call while it is decoded and served.
 
         Raises:
             InvalidRequest: the message is larger than any prompt that fits a context.
-            Exhausted: there are too many calls, or too many bytes of them; with a delay.
+            Exhausted: there are too many calls, or too many bytes of calls; has a retry delay.
         """
         if method in ALWAYS_ANSWERED:
             yield
@@ -58,12 +58,12 @@ class Entrance(Drainer):
         most_bytes = max(SMALL_BYTES, context * BYTES_PER_TOKEN)
         if context and num_bytes > most_bytes:
             raise InvalidRequest(
-                f"message: value had {num_bytes} bytes; must have at most {most_bytes}, for the longest context is of "
-                f"{context} tokens"
+                f"message: must have at most {most_bytes} bytes, as the longest context has "
+                f"{context} tokens, got {num_bytes}"
             )
         if is_generating and self._num_generating >= admission.max_running + admission.max_waiting + SPARE_CALLS:
-            raise admission.exhausted(f"{self._num_generating} requests run and wait, more than may")
+            raise admission.exhausted(f"{self._num_generating} requests run and wait, which is above the limit")
         if not is_generating and self._num_others >= MAX_OTHER_CALLS:
-            raise admission.exhausted(f"{self._num_others} calls are being answered, as many as may")
+            raise admission.exhausted(f"{self._num_others} calls are being answered, which is the limit")
         if self._num_bytes + num_bytes > MAX_BYTES:
-            raise admission.exhausted(f"the messages of all calls have {self._num_bytes} bytes, about as many as may")
+            raise admission.exhausted(f"the messages of all calls have {self._num_bytes} bytes, about the limit")

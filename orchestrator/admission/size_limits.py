@@ -1,36 +1,36 @@
-"""What is refused for its size, as soon as that is known."""
+"""Refuses requests by their size, as early as it is known."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 
-from bough.errors import InvalidRequest
+from bough.errors import ContextExceeded, InvalidRequest
 from bough.protocol import codec_checks
 from bough.protocol.codec import MAX_NAME_LENGTH
 from bough.protocol.generation import ChatPrompt, GenerateOptions, Prompt, Speculation, TextPrompt, TokenPrompt
 from bough.tokenization.tokenizer import Tokenizer
-from bough.trees.tree_plan import Chains, Scheme, StaticShape, require_growth
+from bough.trees.tree_plan import Chains, StaticShape, require_growth
 
 
 def require_texts(prompt: Prompt, options: GenerateOptions) -> None:
-    """Raises InvalidRequest for a name that `require_name` refuses, or a text that is not UTF-8."""
+    """Raise InvalidRequest for names that `require_name` refuses, and for texts that are not UTF-8."""
     for field in ("request_id", "session_id", "model", "cache_salt"):
         require_name(field, getattr(options, field))
     codec_checks.require_texts(prompt, options)
 
 
 def require_name(field: str, name: str) -> None:
-    """Raises InvalidRequest for a name that is too long to be a key of the index, or is not UTF-8."""
+    """Raise InvalidRequest for a name that is too long for a key of the index, or not UTF-8."""
     if len(name) > MAX_NAME_LENGTH:
-        raise InvalidRequest(f"{field}: {len(name)} characters; at most {MAX_NAME_LENGTH} would do")
+        raise InvalidRequest(f"{field}: must have at most {MAX_NAME_LENGTH} characters, got {len(name)}")
     codec_checks.require_text(field, name)
 
 
 def require_size(prompt: Prompt, tokenizer: Tokenizer, max_context: int) -> None:
-    """Raises InvalidRequest for a prompt that cannot fit the context whatever its tokens are.
+    """Raises ContextExceeded for a prompt that cannot fit the context whatever its tokens are.
 
-    Megabytes of text take the tokenizer seconds, in which nothing else is served. Whether what passes here does fit is
-    known once it is tokens.
+    Tokenizing megabytes of text takes seconds, so this comes first. Whether a prompt that passes fits is known after
+    tokenizing.
     """
     most = max_context * tokenizer.longest_token
     match prompt:
@@ -42,46 +42,47 @@ def require_size(prompt: Prompt, tokenizer: Tokenizer, max_context: int) -> None
             for index, message in enumerate(messages):
                 if len(message.role) > MAX_NAME_LENGTH:
                     raise InvalidRequest(
-                        f"chat.messages[{index}].role: value had {len(message.role)} characters; must be at most "
-                        f"{MAX_NAME_LENGTH}"
+                        f"chat.messages[{index}].role: must have at most {MAX_NAME_LENGTH} "
+                        f"characters, got {len(message.role)}"
                     )
         case TokenPrompt(token_ids):
             _require_fit("prompt", len(token_ids), "tokens", max_context - 1, max_context)
 
 
 def require_size_for_any(prompt: Prompt, tokenizers: Collection[Tokenizer], max_context: int) -> None:
-    """The same for a prompt of which it is not known yet who will read it, before it waits for its turn."""
+    """As `require_size`, before the model is known: with the tokenizer that allows the longest text."""
     if tokenizers:
         require_size(prompt, max(tokenizers, key=lambda tokenizer: tokenizer.longest_token), max_context)
 
 
 def _require_fit(field: str, size: int, unit: str, most: int, max_context: int) -> None:
     if size > most:
-        raise InvalidRequest(
-            f"{field}: {size} {unit}; the context holds {max_context} tokens, of which at least one is for the output: "
-            f"at most {most} {unit} can fit"
+        raise ContextExceeded(
+            f"{field}: {size} {unit}; the model's maximum context length is {max_context} tokens, of which at least "
+            f"one is for the output: at most {most} {unit} can fit"
         )
 
 
 def require_room(tokens: list[int], max_context: int) -> None:
-    """Raises InvalidRequest for a prompt that leaves no room for a token of output."""
+    """Raises ContextExceeded for a prompt that leaves no room for a token of output."""
     if len(tokens) >= max_context:
-        raise InvalidRequest(
-            f"prompt: {len(tokens)} tokens; the context holds {max_context}, of which at least one is for the output"
+        raise ContextExceeded(
+            f"prompt: {len(tokens)} tokens; the model's maximum context length is {max_context} tokens, of which at "
+            "least one is for the output"
         )
 
 
 def require_sizes(speculation: Speculation, max_nodes: int) -> None:
-    """Raises InvalidRequest for trees that cannot be, or be verified so."""
+    """Raise InvalidRequest for trees that are impossible, or that the scheme cannot verify."""
     for name in ("budget", "width", "depth"):
         value = getattr(speculation, name)
         if value is not None and not 1 <= value <= max_nodes:
-            raise InvalidRequest(f"speculation.{name}: {value}; 1 to {max_nodes} would do")
+            raise InvalidRequest(f"speculation.{name}: must be 1 to {max_nodes}, got {value}")
     if speculation.lookup is not None and not 0 <= speculation.lookup <= max_nodes:
-        raise InvalidRequest(f"speculation.lookup: {speculation.lookup}; 0 to {max_nodes} would do")
+        raise InvalidRequest(f"speculation.lookup: must be 0 to {max_nodes}, got {speculation.lookup}")
     if speculation.growth is not None:
         require_growth("speculation.growth", speculation.growth, max_nodes)
-    if speculation.scheme is not Scheme.TARGET and not isinstance(speculation.growth, StaticShape | Chains):
+    if speculation.scheme.is_sampled and not isinstance(speculation.growth, StaticShape | Chains):
         raise InvalidRequest(
             f"speculation.scheme: {speculation.scheme.value} verifies samples, and growing best first takes none; "
             "growth by a shape or in chains would do"

@@ -1,4 +1,4 @@
-"""What a tenant has running and has used lately, against what its key allows."""
+"""Running requests and recent tokens of each tenant, against the limits of its key."""
 
 from __future__ import annotations
 
@@ -12,48 +12,78 @@ from bough.protocol.generation import Event, Finished, Started, Tokens
 from bough.security.api_keys import ApiKey
 
 MINUTE_SECONDS = 60.0
-RETRY_SECONDS = 1.0  # after which one of a tenant's own requests may have ended
+MAX_SESSIONS = 10_000  # of a tenant whose key sets none: a tenth of what the index keeps
+RETRY_SECONDS = 1.0  # after which one of the tenant's running requests may have ended
 
 
 @dataclass(slots=True)
 class _Account:
-    """One tenant's."""
+    """The account of one tenant."""
 
     num_running: int = 0
-    num_owed: float = 0.0  # tokens that were used and that the minutes since have not paid for
+    num_owed: float = 0.0  # used tokens, minus the rate limit's tokens for the time since
     settled_at: float = 0.0  # seconds on the clock
+    sessions: dict[str, int] = field(default_factory=dict)  # running requests by session name; last used last
 
     def settle(self, now: float, per_minute: int) -> None:
-        """What time has paid for is owed no more."""
+        """Deduct the rate limit's tokens for the time since the last settlement."""
         paid = (now - self.settled_at) * per_minute / MINUTE_SECONDS
         self.num_owed, self.settled_at = max(0.0, self.num_owed - paid), now
 
 
 @dataclass(slots=True)
 class Usage:
-    """All tenants' accounts. Requests are let in while a tenant owes less than a minute's tokens; none is cut short."""
+    """All tenants' accounts. Requests are accepted while a tenant owes less than a minute's tokens."""
 
     clock: Callable[[], float] = time.monotonic
     _accounts: dict[str, _Account] = field(default_factory=dict)
 
     @contextmanager
-    def request(self, key: ApiKey) -> Iterator[Callable[[Event], None]]:
-        """One request, whose events are to be told to what the block is given.
+    def request(self, key: ApiKey, session: str = "") -> Iterator[Callable[[Event], None]]:
+        """Count a request in a named session, or in none; the block gets a function to be called with each event.
 
         Raises:
-            Exhausted: the tenant has as many requests as it may, or has used its tokens; with a delay.
+            Exhausted: the tenant has reached its limit of requests, sessions or tokens; has a retry delay.
         """
         account = self._accounts.setdefault(key.name, _Account(settled_at=self.clock()))
-        self._require_room(key, account)
+        self._require_room(key, account, session)
         account.num_running += 1
+        begun: list[str] = []
+
+        def observe(event: Event) -> None:
+            if session and isinstance(event, Started):
+                account.sessions[session] = account.sessions.pop(session, 0) + 1
+                begun.append(session)
+            self._observe(account, key, event)
+
         try:
-            yield lambda event: self._observe(account, key, event)
+            yield observe
         finally:
             account.num_running -= 1
+            for name in account.sessions.keys() & begun:
+                account.sessions[name] -= 1
 
-    def _require_room(self, key: ApiKey, account: _Account) -> None:
+    def surplus(self, key: ApiKey) -> list[str]:
+        """Remove and return the least recently used idle sessions beyond a tenant's limit."""
+        sessions = self._accounts[key.name].sessions
+        idle = [name for name, num_running in sessions.items() if not num_running]
+        given_up = idle[: max(0, len(sessions) - _most_sessions(key))]
+        for name in given_up:
+            del sessions[name]
+        return given_up
+
+    def forget(self, key: ApiKey, session: str) -> None:
+        """Remove a session that was closed."""
+        if key.name in self._accounts:
+            self._accounts[key.name].sessions.pop(session, None)
+
+    def _require_room(self, key: ApiKey, account: _Account, session: str) -> None:
+        if session and session not in account.sessions:
+            num_busy = sum(1 for num_running in account.sessions.values() if num_running)
+            if num_busy >= _most_sessions(key):
+                raise Exhausted(f"sessions: a request runs in each of the {num_busy} of this key", RETRY_SECONDS)
         if key.requests and account.num_running >= key.requests:
-            raise Exhausted(f"requests: {key.requests} of this key's run, as many as may at once", RETRY_SECONDS)
+            raise Exhausted(f"requests: {key.requests} of this key run, which is its limit", RETRY_SECONDS)
         if not key.tokens_per_minute:
             return
         account.settle(self.clock(), key.tokens_per_minute)
@@ -65,7 +95,7 @@ class Usage:
             )
 
     def _observe(self, account: _Account, key: ApiKey, event: Event) -> None:
-        """A prompt counts when it is let in, and output as it comes."""
+        """Count the prompt on Started, and output as it comes."""
         match event:
             case Started():
                 used = event.prompt_tokens
@@ -76,3 +106,7 @@ class Usage:
         if key.tokens_per_minute:
             account.settle(self.clock(), key.tokens_per_minute)
             account.num_owed += used
+
+
+def _most_sessions(key: ApiKey) -> int:
+    return key.sessions or MAX_SESSIONS

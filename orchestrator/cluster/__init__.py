@@ -1,1 +1,1 @@
-"""The workers that an orchestrator knows, and which of them it uses."""
+"""The workers that an orchestrator knows, and its choice among them."""

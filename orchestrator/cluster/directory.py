@@ -1,7 +1,7 @@
-"""Who is there: the workers that the index names, what they say of themselves, and which of them to use.
+"""The known workers: those listed in the index, asked what they serve, and chosen from.
 
-The index is asked every now and then and believed only as far as the workers bear it out. While it does not answer, the
-workers last known stay in use.
+The index is polled, and its entries are verified with the workers. While it does not answer, the last known workers
+stay in use.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 import grpc
 
 from bough.concurrency.tasks import end
+from bough.concurrency.turnstile import Turnstile
 from bough.errors import BoughError, Unavailable
 from bough.processes.compatibility import fetch_tokenizer
 from bough.protocol.generation import WorkerStatus
@@ -28,38 +29,39 @@ from bough.tokenization.vocabulary import TokenizerFiles, first_difference
 from orchestrator.cluster.expected_wait import UsualRound
 from orchestrator.cluster.same_weights import watch_weights, with_weights
 from orchestrator.cluster.tokenizer_threads import Tokenizing
-from orchestrator.cluster.worker_clients import DraftClient, TargetClient
+from orchestrator.cluster.worker_clients import AT_ONCE, DraftClient, TargetClient
 from orchestrator.cluster.worker_handle import AnyClient, WorkerHandle
 
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.5
-MOST_MISSING = round(LEASE_SECONDS / POLL_SECONDS)  # looks in a row without a worker before it is forgotten
-SWEEP_SECONDS = 5.0  # between two tidyings of the index
-FIRST_LOOK_SECONDS = 3.0  # that a start waits for the workers already there to say what they are
+MOST_MISSING = round(LEASE_SECONDS / POLL_SECONDS)  # consecutive polls without a worker before it is forgotten
+SWEEP_SECONDS = 5.0  # between two cleanups of the index
+FIRST_LOOK_SECONDS = 3.0  # limit for which a start waits for listed workers to answer
 
 
 class Directory:
-    """Keeps the list of workers fresh while it runs."""
+    """Keeps the list of workers up to date while it runs."""
 
     def __init__(self, registry: Registry, access: Access = OPEN) -> None:
-        """`access` is how it comes to workers."""
+        """`access` has the credentials for workers."""
         self.registry, self._access = registry, access
         self.tokenizing = Tokenizing()
+        self.turns = Turnstile(AT_ONCE)  # of all that sessions do between two waits
         self.index_problem = ""
         self._targets: dict[str, WorkerHandle[TargetClient]] = {}
         self._drafts: dict[str, WorkerHandle[DraftClient]] = {}
-        self.model_names: set[str] = set()  # that any target has served since the start
+        self.model_names: set[str] = set()  # served by any target since the start
         self._usual = UsualRound()
         self._next_sweep = 0.0  # seconds on the monotonic clock
-        self._meetings: dict[tuple[str, str], asyncio.Task[None]] = {}  # with workers that are new, by kind and id
+        self._meetings: dict[tuple[str, str], asyncio.Task[None]] = {}  # introductions of new workers, by kind and id
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Polls the index for as long as the block runs.
+        """Poll the index for the duration of the block.
 
-        Who is there already has been met when it begins: a process that has just started does not turn away its first
-        request. One that does not answer is met later, beside the others' requests.
+        Listed workers have been introduced when the block begins, so that a new process does not refuse its first
+        request. Workers that do not answer are introduced later, in the background.
         """
         task = asyncio.create_task(self._poll(looked := asyncio.Event()))
         watching = asyncio.create_task(watch_weights(lambda: self.targets))
@@ -77,33 +79,33 @@ class Directory:
 
     @property
     def targets(self) -> tuple[WorkerHandle[TargetClient], ...]:
-        """All but those of which something is wrong; one that is left alone for a while is among them."""
+        """Targets without a problem, including those that are paused after a fault."""
         return tuple(known for known in self._targets.values() if not known.problem)
 
     def alike(
         self, identity: str, weights_hash: str, max_context: int, max_nodes: int
     ) -> tuple[WorkerHandle[TargetClient], ...]:
-        """The targets that give the same tokens, and take sessions and trees of these sizes."""
+        """The targets that give the same tokens, and accept sessions and trees of these sizes."""
         same = with_weights([known for known in self.targets if known.info.identity == identity], weights_hash)
         return tuple(k for k in same if k.info.max_context >= max_context and k.info.max_nodes >= max_nodes)
 
     def draft(
         self, target: WorkerHandle[TargetClient], session_id: str, preferred_id: str
     ) -> WorkerHandle[DraftClient] | None:
-        """A draft worker that speaks of the target's tokens, or None: then there are no trees.
+        """A draft worker with the target's tokenizer; None if there is none, so that rounds have no trees.
 
-        The preferred one, which has the session's KV, if it is there, otherwise the least busy.
+        The preferred one, which has the session's KV, is chosen if it is usable, otherwise the least busy.
         """
         usable = [known for known in self._drafts.values() if known.is_usable_by(session_id) and _fit(known, target)]
         return min(usable, key=lambda known: (known.record.worker_id != preferred_id, known.busyness), default=None)
 
     def find(self, worker_id: str) -> WorkerHandle[TargetClient] | WorkerHandle[DraftClient] | None:
-        """A worker by its name, None for one that is not there."""
+        """The worker of this id; None if it is unknown."""
         return self._targets.get(worker_id) or self._drafts.get(worker_id)
 
     @property
     def num_targets(self) -> int:
-        """Targets that could be chosen between now."""
+        """Number of usable targets."""
         return sum(known.is_usable for known in self._targets.values())
 
     @property
@@ -112,11 +114,11 @@ class Directory:
         return any(known.is_usable for known in self._targets.values())
 
     def statuses(self) -> tuple[WorkerStatus, ...]:
-        """All workers known."""
+        """Statuses of all known workers."""
         return tuple(WorkerStatus(k.record.address, k.info, self._problem(k)) for k in self._everyone())
 
     def _problem(self, known: WorkerHandle[TargetClient] | WorkerHandle[DraftClient]) -> str:
-        """Why a worker is not used; empty for one that is."""
+        """Why a worker is not used; empty if it is."""
         if known.problem or not known.is_usable:
             return known.problem or "did not answer; left alone"
         if known.info.kind == "draft" and self._targets and not any(_fit(known, t) for t in self._targets.values()):
@@ -129,7 +131,7 @@ class Directory:
         return [*self._targets.values(), *self._drafts.values()]
 
     def why_no_target(self) -> str:
-        """In words, for whoever needs one."""
+        """Why no target can be used, for an error message."""
         if self.index_problem:
             return f"no target worker is known, and {self.index_problem}"
         problems = [f"{k.record.worker_id}: {k.problem or 'does not answer'}" for k in self._targets.values()]
@@ -140,7 +142,7 @@ class Directory:
         while True:
             try:
                 await self._refresh()
-            except Exception:  # whatever a worker or the index has made it stumble over, it goes on looking
+            except Exception:  # polling must survive any error
                 logger.exception("the list of workers could not be refreshed")
             looked.set()
             await asyncio.sleep(POLL_SECONDS)
@@ -162,15 +164,15 @@ class Directory:
         await self._forget_unlisted()
 
     async def _sweep(self) -> None:
-        """Tidies the index every few seconds. Any orchestrator may, at any time."""
+        """Clean up the index every few seconds; any orchestrator may do so at any time."""
         if time.monotonic() < self._next_sweep:
             return
         self._next_sweep = time.monotonic() + SWEEP_SECONDS
-        with suppress(Unavailable):  # the next poll will find out
+        with suppress(Unavailable):  # the next poll reports it
             await self.registry.sweep_expired()
 
     def _note(self, record: WorkerRecord) -> None:
-        """A listed worker is there; a new one is met beside the polling, which it may not hold up."""
+        """Record that a worker is listed; introduce a new one in the background, so that it does not delay polling."""
         known = self.find(record.worker_id)
         if known is not None:
             known.num_missing = 0
@@ -181,17 +183,17 @@ class Directory:
             self._meetings[key].add_done_callback(lambda _: self._meetings.pop(key))
 
     async def _meet(self, record: WorkerRecord) -> None:
-        """A new worker is asked what it is; who had its address before has left it."""
+        """Introduce a new worker; a known worker at the same address has left it."""
         try:
             if record.kind == "target":
-                client = TargetClient(record.address, record.worker_id, self._access)
+                client = TargetClient(record.address, record.worker_id, self._access, self.turns)
                 known = await self._introduce(record, client)
                 known.usual = self._usual
                 await self._read_vocabularies(known, self._drafts.values())
                 self._targets[record.worker_id] = known
                 self.model_names.add(known.info.model_name)
             elif record.kind == "draft":
-                drafting = await self._introduce(record, DraftClient(record.address, self._access))
+                drafting = await self._introduce(record, DraftClient(record.address, self._access, self.turns))
                 await self._read_vocabularies(drafting, self._targets.values())
                 self._drafts[record.worker_id] = drafting
             else:
@@ -199,7 +201,7 @@ class Directory:
         except BoughError as exc:
             logger.warning("%s is registered at %s, but: %s", record.worker_id, record.address, exc)
             return
-        except Exception:  # whatever a stranger's answer does to us, the others are still served
+        except Exception:  # an invalid answer of one worker must not affect others
             logger.exception("%s is registered at %s, but could not be met", record.worker_id, record.address)
             return
         for other in self._everyone():
@@ -208,7 +210,7 @@ class Directory:
         logger.info("%s at %s", record.worker_id, record.address)
 
     async def _introduce(self, record: WorkerRecord, client: AnyClient) -> WorkerHandle[AnyClient]:
-        """Asks a worker what it is. Raises Unavailable where it does not answer, or not with sense."""
+        """Ask a worker what it serves. Raises Unavailable if it does not answer, or not sensibly."""
         try:
             info = await client.info()
             if info.worker_id != record.worker_id:
@@ -226,19 +228,19 @@ class Directory:
         return known
 
     async def _read_vocabularies(self, known: WorkerHandle[AnyClient], others: Iterable[WorkerHandle[Any]]) -> None:
-        """Of workers that do not fit, whose problem names the difference: reading takes long, and is remembered."""
+        """Read and cache vocabularies of workers whose tokenizers differ, so that a problem names the difference."""
         misfits: list[TokenizerFiles] = [other.tokenizer for other in others if not _fit(other, known)]
         for files in (known.tokenizer, *misfits) if misfits else ():
             await self.tokenizing.run(partial(getattr, files, "vocabulary"))
 
     async def _forget_unlisted(self) -> None:
-        """Not by the clock: an index that comes back empty, or a pause of this process, has nobody forgotten."""
+        """Forget workers by number of polls, not by time: an empty index or a paused process must not lose them."""
         tables: tuple[dict[str, WorkerHandle[TargetClient]] | dict[str, WorkerHandle[DraftClient]], ...] = (
             self._targets,
             self._drafts,
         )
         for table in tables:
-            # A channel with calls in flight stays open: a worker that only lost the index still answers them.
+            # Channels with running calls stay open: a worker that only lost the index still answers them.
             gone = [name for name, known in table.items() if known.num_missing > MOST_MISSING and not known.num_running]
             for worker_id in gone:
                 logger.warning("%s is gone", worker_id)
@@ -246,5 +248,5 @@ class Directory:
 
 
 def _fit(draft: WorkerHandle[Any], target: WorkerHandle[Any]) -> bool:
-    """Whether a token means the same to both; a draft of which that is not so should have refused to start."""
+    """Whether both have the same tokenizer; a draft worker with another one should have refused to start."""
     return draft.info.tokenizer_fingerprint == target.info.tokenizer_fingerprint

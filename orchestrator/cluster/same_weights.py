@@ -1,4 +1,4 @@
-"""Which targets have the same weights. Some of them know it of themselves only a while after they have begun."""
+"""Which targets have the same weights. A target may know its hash only some time after its start."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-LOOK_SECONDS = 5.0  # between two times at which those are asked that did not know
+LOOK_SECONDS = 5.0  # between two times at which targets without a hash are asked
 
 
 def with_weights(targets: Targets, weights_hash: str) -> Targets:
-    """Those, of targets that pass for one model, at which what has begun with these weights may go on.
+    """Those of `targets`, which pass for one model, where something begun with weights of this hash may continue.
 
-    As long as no two of them are known to differ, their samples are believed; after that only a hash that is the same.
+    Equal samples suffice while no two known hashes differ; after that only an equal hash does.
     """
     known = {target.info.weights_hash for target in targets} | {weights_hash}
     if len(known - {""}) <= 1:
@@ -33,13 +33,13 @@ def with_weights(targets: Targets, weights_hash: str) -> Targets:
 
 
 def other_weights(targets: Targets, weights_hash: str) -> str:
-    """Of targets that are left out by `with_weights`, for an error: which they are, and the hashes."""
+    """Describe the targets that `with_weights` left out and their hashes, for an error message."""
     theirs = ", ".join(f"{known.record.worker_id} has {known.info.weights_hash or 'unknown ones'}" for known in targets)
     return f"weights: it began with {weights_hash or 'unknown ones'}, and {theirs}"
 
 
 async def watch_weights(targets: Callable[[], Targets]) -> None:
-    """Asks those that did not know their hash again, and says which of them pass for one model and are not."""
+    """Ask targets without a hash again, and log those that pass for one model but have different weights."""
     told: set[str] = set()
     while True:
         for target in targets():

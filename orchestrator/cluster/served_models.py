@@ -1,4 +1,4 @@
-"""Which models are served, and which of them a request is for. It never goes from one to another."""
+"""The served models, and the choice of targets for a request. A request never moves to another model."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from orchestrator.cluster.same_weights import other_weights, with_weights
 from orchestrator.cluster.worker_clients import TargetClient
 from orchestrator.cluster.worker_handle import WorkerHandle
 
-SHOWN = 64  # characters of a name that nobody knows
+SHOWN = 64  # limit of characters of an unknown name in errors
 OF_EARLIER = "was recorded by an earlier version of bough, which did not say with which model"
 
 Targets = Sequence[WorkerHandle[TargetClient]]
 
 
 def served_models(directory: Directory) -> tuple[ModelInfo, ...]:
-    """All that targets serve, by name. Raises Unavailable where there is none."""
+    """All models that targets serve, by name. Raises Unavailable if there are none."""
     by_model: dict[tuple[str, str], list[WorkerHandle[TargetClient]]] = {}
     for target in directory.targets:
         by_model.setdefault((target.info.model_name, target.info.model_identity), []).append(target)
@@ -30,16 +30,16 @@ def served_models(directory: Directory) -> tuple[ModelInfo, ...]:
 
 
 def largest_context(directory: Directory) -> int:
-    """Tokens of the longest session that any target takes; 0 where no target is known."""
+    """Tokens of the longest session that any target takes; 0 if no target is known."""
     return max((target.info.max_context for target in directory.targets), default=0)
 
 
 def with_its_model(
     directory: Directory, request: RequestRecord | None, session: SessionRecord | None
 ) -> tuple[RequestRecord | None, SessionRecord | None]:
-    """Records in which an earlier version did not say the model, with that of the target where the session was last.
+    """Add the model to records of an earlier version, taken from the target that had the session last.
 
-    As they are where that target is gone, which was one process with one model: nobody knows then which one it was.
+    Records are unchanged if that target is gone: it was one process with one model, which is then unknown.
     """
     target = None if session is None else directory.find(session.target_id)
     if target is None or session is None:
@@ -55,16 +55,15 @@ def with_its_model(
 def targets_for(
     directory: Directory, options: GenerateOptions, request: RequestRecord | None, session: SessionRecord | None
 ) -> Targets:
-    """The targets that may serve a request, which can be used now and have one model; there is at least one.
+    """The usable targets of one model that may serve a request; at least one.
 
-    A request that is resumed goes on where it gets the same tokens, and one in a session where the session's model is.
-    Whoever sends a whole text may begin a session anew with another model, by naming it.
+    A resumed request continues where it gets the same tokens, and one in a session where the session's model is
+    served. A request with the whole text may restart a session with another model by naming it.
 
     Raises:
-        InvalidRequest: the model that is named is another than what the request goes on with, or none is named and
-            there are several.
-        NotFound: no target has ever served the model that is named, or nobody knows with which one it was begun.
-        Unavailable: no target that serves it can be used now.
+        InvalidRequest: the named model is not that of the request or session, or none is named and several are served.
+        NotFound: no target has served the named model, or the model of the session or request was not recorded.
+        Unavailable: no target that serves the model can be used now.
     """
     targets = directory.targets
     if not any(target.is_usable for target in targets):
@@ -74,9 +73,9 @@ def targets_for(
     if session is not None and not session.model_identity:
         if options.continues:
             raise NotFound(
-                f"session_id: {session.session_id!r} {OF_EARLIER}; the full history, with continues false, would do"
+                f"session_id: {session.session_id!r} {OF_EARLIER}; send the full history, with continues false"
             )
-        session = None  # whose name is all that is left of it
+        session = None  # only its id is kept
     if session is not None and (options.continues or not options.model):
         return _continued(targets, options, session)
     served = sorted({target.info.model_name for target in targets})
@@ -91,16 +90,16 @@ def targets_for(
     if session is not None:
         same = [t for t in usable if t.info.model_identity == session.model_identity]
         usable = list(with_weights(same, session.weights_hash)) or usable
-    # Where a name stands for several, say while weights are replaced, it is one of them from here on.
+    # If a name stands for several models, as while weights are replaced, choose one of them.
     least = min(usable, key=lambda target: target.busyness)
     same = [target for target in usable if target.info.model_identity == least.info.model_identity]
     return with_weights(same, least.info.weights_hash) or [least]
 
 
 def _begun(targets: Targets, options: GenerateOptions, request: RequestRecord) -> Targets:
-    """Those that give the tokens that a resumed request would have had."""
+    """The targets that give the tokens which the resumed request would have had."""
     if not request.target_identity:
-        raise NotFound(f"request_id: {request.request_id!r} {OF_EARLIER}; the request anew, without resume, would do")
+        raise NotFound(f"request_id: {request.request_id!r} {OF_EARLIER}; send the request again, without resume")
     same = [target for target in targets if target.info.identity == request.target_identity]
     for target in same:
         _require_named(options, target.info.model_name, f"the model that request_id {request.request_id!r} began with")
@@ -111,7 +110,7 @@ def _begun(targets: Targets, options: GenerateOptions, request: RequestRecord) -
 
 
 def _with_its_weights(usable: Targets, weights_hash: str, whose: str) -> Targets:
-    """Those that have the weights which something has begun with. Raises Unavailable where none has."""
+    """Those with the weights that something was begun with. Raises Unavailable if there are none."""
     same = with_weights(usable, weights_hash)
     if not same:
         raise Unavailable(f"{whose} cannot go on: {other_weights(usable, weights_hash)}")
@@ -119,7 +118,7 @@ def _with_its_weights(usable: Targets, weights_hash: str, whose: str) -> Targets
 
 
 def _continued(targets: Targets, options: GenerateOptions, session: SessionRecord) -> Targets:
-    """Those that have a session's model."""
+    """The targets with a session's model."""
     _require_named(options, session.model_name, f"the model of session_id {session.session_id!r}")
     usable = [t for t in targets if t.is_usable and t.info.model_identity == session.model_identity]
     if not usable:
@@ -140,7 +139,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _model_info(targets: Targets) -> ModelInfo:
-    """Of targets with one model."""
+    """The ModelInfo of targets with one model."""
     first, info = targets[0], targets[0].info
     return ModelInfo(
         info.model_name,

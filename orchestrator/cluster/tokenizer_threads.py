@@ -1,4 +1,4 @@
-"""Threads for what would hold up every stream on the event loop: building tokenizers, and using them on prompts."""
+"""Threads for work that would block the event loop: building tokenizers, and tokenizing prompts."""
 
 from __future__ import annotations
 
@@ -12,17 +12,16 @@ from weakref import WeakValueDictionary
 from bough.tokenization.tokenizer import Tokenizer
 from bough.tokenization.vocabulary import TokenizerFiles
 
-NUM_THREADS = 2  # so that one long prompt does not hold up every short one
+NUM_THREADS = 2  # so that one long prompt does not delay every short one
 
 Result = TypeVar("Result")
 
 
 class Tokenizing:
-    """Keeps one tokenizer for all workers that have the same, and runs what takes long beside the event loop.
+    """Shares one tokenizer among workers with equal ones, and runs slow work in threads.
 
-    The library holds Python's global lock while it builds a tokenizer, which takes a second for a large vocabulary:
-    the thread helps little there, and that it happens once, whatever number of workers come and go, helps most. It
-    gives the lock up while it encodes a text.
+    The tokenizers library holds the GIL while it builds one, a second for a large vocabulary, so that sharing helps
+    more than the thread. It releases the GIL while it encodes.
     """
 
     def __init__(self) -> None:
@@ -31,15 +30,15 @@ class Tokenizing:
         self._built: WeakValueDictionary[TokenizerFiles, Tokenizer] = WeakValueDictionary()
 
     async def run(self, work: Callable[[], Result]) -> Result:
-        """What `work` returns or raises, called in a thread."""
+        """Run `work` in a thread; returns or raises what it does."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     async def shared(self, files: TokenizerFiles) -> Tokenizer:
-        """The tokenizer of these files: the same object for equal files, for as long as anybody has it."""
+        """The tokenizer of these files; the same object for equal files, while anybody uses it."""
         return await self.run(lambda: self._shared(files))
 
     def close(self) -> None:
-        """Ends the threads once they have nothing to do; work that has not begun is given up."""
+        """End the threads; queued work is dropped."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _shared(self, files: TokenizerFiles) -> Tokenizer:
@@ -47,6 +46,6 @@ class Tokenizing:
             tokenizer = self._built.get(files)
             if tokenizer is None:
                 tokenizer = Tokenizer(files)
-                _ = tokenizer.longest_token  # worked out here, and remembered
+                _ = tokenizer.longest_token  # computed and cached here
                 self._built[files] = tokenizer
             return tokenizer

@@ -1,4 +1,4 @@
-"""The orchestrator's ends of the calls to draft and target workers."""
+"""gRPC clients of draft and target workers."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import grpc
 
+from bough.concurrency.turnstile import Turnstile
 from bough.errors import BoughError, PrefixMissing, Unavailable
 from bough.pb import common_pb2, draft_pb2_grpc, target_pb2_grpc
 from bough.protocol import codec
@@ -25,13 +26,14 @@ from orchestrator.sizing.plans import Proposal
 
 INFO_TIMEOUT_SECONDS = 5.0
 RELEASE_TIMEOUT_SECONDS = 5.0
+AT_ONCE = 4  # sessions that go on in one iteration of the event loop, though one sweep answers hundreds together
 
 Reply = TypeVar("Reply")
 Result = TypeVar("Result", GrowResult, VerifyResult)
 
 
 class Timed(NamedTuple):
-    """What a call took, and how much of that was beyond the worker's own time."""
+    """Duration of a call, and the part of it outside the worker."""
 
     network_ns: int
     total_ns: int
@@ -43,29 +45,33 @@ Answer = tuple[VerifyResult, Timed]
 class Reserved(NamedTuple):
     """A session has a slot at a target."""
 
-    held: int  # of its tokens that are in it
-    answer: Answer | None  # the verdict, where that was all that it needed
+    held: int  # of its tokens that are in the slot
+    answer: Answer | None  # the verdict, if nothing else was missing
 
 
 class WorkerClient:
-    """What both kinds of worker are to the orchestrator: an address, a channel, and what it said of itself."""
+    """Client of a worker of either kind: address, channel and stub."""
 
-    def __init__(self, address: str, make_stub: Callable[[grpc.aio.Channel], Any], access: Access) -> None:
+    def __init__(
+        self, address: str, make_stub: Callable[[grpc.aio.Channel], Any], access: Access, turns: Turnstile | None
+    ) -> None:
+        """`turns` are shared by all clients of an event loop: sessions whose answers come together go on by them."""
         self.address, self._access, self._make_stub = address, access, make_stub
+        self._turns = turns or Turnstile(AT_ONCE)
         self._channel = access.channel(address)
         self._opened = self._channel.current
         self._made = make_stub(self._opened)
 
     @property
     def _stub(self) -> Any:
-        """For the next call: of another channel once this process has another certificate."""
+        """The stub for the next call; a new one after this process's certificate has changed."""
         if self._opened is not self._channel.current:
             self._opened = self._channel.current
             self._made = self._make_stub(self._opened)
         return self._made
 
     async def close(self) -> None:
-        """Ends the connection."""
+        """Close the connection."""
         await self._channel.close()
 
     async def info(self) -> WorkerInfo:
@@ -74,74 +80,83 @@ class WorkerClient:
         return codec.info_from_wire(await self._ask(self._stub.GetServerInfo, request, INFO_TIMEOUT_SECONDS))
 
     async def release(self, session_id: str, epoch: int) -> None:
-        """Lets the worker forget a session, unless it has been placed anew since this epoch. 0 does not care."""
+        """Release a session, unless it has a newer epoch; epoch 0 always releases."""
         request = common_pb2.ReleaseRequest(session_id=session_id, epoch=epoch)
         await self._ask(self._stub.Release, request, RELEASE_TIMEOUT_SECONDS)
+
+    async def _ask_in_turn(
+        self, method: Callable[..., Awaitable[Reply]], request: object, timeout_seconds: float, span: Span
+    ) -> Reply:
+        """As `_ask`; returns when the event loop has time for what a session makes of an answer."""
+        reply = await self._ask(method, request, timeout_seconds, span)
+        await self._turns.turn()
+        return reply
 
     async def _ask(
         self, method: Callable[..., Awaitable[Reply]], request: object, timeout_seconds: float, span: Span = NO_SPAN
     ) -> Reply:
-        """One call, within a span. Raises what the worker answers, or Unavailable, also for a closed channel."""
+        """Make one call, within a span. Raises the worker's error, or Unavailable, also if the channel is closed."""
         metadata = (*self._access.credentials, *carried(span))
         try:
             reply = await method(request, timeout=timeout_seconds, metadata=metadata)
         except grpc.aio.AioRpcError as exc:
             raise to_error(exc, self.address) from exc
-        except grpc.aio.UsageError as exc:  # of a worker that was forgotten while a request waited for it
+        except grpc.aio.UsageError as exc:  # the worker was forgotten while a request waited for it
             raise Unavailable(f"{self.address}: the connection was closed") from exc
         except asyncio.CancelledError as exc:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
                 raise
-            raise Unavailable(f"{self.address}: the connection was closed") from exc  # not we were cancelled: the call
-        if reply is None:  # what gRPC makes of bytes that it cannot decode
-            raise BoughError(f"{self.address}: its answer is no such message")
+            raise Unavailable(f"{self.address}: the connection was closed") from exc  # not this task: the call
+        if reply is None:  # gRPC returns None for bytes that it cannot decode
+            raise BoughError(f"{self.address}: its answer cannot be decoded")
         return reply
 
 
 class DraftClient(WorkerClient):
-    """bough.v1.Draft at an address."""
+    """Client of bough.v1.Draft."""
 
-    def __init__(self, address: str, access: Access = OPEN) -> None:
-        super().__init__(address, draft_pb2_grpc.DraftStub, access)
+    def __init__(self, address: str, access: Access = OPEN, turns: Turnstile | None = None) -> None:
+        super().__init__(address, draft_pb2_grpc.DraftStub, access, turns)
 
     async def grow(
         self, session: Session, plan: TreePlan, vocab_size: int, timeout_seconds: float
     ) -> tuple[GrowResult, Timed]:
-        """A tree for the session's next round, of tokens that its target has, and how long the call took."""
+        """Grow a tree for the session's next round, with tokens of its target only; with the call's duration."""
 
         async def call(context: Context) -> GrowResult:
-            # Every round stands on another token: no two of a session, nor of its turns, have random numbers in common.
+            # Positions of roots are unique in a session, across turns as well, so that rounds share no random numbers.
             round_ = context.base_length
             grow = GrowCall(context, session.tokens[-1], session.sampling, round_, plan, vocab_size, session.epoch)
             request = codec.grow_call_to_wire(grow)
             with session.span.call("bough.v1.Draft/Grow", self.address) as span:
-                return codec.grow_result_from_wire(await self._ask(self._stub.Grow, request, timeout_seconds, span))
+                reply = await self._ask_in_turn(self._stub.Grow, request, timeout_seconds, span)
+                return codec.grow_result_from_wire(reply)
 
         return await _with_context(session, session.draft_held, call)
 
 
 class TargetClient(WorkerClient):
-    """bough.v1.Target at an address."""
+    """Client of bough.v1.Target."""
 
-    def __init__(self, address: str, worker_id: str, access: Access = OPEN) -> None:
-        super().__init__(address, target_pb2_grpc.TargetStub, access)
+    def __init__(self, address: str, worker_id: str, access: Access = OPEN, turns: Turnstile | None = None) -> None:
+        super().__init__(address, target_pb2_grpc.TargetStub, access, turns)
         self._worker_id, self._caller = worker_id, uuid.uuid4().hex
 
     async def verify(
         self, session: Session, proposal: Proposal, scheme: Scheme, num_running: int, timeout_seconds: float
     ) -> tuple[VerifyResult, Timed]:
-        """The verdict on a tree, and how long the call took; `num_running` sessions run there now."""
+        """Get the verdict on a tree, with the call's duration; `num_running` sessions run there now."""
         call = self._verifying(session, proposal, scheme, num_running, timeout_seconds)
         return await _with_context(session, session.target_held, call)
 
     async def reserve(
         self, session: Session, proposal: Proposal, scheme: Scheme, num_running: int, timeout_seconds: float
     ) -> Reserved:
-        """Asks for a slot without sending the context, as if it were held: a target gives the slot before it says no.
+        """Ask for a slot without sending the context: the target reserves it before it reports missing tokens.
 
         Raises:
-            Exhausted: it has no room.
+            Exhausted: there is no room.
         """
         call = self._verifying(session, proposal, scheme, num_running, timeout_seconds, reserves=True)
         try:
@@ -176,7 +191,7 @@ class TargetClient(WorkerClient):
             )
             request = codec.verify_call_to_wire(verify)
             with session.span.call("bough.v1.Target/Verify", self.address) as span:
-                reply = await self._ask(self._stub.Verify, request, timeout_seconds, span)
+                reply = await self._ask_in_turn(self._stub.Verify, request, timeout_seconds, span)
                 return codec.verify_result_from_wire(reply)
 
         return call
@@ -185,9 +200,9 @@ class TargetClient(WorkerClient):
 async def _with_context(
     session: Session, held: int, call: Callable[[Context], Awaitable[Result]]
 ) -> tuple[Result, Timed]:
-    """Sends what the worker is believed to lack; where the belief was wrong, again from what it really holds.
+    """Send the tokens that the worker is believed to lack; if wrong, again from what it holds.
 
-    Should that be gone too a moment later, everything is sent.
+    If that fails as well, everything is sent.
     """
 
     async def tries() -> Result:
@@ -214,6 +229,6 @@ def _context(session: Session, held: int) -> Context:
 
 
 def _common(tokens: Sequence[int], exc: PrefixMissing) -> int:
-    """Tokens of the session that a worker holds after all: all that it has, or none."""
+    """Number of the session's leading tokens that the worker holds: all that it reports, or none."""
     is_ours = exc.held_length < len(tokens) and prefix_hash(tokens[: exc.held_length]) == exc.held_hash
     return exc.held_length if is_ours else 0

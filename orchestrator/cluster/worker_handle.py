@@ -1,4 +1,4 @@
-"""A worker that the index named: what it says of itself, how it has behaved, and whether it is to be used."""
+"""A known worker: what it serves, how it behaves, and whether it is used."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ AnyClient = TypeVar("AnyClient", DraftClient, TargetClient)
 
 @dataclass(slots=True)
 class WorkerHandle(Generic[AnyClient]):
-    """A worker that the index named."""
+    """A known worker."""
 
     record: WorkerRecord
     client: AnyClient
     info: WorkerInfo
-    tokens: Tokenizer  # the same object for all workers that have the same
-    problem: str = ""  # why it is not used, as long as it is there
+    tokens: Tokenizer  # shared by workers with equal tokenizers
+    problem: str = ""  # why it is not used, for good
     num_running: int = 0
-    num_missing: int = 0  # looks in a row at which the index did not name it
+    num_missing: int = 0  # consecutive polls of the index without it
     health: Health = field(default_factory=Health)
-    pace: ExpectedWait = field(default_factory=ExpectedWait)  # of a target
-    usual: UsualRound = field(default_factory=UsualRound)  # the same object for all workers
+    pace: ExpectedWait = field(default_factory=ExpectedWait)  # for targets
+    usual: UsualRound = field(default_factory=UsualRound)  # shared by all workers
 
     def __post_init__(self) -> None:
         self.pace.times.told(self.info.worker_id, self.info.cost)
@@ -44,29 +44,29 @@ class WorkerHandle(Generic[AnyClient]):
 
     @property
     def is_leaving(self) -> bool:
-        """Whether the index lists it no more: it drains, or is about to be forgotten."""
+        """Whether the index no longer lists it: it drains, or will be forgotten."""
         return self.num_missing > 1
 
     @property
     def busyness(self) -> tuple[int, float]:
-        """To choose the least of: what this orchestrator runs there, then what all do, as the worker last said."""
+        """Sort key: sessions that this orchestrator runs there, then the KV use that the worker reported."""
         load = self.record.load
         return self.num_running, load.kv_used_bytes / max(1, load.kv_bytes)
 
     def observe(self, result: VerifyResult) -> None:
-        """A round at this target is over."""
+        """Record a round at this target."""
         self.pace.times.told(self.info.worker_id, result.cost)
         self.usual.observe(result)
 
     def learn(self, info: WorkerInfo) -> None:
-        """What it says of itself later: of what it serves, that is what it did not know before."""
+        """Take over what the worker did not know at its introduction."""
         if info.worker_id == self.record.worker_id:
             self.info = replace(self.info, weights_hash=info.weights_hash)
 
     def is_usable_by(self, session_id: str) -> bool:
-        """Whether a session, which may have seen it fail, is to use it."""
+        """Whether it is usable for a session, for which it may have failed before."""
         return not self.problem and self.health.is_good_for(session_id)
 
     def expected_seconds(self, need: Need) -> float:
-        """How long a request would take at this target, which runs others by now."""
+        """Expected time of a request at this target with its current load."""
         return expected_seconds(self.pace, self.usual, self.info, self.record.load, self.num_running, need)

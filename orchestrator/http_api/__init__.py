@@ -1,1 +1,1 @@
-"""The OpenAI-compatible HTTP front door: the same requests as over gRPC, in another spelling."""
+"""The OpenAI-compatible HTTP API."""

@@ -1,4 +1,4 @@
-"""What both kinds of answers have in common: their head, their usage, how speculation went."""
+"""What chat and text completions have in common: ids, usage, and speculation metrics."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from orchestrator.http_api.spelling import Spell, TokenBytes
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What stands in every chunk of an answer."""
+    """Fields that every chunk of an answer has."""
 
     answer_id: str
     created: int  # seconds since 1970
@@ -23,16 +23,16 @@ class Head:
 
 @dataclass(frozen=True, slots=True)
 class StreamTelling:
-    """What a stream tells beside its text."""
+    """What a stream reports besides its text."""
 
-    usage: bool = False  # in a chunk at the end
+    usage: bool = False  # in a last chunk
     continuous_usage: bool = False  # in every chunk
     rounds: bool = False  # each round, with the chunk of its text
 
 
 @dataclass(slots=True)
 class Choice:
-    """What one choice of an answer has come to."""
+    """State of one choice of an answer."""
 
     prompt_tokens: int = 0
     num_tokens: int = 0
@@ -41,7 +41,7 @@ class Choice:
     finished: Finished | None = None
 
     def observe(self, event: Event) -> None:
-        """Takes in what an event tells."""
+        """Add an event."""
         match event:
             case Started():
                 self.prompt_tokens = event.prompt_tokens
@@ -54,28 +54,31 @@ class Choice:
                 self.add(event.text)
 
     def add(self, text: str) -> None:
-        """More of its text."""
+        """Add text."""
         self.texts.append(text)
         self.num_characters += len(text)
 
     @property
     def text(self) -> str:
-        """All of it."""
+        """The whole text."""
         return "".join(self.texts)
 
     @property
     def finish_reason(self) -> str | None:
-        """Why it ended; None as long as it has not."""
+        """Why it ended; None before that."""
         return self.finished.finish_reason if self.finished else None
 
     @property
-    def stop_reason(self) -> str | None:
-        """The stop text or token id that it ended at."""
-        return self.finished.stop_reason or None if self.finished else None
+    def stop_reason(self) -> str | int | None:
+        """The stop text or, as a number, the token id that ended it."""
+        if self.finished is None:
+            return None
+        token_id = self.finished.stop_token_id
+        return self.finished.stop_reason or None if token_id is None else token_id
 
 
 class Answer(ABC):
-    """An answer on its way. Events go in; out come chunks of a stream, and at the end the whole."""
+    """An answer in progress. Events go in; chunks of a stream come out, or the whole at the end."""
 
     whole_object: str
     chunk_object: str
@@ -83,9 +86,9 @@ class Answer(ABC):
     def __init__(
         self, head: Head, num_choices: int, choices_per_prompt: int, telling: StreamTelling, spell: Spell | None
     ) -> None:
-        """`spell` where log-probabilities are told."""
+        """`spell` is given if log-probabilities are reported."""
         self.head, self.telling = head, telling
-        self.model = ""  # known once a request has been let in, as is
+        self.model = ""  # known once a request has started
         self._token_bytes: TokenBytes | None = None
         self._spell = spell
         self.choices = [Choice() for _ in range(num_choices)]
@@ -106,7 +109,7 @@ class Answer(ABC):
         return chunks
 
     def last_chunks(self) -> Iterator[Json]:
-        """What follows the chunks of all choices."""
+        """The chunks after those of all choices."""
         if self.telling.usage:
             yield self._frame(self.chunk_object) | {"choices": []} | self._figures()
 
@@ -117,7 +120,7 @@ class Answer(ABC):
 
     @abstractmethod
     def _told(self, index: int, event: Event, begin: int) -> Iterator[Json]:
-        """An event as entries of `choices` of a chunk; its text begins at character `begin`."""
+        """Entries of a chunk's `choices` for an event, whose text begins at character `begin`."""
 
     @abstractmethod
     def _choice(self, index: int) -> Json:
@@ -136,7 +139,7 @@ class Answer(ABC):
         return chunk
 
     def _usage(self) -> Json:
-        """Tokens so far; of each prompt's choices one counts for the prompt."""
+        """Tokens so far; choices of one prompt count it once."""
         firsts = self.choices[:: self._choices_per_prompt]
         prompt_tokens = sum(choice.prompt_tokens for choice in firsts)
         completion_tokens = sum(choice.num_tokens for choice in self.choices)
@@ -146,17 +149,20 @@ class Answer(ABC):
             "total_tokens": prompt_tokens + completion_tokens,
         }
         ends = [choice.finished for choice in firsts if choice.finished]
-        if len(ends) == len(firsts):  # before, it is not known
+        if len(ends) == len(firsts):  # unknown before
             usage["prompt_tokens_details"] = {"cached_tokens": sum(one.usage.cached_tokens for one in ends)}
         return usage
 
     def _figures(self) -> Json:
-        ends = [choice.finished.speculation for choice in self.choices if choice.finished]
-        return {"usage": self._usage(), "metrics": {"speculative_decoding": speculative_decoding(ends)}}
+        """What is told once, at the end; each warning once, whichever choice it is of."""
+        ends = [choice.finished for choice in self.choices if choice.finished]
+        metrics = {"speculative_decoding": speculative_decoding(end.speculation for end in ends)}
+        warnings = list(dict.fromkeys(text for end in ends for text in end.warnings))
+        return {"usage": self._usage(), "metrics": metrics} | ({"warnings": warnings} if warnings else {})
 
 
 def speculative_decoding(runs: Iterable[SpeculationMetrics]) -> Json:
-    """How speculation went, by the names that benchmarks read; the root of a tree is no draft token."""
+    """Speculation metrics under the names that benchmarks read; roots are not draft tokens."""
     runs = tuple(runs)
     num_steps = sum(run.num_rounds for run in runs)
     num_drafted = sum(run.num_draft_tokens for run in runs)

@@ -1,4 +1,4 @@
-"""The routes: what an OpenAI client asks for, and what operators do."""
+"""The HTTP routes: OpenAI's API, and what operators need."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ SESSION_HEADER = "x-session-id"
 REQUEST_ID = b"x-request-id"
 _NAME = re.compile(rb"[\x21-\x7e]{1,128}")
 HEALTH, METRICS, DISCOVERY = "/health", "/metrics", "/service-discovery"
-GENERATE, TOKENIZE = "Generate", "Tokenize"  # as an Entrance counts them
+GENERATE, TOKENIZE = "Generate", "Tokenize"  # methods, as `Entrance` counts them
 Endpoint = Callable[[Request, ExitStack], Awaitable[ASGIApp]]
 
 
@@ -65,9 +65,9 @@ def http_app(
     has_open_figures: bool = False,
     has_page: bool = False,
 ) -> Starlette:
-    """The ASGI application in front of these callers' requests; `figures` are served at /metrics, to all or to them.
+    """The ASGI application for these callers' requests; `figures` are served at /metrics, openly or to callers only.
 
-    With `has_page` there is one to watch at /ui.
+    With `has_page` the page at /ui is served too.
     """
     requests = callers.requests
     door = _Door(requests, figures, stalled_seconds, BodyReader(requests.entrance))
@@ -87,18 +87,18 @@ def http_app(
     ]
     handlers = {HTTPException: _refused}
     open_paths = {HEALTH, METRICS, DISCOVERY} if has_open_figures else {HEALTH}
-    if has_page:  # whose own requests have the key that is typed in there
+    if has_page:  # its own requests carry the key that is typed in there
         routes += page_routes()
         open_paths |= FILES.keys()
     layers = [Middleware(_RequestIds), Middleware(Guard, callers=callers, open_paths=open_paths)]
     app = Starlette(routes=routes, exception_handlers=handlers, middleware=layers)
-    app.router.redirect_slashes = False  # a client that posts would follow with a GET, or not at all
+    app.router.redirect_slashes = False  # after a redirect, clients that post would follow with GET, or not at all
     return app
 
 
 @dataclass(frozen=True, slots=True)
 class _Door:
-    """Decodes, calls, encodes."""
+    """The endpoints: decode, call, encode."""
 
     requests: Requests
     figures: CollectorRegistry
@@ -107,7 +107,7 @@ class _Door:
     born: int = field(default_factory=lambda: int(time.time()))
 
     async def chat(self, request: Request, entered: ExitStack) -> ASGIApp:
-        """The assistant's next message."""
+        """/v1/chat/completions."""
         fields = await self.bodies.read(request, ChatFields, entered, GENERATE)
         prompts = (chat.chat_prompt(fields.messages),)
         head = Head(f"chatcmpl-{uuid.uuid4().hex}", int(time.time()))
@@ -116,7 +116,7 @@ class _Door:
         return self._exchange(tenant_of(request), wanted, answer, fields, chat.FIELD_NAMES)
 
     async def completions(self, request: Request, entered: ExitStack) -> ASGIApp:
-        """What follows some texts."""
+        """/v1/completions."""
         fields = await self.bodies.read(request, CompletionFields, entered, GENERATE)
         prompts = tuple(map(completions.text_prompt, fields.prompt))
         head = Head(f"cmpl-{uuid.uuid4().hex}", int(time.time()))
@@ -129,12 +129,12 @@ class _Door:
         return self._exchange(tenant_of(request), wanted, answer, fields, completions.FIELD_NAMES)
 
     async def models(self, request: Request, entered: ExitStack) -> Response:
-        """All that are served."""
+        """All served models."""
         cards = [self._card(model) for model in self.requests.models()]
         return JSONResponse({"object": "list", "data": cards})
 
     async def model(self, request: Request, entered: ExitStack) -> Response:
-        """One of them."""
+        """One served model."""
         name = request.path_params["model"]
         for model in self.requests.models():
             if model.model_name == name:
@@ -142,7 +142,7 @@ class _Door:
         raise NotFound(f"model: {name!r} is not served here")
 
     async def tokenize(self, request: Request, entered: ExitStack) -> Response:
-        """The tokens of a text or a conversation, as a prompt of such a kind would be read."""
+        """The tokens of a text or a conversation, as a prompt would be read."""
         fields = await self.bodies.read(request, TokenizeFields, entered, TOKENIZE)
         if (fields.prompt is None) == (fields.messages is None):
             raise invalid("prompt", fields.prompt, "be given, or messages, and not both")
@@ -159,27 +159,27 @@ class _Door:
         return JSONResponse(answer)
 
     async def detokenize(self, request: Request, entered: ExitStack) -> Response:
-        """The text of some tokens."""
+        """The text of tokens."""
         fields = await self.bodies.read(request, DetokenizeFields, entered, TOKENIZE)
         return JSONResponse({"prompt": await self.requests.texts.text(fields.tokens, fields.model or "")})
 
     async def health(self, request: Request, entered: ExitStack) -> Response:
-        """Whether a request that came now could be served."""
+        """Whether a new request could be served."""
         if self.requests.is_ready:
             return JSONResponse({"status": "ok"})
         raise Unavailable("no request can be served now: this orchestrator has no target worker, or is draining")
 
     async def metrics(self, request: Request, entered: ExitStack) -> Response:
-        """What Prometheus reads."""
+        """Metrics for Prometheus."""
         return Response(await run_in_threadpool(generate_latest, self.figures), media_type=CONTENT_TYPE_LATEST)
 
     async def service_discovery(self, request: Request, entered: ExitStack) -> Response:
-        """Where every process serves its metrics, as Prometheus' http_sd reads it."""
+        """Addresses of all processes' metrics, for Prometheus' http_sd."""
         records = await self.requests.directory.registry.workers()
         return JSONResponse([_discovered(record) for record in records if record.metrics])
 
     async def decisions(self, request: Request, entered: ExitStack) -> Response:
-        """The last rounds of a request or a session, and why they were as they were."""
+        """The last rounds of a request or a session, with the reasons for their sizes."""
         return JSONResponse(decisions_told(tenant_of(request).decisions(request.path_params["name"])))
 
     async def cluster(self, request: Request, entered: ExitStack) -> Response:
@@ -187,7 +187,7 @@ class _Door:
         return JSONResponse(cluster_told(self.requests.server_info(), self.requests.loads()))
 
     async def version(self, request: Request, entered: ExitStack) -> Response:
-        """Release of bough."""
+        """bough's version."""
         return JSONResponse({"version": __version__})
 
     def _exchange(
@@ -204,7 +204,7 @@ class _Door:
         return Exchange(begin, answer, bool(fields.stream), field_names, self.stalled_seconds)
 
     def _spell(self, wanted: tuple[RequestedOutput, ...]) -> Spell | None:
-        """How a model's tokens are spelled, where log-probabilities are asked for."""
+        """The function that spells a model's tokens, if log-probabilities are requested."""
         if wanted[0].options.logprobs is None:
             return None
         return lambda model: self.requests.texts.tokenizer(model).token_bytes
@@ -228,14 +228,15 @@ def _telling(fields: GenerationFields) -> StreamTelling:
 
 
 def _session_id(request: Request, fields: GenerationFields) -> str:
-    """Of the body, or of a header that is there."""
-    if fields.session_id:
-        return fields.session_id
-    return request.headers.get(SESSION_HEADER, "")
+    """The session id in the body or the header. Raises ApiError if they differ."""
+    of_body, of_header = fields.session_id or "", request.headers.get(SESSION_HEADER, "")
+    if of_body and of_header and of_body != of_header:
+        raise invalid("session_id", of_body, f"be that of the header {SESSION_HEADER}, or one of them left out")
+    return of_body or of_header
 
 
 def _discovered(record: WorkerRecord) -> dict[str, Any]:
-    """One target of Prometheus's http_sd; over TLS where its address says so."""
+    """A record as a target of Prometheus' http_sd, with TLS if its address says so."""
     scheme, _, address = record.metrics.rpartition("://")
     labels = {"kind": record.kind, "worker_id": record.worker_id}
     return {"targets": [address], "labels": labels | ({"__scheme__": scheme} if scheme else {})}
@@ -243,13 +244,13 @@ def _discovered(record: WorkerRecord) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class _Answered:
-    """An endpoint as an ASGI application: its errors are answers, and what it has entered is left at the end."""
+    """An endpoint as an ASGI application: errors become answers, and `entered` is closed at the end."""
 
     endpoint: Endpoint
     field_names: Mapping[str, str] = field(default_factory=dict)  # of errors
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers one request."""
+        """Answer one request."""
         with ExitStack() as entered:
             try:
                 answer = await self.endpoint(Request(scope, receive), entered)
@@ -259,7 +260,7 @@ class _Answered:
 
 
 async def _refused(request: Request, exc: Exception) -> Response:
-    """A path or a method that is not there, in OpenAI's form."""
+    """Answer for an unknown path or method, in OpenAI's form."""
     assert isinstance(exc, HTTPException)
     status = HTTPStatus(exc.status_code)
     message = f"{request.method} {request.url.path}: {status.phrase.lower()}; docs/http-api.md has what is served"
@@ -268,13 +269,12 @@ async def _refused(request: Request, exc: Exception) -> Response:
 
 @dataclass(frozen=True, slots=True)
 class _RequestIds:
-    """Gives every answer an `x-request-id`: the client's own, where it is a name. Notes it for the log, and the trace
-    that the client has begun."""
+    """Adds `x-request-id` to every answer, the client's own if valid, and notes it and the client's trace for logs."""
 
     app: ASGIApp
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """An ASGI application around another."""
+        """Answer one request."""
         given = dict(scope.get("headers", ())).get(REQUEST_ID, b"")
         name = given if _NAME.fullmatch(given) else uuid.uuid4().hex.encode()
         set_log_context(LogContext(http_request_id=name.decode()))

@@ -1,4 +1,4 @@
-"""From the bytes of a request to its fields, within a memory that all requests share."""
+"""Reads and parses request bodies, within a memory limit shared by all requests."""
 
 from __future__ import annotations
 
@@ -16,28 +16,27 @@ from orchestrator.admission.entrance import Entrance
 from orchestrator.http_api.errors import ApiError, shortened
 
 MAX_BODY_BYTES = MAX_MESSAGE_BYTES  # as much as over gRPC
-MAX_ALL_BYTES = 16 * MAX_BODY_BYTES  # of bodies that are still arriving, or being parsed, together
-LARGE_BYTES = 32 * 1024  # a body of more is parsed beside the event loop, which the streams of others run on
-READ_SECONDS = 60.0  # that a body may take to arrive
+MAX_ALL_BYTES = 16 * MAX_BODY_BYTES  # limit of all bodies together that are arriving or being parsed
+LARGE_BYTES = 32 * 1024  # larger bodies are parsed in a thread, so as not to block the event loop
+READ_SECONDS = 60.0  # limit for a body to arrive
 RETRY_SECONDS = 1.0
 
 Fields = TypeVar("Fields", bound=BaseModel)
 
 
 class BodyReader:
-    """Reads bodies; holds no more bytes of them at once than it may."""
+    """Reads bodies within the shared memory limit."""
 
     def __init__(self, entrance: Entrance) -> None:
         self._entrance = entrance
         self._num_bytes = 0
-        self._parsing = asyncio.Lock()  # one large body at a time: parsing takes the processor from everybody
+        self._parsing = asyncio.Lock()  # one large body at a time, as parsing takes CPU time from the streams
 
     async def read(self, request: Request, kind: type[Fields], entered: ExitStack, method: str) -> Fields:
-        """The fields of a request, which counts as one of this method until `entered` is closed.
+        """Read the fields of a request, which counts as a call of `method` until `entered` is closed.
 
         Raises:
-            ApiError: the body is too large, no JSON, or has a field that does not fit; or bodies of others are in the
-                way.
+            ApiError: the body is too large, not JSON, or has an invalid field; or other bodies use all the memory.
             Exhausted: there are too many requests.
         """
         _require_json(request)
@@ -57,11 +56,11 @@ class BodyReader:
     def _enter(self, entered: ExitStack, method: str, num_bytes: int) -> None:
         try:
             entered.enter_context(self._entrance.entering(method, num_bytes))
-        except InvalidRequest as exc:  # no prompt that fits a context is as large
+        except InvalidRequest as exc:  # larger than any prompt that fits a context
             raise _too_large(str(exc).replace("message: ", "body: ", 1)) from exc
 
     async def _receive(self, request: Request, chunks: list[bytes]) -> None:
-        """Appends the body as it arrives; all that is in `chunks` is counted."""
+        """Append the body to `chunks` as it arrives; all its bytes are counted."""
         try:
             async with asyncio.timeout(READ_SECONDS):
                 num_bytes = 0
@@ -87,7 +86,7 @@ class BodyReader:
 
 
 def _require_json(request: Request) -> None:
-    """A web page of another site can have a browser send anything here but JSON."""
+    """Refuse other content types, which web pages of other sites could make a browser send."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         message = f"content-type: value was {shortened(kind)}; must be application/json"
@@ -109,7 +108,7 @@ def _too_large(message: str) -> ApiError:
 
 
 def parse(kind: type[Fields], body: bytes) -> Fields:
-    """The fields in a JSON text. Raises ApiError naming the first that does not fit."""
+    """Parse a JSON text. Raises ApiError naming the first invalid field."""
     try:
         return kind.model_validate_json(body)
     except ValidationError as exc:
@@ -139,7 +138,7 @@ def _refusal(exc: ValidationError) -> ApiError:
 
 
 def _path(location: tuple[int | str, ...]) -> str:
-    """A place in a body as a client would spell it: messages[0].content."""
+    """A location in a body as a client would write it: messages[0].content."""
     path = ""
     for part in location:
         path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else part

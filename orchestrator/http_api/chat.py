@@ -1,32 +1,31 @@
-"""/v1/chat/completions: its fields to requests, events to chunks and answers."""
+"""/v1/chat/completions: from fields to requests, and from events to chunks and answers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from bough.protocol.generation import ChatPrompt, Event, Finished, Message, Started, Tokens
+from bough.protocol.sampling_params import UNLIMITED
 from orchestrator.http_api.answer import Answer, Head, StreamTelling
 from orchestrator.http_api.errors import Json, invalid
 from orchestrator.http_api.fields import ChatFields, MessageFields
 from orchestrator.http_api.options import RequestLimits
 from orchestrator.http_api.spelling import Spell, chat_logprobs
 
-UNLIMITED = 2**31 - 1  # tokens: no context holds as many
-
-# Fields that gRPC knows by other names: as they begin an error's text.
+# Names of gRPC fields as clients of this API know them, for error messages.
 FIELD_NAMES = {"chat.messages": "messages", "chat": "messages", "prompt": "messages", "logprobs": "top_logprobs"}
 
 
 def chat_prompt(messages: list[MessageFields]) -> ChatPrompt:
-    """The conversation; what newer models of OpenAI's call a developer is the system to a chat template."""
+    """The conversation as a prompt; OpenAI's role "developer" is "system" to chat templates."""
     return ChatPrompt(tuple(Message("system" if m.role == "developer" else m.role, m.content) for m in messages))
 
 
 def chat_limits(fields: ChatFields) -> RequestLimits:
-    """How far it goes: to the end of the context where nothing is said, as at OpenAI.
+    """Limits of the request; by default the answer may fill the context, as at OpenAI.
 
     Raises:
-        ApiError: naming the field.
+        ApiError: names the invalid field.
     """
     newer, older = fields.max_completion_tokens, fields.max_tokens
     if newer is not None and older is not None and newer != older:

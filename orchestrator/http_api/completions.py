@@ -1,4 +1,4 @@
-"""/v1/completions: its fields to requests, events to chunks and answers."""
+"""/v1/completions: from fields to requests, and from events to chunks and answers."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from orchestrator.http_api.fields import CompletionFields, TextOrTokens
 from orchestrator.http_api.options import RequestLimits
 from orchestrator.http_api.spelling import Spell, TokensSpelled, completion_logprobs
 
-DEFAULT_MAX_TOKENS = 16  # OpenAI's
+DEFAULT_MAX_TOKENS = 16  # as at OpenAI
 
-# Fields that gRPC knows by other names: as they begin an error's text.
+# Names of gRPC fields as clients of this API know them, for error messages.
 FIELD_NAMES = {"text": "prompt", "token_ids.ids": "prompt", "token_ids": "prompt"}
 
 
 def text_prompt(prompt: TextOrTokens) -> Prompt:
-    """One of the prompts."""
+    """One prompt of the request."""
     return TextPrompt(prompt) if isinstance(prompt, str) else TokenPrompt(prompt)
 
 
 def completion_limits(fields: CompletionFields) -> RequestLimits:
-    """How far it goes. Raises ApiError naming the field."""
+    """Limits of the request. Raises ApiError naming the invalid field."""
     if fields.echo and fields.logprobs is not None:
         raise invalid("echo", True, "be left out beside logprobs: those of a prompt are not told")
     return RequestLimits(DEFAULT_MAX_TOKENS if fields.max_tokens is None else fields.max_tokens, fields.logprobs)
 
 
 class CompletionAnswer(Answer):
-    """What follows some prompts."""
+    """An answer to one or several prompts."""
 
     whole_object = chunk_object = "text_completion"
 
@@ -42,7 +42,7 @@ class CompletionAnswer(Answer):
         telling: StreamTelling,
         spell: Spell | None,
     ) -> None:
-        """`echoes` are what the choices of each prompt begin with."""
+        """`echoes` are the texts that the choices of each prompt begin with."""
         super().__init__(head, len(echoes) * choices_per_prompt, choices_per_prompt, telling, spell)
         self._echoes = [echo for echo in echoes for _ in range(choices_per_prompt)]
         self._logprobs = [TokensSpelled([], [], [], []) for _ in self.choices]

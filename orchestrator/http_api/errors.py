@@ -1,4 +1,4 @@
-"""What is refused over HTTP, in OpenAI's form: the only place that knows which error has which status."""
+"""Errors in OpenAI's form; the only place that maps errors to HTTP statuses."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from starlette.responses import JSONResponse
 
 from bough.errors import (
     BoughError,
+    ContextExceeded,
     DeadlineExceeded,
     Exhausted,
     InvalidRequest,
@@ -26,10 +27,10 @@ logger = logging.getLogger(__name__)
 
 Json = dict[str, object]
 
-MAX_MESSAGE = 2048  # bytes, about, that a client is told whatever it has sent
+MAX_MESSAGE = 2048  # approximate limit in bytes of a message, whatever the client sent
 MAX_PARAM = 256
 INVALID = "invalid_request_error"
-UNAVAILABLE_RETRY_SECONDS = 1.0  # after which a worker or an index that did not answer may do so again
+UNAVAILABLE_RETRY_SECONDS = 1.0  # after which a worker or the index may answer again
 _FIELD = re.compile(r"([a-zA-Z_][\w.\[\]\-]*): ")
 
 
@@ -45,50 +46,51 @@ class ApiError(Exception):
         code: str | None = None,
         retry_seconds: float | None = None,
     ) -> None:
-        """`param` is the field that is wrong; `retry_seconds` is when the same request is worth sending again."""
+        """`param` is the invalid field; `retry_seconds` is the delay after which the request may be repeated."""
         self.status, self.message, self.kind, self.code = status, bounded(message, MAX_MESSAGE), kind, code
         super().__init__(self.message)
         self.param = None if param is None else bounded(param, MAX_PARAM)
         self.retry_seconds = retry_seconds
 
     def body(self) -> Json:
-        """The JSON object that OpenAI's clients read."""
+        """The JSON object that OpenAI's clients expect."""
         error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
         return {"error": error}
 
     def response(self) -> JSONResponse:
-        """The whole answer, with the delay where there is one."""
+        """The HTTP response, with the retry delay if there is one."""
         headers = {}
         if self.retry_seconds is not None:
             headers["retry-after"] = str(math.ceil(self.retry_seconds))
             headers["retry-after-ms"] = str(math.ceil(self.retry_seconds * 1000))
         elif self.status == HTTPStatus.CONFLICT:
-            headers["x-should-retry"] = "false"  # OpenAI's clients would send it again, and meet the same answer
+            headers["x-should-retry"] = "false"  # OpenAI's clients would repeat the request, with the same result
         elif self.status == HTTPStatus.UNAUTHORIZED:
             headers["www-authenticate"] = "Bearer"
         return JSONResponse(self.body(), self.status, headers)
 
 
 def invalid(field: str, value: object, must: str) -> ApiError:
-    """The refusal of a field's value, which "must be" something else."""
+    """The refusal of a field's value; `must` completes "must ..."."""
     return ApiError(HTTPStatus.BAD_REQUEST, f"{field}: value was {shortened(value)}; must {must}", param=field)
 
 
 def shortened(value: object) -> str:
-    """A value that a client sent, no longer than fits into a message."""
+    """A client's value, cut to fit a message."""
     text = repr(value[:64]) if isinstance(value, str | list) else repr(value)
     is_whole = len(text) <= 64 and not (isinstance(value, str | list) and len(value) > 64)
     return text if is_whole else text[:64] + "..."
 
 
 def api_error(exc: Exception, names: Mapping[str, str]) -> ApiError:
-    """The refusal that an exception comes to. `names` are fields whose names differ from those over gRPC."""
+    """The refusal for an exception. `names` maps names of gRPC fields to those of HTTP."""
     match exc:
         case ApiError():
             return exc
         case InvalidRequest():
             message, param = _renamed(str(exc), names)
-            return ApiError(HTTPStatus.BAD_REQUEST, message, param=param)
+            code = "context_length_exceeded" if isinstance(exc, ContextExceeded) else None  # agents shorten and retry
+            return ApiError(HTTPStatus.BAD_REQUEST, message, param=param, code=code)
         case Unauthenticated():
             return ApiError(HTTPStatus.UNAUTHORIZED, str(exc), code="invalid_api_key")
         case NotFound():
@@ -111,7 +113,7 @@ def api_error(exc: Exception, names: Mapping[str, str]) -> ApiError:
 
 
 def _renamed(message: str, names: Mapping[str, str]) -> tuple[str, str | None]:
-    """A message that begins with a field's name, with the name that it has over HTTP."""
+    """Replace the field name at the start of a message by its HTTP name; returns that too."""
     match = _FIELD.match(message)
     if match is None:
         return message, None

@@ -1,4 +1,4 @@
-"""One HTTP request that generates: whole or as server-sent events, for as long as its client is there."""
+"""Answers one HTTP request that generates, as a whole or as server-sent events, while its client is connected."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from orchestrator.http_api.answer import Answer
 from orchestrator.http_api.errors import Json, api_error
 from orchestrator.http_api.merging import Indexed, merged
 
-SILENT_SECONDS = 5.0  # after which a stream without news says that it is alive; sweeps may take longer
+SILENT_SECONDS = 5.0  # after which a silent stream sends a keep-alive; sweeps may take longer
 STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # nginx would hold it back
+    (b"x-accel-buffering", b"no"),  # otherwise nginx would buffer the stream
 ]
 KEEP_ALIVE = b": keep-alive\n\n"
 DONE = b"data: [DONE]\n\n"
@@ -30,16 +30,16 @@ DONE = b"data: [DONE]\n\n"
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """An ASGI application for one request, whose body has been read. It never raises what a client can cause."""
+    """ASGI application for one request whose body has been read. It raises no error that a client can cause."""
 
-    streams: Callable[[], Sequence[AsyncGenerator[Event]]]  # begins the requests, one for each choice
+    streams: Callable[[], Sequence[AsyncGenerator[Event]]]  # starts the requests, one for each choice
     answer: Answer
     is_stream: bool
-    field_names: Mapping[str, str]  # of errors
-    stalled_seconds: float  # a stream whose reader takes nothing for so long ends
+    field_names: Mapping[str, str]  # as `names` of `api_error`
+    stalled_seconds: float  # a stream whose reader takes nothing for so long is ended
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers, unless the client leaves before: then the requests end, and what they held is free."""
+        """Answer the request; if the client disconnects, its requests end and free their resources."""
         work = self._stream(scope, receive, send) if self.is_stream else self._whole(scope, receive, send)
         await _unless_gone(receive, work)
 
@@ -55,8 +55,8 @@ class Exchange:
         await response(scope, receive, send)
 
     async def _stream(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """An error before anything has been sent has a status; later ones are told in the stream."""
-        # Under another server than ours a stalled connection is left to that server.
+        """Stream the answer. An error before the first byte becomes a status, a later one an event."""
+        # Other servers than ours must handle stalled connections themselves.
         writer = _Writer(send, self.stalled_seconds, scope.get("state", {}).get("abort", lambda: None))
         with suppress(_Stalled):
             try:
@@ -80,7 +80,7 @@ class Exchange:
         await writer.write(b"".join(map(_data, self.answer.last_chunks())))
 
     async def _opened(self, events: AsyncGenerator[Indexed | None]) -> bytes:
-        """What the stream begins with, once all requests have been let in, or after `SILENT_SECONDS`."""
+        """The first bytes of the stream, once all requests have started or after `SILENT_SECONDS`."""
         beginning, deadline = b"", time.monotonic() + SILENT_SECONDS
         num_waiting = len(self.answer.choices)
         while num_waiting:
@@ -107,22 +107,22 @@ class _Writer:
 
     send: Send
     stalled_seconds: float
-    abort: Callable[[], None]  # ends the connection, what is still to be sent or not
+    abort: Callable[[], None]  # closes the connection, dropping unsent data
     has_begun: bool = False
 
     async def begin(self, data: bytes) -> None:
-        """Status, headers and the first of it."""
+        """Send status, headers and the first data."""
         self.has_begun = True
         await self.send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
         await self.write(data)
 
     async def write(self, data: bytes) -> None:
-        """Raises _Stalled where nobody has read what was sent before."""
+        """Send data. Raises _Stalled if earlier data has not been read."""
         if data:
             await self._send(data, more_body=True)
 
     async def end(self) -> None:
-        """Nothing follows."""
+        """End the stream."""
         await self._send(b"", more_body=False)
 
     async def _send(self, data: bytes, *, more_body: bool) -> None:

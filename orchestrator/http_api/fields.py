@@ -1,4 +1,4 @@
-"""What a request's fields may be: types and names only. Ranges are checked by whoever checks them for gRPC too."""
+"""Types and names of request fields. Ranges are checked by the same code as for gRPC."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _must(text: str) -> PydanticCustomError:
 
 
 def _texts(value: Any) -> Any:
-    """One text or a list of them."""
+    """Accept one text or a list of texts."""
     texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
         raise _must("be a text or a list of texts")
@@ -34,7 +34,7 @@ def _texts(value: Any) -> Any:
 
 
 def _prompts(value: Any) -> Any:
-    """A text, a list of texts, a list of token ids, or a list of such lists."""
+    """Accept a text, a list of texts, a list of token ids, or a list of such lists."""
     if isinstance(value, str) or (isinstance(value, list) and value and _is_tokens(value)):
         value = [value]
     if not isinstance(value, list) or not value:
@@ -49,7 +49,7 @@ def _is_tokens(value: list[Any]) -> bool:
 
 
 def _content(value: Any) -> Any:
-    """A text, or a list of parts that are text, which stand one after another as they are."""
+    """Accept a text, or a list of text parts, which are concatenated."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
@@ -63,13 +63,13 @@ def _content(value: Any) -> Any:
 
 
 def _speculation(value: Any) -> Any:
-    """`true` and `false` are short for an object that says no more."""
+    """Accept `true` or `false` as short for an object with only `enabled`."""
     return {"enabled": value} if isinstance(value, bool) else value
 
 
 Texts = Annotated[tuple[str, ...], BeforeValidator(_texts)]
 
-# By field that is not supported, values with which it says what holds anyway.
+# By unsupported field: values that are accepted, as they ask for what happens anyway.
 NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "add_generation_prompt": (True,),
     "best_of": (1,),
@@ -92,7 +92,7 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
 
 
 def _unsupported(value: Any, info: ValidationInfo) -> None:
-    """A field that would change the answer, and that nothing is done about."""
+    """Refuse a field that would change the answer but is not supported, unless its value is neutral."""
     neutral = NEUTRAL.get(str(info.field_name), ())
     if not any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in neutral):
         alternative = f", or be {' or '.join(map(json.dumps, neutral))}" if neutral else ""
@@ -100,23 +100,23 @@ def _unsupported(value: Any, info: ValidationInfo) -> None:
 
 
 Unsupported = Annotated[None, BeforeValidator(_unsupported)]
-Ignored = Any  # accepted, and of no consequence for the answer
+Ignored = Any  # accepted; has no influence on the answer
 
 
 class _Fields(BaseModel):
-    """A misspelt field is refused by its name: it would otherwise change nothing, in silence."""
+    """Refuses unknown fields by name, so that a misspelt field is not ignored silently."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, frozen=True)
 
     @model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, data: Any) -> Any:
-        """Clients that send each field they know send null for what was not asked for."""
+        """Drop nulls: some clients send every field they know, with null for those not set."""
         return {name: value for name, value in data.items() if value is not None} if isinstance(data, dict) else data
 
 
 class StreamOptions(_Fields):
-    """What a stream tells beside its text."""
+    """What a stream reports besides its text."""
 
     include_usage: StrictBool | None = None
     continuous_usage_stats: StrictBool | None = None
@@ -125,7 +125,7 @@ class StreamOptions(_Fields):
 
 
 class SpeculationFields(_Fields):
-    """How to speculate, which changes the speed and not the answer."""
+    """Speculation settings, which change the speed and not the answer."""
 
     enabled: StrictBool | None = None
     budget: StrictInt | None = None
@@ -135,7 +135,7 @@ class SpeculationFields(_Fields):
 
 
 class GenerationFields(_Fields):
-    """What both ways to generate have in common."""
+    """Fields common to chat and text completions."""
 
     model: str | None = None
     stream: StrictBool | None = None
@@ -149,7 +149,7 @@ class GenerationFields(_Fields):
     logit_bias: dict[str, float] | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    # What bough adds.
+    # Extensions by bough.
     top_k: StrictInt | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
@@ -158,7 +158,7 @@ class GenerationFields(_Fields):
     session_id: str | None = None
     cache_salt: str | None = None
     speculation: Annotated[SpeculationFields | None, BeforeValidator(_speculation)] = None
-    # Of vLLM's fields those that clients send unasked.
+    # vLLM's fields that clients send by default.
     include_stop_str_in_output: Unsupported = None
     length_penalty: Unsupported = None
     min_tokens: Unsupported = None
@@ -179,9 +179,11 @@ class GenerationFields(_Fields):
 
 
 class MessageFields(_Fields):
-    """One message of a conversation; the rest is what OpenAI's clients send back of an answer."""
+    """One message of a conversation; ignored fields are those of answers that OpenAI's clients send back."""
 
     role: Literal["system", "developer", "user", "assistant"]
+    tool_calls: Unsupported = None  # before the content, which is null beside them: the first error is told
+    function_call: Unsupported = None
     content: Annotated[str, BeforeValidator(_content)]
     name: Ignored = None
     refusal: Ignored = None
@@ -189,8 +191,6 @@ class MessageFields(_Fields):
     reasoning: Ignored = None
     reasoning_content: Ignored = None
     audio: Unsupported = None
-    tool_calls: Unsupported = None
-    function_call: Unsupported = None
 
 
 class ChatFields(GenerationFields):

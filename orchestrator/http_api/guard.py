@@ -1,4 +1,4 @@
-"""Who may come in over HTTP: decided by a header, before a path is looked up or a body read."""
+"""Authenticates HTTP requests by a header, before routing or reading a body."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from bough.security.bearer import HEADER
 from orchestrator.http_api.errors import api_error
 from orchestrator.serving.tenants import Callers, Tenant
 
-TENANT = "bough.tenant"  # of a request's scope
+TENANT = "bough.tenant"  # key in a request's scope
 
 
 @dataclass(frozen=True, slots=True)
 class Guard:
-    """An ASGI application around another, which learns who calls."""
+    """ASGI middleware that sets the tenant of each request."""
 
     app: ASGIApp
     callers: Callers
-    open_paths: Collection[str]  # that need no key
+    open_paths: Collection[str]  # need no key
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers one request, or refuses it."""
+        """Answer one request, or refuse it."""
         if scope["path"] not in self.open_paths:
             try:
                 scope[TENANT] = self.callers.tenant(Headers(scope=scope).getlist(HEADER))
@@ -37,7 +37,7 @@ class Guard:
 
 
 def tenant_of(request: Request) -> Tenant:
-    """Who has sent a request that the guard has let in."""
+    """The tenant of a request that passed the guard."""
     tenant = request.scope[TENANT]
     assert isinstance(tenant, Tenant)
     return tenant

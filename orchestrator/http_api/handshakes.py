@@ -1,7 +1,7 @@
-"""TLS before HTTP: a connection is one of the HTTP server's once it has shaken hands.
+"""TLS handshakes, before a connection reaches the HTTP server.
 
-asyncio's own server would give each connection a minute for that, count none of them, log nothing, and keep the
-certificate that it began with.
+asyncio's own server would allow a minute for each handshake, neither limit nor log them, and keep its first
+certificate.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ HANDSHAKE_SECONDS = 10.0
 
 
 class Handshakes:
-    """Makes the protocols of connections, each of which speaks TLS first, by the certificate of the moment."""
+    """Creates protocols for connections that start with a TLS handshake, with the current certificate."""
 
     def __init__(self, inner: Callable[..., asyncio.Protocol], contexts: CurrentContext, most: int) -> None:
-        """At most so many connections shake hands at once; another one is closed."""
+        """At most `most` handshakes run at once; further connections are closed."""
         self._inner, self._contexts, self._most = inner, contexts, most
         self._running: set[asyncio.Task[None]] = set()
 
     def __call__(self, **settings: Any) -> asyncio.Protocol:
-        """As uvicorn makes the protocol of a connection that it has accepted."""
+        """Create the protocol of an accepted connection, called by uvicorn."""
         return _Handshake(self, self._inner(**settings))
 
     def begin(self, handshake: _Handshake, transport: asyncio.Transport) -> None:
-        """Shakes hands; what goes wrong ends the connection and is logged."""
+        """Start a handshake; errors close the connection and are logged."""
         if len(self._running) >= self._most:
-            logger.warning("%d connections shake hands, as many as may: one more is closed", self._most)
+            logger.warning("%d TLS handshakes run, which is the limit: one more connection is closed", self._most)
             transport.abort()
             return
         task = asyncio.get_running_loop().create_task(handshake.run(transport, self._contexts()))
@@ -42,13 +42,13 @@ class Handshakes:
         task.add_done_callback(self._running.discard)
 
     def close(self) -> None:
-        """Ends those that have not come to an end."""
+        """Cancel unfinished handshakes."""
         for task in self._running:
             task.cancel()
 
 
 class _Handshake(asyncio.Protocol):
-    """A connection's protocol until it speaks TLS; keeps what has come by then for the one behind it."""
+    """A connection's protocol until the handshake ends; buffers early data for the HTTP protocol."""
 
     def __init__(self, handshakes: Handshakes, inner: asyncio.Protocol) -> None:
         self._handshakes, self._inner = handshakes, inner
@@ -56,26 +56,26 @@ class _Handshake(asyncio.Protocol):
         self._is_lost = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Nothing is read before the handshake begins."""
+        """Pause reading until the handshake begins."""
         transport.pause_reading()
         self._handshakes.begin(self, transport)
 
     def data_received(self, data: bytes) -> None:
-        """What a client sends right behind its handshake."""
+        """Buffer data that follows directly on the handshake."""
         self._early += data
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Nobody is left to serve."""
+        """Note that nobody is left to serve."""
         self._is_lost = True
 
     async def run(self, transport: asyncio.Transport, context: ssl.SSLContext) -> None:
-        """Shakes hands, and hands the connection over."""
+        """Perform the handshake and hand the connection over."""
         peer = transport.get_extra_info("peername")
         try:
             secured = await asyncio.get_running_loop().start_tls(
                 transport, self, context, server_side=True, ssl_handshake_timeout=HANDSHAKE_SECONDS
             )
-        except OSError as exc:  # among them are ssl.SSLError and TimeoutError
+        except OSError as exc:  # includes ssl.SSLError and TimeoutError
             logger.warning("TLS with %s failed: %s", peer, _reason(exc))
             transport.abort()
             return
@@ -88,7 +88,7 @@ class _Handshake(asyncio.Protocol):
 
 
 def _reason(exc: OSError) -> str:
-    """What went wrong, where a reader of logs looks for what to mend."""
+    """Description of the error, in terms of settings where possible."""
     if isinstance(exc, ssl.SSLError) and exc.reason == "HTTP_REQUEST":
         return "it speaks plain HTTP, and https:// is served here"
     if isinstance(exc, ssl.SSLError) and exc.reason == "PEER_DID_NOT_RETURN_A_CERTIFICATE":

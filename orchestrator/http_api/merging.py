@@ -1,4 +1,4 @@
-"""Several streams of events as one, that falls silent for no longer than is said."""
+"""Merges several streams of events into one with a heartbeat."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from bough.protocol.generation import Event
 
 
 class Indexed(NamedTuple):
-    """An event, and the number of the stream that it is from."""
+    """An event with the index of its stream."""
 
     number: int
     event: Event
 
 
 class _Ended(NamedTuple):
-    """A stream has no more events, or had none but this error."""
+    """The end of a stream, possibly with an error."""
 
     error: Exception | None
 
 
 async def merged(streams: Sequence[AsyncGenerator[Event]], silent_seconds: float) -> AsyncGenerator[Indexed | None]:
-    """The events of all streams as they come; None after each `silent_seconds` without one.
+    """Yield the events of all streams as they come, and None after each `silent_seconds` without one.
 
-    Every stream is read by a task of its own, no further ahead than one event. The first error ends them all and is
-    raised; so does closing this one.
+    Each stream is read by its own task, at most one event ahead. The first error ends all streams and is raised;
+    closing this generator ends them too.
     """
     queue: asyncio.Queue[Indexed | _Ended] = asyncio.Queue(maxsize=1)
     tasks = [asyncio.create_task(_read(index, stream, queue)) for index, stream in enumerate(streams)]
@@ -57,6 +57,6 @@ async def _read(index: int, stream: AsyncGenerator[Event], queue: asyncio.Queue[
         async with aclosing(stream):
             async for event in stream:
                 await queue.put(Indexed(index, event))
-    except Exception as exc:  # it is raised where the events are read
+    except Exception as exc:  # raised by the reader of the merged stream
         error = exc
     await queue.put(_Ended(error))

@@ -1,4 +1,4 @@
-"""From a request's fields to what `Requests.generate` takes."""
+"""From a request's fields to the arguments of `Requests.generate`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bough.protocol.sampling_params import MAX_SEED
 from orchestrator.http_api.errors import invalid
 from orchestrator.http_api.fields import GenerationFields, SpeculationFields
 
-MAX_CHOICES = 128  # of one answer, over all its prompts
+MAX_CHOICES = 128  # limit of choices over all prompts of a request
 Value = TypeVar("Value")
 _SEED_RANGE = MAX_SEED + 1
 _LOWEST_SEED = -(2**63)  # OpenAI's seeds are signed
@@ -20,7 +20,7 @@ _LOWEST_SEED = -(2**63)  # OpenAI's seeds are signed
 
 @dataclass(frozen=True, slots=True)
 class RequestedOutput:
-    """One request of those that an HTTP request comes to: it becomes one choice of the answer."""
+    """One of the requests that an HTTP request is split into; becomes one choice of the answer."""
 
     prompt: Prompt
     options: GenerateOptions
@@ -28,7 +28,7 @@ class RequestedOutput:
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """How far one kind of request goes, and whether it tells log-probabilities: each kind has its own fields for it."""
+    """Limits of a request, which chat and text completions spell differently."""
 
     max_tokens: int
     logprobs: int | None = None
@@ -40,7 +40,7 @@ def choices(
     """The requests, prompt by prompt.
 
     Raises:
-        ApiError, InvalidRequest: naming the field.
+        ApiError, InvalidRequest: names the invalid field.
     """
     num = 1 if fields.n is None else fields.n
     if not 1 <= num <= MAX_CHOICES:
@@ -57,7 +57,7 @@ def choices(
             wanted.append(
                 RequestedOutput(prompt, _options(fields, limits, name, session_id, _derived_seed(seed, index)))
             )
-    require_numbers(TextPrompt(""), wanted[0].options)  # the prompt's are checked against the vocabulary
+    require_numbers(TextPrompt(""), wanted[0].options)  # prompts are checked against the vocabulary later
     return tuple(wanted)
 
 
@@ -69,7 +69,7 @@ def _options(
         request_id=request_id,
         session_id=session_id,
         temperature=_given(fields.temperature, defaults.temperature),
-        top_k=0 if fields.top_k == -1 else _given(fields.top_k, defaults.top_k),  # as vLLM spells "off"
+        top_k=0 if fields.top_k == -1 else _given(fields.top_k, defaults.top_k),  # vLLM's spelling of "off"
         top_p=_given(fields.top_p, defaults.top_p),
         min_p=_given(fields.min_p, defaults.min_p),
         seed=seed,
@@ -93,7 +93,7 @@ def _given(value: Value | None, default: Value) -> Value:
 
 
 def _seed(seed: int | None) -> int | None:
-    """As bough has it, unsigned: one number for each of OpenAI's."""
+    """The seed as an unsigned number, distinct for each of OpenAI's."""
     if seed is None:
         return None
     if not _LOWEST_SEED <= seed <= MAX_SEED:
@@ -102,7 +102,7 @@ def _seed(seed: int | None) -> int | None:
 
 
 def _derived_seed(seed: int | None, index: int) -> int | None:
-    """Of a choice: the first has the request's own, so that it is what a request for one choice gives."""
+    """The seed of a choice; the first has the request's own, so that it equals a request for one choice."""
     if seed is None or index == 0:
         return seed
     digest = hashlib.blake2b(f"{seed}/{index}".encode(), digest_size=8).digest()
@@ -112,7 +112,7 @@ def _derived_seed(seed: int | None, index: int) -> int | None:
 def _logit_bias(given: dict[str, float]) -> dict[int, float]:
     biases = {}
     for name, bias in given.items():
-        if not (name.isascii() and name.isdecimal() and len(name) < 11):
+        if not (name.isascii() and name.isdecimal() and len(name) < 11 and str(int(name)) == name):
             raise invalid("logit_bias", name, "have token ids as its keys")
         biases[int(name)] = bias
     return biases

@@ -1,4 +1,4 @@
-"""What a page, or whoever else wants to watch, is told of rounds and of the cluster; nothing that changes an answer."""
+"""JSON about rounds and the cluster, for the page at /ui and other observers."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ NANO = 1e-9
 
 
 def round_of(event: Tokens) -> Json:
-    """One round: its tree, what was kept of it, and how its seconds were spent.
+    """One round: its tree, its accepted nodes, and its times.
 
-    `parents` are of the nodes that were verified, -1 for the root; `accepted` are numbers of nodes, from the root down.
+    `parents` are those of the verified nodes, -1 for the root; `accepted` are node numbers from the root down.
     """
     timings, verified = event.timings, event.verified
     target_ns = timings.target_ns - timings.queue_ns
@@ -40,7 +40,7 @@ def round_of(event: Tokens) -> Json:
 
 
 def decisions_told(decisions: Sequence[Decision]) -> list[Json]:
-    """Why trees were as large as they were, oldest round first; `bough explain` prints the same."""
+    """Reasons for the sizes of trees, oldest round first, as `bough explain` prints them."""
     return [asdict(decision) | {"mode": decision.mode.value} for decision in decisions]
 
 

@@ -1,4 +1,4 @@
-"""The HTTP server: uvicorn in the event loop that everything else runs in."""
+"""Runs uvicorn in the event loop of the orchestrator."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from orchestrator.http_api.handshakes import Handshakes
 
 IDLE_SECONDS = 75  # after which a connection without a whole head is closed; balancers keep theirs for a minute
 MAX_CONNECTIONS = 4096
-GRACE_SECONDS = 2  # that answers may take to be sent when the server ends; requests have ended before
+GRACE_SECONDS = 2  # for sending answers when the server ends; requests have ended before
 
 
 @asynccontextmanager
 async def http_serving(host: str, port: int, app: ASGIApp, tls: CurrentContext | None = None) -> AsyncIterator[int]:
-    """Serves for as long as the block runs, which is given the port; 0 takes a free one.
+    """Serve during the block, which is given the port; port 0 takes a free one.
 
     Raises:
-        ConfigError: the port is in use, or the host is not ours.
+        ConfigError: the port is in use, or the host is not an address of this machine.
     """
     listener = _listener(host, port)
     handshakes = None if tls is None else Handshakes(_Protocol, tls, most_connections())
@@ -77,29 +77,29 @@ def _listener(host: str, port: int) -> socket.socket:
 
 
 class _Server(uvicorn.Server):
-    """Signals are the process's business: it drains first, and then sets `should_exit`."""
+    """Leaves signals to the process, which drains first and then sets `should_exit`."""
 
     @contextmanager
     def capture_signals(self) -> Generator[None]:
-        """Takes none."""
+        """Capture no signals."""
         yield
 
 
 def most_connections() -> int:
-    """Open at once: at most half of the descriptors that this process may have, as workers and gRPC need some too."""
+    """Limit of open connections: at most half of the process's file descriptors, as workers and gRPC need some."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return MAX_CONNECTIONS if limit == resource.RLIM_INFINITY else min(MAX_CONNECTIONS, limit // 2)
 
 
 class _Protocol(H11Protocol):
-    """Lets a request end its connection at once, and ends connections that nobody uses, or that are too many.
+    """Lets a request abort its connection, and closes idle or excess connections.
 
-    A connection is idle, and its timer runs, until the head of a request is whole. What arrives meanwhile does not put
-    that off: a byte now and then would hold it for ever. How long a body may take is known to who reads it.
+    A connection counts as idle, with a running timer, until a request head is complete; partial data does not reset the
+    timer, so that slow senders cannot keep connections forever. The body has its own limit (`BodyReader`).
     """
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """A connection that never asks for anything is closed like one that has ceased to."""
+        """Start the idle timer also for a connection that never sends anything."""
         super().connection_made(transport)
         self.app_state = {**self.app_state, "abort": transport.abort}
         self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
@@ -107,7 +107,7 @@ class _Protocol(H11Protocol):
             self._make_room()
 
     def data_received(self, data: bytes) -> None:
-        """Keeps the timer, which the base class would stop, unless a request has begun."""
+        """Keep the timer, which the base class would stop, unless a request has begun."""
         timer, self.timeout_keep_alive_task = self.timeout_keep_alive_task, None
         super().data_received(data)
         if self.cycle is not None and not self.cycle.response_complete:
@@ -117,15 +117,15 @@ class _Protocol(H11Protocol):
             self.timeout_keep_alive_task = timer
 
     def timeout_keep_alive_handler(self) -> None:
-        """Closing would wait until the peer has read what was sent before; it had the time."""
+        """Abort: closing would wait for the peer to read what was sent."""
         self.transport.abort()
 
     def _make_room(self) -> None:
-        """The connection that has been idle for longest gives way; where all others are busy this one is refused."""
+        """Close the connection that has been idle longest; if all others are busy, refuse this one."""
         ours = [each for each in self.connections if isinstance(each, _Protocol)]
         idle = [(timer.when(), each) for each in ours if (timer := each.timeout_keep_alive_task) is not None]
-        _, longest = min(idle, key=lambda one: one[0])  # this one is idle too, and the youngest
-        self.connections.discard(longest)  # at once: it would be chosen again, for it is lost only later
+        _, longest = min(idle, key=lambda one: one[0])  # includes this one, which is the newest
+        self.connections.discard(longest)  # removed at once, so that it is not chosen again before it is lost
         if longest is self:
             self.transport.write(_too_many(len(self.connections)))
             self.transport.close()
@@ -134,8 +134,8 @@ class _Protocol(H11Protocol):
 
 
 def _too_many(num_connections: int) -> bytes:
-    """An answer to whatever may be asked."""
-    problem = Unavailable(f"connections: {num_connections} are busy, as many as may; one of them must end first")
+    """An answer that refuses any request."""
+    problem = Unavailable(f"connections: {num_connections} are busy, which is the limit; one of them must end first")
     response = api_error(problem, {}).response()
     lines = [b"HTTP/1.1 %d %s" % (response.status_code, HTTPStatus(response.status_code).phrase.encode())]
     lines += [name + b": " + value for name, value in response.raw_headers]

@@ -1,4 +1,4 @@
-"""Log-probabilities as OpenAI's clients read them: with the text of each token, and its bytes."""
+"""Log-probabilities in OpenAI's form: with each token's text and bytes."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import NamedTuple
 from bough.protocol.sampling_params import PositionLogprobs, TokenLogprob
 from orchestrator.http_api.errors import Json
 
-MINUS_INFINITY = -9999.0  # JSON knows none
+MINUS_INFINITY = -9999.0  # JSON has no infinity
 
-TokenBytes = Callable[[int], bytes]  # what a token stands for, perhaps a part of a character
-Spell = Callable[[str], TokenBytes]  # of a model's name
+TokenBytes = Callable[[int], bytes]  # bytes of a token, possibly part of a character
+Spell = Callable[[str], TokenBytes]  # takes a model's name
 
 
 def chat_logprobs(positions: Sequence[PositionLogprobs], token_bytes: TokenBytes) -> list[Json]:
@@ -34,7 +34,7 @@ class TokensSpelled(NamedTuple):
     text_offset: list[int]  # of the token's text in the whole text, in characters
 
     def extend(self, more: TokensSpelled) -> None:
-        """Tokens that follow."""
+        """Append further tokens."""
         self.tokens.extend(more.tokens)
         self.token_logprobs.extend(more.token_logprobs)
         self.top_logprobs.extend(more.top_logprobs)
@@ -44,7 +44,7 @@ class TokensSpelled(NamedTuple):
 def completion_logprobs(
     positions: Sequence[PositionLogprobs], texts: Sequence[str], begin: int, token_bytes: TokenBytes
 ) -> TokensSpelled:
-    """Of tokens whose `texts` stand from character `begin` on."""
+    """Entries of tokens whose `texts` begin at character `begin`."""
     spelled = TokensSpelled([], [], [], [])
     for at, text in zip(positions, texts, strict=True):
         spelled.tokens.append(_text(token_bytes(at.token.token_id)))
@@ -56,7 +56,7 @@ def completion_logprobs(
 
 
 def _by_text(at: PositionLogprobs, token_bytes: TokenBytes) -> dict[str, float]:
-    """The likeliest tokens and the one that was taken. Of two that are spelled alike the likelier one counts."""
+    """The likeliest tokens and the sampled one. Of tokens with equal text the likeliest counts."""
     by_text: dict[str, float] = {}
     for token in (*at.top, at.token):
         by_text.setdefault(_text(token_bytes(token.token_id)), finite(token.logprob))
@@ -64,7 +64,7 @@ def _by_text(at: PositionLogprobs, token_bytes: TokenBytes) -> dict[str, float]:
 
 
 def finite(logprob: float) -> float:
-    """A number that JSON can carry."""
+    """Replace infinity by a number for JSON."""
     return logprob if math.isfinite(logprob) else MINUS_INFINITY
 
 

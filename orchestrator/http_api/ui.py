@@ -1,4 +1,4 @@
-"""The page at /ui: static files. What it shows it asks of the same paths as everybody else."""
+"""The static page at /ui, which uses the same API as other clients."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FILES: Mapping[str, tuple[str, str]] = {  # by path: file, media type
     "/ui/icon.svg": ("icon.svg", "image/svg+xml"),
 }
 HEADERS = {
-    # Nothing but these files runs or is shown; style attributes are how parts of a bar get their widths.
+    # Only these files may run or be shown; bars get their widths from style attributes.
     "content-security-policy": "default-src 'self'; style-src 'self' 'unsafe-inline'; frame-ancestors 'none'",
     "x-content-type-options": "nosniff",
     "cache-control": "no-cache",
@@ -25,7 +25,7 @@ HEADERS = {
 
 
 def page_routes() -> list[Route]:
-    """Routes of the page's files, read when they are asked for."""
+    """Routes of the page's files, which are read at each request."""
     return [Route(path, _serve, methods=["GET"]) for path in FILES]
 
 

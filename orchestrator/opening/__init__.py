@@ -1,1 +1,1 @@
-"""From what a client asks to a session that can run, and what is left of it afterwards."""
+"""Opens sessions for requests, and cleans up after them."""

@@ -1,4 +1,4 @@
-"""What a request leaves behind at its workers and in the index, cleaned up after its stream has ended."""
+"""Releases a request's resources at workers and in the index after its stream has ended."""
 
 from __future__ import annotations
 
@@ -14,43 +14,43 @@ from orchestrator.sessions.session import Session
 
 
 class Endings:
-    """Sessions that are being forgotten. A stream that ends, however it ends, does not wait for that."""
+    """Sessions being released in the background; ending streams do not wait for it."""
 
     def __init__(self, directory: Directory, recorder: Recorder) -> None:
         self._directory = directory
         self._recorder = recorder
-        self._tasks: dict[str, asyncio.Task[None]] = {}  # by session
+        self._tasks: dict[str, asyncio.Task[None]] = {}  # by session id
 
     def begin(self, session: Session, target: WorkerHandle[TargetClient]) -> None:
-        """Has a session forgotten, in a task of its own."""
+        """Start releasing a session."""
         task = asyncio.create_task(self._forget(session, target))
         self._tasks[session.session_id] = task
         task.add_done_callback(lambda _: self._remove(session.session_id, task))
 
     async def done(self, session_id: str) -> None:
-        """Waits until what an earlier stream of the session has left is cleaned up."""
+        """Wait until an earlier stream's resources in the session are released."""
         if session_id in self._tasks:
             await asyncio.wait({self._tasks[session_id]})
 
     async def all_done(self) -> None:
-        """Waits until nothing is left to clean up."""
+        """Wait until all are released."""
         while self._tasks:
             await asyncio.wait({*self._tasks.values()})
 
     async def release(
         self, session_id: str, epoch: int, worker: WorkerHandle[TargetClient] | WorkerHandle[DraftClient] | None
     ) -> None:
-        """Lets a worker forget a session, as far as it is there and answers."""
+        """Release a session at a worker, if that is known and answers."""
         if worker is not None:
-            with suppress(BoughError):  # gone, never held, or somebody else's by now: nothing to free
+            with suppress(BoughError):  # gone, never had it, or another request's by now: nothing to free
                 await worker.client.release(session_id, epoch)
 
     async def _forget(self, session: Session, target: WorkerHandle[TargetClient]) -> None:
-        await self._recorder.settled(session.session_id)  # its request is still to be known
+        await self._recorder.settled(session.session_id)  # the request's record is kept
         self._recorder.drop(session.session_id, session.epoch)
         for worker in (target, self._directory.find(session.draft_id)):
             await self.release(session.session_id, session.epoch, worker)
 
     def _remove(self, session_id: str, task: asyncio.Task[None]) -> None:
-        if self._tasks.get(session_id) is task:  # a stream that resumed it may have ended since
+        if self._tasks.get(session_id) is task:  # a later stream of the session may have ended meanwhile
             del self._tasks[session_id]

@@ -1,4 +1,4 @@
-"""Epochs: who may speak for a session."""
+"""Epochs: which orchestrator may act for a session."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from orchestrator.sessions.session import Session
 
 
 class Epochs:
-    """Sessions that this orchestrator takes over, each time with an epoch greater than any before it.
+    """Claims sessions for this orchestrator, each time with a greater epoch than before.
 
-    A worker and the index refuse whoever comes with an older one. Without an index the clock must do, as far as it is
-    not behind the index's.
+    Workers and the index refuse older epochs. Without the index, epochs come from the clock, which works if it is not
+    behind the index's.
     """
 
     def __init__(self, directory: Directory, holder_id: str) -> None:
@@ -23,24 +23,24 @@ class Epochs:
         self._newest = 0  # epoch
 
     async def begin(self, session_id: str) -> Claim:
-        """For a new request: whoever had the session has lost it."""
+        """Claim a session for a new request, whoever had it."""
         return await self._claim(session_id, None)
 
     async def renew(self, session: Session) -> None:
-        """For a request that goes on elsewhere: the session must still be this orchestrator's.
+        """Claim a session again for a request that moves to another target.
 
         Raises:
-            StaleEpoch: another has claimed it.
+            StaleEpoch: another orchestrator has claimed it.
         """
         await self._take(session, past=0)
 
     async def overtake(self, session: Session, refusal: StaleEpoch) -> None:
-        """For a request that has just begun, and that a target refuses for an epoch which the index does not know.
+        """Claim a session past the epoch of a target's refusal, for a request that has just begun.
 
-        A clock that was ahead has given it, to an earlier request, while there was no index, or before it was emptied.
+        A clock that is ahead gave that epoch to an earlier request while the index was away or before it was emptied.
 
         Raises:
-            StaleEpoch: another has claimed the session after this request; or `refusal`, of which that may be so.
+            StaleEpoch: another request has claimed the session since; or `refusal` if that is possible.
         """
         if session.round or not session.epoch < refusal.newest < MAX_EPOCH // 2:
             raise refusal
@@ -54,7 +54,7 @@ class Epochs:
     async def _claim(self, session_id: str, epoch: int | None, past: int = 0) -> Claim:
         claim = Claim(max(time.time_ns() // 1000, self._newest + 1, past + 1), None, is_granted=False)
         if not self._directory.index_problem:
-            with suppress(Unavailable):  # the directory tells of it
+            with suppress(Unavailable):  # reported by the directory
                 claim = await self._directory.registry.claim_session(session_id, self._holder_id, epoch, past)
         self._newest = max(self._newest, claim.epoch)
         return claim

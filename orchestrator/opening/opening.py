@@ -1,4 +1,4 @@
-"""From what a client asks to a session that can run: its tokens, its place, its epoch."""
+"""From a client's request to a session that can run: tokens, target and epoch."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ class Opened(NamedTuple):
 
     session: Session
     seat: TargetLease
-    unseen: Tokens | None  # what was generated before its stream broke, and not seen
+    unseen: Tokens | None  # generated before the client's stream broke, and not received
 
 
 class _Past(NamedTuple):
-    """What the index knows of a request and its session; it may be wrong."""
+    """What the index records of a request and its session; may be out of date."""
 
     request: RequestRecord | None
     session: SessionRecord | None
 
     def of_model(self, info: WorkerInfo) -> _Past:
-        """Without a session that another model has had: its name is all that is left of it."""
+        """Without the session if it was another model's."""
         session = self.session
         is_same = session is not None and session.model_identity == info.model_identity
         if session is None or not is_same or weights_differ(session.weights_hash, info.weights_hash):
@@ -58,7 +58,7 @@ class _Past(NamedTuple):
 
     @property
     def weights_hash(self) -> str:
-        """Of the weights that what it continues has begun with; empty where that is not known."""
+        """Hash of the weights that the session or request began with; empty if unknown."""
         return next((record.weights_hash for record in self if record is not None and record.weights_hash), "")
 
 
@@ -72,13 +72,13 @@ class Opening:
     claims: Epochs
 
     async def open(self, prompt: Prompt, options: GenerateOptions, place: AsyncExitStack) -> Opened:
-        """A session for a request, which has a name, and its seat, which is free again when `place` is closed.
+        """Open a session for a request with an id, and lease a place at a target until `place` is closed.
 
         Raises:
-            InvalidRequest: naming the field.
-            NotFound: the session that it continues, or its model.
-            Unavailable: there is no target with its model, or no index to tell what the request continues.
-            StaleEpoch: another request goes on with the same session at this moment.
+            InvalidRequest: names the invalid field.
+            NotFound: the session to continue, or the model, is unknown.
+            Unavailable: no target with the model can be used, or the index, needed to continue, does not answer.
+            StaleEpoch: another request is continuing the same session.
         """
         past = _Past(*with_its_model(self.directory, *await self._past(options)))
         targets = targets_for(self.directory, options, past.request, past.session)
@@ -91,9 +91,7 @@ class Opening:
         require_room(tokens, largest.info.max_context)
         need = await self._need(tokens, options, past.session, targets)
         target = _quickest(targets, need)
-        seat = place.enter_context(
-            TargetLease(target)
-        )  # at once: of many that come together each is to see those before it
+        seat = place.enter_context(TargetLease(target))  # at once, so that concurrent requests see each other
         session, unseen = _session(tokens, options, target, past.request), None
         session.weights_hash = past.weights_hash or target.info.weights_hash
         if options.resume is not None:
@@ -105,7 +103,7 @@ class Opening:
         return Opened(session, seat, unseen)
 
     async def _past(self, options: GenerateOptions) -> _Past:
-        """What is recorded, or about to be. Without the index all is computed again; no session is continued."""
+        """Records of the request and session, including unwritten ones. Without the index none can be continued."""
         request, session = None, None
         try:
             if options.resume is not None:
@@ -127,24 +125,24 @@ class Opening:
     def _tokens(
         self, prompt: Prompt, options: GenerateOptions, past: _Past, target: WorkerHandle[TargetClient]
     ) -> list[int]:
-        """The prompt's, with all that it continues. What a resumed request has continued is no longer there alone."""
+        """The prompt's tokens, with all that it continues; a resumed request's are in its record."""
         if not options.continues:
             return whole_prompt(prompt, target.tokens, target.info.vocab_size)
         if not options.session_id:
-            raise InvalidRequest("continues: true, but there is no session_id; the one to continue would do")
+            raise InvalidRequest("session_id: must be given with continues true")
         if past.request is not None:
             tokens = list(past.request.tokens[: past.request.prompt_length])
             new = next_prompt(prompt, target.tokens, target.info.vocab_size)
             return tokens if tokens[-len(new) :] == new else new  # another prompt, which is refused as such
         if options.resume is not None and options.resume.num_tokens > 0:
             raise NotFound(
-                f"request_id: {options.request_id!r} is not known any more, and without it what it continued is not; "
-                "the full history, with continues false, would do"
+                f"request_id: {options.request_id!r} is not known any more, nor what it continued; "
+                "send the full history, with continues false"
             )
         if past.session is None or not past.session.tokens:
             raise NotFound(
-                f"session_id: {options.session_id!r} is not known, or not any more; the full history, with continues "
-                "false, would do"
+                f"session_id: {options.session_id!r} is not known (any more); send the full history, with continues "
+                "false"
             )
         require_vocabulary(past.session.tokens, target.info.vocab_size, options.session_id)
         return continued_prompt(past.session.tokens, prompt, target.tokens, target.info.vocab_size)
@@ -152,7 +150,7 @@ class Opening:
     async def _need(
         self, tokens: Sequence[int], options: GenerateOptions, session: SessionRecord | None, targets: Targets
     ) -> Need:
-        """What a request asks of its target, and which of them holds how much of it already."""
+        """What a request needs from a target, and the tokens that targets already hold."""
         held, home_id = {}, ""
         if session is not None and any(target.record.worker_id == session.target_id for target in targets):
             home_id = session.target_id
@@ -175,7 +173,7 @@ class Opening:
         record: SessionRecord | None,
         target: WorkerHandle[TargetClient],
     ) -> None:
-        """The session is this orchestrator's; what it holds where is believed until a worker says otherwise."""
+        """Claim the session; what workers held last is assumed to be there until they say otherwise."""
         claim = await self.claims.begin(session.session_id)
         session.epoch = session.born_us = claim.epoch
         session.has_claim = claim.is_granted
@@ -184,21 +182,21 @@ class Opening:
             session.has_claim = claim.is_granted and claim.epoch > record.epoch
             common = common_length(record.tokens, session.tokens)
             is_same = record.target_id == target.record.worker_id
-            held = min(common, len(session.tokens) - 1)  # the last token is the root, which nobody holds
+            held = min(common, len(session.tokens) - 1)  # the last token is the root, which is never cached
             session.target_held = min(record.target_length, held) if is_same else 0
             session.draft_id, session.draft_held = record.draft_id, min(record.draft_length, held)
         if options.continues:
             if claim.record is not None and record is not None and claim.record.epoch > record.epoch:
                 raise StaleEpoch(f"session_id: {session.session_id!r} was continued by another request meanwhile")
-            # Before anything of it is in the session: whoever asks again must not have it continued twice.
+            # Recorded before anything is generated, so that a retry does not continue the session twice.
             with suppress(Unavailable):
                 await self.directory.registry.record_request(request_record(session), first_new=0)
 
 
 def _quickest(targets: Targets, need: Need) -> WorkerHandle[TargetClient]:
-    """The target where a request would be over first, of those that hold all that it may come to, or most of it.
+    """The target with the shortest expected time, among those whose context fits the request best.
 
-    One that the index lists no more is about to leave, and comes last.
+    Targets no longer listed in the index come last, as they are about to end.
     """
     longest = max(target.info.max_context for target in targets)
     wanted = min(need.num_tokens + need.num_output, longest)
@@ -207,19 +205,17 @@ def _quickest(targets: Targets, need: Need) -> WorkerHandle[TargetClient]:
 
 
 def require_vocabulary(tokens: Sequence[int], vocab_size: int, session_id: str) -> None:
-    """Raises NotFound where what is recorded of a session cannot be this model's."""
+    """Raise NotFound if recorded tokens cannot be this model's."""
     if max(tokens) >= vocab_size:
-        raise NotFound(
-            f"session_id: {session_id!r} is another model's; the full history, with continues false, would do"
-        )
+        raise NotFound(f"session_id: {session_id!r} is another model's; send the full history, with continues false")
 
 
 def _session_id(options: GenerateOptions, request: RequestRecord | None) -> str:
-    """Empty for a session that nobody knows yet."""
+    """The session's id; empty for a new one."""
     recorded = "" if request is None else request.session_id
     if options.session_id and recorded not in ("", options.session_id):
         raise InvalidRequest(
-            f"session_id: {options.session_id!r}, but request_id {options.request_id!r} was begun in another session"
+            f"session_id: must be that of request_id {options.request_id!r}, got {options.session_id!r}"
         )
     return options.session_id or recorded
 
@@ -239,7 +235,7 @@ def _session(
         prompt_length=len(tokens),
         sampling=sampling,
         stops=stops,
-        # Without chance all schemes keep the same tokens, and the target's own can have the likeliest guesses.
+        # at temperature 0 all schemes accept the same tokens, and the target's allows the likeliest guesses
         speculation=replace(options.speculation, scheme=Scheme.TARGET) if sampling.is_greedy else options.speculation,
         text=TextStream(target.tokens.decode, options.stop),
         max_context=target.info.max_context,

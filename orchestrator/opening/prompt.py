@@ -1,4 +1,4 @@
-"""From a prompt to the tokens that a request stands on."""
+"""From a prompt to the tokens of a request."""
 
 from __future__ import annotations
 
@@ -11,20 +11,19 @@ from bough.tokenization.tokenizer import Tokenizer
 
 
 def whole_prompt(prompt: Prompt, tokenizer: Tokenizer, vocab_size: int) -> list[int]:
-    """Tokens of a prompt that is all there is. Raises InvalidRequest."""
+    """Tokens of a prompt that begins a text. Raises InvalidRequest."""
     return _tokens(prompt, tokenizer.encode, tokenizer.encode_chat, vocab_size)
 
 
 def next_prompt(prompt: Prompt, tokenizer: Tokenizer, vocab_size: int) -> list[int]:
-    """Tokens of a prompt that comes after something. Raises InvalidRequest."""
+    """Tokens of a prompt that continues a text. Raises InvalidRequest."""
     return _tokens(prompt, tokenizer.encode_more, tokenizer.encode_turn, vocab_size)
 
 
 def continued_prompt(history: Sequence[int], prompt: Prompt, tokenizer: Tokenizer, vocab_size: int) -> list[int]:
-    """Tokens of a prompt that comes after what a session holds, with these.
+    """A session's tokens followed by those of a prompt. Raises InvalidRequest.
 
-    A chat's template has its own way to end an answer, whether the model has ended it or was cut off. Raises
-    InvalidRequest.
+    Chat templates end an answer themselves, so its end-of-sequence token is dropped if it is there.
     """
     if isinstance(prompt, ChatPrompt) and history[-1] in tokenizer.files.eos_token_ids:
         history = history[:-1]
@@ -42,11 +41,11 @@ def _tokens(
             tokens = encode(text)
         case ChatPrompt(messages):
             if not messages:
-                raise InvalidRequest("chat.messages: empty; at least one message would do")
+                raise InvalidRequest("chat.messages: must have at least one message, got none")
             tokens = encode_messages([(message.role, message.content) for message in messages])
         case TokenPrompt(token_ids):
             require_tokens("token_ids.ids", token_ids, vocab_size)
             tokens = list(token_ids)
     if not tokens:
-        raise InvalidRequest("prompt: empty; at least one token would do")
+        raise InvalidRequest("prompt: must have at least one token, got none")
     return tokens

@@ -1,4 +1,4 @@
-"""Writes sessions to the index behind the stream's back: a slow or dead index never holds up a round."""
+"""Writes sessions to the index in the background: a slow or absent index never delays a round."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from bough.registry.registry import Registry
 
 logger = logging.getLogger(__name__)
 
-SETTLING_SECONDS = 1.0  # most that a request waits until its session is written
-REFRESH_SECONDS = 30.0  # between two times at which all that a target holds counts as used just now
-PAUSES_SECONDS = (0.5, 1.0, 2.0, 4.0, 8.0, 8.0, 8.0)  # after failures in a row; then the next record is waited for
-CLOSE_SECONDS = 5.0  # for what is not written yet
+SETTLING_SECONDS = 1.0  # limit for which a request waits until its session is written
+REFRESH_SECONDS = 30.0  # between two refreshes of all blocks that a target holds
+PAUSES_SECONDS = (0.5, 1.0, 2.0, 4.0, 8.0, 8.0, 8.0)  # after consecutive failures; then until the next record
+CLOSE_SECONDS = 5.0  # for writing the rest on close
 
 
 class _State(NamedTuple):
@@ -38,7 +38,7 @@ class _State(NamedTuple):
 
 
 class _Drop(NamedTuple):
-    """A session that is to be forgotten."""
+    """A session to forget."""
 
     session_id: str
     epoch: int
@@ -46,31 +46,31 @@ class _Drop(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Noted:
-    """What of a session's blocks the index has been told."""
+    """The session's blocks that are noted in the index."""
 
     epoch: int = 0
     target_id: str = ""
     num_blocks: int = 0
-    all_at: float = -math.inf  # seconds on the monotonic clock, when all of them were told at once
+    all_at: float = -math.inf  # when all blocks were last noted together, in seconds on the monotonic clock
 
 
 @dataclass(slots=True)
 class _Log:
-    """What of one session waits to be written, and what has been."""
+    """What remains to be written of one session, and what has been written."""
 
-    waiting: _State | _Drop | None = None  # the newest, until it has been written
-    is_settled: asyncio.Event = field(default_factory=asyncio.Event)  # nothing waits that has not been tried
-    has_ended: bool = False  # the request has: nothing more will come
+    waiting: _State | _Drop | None = None  # the newest, until it is written
+    is_settled: asyncio.Event = field(default_factory=asyncio.Event)  # unless something was not tried yet
+    has_ended: bool = False  # the request has ended: no more records will come
     task: asyncio.Task[None] | None = None
-    epoch: int = 0  # of what follows
-    refusal: StaleEpoch | None = None  # another has claimed the session since, or closed it
-    refused_request_id: str = ""  # of this epoch, whose entry is another session's by now
-    num_written: int = 0  # tokens that are in the index
-    hashes: list[int] = field(default_factory=list)  # of blocks that the target holds
+    epoch: int = 0  # of the records
+    refusal: StaleEpoch | None = None  # another request has claimed or closed the session
+    refused_request_id: str = ""  # request of this epoch whose id now belongs to another session
+    num_written: int = 0  # tokens in the index
+    hashes: list[int] = field(default_factory=list)  # of the blocks that the target holds
     noted: _Noted = field(default_factory=lambda: _Noted())
 
     def put(self, waiting: _State | _Drop) -> None:
-        """Something newer is to be written."""
+        """Replace what is to be written by something newer."""
         if waiting.epoch != self.epoch:
             self.epoch, self.refusal, self.refused_request_id, self.num_written = waiting.epoch, None, "", 0
             self.hashes.clear()
@@ -79,7 +79,7 @@ class _Log:
 
 
 class Recorder:
-    """Of each session the newest state is written; older ones that had to wait are skipped."""
+    """Writes each session's newest state; older states that had to wait are skipped."""
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
@@ -88,25 +88,22 @@ class Recorder:
     def record(
         self, session: SessionRecord, request: RequestRecord, model_fingerprint: str, cache_salt: str = ""
     ) -> None:
-        """After a round: where the session is, what its request has come to, and which prefixes its target holds."""
+        """Record a round: the session's place, its request's tokens, and the prefixes that its target holds."""
         self._put(session.session_id, _State(session, request, model_fingerprint, cache_salt), has_ended=False)
 
     def drop(self, session_id: str, epoch: int) -> None:
-        """After a request whose session is not kept."""
+        """Forget a session that is not kept."""
         self._put(session_id, _Drop(session_id, epoch), has_ended=True)
 
     def end(self, session_id: str) -> None:
-        """After a request whose session is kept: once all is written, nothing of it need be remembered here."""
+        """End the request of a kept session: its log is dropped once all is written."""
         log = self._logs.get(session_id)
         if log is not None:
             log.has_ended = True
             self._forget_if_done(session_id, log)
 
     async def settled(self, session_id: str) -> bool:
-        """Waits until the session's newest state has been written, or could not be, or that takes too long.
-
-        Whether nothing waits to be written any more.
-        """
+        """Wait for a limited time until the newest state is written or failed; returns whether nothing is left."""
         log = self._logs.get(session_id)
         if log is not None:
             with suppress(TimeoutError):
@@ -115,20 +112,20 @@ class Recorder:
         return log is None or log.waiting is None
 
     def require_held(self, session_id: str) -> None:
-        """Raises StaleEpoch where the index has refused what was to be written: somebody else has the session."""
+        """Raise StaleEpoch if the index refused a record, as another request has the session."""
         log = self._logs.get(session_id)
         if log is not None and log.refusal is not None:
             raise StaleEpoch(str(log.refusal))
 
     def unwritten(self, session_id: str) -> SessionRecord | None:
-        """A session's newest state where the index lacks it yet."""
+        """The newest state of a session that is not in the index yet."""
         log = self._logs.get(session_id)
         if log is None or log.refusal is not None or not isinstance(log.waiting, _State):
             return None
         return log.waiting.session
 
     async def close(self) -> None:
-        """Writes what can be written within seconds, and ends."""
+        """Write what can be written within a time limit, and stop."""
         tasks = [log.task for log in self._logs.values() if log.task is not None]
         if tasks:
             await asyncio.wait(tasks, timeout=CLOSE_SECONDS)
@@ -146,7 +143,7 @@ class Recorder:
             del self._logs[session_id]
 
     async def _write_all(self, session_id: str, log: _Log) -> None:
-        """Writes what waits until nothing does, or the index has been away for too long."""
+        """Write until nothing is left, or the index has been away too long."""
         try:
             num_failures = 0
             while (state := log.waiting) is not None and num_failures < len(PAUSES_SECONDS):
@@ -163,7 +160,7 @@ class Recorder:
                     await asyncio.sleep(PAUSES_SECONDS[num_failures])
                     num_failures += 1
                     continue
-                if log.waiting is state:  # and nothing newer
+                if log.waiting is state:  # nothing newer came
                     log.waiting = None
         finally:
             log.waiting, log.task = None, None
@@ -171,7 +168,7 @@ class Recorder:
             self._forget_if_done(session_id, log)
 
     async def _write(self, log: _Log, state: _State | _Drop) -> None:
-        """One try. Raises StaleEpoch, Unavailable."""
+        """Write once. Raises StaleEpoch or Unavailable."""
         if log.refusal is not None:
             return
         if isinstance(state, _Drop):
@@ -179,12 +176,12 @@ class Recorder:
             return
         await self._registry.record_session(state.session, log.num_written)
         await self._record_request(log, state)
-        if log.epoch == state.epoch:  # or a newer one has begun meanwhile, of which nothing is written
+        if log.epoch == state.epoch:  # otherwise a newer epoch has begun, of which nothing is written
             log.num_written = len(state.session.tokens)
             await self._note_prefixes(log, state)
 
     async def _record_request(self, log: _Log, state: _State) -> None:
-        """A request whose name a newer one has taken, in whatever session, is not recorded; its session still is."""
+        """Record the request, unless another session's request has taken its id; the session is recorded anyway."""
         if log.refused_request_id == state.request.request_id:
             return
         try:
@@ -195,7 +192,7 @@ class Recorder:
                 log.refused_request_id = state.request.request_id
 
     async def _note_prefixes(self, log: _Log, state: _State) -> None:
-        """The blocks that the target holds beyond those that were told, and now and then all: they are in use."""
+        """Note new blocks that the target holds, and from time to time all, as they are in use."""
         num_blocks, noted, now = state.session.target_length // BLOCK_TOKENS, log.noted, time.monotonic()
         if num_blocks == 0:
             return

@@ -1,4 +1,4 @@
-"""Those who wait for a KV slot of the same targets: the oldest of them asks for all."""
+"""Queue of sessions that wait for a KV slot at the same targets; only the oldest asks for one."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from bough.errors import Exhausted
 
 @dataclass(slots=True, eq=False)
 class Place:
-    """Of one who waits."""
+    """A waiting session's place."""
 
-    epoch: int  # a time: of when its request began, or was moved
+    epoch: int  # a time: when its request began, or was moved
     _is_first: asyncio.Event = field(default_factory=asyncio.Event)
 
     def told(self, is_first: bool) -> None:
-        """Whether nobody older waits now."""
+        """Set whether no older session waits."""
         (self._is_first.set if is_first else self._is_first.clear)()
 
     async def first(self, deadline: float) -> None:
-        """Returns once nobody older waits. Raises Exhausted where that is not so by `deadline`, a monotonic time."""
+        """Wait until no older session waits. Raises Exhausted at `deadline`, in seconds on the monotonic clock."""
         seconds = deadline - time.monotonic()
         try:
             async with asyncio.timeout(seconds if seconds < float("inf") else None):
@@ -34,19 +34,19 @@ class Place:
 
 
 class SlotQueue:
-    """By age, not by arrival: whoever has given way to others in the middle of a request comes before new ones."""
+    """Ordered by age, not by arrival: a session preempted in the middle of a request comes before new ones."""
 
     def __init__(self) -> None:
         self._places: list[Place] = []
 
     @property
     def is_empty(self) -> bool:
-        """Whether nobody waits."""
+        """Whether no session waits."""
         return not self._places
 
     @contextmanager
     def place(self, epoch: int) -> Iterator[Place]:
-        """A place for as long as the block runs."""
+        """Hold a place during the block."""
         place = Place(epoch)
         insort(self._places, place, key=lambda each: each.epoch)
         self._tell()

@@ -1,4 +1,4 @@
-"""KV slots at targets: who waits for one, in which order, and at which of several targets."""
+"""Waiting for KV slots at targets: in which order, and at which of several targets."""
 
 from __future__ import annotations
 
@@ -20,32 +20,32 @@ from orchestrator.opening.target_lease import TargetLease
 from orchestrator.sessions.session import Session
 from orchestrator.sizing.plans import Proposal
 
-RETRY_SECONDS = 0.25  # between two questions for room
+RETRY_SECONDS = 0.25  # between two requests for a slot
 
 
 @dataclass(slots=True)
 class Slots:
-    """Has trees verified once there is room for their sessions.
+    """Verifies trees once there is a slot for their sessions.
 
-    Whoever has no slot and is refused one waits, the oldest before the others among those whom the same targets can
-    serve; so does whoever has had one that gave way. Only the first of them asks, without sending its context.
-    It takes whichever target has room, unless it would rather wait for what its own one holds than compute it again.
+    A session that is refused a slot, or was preempted, waits; among sessions that the same targets can serve, only the
+    oldest asks, without sending its context. It takes any target with room, unless waiting for its own target's cached
+    tokens is faster than computing them again.
     """
 
     config: OrchestratorConfig
     directory: Directory
     num_waiting: int = 0
-    _lines: defaultdict[str, SlotQueue] = field(default_factory=lambda: defaultdict(SlotQueue))  # by identity
+    _lines: defaultdict[str, SlotQueue] = field(default_factory=lambda: defaultdict(SlotQueue))  # by target identity
 
     async def verify(self, session: Session, seat: TargetLease, proposal: Proposal, scheme: Scheme) -> Answer:
-        """The verdict of the seat's target, or of one with room, whose the seat is then.
+        """Get the verdict of the leased target, or of another one with room, to which the lease moves.
 
         Raises:
-            Exhausted: there was no room for as long as the request may wait, before it had any answer.
-            BoughError: what the target answers.
+            Exhausted: no slot became free in the time that the request may wait before its first answer.
+            BoughError: the target's error.
         """
         line = self._lines[session.target_identity]
-        # A session whose KV the target holds takes no room from those who wait: they may be waiting for its very slot.
+        # A session whose KV the target holds does not wait: the others may be waiting for its very slot.
         may_ask, num_refused = seat.has_slot or session.target_held > 0 or line.is_empty, 0
         while True:
             if may_ask:
@@ -63,7 +63,7 @@ class Slots:
             self.num_waiting += 1
             try:
                 with session.patience.waiting():
-                    if seat.has_slot or num_refused > 1:  # all but the tree is there; or a promise was not kept
+                    if seat.has_slot or num_refused > 1:  # only the tree is missing, or a reservation failed
                         await asyncio.sleep(RETRY_SECONDS)
                     if not seat.has_slot and (answered := await self._turn(line, session, seat, proposal, scheme)):
                         return answered
@@ -80,7 +80,7 @@ class Slots:
     async def _turn(
         self, line: SlotQueue, session: Session, seat: TargetLease, proposal: Proposal, scheme: Scheme
     ) -> Answer | None:
-        """Returns once a target has given the session a slot; with the verdict where that was all that was lacking."""
+        """Wait for a slot at any target; returns the verdict if nothing else was missing."""
         deadline = time.monotonic() + session.slot_seconds
         with seat.given_up(), line.place(session.epoch) as place:
             answer = await self._first_with_room(session, seat, proposal, scheme, place, deadline)
@@ -94,7 +94,7 @@ class Slots:
         refusal = Exhausted("KV memory: no target has room")
         while True:
             await place.first(deadline)
-            for target in self._worth_asking(session, home, proposal.tree.num_places, time.monotonic() - began):
+            for target in self._worth_asking(session, home, len(proposal.tree), time.monotonic() - began):
                 timeout_seconds = session.patience.within(self.config.target_timeout)
                 try:
                     held, answer = await target.client.reserve(
@@ -117,10 +117,10 @@ class Slots:
     def _worth_asking(
         self, session: Session, home: WorkerHandle[TargetClient], num_nodes: int, waited_seconds: float
     ) -> list[WorkerHandle[TargetClient]]:
-        """The session's own target and those where it would not be over later, the best first.
+        """The session's own target, and others that would not finish it later, the best first.
 
-        What is left to wait at its own is not known for sure: at least as long as it has waited already, or a session
-        would wait for ever beside a target that is idle.
+        The remaining wait at its own target is unknown; it is assumed to be at least the time waited already, so that a
+        session does not wait forever beside an idle target.
         """
         home_id = home.record.worker_id
         need = Need(len(session.tokens), session.num_left, {home_id: session.target_held}, home_id)

@@ -1,4 +1,4 @@
-"""Where a session is."""
+"""The target that a session runs at."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from orchestrator.cluster.worker_handle import WorkerHandle
 
 @dataclass(slots=True)
 class TargetLease:
-    """A running session's place at a target, which counts it for as long as the block lasts."""
+    """A running session's lease of a target, which counts it while the block runs."""
 
     target: WorkerHandle[TargetClient]
-    has_slot: bool = False  # the target has answered a call of it, and keeps its KV
+    has_slot: bool = False  # the target has answered a call, and keeps the session's KV
     _began: float = 0.0  # seconds on the monotonic clock
 
     def __enter__(self) -> TargetLease:
@@ -30,14 +30,14 @@ class TargetLease:
         self._leave()
 
     def move(self, target: WorkerHandle[TargetClient]) -> None:
-        """Another target has it from now on."""
+        """Move the lease to another target."""
         self._leave()
         self.target = target
         self._take()
 
     @contextmanager
     def given_up(self) -> Iterator[None]:
-        """It waits, and is counted nowhere meanwhile; then at whichever target is its own by the end of the block."""
+        """Count the session nowhere while it waits in the block; afterwards at its target of then."""
         self._leave()
         try:
             yield

@@ -1,1 +1,1 @@
-"""The main loop: drafting, verifying, and going on where a worker has failed."""
+"""The main loop: draft, verify, commit, and continue after worker failures."""

@@ -1,4 +1,4 @@
-"""Verifying wherever it can be done: a target that fails costs time, and nothing else."""
+"""Verifies at any target that can: a failing target costs time, and nothing else."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from orchestrator.sizing.plans import Proposal
 
 logger = logging.getLogger(__name__)
 
-RETRY_SECONDS = 1.0  # after a first fault the same target is asked again for so long, then others too
-MOST_TARGETS = 3  # that one call may fail at, or bring down, before it is the call's own fault
+RETRY_SECONDS = 1.0  # for so long after the first fault only the same target is tried
+MOST_TARGETS = 3  # at which one call may fail, or which it may bring down, before it is considered the call's own fault
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.05, 0.5  # between two attempts
 
 
@@ -35,8 +35,8 @@ class _Trouble:
 
     began: float  # seconds on the monotonic clock
     pause_seconds: float = FIRST_PAUSE_SECONDS
-    failed_at: set[str] = field(default_factory=set)  # targets that answered it with an error and are there
-    num_targets: int = 0  # that it failed at, or that were lost over it
+    failed_at: set[str] = field(default_factory=set)  # targets that answered with an error and are still there
+    num_targets: int = 0  # targets where it failed, or that were lost over it
 
     @property
     def lasted_seconds(self) -> float:
@@ -49,9 +49,9 @@ class _Trouble:
 
 @dataclass(slots=True)
 class Failover:
-    """Gets a verdict on a tree from the session's target, or from another that has the same model.
+    """Gets a verdict on a tree from the session's target, or from another one of the same model.
 
-    The tree stays the same throughout, so that the verdict does too, by whatever scheme.
+    The tree stays the same, and so does the verdict in every scheme.
     """
 
     config: OrchestratorConfig
@@ -60,13 +60,14 @@ class Failover:
     slots: Slots
 
     async def verify(self, session: Session, seat: TargetLease, proposal: Proposal, scheme: Scheme) -> Answer:
-        """The verdict. Where the target fails, `seat` may be another's afterwards.
+        """Get the verdict; if the target fails, the lease may move to another one.
 
         Raises:
             Unavailable: no target could be used for as long as the configuration allows.
             Exhausted: no KV slot became free in time.
             StaleEpoch: another orchestrator has taken the session.
-            BoughError: the call fails wherever it is made, or its target has other weights than the session began with.
+            BoughError: the call fails at every target, or the target's weights differ from those that the session began
+                with.
         """
         trouble: _Trouble | None = None
         has_overtaken = False
@@ -84,7 +85,7 @@ class Failover:
                     raise
                 logger.warning("%s: %s", seat.target.record.worker_id, exc)
                 trouble = trouble or _Trouble(time.monotonic())
-                await self._recover(session, seat, proposal.tree.num_places, trouble, exc)
+                await self._recover(session, seat, len(proposal.tree), trouble, exc)
             else:
                 seat.target.health.succeeded(session.session_id)
                 seat.target.observe(answer[0])
@@ -93,26 +94,26 @@ class Failover:
     async def _recover(
         self, session: Session, seat: TargetLease, num_nodes: int, trouble: _Trouble, exc: BoughError
     ) -> None:
-        """Returns once the call is worth another try, at the same target or at another one."""
+        """Return once the call is worth another try, at the same target or at another one."""
         while trouble.lasted_seconds < RETRY_SECONDS:
             await trouble.pause()
             if await _still_answers(seat.target):
-                return  # the same epoch and round: what it has verified already it answers again
+                return  # with the same epoch and round, which it answers again if already verified
         self._blame(session, seat.target, trouble, exc)
         while (target := await self._successor(session, seat.target, num_nodes, trouble, exc)) is None:
             if trouble.lasted_seconds > self.config.failover_timeout:
                 raise Unavailable(
-                    f"{exc}; no target with this model could be used for {self.config.failover_timeout:g} s after that"
+                    f"{exc}; no target with this model could be used for {self.config.failover_timeout:g} s"
                 ) from exc
             await trouble.pause()
         if target is not seat.target:
             await self._move(session, seat, target, exc)
 
     def _blame(self, session: Session, target: WorkerHandle[TargetClient], trouble: _Trouble, exc: BoughError) -> None:
-        """Whose fault it is: the target's where it does not answer or refuses, else perhaps this call's.
+        """Decide whose fault it is: the target's if it does not answer or refuses, otherwise perhaps this call's.
 
         Raises:
-            BoughError: it is this call's. Other targets are spared it, and whoever made it should not make it again.
+            BoughError: it is this call's, which must not be tried at further targets or repeated.
         """
         target.health.blame(session.session_id, exc)
         if not isinstance(exc, Unavailable):
@@ -120,23 +121,23 @@ class Failover:
         trouble.num_targets += not isinstance(exc, Unavailable) or isinstance(exc, NoAnswer)
         if trouble.num_targets >= MOST_TARGETS:
             raise BoughError(
-                f"this request has failed at {MOST_TARGETS} targets in a row, at the last one so: {exc}"
+                f"this request has failed at {MOST_TARGETS} targets in a row, the last with: {exc}"
             ) from exc
 
     async def _successor(
         self, session: Session, lost: WorkerHandle[TargetClient], num_nodes: int, trouble: _Trouble, exc: BoughError
     ) -> WorkerHandle[TargetClient] | None:
-        """A target that gives the same tokens as one that has failed, perhaps that one come back; None for now.
+        """A target that gives the same tokens as the failed one, possibly that one restarted; None for now.
 
-        It has just answered: the call that a target answers no more after that may well be why.
+        It must have just answered: if it stops answering during the next call, that call may be the cause.
 
         Raises:
-            BoughError: the call has failed at every target that there is.
+            BoughError: the call has failed at every target.
         """
         alike = self.directory.alike(*session.ground, session.max_length, num_nodes)
         untried = [target for target in alike if target.record.worker_id not in trouble.failed_at]
         if trouble.failed_at and not untried:
-            raise BoughError(f"this request fails at every target with its model, at the last one so: {exc}") from exc
+            raise BoughError(f"this request fails at every target with its model, the last with: {exc}") from exc
         usable = [target for target in untried if target.is_usable]
         if not usable:
             return None
@@ -153,7 +154,7 @@ class Failover:
     async def _move(
         self, session: Session, seat: TargetLease, target: WorkerHandle[TargetClient], exc: BoughError
     ) -> None:
-        """The session's tokens are all that the other target needs; it computes them again as context."""
+        """Move the session; its tokens are all that the other target needs, and are computed again."""
         await self.claims.renew(session)
         lost_id, new_id = seat.target.record.worker_id, target.record.worker_id
         logger.warning("session %s moves from %s to %s", session.session_id, lost_id, new_id)
@@ -166,7 +167,7 @@ class Failover:
 
 
 async def _still_answers(target: WorkerHandle[TargetClient]) -> bool:
-    """Whether it is there, and is not another process at the same address."""
+    """Whether the target answers, and is still the same process."""
     try:
         info = await target.client.info()
     except BoughError:

@@ -1,4 +1,4 @@
-"""Guesses from a session's own text: what has followed there before, and how often such guesses were right."""
+"""Prompt lookup: guesses from earlier continuations in a session's own text, and how often they were right."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from bough.trees.tree import Tree
 
 Run = Callable[[Callable[[], None]], Awaitable[None]]
 
-PRIOR_WEIGHT = 8.0  # trials that an estimate's prior counts for
-MEMORY = 500.0  # trials of a kind that are remembered; older ones count for less
-MAX_READ = 1024  # tokens that are read at once: a long prompt should not hold up other sessions
+PRIOR_WEIGHT = 8.0  # of an estimate's prior, in trials
+MEMORY = 500.0  # trials of a kind, after which older ones weigh less
+MAX_READ = 1024  # tokens read at once, so that a long prompt does not delay other sessions
 
-# As measured (docs/decisions/041-prompt-lookup.md); nearer to the middle where little was seen.
-FIRST_CHOICE = (0.2, 0.55, 0.7, 0.9, 0.95)  # by doubling match length
-LATER_CHOICE = 0.1  # of the probability that the first choice is wrong; so on for each after it
+# Measured (docs/decisions/041-prompt-lookup.md); shrunk towards the middle where few were measured.
+FIRST_CHOICE = (0.2, 0.55, 0.7, 0.9, 0.95)  # by the power of two of the match length
+LATER_CHOICE = 0.1  # share of the remaining probability that each later choice gets
 DRAFT = {Draft.OTHERWISE: 0.01, Draft.UNLIKELY: 0.05, Draft.POSSIBLE: 0.3, Draft.LIKELY: 0.75}  # for the shortest match
 
 
 def assumed_probability(kind: GuessKind) -> float:
-    """What is assumed before anything has been learnt: text and draft as two witnesses, the odds of each multiplied."""
+    """The probability before anything is observed: text and draft are independent evidence, so their odds multiply."""
     first = FIRST_CHOICE[_doublings(kind.match_length, len(FIRST_CHOICE) - 1)]
     own = first if kind.rank == 0 else (1 - first) * LATER_CHOICE**kind.rank
     if kind.draft is Draft.SILENT:
@@ -39,26 +39,26 @@ def _odds(probability: float) -> float:
 
 
 class Acceptance:
-    """How often guesses of each kind were right; a kind that was seldom tried is as likely as the prior says."""
+    """How often guesses of each kind were right, shrunk towards a prior."""
 
     def __init__(self, prior: Callable[[GuessKind], float]) -> None:
         self._prior = prior
-        self._trials: dict[GuessKind, tuple[float, float]] = {}  # tried, right; by the bucket of a kind
+        self._trials: dict[GuessKind, tuple[float, float]] = {}  # (tried, right) by bucket
 
     def probability(self, kind: GuessKind) -> float:
-        """That a guess is right, its parent being so; strictly between 0 and 1 where the prior is."""
+        """Probability that a guess is right if its parent is; strictly between 0 and 1 if the prior is."""
         tried, right = self._trials.get(_bucket(kind), (0.0, 0.0))
         return (right + PRIOR_WEIGHT * self._prior(kind)) / (tried + PRIOR_WEIGHT)
 
     def observe(self, kind: GuessKind, was_right: bool) -> None:
-        """A guess whose parent was accepted has been verified."""
+        """Record the outcome of a guess whose parent was accepted."""
         tried, right = self._trials.get(_bucket(kind), (0.0, 0.0))
         kept = 1.0 if tried < MEMORY else 1.0 - 1.0 / MEMORY
         self._trials[_bucket(kind)] = (tried * kept + 1, right * kept + was_right)
 
 
 def _bucket(kind: GuessKind) -> GuessKind:
-    """What stands for kinds that are taken for one: match lengths and depths from one power of two to the next."""
+    """The kind's bucket: match lengths and depths are grouped by powers of two."""
     return GuessKind(_doublings(kind.match_length, 4), kind.rank, _doublings(kind.depth, 3), kind.draft)
 
 
@@ -67,19 +67,19 @@ def _doublings(number: int, most: int) -> int:
 
 
 class PromptLookup:
-    """One session's text, and how often guesses from it were right; other sessions' experience is the prior."""
+    """One session's text, and how often guesses from it were right; the prior is shared by all sessions."""
 
     def __init__(self, shared: Acceptance) -> None:
         self._text = SuffixAutomaton()
         self._shared = shared
         self._own = Acceptance(shared.probability)
-        self._is_reading = False  # beside the event loop
+        self._is_reading = False  # in the background
 
     @asynccontextmanager
     async def reading(self, tokens: Sequence[int], run: Run) -> AsyncIterator[None]:
-        """Inside the block a long beginning of the text is read with `run`, which has work done beside the event loop.
+        """Read a long prompt in the background during the block, by `run`, which runs work in a thread.
 
-        No round waits for that: until the end of it there are no guesses.
+        Rounds do not wait for it; there are no guesses before its end.
         """
         if len(tokens) <= MAX_READ:
             yield
@@ -98,9 +98,9 @@ class PromptLookup:
         self._is_reading = False
 
     def grow(self, tokens: Sequence[int], drafted: Tree, limits: LookupLimits) -> Guesses:
-        """Guesses below the last token, beside what a draft has guessed there.
+        """Guesses below the last token, in addition to the draft's.
 
-        None while the text is still being read or where nothing has been repeated.
+        There are none while the prompt is being read, or if nothing repeats.
         """
         if self._is_reading:
             return Guesses(Tree.root(tokens[-1]), ())
@@ -112,7 +112,7 @@ class PromptLookup:
         return grow_continuations(self._text, drafted, limits, self._log_prob)
 
     def observe(self, guesses: Guesses, chosen: Sequence[int]) -> None:
-        """Learns from what the target chose below the root, whether the guesses were sent or not."""
+        """Learn from the tokens that the target chose below the root, whether the guesses were sent or not."""
         children, node = guesses.tree.children(), 0
         for token in chosen:
             for guess, child in children[node].items():

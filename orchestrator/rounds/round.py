@@ -31,12 +31,12 @@ from orchestrator.telemetry.request_trace import round_attributes
 logger = logging.getLogger(__name__)
 
 NOTHING = Timed(0, 0)
-GROWING_SHARE = 0.8  # of a draft call's time limit: a part of a tree is worth more than none, and is no fault
+GROWING_SHARE = 0.8  # of a draft call's time limit, since part of a tree is better than a timeout
 
 
 @dataclass(slots=True)
 class Rounds:
-    """Runs sessions to their end with whatever workers there are."""
+    """Runs sessions to their end with the available workers."""
 
     config: OrchestratorConfig
     directory: Directory
@@ -44,13 +44,13 @@ class Rounds:
     failover: Failover
     recorder: Recorder
     acceptance: AcceptanceCounter
-    lookups: Acceptance = field(default_factory=lambda: Acceptance(assumed_probability))  # of all sessions
+    lookups: Acceptance = field(default_factory=lambda: Acceptance(assumed_probability))  # shared by all sessions
 
     async def run(self, session: Session, seat: TargetLease) -> AsyncGenerator[Tokens]:
-        """Rounds of a session until it is finished. A draft's fault costs a round its guesses, and nothing else.
+        """Run rounds of a session until it is finished.
 
-        Below the draft worker's tree in the ladder is what the session's own text suggests; below that a root alone. A
-        target's fault costs the time that it takes to go on, perhaps at another target's seat.
+        A draft's failure costs a round its guesses, except for those from the session's own text. A target's failure
+        costs the time to continue, possibly at another target, to which the lease moves.
 
         Raises:
             Unavailable: no target could be used for too long.
@@ -64,7 +64,7 @@ class Rounds:
                 yield await self._traced(session, seat, lookup)
 
     async def _traced(self, session: Session, seat: TargetLease, lookup: PromptLookup) -> Tokens:
-        """One round within a span of its own."""
+        """Run one round in its own span."""
         log_session(session.session_id)
         with session.trace.child("round", {"bough.round": session.round}) as session.span:
             tokens = await self._round(session, seat, lookup)
@@ -73,14 +73,15 @@ class Rounds:
         return tokens
 
     async def _round(self, session: Session, seat: TargetLease, lookup: PromptLookup) -> Tokens:
-        """One round, with whatever can be had of guesses."""
+        """Run one round, with the guesses that are available."""
+        await self.directory.turns.turn()
         began_ns = time.perf_counter_ns()
         draft = self._draft(session, seat.target)
         plan = self.sizer.plan(self._situation(session, seat.target, draft))
         drafted, grown, drafting = await self._grow(session, seat.target, draft, plan)
         guesses = lookup.grow(session.tokens, drafted, _lookup_limits(session, seat.target, plan))
         proposal = self.sizer.propose(session.session_id, drafted, guesses.tree)
-        # Where nothing was drawn, whatever was added is judged by what the target draws.
+        # Without samples, all guesses are verified by the target's own scheme.
         scheme = plan.tree.scheme if len(drafted) > 1 else Scheme.TARGET
         result, verifying = await self.failover.verify(session, seat, proposal, scheme)
         timings = _timings(began_ns, drafting, result, verifying)
@@ -97,18 +98,18 @@ class Rounds:
         return tokens
 
     def record(self, session: Session, target: WorkerHandle[TargetClient]) -> None:
-        """The index hears of it, in time. Raises StaleEpoch as `require_held` does."""
+        """Have the session recorded in the index. Raises StaleEpoch as `require_held`."""
         known = (session_record(session, target.record.worker_id), request_record(session))
         self.recorder.record(*known, target.info.model_fingerprint, session.cache_salt)
         self.require_held(session)
 
     def require_held(self, session: Session) -> None:
-        """Raises StaleEpoch where the index has told that the session is another's by now, or closed."""
+        """Raise StaleEpoch if the index has reported that the session was claimed by another request or closed."""
         if session.has_claim:
             self.recorder.require_held(session.session_id)
 
     def _draft(self, session: Session, target: WorkerHandle[TargetClient]) -> WorkerHandle[DraftClient] | None:
-        """A draft worker to ask, if a tree is wanted and one can be had."""
+        """The draft worker to ask, if a tree is wanted and one is usable."""
         if self.config.draft == "none" or session.speculation.disabled or session.num_left <= 1:
             return None
         draft = self.directory.draft(target, session.session_id, session.draft_id)
@@ -120,10 +121,10 @@ class Rounds:
     def _situation(
         self, session: Session, target: WorkerHandle[TargetClient], draft: WorkerHandle[DraftClient] | None
     ) -> Situation:
-        """What the sizer decides by. Guesses from the text come beside samples only where they are asked for.
+        """The sizer's input. Sampled schemes use prompt lookup only if the request asks for it.
 
-        A sample is drawn anew where a round ends, so that the same seed gives the same text only while rounds end
-        alike, and what is looked up depends on what other sessions have taught.
+        Sampled schemes draw anew in every round: the same seed gives the same text only if rounds end alike, and lookup
+        depends on other sessions' experience.
         """
         speculation, info = session.speculation, target.info
         num_before = len(session.tokens) - 1
@@ -141,10 +142,10 @@ class Rounds:
         )
 
     def _num_lookup(self, session: Session) -> int:
-        """Most guesses that may come from the text."""
+        """Limit of guesses from the text."""
         if session.speculation.lookup is not None:
             return session.speculation.lookup
-        return 0 if session.speculation.scheme is not Scheme.TARGET else self.config.lookup
+        return 0 if session.speculation.scheme.is_sampled else self.config.lookup
 
     async def _grow(
         self,
@@ -153,7 +154,7 @@ class Rounds:
         draft: WorkerHandle[DraftClient] | None,
         plan: RoundPlan,
     ) -> tuple[Tree, GrowResult | None, Timed]:
-        """A draft worker's tree, or its root alone where none is wanted or none can be had."""
+        """A draft worker's tree, or the root alone if none is wanted or available."""
         root = Tree.root(session.tokens[-1])
         if draft is None or not plan.asks_draft:
             return root, None, NOTHING
@@ -168,7 +169,7 @@ class Rounds:
             logger.warning("%s: %s", draft.record.worker_id, exc)
             if isinstance(exc, Unavailable):
                 draft.health.lost()
-            # What it refuses of this request, say a longer context than it has, is no fault.
+            # Refusing a request, as for a context longer than its own, is no fault.
             elif isinstance(exc, InvalidTree) or not isinstance(exc, InvalidRequest):
                 draft.health.failed(session.session_id)
             session.draft_held = 0
@@ -189,29 +190,29 @@ def _draft_facts(draft: WorkerHandle[DraftClient]) -> WorkerFacts:
 
 
 def _lookup_limits(session: Session, target: WorkerHandle[TargetClient], plan: RoundPlan) -> LookupLimits:
-    """Additions to a sample come beside it, other guesses in place of worse ones of the draft's.
+    """Limits of prompt lookup: guesses are added to a sample, but replace worse ones of other trees.
 
-    They reach no deeper than `depth`, where that is asked for, and than tokens are left to guess.
+    They are no deeper than the requested depth and the tokens left to generate.
     """
-    is_sample = plan.tree.scheme is not Scheme.TARGET
+    is_sample = plan.tree.scheme.is_sampled
     room = target.info.max_nodes - plan.tree.growth.budget if is_sample else plan.max_nodes - 1
     depth = min(session.speculation.depth or session.num_left, session.num_left - 1)
     return LookupLimits(min(plan.lookup, room), depth, session.sampling.stop_token_ids)
 
 
 def _require_fit(tree: Tree, root_token: int, vocab_size: int, plan: TreePlan) -> None:
-    """A draft worker is not trusted: what it sends is checked like any other input.
+    """Check a draft worker's tree like any other untrusted input.
 
     Raises:
-        InvalidTree: it is no tree, or not the one that was asked for.
+        InvalidTree: it is invalid, or not as requested.
     """
     tree.validate(vocab_size, plan.growth.budget, plan.scheme)
-    if plan.scheme is Scheme.TARGET and not (tree.draft_probs is None and tree.draws is None):
+    if not plan.scheme.is_sampled and not (tree.draft_probs is None and tree.draws is None):
         raise InvalidTree("tree.draft_probs: no sample was asked for; a tree without draft_probs and draws would do")
     if (depth := int(tree.depths().max())) > plan.growth.depth:
-        raise InvalidTree(f"tree: {depth} levels; at most {plan.growth.depth} were asked for")
+        raise InvalidTree(f"tree: must have at most {plan.growth.depth} levels, got {depth}")
     if int(tree.tokens[0]) != root_token:
-        raise InvalidTree(f"tree.tokens[0]: {tree.tokens[0]} is not the root {root_token} that was asked for")
+        raise InvalidTree(f"tree.tokens[0]: must be the root {root_token}, got {tree.tokens[0]}")
 
 
 def _timings(began_ns: int, drafting: Timed, result: VerifyResult, verifying: Timed) -> RoundTimings:

@@ -1,1 +1,1 @@
-"""Requests from admission to release, whichever door they came in by."""
+"""Requests from admission to release, for all front doors."""

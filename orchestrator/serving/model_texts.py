@@ -1,4 +1,4 @@
-"""Text to tokens and back by the tokenizer of a served model, for clients that have none."""
+"""Tokenizes and detokenizes with a served model's tokenizer, for clients that have none."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from orchestrator.opening.prompt import whole_prompt
 
 
 class PromptRead(NamedTuple):
-    """A prompt's tokens, and how many the context holds."""
+    """A prompt's tokens, and the context length of its model."""
 
     token_ids: list[int]
     max_context: int
@@ -27,18 +27,18 @@ class PromptRead(NamedTuple):
 
 @dataclass(slots=True)
 class ModelTexts:
-    """Speaks of models by their names; the empty one is the only model that is served."""
+    """Tokenizes for models by name; the empty name means the only served model."""
 
     directory: Directory
-    _turn: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(1))  # a thread is left to requests
+    _turn: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(1))  # one thread is left to requests
 
     async def tokens(self, prompt: Prompt, model: str) -> PromptRead:
-        """A prompt as a request would read it.
+        """Tokenize a prompt as a request would.
 
         Raises:
-            InvalidRequest: naming the field.
+            InvalidRequest: names the invalid field.
             NotFound: no such model.
-            Unavailable: there is no target that serves it.
+            Unavailable: no target serves it.
         """
         target = self._target(model)
         info = target.info
@@ -50,7 +50,7 @@ class ModelTexts:
         return PromptRead(token_ids, info.max_context)
 
     async def text(self, token_ids: Sequence[int], model: str) -> str:
-        """What tokens stand for, special ones left out. Raises as `tokens` does."""
+        """Decode tokens, without special ones. Raises as `tokens` does."""
         target = self._target(model)
 
         def decoded() -> str:
@@ -61,7 +61,7 @@ class ModelTexts:
             return await self.directory.tokenizing.run(decoded)
 
     def tokenizer(self, model: str) -> Tokenizer:
-        """A model's tokenizer, also while no target with it can be used. Raises as `tokens` does."""
+        """A model's tokenizer, even while no target with it is usable. Raises as `tokens` does."""
         for target in self.directory.targets:
             if target.info.model_name == model:
                 return target.tokens

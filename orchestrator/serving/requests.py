@@ -1,4 +1,4 @@
-"""Requests from admission to release: what a front door calls, whatever it speaks."""
+"""Requests from admission to release; called by all front doors."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ from orchestrator.telemetry.loop_lag import LoopLag
 from orchestrator.telemetry.metrics import Figures
 from orchestrator.telemetry.request_totals import RequestTotals, RequestWatch
 
-MAX_NAMES = 256  # requests whose sessions are remembered, to tell of their decisions
+MAX_NAMES = 256  # limit of requests whose sessions are remembered, for `decisions`
 
 
 class Requests:
-    """Everything that is being generated."""
+    """All running requests."""
 
     def __init__(self, config: OrchestratorConfig, directory: Directory, holder_id: str) -> None:
-        """`holder_id` names this orchestrator where it claims sessions."""
+        """`holder_id` identifies this orchestrator in claims of sessions."""
         self.directory = directory
         self.admission = Admission(config.max_running, config.max_waiting)
-        self.entrance = Entrance(self.admission, lambda: largest_context(directory))  # of all front doors together
+        self.entrance = Entrance(self.admission, lambda: largest_context(directory))  # shared by all front doors
         self._queue_timeout = config.queue_timeout
         self._stalled_timeout = config.stalled_timeout
         self._claims = Epochs(directory, holder_id)
@@ -61,27 +61,27 @@ class Requests:
         self.totals = RequestTotals()
         self._running = Running()
         self._endings = Endings(directory, self._recorder)
-        self._sessions: OrderedDict[str, str] = OrderedDict()  # that the last requests ran in, by request
+        self._sessions: OrderedDict[str, str] = OrderedDict()  # session ids of the latest requests, by request id
         self.texts = ModelTexts(directory)
-        self.metrics_url = ""  # where its figures are served
-        self.http_url = ""  # where OpenAI's clients are served
-        self._model_name = ""  # of the target that was used last
+        self.metrics_url = ""  # of this orchestrator
+        self.http_url = ""  # of the OpenAI-compatible API
+        self._model_name = ""  # of the target used last
         self._num_total = 0
         self._num_tokens = 0
 
     async def generate(
         self, prompt: Prompt, options: GenerateOptions, timeout_seconds: float | None = None
     ) -> AsyncGenerator[Event]:
-        """The events of one request, which has a name. It waits for its turn first, and frees all when closed half-way.
+        """Yield the events of a request, which has an id. It waits for its turn; closing the generator frees all.
 
         Raises:
-            InvalidRequest: naming the field.
-            NotFound: the session that it continues, or its model.
-            Unavailable: no target answers, or this orchestrator takes its leave.
-            Exhausted: there are too many requests, or no target has room; with a delay.
-            StaleEpoch: another has gone on with the request or its session.
+            InvalidRequest: names the invalid field.
+            NotFound: the session to continue, or the model, is unknown.
+            Unavailable: no target answers, or this orchestrator is draining.
+            Exhausted: there are too many requests, or no target has room; has a retry delay.
+            StaleEpoch: another call has taken over the request or its session.
             DeadlineExceeded: `timeout_seconds` are over, or the caller has not asked for the next event for as long as
-                the configuration allows. What the request held is free by then.
+                the configuration allows. The request's resources are free then.
         """
         tokenizers = {target.tokens for target in self.directory.targets}
         require_size_for_any(prompt, tokenizers, largest_context(self.directory))
@@ -101,7 +101,7 @@ class Requests:
     async def _placed(
         self, stream: Stream, prompt: Prompt, options: GenerateOptions, patience: Deadline
     ) -> AsyncGenerator[Event]:
-        """The request, once it has its place. What ends it while it waits for that ends it at once."""
+        """The request, once it has its place; whatever ends it ends its wait at once."""
         async with AsyncExitStack() as place:
             earlier = place.enter_context(self._running.admitted(stream, takes_over=options.resume is not None))
             place.enter_context(self.admission.holding(stream.hold, earlier.hold if earlier is not None else None))
@@ -114,7 +114,7 @@ class Requests:
                 async with aclosing(self._stream(stream, opened)) as events:
                     async for event in events:
                         yield event
-            except Exhausted as exc:  # a target's: how long places are held is known here
+            except Exhausted as exc:  # from a target; the retry delay is estimated here
                 raise self.admission.exhausted(str(exc)) from exc
             finally:
                 self._num_total += 1
@@ -122,10 +122,11 @@ class Requests:
     async def _open(
         self, stream: Stream, place: AsyncExitStack, prompt: Prompt, options: GenerateOptions, patience: Deadline
     ) -> Opened:
-        """A session that may run, once there is a place for it; what it holds is free again when `place` is closed."""
+        """Open a session once there is a place; it is freed when `place` is closed."""
         with current_span().child("queue"):
             await self.admission.place(stream.hold, patience)
         with current_span().child("open"):
+            await self.directory.turns.turn()
             opened = await self._opening.open(prompt, options, place)
         opened.session.patience, opened.session.trace = patience, current_span()
         await self._endings.done(opened.session.session_id)
@@ -148,7 +149,7 @@ class Requests:
                 self._rounds.record(session, seat.target)
             if self.directory.index_problem:
                 session.warn(f"{self.directory.index_problem}; the session is not recorded")
-            elif session.keep:  # the next turn may be asked of another orchestrator
+            elif session.keep:  # the next turn may come through another orchestrator
                 if not await self._recorder.settled(session.session_id):
                     session.warn("the index did not take the session in time; it is not recorded yet")
                 self._rounds.require_held(session)
@@ -166,8 +167,7 @@ class Requests:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Watches the event loop while the block runs; after it, cleans up what streams have left, as far as anyone
-        answers."""
+        """Measure the event loop's lag during the block; afterwards, clean up what streams have left."""
         try:
             async with self.loop_lag.running():
                 yield
@@ -177,28 +177,28 @@ class Requests:
             await self._recorder.close()
 
     async def drain(self, refusal: str, patience_seconds: float) -> None:
-        """Refuses new requests and those in the queue with this text, and lets those that run finish in time.
+        """Refuse new and queued requests with this text, and let running ones finish in time.
 
-        Whoever waits in the queue has lost nothing yet, and is better off elsewhere. What does not finish in time ends
-        as Unavailable, whoever reads it and whatever front door it came through; what it held is freed.
+        Queued requests have lost nothing, and may be served elsewhere. Requests that do not finish in time end as
+        Unavailable at any front door, and their resources are freed.
         """
         self.admission.close(refusal)
         cut_off = Unavailable(f"{refusal}; this call was cut off, and can be resumed there")
         await self._running.finished_or_cut_off(patience_seconds, cut_off)
 
     def abort(self, request_id: str) -> None:
-        """Ends a request at once. Raises NotFound."""
+        """End a request at once. Raises NotFound."""
         self._running.request(request_id).end()
 
     async def close_session(self, session_id: str) -> None:
-        """Forgets a session, here and at its workers; a request that runs in it ends.
+        """Forget a session, here and at its workers; a running request of it ends.
 
         Raises:
-            NotFound: nobody knows it.
-            Unavailable: the index does not answer, and nothing is known here.
+            NotFound: the session is unknown.
+            Unavailable: the index does not answer, and the session is not running here.
         """
         if not session_id:
-            raise InvalidRequest("session_id: empty; the session to close would do")
+            raise InvalidRequest("session_id: must be given, got none")
         stream = self._running.in_session(session_id)
         if stream is not None:
             stream.end(StaleEpoch(f"session_id: {session_id!r} was closed"))
@@ -212,11 +212,11 @@ class Requests:
 
     @property
     def is_ready(self) -> bool:
-        """Whether a request that came now could be served."""
+        """Whether a new request could be served."""
         return self.directory.has_target and not self.admission.is_closed
 
     def models(self) -> tuple[ModelInfo, ...]:
-        """The models that are served, by name; at least one. Raises Unavailable."""
+        """The served models by name; at least one. Raises Unavailable."""
         return served_models(self.directory)
 
     def server_info(self) -> ServerInfo:
@@ -233,7 +233,7 @@ class Requests:
         )
 
     def loads(self) -> Loads:
-        """What is running now. A request that waits for a KV slot has a place, and waits all the same."""
+        """Current load. A request that waits for a KV slot has a place, but counts as waiting."""
         admission = self.admission
         num_waiting = self._num_waiting
         return Loads(
@@ -252,7 +252,7 @@ class Requests:
         return self.admission.num_waiting + self._slots.num_waiting
 
     def figures(self) -> Figures:
-        """What is told to Prometheus; any thread."""
+        """Figures for Prometheus; any thread."""
         num_waiting = self._num_waiting
         num_running = len(self._running) - num_waiting
         return Figures(
@@ -267,13 +267,13 @@ class Requests:
         )
 
     def acceptance(self) -> tuple[SchemeAcceptance, ...]:
-        """What verification has come to, by scheme, depth and rank."""
+        """Acceptance counts by scheme, depth and rank."""
         return self._rounds.acceptance.counts()
 
     def decisions(self, name: str) -> Sequence[Decision]:
-        """The last rounds of a session, oldest first, by its name or by that of a request that ran in it.
+        """The last rounds of a session, oldest first, by its id or that of a request in it.
 
-        Of the session last at work where the name is empty.
+        An empty name means the session that was active last.
 
         Raises:
             NotFound: nothing is remembered of it.
@@ -284,11 +284,11 @@ class Requests:
         return decisions
 
     def last_request(self, prefix: str) -> str:
-        """The name of the request that began last of those whose name begins so; empty where there is none."""
+        """The id of the latest request whose id has this prefix; empty if there is none."""
         return next((name for name in reversed(self._sessions) if name.startswith(prefix)), "") if prefix else ""
 
     def calibrations(self) -> tuple[DraftCalibration, ...]:
-        """What each draft worker's trees were expected to come to, and what they came to."""
+        """Expected and realised tokens and seconds by draft worker."""
         return self.sizer.calibrations()
 
     def _note(self, session: Session, model_name: str) -> None:

@@ -1,1 +1,1 @@
-"""One request on its way: its tokens, its text, its deadline."""
+"""State of a running request: tokens, text and deadline."""

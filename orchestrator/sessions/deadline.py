@@ -1,4 +1,4 @@
-"""How long a request may take, and how long of that it may wait."""
+"""The deadline of a request, and the part of it that may be spent waiting."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from typing import TypeVar
 
 from bough.errors import DeadlineExceeded
 
-LATE_SECONDS = 1.0  # that a worker's call outlives the request: so the request is late, and never the worker
+LATE_SECONDS = 1.0  # by which a worker's call outlasts the request, so that the request is late and not the worker
 
 Item = TypeVar("Item")
 
 
 @dataclass(slots=True)
 class Deadline:
-    """Of one request. Whatever it waits for is taken from one budget: a place, then a KV slot."""
+    """Deadline of one request, and one budget for all its waits: for a place and for KV slots."""
 
-    deadline: float = inf  # on the monotonic clock
-    queue_seconds: float = inf  # that it may still wait
+    deadline: float = inf  # seconds on the monotonic clock
+    queue_seconds: float = inf  # left for waiting
 
     @classmethod
     def of(cls, timeout_seconds: float | None, queue_seconds: float) -> Deadline:
-        """From now on; without a timeout the caller waits for ever."""
+        """Start a deadline now; without a timeout there is none."""
         return cls(inf if timeout_seconds is None else time.monotonic() + timeout_seconds, queue_seconds)
 
     def within(self, timeout_seconds: float) -> float:
-        """The time limit of a worker's call: its own, or what is left of the request where that is less."""
+        """Time limit of a worker's call: its own, or the rest of the request's if that is shorter."""
         return max(0.0, min(timeout_seconds, self.deadline + LATE_SECONDS - time.monotonic()))
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Around a wait: what it takes is gone from the budget."""
+        """Deduct the time that the block takes from the budget for waiting."""
         began = time.monotonic()
         try:
             yield
@@ -43,10 +43,10 @@ class Deadline:
             self.queue_seconds = max(0.0, self.queue_seconds - (time.monotonic() - began))
 
     async def bound(self, events: AsyncGenerator[Item, None]) -> AsyncGenerator[Item, None]:
-        """The same events, ended in the middle of whatever they wait for once the deadline has passed; closed with it.
+        """Yield `events` until the deadline, which also interrupts waiting for the next event.
 
         Raises:
-            DeadlineExceeded: it has.
+            DeadlineExceeded: the deadline has passed.
         """
         async with aclosing(events):
             while True:
@@ -56,12 +56,12 @@ class Deadline:
                 except StopAsyncIteration:
                     return
                 except TimeoutError as exc:
-                    raise DeadlineExceeded("deadline: the time that the caller gave this request is over") from exc
+                    raise DeadlineExceeded("deadline: the caller's deadline for this request has passed") from exc
                 yield event
 
     @property
     def _on_the_loop(self) -> float | None:
-        """The deadline by the event loop's clock."""
+        """The deadline on the event loop's clock."""
         if self.deadline == inf:
             return None
         return asyncio.get_running_loop().time() + self.deadline - time.monotonic()

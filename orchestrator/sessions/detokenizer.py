@@ -1,60 +1,57 @@
-"""Tokens to text as they come: only whole characters, and never past a stop text."""
+"""Incremental detokenizer: emits only whole characters, and nothing from a stop text on."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-REPLACEMENT = "\ufffd"  # what a decoder makes of bytes that are not yet a character
-MAX_HALF = 3  # bytes of a character that is not complete, and so characters U+FFFD that may stand for them
-MAX_WINDOW = 24  # tokens that the decoder is asked for at once
-SHORT_WINDOW = 8  # tokens that are enough to know how a text ends
+REPLACEMENT = "\ufffd"  # decoders' output for incomplete characters
+MAX_HALF = 3  # limit of bytes of an incomplete UTF-8 character, and so of U+FFFD that stand for them
+MAX_WINDOW = 24  # limit of tokens that are decoded at once
+SHORT_WINDOW = 8  # tokens that determine how a text ends
 
 
 class TextPiece(NamedTuple):
-    """What one token adds."""
+    """The text added by one token."""
 
     text: str
-    stop: str | None  # the stop text that is now complete; nothing of it, nor anything after it, is in any piece
+    stop: str | None  # the stop text that is now complete; neither it nor later text is emitted
 
 
 class TextStream:
     """Decodes one output. `decode` turns a list of tokens into text.
 
-    The decoder is asked for a window of the last tokens alone, which is bounded: each token takes as much work as any
-    other, whatever came before.
+    Only a bounded window of the last tokens is decoded, so that every token costs the same.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str], stop: Sequence[str] = ()) -> None:
         self._decode = decode
         self._stop = tuple(stop)
-        self._window: list[int] = []  # the last tokens; those before no longer matter to the decoder
-        self._num_complete = 0  # tokens of the window that stand for whole characters, all of which were taken
-        self._num_taken = 0  # characters of the window's text that were taken
+        self._window: list[int] = []  # the last tokens; earlier ones no longer affect decoding
+        self._num_complete = 0  # tokens of the window that form whole characters, all emitted
+        self._num_taken = 0  # characters of the window's text that were emitted
         self._held = ""  # text that may be the beginning of a stop text
 
     def push(self, token: int) -> TextPiece:
-        """The text that becomes certain with one more token."""
+        """Add a token; returns the text that is now certain."""
         self._window.append(token)
         text = self._decode(self._window)
         certain = text.rstrip(REPLACEMENT)
         if len(certain) == len(text):
             return self._emit(self._take_all(text))
-        new = certain[self._num_taken :]  # nothing where the decoder takes back what it has said of earlier tokens
+        new = certain[self._num_taken :]  # empty if the decoder revises earlier text
         self._num_taken += len(new)
         if len(self._window) > MAX_WINDOW:
             new += self._shorten(text)
         return self._emit(new)
 
     def finish(self) -> str:
-        """What was still held back; bytes that never became a character are U+FFFD."""
-        text = self._emit(self._take_all(self._decode(self._window)))
-        rest = text.text + ("" if text.stop else self._held)
-        self._held = ""
+        """The rest of the text; incomplete characters become U+FFFD, which completes no stop text."""
+        rest, self._held = self._held + self._take_all(self._decode(self._window)), ""
         return rest
 
     def _take_all(self, text: str) -> str:
-        """What is new in the window's text; the last tokens stay as context, for decoders that mind spaces."""
+        """New text of the window; the last tokens stay as context, as decoders treat spaces by context."""
         new = text[self._num_taken :]
         del self._window[: self._num_complete]
         self._num_complete = len(self._window)
@@ -62,11 +59,11 @@ class TextStream:
         return new
 
     def _shorten(self, text: str) -> str:
-        """Cuts the window down to its last tokens, in the middle of what may yet become a character.
+        """Cut the window to its last tokens in the middle of a possible character; returns text that is now certain.
 
-        The text of the last tokens alone ends as that of the window does, whatever its beginning makes of the bytes
-        that were cut off. Of U+FFFD in a row only the last ones may be the beginning of a character; those before are
-        certain, and returned. A decoder for which that is not so gets all of them said.
+        The text of the last tokens ends like that of the whole window, whatever the cut bytes become. In a run of
+        U+FFFD only the last ones may begin a character; earlier ones are certain. If a decoder behaves otherwise, all
+        are.
         """
         pending = text[self._num_taken :]
         del self._window[:-SHORT_WINDOW]
@@ -84,6 +81,11 @@ class TextStream:
         if found:
             where, stop = min(found)
             self._held = ""
+            self._window, self._num_complete, self._num_taken = (
+                [],
+                0,
+                0,
+            )  # what a token has beyond it is not told either
             return TextPiece(text[:where], stop)
         keep = max((_overlap(text, stop) for stop in self._stop), default=0)
         self._held = text[len(text) - keep :]
@@ -91,7 +93,7 @@ class TextStream:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that begins `stop`."""
+    """Length of the longest suffix of `text` that is a proper prefix of `stop`."""
     for length in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:length]):
             return length

@@ -1,4 +1,4 @@
-"""One request on its way: its tokens, its text, its end, and what it has come to so far."""
+"""A running request: its tokens, text, end and statistics."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from bough.protocol.generation import (
 )
 from bough.protocol.messages import RoundTimings, VerifyResult, WorkerInfo, weights_differ
 from bough.protocol.prefix_hash import TokenHistory
-from bough.protocol.sampling_params import SamplingParams, StopConditions
+from bough.protocol.sampling_params import UNLIMITED, SamplingParams, StopConditions
 from bough.telemetry.spans import NO_SPAN, Span
 from bough.trees.tree import Tree
 from orchestrator.sessions.deadline import Deadline
@@ -35,7 +35,7 @@ MAX_WARNING_LENGTH = 500  # characters
 
 @dataclass(slots=True)
 class Session:
-    """State of a request between rounds. Its token ids and sampling parameters are all that it needs to be rebuilt."""
+    """State of a request between rounds. Its token ids and sampling parameters suffice to rebuild everything."""
 
     request_id: str
     session_id: str
@@ -47,26 +47,27 @@ class Session:
     speculation: Speculation
     text: TextStream
     max_context: int
-    target_identity: str  # of all targets that it may be at
+    target_identity: str  # of the targets that it may run at
     model_name: str
-    model_identity: str  # of the targets at which its next request may run
-    weights_hash: str = ""  # of these targets, once one that it was at has known it
+    model_identity: str  # of the targets that the session's next request may run at
+    weights_hash: str = ""  # of these targets; empty until one of them has reported it
     epoch: int = 0
-    has_claim: bool = False  # the index has granted the epoch
+    has_claim: bool = False  # whether the index has granted the epoch
     patience: Deadline = field(default_factory=Deadline)
     round: int = 0
-    target_held: int = 0  # tokens that the target is believed to hold
+    target_held: int = 0  # tokens that the target is assumed to hold
     draft_held: int = 0
-    draft_id: str = ""  # worker that was asked last
-    cache_salt: str = ""  # KV is shared with sessions that have the same one
-    born_us: int = 0  # microseconds on the clock of epochs: when the session's first request began
+    draft_id: str = ""  # worker asked last
+    cache_salt: str = ""  # KV is shared only with sessions of the same salt
+    born_us: int = 0  # when the session's first request began, as an epoch
     num_replayed: int = 0  # output tokens from before the request was resumed
     num_failovers: int = 0
-    cached_tokens: int | None = None  # prompt tokens that were not computed in the first round
+    cached_tokens: int | None = None  # prompt tokens not computed in the first round
     trace: Span = NO_SPAN  # of the request
-    span: Span = NO_SPAN  # of the round that is under way
+    span: Span = NO_SPAN  # of the current round
     finish_reason: str = ""
     stop_reason: str = ""
+    stop_token_id: int | None = None
     timings: RoundTimings = field(default_factory=RoundTimings)
     num_draft_tokens: int = 0
     num_degraded_rounds: int = 0
@@ -81,35 +82,35 @@ class Session:
 
     @property
     def num_left(self) -> int:
-        """Most tokens that may still come."""
+        """Limit of tokens still to come."""
         return min(self.stops.max_tokens - self.num_generated, self.max_context - len(self.tokens))
 
     @property
     def max_length(self) -> int:
-        """Tokens that the request may come to, its prompt included."""
+        """Limit of tokens of the request, including its prompt."""
         return min(self.prompt_length + self.stops.max_tokens, self.max_context)
 
     @property
     def slot_seconds(self) -> float:
-        """That it may still wait for a KV slot: once it has had an answer, for as long as its caller does."""
+        """Seconds that it may still wait for a KV slot; unlimited (but for the deadline) after its first answer."""
         return inf if self.round else self.patience.queue_seconds
 
     @property
     def ground(self) -> tuple[str, str]:
-        """What the targets have in common that it may be at: identity, and hash of weights."""
+        """Identity and weights hash of the targets that it may run at."""
         return self.target_identity, self.weights_hash
 
     def require_weights(self, target: WorkerInfo) -> None:
-        """Before it is verified at a target, which may have learnt its hash since the last time.
+        """Check a target's weights before verifying there; its hash may have become known since the last time.
 
         Raises:
-            BoughError: it began with other weights. What it has said since may be of both; a client that goes on with
-                it by itself, as with an `Unavailable`, would not hear of that.
+            BoughError: the session began with other weights, so its tokens may be of both. Not Unavailable, which
+                clients would retry silently.
         """
         if weights_differ(self.weights_hash, target.weights_hash):
             raise BoughError(
-                f"weights: {target.worker_id} has {target.weights_hash}, and the session began with "
-                f"{self.weights_hash}; the last tokens may be of either: ask again from the beginning"
+                f"weights: must be {self.weights_hash}, with which the session began, got {target.weights_hash} of "
+                f"{target.worker_id}; the last tokens may be of either: ask again from the beginning"
             )
         self.weights_hash = self.weights_hash or target.weights_hash
 
@@ -118,10 +119,9 @@ class Session:
         return self.finish_reason != ""
 
     def warn(self, text: str) -> None:
-        """Notes something that changed the speed and not the output; once each.
+        """Add a warning about something that affects speed but not output; each text once.
 
-        The last event carries the warnings, and must stay small enough to be sent: what comes after the first few is
-        counted, and what is long is cut off.
+        The last event carries the warnings and must stay small: long ones are cut, and after some only counted.
         """
         if len(text) > MAX_WARNING_LENGTH:
             text = f"{text[:MAX_WARNING_LENGTH]}... ({len(text)} characters)"
@@ -133,21 +133,20 @@ class Session:
             self.num_more_warnings += 1
 
     def gave_way(self, target_id: str) -> None:
-        """Its KV has, to older sessions: what its target still holds it says when there is room."""
+        """Note that the session was preempted; the target reports what it still holds when there is room."""
         self.target_held = 0
         self.span.event("preempted", {"bough.worker": target_id})
         self.warn(f"{target_id}: KV memory was full (--kv-memory); this request gave way to older ones for a while")
 
     def seat_draft(self, draft_id: str) -> None:
-        """A draft worker is asked; what another one holds is of no use to it."""
+        """Note the draft worker that is asked; another one's KV is useless to it."""
         if draft_id != self.draft_id:
             self.draft_id, self.draft_held = draft_id, 0
 
     def replay(self, output: Sequence[int], num_seen: int) -> Tokens | None:
-        """Takes over what was generated before a stream broke; what of it was not seen is to be sent, None for nothing.
+        """Take over output generated before a stream broke; returns the part that the client has not seen, if any.
 
-        Texts come out as they did the first time: what is held back depends on the tokens alone. Tokens after the end
-        of the output are left out.
+        Texts are as they were the first time, as they depend on the tokens alone. Tokens after the end are dropped.
         """
         texts = []
         for token in output:
@@ -161,9 +160,9 @@ class Session:
         return Tokens(unseen, (False,) * len(unseen), tuple(texts[num_seen:]), (), 0, 0, RoundTimings())
 
     def commit(self, tree: Tree, drafted: Tree, result: VerifyResult, timings: RoundTimings) -> Tokens:
-        """Takes over a verdict: as much of it as comes before the end of the output.
+        """Apply a verdict, up to the end of the output.
 
-        What of the accepted path the draft worker had `drafted` too is its own; the rest was looked up.
+        Accepted tokens that are also in `drafted` count as the draft's; others as looked up.
         """
         accepted = [int(tree.tokens[node]) for node in result.verdict.accepted_nodes]
         verified = verified_part(tree, result)
@@ -200,16 +199,21 @@ class Session:
         self.accepted_counts[num_accepted] += 1
 
     def _append(self, token: int) -> str:
-        """Commits one token; returns its text, and notes the end where this is it."""
+        """Commit one token; returns its text, and sets the reason if it ends the output."""
         self.tokens.append(token)
         if token in self.sampling.stop_token_ids:
-            self.finish_reason, self.stop_reason = "stop", str(token)
+            self.finish_reason, self.stop_reason, self.stop_token_id = "stop", str(token), token
             return ""
         piece = self.text.push(token)
         if piece.stop is not None:
             self.finish_reason, self.stop_reason = "stop", piece.stop
         elif self.num_left <= 0:
             self.finish_reason = "length"
+            if self.num_generated < self.stops.max_tokens < UNLIMITED:
+                self.warn(
+                    f"max_tokens: at most {self.num_generated} fit the model's maximum context length of "
+                    f"{self.max_context} tokens after the prompt, got {self.stops.max_tokens}"
+                )
         return piece.text
 
     def _all_warnings(self) -> list[str]:
@@ -239,11 +243,12 @@ class Session:
             self.timings,
             tuple(self._all_warnings()),
             self.num_failovers,
+            self.stop_token_id,
         )
 
 
 def never_begun(options: GenerateOptions) -> tuple[Event, ...]:
-    """The events of a request that was aborted before anything was known of it."""
+    """The events of a request that was aborted before it was opened."""
     num_seen = options.resume.num_tokens if options.resume else 0
     return (
         Started(options.request_id, 0, options.seed or 0, "", num_seen),
@@ -252,7 +257,7 @@ def never_begun(options: GenerateOptions) -> tuple[Event, ...]:
 
 
 def verified_part(tree: Tree, result: VerifyResult) -> VerifiedTree:
-    """What of a tree the target has looked at, and which of its nodes it accepted."""
+    """The part of the tree that the target verified, and its accepted nodes."""
     if not result.left_out_nodes:
         return VerifiedTree(tree, result.verdict.accepted_nodes)
     kept = np.setdiff1d(np.arange(len(tree)), result.left_out_nodes)

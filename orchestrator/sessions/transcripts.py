@@ -1,4 +1,4 @@
-"""What the index is told of a session after each round."""
+"""The index's records of a session after each round."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from orchestrator.sessions.session import Session
 
 
 def session_record(session: Session, target_id: str) -> SessionRecord:
-    """Where it is, and its tokens."""
+    """The session's place and tokens."""
     return SessionRecord(
         session.session_id,
         target_id,
@@ -24,7 +24,7 @@ def session_record(session: Session, target_id: str) -> SessionRecord:
 
 
 def request_record(session: Session) -> RequestRecord:
-    """What its request has come to."""
+    """The state of the session's request."""
     return RequestRecord(
         session.request_id,
         session.session_id,

@@ -1,1 +1,1 @@
-"""Who decides how large trees are: one sizer, which every limit passes through, and a record of its decisions."""
+"""Decides how large trees are: the sizers, what they learn from, and the log of their decisions."""

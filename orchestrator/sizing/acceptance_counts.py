@@ -1,7 +1,6 @@
 """Counts which guesses were accepted, by depth and rank, so that shapes can follow the workload.
 
-Ranks are those by which a tree is planned: places among siblings, and by Scheme.MULTI_ROUND draws. A token that has
-been drawn several times is accepted at its first draw or not at all: rejecting it leaves the target nothing of it.
+A rank is a place among siblings.
 """
 
 from __future__ import annotations

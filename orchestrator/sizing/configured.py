@@ -1,4 +1,4 @@
-"""The sizer that an orchestrator's settings ask for."""
+"""The sizer selected by an orchestrator's settings."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from orchestrator.sizing.tree_sizer import TreeSizer
 
 
 def configured_sizer(config: OrchestratorConfig) -> Sizer:
-    """Trees of one fixed size, or trees that size themselves."""
+    """Trees of a fixed size, or trees that size themselves."""
     size = BestFirst(config.budget, config.width, config.depth)
     if config.planner == "fixed":
         return FixedSizer(size, config.sweep_nodes)

@@ -1,4 +1,4 @@
-"""The record of a sizer's decisions: the last rounds of the last sessions, and how well predictions agreed."""
+"""Log of a sizer's decisions: the latest rounds of recent sessions, and how accurate predictions were."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from bough.protocol.decision import Decision, DraftCalibration
 from orchestrator.sizing.acceptance_counts import HALF_LIFE_ROUNDS
 
-MAX_ROUNDS = 256  # of a session that are remembered
-MAX_SESSIONS = 64  # the last ones at work
-MAX_DRAFTS = 64  # workers come and go
+MAX_ROUNDS = 256  # limit for each session
+MAX_SESSIONS = 64  # limit; the most recently active are kept
+MAX_DRAFTS = 64  # limit of draft workers
 DECAY = 0.5 ** (1 / HALF_LIFE_ROUNDS)
 
 
 @dataclass(slots=True)
 class _Sums:
-    """Of the rounds with one draft worker's trees; old ones count for less."""
+    """Decayed sums over rounds with one draft worker's trees."""
 
     num_rounds: int = 0
     weight: float = 0.0
@@ -46,14 +46,14 @@ class _Sums:
 
 
 class DecisionLog:
-    """Bounded in every direction: sessions, rounds and workers that were used longest ago are forgotten."""
+    """Bounded log: the least recently used sessions, rounds and workers are dropped."""
 
     def __init__(self) -> None:
         self._sessions: OrderedDict[str, deque[Decision]] = OrderedDict()
         self._drafts: OrderedDict[str, _Sums] = OrderedDict()
 
     def add(self, session_id: str, decision: Decision) -> None:
-        """A round is over. Predictions count where a draft was asked and something was predicted."""
+        """Log a round. It counts as a prediction if a draft was asked and a sweep was predicted."""
         log = self._sessions.setdefault(session_id, deque(maxlen=MAX_ROUNDS))
         log.append(decision)
         self._sessions.move_to_end(session_id)
@@ -66,11 +66,11 @@ class DecisionLog:
                 self._drafts.popitem(last=False)
 
     def of(self, session_id: str) -> Sequence[Decision]:
-        """Those of a session, oldest first; of the one last at work where the name is empty."""
+        """Decisions of a session, oldest first; an empty id means the session active last."""
         if not session_id and self._sessions:
             session_id = next(reversed(self._sessions))
         return tuple(self._sessions.get(session_id, ()))
 
     def calibrations(self) -> tuple[DraftCalibration, ...]:
-        """How well predictions agreed, for every draft worker that is remembered."""
+        """Accuracy of predictions by draft worker."""
         return tuple(sums.report(draft_id) for draft_id, sums in self._drafts.items())

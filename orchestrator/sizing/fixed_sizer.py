@@ -1,4 +1,4 @@
-"""Trees of a fixed size, for comparisons: whatever a sweep or a draft step takes, and whatever guesses are worth."""
+"""A sizer for comparisons: trees of a fixed size, whatever sweeps cost and guesses are worth."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from bough.trees.tree_plan import BestFirst, TreePlan
 from orchestrator.sizing.decision_log import DecisionLog
 from orchestrator.sizing.plans import Proposal, RoundOutcome, RoundPlan, Situation, limited, requested_plan, whole
 
-MIN_SHARE = 4  # nodes of a tree, however many sessions there are
+MIN_SHARE = 4  # limit below which sharing does not shrink a tree
 
 
 class FixedSizer:
-    """Always the same size, but for what the request itself asks, and for what else is in the same sweep.
+    """Always plans the same size, except for the request's own settings and the sharing of sweeps.
 
-    Sessions at one target share `sweep_nodes` among their trees, and a prompt that is read beside takes its part.
+    Sessions at one target share `sweep_nodes` among their trees, less the prompt tokens that a session still needs.
     """
 
     def __init__(self, size: BestFirst, sweep_nodes: int) -> None:
@@ -29,13 +29,13 @@ class FixedSizer:
         self._log = DecisionLog()
 
     def plan(self, situation: Situation) -> RoundPlan:
-        """The configured size, overridden field by field by the request; no tree where no token is left to guess."""
+        """The configured size with the request's overrides; no tree if nothing is left to guess."""
         speculation, size = situation.speculation, self._size
         plan = requested_plan(situation, size)
         if plan is None:
             share = max(MIN_SHARE, self._sweep_nodes // max(1, situation.target.num_running) - situation.num_context)
             budget = min(size.budget, share)
-            narrow = min(size.width, max(MIN_SHARE, budget // 2))  # more at once would hardly save a step
+            narrow = min(size.width, max(MIN_SHARE, budget // 2))  # a larger width would hardly save steps
             growth = BestFirst(budget, speculation.width or narrow, speculation.depth or size.depth)
             plan = limited(TreePlan(growth, speculation.scheme, speculation.guess), situation)
         number = self._num_rounds[situation.session_id] = self._num_rounds.get(situation.session_id, 0) + 1
@@ -45,7 +45,7 @@ class FixedSizer:
         return plan
 
     def propose(self, session_id: str, drafted: Tree, looked_up: Tree) -> Proposal:
-        """The best-scoring nodes of both trees, as many as planned; a sample stays whole."""
+        """The best-scoring nodes of both trees, up to the plan's limit; samples stay whole."""
         if session_id not in self._plans:
             return whole(drafted, looked_up)
         plan, decision = self._plans[session_id]
@@ -54,7 +54,7 @@ class FixedSizer:
         return Proposal(tree, False, np.arange(len(drafted)))
 
     def observe(self, session_id: str, outcome: RoundOutcome) -> Decision | None:
-        """Learns nothing; what came to pass is recorded. None where the round had no plan."""
+        """Log the round; nothing is learnt. None if it had no plan."""
         if session_id not in self._plans:
             return None
         _, decision = self._plans.pop(session_id)
@@ -63,14 +63,14 @@ class FixedSizer:
         return decision
 
     def forget(self, session_id: str) -> None:
-        """The request has ended."""
+        """Drop the state of a session whose request has ended."""
         self._plans.pop(session_id, None)
         self._num_rounds.pop(session_id, None)
 
     def decisions(self, session_id: str) -> Sequence[Decision]:
-        """The last rounds of a session, oldest first."""
+        """The latest rounds of a session, oldest first."""
         return self._log.of(session_id)
 
     def calibrations(self) -> tuple[DraftCalibration, ...]:
-        """How well predictions agreed with what came to pass."""
+        """Accuracy of predictions by draft worker."""
         return self._log.calibrations()

@@ -76,12 +76,12 @@ class Margin:
         self._gains = DECAY * self._gains + gains
         self._bounds = DECAY * self._bounds + bounds
 
-    def _ratios(self) -> NDArray[np.float64]:
+    def _ratios(self) -> list[float]:
         """(MOST_LEVELS,) gain over bound; where little was grown as on the level above."""
-        ratios, above = np.empty(MOST_LEVELS), PRIOR_MARGIN
-        for level in range(MOST_LEVELS):
-            gain, bound = self._gains[level] + PRIOR_WEIGHT * above, self._bounds[level] + PRIOR_WEIGHT
-            above = ratios[level] = min(MOST_MARGIN, max(LEAST_MARGIN, gain / bound))
+        ratios, above = list[float](), PRIOR_MARGIN
+        for gain, bound in zip(self._gains.tolist(), self._bounds.tolist(), strict=True):
+            above = min(MOST_MARGIN, max(LEAST_MARGIN, (gain + PRIOR_WEIGHT * above) / (bound + PRIOR_WEIGHT)))
+            ratios.append(above)
         return ratios
 
 

@@ -1,4 +1,4 @@
-"""What a sizer is asked, what it answers, and what it learns from."""
+"""The sizers' Protocol: what a sizer is asked, what it answers, and what it learns from."""
 
 from __future__ import annotations
 
@@ -20,37 +20,37 @@ from bough.trees.tree_plan import MAX_EXPANSIONS, NO_TREE, BestFirst, TreePlan
 
 @dataclass(frozen=True, slots=True)
 class WorkerFacts:
-    """What a sizer needs to know of a worker."""
+    """Facts about a worker that a sizer needs."""
 
     worker_id: str
-    identity: str  # equal for workers whose guesses, or tokens, are the same
+    identity: str  # equal for workers that give the same guesses or tokens
     max_nodes: int
-    cost: CostCurve | None  # as the worker told when it was met
-    num_running: int = 1  # sessions that this orchestrator runs at a target, the one in question included
+    cost: CostCurve | None  # as reported when the worker was introduced
+    num_running: int = 1  # sessions that this orchestrator runs at a target, including the one in question
 
 
 @dataclass(frozen=True, slots=True)
 class Situation:
-    """One session before a round."""
+    """The state of a session before a round."""
 
     session_id: str
     speculation: Speculation
     temperature: float
     target: WorkerFacts
-    draft: WorkerFacts | None  # None where there is none to ask
-    num_left: int  # most tokens that may still come
-    num_context: int = 0  # tokens before the tree that the target does not hold
-    num_draft_context: int = 0  # and that the draft does not
-    lookup: int = 0  # most guesses from the session's own text
+    draft: WorkerFacts | None  # None if there is none to ask
+    num_left: int  # limit of tokens still to come
+    num_context: int = 0  # tokens before the tree that the target has not cached
+    num_draft_context: int = 0  # tokens that the draft has not cached
+    lookup: int = 0  # limit of guesses from the session's own text
 
 
 @dataclass(frozen=True, slots=True)
 class RoundPlan:
-    """How large a round's tree may be, and how to grow it."""
+    """Limits of a round's tree, and how to grow it."""
 
-    tree: TreePlan  # for the draft worker; a budget of 1 asks for nothing
-    max_nodes: int  # to send, the root included; samples may not be cut and count as they are
-    lookup: int  # most guesses from the session's own text
+    tree: TreePlan  # for the draft worker; a budget of 1 asks for no tree
+    max_nodes: int  # limit to send, root included; samples may not be cut and count in full
+    lookup: int  # limit of guesses from the session's own text
 
     @property
     def asks_draft(self) -> bool:
@@ -58,67 +58,67 @@ class RoundPlan:
 
 
 class Proposal(NamedTuple):
-    """The tree that is sent to the target."""
+    """The tree to send to the target."""
 
     tree: Tree
-    may_leave_out: bool  # the target may cut it further where others share its sweep
-    places: NDArray[np.intp]  # (num_drafted,) of the drafted nodes in it; -1 for those that were cut
+    may_leave_out: bool  # whether the target may cut it further if others share its sweep
+    places: NDArray[np.intp]  # (num_drafted,) number of each drafted node in the tree; -1 for those cut
 
 
 @dataclass(frozen=True, slots=True)
 class RoundOutcome:
-    """What became of a round."""
+    """The result of a round."""
 
-    num_nodes: int  # of the tree that was sent
-    tokens: Sequence[int]  # that the target chose, the bonus token included
+    num_nodes: int  # of the tree sent
+    tokens: Sequence[int]  # chosen by the target, including the bonus token
     result: VerifyResult
-    grown: GrowResult | None  # None where no draft worker answered or was asked
-    draft_network_ns: int  # that the call to the draft took beyond the worker's own time
+    grown: GrowResult | None  # None if no draft worker answered or was asked
+    draft_network_ns: int  # of the draft call, outside the worker
     target_network_ns: int
     timings: RoundTimings
 
 
 class Sizer(Protocol):
-    """The one owner of size: every limit on a tree passes through it."""
+    """The only component that decides tree sizes: all limits pass through it."""
 
     def plan(self, situation: Situation) -> RoundPlan:
-        """How to grow the next tree."""
+        """Plan how to grow the next tree."""
         ...
 
     def propose(self, session_id: str, drafted: Tree, looked_up: Tree) -> Proposal:
-        """Of what has grown, and what was looked up beside it, the part that is worth verifying."""
+        """Choose the part of the grown tree and the looked-up guesses that is worth verifying."""
         ...
 
     def observe(self, session_id: str, outcome: RoundOutcome) -> Decision | None:
-        """The round is over; its record, None where it had no plan."""
+        """Learn from a round; returns its record, or None if it had no plan."""
         ...
 
     def forget(self, session_id: str) -> None:
-        """The session's request has ended."""
+        """Drop the state of a session whose request has ended."""
         ...
 
     def decisions(self, session_id: str) -> Sequence[Decision]:
-        """The last rounds of a session, or of the one that was last at work where the name is empty."""
+        """The latest rounds of a session; an empty id means the session active last."""
         ...
 
     def calibrations(self) -> tuple[DraftCalibration, ...]:
-        """How well predictions agreed with what came to pass, by draft worker."""
+        """Accuracy of predictions by draft worker."""
         ...
 
 
 def whole(drafted: Tree, looked_up: Tree) -> Proposal:
-    """All that there is, with nothing decided: for a round of which a sizer knows no plan.
+    """The whole tree, for a round without a plan.
 
-    A stream that another has taken over may end in the middle of the other's round, and have its session forgotten.
+    A stream that was taken over may end, and have its session forgotten, during the other stream's round.
     """
     tree = merged(drafted, looked_up, len(drafted)) if len(looked_up) > 1 else drafted
     return Proposal(tree, False, np.arange(len(drafted)))
 
 
 def requested_plan(situation: Situation, size: BestFirst) -> RoundPlan | None:
-    """The plan of a request that leaves nothing to decide; None for one that does.
+    """The plan of a request that fixes the size itself, else None.
 
-    `size` is what a request that names only a part of a size gets for the rest.
+    `size` supplies the parts of the size that the request does not give.
     """
     speculation = situation.speculation
     if speculation.disabled or situation.num_left <= 1:
@@ -132,9 +132,9 @@ def requested_plan(situation: Situation, size: BestFirst) -> RoundPlan | None:
 
 
 def limited(plan: TreePlan, situation: Situation) -> RoundPlan:
-    """A plan within what both workers take and the request may still use; without a draft only its lookup is left."""
+    """Limit a plan to what both workers and the request allow; without a draft only lookup remains."""
     most = min(plan.growth.budget, situation.target.max_nodes)
-    depth = situation.num_left - 1  # what is deeper could not be kept, and may lie beyond the model's positions
+    depth = situation.num_left - 1  # deeper nodes could not be kept, and may exceed the model's positions
     if situation.draft is None:
         return RoundPlan(NO_TREE, most, situation.lookup)
     tree = plan.within(min(most, situation.draft.max_nodes)).no_deeper(depth)

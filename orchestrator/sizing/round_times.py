@@ -1,4 +1,4 @@
-"""What a round will take: from workers' curves, and from what rounds took beside what these curves say."""
+"""Predicts the time of rounds from workers' cost curves and from measurements of everything else."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from orchestrator.sizing.pairs import Habits
 from orchestrator.sizing.plans import RoundOutcome, Situation, WorkerFacts
 from orchestrator.sizing.worker_times import NANO, ByWorker, DraftTimes, TargetTimes
 
-HIDDEN_FROM = 0.25  # of a sweep: a call that waits for longer before its own waits for another sweep to end
-SHARE_OF_WAIT = 0.9  # of what is waited then that may be spent on drafting instead
-SMALL_CONTEXT = 16  # tokens; a draft that reads more than these takes its time for something else than its tree
-FIRST_STEPS = 4  # of a tree, before one has been grown
+HIDDEN_FROM = 0.25  # of a sweep; calls with a longer queueing time wait for another sweep to end
+SHARE_OF_WAIT = 0.9  # of that wait, that may be spent drafting
+SMALL_CONTEXT = 16  # tokens; a draft that reads more spends its time on something else than its tree
+FIRST_STEPS = 4  # of a tree, before any was observed
 
 
 class StepCost(NamedTuple):
-    """What another draft step costs."""
+    """The cost of another draft step."""
 
-    free_seconds: float  # of drafting that only fill a wait for another sweep; 0 where it delays the round
+    free_seconds: float  # drafting time that only fills a wait for another sweep; 0 if drafting delays the round
     step_seconds: float
 
 
 class RoundTimes:
-    """Of all rounds, by worker."""
+    """Measurements of all rounds, by worker."""
 
     def __init__(self) -> None:
         self._targets, self._drafts = ByWorker(TargetTimes), ByWorker(DraftTimes)
 
     def note(self, situation: Situation) -> None:
-        """Workers have told of themselves, perhaps for the first time."""
+        """Take over the cost curves that workers reported when introduced."""
         target = self._targets.of(situation.target.worker_id)
         if target.curve is None:
             target.told(situation.target.worker_id, situation.target.cost)
@@ -38,7 +38,7 @@ class RoundTimes:
             draft.told(situation.draft.worker_id, situation.draft.cost)
 
     def load(self, situation: Situation) -> SweepLoad | None:
-        """What is in the next sweep beside the session's tree; None while nothing is known of the target's sweeps."""
+        """The rest of the next sweep besides the session's tree; None while the target's cost is unknown."""
         times = self._targets.of(situation.target.worker_id)
         if times.curve is None:
             return None
@@ -51,11 +51,11 @@ class RoundTimes:
         return SweepLoad(times.curve, situation.num_context, 1 + min(others, num_running - 1), rows, fixed)
 
     def draft_seconds(self, situation: Situation, habits: Habits) -> float:
-        """By which a draft's tree delays a round."""
+        """Seconds by which a draft's tree delays a round."""
         return 0.0 if self._is_hidden(situation) else self._drafting_seconds(situation, habits)
 
     def step_cost(self, situation: Situation) -> StepCost:
-        """Of a step of the width that steps have had."""
+        """Cost of a step of the usual width."""
         draft, target = situation.draft, self._targets.of(situation.target.worker_id)
         if draft is None:
             return StepCost(0.0, 0.0)
@@ -65,7 +65,7 @@ class RoundTimes:
         return StepCost(free, self._drafts.of(draft.worker_id).step_seconds)
 
     def expect(self, parts: RoundSeconds, situation: Situation, load: SweepLoad, habits: Habits | None) -> None:
-        """Fills in what a round should take beside its sweep; `habits` where a draft is asked."""
+        """Fill in the expected parts of a round except its sweep; `habits` is given if a draft is asked."""
         target = self._targets.of(situation.target.worker_id)
         parts.network, parts.other = target.network.median, target.orchestrator.median
         parts.queue = target.queue.median if situation.target.num_running > 1 else 0.0
@@ -76,11 +76,11 @@ class RoundTimes:
             parts.network += network
 
     def beside_sweep(self, situation: Situation) -> float:
-        """Seconds of the target's own beside queue and sweep."""
+        """Seconds of the target's own time outside queue and sweep."""
         return self._targets.of(situation.target.worker_id).beside.median
 
     def observe(self, situation: Situation, outcome: RoundOutcome) -> None:
-        """A round is over."""
+        """Record a round."""
         self._observe_target(situation, outcome)
         if situation.draft is not None and outcome.grown is not None:
             self._observe_draft(situation, situation.draft, outcome)
@@ -94,7 +94,7 @@ class RoundTimes:
         others_ns = timings.total_ns - timings.draft_ns - timings.network_ns - timings.target_ns
         times.orchestrator.add(max(0, others_ns) * NANO)
         if result.timings.num_passes != 1 or result.num_rows == 0:
-            return  # a prompt that took several sweeps, or a target that does not tell
+            return  # a prompt over several sweeps, or a target that reports no figures
         own_rows = outcome.num_nodes - len(result.left_out_nodes) + situation.num_context
         times.other_rows.add(max(0, result.num_rows - own_rows))
         times.other_trees.add(max(0, result.num_trees - 1))
@@ -117,16 +117,16 @@ class RoundTimes:
         if draft is None:
             return 0.0
         times = self._drafts.of(draft.worker_id)
-        steps = min(habits.num_steps or FIRST_STEPS, situation.num_left - 1)  # no tree is deeper than what may come
+        steps = min(habits.num_steps or FIRST_STEPS, situation.num_left - 1)  # no tree is deeper than the tokens left
         return steps * times.step_seconds + times.network.median + times.queue.median
 
     def _wait(self, situation: Situation) -> float:
-        """Seconds that calls wait for another sweep to end; 0 where they hardly wait."""
+        """Seconds that calls wait for another sweep to end; 0 if hardly any."""
         times = self._targets.of(situation.target.worker_id)
         if times.curve is None or situation.target.num_running < 2:
             return 0.0
         return max(0.0, times.queue.median - HIDDEN_FROM * times.curve(round(times.other_rows.median) + 1))
 
     def _is_hidden(self, situation: Situation) -> bool:
-        """Whether sessions take turns, so that one drafts while another's tree is verified."""
+        """Whether sessions alternate, so that one drafts while another's tree is verified."""
         return self._wait(situation) > 0.0

@@ -1,4 +1,4 @@
-"""Sums over all rounds since the start: what `/metrics` shows of sizes, of predictions, and of what deciding takes."""
+"""Totals over all rounds since the start, for `/metrics`: sizes, predictions, and the sizer's own time."""
 
 from __future__ import annotations
 
@@ -15,33 +15,33 @@ from orchestrator.sizing.plans import Proposal, RoundOutcome, RoundPlan, Situati
 
 NODE_BOUNDS = tuple(float(2**power) for power in range(11))
 SECOND_BOUNDS = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.1)
-MAX_POSITIONS = 64  # that are told apart; what is accepted deeper counts with the last
+MAX_POSITIONS = 64  # limit; deeper accepted tokens count with the last
 
 
 @dataclass(slots=True)
 class Tally:
-    """Numbers that were seen, by the smallest bound that they do not pass; the last count is of those above all."""
+    """A histogram: counts by the smallest bound that a value does not exceed; the last count is above all bounds."""
 
     bounds: tuple[float, ...]  # ascending
     counts: list[int] = field(init=False)
-    total: float = 0.0  # of the numbers
+    total: float = 0.0  # sum of the values
 
     def __post_init__(self) -> None:
         self.counts = [0] * (len(self.bounds) + 1)
 
     def add(self, value: float) -> None:
-        """One more."""
+        """Count a value."""
         self.counts[bisect_left(self.bounds, value)] += 1
         self.total += value
 
 
 @dataclass(slots=True)
 class RoundTotals:
-    """Of all sessions together. Predictions and what came to pass are summed over rounds with a prediction alone."""
+    """Totals of all sessions. Expected and realised values cover only rounds with a prediction."""
 
     rounds: Counter[Mode] = field(default_factory=Counter)
-    num_drafts: int = 0  # rounds with more than a root, as verified
-    num_draft_tokens: int = 0  # nodes verified, roots excluded
+    num_drafts: int = 0  # rounds that verified more than a root
+    num_draft_tokens: int = 0  # verified nodes, roots excluded
     accepted_by_position: list[int] = field(
         default_factory=lambda: [0] * MAX_POSITIONS
     )  # levels below the root, less 1
@@ -50,10 +50,10 @@ class RoundTotals:
     expected_seconds: float = 0.0
     seconds: float = 0.0
     nodes: Tally = field(default_factory=lambda: Tally(NODE_BOUNDS))  # of trees sent, roots included
-    plan_seconds: Tally = field(default_factory=lambda: Tally(SECOND_BOUNDS))  # of a round, all that the sizer does
+    plan_seconds: Tally = field(default_factory=lambda: Tally(SECOND_BOUNDS))  # by round, of all calls of the sizer
 
     def add(self, decision: Decision) -> None:
-        """A round is over."""
+        """Count a round."""
         self.rounds[decision.mode] += 1
         self.nodes.add(decision.num_sent)
         num_verified = decision.num_sent - decision.num_left_out - 1
@@ -69,7 +69,7 @@ class RoundTotals:
 
 
 class MeasuredSizer:
-    """A sizer whose rounds, and the time that it takes for them, are summed up; it decides what the sizer decides."""
+    """Wraps a sizer: sums up its rounds and the time that it takes."""
 
     def __init__(self, sizer: Sizer) -> None:
         self._sizer = sizer
@@ -77,18 +77,18 @@ class MeasuredSizer:
         self.totals = RoundTotals()
 
     def plan(self, situation: Situation) -> RoundPlan:
-        """How to grow the next tree."""
+        """As `Sizer.plan`."""
         self._deciding[situation.session_id] = 0.0
         with self._timed(situation.session_id):
             return self._sizer.plan(situation)
 
     def propose(self, session_id: str, drafted: Tree, looked_up: Tree) -> Proposal:
-        """Of what has grown, and what was looked up beside it, the part that is worth verifying."""
+        """As `Sizer.propose`."""
         with self._timed(session_id):
             return self._sizer.propose(session_id, drafted, looked_up)
 
     def observe(self, session_id: str, outcome: RoundOutcome) -> Decision | None:
-        """The round is over; its record, None where it had no plan."""
+        """As `Sizer.observe`."""
         with self._timed(session_id):
             decision = self._sizer.observe(session_id, outcome)
         self.totals.plan_seconds.add(self._deciding.pop(session_id))
@@ -97,16 +97,16 @@ class MeasuredSizer:
         return decision
 
     def forget(self, session_id: str) -> None:
-        """The session's request has ended."""
+        """As `Sizer.forget`."""
         self._deciding.pop(session_id, None)
         self._sizer.forget(session_id)
 
     def decisions(self, session_id: str) -> Sequence[Decision]:
-        """The last rounds of a session, or of the one that was last at work where the name is empty."""
+        """As `Sizer.decisions`."""
         return self._sizer.decisions(session_id)
 
     def calibrations(self) -> tuple[DraftCalibration, ...]:
-        """How well predictions agreed with what came to pass, by draft worker."""
+        """As `Sizer.calibrations`."""
         return self._sizer.calibrations()
 
     @contextmanager

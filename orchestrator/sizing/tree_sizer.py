@@ -165,18 +165,18 @@ class TreeSizer:
         """Compares trees of a draft with doing without, and settles the prices."""
         most = min(MOST_NODES, situation.target.max_nodes)
         plain = best_size(session.habits.looked_up, load, 0.0, np.arange(1, 2 + min(situation.lookup, most - 1)))
-        best, mode = plain, Mode.LOOKUP
+        best, mode, growth = plain, Mode.LOOKUP, PROBE
         drafting = plain
         if situation.draft is not None and (most_drafted := min(most, situation.draft.max_nodes)) > 1:
             seconds = self._times.draft_seconds(situation, session.habits)
             trust = session.pair.trust.factor
             drafting = best_size(session.habits.drafted, load, seconds, np.arange(2, most_drafted + 1), trust)
-            price = self._growth(situation, session, drafting).step_price
-            if self._weigh(session, drafting, plain) and price <= FIRST_BOUND:
-                best, mode = drafting, Mode.DRAFT
+            drafted = self._growth(situation, session, drafting)
+            if self._weigh(session, drafting, plain) and drafted.step_price <= FIRST_BOUND:
+                best, mode, growth = drafting, Mode.DRAFT, drafted
             elif session.pair.probing.is_due():
                 mode = Mode.PROBE
-        plan, decision = self._plan_of(situation, session, best, mode, load)
+        plan, decision = _plan_of(situation, session.num_rounds, mode, growth)
         decision.draft_rate, decision.plain_rate = drafting.rate, plain.rate
         decision.best_nodes, decision.price = best.num_nodes, best.price
         self._times.expect(decision.expected, situation, load, session.habits if plan.asks_draft else None)
@@ -193,21 +193,6 @@ class TreeSizer:
                 session.pair.probing.begin()
             session.pair.habits.is_drafting = habits.is_drafting
         return habits.is_drafting
-
-    def _plan_of(
-        self, situation: Situation, session: SessionState, best: Size, mode: Mode, load: SweepLoad
-    ) -> tuple[RoundPlan, Decision]:
-        decision = Decision(session.num_rounds, mode, num_context=situation.num_context)
-        if mode is Mode.LOOKUP:
-            plan = RoundPlan(NO_TREE, min(1 + situation.lookup, situation.target.max_nodes), situation.lookup)
-        else:
-            growth = PROBE if mode is Mode.PROBE else self._growth(situation, session, best)
-            decision.step_price = growth.step_price
-            plan = limited(TreePlan(growth, Scheme.TARGET, situation.speculation.guess), situation)
-            if isinstance(plan.tree.growth, BestFirst):
-                decision.width = plan.tree.growth.width
-        decision.budget, decision.depth = plan.tree.growth.budget, plan.tree.growth.depth
-        return plan, decision
 
     def _growth(self, situation: Situation, session: SessionState, best: Size) -> BestFirst:
         """Room for the best size and a little more, and the price of a step; levels are left to that price."""
@@ -234,8 +219,9 @@ class TreeSizer:
         if drafted is None or before is None or values is None:
             return
         if len(drafted) > 1:
-            left_out = np.isin(pending.places, outcome.result.left_out_nodes)
-            is_verified = (pending.places >= 0) & ~left_out
+            is_verified = pending.places >= 0
+            if outcome.result.left_out_nodes:
+                is_verified &= ~np.isin(pending.places, outcome.result.left_out_nodes)
             pair = session.pair
             pair.acceptance.observe(drafted, drafted.along(outcome.tokens), is_verified, session.bias)
             pair.trust.observe(pending.decision.expected_tokens - 1, len(outcome.tokens) - 1)
@@ -248,6 +234,19 @@ class TreeSizer:
         for habits in (session.habits, session.pair.habits):
             profile = habits.drafted if pending.plan.asks_draft else habits.looked_up
             profile.observe(values)
+
+
+def _plan_of(situation: Situation, number: int, mode: Mode, growth: BestFirst) -> tuple[RoundPlan, Decision]:
+    decision = Decision(number, mode, num_context=situation.num_context)
+    if mode is Mode.LOOKUP:
+        plan = RoundPlan(NO_TREE, min(1 + situation.lookup, situation.target.max_nodes), situation.lookup)
+    else:
+        decision.step_price = growth.step_price
+        plan = limited(TreePlan(growth, Scheme.TARGET, situation.speculation.guess), situation)
+        if isinstance(plan.tree.growth, BestFirst):
+            decision.width = plan.tree.growth.width
+    decision.budget, decision.depth = plan.tree.growth.budget, plan.tree.growth.depth
+    return plan, decision
 
 
 def _change(before: NDArray[np.float64], after: NDArray[np.float64], num_nodes: int) -> NDArray[np.float64]:

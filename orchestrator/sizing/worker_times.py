@@ -25,17 +25,13 @@ class Recent:
     """The median of the last few numbers: one that is far off moves it little."""
 
     def __init__(self, default: float) -> None:
-        self._default = default
+        self.median = default  # the default before the first
         self._values: deque[float] = deque(maxlen=NUM_RECENT)
 
     def add(self, value: float) -> None:
         """One more."""
         self._values.append(value)
-
-    @property
-    def median(self) -> float:
-        """The default before the first."""
-        return statistics.median(self._values) if self._values else self._default
+        self.median = statistics.median(self._values)
 
 
 @dataclass(slots=True)

@@ -1,1 +1,1 @@
-"""What an orchestrator counts and tells of itself."""
+"""Metrics and traces of an orchestrator."""

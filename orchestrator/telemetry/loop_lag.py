@@ -1,6 +1,8 @@
 """How late the event loop comes to what is due, and how many tasks it has.
 
-Whatever blocks it holds up every stream, and shows here; so does what never ends.
+Whatever blocks it holds up every stream, and shows here; so does what never ends. Something is due every
+`PERIOD_SECONDS`, whether the loop has time for it or not: a pause of a second counts as the fifty that it held up, the
+last of which was hardly late, and so percentiles are of moments and not of measurements.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ BOUNDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
 
 
 class LoopLag:
-    """Sleeps for short times while it runs, and notes how much longer each took."""
+    """Notes how late each of many short sleeps ends while it runs."""
 
     def __init__(self) -> None:
         self.tally = Tally(BOUNDS)  # seconds
@@ -36,9 +38,12 @@ class LoopLag:
 
     async def _measure(self) -> None:
         next_count = 0.0
+        due = time.monotonic() + PERIOD_SECONDS
         while True:
-            began = time.monotonic()
-            if began >= next_count:
-                self.num_tasks, next_count = len(asyncio.all_tasks()), began + COUNT_SECONDS
-            await asyncio.sleep(PERIOD_SECONDS)
-            self.tally.add(max(0.0, time.monotonic() - began - PERIOD_SECONDS))
+            await asyncio.sleep(due - time.monotonic())
+            now = time.monotonic()
+            while due <= now:
+                self.tally.add(now - due)
+                due += PERIOD_SECONDS
+            if now >= next_count:
+                self.num_tasks, next_count = len(asyncio.all_tasks()), now + COUNT_SECONDS

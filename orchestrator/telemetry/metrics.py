@@ -1,4 +1,4 @@
-"""What an orchestrator tells Prometheus: requests, speculation by vLLM's names, how well rounds were foreseen."""
+"""Prometheus metrics of an orchestrator: requests, speculation under vLLM's names, and accuracy of predictions."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ FAILURES = ("Exhausted", "Unavailable", "InvalidRequest", "DeadlineExceeded")
 
 
 class Figures(NamedTuple):
-    """Everything that is told, as it is at a moment."""
+    """Snapshot of everything exported."""
 
-    model_name: str  # of the target; empty while there has been none
+    model_name: str  # of the target used last; empty before the first
     num_running: int  # requests
     num_waiting: int  # requests
     num_tokens: int  # generated
@@ -32,13 +32,13 @@ class Figures(NamedTuple):
 
 
 class OrchestratorCollector(Collector):
-    """Reads the sums that rounds have left whenever somebody asks: rounds themselves do nothing for it but add."""
+    """Exports totals at each scrape; rounds only add to them."""
 
     def __init__(self, figures: Callable[[], Figures]) -> None:
         self._figures = figures
 
     def collect(self) -> Iterator[Metric]:
-        """All of them, as they are now."""
+        """Collect the current values."""
         name, num_running, num_waiting, num_tokens, requests, totals, loop_lag, num_tasks = self._figures()
         model = {"model_name": name}
         yield gauge("vllm:num_requests_running", "Requests being generated", model, num_running)
@@ -81,7 +81,7 @@ def _requests(name: str, totals: RequestTotals) -> Iterator[Metric]:
 def _by_label(
     name: str, text: str, model_name: str, label: str, counts: Mapping[str, int], known: Sequence[str]
 ) -> Metric:
-    """A counter for each value of a label; those that are known are there from the start, so that rates begin at 0."""
+    """A counter for each value of a label; `known` values exist from the start, so that rates begin at 0."""
     metric = CounterMetricFamily(name, text, labels=["model_name", label])
     for value in dict.fromkeys((*known, *tuple(counts))):
         metric.add_metric([model_name, value], counts.get(value, 0))
@@ -104,7 +104,7 @@ def _speculation(model: dict[str, str], totals: RoundTotals) -> Iterator[Metric]
 
 
 def _predictions(model: dict[str, str], totals: RoundTotals) -> Iterator[Metric]:
-    """Ratios of their rates are the bias of predictions."""
+    """Expected and realised sums; the ratio of their rates is the bias of predictions."""
     of_rounds = "of rounds with a prediction"
     yield counter("bough_sizer_expected_tokens", f"Tokens expected {of_rounds}", model, totals.expected_tokens)
     yield counter("bough_sizer_tokens", f"Tokens {of_rounds}", model, totals.tokens)

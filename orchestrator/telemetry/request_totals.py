@@ -1,4 +1,4 @@
-"""Sums over all requests since the start: how long they wait, for what, and how they end."""
+"""Totals over all requests since the start: waiting times, latencies and endings."""
 
 from __future__ import annotations
 
@@ -10,44 +10,44 @@ from dataclasses import dataclass, field
 from bough.protocol.generation import Event, Finished, Started, Tokens
 from orchestrator.sizing.totals import Tally
 
-# Seconds, as vLLM divides them where it divides so finely; sweeps of streamed weights take seconds.
+# Bounds in seconds: vLLM's where these are fine enough, and longer ones, as sweeps of streamed weights take seconds.
 WAIT_BOUNDS = (0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0)
 TOKEN_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0)
 
 
 @dataclass(slots=True)
 class RequestTotals:
-    """Of all requests together; times are seconds on this process's clock."""
+    """Totals of all requests; times are in seconds."""
 
-    finished: Counter[str] = field(default_factory=Counter)  # by why they ended
-    failed: Counter[str] = field(default_factory=Counter)  # by the name of the error
+    finished: Counter[str] = field(default_factory=Counter)  # by finish reason
+    failed: Counter[str] = field(default_factory=Counter)  # by the error's class name
     prompt_tokens: int = 0
-    cached_tokens: int = 0  # of the prompts, whose KV was there
+    cached_tokens: int = 0  # prompt tokens whose KV was cached
     num_failovers: int = 0
     num_degraded_rounds: int = 0
     queue: Tally = field(default_factory=lambda: Tally(WAIT_BOUNDS))
     first_token: Tally = field(default_factory=lambda: Tally(WAIT_BOUNDS))
     whole: Tally = field(default_factory=lambda: Tally(WAIT_BOUNDS))
-    between: Tally = field(default_factory=lambda: Tally(TOKEN_BOUNDS))  # rounds of one request
-    per_token: Tally = field(default_factory=lambda: Tally(TOKEN_BOUNDS))  # after the first round, of one request
+    between: Tally = field(default_factory=lambda: Tally(TOKEN_BOUNDS))  # between rounds of a request
+    per_token: Tally = field(default_factory=lambda: Tally(TOKEN_BOUNDS))  # after the first round of a request
 
 
 @dataclass(slots=True)
 class RequestWatch:
-    """One request as its front door sees it; `totals` has what it comes to."""
+    """Measures one request as seen by its front door, and adds it to `totals`."""
 
     totals: RequestTotals
     clock: Callable[[], float] = time.monotonic
     _began: float = 0.0
-    _first: float = 0.0  # when the first tokens came; 0 before that
+    _first: float = 0.0  # time of the first tokens; 0 before
     _last: float = 0.0
-    _num_later: int = 0  # tokens after the first round's
+    _num_later: int = 0  # tokens after the first round
 
     def __post_init__(self) -> None:
         self._began = self.clock()
 
     def note(self, event: Event) -> None:
-        """The request comes to this event."""
+        """Count an event of the request."""
         now = self.clock()
         match event:
             case Started():
@@ -59,7 +59,7 @@ class RequestWatch:
                 self._note_end(now, event)
 
     def failed(self, error: BaseException) -> None:
-        """The request ends with an error."""
+        """Count an error that ended the request."""
         self.totals.failed[type(error).__name__] += 1
 
     def _note_round(self, now: float, num_tokens: int) -> None:

@@ -1,4 +1,4 @@
-"""What a trace tells of a request and its rounds: names and numbers, and nothing that anybody wrote or was answered."""
+"""Traces of requests and rounds: ids and numbers, but no content of prompts or answers."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from bough.telemetry.spans import Attributes, Span, Tracer, set_current_span
 logger = logging.getLogger(__name__)
 
 NANO = 1e-9
-HASH_LENGTH = 16  # hexadecimal digits by which a trace knows a session
+HASH_LENGTH = 16  # hexadecimal digits of a session's hash in traces
 
 
 @contextmanager
 def request_trace(tracer: Tracer, options: GenerateOptions) -> Iterator[RequestTrace]:
-    """The span of a request, for as long as the block runs; the running task and those that it starts work for it.
+    """Trace a request during the block, in the running task and tasks that it starts.
 
-    Within that of its caller, where the caller has told of one.
+    The span is a child of the caller's, if the caller sent one.
     """
     with tracer.serve("generate", caller_traceparent()) as span:
         set_current_span(span)
@@ -45,7 +45,7 @@ class RequestTrace:
     _has_tokens: bool = False
 
     def note(self, event: Event) -> None:
-        """What has come of it."""
+        """Add an event's attributes."""
         match event:
             case Started() if self.span.is_recorded:
                 self.span.set({"gen_ai.response.model": event.model_name, "bough.tokens.resumed": event.resumed_tokens})
@@ -64,7 +64,7 @@ class RequestTrace:
 
 
 def request_attributes(options: GenerateOptions) -> Attributes:
-    """Of what is asked for."""
+    """Attributes of what is requested."""
     attributes: dict[str, str | int | float] = {
         "gen_ai.request.id": options.request_id,
         "gen_ai.request.max_tokens": options.max_tokens,
@@ -81,7 +81,7 @@ def request_attributes(options: GenerateOptions) -> Attributes:
 
 
 def finished_attributes(event: Finished) -> Attributes:
-    """Of the whole."""
+    """Attributes of the whole request."""
     return {
         "gen_ai.response.finish_reasons": (event.finish_reason,),
         "gen_ai.usage.input_tokens": event.usage.prompt_tokens,
@@ -94,7 +94,7 @@ def finished_attributes(event: Finished) -> Attributes:
 
 
 def round_attributes(tokens: Tokens) -> Attributes:
-    """Of a round that has its verdict."""
+    """Attributes of a round with its verdict."""
     timings = tokens.timings
     return {
         "bough.tree.nodes": tokens.num_nodes,
@@ -112,5 +112,5 @@ def round_attributes(tokens: Tokens) -> Attributes:
 
 
 def hashed(session_id: str) -> str:
-    """A session's name as traces have it: equal for equal names, and not the name, which may be a person's."""
+    """A session's id for traces: equal for equal ids, but not the id, which may name a person."""
     return hashlib.sha256(session_id.encode()).hexdigest()[:HASH_LENGTH]

@@ -1,1 +1,1 @@
-"""Experts of a mixture, brought when rows choose them."""
+"""Experts of mixture models, loaded when rows are routed to them."""

@@ -1,4 +1,4 @@
-"""Experts that are copied from the host's memory, where all of them are, to an accelerator with memory of its own."""
+"""Experts copied from host memory, which holds all of them, to a device with its own memory."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from target_worker.link.device_ring import HostSide
 from target_worker.link.layer_extents import DEVICE_ALIGNMENT
 from target_worker.link.streams import DeviceEvent, DeviceStreams
 
-GUESSED_BYTES = 64 * 1000**2  # queued at most when another guess is: what is wanted next comes after them
+PREFETCH_BYTES = 64 * 1000**2  # limit of queued copies when another prefetch is queued: a demand load waits behind them
 
 
 class ExpertCopies:
-    """Copies are queued; what computes with them is queued behind them."""
+    """ExpertLoader that queues copies on one stream; the compute stream waits for their events."""
 
-    is_direct = True  # nothing is read
+    is_direct = True  # there is no file I/O
 
     def __init__(
         self,
@@ -31,9 +31,7 @@ class ExpertCopies:
         lanes: DeviceStreams,
         traffic: CopyStats,
     ) -> None:
-        """`numbers` are those by which the host knows the experts, all of which stay there; `shifts` where in a slab
-        each begins.
-        """
+        """`numbers` are the experts' layer numbers in `host`; `shifts` are their byte offsets in a slab."""
         self._host = host
         self._numbers = dict(numbers)
         self._lanes = lanes
@@ -41,8 +39,8 @@ class ExpertCopies:
         slab_bytes += DEVICE_ALIGNMENT
         self._slabs = lanes.device_memory(num_slabs * slab_bytes).view(num_slabs, slab_bytes)
         self._traffic = traffic
-        self._on_their_way: dict[int, DeviceEvent] = {}  # by slab, where nothing was told to compute with it since
-        self._computed = lanes.compute_mark()  # who had this memory before may still compute with it
+        self._on_their_way: dict[int, DeviceEvent] = {}  # by slab: copies that the compute stream does not wait for yet
+        self._computed = lanes.compute_mark()  # recycled memory may still be in use by queued computation
 
     def __enter__(self) -> ExpertCopies:
         return self
@@ -50,38 +48,38 @@ class ExpertCopies:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """The lanes' own end waits for what is queued."""
+        """Nothing to do: closing the streams waits for queued copies."""
 
     @property
     def device(self) -> torch.device:
-        """Where the slabs are."""
+        """The device of the slabs."""
         return self._slabs.device
 
     @property
-    def most_guesses(self) -> int:
-        """As many as keep the copying lane at work."""
-        return -(-max(0, GUESSED_BYTES - self._traffic.outstanding_bytes) // self._slabs.shape[1])
+    def max_prefetches(self) -> int:
+        """As many as keep the copy stream busy."""
+        return -(-max(0, PREFETCH_BYTES - self._traffic.outstanding_bytes) // self._slabs.shape[1])
 
     def require_unchanged(self) -> None:
-        """Whoever reads for the host does."""
+        """Nothing to check: the host's own reader does."""
 
     def renew(self) -> bool:
-        """All experts stay in the host's memory, as they were."""
+        """Always False: experts in host memory never change."""
         return False
 
     def begin(self) -> None:
-        """No slab is given up in the turn in which it is computed with."""
+        """Record the compute stream's progress: slabs given up in this turn are in use until then."""
         self._computed = self._lanes.compute_mark()
 
-    def bring(self, expert: Expert, slab: int, is_guess: bool) -> None:
-        """Queues a copy."""
+    def load(self, expert: Expert, slab: int, is_prefetch: bool) -> None:
+        """Queue a copy."""
         with self._host.layer(self._numbers[expert]) as data:
             copy = self._lanes.copy(data, self._slabs[slab, self._shifts[expert] :][: len(data)], self._computed)
         self._traffic.copied(copy, len(data))
         self._on_their_way[slab] = copy.done
 
     def promote(self, expert: Expert, slab: int) -> bool:
-        """Copies keep their order."""
+        """Always True: copies keep their order."""
         return True
 
     def is_there(self, slab: int) -> bool:
@@ -89,16 +87,16 @@ class ExpertCopies:
         return slab not in self._on_their_way or self._on_their_way[slab].query()
 
     def leave(self, slab: int) -> None:
-        """Nobody waits: the next copy to the slab does not begin before the last one to it has ended."""
+        """Forget the copy without waiting: the next copy to the slab is queued behind it."""
         self._on_their_way.pop(slab, None)
 
     @property
     def wait_ns(self) -> int:
-        """With waits for layers, which are counted where all copies are."""
+        """Includes waits for layers: all copies are counted together."""
         return self._traffic.figures().wait_ns
 
     def arrived(self, expert: Expert, slab: int) -> torch.Tensor:
-        """The computing lane waits, not the caller."""
+        """Make the compute stream, not the caller, wait for the copy."""
         if slab in self._on_their_way:
             ready = self._lanes.compute_mark()
             self._lanes.compute_after(self._on_their_way.pop(slab))

@@ -1,4 +1,4 @@
-"""Experts that come from disk into memory of the host, where the CPU computes with them."""
+"""Experts read from disk into host memory, where the CPU computes with them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from target_worker.link.layer_extents import LayerExperts, LayerExtents
 
 
 class ExpertReads:
-    """Several reads at a time; those that are wanted do not stand in line behind guesses."""
+    """ExpertLoader with several reads in flight; demand loads do not queue behind prefetches."""
 
     device = torch.device("cpu")
 
@@ -31,8 +31,8 @@ class ExpertReads:
         traffic: DiskStats | None = None,
         allocate: Allocate = large_pages,
     ) -> None:
-        """`checksums` (crc32 by tensor name) are compared when an expert is asked for for the first time; `traffic`
-        counts what is read, with what others read.
+        """`checksums` (crc32 by tensor name) are verified at the first use of an expert; `traffic` may be shared with
+        other readers.
         """
         self._layers = dict(layers)
         memory = allocate(num_slabs * slab_bytes)
@@ -40,7 +40,7 @@ class ExpertReads:
         self._num_threads = num_threads
         self._checksums = checksums
         self._unseen = {Expert(i, e) for i, layer in layers.items() for e in range(len(layer.each)) if checksums}
-        self._reads: dict[int, list[Future[None]]] = {}  # under way, or not looked at since, by slab
+        self._reads: dict[int, list[Future[None]]] = {}  # by slab: reads in flight, or whose result was not checked yet
         self._traffic = traffic or DiskStats.none_yet()
         self.wait_ns = 0
 
@@ -50,7 +50,7 @@ class ExpertReads:
             (extent.file for expert in each for extent in expert.extents),
             (place for expert in each for place in expert.begins if place.name not in self._checksums),
         )
-        self._threads, self._guessing = (
+        self._threads, self._prefetching = (
             ThreadPoolExecutor(self._num_threads, thread_name_prefix=name) for name in ("experts", "experts-ahead")
         )
         return self
@@ -59,17 +59,17 @@ class ExpertReads:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._threads.shutdown(cancel_futures=True)
-        self._guessing.shutdown(cancel_futures=True)
+        self._prefetching.shutdown(cancel_futures=True)
         self._disk.close()
 
     @property
     def is_direct(self) -> bool:
-        """Whether all reads go past the page cache."""
+        """Whether all reads bypass the page cache."""
         return self._disk.is_direct
 
     @property
-    def most_guesses(self) -> int:
-        """Any number: they have threads of their own."""
+    def max_prefetches(self) -> int:
+        """Unlimited: prefetches have their own threads."""
         return len(self._slabs)
 
     def require_unchanged(self) -> None:
@@ -77,7 +77,7 @@ class ExpertReads:
         self._disk.require_unchanged()
 
     def renew(self) -> bool:
-        """As `Disk.renew`; whether there are any such files. Raises StreamError."""
+        """As `Disk.renew`; returns whether any of its files were renewed. Raises StreamError."""
         renewed = self._disk.renew()
         for index, layer in self._layers.items() if self._checksums else ():
             of_renewed = (n for n, each in enumerate(layer.each) if any(e.file in renewed for e in each.extents))
@@ -85,15 +85,15 @@ class ExpertReads:
         return bool(renewed)
 
     def begin(self) -> None:
-        """What the CPU was told to compute, it has computed."""
+        """Nothing to do: the CPU computes synchronously."""
 
-    def bring(self, expert: Expert, slab: int, is_guess: bool) -> None:
-        """Begins to read."""
-        weights, threads = self._weights(expert), self._guessing if is_guess else self._threads
+    def load(self, expert: Expert, slab: int, is_prefetch: bool) -> None:
+        """Start reading."""
+        weights, threads = self._weights(expert), self._prefetching if is_prefetch else self._threads
         self._reads[slab] = [threads.submit(self._read, weights, piece, slab) for piece in cut(weights.extents)]
 
     def promote(self, expert: Expert, slab: int) -> bool:
-        """Takes what has not begun out of the line of guesses."""
+        """Move reads that have not begun from the prefetch queue to the demand queue."""
         reads, weights = self._reads.get(slab, []), self._weights(expert)
         if any(read.done() and read.exception() for read in reads):
             return False
@@ -107,11 +107,11 @@ class ExpertReads:
         return all(read.done() for read in self._reads.get(slab, ()))
 
     def leave(self, slab: int) -> None:
-        """Reads that have begun are waited for."""
+        """Cancel queued reads and wait for those in flight."""
         self._wait([read for read in self._reads.pop(slab, ()) if not read.cancel()])
 
     def arrived(self, expert: Expert, slab: int) -> torch.Tensor:
-        """Waits for it."""
+        """Wait for the reads, and verify the checksums at first use."""
         data = self._slabs[slab].bytes
         if slab in self._reads:
             self._wait(self._reads[slab])

@@ -1,9 +1,8 @@
-"""Experts that a layer's rows have chosen, brought to where it is computed; as many stay as there is room for.
+"""Loads the experts that a layer's rows are routed to; as many stay cached as there are slabs for.
 
-Which experts a layer wants is known only when its router has run. So each layer says what it wants (`expect`), and what
-is not there comes while the first of them are computed. While the layer computes, there also comes what the layers
-after it will probably want: experts that most of the last sweeps have wanted. So large trees, which want nearly all
-experts, find them brought ahead, as layers are by the ring; single tokens bring what they choose, and little else.
+Which experts a layer needs is known only after its router has run. The layer announces them (`expect`), and missing
+ones load while the first ones compute. Meanwhile experts that most recent sweeps have used are prefetched for later
+layers: large trees, which use nearly all experts, find them there, while single tokens load little but their own.
 """
 
 from __future__ import annotations
@@ -22,85 +21,85 @@ from target_worker.link.layer_extents import LayerExperts, sizes_of
 
 
 class ExpertLoader(Protocol):
-    """How experts come into slabs: read from disk, or copied to an accelerator."""
+    """Loads experts into slabs: by reading from disk, or by copying to a device."""
 
     def __enter__(self) -> ExpertLoader:
-        """Opens what it needs."""
+        """Open files or streams."""
         ...
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Nothing comes any more."""
+        """Stop loading."""
         ...
 
     @property
     def is_direct(self) -> bool:
-        """Whether all reads go past the page cache."""
+        """Whether all reads bypass the page cache."""
         ...
 
     @property
     def device(self) -> torch.device:
-        """Where the slabs are."""
+        """The device of the slabs."""
         ...
 
     @property
-    def most_guesses(self) -> int:
-        """How many may be begun now, without what is wanted next having to wait for them."""
+    def max_prefetches(self) -> int:
+        """How many prefetches may start now without delaying demand loads."""
         ...
 
     def require_unchanged(self) -> None:
-        """Raises StreamError where what is there may be of two checkpoints."""
+        """Raise StreamError if cached data may come from two versions of a checkpoint."""
         ...
 
     def renew(self) -> bool:
-        """Goes on with files that have changed, if they hold the same; whether any have. Raises StreamError."""
+        """Continue with changed files of equal contents; returns whether any changed. Raises StreamError."""
         ...
 
     def begin(self) -> None:
-        """Another layer's turn: whatever is computed with slabs that are given up from now on, has been told to be."""
+        """Start a layer's turn. All computation with slabs given up from now on has been queued before."""
         ...
 
-    def bring(self, expert: Expert, slab: int, is_guess: bool) -> None:
-        """Begins to.
+    def load(self, expert: Expert, slab: int, is_prefetch: bool) -> None:
+        """Start loading `expert` into `slab`.
 
         Raises:
-            StreamError: as `arrived`, where that is known at once.
+            StreamError: as `arrived`, if the error is known at once.
         """
         ...
 
     def promote(self, expert: Expert, slab: int) -> bool:
-        """What was a guess is wanted now; False if it came in vain, and must be brought again."""
+        """Promote a prefetch to a demand load; False if it failed and must be issued again."""
         ...
 
     def is_there(self, slab: int) -> bool:
-        """Whether nobody need wait for what comes there."""
+        """Whether `arrived` would return without waiting."""
         ...
 
     def leave(self, slab: int) -> None:
-        """Returns when nobody writes there any more."""
+        """Return when nothing writes to the slab any more."""
         ...
 
     def arrived(self, expert: Expert, slab: int) -> torch.Tensor:
-        """A slab's bytes, uint8: what is computed with them from now on finds the expert there.
+        """The slab's bytes (uint8), complete for any computation queued from now on.
 
         Raises:
-            StreamError: it could not be read, or is not what was written.
+            StreamError: reading failed, or the checksum is wrong.
         """
         ...
 
     @property
     def wait_ns(self) -> int:
-        """Since the start, for which whoever computes has waited."""
+        """Time for which computation has waited since the start."""
         ...
 
 
 class _Asked(NamedTuple):
-    """A parameter's `bough.model.architecture.moe.ExpertBytes`."""
+    """The `bough.model.architecture.moe.ExpertBytes` of one parameter."""
 
     store: ExpertStore
     layer: int
-    slot: int  # of its parameter among those of the layer's experts
+    slot: int  # index of the parameter among those of the layer's experts
 
     def expect(self, experts: Sequence[int]) -> Sequence[int]:
         return self.store.expect(self.layer, experts)
@@ -110,73 +109,73 @@ class _Asked(NamedTuple):
 
 
 class ExpertStore:
-    """The experts of a model whose layers are computed in order, round and round, by one thread, which calls this."""
+    """The experts of a model whose layers one thread computes in order, cyclically. Only that thread calls this."""
 
-    def __init__(self, layers: Mapping[int, LayerExperts], num_slabs: int, arrivals: ExpertLoader) -> None:
-        """`num_slabs` are those that `arrivals` has: at least as many as a layer has experts."""
+    def __init__(self, layers: Mapping[int, LayerExperts], num_slabs: int, loader: ExpertLoader) -> None:
+        """`num_slabs` is the number of slabs of `loader`: at least the number of experts of a layer."""
         self._layers = dict(layers)
-        self._rooms = ExpertCache(max(layers) + 1, sizes_of(layers.values()).most, num_slabs)
-        self._arrivals, self._num_slabs = arrivals, num_slabs
+        self._cache = ExpertCache(max(layers) + 1, sizes_of(layers.values()).most, num_slabs)
+        self._loader, self._num_slabs = loader, num_slabs
 
     def __enter__(self) -> ExpertStore:
-        self._arrivals.__enter__()
+        self._loader.__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._arrivals.__exit__(kind, error, trace)
+        self._loader.__exit__(kind, error, trace)
 
     @property
     def is_direct(self) -> bool:
-        """Whether all reads go past the page cache."""
-        return self._arrivals.is_direct
+        """Whether all reads bypass the page cache."""
+        return self._loader.is_direct
 
     @property
     def wait_ns(self) -> int:
         """As `ExpertLoader.wait_ns`."""
-        return self._arrivals.wait_ns
+        return self._loader.wait_ns
 
     def bind(self, dtype: torch.dtype) -> None:
-        """Puts tables that ask this one in the parameters' places; values that are no views share one memory."""
+        """Put tables backed by this store in the parameters' places; dequantized values share one buffer."""
         num_bytes = max(layer.scratch_bytes(dtype) for layer in self._layers.values())
-        scratch = torch.empty(num_bytes, dtype=torch.uint8, device=self._arrivals.device)
+        scratch = torch.empty(num_bytes, dtype=torch.uint8, device=self._loader.device)
         for index, layer in self._layers.items():
             for number, slot in enumerate(layer.slots):
                 assert isinstance(slot.source, Experts)
                 slot.put(ExpertTable(slot.source, _Asked(self, index, number), dtype, ReusedMemory(scratch)))
 
     def begin(self, layer: int) -> None:
-        """A layer's turn has come; one without experts is none of this one's business."""
+        """Start a layer's turn; layers without experts are ignored."""
         if layer in self._layers:
-            self._rooms.begin(layer)
-            self._arrivals.begin()
-            self._look_ahead()
+            self._cache.begin(layer)
+            self._loader.begin()
+            self._prefetch()
 
     def expect(self, layer: int, experts: Sequence[int]) -> Sequence[int]:
-        """Rows of the layer whose turn it is have chosen these: what is missing of them comes from now on.
+        """Announce the experts that the current layer's rows are routed to; missing ones start to load.
 
-        Returns them with those in front for which nobody need wait.
+        Returns `experts` with those first that can be computed without waiting.
         """
-        assert layer == self._rooms.layer, "experts are wanted in their layer's turn"
+        assert layer == self._cache.layer, "experts are wanted in their layer's turn"
         missing = [expert for expert in (Expert(layer, number) for number in experts) if not self._is_coming(expert)]
-        self._rooms.want(experts)
-        for expert, slab in zip(missing, self._rooms.for_wanted(len(missing)), strict=True):
-            self._bring(expert, slab, is_guess=False)
+        self._cache.want(experts)
+        for expert, slab in zip(missing, self._cache.for_wanted(len(missing)), strict=True):
+            self._bring(expert, slab, is_prefetch=False)
         order = sorted(experts, key=lambda number: not self._is_there(Expert(layer, number)))
-        self._look_ahead()
+        self._prefetch()
         return order
 
     def bytes_of(self, expert: Expert, slot: int) -> tuple[torch.Tensor, ...]:
-        """A parameter's tensors, uint8, of an expert that `expect` has named; valid until its layer's turn is over.
+        """Tensors (uint8) of a parameter of an expert announced by `expect`; valid until its layer's turn is over.
 
         Raises:
             StreamError: as `ExpertLoader.arrived`; call `restart` before the next sweep.
         """
-        slab, weights = self._rooms.slab_of(expert), self._layers[expert.layer].each[expert.number]
+        slab, weights = self._cache.slab_of(expert), self._layers[expert.layer].each[expert.number]
         assert slab is not None, "who asks for an expert has said so"
         try:
-            data = self._arrivals.arrived(expert, slab)
+            data = self._loader.arrived(expert, slab)
         except StreamError:
             self._empty(slab)
             raise
@@ -184,41 +183,41 @@ class ExpertStore:
 
     def require_unchanged(self) -> None:
         """As `Tiers.require_unchanged`. Raises StreamError."""
-        self._arrivals.require_unchanged()
+        self._loader.require_unchanged()
 
     def renew(self) -> None:
-        """As `Tiers.renew`; what came while a file was another is not kept. Raises StreamError."""
-        if self._arrivals.renew():
+        """As `Tiers.renew`; drops everything cached if any file was renewed. Raises StreamError."""
+        if self._loader.renew():
             for slab in range(self._num_slabs):
                 self._empty(slab)
 
     def restart(self) -> None:
-        """After an error or a sweep that was given up."""
-        self._rooms.restart()
+        """Abandon the current turn, after an error or an aborted sweep."""
+        self._cache.restart()
 
     def _is_coming(self, expert: Expert) -> bool:
-        """Whether an expert is there or under way, and then before what is brought ahead."""
-        slab = self._rooms.slab_of(expert)
+        """Whether an expert is cached or loading; a prefetch is promoted. One whose prefetch failed is evicted."""
+        slab = self._cache.slab_of(expert)
         if slab is None:
             return False
-        if self._rooms.is_wanted(expert.number) or self._arrivals.promote(expert, slab):
+        if self._cache.is_wanted(expert.number) or self._loader.promote(expert, slab):
             return True
         self._empty(slab)
         return False
 
     def _is_there(self, expert: Expert) -> bool:
-        slab = self._rooms.slab_of(expert)
-        return slab is not None and self._arrivals.is_there(slab)
+        slab = self._cache.slab_of(expert)
+        return slab is not None and self._loader.is_there(slab)
 
-    def _look_ahead(self) -> None:
-        for expert, slab in self._rooms.guesses(self._arrivals.most_guesses):
-            self._bring(expert, slab, is_guess=True)
+    def _prefetch(self) -> None:
+        for expert, slab in self._cache.guesses(self._loader.max_prefetches):
+            self._bring(expert, slab, is_prefetch=True)
 
-    def _bring(self, expert: Expert, slab: int, is_guess: bool) -> None:
+    def _bring(self, expert: Expert, slab: int, is_prefetch: bool) -> None:
         self._empty(slab)
-        self._arrivals.bring(expert, slab, is_guess)
-        self._rooms.take(slab, expert)
+        self._loader.load(expert, slab, is_prefetch)
+        self._cache.take(slab, expert)
 
     def _empty(self, slab: int) -> None:
-        self._arrivals.leave(slab)
-        self._rooms.empty(slab)
+        self._loader.leave(slab)
+        self._cache.empty(slab)

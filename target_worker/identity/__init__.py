@@ -1,1 +1,1 @@
-"""What decides whether two targets would say the same: code and weights."""
+"""What must be equal for two targets to produce the same tokens: code and weights."""

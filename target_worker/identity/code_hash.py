@@ -1,8 +1,8 @@
-"""Which code computes: two targets may go on with one another's sessions only where it is the same.
+"""Hash of the code that decides tokens: a target may continue another's session only if their hashes are equal.
 
-The hash is over what the code does, as Python parses it: a comment or a docstring that changes must not keep a session
-from its other target. `DECIDING` names what decides the bits of a token; `OTHERS` what these modules import and what
-only finds, moves, counts or names things. A test holds that nothing that is imported is in neither.
+The hash covers the parsed code, so that changed comments and docstrings do not prevent a failover. `DECIDING` lists the
+modules that decide the bits of a token; `OTHERS` lists what they import that only finds, moves, counts or names things.
+A test checks that every imported module is in one of the two.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ OTHERS = _modules(
 
 @cache
 def code_hash() -> str:
-    """Of `DECIDING`, as these files were when this was first asked. Parsing takes half a second, so it is kept."""
+    """Hash of `DECIDING` as the files were at the first call. Parsing takes half a second, so the result is cached."""
     contents = {name: source_of(name).read_bytes() for name in sorted(DECIDING)}
     raw = hashlib.sha256(b"\0".join(contents.values())).hexdigest()[:32]
     kept = cache_folder() / "code" / raw
@@ -91,7 +91,7 @@ def code_hash() -> str:
 
 
 def meaning(content: bytes) -> str:
-    """A file's code without comments, docstrings and places."""
+    """The parsed code of a file, without comments, docstrings and positions."""
     tree = ast.parse(content)
     for node in ast.walk(tree):
         if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
@@ -102,6 +102,6 @@ def meaning(content: bytes) -> str:
 
 
 def source_of(module: str) -> Path:
-    """Its file."""
+    """The file of a module or package."""
     path = ROOT / module.replace(".", "/")
     return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")

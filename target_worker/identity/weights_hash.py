@@ -1,7 +1,7 @@
-"""The whole hash of the weights that are served: what samples cannot tell apart, it can.
+"""The hash of all served weights, which tells apart checkpoints whose samples are equal.
 
-It is known late where a checkpoint is new to a machine, so a start does not wait for it. It is computed on a thread of
-low priority, which leaves the link to sweeps.
+Where a checkpoint is new to a machine it takes long, so startup does not wait for it: a low-priority thread computes it
+and leaves the link to sweeps.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from target_worker.link.open_files import FileState
 
 logger = logging.getLogger(__name__)
 
-QUIET_SECONDS = 2.0  # without a sweep, after which nobody is in the middle of an answer
-BUSY_SHARE = 0.02  # of the time for reading, while somebody is
-LOOK_SECONDS = 0.05  # between two looks at that
+QUIET_SECONDS = 2.0  # without a sweep, after which no answer is in progress
+BUSY_SHARE = 0.02  # share of time spent reading while sweeps run
+LOOK_SECONDS = 0.05  # between two checks whether sweeps run
 LOWEST_PRIORITY = 19
 
 
@@ -31,7 +31,7 @@ class Closed(Exception):
 
 
 class ReadPacing:
-    """When the next piece may be read: at once while no sweeps run, and otherwise in a small share of the time."""
+    """Paces reads: at full speed while no sweeps run, otherwise in a small share of the time."""
 
     def __init__(
         self,
@@ -39,12 +39,12 @@ class ReadPacing:
         wait: Callable[[float], bool],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`idle_seconds` have passed since the last sweep; `wait` takes seconds, and is True when all is over."""
+        """`idle_seconds` is the time since the last sweep; `wait` waits for seconds and returns True when closing."""
         self._idle_seconds, self._wait, self._clock = idle_seconds, wait, clock
         self._began = clock()
 
     def give_way(self) -> None:
-        """Returns when the next piece may be read. Raises Closed."""
+        """Return when the next part may be read. Raises Closed."""
         now = self._clock()
         until = now + (now - self._began) / BUSY_SHARE
         while self._idle_seconds() < QUIET_SECONDS and self._clock() < until:
@@ -56,50 +56,74 @@ class ReadPacing:
 
 
 class WeightsHash:
-    """Of files as they are when this is made. Close it before what they are read with."""
+    """Hash of files as they are at construction. Close it before their readers."""
 
-    def __init__(self, files: Iterable[Path]) -> None:
-        """Raises CheckpointError where one of them is not there."""
+    def __init__(self, files: Iterable[Path], is_same: Callable[[], bool] = lambda: False) -> None:
+        """`is_same` returns whether samples of the files are what they were at construction.
+
+        Raises CheckpointError if a file cannot be read.
+        """
         try:
             self._states = {file: FileState.of(file) for file in sorted(set(files))}
         except OSError as exc:
             raise CheckpointError(f"{exc.filename}: cannot be read: {exc}") from exc
         known = {file: known_digest(file, state) for file, state in self._states.items()}
         self._digests = {file: digest for file, digest in known.items() if digest is not None}
+        self._is_same = is_same
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
 
     @property
     def value(self) -> str:
-        """Empty as long as it is not known; any thread."""
+        """The hash; empty until it is known. Any thread."""
         digests = dict(self._digests)
         return whole_digest(digests) if len(digests) == len(self._states) else ""
 
     def require_unchanged(self) -> None:
-        """Raises CheckpointError where what was read in the meantime may be of two files."""
+        """Raise CheckpointError if a file has changed since construction, so that two versions may have been read."""
         for file, state in self._states.items():
-            with suppress(OSError):  # removed: what is open of it stays as it was
+            with suppress(OSError):  # removed: open descriptors still read the old contents
                 if FileState.of(file) != state:
                     raise CheckpointError(f"{file}: was written to, or replaced, while the model was loaded")
 
     def start(self, idle_seconds: Callable[[], float]) -> None:
-        """Begins to read what is not known; `idle_seconds` have passed since the last sweep."""
+        """Start hashing files without a known digest; `idle_seconds` returns the time since the last sweep."""
         pace = ReadPacing(idle_seconds, self._closed.wait)
         self._thread = threading.Thread(target=self._run, args=(pace,), name="weights-hash", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Ends the thread, if it was started."""
+        """End the thread, if it was started."""
         self._closed.set()
         if self._thread is not None:
             self._thread.join()
 
     def _run(self, pace: ReadPacing) -> None:
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)  # on Linux of the thread alone
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)  # on Linux: of the thread only
         with suppress(Closed):
             try:
-                for file, state in self._states.items():
-                    if file not in self._digests:
-                        self._digests[file] = file_digest(file, state, pace.give_way)
+                for file in self._states:
+                    while file not in self._digests:
+                        self._read(file, pace)
             except CheckpointError as exc:
-                logger.warning("%s; the weights are told from others' by samples only", exc)
+                logger.warning("%s; weights are compared by samples only", exc)
+
+    def _read(self, file: Path, pace: ReadPacing) -> None:
+        """Compute a file's digest; if it was touched, with other times and the same contents, note its new state.
+
+        Raises:
+            Closed: by `close`.
+            CheckpointError: the file cannot be read, or its contents may have changed.
+        """
+        state = self._states[file]
+        try:
+            self._digests[file] = file_digest(file, state, pace.give_way)
+        except CheckpointError:
+            with suppress(OSError):
+                while not (found := FileState.of(file)).is_settled():
+                    if self._closed.wait(LOOK_SECONDS):
+                        raise Closed from None
+                if found[:2] == state[:2] and found != state and self._is_same():
+                    self._states[file] = found
+                    return
+            raise

@@ -1,1 +1,1 @@
-"""Slots of keys and values: whose they are, and where they are."""
+"""KV slots: which session owns which rows, and where they are."""

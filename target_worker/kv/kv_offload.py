@@ -1,9 +1,8 @@
-"""Keys and values in the host's memory that reach the accelerator with their layer.
+"""KV in host memory, copied to the device layer by layer.
 
-An accelerator needs the KV of one layer at a time. So that of long contexts and many sessions may stay on the host: two
-layers' room on the device is enough, one that is computed on, and one that is brought meanwhile. What a sweep adds
-goes back. What crosses the link is what the sweep's sessions hold, and comes on top of the weights. Where other
-accelerators compute some of the layers, the KV of these crosses their links instead.
+A device needs the KV of one layer at a time, so the KV of long contexts and many sessions may stay on the host. The
+device has buffers for two layers: one is computed while the next is copied. Added rows are copied back. The sessions of
+a sweep copy all their KV, in addition to the weights. Other devices that have layers have buffers for the KV of those.
 """
 
 from __future__ import annotations
@@ -29,29 +28,29 @@ from target_worker.link.streams import DeviceEvent, DeviceStreams
 
 
 class KVHome(Protocol):
-    """Where a sweep finds keys and values."""
+    """Where a sweep finds its KV."""
 
     @property
     def num_bytes(self) -> int:
-        """Copied between host and accelerators since the start."""
+        """Bytes copied between host and devices since the start."""
         ...
 
     def sweep(self, batch: Batch) -> AbstractContextManager[Batch]:
-        """The batch as the layers are to see it; when the block ends, slots hold what was added."""
+        """Yield the batch with its KV where layers read it; when the block ends, slots hold the added rows."""
         ...
 
     def layer(self, index: int) -> AbstractContextManager[None]:
-        """A layer's attention is queued within the block; layer after layer from 0."""
+        """A layer's attention must be queued within the block; layers come in order from 0."""
         ...
 
 
 class KVInPlace:
-    """In the slots themselves."""
+    """KV read from the slots themselves."""
 
     num_bytes = 0
 
     def sweep(self, batch: Batch) -> AbstractContextManager[Batch]:
-        """As it is."""
+        """Return the batch unchanged."""
         return nullcontext(batch)
 
     def layer(self, index: int) -> AbstractContextManager[None]:
@@ -60,18 +59,18 @@ class KVInPlace:
 
 
 class _Seat(NamedTuple):
-    """Where a slot's rows stand on the device, and which of them the sweep writes."""
+    """The rows of a slot in the device buffers, and which of them the sweep writes."""
 
-    begin: int  # row of the stage
-    first: int  # slot row: those before it are brought
-    end: int  # those from `first` to here go back
+    begin: int  # first row in the buffer
+    first: int  # first slot row that the sweep writes; earlier rows are copied to the device
+    end: int  # rows `first` to `end` are copied back
 
 
 class _Stage:
-    """An accelerator's room for one of its layers' keys and values, of all slots, and for those of its next one."""
+    """A device's buffers for the KV of two of its layers, of all slots in a sweep."""
 
     def __init__(self, shape: KVShape, num_rows: int, lanes: DeviceStreams, layers: Sequence[int]) -> None:
-        """`layers` are those that it computes, in order."""
+        """`layers` are those that the device computes, in order."""
         self.num_bytes = 0  # copied since the start
         self.layers = tuple(layers)
         self.rooms = [_room(shape, num_rows, lanes) for _ in range(STAGED_LAYERS)]
@@ -79,24 +78,24 @@ class _Stage:
         self._next = dict(pairwise(layers))
         self._lanes = lanes
         self._seats: Mapping[KVSlot, _Seat] = {}
-        self._free: DeviceEvent | None = None  # whatever an earlier sweep computed in the rooms is done
-        self._ready: list[DeviceEvent | None] = [None] * STAGED_LAYERS  # by room: its next layer may be computed
-        self._last: DeviceEvent | None = None  # of the copying lane
+        self._free: DeviceEvent | None = None  # when all earlier sweeps' use of the buffers has ended
+        self._ready: list[DeviceEvent | None] = [None] * STAGED_LAYERS  # by buffer: when its next layer may be computed
+        self._last: DeviceEvent | None = None  # end of the last queued copy
 
     def begin(self, seats: Mapping[KVSlot, _Seat]) -> None:
-        """Another sweep: its first layer comes."""
+        """Start a sweep: copy the first layer."""
         self._seats = seats
-        self._free = self._lanes.compute_mark()  # one that was given up may not be computed yet
+        self._free = self._lanes.compute_mark()  # the computation of an aborted sweep may still be queued
         self._bring(self.layers[0])
 
     def end(self) -> None:
-        """Waits until the slots hold what was added."""
+        """Wait until the slots hold the added rows."""
         if self._last is not None:
             self._last.synchronize()
 
     @contextmanager
     def layer(self, index: int) -> Iterator[None]:
-        """While it is computed, the next one comes."""
+        """Copy the device's next layer while this one is computed."""
         ready = self._ready[self.room_of[index]]
         if ready is not None:
             self._lanes.compute_after(ready)
@@ -106,7 +105,7 @@ class _Stage:
         self._take_back(index, self._lanes.compute_mark())
 
     def _bring(self, layer: int) -> None:
-        """Queues copies of what the slots hold already, behind those that empty the room."""
+        """Queue copies of the rows that the slots already hold, after earlier use of the buffer."""
         room = self.rooms[self.room_of[layer]]
         for slot, (begin, first, _) in self._seats.items():
             if first:
@@ -115,7 +114,7 @@ class _Stage:
         self._ready[self.room_of[layer]] = self._last
 
     def _take_back(self, layer: int, computed: DeviceEvent) -> None:
-        """Queues copies of what the sweep has added."""
+        """Queue copies of the rows that the sweep has added."""
         room = self.rooms[self.room_of[layer]]
         for slot, (begin, first, end) in self._seats.items():
             for held, staged in zip((slot.keys, slot.values), room, strict=True):
@@ -127,7 +126,7 @@ class _Stage:
 
 
 class OffloadedKV:
-    """Of every accelerator that has layers, a stage."""
+    """A stage for each device that computes layers."""
 
     def __init__(
         self,
@@ -136,9 +135,9 @@ class OffloadedKV:
         lanes: DeviceStreams,
         elsewhere: Mapping[int, DeviceStreams] | None = None,
     ) -> None:
-        """`num_rows` are those of all slots together; of layers `elsewhere` the lanes are those of their accelerators.
+        """`num_rows` is the total of all slots; `elsewhere` has the lanes of layers on other devices.
 
-        All lanes are its own, and closed by whoever made them.
+        No lanes may be used by others; the caller closes them.
         """
         by_lanes = _layers_by(shape, lanes, elsewhere or {})
         self._stages = [_Stage(shape, num_rows, own, layers) for own, layers in by_lanes.items()]
@@ -146,12 +145,12 @@ class OffloadedKV:
 
     @property
     def num_bytes(self) -> int:
-        """As `KVHome.num_bytes`."""
+        """Bytes copied between the host and all devices since the start."""
         return sum(stage.num_bytes for stage in self._stages)
 
     @contextmanager
     def sweep(self, batch: Batch) -> Iterator[Batch]:
-        """Its slots stand on a stage one after another, on all stages alike."""
+        """Place the slots one after another in the buffers, in the same rows on every device."""
         seats = _seated(batch)
         for stage in self._stages:
             stage.begin(seats)
@@ -163,12 +162,12 @@ class OffloadedKV:
                 stage.end()
 
     def layer(self, index: int) -> AbstractContextManager[None]:
-        """On its own stage."""
+        """Compute a layer on the stage of its device."""
         return self._stage_of[index].layer(index)
 
     @property
     def _rooms(self) -> list[KVMemory]:
-        """By layer."""
+        """The buffer of each layer."""
         of = (self._stage_of[layer] for layer in range(len(self._stage_of)))
         return [stage.rooms[stage.room_of[layer]] for layer, stage in enumerate(of)]
 
@@ -176,9 +175,9 @@ class OffloadedKV:
 def memory_on_host(
     shape: KVShape, num_rows: int, lanes: DeviceStreams, elsewhere: Mapping[int, DeviceStreams] | None = None
 ) -> KVMemory:
-    """Room for so many tokens on the host, of each layer near the accelerator that computes it; lanes as above.
+    """Allocate host memory for the KV of `num_rows` tokens, each layer's near the device that computes it.
 
-    In pieces of whole layers, as weights are: where the system refuses to pin one, the others are pinned nevertheless.
+    Memory is pinned in pieces of whole layers, like that of weights: if CUDA refuses one, the others stay pinned.
     """
     return KVMemory(*(_in_pieces(shape, num_rows, _layers_by(shape, lanes, elsewhere or {})) for _ in range(2)))
 
@@ -193,7 +192,7 @@ def _layers_by(
 
 
 def _in_pieces(shape: KVShape, num_rows: int, layers_by: Mapping[DeviceStreams, Sequence[int]]) -> torch.Tensor:
-    """Keys, or values."""
+    """Allocate the keys, or the values."""
     _, *size = shape.size(num_rows)
     layer_bytes = math.prod(size) * shape.dtype.itemsize
     parts, places = list[torch.Tensor](), dict[int, tuple[int, int]]()
@@ -207,14 +206,14 @@ def _in_pieces(shape: KVShape, num_rows: int, layers_by: Mapping[DeviceStreams, 
 
 
 def _room(shape: KVShape, num_rows: int, lanes: DeviceStreams) -> KVMemory:
-    """For one layer's keys and values, (num_rows, num_kv_heads, head_dim) each."""
+    """A buffer for one layer's keys and values, (num_rows, num_kv_heads, head_dim) each."""
     size = shape.size(num_rows)[1:]
     num_bytes = num_rows * shape.row_bytes // shape.num_layers // 2
     return KVMemory(*(lanes.device_memory(num_bytes).view(shape.dtype).view(size) for _ in range(2)))
 
 
 def _seated(batch: Batch) -> dict[KVSlot, _Seat]:
-    """A seat for every slot. A sweep writes rows that follow those which a slot holds."""
+    """Assign buffer rows to every slot. A sweep writes the rows that follow those which a slot holds."""
     reach: dict[KVSlot, tuple[int, int]] = {}
     for segment in batch.segments:
         slot = segment.slot
@@ -230,7 +229,7 @@ def _seated(batch: Batch) -> dict[KVSlot, _Seat]:
 
 @dataclass(frozen=True)
 class _StagedChunk(Chunk):
-    """Rows whose keys and values are on a stage."""
+    """Rows whose keys and values are in the device buffers."""
 
     rooms: list[KVMemory]  # by layer
     staged_begins: list[int]
@@ -255,7 +254,7 @@ class _StagedChunk(Chunk):
 
 
 def _place(room: KVMemory, begin: int) -> Place:
-    """Of a slot in a room, whose one layer has the number 0."""
+    """The place of a slot in a buffer, whose only layer is number 0."""
     keys, values = room.keys[begin:], room.values[begin:]
     return Place(keys.data_ptr(), values.data_ptr(), len(keys))
 

@@ -1,4 +1,4 @@
-"""A session with a slot: what it holds, and where in its life it is."""
+"""A KV slot with its session: what it holds, and its state."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from bough.protocol.prefix_hash import block_hashes
 
 
 class SlotState(Enum):
-    """The life of a slot: FREE, HELD, IDLE, perhaps HELD again, EVICTING, FREE."""
+    """States of a slot: FREE, HELD, IDLE, possibly HELD again, EVICTING, FREE."""
 
-    FREE = "free"  # has no rows yet, or no longer
-    HELD = "held"  # by a session with a call in flight, or whose lease has not run out
-    IDLE = "idle"  # nobody counts on it: kept as long as there is room
-    EVICTING = "evicting"  # its rows are being given back
+    FREE = "free"  # has no rows
+    HELD = "held"  # its session has a call in flight or a current lease
+    IDLE = "idle"  # without a lease: kept while there is room
+    EVICTING = "evicting"  # its rows are being returned
 
 
 _AFTER = {
@@ -33,62 +33,60 @@ _AFTER = {
 
 
 class Text:
-    """All of a session's tokens before the root, as a call has them."""
+    """All of a session's tokens before the root, as sent by a call."""
 
     def __init__(self, tokens: list[int], cache_salt: str = "") -> None:
         self.tokens, self.cache_salt = tokens, cache_salt
 
     @cached_property
     def hashes(self) -> list[int]:
-        """Of its blocks; not computed for calls that lack nothing."""
+        """Hashes of the blocks of tokens; computed lazily, as calls without missing tokens need none."""
         return block_hashes(self.tokens, cache_salt=self.cache_salt)
 
     @cached_property
     def array(self) -> NDArray[np.int32]:
-        """(num_tokens,), for comparing with others."""
+        """(num_tokens,), for comparison with other texts."""
         return np.asarray(self.tokens, np.int32)
 
 
 @dataclass(slots=True, eq=False)
 class SessionSlot:
-    """A session with a slot."""
+    """A KV slot with the session that has it."""
 
-    session_id: str  # "" once it is released: what it held stays for others to begin from
+    session_id: str  # "" once released: other sessions may still copy its prefix
     slot: Slot
     epoch: int
-    cache_salt: str = ""  # of the text that it holds
+    cache_salt: str = ""  # of the cached text
     state: SlotState = SlotState.FREE
-    number: int = 0  # of all sessions that came to this pool, in order
-    most_rows: int = 0  # that it may come to in its present request
+    number: int = 0  # order in which sessions came to this pool
+    most_rows: int = 0  # limit of rows in the present request
     last_used: float = 0.0  # seconds on the pool's clock
     leased_until: float = 0.0
     last_round: int = -1
-    last_result: VerifyResult | None = None  # the answer to last_round, for a caller who asks again
-    is_busy: bool = False  # a call is in flight
+    last_result: VerifyResult | None = None  # the answer to last_round, repeated if the caller asks again
+    is_busy: bool = False  # whether a call is in flight
 
     @property
     def age(self) -> tuple[int, int]:
-        """What sessions are ordered by, the oldest first: by when their requests began, as epochs are times."""
+        """Sort key from the oldest to the youngest session: epochs are times at which requests began."""
         return self.epoch, self.number
 
     @property
     def num_growing(self) -> int:
-        """Rows that it may still ask for."""
+        """Rows that the session may still ask for."""
         return max(0, self.most_rows - self.slot.num_rows)
 
     def become(self, state: SlotState) -> None:
-        """The one place where a state changes."""
+        """Change the state; the only place that does."""
         assert state in _AFTER[self.state], f"a slot that is {self.state.value} cannot become {state.value}"
         self.state = state
 
     def require_epoch(self, epoch: int) -> None:
-        """Raises StaleEpoch where the session has been placed anew since this epoch."""
+        """Raise StaleEpoch if the session has a newer epoch."""
         if epoch < self.epoch:
-            raise StaleEpoch(f"epoch: {epoch} of session {self.session_id} is over; {self.epoch} has begun", self.epoch)
+            raise StaleEpoch(f"epoch: must be at least {self.epoch}, the session's, got {epoch}", self.epoch)
 
     def require_round(self, epoch: int, number: int) -> None:
-        """Raises StaleEpoch where the session is further: the call was held up, and would undo what came after it."""
+        """Raise StaleEpoch if a later round was answered: the call was delayed, and would undo newer tokens."""
         if epoch == self.epoch and number < self.last_round:
-            raise StaleEpoch(
-                f"round: {number} of epoch {epoch} of session {self.session_id} is over; {self.last_round} was answered"
-            )
+            raise StaleEpoch(f"round: must be at least {self.last_round}, the last one answered, got {number}")

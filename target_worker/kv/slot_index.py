@@ -1,6 +1,6 @@
-"""All slots and what they hold: found by session and by text; idle ones give their rows back, a little at a time.
+"""All slots, found by session or by text. Idle slots are evicted in parts.
 
-Owned by the sweep thread alone, but for what `target_worker.kv.slot_pool` reads for its figures.
+Only the sweep thread uses it, except for figures that `target_worker.kv.slot_pool` reads.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from target_worker.kv.session_slot import SessionSlot, SlotState, Text
 
 
 class SlotIndex:
-    """Rows of an arena in slots, each with a session's text or with what a released one has left."""
+    """Slots of an arena, each with the text of a session or of a released one."""
 
     def __init__(self, arena: Arena) -> None:
         self.arena = arena
         self.sessions: dict[str, SessionSlot] = {}
-        self.slots: dict[SessionSlot, None] = {}  # those of released sessions too
+        self.slots: dict[SessionSlot, None] = {}  # includes slots of released sessions
         self.num_evictions = 0
         self._num_opened = 0
         self._index: PrefixIndex[SessionSlot] = PrefixIndex()
 
     def open(self, num_rows: int) -> SessionSlot:
-        """A slot with nothing in it; there must be room."""
+        """Open an empty slot; there must be room."""
         session = SessionSlot("", self.arena.take(num_rows), epoch=-1)
         self.slots[session] = None
         self.follow(session)
@@ -31,7 +31,7 @@ class SlotIndex:
         return session
 
     def take_over(self, session: SessionSlot, length: int, num_rows: int) -> None:
-        """An idle slot keeps its first `length` tokens, is nobody's and has so many rows; there must be room."""
+        """Prepare an idle slot for another session: keep `length` tokens, resize to `num_rows`; there must be room."""
         if self.sessions.pop(session.session_id, None) is not None:
             self.num_evictions += 1
         session.epoch, session.last_round, session.last_result = -1, -1, None
@@ -39,13 +39,13 @@ class SlotIndex:
         self.arena.resize(session.slot, num_rows)
 
     def name(self, session: SessionSlot, session_id: str) -> None:
-        """The slot is this session's from now on."""
+        """Assign the slot to a session."""
         session.session_id, session.number = session_id, self._num_opened
         self._num_opened += 1
         self.sessions[session_id] = session
 
     def give_back(self, session: SessionSlot) -> None:
-        """An idle slot is no more."""
+        """Return the rows of an idle slot and remove it."""
         session.become(SlotState.EVICTING)
         self.sessions.pop(session.session_id, None)
         self._index.forget(session)
@@ -54,32 +54,32 @@ class SlotIndex:
         session.become(SlotState.FREE)
 
     def follow(self, session: SessionSlot) -> None:
-        """What the slot holds has changed: others find it by that."""
+        """Update the prefix index after a change of what the slot holds."""
         self._index.follow(session, session.slot.tokens, session.cache_salt)
 
     def roll_back(self, session: SessionSlot, length: int) -> None:
-        """The slot holds no more than so many tokens."""
+        """Keep at most `length` tokens of the slot."""
         if length < session.slot.length:
             session.slot.roll_back(length)
             self.follow(session)
 
     def longest(self, text: Text) -> PrefixMatch[SessionSlot] | None:
-        """The slot that has most of the text's beginning, in whole blocks."""
+        """The slot with the longest common prefix in whole blocks."""
         return self._index.longest(text.tokens, text.hashes, text.cache_salt)
 
     def idle(self, keep: SessionSlot | None) -> list[SessionSlot]:
-        """All idle slots but `keep`, those used longest ago first."""
+        """All idle slots but `keep`, least recently used first."""
         idle = [session for session in self.slots if session.state is SlotState.IDLE and session is not keep]
         return sorted(idle, key=lambda session: session.last_used)
 
     def num_available(self, keep: SessionSlot | None) -> int:
-        """Rows that are free, or that idle slots but `keep` would give back."""
+        """Free rows plus those of idle slots but `keep`."""
         return self.arena.num_free + sum(session.slot.num_rows for session in self.idle(keep))
 
     def make_room(self, num_rows: int, keep: SessionSlot | None) -> bool:
-        """Takes from idle slots until so many rows are free: what they do not use, then their ends, the oldest first.
+        """Free `num_rows` rows: first the unused rows of idle slots, then the ends of their texts, oldest use first.
 
-        Nothing changes where that is not enough. `keep` is spared.
+        Returns False and changes nothing if that is not enough. `keep` is spared.
         """
         if self.num_available(keep) < num_rows:
             return False
@@ -93,7 +93,7 @@ class SlotIndex:
         return True
 
     def check_integrity(self) -> None:
-        """Asserts what must hold between any two calls."""
+        """Assert the invariants between calls."""
         self.arena.check_integrity()
         assert {s.session_id: s for s in self.slots if s.session_id} == self.sessions, "a session has lost its slot"
         num_rows = sum(session.slot.num_rows for session in self.slots)
@@ -104,7 +104,7 @@ class SlotIndex:
         self._index.check_integrity([*self.slots])
 
     def _cut(self, session: SessionSlot, num_rows: int) -> None:
-        """An idle slot keeps the beginning of its text, as far as that fits so many rows."""
+        """Shrink an idle slot to the whole blocks that fit `num_rows` rows; remove it if none do."""
         length = whole_blocks(max(0, min(num_rows, session.slot.length)))
         if length:
             self.roll_back(session, length)

@@ -1,6 +1,6 @@
-"""Which session holds which rows of KV: a budget of bytes, leased, kept for whoever begins alike, and evicted.
+"""The KV slot pool: leases, eviction and prefix reuse within a budget of bytes.
 
-Owned by the sweep thread alone, but for `figures`, which any thread may ask for.
+Only the sweep thread uses it, except for `figures`, which any thread may call.
 """
 
 from __future__ import annotations
@@ -21,31 +21,32 @@ MORE = ", or start with more --kv-memory"
 
 
 class PoolFigures(NamedTuple):
-    """What the slots come to at a moment."""
+    """State of the pool at a moment."""
 
-    num_sessions: int  # that have a slot
-    num_held: int  # slots
+    num_sessions: int  # with a slot
+    num_held: int  # slots in state HELD
     num_idle: int
     num_bytes: int  # the budget
     held_bytes: int  # of slots that are held
     idle_bytes: int
     num_tokens: int  # committed, in all slots
     num_evictions: int  # since the start
-    num_sent: int  # tokens of contexts that callers sent because they did not take them to be held, since the start
-    num_computed: int  # of these; the others were copied, or held after all
+    num_sent: int  # tokens of contexts that callers sent, as they did not expect them to be cached, since the start
+    num_computed: int  # of num_sent; the others were copied from other slots or cached after all
     num_preemptions: int  # sessions in use that gave way to older ones, since the start
 
 
 class SlotPool:
     """Leases rows of an arena to sessions.
 
-    A session keeps its slot while a call is in flight and for `lease_seconds` after it. Then it is idle: it may still
-    be called, or another may begin from what it holds, until its rows are wanted. Those used longest ago go first, each
-    from its end. A session whose slot must grow may have the rows of younger ones too: see `in_the_way`.
+    A session keeps its slot while a call is in flight and for `lease_seconds` after it. Then the slot is idle: the
+    session may still call, and others may copy its prefix, until its rows are needed. Least recently used slots are
+    evicted first, each from its end. A session that must grow may also take rows of younger ones: see `to_preempt`.
     """
 
     def __init__(self, arena: Arena, lease_seconds: float, clock: Callable[[], float], step_rows: int = 0) -> None:
-        """Nobody comes in unless each session in use could grow by `step_rows` after that: it would soon give way."""
+        """A session is admitted only if each session in use can then still grow by `step_rows`; otherwise it would soon
+        be preempted."""
         self._kept = SlotIndex(arena)
         self._step_rows = step_rows
         self._lease_seconds = lease_seconds
@@ -54,12 +55,12 @@ class SlotPool:
         self._num_sent = self._num_computed = self._num_preemptions = 0
 
     def __len__(self) -> int:
-        """Sessions that have a slot."""
+        """The number of sessions with a slot."""
         return len(self._kept.sessions)
 
     @contextmanager
     def scratch(self, num_rows: int) -> Iterator[Slot]:
-        """Rows that are no session's, while there are enough that nobody holds."""
+        """Lend free rows that belong to no session."""
         slot = self._kept.arena.take(num_rows)
         try:
             yield slot
@@ -67,18 +68,18 @@ class SlotPool:
             self._kept.arena.give_back(slot)
 
     def get(self, session_id: str) -> SessionSlot | None:
-        """The session if it has a slot."""
+        """The session's slot, if it has one."""
         return self._kept.sessions.get(session_id)
 
     def is_waiting(self, session_id: str) -> bool:
-        """Whether the session gave way, or was refused more room, and has not had it since."""
+        """Whether the session was preempted or could not grow, and has had no room since."""
         return session_id in self._turns
 
-    def in_the_way(self, session_id: str, epoch: int, num_rows: int) -> list[SessionSlot]:
-        """Sessions in use that must give way for one to grow to `num_rows`: younger ones, the youngest first.
+    def to_preempt(self, session_id: str, epoch: int, num_rows: int) -> list[SessionSlot]:
+        """Sessions in use to preempt so that one may grow to `num_rows`, the youngest first; all younger than it.
 
-        So the oldest always has its room, ends, and leaves it to the next. None where they would give way in vain, or
-        where the session does not hold its slot: whoever comes in pushes nobody out.
+        So the oldest session can always grow until it ends. The list is empty if preempting all would not suffice, or
+        if the session does not hold its slot: a new session preempts nobody.
         """
         self._expire()
         session = self._kept.sessions.get(session_id)
@@ -94,21 +95,20 @@ class SlotPool:
         return giving_way if missing <= 0 else []
 
     def preempt(self, session: SessionSlot) -> None:
-        """Its lease is over though it is in use: it waits for room, before all who are younger."""
-        self.abandon(session)
+        """End the lease of a session in use; it waits for room before all younger ones."""
+        self.end_lease(session)
         self._num_preemptions += 1
         self._turns.ask(session.session_id, session.epoch)
 
     def lease(self, session_id: str, epoch: int, num_rows: int, text: Text, most_rows: int = 0) -> SessionSlot:
-        """The session with room for `num_rows`, a call of its in flight, standing on as much of a text as is held.
+        """Lease the session's slot with room for `num_rows`, holding as much of `text` as is cached; starts a call.
 
-        What its own slot has in common with the text stays; what another slot has beyond that is copied. It may come
-        to `most_rows` in its request.
-
+        The common prefix of the slot and the text stays; what another slot has beyond that is copied. `most_rows` is
+        the limit of rows in the present request.
         Raises:
-            StaleEpoch: it has been placed anew since this epoch.
-            Preempted: it gave way, and there is no room for it yet.
-            Exhausted: there is no room. A session that has asked for more keeps what it holds.
+            StaleEpoch: the session has a newer epoch.
+            Preempted: the session was preempted, and there is no room for it yet.
+            Exhausted: there is no room. A session that could not grow keeps what it holds.
         """
         session = self._kept.sessions.get(session_id)
         if session is not None:
@@ -130,11 +130,11 @@ class SlotPool:
         slot = session.slot
         session.cache_salt = text.cache_salt
         self._kept.roll_back(session, common_length(slot.tokens, text.tokens))
-        self.borrow(session, text)
+        self.copy_prefix(session, text)
         return session
 
-    def borrow(self, session: SessionSlot, text: Text) -> None:
-        """Copies what another slot holds of the text, in whole blocks, beyond what the session's own does."""
+    def copy_prefix(self, session: SessionSlot, text: Text) -> None:
+        """Copy whole blocks of the text that another slot has beyond the session's own."""
         slot = session.slot
         if slot.length == len(text.tokens):
             return
@@ -145,37 +145,37 @@ class SlotPool:
             self._kept.follow(session)
 
     def commit(self, session: SessionSlot, rows: Sequence[int], tokens: Sequence[int]) -> None:
-        """Commits tokens whose keys and values stand in `rows`."""
+        """Commit tokens whose keys and values are in `rows`."""
         session.slot.compact(rows, tokens)
         self._kept.follow(session)
 
-    def rest(self, session: SessionSlot) -> None:
-        """The session's call is over; its caller is expected back within the lease."""
+    def end_call(self, session: SessionSlot) -> None:
+        """End the session's call; its lease starts."""
         session.is_busy = False
         session.last_used = self._clock()
         session.leased_until = session.last_used + self._lease_seconds
 
-    def abandon(self, session: SessionSlot) -> None:
-        """Whoever called has gone: the lease is over."""
-        self.rest(session)
+    def end_lease(self, session: SessionSlot) -> None:
+        """End the session's call and its lease."""
+        self.end_call(session)
         session.leased_until = session.last_used
         session.become(SlotState.IDLE)
 
     def count(self, num_sent: int, num_computed: int) -> None:
-        """A call has been answered: tokens of its context that were sent, and that were computed."""
+        """Count the tokens of an answered call's context: those sent, and those computed."""
         self._num_sent += num_sent
         self._num_computed += num_computed
 
     def release(self, session_id: str) -> None:
-        """Forgets a session. What it held may serve another one until the room is wanted.
+        """Forget a session. Its slot stays idle until its rows are needed.
 
         Raises:
-            NotFound: it has no slot.
+            NotFound: the session has no slot.
         """
         self._turns.leave(session_id)
         session = self._kept.sessions.pop(session_id, None)
         if session is None:
-            raise NotFound(f"session_id: {session_id!r} is not held here")
+            raise NotFound(f"session_id: {session_id!r} has no slot here")
         session.session_id, session.last_result, session.is_busy = "", None, False
         if session.state is SlotState.HELD:
             session.become(SlotState.IDLE)
@@ -183,7 +183,7 @@ class SlotPool:
             self._kept.give_back(session)
 
     def figures(self) -> PoolFigures:
-        """For whoever looks on; any thread."""
+        """The pool's state; any thread."""
         now, row_bytes = self._clock(), self._kept.arena.row_bytes
         slots = list(self._kept.slots)
         held = [s for s in slots if s.state is SlotState.HELD and (s.is_busy or now < s.leased_until)]
@@ -203,11 +203,11 @@ class SlotPool:
         )
 
     def check_integrity(self) -> None:
-        """Asserts what must hold between any two calls."""
+        """Assert the invariants between calls."""
         self._kept.check_integrity()
 
     def _open(self, session_id: str, num_rows: int, text: Text) -> SessionSlot:
-        """A slot for a new session: rows of its own, or an idle slot where that loses nothing or no other room is."""
+        """A slot for a new session: an idle one if that loses nothing or no other room can be made, else new rows."""
         kept, match = self._kept, self._kept.longest(text)
         source, length = match if match is not None else (None, 0)
         idle = source if source is not None and source.state is SlotState.IDLE else None
@@ -227,15 +227,15 @@ class SlotPool:
         if extra <= 0:
             return
         if not self._kept.make_room(extra, keep=session):
-            self.rest(session)  # it asks again, and keeps what it holds until then
+            self.end_call(session)  # keeps what it holds, so that the caller may try again
             self._turns.ask(session.session_id, epoch)
             raise self._exhausted(extra)
         self._kept.arena.resize(session.slot, num_rows)
 
     def _require_entry(self, session_id: str, epoch: int, num_rows: int) -> None:
-        """That a session may come in, with so many rows more.
+        """Raise Exhausted or Preempted if a session must not be admitted with `num_rows` more rows.
 
-        Nobody who gave way comes before it, and it would not have to give way itself at the others' next step.
+        Preempted older sessions come first, and sessions in use must have room for their next step.
         """
         kept, num_before = self._kept, self._turns.num_before(session_id, epoch)
         held = [session for session in kept.slots if session.state is SlotState.HELD]
@@ -252,7 +252,7 @@ class SlotPool:
         raise error
 
     def _expire(self) -> None:
-        """Sessions whose lease has run out become idle."""
+        """Sessions whose lease has ended become idle."""
         now = self._clock()
         for session in self._kept.slots:
             if session.state is SlotState.HELD and not session.is_busy and now >= session.leased_until:
@@ -262,6 +262,7 @@ class SlotPool:
         figures, wanted = self.figures(), num_rows * self._kept.arena.row_bytes
         free = figures.num_bytes - figures.held_bytes
         return Exhausted(
-            f"KV memory: {wanted} bytes are wanted for {num_rows} tokens, but {free} of {figures.num_bytes} are free: "
-            f"{figures.num_held} sessions in use hold the rest{f', and grow by {spare}' * (spare > 0)}; try again{MORE}"
+            f"KV memory: {num_rows} tokens need {wanted} bytes, but {free} of {figures.num_bytes} are free; "
+            f"{figures.num_held} sessions in use hold the rest{f', and may grow by {spare}' * (spare > 0)}; "
+            f"try again{MORE}"
         )

@@ -1,1 +1,1 @@
-"""How weights get to where they are computed with: from disk, from the host's memory, to an accelerator."""
+"""Moves weights to where they are used: from disk to host memory, and from host memory to a device."""

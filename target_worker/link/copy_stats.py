@@ -1,4 +1,4 @@
-"""What copies have brought to an accelerator, and how long its computing lane has waited for them."""
+"""Counts bytes copied to a device, and the time that its compute stream waited for them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NS_PER_MS = 1_000_000
 
 
 class _Span(NamedTuple):
-    """Time between two marks, to be read when both are reached."""
+    """The time between two events, readable when both are reached."""
 
     begin: DeviceEvent
     end: DeviceEvent
@@ -22,7 +22,7 @@ class _Span(NamedTuple):
 
 
 class CopyStats:
-    """Counters that any thread may add to. Copies follow each other in one lane: their times do not overlap."""
+    """Counters that any thread may add to. All copies are in one stream: their times do not overlap."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -31,24 +31,24 @@ class CopyStats:
         self._num_bytes = self._busy_ns = self._wait_ns = 0
 
     def copied(self, copy: Copy, num_bytes: int) -> None:
-        """A copy is queued."""
+        """Count a queued copy."""
         with self._lock:
             self._copies.append(_Span(copy.begun, copy.done, num_bytes))
 
     def waited(self, ready: DeviceEvent, went_on: DeviceEvent) -> None:
-        """Between two marks of the computing lane there is nothing but a wait for copies."""
+        """Count the time between two events of the compute stream as a wait for copies."""
         with self._lock:
             self._waits.append(_Span(ready, went_on, 0))
 
     @property
     def outstanding_bytes(self) -> int:
-        """Of copies that are queued and not over."""
+        """Bytes of queued copies that have not ended."""
         with self._lock:
             self._count()
             return sum(span.num_bytes for span in self._copies)
 
     def figures(self) -> LinkFigures:
-        """Of what has been done since the start; what is queued counts when it is done."""
+        """Counters since the start; queued copies count when they end."""
         with self._lock:
             self._count()
             return LinkFigures(self._num_bytes, self._busy_ns, self._wait_ns)
@@ -61,7 +61,7 @@ class CopyStats:
 
 
 def _reached(spans: deque[_Span]) -> Iterator[_Span]:
-    """Takes those that are over."""
+    """Remove and yield the spans that have ended."""
     while spans and spans[0].end.query():
         yield spans.popleft()
 

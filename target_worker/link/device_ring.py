@@ -1,8 +1,8 @@
-"""The link to an accelerator with memory of its own: layers copied from host to device ahead of the sweep.
+"""Copies layers from host memory to a device ahead of the sweep.
 
-A thread queues copies round the layers for ever, as the ring from disk reads them; what orders copies and computing are
-marks in the accelerator's lanes. So a sweep is queued without a stop: its thread waits only for a copy to be *queued*,
-and in a mixture of experts for each layer's router.
+A thread queues copies of the layers cyclically, as the disk ring reads them; events in the device's streams order
+copies and computation. So a sweep is queued without stops: its thread waits only until a copy is *queued*, and in a
+mixture of experts for each layer's router.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from target_worker.link.streams import Copy, DeviceEvent, DeviceStreams
 
 
 class HostSide(Protocol):
-    """Where the bytes come from."""
+    """Supplies the layers' bytes in host memory."""
 
     def layer(self, index: int) -> AbstractContextManager[torch.Tensor]:
-        """A layer's bytes, uint8 in the host's memory, valid until the block ends."""
+        """Yield a layer's bytes (uint8, host memory), valid until the block ends."""
         ...
 
     def stays(self, index: int) -> bool:
-        """Whether they stay when the block has ended."""
+        """Whether the layer's bytes stay valid after the block."""
         ...
 
     def restart(self) -> None:
-        """Begins again with the first layer."""
+        """Start again with the first layer."""
         ...
 
 
 class DeviceRing:
-    """Delivers layers in order, round and round. One thread copies; one consumer takes layers with `layer()`.
+    """Delivers layers in order, cyclically. One thread copies; one consumer takes layers with `layer()`.
 
-    Sequence number s stands for layer `indices[s % len(indices)]`, in slab s % num_slabs.
+    Sequence number s is layer `indices[s % len(indices)]`, in slab s % num_slabs.
     """
 
     def __init__(
@@ -52,9 +52,9 @@ class DeviceRing:
         traffic: CopyStats | None = None,
         shifts: Sequence[int] = (),
     ) -> None:
-        """`sizes` are the bytes of the layers `indices`; `traffic` counts copies, with others in the same lane.
+        """`sizes` are the bytes of the layers `indices`; `traffic` may be shared by copies in the same stream.
 
-        Each layer begins so many bytes behind the beginning of its slab, by default none.
+        `shifts` are the byte offsets at which layers begin in their slabs, by default 0.
         """
         self._indices = tuple(indices)
         self._sizes = tuple(sizes)
@@ -81,20 +81,20 @@ class DeviceRing:
         self._thread.join()
 
     def _reset(self, computed: DeviceEvent) -> None:
-        """`computed` is reached when nothing reads the slabs any more."""
-        self._issued = self._consumed = 0  # sequence numbers: next to copy, next that the sweep wants
+        """Forget all copies. Nothing reads the slabs after `computed`."""
+        self._issued = self._consumed = 0  # sequence numbers: next to copy, next for the sweep
         self._free_after = [computed] * len(self._slabs)
-        self._copied: dict[int, DeviceEvent] = {}  # by sequence number, of copies that are queued
+        self._copied: dict[int, DeviceEvent] = {}  # by sequence number: ends of queued copies
         self._error: Exception | None = None
 
     @contextmanager
     def layer(self, index: int) -> Iterator[torch.Tensor]:
-        """The next layer's slab, uint8 on the device. What is queued to compute within the block may read it.
+        """Yield the next layer's slab (uint8, on the device) for computation queued within the block.
 
-        `index` must be the layer that is next.
+        `index` must be the next layer.
 
         Raises:
-            StreamError: it could not be read; call `restart` before the next sweep.
+            StreamError: the layer could not be read; call `restart` before the next sweep.
         """
         sequence = self._consumed
         assert self._indices[sequence % len(self._indices)] == index, "layers are taken in order"
@@ -114,7 +114,7 @@ class DeviceRing:
             self._state.notify_all()
 
     def restart(self) -> None:
-        """Begins again with the first layer, after an error or a sweep that was given up."""
+        """Start again with the first layer, after an error or an aborted sweep."""
         with self._state:
             self._is_restarting = True
             self._state.wait_for(lambda: not self._is_copying)
@@ -126,7 +126,7 @@ class DeviceRing:
             self._state.notify_all()
 
     def figures(self) -> LinkFigures:
-        """Of what has been done since the start; what is queued counts when it is done."""
+        """Counters since the start; queued copies count when they end."""
         return self._traffic.figures()
 
     def _run(self) -> None:
@@ -134,7 +134,7 @@ class DeviceRing:
             error: Exception | None = None
             try:
                 self._copy(sequence)
-            except Exception as exc:  # handed to the sweep that wants the layer
+            except Exception as exc:  # raised in the sweep that wants the layer
                 error = exc
             with self._state:
                 self._is_copying = False
@@ -142,7 +142,7 @@ class DeviceRing:
                 self._state.notify_all()
 
     def _begin(self) -> int | None:
-        """The next layer to copy, once its slab's last use is queued; None when the ring is closed."""
+        """The next layer to copy, once the last use of its slab is queued; None when the ring is closed."""
         with self._state:
             self._state.wait_for(self._may_copy)
             if self._is_closed:
@@ -166,4 +166,4 @@ class DeviceRing:
                 self._copied[sequence] = copy.done
                 self._state.notify_all()
             if not self._source.stays(index):
-                copy.done.synchronize()  # the next layer from disk may then have these bytes' place
+                copy.done.synchronize()  # the next layer read from disk may reuse this memory

@@ -1,4 +1,4 @@
-"""Reads of a checkpoint's files, past the page cache where the file system lets us. Knows no order and no threads."""
+"""Reads a checkpoint's files, bypassing the page cache where the file system allows it."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ import torch
 
 from bough.errors import CheckpointError, StreamError
 from bough.model.checkpoint.checkpoint import MAX_HEADER_BYTES, TensorPlace
-from bough.model.checkpoint.content_samples import samples_digest
+from bough.model.checkpoint.content_samples import SAMPLE_BYTES, Sample, samples_digest
 from target_worker.link.file_digests import file_digest, known_digest
 from target_worker.link.layer_extents import Extent, LayerExtents
-from target_worker.link.open_files import FileState, OpenFile, open_file
+from target_worker.link.open_files import SETTLED_SECONDS, FileState, OpenFile, open_file
 
 logger = logging.getLogger(__name__)
 
-PIECE_BYTES = 8 * 1024 * 1024  # one read: smaller ones cost processors more, which sweeps need as well
+PIECE_BYTES = 8 * 1024 * 1024  # of one read; smaller reads take more CPU time, which sweeps need as well
 
-Allocate = Callable[[int], memoryview]  # of page-aligned memory, by the number of its bytes
+Allocate = Callable[[int], memoryview]  # takes a number of bytes, returns page-aligned memory
 
 
 class ReadRange(NamedTuple):
-    """A part of an extent."""
+    """A part of an extent that is read at once."""
 
     extent: Extent
     begin: int  # within the extent
@@ -43,15 +43,15 @@ class Slab(NamedTuple):
 
     @classmethod
     def over(cls, memory: memoryview) -> Slab:
-        """Of memory that is there."""
+        """Wrap existing memory."""
         return cls(torch.frombuffer(memory, dtype=torch.uint8), memory)
 
 
 class Disk:
-    """The files of a checkpoint, open."""
+    """The open files of a checkpoint."""
 
     def __init__(self, files: Iterable[Path], unchecked: Iterable[TensorPlace] = ()) -> None:
-        """`unchecked` are tensors without checksums: a file that takes another's place must have the same in them."""
+        """`unchecked` are tensors without checksums, compared by digest or samples when a file is replaced."""
         self._files = {file: open_file(file) for file in set(files)}
         self._unchecked: dict[Path, list[TensorPlace]] = {}
         for place in unchecked:
@@ -62,32 +62,33 @@ class Disk:
 
     @property
     def is_direct(self) -> bool:
-        """Whether all files are read past the page cache."""
+        """Whether all reads bypass the page cache."""
         return all(file.is_direct for file in self._files.values())
 
     def close(self) -> None:
-        """Closes the files."""
+        """Close the files."""
         for file in self._files.values():
             os.close(file.descriptor)
 
     def require_unchanged(self) -> None:
-        """After reads, before what came of them is used.
+        """Check after reads, before their data is used, that no file was written to in place.
 
         Raises:
-            StreamError: a file was written to in place, so that they may have brought bytes of two checkpoints.
+            StreamError: a file was written to, so reads may have mixed two checkpoints.
         """
         for path, file in self._files.items():
             if FileState.of(file.descriptor) != self._states[path]:
-                raise StreamError(f"{path}: was written to while the model is served; what this sweep read is not used")
+                raise StreamError(f"{path}: was written to while the model is served; the sweep's data is discarded")
 
     def renew(self) -> set[Path]:
-        """Goes on with files that were written to, or have taken the place of those that are open, and hold the same.
+        """Continue with files that were rewritten or replaced, if their contents are the same; returns which.
 
-        Returns which. Descriptors stay: whoever reads knows them.
+        Descriptors keep their numbers, as readers store them.
 
         Raises:
-            StreamError: what stands there now is laid out otherwise, or has other weights, or is not known to have the
-                same: half of it may be overwritten.
+            StreamError: a file now has another layout or other weights, or is not known to have the same weights: it
+                may be
+                overwritten in part.
         """
         renewed = set()
         for path, file in self._files.items():
@@ -106,18 +107,21 @@ class Disk:
         return renewed
 
     def _require_same(self, path: Path, before: FileState, found: FileState) -> None:
-        """By checksums, which are compared with what is then read; by a digest, where one was known before; by samples,
-        where another file is there, which nobody would have renamed before it was whole. Raises StreamError.
+        """Check that a changed file has the same contents. Raises StreamError.
+
+        Tensors with checksums are verified when read. For others a digest decides if one is known; without one, samples
+        decide, as they would for a target that starts now. Files are renamed only when complete; overwriting one in
+        place changes its beginning first, and may go on until nobody has written to it for a while.
         """
         if found.size != before.size:
             raise StreamError(
-                f"{path}: has {found.size} bytes, and had {before.size} when the model was opened; the file that was "
-                "there, or starting again, would do"
+                f"{path}: must have {before.size} bytes, as when the model was opened, got {found.size}; restore the "
+                "file or restart"
             )
         if _layout_of(path) != self._layouts[path]:
             raise StreamError(
-                f"{path}: another file stands here than when the model was opened, with other tensors or places; "
-                "the one that was there, or starting again, would do"
+                f"{path}: must have the tensors and offsets that it had when the model was opened; "
+                "restore the file or restart"
             )
         if path not in self._unchecked:
             return
@@ -125,18 +129,18 @@ class Disk:
         if digest is not None:
             if self._digest_of(path, found) != digest:
                 raise StreamError(
-                    f"{path}: has other bytes than when the model was opened; sessions have begun with those that were "
-                    "there: put these back, or start again"
+                    f"{path}: has other bytes than when the model was opened, which sessions have used; "
+                    "restore the file or restart"
                 )
-        elif found.inode == before.inode:
-            raise StreamError(
-                f"{path}: was written to in place since the model was opened, and whether it holds the same is not "
-                "known; sessions have begun with what was there: start again"
-            )
         elif self._contents_of(path) != self._contents[path]:
             raise StreamError(
-                f"{path}: another file stands here than when the model was opened, with other weights; sessions "
-                "have begun with those that were there: put these back, or start again"
+                f"{path}: has other weights than when the model was opened, which sessions have used; "
+                "restore the file or restart"
+            )
+        elif found.inode == before.inode and not found.is_settled():
+            raise StreamError(
+                f"{path}: was written to a moment ago; is used again if its weights are the same once nobody has "
+                f"written to it for {SETTLED_SECONDS:g} s"
             )
 
     def _digest_of(self, path: Path, state: FileState) -> str:
@@ -146,17 +150,17 @@ class Disk:
             raise StreamError(str(exc)) from exc
 
     def place_of(self, piece: ReadRange) -> tuple[int, int, int, int, int]:
-        """Descriptor, offset, bytes, how many of them are needed, and where they belong in the layer's slab."""
+        """Descriptor, offset, bytes, bytes that must exist in the file, and the offset in the layer's slab."""
         extent = piece.extent
         needed = min(piece.num_bytes, extent.needed_bytes - piece.begin)
         descriptor = self._files[extent.file].descriptor
         return descriptor, extent.offset + piece.begin, piece.num_bytes, needed, extent.slab_offset + piece.begin
 
     def read(self, piece: ReadRange, slab: Slab) -> None:
-        """Reads a piece to its place in a slab.
+        """Read one range into a slab.
 
         Raises:
-            ReadError: with the offset that could not be read.
+            ReadError: has the offset that could not be read.
         """
         descriptor, offset, num_bytes, needed, begin = self.place_of(piece)
         target, done = slab.view[begin : begin + num_bytes], 0
@@ -167,17 +171,19 @@ class Disk:
             done += count
 
     def _contents_of(self, file: Path) -> str:
-        """Samples of the tensors of a file that have no checksums, one of each."""
+        """Digest of samples of the tensors of a file without checksums: the beginning and another one of each."""
+        places = self._unchecked.get(file, ())
+        begins = [Sample(f"{p.name} begin", file, p.offset, min(SAMPLE_BYTES, p.num_bytes)) for p in places]
         try:
-            return samples_digest(self._unchecked.get(file, ()), num_samples=1)
+            return samples_digest([*places, *begins], num_samples=1)
         except CheckpointError as exc:
             raise StreamError(str(exc)) from exc
 
     def load(self, layers: Sequence[LayerExtents], slabs: Sequence[Slab], num_threads: int) -> None:
-        """Reads whole layers, several reads at a time.
+        """Read whole layers, with several reads in flight.
 
         Raises:
-            StreamError: naming the file, the layer and the tensor.
+            StreamError: names the file, the layer and the tensor.
         """
 
         def read(job: tuple[LayerExtents, Slab, ReadRange]) -> None:
@@ -194,7 +200,7 @@ class Disk:
 
 
 def _read_twice(descriptor: int, target: memoryview, offset: int) -> int:
-    """Bytes that were read. A disk or a network may fail once, and a sweep of seconds would be lost with it."""
+    """Bytes read. A failed read is repeated once, as a transient error would cost a sweep of seconds."""
     try:
         return os.preadv(descriptor, [target], offset)
     except OSError as exc:
@@ -214,13 +220,13 @@ class ReadError(Exception):
 
 
 def stream_error(error: ReadError, layer: LayerExtents, extent: Extent) -> StreamError:
-    """The same in terms of files and tensors."""
+    """The StreamError that names the file and tensor of a ReadError."""
     tensor = layer.tensor_at(extent.file, error.offset)
     return StreamError(f"{extent.file}: {layer.name}, tensor {tensor}, byte {error.offset}: {error}")
 
 
 def cut(extents: Sequence[Extent]) -> list[ReadRange]:
-    """Extents in pieces of one read each."""
+    """Split extents into ranges of one read each."""
     return [
         ReadRange(extent, begin, min(PIECE_BYTES, extent.num_bytes - begin))
         for extent in extents
@@ -229,7 +235,7 @@ def cut(extents: Sequence[Extent]) -> list[ReadRange]:
 
 
 def _state_of(path: Path, file: OpenFile) -> FileState:
-    """Of what stands at a path; of what is open, where nothing does."""
+    """State of the file at a path; of the open file if the path has none."""
     try:
         return FileState.of(path)
     except OSError:
@@ -237,7 +243,7 @@ def _state_of(path: Path, file: OpenFile) -> FileState:
 
 
 def _layout_of(file: Path) -> int:
-    """A checksum of the header: it changes if tensors are elsewhere."""
+    """Checksum of the header, which changes if any tensor moves."""
     with file.open("rb") as stream:
         (num_bytes,) = struct.unpack("<Q", stream.read(8).ljust(8, b"\0"))
         return zlib.crc32(stream.read(min(num_bytes, MAX_HEADER_BYTES)))

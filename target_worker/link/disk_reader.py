@@ -1,7 +1,7 @@
-"""How link threads read: a loop that needs no Python.
+"""Compiled loop of the threads that read layers; it runs without the GIL.
 
-On few processors a thread that holds the interpreter is often put aside for one that computes. A sweep, which needs
-the interpreter between layers, would wait for it; so reads that go well never take it.
+With few processors a thread that holds the GIL is often preempted by one that computes. A sweep needs the GIL between
+layers and would wait for it, so successful reads never take it.
 """
 
 from __future__ import annotations
@@ -28,36 +28,36 @@ _write: Any = types.ExternalFunction("write", types.int64(types.intc, types.uint
 
 
 class Read(NamedTuple):
-    """One read of a round."""
+    """One read of a round over all layers."""
 
     layer: int
     descriptor: int
     offset: int  # in the file
     num_bytes: int
-    needed: int  # of these: the last read of a file may reach beyond its end
+    needed: int  # bytes that must exist: the last read of a file may extend beyond its end
     begin: int  # in the layer's slab
 
 
 class Link(NamedTuple):
-    """What those who read and the one who takes layers have in common.
+    """State shared by the reading threads and the consumer of layers.
 
-    All that changes is under the lock, but for `IS_CLOSED`, which is set before the last bytes of `room`.
+    All mutable state is under the lock, except `IS_CLOSED`, which is set before the last bytes are written to `room`.
 
-    Read n is read n % num_reads of its round; layer s (`CONSUMED` and the like count them all) is layer
-    s % num_layers, in slab s % num_slabs.
+    Read n is read n % num_reads of its round; layer s (as in `CONSUMED`) is layer s % num_layers, in slab s %
+    num_slabs.
     """
 
     lock: Ints
     counts: Ints
-    missing: Ints  # (num_slabs,) reads to come of the layer that each slab has, or will have next
+    missing: Ints  # (num_slabs,) reads outstanding for the layer that each slab holds, or will hold next
     reads: Ints  # (num_reads, 6) `Read`
     num_reads: Ints  # (num_layers,) of each layer
     memory: int  # address of the first slab
     slab_bytes: int
-    room: int  # a pipe with at least one byte for each read that may begin: each wakes one thread, an eventfd's all
-    arrived: int  # an eventfd that is raised when a layer has arrived, and when no read is under way any more
-    one: Ints  # by how much: the kernel reads it here, and a local array could be gone by then
-    traffic: DiskStats  # of all who read over the same link
+    room: int  # pipe with a byte for each read that may begin: a byte wakes one thread, an eventfd all
+    arrived: int  # eventfd raised when a layer has arrived, and when no read is in flight any more
+    one: Ints  # the value 1 written to `arrived`; kept here since compiled code may free a local array too early
+    traffic: DiskStats  # shared by all readers of the link
 
     @classmethod
     def of(
@@ -70,7 +70,7 @@ class Link(NamedTuple):
         arrived: int,
         traffic: DiskStats,
     ) -> Link:
-        """Of the reads of all layers, in order."""
+        """Build the state for the reads of all layers, in order."""
         lock, counts, missing = (np.zeros(size, np.int64) for size in (2 * APART, 5, num_slabs))
         numbers, num_reads = np.array(reads, np.int64), np.bincount([read.layer for read in reads]).astype(np.int64)
         one = np.ones(1, np.int64)
@@ -79,13 +79,13 @@ class Link(NamedTuple):
 
 @strict
 def _layer_of(link: Any, number: Any) -> Any:
-    """Which of all layers a read is for."""
+    """Sequence number of the layer that a read belongs to."""
     return number // len(link.reads) * len(link.num_reads) + link.reads[number % len(link.reads), 0]
 
 
 @strict
 def _begin(link: Any) -> Any:
-    """Number of the next read, -1 if none may begin."""
+    """Number of the next read; -1 if none may begin."""
     hold(link.lock)
     number = link.counts[ISSUED]
     if link.counts[IS_STOPPED] or _layer_of(link, number) >= link.counts[CONSUMED] + len(link.missing):
@@ -100,7 +100,7 @@ def _begin(link: Any) -> Any:
 
 @strict
 def end_read(link: Any, number: Any, is_well: Any) -> Any:
-    """After a read; one that went wrong stops all others until `restart`."""
+    """Record the end of a read; a failed one stops all others until `restart`."""
     hold(link.lock)
     slab = _layer_of(link, number) % len(link.missing)
     link.counts[IN_FLIGHT] -= 1
@@ -116,7 +116,7 @@ def end_read(link: Any, number: Any, is_well: Any) -> Any:
 
 @strict
 def read_on(link: Any) -> Any:
-    """Reads as long as all goes well: CLOSED, or the number of a read that did not bring what it should, under way."""
+    """Read until closed (returns CLOSED) or until a read is short or fails (returns its number, still in flight)."""
     byte = np.empty(1, np.uint8)
     while True:
         _read(link.room, byte.ctypes.data, 1)
@@ -133,7 +133,7 @@ def read_on(link: Any) -> Any:
 
 @strict
 def has_arrived(link: Any, sequence: Any) -> Any:
-    """Whether a layer that is not consumed is there."""
+    """Whether a layer that was not consumed yet has arrived."""
     hold(link.lock)
     there = link.missing[sequence % len(link.missing)] == 0
     let_go(link.lock)
@@ -142,7 +142,7 @@ def has_arrived(link: Any, sequence: Any) -> Any:
 
 @strict
 def consume(link: Any) -> Any:
-    """Gives the oldest layer's slab to the next that has none; with how many reads it comes."""
+    """Assign the oldest layer's slab to the next layer; returns the number of that layer's reads."""
     hold(link.lock)
     num_slabs = len(link.missing)
     following = link.counts[CONSUMED] + num_slabs
@@ -155,7 +155,7 @@ def consume(link: Any) -> Any:
 
 @strict
 def stop(link: Any) -> Any:
-    """Lets no read begin until `restart`; how many are under way."""
+    """Let no read begin until `restart`; returns the number in flight."""
     hold(link.lock)
     link.counts[IS_STOPPED] = 1
     num_reads = link.counts[IN_FLIGHT]
@@ -165,7 +165,7 @@ def stop(link: Any) -> Any:
 
 @strict
 def restart(link: Any) -> Any:
-    """Begins with the first layer, while no read is under way; how many reads there is room for."""
+    """Start with the first layer, while no read is in flight; returns the number of reads that may begin."""
     hold(link.lock)
     link.counts[ISSUED] = link.counts[CONSUMED] = link.counts[IS_STOPPED] = 0
     num_reads = 0

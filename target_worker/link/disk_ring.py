@@ -1,7 +1,7 @@
-"""The link: layers read from disk by threads into a ring of aligned slabs, ahead of the sweep and across its end.
+"""Reads layers from disk by threads into a ring of aligned slabs, ahead of the sweep and beyond its end.
 
-The ring goes round the layers for ever: after the last comes the first again, so that the next sweep's first layers
-arrive while trees are being grown. Knows nothing of models; a layer is a list of extents.
+Reads are cyclic: the first layer follows the last, so that the next sweep's first layers arrive while drafts grow
+trees. A layer is a list of extents; this module knows nothing of models.
 """
 
 from __future__ import annotations
@@ -38,23 +38,23 @@ from target_worker.link.layer_extents import LayerExtents
 
 @dataclass(frozen=True, slots=True)
 class LinkFigures:
-    """What the link has done since the start."""
+    """Counters of the link since the start."""
 
     num_bytes: int  # read
-    busy_ns: int  # with at least one read under way
-    wait_ns: int  # sweeps waited for a layer
+    busy_ns: int  # with at least one read in flight
+    wait_ns: int  # that sweeps waited for layers
 
     @classmethod
     def of(cls, traffic: DiskStats, wait_ns: int) -> LinkFigures:
-        """Of all who read, and what sweeps waited for them."""
+        """Combine the readers' counters with the sweeps' waiting time."""
         num_bytes, busy_ns = bytes_and_busy_ns(traffic)
         return cls(num_bytes, busy_ns, wait_ns)
 
 
 class BestSpeed:
-    """The best that a link has shown over at least so many bytes.
+    """The best speed that a link has reached over at least `least_bytes` bytes.
 
-    A read counts when it ends, and its time as it passes: over few bytes, those that began before would count for much.
+    Bytes count when a read ends, but time as it passes: over few bytes, reads begun earlier would distort the speed.
     """
 
     def __init__(self, since: LinkFigures, least_bytes: int) -> None:
@@ -63,7 +63,7 @@ class BestSpeed:
         self._best = 0.0
 
     def seen(self, figures: LinkFigures) -> float:
-        """In bytes per nanosecond, with what the link has done by now; 0 before it has done anything."""
+        """Best speed in bytes per nanosecond, including `figures`; 0 before the first read."""
         num_bytes, busy_ns = figures.num_bytes - self._since.num_bytes, figures.busy_ns - self._since.busy_ns
         speed = num_bytes / busy_ns if busy_ns else 0.0
         if num_bytes < self._least_bytes:
@@ -73,9 +73,9 @@ class BestSpeed:
 
 
 class Ring:
-    """Delivers layers in order, round and round. Threads read; one consumer takes layers with `layer()`.
+    """Delivers layers in order, cyclically. Threads read; one consumer takes layers with `layer()`.
 
-    Sequence number s stands for layer s % num_layers, in slab s % num_slabs.
+    Sequence number s is layer s % num_layers, in slab s % num_slabs.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Ring:
         allocate: Allocate = large_pages,
         traffic: DiskStats | None = None,
     ) -> None:
-        """Counts with others over the same link, where their `traffic` is given."""
+        """`traffic` may be shared by other readers of the same link."""
         self.layers = tuple(layers)
         self.num_slabs = num_slabs
         self._disk = disk
@@ -99,9 +99,9 @@ class Ring:
         (self._room, self._more_room), self._arrived = os.pipe(), os.eventfd(0)
         first, traffic = self._slabs[0].bytes.data_ptr(), traffic or DiskStats.none_yet()
         self._link = Link.of(reads, num_slabs, first, slab_bytes, self._room, self._arrived, traffic)
-        self._consumed = 0  # sequence number of the layer that is wanted next
+        self._consumed = 0  # sequence number of the next layer to take
         self._error: StreamError | None = None
-        self._failed = sys.maxsize  # sequence number of the first layer that could not be read
+        self._failed = sys.maxsize  # sequence number of the first layer with a read error
         self._failing = threading.Lock()
         self._wait_ns = 0
         self._threads = [threading.Thread(target=self._read, name=f"link-{i}", daemon=True) for i in range(num_threads)]
@@ -124,12 +124,12 @@ class Ring:
 
     @contextmanager
     def layer(self, index: int) -> Iterator[torch.Tensor]:
-        """The next layer's slab, (slab_bytes,) uint8, valid until the block ends.
+        """Yield the next layer's slab, (slab_bytes,) uint8, valid until the block ends.
 
-        `index` must be the layer that is next.
+        `index` must be the next layer.
 
         Raises:
-            StreamError: where it could not be read; call `restart` before the next sweep.
+            StreamError: the layer could not be read; call `restart` before the next sweep.
         """
         sequence = self._consumed
         assert sequence % len(self.layers) == index, "layers are taken in order"
@@ -145,9 +145,9 @@ class Ring:
         os.write(self._more_room, bytes(consume(self._link)))
 
     def restart(self) -> None:
-        """Begins again with layer 0, after an error or a sweep that was given up."""
+        """Start again with layer 0, after an error or an aborted sweep."""
         while stop(self._link):
-            os.eventfd_read(self._arrived)  # nobody may still write into a slab
+            os.eventfd_read(self._arrived)  # until nothing writes into the slabs
         self._consumed, self._error, self._failed = 0, None, sys.maxsize
         os.write(self._more_room, bytes(restart(self._link)))
 
@@ -156,7 +156,7 @@ class Ring:
         return LinkFigures.of(self._link.traffic, self._wait_ns)
 
     def _read(self) -> None:
-        """Compiled code reads; what it could not is tried here, to know what is wrong."""
+        """Run the compiled reader; repeat a failed read here to get its error."""
         while (number := read_on(self._link)) != CLOSED:
             index, piece = self._pieces[number % len(self._pieces)]
             sequence = number // len(self._pieces) * len(self.layers) + index
@@ -167,7 +167,7 @@ class Ring:
             end_read(self._link, number, self._error is None)
 
     def _fail(self, sequence: int, error: StreamError) -> None:
-        """A layer that comes ahead of its turn fails only the sweep that wants it: those before it are read already."""
+        """Store the error for the sweep that takes this layer; earlier layers are still delivered."""
         with self._failing:
             if sequence < self._failed:
                 self._error, self._failed = error, sequence

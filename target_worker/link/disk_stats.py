@@ -1,4 +1,4 @@
-"""What crosses the link, whoever reads: bytes, and the time in which at least one read is under way."""
+"""Counters of a link: bytes read, and the time with at least one read in flight."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _clock_gettime: Any = types.ExternalFunction("clock_gettime", types.intc(types.i
 
 
 class DiskStats(NamedTuple):
-    """Counters, changed under the lock by all who read over one link."""
+    """Counters of all readers of one link, changed under the lock."""
 
     lock: NDArray[np.int64]
     counts: NDArray[np.int64]
 
     @classmethod
     def none_yet(cls) -> DiskStats:
-        """Before the first read."""
+        """Counters before the first read."""
         return cls(np.zeros(2 * APART, np.int64), np.zeros(4, np.int64))
 
 
@@ -37,7 +37,7 @@ def _now() -> Any:
 
 @strict
 def read_begins(traffic: Any) -> Any:
-    """Before a read."""
+    """Count the start of a read."""
     hold(traffic.lock)
     traffic.counts[IN_FLIGHT] += 1
     if traffic.counts[IN_FLIGHT] == 1:
@@ -47,7 +47,7 @@ def read_begins(traffic: Any) -> Any:
 
 @strict
 def read_ends(traffic: Any, num_bytes: Any) -> Any:
-    """After it, whether or not it went well."""
+    """Count the end of a read, successful or not."""
     hold(traffic.lock)
     traffic.counts[NUM_BYTES] += num_bytes
     traffic.counts[IN_FLIGHT] -= 1
@@ -58,7 +58,7 @@ def read_ends(traffic: Any, num_bytes: Any) -> Any:
 
 @strict
 def bytes_and_busy_ns(traffic: Any) -> Any:
-    """Read so far, and with at least one read under way."""
+    """Bytes read so far, and the time with at least one read in flight."""
     hold(traffic.lock)
     num_bytes, busy_ns = traffic.counts[NUM_BYTES], traffic.counts[BUSY_NS]
     if traffic.counts[IN_FLIGHT]:

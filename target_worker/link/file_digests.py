@@ -1,5 +1,4 @@
-"""A hash over every byte of a file, and what is remembered of it: a checkpoint is read for this once, and not at each
-start."""
+"""SHA-256 digests of whole files, cached on disk so that a checkpoint is hashed once and not at each start."""
 
 from __future__ import annotations
 
@@ -18,33 +17,33 @@ from target_worker.link.open_files import FileState, open_file
 
 logger = logging.getLogger(__name__)
 
-PIECE_BYTES = 8 * 1024 * 1024  # one read
+PIECE_BYTES = 8 * 1024 * 1024  # of one read
 
 
 def file_digest(file: Path, state: FileState, before_piece: Callable[[], None] = lambda: None) -> str:
-    """The SHA-256 of a file in this state, as `sha256sum` prints it; remembered from now on.
+    """SHA-256 of a file in this state, as `sha256sum` prints it; cached.
 
-    `before_piece` is called before each read, and may wait there. What is read leaves the page cache as it was, but for
-    pages of this file.
+    `before_piece` is called before each read and may block. The page cache keeps nothing of what is read, except where
+    O_DIRECT is refused and pages of this file are dropped.
 
     Raises:
-        CheckpointError: the file cannot be read, or has been written to since it was in this state.
+        CheckpointError: the file cannot be read, or is no longer in this state.
     """
     digest, opened = hashlib.sha256(), open_file(file)
     try:
+        _require(file, opened.descriptor, state)
         with mmap.mmap(-1, PIECE_BYTES) as room:
             offset = 0
             while offset < state.size:
                 before_piece()
                 count = os.preadv(opened.descriptor, [room], offset)
                 if count == 0:
-                    break  # its state tells that it was cut short
+                    break  # the check of the state below reports truncation
                 digest.update(memoryview(room)[:count])
                 if not opened.is_direct:
                     os.posix_fadvise(opened.descriptor, offset, count, os.POSIX_FADV_DONTNEED)
                 offset += count
-        if FileState.of(opened.descriptor) != state:
-            raise CheckpointError(f"{file}: has been written to, or replaced, since the model was opened")
+        _require(file, opened.descriptor, state)
     except OSError as exc:
         raise CheckpointError(f"{file}: cannot be read: {exc}") from exc
     finally:
@@ -54,7 +53,7 @@ def file_digest(file: Path, state: FileState, before_piece: Callable[[], None] =
 
 
 def known_digest(file: Path, state: FileState) -> str | None:
-    """What `file_digest` returned for a file in this state, in this process or an earlier one."""
+    """The cached digest of a file in this state; None if there is none."""
     try:
         found = _entry(file, state).read_text()
     except (OSError, ValueError):
@@ -63,9 +62,14 @@ def known_digest(file: Path, state: FileState) -> str | None:
 
 
 def whole_digest(digests: Mapping[Path, str]) -> str:
-    """Of all files of a checkpoint, by their names in its folder: the same on every machine."""
+    """Hash of all files of a checkpoint by their names in its folder: the same on every machine."""
     lines = sorted(f"{digest} {file.name}\n" for file, digest in digests.items())
     return hashlib.blake2b("".join(lines).encode(), digest_size=16).hexdigest()
+
+
+def _require(file: Path, descriptor: int, state: FileState) -> None:
+    if FileState.of(descriptor) != state:
+        raise CheckpointError(f"{file}: has been written to, or replaced, since the model was opened")
 
 
 def _remember(file: Path, state: FileState, digest: str) -> None:
@@ -78,6 +82,6 @@ def _remember(file: Path, state: FileState, digest: str) -> None:
 
 
 def _entry(file: Path, state: FileState) -> Path:
-    """Where a digest is kept, named by all that must be the same."""
+    """Path of a cached digest, derived from the file's path and state."""
     name = hashlib.blake2b(f"{os.path.realpath(file)}\n{tuple(state)}".encode(), digest_size=16).hexdigest()
     return cache_folder() / "weights" / f"{name}.sha256"

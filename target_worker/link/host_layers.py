@@ -1,4 +1,4 @@
-"""Layers in the host's memory: those that stay there, and those that come through it from disk."""
+"""Layers in host memory: resident ones, and ones streamed through it from disk."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from target_worker.link.disk_ring import LinkFigures, Ring
 from target_worker.link.disk_stats import DiskStats
 from target_worker.link.layer_extents import LayerExtents
 
-PIECE_BYTES = 2 * 1000**3  # of memory that is taken at once
+PIECE_BYTES = 2 * 1000**3  # limit of one allocation
 
 
 class HostLayers:
-    """Layers that stay are read once, by `fill`; the others come through a ring, round after round."""
+    """Resident layers are read once, by `fill`; others are streamed through a ring, cyclically."""
 
     def __init__(
         self,
@@ -32,8 +32,8 @@ class HostLayers:
         allocate: Allocate,
         traffic: DiskStats | None = None,
     ) -> None:
-        """`checksums` (crc32 by tensor name) are compared when a layer is seen for the first time; `traffic` counts
-        what streams, with what others read over the same link.
+        """`checksums` (crc32 by tensor name) are verified at the first use of a layer; `traffic` may be shared by other
+        readers of the same link.
         """
         self._layers = tuple(layers)
         self._staying = tuple(staying)
@@ -55,11 +55,11 @@ class HostLayers:
 
     @property
     def is_direct(self) -> bool:
-        """Whether all reads go past the page cache."""
+        """Whether all reads bypass the page cache."""
         return self._disk.is_direct
 
     def stays(self, index: int) -> bool:
-        """Whether a layer's bytes stay where they are."""
+        """Whether a layer is resident."""
         return index in self._slabs
 
     def __enter__(self) -> HostLayers:
@@ -72,10 +72,10 @@ class HostLayers:
         self._resources.close()
 
     def fill(self) -> None:
-        """Takes the memory, reads what stays and starts the ring.
+        """Allocate memory, read the resident layers and start the ring.
 
         Raises:
-            StreamError: a layer that stays could not be read.
+            StreamError: a resident layer could not be read.
         """
         layers, sizes = self._layers, [self._layers[index].num_bytes for index in self._staying]
         self._slabs = dict(zip(self._staying, map(Slab.over, self._memory(sizes)), strict=True))
@@ -86,7 +86,7 @@ class HostLayers:
             self._ring = self._resources.enter_context(ring)
 
     def _memory(self, sizes: Sequence[int]) -> Iterator[memoryview]:
-        """Of so many bytes each, several in one piece: pinning has a price for each, and may be refused for some."""
+        """Yield memory of each size, several from one allocation: pinning has a cost for each and may fail for some."""
         for run in in_pieces(sizes, PIECE_BYTES):
             memory, used = self._allocate(sum(run)), 0
             for size in run:
@@ -94,10 +94,10 @@ class HostLayers:
                 used += size
 
     def read(self, index: int, slab: Slab) -> torch.Tensor:
-        """A layer's bytes, (num_bytes,) uint8, read into a slab of the caller's; `fill` is not needed.
+        """Read a layer into the caller's slab: (num_bytes,) uint8. Works before `fill`.
 
         Raises:
-            StreamError: they could not be read, or are not what was written.
+            StreamError: reading failed, or a checksum is wrong.
         """
         layer = self._layers[index]
         self._disk.load([layer], [slab], self._num_threads)
@@ -106,10 +106,10 @@ class HostLayers:
 
     @contextmanager
     def layer(self, index: int) -> Iterator[torch.Tensor]:
-        """A layer's slab, uint8, valid until the block ends. Layers that stream are taken in order.
+        """Yield a layer's slab (uint8), valid until the block ends. Streamed layers must be taken in order.
 
         Raises:
-            StreamError: it could not be read, or is not what was written; call `restart` before the next sweep.
+            StreamError: reading failed, or a checksum is wrong; call `restart` before the next sweep.
         """
         if index in self._slabs:
             self._check_staying(index)
@@ -121,19 +121,19 @@ class HostLayers:
             yield slab
 
     def restart(self) -> None:
-        """Begins again with the first layer, after an error or a sweep that was given up."""
+        """Start again with the first layer, after an error or an aborted sweep."""
         if self._ring is not None:
             self._ring.restart()
 
     def require_unchanged(self) -> None:
-        """Raises StreamError where what streams has come from files that were written to meanwhile."""
+        """Raise StreamError if files of streamed layers were written to."""
         if self._ring is not None:
             self._disk.require_unchanged()
 
     def renew(self) -> bool:
-        """As `Disk.renew`; the layers of those files are compared again. Whether there are any.
+        """As `Disk.renew`; verifies layers of changed files again, and returns whether there are any.
 
-        Call `restart` then: what has come ahead is of what was there before.
+        Call `restart` if so: layers read ahead are from the old files.
 
         Raises:
             StreamError: as `Disk.renew`.
@@ -148,7 +148,7 @@ class HostLayers:
         return self._ring.figures() if self._ring is not None else LinkFigures.of(self._traffic, 0)
 
     def _check_staying(self, index: int) -> None:
-        """Reads a layer anew that is not what was written: the file may have been repaired since."""
+        """Verify a layer; read it again if its checksum is wrong, as the file may have been repaired."""
         slab = self._slabs[index]
         try:
             self._check(index, slab.bytes)

@@ -1,4 +1,4 @@
-"""Where each layer's bytes stand on disk, as few aligned extents."""
+"""Where each layer's bytes are on disk, as few aligned extents."""
 
 from __future__ import annotations
 
@@ -18,50 +18,50 @@ from bough.model.loading.late_writes import LateWrites, can_wait
 from bough.model.loading.loading import ParameterSlot, require_checksum
 from bough.sizing.placement import ExpertSizes, SeparateExperts
 
-ALIGNMENT = 4096  # of offsets, lengths and addresses: what O_DIRECT asks for on every common file system
-FILE_ALIGNMENT, DEVICE_ALIGNMENT = 8, 16  # of tensors in a file, as a rule; and where products read them
+ALIGNMENT = 4096  # of offsets, lengths and addresses: what O_DIRECT requires on all common file systems
+FILE_ALIGNMENT, DEVICE_ALIGNMENT = 8, 16  # of tensors in a file, usually; and of operands that products read fastest
 MAX_GAP_BYTES = 256 * 1024  # reading across a smaller hole is cheaper than a second read
 
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """A run of bytes in one file and its place in a slab; all but `needed_bytes` are multiples of ALIGNMENT."""
+    """A range of bytes in one file and its place in a slab; all but `needed_bytes` are multiples of ALIGNMENT."""
 
     file: Path
     offset: int
     num_bytes: int
-    needed_bytes: int  # what must really be there: the last extent of a file may reach beyond its end
+    needed_bytes: int  # bytes that must exist: the last extent of a file may extend beyond its end
     slab_offset: int
 
 
 @dataclass(frozen=True, slots=True)
 class MadeLayer:
-    """Values of a layer's parameters, and how those are written that are no views of its bytes."""
+    """Values of a layer's parameters, and functions that dequantize those that are no views of the layer's bytes."""
 
     values: tuple[Any, ...]
     writes: tuple[Callable[[], object], ...]
-    late_writes: tuple[LateWrites, ...] = ()  # of matrices that are written when they are multiplied by
+    late_writes: tuple[LateWrites, ...] = ()  # of matrices that are dequantized when used
 
     def write(self) -> None:
-        """To where they were, when the layer's bytes have come to the same slab again; but what is written late."""
+        """Dequantize again after the layer's bytes were read into the same slab again; without late writes."""
         for write in self.writes:
             write()
 
 
 @dataclass(frozen=True, slots=True)
 class LayerExtents:
-    """What to read for a layer, and where each of its tensors then is."""
+    """What to read for a layer, and where each tensor is in the slab."""
 
     name: str  # "layer 7", for error messages
     extents: tuple[Extent, ...]
     slots: tuple[ParameterSlot, ...]
     begins: dict[TensorPlace, int]  # offset of each tensor's first byte in the slab
-    num_bytes: int  # room that the layer takes in a slab
+    num_bytes: int  # that the layer takes in a slab
 
     def made(self, slab: torch.Tensor, dtype: torch.dtype, scratch: ReusedMemory, by_matrix: bool = False) -> MadeLayer:
-        """The values of the layer's parameters from a slab (uint8): views of it, or written to scratch memory.
+        """Make the values of the layer's parameters from a slab (uint8): views of it, or written to scratch memory.
 
-        With `by_matrix` those of linear layers share one room there, in which each is to be written when it is wanted.
+        With `by_matrix` linear layers share one scratch buffer, and each is dequantized just before its product.
         """
         late = self._late(dtype) if by_matrix else []
         values, writes = dict[int, Any](), list[LateWrites]()
@@ -78,20 +78,20 @@ class LayerExtents:
         return slot.made([self.bytes_of(place, slab) for place in slot.source.places], dtype, scratch)
 
     def put(self, made: MadeLayer) -> None:
-        """Gives the layer's parameters values that were made from its bytes."""
+        """Set the layer's parameters to values made by `made`."""
         for slot, value in zip(self.slots, made.values, strict=True):
             slot.put(value)
         for late in made.late_writes:
             late.put()
 
     def scratch_bytes(self, dtype: torch.dtype, by_matrix: bool = False) -> int:
-        """What `made` takes of the scratch memory."""
+        """Bytes of scratch memory that `made` takes."""
         late = self._late(dtype) if by_matrix else []
         early = (slot.source.scratch_bytes(dtype) for i, slot in enumerate(self.slots) if i not in late)
         return self._late_bytes(late, dtype) + sum(early)
 
     def _late(self, dtype: torch.dtype) -> list[int]:
-        """Slots of matrices that can be written when they are multiplied by."""
+        """Indices of slots that can be dequantized just before their product."""
         return [i for i, slot in enumerate(self.slots) if slot.source.scratch_bytes(dtype) and can_wait(slot)]
 
     def _late_bytes(self, late: Sequence[int], dtype: torch.dtype) -> int:
@@ -99,7 +99,7 @@ class LayerExtents:
 
     @property
     def device_shift(self) -> int:
-        """How far behind a multiple of 16 the layer's bytes are to begin, so that most of its weights begin at one.
+        """Offset (0 or 8) from a multiple of 16 at which to place the layer, so that most weights are aligned to 16.
 
         GPUs' products want operands there; safetensors promises 8.
         """
@@ -109,17 +109,17 @@ class LayerExtents:
         return FILE_ALIGNMENT if at[FILE_ALIGNMENT] > at[0] else 0
 
     def tensor_at(self, file: Path, offset: int) -> str:
-        """Name of the tensor that stands at a byte of a file, for error messages."""
+        """Name of the tensor at a byte of a file, for error messages."""
         for place in self.begins:
             if place.file == file and place.offset <= offset < place.offset + place.num_bytes:
                 return place.name
         return "padding"
 
     def verify(self, slab: torch.Tensor, checksums: Mapping[str, int]) -> None:
-        """Compares the tensors with their checksums, as far as there are any.
+        """Verify the checksums of the layer's tensors, where known.
 
         Raises:
-            StreamError: naming the file and the tensor.
+            StreamError: names the file and the tensor.
         """
         for place in self.begins:
             try:
@@ -135,18 +135,18 @@ class LayerExtents:
 
 @dataclass(frozen=True, slots=True)
 class LayerExperts:
-    """A layer's experts, each of which can be read by itself."""
+    """A layer's experts, each of which can be read separately."""
 
     slots: tuple[ParameterSlot, ...]  # whose sources are `Experts`
-    each: tuple[LayerExtents, ...]  # by number
+    each: tuple[LayerExtents, ...]  # by index in the layer
 
     def scratch_bytes(self, dtype: torch.dtype) -> int:
-        """What the values of one parameter of one expert take of the scratch memory."""
+        """Scratch bytes for one parameter of one expert."""
         return max(slot.source.scratch_bytes(dtype) for slot in self.slots)
 
 
 def sizes_of(layers: Collection[LayerExperts]) -> ExpertSizes:
-    """Of all layers' experts."""
+    """Sizes of all layers' experts."""
     sizes = [expert.num_bytes for layer in layers for expert in layer.each]
     return ExpertSizes(max(sizes), max(len(layer.each) for layer in layers), len(sizes), sum(sizes))
 
@@ -158,20 +158,20 @@ def sizes_apart(
     unpacking: int,
     by_matrix: bool = False,
 ) -> SeparateExperts:
-    """Of layers without their experts, and of these; `unpacking` bytes of scratch memory are taken besides."""
+    """Sizes of layers without experts, and of their experts; `unpacking` scratch bytes are added."""
     scratch = max(layer.scratch_bytes(dtype, by_matrix) for layer in layers)
     scratch += max(layer.scratch_bytes(dtype) for layer in experts.values())
     return SeparateExperts([layer.num_bytes for layer in layers], sizes_of(experts.values()), scratch + unpacking)
 
 
 def plan_apart(layers: Sequence[Sequence[ParameterSlot]]) -> tuple[tuple[LayerExtents, ...], dict[int, LayerExperts]]:
-    """Layers without their experts, and these by the numbers of the layers that have any."""
+    """Layers without their experts, and the experts by layer number."""
     parts = [_split(f"layer {index}", slots) for index, slots in enumerate(layers)]
     return tuple(layer for layer, _ in parts), {i: experts for i, (_, experts) in enumerate(parts) if experts}
 
 
 def _split(name: str, slots: Sequence[ParameterSlot]) -> tuple[LayerExtents, LayerExperts | None]:
-    """A layer without its experts, and these; None where there are none."""
+    """A layer without its experts, and its experts or None."""
     stacks = [(slot, stack) for slot in slots if (stack := stack_of(slot.module, slot.source))]
     if not stacks:
         return plan_layer(name, slots), None
@@ -188,7 +188,7 @@ def _split(name: str, slots: Sequence[ParameterSlot]) -> tuple[LayerExtents, Lay
 
 
 def plan_layer(name: str, slots: Sequence[ParameterSlot]) -> LayerExtents:
-    """Merges a layer's tensors into aligned extents, laid one after another in the slab."""
+    """Merge a layer's tensors into aligned extents, placed one after another in the slab."""
     extents: list[Extent] = []
     begins: dict[TensorPlace, int] = {}
     slab_offset = 0

@@ -1,10 +1,11 @@
-"""Files of a checkpoint: opened past the page cache where the file system lets us, and told from what they were."""
+"""Opens a checkpoint's files with O_DIRECT where the file system allows it, and detects changes to them."""
 
 from __future__ import annotations
 
 import logging
 import mmap
 import os
+import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,8 +15,11 @@ from target_worker.link.layer_extents import ALIGNMENT
 logger = logging.getLogger(__name__)
 
 
+SETTLED_SECONDS = 5.0  # in which whoever overwrites a file writes to it again
+
+
 class FileState(NamedTuple):
-    """Which file it is, and when it was last written to: nobody writes to a file, or replaces it, and leaves these."""
+    """Identity and version of a file's contents: changes whenever it is written to or replaced."""
 
     inode: int
     size: int
@@ -23,9 +27,13 @@ class FileState(NamedTuple):
 
     @classmethod
     def of(cls, file: Path | int) -> FileState:
-        """Of a path, or of what a descriptor has open. Raises OSError."""
+        """State of a path or an open descriptor. Raises OSError."""
         status = os.stat(file)
         return cls(status.st_ino, status.st_size, status.st_mtime_ns)
+
+    def is_settled(self) -> bool:
+        """Whether nobody has written to it for a while; a network file system's clock may be another."""
+        return abs(time.time() - self.mtime_ns / 1e9) >= SETTLED_SECONDS
 
 
 class OpenFile(NamedTuple):
@@ -36,7 +44,7 @@ class OpenFile(NamedTuple):
 
 
 def open_file(file: Path) -> OpenFile:
-    """Opens past the page cache where the file system lets us, proved by one read. Raises CheckpointError."""
+    """Open with O_DIRECT if a probing read succeeds, else without. Raises CheckpointError."""
     try:
         descriptor = os.open(file, os.O_RDONLY | os.O_DIRECT)
         try:

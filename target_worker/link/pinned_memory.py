@@ -1,4 +1,4 @@
-"""Memory of the host that a GPU copies from directly, piece by piece, as far as the system lets it be pinned."""
+"""Page-locked host memory, from which a GPU copies directly, as far as the system allows."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ logger = logging.getLogger(__name__)
 
 
 class PinnedMemory:
-    """Takes memory, near the GPU where the system allows it, and pins it; unpinned it serves as well, and slower.
+    """Allocates host memory near the GPU and pins it; memory that cannot be pinned works too, but slower.
 
-    A copy must lie in one piece: CUDA knows pieces, and not that one follows another.
+    A copy must lie within one allocation: CUDA does not know that two are adjacent.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.num_bytes = self.unpinned_bytes = 0  # in all, and of pieces that were refused
+        self.num_bytes = self.unpinned_bytes = 0  # in total, and of allocations that could not be pinned
         self._device = device
-        self._pieces: list[tuple[int, memoryview]] = []  # by address; kept, or another's memory could come to be there
+        # Address and memory of each allocation; kept alive, as another allocation could get the same address.
+        self._pieces: list[tuple[int, memoryview]] = []
 
     def take(self, num_bytes: int) -> memoryview:
-        """Another piece, from the beginning of a page."""
+        """Allocate page-aligned memory."""
         memory = large_pages(num_bytes)
         self.num_bytes += num_bytes
         node = node_of(_pci_address(self._device))
@@ -35,7 +36,7 @@ class PinnedMemory:
             logger.info(
                 "memory for %s comes from any NUMA node: the system refuses to have it of node %d", self._device, node
             )
-        populate(memory)  # by several threads; pinning has one
+        populate(memory)  # faults pages in with several threads, where pinning has one
         self._pin(memory)
         return memory
 
@@ -54,10 +55,10 @@ class PinnedMemory:
                 error,
             )
             with contextlib.suppress(RuntimeError):
-                torch.zeros(1, device=self._device)  # CUDA remembers the error for the next launch: let it be this one
+                torch.zeros(1, device=self._device)  # clear CUDA's error state, which the next launch would report
 
     def close(self) -> None:
-        """Unpins all; nothing may copy any more."""
+        """Unpin all memory; no copy may be in flight."""
         with torch.cuda.device(self._device):
             for address, _ in self._pieces:
                 torch.cuda.cudart().cudaHostUnregister(address)
@@ -65,7 +66,7 @@ class PinnedMemory:
 
 
 def _pci_address(device: torch.device) -> str:
-    """As Linux names it, 0000:65:00.0; nothing where torch does not say."""
+    """PCI address in Linux's notation, 0000:65:00.0; empty if torch does not know it."""
     found: Any = torch.cuda.get_device_properties(device)
     try:
         return f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"

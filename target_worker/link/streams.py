@@ -1,6 +1,6 @@
-"""An accelerator's lanes of work: one computes, another copies meanwhile. The seam below what streams.
+"""Compute and copy streams of a device: the interface on which streaming of weights is built.
 
-Work is queued, not awaited: the order within a lane is the order of the calls, and between lanes only marks order it.
+Work is queued, not awaited: each stream runs in the order of calls, and only events order streams against each other.
 """
 
 from __future__ import annotations
@@ -15,61 +15,61 @@ from target_worker.link.pinned_memory import PinnedMemory
 
 
 class DeviceEvent(Protocol):
-    """A point in a lane, reached when all that was queued there before is done. `torch.cuda.Event` is one."""
+    """A point in a stream, reached when all work queued before it is done; `torch.cuda.Event` implements it."""
 
     def query(self) -> bool:
         """Whether it is reached."""
         ...
 
     def synchronize(self) -> None:
-        """Blocks the calling thread until it is."""
+        """Block the calling thread until it is reached."""
         ...
 
     def elapsed_time(self, end_event: Any) -> float:
-        """Milliseconds from here to a later mark of the same lane, both reached."""
+        """Milliseconds from this event to a later one of the same stream; both must be reached."""
         ...
 
 
 class Copy(NamedTuple):
-    """A copy that is queued."""
+    """Begin and end of a queued copy."""
 
     begun: DeviceEvent
     done: DeviceEvent
 
 
 class DeviceStreams(Protocol):
-    """What streaming asks of an accelerator."""
+    """What streaming of weights needs from a device."""
 
     @property
     def unpinned_bytes(self) -> int:
-        """Of `host_memory` that is not pinned: not copied from directly, but with a stop in between."""
+        """Bytes of `host_memory` that are not pinned, so that copies go through a staging buffer."""
         ...
 
     def host_memory(self, num_bytes: int) -> memoryview:
-        """Page-aligned memory of the host, pinned where the system allows it; valid until `close`.
+        """Allocate page-aligned host memory, pinned if the system allows it; valid until `close`.
 
-        No copy may reach from one such piece into another.
+        A copy must lie within one allocation.
         """
         ...
 
     def device_memory(self, num_bytes: int) -> torch.Tensor:
-        """(num_bytes,) uint8 on the accelerator."""
+        """Allocate (num_bytes,) uint8 on the device."""
         ...
 
     def copy(self, source: torch.Tensor, target: torch.Tensor, after: DeviceEvent | None) -> Copy:
-        """Queues a copy between host and accelerator that begins once `after` is reached."""
+        """Queue a copy between host and device that begins once `after` is reached."""
         ...
 
     def compute_after(self, mark: DeviceEvent) -> None:
-        """What is queued to compute from now on begins once a mark is reached."""
+        """Make computation queued from now on wait for `mark`."""
         ...
 
     def compute_mark(self) -> DeviceEvent:
-        """The point that the computing lane has been told to reach so far."""
+        """An event after all computation queued so far."""
         ...
 
     def close(self) -> None:
-        """Ends what is queued and gives the host's memory back."""
+        """Wait for queued work and free the host memory."""
         ...
 
 
@@ -80,23 +80,23 @@ class CudaStreams:
         self.device = device
         self._memory = PinnedMemory(device)
         self._copying = torch.cuda.Stream(device)
-        self._lock = threading.Lock()  # between the marks of a copy there is nothing but it, whoever else queues
+        self._lock = threading.Lock()  # so that between a copy's two events there is only this copy
 
     @property
     def unpinned_bytes(self) -> int:
-        """Of pieces of memory for which the system refused it."""
+        """Bytes that the system refused to pin."""
         return self._memory.unpinned_bytes
 
     def host_memory(self, num_bytes: int) -> memoryview:
-        """Pinned in one piece; without pinning, and with a warning, where the system refuses."""
+        """Allocate pinned memory; if the system refuses, unpinned memory with a warning."""
         return self._memory.take(num_bytes)
 
     def device_memory(self, num_bytes: int) -> torch.Tensor:
-        """From torch's allocator."""
+        """Allocate with torch's allocator."""
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
 
     def copy(self, source: torch.Tensor, target: torch.Tensor, after: DeviceEvent | None) -> Copy:
-        """On the copying stream."""
+        """Queue a copy on the copy stream."""
         begun, done = _event(), _event()
         with self._lock, torch.cuda.stream(self._copying):
             if after is not None:
@@ -107,7 +107,7 @@ class CudaStreams:
         return Copy(begun, done)
 
     def compute_after(self, mark: DeviceEvent) -> None:
-        """The current stream waits."""
+        """Make the current stream wait."""
         torch.cuda.current_stream(self.device).wait_event(mark)  # type: ignore[arg-type]
 
     def compute_mark(self) -> DeviceEvent:
@@ -117,55 +117,55 @@ class CudaStreams:
         return event
 
     def close(self) -> None:
-        """Waits for both streams, then unpins."""
+        """Wait for both streams, then unpin."""
         torch.cuda.synchronize(self.device)
         self._memory.close()
 
 
 def _event() -> torch.cuda.Event:
-    """With time, and for a thread that waits: asleep, not spinning."""
+    """An event with timing, on which threads wait asleep instead of spinning."""
     return torch.cuda.Event(enable_timing=True, blocking=True)
 
 
 class Reached:
-    """A mark of lanes that do everything at once."""
+    """DeviceEvent that is always reached."""
 
     def query(self) -> bool:
-        """It is."""
+        """True."""
         return True
 
     def synchronize(self) -> None:
         """Nothing to wait for."""
 
     def elapsed_time(self, end_event: Any) -> float:
-        """Not measured."""
+        """0: time is not measured."""
         return 0.0
 
 
 class InlineStreams:
-    """No accelerator: memory of the host stands for its own, and copies are made at once. For tests and dry runs."""
+    """DeviceStreams without a device: host memory stands in for device memory, and copies are immediate. For tests."""
 
     unpinned_bytes = 0
 
     def host_memory(self, num_bytes: int) -> memoryview:
-        """Ordinary."""
+        """Allocate ordinary memory."""
         return large_pages(num_bytes)
 
     def device_memory(self, num_bytes: int) -> torch.Tensor:
-        """Ordinary."""
+        """Allocate ordinary memory."""
         return torch.empty(num_bytes, dtype=torch.uint8)
 
     def copy(self, source: torch.Tensor, target: torch.Tensor, after: DeviceEvent | None) -> Copy:
-        """Made before this returns."""
+        """Copy before returning."""
         target.copy_(source)
         return Copy(Reached(), Reached())
 
     def compute_after(self, mark: DeviceEvent) -> None:
-        """Nothing is ever outstanding."""
+        """Nothing to do: no copy is outstanding."""
 
     def compute_mark(self) -> DeviceEvent:
-        """Reached."""
+        """A reached event."""
         return Reached()
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Nothing to do."""

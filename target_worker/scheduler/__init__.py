@@ -1,1 +1,1 @@
-"""Which calls go into the next sweep, and the thread that runs it."""
+"""The sweep thread, and the choice of calls for the next sweep."""

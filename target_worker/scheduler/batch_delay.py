@@ -1,9 +1,9 @@
-"""Whether a sweep should wait for sessions that draft and will be here in a moment.
+"""How long a sweep should wait for sessions that are still drafting.
 
-Whoever comes just after a sweep has begun waits for all of it; a short wait before it lets those sessions ride along.
-On their way are sessions that were answered moments ago, and others that are about to begin: callers say how many they
-run, so nobody waits for a session that has ended. Where drafting takes long, sweeping at once is better: then sessions
-take turns, one drafting while another is verified.
+A call that misses a sweep waits for all of it, so a short delay before the sweep lets it join. Expected are sessions
+that were answered moments ago, and new ones: callers report how many sessions they run, so nobody waits for a session
+that has ended. If drafting takes long, no delay is better: sessions then alternate, one drafting while another is
+verified.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-WEIGHT = 0.25  # of the last time in what is typical
-SLACK = 3.0  # typical times after which nobody is waited for
-FORGET = 4.0  # times the longest wait after which a session has left
+WEIGHT = 0.25  # of the latest observation in the moving average
+SLACK = 3.0  # multiples of the average after which a session is no longer waited for
+FORGET = 4.0  # multiples of the longest delay after which a session is forgotten
 
 
 @dataclass(slots=True)
 class _Typical:
-    """How long something takes, as far as it was seen."""
+    """Moving average of a duration."""
 
     seconds: float | None = None
 
@@ -27,7 +27,7 @@ class _Typical:
         self.seconds = seconds if self.seconds is None else self.seconds + WEIGHT * (seconds - self.seconds)
 
     def wait(self, longest: float) -> float:
-        """How long it is waited for: not at all where it is unknown, or takes longer than is worth it."""
+        """How long to wait for it: 0 if unknown, or if longer than `longest`."""
         if self.seconds is None or self.seconds > longest:
             return 0.0
         return min(longest, SLACK * self.seconds)
@@ -35,38 +35,38 @@ class _Typical:
 
 @dataclass(slots=True)
 class _Caller:
-    """What a caller says of itself."""
+    """What a caller reports."""
 
-    num_running: int = 0  # sessions; 0 where it does not say
-    said: float = 0.0  # when
-    num_new: int = 0  # of these, such as nothing was heard of yet
-    since: float = 0.0  # when it last spoke of more of those than before
+    num_running: int = 0  # sessions; 0 if not reported
+    said: float = 0.0  # when this was reported
+    num_new: int = 0  # running sessions that have neither called nor been answered yet
+    since: float = 0.0  # when num_new last grew
 
 
 class BatchDelay:
-    """Expects sessions, as long as it is worth it. Times are seconds on any one clock."""
+    """Decides how long to wait for expected sessions. Times are seconds on one clock."""
 
     def __init__(self, patience: float) -> None:
-        """Waits at most `patience` times the last sweep's time; 0 is never."""
+        """Wait at most `patience` times the last sweep's time; 0 never waits."""
         self._patience = patience
-        self._longest = 0.0  # wait before a sweep
-        self._began: float | None = None  # to wait
-        self._return = _Typical()  # from an answer to the next call
-        self._beginning = _Typical()  # from the news of a session to its first call
-        self._answered: dict[str, tuple[str, float]] = {}  # whose each is, and when, of those that are not back
+        self._longest = 0.0  # delay before a sweep
+        self._began: float | None = None  # when the current delay began
+        self._return = _Typical()  # from an answer to the session's next call
+        self._beginning = _Typical()  # from the report of a new session to its first call
+        self._answered: dict[str, tuple[str, float]] = {}  # (caller, time) by answered session
         self._callers: dict[str, _Caller] = {}
 
     def swept(self, seconds: float) -> None:
-        """A sweep has taken so long."""
+        """Record a sweep's time."""
         self._longest, self._began = self._patience * seconds, None
 
     def answered(self, session_id: str, now: float, caller: str = "") -> None:
-        """A session has its answer."""
+        """Record that a session was answered."""
         if self._longest:
             self._answered[session_id] = caller, now
 
     def arrived(self, session_id: str, when: float, caller: str = "", num_running: int = 0) -> None:
-        """A session has called. One that was away for long counts as late, however long that was."""
+        """Record a session's call. Long absences are capped, so that they do not dominate the average."""
         if not self._longest:
             return
         told = self._callers.setdefault(caller, _Caller())
@@ -79,11 +79,11 @@ class BatchDelay:
         told.num_running, told.said = num_running, when
 
     def left(self, session_id: str) -> None:
-        """A session will not be back."""
+        """Forget a session that will not return soon."""
         self._answered.pop(session_id, None)
 
     def seconds(self, now: float, waiting: Mapping[str, int]) -> float:
-        """How much longer the next sweep should wait; 0 is not at all. `waiting` are calls that are here, by caller."""
+        """Seconds to delay the next sweep further; 0 is none. `waiting` counts waiting calls by caller."""
         away = self._away(now, waiting)
         returning = self._return.wait(self._longest)
         beginning = self._beginning.wait(self._longest) if self._beginning.seconds is not None else returning
@@ -103,7 +103,7 @@ class BatchDelay:
         return max(0.0, min(until, self._began + self._longest) - now)
 
     def _away(self, now: float, waiting: Mapping[str, int]) -> defaultdict[str, list[float]]:
-        """When each caller's sessions were answered that may be back; those that are gone are forgotten."""
+        """Times of answers by caller, for sessions that may return; forget the others."""
         away: defaultdict[str, list[float]] = defaultdict(list)
         for session_id, (caller, answered) in [*self._answered.items()]:
             if now - answered > FORGET * self._longest:

@@ -1,8 +1,8 @@
-"""What goes into a sweep. Sizes in, sizes out: knows no model, no slots and no clock.
+"""Chooses what goes into a sweep, from sizes alone: this module knows no model, slots or clock.
 
-A sweep has room for so many tokens. Trees go whole or wait; contexts go in pieces. Whoever is in the middle of an
-answer comes before those who have just begun, but those keep a share, and nobody is passed over for long. Up to the
-knee tokens cost nothing, as the link takes as long; beyond, whoever waits for an answer pays for another's prompt.
+A sweep has a limit of tokens. Trees go whole or wait; contexts may be split. Sessions in the middle of an answer come
+before new ones, which still get a share, and nobody is skipped for long. Up to the knee tokens are free, as the link is
+slower; beyond it, sessions that wait for an answer pay for another's prompt.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ class Waiting(Protocol):
     """A call that waits for a sweep."""
 
     @property
-    def num_left(self) -> int:
-        """Tokens of its context that are still to be computed."""
+    def num_remaining(self) -> int:
+        """Tokens of the context still to be computed."""
         ...
 
     @property
     def num_nodes(self) -> int:
-        """Of its tree, which follows the context."""
+        """Nodes of the tree, which follows the context."""
         ...
 
     @property
-    def num_passed_over(self) -> int:
-        """Sweeps in a row that it had no part in."""
+    def num_sweeps_skipped(self) -> int:
+        """Consecutive sweeps without a part of this call."""
         ...
 
 
@@ -34,7 +34,7 @@ AnyWaiting = TypeVar("AnyWaiting", bound=Waiting)
 
 
 class Part(NamedTuple, Generic[AnyWaiting]):
-    """What of a call goes into one sweep."""
+    """A call's share of one sweep."""
 
     job: AnyWaiting
     num_context: int
@@ -47,23 +47,23 @@ class Part(NamedTuple, Generic[AnyWaiting]):
 
 
 def choose(jobs: Sequence[AnyWaiting], max_tokens: int, knee: float) -> list[Part[AnyWaiting]]:
-    """Parts of one sweep, `max_tokens` together at most. Every tree must fit an empty sweep.
+    """Choose the parts of one sweep, at most `max_tokens` in total. Every tree must fit an empty sweep.
 
-    Beside answers under way contexts fill the sweep up to the knee, or take as many tokens as those trees have: so
-    past the knee prompts double the time of a sweep at most.
+    Besides trees, contexts fill the sweep up to the knee, or take as many tokens as the trees have: so beyond the knee
+    prompts at most double a sweep's time.
 
-    With n calls waiting, a call has a part in the n-th sweep at the latest: whoever was passed over most often comes
-    first, those before it were passed over as often, and each of them comes after it as soon as it had a part.
+    With n calls waiting, each has a part in one of the next n sweeps: the one skipped most often comes first, and
+    falls behind the others once it has had a part.
     """
-    line = sorted(jobs, key=lambda job: -job.num_passed_over)  # and by arrival
+    line = sorted(jobs, key=lambda job: -job.num_sweeps_skipped)  # stable: ties in order of arrival
     share = max(1, max_tokens // max(1, len(line)))
-    reserved = sum(min(job.num_left, share) for job in line)
+    reserved = sum(min(job.num_remaining, share) for job in line)
     parts, room = [], max_tokens
     for place, job in enumerate(line):
-        if job.num_left == 0 and (job.num_nodes <= room - reserved or place == 0):
+        if job.num_remaining == 0 and (job.num_nodes <= room - reserved or place == 0):
             parts.append(Part(job, 0, has_tree=True))
             room -= job.num_nodes
-    contexts = [job for job in line if job.num_left]
+    contexts = [job for job in line if job.num_remaining]
     if parts and contexts:
         num_nodes = max_tokens - room
         room = int(min(room, max(knee - num_nodes, num_nodes)))
@@ -72,17 +72,17 @@ def choose(jobs: Sequence[AnyWaiting], max_tokens: int, knee: float) -> list[Par
 
 
 def _contexts(line: Sequence[AnyWaiting], room: int, share: int) -> list[Part[AnyWaiting]]:
-    """Half a share for each, and the rest for those who are nearest to their answer: others would all wait for all."""
+    """Give half a share to each, and the rest to those nearest to their answer: equal shares would delay all."""
     sizes = []
     for job in line:
-        sizes.append(min(job.num_left, max(1, share // 2), room))
+        sizes.append(min(job.num_remaining, max(1, share // 2), room))
         room -= sizes[-1]
     parts = {}
-    for place in sorted(range(len(line)), key=lambda place: line[place].num_left):
+    for place in sorted(range(len(line)), key=lambda place: line[place].num_remaining):
         job = line[place]
-        more = min(job.num_left - sizes[place], room)
+        more = min(job.num_remaining - sizes[place], room)
         room -= more
-        has_tree = sizes[place] + more == job.num_left and job.num_nodes <= room
+        has_tree = sizes[place] + more == job.num_remaining and job.num_nodes <= room
         room -= job.num_nodes if has_tree else 0
         parts[place] = Part(job, sizes[place] + more, has_tree)
     return [part for _, part in sorted(parts.items()) if part.num_context]

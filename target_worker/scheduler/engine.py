@@ -1,6 +1,6 @@
-"""The sweep thread: takes every call that waits, packs their trees into one batch, sweeps, and answers.
+"""The sweep thread: packs the trees of all waiting calls into one batch, sweeps, and answers.
 
-All slots and the model belong to this thread; the services talk to it through a queue of jobs and get futures back.
+All slots and the model belong to this thread; services send it commands through a queue and get futures.
 """
 
 from __future__ import annotations
@@ -52,24 +52,24 @@ class SweepEngine:
         observe: Callable[[int, SweepFigures], None] = lambda *_: None,
         progress: Callable[[], int] | None = None,
     ) -> None:
-        """At most `max_waiting` calls at once; for `patience` see `BatchDelay`.
+        """Accept at most `max_waiting` unanswered calls; `patience` is as in `BatchDelay`.
 
-        `observe` hears of every sweep, on the sweep thread: its tokens, and where its time went. `progress` grows
-        while one gets on; without it nobody looks.
+        `observe` is called after every sweep, on the sweep thread, with its tokens and figures. `progress` is a counter
+        that grows while a sweep proceeds, for detecting stalls; without it stalls are not detected.
         """
         self.pool = pool
-        self.num_running = 0  # calls that have a part in the sweep that is under way
-        self.num_passes = 0  # sweeps that have ended, well or not
+        self.num_running = 0  # calls with a part in the current sweep
+        self.num_passes = 0  # sweeps that have ended, failed ones included
         self._observe = observe
         self._sweeper = sweeper
         self._limits = limits
         self._unanswered = PendingCalls(max_waiting)
         self._times = SweepTimes(sweeper.rows.step, limits.max_sweep_tokens)
-        self.cost: CostCurve | None = None  # seconds of a sweep by its rows; any thread may read this
-        self._most_tokens = limits.max_sweep_tokens  # of a sweep; fewer once there was no memory for more
-        self._stillness = StallWatch(progress) if progress else None
-        self._gathering = BatchDelay(patience)
-        self._calls = CallQueue(pool, limits, self._gathering.left)
+        self.cost: CostCurve | None = None  # seconds of a sweep by rows; readable by any thread
+        self._most_tokens = limits.max_sweep_tokens  # limit of a sweep; lowered when memory ran out
+        self._stall_watch = StallWatch(progress) if progress else None
+        self._batch_delay = BatchDelay(patience)
+        self._calls = CallQueue(pool, limits, self._batch_delay.left)
         self._price = TokenPrice()
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._is_over = False
@@ -77,12 +77,12 @@ class SweepEngine:
         self._thread = threading.Thread(target=self._run, name="sweep", daemon=True)
 
     def start(self, prepare: Callable[[], None] = lambda: None) -> None:
-        """Starts the thread; `prepare` is called on it before anything else."""
+        """Start the thread, which first calls `prepare`."""
         self._inbox.put(prepare)
         self._thread.start()
 
     def warm_up(self) -> Future[None]:
-        """Has the sweeper compute once for nobody; the future raises what keeps it from that."""
+        """Run a first sweep without calls; the future raises its error."""
         future: Future[None] = Future()
 
         def run() -> None:
@@ -97,28 +97,28 @@ class SweepEngine:
         return future
 
     def stop(self) -> None:
-        """Ends the thread after the sweep that is under way; calls that still wait, or come later, are Unavailable."""
+        """End the thread after the current sweep; waiting and later calls raise Unavailable."""
         self._inbox.put(None)
         self._thread.join()
 
     @property
     def num_waiting(self) -> int:
-        """CallQueue without an answer that have no part in a sweep."""
+        """Unanswered calls without a part in the current sweep."""
         return max(0, len(self._unanswered) - self.num_running)
 
     @property
     def idle_seconds(self) -> float:
-        """Since the last sweep; 0 while one is under way. Any thread."""
+        """Seconds since the last sweep; 0 during one. Any thread."""
         return 0.0 if self.num_running else time.monotonic() - self._idle_since
 
     def trouble(self) -> str:
-        """What keeps a sweep from getting on, in words; empty where nothing does. One thread may ask."""
-        return self._stillness.trouble(self.num_running > 0) if self._stillness else ""
+        """Why a sweep does not proceed; empty if it does. Only one thread may call this."""
+        return self._stall_watch.trouble(self.num_running > 0) if self._stall_watch else ""
 
     def verify(self, call: VerifyCall) -> Future[VerifyResult]:
-        """Queues a call; any thread may call this. The future raises what `bough.errors` names.
+        """Queue a call; any thread. The future raises errors of `bough.errors`.
 
-        Cancelled, the call leaves before the next sweep, if nobody else waits for its answer.
+        A cancelled call is dropped before the next sweep, if nobody else waits for its answer.
         """
         future: Future[VerifyResult] = Future()
         arrived_ns = time.perf_counter_ns()
@@ -131,9 +131,9 @@ class SweepEngine:
         return future
 
     def release(self, session_id: str, epoch: int = 0) -> Future[None]:
-        """Forgets a session, after the sweep that is under way.
+        """Forget a session after the current sweep.
 
-        With an `epoch`, only if no newer one has begun: the future raises StaleEpoch then.
+        With an `epoch`, the future raises StaleEpoch if the session has a newer one.
         """
         future: Future[None] = Future()
 
@@ -142,7 +142,7 @@ class SweepEngine:
             if epoch and session is not None:
                 session.require_epoch(epoch)
             self._calls.drop(session_id, StaleEpoch(f"session_id: {session_id!r} was released"))
-            self._gathering.left(session_id)
+            self._batch_delay.left(session_id)
             self.pool.release(session_id)
             settle(future, None)
 
@@ -150,14 +150,14 @@ class SweepEngine:
         return future
 
     def drain(self) -> Future[None]:
-        """Refuses new sessions from now on; done when no call is without an answer."""
+        """Refuse new sessions from now on; done when all calls are answered."""
         self._calls.is_draining = True
         return self._unanswered.when_idle()
 
     def _post(self, future: Future[Any], act: Callable[[], None]) -> None:
-        """Has the sweep thread do something; what goes wrong is told to whoever waits on the future."""
+        """Run `act` on the sweep thread; errors go to the future."""
 
-        context = copy_context()  # whose request it is, for the log and for traces
+        context = copy_context()  # of the calling request, for logs and traces
 
         def run() -> None:
             try:
@@ -169,51 +169,51 @@ class SweepEngine:
 
         self._inbox.put(run)
         if self._is_over:
-            self._refuse_mail()
+            self._refuse_commands()
 
-    def _refuse_mail(self) -> None:
-        """What comes when the thread has ended, from whichever thread: each piece is taken once."""
+    def _refuse_commands(self) -> None:
+        """Refuse commands that come after the thread has ended; any thread, each command is taken once."""
         with suppress(queue.Empty):
             while True:
-                if (mail := self._inbox.get_nowait()) is not None:
-                    mail()
+                if (command := self._inbox.get_nowait()) is not None:
+                    command()
 
-    # Below here everything runs on the sweep thread.
+    # Everything below runs on the sweep thread.
 
     def _run(self) -> None:
-        while self._take_mail():
+        while self._run_commands():
             if parts := self._prepare():
                 self._sweep(parts)
         self._calls.drop_all(Unavailable(SHUT_DOWN))
         self._is_over = True
-        self._refuse_mail()
+        self._refuse_commands()
 
-    def _take_mail(self) -> bool:
-        """Acts on all mail, waiting for some while there is nothing to sweep; False once told to stop."""
-        self._calls.drop_unwanted()  # whose slots those that come may need
+    def _run_commands(self) -> bool:
+        """Run queued commands, waiting for some while there is nothing to sweep; False if told to stop."""
+        self._calls.drop_unwanted()  # first, as new calls may need their slots
         while True:
-            seconds = self._gathering.seconds(time.perf_counter(), self._calls.by_caller()) if self._calls else None
+            seconds = self._batch_delay.seconds(time.perf_counter(), self._calls.by_caller()) if self._calls else None
             try:
-                mail = self._inbox.get(timeout=seconds)
+                command = self._inbox.get(timeout=seconds)
             except queue.Empty:
                 return True
-            if mail is None:
+            if command is None:
                 return False
-            mail()
+            command()
 
     def _admit(self, call: VerifyCall, future: Future[VerifyResult], arrived_ns: int) -> None:
         if future.cancelled():
             return
-        self._calls.admit(call, future, arrived_ns)  # a call that is refused is no news of its session
-        self._gathering.arrived(call.context.session_id, arrived_ns * NANO, call.caller, call.num_running)
+        self._calls.admit(call, future, arrived_ns)  # a refused call says nothing about its session
+        self._batch_delay.arrived(call.context.session_id, arrived_ns * NANO, call.caller, call.num_running)
 
     def _prepare(self) -> list[Part[VerifyJob]]:
-        """What goes into the next sweep."""
+        """Choose the parts of the next sweep."""
         try:
             self._calls.drop_unwanted()
-            self._calls.borrow()
+            self._calls.copy_prefix()
             return self._choose()
-        except Exception as exc:  # the thread outlives this as well
+        except Exception as exc:  # the thread must survive any error
             logger.exception("a sweep could not be prepared")
             self._calls.drop_all(exc)
             return []
@@ -221,13 +221,13 @@ class SweepEngine:
     def _choose(self) -> list[Part[VerifyJob]]:
         jobs = [*self._calls]
         chunk, cost = self._sweeper.rows.most, self.cost
-        knee = max(self._times.knee, chunk)  # that much is computed at once, and how long rows take is seen there
+        knee = max(self._times.knee, chunk)  # below `chunk` rows are computed together, so the knee cannot be lower
         price, most = self._price.price, self._most_tokens
         make_fit(jobs, cost, price, most)
         parts = choose_shared(jobs, most, knee, chunk, cost or (lambda _: 0.0))
         share_rows(parts, cost, price, most)
         for job in jobs:
-            job.num_passed_over += 1
+            job.num_sweeps_skipped += 1
         return parts
 
     def _sweep(self, parts: Sequence[Part[VerifyJob]]) -> None:
@@ -237,10 +237,10 @@ class SweepEngine:
             num_tokens = sum(part.num_tokens for part in parts)
             swept = self._sweeper.sweep(parts)
             self._observe_times(num_tokens, swept.figures)
-            self._gathering.swept(swept.figures.total_ns * NANO)
+            self._batch_delay.swept(swept.figures.total_ns * NANO)
             self._observe(num_tokens, swept.figures)
             self._finish(parts, swept, began_ns)
-        except Exception as exc:  # the thread outlives whatever a sweep can do; its callers are told
+        except Exception as exc:  # the thread must survive any error; callers get it
             if isinstance(exc, AcceleratorFull) and self._shrink(sum(part.num_tokens for part in parts), exc):
                 return
             logger.exception("a sweep failed")
@@ -252,7 +252,7 @@ class SweepEngine:
             self.num_passes += 1
 
     def _shrink(self, num_tokens: int, exc: AcceleratorFull) -> bool:
-        """Has sweeps be smaller from now on than one for which there was no memory; False where they cannot be."""
+        """Halve the size limit of sweeps after one ran out of memory; False if it cannot be lower."""
         least = max(self._limits.max_nodes, self._sweeper.rows.most)
         if num_tokens <= least:
             return False
@@ -267,14 +267,14 @@ class SweepEngine:
     def _finish(self, parts: Sequence[Part[VerifyJob]], swept: Swept, began_ns: int) -> None:
         share = SweepShare.of(parts, self.cost)
         for job, num_context, has_tree in parts:
-            begin = job.num_held
+            begin = job.num_cached
             rows = range(begin, begin + num_context)
             self.pool.commit(job.session, rows, job.text.tokens[begin : begin + num_context])
             job.swept(num_context, swept.figures, began_ns, share)
             if has_tree:
                 try:
                     self._answer(job, job.judged(swept.verdict_on), share)
-                except Exception as exc:  # of one call: no reason for the others to go without an answer
+                except Exception as exc:  # of one call: the others are answered
                     if not isinstance(exc, BoughError):
                         job.context.run(logger.exception, "a verdict failed")
                     self._calls.drop(job.call.context.session_id, exc)
@@ -286,6 +286,6 @@ class SweepEngine:
         path = (0, *verdict.accepted_nodes)
         self.pool.commit(job.session, [base + node for node in path], [int(tree.tokens[node]) for node in path])
         self.pool.count(len(job.call.context.tokens), job.num_computed)
-        self._gathering.answered(job.session.session_id, time.perf_counter(), job.call.caller)
+        self._batch_delay.answered(job.session.session_id, time.perf_counter(), job.call.caller)
         self._price.answered(len(path), expected_tokens(job))
         self._calls.answer(job, job.result(verdict, share))

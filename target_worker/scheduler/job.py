@@ -26,71 +26,71 @@ NANO = 1e-9
 
 
 class SweepShare(NamedTuple):
-    """What a call is told of the sweep that verified its tree."""
+    """What a call is told about the sweep that verified its tree."""
 
-    num_rows: int  # of all calls
+    num_rows: int  # of all calls together
     num_trees: int
-    cost: CostCurve | None  # what sweeps take, this one included
+    cost: CostCurve | None  # of sweeps, this one included
 
     @classmethod
     def of(cls, parts: Sequence[Part[Any]], cost: CostCurve | None) -> SweepShare:
-        """Of a sweep of these parts."""
+        """The shares of a sweep of `parts`."""
         return cls(sum(part.num_tokens for part in parts), sum(part.has_tree for part in parts), cost)
 
 
 @dataclass(slots=True, eq=False)
 class VerifyJob:
-    """What a call still lacks, and who waits for it."""
+    """State of a call: what remains to be computed, and who waits for the answer."""
 
     call: VerifyCall
     session: SessionSlot
     text: Text  # before the root
     futures: list[Future[VerifyResult]]
     arrived_ns: int
-    num_computed: int = 0  # tokens of the text
-    num_passed_over: int = 0  # sweeps in a row that it had no part in
+    num_computed: int = 0  # tokens of the text that sweeps have computed for it
+    num_sweeps_skipped: int = 0  # consecutive sweeps without a part of this call
     timings: Timings = field(default_factory=Timings)
-    context: Context = field(default_factory=copy_context)  # of whoever called, for the log
-    spans: list[FinishedSpan] | None = field(default_factory=noted_spans)  # of what was done for it
-    tree: Tree = field(init=False)  # what of its tree goes into a sweep, numbered anew
-    _kept: NDArray[np.intp] | None = None  # nodes of the call's tree that this is; None is all
+    context: Context = field(default_factory=copy_context)  # contextvars of the caller, for the log
+    spans: list[FinishedSpan] | None = field(default_factory=noted_spans)  # recorded for the caller's trace
+    tree: Tree = field(init=False)  # the nodes that go into a sweep, renumbered
+    _kept: NDArray[np.intp] | None = None  # nodes of the call's tree that are in `tree`; None is all
 
     def __post_init__(self) -> None:
         self.tree = self.call.tree
 
     def keep(self, nodes: NDArray[np.intp] | None) -> None:
-        """Leaves out all other nodes of its tree; of each its parent must be kept. None keeps all."""
+        """Keep only these nodes of the tree, with the parent of each; None keeps all."""
         self._kept = nodes
         self.tree = self.call.tree if nodes is None else self.call.tree.only(nodes)
 
     @property
-    def num_held(self) -> int:
-        """Tokens of the text whose keys and values are there."""
+    def num_cached(self) -> int:
+        """Tokens of the text whose keys and values are cached."""
         return self.session.slot.length
 
     @property
-    def num_left(self) -> int:
-        """Those that are not."""
+    def num_remaining(self) -> int:
+        """Tokens of the text that are not cached yet."""
         return len(self.text.tokens) - self.session.slot.length
 
     @property
     def num_nodes(self) -> int:
-        """Of its tree, as far as it goes into a sweep, which it does in one piece."""
+        """Nodes of the tree that go into a sweep, all in the same one."""
         return len(self.tree)
 
     @property
     def is_wanted(self) -> bool:
-        """Whether anybody still waits for it."""
+        """Whether anybody still waits for the answer."""
         return not all(future.cancelled() for future in self.futures)
 
     def segments(self, num_context: int, has_tree: bool) -> list[Segment]:
-        """Its rows of a sweep."""
-        slot, begin = self.session.slot, self.num_held
+        """The call's rows in a sweep."""
+        slot, begin = self.session.slot, self.num_cached
         segments = [Segment.context(slot, begin, self.text.tokens[begin : begin + num_context])]
         return [*segments, Segment.tree(slot, len(self.text.tokens), self.tree)] if has_tree else segments
 
     def swept(self, num_context: int, figures: SweepFigures, began_ns: int, share: SweepShare) -> None:
-        """It had a part in a sweep."""
+        """Record a part in a sweep."""
         before = self.timings
         if not before.num_passes:
             note_span(self.spans, "queue", self.arrived_ns, began_ns)
@@ -98,7 +98,7 @@ class VerifyJob:
             ended_ns = began_ns + figures.total_ns
             note_span(self.spans, "sweep", began_ns, ended_ns, sweep_attributes(num_context, figures, share))
         self.num_computed += num_context
-        self.num_passed_over = 0
+        self.num_sweeps_skipped = 0
         self.timings = replace(
             before,
             queue_ns=before.queue_ns if before.num_passes else began_ns - self.arrived_ns,
@@ -111,14 +111,14 @@ class VerifyJob:
         )
 
     def judged(self, verdict_on: Callable[[VerifyJob], Verdict]) -> Verdict:
-        """The verdict on its tree."""
+        """Compute the verdict on the tree."""
         began_ns = time.perf_counter_ns()
         verdict = verdict_on(self)
         note_span(self.spans, "verdict", began_ns)
         return verdict
 
     def result(self, verdict: Verdict, share: SweepShare) -> VerifyResult:
-        """What is answered to a verdict on `tree`, in the numbers of the tree that was sent."""
+        """Make the answer from a verdict on `tree`, in the node numbers of the tree as sent."""
         left_out: tuple[int, ...] = ()
         if (kept := self._kept) is not None:
             verdict = verdict._replace(accepted_nodes=tuple(kept[list(verdict.accepted_nodes)].tolist()))
@@ -126,7 +126,7 @@ class VerifyJob:
         timings = replace(self.timings, total_ns=time.perf_counter_ns() - self.arrived_ns)
         return VerifyResult(
             verdict,
-            self.num_held,
+            self.num_cached,
             timings,
             cached_length=len(self.text.tokens) - self.num_computed,
             left_out_nodes=left_out,
@@ -136,13 +136,13 @@ class VerifyJob:
         )
 
     def settle(self, outcome: VerifyResult | Exception) -> None:
-        """Tells everyone who still waits."""
+        """Give the outcome to everyone who still waits."""
         for future in self.futures:
             settle(future, outcome)
 
 
 def sweep_attributes(num_context: int, figures: SweepFigures, share: SweepShare) -> dict[str, int | float]:
-    """Where a sweep's time went, as a span tells it; waiting and computing take turns, layer by layer."""
+    """Span attributes: where a sweep's time went. Waiting and computing alternate, layer by layer."""
     return {
         "bough.sweep.rows": share.num_rows,
         "bough.sweep.trees": share.num_trees,

@@ -1,8 +1,7 @@
-"""Contexts that begin alike are computed once: one call computes, the others wait a sweep and copy whole blocks.
+"""Computes shared prefixes once: one call computes, the others skip a sweep and copy whole blocks.
 
-A call waits only where that costs it nothing: where its answer would not have come out of this sweep anyhow and it will
-have at least what it would have computed itself; or where all such calls together are answered no later, by the time
-that sweeps have been seen to take.
+A call waits only if that costs it nothing: if this sweep would not have answered it and it gains at least as many
+tokens as it would have computed; or if, by predicted sweep times, all such calls together are answered no later.
 """
 
 from __future__ import annotations
@@ -16,16 +15,16 @@ from target_worker.scheduler.batching import Part, Waiting, choose
 
 
 class PrefixSharing(Waiting, Protocol):
-    """A call that waits for a sweep, and what it is about."""
+    """A waiting call with its text."""
 
     @property
     def text(self) -> Text:
-        """All tokens before its tree."""
+        """All tokens before the tree."""
         ...
 
     @property
-    def num_held(self) -> int:
-        """Leading ones whose keys and values are there."""
+    def num_cached(self) -> int:
+        """Leading tokens whose keys and values are cached."""
         ...
 
 
@@ -37,13 +36,13 @@ class _Follower(NamedTuple):
 
     job: PrefixSharing
     leader: PrefixSharing
-    num_common: int  # leading tokens of both, in whole blocks
+    num_common: int  # common leading tokens, in whole blocks
 
     def gain(self, parts: dict[int, Part[AnySharing]]) -> int:
-        """Tokens that it can copy after a sweep of these parts."""
+        """Tokens that it can copy after a sweep of `parts`."""
         part = parts.get(id(self.leader))
-        reached = self.leader.num_held + (part.num_context if part is not None else 0)
-        return max(0, whole_blocks(min(self.num_common, reached)) - self.job.num_held)
+        reached = self.leader.num_cached + (part.num_context if part is not None else 0)
+        return max(0, whole_blocks(min(self.num_common, reached)) - self.job.num_cached)
 
 
 def choose_shared(
@@ -53,7 +52,7 @@ def choose_shared(
     min_tokens: int,
     sweep_seconds: Callable[[int], float],
 ) -> list[Part[AnySharing]]:
-    """As `choose`, without computing the same tokens twice where they are at least `min_tokens`.
+    """As `choose`, but common prefixes of at least `min_tokens` tokens are computed once.
 
     `sweep_seconds` predicts the time of a sweep from its number of tokens.
     """
@@ -70,15 +69,15 @@ def choose_shared(
 
 
 def _followers(jobs: Sequence[PrefixSharing], min_tokens: int) -> list[_Follower]:
-    """Whoever has much in common with one who is further, or came before."""
+    """Calls that share a long prefix with one that is further ahead or came earlier."""
     leaders: list[PrefixSharing] = []
     followers = []
-    for job in sorted((job for job in jobs if job.num_left), key=lambda job: -job.num_held):
+    for job in sorted((job for job in jobs if job.num_remaining), key=lambda job: -job.num_cached):
         tokens = job.text.array
         allowed = [leader for leader in leaders if leader.text.cache_salt == job.text.cache_salt]
         shared = [(whole_blocks(common_length(leader.text.array, tokens)), leader) for leader in allowed]
         num_common, leader = max(shared, key=lambda pair: pair[0], default=(0, job))
-        if num_common - job.num_held >= min_tokens:
+        if num_common - job.num_cached >= min_tokens:
             followers.append(_Follower(job, leader, num_common))
         else:
             leaders.append(job)
@@ -91,7 +90,7 @@ def _content(
     alone: Sequence[Part[AnySharing]],
     sweep_seconds: Callable[[int], float],
 ) -> list[_Follower]:
-    """Those whom waiting costs nothing: `parts` is the sweep that they would wait for, `alone` that without waiting."""
+    """Followers whose answer is not delayed by skipping a sweep of `parts`; `alone` is the sweep without waiting."""
     computed, own = ({id(part.job): part for part in some} for some in (parts, alone))
     late, content = [], []
     for follower in followers:
@@ -100,7 +99,7 @@ def _content(
             late += [follower] if gain else []
         elif gain >= (part.num_context if part is not None else 1):
             content.append(follower)
-    left = sum(f.job.num_left + f.job.num_nodes - f.gain(computed) for f in late)
+    left = sum(f.job.num_remaining + f.job.num_nodes - f.gain(computed) for f in late)
     num_computed, num_alone = (sum(part.num_tokens for part in some) for some in (parts, alone))
     if sweep_seconds(num_computed) + sweep_seconds(left) <= sweep_seconds(num_alone):
         content += late

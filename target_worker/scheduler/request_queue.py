@@ -1,4 +1,4 @@
-"""The calls that wait for sweeps, at most one of each session: how they come in, and how they end without an answer."""
+"""The calls that wait for sweeps, at most one of each session: admission, and ends without an answer."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from target_worker.scheduler.job import VerifyJob
 
 
 class CallQueue:
-    """Owned by the sweep thread."""
+    """Waiting calls; only the sweep thread uses it."""
 
     def __init__(self, pool: SlotPool, limits: TargetLimits, left: Callable[[str], None] = lambda _: None) -> None:
-        """`left` is told of sessions that give way to others, and will not be back soon."""
+        """`left` is called with the id of each preempted session."""
         self.pool = pool
         self.is_draining = False
         self._limits, self._left = limits, left
@@ -30,21 +30,21 @@ class CallQueue:
         return len(self._jobs)
 
     def __iter__(self) -> Iterator[VerifyJob]:
-        """In order of arrival."""
+        """Iterate in order of arrival."""
         return iter(self._jobs.values())
 
     def by_caller(self) -> Counter[str]:
-        """How many there are of each caller."""
+        """Number of waiting calls by caller."""
         return Counter(job.call.caller for job in self)
 
     def admit(self, call: VerifyCall, future: Future[VerifyResult], arrived_ns: int) -> None:
-        """Takes a call in, or answers it at once where its answer is known.
+        """Admit a call, or answer it at once if its answer is known.
 
         Raises:
-            InvalidRequest: it does not fit a session.
-            PrefixMissing: the session holds less than the caller believes, or something else.
-            StaleEpoch: the session has been placed anew, is further, or another round of it is in flight.
-            Preempted: the session gave way, and there is no room for it yet.
+            InvalidRequest: it exceeds the limits of a session.
+            PrefixMissing: the session holds less than the caller assumes, or something else.
+            StaleEpoch: the session has a newer epoch or round, or another round of it is in flight.
+            Preempted: the session was preempted, and there is no room for it yet.
             Exhausted: there is no room.
             Unavailable: the worker is draining, and the session is new.
         """
@@ -70,48 +70,48 @@ class CallQueue:
         session = self._lease(call, text)
         self._jobs[context.session_id] = VerifyJob(call, session, text, [future], arrived_ns)
 
-    def borrow(self) -> None:
-        """Copies what others hold by now of what calls still lack."""
+    def copy_prefix(self) -> None:
+        """Copy what other slots hold of the tokens that calls still lack."""
         for job in self:
-            if job.num_left:
-                self.pool.borrow(job.session, job.text)
+            if job.num_remaining:
+                self.pool.copy_prefix(job.session, job.text)
 
     def drop(self, session_id: str, error: Exception) -> None:
-        """Ends a session's call, if there is one, with an error."""
+        """End a session's call, if there is one, with an error."""
         job = self._jobs.pop(session_id, None)
         if job is not None:
-            self.pool.rest(job.session)
+            self.pool.end_call(job.session)
             job.settle(error)
 
     def drop_unwanted(self) -> None:
-        """Ends calls that nobody waits for any more; their sessions become idle."""
+        """End calls that nobody waits for; their sessions become idle."""
         for session_id, job in [*self._jobs.items()]:
             if not job.is_wanted:
                 del self._jobs[session_id]
-                self.pool.abandon(job.session)
+                self.pool.end_lease(job.session)
 
     def answer(self, job: VerifyJob, result: VerifyResult) -> None:
-        """A call has its answer, which is kept for a caller who asks again."""
+        """Answer a call, and keep the answer for a caller who asks again."""
         session = job.session
         session.last_round, session.last_result = job.call.round, result
         del self._jobs[session.session_id]
-        self.pool.rest(session)
+        self.pool.end_call(session)
         job.settle(result)
 
     def drop_all(self, error: Exception) -> None:
-        """Ends all calls with an error."""
+        """End all calls with an error."""
         for session_id in [*self._jobs]:
             self.drop(session_id, error)
 
     def _joined(self, running: VerifyJob, call: VerifyCall, future: Future[VerifyResult]) -> bool:
-        """Whether a call waits for the answer of the one in flight; a newer epoch puts an end to that one instead."""
+        """Whether a call joins the one in flight and waits for its answer; a newer epoch ends that one instead."""
         if (call.epoch, call.round) == (running.call.epoch, running.call.round):
             running.futures.append(future)
             return True
         if call.epoch <= running.call.epoch:
             raise StaleEpoch(
-                f"round: {call.round} of epoch {call.epoch}, but round {running.call.round} of epoch "
-                f"{running.call.epoch} of this session is in flight",
+                f"round: must be {running.call.round} of epoch {running.call.epoch}, which is in flight, "
+                f"got {call.round} of epoch {call.epoch}",
                 running.call.epoch,
             )
         self.drop(call.context.session_id, StaleEpoch(f"epoch: {call.epoch} of this session has begun"))
@@ -120,41 +120,41 @@ class CallQueue:
     def _require_fit(self, call: VerifyCall) -> None:
         length, longest = call.context.base_length + 1, self._limits.max_context
         if length > longest:
-            raise InvalidRequest(f"context: {length} tokens; at most {longest} fit a session")
+            raise InvalidRequest(f"context: must have at most {longest} tokens, got {length}")
         if len(call.tree) > self._limits.max_nodes:
-            raise InvalidRequest(f"tree: {len(call.tree)} nodes; at most {self._limits.max_nodes} would do")
+            raise InvalidRequest(f"tree: must have at most {self._limits.max_nodes} nodes, got {len(call.tree)}")
         if (deepest := call.context.base_length + int(call.tree.depths().max())) >= longest:
-            # Beyond its context a model may place all tokens of a batch otherwise: other sessions' too.
-            raise InvalidRequest(f"tree: a node at position {deepest}; positions from 0 to {longest - 1} would do")
+            # Beyond its maximum context a model may compute wrong positions for a whole batch, other sessions included.
+            raise InvalidRequest(f"tree: positions must be from 0 to {longest - 1}, got {deepest}")
 
     def _require_new(self, call: VerifyCall) -> None:
-        """That a session may begin with this call: before it takes a slot."""
+        """Check, before it takes a slot, that a session may begin with this call."""
         if self.is_draining:
-            raise Unavailable("this target worker is draining: it takes no new sessions; another one would")
+            raise Unavailable("this target worker is draining: new sessions must go to another one")
         if start := call.context.context_start:
             if self._asks_first(call):
                 self._reserve(call, [])
             raise PrefixMissing(
-                f"context.context_start: {start} tokens were taken to be held, but the session is not known here; send "
+                f"context.context_start: must be 0 for a session that is not known here, got {start}; send "
                 "its tokens from the beginning",
                 held_hash=prefix_hash(()),
             )
 
     def _reserve(self, call: VerifyCall, held: Sequence[int]) -> None:
-        """A slot for whoever waits for one, before it hears what is missing.
+        """Reserve a slot for a call before it is told to send its tokens. Raises Exhausted.
 
-        When it sends that nobody has taken the room meanwhile; without room nothing need be sent. Raises Exhausted.
+        So nobody takes the room meanwhile, and without room nothing is sent.
         """
-        self.pool.rest(self._lease(call, Text([*held], call.context.cache_salt)))
+        self.pool.end_call(self._lease(call, Text([*held], call.context.cache_salt)))
 
     def _asks_first(self, call: VerifyCall) -> bool:
-        """Whether a call that lacks tokens has its room before it is told to send them."""
+        """Whether a call that lacks tokens gets its slot before it is told to send them."""
         return call.reserves or self.pool.is_waiting(call.context.session_id)
 
     def _lease(self, call: VerifyCall, text: Text) -> SessionSlot:
-        """The call's session with room for it, for which younger ones give way where it has to grow."""
+        """Lease a slot with room for the call, preempting younger sessions if the slot must grow."""
         name, (num_rows, most_rows) = call.context.session_id, self._rows(call)
-        for session in self.pool.in_the_way(name, call.epoch, num_rows):
+        for session in self.pool.to_preempt(name, call.epoch, num_rows):
             self._preempt(session)
         return self.pool.lease(name, call.epoch, num_rows, text, most_rows)
 
@@ -164,12 +164,9 @@ class CallQueue:
         self.pool.preempt(session)
 
     def _rows(self, call: VerifyCall) -> tuple[int, int]:
-        """Of a slot for the text and up to a step more, and for all that the session may come to in its request.
-
-        Beyond either a tree of about this size.
-        """
+        """Rows of a slot: for the text rounded up to a step, and for the request's longest text; each plus a tree."""
         limits, now = self._limits, call.context.base_length + 1
-        tree_rows = min(limits.max_nodes, _up_to_whole(limits.rows, len(call.tree)))  # so that a tree seldom needs more
+        tree_rows = min(limits.max_nodes, _up_to_whole(limits.rows, len(call.tree)))  # rarely outgrown
         longest = min(limits.max_context, max(call.max_length or limits.max_context, now))
         return min(longest, _up_to_whole(limits.kv_step, now)) + tree_rows, longest + tree_rows
 

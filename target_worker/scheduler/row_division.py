@@ -1,4 +1,4 @@
-"""Calls that share a sweep share its rows: nodes that are not worth their time to all of them are left out."""
+"""Divides the rows of a sweep among its calls: nodes that do not pay for the time of all calls are left out."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ from target_worker.scheduler.job import VerifyJob
 
 
 def may_leave_out(job: VerifyJob) -> bool:
-    """Whether any part of its tree will do: by other schemes than the target's a sample must stay whole."""
+    """Whether any subset of the tree may be verified; sampled schemes need the whole sample."""
     call = job.call
     is_sample = call.tree.draft_probs is not None or call.tree.draws is not None
     return call.may_leave_out and call.scheme is Scheme.TARGET and not is_sample
 
 
 def expected_tokens(job: VerifyJob) -> float:
-    """By what of a tree goes into a sweep, valued as its draft does; 0 for samples, of which that says little."""
+    """Expected tokens from the tree's nodes in the sweep, as its draft values them; 0 for samples."""
     return float(Rider.of(job.tree, True).values.sum()) if may_leave_out(job) else 0.0
 
 
 def make_fit(jobs: Iterable[VerifyJob], cost: CostCurve | None, price: Price, most_rows: int) -> None:
-    """Takes back what was left out before; where all trees that wait together do not fit a sweep, cuts them to it."""
+    """Restore nodes left out before; if all ready trees together exceed a sweep, cut them to fit."""
     ready = []
     for job in jobs:
         job.keep(None)
-        if job.num_left == 0:
+        if job.num_remaining == 0:
             ready.append(job)
     if cost is not None and len(ready) > 1 and sum(job.num_nodes for job in ready) > most_rows:
         _divide(ready, 0, cost, price, most_rows)
 
 
 def share_rows(parts: Sequence[Part[VerifyJob]], cost: CostCurve | None, price: Price, most_rows: int) -> None:
-    """Has the jobs of a sweep keep the nodes that pay, beside others' nodes and pieces of contexts.
+    """Keep only nodes that pay in a sweep shared with other trees and contexts.
 
-    Whoever is alone in a sweep keeps the whole tree: its size was decided where its growth is known.
+    A call alone in a sweep keeps its whole tree, whose size was decided when it grew.
     """
     if cost is not None and len(parts) > 1:
         num_context = sum(part.num_context for part in parts)

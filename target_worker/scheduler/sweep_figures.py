@@ -1,4 +1,4 @@
-"""What is measured of a sweep."""
+"""Measurements of a sweep."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ class SweepFigures(NamedTuple):
     """Where a sweep's time went."""
 
     total_ns: int
-    wait_ns: int  # for layers that had not arrived
-    link_ns: int  # the link was at work, since the last sweep ended
+    wait_ns: int  # waiting for layers
+    link_ns: int  # the link was busy, since the last sweep ended
     link_bytes: int
     link_ideal_ns: int  # link_bytes at the best speed that the link has shown (`BestSpeed`)
-    kv_bytes: int = 0  # of keys and values, copied between host and accelerator beside them
+    kv_bytes: int = 0  # KV copied between host and device

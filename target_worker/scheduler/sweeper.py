@@ -1,4 +1,4 @@
-"""The seam below the engine: what takes the chosen parts through the target's layers and says what became of them."""
+"""The interface below the engine: computes the chosen parts and gives verdicts."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from target_worker.scheduler.sweep_figures import SweepFigures
 
 
 class Swept(NamedTuple):
-    """What a sweep came to."""
+    """Result of a sweep."""
 
     figures: SweepFigures
-    verdict_on: Callable[[VerifyJob], Verdict]  # on a tree that was in it; raises what one call alone has to be told
+    verdict_on: Callable[[VerifyJob], Verdict]  # verdict on a tree of the sweep; raises errors of that call alone
 
 
 class Sweeper(Protocol):
-    """A streamed model, or a simulated one. Belongs to the sweep thread."""
+    """A streamed or simulated model, used by the sweep thread only."""
 
-    rows: RowCounts  # of matrix products: how many go through a layer together, and how they are padded
+    rows: RowCounts  # rows computed together by a layer, and their padding
 
     def sweep(self, parts: Sequence[Part[VerifyJob]]) -> Swept:
-        """Computes the parts, whose rows stand in their sessions' slots then. What it raises is told to all of them.
+        """Compute the parts and write their rows to their sessions' slots. Errors go to all of their calls.
 
-        Verdicts may be asked for until the next sweep.
+        Verdicts are available until the next sweep.
         """
         ...
 
     def warm_up(self, slot: Slot) -> SweepPrior | None:
-        """Makes what is made at the first use, with rows of a slot; raises what `bough.errors` names.
+        """Run a first pass over rows of a slot, which compiles and allocates; raises errors of `bough.errors`.
 
-        Returns what sweeps can be expected to take, by what this has; None where nothing can be said.
+        Returns what sweeps are expected to take; None if unknown.
         """
         ...

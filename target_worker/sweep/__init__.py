@@ -1,1 +1,1 @@
-"""One pass of all layers over a batch of trees."""
+"""One pass of a batch of trees through all layers."""

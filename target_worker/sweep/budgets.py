@@ -1,4 +1,4 @@
-"""What memory a target may take, from its settings and from what is free, and where its layers then live."""
+"""Memory budgets of a target, and the placement of its layers that follows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 class Places(NamedTuple):
-    """Where layers live; and, in words, how much memory there is for it, why so much, and what takes it."""
+    """A placement, and a description of the memory budget and its uses."""
 
     placement: Placement
     words: str
@@ -32,13 +32,13 @@ def choose_places(
     apart: SeparateExperts | None = None,
     others: Sequence[OtherDevice] = (),
 ) -> Places:
-    """A place for each layer, with its experts, or without where they find room of their own (`Fixed.experts`).
+    """Place each layer, with its experts or, if given a cache of their own (`Fixed.experts`), without.
 
-    They do where not everything stays in memory; of an accelerator's own, if the host's has room for all of them. Those
-    that stay on `others` are whole.
+    Experts get a cache where not everything stays in memory; on a device with its own memory, only if host memory holds
+    all experts. Layers that stay on `others` keep their experts.
 
     Raises:
-        ConfigError: naming the setting that leaves too little room, or that has no meaning on this device.
+        ConfigError: names the setting that leaves too little memory, or that has no meaning on this device.
     """
     _require_free(others)
     free, is_gpu = free_device_bytes(device), device.type != "cpu"

@@ -1,7 +1,7 @@
-"""Llama-like layers on a CPU, each compiled whole: what transformers' modules compute, but for rounding.
+"""Llama-like layers on a CPU, each compiled as a whole; equal to transformers' modules up to rounding.
 
-The residual stream stays in float32 from the first layer to the last, and between layers a batch stays where it is.
-Products are those of single rows, so that what becomes of a row depends on the row alone, bit for bit.
+The residual stream stays in float32 through all layers, and a batch stays in place between them. Each row's products
+are those of a single row, so that its result is the same bit for bit in any batch.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from bough.model.llama.weights import Matrices, Vectors, sizes_of, window
 from bough.model.llama.workspace import Workspace, num_blocks, word_rows
 from bough.model.loading.loading import Skeleton
 
-LayerAt = tuple[int, int]  # a layer, and the address of the slab that it came to
+LayerAt = tuple[int, int]  # a layer's index, and the address of its slab
 
 
 class _State(NamedTuple):
-    """Of a chunk, between layers."""
+    """The state of a chunk between layers."""
 
     hidden: Floats  # (blocks, hidden, LANES)
     cos: Floats  # (rows, head_dim)
@@ -36,17 +36,17 @@ class _State(NamedTuple):
 
 
 class CompiledLayers:
-    """Takes a batch through one layer after another, as their weights come."""
+    """Runs a batch through the layers in order, as their weights arrive."""
 
     def __init__(self, skeleton: Skeleton) -> None:
-        """Of a model for which `bough.model.llama.weights.is_lean` holds."""
+        """`skeleton` must be of a model for which `bough.model.llama.weights.is_lean` holds."""
         self._layers: Sequence[Any] = skeleton.layers
         self._architecture = skeleton.config.model_type
         self._sizes, self._rooms = sizes_of(skeleton), Workspace(skeleton, word_rows)
         self._vectors: dict[int, Vectors] = {}
         self._weights: dict[LayerAt, LayerWeights] = {}
         self._states: list[_State] = []
-        self._share: Any = None  # a pointer to `share_layer`, for these arrays
+        self._share: Any = None  # pointer to `share_layer`, compiled for the types of these arrays
 
     def run(
         self,
@@ -57,10 +57,10 @@ class CompiledLayers:
         rotary: tuple[torch.Tensor, torch.Tensor],
         is_last: bool,
     ) -> torch.Tensor:
-        """What a layer with its parameters bound makes of (1, num_rows, hidden) rows.
+        """Run a layer with bound parameters on rows of shape (1, num_rows, hidden).
 
-        Only the first layer looks at `hidden` and the `rotary` tables (1, num_rows, head_dim), and only the last one
-        returns what came of them. `place` is where the parameters are, None where that is not kept.
+        The first layer reads `hidden` and the `rotary` tables (1, num_rows, head_dim); the last one returns the result,
+        others return `hidden` unchanged. `place` is the key by which pointers to the parameters are cached, or None.
         """
         if index == 0:
             self._begin(hidden, batch, rotary)

@@ -1,4 +1,4 @@
-"""Compiles what a sweep calls on a CPU, in a process of its own (see `bough.processes.compile_once`).
+"""Compiles the kernels of CPU sweeps, in a process of its own (see `bough.processes.compile_once`).
 
 python -m target_worker.sweep.kernels bfloat16 whole plain
 """
@@ -26,12 +26,15 @@ from target_worker.link.layer_extents import plan_layer
 from target_worker.sweep.streamed_model import StreamedModel
 from target_worker.sweep.tiers import Tiers
 
-LAYERS = {"whole": WHOLE, "attention": ATTENTION}  # compiled whole, or of those of transformers' attention and products
-WEIGHTS: dict[str, tuple[int, ...]] = {"plain": (), "packed": (4, 8)}  # bits of bough's own packing
+LAYERS = {
+    "whole": WHOLE,
+    "attention": ATTENTION,
+}  # compile whole layers, or only their attention and products
+WEIGHTS: dict[str, tuple[int, ...]] = {"plain": (), "packed": (4, 8)}  # bits of bough's own format
 
 
 def compile_here(dtype: torch.dtype, layers: str, weights: str) -> None:
-    """What targets in numbers of a type call that are of one of LAYERS and WEIGHTS; not what only experts do."""
+    """Compile the kernels for a dtype, LAYERS and WEIGHTS, except those that only experts need."""
     with tempfile.TemporaryDirectory() as name:
         plain = write_small(LAYERS[layers], Path(name) / "plain")
         for bits in WEIGHTS[weights]:

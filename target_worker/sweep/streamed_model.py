@@ -35,24 +35,24 @@ from target_worker.verification.logit_rows import best_tokens
 
 CPU = torch.device("cpu")
 NANO = 1e-9
-MOST_ROWS = 4096  # up to which it is told how many experts rows choose
-SPEED_BYTES = 1000**3  # over which the link's speed is taken
-WARM_LAYERS = 2  # where those are not of all kinds, a first sweep compiles what is missing
-MOST_MADE = 2048  # layers in slabs of which that is kept: up to 20 KB each, beside the memory that is budgeted
+MOST_ROWS = 4096  # limit of rows in the curve of experts chosen
+SPEED_BYTES = 1000**3  # least bytes over which the link's speed is measured
+WARM_LAYERS = 2  # layers of the first pass of warm-up; layers of other kinds are compiled in the first sweep
+MOST_MADE = 2048  # limit of cached layers' parameters: up to 20 KB each, outside the memory budget
 
 
 class StreamedModel:
-    """A target whose decoder layers get their parameters from where they live, one layer after another.
+    """A target whose decoder layers get their parameters from where these are stored, one layer after another.
 
-    transformers' own forward runs; only what each layer's `forward` does is replaced: wait for the slab, bind the
-    parameters, run the layer on one chunk of rows after another. What is particular to an architecture stays its own.
-    Where `CompiledLayers` can, they run the layer instead.
+    transformers' own forward runs; only each layer's `forward` is replaced: wait for the slab, bind the parameters, and
+    run the layer chunk by chunk of rows. So everything specific to an architecture is transformers' own.
+    `CompiledLayers` replaces the layer where it supports it.
     """
 
     def __init__(
         self, skeleton: Skeleton, tiers: Tiers, rows: int, device: torch.device, kv: KVHome | None = None
     ) -> None:
-        """Keys and values are where `kv` says; in the slots by default."""
+        """`kv` says where sweeps find keys and values; by default in the slots."""
         self.skeleton = skeleton
         self._kv = kv or KVInPlace()
         self.tiers = tiers
@@ -62,17 +62,17 @@ class StreamedModel:
         self.device = device
         self._figures = tiers.figures()
         self._best_speed = BestSpeed(self._figures, SPEED_BYTES)
-        self._by_matrix = device.type != "cpu"  # there memory is short, and time is not
+        self._by_matrix = device.type != "cpu"  # saves memory at the cost of time, which a GPU has
         self._others = tuple(dict.fromkeys(tiers.elsewhere.values()))  # devices
         self._scratch = {where: self._scratch_on(where) for where in (device, *self._others)}
         self._moved: dict[tuple[int, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}  # see `_on`
         self._made: dict[LayerAt, MadeLayer] = {}
-        self._has_failed = False  # the last sweep
-        self._held: torch.Tensor | None = None  # layer 0's slab, while that layer alone is computed again and again
-        self._layer_seconds = 0.0  # that it took the last time
+        self._has_failed = False  # whether the last sweep failed
+        self._held: torch.Tensor | None = None  # layer 0's slab, while warm-up measures that layer
+        self._layer_seconds = 0.0  # of the last measured layer
         self.num_layers_begun = 0  # since the start
-        self.best: torch.Tensor | None = None  # `best_tokens` of the last sweep, where logits are not the host's
-        self._num_computed = len(tiers.layers)  # layers of a sweep, from the first on; rows pass by the others
+        self.best: torch.Tensor | None = None  # `best_tokens` of the last sweep; None on a CPU
+        self._num_computed = len(tiers.layers)  # layers that a pass runs, from the first on; others return their input
         self._host_embeddings = embeddings_for_host(skeleton.model, device.type)
         for slots, where in zip(split_slots(skeleton, self._host_embeddings), (device, CPU), strict=True):
             with working_on(where):
@@ -93,15 +93,16 @@ class StreamedModel:
 
     @torch.inference_mode()
     def sweep(self, batch: Batch) -> tuple[torch.Tensor, SweepFigures]:
-        """(num_logit_rows, vocab_size) logits of the rows that want them, and where the time went.
+        """Logits (num_logit_rows, vocab_size) of the rows that want them, and where the time went.
 
-        They are on the device, valid until the next sweep; of each row's largest `best` knows.
+        Logits are on the device, valid until the next sweep; `best` has each row's largest.
 
         Raises:
-            StreamError: a layer could not be read, or a file was overwritten meanwhile; the ring has begun again and
-                the next sweep may succeed.
-            AcceleratorFull: there was no memory for so many rows.
-            AcceleratorLost: the process ends.
+            StreamError: a layer could not be read, or a file was overwritten; the link was restarted, and the next
+                sweep
+                may succeed.
+            AcceleratorFull: there was too little memory for so many rows.
+            AcceleratorLost: the device has failed; the process ends.
         """
         began, kv_bytes = time.perf_counter_ns(), self._kv.num_bytes
         with named_faults(self.device):
@@ -119,20 +120,20 @@ class StreamedModel:
 
     @torch.inference_mode()
     def warm_up(self, slot: Slot) -> SweepPrior:
-        """Passes a token through the first layers and the head, so that what is made at the first use is there.
+        """Pass a token through the first layers and the head, which compiles and allocates.
 
-        Then, but for mixtures of experts, the rows that a slot has room for through the first layer, which tells what
-        sweeps can be expected to take. The link begins again with layer 0. Rows are written, and not committed.
+        Except for mixtures of experts, layer 0 then runs on up to as many rows as the slot has, to predict the time of
+        sweeps. The link restarts with layer 0. Rows are written to the slot but not committed.
 
         Raises:
             StreamError: one of these layers could not be read.
-            Unavailable: what came of them is not numbers.
+            Unavailable: the logits are not finite.
         """
         num_layers = len(self.tiers.layers)
         try:
             logits = self._first_layers(slot, 1, min(WARM_LAYERS, num_layers))
             require_numbers(logits[0].cpu().double().numpy(), 0)
-            if self.tiers.experts is not None:  # which rows choose, not what pads them; and some take long to come
+            if self.tiers.experts is not None:  # padding rows would choose experts too, and loading these may take long
                 return SweepPrior(step=1, volume=self._expert_volume())
             self.tiers.restart()
             with self.tiers.layer(0) as self._held:
@@ -145,14 +146,14 @@ class StreamedModel:
         return SweepPrior(compute.step, compute, num_bytes, num_bytes / speed * NANO if speed else 0.0)
 
     def _expert_volume(self) -> CostCurve:
-        """Bytes that sweeps take over the link, by rows, if these choose for themselves."""
+        """Bytes over the link by rows, if rows choose experts independently."""
         placement = self.tiers.placement
         expert_bytes = max(0, placement.expert_bytes - placement.fixed.experts)
         share = chosen_share(self.skeleton.config)
         return expert_volume(placement.link_bytes - expert_bytes, expert_bytes, share, MOST_ROWS)
 
     def _first_layers(self, slot: Slot, num_rows: int, num_layers: int) -> torch.Tensor:
-        """Logits of a root and rows below it, of the first layers alone."""
+        """Logits of a root and its children after the first layers alone."""
         tree = Tree.of([0] * num_rows, [-1] + [0] * (num_rows - 1), [0.0] * num_rows)
         num_all, self._num_computed = self._num_computed, num_layers
         try:
@@ -161,7 +162,7 @@ class StreamedModel:
             self._num_computed = num_all
 
     def _passes(self, slot: Slot) -> Callable[[int], PassSeconds]:
-        """Of tokens through the layer that is held."""
+        """A function that times a pass of tokens through layer 0."""
 
         def one_layer(num_tokens: int) -> PassSeconds:
             began = time.perf_counter()
@@ -186,13 +187,13 @@ class StreamedModel:
             return logits
 
     def _inputs(self, batch: Batch) -> dict[str, torch.Tensor]:
-        """Of transformers' forward: tokens, or what the host has looked up for them."""
+        """Input arguments of transformers' forward: tokens, or embeddings looked up on the host."""
         if self._host_embeddings is None:
             return {"input_ids": batch.input_ids}
         return {"inputs_embeds": looked_up(self._host_embeddings, batch, self.device)}
 
     def _account(self, total_ns: int, kv_bytes: int) -> SweepFigures:
-        """What the link has done since the last sweep; `kv_bytes` were copied before this one."""
+        """Figures of the link since the last sweep; `kv_bytes` is the count before this sweep."""
         before, self._figures = self._figures, self.tiers.figures()
         link_ns, link_bytes = self._figures.busy_ns - before.busy_ns, self._figures.num_bytes - before.num_bytes
         speed = self._best_speed.seen(self._figures)
@@ -225,14 +226,14 @@ class StreamedModel:
         return run
 
     def _on(self, device: torch.device, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """A layer's keyword arguments where it is computed. What is sent there is sent once in a sweep."""
+        """A layer's keyword arguments on the device that computes it. Each tensor is sent at most once in a sweep."""
 
         def send(value: Any) -> Any:
             if isinstance(value, tuple):
                 return tuple(map(send, value))
             if not isinstance(value, torch.Tensor) or value.device == device:
                 return value
-            kept = self._moved.get((id(value), device))  # which keeps the original: its id is nobody else's
+            kept = self._moved.get((id(value), device))  # keeps the original alive, so that its id stays unique
             if kept is None:
                 kept = self._moved[id(value), device] = (value, value.to(device, non_blocking=True))
             return kept[1]
@@ -241,8 +242,8 @@ class StreamedModel:
 
     @contextmanager
     def _timed(self, slab: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Instead of the arrival of a layer that is held: times what is done with it, where it is."""
-        await_all(self.device)  # from which rows may have to cross
+        """Stand in for the arrival of layer 0, and time what is done with it on its device."""
+        await_all(self.device)  # rows may have to cross from there
         await_all(slab.device)
         began = time.perf_counter()
         yield slab
@@ -251,14 +252,14 @@ class StreamedModel:
 
     @property
     def arithmetic(self) -> str:
-        """What two targets must have in common to give the same bits, beside device and library."""
+        """Description of the arithmetic, which must be equal for two targets to give the same bits."""
         return f"{describe(self.rows)}{', layers compiled whole' if self._compiled is not None else ''}"
 
     def _bind(self, index: int, slab: torch.Tensor) -> LayerAt | None:
-        """Values are in the same places whenever a layer comes to the same slab: they are made once, and those that
-        are no views, in memory that layers share, are written again.
+        """Bind a layer's parameters to a slab.
 
-        Returns where they are, None where they are not kept.
+        Parameters have the same addresses whenever a layer comes to the same slab, so they are made once and cached;
+        those dequantized to shared scratch memory are written again. Returns the cache key, or None if not cached.
         """
         layer, place = self.tiers.layers[index], (index, slab.data_ptr())
         made = self._made.get(place)
@@ -273,7 +274,7 @@ class StreamedModel:
 
 
 def _narrow(kwargs: dict[str, Any], chunk: Chunk, batch: Batch) -> dict[str, Any]:
-    """A layer's keyword arguments for the rows of one chunk: whatever is shaped (1, num_rows, ...) is cut."""
+    """A layer's keyword arguments for one chunk of rows: tensors of shape (1, num_rows, ...) are sliced."""
 
     def cut(value: Any) -> Any:
         if isinstance(value, tuple):

@@ -1,4 +1,4 @@
-"""A streamed model as the engine's sweeper: parts become one packed batch, and its logits verdicts."""
+"""Implements the engine's Sweeper with a streamed model: parts become one batch, and its logits verdicts."""
 
 from __future__ import annotations
 
@@ -22,34 +22,34 @@ from target_worker.verification.verdict import compute_verdict
 
 
 class SweepModel(Protocol):
-    """What runs packed batches: a streamed model, or a fake."""
+    """Runs packed batches: a streamed model, or a fake."""
 
     rows: RowCounts
     device: torch.device
 
     def sweep(self, batch: Batch) -> tuple[torch.Tensor, SweepFigures]:
-        """(num_logit_rows, vocab_size) logits where they were computed, until the next sweep; and where time went."""
+        """Logits (num_logit_rows, vocab_size), on the model's device until the next sweep, and where the time went."""
         ...
 
     @property
     def best(self) -> torch.Tensor | None:
-        """Of the last sweep's logits, as `best_tokens`, where they are not the host's."""
+        """`best_tokens` of the last sweep's logits; None if these are on the host."""
         ...
 
     def warm_up(self, slot: Slot) -> SweepPrior | None:
-        """As a sweeper's."""
+        """As `Sweeper.warm_up`."""
         ...
 
 
 class StreamedSweeper:
-    """Sweeps with a model and judges by its logits."""
+    """Sweeps with a model, and gives verdicts from its logits."""
 
     def __init__(self, model: SweepModel) -> None:
         self._model, self._reader = model, RowReader()
         self.rows = model.rows
 
     def sweep(self, parts: Sequence[Part[VerifyJob]]) -> Swept:
-        """One batch of all parts."""
+        """Sweep all parts in one batch."""
         segments = [segment for part in parts for segment in part.job.segments(part.num_context, part.has_tree)]
         logits, figures = self._model.sweep(Batch(segments, self._model.rows, self._model.device))
         own = self._by_job([part.job for part in parts if part.has_tree], logits)
@@ -61,12 +61,12 @@ class StreamedSweeper:
         return Swept(figures, verdict_on)
 
     def _by_job(self, jobs: Sequence[VerifyJob], logits: torch.Tensor) -> dict[int, LogitRows]:
-        """Each job's rows, which follow one another, by its `id`."""
+        """Each job's rows by the job's `id`; rows are in the order of jobs."""
         sizes, best = [job.num_nodes for job in jobs], self._model.best
         own_best = torch.split(best, sizes) if best is not None else [None] * len(jobs)
         pairs = zip(torch.split(logits, sizes), own_best, strict=True)
         return {id(job): LogitRows(*pair, self._reader) for job, pair in zip(jobs, pairs, strict=True)}
 
     def warm_up(self, slot: Slot) -> SweepPrior | None:
-        """Passes rows through the model for nobody."""
+        """As `Sweeper.warm_up`."""
         return self._model.warm_up(slot)

@@ -1,4 +1,4 @@
-"""A target's layers, wherever each lives, delivered in order to a sweep."""
+"""Delivers a target's layers to a sweep in order, from wherever each is stored."""
 
 from __future__ import annotations
 
@@ -26,11 +26,10 @@ from target_worker.link.streams import CudaStreams, DeviceStreams
 
 
 class Tiers:
-    """Resident layers are read once, when the block begins; the others come through rings, sweep after sweep.
+    """Resident layers are read once, on entering the context; others are streamed through rings in every sweep.
 
-    Where the CPU computes, layers are resident in the host's memory or come from disk. An accelerator with memory of
-    its own has one more tier between: layers in pinned memory of the host, from which, as from the ring that reads
-    the disk, a second ring copies to the device.
+    On a CPU, layers are resident in host memory or streamed from disk. A device with its own memory adds a tier: layers
+    in pinned host memory. A second ring copies to the device from there, and from the ring that reads the disk.
     """
 
     def __init__(
@@ -43,11 +42,11 @@ class Tiers:
         experts: Mapping[int, LayerExperts] | None = None,
         elsewhere: Mapping[int, torch.device] | None = None,
     ) -> None:
-        """`checksums` (crc32 by tensor name) are compared when a layer is first seen; `lanes` are None on the CPU.
+        """`checksums` (crc32 by tensor name) are verified at the first use of a layer; `lanes` is None on a CPU.
 
-        `experts`, by layer, come into `placement.fixed.experts` bytes when rows choose them: from disk, and to an
-        accelerator with memory of its own from the host's, where all of them then stay. Layers `elsewhere` stay on
-        other accelerators than the rest.
+        `experts`, by layer, are cached in `placement.fixed.experts` bytes when rows choose them: loaded from disk, or
+        for a device with its own memory from host memory, which then holds all of them. Layers in `elsewhere` are
+        resident on other devices.
         """
         self.layers = tuple(layers)
         self.placement = placement
@@ -72,26 +71,26 @@ class Tiers:
         if experts:
             slab_bytes = sizes_of(experts.values()).slab_bytes
             num_slabs = placement.fixed.experts // slab_bytes
-            arrivals: ExpertLoader
+            loader: ExpertLoader
             if lanes is None:
-                arrivals = ExpertReads(experts, slab_bytes, num_slabs, num_threads, checksums or {}, self._traffic)
+                loader = ExpertReads(experts, slab_bytes, num_slabs, num_threads, checksums or {}, self._traffic)
             else:
                 shifts = {expert: on_host[number].device_shift for expert, number in numbers.items()}
-                arrivals = ExpertCopies(self._host, numbers, shifts, slab_bytes, num_slabs, lanes, self._lane_traffic)
-            self.experts = ExpertStore(experts, num_slabs, arrivals)
+                loader = ExpertCopies(self._host, numbers, shifts, slab_bytes, num_slabs, lanes, self._lane_traffic)
+            self.experts = ExpertStore(experts, num_slabs, loader)
         self._resources = ExitStack()
-        self._resident: dict[int, torch.Tensor] = {}  # (num_bytes,) uint8 on a device, where that has its own memory
+        self._resident: dict[int, torch.Tensor] = {}  # (num_bytes,) uint8, on a device with its own memory
         self.elsewhere = dict(elsewhere or {})
         self._copies: DeviceRing | None = None
 
     @property
     def is_direct(self) -> bool:
-        """Whether all reads go past the page cache."""
+        """Whether all reads bypass the page cache."""
         return self._host.is_direct and (self.experts is None or self.experts.is_direct)
 
     @property
     def unpinned_bytes(self) -> int:
-        """Of the host's layers, that an accelerator cannot copy directly."""
+        """Bytes of host memory that a device cannot copy directly."""
         return 0 if self._lanes is None else self._lanes.unpinned_bytes
 
     def __enter__(self) -> Tiers:
@@ -117,7 +116,7 @@ class Tiers:
         self._resources.close()
 
     def _upload(self, lanes: DeviceStreams) -> None:
-        """Puts resident layers on the device, one by one through a slab that is not kept."""
+        """Put resident layers on the device, through one temporary slab."""
         resident = (*self.placement.layers(Tier.RESIDENT), *self.placement.layers(Tier.ELSEWHERE))
         if resident:
             staging = Slab.over(large_pages(max(self.layers[index].num_bytes for index in resident)))
@@ -137,10 +136,10 @@ class Tiers:
 
     @contextmanager
     def layer(self, index: int) -> Iterator[torch.Tensor]:
-        """A layer's slab, uint8 where it is computed on, valid until the block ends. What streams is taken in order.
+        """Yield a layer's slab (uint8, on its device), valid until the block ends. Streamed layers come in order.
 
         Raises:
-            StreamError: it could not be read, or is not what was written; call `restart` before the next sweep.
+            StreamError: reading failed, or a checksum is wrong; call `restart` before the next sweep.
         """
         if self.experts is not None:
             self.experts.begin(index)
@@ -151,19 +150,19 @@ class Tiers:
             yield slab
 
     def restart(self) -> None:
-        """Begins again with layer 0, after an error or a sweep that was given up."""
+        """Start again with layer 0, after an error or an aborted sweep."""
         if self.experts is not None:
             self.experts.restart()
         (self._host if self._copies is None else self._copies).restart()
 
     def require_unchanged(self) -> None:
-        """After a sweep. Raises StreamError where its weights may be of two checkpoints: a file was overwritten."""
+        """Raise StreamError after a sweep if a file was overwritten, so that weights may be of two checkpoints."""
         self._host.require_unchanged()
         if self.experts is not None:
             self.experts.require_unchanged()
 
     def renew(self) -> None:
-        """After a sweep that failed: as `Disk.renew`.
+        """As `Disk.renew`, after a failed sweep.
 
         Raises:
             StreamError: as `Disk.renew`.
@@ -175,7 +174,7 @@ class Tiers:
             self.restart()
 
     def figures(self) -> LinkFigures:
-        """Counters, since the start, of the link over which the weights reach what computes."""
+        """Counters since the start of the link that brings weights to where they are used."""
         if self._lanes is not None:
             return self._lane_traffic.figures()
         figures = self._host.figures()
@@ -185,11 +184,11 @@ class Tiers:
 
 
 def numbered(experts: Mapping[int, LayerExperts], begin: int) -> tuple[dict[Expert, int], list[LayerExtents]]:
-    """Experts in a row, and where each is in it, counted from `begin` on."""
+    """All experts as one sequence of layers, and the number of each in it, counted from `begin`."""
     row = [(Expert(index, number), each) for index in experts for number, each in enumerate(experts[index].each)]
     return {expert: begin + place for place, (expert, _) in enumerate(row)}, [each for _, each in row]
 
 
 def lanes_of(device: torch.device) -> DeviceStreams | None:
-    """The lanes of an accelerator with memory of its own; None for the CPU."""
+    """Streams of a device with its own memory; None for the CPU."""
     return None if device.type == "cpu" else CudaStreams(device)

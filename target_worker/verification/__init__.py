@@ -1,1 +1,1 @@
-"""What a target makes of a tree, from its logits."""
+"""Verdicts on trees, from the target's logits."""

@@ -1,4 +1,4 @@
-"""What a target makes of a tree, from its logits."""
+"""Computes the verdict on a tree from the target's logits."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def compute_verdict(
     logits_after: Callable[[Sequence[int]], Row],
     best_after: Callable[[Sequence[int]], int | None] = lambda _: None,
 ) -> Verdict:
-    """The verdict on a tree; `held` are the tokens before the root.
+    """Compute the verdict on a tree; `held` are the tokens before the root.
 
-    `logits_after` gives the target's raw logits (vocab_size,) after a path of nodes. Few paths are ever asked for, by
-    Scheme.TRAVERSAL all that have something below them. Where nothing but the largest logit matters, `best_after` is
-    asked first: its token, -1 where it is no number, None where that is not known.
+    `logits_after` returns the target's raw logits (vocab_size,) after a path of nodes. It is called for few paths; in
+    Scheme.TRAVERSAL for all with nodes below them. If only the largest logit matters, `best_after` is called first: it
+    returns the argmax, -1 if that is not finite, or None if unknown.
     """
     tree, params, base = call.tree, call.sampling, call.context.base_length
     children, logprobs, prompt_length = tree.children(), [], call.context.prompt_length
@@ -51,7 +51,7 @@ def compute_verdict(
         require_numbers(row, base + len(path))
         return probabilities(row, params)
 
-    law = laws_of(tree, call.scheme, target_probs)
+    distribution = distributions_after(tree, call.scheme, target_probs)
 
     def next_token(path: Sequence[int]) -> int:
         position = base + len(path)
@@ -64,7 +64,7 @@ def compute_verdict(
         if call.scheme is Scheme.TARGET or not children[path[-1]]:
             token = draw(row, params, position)
         else:
-            token = draw_by(lambda probs: law(path[-1], probs), row, params, position)
+            token = draw_by(lambda probs: distribution(path[-1], probs), row, params, position)
         if params.logprobs is not None:
             logprobs.append(position_logprobs(raw, token, params.logprobs))
         return token
@@ -72,11 +72,11 @@ def compute_verdict(
     return walk(tree, next_token)._replace(logprobs=tuple(logprobs))
 
 
-def laws_of(tree: Tree, scheme: Scheme, target_probs: Callable[[int], Row]) -> Callable[[int, Row], Row]:
-    """From a node that a walk comes to, and the target's probabilities there, to those of the token that comes next.
+def distributions_after(tree: Tree, scheme: Scheme, target_probs: Callable[[int], Row]) -> Callable[[int, Row], Row]:
+    """A function from a node and the target's distribution there to the distribution of the next token.
 
-    `target_probs` gives the target's probabilities after any node, for schemes that look ahead.
+    `target_probs` returns the target's distribution after any node, for schemes that look ahead.
     """
     if scheme is Scheme.TRAVERSAL:
-        return Traversal(tree, target_probs).law
+        return Traversal(tree, target_probs).distribution_after
     return lambda node, probs: conditional_distribution(probs, draws_at(tree, node, scheme, len(probs)))

@@ -1,9 +1,9 @@
-"""Which guesses the target agrees with.
+"""Decides which guesses are accepted.
 
-All schemes are one walk. They differ in the law that the token after a node is drawn from: the target's own, or the
-target's given what the draft has drawn there. A law given the draft's draws is exact if its average over them is the
-target's; the more of it falls on the draws, the more is accepted. By Scheme.TRAVERSAL it is given what the draft has
-drawn in the whole tree, and exact are the walks (`target_worker.verification.traversal`).
+All schemes are one walk. They differ in the distribution from which the token after a node is drawn: the target's own,
+or the target's conditional on what the draft has drawn there. A conditional distribution is exact if its average over
+draws is the target's; the more of it falls on the draws, the more is accepted. Scheme.TRAVERSAL conditions on the whole
+tree, and is exact for whole walks (`target_worker.verification.traversal`).
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ Row = NDArray[np.float64]
 
 
 class Draw(NamedTuple):
-    """One token that a draft has drawn, and what from."""
+    """A token that a draft has drawn, and the distribution that it was drawn from."""
 
     token: int
     tokens: NDArray[np.int32]  # (num_entries,)
-    probs: Row  # (num_entries,) their sum is 1
+    probs: Row  # (num_entries,), sums to 1
 
     @property
     def prob(self) -> float:
-        """Of the token that was drawn."""
+        """Probability of the drawn token."""
         return float(self.probs[self.tokens == self.token].sum())
 
 
 def walk(tree: Tree, draw: Callable[[Sequence[int]], int]) -> Verdict:
-    """Walks down while the token drawn is among the children (SpecExec, arXiv 2406.02532, algorithm 1).
+    """Walk down while the drawn token is among the children (SpecExec, arXiv 2406.02532, algorithm 1).
 
-    `draw` takes a path of nodes from the root and returns the token that comes after it.
+    `draw` takes a path of nodes from the root and returns the token after it.
     """
     children = tree.children()
     path = [0]
@@ -49,8 +49,8 @@ def walk(tree: Tree, draw: Callable[[Sequence[int]], int]) -> Verdict:
 
 
 def draws_at(tree: Tree, node: int, scheme: Scheme, vocab_size: int) -> Iterator[Draw]:
-    """What the draft has drawn below a node, one after another; nothing where the scheme does not ask for it."""
-    if scheme is Scheme.TARGET:
+    """Yield the draft's draws below a node in order; nothing if the scheme does not use them."""
+    if not scheme.is_sampled:
         return
     drawn_tokens = tree.tokens[tree.sampled_children(node, scheme)]
     if len(drawn_tokens) == 0:
@@ -59,34 +59,33 @@ def draws_at(tree: Tree, node: int, scheme: Scheme, vocab_size: int) -> Iterator
     tokens, probs = tree.draft_probs.of(node)
     for index, token in enumerate(drawn_tokens.tolist()):
         yield Draw(token, tokens, probs)
-        if scheme.is_without_replacement:
-            is_left = tokens != token
-            tokens, probs = tokens[is_left], probs[is_left]
-            if len(tokens) == 0:
-                others = np.setdiff1d(np.arange(vocab_size, dtype=np.int32), drawn_tokens[: index + 1])
-                tokens, probs = others, np.ones(len(others))
-            probs = probs / probs.sum()
+        is_left = tokens != token
+        tokens, probs = tokens[is_left], probs[is_left]
+        if len(tokens) == 0:
+            others = np.setdiff1d(np.arange(vocab_size, dtype=np.int32), drawn_tokens[: index + 1])
+            tokens, probs = others, np.ones(len(others))
+        probs = probs / probs.sum()
 
 
 def conditional_distribution(target_probs: Row, draws: Iterable[Draw]) -> Row:
-    """(vocab_size,) probabilities of the next token, given what a draft has drawn.
+    """Distribution (vocab_size,) of the next token, given a draft's draws.
 
-    Rejection sampling, draw after draw, with the random numbers integrated out: a token is accepted with probability
-    min(1, target's / draft's), or else the target's becomes what of it the draft's does not cover. With `draws_at` this
-    is Sequoia's algorithm 2 (arXiv 2402.12374) or SpecInfer's multi-round verification (arXiv 2305.09781).
+    This is rejection sampling, draw by draw, with the random numbers integrated out: a draw is accepted with
+    probability min(1, target / draft); otherwise the target's distribution becomes the normalised positive part of
+    target - draft. With `draws_at` this is Sequoia's algorithm 2 (arXiv 2402.12374).
     """
-    law, left, rest = np.zeros_like(target_probs), target_probs.copy(), 1.0
+    distribution, left, rest = np.zeros_like(target_probs), target_probs.copy(), 1.0
     for draw in draws:
         token, tokens, probs = draw
         acceptance = min(1.0, left[token] / draw.prob)
-        law[token] += rest * acceptance
+        distribution[token] += rest * acceptance
         rest *= 1.0 - acceptance
         before = left[tokens]
         left[tokens] = np.maximum(before - probs, 0.0)
         total = left.sum()
         if total > 0.0:
             left /= total
-        else:  # all of it was covered, so that nothing is rejected but by rounding
+        else:  # everything was covered: a rejection is due to rounding only
             left[tokens] = before
-    law += rest * left
-    return law
+    distribution += rest * left
+    return distribution

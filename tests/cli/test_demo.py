@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from bough.cli.demo import demo
-from bough.cli.demo_runs import Contest, Run, Side
+from bough.cli.machine.demo import demo
+from bough.cli.machine.demo_runs import Contest, Run, Side
 from bough.cli.main import argument_parser
 from bough.errors import ConfigError
 from bough.processes.exit_with_parent import MODULE

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from transformers import GptOssConfig, LlamaConfig, MixtralConfig, PretrainedConfig, Qwen3MoeConfig
 
 from bough.cli.main import argument_parser, main
-from bough.cli.plan import settings_from
-from bough.cli.plan_model import make_plan
-from bough.cli.plotting import text_plot
+from bough.cli.planning.plan import settings_from
+from bough.cli.planning.plan_model import make_plan
+from bough.cli.plots.plotting import text_plot
 from bough.errors import CheckpointError, ConfigError
 from bough.model.architecture.architecture import load_config
 from bough.model.checkpoint.checkpoint import Checkpoint
@@ -271,7 +271,7 @@ def test_rates_count_the_draft_but_not_for_plain_decoding() -> None:
         (["--device-memory", "lots"], "--device-memory: must be a size such as 512MB or 2GiB, got 'lots'"),
         (["--dtype", "int3"], "--dtype: must be auto, "),
         (["--device", "cpu", "--host-memory", "1GB"], "--host-memory: must not be given with --device cpu"),
-        (["--device-memory", "8GB", "--kv-memory", "1MB"], "--kv-memory: 1000000 bytes hold no session"),
+        (["--device-memory", "8GB", "--kv-memory", "1MB"], "tokens, got 1000000; or choose a smaller"),
         ([*ELSEWHERE[2:]], "--device-memory: missing"),
         (["--device", "gpu", "--device-memory", "24GB"], "--host-memory: missing"),
         ([*ELSEWHERE[:4], "--compute-speed", "80"], "--host-link-speed: missing"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 
-from bough.cli.progress import ERASE_LINE, Progress
+from bough.cli.machine.progress import ERASE_LINE, Progress
 from bough.processes.launch import Waiting
 
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from bough.cli.main import argument_parser, main
-from bough.cli.shape import shape
-from bough.cli.shape_plot import places_across
+from bough.cli.planning.shape import shape
+from bough.cli.plots.shape_plot import places_across
 from bough.client import Client
 from bough.processes.launch import Cluster
 from bough.protocol.generation import Finished, GenerateOptions, Speculation, TextPrompt
@@ -198,7 +198,7 @@ def test_ctrl_c_ends_what_computes(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         pytest.fail("it went on")
 
     before = signal.getsignal(signal.SIGINT)
-    monkeypatch.setattr("bough.cli.shape.best_shape", search)
+    monkeypatch.setattr("bough.cli.planning.shape.best_shape", search)
     (tmp_path / "vector.json").write_text("[0.6, 0.2]")
     try:
         with pytest.raises(SystemExit, match="130"):

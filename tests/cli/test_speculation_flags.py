@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from bough.cli.main import argument_parser, main, options_from
+from bough.cli.flags.sampling import options_from
+from bough.cli.main import argument_parser, main
 from bough.errors import BoughError
 from bough.protocol.generation import Speculation
 from bough.trees.tree_plan import Chains, Guess, Scheme, StaticShape
@@ -33,8 +34,8 @@ def speculation(*flags: str) -> Speculation:
         ),
         (["--growth", "chains:4x6", "--lookup", "3"], Speculation(growth=Chains(4, 6), lookup=3)),
         (
-            ["--growth", "chains:4x6", "--scheme", "multi-round", "--lookup", "0"],
-            Speculation(growth=Chains(4, 6), scheme=Scheme.MULTI_ROUND, lookup=0),
+            ["--growth", "chains:4x6", "--scheme", "without-replacement", "--lookup", "0"],
+            Speculation(growth=Chains(4, 6), scheme=Scheme.WITHOUT_REPLACEMENT, lookup=0),
         ),
         (
             ["--growth", "chain:4", "--scheme", "without-replacement", "--lookup", "2"],
@@ -77,10 +78,13 @@ def test_what_bough_shape_prints_is_a_shape(tmp_path: Path, capsys: pytest.Captu
             ["--growth", "chain:4", "--budget", "9"],
             "--budget: must not be given with --growth chain:4, which sets the size of a tree, got 9",
         ),
-        (["--scheme", "multi-round"], "--scheme: must be target with best-first growth, .*, got multi-round"),
         (
-            ["--scheme", "multi-round", "--growth", "chain:4", "--guess", "sample"],
-            "--guess: must be given with --scheme target only, got sample with multi-round",
+            ["--scheme", "without-replacement"],
+            "--scheme: must be target with best-first growth, .*, got without-replacement",
+        ),
+        (
+            ["--scheme", "without-replacement", "--growth", "chain:4", "--guess", "sample"],
+            "--guess: must be given with --scheme target only, got sample with without-replacement",
         ),
     ],
 )
@@ -107,5 +111,5 @@ def test_a_file_that_holds_no_shape_is_refused(tmp_path: Path, content: str, mes
 
 def test_a_command_ends_with_one_line_that_names_the_flag(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
-        main(["generate", "hello", "--scheme", "multi-round"])
+        main(["generate", "hello", "--scheme", "without-replacement"])
     assert capsys.readouterr().err.startswith("error: --scheme: must be target with best-first growth")

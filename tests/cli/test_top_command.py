@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from bough.cli.inspection.top import top
 from bough.cli.main import argument_parser
-from bough.cli.top import top
 from bough.client import Client
 from bough.processes.launch import launched
 from bough.protocol.generation import GenerateOptions, TextPrompt

@@ -129,15 +129,21 @@ async def test_what_was_aborted_stays_so(fakes: Fleet) -> None:
     [
         (
             {"resume": Resume(3), "request_id": "unknown"},
-            r"resume\.num_tokens: 3, but 0 tokens of request_id 'unknown'",
+            r"resume\.num_tokens: must be at most 0, the tokens of request_id 'unknown' that are known, got 3",
         ),
-        ({"resume": Resume(61)}, r"resume\.num_tokens: 61, but 60 tokens of request_id 'r' are known"),
-        ({"resume": Resume(2, (1, 2, 3))}, r"resume\.token_ids: 3 tokens; 2, as resume\.num_tokens says"),
+        (
+            {"resume": Resume(61)},
+            r"resume\.num_tokens: must be at most 60, the tokens of request_id 'r' that are known, got 61",
+        ),
+        (
+            {"resume": Resume(2, (1, 2, 3))},
+            r"resume\.token_ids: must have 2 tokens, as resume\.num_tokens says, or none, got 3",
+        ),
         ({"resume": Resume(1, (999,))}, r"resume\.token_ids\[0\]: must be 0 to \d+, got 999"),
-        ({"resume": Resume(61, (1,) * 61)}, r"resume\.num_tokens: 61, but the request ends after 60"),
-        ({"resume": Resume(3), "seed": 6}, "request_id 'r' was begun with another sampling parameters"),
-        ({"resume": Resume(3), "max_tokens": 61}, "request_id 'r' was begun with another stop conditions"),
-        ({"resume": Resume(3), "session_id": "s"}, "session_id: 's', but request_id 'r' was begun in another session"),
+        ({"resume": Resume(61, (1,) * 61)}, r"resume\.num_tokens: must be at most 60, where the request ends, got 61"),
+        ({"resume": Resume(3), "seed": 6}, "request_id 'r' must have the same sampling parameters"),
+        ({"resume": Resume(3), "max_tokens": 61}, "request_id 'r' must have the same stop conditions"),
+        ({"resume": Resume(3), "session_id": "s"}, "session_id: must be that of request_id 'r', got 's'"),
     ],
 )
 async def test_resuming_what_makes_no_sense(fakes: Fleet, changes: dict[str, object], message: str) -> None:
@@ -148,7 +154,7 @@ async def test_resuming_what_makes_no_sense(fakes: Fleet, changes: dict[str, obj
         await fakes.written("r")
         with pytest.raises(InvalidRequest, match=message):
             await read(client, replace(OPTIONS, **changes))  # type: ignore[arg-type]
-        with pytest.raises(InvalidRequest, match="request_id 'r' was begun with another prompt"):
+        with pytest.raises(InvalidRequest, match="request_id 'r' must have the same prompt"):
             await read(client, replace(OPTIONS, resume=Resume(3)), TextPrompt("other"))
         rest = await read(client, replace(OPTIONS, resume=Resume(58)))
     assert rest.token_ids == expected(fakes)[58:]

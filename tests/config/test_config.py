@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from bough.cli.demo import UP_DEFAULTS
+from bough.cli.flags.machine import up_arguments
+from bough.cli.machine.up import settings_from
 from bough.cli.main import argument_parser
-from bough.cli.up import settings_from
 from bough.client import Client
 from bough.config.cache_paths import demonstration_folder
 from bough.config.parsers import parse_bytes, parse_layers
@@ -160,7 +160,7 @@ def test_a_draft_goes_ahead_where_that_takes_nothing_from_the_target(flags: list
 
 def test_the_demonstration_starts_what_up_starts() -> None:
     """An option that `up` had gained once broke `make demo`, which no test runs whole."""
-    settings = settings_from(UP_DEFAULTS)
+    settings = settings_from(up_arguments())
     assert settings.target.model == str(demonstration_folder())
     assert settings.draft is not None
     assert settings.orchestrator.port == 0

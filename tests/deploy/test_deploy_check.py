@@ -11,7 +11,7 @@ import yaml
 
 pytest.importorskip("ray")
 
-from bough.cli.ray_dashboard import Node
+from bough.cli.inspection.ray_dashboard import Node
 from bough.errors import ConfigError
 from deploy.check import check, load, require_resources
 from deploy.policies import PerReplica
@@ -96,6 +96,21 @@ TARGET, DRAFT, ORCHESTRATOR = (f"{DEPLOYMENTS}.{number}" for number in range(3))
         ),
         (f"{DRAFT}.autoscaling_config.policy.policy_kwargs.metrik", "calls", r"policy_kwargs: value was .*'metrik'"),
         (
+            f"{ORCHESTRATOR}.user_config.program.keys",
+            None,
+            r"http_options\.host: value was 0\.0\.0\.0; must be this mach",
+        ),
+        (
+            f"{ORCHESTRATOR}.user_config.program",
+            {"keys": "k", "port": 7411, "tls_cert": "c", "tls_key": "k"},
+            r"http_options\.ssl_certfile: missing; must be given, .* with Orchestrator\.user_config\.program\.tls_cert",
+        ),
+        (
+            f"{ORCHESTRATOR}.user_config.program",
+            {"keys": "k", "port": 7411, "tls_cert": "c", "tls_key": "k", "tls_client_ca": "a"},
+            r"proxy_location: value was EveryNode; must be Disabled with Orchestrator\.user_config\.program\.tls_cl",
+        ),
+        (
             f"{ORCHESTRATOR}.user_config.environment",
             {"BOUGH_ORCHESTRATOR_LOOKUP": 0},
             "LOOKUP: .*must be under program",
@@ -117,11 +132,27 @@ def test_each_fixed_port_needs_room() -> None:
         check(config)
 
 
-def test_an_index_without_settings_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("user_config", "text"),
+    [
+        (None, r"Index\.user_config: value was None; must be a mapping"),
+        (
+            {"namespace": "x"},
+            r"Index\.user_config\.namespace: no such setting; must be one of host, port, memory, worker_key",
+        ),
+        ({"memory": 256}, r"Index\.user_config\.memory: must be a whole number, 1537 or more, got 256"),
+    ],
+)
+def test_an_index_with_other_settings_is_refused(user_config: Any, text: str) -> None:
     config = yaml.safe_load((FOLDER / "one-machine.yaml").read_text())
-    config["applications"][0]["deployments"][0]["user_config"] = None
-    with pytest.raises(ConfigError, match=r"Index\.user_config: value was None; must be a mapping"):
+    config["applications"][0]["deployments"][0]["user_config"] = user_config
+    with pytest.raises(ConfigError, match=text):
         check(config)
+
+
+def test_a_door_of_its_own_may_ask_for_certificates_where_there_is_no_proxy() -> None:
+    program = {"keys": "k", "port": 7411, "tls_cert": "c", "tls_key": "k", "tls_client_ca": "a"}
+    check({**changed(f"{ORCHESTRATOR}.user_config.program", program), "proxy_location": "Disabled"})
 
 
 def test_a_file_that_is_none_is_refused(tmp_path: Path) -> None:

@@ -124,3 +124,21 @@ async def test_an_orchestrator_that_is_not_there_is_503() -> None:
         assert b"the orchestrator does not answer" in response.body
         await gone.close()
         del forwarder
+
+
+async def test_a_body_without_end_is_not_kept() -> None:
+    """It went into memory whole, for whoever reached the proxy, before anybody was asked for a key."""
+    num_read = 0
+
+    async def receive() -> dict[str, Any]:
+        nonlocal num_read
+        num_read += 1
+        return {"type": "http.request", "body": bytes(1 << 20), "more_body": True}
+
+    async with forwarding() as (upstream, forwarder):
+        endless = requests.Request(request("/v1/completions").scope, receive)
+        async with asyncio.timeout(30):
+            response = await forwarder.forward(endless)
+        assert (response.status_code, num_read) == (413, 5)
+        assert b"body: must have at most 4194304 bytes" in response.body
+        assert upstream.asked == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import os
 import signal
 import socket
@@ -14,10 +15,11 @@ import pytest
 
 pytest.importorskip("ray")
 
-from bough.cli.ray_dashboard import Application, Node, RayDashboard
+from bough.cli.inspection.ray_dashboard import Application, Node, RayDashboard
 from bough.errors import ConfigError, Unavailable
 from deploy import local
 from deploy.check import load
+from deploy.doors import Doors
 
 CONFIG = load(Path(__file__).parent.parent.parent / "deploy" / "one-machine.yaml")
 NODE = Node("127.0.0.1", True, {"index": 1, "target_gpu": 1, "draft_gpu": 1, "orchestrator": 1})
@@ -54,7 +56,7 @@ def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def serve(nodes: list[Any], applications: list[Any]) -> None:
-    local.serve(CONFIG, cast(RayDashboard, Dashboard(nodes, applications)))
+    local.serve(CONFIG, cast(RayDashboard, Dashboard(nodes, applications)), Doors.of(CONFIG))
 
 
 def test_a_dashboard_that_does_not_answer_once_ends_nothing(capsys: pytest.CaptureFixture[str]) -> None:
@@ -117,3 +119,52 @@ def test_a_profile_that_is_none_and_a_port_in_use_are_named_before_anything_is_s
             ConfigError, match=rf"--port \(or http_options.port\): value was {port}; must be a free port"
         ):
             local.run(file, "l40-70b-4bit", port, 0)
+
+
+def with_orchestrator(**program: Any) -> dict[str, Any]:
+    """The configuration of one machine with other settings of the orchestrator."""
+    config = copy.deepcopy(CONFIG)
+    config["applications"][0]["deployments"][3]["user_config"]["program"] |= program
+    return config
+
+
+def test_calls_show_what_the_doors_ask_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BOUGH_TLS_CERT", "c.pem")
+    monkeypatch.setenv("BOUGH_TLS_KEY", "c.key")
+    monkeypatch.setenv("BOUGH_TLS_CA", "ca.pem")
+    config = with_orchestrator(keys="keys.jsonl")
+    local.adapt(config, "", 8443)
+    assert config["http_options"] | {"host": ""} == {
+        "host": "", "port": 8443, "ssl_certfile": "c.pem", "ssl_keyfile": "c.key",
+    }  # fmt: skip
+    said = Doors.of(config).how_to_ask("http://127.0.0.1:8265")
+    for call in (
+        "ready; with a key of yours in BOUGH_API_KEY, three ways to ask, from another terminal:",
+        'curl --cacert ca.pem -N https://127.0.0.1:8443/v1/chat/completions -H "authorization: Bearer $BOUGH_API_KEY"',
+        "SSL_CERT_FILE=ca.pem python -c '",
+        'OpenAI(base_url="https://127.0.0.1:8443/v1", api_key=os.environ["BOUGH_API_KEY"])',
+        'bough generate --tls-ca ca.pem --address 127.0.0.1:7411 "Why',
+        "bough doctor --tls-ca ca.pem --address 127.0.0.1:7411 --ray http://127.0.0.1:8265",
+    ):
+        assert call in said
+    own = with_orchestrator(tls_client_ca="clients.pem", http_port=8001) | {"proxy_location": "Disabled"}
+    said = Doors.of(own).how_to_ask("")
+    assert "curl --cacert ca.pem --cert c.pem --key c.key -N https://127.0.0.1:8001/v1/chat" in said
+    assert "openai" not in said, "it takes a client of httpx for that"
+
+
+def test_doors_that_clients_could_not_find_are_refused() -> None:
+    for program in ({"port": 0}, {"http_port": 0}):
+        (name,) = program
+        with pytest.raises(
+            ConfigError, match=rf"Orchestrator\.user_config\.program\.{name}: value was 0; must be fixed"
+        ):
+            Doors.of(with_orchestrator(**program) | {"proxy_location": "Disabled"})
+
+
+def test_workers_without_weights_keep_what_guards_them() -> None:
+    config = copy.deepcopy(CONFIG)
+    config["applications"][0]["deployments"][1]["user_config"]["program"]["worker_key_file"] = "worker.key"
+    local.adapt(config, "l40-70b-4bit", None)
+    target = config["applications"][0]["deployments"][1]["user_config"]["program"]
+    assert target == {"host": local.HOST, "worker_key_file": "worker.key", "simulate": "l40-70b-4bit"}

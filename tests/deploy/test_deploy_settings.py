@@ -63,6 +63,7 @@ def test_arguments_and_the_index_have_settings_too() -> None:
         (AppSettings, {"index": "redis://x"}, "args.index: no such setting"),
         (AppSettings, {"drafts": "perhaps"}, "args.drafts: must be yes or no, got 'perhaps'"),
         (IndexSettings, {"port": 70_000}, "args.port: must be a whole number, 0 to 65535, got 70000"),
+        (IndexSettings, {"memory": 256}, "args.memory: must be a whole number, 1537 or more, got 256"),
     ):
         with pytest.raises(ConfigError, match=text):
             read_fields(cls, values, "args")

@@ -6,17 +6,10 @@ import asyncio
 import json
 import os
 import signal
-import socket
 import tempfile
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
-import httpx
 import pytest
-from starlette.applications import Starlette
-from starlette.routing import Route
 
 from bough.client import Client
 from bough.errors import ConfigError, Unavailable
@@ -24,32 +17,11 @@ from bough.protocol.generation import Finished, GenerateOptions, TextPrompt
 from bough.registry.registry import Registry
 from bough.simulation.profile import load_profile
 from deploy.child import python, start, stop
-from deploy.index import IndexServer
-from deploy.settings import IndexSettings, Role, read_program
+from deploy.index import IndexPlace
+from deploy.settings import Role, read_program
 from deploy.supervisor import Supervisor
-from tests.fakes.certificates import Authority
-
-HOST = "127.0.0.1"
-PROFILE = Path(__file__).parent.parent.parent / "loadtest" / "data" / "cluster-profile.json"
-
-
-@asynccontextmanager
-async def supervised(
-    role: Role, index_url: str, folder: Path, program: dict[str, Any], **supervision: float
-) -> AsyncIterator[Supervisor]:
-    user_config = {"program": program, "log_folder": str(folder), **supervision}
-    supervisor = Supervisor(read_program(role, user_config), HOST, index_url)
-    try:
-        await supervisor.start()
-        yield supervisor
-    finally:
-        await supervisor.stop()
-
-
-async def checked_until_it_fails(supervised: Supervisor | IndexServer) -> None:
-    while True:
-        await supervised.check()
-        await asyncio.sleep(0.05)
+from tests.fakes.index_server import free_port
+from tests.fakes.supervised import HOST, PROFILE, checked_until_it_fails, supervised
 
 
 def process_id(supervisor: Supervisor) -> int:
@@ -68,34 +40,6 @@ async def test_a_program_serves_where_it_says_and_leaves_when_it_is_stopped(inde
     with pytest.raises(ProcessLookupError):
         os.kill(process_id(target), 0)
     await registry.close()
-
-
-async def test_programs_with_certificates_are_looked_after_and_forwarded_to(index_url: str, tmp_path: Path) -> None:
-    """Serve's proxy comes to the door over https, also where that asks for a certificate, and when one changes."""
-    authority = Authority()
-    files = authority.files(tmp_path)
-    tls = {"tls_cert": files.cert, "tls_key": files.key, "tls_ca": files.authority, "namespace": "tls"}
-    clients = {"tls_client_ca": str(Authority("clients").write(tmp_path, "clients")), "port": 0, "draft": "none"}
-    async with (
-        supervised(Role.TARGET, index_url, tmp_path, {"simulate": str(PROFILE), **tls}) as target,
-        supervised(Role.ORCHESTRATOR, index_url, tmp_path, {**tls, **clients}) as orchestrator,
-    ):
-        forwarder = orchestrator.forwarder()
-        assert forwarder is not None
-        app = Starlette(routes=[Route("/{path:path}", forwarder.forward, methods=["GET"])])
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://serve") as client:
-            async with asyncio.timeout(30):
-                while (await client.get("/health")).status_code != 200:
-                    await asyncio.sleep(0.1)
-            authority.pair("process").write(tmp_path, "process")
-            for _ in range(3):
-                await asyncio.sleep(1)
-                await target.check()
-                await orchestrator.check()
-                assert (await client.get("/v1/models")).status_code == 200
-        assert (await target.info()).kind == "target"
-        assert (await orchestrator.loads()).num_requests_total == 0
-        await forwarder.close()
 
 
 async def test_a_program_that_died_is_told_with_its_last_words(index_url: str, tmp_path: Path) -> None:
@@ -178,23 +122,6 @@ async def ask_long(client: Client) -> Finished:
     raise AssertionError("a stream ends with Finished")
 
 
-async def test_an_index_is_supervised_as_well(tmp_path: Path) -> None:
-    index = IndexServer(IndexSettings(port=free_port()), HOST)
-    try:
-        await index.wait()
-        await index.check()
-        second = IndexServer(IndexSettings(port=int(index.url.rpartition(":")[2])), HOST)
-        with pytest.raises(ConfigError, match=r"index ended with status 1;(.|\n)*in use"):
-            await second.wait()  # although the first one answers there
-        await second.stop()
-        index._child.process.kill()
-        await asyncio.to_thread(index._child.process.wait)
-        with pytest.raises(Unavailable, match="index was killed by SIGKILL"):
-            await checked_until_it_fails(index)
-    finally:
-        await index.stop()
-
-
 async def test_a_stranger_on_a_fixed_port_is_not_taken_for_the_program(index_url: str, tmp_path: Path) -> None:
     """One of another namespace answers there as ours would, before ours has found its port in use."""
     stranger = {"simulate": str(PROFILE), "namespace": "stranger", "port": free_port()}
@@ -216,50 +143,6 @@ async def test_a_program_drains_as_long_as_its_supervisor_waits(
         assert float(flags[flags.index("--drain-seconds") + 1]) == draft.settings.config.drain_seconds == 25
 
 
-def has_ipv6() -> bool:
-    try:
-        with socket.socket(socket.AF_INET6) as probe:
-            probe.bind(("::1", 0))
-    except OSError:
-        return False
-    return True
-
-
-@pytest.mark.skipif(not has_ipv6(), reason="needs IPv6")
-@pytest.mark.parametrize("host", ["::1", "[::1]"])
-async def test_a_node_may_have_an_ipv6_address(tmp_path: Path, host: str) -> None:
-    port = free_port()
-    index = IndexServer(IndexSettings(port=port), host)
-    try:
-        await index.wait()
-        assert index.url == f"redis://[::1]:{port}"
-        settings = read_program(Role.DRAFT, {"program": {"simulate": str(PROFILE)}, "log_folder": str(tmp_path)})
-        draft = Supervisor(settings, host, index.url)
-        registry = Registry(index.url)
-        try:
-            await draft.start()
-            assert draft.address.startswith("[::1]:")
-            assert [record.address for record in await registry.workers()] == [draft.address]
-        finally:
-            await draft.stop()
-            await registry.close()
-    finally:
-        await index.stop()
-
-
-async def test_an_index_that_listens_everywhere_is_known_by_its_nodes_address() -> None:
-    port = free_port()
-    index = IndexServer(IndexSettings(host="0.0.0.0", port=port), HOST)
-    try:
-        await index.wait()
-        assert index.url == f"redis://{HOST}:{port}"
-        elsewhere = Registry(f"redis://127.0.0.2:{port}")
-        await elsewhere.ping()
-        await elsewhere.close()
-    finally:
-        await index.stop()
-
-
 async def test_a_log_is_kept_where_somebody_may_read_it(
     index_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -271,7 +154,7 @@ async def test_a_log_is_kept_where_somebody_may_read_it(
     assert len([*asked_for.glob("draft_worker-*.log")]) == 1
     settings = read_program(Role.DRAFT, {"program": program})
     for is_killed in (False, True):
-        draft = Supervisor(settings, HOST, index_url)
+        draft = Supervisor(settings, HOST, IndexPlace(index_url))
         await draft.start()
         if is_killed:
             os.kill(process_id(draft), signal.SIGKILL)
@@ -288,9 +171,3 @@ async def test_a_program_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
         await asyncio.sleep(0.02)
     await stop(child, 0.1)
     assert child.process.returncode == -signal.SIGKILL
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        return int(probe.getsockname()[1])

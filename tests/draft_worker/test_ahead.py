@@ -34,7 +34,7 @@ PLANS = {
     "chains": TreePlan(Chains(2, 3)),
     "sampled shape": TreePlan(SHAPE, Scheme.WITHOUT_REPLACEMENT),
     "whole paths": TreePlan(SHAPE, Scheme.TRAVERSAL),
-    "sampled chains": TreePlan(Chains(3, 3), Scheme.MULTI_ROUND),
+    "sampled chains": TreePlan(Chains(3, 3), Scheme.WITHOUT_REPLACEMENT),
 }
 
 

@@ -112,7 +112,7 @@ def test_a_draining_draft_takes_no_new_sessions(tiny: Path) -> None:
         known = draft.grow(grow_call([3, 1, 4], session_id="known"))
         known.result(20)
         draft.drain().result(5)
-        with pytest.raises(Unavailable, match="draining: it takes no new sessions"):
+        with pytest.raises(Unavailable, match="draining: new sessions must go to another one"):
             draft.grow(grow_call([3, 1, 4], session_id="new")).result(20)
         assert len(draft.grow(grow_call([3, 1, 4, 1], 2, session_id="known")).result(20).tree) > 1
         draft.drain().result(20)

@@ -28,7 +28,7 @@ from tests.fakes.draft import grow_call
 PLANS = (
     TreePlan(BestFirst(16, 4, 4)),
     TreePlan(StaticShape((0, 0, 1, 1, 2, 3)), Scheme.WITHOUT_REPLACEMENT),
-    TreePlan(Chains(3, 3), Scheme.MULTI_ROUND),
+    TreePlan(Chains(3, 3)),
     TreePlan(Chains(2, 3), Scheme.TRAVERSAL),
 )
 
@@ -125,7 +125,7 @@ def test_a_caller_that_gives_up_and_one_that_releases_leave_the_others_alone(tin
         gone.cancel()
         assert len(kept.result().tree) > 1
         draft.release("session 1").result()
-        with pytest.raises(NotFound, match="'session 1' is not held here"):
+        with pytest.raises(NotFound, match="'session 1' has no slot here"):
             draft.release("session 1").result()
 
 

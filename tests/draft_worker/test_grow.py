@@ -21,7 +21,7 @@ from draft_worker.growth.static_shape import grower_for
 from tests.fakes.draft import VOCAB, fake_log_probs, grow_call
 
 ROOT = 0
-SAMPLED = (Scheme.WITHOUT_REPLACEMENT, Scheme.MULTI_ROUND, Scheme.TRAVERSAL)
+SAMPLED = (Scheme.WITHOUT_REPLACEMENT, Scheme.TRAVERSAL)
 shapes = st.lists(st.integers(0, 3), max_size=20).map(
     lambda steps: StaticShape(
         tuple(np.minimum(np.cumsum([0, *steps[1:]])[: len(steps)], np.arange(len(steps))).tolist())
@@ -148,22 +148,19 @@ def shaped(growth: Growth, scheme: Scheme, seed: int = 1, stops: Sequence[int] =
 
 @given(shapes, st.sampled_from(Scheme))
 def test_a_shape_is_filled_a_level_per_step(shape: StaticShape, scheme: Scheme) -> None:
-    """Where the vocabulary is large enough for it, the tree is the shape, whatever fills it; merged samples aside."""
+    """Where the vocabulary is large enough for it, the tree is the shape, whatever fills it."""
     widths: list[int] = []
     tree = grown(shaped(shape, scheme), widths)
     tree.validate(VOCAB, shape.budget)
     assert len(widths) <= max(shape.depths())
     fits = max(Counter(shape.parents).values(), default=0) <= VOCAB
-    if fits and scheme is not Scheme.MULTI_ROUND:
+    if fits:
         assert tree.parents[1:].tolist() == list(shape.parents)
         assert len(widths) == max(shape.depths())
         assert sum(widths) == shape.max_expansions
     if scheme in SAMPLED:
         assert tree.draft_probs is not None
         assert tree.draft_probs.nodes.tolist() == sorted(set(tree.parents[1:].tolist()))
-    if scheme is Scheme.MULTI_ROUND:
-        assert tree.draws is not None
-        assert len(tree.draws) == len(shape.parents)
 
 
 def test_a_shape_filled_with_the_best_holds_the_best_in_their_order() -> None:
@@ -204,17 +201,6 @@ def test_the_first_sample_follows_the_distribution_that_is_sent_along(scheme: Sc
     assert probs == pytest.approx(np.exp(fake_log_probs([ROOT]))[tokens], abs=1e-6)
     expected = 4000 * probs
     assert sum((firsts[t] - e) ** 2 / e for t, e in zip(tokens.tolist(), expected, strict=True)) < 40
-
-
-def test_independent_chains_that_agree_share_their_nodes() -> None:
-    """SpecInfer's trie: every draw is counted, and merged nodes go on sampling for each of their chains."""
-    tree = grown(shaped(Chains(30, 2), Scheme.MULTI_ROUND))
-    assert tree.draws is not None
-    assert len(tree.draws) == 60
-    assert len(tree) <= 1 + VOCAB + VOCAB * VOCAB
-    first_level = Counter(node for node in tree.draws.tolist() if tree.parents[node] == 0)
-    for node, times in first_level.items():
-        assert sum(1 for child in tree.draws.tolist() if tree.parents[child] == node) == times
 
 
 @pytest.mark.parametrize("scheme", Scheme)

@@ -84,17 +84,17 @@ def unwanted(root: int) -> Tree:
         (lambda root: chain(root, 6), Scheme.TARGET, "tree: 6 levels; at most 4 were asked for"),
         (
             lambda root: drawn(chain(root, 1), [1], sampled_from(MOST_ENTRIES + 1)),
-            Scheme.MULTI_ROUND,
+            Scheme.WITHOUT_REPLACEMENT,
             f"tree.draft_probs: node 0 must have at most {MOST_ENTRIES} tokens, got {MOST_ENTRIES + 1}",
         ),
         (
             lambda root: drawn(chain(root, 1), [1] * 20_000, sampled_from(8)),
-            Scheme.MULTI_ROUND,
-            "tree.draws: must be at most",
+            Scheme.WITHOUT_REPLACEMENT,
+            "tree.draws: must have each node at most once",
         ),
         (
             lambda root: drawn(chain(root, 2), [2], sampled_from(8, 2)),
-            Scheme.MULTI_ROUND,
+            Scheme.WITHOUT_REPLACEMENT,
             "tree.draws: must include the parent of each node, got node 2 without 1",
         ),
     ],

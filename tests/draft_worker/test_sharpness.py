@@ -19,7 +19,7 @@ from draft_worker.candidates.temperature_scaling import (
     MOST_POWER,
     TemperatureScaling,
     TemperatureScalings,
-    sharpened,
+    scaled,
 )
 from draft_worker.growth.grower import Candidates
 from tests.fakes.draft import FakeModel, fake_log_probs, grow_call, grow_now, new_engine
@@ -100,7 +100,7 @@ def test_whatever_a_draft_says_there_are_probabilities_in_the_same_order(
     log_probs = np.minimum(log_probs, 0)
     for row in range(len(log_probs)):
         log_probs[row, data.draw(st.integers(0, log_probs.shape[1])) :] = -np.inf
-    result = sharpened(log_probs, power)
+    result = scaled(log_probs, power)
     assert not np.isnan(result).any()
     assert (result <= 0).all()
     assert np.array_equal(np.isfinite(result), np.isfinite(log_probs))
@@ -116,31 +116,31 @@ def test_whatever_a_draft_says_there_are_probabilities_in_the_same_order(
 
 def test_power_one_leaves_probabilities_as_they_are() -> None:
     candidates, _ = said(3, 6, seed=1)
-    assert np.array_equal(sharpened(candidates.log_probs, 1.0), candidates.log_probs)
-    assert sharpened(candidates.log_probs, 1.0 + 1e-9) == pytest.approx(candidates.log_probs, abs=1e-6)
+    assert np.array_equal(scaled(candidates.log_probs, 1.0), candidates.log_probs)
+    assert scaled(candidates.log_probs, 1.0 + 1e-9) == pytest.approx(candidates.log_probs, abs=1e-6)
 
 
 def test_each_kind_of_guess_is_learnt_apart_and_samples_not_at_all() -> None:
-    sharpnesses = TemperatureScalings()
+    scalings = TemperatureScalings()
     kinds = [guessing(GREEDY), guessing(DRAWN), guessing(DRAWN, is_perturbed=True), guessing(SamplingParams(1.2))]
-    assert len({id(sharpnesses.of(kind)) for kind in kinds}) == 4
-    assert sharpnesses.of(guessing(SamplingParams(0.8, seed=9, top_k=3))) is sharpnesses.of(guessing(DRAWN))
+    assert len({id(scalings.of(kind)) for kind in kinds}) == 4
+    assert scalings.of(guessing(SamplingParams(0.8, seed=9, top_k=3))) is scalings.of(guessing(DRAWN))
     candidates, log_probs = said(100, VOCAB, seed=1)
     for kind in (guessing(GREEDY), guessing(DRAWN, is_sample=True)):
-        sharpnesses.of(kind).observe(candidates, drawn(log_probs, 2.0, seed=2))
-    assert sharpnesses.of(guessing(DRAWN, is_sample=True)).power == sharpnesses.of(guessing(DRAWN)).power == 1.0
-    (note,) = sharpnesses.notes()
+        scalings.of(kind).observe(candidates, drawn(log_probs, 2.0, seed=2))
+    assert scalings.of(guessing(DRAWN, is_sample=True)).power == scalings.of(guessing(DRAWN)).power == 1.0
+    (note,) = scalings.notes()
     assert note.startswith("guesses at temperature 0 are judged by the draft's probabilities to the power of ")
     assert note.endswith(", learnt from 100 tokens")
 
 
 def test_a_power_that_is_set_is_not_learnt() -> None:
-    sharpnesses = TemperatureScalings(1.5)
+    scalings = TemperatureScalings(1.5)
     candidates, log_probs = said(100, VOCAB, seed=1)
-    sharpnesses.of(guessing(GREEDY)).observe(candidates, drawn(log_probs, 3.0, seed=2))
-    assert sharpnesses.of(guessing(GREEDY)).power == 1.5
-    assert sharpnesses.of(guessing(DRAWN, is_sample=True)).power == 1.0
-    assert sharpnesses.notes() == []
+    scalings.of(guessing(GREEDY)).observe(candidates, drawn(log_probs, 3.0, seed=2))
+    assert scalings.of(guessing(GREEDY)).power == 1.5
+    assert scalings.of(guessing(DRAWN, is_sample=True)).power == 1.0
+    assert scalings.notes() == []
 
 
 @pytest.mark.parametrize("value", ["-1", "4.5", "much", "nan"])
@@ -165,7 +165,7 @@ def test_a_draft_that_is_right_more_often_than_it_says_grows_deeper_trees() -> N
         own = grow_now(as_it_is, grow_call(tokens, held, plan=plan)).tree
         held = len(tokens) - 1
         tokens = likeliest(tokens, 3)
-    assert engine.sharpnesses.of(guessing(GREEDY)).power > 1.25
+    assert engine.scalings.of(guessing(GREEDY)).power > 1.25
     assert tree.depths().mean() > own.depths().mean()
     assert tree.scores()[1:].max() > own.scores()[1:].max()
 
@@ -182,13 +182,13 @@ def test_trees_are_the_same_whether_or_not_more_was_explored_ahead() -> None:
             warm.step()
         held = len(tokens) - 1
         tokens = [*likeliest(tokens, int(rng.integers(0, 4))), int(rng.integers(6))]
-    powers = [engine.sharpnesses.of(guessing(GREEDY)).power for engine in (cold, warm)]
+    powers = [engine.scalings.of(guessing(GREEDY)).power for engine in (cold, warm)]
     assert powers[0] == powers[1] != 1.0
 
 
 def test_another_text_or_the_same_call_again_teaches_nothing() -> None:
     engine = new_engine(FakeModel(), power=0.0)
-    sharpness = engine.sharpnesses.of(guessing(GREEDY))
+    sharpness = engine.scalings.of(guessing(GREEDY))
     grow_now(engine, grow_call([3, 1, 4]))
     grow_now(engine, grow_call([3, 1, 4], 2))
     grow_now(engine, grow_call([3, 1, 2, 5], 2))

@@ -4,28 +4,35 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
 from bough.protocol.messages import Verdict
+from bough.trees.draft_probs import DraftProbs
 from bough.trees.tree import Tree
-from bough.trees.tree_plan import Scheme
+from loadtest.acceptance.multi_round import merged, multi_round_law
 from loadtest.acceptance.rates import Pair
-from tests.target_worker.test_verify import law_at_root, one_level
 
 A, B = 0, 1
 PAIR = Pair(np.array([0.5, 0.5, 0.0]), np.array([0.9, 0.1]))
-SUPPORT = np.array([A, B], np.int32), np.array([0.9, 0.1], np.float32)
+DRAFT_PROBS = DraftProbs.joined({0: (np.array([A, B], np.int32), np.array([0.9, 0.1], np.float32))})
 NINTHS = 9  # every chance of a verdict, given the draws, is some of these
 
 
 class Case(NamedTuple):
     """One outcome of the draws and of the verdict on them."""
 
+    drawn: tuple[int, ...]
     tree: Tree
     verdict: Verdict
     times: int  # of `num_cases` rounds, exactly
+
+
+def sample(token: int) -> Tree:
+    """A chain of this token alone."""
+    return replace(Tree.of([0, token], [-1, 0], [0.0, 0.0]), draft_probs=DRAFT_PROBS)
 
 
 def num_cases(num_draws: int) -> int:
@@ -36,11 +43,11 @@ def num_cases(num_draws: int) -> int:
 def cases(num_draws: int) -> Iterator[Case]:
     """Every outcome of so many draws below a root; what has been drawn twice is one node."""
     for drawn in itertools.product((A, B), repeat=num_draws):
-        tree = one_level(drawn, SUPPORT, Scheme.MULTI_ROUND)
+        tree = merged([sample(token) for token in drawn])
         chance = np.prod(PAIR.draft_probs[list(drawn)])
-        law = law_at_root(PAIR.target_probs[:2], tree, Scheme.MULTI_ROUND)
+        law = multi_round_law(tree, 0, PAIR.target_probs[:2])
         for token in (A, B):
             accepted = tuple(tree.along([token]))
             times = num_cases(num_draws) * float(chance * law[token])
             assert abs(times - round(times)) < 1e-2  # draft probabilities are single precision
-            yield Case(tree, Verdict(accepted, token), round(times))
+            yield Case(drawn, tree, Verdict(accepted, token), round(times))

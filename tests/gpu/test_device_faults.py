@@ -137,7 +137,7 @@ def test_a_sweep_that_gets_no_further_is_noticed() -> None:
     clock.now += STILL_SECONDS - 1
     assert stillness.trouble(True) == ""
     clock.now += 2
-    assert stillness.trouble(True).startswith("a sweep has got no further for 121 seconds")
+    assert stillness.trouble(True).startswith("a sweep has made no progress for 121 seconds")
     done[0] += 1
     assert stillness.trouble(True) == ""
     clock.now += 2 * STILL_SECONDS

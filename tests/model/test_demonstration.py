@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bough.cli import up
+from bough.cli.machine import up
 from bough.config.cache_paths import EXPANSION_NAME, demonstration_folder
 from bough.errors import ConfigError
 

@@ -116,8 +116,8 @@ class Rounds:
         return (self._num_bytes() - before) // self._store._layers[0].each[0].num_bytes
 
     def _num_bytes(self) -> int:
-        assert isinstance(self._store._arrivals, ExpertReads)
-        return LinkFigures.of(self._store._arrivals._traffic, 0).num_bytes
+        assert isinstance(self._store._loader, ExpertReads)
+        return LinkFigures.of(self._store._loader._traffic, 0).num_bytes
 
 
 def read(file: Path, offset: int, num_bytes: int) -> bytes:
@@ -154,7 +154,7 @@ def test_what_is_likely_is_there_before_it_is_wanted(layers: dict[int, LayerExpe
         rounds = Rounds(store, 4)
         for _ in range(8):
             rounds.sweep(range(6))
-        assert (store._rooms._layer_at[store._rooms._is_ahead] == 0).any()
+        assert (store._cache._layer_at[store._cache._is_ahead] == 0).any()
 
 
 def test_a_guess_drives_out_what_is_less_likely_and_nothing_else(layers: dict[int, LayerExperts]) -> None:
@@ -163,12 +163,12 @@ def test_a_guess_drives_out_what_is_less_likely_and_nothing_else(layers: dict[in
         rounds = Rounds(store, 4)
         for _ in range(12):
             rounds.sweep([0, 1])
-        store._rooms._usage[1, 2] = 0.6
+        store._cache._usage[1, 2] = 0.6
         store.begin(0)
-        assert not store._rooms._is_ahead.any()
-        store._rooms._usage[1, 2], store._rooms._usage[3, 0] = 0.9, 0.1
+        assert not store._cache._is_ahead.any()
+        store._cache._usage[1, 2], store._cache._usage[3, 0] = 0.9, 0.1
         store.begin(0)
-        assert (store._rooms._slab_of[1, 2] >= 0, store._rooms._slab_of[3, 0] >= 0) == (True, False)
+        assert (store._cache._slab_of[1, 2] >= 0, store._cache._slab_of[3, 0] >= 0) == (True, False)
 
 
 def test_what_is_wanted_overtakes_what_is_read_ahead(layers: dict[int, LayerExperts]) -> None:
@@ -177,11 +177,11 @@ def test_what_is_wanted_overtakes_what_is_read_ahead(layers: dict[int, LayerExpe
         rounds, gate = Rounds(store, 4), Event()
         for _ in range(8):
             rounds.sweep(range(6))
-        assert isinstance(store._arrivals, ExpertReads)
-        stuck = [store._arrivals._guessing.submit(gate.wait) for _ in range(3)]
+        assert isinstance(store._loader, ExpertReads)
+        stuck = [store._loader._prefetching.submit(gate.wait) for _ in range(3)]
         try:
             rounds.sweep(range(6))
-            assert store._rooms._is_ahead.any()
+            assert store._cache._is_ahead.any()
             rounds.sweep([0, 3])
             rounds.sweep(range(6))
         finally:
@@ -193,8 +193,8 @@ def test_who_is_there_is_computed_before_those_who_come(layers: dict[int, LayerE
     with store_of(layers, 12) as store:
         rounds, gate = Rounds(store, 4), Event()
         rounds.sweep([1, 4])
-        assert isinstance(store._arrivals, ExpertReads)
-        stuck = [store._arrivals._threads.submit(gate.wait) for _ in range(3)]
+        assert isinstance(store._loader, ExpertReads)
+        stuck = [store._loader._threads.submit(gate.wait) for _ in range(3)]
         store.begin(0)
         assert store.expect(0, [0, 1, 4, 5]) == [1, 4, 0, 5]
         gate.set()
@@ -209,10 +209,10 @@ def test_any_wishes(num_slabs: int, layers: dict[int, LayerExperts]) -> None:
         for _ in range(40):
             rounds.sweep(rng.choice(6, size=rng.integers(1, 7), replace=False).tolist())
             held = [
-                (layer, expert) for layer, expert in zip(store._rooms._layer_at, store._rooms._number_at, strict=True)
+                (layer, expert) for layer, expert in zip(store._cache._layer_at, store._cache._number_at, strict=True)
             ]
             for slab, (layer, expert) in enumerate(held):
-                assert layer < 0 or store._rooms._slab_of[layer, expert] == slab
+                assert layer < 0 or store._cache._slab_of[layer, expert] == slab
 
 
 def test_a_damaged_file_fails_the_sweep_and_not_those_after_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,7 @@ from bough.model.loading.weight_map import logical_sources
 from bough.model.packing import shard_writer as packing
 from bough.model.packing.pack import pack
 from bough.model.quant.awq import AwqFormat
-from bough.model.quant.bough_format import Packed
+from bough.model.quant.bough_format import BoughFormat, Packed
 from bough.model.quant.format import PackedTensors, QuantFormat
 from bough.model.quant.gptq import GptqFormat
 from bough.model.quant.quantize import GROUP_SIZES, quantize
@@ -447,7 +447,9 @@ def test_a_file_that_is_laid_out_otherwise_is_not_read(tiny: Path, tmp_path: Pat
         with pytest.raises(StreamError, match="checksum"):
             plain_logits(model, TOKENS)
         other.replace(place.file)
-        with pytest.raises(StreamError, match=rf"{place.file.name}: has \d+ bytes, and had \d+ when"):
+        with pytest.raises(
+            StreamError, match=rf"{place.file.name}: must have \d+ bytes, as when the model was opened, got \d+"
+        ):
             plain_logits(model, TOKENS)
 
 
@@ -509,6 +511,19 @@ def test_outputs_that_are_no_whole_words_of_zeros_are_refused(tmp_path: Path) ->
     save_file({f"x.{name}": torch.zeros(shape, dtype=dtypes[name]) for name, shape in tensors.items()}, file)
     with pytest.raises(CheckpointError, match=r"tensor x.qzeros must be whole words of 8 outputs, got 12"):
         format_.source("x.qweight", PackedTensors(read_header(file)))
+
+
+@pytest.mark.parametrize(("bits", "num_inputs", "num_groups"), [(4, 6, 2), (4, 12, 2), (8, 12, 2), (8, 8192, 1)])
+def test_groups_that_no_kernel_takes_are_refused(tmp_path: Path, bits: int, num_inputs: int, num_groups: int) -> None:
+    """In 4 bits an odd group's last input was never written, and a GPU's kernel takes powers of two only."""
+    file, kinds = tmp_path / "model.safetensors", 2 if bits == 4 else 1
+    packed = torch.zeros(3, num_inputs * bits // 8, dtype=torch.uint8 if bits == 4 else torch.int8)
+    scales = torch.zeros(kinds, 3, num_groups, dtype=torch.float16)
+    save_file({"x.weight.packed": packed, "x.weight.packed_scales": scales}, file)
+    with pytest.raises(
+        CheckpointError, match=f"packed_scales makes groups of {num_inputs // num_groups} inputs; must be a power of"
+    ):
+        BoughFormat(bits).source("x.weight.packed", PackedTensors(read_header(file)))
 
 
 def test_scales_are_what_they_are_in_float16() -> None:

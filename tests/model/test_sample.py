@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bough.errors import InvalidRequest, Unavailable
-from bough.model.sampling.draft_sampler import Purpose, draft_weights, generator, independently, without_replacement
+from bough.model.sampling.draft_sampler import Purpose, draft_weights, generator, without_replacement
 from bough.protocol.sampling_params import SamplingParams
 from bough.trees.draft_probs import normalised
 from draft_worker.candidates.candidates import Guessing
@@ -103,14 +103,6 @@ def test_what_is_exhausted_goes_on_with_the_other_tokens() -> None:
         assert set(drawn[:2].tolist()) == {4, 1}
         counts[drawn[2]] += 1
     assert chi_square(counts[[0, 2, 3, 5]], np.full(4, 0.25)) < 46
-
-
-def test_independent_draws_follow_the_distribution_and_repeat() -> None:
-    drawn = independently(TOKENS, PROBS, NUM, generator(3, Purpose.DRAFT, 2, 0))
-    assert drawn.shape == (NUM,)
-    assert chi_square(np.array([(drawn == token).sum() for token in TOKENS]), PROBS) < 42
-    both = independently(np.stack([TOKENS, TOKENS]), np.array([[1.0, 0, 0], [0, 0, 1.0]]), 3, np.random.default_rng(0))
-    assert both.tolist() == [[4, 4, 4], [3, 3, 3]]
 
 
 @given(st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 2), st.integers(0, 2**31))

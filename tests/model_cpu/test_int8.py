@@ -219,6 +219,6 @@ def test_8_bits_where_they_are_possible(
     assert "8 bits" not in loaded(folder, "16").describe()
     other, narrow = save_model(tmp_path / "other", GemmaConfig(**GEMMA)), save_model(tmp_path / "narrow", TINY)
     for model, dtype in ((other, "bfloat16"), (narrow, "bfloat16"), (folder, "float32")):
-        with pytest.raises(ConfigError, match=r"--bits: 8, but .* 16 or auto would do"):
+        with pytest.raises(ConfigError, match=r"--bits: must be 16 or auto for .* got 8"):
             loaded(model, "8", dtype)
         assert "8 bits" not in loaded(model, "auto", dtype).describe()

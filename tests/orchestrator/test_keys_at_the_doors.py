@@ -9,7 +9,7 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -240,6 +240,17 @@ async def test_what_a_key_allows_holds_at_both_doors(tmp_path: Path) -> None:
             refused = await refusal(answer(alice))
             assert "tokens_per_minute: this key's 20 are used" in str(refused)
             await answer(bob)
+
+
+async def test_a_tenant_keeps_as_many_sessions_as_its_key_allows(tmp_path: Path) -> None:
+    """One tenant's names filled the index for all, which forgets what was used longest ago, whosever it is."""
+    async with guarded(tmp_path, sessions=2) as door, door.client(ALICE) as alice, door.client(BOB) as bob:
+        for client, name in ((bob, "a"), (alice, "a"), (alice, "b"), (alice, "a"), (alice, "c")):
+            await answer(client, replace(SHORT, session_id=name))
+        again = replace(SHORT, session_id="b", continues=True)
+        assert isinstance(await refusal(answer(alice, again)), NotFound), "it was used before the others"
+        for client, name in ((alice, "a"), (alice, "c"), (bob, "a")):
+            await answer(client, replace(again, session_id=name))
 
 
 async def test_sighup_has_the_keys_read_again_and_ends_nothing(tmp_path: Path) -> None:

@@ -131,3 +131,18 @@ def test_single_bytes_of_a_tokenizer_that_falls_back_to_them_take_no_more_work()
             assert text == decode(tokens)
         elif 256 in tokens:
             assert text == "\ufffd" * 1000 + "a"
+
+
+def test_bytes_that_never_became_a_character_complete_no_stop() -> None:
+    """The text was cut off there, and the request's end said that its length was the reason."""
+    output = TextStream(decode, ("a\ufffd", "b"))
+    assert [output.push(token).text for token in (0x61, 0xF0)] == ["", ""]
+    assert output.finish() == "a\ufffd"
+
+
+def test_half_a_character_after_a_stop_in_one_token_is_not_told() -> None:
+    """Vocabularies have tokens such as a space and the first bytes of an emoji."""
+    pieces = [b"a", b" \xf0\x9f"]
+    output = TextStream(lambda tokens: b"".join(pieces[token] for token in tokens).decode(errors="replace"), (" ",))
+    assert [output.push(token) for token in (0, 1)] == [("a", None), ("", " ")]
+    assert output.finish() == ""

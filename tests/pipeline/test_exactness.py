@@ -16,17 +16,18 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from bough.model.sampling.draft_sampler import Purpose, draft_weights, generator, independently, without_replacement
+from bough.model.sampling.draft_sampler import Purpose, draft_weights, generator, without_replacement
 from bough.model.sampling.sampler import _noisiest, filtered, gumbel_noise, probabilities
 from bough.protocol.messages import Context, VerifyCall
 from bough.protocol.sampling_params import SamplingParams
 from bough.trees.draft_probs import DraftProbs, normalised
 from bough.trees.tree import Tree
 from bough.trees.tree_plan import Scheme
-from target_worker.verification.traversal import Refused, Traversal
-from target_worker.verification.verdict import compute_verdict, laws_of
+from target_worker.verification.traversal import Rejected, Traversal
+from target_worker.verification.verdict import compute_verdict, distributions_after
 from target_worker.verification.verify import Draw, conditional_distribution, draws_at
 from tests.fakes.chi_square import fit, tail
+from tests.fakes.sampling import independently
 
 VOCAB = 5
 LENGTH = 3  # tokens whose joint law is compared
@@ -35,7 +36,7 @@ MAX_ERROR, NUM_TESTS = 1e-6, 610
 NUM_SERVED_TESTS = 8  # of them in `test_exactness_served`
 FILTERS = ({}, {"top_p": 0.8}, {"top_k": 3}, {"top_p": 0.9, "top_k": 4})
 DRAFTS = ("good", "bad", "disjoint", "one-hot", "truncated")
-SAMPLED = [Scheme.WITHOUT_REPLACEMENT, Scheme.MULTI_ROUND, Scheme.TRAVERSAL]
+SAMPLED = [Scheme.WITHOUT_REPLACEMENT, Scheme.TRAVERSAL]
 Text = tuple[int, ...]
 Row = np.ndarray
 Law = Callable[[Row, Iterable[Draw]], Row]
@@ -77,10 +78,8 @@ class World:
 def draw_some(world: World, text: Text, scheme: Scheme, num: int, rng: np.random.Generator) -> np.ndarray:
     """(num,) tokens drawn by the draft after a text; for Scheme.TARGET the likeliest."""
     tokens, weights = world.draft(text)
-    if scheme.is_without_replacement:
+    if scheme.is_sampled:
         return without_replacement(tokens, normalised(weights), num, VOCAB, rng)
-    if scheme is Scheme.MULTI_ROUND:
-        return independently(tokens, normalised(weights), num, rng)
     return tokens[:num]
 
 
@@ -89,14 +88,11 @@ def build(world: World, text: Text, scheme: Scheme, first: Text, below: Text) ->
     nodes = {token: 1 + index for index, token in enumerate(dict.fromkeys(first))}
     nodes_below = {token: 1 + len(nodes) + index for index, token in enumerate(dict.fromkeys(below))}
     supports = {0: world.draft(text), 1: world.draft((*text, first[0]))}
-    draws = [nodes[token] for token in first] + [nodes_below[token] for token in below]
-    is_sampled = scheme is not Scheme.TARGET
     tree = Tree(
         np.array([0, *nodes, *nodes_below], np.int32),
         np.array([-1, *(0 for _ in nodes), *(1 for _ in nodes_below)], np.int32),
         np.zeros(1 + len(nodes) + len(nodes_below), np.float32),
-        DraftProbs.joined(supports) if is_sampled else None,
-        np.array(draws, np.int32) if scheme is Scheme.MULTI_ROUND else None,
+        DraftProbs.joined(supports) if scheme.is_sampled else None,
     )
     tree.validate(VOCAB, 16, scheme)
     return tree
@@ -113,7 +109,7 @@ def grow_many(world: World, text: Text, scheme: Scheme, num: int, rng: np.random
     """`num` trees with two draws below the root, and one below the first of these."""
     tokens, weights = (np.tile(array, (num, 1)) for array in world.draft(text))
     probs = np.tile(normalised(weights[0]), (num, 1))
-    if scheme.is_without_replacement:
+    if scheme.is_sampled:
         first = without_replacement(tokens, probs, 2, VOCAB, rng)
     else:
         first = independently(tokens, probs, 2, rng)
@@ -147,7 +143,7 @@ def verify_many(
     return outcomes
 
 
-def sample_texts(world: World, scheme: Scheme, num: int, laws: Laws = laws_of) -> Counter[Text]:
+def sample_texts(world: World, scheme: Scheme, num: int, laws: Laws = distributions_after) -> Counter[Text]:
     """`num` texts of LENGTH tokens, round by round."""
     rng = np.random.default_rng([7, world.seed])
     texts = Counter({(): num})
@@ -246,20 +242,19 @@ class StaleTraversal(Traversal):
 class TraversalOfTokens(Traversal):
     """Wrong: a node's parameter is its token's and not its path's."""
 
-    def _refuse_all(self, node: int, target_probs: Row) -> tuple[np.ndarray, Refused]:
+    def _reject_all(self, node: int, target_probs: Row) -> tuple[np.ndarray, Rejected]:
         self._presence[node] = 1.0
-        return super()._refuse_all(node, target_probs)
+        return super()._reject_all(node, target_probs)
 
 
 def laws_by_traversal(traversal: type[Traversal]) -> Laws:
-    return lambda tree, _, target_probs: traversal(tree, target_probs).law
+    return lambda tree, _, target_probs: traversal(tree, target_probs).distribution_after
 
 
 @pytest.mark.parametrize(
     ("laws", "scheme"),
     [
         (laws_by(law_without_residual), Scheme.WITHOUT_REPLACEMENT),
-        (laws_by(law_without_residual), Scheme.MULTI_ROUND),
         (laws_by(law_with_stale_draft), Scheme.WITHOUT_REPLACEMENT),
         (laws_by_traversal(StaleTraversal), Scheme.TRAVERSAL),
         (laws_by_traversal(TraversalOfTokens), Scheme.TRAVERSAL),

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from bough.model.batch.batch import Batch
-from bough.model.sampling.draft_sampler import Purpose, generator, independently, without_replacement
+from bough.model.sampling.draft_sampler import Purpose, generator, without_replacement
 from bough.model.sampling.sampler import filtered, gumbel, probabilities
 from bough.pb import common_pb2
 from bough.protocol.codec_trees import tree_from_wire, tree_to_wire
@@ -31,7 +31,7 @@ from bough.trees.tree_plan import Scheme, StaticShape, TreePlan
 from draft_worker.candidates.candidates import Guessing
 from draft_worker.candidates.top_k import largest
 from draft_worker.growth.static_shape import weights_of
-from target_worker.verification.verdict import compute_verdict, laws_of
+from target_worker.verification.verdict import compute_verdict, distributions_after
 from tests.fakes.chi_square import fit
 from tests.fakes.draft import VOCAB, FakeModel, grow_call, grow_now, new_engine
 from tests.pipeline.test_exactness import ALLOWED, NUM_DRAWS, NUM_SERVED_TESTS, SAMPLED
@@ -133,9 +133,7 @@ def sampled_children(tokens: np.ndarray, scheme: Scheme, numbers: np.ndarray) ->
     candidates = Guessing.of(call).candidates(values, ranked, np.zeros(VOCAB, np.int32))
     choices, probs = candidates.tokens[tokens], normalised(weights_of(candidates))[tokens]
     rng: Any = Replayed(numbers)
-    if scheme.is_without_replacement:
-        return without_replacement(choices, probs, 2, VOCAB, rng)
-    return independently(choices, probs, 2, rng)
+    return without_replacement(choices, probs, 2, VOCAB, rng)
 
 
 class Laws(NamedTuple):
@@ -148,7 +146,7 @@ class Laws(NamedTuple):
 
 def laws_after(tree: Tree, scheme: Scheme) -> Laws:
     """By the judge's own laws."""
-    law = laws_of(tree, scheme, lambda node: TARGET_PROBS[tree.tokens[node]])
+    law = distributions_after(tree, scheme, lambda node: TARGET_PROBS[tree.tokens[node]])
     is_child, second = np.zeros(VOCAB, np.bool_), np.ones((VOCAB, VOCAB))
     for token, node in tree.children()[0].items():
         is_child[token], second[token] = True, law(node, TARGET_PROBS[token])

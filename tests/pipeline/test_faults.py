@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from bough.cli.doctor import find_problems
+from bough.cli.inspection.doctor import find_problems
 from bough.client import Client
 from bough.errors import Unavailable
 from bough.processes.launch import Cluster

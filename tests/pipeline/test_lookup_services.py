@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bough.cli.doctor import find_problems
+from bough.cli.inspection.doctor import find_problems
 from bough.client import Client
 from bough.processes.launch import Cluster
 from bough.protocol.generation import Finished, GenerateOptions, Speculation, TokenPrompt, Tokens
@@ -100,7 +100,7 @@ async def test_no_draft_on_purpose_is_no_problem(draftless: Client) -> None:
     assert find_problems(server) == []
 
 
-@pytest.mark.parametrize("scheme", [Scheme.WITHOUT_REPLACEMENT, Scheme.MULTI_ROUND, Scheme.TRAVERSAL])
+@pytest.mark.parametrize("scheme", [Scheme.WITHOUT_REPLACEMENT, Scheme.TRAVERSAL])
 async def test_what_is_looked_up_comes_beside_samples_where_it_is_asked_for(drafting: Client, scheme: Scheme) -> None:
     """That the law stays the target's is shown in tests/target_worker/test_traversal.py."""
     sampling = Speculation(growth=Chains(2, 3), scheme=scheme)

@@ -81,11 +81,11 @@ async def finish(client: Client, prompt: object, options: GenerateOptions = SHOR
 @pytest.mark.parametrize(
     ("prompt", "changes", "message"),
     [
-        (TextPrompt(""), {}, "prompt: empty"),
-        (TokenPrompt(()), {}, "prompt: empty"),
-        (ChatPrompt(()), {}, r"chat\.messages: empty"),
+        (TextPrompt(""), {}, "prompt: must have at least one token"),
+        (TokenPrompt(()), {}, "prompt: must have at least one token"),
+        (ChatPrompt(()), {}, r"chat\.messages: must have at least one"),
         (TokenPrompt((1, 262)), {}, r"token_ids\.ids\[1\]: must be 0 to 261, got 262"),
-        (TokenPrompt((1,) * 512), {}, "prompt: 512 tokens; the context holds 512"),
+        (TokenPrompt((1,) * 512), {}, "prompt: 512 tokens; the model's maximum context length is 512 tokens"),
         (PROMPT, {"temperature": -1.0}, "temperature: must .* got -1.0"),
         (PROMPT, {"temperature": float("nan")}, "temperature: must .* got nan"),
         (PROMPT, {"top_p": 0.0}, "top_p: must .* got 0.0"),
@@ -97,9 +97,9 @@ async def finish(client: Client, prompt: object, options: GenerateOptions = SHOR
         (PROMPT, {"stop_token_ids": (262,)}, "stop_token_ids: must .* got 262"),
         (PROMPT, {"max_tokens": 0}, "max_tokens: must .* got 0"),
         (PROMPT, {"logprobs": 1000}, "logprobs: must .* got 1000"),
-        (PROMPT, {"speculation": Speculation(budget=0)}, r"speculation\.budget: 0"),
-        (PROMPT, {"speculation": Speculation(budget=33)}, r"speculation\.budget: 33; 1 to 32"),
-        (PROMPT, {"speculation": Speculation(lookup=33)}, r"speculation\.lookup: 33; 0 to 32"),
+        (PROMPT, {"speculation": Speculation(budget=0)}, r"speculation\.budget: must .* got 0"),
+        (PROMPT, {"speculation": Speculation(budget=33)}, r"speculation\.budget: must be 1 to 32, got 33"),
+        (PROMPT, {"speculation": Speculation(lookup=33)}, r"speculation\.lookup: must be 0 to 32, got 33"),
     ],
 )
 async def test_requests_that_make_no_sense(
@@ -188,9 +188,12 @@ def sampled_tree(drawn_from: list[int], draws: list[int]) -> common_pb2.Tree:
             sampled_tree([4, 9], []),
             r"tree\.tokens\[2\]: must be a token of tree\.draft_probs of node 0, got 5",
         ),
-        (common_pb2.MULTI_ROUND, sampled_tree([], [1, 2]), r"tree\.draft_probs: must have the distribution .* node 0"),
-        (common_pb2.MULTI_ROUND, sampled_tree([4, 5], []), r"tree\.draws: must list all nodes"),
-        (common_pb2.MULTI_ROUND, sampled_tree([4, 5], [1, 3]), r"tree\.draws: must be nodes from 1 to 2, got 3"),
+        (
+            common_pb2.WITHOUT_REPLACEMENT,
+            sampled_tree([4, 5], [1, 3]),
+            r"tree\.draws: must be nodes from 1 to 2, got 3",
+        ),
+        (2, sampled_tree([4, 5], []), r"scheme: must be one of 0 \(target\).* got 2"),
         (
             common_pb2.WITHOUT_REPLACEMENT,
             sampled_tree([4, 5], [1, 1]),
@@ -207,7 +210,7 @@ async def test_trees_that_were_not_sampled_as_the_scheme_says(
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
-@pytest.mark.parametrize("scheme", [common_pb2.WITHOUT_REPLACEMENT, common_pb2.MULTI_ROUND])
+@pytest.mark.parametrize("scheme", [common_pb2.WITHOUT_REPLACEMENT, common_pb2.TRAVERSAL])
 async def test_sampled_trees_are_verified_by_their_schemes(
     target: target_pb2_grpc.TargetStub, scheme: common_pb2.VerificationScheme
 ) -> None:
@@ -216,7 +219,7 @@ async def test_sampled_trees_are_verified_by_their_schemes(
     plain = await target.Verify(verify_request(scheme=scheme))
     best = plain.bonus_token
     for round_, drawn in enumerate(([best, best + 1], [best + 1, best + 2]), start=1):
-        tree = sampled_tree(drawn, [1, 2, 1] if scheme == common_pb2.MULTI_ROUND else [])
+        tree = sampled_tree(drawn, [])
         tree.tokens[1:] = drawn
         context = common_pb2.Context(session_id="bad-input", context_start=2, prefix_hash=prefix_hash([1, 2]))
         request = verify_request(context=context, tree=tree, scheme=scheme, sampling=sampling, round=round_)
@@ -233,13 +236,13 @@ async def test_an_unknown_session_is_told_what_is_held(target: target_pb2_grpc.T
     assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
     metadata = dict(caught.value.trailing_metadata() or ())
     assert (metadata[LENGTH_KEY], metadata[HASH_KEY]) == ("0", str(prefix_hash([])))
-    with pytest.raises(grpc.aio.AioRpcError, match="is not held here"):
+    with pytest.raises(grpc.aio.AioRpcError, match="has no slot here"):
         await target.Release(common_pb2.ReleaseRequest(session_id="unknown"))  # it has taken no slot
 
 
 async def test_a_call_that_is_meant_for_another_worker_is_refused(target: target_pb2_grpc.TargetStub) -> None:
     """It was at this address before, perhaps with another model: a connection goes to whoever is there now."""
-    with pytest.raises(grpc.aio.AioRpcError, match="worker_id: 'target-1-a' is not here") as caught:
+    with pytest.raises(grpc.aio.AioRpcError, match="at this address, got 'target-1-a'") as caught:
         await target.Verify(verify_request(worker_id="target-1-a"))
     assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
     info = await target.GetServerInfo(common_pb2.GetServerInfoRequest())
@@ -454,11 +457,11 @@ async def test_workers_that_cannot_start_say_why(
     monkeypatch.setattr(process, "stop_event", asyncio.Event)  # signals stay this process's own
     for module, flags, message in (
         (target_worker.__main__, ["--model", str(broken)], f"{victim.name}"),
-        (target_worker.__main__, ["--model", str(tiny), "--port", port], f"cannot listen on 127.0.0.1:{port}"),
+        (target_worker.__main__, ["--model", str(tiny), "--port", port], f"--port: cannot listen on 127.0.0.1:{port}"),
         (
             target_worker.__main__,
             ["--model", str(tiny), "--kv-memory", "1KB"],
-            "--kv-memory: 1000 bytes hold no session",
+            "got 1000",
         ),
         (target_worker.__main__, [*streaming, "--ring-memory", "1KB"], "--ring-memory: must be at least"),
         (target_worker.__main__, [*streaming, "--device-memory", "1MB"], "for 2 layers of 0.13 MB, got"),
@@ -466,7 +469,7 @@ async def test_workers_that_cannot_start_say_why(
         (
             draft_worker.__main__,
             ["--model", str(tiny), "--kv-memory", "1KB"],
-            "--kv-memory: 1000 bytes hold no session",
+            "got 1000",
         ),
         (draft_worker.__main__, ["--model", str(other)], "token 5 is"),
         (target_worker.__main__, ["--model", str(other)], "token 5 is"),

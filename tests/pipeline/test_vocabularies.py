@@ -25,7 +25,7 @@ SHAPE = StaticShape((0, 0, 0, 1, 1, 2, 4, 4))
 PLANS = [
     *(TreePlan(growth, guess=guess) for growth in (BestFirst(12, 3, 4), SHAPE, Chains(2, 3)) for guess in Guess),
     TreePlan(SHAPE, Scheme.WITHOUT_REPLACEMENT),
-    TreePlan(Chains(3, 3), Scheme.MULTI_ROUND),
+    TreePlan(Chains(3, 3), Scheme.WITHOUT_REPLACEMENT),
     TreePlan(SHAPE, Scheme.TRAVERSAL),
 ]
 
@@ -84,7 +84,7 @@ GROWTHS: list[tuple[Growth | None, Scheme]] = [
     (None, Scheme.TARGET),
     (SHAPE, Scheme.TARGET),
     (SHAPE, Scheme.WITHOUT_REPLACEMENT),
-    (Chains(3, 3), Scheme.MULTI_ROUND),
+    (Chains(3, 3), Scheme.WITHOUT_REPLACEMENT),
     (SHAPE, Scheme.TRAVERSAL),
 ]
 

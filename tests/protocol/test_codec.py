@@ -20,7 +20,6 @@ from bough.protocol import codec
 from bough.protocol import codec_generation as wg
 from bough.protocol import generation as g
 from bough.protocol import messages as m
-from bough.protocol.codec_costs import decisions_from_wire, decisions_to_wire
 from bough.protocol.codec_trees import growth_to_wire
 from bough.protocol.cost_curve import CostCurve
 from bough.protocol.decision import Decision, DraftCalibration, Mode, RoundSeconds
@@ -85,7 +84,7 @@ SAMPLED = replace(
             1: (np.array([5], np.int32), np.array([1.0], np.float32)),
         }
     ),
-    draws=np.array([1, 2, 1], np.int32),
+    draws=np.array([1], np.int32),
 )
 
 COST = CostCurve((1, 64), (0.5, 0.75), 8)
@@ -93,8 +92,8 @@ COST = CostCurve((1, 64), (0.5, 0.75), 8)
 
 @given(contexts, sampling_params, st.sampled_from([TREE, SAMPLED]), plans)
 def test_calls_survive_the_wire(context: m.Context, params: SamplingParams, tree: Tree, plan: TreePlan) -> None:
-    if plan.scheme is not Scheme.TARGET:  # the others are only for trees that were sampled, perhaps with additions
-        tree = replace(SAMPLED, draws=np.array([1], np.int32)) if plan.scheme.is_without_replacement else SAMPLED
+    if plan.scheme.is_sampled:  # the others are only for trees that were sampled, perhaps with additions
+        tree = SAMPLED
     verify = m.VerifyCall(context, 2**60, 7, tree, params, plan.scheme, 400, "me", 3, "you", True, True)
     assert codec.verify_call_from_wire(codec.verify_call_to_wire(verify), VOCAB, 8) == verify
     grow = m.GrowCall(context, 5, params, 3, plan, VOCAB + 7)
@@ -195,7 +194,7 @@ def test_events_survive_the_wire(positions: tuple[PositionLogprobs, ...]) -> Non
     for event in (
         g.Started("r", 3, 2**63, "model", 7),
         g.Tokens((1, 2), (True, False), ("a", ""), positions, 8, 3, times, 1),
-        g.Finished("stop", "x", "tail", g.Usage(1, 2, 3), metrics, times, ("w",), 2),
+        g.Finished("stop", "x", "tail", g.Usage(1, 2, 3), metrics, times, ("w",), 2, 0),
     ):
         assert wg.event_from_wire(wg.event_to_wire(event)) == event
 
@@ -220,11 +219,11 @@ def test_acceptance_survives_the_wire(
 def test_decisions_survive_the_wire() -> None:
     decision = Decision(3, Mode.PROBE, "draft-1", 4, 2, 2, 1.5, 0.25, 2.0, 1.75, 12, 30, 5, 4, 1, 2, 34, 1.5, 2)
     decision.expected, decision.seconds = RoundSeconds(1, 2, 3, 4, 5), RoundSeconds(0.5, 0.25, 0, 8, 16)
-    message = decisions_to_wire([decision, Decision(1, Mode.OFF)])
-    assert decisions_from_wire(message) == (decision, Decision(1, Mode.OFF))
+    message = wg.decisions_to_wire([decision, Decision(1, Mode.OFF)])
+    assert wg.decisions_from_wire(message) == (decision, Decision(1, Mode.OFF))
     message.decisions[0].mode = "guess"
     with pytest.raises(InvalidRequest, match=r"decisions\.mode: must be one of draft, lookup.* got 'guess'"):
-        decisions_from_wire(message)
+        wg.decisions_from_wire(message)
 
 
 def test_descriptions_survive_the_wire() -> None:

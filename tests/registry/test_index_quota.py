@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from bough.errors import StaleEpoch, Unavailable
 from bough.protocol.sampling_params import SamplingParams, StopConditions
-from bough.registry.records import RequestRecord, SessionRecord
+from bough.registry.records import MAX_EPOCH, RequestRecord, SessionRecord, WorkerRecord
 from bough.registry.registry import Quota, Registry
 from tests.fakes.index_server import Server, served
 
@@ -111,6 +111,29 @@ async def test_a_ledger_of_nonsense_mends_itself(server: Server) -> None:
         await registry._index.redis.zadd("{bough}:sessions:ends", {b"\xff\xfe": 9e15})
         await record(registry, "e")
         assert await known(registry, "e") == ["e"]
+
+
+async def test_values_longer_than_any_of_ours_are_forgotten_before_anybody_reads_them(server: Server) -> None:
+    """Whoever else writes to the index could fill an orchestrator's memory, or the quota, with a single value."""
+    async with flushed(server, Quota(max_bytes=50_000_000)) as registry:
+        redis = registry._index.redis
+        await record(registry, "kept")
+        for name in ("session:a", "session:b", "session-tokens:c"):
+            await record(registry, name[-1])
+            if "tokens" in name:
+                await redis.setrange(f"{{bough}}:{name}", 2**26, b"xx")
+            else:
+                await redis.hset(f"{{bough}}:{name}", "record", b"x" * (2**22 + 1))
+        assert await registry.load_session("a") is None
+        assert await redis.hexists("{bough}:session:a", "epoch"), "who claimed it may not be forgotten"
+        for name in ("b", "c"):
+            assert (await registry.claim_session(name, "me")).record is None
+            await registry.record_session(replace(SESSION, session_id=name, epoch=MAX_EPOCH - 1), 0)
+        assert await known(registry, "kept", *"abc") == ["kept", "b", "c"], "and nobody made room for it"
+        await registry.register(WorkerRecord("target", "t", "h:1"), 60)
+        await registry.register(WorkerRecord("target", "huge", "h:1"), 60)
+        await redis.hset("{bough}:workers:records", "huge", b"x" * (2**16 + 1))
+        assert [worker.worker_id for worker in await registry.workers()] == ["t"]
 
 
 OPERATIONS = st.lists(

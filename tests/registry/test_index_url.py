@@ -40,8 +40,8 @@ def test_urls_are_checked_at_once(url: str, problem: str) -> None:
 
 @pytest.mark.parametrize("tls", ["", "s"])
 def test_a_cluster_is_told_by_the_scheme(tls: str) -> None:
-    assert read_address(f"redis{tls}+cluster://:x@host:1/0") == (f"redis{tls}://:x@host:1/0", True)
-    assert read_address(f"redis{tls}://host:1/3") == (f"redis{tls}://host:1/3", False)
+    assert read_address(f"redis{tls}+cluster://:x@host:1/0") == (f"redis{tls}://:x@host:1/0", True, "")
+    assert read_address(f"redis{tls}://host:1/3") == (f"redis{tls}://host:1/3", False, "")
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bough.cli.machine_division import divided
+from bough.cli.machine.machine_division import divided
 from bough.config.processes import DraftConfig, OrchestratorConfig, TargetConfig, parse
 from bough.errors import ConfigError
 from bough.model.sizes.draft_needs import draft_needs

@@ -67,6 +67,12 @@ def test_one_of_a_tenants_keys_can_go_and_the_other_stays(tmp_path: Path, capsys
         (("add", "a::b"), "NAME: must be 1 to 64 letters"),
         (("add", "a", "--expires", "tomorrow"), "--expires: must be a time such as"),
         (("add", "a", "--expires", "2027-01-31T00:00:00"), "--expires: must be a time such as"),
+        (
+            ("add", "a", "--expires", "2020-01-31T00:00:00Z"),
+            "--expires: must be a time to come, got 2020-01-31T00:00:00Z",
+        ),
+        (("add", "a", "--exp", "2999-01-31T00:00:00Z"), "unrecognized arguments: --exp"),
+        (("add", "a", "--sessions", "-1"), "--sessions: must be a number from 0"),
         (("add", "a", "--requests", "-1"), "--requests: must be a number from 0"),
         (("remove", "nobody"), "NAME: must be a tenant with a key in"),
     ],

@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import struct
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any, cast
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from bough.errors import Unavailable
-from bough.rpc import server
+from bough.errors import ConfigError, Unavailable
+from bough.rpc import lasting_server, server
 from bough.rpc.health_service import MAX_WATCHERS, HealthService
+from bough.rpc.lasting_server import LastingServer
 from bough.rpc.server import Served, is_serving, open_channel, serving
 from loadtest.fuzz.grpc_door import PREFACE, SETTINGS, _frame, _literal
 
@@ -153,3 +155,17 @@ async def test_a_call_whose_name_is_no_text_ends_no_server(served: Served) -> No
             told = health_pb2.HealthCheckResponse
             assert (await watch.read()).status == (told.SERVING if is_ready else told.NOT_SERVING)
             writer.close()
+
+
+def test_a_grpcio_that_takes_calls_in_another_way_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its calls would come in past what keeps names that are no text away from it, and nobody would know."""
+    other = type("AioServer", (), {"_request_call": lambda _: None})
+    monkeypatch.setattr(lasting_server, "cygrpc", SimpleNamespace(AioServer=other))
+    with pytest.raises(ConfigError, match=rf"^grpcio: must be .*_request_call, .*got {grpc.__version__}"):
+        LastingServer((), (), 1)
+
+
+async def test_a_port_in_use_is_named_by_its_setting(served: Served) -> None:
+    with pytest.raises(ConfigError, match=rf"^--port: cannot listen on 127\.0\.0\.1:{served.port}; it is in use, or"):
+        async with serving("127.0.0.1", served.port, SERVICE, lambda _: None):
+            pass

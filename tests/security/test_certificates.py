@@ -8,11 +8,13 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import grpc
 import pytest
 
 from bough.config.processes import OrchestratorConfig, TargetConfig
 from bough.config.reader import parse, with_shared
 from bough.errors import ConfigError
+from bough.health.probe import main, status_of
 from bough.rpc.server import is_serving, serving
 from bough.security import tls
 from bough.security.access import Access, certificate_files
@@ -197,3 +199,59 @@ async def test_a_process_is_found_by_its_new_certificate_where_there_is_no_autho
         access.refresh()
         assert await is_serving(peer.current, "", 10.0)
         await peer.close()
+
+
+async def test_a_process_that_asks_clients_for_certificates_is_found_by_its_own(tmp_path: Path) -> None:
+    """With --tls-client-ca and no --tls-ca it refused whoever looks after it, such as health checks."""
+    files = replace(AUTHORITY.files(tmp_path), authority="", client_authority=str(STRANGER.write(tmp_path, "clients")))
+    access = Access(tls=Tls(files, is_server=True))
+    async with serving("127.0.0.1", 0, "service", lambda _: None, credentials=access.door_credentials) as served:
+        address = f"127.0.0.1:{served.port}"
+        async with access.own_channel(address).opened() as channel:
+            assert await is_serving(channel, "", 10.0)
+        others = replace(AUTHORITY.files(tmp_path, "other"), authority=files.cert)
+        assert (await status_of(address, "", others)).startswith("UNAVAILABLE"), "its own, and not its authority's"
+        own = ["--tls-cert", files.cert, "--tls-key", files.key]
+        assert await asyncio.to_thread(main, [address, *own]) == 0, "as a container's health check asks"
+    assert access.door_context is not None
+    assert access.own_context is not None
+
+    async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(await reader.read(1))
+        writer.close()
+
+    async with await asyncio.start_server(echo, "127.0.0.1", 0, ssl=access.door_context()) as server:
+        port = server.sockets[0].getsockname()[1]
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=access.own_context())
+        writer.write(b"a")
+        assert await reader.read(1) == b"a"
+        writer.close()
+
+
+async def test_channels_of_older_certificates_end_with_the_last(tmp_path: Path) -> None:
+    """A call that ran on one held it until the garbage collector came by."""
+    files = AUTHORITY.files(tmp_path)
+    access = Access(tls=Tls(files, is_server=True))
+    running = asyncio.Event()
+
+    async def for_ever(_: bytes, __: object) -> bytes:
+        running.set()
+        await asyncio.Event().wait()
+        return b""
+
+    def add(server: grpc.aio.Server) -> None:
+        server.add_registered_method_handlers("s", {"wait": grpc.unary_unary_rpc_method_handler(for_ever, bytes)})
+
+    async with serving("127.0.0.1", 0, "service", add, credentials=access.door_credentials) as served:
+        peer = access.channel(f"localhost:{served.port}")
+        before = peer.current
+        call = before.unary_unary("/s/wait")(b"")
+        await asyncio.wait_for(running.wait(), 10)
+        AUTHORITY.files(tmp_path)
+        access.refresh()
+        assert peer.current is not before
+        await asyncio.sleep(0)
+        assert not call.done(), "what runs goes on"
+        await peer.close()
+        assert before._channel.closed()
+        assert await call.code() is grpc.StatusCode.CANCELLED

@@ -5,22 +5,34 @@ from __future__ import annotations
 from pathlib import Path
 
 from loadtest.intruder.__main__ import intrude
+from loadtest.intruder.certificates import at_certificates, secured
 from loadtest.intruder.stage import new_secrets, staged
 from loadtest.intruder.strangers import at_grpc
 from loadtest.intruder.tally import Tally
 from tests.fakes.stage import Orchestrator
 
-MANY = 1000
+MANY, MANY_CERTIFICATES = 1000, 30
 
 
 async def test_nobody_gets_in_who_may_not(tmp_path: Path) -> None:
-    """`python -m loadtest.intruder`, but for certificates: `test_tls_of_processes.py` and others try these."""
+    """`python -m loadtest.intruder`, its first half."""
     tally = Tally()
     async with staged(tmp_path) as stage:
         await intrude(stage, tally)
     assert not tally.admitted
     assert not tally.locked_out
     assert tally.num_attempts > MANY
+    assert tally.is_safe
+
+
+async def test_nobody_gets_in_without_a_certificate_that_fits(tmp_path: Path) -> None:
+    """Its second half: all have the right key or secret, and speak no TLS, or have a wrong certificate or none."""
+    tally = Tally()
+    async with secured(tmp_path) as bough:
+        await at_certificates(tally, bough)
+    assert not tally.admitted
+    assert not tally.locked_out
+    assert tally.num_attempts > MANY_CERTIFICATES
     assert tally.is_safe
 
 

@@ -221,7 +221,7 @@ async def test_a_call_that_hangs_waits_for_the_end_of_the_failure(tmp_path: Path
 
 
 def test_a_profile_whose_kv_holds_no_session_is_refused() -> None:
-    with pytest.raises(ConfigError, match="hold no session; one of 288 tokens takes"):
+    with pytest.raises(ConfigError, match="bytes, for one session of 288 tokens, got"):
         LIMITS.num_rows(10, 2000)
 
 

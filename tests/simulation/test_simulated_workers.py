@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from bough.cli.machine.up import settings_from
 from bough.cli.main import argument_parser
-from bough.cli.up import settings_from
 from bough.client import Client
 from bough.config.processes import DraftConfig, TargetConfig, parse
 from bough.errors import ConfigError
@@ -58,8 +58,8 @@ WAYS = {
     "without replacement": replace(
         SAMPLED, seed=9, speculation=Speculation(growth=SHAPE, scheme=Scheme.WITHOUT_REPLACEMENT, lookup=0)
     ),
-    "multi-round": replace(
-        SAMPLED, seed=10, speculation=Speculation(growth=Chains(3, 3), scheme=Scheme.MULTI_ROUND, lookup=0)
+    "chains without replacement": replace(
+        SAMPLED, seed=10, speculation=Speculation(growth=Chains(3, 3), scheme=Scheme.WITHOUT_REPLACEMENT, lookup=0)
     ),
     "traversal, greedy": replace(
         OPTIONS, speculation=Speculation(growth=Chains(2, 4), scheme=Scheme.TRAVERSAL, lookup=0)

@@ -23,14 +23,14 @@ class Call:
 
     text: Text
     num_nodes: int = 1
-    num_held: int = 0
-    num_passed_over: int = 0
+    num_cached: int = 0
+    num_sweeps_skipped: int = 0
     sweeps: list[int] = field(default_factory=list)  # of which it had a part
     answered: int | None = None
 
     @property
-    def num_left(self) -> int:
-        return len(self.text.tokens) - self.num_held
+    def num_remaining(self) -> int:
+        return len(self.text.tokens) - self.num_cached
 
 
 def prompt(num_tokens: int, num_nodes: int = 1, start: int = 0) -> Call:
@@ -55,9 +55,9 @@ def sharing(calls: list[Call]) -> Chooser:
 
     def chooser(waiting: list[Call]) -> list[Part[Call]]:
         for call in waiting:
-            common = ((common_length(call.text.tokens, other.text.tokens), other.num_held) for other in calls)
+            common = ((common_length(call.text.tokens, other.text.tokens), other.num_cached) for other in calls)
             shared = (whole_blocks(min(lengths)) for lengths in common)
-            call.num_held = max(call.num_held, *shared)
+            call.num_cached = max(call.num_cached, *shared)
         return choose_shared(waiting, ROOM, inf, ROWS, linear)
 
     return chooser
@@ -75,15 +75,15 @@ def run(calls: list[Call], chooser: Chooser, num_sweeps: int = 10_000) -> int:
         assert sum(part.num_tokens for part in parts) <= ROOM
         assert len({id(part.job) for part in parts}) == len(parts)
         for call in waiting:
-            call.num_passed_over += 1
+            call.num_sweeps_skipped += 1
         for part in parts:
             call = part.job
             num_tokens += part.num_tokens
-            assert 0 <= part.num_context <= call.num_left
-            assert not part.has_tree or part.num_context == call.num_left
+            assert 0 <= part.num_context <= call.num_remaining
+            assert not part.has_tree or part.num_context == call.num_remaining
             assert part.num_tokens, "a part of nothing"
-            call.num_held += part.num_context
-            call.num_passed_over = 0
+            call.num_cached += part.num_context
+            call.num_sweeps_skipped = 0
             call.sweeps.append(number)
             call.answered = number if part.has_tree else None
     return num_tokens
@@ -117,10 +117,10 @@ def test_nobody_starves_where_others_come_again_and_again(trees: list[int], prom
     for number in range(1, 200):
         parts = choose(order, ROOM, knee)
         for call in order:
-            call.num_passed_over += 1
+            call.num_sweeps_skipped += 1
         for part in parts:
-            part.job.num_passed_over = 0
-            part.job.num_held += part.num_context
+            part.job.num_sweeps_skipped = 0
+            part.job.num_cached += part.num_context
             last[id(part.job)] = number
             order.remove(part.job)  # comes again as the youngest
             if not part.has_tree or (not part.num_context and part.job in decoding):

@@ -128,20 +128,20 @@ def test_what_is_there_is_not_copied_again_and_guesses_are_few(
 ) -> None:
     """While copies are outstanding beyond a limit nothing is guessed: what is wanted next would come after them."""
     size = sizes_of(layers.values()).slab_bytes
-    monkeypatch.setattr("target_worker.experts.expert_copies.GUESSED_BYTES", 2 * size)
+    monkeypatch.setattr("target_worker.experts.expert_copies.PREFETCH_BYTES", 2 * size)
     with rounds_of(layers, 24, 0) as rounds:
         for _ in range(5):
             rounds.sweep(range(6))
         rounds._lanes.compute_mark().synchronize()
         assert rounds.traffic.figures().num_bytes == 24 * size
     with rounds_of(layers, 12, 0) as rounds:
-        assert rounds.copies.most_guesses == 2
+        assert rounds.copies.max_prefetches == 2
         for _ in range(5):
             rounds.sweep(range(6))
         rounds._lanes.compute_mark().synchronize()
         rounds._lanes.hold(True)
         rounds.sweep(range(6), until=1)
-        assert rounds.copies.most_guesses == 0
+        assert rounds.copies.max_prefetches == 0
         rounds._lanes.hold(False)
 
 

@@ -157,5 +157,5 @@ def test_who_came_during_the_sweep_in_which_it_was_told_of_was_not_early() -> No
     gathering.answered("0", 5012.0, "o")
     told(gathering, "0", 5013.0, num_running=2)
     gathering.seconds(5013.0, {"o": 1})
-    gathering.arrived("new", 5012.5, "o", 2)  # it had been in the mail
+    gathering.arrived("new", 5012.5, "o", 2)  # it had been in the command
     assert gathering._beginning.seconds == 0.0

@@ -131,11 +131,11 @@ def use(pool: SlotPool, name: str, length: int, epoch: int, num_rows: int = 0) -
     """A call of a session whose text is its own, from arrival to answer, which takes room as `CallQueue` does."""
     tokens = [1000 * epoch + place for place in range(length)]
     rows = max(length, num_rows)
-    for session in pool.in_the_way(name, epoch, rows):
+    for session in pool.to_preempt(name, epoch, rows):
         pool.preempt(session)
     session = pool.lease(name, epoch, rows, Text(tokens), most_rows=FULL.slot_rows)
     pool.commit(session, range(session.slot.length, length), tokens[session.slot.length :])
-    pool.rest(session)
+    pool.end_call(session)
     return session
 
 
@@ -164,10 +164,10 @@ def test_nobody_gives_way_in_vain_nor_to_those_who_came_later(clock: Clock) -> N
     use(pool, "old", 40, epoch=1)
     grown = use(pool, "young", 40, epoch=2)
     clock.now = 50.0
-    with pytest.raises(Exhausted, match="for 30 tokens, but 160 of 800 are free"):
+    with pytest.raises(Exhausted, match="30 tokens need 240 bytes, but 160 of 800 are free"):
         use(pool, "young", 70, epoch=2)
-    assert pool.in_the_way("old", 1, 101) == [], "more than there is"
-    assert pool.in_the_way("stranger", 0, 40) == [], "who comes in pushes nobody out"
+    assert pool.to_preempt("old", 1, 101) == [], "more than there is"
+    assert pool.to_preempt("stranger", 0, 40) == [], "who comes in pushes nobody out"
     clock.now = 100.0
     assert grown.state is SlotState.HELD, "who asks again and again keeps what it has"
     use(pool, "old", 60, epoch=1)
@@ -208,7 +208,7 @@ def test_nobody_comes_in_who_would_give_way_at_once(clock: Clock) -> None:
     pool = new_pool(clock, 100, step_rows=STEP)
     use(pool, "a", 40, epoch=1)
     use(pool, "b", 30, epoch=2)
-    with pytest.raises(Exhausted, match="2 sessions in use hold the rest, and grow by 16; try again"):
+    with pytest.raises(Exhausted, match="2 sessions in use hold the rest, and may grow by 16; try again"):
         use(pool, "c", 15, epoch=3)
     use(pool, "c", 14, epoch=3)
 
@@ -233,5 +233,5 @@ def test_a_call_that_waits_ends_where_its_session_gives_way(pool: SlotPool) -> N
 def test_a_request_that_could_never_fit_is_refused_with_the_numbers(engine: SweepEngine) -> None:
     """However empty the memory is: a worker starts only where one session of the longest context fits."""
     long = Caller("long", 1, [1] * (FULL.max_context + 1))
-    with pytest.raises(InvalidRequest, match="context: 49 tokens; at most 48 fit a session"):
+    with pytest.raises(InvalidRequest, match="context: must have at most 48 tokens, got 49"):
         engine.verify(long.call()).result(5)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from bough.cli.plan_model import make_plan
+from bough.cli.planning.plan_model import make_plan
 from bough.config.processes import PlanConfig, TargetConfig, parse
 from bough.errors import ConfigError
 from bough.model.batch.batch import Batch, Segment

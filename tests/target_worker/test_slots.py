@@ -38,7 +38,7 @@ def use(pool: SlotPool, name: str, tokens: list[int], num_rows: int = 0, epoch: 
     """A call from its arrival to its answer."""
     session = pool.lease(name, epoch, max(num_rows, len(tokens)), Text(tokens))
     write(pool, session, tokens[session.slot.length :])
-    pool.rest(session)
+    pool.end_call(session)
     return session
 
 
@@ -76,7 +76,7 @@ def test_slots_keep_their_promises_whatever_happens(steps: list[tuple[str, int, 
                 pool.release(name)
             elif kind == "g" and (session := pool.get(name)) is not None:
                 pool.lease(name, session.epoch, 1, Text([*session.slot.tokens]))
-                pool.abandon(session)
+                pool.end_lease(session)
                 leased.pop(name, None)
             else:
                 clock.now += length / 8
@@ -96,7 +96,7 @@ def test_slots_keep_their_promises_whatever_happens(steps: list[tuple[str, int, 
 def test_sessions_take_what_they_need_and_no_more(pool: SlotPool) -> None:
     for number in range(10):
         use(pool, f"s{number}", text(20, 100 * number))
-    with pytest.raises(Exhausted, match="160 bytes are wanted for 20 tokens, but 0 of 1600 are free: 10 sessions"):
+    with pytest.raises(Exhausted, match="20 tokens need 160 bytes, but 0 of 1600 are free; 10 sessions"):
         use(pool, "one more", text(20, 5000))
     assert pool.figures().num_held == 10
 
@@ -107,7 +107,7 @@ def test_a_session_that_needs_more_gets_it_with_all_that_it_holds(pool: SlotPool
     use(pool, "a", text(150))
     assert (first.slot.num_rows, first.slot.tokens) == (150, text(150))
     require_spelled(first)
-    with pytest.raises(Exhausted, match="for 31 tokens, but 240 of 1600 are free"):
+    with pytest.raises(Exhausted, match="31 tokens need 248 bytes, but 240 of 1600 are free"):
         use(pool, "a", text(181))
     assert first.slot.tokens == text(150), "who is refused keeps what it has"
 
@@ -140,7 +140,7 @@ def test_a_session_whose_caller_has_gone_is_idle_at_once(pool: SlotPool) -> None
     session = pool.lease("a", 1, ROWS, Text(text(5)))
     with pytest.raises(Exhausted):
         use(pool, "b", text(60, 1000))
-    pool.abandon(session)
+    pool.end_lease(session)
     assert session.state is SlotState.IDLE
     use(pool, "b", text(60, 1000))
 
@@ -177,7 +177,7 @@ def test_a_session_prefers_its_own_where_that_is_longer(clock: Clock) -> None:
     own = use(pool, "b", [*text(60), 500, 501, 502])
     pool.lease("b", 1, 70, Text([*text(60), 500, 501, 7]))
     assert own.slot.tokens == [*text(60), 500, 501]
-    pool.rest(own)
+    pool.end_call(own)
     use(pool, "c", [*text(40), *text(60, 3000)])
     pool.lease("b", 1, 110, Text([*text(40), *text(60, 3000), 1]))
     assert own.slot.tokens == [*text(40), *text(56, 3000)], "and another's where that is"
@@ -208,7 +208,7 @@ def test_the_slot_to_begin_from_is_taken_over_where_there_is_no_room_for_a_copy(
     assert session.slot.tokens == text(96)
     assert pool.get("a") is None
     require_spelled(session)
-    pool.rest(session)
+    pool.end_call(session)
     pool.check_integrity()
 
 
@@ -220,7 +220,7 @@ def test_below_a_block_nothing_is_looked_for(pool: SlotPool) -> None:
 def test_an_older_epoch_is_refused_and_a_newer_one_forgets_the_answers(pool: SlotPool) -> None:
     session = use(pool, "a", text(5), epoch=3)
     session.last_round = 7
-    with pytest.raises(StaleEpoch, match="epoch: 2 of session a is over; 3 has begun"):
+    with pytest.raises(StaleEpoch, match="epoch: must be at least 3, the session's, got 2"):
         use(pool, "a", text(5), epoch=2)
     assert use(pool, "a", text(5), epoch=4).last_round == -1
 
@@ -237,10 +237,10 @@ def test_sessions_that_come_and_go_leave_nothing(pool: SlotPool, clock: Clock) -
         session = pool.lease(f"s{number}", 1, 60, Text(text(5, number)))
         match number % 3:
             case 0:
-                pool.rest(session)
+                pool.end_call(session)
                 clock.now += 10.0
             case 1:
-                pool.abandon(session)
+                pool.end_lease(session)
             case 2:
                 pool.release(f"s{number}")
     pool.check_integrity()

@@ -15,7 +15,7 @@ from bough.trees.draft_probs import DraftProbs
 from bough.trees.merge import merged
 from bough.trees.tree import Tree
 from bough.trees.tree_plan import Scheme
-from target_worker.verification.verdict import laws_of
+from target_worker.verification.verdict import distributions_after
 from tests.target_worker.test_verify import Support, all_draws, pairs
 
 LENGTH, VOCAB = 3, 4
@@ -45,7 +45,7 @@ class World:
                 yield texts, probability
                 return
             first = parents.index(node)
-            for tokens, chance in all_draws(self.draft[texts[node]], nums[node], Scheme.TRAVERSAL, VOCAB):
+            for tokens, chance in all_draws(self.draft[texts[node]], nums[node], VOCAB):
                 below = {first + i: (*texts[node], token) for i, token in enumerate(tokens)}
                 yield from drawn({**texts, **below}, probability * chance)
 
@@ -61,7 +61,7 @@ class World:
         def text_of(node: int) -> Text:
             return tuple(tree.tokens[tree.path(node)[1:]].tolist())
 
-        law, children = laws_of(tree, scheme, lambda node: self.target[text_of(node)]), tree.children()
+        law, children = distributions_after(tree, scheme, lambda node: self.target[text_of(node)]), tree.children()
 
         def below(node: int, probability: float) -> Iterator[tuple[Text, float]]:
             text = text_of(node)
@@ -147,7 +147,7 @@ def test_no_draft_whatever_makes_a_number_that_is_none(
     supports = DraftProbs.joined({node: support for node, (_, support) in enumerate(some)})
     chain = Tree.of([0, *tokens], range(-1, len(some)), [0.0] * (len(some) + 1))
     tree = Tree(chain.tokens, chain.parents, chain.log_probs, supports)
-    law = laws_of(tree, Scheme.TRAVERSAL, targets.__getitem__)
+    law = distributions_after(tree, Scheme.TRAVERSAL, targets.__getitem__)
     for node in range(len(tree)):
         probs = law(node, targets[node])
         assert np.isfinite(probs).all()

@@ -18,26 +18,23 @@ from bough.protocol.sampling_params import SamplingParams
 from bough.trees.draft_probs import DraftProbs, normalised
 from bough.trees.tree import Tree
 from bough.trees.tree_plan import Scheme
-from target_worker.verification.verdict import compute_verdict, laws_of
+from target_worker.verification.verdict import compute_verdict, distributions_after
 
-SAMPLED = [Scheme.WITHOUT_REPLACEMENT, Scheme.MULTI_ROUND, Scheme.TRAVERSAL]
+SAMPLED = [Scheme.WITHOUT_REPLACEMENT, Scheme.TRAVERSAL]
 Support = tuple[np.ndarray, np.ndarray]  # tokens and weights
 
 
-def one_level(drawn: Sequence[int], support: Support, scheme: Scheme) -> Tree:
-    """A root whose children were drawn in this order, possibly more than once."""
-    distinct = list(dict.fromkeys(drawn))
-    draws = np.array([distinct.index(token) + 1 for token in drawn], np.int32)
+def one_level(drawn: Sequence[int], support: Support) -> Tree:
+    """A root whose children were drawn in this order."""
     return Tree(
-        np.array([0, *distinct], np.int32),
-        np.array([-1] + [0] * len(distinct), np.int32),
-        np.zeros(len(distinct) + 1, np.float32),
-        DraftProbs.joined({0: support}) if distinct else None,
-        draws if scheme is Scheme.MULTI_ROUND else None,
+        np.array([0, *drawn], np.int32),
+        np.array([-1] + [0] * len(drawn), np.int32),
+        np.zeros(len(drawn) + 1, np.float32),
+        DraftProbs.joined({0: support}) if len(drawn) else None,
     )
 
 
-def all_draws(support: Support, num: int, scheme: Scheme, vocab_size: int) -> Iterator[tuple[tuple[int, ...], float]]:
+def all_draws(support: Support, num: int, vocab_size: int) -> Iterator[tuple[tuple[int, ...], float]]:
     """Every outcome of drawing `num` children, and its probability: the definition, token by token."""
     probs = np.zeros(vocab_size)
     probs[support[0]] = normalised(support[1])
@@ -45,7 +42,7 @@ def all_draws(support: Support, num: int, scheme: Scheme, vocab_size: int) -> It
         left, probability = probs.copy(), 1.0
         for index, token in enumerate(drawn):
             probability *= left[token]
-            if scheme.is_without_replacement and probability:
+            if probability:
                 left[token] = 0.0
                 if left.sum() == 0.0:
                     left[np.setdiff1d(np.arange(vocab_size), drawn[: index + 1])] = 1.0
@@ -55,9 +52,8 @@ def all_draws(support: Support, num: int, scheme: Scheme, vocab_size: int) -> It
 
 
 def law_at_root(target_probs: np.ndarray, tree: Tree, scheme: Scheme) -> np.ndarray:
-    num_places = len(tree) if tree.draws is None else 1 + len(tree.draws)
-    tree.validate(len(target_probs), num_places, scheme)
-    return laws_of(tree, scheme, lambda _: target_probs)(0, target_probs)
+    tree.validate(len(target_probs), len(tree), scheme)
+    return distributions_after(tree, scheme, lambda _: target_probs)(0, target_probs)
 
 
 @st.composite
@@ -84,8 +80,8 @@ def test_over_all_draws_the_law_is_the_targets(scheme: Scheme, pair: tuple[np.nd
     target_probs, support = pair
     vocab_size = len(target_probs)
     mean = np.zeros(vocab_size)
-    for drawn, probability in all_draws(support, min(num, vocab_size), scheme, vocab_size):
-        law = law_at_root(target_probs, one_level(drawn, support, scheme), scheme)
+    for drawn, probability in all_draws(support, min(num, vocab_size), vocab_size):
+        law = law_at_root(target_probs, one_level(drawn, support), scheme)
         assert np.isfinite(law).all()
         assert (law >= 0).all()
         assert law.sum() == pytest.approx(1.0, abs=1e-12)
@@ -98,15 +94,12 @@ def test_over_all_draws_the_law_is_the_targets(scheme: Scheme, pair: tuple[np.nd
 def test_no_draft_whatever_makes_a_number_that_is_none(
     scheme: Scheme, pair: tuple[np.ndarray, Support], data: st.DataObject
 ) -> None:
-    """Also one that lies about what it drew: exhausted, in an order of vanishing probability, or the same again."""
+    """Also one that lies about what it drew: exhausted, or in an order of vanishing probability."""
     target_probs, support = pair
-    if scheme is Scheme.MULTI_ROUND:
-        drawn = data.draw(st.lists(st.sampled_from(support[0].tolist()), max_size=20))
-    else:
-        others = np.setdiff1d(np.arange(len(target_probs)), support[0]).tolist()
-        drawn = [*data.draw(st.permutations(support[0].tolist())), *others]
-        drawn = drawn[: data.draw(st.integers(0, len(drawn)))]
-    law = law_at_root(target_probs, one_level(drawn, support, scheme), scheme)
+    others = np.setdiff1d(np.arange(len(target_probs)), support[0]).tolist()
+    drawn = [*data.draw(st.permutations(support[0].tolist())), *others]
+    drawn = drawn[: data.draw(st.integers(0, len(drawn)))]
+    law = law_at_root(target_probs, one_level(drawn, support), scheme)
     assert np.isfinite(law).all()
     assert (law >= 0).all()
     assert law.sum() == pytest.approx(1.0, abs=1e-9)
@@ -118,18 +111,15 @@ def test_a_draft_that_is_the_target_is_always_accepted() -> None:
     support = np.arange(3, dtype=np.int32), probs.astype(np.float32)
     exact = normalised(support[1])
     for scheme in SAMPLED:
-        assert law_at_root(exact, one_level([1], support, scheme), scheme).tolist() == [0, 1, 0]
+        assert law_at_root(exact, one_level([1], support), scheme).tolist() == [0, 1, 0]
 
 
 def test_a_second_chance_is_taken_from_what_the_first_left() -> None:
     """By hand. Target 0.2, 0.5, 0.3 and draft 0.6, 0.2, 0.2: token 0 passes with 1/3; 0, 0.3, 0.1 are left of it."""
     target_probs = np.array([0.2, 0.5, 0.3])
     support = np.arange(3, dtype=np.int32), np.array([6, 2, 2], np.float32)
-    without = law_at_root(target_probs, one_level([0, 2], support, SAMPLED[0]), SAMPLED[0])
+    without = law_at_root(target_probs, one_level([0, 2], support), SAMPLED[0])
     assert without == pytest.approx([1 / 3, 1 / 3, 1 / 3])  # then 2 passes with 0.25 / 0.5, or else it is 1
-    twice = law_at_root(target_probs, one_level([0, 0, 2], support, SAMPLED[1]), SAMPLED[1])
-    # 0 again passes never; of 0, 0.75, 0.25 the draft leaves 0, 0.55, 0.05; 2 passes with (1/12) / 0.2
-    assert twice == pytest.approx([1 / 3, 2 / 3 * 7 / 12, 2 / 3 * 5 / 12])
 
 
 def verdict_of(tree: Tree, scheme: Scheme, params: SamplingParams, logits: np.ndarray) -> Verdict:
@@ -154,7 +144,7 @@ def test_at_temperature_0_the_best_token_follows_whatever_was_drawn(scheme: Sche
     for _ in range(50):
         logits = rng.normal(size=(4, 6))
         support = rng.permutation(6)[:4].astype(np.int32), rng.random(4).astype(np.float32) + 1e-3
-        tree = one_level(support[0][:3].tolist(), support, scheme)
+        tree = one_level(support[0][:3].tolist(), support)
         verdict = verdict_of(tree, scheme, SamplingParams(temperature=0.0), logits)
         best = int(logits[0].argmax())
         if best in tree.tokens[1:]:
@@ -171,7 +161,7 @@ def test_penalties_bias_and_logprobs_count_along_the_path(scheme: Scheme) -> Non
     logits = rng.normal(size=(2, 5))
     params = SamplingParams(temperature=0.8, presence_penalty=1.5, logit_bias={4: -1000.0}, logprobs=2)
     support = np.array([2], np.int32), np.ones(1, np.float32)
-    tree = one_level([2], support, scheme)
+    tree = one_level([2], support)
     counts, num_below = np.zeros(5), 0
     for seed in range(6000):
         params = SamplingParams(temperature=0.8, presence_penalty=1.5, logit_bias={4: -1000.0}, logprobs=2, seed=seed)
@@ -192,7 +182,7 @@ def test_penalties_bias_and_logprobs_count_along_the_path(scheme: Scheme) -> Non
 
 @pytest.mark.parametrize("scheme", SAMPLED)
 def test_logits_that_are_no_numbers_are_an_error(scheme: Scheme) -> None:
-    tree = one_level([2], (np.array([2], np.int32), np.ones(1, np.float32)), scheme)
+    tree = one_level([2], (np.array([2], np.int32), np.ones(1, np.float32)))
     with pytest.raises(Unavailable, match="not numbers"):
         verdict_of(tree, scheme, SamplingParams(), np.full((2, 5), np.nan))
 
@@ -200,22 +190,19 @@ def test_logits_that_are_no_numbers_are_an_error(scheme: Scheme) -> None:
 def test_trees_that_were_not_sampled_as_the_scheme_says_are_refused() -> None:
     support = np.array([5, 6], np.int32), np.ones(2, np.float32)
     plain = Tree.of([1, 5], [-1, 0], [0, -1])
-    undrawn = Tree(plain.tokens, plain.parents, plain.log_probs, DraftProbs.joined({0: support}))
     elsewhere = Tree(plain.tokens, plain.parents, plain.log_probs, DraftProbs.joined({1: support}))
-    stray = one_level([7], support, Scheme.MULTI_ROUND)
+    stray = one_level([7], support)
     for tree, scheme, message in (
         (plain, Scheme.WITHOUT_REPLACEMENT, r"tree\.draft_probs: must have .* node 0 .* for without-replacement"),
         (elsewhere, Scheme.WITHOUT_REPLACEMENT, r"tree\.draft_probs: must have .* node 0"),
-        (undrawn, Scheme.MULTI_ROUND, r"tree\.draws: must list all nodes"),
-        (stray, Scheme.MULTI_ROUND, r"tree\.tokens\[1\]: must be a token of tree\.draft_probs of node 0, got 7"),
         (
             stray,
             Scheme.WITHOUT_REPLACEMENT,
             r"tree\.tokens\[1\]: must be a token of tree\.draft_probs of node 0, got 7",
         ),
-        (one_level([5, 7], support, SAMPLED[0]), SAMPLED[0], r"tree\.tokens\[2\]: must be a token of .* got 7"),
+        (one_level([5, 7], support), SAMPLED[0], r"tree\.tokens\[2\]: must be a token of .* got 7"),
     ):
         tree.validate(10, 4)
         with pytest.raises(InvalidTree, match=message):
             tree.validate(10, 4, scheme)
-    one_level([6, 5, 7], support, SAMPLED[0]).validate(10, 4, SAMPLED[0])  # 7 came when 5 and 6 were exhausted
+    one_level([6, 5, 7], support).validate(10, 4, SAMPLED[0])  # 7 came when 5 and 6 were exhausted

@@ -6,6 +6,9 @@ import asyncio
 import io
 import json
 import logging
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from datetime import UTC, datetime
 
@@ -125,3 +128,21 @@ def test_what_a_log_cannot_be_is_refused_by_name(flags: list[str], message: str)
 
 def test_one_variable_sets_the_format_of_all_processes() -> None:
     assert parse(OrchestratorConfig, "orchestrator", [], {"BOUGH_LOG_FORMAT": "json"}).log_format == "json"
+
+
+@pytest.mark.parametrize("program", ["orchestrator", "draft_worker", "target_worker", "bough.cli.main"])
+def test_what_grpc_itself_says_is_settled_before_it_is_imported(program: str) -> None:
+    """Every failed handshake of a stranger was a line in a form of its own, in the middle of JSON."""
+    code = f"""
+import os, sys
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "grpc":
+            print(os.environ.get("GRPC_VERBOSITY"))
+sys.meta_path.insert(0, Finder())
+import {program}
+import grpc
+"""
+    environ = {name: value for name, value in os.environ.items() if name != "GRPC_VERBOSITY"}
+    told = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True)
+    assert told.stdout == "ERROR\n"

@@ -10,6 +10,7 @@ import numba
 import numpy as np
 import torch
 
+from bough.errors import CheckpointError
 from bough.model.checkpoint.checkpoint import TensorPlace
 from bough.model.checkpoint.tensor_source import Scratch, room_bytes, typed
 from bough.model.cpu.float_bits import from_half, rounded
@@ -20,6 +21,7 @@ from bough.model.quant.format import PackedTensors, bits_of, require_groups, req
 PACKED_SUFFIX, SCALES_SUFFIX = ".packed", ".packed_scales"  # after the name of a weight
 MIXED = "mixed"  # in config.json, instead of a number of bits
 BITS = {"U8": 4, "I8": 8}  # by the data type of the integers
+SIZES = tuple(2**exponent for exponent in range(1, 13))  # of a group
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +49,14 @@ class BoughFormat:
         require_matrix(packed)
         scales = tensors.take(tensor.removesuffix(PACKED_SUFFIX) + SCALES_SUFFIX, ("F16",), packed)
         bits, num_groups = BITS[packed.dtype], scales.shape[-1] if scales.shape else 0
-        require_groups(scales, packed.shape[1] * 8 // bits, num_groups)
+        inputs = packed.shape[1] * 8 // bits
+        require_groups(scales, inputs, num_groups)
+        size = inputs // num_groups
+        if size not in SIZES:  # in 4 bits two halves of a group share bytes, and GPUs take powers of two
+            raise CheckpointError(
+                f"{scales.file}: tensor {scales.name} makes groups of {size} inputs; must be a power of two from "
+                f"{SIZES[0]} to {SIZES[-1]}"
+            )
         require_shape(scales, (2 if bits == 4 else 1, packed.shape[0], num_groups))
         return Packed(packed, scales, bits)
 

@@ -97,12 +97,6 @@ def without_replacement(
     return drawn
 
 
-def independently(tokens: NDArray[np.int32], probs: Row, num: int, rng: np.random.Generator) -> NDArray[np.int32]:
-    """Tokens, (..., num), that may repeat, from rows of (..., num_entries) tokens and probabilities."""
-    first = _race(np.repeat(probs[..., None, :], num, -2), rng).argmin(-1)
-    return np.take_along_axis(tokens, first, -1)
-
-
 def _race(probs: Row, rng: np.random.Generator) -> Row:
     """Exponential arrival times at these rates; infinite where a probability is 0."""
     times: Row = np.full(probs.shape, np.inf)

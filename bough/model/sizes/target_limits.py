@@ -41,7 +41,7 @@ class TargetLimits:
         num_rows = kv_memory // row_bytes
         if num_rows < self.slot_rows:
             raise ConfigError(
-                f"--kv-memory: {kv_memory} bytes hold no session; one of {self.slot_rows} tokens takes "
-                f"{self.slot_rows * row_bytes}; more memory, or a smaller --max-context or --max-nodes, would do"
+                f"--kv-memory: must be at least {self.slot_rows * row_bytes} bytes, for one session of "
+                f"{self.slot_rows} tokens, got {kv_memory}; or choose a smaller --max-context or --max-nodes"
             )
         return num_rows

@@ -6,8 +6,7 @@
 -- ARGV[8] an epoch that the new one must exceed, granted without this index; 0 for none
 -- returns the epoch in decimal, the record and the tokens (false if missing); -1 if another has claimed it since; or
 -- the entries to evict first, as in prelude.lua
-own(KEYS[1], 'hash')
-own(KEYS[2], 'string')
+own_entry(KEYS[1], KEYS[2])
 local newest = count(KEYS[1], 'epoch')
 local record = redis.call('HGET', KEYS[1], 'record')
 local is_repeated = redis.call('HGET', KEYS[1], 'holder') == ARGV[4] -- a retry after a lost reply

@@ -3,8 +3,7 @@
 -- ARGV[1] its name in the ledger, ARGV[2] closer, unique for each call, ARGV[3] milliseconds to keep the epoch
 -- returns the epoch in decimal, the record and the tokens (false if missing); or 0 if the session does not exist or is
 -- closed already
-own(KEYS[1], 'hash')
-own(KEYS[2], 'string')
+own_entry(KEYS[1], KEYS[2])
 local is_repeated = redis.call('HGET', KEYS[1], 'ended') == ARGV[2] -- a retry after a lost reply
 if is_repeated then
     return {as_text(count(KEYS[1], 'epoch')), false, false}

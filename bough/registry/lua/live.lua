@@ -7,10 +7,9 @@ own(KEYS[1], 'zset')
 own(KEYS[2], 'hash')
 redis.call('SET', KEYS[3], as_text(now_ms()), 'PX', ARGV[1])
 local records = {}
-for _, worker in ipairs(redis.call('ZRANGEBYSCORE', KEYS[1], '(' .. now_ms(), '+inf')) do
-    local record = redis.call('HGET', KEYS[2], worker)
-    if record then
-        records[#records + 1] = record
+for _, worker in ipairs(redis.call('ZRANGEBYSCORE', KEYS[1], '(' .. now_ms(), '+inf', 'LIMIT', 0, MOST_WORKERS)) do
+    if redis.call('HSTRLEN', KEYS[2], worker) <= MOST_WORKER then
+        records[#records + 1] = redis.call('HGET', KEYS[2], worker) or nil
     end
 end
 return records

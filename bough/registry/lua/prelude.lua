@@ -5,6 +5,8 @@
 local STALE, INCOMPLETE, WRITTEN, FULL = -1, 0, 1, -2 -- replies of writing scripts
 local OVERHEAD = 512 -- bytes of an entry besides its record and tokens
 local MOST_VICTIMS = 256 -- entries to evict at once
+local MOST_RECORD, MOST_TOKENS, MOST_NAME = 2 ^ 22, 2 ^ 26, 4096 -- bytes that ours do not reach
+local MOST_WORKERS, MOST_WORKER = 4096, 2 ^ 16 -- to list, and bytes of one's record
 
 local function now_us()
     local now = redis.call('TIME')
@@ -23,9 +25,20 @@ local function own(key, kind)
     end
 end
 
+-- The same for a session or a request, of which it forgets a value that is longer than any of ours: it would fill the
+-- quota, and the memory of whoever reads it.
+local function own_entry(hash, tokens)
+    own(hash, 'hash')
+    own(tokens, 'string')
+    if redis.call('HSTRLEN', hash, 'record') > MOST_RECORD or redis.call('STRLEN', tokens) > MOST_TOKENS then
+        redis.call('HDEL', hash, 'record')
+        redis.call('DEL', tokens)
+    end
+end
+
 -- A whole number from a hash, small enough that adding 1 is exact; 0 if missing or malformed.
 local function count(key, name)
-    local text = redis.call('HGET', key, name)
+    local text = redis.call('HSTRLEN', key, name) < 20 and redis.call('HGET', key, name)
     local number = text and string.match(text, '^%d+$') and tonumber(text) or 0
     return number < 2 ^ 52 and number or 0
 end
@@ -66,7 +79,7 @@ local function enter(ledger, sizes, name, bytes, keep_ms, quota)
         for _, is_bare in ipairs({false, true}) do
             for index = 1, #first, 2 do
                 local size = count(sizes, first[index])
-                local is_next = first[index] ~= name and (size <= OVERHEAD) == is_bare
+                local is_next = first[index] ~= name and (size <= OVERHEAD) == is_bare and #first[index] <= MOST_NAME
                 if is_next and (num_over > 0 or bytes_over > 0) then
                     answer[#answer + 1], answer[#answer + 2] = first[index], first[index + 1]
                     num_over, bytes_over = num_over - 1, bytes_over - size

@@ -9,8 +9,7 @@
 -- ARGV[9] milliseconds to keep it
 -- returns 1; 0 if the expected tokens are not stored, so that all must be sent; -1 if the epoch is stale; or the
 -- entries to evict first, as in prelude.lua
-own(KEYS[1], 'hash')
-own(KEYS[2], 'string')
+own_entry(KEYS[1], KEYS[2])
 local epoch, offset = tonumber(ARGV[4]), tonumber(ARGV[7])
 local newest = count(KEYS[1], 'epoch')
 if newest > epoch or newest == epoch and redis.call('HEXISTS', KEYS[1], 'ended') == 1 then

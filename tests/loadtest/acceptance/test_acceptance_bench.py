@@ -15,12 +15,12 @@ from bough.trees.acceptance import by_rank
 from bough.trees.optimal_tree import best_chains
 from bough.trees.tree_plan import Chains, Guess, Scheme
 from loadtest.acceptance.__main__ import arguments_from
-from loadtest.acceptance.bench import RANKS, Bench
 from loadtest.acceptance.contestants import contestants_at
 from loadtest.acceptance.measure import rows_before, settings_of
+from loadtest.acceptance.multi_round import MultiRoundBench, merged, multi_round_law
 from loadtest.acceptance.rates import in_rounds
 from loadtest.acceptance.report import tokens_per_round
-from tests.fakes.two_tokens import PAIR, Case, cases, num_cases
+from tests.fakes.two_tokens import PAIR, B, Case, cases, num_cases, sample
 
 
 class Scripted:
@@ -33,10 +33,12 @@ class Scripted:
     def grow(self, call: GrowCall) -> Future[GrowResult]:
         self.growths.add(call.plan.growth)
         grown: Future[GrowResult] = Future()
-        grown.set_result(GrowResult(self._cases[call.context.session_id].tree, 0, Timings()))
+        drawn = self._cases[call.context.session_id].drawn
+        grown.set_result(GrowResult(sample(drawn[call.round]), 0, Timings()))
         return grown
 
-    def verify(self, calls: Sequence[VerifyCall]) -> list[Verdict]:
+    def verify(self, calls: Sequence[VerifyCall], _: object) -> list[Verdict]:
+        assert all(call.tree == self._cases[call.context.session_id].tree for call in calls)
         return [self._cases[call.context.session_id].verdict for call in calls]
 
     def release(self, session_id: str) -> Future[None]:
@@ -45,15 +47,29 @@ class Scripted:
         return released
 
 
+class OfCases(MultiRoundBench):
+    """Of trees of two draws."""
+
+    ranks = Chains(2, 1)
+
+
 def test_independent_chains_are_tuned_by_draws_not_by_the_children_these_come_to() -> None:
     """Two draws hold B 19 times in 100, but the second child is B nearly always: two chains looked like the best."""
     scripted = Scripted([case for case in cases(2) for _ in range(case.times)])
-    bench = Bench(scripted, scripted, [[0, 0]] * num_cases(2), length=1)  # type: ignore[arg-type]
-    vector = by_rank(bench.acceptance(Scheme.MULTI_ROUND, Guess.SAMPLE, SamplingParams()))
-    assert scripted.growths == {Chains(RANKS, 1)}
+    bench = OfCases(scripted, scripted, [[0, 0]] * num_cases(2), length=1)  # type: ignore[arg-type]
+    vector = by_rank(bench.acceptance(Scheme.WITHOUT_REPLACEMENT, Guess.SAMPLE, SamplingParams()))
+    assert scripted.growths == {Chains(1, 1)}
     assert vector[0].tolist() == pytest.approx([0.6, 0.04])
     assert vector[0].cumsum().tolist() == pytest.approx([in_rounds(PAIR, k) for k in (1, 2)])
     assert best_chains(vector, nodes=9, levels=9) == Chains(1, 8)
+
+
+def test_multi_round_verification_keeps_the_targets_law() -> None:
+    of_b = sum(case.times for case in cases(3) if case.verdict.bonus_token == B) / num_cases(3)
+    assert of_b == pytest.approx(PAIR.target_probs[B], abs=1e-6)
+    tree = merged([sample(B), sample(B)])
+    assert (tree.tokens.tolist(), tree.sampled_children(0, Scheme.WITHOUT_REPLACEMENT).tolist()) == ([0, B], [1, 1])
+    assert multi_round_law(tree, 1, PAIR.target_probs).tolist() == PAIR.target_probs.tolist()
 
 
 def test_the_line_of_figures_holds_means_and_half_widths() -> None:
@@ -72,8 +88,8 @@ def test_contestants_run_alone_by_a_part_of_their_names() -> None:
     assert names("--contestants", "SpecInfer") == [[], *[["SpecInfer: multi-round, k chains"]] * 2]
     alone = names("--contestants", "greedy", "Sequoia", "--temperatures", "0", "1")
     assert alone == [["greedy k chains"], ["Sequoia: without replacement, optimal shape"]]
-    (crossed,) = names("--crossed", "--contestants", "multi-round", "--temperatures", "1")
-    assert crossed == ["multi-round, optimal shape", "multi-round, one chain"]
+    (crossed,) = names("--crossed", "--contestants", "without", "--temperatures", "1")
+    assert crossed == ["without replacement, k chains", "without replacement, one chain"]
 
 
 def test_rows_of_other_settings_are_no_rows_of_this_run(tmp_path: Path) -> None:

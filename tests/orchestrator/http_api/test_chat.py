@@ -134,6 +134,9 @@ async def test_stops_end_the_text_before_them(door: HttpStack) -> None:
     assert len(tokens) == 1
     ended = await door.answer(PATH, BODY | {"stop_token_ids": tokens})
     assert text_of(ended).split() == words[:2]
+    assert [ended["choices"][0]["stop_reason"]] == tokens, "a number, as vLLM tells it: a text may be a stop text"
+    streamed = await door.chunks(PATH, BODY | {"stop_token_ids": tokens})
+    assert [streamed[-1]["choices"][0]["stop_reason"]] == tokens
 
 
 async def test_log_probabilities_have_the_bytes_of_each_token(door: HttpStack) -> None:

@@ -38,6 +38,7 @@ async def door(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[HttpSt
         ("messages[0].content", [{"role": "assistant", "content": None}]),
         ("messages[1].content", [USER, {"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]),
         ("messages[0].tool_calls", [USER | {"tool_calls": [{"id": "1"}]}]),
+        ("messages[1].tool_calls", [USER, {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}]),
         ("temperature", "hot"),
         ("temperature", -1),
         ("temperature", True),
@@ -57,6 +58,7 @@ async def door(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[HttpSt
         ("stop[0]", [""]),
         ("stop_token_ids", [10**6]),
         ("logit_bias", {"first": 1}),
+        ("logit_bias", {"5": 1, "05": 2}),
         ("logit_bias", {"99999": 1}),
         ("presence_penalty", 3),
         ("repetition_penalty", 0),
@@ -218,6 +220,20 @@ async def test_paths_methods_and_models_that_are_not_there(door: HttpStack) -> N
     for path, body in ((CHAT, {"messages": [USER]}), (COMPLETIONS, {"prompt": "x"}), ("/tokenize", {"prompt": "x"})):
         status, error = await door.refusal(path, body | ({} if path == "/tokenize" else SHORT) | {"model": "gpt-9"})
         assert (status, error["code"], error["param"]) == (404, "model_not_found", "model")
+
+
+async def test_a_session_has_one_name(door: HttpStack) -> None:
+    """The header's was passed over in silence."""
+    body = {"prompt": "x", "session_id": "a"} | SHORT
+    assert (await door.post(COMPLETIONS, body, x_session_id="a")).status_code == 200
+    response = await door.post(COMPLETIONS, body, x_session_id="b")
+    assert (response.status_code, error_of(response)["param"]) == (400, "session_id")
+
+
+async def test_no_refusal_names_a_value_that_is_refused_next(door: HttpStack) -> None:
+    for value in (-1, 0):
+        _, error = await door.refusal(COMPLETIONS, {"prompt": "x", "max_tokens": value})
+        assert "max_tokens: must be 1 " in error["message"]
 
 
 VALUES = st.recursive(

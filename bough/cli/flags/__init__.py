@@ -1,0 +1,1 @@
+"""Flags that commands share, or that take a file of their own."""

@@ -1,0 +1,55 @@
+"""Flags of `bough plan` and `bough shape`."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import fields
+
+from bough.cli.flags.reaching import add_address
+from bough.config.processes import PlanConfig
+from bough.trees.tree_plan import Scheme
+
+PLAN_SETTINGS = (
+    "draft", "draft_bits", "device", "device_memory", "host_memory", "kv_memory", "kv_sessions", "kv_tier",
+    "ring_memory", "resident_devices", "resident_layers", "experts", "max_context", "max_nodes", "max_sweep_tokens",
+    "rows", "dtype", "bits", "threads", "link_threads", "link_speed", "host_link_speed", "crossing_speed",
+    "compute_speed", "memory_speed", "unpack_speed", "tokens_per_round",
+)  # fmt: skip
+
+
+def add_plan(parser: argparse.ArgumentParser) -> None:
+    """Of `bough plan`."""
+    parser.add_argument("model", metavar="MODEL", help="model folder or hub id; its config.json is enough")
+    texts = {setting.name: setting.metadata["help"] for setting in fields(PlanConfig)}
+    for name in PLAN_SETTINGS:
+        parser.add_argument("--" + name.replace("_", "-"), help=texts[name])
+    parser.add_argument("--png", metavar="FILE", help="also draw the plot into a file")
+    parser.add_argument("--json", action="store_true", help="print one JSON line instead of tables")
+
+
+def add_shape(parser: argparse.ArgumentParser) -> None:
+    """Of `bough shape`."""
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--vector", metavar="FILE", help="JSON list of acceptances by rank, or of such lists by depth")
+    source.add_argument("--from-live", action="store_true", help="what a running orchestrator has measured, smoothed")
+    parser.add_argument("--nodes", type=int, required=True, help="most nodes, the root included")
+    parser.add_argument("--levels", type=int, help="most levels, the root's included (any number by default)")
+    parser.add_argument("--branch", type=int, help="most children of a node (as many as were measured by default)")
+    parser.add_argument(
+        "--sweep-seconds", type=_seconds, action="append", default=[], metavar="NODES=SECONDS",
+        help="a measured sweep; from two of them on the size with most tokens per second is chosen, up to --nodes",
+    )  # fmt: skip
+    parser.add_argument("--step-seconds", type=float, default=0.0, help="a measured draft step, one for each level")
+    parser.add_argument("--plot", metavar="FILE", help="also draw the tree into a PNG file")
+    schemes = [scheme.value for scheme in Scheme]
+    parser.add_argument("--scheme", choices=schemes, help=f"of --from-live (default {Scheme.TARGET.value})")
+    parser.add_argument("--by-depth", action="store_true", help="of --from-live: tell depths apart")
+    add_address(parser)
+
+
+def _seconds(text: str) -> tuple[int, float]:
+    nodes, _, seconds = text.partition("=")
+    try:
+        return int(nodes), float(seconds)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be nodes and seconds, such as 64=1.3, got {text!r}") from None

@@ -1,0 +1,74 @@
+"""Flags of requests, and the options made from them."""
+
+from __future__ import annotations
+
+import argparse
+
+from bough.cli.flags.speculation import add_speculation, speculation_from
+from bough.protocol.generation import GenerateOptions
+
+
+def add_sampling(parser: argparse.ArgumentParser) -> None:
+    """Of `bough generate` and `bough chat`."""
+    defaults = GenerateOptions()
+    add = parser.add_argument
+    add("--system", default="", help="system message")
+    add("--model", default="", help="its name, where several are served (bough doctor lists them)")
+    add("--session", default="", help="keep KV under this name for the next turn")
+    add("--temperature", type=float, default=defaults.temperature, help="0 is greedy (default 1)")
+    add("--top-k", type=int, default=defaults.top_k, help="0 is off")
+    add("--top-p", type=float, default=defaults.top_p, help="1 is off")
+    add("--min-p", type=float, default=defaults.min_p, help="0 is off")
+    add("--seed", type=int, help="equal seeds give equal tokens; random by default")
+    add("--repetition-penalty", type=float, default=defaults.repetition_penalty, help="1 is off")
+    add("--presence-penalty", type=float, default=defaults.presence_penalty, help="0 is off")
+    add("--frequency-penalty", type=float, default=defaults.frequency_penalty, help="0 is off")
+    add(
+        "--logit-bias",
+        type=_bias,
+        action="append",
+        default=[],
+        metavar="TOKEN=BIAS",
+        help="-inf bans it; may be repeated",
+    )
+    add("--max-tokens", type=int, default=defaults.max_tokens, help="default 256")
+    add("--stop", action="append", default=[], metavar="TEXT", help="ends the output; may be repeated")
+    add("--stop-token-id", type=int, action="append", default=[], metavar="TOKEN", help="may be repeated")
+    add("--ignore-eos", action="store_true", help="go on past the model's own end")
+    add("--logprobs", type=int, help="report log-probabilities with so many alternatives")
+    add_speculation(parser)
+
+
+def options_from(arguments: argparse.Namespace) -> GenerateOptions:
+    """Request options from the flags of `add_sampling`.
+
+    Raises:
+        ConfigError, InvalidRequest: names the invalid flag.
+    """
+    return GenerateOptions(
+        session_id=arguments.session,
+        model=arguments.model,
+        temperature=arguments.temperature,
+        top_k=arguments.top_k,
+        top_p=arguments.top_p,
+        min_p=arguments.min_p,
+        seed=arguments.seed,
+        repetition_penalty=arguments.repetition_penalty,
+        presence_penalty=arguments.presence_penalty,
+        frequency_penalty=arguments.frequency_penalty,
+        logit_bias=dict(arguments.logit_bias),
+        max_tokens=arguments.max_tokens,
+        stop=tuple(arguments.stop),
+        stop_token_ids=tuple(arguments.stop_token_id),
+        ignore_eos=arguments.ignore_eos,
+        logprobs=arguments.logprobs,
+        speculation=speculation_from(arguments),
+    )
+
+
+def _bias(text: str) -> tuple[int, float]:
+    token, _, bias = text.partition("=")
+    try:
+        return int(token), float(bias)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a token id and a number, such as 42=-1.5, got {text!r}") from None

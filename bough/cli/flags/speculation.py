@@ -1,0 +1,117 @@
+"""Speculation flags of all commands that generate, and the settings made from them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from pathlib import Path
+
+from bough.errors import ConfigError
+from bough.protocol.generation import Speculation
+from bough.trees.tree_plan import Chains, Growth, Guess, Scheme, StaticShape, require_growth
+
+MOST_NODES = 4096  # of a shape for any target; each target has its own, lower limit
+BEST_FIRST = "best-first"
+CHAINS = re.compile(r"chains:([0-9]{1,4})x([0-9]{1,4})|chain:([0-9]{1,4})")
+SIZES = ("budget", "width", "depth")
+
+
+def add_speculation(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that `speculation_from` reads."""
+    add = parser.add_argument
+    add("--no-speculation", action="store_true", help="plain decoding: the same tokens, one a sweep")
+    add("--budget", type=int, help="nodes of a tree that grows best first")
+    add("--width", type=int, help="nodes of it that a draft step expands")
+    add("--depth", type=int, help="levels of a tree that grows best first")
+    add(
+        "--growth", default=BEST_FIRST, metavar="HOW",
+        help="best-first (default); FILE, a shape as `bough shape` prints it; chain:LENGTH, or chains:NUMxLENGTH",
+    )  # fmt: skip
+    add(
+        "--scheme", choices=[scheme.value for scheme in Scheme], default=Scheme.TARGET.value,
+        help="how guesses are verified (default %(default)s); the others verify samples, in a shape or chains",
+    )  # fmt: skip
+    add(
+        "--guess", choices=[guess.value for guess in Guess],
+        help="what a draft takes for likely: the token that the target will draw, or its distribution (default sample)",
+    )  # fmt: skip
+    add(
+        "--lookup",
+        type=int,
+        metavar="N",
+        help="most nodes from the session's own text; 0 is off (default 16; beside samples 0)",
+    )
+
+
+def speculation_from(arguments: argparse.Namespace) -> Speculation:
+    """Speculation settings from the flags.
+
+    Raises:
+        ConfigError, InvalidRequest: names a flag that is invalid or contradicts another.
+    """
+    growth, scheme = _growth(arguments.growth), Scheme(arguments.scheme)
+    for name in SIZES:
+        if growth is not None and getattr(arguments, name) is not None:
+            raise ConfigError(
+                f"--{name}: must not be given with --growth {arguments.growth}, which sets the size of a tree, "
+                f"got {getattr(arguments, name)}"
+            )
+    if scheme.is_sampled:
+        _require_samples(arguments, growth)
+    return Speculation(
+        arguments.no_speculation,
+        arguments.budget,
+        arguments.width,
+        arguments.depth,
+        growth,
+        scheme,
+        Guess(arguments.guess or Guess.SAMPLE.value),
+        arguments.lookup,
+    )
+
+
+def _require_samples(arguments: argparse.Namespace, growth: Growth | None) -> None:
+    """Raises ConfigError for flags that a scheme with sampled guesses does not allow."""
+    if growth is None:
+        raise ConfigError(
+            "--scheme: must be target with best-first growth, which does not sample, or given with --growth FILE (a "
+            f"shape), chain:LENGTH or chains:NUMxLENGTH, got {arguments.scheme}"
+        )
+    if arguments.guess is not None:
+        raise ConfigError(
+            f"--guess: must be given with --scheme target only, got {arguments.guess} with {arguments.scheme}"
+        )
+
+
+def _growth(text: str) -> Growth | None:
+    """The growth of `--growth`; None is best-first, sized by other flags or the planner."""
+    if text == BEST_FIRST:
+        return None
+    if match := CHAINS.fullmatch(text):
+        num, length, alone = match.groups()
+        chains = Chains(1, int(alone)) if alone else Chains(int(num), int(length))
+        require_growth(f"--growth {text}", chains, MOST_NODES)
+        return chains
+    if text.startswith(("chain:", "chains:")):
+        raise ConfigError(f"--growth: must be a chain such as chain:5, or chains such as chains:4x5, got {text}")
+    return _shape(text)
+
+
+def _shape(file: str) -> StaticShape:
+    """The shape in a file with the output of `bough shape`."""
+    try:
+        content = json.loads(Path(file).read_text(encoding="utf-8"))
+    except OSError as exc:
+        raise ConfigError(
+            f"--growth: must be {BEST_FIRST}, chain:LENGTH, chains:NUMxLENGTH or a file from `bough shape`, "
+            f"got {file}, which cannot be read: {exc.strerror}"
+        ) from exc
+    except (ValueError, RecursionError) as exc:  # not UTF-8, not JSON, or nested too deeply
+        raise ConfigError(f"--growth: {file} is no JSON: {exc}") from exc
+    parents = content.get("parents") if isinstance(content, dict) else None
+    if not isinstance(parents, list) or not all(type(parent) is int for parent in parents):
+        raise ConfigError(f"--growth: {file} must have a list `parents` of nodes, as `bough shape` prints it")
+    shape = StaticShape(tuple(parents))
+    require_growth(f"--growth: {file}", shape, MOST_NODES)
+    return shape

@@ -1,0 +1,155 @@
+"""`bough generate` and `bough chat`: answer one prompt, or a conversation."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+import uuid
+from contextlib import suppress
+from dataclasses import asdict, replace
+from typing import Any
+
+from bough.cli.flags.reaching import client_from
+from bough.cli.flags.sampling import options_from
+from bough.client import Client
+from bough.errors import BoughError, InvalidRequest, NotFound
+from bough.protocol.generation import (
+    ChatPrompt,
+    Finished,
+    GenerateOptions,
+    Message,
+    Prompt,
+    Started,
+    TextPrompt,
+    Tokens,
+)
+
+
+async def generate(arguments: argparse.Namespace) -> int:
+    """Answer one prompt, streamed as text or as one JSON line."""
+    text = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
+    prompt: Prompt = TextPrompt(text) if arguments.raw else ChatPrompt((*_system(arguments), Message("user", text)))
+    async with client_from(arguments) as client:
+        answer = await Answer.read(client, prompt, options_from(arguments), is_shown=not arguments.json)
+    if arguments.json:
+        print(json.dumps(answer.as_json()))
+    return 0
+
+
+async def chat(arguments: argparse.Namespace) -> int:
+    """Answer lines of input until its end; the history is not sent or computed again for each turn."""
+    options = replace(options_from(arguments), session_id=arguments.session or uuid.uuid4().hex)
+    history = list(_system(arguments))
+    async with client_from(arguments) as client:
+        name = options.model or (await client.model_info()).model_name
+        print(f"{name}; end with Ctrl-D", file=sys.stderr)
+        while line := await _read_line():
+            if not line.strip():
+                continue
+            question = Message("user", line.rstrip("\r\n"))
+            answer = await next_turn(client, history, question, options)
+            history += (question, Message("assistant", answer.text))
+        if not arguments.session:
+            with suppress(BoughError):  # the session then expires by itself
+                await client.close_session(options.session_id)
+    return 0
+
+
+async def next_turn(client: Client, history: list[Message], question: Message, options: GenerateOptions) -> Answer:
+    """The answer to a question; the history is sent only if the session cannot be continued."""
+    if any(message.role == "assistant" for message in history):
+        continuing = replace(options, continues=True)
+        try:
+            return await Answer.read(client, ChatPrompt((question,)), continuing, is_shown=True)
+        except (NotFound, InvalidRequest):  # forgotten, or the model's template cannot be continued
+            pass
+    return await Answer.read(client, ChatPrompt((*history, question)), options, is_shown=True)
+
+
+class Answer:
+    """The collected events of one request."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.rounds: list[Tokens] = []
+        self.started: Started | None = None
+        self.finished: Finished | None = None
+
+    @classmethod
+    async def read(cls, client: Client, prompt: Prompt, options: GenerateOptions, *, is_shown: bool) -> Answer:
+        """Read a stream to its end and print it if `is_shown`."""
+        answer = cls()
+        async for event in client.generate(prompt, options):
+            text = answer.add(event)
+            if is_shown:
+                print(text, end="", flush=True)
+        if is_shown:
+            print()
+            for warning in answer.finished.warnings if answer.finished else ():
+                print(f"warning: {warning}", file=sys.stderr)
+        return answer
+
+    def add(self, event: Started | Tokens | Finished) -> str:
+        """Add an event and return its text."""
+        match event:
+            case Started():
+                self.started = event
+                return ""
+            case Tokens():
+                self.rounds.append(event)
+            case Finished():
+                self.finished = event
+        self.text += event.text
+        return event.text
+
+    @property
+    def token_ids(self) -> list[int]:
+        """All generated tokens."""
+        return [token for tokens in self.rounds for token in tokens.token_ids]
+
+    def as_json(self) -> dict[str, Any]:
+        """The content of `bough generate --json`."""
+        assert self.started is not None, "a finished stream has started"
+        assert self.finished is not None, "the stream was read to its end"
+        finished = self.finished
+        logprobs = [asdict(position) for tokens in self.rounds for position in tokens.logprobs]
+        return {
+            "request_id": self.started.request_id,
+            "model": self.started.model_name,
+            "seed": self.started.seed,
+            "text": self.text,
+            "token_ids": self.token_ids,
+            "finish_reason": finished.finish_reason,
+            "stop_reason": finished.stop_reason,
+            "usage": asdict(finished.usage),
+            "metrics": {
+                "num_failovers": finished.num_failovers,
+                "speculation": asdict(finished.speculation),
+                "timings": {**asdict(finished.timings), "link_efficiency": round(finished.timings.link_efficiency, 4)},
+            },
+            "warnings": list(finished.warnings),
+            **({"logprobs": logprobs} if logprobs else {}),
+        }
+
+
+def _system(arguments: argparse.Namespace) -> tuple[Message, ...]:
+    return (Message("system", arguments.system),) if arguments.system else ()
+
+
+async def _read_line() -> str:
+    """The next line with its line end; empty at the end of the input.
+
+    A terminal is awaited in the event loop: a thread would block Ctrl-C until the line is complete.
+    """
+    if not sys.stdin.isatty():
+        return await asyncio.to_thread(sys.stdin.readline)
+    print("> ", end="", flush=True)
+    readable, loop = asyncio.Event(), asyncio.get_running_loop()
+    loop.add_reader(sys.stdin, readable.set)
+    try:
+        await readable.wait()
+    finally:
+        loop.remove_reader(sys.stdin)
+    return sys.stdin.readline()

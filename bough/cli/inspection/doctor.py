@@ -1,0 +1,106 @@
+"""`bough doctor`: reports the orchestrator, workers and models that run, and problems."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from itertools import combinations
+
+from bough import __version__
+from bough.cli.flags.reaching import client_from
+from bough.cli.inspection.doctor_cluster import report_cluster
+from bough.errors import BoughError, Unauthenticated
+from bough.protocol.decision import DraftCalibration
+from bough.protocol.generation import Loads, ServerInfo, WorkerStatus
+
+MISSING = "is it running? `bough up` starts everything; --address or BOUGH_ADDRESS sets its address"
+REFUSED = "it runs and requires a key: BOUGH_API_KEY must be one of its API keys"
+
+
+async def doctor(arguments: argparse.Namespace) -> int:
+    """Print a report; exit status 1 if there are problems."""
+    problems, found = await report_cluster(arguments.ray) if arguments.ray else ([], [])
+    address = ",".join(found) or arguments.address
+    async with client_from(arguments, *address.split(",")) as client:
+        try:
+            server, loads = await client.server_info(), await client.loads()
+            calibrations = {one.draft_id: one for one in await client.calibrations()}
+        except BoughError as exc:
+            print(f"orchestrator  {address}: {exc}")
+            problems.append(REFUSED if isinstance(exc, Unauthenticated) else MISSING)
+            return _conclude(problems)
+    print(f"python        {sys.version.split()[0]}, bough {__version__}")
+    print(f"orchestrator  {client.address}, bough {server.bough_version}; {_describe_loads(loads)}")
+    if server.http_url:
+        print(f"              OpenAI's clients at {server.http_url}/v1")
+    if server.metrics_url:
+        print(f"              metrics at {server.metrics_url}")
+    print(f"index         {server.index_url}")
+    for worker in server.workers:
+        _print_worker(worker)
+        if worker.info.worker_id in calibrations:
+            print(f"              {_describe_calibration(calibrations[worker.info.worker_id])}")
+    if server.is_draftless:
+        print("draft         none, as set: guesses come from a session's own text")
+    return _conclude([*problems, *find_problems(server)])
+
+
+def _conclude(problems: list[str]) -> int:
+    for problem in problems:
+        print(f"problem: {problem}")
+    if not problems:
+        print("all is well")
+    return 1 if problems else 0
+
+
+def find_problems(server: ServerInfo) -> list[str]:
+    """Problems, one sentence each."""
+    problems = [server.index_problem] if server.index_problem else []
+    problems += [
+        f"{worker.info.worker_id} is not used: {worker.problem}" for worker in server.workers if worker.problem
+    ]
+    pairs = combinations([worker.info for worker in server.workers], 2)
+    problems += [
+        f"{contradiction}; sessions do not move between them: put the same files in both places and start again"
+        for first, second in pairs
+        if (contradiction := first.contradiction(second))
+    ]
+    usable = {worker.info.kind for worker in server.workers if not worker.problem}
+    if "target" not in usable:
+        problems.append("no target worker: nothing can be generated")
+    if "draft" not in usable and not server.is_draftless:
+        problems.append("no draft worker: guesses come from a session's own text only")
+    if server.bough_version != __version__:
+        problems.append(f"the orchestrator is bough {server.bough_version}, this command {__version__}")
+    return problems
+
+
+def _describe_loads(loads: Loads) -> str:
+    return (
+        f"{loads.num_requests_running} running, {loads.num_requests_waiting} waiting, "
+        f"{loads.num_requests_total} ended, {loads.num_tokens_total} tokens"
+    )
+
+
+def _describe_calibration(calibration: DraftCalibration) -> str:
+    return (
+        f"{calibration.realised_tokens:.2f} tokens a round of {calibration.realised_seconds:.3f} s, where "
+        f"{calibration.expected_tokens:.2f} tokens and {calibration.expected_seconds:.3f} s were expected "
+        f"({calibration.num_rounds} rounds)"
+    )
+
+
+def _print_worker(worker: WorkerStatus) -> None:
+    info = worker.info
+    print(f"{info.kind:13} {worker.address}, {info.worker_id}, bough {info.bough_version}")
+    print(f"              {info.model_name} ({info.model_description}), fingerprint {info.model_fingerprint}")
+    if info.kind == "target":
+        print(f"              weights {info.weights_hash or 'are still being read for a hash over all of them'}")
+    print(
+        f"              context {info.max_context}, trees up to {info.max_nodes} nodes, "
+        f"{info.num_sessions} sessions held, KV {info.kv_used_bytes / 1e9:.2f} of {info.kv_bytes / 1e9:.2f} GB"
+    )
+    if info.link_bytes_per_pass:
+        print(f"              {info.link_bytes_per_pass / 1e9:.2f} GB over the link in every sweep, at most")
+    for note in info.notes:
+        print(f"              {note}")

@@ -1,0 +1,159 @@
+"""`bough explain`: the reasons for the sizes of a session's trees, and predictions against outcomes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from typing import Any, NamedTuple
+
+from bough.cli.flags.reaching import client_from
+from bough.cli.plots.plotting import require_matplotlib
+from bough.errors import NotFound
+from bough.protocol.decision import Decision, Mode
+from bough.sizing.account import PART_NAMES, Account, account, why
+
+LEAST_SECONDS = 0.0005  # activities that take less in every round have no column
+
+
+async def explain(arguments: argparse.Namespace) -> int:
+    """Print a line for each round and a summary, or one JSON line.
+
+    Raises:
+        NotFound: no orchestrator in --address has decisions of the session.
+        ConfigError: the plot cannot be written.
+    """
+    if arguments.plot:
+        require_matplotlib("--plot")
+    decisions = await _decisions(arguments)
+    if arguments.plot:
+        from bough.cli.plots.decision_plot import save_decisions
+
+        save_decisions(decisions, _title(arguments.session), "--plot", arguments.plot)
+    if arguments.json:
+        print(json.dumps(as_json(arguments.session, decisions)))
+    else:
+        print(f"{_title(arguments.session)}\n")
+        print("\n".join([*table(decisions), "", *summary(decisions)]))
+    return 0
+
+
+async def _decisions(arguments: argparse.Namespace) -> tuple[Decision, ...]:
+    """Decisions from the first orchestrator that has some of the session."""
+    problem: NotFound | None = None
+    for address in arguments.address.split(","):
+        async with client_from(arguments, address) as client:
+            try:
+                return await client.decisions(arguments.session)
+            except NotFound as exc:
+                problem = exc
+    assert problem is not None, "there is at least one address"
+    raise problem
+
+
+def as_json(session: str, decisions: Sequence[Decision]) -> dict[str, Any]:
+    """The content of `--json`: rounds with their reasons, and the summary."""
+    rounds = [asdict(each) | {"mode": each.mode.value, "why": why(each)} for each in decisions]
+    summed = account(decisions)
+    shares = {mode.value: round(share, 4) for mode, share in summed.shares.items()}
+    return {"session": session, "rounds": rounds, "summary": asdict(summed) | {"shares": shares}}
+
+
+class Column(NamedTuple):
+    """One right-aligned column of the table."""
+
+    title: str
+    width: int
+    cell: Callable[[Decision], str]
+
+
+def table(decisions: Sequence[Decision]) -> Iterator[str]:
+    """A heading and a line for each round; pairs are expected/real."""
+    columns = [*_sizes(), *_outcomes(), *_parts(decisions), Column("lambda", 8, lambda each: _number(each.price))]
+    yield "".join(f"{column.title:>{column.width}}" for column in columns) + "  why"
+    for each in decisions:
+        yield "".join(f"{column.cell(each):>{column.width}}" for column in columns) + f"  {why(each)}"
+
+
+def _sizes() -> list[Column]:
+    return [
+        Column("round", 5, lambda each: str(each.number)),
+        Column("mode", 8, lambda each: each.mode.value),
+        Column("budget", 8, lambda each: str(each.budget)),
+        Column("width", 7, lambda each: str(each.width or "-")),
+        Column("depth", 7, lambda each: str(each.depth or "-")),
+        Column("grown", 7, lambda each: str(each.num_grown)),
+        Column("sent", 6, lambda each: str(each.num_sent)),
+        Column("left out", 10, lambda each: str(each.num_left_out)),
+        Column("rows", 6, lambda each: str(each.num_rows)),
+        Column("steps", 7, lambda each: str(each.num_steps)),
+    ]
+
+
+def _outcomes() -> list[Column]:
+    return [
+        Column("tokens", 11, lambda each: f"{_expected(each, f'{each.expected_tokens:.1f}')}/{each.tokens}"),
+        Column("seconds", 15, lambda each: _pair(each, each.expected.total, each.seconds.total)),
+    ]
+
+
+def _parts(decisions: Sequence[Decision]) -> Iterator[Column]:
+    for name in PART_NAMES:
+
+        def pair(each: Decision, name: str = name) -> str:
+            return _pair(each, getattr(each.expected, name), getattr(each.seconds, name))
+
+        longest = max(max(getattr(each.expected, name), getattr(each.seconds, name)) for each in decisions)
+        if longest >= LEAST_SECONDS:
+            yield Column(name, 15, pair)
+
+
+def _pair(decision: Decision, expected: float, real: float) -> str:
+    return f"{_expected(decision, f'{expected:.3f}')}/{real:.3f}"
+
+
+def _expected(decision: Decision, text: str) -> str:
+    return text if decision.is_predicted else "-"
+
+
+def _number(value: float) -> str:
+    return f"{value:.3g}" if value else "-"
+
+
+def summary(decisions: Sequence[Decision]) -> Iterator[str]:
+    """Lines that summarise all rounds."""
+    summed = account(decisions)
+    shares = ", ".join(f"{share:.0%} {mode.value}" for mode, share in summed.shares.items())
+    yield (
+        f"{summed.tokens} tokens in {summed.num_rounds} rounds and {summed.seconds:.3g} s; "
+        f"{summed.mean_nodes:.3g} nodes a round; rounds: {shares}"
+    )
+    yield _predictions(summed)
+    if summed.plain_rate is not None:
+        yield (
+            f"{summed.rate:.3g} tokens per second; plain decoding was expected to have {summed.plain_rate:.3g}, "
+            f"of which that is {summed.rate / summed.plain_rate:.2f} times"
+        )
+    for mode, last in _last_of_each(decisions).items():
+        yield f"last {mode.value}: round {last.number}, {why(last)}"
+
+
+def _predictions(summed: Account) -> str:
+    if summed.token_bias is None or summed.seconds_bias is None:
+        return "nothing was predicted of these rounds"
+    parts = ", ".join(
+        f"{name} {getattr(summed.expected, name):.3f}/{getattr(summed.real, name):.3f}" for name in PART_NAMES
+    )
+    return (
+        f"expected against real, over {summed.num_predicted} rounds: tokens {summed.token_bias:+.1%}, seconds "
+        f"{summed.seconds_bias:+.1%}; mean seconds: {parts}"
+    )
+
+
+def _last_of_each(decisions: Sequence[Decision]) -> dict[Mode, Decision]:
+    return {decision.mode: decision for decision in decisions}
+
+
+def _title(session: str) -> str:
+    return f"session {session}" if session else "the session last at work"

@@ -1,0 +1,1 @@
+"""Commands that run a bough on this machine: `up` and `demo`."""

@@ -1,0 +1,224 @@
+"""`bough up`: starts index, target, draft and orchestrator, and supervises them while it runs."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import fcntl
+import json
+import os
+import socket
+import sys
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+from bough.cli.machine.machine_division import divided
+from bough.cli.machine.progress import Progress, tell
+from bough.config.cache_paths import DEMONSTRATION_COPIES, SUBSTITUTE_DROPS, demonstration_folder, is_written
+from bough.config.processes import DraftConfig, OrchestratorConfig, TargetConfig, parse
+from bough.errors import ConfigError
+from bough.model import compiled_folder
+from bough.model.checkpoint.hub import fetch
+from bough.processes.exit_with_parent import MODULE, run
+from bough.processes.launch import Settings, launched
+from bough.processes.supervision import supervised
+from bough.registry.url import without_passwords
+from bough.security.certificates import AUTHORITY
+from bough.security.secured import files_towards
+from bough.simulation.profile import load_profile, shipped_profiles
+
+HTTP_PORT = 8000  # the usual port of such servers
+INDEX_VARIABLE = "BOUGH_ORCHESTRATOR_INDEX_URL"  # keeps a password from the command line
+NO_DRAFT = "none"
+MODEL_FLAGS = (
+    "target", "drop_layers", "dtype", "device_memory", "kv_memory", "host_memory", "draft_bits",
+    "draft_device", "draft_dtype",
+)  # fmt: skip
+
+
+async def up(arguments: argparse.Namespace) -> int:
+    """Start all processes and restart ended ones until Ctrl-C."""
+    settings = settings_from(arguments)
+    if not settings.target.simulate:
+        if settings.target.model == str(demonstration_folder()):
+            ensure_demonstration()
+        fetch(settings.target.model, *([settings.draft.model] if settings.draft else []))
+        announce_first_start()
+    settings = divided(settings, tell)
+    progress = Progress()
+    async with launched(settings, progress) as cluster, supervised(cluster, tell):
+        progress.clear()
+        index = without_passwords(cluster.index_url)
+        print(f"ready: {cluster.address} (index {index}; logs in {cluster.folder})")
+        authority = files_towards(settings.orchestrator).authority
+        known = f" {AUTHORITY} {authority}" if authority else ""
+        print(f'try: bough generate --address {cluster.address}{known} "Why is the sky blue?"')
+        orchestrator, host = cluster.settings.orchestrator, cluster.address.rpartition(":")[0]
+        if orchestrator.http_port > 0:
+            scheme = "https" if orchestrator.tls_cert else "http"
+            url = f"{scheme}://{host}:{orchestrator.http_port}"
+            print_http_usage(url, has_keys=bool(orchestrator.keys), authority=authority)
+        sys.stdout.flush()
+        await asyncio.Event().wait()
+    return 0
+
+
+def print_http_usage(url: str, *, has_keys: bool, authority: str = "") -> None:
+    """Print the base URL for OpenAI's clients, and a curl command to paste; it uses BOUGH_API_KEY if `has_keys`."""
+    question = json.dumps({"messages": [{"role": "user", "content": "Why is the sky blue?"}], "max_tokens": 64})
+    key = ' -H "Authorization: Bearer $BOUGH_API_KEY"' if has_keys else ""
+    print(f"OpenAI's clients: base URL {url}/v1; or try:")
+    known = f" --cacert {authority}" if authority else ""
+    print(f"curl{known} {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{question}'")
+
+
+def settings_from(arguments: argparse.Namespace) -> Settings:
+    """Settings from the flags of `bough up`, else from environment variables.
+
+    Raises:
+        ConfigError: names the invalid flag.
+    """
+    if arguments.simulate:
+        return simulated_settings(arguments)
+    target = arguments.target or os.environ.get("BOUGH_TARGET_MODEL")
+    draft = arguments.draft or os.environ.get("BOUGH_DRAFT_MODEL")
+    drops = arguments.drop_layers or os.environ.get("BOUGH_DRAFT_DROP_LAYERS")
+    if draft is None and drops is None:
+        if os.environ.get("BOUGH_ORCHESTRATOR_DRAFT") == NO_DRAFT:
+            draft = NO_DRAFT
+        elif target is None:
+            drops = SUBSTITUTE_DROPS
+    target = target or str(demonstration_folder())
+    target_flags = ["--model", target, *_given("--dtype", arguments.dtype)]
+    for name in ("max_context", "device_memory", "kv_memory", "host_memory"):
+        target_flags += _given(f"--{name.replace('_', '-')}", getattr(arguments, name))
+    if target == str(demonstration_folder()) and "BOUGH_TARGET_RESIDENT_LAYERS" not in os.environ:
+        target_flags += ["--resident-layers", "0"]  # it would fit in memory, and nothing would stream
+    target_config = parse(TargetConfig, "target_worker", target_flags, os.environ)
+    return Settings(
+        target=target_config,
+        draft=_draft_config(arguments, target_config, draft, drops),
+        orchestrator=_orchestrator_config(arguments, has_draft=draft != NO_DRAFT),
+        index_url=arguments.index_url or os.environ.get(INDEX_VARIABLE, ""),
+    )
+
+
+def simulated_settings(arguments: argparse.Namespace) -> Settings:
+    """Settings with simulated workers: target and draft, or the target alone with `--draft none`.
+
+    Raises:
+        ConfigError: the profile is unknown, or a flag about models is given.
+    """
+    for name in MODEL_FLAGS:
+        if (value := getattr(arguments, name)) is not None:
+            flag = "--" + name.replace("_", "-")
+            raise ConfigError(f"{flag}: must not be given with --simulate, which has no model, got {value}")
+    if arguments.draft not in (None, NO_DRAFT):
+        raise ConfigError(f"--draft: must be none or not given with --simulate, got {arguments.draft}")
+    profile = arguments.simulate
+    load_profile(profile)  # raises for an invalid profile before anything starts
+    path = Path(profile)
+    flags = ["--simulate", profile if profile in shipped_profiles() else str(path.absolute())]
+    flags += _given("--max-context", arguments.max_context)
+    has_draft = arguments.draft is None
+    draft_flags = [*flags, *_given("--ahead-steps", arguments.ahead_steps)]
+    return Settings(
+        target=parse(TargetConfig, "target_worker", flags, os.environ),
+        draft=parse(DraftConfig, "draft_worker", draft_flags, os.environ) if has_draft else None,
+        orchestrator=_orchestrator_config(arguments, has_draft),
+        index_url=arguments.index_url or os.environ.get(INDEX_VARIABLE, ""),
+    )
+
+
+def _orchestrator_config(arguments: argparse.Namespace, has_draft: bool) -> OrchestratorConfig:
+    flags = [
+        "--draft",
+        "workers" if has_draft else NO_DRAFT,
+        "--port",
+        str(arguments.port),
+        *_given("--planner", arguments.planner),
+        *_given("--http-port", arguments.http_port),
+    ]
+    config = parse(OrchestratorConfig, "orchestrator", flags, os.environ)
+    if config.http_port == 0:  # fixed here, so that it stays the same after a restart
+        return replace(config, http_port=free_port(config.host, HTTP_PORT))
+    return config
+
+
+def free_port(host: str, wanted: int) -> int:
+    """The port `wanted` if it is free, otherwise any free port."""
+    for port in (wanted, 0):
+        with suppress(OSError), socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # ignores ended connections
+            probe.bind((host, port))
+            return int(probe.getsockname()[1])
+    return 0  # the host is invalid, which the orchestrator reports
+
+
+def _draft_config(
+    arguments: argparse.Namespace, target: TargetConfig, draft: str | None, drops: str | None
+) -> DraftConfig | None:
+    """Settings of the draft worker; None if there is none."""
+    if draft == NO_DRAFT:
+        if drops is not None:
+            raise ConfigError(f"--drop-layers: must not be given with --draft none, got {drops}")
+        return None
+    if drops is None and draft is None:
+        raise ConfigError(
+            "--draft: missing; must be a smaller model with the same tokenizer, or none for prompt lookup only; or "
+            "--drop-layers, for the target itself without some layers"
+        )
+    flags = ["--model", draft or target.model, *_given("--drop-layers", drops)]
+    flags += [*_given("--device", arguments.draft_device), *_given("--dtype", arguments.draft_dtype)]
+    flags += [*_given("--bits", arguments.draft_bits), *_given("--ahead-steps", arguments.ahead_steps)]
+    if "BOUGH_DRAFT_MAX_CONTEXT" not in os.environ:
+        flags += [
+            "--max-context",
+            str(target.max_context),
+        ]  # with a smaller context it would see only part of long sessions
+    config = parse(DraftConfig, "draft_worker", flags, os.environ)
+    if config.ahead_steps < 0 and _gpu(config.device) == _gpu(target.device):
+        return replace(config, ahead_steps=0)  # they would delay the target's sweeps
+    return config
+
+
+def _gpu(device: str) -> str:
+    """A device setting as torch numbers it; `auto` is taken for the first GPU."""
+    return "cuda:0" if device in ("auto", "cuda") else device
+
+
+def _given(flag: str, value: str | None) -> list[str]:
+    return [] if value is None else [flag, value]
+
+
+def ensure_demonstration(copies: int = DEMONSTRATION_COPIES) -> None:
+    """Write the demonstration model unless it exists, in a separate process and under a file lock.
+
+    Raises:
+        ConfigError: it could not be written.
+    """
+    folder = demonstration_folder(copies)
+    if is_written(folder, copies):
+        return
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with folder.with_name(f".{folder.name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not is_written(folder, copies):
+                _write_demonstration(folder, copies)
+    except OSError as exc:
+        raise ConfigError(f"{folder}: {exc}") from exc
+
+
+def _write_demonstration(folder: Path, copies: int) -> None:
+    print(f"writing the demonstration model to {folder}", file=sys.stderr)
+    command = [sys.executable, *MODULE, "bough.model.write_demonstration", str(folder), str(copies)]
+    if run(command) != 0:
+        raise ConfigError(f"{folder}: the demonstration model could not be written")
+
+
+def announce_first_start() -> None:
+    """Announce the compilation of kernels if none are cached."""
+    if not next(compiled_folder().rglob("*.nbc"), None):
+        print("the first start compiles kernels for this processor, which takes a minute or two", file=sys.stderr)

@@ -1,0 +1,1 @@
+"""Commands that predict: `plan`, `shape` and `simulate`."""

@@ -1,0 +1,94 @@
+"""`bough simulate`: predicts throughput and latency for many users and workers, and the best next purchase."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from bough.cli.flags.simulation import scenarios_from
+from bough.errors import ConfigError
+from bough.simulation.profile import load_profile, shipped_profiles
+from bough.simulation.scenario import CapacityReport, Purchase, Scenario
+
+LIST = "list"
+
+
+async def simulate(arguments: argparse.Namespace) -> int:
+    """Print a table with a column for each number of users, or one JSON line for all."""
+    if arguments.profile == LIST:
+        for name in shipped_profiles():
+            print(f"{name}: {load_profile(name).source}")
+        return 0
+    scenarios = scenarios_from(arguments)
+    for scenario in scenarios:
+        scenario.check()
+    _require_simpy()
+    found = [_run(scenario, with_purchases=not arguments.no_purchases) for scenario in scenarios]
+    if arguments.json:
+        print(json.dumps({"profile": arguments.profile, "runs": [_as_json(*each) for each in found]}))
+        return 0
+    print(f"{arguments.profile}: {scenarios[0].profile.source}\n")
+    print("\n".join(_table([report for report, _ in found])))
+    for report, bought in found:
+        print(f"\n{_workers(report)}: what bends first is {report.bottleneck}.")
+        for each in bought:
+            print(
+                f"  {each.name:44} {each.user_gain:+7.1%} tokens per second of a user, "
+                f"{each.throughput_gain:+7.1%} of all; p95 of answers {-each.p95_latency_gain:+7.1%}"
+            )
+        if not report.is_complete:
+            print("  stopped after the most rounds that are simulated: percentiles are of fewer requests than wanted")
+    return 0
+
+
+def _require_simpy() -> None:
+    try:
+        import simpy  # noqa: F401
+    except ImportError as exc:
+        raise ConfigError("simulate: simpy is not installed: pip install 'bough[plan]'") from exc
+
+
+def _run(scenario: Scenario, *, with_purchases: bool) -> tuple[CapacityReport, list[Purchase]]:
+    from bough.simulation.capacity import simulate as run
+    from bough.simulation.purchases import purchases
+
+    report = run(scenario)
+    return report, purchases(scenario, report) if with_purchases else []
+
+
+def _as_json(report: CapacityReport, bought: list[Purchase]) -> dict[str, Any]:
+    return report.as_json() | {"purchases": [each.as_json() for each in bought]}
+
+
+def _workers(report: CapacityReport) -> str:
+    def some(count: int, name: str) -> str:
+        return f"{count} {name}{'' if count == 1 else 's'}"
+
+    parts = (some(report.num_users, "user"), some(report.num_targets, "target"), some(report.num_drafts, "draft"))
+    return ", ".join(parts)
+
+
+def _table(reports: list[CapacityReport]) -> list[str]:
+    """A line for each figure, a column for each report."""
+    rows: list[tuple[str, list[str]]] = [
+        ("users", [str(each.num_users) for each in reports]),
+        ("tokens per second, all together", [f"{each.tokens_per_second:.4g}" for each in reports]),
+        ("tokens per second of a user", [f"{each.user_tokens_per_second:.3g}" for each in reports]),
+    ]
+    for title, name in (("first token", "ttft"), ("seconds per token", "tpot"), ("whole answer", "latency")):
+        values = [getattr(each, name) for each in reports]
+        rows.append((f"{title}: p50 / p95 / p99, s", [" / ".join(f"{v:.3g}" for v in value) for value in values]))
+    rows += [
+        ("nodes, levels of a tree", [f"{each.nodes:.3g}, {each.depth:.2g}" for each in reports]),
+        ("tokens, seconds of a round", [f"{each.tokens_per_round:.3g}, {each.round_seconds:.3g}" for each in reports]),
+        ("rows, riders of a sweep", [f"{each.rows_per_sweep:.4g}, {each.riders_per_sweep:.3g}" for each in reports]),
+        ("busy: link, target, draft", [_busy(each) for each in reports]),
+        ("users waiting for a place", [f"{each.waiting_users:.4g}" for each in reports]),
+    ]
+    width = max(len(cell) for _, cells in rows for cell in cells)
+    return [f"{title:36}" + "".join(f"{cell:>{width + 2}}" for cell in cells) for title, cells in rows]
+
+
+def _busy(report: CapacityReport) -> str:
+    return f"{report.link_busy:.0%}, {report.target_busy:.0%}, {report.draft_busy:.0%}"

@@ -1,0 +1,1 @@
+"""Plots as text and as PNG."""

