@@ -6,7 +6,6 @@ GPU may be lost to it.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +15,7 @@ from typing import Any
 
 import torch
 
+from bough.config.flag_parser import FlagParser
 from bough.model.gpu.ready import make_ready
 from bough.runtime.machine import default_budget, free_memory
 from loadtest.gpu import parts as gpu_parts
@@ -134,7 +134,7 @@ WORK: dict[Part, Callable[[Ground], Any]] = {  # what is most likely to fail com
 
 def main() -> None:
     """Does the parts that it is told, until one fails."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = FlagParser(description=__doc__)
     parser.add_argument("--parts", required=True, help="names, with commas between them")
     parser.add_argument("--folder", type=Path, required=True, help="for models; found.json there is what was found")
     parser.add_argument("--layers", type=int, required=True)

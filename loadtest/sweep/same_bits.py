@@ -14,7 +14,6 @@ from __future__ import annotations
 import bough.model  # noqa: F401  # before torch, see there
 # isort: on
 
-import argparse
 import io
 import json
 import os
@@ -30,6 +29,7 @@ import numpy as np
 import torch
 from transformers import Gemma2Config, LlamaConfig, MixtralConfig, Olmo2Config, PretrainedConfig
 
+from bough.config.flag_parser import FlagParser
 from bough.model.cpu.small_model import write_small
 from bough.model.packing.pack import pack
 from loadtest.common.machine import processor
@@ -107,7 +107,7 @@ def logits(tree: Path, model: Path, dtype: str, out: Path) -> np.ndarray:
 
 def main() -> None:
     """Prints a line a case, and one JSON line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = FlagParser(description=__doc__)
     parser.add_argument("--commit", required=True, help="of this repository")
     parser.add_argument("--cases", default=",".join(CASES), help=f"of {', '.join(CASES)}; all by default")
     told = parser.parse_args()

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from bough.config.processes import OrchestratorConfig, PlanConfig
 from bough.errors import ConfigError
 from bough.model.architecture.architecture import max_positions
@@ -185,7 +183,7 @@ def _crossing_speed(settings: PlanConfig, host_link: Speed | None) -> Speed | No
     if told := _given("--crossing-speed", settings.crossing_speed, GIGA):
         return told
     if num_gpus() > 1:
-        return crossing_speed(torch.device("cuda", 0), torch.device(settings.resident_devices[0][0]))
+        return crossing_speed("cuda:0", settings.resident_devices[0][0])
     if host_link is None:
         return None
     return Speed(host_link.per_second / TIMES_AS_SLOW, "assumed: through the host's memory, as no second gpu is here")

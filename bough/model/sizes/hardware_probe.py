@@ -91,7 +91,7 @@ def host_link_speed(device: torch.device) -> Speed:
     return Speed(COPY_BYTES / seconds, "measured: copies from pinned memory")
 
 
-def crossing_speed(first: torch.device, second: torch.device) -> Speed:
+def crossing_speed(first: str, second: str) -> Speed:
     """Bytes per second from an accelerator's memory to another's and back, each way."""
     here = torch.ones(COPY_BYTES, dtype=torch.uint8, device=first)
     there = torch.empty(COPY_BYTES, dtype=torch.uint8, device=second)
@@ -100,7 +100,7 @@ def crossing_speed(first: torch.device, second: torch.device) -> Speed:
         there.copy_(here, non_blocking=True)
         here.copy_(there, non_blocking=True)
 
-    seconds = _least_seconds(there_and_back, first, PROBE_SECONDS)
+    seconds = _least_seconds(there_and_back, torch.device(first), PROBE_SECONDS)
     return Speed(2 * COPY_BYTES / seconds, f"measured: copies between {first} and {second}")
 
 
