@@ -1,4 +1,4 @@
-"""The application, as a Serve configuration names it: `import_path: deploy.app:build`."""
+"""The application that a Serve configuration names: `import_path: deploy.app:build`."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from ray import serve
 from deploy.replicas import DraftReplica, IndexReplica, OrchestratorReplica, TargetReplica
 from deploy.settings import INDEX, STOP_SECONDS, AppSettings, Role, read_fields
 
-MANY = 100_000  # requests at one replica: how many run is decided by the orchestrator's own admission
-OPTIONS: Mapping[str, Any] = {  # where a configuration says nothing else
-    "ray_actor_options": {"num_cpus": 0},  # what a node is for is said by resources
+MANY = 100_000  # requests at one replica; the orchestrator's admission limits how many run
+OPTIONS: Mapping[str, Any] = {  # unless the configuration says otherwise
+    "ray_actor_options": {"num_cpus": 0},  # resources choose the node
     "max_ongoing_requests": MANY,
-    "health_check_period_s": 2.0,  # after three that failed in a row a replica is replaced
+    "health_check_period_s": 2.0,  # three failures in a row replace a replica
     "health_check_timeout_s": 20.0,
     "graceful_shutdown_timeout_s": STOP_SECONDS,
-    "max_surge_percent": 0,  # there is no spare GPU, nor a second port, for another one beside
+    "max_surge_percent": 0,  # no GPU or port is spare for a second replica
 }
 
 
 def build(args: dict[str, Any]) -> serve.Application:
-    """All deployments, bound to one another; how many of each and where is said by the configuration.
+    """Bind all deployments to one another; the configuration says how many replicas each has, and where.
 
     Raises:
-        ConfigError: naming an argument that is not known.
+    ConfigError: an argument is unknown; the message names it.
     """
     settings = read_fields(AppSettings, args, "args")
     index = settings.index_url or serve.deployment(name=INDEX, user_config={}, **OPTIONS)(IndexReplica).bind()

@@ -1,7 +1,7 @@
-"""`python -m deploy.check FILE [--ray http://HEAD:8265]`: what is wrong with a configuration, before it is deployed.
+"""`python -m deploy.check FILE [--ray http://HEAD:8265]`: check a Serve configuration before it is deployed.
 
-Serve's own schema passes over keys that it does not know; here each of them is an error, and so is each setting in a
-`user_config` that its program would refuse. With --ray the cluster must also have the resources that are asked for.
+Serve's own schema ignores unknown keys; here they are errors, and so is a setting in `user_config` that its program
+would refuse. --ray also checks that the cluster has the resources which the deployments ask for.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ DICTS: Mapping[str, type[BaseModel]] = {  # fields that Serve takes as plain map
 
 
 def load(path: Path) -> dict[str, Any]:
-    """A configuration from a file, checked.
+    """Read a configuration from a file and check it.
 
     Raises:
-        ConfigError: naming the key, and what is wrong with it.
+    ConfigError: a key is unknown or its value refused; the message names the key.
     """
     try:
         config = yaml.safe_load(path.read_text())
@@ -63,7 +63,7 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def check(config: Mapping[str, Any]) -> None:
-    """Raises ConfigError, naming the key, for what Serve or one of bough's programs would not take."""
+    """Raise ConfigError, naming the key, for what Serve or one of bough's programs would refuse."""
     for key in unknown_keys(ServeDeploySchema, config, ""):
         raise ConfigError(f"{key}: no such setting of Ray Serve")
     try:
@@ -79,7 +79,7 @@ def check(config: Mapping[str, Any]) -> None:
 
 
 def unknown_keys(model: type[BaseModel], value: Any, where: str) -> Iterator[str]:
-    """Paths of keys that are no fields of the model, or of the models below it."""
+    """Yield the paths of keys that are no fields of the model or of the models inside it."""
     if not isinstance(value, Mapping):
         return
     names = dict(model.model_fields)
@@ -98,7 +98,7 @@ def unknown_keys(model: type[BaseModel], value: Any, where: str) -> Iterator[str
 
 
 def require_resources(config: Mapping[str, Any], nodes: tuple[Node, ...]) -> None:
-    """Raises ConfigError for a deployment that no node could take: what it asks for, and what each node has."""
+    """Raise ConfigError for a deployment that fits on no node; the message says what it asks for and nodes have."""
     alive = [node for node in nodes if node.is_alive]
     for application in config["applications"]:
         for deployment in application.get("deployments", ()):
@@ -113,7 +113,7 @@ def require_resources(config: Mapping[str, Any], nodes: tuple[Node, ...]) -> Non
 
 
 def wanted_resources(deployment: Mapping[str, Any]) -> dict[str, float]:
-    """Of one replica, by Ray's names."""
+    """Return the resources that one replica asks for, by Ray's names."""
     options = deployment.get("ray_actor_options") or {}
     wanted = {"CPU": options.get("num_cpus", 0), "GPU": options.get("num_gpus", 0), **options.get("resources", {})}
     return {name: float(amount) for name, amount in wanted.items() if amount}
@@ -140,7 +140,7 @@ def _check_application(application: Mapping[str, Any]) -> None:
 
 
 def orchestrator_of(config: Mapping[str, Any], environ: Mapping[str, str]) -> OrchestratorConfig:
-    """Settings of a configuration's orchestrators on a node with these variables."""
+    """Return the orchestrator's settings in a configuration, on a node with these environment variables."""
     ours = [each for each in config["applications"] if each["import_path"] == IMPORT_PATH]
     if len(ours) != 1:
         raise ConfigError(f"applications: {len(ours)} have the import_path {IMPORT_PATH}; must be one")
@@ -150,7 +150,7 @@ def orchestrator_of(config: Mapping[str, Any], environ: Mapping[str, str]) -> Or
 
 
 def _check_proxy(schema: ServeDeploySchema, orchestrator: OrchestratorConfig) -> None:
-    """Serve's proxy is a door like the orchestrator's own, and must not be one that is open wider."""
+    """Require that Serve's proxy is guarded at least as well as the orchestrator's own HTTP port."""
     if schema.proxy_location is ProxyLocation.Disabled:
         return
     program, options = f"{Role.ORCHESTRATOR.value}.user_config.program", schema.http_options
@@ -203,12 +203,12 @@ def _check_policy(where: str, value: Any) -> None:
 
 
 def _require_room_for_ports(settings: ProgramSettings, deployment: Mapping[str, Any]) -> None:
-    """Two replicas with a fixed port must not meet on a node."""
+    """Raise ConfigError where two replicas with the same fixed port could be placed on one node."""
     several = deployment.get("num_replicas", 1) != 1 or deployment.get("autoscaling_config")
     if not several or deployment.get("max_replicas_per_node") == 1:
         return
     for name in PORTS:
-        port = getattr(settings.config, name, 0)  # a draft has one port
+        port = getattr(settings.config, name, 0)  # a draft worker has no http_port
         if port > 0:
             raise ConfigError(
                 f"{settings.role.value}.max_replicas_per_node: must be 1 where there may be several replicas "
@@ -217,14 +217,14 @@ def _require_room_for_ports(settings: ProgramSettings, deployment: Mapping[str, 
 
 
 def _model_in(annotation: Any) -> type[BaseModel] | None:
-    """The model in an annotation such as list[Model] or Model | None."""
+    """Return the model class in an annotation such as list[Model] or Model | None."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     return next((model for part in get_args(annotation) if (model := _model_in(part))), None)
 
 
 def main() -> int:
-    """Exit status 2 and one line where something is wrong."""
+    """Check the file; exit with status 2 and a one-line message where something is wrong."""
     parser = FlagParser(description=__doc__)
     parser.add_argument("file", type=Path)
     parser.add_argument("--ray", metavar="URL", help="of a cluster's dashboard: it must have what is asked for")

@@ -1,4 +1,4 @@
-"""How a replica starts a program, and how it ends one."""
+"""Start and stop a replica's program."""
 
 from __future__ import annotations
 
@@ -19,24 +19,35 @@ from bough.processes.child import Child
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.05
-STOP_SECONDS = 3.0  # from the second SIGTERM to SIGKILL
-KILL_SECONDS = 60.0  # that the kernel may take to end a process and give its memory back
+STOP_SECONDS = 3.0  # between the second SIGTERM and SIGKILL
+FOLDER_NAME = "bough"  # in the system's folder for temporary files
+KILL_SECONDS = 60.0  # the kernel may take this long to end a process and free its memory
 
 
 def start(
-    name: str, command: Sequence[str], variables: Mapping[str, str], niceness: int = 0, log_folder: str = ""
+    name: str,
+    command: Sequence[str],
+    variables: Mapping[str, str],
+    niceness: int = 0,
+    log_folder: str = "",
+    held: Sequence[int] = (),
 ) -> Child:
-    """Starts a program that ends with this process, whatever ends that.
+    """Start a program that ends with this process, however that ends; it inherits the file descriptors `held`.
 
-    Its niceness stays that of this process where it may not be changed: only root may lower one.
+    Where its niceness may not be set (only root may lower it), it keeps this process's, with a warning.
     """
-    folder = Path(log_folder) if log_folder else Path(tempfile.gettempdir()) / "bough"
+    folder = Path(log_folder) if log_folder else Path(tempfile.gettempdir()) / FOLDER_NAME
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(prefix=f"{name}-", suffix=".log", dir=folder, delete=False) as stream:
         process = exit_with_parent.start(
             command,
             lambda tethered: subprocess.Popen(
-                tethered, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream, env={**os.environ, **variables}
+                tethered,
+                stdin=subprocess.DEVNULL,
+                stdout=stream,
+                stderr=stream,
+                env={**os.environ, **variables},
+                pass_fds=held,
             ),
         )
     try:
@@ -49,14 +60,14 @@ def start(
 
 
 def describe_end(child: Child) -> str:
-    """How a program ended, and what it said last."""
+    """Return how a program ended and the last lines of its log."""
     return f"{child.name} {child.how_it_ended()}; the last lines of {child.log}:\n{child.tail()}"
 
 
 async def stop(child: Child, drain_seconds: float, log_folder: str = "") -> None:
-    """SIGTERM, and as long as the program may drain; then what ends it at once.
+    """Send SIGTERM and wait `drain_seconds`; then SIGTERM again, which ends a program at once, then SIGKILL.
 
-    Its log goes with it where it leaves as it should, with status 0, and nobody asked for a folder of logs.
+    The log is deleted after exit status 0, unless `log_folder` asks to keep logs.
     """
     if child.has_ended():
         return
@@ -74,5 +85,5 @@ async def stop(child: Child, drain_seconds: float, log_folder: str = "") -> None
 
 
 def python(module: str, flags: Sequence[str]) -> list[str]:
-    """The command line of one of bough's programs."""
+    """Return the command line of one of bough's programs."""
     return [sys.executable, *exit_with_parent.MODULE, module, *flags]

@@ -1,4 +1,4 @@
-"""How a bough under Ray Serve on this machine is asked: addresses, and calls that work as they stand."""
+"""Addresses of a bough under Ray Serve on this machine, and example calls that can be pasted into a shell."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PROGRAM = f"{Role.ORCHESTRATOR.value}.user_config.program"
 
 @dataclass(frozen=True, slots=True)
 class Doors:
-    """Of the orchestrator."""
+    """The orchestrator's addresses for clients."""
 
     orchestrator: OrchestratorConfig
     address: str  # for gRPC
@@ -30,7 +30,7 @@ class Doors:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Doors:
-        """Those that clients can find. Raises ConfigError naming a port that is left open."""
+        """Return the addresses. Raise ConfigError, naming the setting, for a port that is not fixed."""
         orchestrator = orchestrator_of(config, os.environ)
         port, scheme = http_port(config), "https" if orchestrator.tls_cert else "http"
         if config.get("proxy_location") == "Disabled":
@@ -41,19 +41,19 @@ class Doors:
         return cls(orchestrator, f"{HOST}:{orchestrator.port}", f"{scheme}://{HOST}:{port}/v1")
 
     def client(self) -> Client:
-        """With the secret of all processes, where there is one: that may ask how all is."""
+        """Return a client; it shows the secret of all processes, if there is one, and may then ask for the status."""
         key_file = self.orchestrator.worker_key_file
         key = WorkerKey(key_file).file.value[0] if key_file else None
         return Client(self.address, api_key=key, certificates=files_towards(self.orchestrator))
 
     def how_to_ask(self, dashboard_url: str) -> str:
-        """Three calls that work as they stand, with an application's key in BOUGH_API_KEY where one is asked for."""
+        """Return three example calls; they take an application's key from BOUGH_API_KEY where one is required."""
         has_keys, files = bool(self.orchestrator.keys), files_towards(self.orchestrator)
         curl, bough = {"--cacert": files.authority}, {"--tls-ca": files.authority}
         if files.cert:
             curl |= {"--cert": files.cert, "--key": files.key}
             bough |= {"--tls-cert": files.cert, "--tls-key": files.key}
-        text = TEXT if not files.cert else TEXT.replace(OPENAI, "")  # it would take a client of httpx for a certificate
+        text = TEXT if not files.cert else TEXT.replace(OPENAI, "")  # OpenAI's client needs code to show a certificate
         return text.format(
             base=self.base,
             address=self.address,
@@ -68,7 +68,7 @@ class Doors:
 
 
 def http_port(config: Mapping[str, Any]) -> int:
-    """Of Serve's proxy."""
+    """Return the port of Serve's proxy."""
     return int((config.get("http_options") or {}).get("port", DEFAULT_HTTP_PORT))
 
 

@@ -1,4 +1,4 @@
-"""HTTP that comes in through Serve's proxy, passed on to an orchestrator's own door as it streams. Knows no Ray."""
+"""Forwarding of HTTP from Serve's proxy to an orchestrator's own HTTP port, streamed. It does not use Ray."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from bough.rpc.status_map import MAX_MESSAGE_BYTES
 
-# Of one connection and not of the message. Serve's proxy sets the request's id, its own name and the date itself.
+# Headers of one connection. Serve's proxy itself sets the request's id, the server's name and the date.
 HOP_BY_HOP: Final = frozenset(
     {"connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer", "transfer-encoding",
      "upgrade", "host", "content-length"}
@@ -22,21 +22,21 @@ CONNECT_SECONDS = 5.0
 
 
 class Forwarder:
-    """Passes requests on to one upstream, whose answers it streams back piece by piece, as they come."""
+    """Forwards requests to one upstream and streams its answers back as they come."""
 
     def __init__(self, base_url: str, context: Callable[[], ssl.SSLContext] | None = None) -> None:
-        """`base_url` such as http://10.0.0.3:7413, without a path; `context` for one of https."""
+        """Connect to `base_url`, such as http://10.0.0.3:7413 without a path; https takes its TLS from `context`."""
         self._base_url, self._context = base_url, context
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS)
-        connector = aiohttp.TCPConnector(limit=0)  # how many may come is decided by the orchestrator's admission
+        connector = aiohttp.TCPConnector(limit=0)  # the orchestrator's admission limits requests
         self._session = aiohttp.ClientSession(timeout=timeout, connector=connector, auto_decompress=False)
 
     async def close(self) -> None:
-        """Ends the connections."""
+        """Close the connections."""
         await self._session.close()
 
     async def forward(self, request: Request) -> Response:
-        """The upstream's answer. A client that hangs up ends the upstream's request too."""
+        """Return the upstream's answer; a client that hangs up also ends the upstream's request."""
         path = str(request.scope["path"]).removeprefix(str(request.scope.get("root_path", "")))
         url = f"{self._base_url}/{path.lstrip('/')}"
         headers = [(name, value) for name, value in request.headers.items() if name.lower() not in HOP_BY_HOP]
@@ -44,7 +44,7 @@ class Forwarder:
         body = b""
         async for piece in request.stream():
             body += piece
-            if len(body) > MAX_MESSAGE_BYTES:  # which the orchestrator would refuse once it is all here
+            if len(body) > MAX_MESSAGE_BYTES:  # the orchestrator would refuse it
                 return _error(
                     413, f"body: must have at most {MAX_MESSAGE_BYTES} bytes", "invalid_request_error", "body_too_large"
                 )
@@ -66,7 +66,7 @@ class Forwarder:
 
 
 async def _pieces(upstream: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
-    """The body as it comes. Closed half-way it closes the connection, which is how the upstream hears of it."""
+    """Yield the body as it comes; closed early it closes the connection, which tells the upstream."""
     try:
         async for piece in upstream.content.iter_any():
             yield piece
@@ -76,12 +76,12 @@ async def _pieces(upstream: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
 
 
 def unavailable(message: str) -> Response:
-    """503, after which clients ask again."""
+    """Return status 503 with a Retry-After header."""
     return _error(503, message, "server_error", "unavailable", {"retry-after": "1"})
 
 
 def _error(status: int, message: str, kind: str, code: str, headers: Mapping[str, str] | None = None) -> Response:
-    """In the form that OpenAI's clients read."""
+    """Return an error in the format of OpenAI's API."""
     error = {"message": message, "type": kind, "param": None, "code": code}
     return JSONResponse({"error": error}, status_code=status, headers=headers)
 

@@ -1,7 +1,7 @@
-"""The index that Serve supervises: a Valkey server on a fixed port of the node that its replica is placed on.
+"""The index that Serve supervises: a Valkey server on a fixed port of its replica's node.
 
-It is never the truth (DESIGN, rule 4), so it saves nothing: heartbeats and the next record of each running session
-bring back what is lost with it.
+The index is never the truth (DESIGN, rule 4), so nothing is saved: heartbeats, and the next record of each running
+session, restore what a restart loses.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ NO_SECRETS: tuple[str, ...] = ()
 
 
 class IndexPlace(NamedTuple):
-    """Where an index is, without any secret: each process has its own way of showing that it may come in."""
+    """Where an index is, without secrets: each process adds its own password file and certificates."""
 
     url: str
-    has_password: bool = False  # the workers' secret
-    has_tls: bool = False  # with certificates of all processes' authority
+    has_password: bool = False  # the workers' secret is the password
+    has_tls: bool = False  # with certificates of the processes' authority
 
     def url_for(self, config: ServiceConfig) -> str:
-        """The URL as a process with these settings has it. Raises ConfigError naming the one that it lacks."""
+        """Return the URL for a process with these settings. Raise ConfigError naming the setting that it lacks."""
         settings = {}
         if self.has_password:
             settings[PASSWORD_FILE] = config.worker_key_file
@@ -63,13 +63,13 @@ class IndexPlace(NamedTuple):
 
 
 class IndexServer:
-    """One Valkey server, reachable by everyone who reaches this node and may come in."""
+    """One Valkey server, reachable from other nodes."""
 
     def __init__(self, settings: IndexSettings, host: str) -> None:
-        """`host` is this node's address: the index is known by it unless the settings name another.
+        """Start the server on `host`, this node's address, unless the settings name another.
 
         Raises:
-            ConfigError: others would reach it, and nothing guards it; or a file of a secret is of no use.
+        ConfigError: it would be reachable by others without a secret or certificates, or a secret's file is unusable.
         """
         settings = with_shared(settings, os.environ)
         own = bare(settings.host)
@@ -84,7 +84,7 @@ class IndexServer:
         url = f"{'rediss' if has_tls else 'redis'}://{joined(known, settings.port)}"
         self.place = IndexPlace(url, self._access.key is not None, has_tls)
         self._secrets = self._access.key.file.value if self._access.key else NO_SECRETS
-        self._folder = TemporaryDirectory(prefix="bough-index-")  # which nobody else may enter
+        self._folder = TemporaryDirectory(prefix="bough-index-")  # of mode 700
         self._socket = Path(self._folder.name) / "socket"
         context = self._access.worker_context
         self._front = None if context is None else TlsFront(self._socket, context)
@@ -92,31 +92,34 @@ class IndexServer:
         self._registry = Registry(self.place.url_for(self._settings))
 
     async def wait(self) -> None:
-        """Returns once it answers. Raises ConfigError: it has ended instead, such as where its port is in use."""
+        """Wait until it answers. Raise ConfigError if it has ended instead, for example as its port is in use."""
         deadline = time.monotonic() + START_SECONDS
-        while READY not in self._child.tail():  # asked over the network, another server on this port might answer
+        while READY not in self._child.tail():  # a ping might reach another server on this port
             if self._child.has_ended():
                 raise ConfigError(describe_end(self._child))
             if time.monotonic() > deadline:
                 raise Unavailable(f"the index at {self.place.url} does not come up:\n{self._child.tail()}")
             await asyncio.sleep(0.05)
         if self._front is not None:
-            await self._front.start(self._host, self._settings.port)
+            await self._front.listen(self._host, self._settings.port)
         await self._registry.ping()
 
     async def check(self) -> None:
-        """Raises Unavailable: it has ended, or does not answer at this moment. Three times in a row are too many for
-        Serve, which then replaces it: with it goes what sessions have recorded.
+        """Raise Unavailable if it has ended or does not answer; after three such checks in a row Serve replaces it.
+
+        The records of sessions are lost with it.
         """
         if self._child.has_ended():
             raise Unavailable(describe_end(self._child))
         await asyncio.to_thread(self._access.refresh)
         if self._access.key is not None and self._secrets != self._access.key.file.value:
             await self._change_secrets(self._access.key.file.value)
+        if self._front is not None:
+            await self._front.listen(self._host, self._settings.port)
         await self._registry.ping()
 
     async def stop(self) -> None:
-        """Ends it."""
+        """Stop the server and delete its folder."""
         await self._registry.close()
         if self._front is not None:
             await self._front.close()
@@ -133,10 +136,11 @@ class IndexServer:
 
 
 def index_command(settings: IndexSettings, secrets: Sequence[str], socket: Path) -> list[str]:
-    """Without protected mode, which would refuse other nodes; it has no TLS: with certificates it has its socket alone.
+    """Return Valkey's command line. With certificates it listens on its Unix socket only, behind `TlsFront`.
 
-    What is full refuses what is new, workers' leases too, and so is given room for all that clients may have in it
-    (docs/decisions/030-index-is-never-the-truth.md): nothing is evicted but by the registry's own order.
+    Protected mode is off, as it would refuse other nodes. Valkey evicts nothing (only the registry does, in its own
+    order), but a full server would refuse new values, leases of workers too; so `memory` must exceed all quotas
+    (docs/decisions/030-index-is-never-the-truth.md).
     """
     values = {
         "port": "0" if settings.tls_cert else str(settings.port),
@@ -153,5 +157,5 @@ def index_command(settings: IndexSettings, secrets: Sequence[str], socket: Path)
 
 
 def _user(secrets: Sequence[str]) -> list[str]:
-    """Whoever shows one of these may do everything; a command line tells only their hashes."""
+    """Return the ACL of a user who may do everything with any of the secrets; it has only their hashes."""
     return ["default", "on", "resetpass", *(f"#{hash_of(secret)}" for secret in secrets), "~*", "&*", "+@all"]

@@ -1,4 +1,4 @@
-"""One machine under Ray Serve: a Ray node of its own, what is deployed there, and how to ask it."""
+"""bough under Ray Serve on one machine: starts a Ray node, deploys on it, and says how to send requests."""
 
 from __future__ import annotations
 
@@ -27,27 +27,27 @@ from deploy.doors import HOST, Doors, http_port
 from deploy.settings import DEMONSTRATION, INDEX, INDEX_PORT, Role
 
 POLL_SECONDS = 1.0
-START_SECONDS = 120.0  # until the dashboard answers
-STOP_SECONDS = 60.0  # until all replicas have drained
+START_SECONDS = 120.0  # for the dashboard to answer
+STOP_SECONDS = 60.0  # for all replicas to drain
 OBJECT_STORE_BYTES = 100 * 1000**2  # the least that Ray takes: nothing of ours goes through it
 OF_ALL = frozenset(f.name for f in fields(ServiceConfig))  # settings that a worker without weights has, too
-NUM_RESOURCES = 8  # of each kind that a deployment asks for: on one machine nothing is to be kept apart
+NUM_RESOURCES = 8  # of each kind that a deployment asks for: more than it needs, as there is one node only
 
 
 class Stopped(KeyboardInterrupt):
-    """Ctrl-C or SIGTERM. Of that class, for asyncio would log any other that a callback raises, and go on."""
+    """Ctrl-C or SIGTERM. A KeyboardInterrupt, as asyncio logs and drops other exceptions of its callbacks."""
 
 
 def run(file: Path, simulate: str, port: int | None, dashboard_port: int) -> None:
-    """Serves until a signal.
+    """Serve until a signal.
 
     Raises:
-        Stopped: that signal.
-        BoughError: something is wrong that the user can mend.
+    Stopped: at the signal.
+    BoughError: the user has to correct something.
     """
     catch_signals()
     if simulate:
-        load_profile(simulate)  # whatever is wrong with it is said before anything is started
+        load_profile(simulate)  # errors in it are reported before anything starts
     config = load(file)
     adapt(config, simulate, port)
     check(config)
@@ -60,7 +60,7 @@ def run(file: Path, simulate: str, port: int | None, dashboard_port: int) -> Non
 
 
 def adapt(config: dict[str, Any], simulate: str, port: int | None) -> None:
-    """Puts what the command line says into a configuration, and gives Serve's proxy the orchestrator's certificate."""
+    """Apply the command line to a configuration, and give Serve's proxy the orchestrator's certificate."""
     options = config.setdefault("http_options", {})
     if port is not None:
         options["port"] = port
@@ -77,7 +77,7 @@ def adapt(config: dict[str, Any], simulate: str, port: int | None) -> None:
 
 
 def require_free_ports(config: Mapping[str, Any], dashboard_port: int) -> None:
-    """Raises ConfigError, naming the setting, for a port that something else listens on."""
+    """Raise ConfigError, naming the setting, for a port that is in use."""
     ports = {"--dashboard-port": dashboard_port, "--port (or http_options.port)": http_port(config)}
     for deployment in _deployments(config):
         name, settings = deployment["name"], deployment.get("user_config", {})
@@ -97,11 +97,11 @@ def require_free_ports(config: Mapping[str, Any], dashboard_port: int) -> None:
 
 @contextmanager
 def ray_node(config: Mapping[str, Any], dashboard_port: int) -> Iterator[RayDashboard]:
-    """A Ray cluster of one node, which has what the configuration asks for; it ends with the block."""
+    """Run a Ray cluster of one node with the resources that the configuration asks for, until the block ends."""
     names = {name for deployment in _deployments(config) for name in _resources(deployment)}
     print("starting a Ray node", file=sys.stderr, flush=True)
     ray.init(
-        address="local",  # whatever RAY_ADDRESS names, or runs on this machine already
+        address="local",  # a new cluster, even if RAY_ADDRESS names one or one runs here
         num_cpus=max(2, os.cpu_count() or 1),
         resources={name: float(NUM_RESOURCES) for name in names},
         object_store_memory=OBJECT_STORE_BYTES,
@@ -111,7 +111,7 @@ def ray_node(config: Mapping[str, Any], dashboard_port: int) -> Iterator[RayDash
         log_to_driver=False,
         logging_level="ERROR",
     )
-    catch_signals()  # Ray has put handlers of its own in their place
+    catch_signals()  # again, as Ray has replaced the handlers
     dashboard = RayDashboard(f"http://{HOST}:{dashboard_port}")
     try:
         yield dashboard
@@ -121,14 +121,14 @@ def ray_node(config: Mapping[str, Any], dashboard_port: int) -> Iterator[RayDash
 
 
 def serve(config: Mapping[str, Any], dashboard: RayDashboard, doors: Doors) -> None:
-    """Deploys and watches, until a signal. Raises ConfigError where Serve gives it up."""
+    """Deploy, and watch until a signal. Raise ConfigError where Serve gives the deployment up."""
     require_resources(config, _nodes_when_known(dashboard))
     dashboard.deploy(config)
     said, is_ready = "", False
     while True:
         try:
             waiting = waits_for(dashboard.applications(), doors)
-        except Unavailable as exc:  # what is deployed goes on without the dashboard
+        except Unavailable as exc:  # replicas work without the dashboard
             waiting = str(exc)
         if not waiting and not is_ready:
             is_ready = True
@@ -140,7 +140,7 @@ def serve(config: Mapping[str, Any], dashboard: RayDashboard, doors: Doors) -> N
 
 
 def waits_for(applications: Sequence[Application], doors: Doors) -> str:
-    """Why no request could be served yet; empty where one could. Raises ConfigError where one never will."""
+    """Return why no request can be served yet, empty if one can. Raise ConfigError where none ever will."""
     for application in applications:
         if application.status == "DEPLOY_FAILED":
             raise ConfigError(f"{application.name}: {application.problem}")
@@ -153,11 +153,11 @@ def waits_for(applications: Sequence[Application], doors: Doors) -> str:
 
 
 async def _unused_workers(doors: Doors) -> str:
-    """What the orchestrator waits for."""
+    """Return what the orchestrator waits for."""
     async with doors.client() as client:
         try:
             problems = find_problems(await client.server_info())
-        except Unauthenticated:  # it asks for a key that this process need not have: it is there
+        except Unauthenticated:  # it requires a key, so it is up
             return ""
         except BoughError as exc:
             return f"the orchestrator ({exc})"
@@ -165,7 +165,7 @@ async def _unused_workers(doors: Doors) -> str:
 
 
 def _nodes_when_known(dashboard: RayDashboard) -> tuple[Node, ...]:
-    """The dashboard comes up after its node. Raises Unavailable where it knows of none in time."""
+    """Return the nodes once the dashboard, which starts after its node, knows them. Raise Unavailable when late."""
     deadline = time.monotonic() + START_SECONDS
     while True:
         problem = f"the Ray dashboard at {dashboard.url} knows of no node"
@@ -180,7 +180,7 @@ def _nodes_when_known(dashboard: RayDashboard) -> tuple[Node, ...]:
 
 
 def _stop(dashboard: RayDashboard) -> None:
-    """Lets every replica drain. A second Ctrl-C does not wait for that."""
+    """Let every replica drain; a second Ctrl-C stops at once."""
     print("ending everything; what runs may finish", file=sys.stderr, flush=True)
     deadline = time.monotonic() + STOP_SECONDS
     with suppress(Unavailable, ConfigError, Stopped):
@@ -203,7 +203,7 @@ def _uses_demonstration(config: Mapping[str, Any]) -> bool:
 
 
 def catch_signals() -> None:
-    """SIGTERM and Ctrl-C raise Stopped in the main thread."""
+    """Make SIGTERM and Ctrl-C raise Stopped in the main thread."""
 
     def stop(*_: object) -> None:
         raise Stopped

@@ -1,4 +1,4 @@
-"""How many replicas there should be: policies that Serve asks by their import path, and applies its own delays to."""
+"""Autoscaling policies. Serve imports them by path, and applies its own delays to their answers."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from bough.errors import ConfigError
 
 
 class AutoscalingContext(Protocol):
-    """What Serve tells a policy of a deployment (`ray.serve.config.AutoscalingContext`)."""
+    """What Serve passes to a policy (`ray.serve.config.AutoscalingContext`)."""
 
-    aggregated_metrics: Mapping[str, Mapping[Any, float]] | None  # by metric and replica, averages of a while
+    aggregated_metrics: Mapping[str, Mapping[Any, float]] | None  # by metric and replica, averaged
     target_num_replicas: int
 
 
 class PerReplica:
-    """As many replicas as keep the sum of a metric at `most` for each, on average.
+    """Asks for as many replicas as keep the average of a metric per replica at `most`.
 
-    Orchestrators: `requests`, those that run and wait at one. Drafts: `calls`, trees that grow or wait to at one at a
-    moment; a draft worker computes them together, so several are no harm until steps become long.
+    The metric of orchestrators is `requests`, running and waiting; that of draft workers `calls`, trees that grow or
+    wait. A draft worker computes its trees together, so `most` may be several as long as its steps stay short.
     """
 
     def __init__(self, metric: str, most: float) -> None:
-        """`most` is above 0. Raises ConfigError."""
+        """Scale by `metric`, aiming at `most` for each replica. Raise ConfigError unless `most` is above 0."""
         if not isinstance(most, int | float) or most <= 0:
             raise ConfigError(f"policy_kwargs.most: value was {most!r}; must be a number above 0")
         if metric not in METRICS:
@@ -31,7 +31,7 @@ class PerReplica:
         self._metric, self._most = metric, most
 
     def __call__(self, context: AutoscalingContext) -> tuple[float, dict[str, Any]]:
-        """Replicas, a fraction perhaps, which Serve rounds up; as many as before where nothing is known."""
+        """Return the number of replicas, which Serve rounds up; the present number while no metric is known."""
         by_replica = (context.aggregated_metrics or {}).get(self._metric)
         if not by_replica:
             return context.target_num_replicas, {}

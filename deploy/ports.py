@@ -1,4 +1,4 @@
-"""Ports of this node: one that is free, and whether a fixed one is."""
+"""Free ports of this node."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from bough.errors import ConfigError
 
 
 def free_port(host: str) -> int:
-    """A port that nothing listens on at this host, which may be an IPv6 address."""
+    """Return a port that nothing listens on at this host, which may be an IPv6 address."""
     with _bound(host, 0) as probe:
         return int(probe.getsockname()[1])
 
 
 def require_free_port(host: str, port: int) -> None:
-    """Raises ConfigError where something listens there already: it would be taken for the program, and asked.
+    """Raise ConfigError if the port is in use: that server would be taken for the program.
 
-    Whatever else is wrong with the address is said by the program itself.
+    Other errors of the address are left to the program to report.
     """
     try:
         _bound(host, port).close()
@@ -27,7 +27,7 @@ def require_free_port(host: str, port: int) -> None:
 
 
 def _bound(host: str, port: int) -> socket.socket:
-    """A bound socket that does not listen; connections of an earlier program that linger are no hindrance."""
+    """Return a bound socket that does not listen; lingering connections of an earlier program do not matter."""
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     probe = socket.socket(family, kind, protocol)
     try:

@@ -1,4 +1,4 @@
-"""Whether a program that answers also gets anywhere: what a stall is."""
+"""Stalls: calls wait at a program that answers, but no sweep or draft step ends."""
 
 from __future__ import annotations
 
@@ -6,18 +6,17 @@ from bough.protocol.messages import WorkerInfo
 
 
 class Progress:
-    """Watches a worker's sweeps or draft steps.
+    """Counts the seconds for which a worker has stalled.
 
-    A worker stalls while calls wait or run and no sweep (or draft step) ends. One that has nothing to do does not
-    stall, however long that lasts.
+    A worker stalls while calls wait or run and no sweep (or draft step) ends; an idle one never does.
     """
 
     def __init__(self) -> None:
         self._num_passes = -1
-        self._since: float | None = None  # when calls were first seen without a pass having ended since
+        self._since: float | None = None  # when calls were first seen, if no pass has ended since
 
     def stalled_seconds(self, info: WorkerInfo, now: float) -> float:
-        """Takes in what a worker says of itself now: seconds for which calls have waited in vain; 0 where none do."""
+        """Return for how many seconds, up to `now`, calls have waited while no pass ended; 0 without calls."""
         is_busy = info.num_waiting + info.num_running > 0
         if not is_busy or info.num_passes != self._num_passes:
             self._num_passes, self._since = info.num_passes, now if is_busy else None

@@ -1,4 +1,4 @@
-"""What Ray Serve places, checks, scales and replaces: replicas, each of which supervises one program."""
+"""Replicas: what Ray Serve places, checks, scales and replaces. Each supervises one program."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from deploy.policies import CALLS, REQUESTS
 from deploy.settings import INDEX, Role, read_index, read_program, resolved_url
 from deploy.supervisor import Supervisor
 
-INDEX_SECONDS = 120.0  # that a replica waits for the index to be placed
+INDEX_SECONDS = 120.0  # a replica waits this long for the index to be placed
 ASK_SECONDS = 5.0
 CLOSED = (
     "this orchestrator is being started anew, or has no door for HTTP that Serve's proxy may lead to: with "
     "--tls-client-ca clients show their certificates at the door itself"
 )
 
-IndexOf: TypeAlias = "DeploymentHandle | str"  # the deployment that knows the index's URL, or that URL
+IndexOf: TypeAlias = "DeploymentHandle | str"  # the index's deployment, or its URL
 
 
 def node_address() -> str:
-    """Address that the cluster knows this node by (`ray start --node-ip-address`), whatever others the machine has."""
+    """Return the address by which the cluster knows this node (`ray start --node-ip-address`)."""
     node_id = ray.get_runtime_context().get_node_id()
     return next(str(node["NodeManagerAddress"]) for node in ray.nodes() if node["NodeID"] == node_id)
 
 
 class Supervising:
-    """What the replicas of workers and orchestrators do alike."""
+    """What replicas of workers and of orchestrators have in common."""
 
     role: Role
 
@@ -45,9 +45,9 @@ class Supervising:
         self._supervisor: Supervisor | None = None
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
-        """Starts the program, or ends it as gracefully as can be and starts it with other settings.
+        """Start the program, or drain it and start it again with other settings.
 
-        Serve calls this after the constructor, and for each replica in turn when `user_config` has changed.
+        Serve calls this after the constructor, and for one replica after the other when `user_config` has changed.
         """
         settings = read_program(self.role, user_config)
         if self._supervisor is not None:
@@ -59,23 +59,23 @@ class Supervising:
         await self._started(supervisor)
 
     async def check_health(self) -> None:
-        """Raises what makes this replica one to be replaced."""
+        """Raise where this replica must be replaced."""
         if self._supervisor is None:
             return
         await self._supervisor.check()
         try:
             place = await self._find_index(ASK_SECONDS)
-        except Unavailable:  # it is being replaced; streams go on without it
+        except Unavailable:  # it is being replaced; streams continue without it
             return
         if place != self._place:
             raise Unavailable(f"the index has moved from {self._place.url} to {place.url}")
 
     async def __del__(self) -> None:
-        """Drains before a redeploy and on scaling down; Serve waits for it."""
+        """Drain before a redeploy or when scaling down; Serve waits for it."""
         await self._stop()
 
     async def _started(self, supervisor: Supervisor) -> None:
-        """The program serves."""
+        """Run once the program serves; subclasses override it."""
 
     async def _stop(self) -> None:
         supervisor, self._supervisor = self._supervisor, None
@@ -88,18 +88,18 @@ class Supervising:
         try:
             async with asyncio.timeout(patience_seconds):
                 return IndexPlace(*await self._index.place.remote())
-        except Exception as exc:  # whatever Serve has for a deployment without a replica
+        except Exception as exc:  # Serve raises various classes where a deployment has no replica
             raise Unavailable(f"the deployment {INDEX} does not answer: {exc}") from exc
 
 
 class IndexReplica:
-    """The index, and where it is."""
+    """The index and its address."""
 
     def __init__(self) -> None:
         self._server: IndexServer | None = None
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
-        """Starts it, or starts it anew with other settings."""
+        """Start the index, or restart it with other settings."""
         settings = read_index(user_config)
         if self._server is not None:
             await self._server.stop()
@@ -107,58 +107,58 @@ class IndexReplica:
         await self._server.wait()
 
     async def place(self) -> IndexPlace:
-        """Where it is, for everyone else."""
+        """Return where the index is."""
         if self._server is None:
             raise ConfigError("the index has not been started: its deployment must have a user_config, {} perhaps")
         return self._server.place
 
     async def check_health(self) -> None:
-        """Raises where the server has ended or does not answer."""
+        """Raise where the server has ended or does not answer."""
         if self._server is not None:
             await self._server.check()
 
     async def __del__(self) -> None:
-        """Ends it: the deployment is gone, or is placed elsewhere."""
+        """Stop the server, as the deployment ends or moves to another node."""
         if self._server is not None:
             await self._server.stop()
 
 
 class TargetReplica(Supervising):
-    """A target worker. There are as many as are configured: one that starts reads its weights for minutes."""
+    """A target worker. Their number is fixed, as a new one reads weights for minutes."""
 
     role = Role.TARGET
 
 
 class DraftReplica(Supervising):
-    """A draft worker; more come when trees have to wait."""
+    """A draft worker; Serve adds more when trees have to wait."""
 
     role = Role.DRAFT
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Trees that grow, or wait to."""
+        """Return how many trees grow or wait."""
         info = await self._supervisor.info() if self._supervisor else None
         return {CALLS: float(info.num_waiting + info.num_running) if info else 0.0}
 
 
 class OrchestratorReplica(Supervising):
-    """An orchestrator, which also passes on what comes in through Serve's HTTP proxy to its own door."""
+    """An orchestrator; it also forwards requests from Serve's HTTP proxy to its own HTTP port."""
 
     role = Role.ORCHESTRATOR
 
     def __init__(self, index: IndexOf, workers: list[DeploymentHandle]) -> None:
-        """`workers` are not called: they find their way by the index, and are here to belong to the application."""
+        """Keep `workers` only so that Serve deploys them with the application; they are found through the index."""
         super().__init__(index)
         self._workers = workers
         self._forwarder: Forwarder | None = None
 
     async def __call__(self, request: Request) -> Response:
-        """One HTTP request, streamed."""
+        """Answer one HTTP request, streamed."""
         if self._forwarder is None:
             return unavailable(CLOSED)
         return await self._forwarder.forward(request)
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Requests that run and wait, whichever door they came in by."""
+        """Return how many requests run and wait, by whichever port they came in."""
         loads = await self._supervisor.loads() if self._supervisor else None
         return {REQUESTS: float(loads.num_requests_running + loads.num_requests_waiting) if loads else 0.0}
 

@@ -1,6 +1,6 @@
-"""What the `user_config` of a deployment says: settings of the supervised program, and of its supervision.
+"""Reads a deployment's `user_config`: settings of the supervised program and of its supervision.
 
-Whatever is not known is refused by its name, before anything is started.
+Unknown names are refused before anything is started.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from bough.errors import ConfigError
 from bough.registry.registry import Quota
 
 INDEX_PORT = 7412  # not 6379, which Ray's own GCS listens on
-STOP_SECONDS = 45.0  # that a replica has to drain: the program's own 25 s, and what its end takes
-DEMONSTRATION = "demonstration"  # for a model: the one that `bough demo` writes
-SUPERVISED = frozenset({"advertise", "advertise_port", "index_url"})  # known to the supervisor alone
+STOP_SECONDS = 45.0  # for a replica to drain: the program's own 25 s, and its exit
+DEMONSTRATION = "demonstration"  # as a model: the one that `bough demo` writes
+SUPERVISED = frozenset({"advertise", "advertise_port", "index_url"})  # set by the supervisor only
 
 Config = TypeVar("Config")
 
@@ -35,7 +35,7 @@ class Role(Enum):
 
     @property
     def module(self) -> str:
-        """Of the program, for `python -m`."""
+        """Name of the program, for `python -m`."""
         return "orchestrator" if self is Role.ORCHESTRATOR else f"{self.value.lower()}_worker"
 
     @property
@@ -82,26 +82,26 @@ class Supervision:
 
 @dataclass(frozen=True, slots=True)
 class ProgramSettings:
-    """A deployment's `user_config`, read."""
+    """A deployment's `user_config`, parsed."""
 
     role: Role
-    flags: tuple[str, ...]  # of the program, without those that its supervisor adds
-    config: ServiceConfig  # what these flags come to
+    flags: tuple[str, ...]  # the program's, without those that its supervisor adds
+    config: ServiceConfig  # as parsed from these flags
     host: str  # to listen on; empty for the node's own address
     supervision: Supervision
     environment: tuple[tuple[str, str], ...]
 
     @property
     def num_threads(self) -> int:
-        """Of OpenMP in the program."""
+        """How many OpenMP threads the program has."""
         return self.supervision.cpu_threads or int(getattr(self.config, "threads", os.cpu_count() or 1))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IndexSettings(ServiceConfig):
-    """The `user_config` of the index that Serve supervises: INDEX_SETTINGS of it, which mean what they do for a worker.
+    """The `user_config` of the index that Serve supervises: INDEX_SETTINGS, which mean what they do for a worker.
 
-    The secret of the workers is its password, and with certificates it speaks nothing but TLS.
+    The workers' secret is the index's password; with certificates it accepts TLS only.
     """
 
     host: str = setting("", str, "address to listen on; empty is the node's own")
@@ -126,10 +126,10 @@ class AppSettings:
 
 
 def read_program(role: Role, user_config: Mapping[str, Any], where: str = "user_config") -> ProgramSettings:
-    """Settings of a worker or an orchestrator.
+    """Parse the settings of a worker or an orchestrator.
 
     Raises:
-        ConfigError: naming what is not known or cannot be read.
+    ConfigError: a setting is unknown or cannot be parsed; the message names it.
     """
     rest = dict(as_mapping(where, user_config))
     program = as_mapping(f"{where}.program", rest.pop("program", {}))
@@ -151,7 +151,7 @@ def read_program(role: Role, user_config: Mapping[str, Any], where: str = "user_
 
 
 def read_index(user_config: Mapping[str, Any], where: str = "user_config") -> IndexSettings:
-    """Settings of the index. Raises ConfigError naming what is not known or cannot be read."""
+    """Parse the settings of the index. Raise ConfigError naming a setting that is unknown or cannot be parsed."""
     for name in as_mapping(where, user_config):
         if name not in INDEX_SETTINGS:
             raise _unknown(f"{where}.{name}", INDEX_SETTINGS)
@@ -159,10 +159,10 @@ def read_index(user_config: Mapping[str, Any], where: str = "user_config") -> In
 
 
 def read_fields(cls: type[Config], values: Mapping[str, Any], where: str, others: Sequence[str] = ()) -> Config:
-    """An instance of a settings class from a mapping; `others` are names that may be beside its own, read elsewhere.
+    """Parse a mapping into a settings class; `others` are allowed names that are read elsewhere.
 
     Raises:
-        ConfigError: naming what is not known or cannot be read.
+    ConfigError: a setting is unknown or cannot be parsed; the message names it.
     """
     known: dict[str, Field[Any]] = {f.name: f for f in fields(cls)}  # type: ignore[arg-type]  # a dataclass
     given = {}
@@ -180,7 +180,7 @@ def read_fields(cls: type[Config], values: Mapping[str, Any], where: str, others
 
 
 def resolved_url(index_url: str, environ: Mapping[str, str]) -> str:
-    """An index's URL; for one such as $NAME the value of that variable, which keeps passwords out of configurations.
+    """Return the index's URL; $NAME stands for that environment variable, which keeps passwords out of files.
 
     Raises:
         ConfigError: the variable is not set.
@@ -193,14 +193,14 @@ def resolved_url(index_url: str, environ: Mapping[str, str]) -> str:
 
 
 def as_mapping(where: str, value: Any) -> Mapping[str, Any]:
-    """The value. Raises ConfigError where it is something else, such as what a key without a value has: None."""
+    """Return the value if it is a mapping. Raise ConfigError otherwise, for example for None (a key without value)."""
     if not isinstance(value, Mapping):
         raise ConfigError(f"{where}: value was {value!r}; must be a mapping of names to values")
     return value
 
 
 def _text(where: str, value: Any) -> str:
-    """As the program's flags have it. Raises ConfigError for a name without a value."""
+    """Return a value in the form that flags have. Raise ConfigError for None."""
     if value is None:
         raise ConfigError(f"{where}: value was None; must be a value, or left out")
     if isinstance(value, list):
@@ -211,7 +211,7 @@ def _text(where: str, value: Any) -> str:
 
 
 def _variable(where: str, value: Any) -> str:
-    """Of the program's environment. The program's own settings are not, for its supervisor goes by them as well."""
+    """Return an environment variable's value; BOUGH_ ones are refused, as the supervisor must know settings too."""
     if where.rpartition(".")[2].startswith("BOUGH_"):
         raise ConfigError(f"{where}: value was {value!r}; must be under program")
     return _text(where, value)

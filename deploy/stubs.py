@@ -1,4 +1,4 @@
-"""The calls that a supervisor makes to its program: decode, call, encode."""
+"""The gRPC calls of a supervisor to its program."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Credentials = tuple[tuple[str, str], ...]
 
 
 async def get_loads(channel: grpc.aio.Channel, address: str, timeout_seconds: float, shown: Credentials) -> Loads:
-    """What an orchestrator is doing. Raises the error that its answer, or its silence, means."""
+    """Ask an orchestrator for its load. Raise the error that its status, or a timeout, maps to."""
     stub = generation_pb2_grpc.GenerationStub(channel)
     try:
         reply = await stub.GetLoads(generation_pb2.GetLoadsRequest(), timeout=timeout_seconds, metadata=shown)
@@ -27,7 +27,7 @@ async def get_loads(channel: grpc.aio.Channel, address: str, timeout_seconds: fl
 async def get_worker_info(
     channel: grpc.aio.Channel, role: Role, address: str, timeout_seconds: float, shown: Credentials
 ) -> WorkerInfo:
-    """What a worker is doing. Raises the error that its answer, or its silence, means."""
+    """Ask a worker for its load. Raise the error that its status, or a timeout, maps to."""
     stub = target_pb2_grpc.TargetStub(channel) if role is Role.TARGET else draft_pb2_grpc.DraftStub(channel)
     try:
         request = common_pb2.GetServerInfoRequest()

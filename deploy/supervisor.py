@@ -1,4 +1,4 @@
-"""Looks after one program: starts it, waits until it serves, notices when it no longer does, ends it. Knows no Ray."""
+"""Supervises one program: starts it, waits until it serves, checks it, and stops it. It does not use Ray."""
 
 from __future__ import annotations
 
@@ -27,28 +27,29 @@ from deploy.ports import free_port, require_free_port
 from deploy.progress import Progress
 from deploy.settings import ProgramSettings, Role
 from deploy.stubs import get_loads, get_worker_info
+from deploy.turn import turn
 
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.1
-CALL_SECONDS = 5.0  # that a program has to answer a health check
-DRAIN_MARGIN_SECONDS = 5.0  # beyond the program's own patience, before it is signalled again
+CALL_SECONDS = 5.0  # within which a program must answer a health check
+DRAIN_MARGIN_SECONDS = 5.0  # beyond the program's drain time, before the second SIGTERM
 
 
 class Supervisor:
-    """One program, or none before `start` and after `stop`."""
+    """One program; none before `start` and after `stop`."""
 
     def __init__(self, settings: ProgramSettings, host: str, index: IndexPlace) -> None:
-        """`host` is this node's address: the program listens there, and is announced by it.
+        """Prepare a program that listens on `host`, this node's address, and is announced with it.
 
         Raises:
-            ConfigError: naming a setting, or a variable of this node, that cannot be used.
+        ConfigError: a setting, or an environment variable of this node, is unusable; the message names it.
         """
         self.settings, self.host = settings, bare(host)
         config = parse(self.role.config, self.role.module, self._given_flags(), os.environ)
         self._index_url = index.url_for(config)
         self._port = config.port or free_port(self.host)
-        self.http_port = _http_port(config, self.host)  # -1 where there is no door for HTTP
+        self.http_port = _http_port(config, self.host)  # -1 where HTTP is off
         self._progress = Progress()
         self._own_key = _key_of_its_own(config)
         if self._own_key is not None:
@@ -56,17 +57,17 @@ class Supervisor:
         self._config, self._access = config, Access.of(config)
         self._child: Child | None = None
         self._channel = self._access.own_channel(self.address)
-        self._answered: float | None = None  # on the monotonic clock: when it was last heard of; None before it serves
+        self._answered: float | None = None  # monotonic time of its last answer; None before it serves
 
     @property
     def address(self) -> str:
-        """Of the program's gRPC services."""
+        """Address of the program's gRPC services."""
         return joined(self.host, self._port)
 
     def forwarder(self) -> Forwarder | None:
-        """To the program's door for HTTP, where it has one, and no client must show a certificate there.
+        """Return a forwarder to the program's HTTP port; None if that is off or requires certificates of clients.
 
-        Serve's proxy asks for none: whoever came in by it would have shown none.
+        Serve's proxy requires none, so clients could not show theirs.
         """
         config = self._config
         if self.http_port < 0 or (isinstance(config, OrchestratorConfig) and config.tls_client_ca):
@@ -80,20 +81,15 @@ class Supervisor:
         return self.settings.role
 
     async def start(self) -> None:
-        """Starts the program and returns when it serves.
+        """Start the program and return when it serves.
 
-        An orchestrator serves once it answers: whether there is a target to ask is not its doing.
+        An orchestrator serves as soon as it answers, with or without a target.
 
         Raises:
-            ConfigError: its port is in use, it has ended instead, with the last lines of its log, or took too long.
+        ConfigError: its port is in use, it ended (the message has its log's last lines), or it took too long.
         """
         supervision = self.settings.supervision
-        if self._config.port:
-            require_free_port(self.host, self._port)
-        command = python(self.role.module, self._flags())
-        variables = child_variables(self.settings, self._index_url)
-        child = start(self.role.module, command, variables, supervision.niceness, supervision.log_folder)
-        self._child = child
+        self._child = child = await self._started()
         deadline = time.monotonic() + supervision.start_seconds
         service = "" if self.role is Role.ORCHESTRATOR else self.role.service
         while not await is_serving(self._channel.current, service, CALL_SECONDS):
@@ -107,14 +103,27 @@ class Supervisor:
         self._answered = time.monotonic()
         logger.info("%s serves at %s; its log is %s", self.role.module, self.address, child.log)
 
+    async def _started(self) -> Child:
+        supervision, module = self.settings.supervision, self.role.module
+        command, variables = python(module, self._flags()), child_variables(self.settings, self._index_url)
+        async with turn(module, self.address if self._config.port else "", self._patience_seconds) as held:
+            if self._config.port:
+                require_free_port(self.host, self._port)
+            return start(module, command, variables, supervision.niceness, supervision.log_folder, (held,))
+
+    @property
+    def _patience_seconds(self) -> float:
+        """How long a program may take to end by itself after SIGTERM."""
+        return self.settings.config.drain_seconds + DRAIN_MARGIN_SECONDS
+
     async def check(self) -> None:
-        """Returns while the program is well, or may become well again by itself.
+        """Return while the program is well or may recover by itself.
 
         Raises:
-            Unavailable: it has ended, has been silent for too long, or stalls. It is over then.
+        Unavailable: it has ended, or was silent or stalled for too long and has been killed.
         """
         child, answered = self._child, self._answered
-        if child is None or answered is None:  # it is starting, which `start` watches
+        if child is None or answered is None:  # `start` watches it until it serves
             return
         if child.has_ended():
             raise Unavailable(describe_end(child))
@@ -131,25 +140,24 @@ class Supervisor:
             raise Unavailable(f"{self.role.module} at {self.address} {problem}; its process was ended")
 
     async def loads(self) -> Loads:
-        """What an orchestrator is doing."""
+        """Return an orchestrator's load."""
         return await get_loads(self._channel.current, self.address, CALL_SECONDS, self._access.credentials)
 
     async def info(self) -> WorkerInfo:
-        """What a worker is doing."""
+        """Return a worker's load."""
         channel, shown = self._channel.current, self._access.credentials
         return await get_worker_info(channel, self.role, self.address, CALL_SECONDS, shown)
 
     async def stop(self) -> None:
-        """Lets the program finish what it does, for as long as its own settings say, and ends it."""
+        """Let the program drain for as long as its own settings say, and end it."""
         if self._child is not None:
-            patience_seconds = self.settings.config.drain_seconds + DRAIN_MARGIN_SECONDS
-            await stop(self._child, patience_seconds, self.settings.supervision.log_folder)
+            await stop(self._child, self._patience_seconds, self.settings.supervision.log_folder)
         await self._channel.close()
         if self._own_key is not None:
             self._own_key.close()
 
     async def _require_answers(self, child: Child) -> None:
-        """Health is told to everybody. Raises ConfigError where nothing else would be told to who looks after it."""
+        """Raise ConfigError where the program refuses calls of its supervisor: health checks alone do not show this."""
         try:
             await (self.loads() if self.role is Role.ORCHESTRATOR else self.info())
         except Unauthenticated as exc:
@@ -158,9 +166,9 @@ class Supervisor:
             raise ConfigError(f"{names}; must have a name of its own certificate, which its supervisor shows") from exc
 
     async def _problem(self) -> str:
-        """What is wrong with a program that answers; empty where nothing is. Raises what it means not to answer."""
+        """Return what is wrong with a program that answers, or "". Raise the error of one that does not answer."""
         if self.role is Role.ORCHESTRATOR:
-            with suppress(Unauthenticated):  # an answer all the same
+            with suppress(Unauthenticated):  # an answer too
                 await self.loads()
             self._answered = time.monotonic()
             return ""
@@ -177,18 +185,18 @@ class Supervisor:
         return flags if self.http_port < 0 else [*flags, "--http-port", str(self.http_port)]
 
     def _given_flags(self) -> list[str]:
-        """The last of equal flags wins, so what is added to those of the configuration does.
+        """Return the program's flags; the last of equal flags counts, so these override the configuration's.
 
-        How long the program may drain is among it, for `stop` waits as long: the node's environment must not differ.
+        --drain-seconds is among them, as `stop` waits as long: a variable of the node must not change it.
         """
         drain_seconds = str(self.settings.config.drain_seconds)
         return [*self.settings.flags, "--host", self.host, "--drain-seconds", drain_seconds]
 
 
 def child_variables(settings: ProgramSettings, index_url: str) -> dict[str, str]:
-    """What the program needs beside, or instead of, the node's environment.
+    """Return variables that are added to the node's environment, or override it.
 
-    Ray sets OMP_NUM_THREADS to 1 in its workers. The index's URL, which may have a password, is on no command line.
+    Ray sets OMP_NUM_THREADS to 1 in its workers. The index's URL is a variable, as it may contain a password.
     """
     threads = {"OMP_NUM_THREADS": str(settings.num_threads)}
     name = f"BOUGH_{settings.role.value.upper()}_INDEX_URL"
@@ -196,14 +204,14 @@ def child_variables(settings: ProgramSettings, index_url: str) -> dict[str, str]
 
 
 def _http_port(config: ServiceConfig, host: str) -> int:
-    """Of an orchestrator; a free one unless it is set, -1 for none."""
+    """Return an orchestrator's HTTP port: the configured one, a free one for 0, or -1 for none."""
     return config.http_port or free_port(host) if isinstance(config, OrchestratorConfig) else -1
 
 
 def _key_of_its_own(config: ServiceConfig) -> IO[str] | None:
-    """A secret, gone when its file is closed, for an orchestrator that would tell only applications how busy it is.
+    """Return a file with a new secret, deleted when closed, for an orchestrator that requires keys for its load.
 
-    Where processes have a secret in common, that is it.
+    None if keys are not required, or if all processes share a secret, which the supervisor then uses.
     """
     if not isinstance(config, OrchestratorConfig) or not config.keys or config.worker_key_file:
         return None

@@ -1,9 +1,8 @@
-"""TLS for a server that speaks none, such as the Valkey that comes with bough: a port in front of its Unix socket."""
+"""TLS for a server without TLS, such as the Valkey that comes with bough: a TLS port in front of its Unix socket."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import ssl
 from collections.abc import Callable
 from contextlib import suppress
@@ -11,32 +10,44 @@ from pathlib import Path
 
 from bough.errors import ConfigError
 
-logger = logging.getLogger(__name__)
-
 HANDSHAKE_SECONDS = 10.0
 MAX_CONNECTIONS = 4096
 PIECE_BYTES = 65536
 
 
 class TlsFront:
-    """Passes on what comes in over TLS, with the certificates of the moment at which a connection begins."""
+    """Forwards connections from a TLS port to a Unix socket."""
 
     def __init__(self, socket: Path, context: Callable[[], ssl.SSLContext]) -> None:
+        """Forward to `socket`; `context` returns a new object once the certificates have changed."""
         self._socket, self._context = socket, context
+        self._listening: tuple[ssl.SSLContext, asyncio.Server] | None = None
         self._connections: set[asyncio.Task[None]] = set()
-        self._server: asyncio.Server | None = None
 
-    async def start(self, host: str, port: int) -> None:
-        """Listens. Raises ConfigError where it cannot, such as where the port is in use."""
+    async def listen(self, host: str, port: int) -> None:
+        """Listen with the present certificates; existing connections stay.
+
+        Raises:
+        ConfigError: the port is in use.
+        """
+        context = self._context()
+        if self._listening is not None:
+            of, server = self._listening
+            if of is context:
+                return
+            server.close()
         try:
-            self._server = await asyncio.start_server(self._accept, host, port)
+            server = await asyncio.start_server(
+                self._accept, host, port, ssl=context, ssl_handshake_timeout=HANDSHAKE_SECONDS
+            )
         except OSError as exc:
             raise ConfigError(f"port: value was {port}; must be free at {host} ({exc.strerror})") from exc
+        self._listening = context, server
 
     async def close(self) -> None:
-        """Ends the connections."""
-        if self._server is not None:
-            self._server.close()
+        """Close the port and the connections."""
+        if self._listening is not None:
+            self._listening[1].close()
         for connection in self._connections:
             connection.cancel()
         await asyncio.gather(*self._connections, return_exceptions=True)
@@ -51,14 +62,8 @@ class TlsFront:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            await writer.start_tls(self._context(), ssl_handshake_timeout=HANDSHAKE_SECONDS)
-        except OSError as exc:  # among them are ssl.SSLError and TimeoutError
-            logger.warning("TLS with %s failed: %s", writer.get_extra_info("peername"), exc or type(exc).__name__)
-            writer.transport.abort()
-            return
-        try:
             inner_reader, inner_writer = await asyncio.open_unix_connection(self._socket)
-        except OSError:  # it has ended, which its supervisor notices
+        except OSError:  # the server has ended; its supervisor checks for that
             writer.transport.abort()
             return
         try:
@@ -69,7 +74,7 @@ class TlsFront:
 
 
 async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Until one end closes, which closes the other."""
+    """Copy bytes until one end closes, then close the other."""
     with suppress(OSError):
         while piece := await reader.read(PIECE_BYTES):
             writer.write(piece)

@@ -1,7 +1,7 @@
-"""`python -m deploy.up [FILE]` (`make serve`): bough under Ray Serve on this machine, for as long as it runs.
+"""`python -m deploy.up [FILE]` (`make serve`): run bough under Ray Serve on this machine until Ctrl-C.
 
-Starts a Ray node of its own, whose processes end with this one, deploys the configuration, waits until a request could
-be served, and prints three ways to ask. `--simulate PROFILE` does it without weights.
+Starts a Ray node that ends with this process, deploys the configuration, waits until it can serve a request, and
+prints three example calls. `--simulate PROFILE` does it without weights.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from bough.errors import BoughError, ConfigError
 
 FOLDER = Path(__file__).parent
 DASHBOARD_PORT = 8265
-ENVIRONMENT = {  # which Ray reads when it is imported
-    "RAY_worker_niceness": "0",  # Ray's own is 15, which programs would inherit
-    "RAY_memory_monitor_refresh_ms": "0",  # it would kill a target whose weights take most of the memory
+ENVIRONMENT = {  # Ray reads them when it is imported
+    "RAY_worker_niceness": "0",  # Ray's default is 15, which programs would inherit
+    "RAY_memory_monitor_refresh_ms": "0",  # it would kill a target whose weights fill most of the memory
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_raylet_start_wait_time_s": "240",
     "RAY_gcs_server_port_wait_time_s": "240",
-    "RAY_AUTH_MODE": "token",  # whoever may call a Ray node runs code on it; Ray makes ~/.ray/auth_token
+    "RAY_AUTH_MODE": "token",  # calls to a Ray node can run code there; Ray makes ~/.ray/auth_token
 }
 
 
 def main() -> int:
-    """Serves until Ctrl-C; exit status 2 and one line where something is wrong."""
+    """Serve until Ctrl-C; exit with status 2 and a one-line message where something is wrong."""
     parser = FlagParser(description=__doc__)
     default = FOLDER / "one-machine.yaml"
     parser.add_argument("file", type=Path, nargs="?", default=default, help="a configuration for one machine")
@@ -51,10 +51,10 @@ def main() -> int:
 
 
 def prepare_environment() -> None:
-    """Puts in place what Ray and its processes read; what the user has set stays."""
+    """Set the environment of Ray and its processes; variables that the user has set stay."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    root = str(FOLDER.parent)  # where replicas find `deploy`
+    root = str(FOLDER.parent)  # replicas import `deploy` from there
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
 
 

@@ -258,9 +258,7 @@ class OrchestratorConfig(ServiceConfig):
     failover_timeout: float = setting(
         60.0, parse_seconds, "seconds that a running request waits for a target to come back or another to take over"
     )
-    session_idle_seconds: float = setting(
-        24 * 3600.0, parse_seconds, "seconds a session is kept after its last request"
-    )
+    session_idle_seconds: float = setting(24 * 3600.0, parse_seconds, "seconds a session is kept after its last use")
     session_max_seconds: float = setting(
         7 * 24 * 3600.0, parse_seconds, "seconds that a session is kept after its first request"
     )

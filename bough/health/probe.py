@@ -36,7 +36,7 @@ async def status_of(address: str, service: str = "", files: CertificateFiles = P
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints the status; 0 where it is SERVING."""
+    """Print the health status; returns 0 if it is SERVING."""
     parser = FlagParser(prog="bough.health", description=__doc__)
     parser.add_argument("address", metavar="ADDRESS")
     parser.add_argument("service", metavar="SERVICE", nargs="?", default="")

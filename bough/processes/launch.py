@@ -23,6 +23,7 @@ from bough.config.processes import DraftConfig, OrchestratorConfig, ServiceConfi
 from bough.config.reader import variable
 from bough.errors import BoughError, ConfigError, Unauthenticated, Unavailable
 from bough.processes.child import KINDS, Child, end, named
+from bough.processes.compile_once import COMPILING
 from bough.processes.exit_with_parent import MODULE, start
 from bough.processes.forked import ForkedProcess, Preloader, Program
 from bough.processes.signals import cancelled_by_sigterm, signals_ignored
@@ -32,6 +33,7 @@ from bough.security.secured import files_towards
 
 POLL_SECONDS = 0.1
 INDEX = "index"
+DRAFT = "draft_worker"
 
 
 class Waiting(NamedTuple):
@@ -106,14 +108,14 @@ class Cluster:
         if self.settings.draft is None or not _takes_free_memory(self.settings.target):
             self._start_target()
         if self.settings.draft is not None:
-            self._start_service("draft_worker", self.settings.draft)
+            self._start_service(DRAFT, self.settings.draft)
 
     def _start_target(self) -> None:
         self._start_service("target_worker", self.settings.target)
 
     def _start_preloader(self) -> bool:
         """Start both workers through a preloader; False if the system does not support it."""
-        configs = {"target_worker": self.settings.target, "draft_worker": self.settings.draft}
+        configs = {"target_worker": self.settings.target, DRAFT: self.settings.draft}
         programs = [
             Program(name, tuple(_flags(config)), self._variables(name), str(self._log(name)))
             for name, config in configs.items()
@@ -159,11 +161,13 @@ class Cluster:
     def give_up(self, name: str) -> None:
         """Forget an ended process."""
         del self.children[name]
-        if name == "draft_worker":
+        if name == DRAFT:
             self.settings = replace(self.settings, draft=None)
 
-    async def wait_until_ready(self, report: Report) -> None:
+    async def wait_until_ready(self, report: Report, draft_may_follow: bool = False) -> None:
         """Wait until all processes are ready to serve; `report` is called with those still missing.
+
+        With `draft_may_follow` a draft that compiles kernels is not waited for; answers are slower until it is ready.
 
         Raises:
             ConfigError: a process has ended; quotes the last lines of its log.
@@ -171,9 +175,9 @@ class Cluster:
         registry = self.registry()
         began = time.monotonic()
         try:
-            while missing := await self.missing(registry):
+            while missing := await self.missing(registry, draft_may_follow):
                 self._adopt_workers()
-                if "draft_worker" not in missing and INDEX not in missing and "target_worker" not in self.children:
+                if DRAFT not in missing and INDEX not in missing and "target_worker" not in self.children:
                     self._start_target()
                 names = tuple(self._described(name, reason) for name, reason in missing.items())
                 report(Waiting(names, time.monotonic() - began))
@@ -192,18 +196,20 @@ class Cluster:
         """A client of the index; the caller closes it."""
         return Registry(self.index_url, self.settings.target.namespace)
 
-    async def missing(self, registry: Registry) -> dict[str, str]:
+    async def missing(self, registry: Registry, draft_may_follow: bool = False) -> dict[str, str]:
         """Processes that cannot serve yet, by name, and why; the index alone if it does not answer."""
         try:
             records = await registry.workers()
         except Unavailable:
             return {INDEX: ""}
-        required = ["target_worker", *(["draft_worker"] if self.settings.draft is not None else []), "orchestrator"]
+        required = ["target_worker", *([DRAFT] if self.settings.draft is not None else []), "orchestrator"]
         children = {name: self.children[name] for name in required if name in self.children}
         own = {name: record for name, child in children.items() for record in records if child.is_of(record)}
         if "orchestrator" in own:
             self.address = own["orchestrator"].address
         missing = {name: "" for name in required if name not in own}
+        if draft_may_follow and missing.keys() == {DRAFT} and self.children[DRAFT].last_line() == COMPILING:
+            missing = {}
         return missing or await self._unused({name: own[name].address for name in own if name != "orchestrator"})
 
     async def _unused(self, addresses: Mapping[str, str]) -> dict[str, str]:
@@ -267,8 +273,8 @@ def _flags(config: ServiceConfig) -> list[str]:
 
 
 @asynccontextmanager
-async def launched(settings: Settings, report: Report) -> AsyncIterator[Cluster]:
-    """All processes, ready; they end with the block, also after an exception, Ctrl-C or SIGTERM.
+async def launched(settings: Settings, report: Report, draft_may_follow: bool = False) -> AsyncIterator[Cluster]:
+    """All processes, ready (see `wait_until_ready`); they end with the block, also after Ctrl-C or an exception.
 
     Signals are handled only if the event loop runs in the main thread.
     """
@@ -276,7 +282,7 @@ async def launched(settings: Settings, report: Report) -> AsyncIterator[Cluster]
         cluster = Cluster(settings, Path(folder))
         try:
             cluster.start_all()
-            await cluster.wait_until_ready(report)
+            await cluster.wait_until_ready(report, draft_may_follow)
             yield cluster
         finally:
             with signals_ignored():

@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from bough.concurrency.tasks import end
 from bough.errors import Unavailable
 from bough.processes.child import Child
-from bough.processes.launch import INDEX, Cluster
+from bough.processes.compile_once import COMPILING
+from bough.processes.launch import DRAFT, INDEX, Cluster
 from bough.registry.registry import Registry
 
 WATCH_SECONDS = 0.2
 LINE_LENGTH = 200  # characters of a log's last line that a report quotes
-DISPENSABLE = "draft_worker"  # without it, trees come from prompt lookup, or there are none
+DISPENSABLE = DRAFT  # without it, trees come from prompt lookup, or there are none
 
 Say = Callable[[str], None]
 
@@ -80,6 +81,7 @@ class Supervisor:
         """Run until cancelled. Raises Unavailable if a required process is given up."""
         registry = self._cluster.registry()
         watches = [asyncio.create_task(self._keep(name, registry)) for name in self._cluster.children]
+        watches.append(asyncio.create_task(self._follow(registry)))
         try:
             done, _ = await asyncio.wait(watches, return_when=asyncio.FIRST_EXCEPTION)
             for watch in done:
@@ -109,6 +111,15 @@ class Supervisor:
             if await self._is_back(child, registry):
                 back_at = time.monotonic()
                 self._say(f"{child.title} is back after {back_at - began:.1f} s")
+
+    async def _follow(self, registry: Registry) -> None:
+        """Say when a draft is ready that the start did not wait for."""
+        draft, began = self._cluster.children.get(DISPENSABLE), time.monotonic()
+        if draft is None or draft.last_line() != COMPILING:
+            return
+        self._say(f"{draft.title} is still {COMPILING}: until it is ready, answers come more slowly")
+        if await self._is_back(draft, registry):
+            self._say(f"{draft.title} is ready after {time.monotonic() - began:.1f} s more; running answers use it too")
 
     async def _is_back(self, child: Child, registry: Registry) -> bool:
         """Wait until it serves; False if it has ended before."""

@@ -2,6 +2,6 @@
 
 import os
 
-# gRPC's C code writes to standard error in a form of its own, since version 1.65 also for every failed handshake of a
-# stranger. Errors are still told. Read when grpc is imported, so it is set here, and services import this first.
+# gRPC's C code logs to standard error in its own format; since version 1.65 it does so for every failed handshake of
+# a stranger. ERROR keeps only errors. gRPC reads the variable when it is imported, so services import this first.
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")

@@ -1,6 +1,6 @@
-"""Who may still come in: a server that takes its leave lets nothing new in, and knows what is inside.
+"""Graceful shutdown: tracks calls in flight, and rejects new ones while draining.
 
-Calls that are no work (health, what a process says of itself, release) are answered to the end.
+Calls that are not work (health, information, release) are always answered.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from bough.errors import Unavailable
 
 POLL_SECONDS = 0.05
 BETWEEN_CALLS_SECONDS = 5.0  # a session that has not called for so long is not in the middle of a request
-ENDING_SECONDS = 5.0  # that a call which is cut off takes at most to free what it holds
+ENDING_SECONDS = 5.0  # limit for which a cut-off call may take to free its resources
 
 
 class Drainer:
-    """Counts the calls that are work, and can be shut."""
+    """Tracks calls that are work, and can stop accepting them."""
 
     def __init__(self, *work: str) -> None:
-        """`work` are names of methods, such as "Generate"."""
+        """`work` are the names of such methods, for example "Generate"."""
         self._work = frozenset(work)
         self._inside: set[asyncio.Task[Any]] = set()
         self._cut: set[asyncio.Task[Any]] = set()
@@ -31,24 +31,24 @@ class Drainer:
 
     @property
     def is_busy(self) -> bool:
-        """Whether work is inside."""
+        """Whether work is in flight."""
         return bool(self._inside)
 
     def stop_accepting(self, refusal: str) -> None:
-        """From now on work is refused as Unavailable with this text, but for what `goes_on`."""
+        """Refuse further work as Unavailable with this text, except calls that `goes_on` accepts."""
         self._refusal = refusal
 
     def goes_on(self, request: Any) -> bool:
-        """Whether a call belongs to work that is inside already: that is let in to the end."""
+        """Whether a call continues accepted work, and is still accepted while draining."""
         return False
 
     def entering(self, method: str, num_bytes: int) -> AbstractContextManager[None]:
-        """Around one call from before its message of so many bytes is decoded; may raise what refuses it."""
+        """Wraps a call before its message of `num_bytes` is decoded; may raise to refuse it."""
         return nullcontext()
 
     @contextmanager
     def track(self, method: str, request: Any) -> Iterator[None]:
-        """Around one call. Raises Unavailable where it is refused, or was cut off half-way."""
+        """Track a call. Raises Unavailable if it is refused, or was cut off."""
         if method not in self._work:
             yield
             return
@@ -62,14 +62,14 @@ class Drainer:
         except asyncio.CancelledError:
             if task not in self._cut:
                 raise
-            task.uncancel()  # not the caller has left: we are leaving, and owe it a status
+            task.uncancel()  # cut off by us, not by the caller, who gets a status
             raise Unavailable(f"{self._refusal}; this call was cut off, and can be resumed there") from None
         finally:
             self._inside.discard(task)
             self._cut.discard(task)
 
     async def wait_idle(self, patience_seconds: float) -> bool:
-        """Waits until nothing is inside; False where that took too long."""
+        """Wait until nothing is in flight; False on timeout."""
         deadline = time.monotonic() + patience_seconds
         while self.is_busy:
             if time.monotonic() >= deadline:
@@ -78,7 +78,7 @@ class Drainer:
         return True
 
     async def cut(self) -> None:
-        """Ends what is inside; returns when it has freed what it held."""
+        """Cancel all calls in flight; returns when they have freed their resources."""
         self._cut = set(self._inside)
         for task in self._cut:
             task.cancel()
@@ -88,27 +88,27 @@ class Drainer:
 
 
 class SessionGate(Drainer):
-    """A worker's: a request of a session is many calls, and between two of them it is inside too."""
+    """Drainer of a worker: a request is many calls, and also counts as in flight between them."""
 
     def __init__(self, *work: str, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(*work)
         self._clock = clock
-        self._last_calls: OrderedDict[str, float] = OrderedDict()  # by session, oldest first
+        self._last_calls: OrderedDict[str, float] = OrderedDict()  # by session id, oldest first
 
     @property
     def is_busy(self) -> bool:
-        """Whether a call is inside, or a session is likely to call again."""
+        """Whether a call is in flight, or a session is likely to call again."""
         self._forget_old()
         return bool(self._inside or self._last_calls)
 
     def goes_on(self, request: Any) -> bool:
-        """Sessions in the middle of a request are let in; whatever comes anew is not."""
+        """Sessions in the middle of a request may continue; new ones may not."""
         self._forget_old()
         return request.context.session_id in self._last_calls
 
     @contextmanager
     def track(self, method: str, request: Any) -> Iterator[None]:
-        """As for any gate; a session that is released is not waited for."""
+        """As `Drainer.track`; a released session is no longer waited for."""
         with super().track(method, request):
             session_id = request.context.session_id if method in self._work else ""
             self._note(session_id)

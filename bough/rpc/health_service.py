@@ -1,4 +1,4 @@
-"""grpc.health.v1 for whoever asks, keys or not: so that nobody who asks can be in the way of the others."""
+"""grpc.health.v1, without keys; no caller can block others."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from grpc_health.v1 import health, health_pb2
 
 from bough.errors import DeadlineExceeded, Exhausted, Unavailable
 
-MAX_WATCHERS = 1024  # streams of it; single questions are as many as there are connections
-WRITE_SECONDS = 10.0  # in which a watcher takes what it is told, or is let go
+MAX_WATCHERS = 1024  # streams; Check calls are limited by the number of connections
+WRITE_SECONDS = 10.0  # for which a watcher may take to read an update
 RETRY_SECONDS = 5.0
 
 
 class HealthService(health.aio.HealthServicer):  # type: ignore[misc]  # it has no types
-    """As the library's, whose streams are told one after another, so that one that does not read stops the server."""
+    """The library's service writes its streams one after another, so that a stalled one blocks all; this does not."""
 
     def __init__(self) -> None:
         super().__init__()
         self._num_watchers = 0
-        self._changed = asyncio.Event()  # another one after each change
+        self._changed = asyncio.Event()  # replaced after each change
 
     async def Watch(self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        """Tells of a service, and of every change that the caller has not missed; too many are Exhausted."""
+        """Send a service's status and its changes. Raises Exhausted for too many watchers."""
         if self._num_watchers >= MAX_WATCHERS:
-            raise Exhausted(f"{self._num_watchers} callers watch health, as many as may; Check would do", RETRY_SECONDS)
+            raise Exhausted(f"{self._num_watchers} callers watch health, which is the limit; use Check", RETRY_SECONDS)
         self._num_watchers += 1
         try:
             await self._tell(request.service, context)
@@ -44,7 +44,7 @@ class HealthService(health.aio.HealthServicer):  # type: ignore[misc]  # it has 
             await changed.wait()
 
     async def _set(self, service: str, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
-        """Of the base class, which all changes go through."""
+        """Override of the base class, through which all changes go."""
         self._server_status[service] = status
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()

@@ -1,8 +1,8 @@
-"""A gRPC server that one malformed call does not end.
+"""A gRPC server that survives malformed method names.
 
-grpc.aio reads the name of a call as UTF-8 in the loop that takes all calls, and where it is none that loop ends, and
-the server with it (grpcio 1.85): a stranger needs a single packet. Calls of methods that are there come another way,
-with names that the server has itself; calls of all others are let go here before anybody looks at their names.
+grpc.aio decodes a call's method name as UTF-8 in the loop that accepts all calls; an invalid name ends that loop, and
+so the server (grpcio 1.85), for which a stranger needs a single packet. Calls of registered methods take another path,
+without decoding names; calls of other methods are dropped here before their names are decoded.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from bough.errors import ConfigError
 
 
 class _KnownCalls(cygrpc.AioServer):  # type: ignore[misc]  # it has no types
-    """Answers calls of registered methods. Others end as CANCELLED, at once."""
+    """Answers calls of registered methods; others end as CANCELLED at once."""
 
     async def _request_call(self) -> Any:
-        """What gRPC waits for to have the next call of another method; it never has one."""
+        """Called by gRPC for the next call of an unregistered method; never returns one."""
         while True:
-            await super()._request_call()  # and nobody keeps it
+            await super()._request_call()  # dropped
 
 
 class LastingServer(_server.Server):
-    """grpc.aio's own but for that; services add all their methods as registered ones."""
+    """As grpc.aio's server; services must register all their methods."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class LastingServer(_server.Server):
         options: Sequence[tuple[str, int]],
         max_calls: int,
     ) -> None:
-        """Raises ConfigError where grpcio takes calls in another way, past what is done here about their names."""
+        """Raises ConfigError if grpcio accepts calls in another way, which this class would not cover."""
         for method in ("_request_call", "_request_registered_call"):
             if not iscoroutinefunction(getattr(cygrpc.AioServer, method, None)):
                 raise ConfigError(

@@ -1,6 +1,6 @@
-"""gRPC as all three services use it: channel options, errors to status, health, reflection, taking leave.
+"""gRPC servers and channels of all services: options, errors, health, reflection, draining.
 
-Which error is which status is known to `bough.rpc.status_map` alone.
+Only `bough.rpc.status_map` knows which error is which status.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from bough.telemetry.call_context import CallContextInterceptor
 
 logger = logging.getLogger(__name__)
 
-MAX_CONNECTIONS = 4096  # of a server; those beyond are closed as they come
-MAX_STREAMS = 4096  # of a connection, at once; further ones wait at the caller
-MAX_CALLS = 8192  # of a server, whatever they are
-HANDSHAKE_SECONDS = 20.0  # in which a connection says what it speaks
-IDLE_SECONDS = 600.0  # after its last call a connection is closed; callers of ours open another when they need it
-MAX_METADATA_BYTES = 16 * 1024  # of a call's headers
+MAX_CONNECTIONS = 4096  # limit of a server; further connections are closed at once
+MAX_STREAMS = 4096  # limit of a connection; further calls wait at the caller
+MAX_CALLS = 8192  # limit of a server for all calls
+HANDSHAKE_SECONDS = 20.0  # for which a connection may take to begin speaking HTTP/2
+IDLE_SECONDS = 600.0  # after its last call a connection is closed; clients reconnect when needed
+MAX_METADATA_BYTES = 16 * 1024  # limit of a call's headers
 
 _KEEPALIVE = [
     ("grpc.keepalive_time_ms", 20_000),
@@ -51,20 +51,20 @@ _SERVER_OPTIONS = [
     ("grpc.max_concurrent_streams", MAX_STREAMS),
     ("grpc.max_connection_idle_ms", round(1000 * IDLE_SECONDS)),
     ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
-    ("grpc.server.max_pending_requests", MAX_CALLS),  # of a method: gRPC cancels some of a burst of more than 1,000
+    ("grpc.server.max_pending_requests", MAX_CALLS),  # per method: gRPC cancels some of a burst of more than 1,000
     ("grpc.server.max_pending_requests_hard_limit", MAX_CALLS),
-    ("grpc.so_reuseport", 0),  # otherwise a second server takes half of the first one's calls in silence
+    ("grpc.so_reuseport", 0),  # otherwise a second server would silently take half of the first one's calls
 ]
 _CHANNEL_OPTIONS = [
     *_KEEPALIVE,
     *_SIZES,
     ("grpc.max_reconnect_backoff_ms", 2_000),
-    ("grpc.use_local_subchannel_pool", 1),  # a channel's back-off is its own
+    ("grpc.use_local_subchannel_pool", 1),  # channels do not share back-off
 ]
 
 
 def open_channel(address: str, credentials: grpc.ChannelCredentials | None = None) -> grpc.aio.Channel:
-    """A channel to "host:port", with TLS where there are credentials; connects when first used."""
+    """A channel to "host:port", with TLS if credentials are given; connects on first use."""
     if credentials is None:
         return grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
     return grpc.aio.secure_channel(address, credentials, options=_CHANNEL_OPTIONS)
@@ -72,13 +72,13 @@ def open_channel(address: str, credentials: grpc.ChannelCredentials | None = Non
 
 @dataclass(frozen=True, slots=True)
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """Turns what a servicer raises into a status, so that servicers are free of it; leads every call by the gate."""
+    """Maps errors of servicers to statuses, and passes every call through the drainer."""
 
     gate: Drainer
-    stalled_seconds: float | None = None  # a stream whose reader takes nothing for so long ends
+    stalled_seconds: float | None = None  # limit for which a stream's reader may take nothing
 
     async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any) -> Any:
-        """Wraps the handlers that bough's services use: one request, one reply or a stream of them."""
+        """Wrap handlers with one request and one reply or a stream of replies."""
         handler = await continuation(handler_call_details)
         if handler is None or handler.request_streaming:
             return handler
@@ -108,10 +108,10 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         return run
 
     def _written(self, answer: Callable[..., AsyncGenerator[Any, None]]) -> Callable[..., Awaitable[None]]:
-        """Writes a servicer's replies as fast as they are read, and closes it whatever ends the call.
+        """Write a servicer's replies as fast as they are read, and close it however the call ends.
 
-        The servicer is asked for the next reply when gRPC has taken the last one: once the reader's window is full it
-        stands still, and so does what it holds in memory.
+        The servicer is asked for the next reply only after gRPC has taken the last one, so that a full window of the
+        reader stops it and bounds its memory.
         """
 
         async def run(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
@@ -134,11 +134,11 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 
 
 def decoded(data: bytes, decode: Callable[[bytes], Any]) -> Any:
-    """The message; raises InvalidRequest for bytes that are none, for which gRPC itself has only UNKNOWN."""
+    """Decode a message. Raises InvalidRequest for invalid bytes, where gRPC would answer UNKNOWN."""
     try:
         return decode(data)
     except DecodeError as exc:
-        raise InvalidRequest(f"request: {len(data)} bytes that are no such message: {exc}") from exc
+        raise InvalidRequest(f"request: must be a valid message, got {len(data)} bytes: {exc}") from exc
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,16 +151,16 @@ class Served:
     _health: HealthService
 
     async def set_ready(self, is_ready: bool) -> None:
-        """Health of the named service; the empty name is SERVING for as long as the process lives."""
+        """Set the health of the named service; the empty name is SERVING while the process lives."""
         status = health_pb2.HealthCheckResponse
         await self._health.set(self.service, status.SERVING if is_ready else status.NOT_SERVING)
 
     async def leave(self) -> None:
-        """Health is NOT_SERVING for good, of the empty name too, so that whoever watches sends nobody here."""
+        """Set health to NOT_SERVING permanently, also of the empty name, so that balancers send nobody here."""
         await self._health.enter_graceful_shutdown()
 
     async def drain(self, refusal: str, patience_seconds: float) -> None:
-        """Refuses new work with this text, lets what runs finish in time, and ends the rest as Unavailable."""
+        """Refuse new work with this text, let running work finish in time, and end the rest as Unavailable."""
         await self.leave()
         self.gate.stop_accepting(refusal)
         if not await self.gate.wait_idle(patience_seconds):
@@ -181,19 +181,19 @@ async def serving(
     doorkeepers: Sequence[grpc.aio.ServerInterceptor] = (),
     credentials: grpc.ServerCredentials | None = None,
 ) -> AsyncIterator[Served]:
-    """Runs a server with health and reflection; NOT_SERVING until `set_ready`. Port 0 takes a free one.
+    """Run a server with health and reflection; NOT_SERVING until `set_ready`. Port 0 takes a free one.
 
-    `doorkeepers` see every call before anything else does, but for what notes whose it is, for the log. With
-    `credentials` nothing but TLS is spoken.
+    `doorkeepers` are the first interceptors, after the one that sets the log context. With `credentials` only TLS is
+    spoken.
 
-    A stream whose reader takes nothing for `stalled_seconds` ends as DEADLINE_EXCEEDED. A connection that has lasted
-    `max_connection_age` seconds takes no new calls, and ends once those on it have; 0 lets it last.
+    A stream whose reader takes nothing for `stalled_seconds` ends as DEADLINE_EXCEEDED. A connection older than
+    `max_connection_age` seconds accepts no new calls, and closes when its calls have ended; 0 is no limit.
 
     Raises:
-        ConfigError: the port is in use or the host is not ours.
+        ConfigError: the port is in use, or the host is not an address of this machine.
     """
     gate = gate or Drainer()
-    # Without a grace period of its own, an old connection waits for its calls for as long as they take.
+    # without a grace period, an old connection waits for its calls without limit
     age = [("grpc.max_connection_age_ms", round(1000 * max_connection_age))] if max_connection_age else []
     interceptors = [CallContextInterceptor(), *doorkeepers, ErrorInterceptor(gate, stalled_seconds)]
     options = [*_SERVER_OPTIONS, *_bounds(), *age]
@@ -221,7 +221,7 @@ async def serving(
 
 
 def most_connections() -> int:
-    """Open at once: at most a quarter of the descriptors that this process may have, as HTTP and workers need some."""
+    """Limit of open connections: at most a quarter of the process's file descriptors, as HTTP and workers need some."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return MAX_CONNECTIONS if limit == resource.RLIM_INFINITY else max(1, min(MAX_CONNECTIONS, limit // 4))
 
@@ -234,12 +234,12 @@ def _bounds() -> list[tuple[str, int]]:
 
 
 def service_name(descriptor: Any, name: str) -> str:
-    """Full name of a service of a generated file."""
+    """Full name of a service in a generated module."""
     return str(descriptor.services_by_name[name].full_name)
 
 
 async def is_serving(channel: grpc.aio.Channel, service: str, timeout_seconds: float) -> bool:
-    """Asks grpc.health.v1; whatever goes wrong is a no."""
+    """Ask grpc.health.v1; any error means False."""
     stub = health_pb2_grpc.HealthStub(channel)
     try:
         reply = await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=timeout_seconds)

@@ -1,4 +1,4 @@
-"""Errors as gRPC carries them, and back: the only place that knows which error is which status."""
+"""Maps errors to gRPC statuses and back; the only place that knows which error is which status."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ ERROR_NAMES = {kind.__name__: kind for kind in STATUS_OF}
 ERROR_KEY, LENGTH_KEY, HASH_KEY = "bough-error", "bough-held-length", "bough-held-hash"  # trailing metadata
 EPOCH_KEY = "bough-epoch"
 DETAILS_KEY = "grpc-status-details-bin"  # a google.rpc.Status, which any gRPC client can read
-ABORT_SECONDS = 1.0  # that a status is waited with for a peer which does not read
+ABORT_SECONDS = 1.0  # for which a status waits for a peer that does not read
 
 
 def to_error(exc: grpc.aio.AioRpcError | grpc.Call, address: str) -> BoughError:
-    """The error that a peer reported, or what its silence means."""
+    """The error that a peer reported, or that its silence means."""
     metadata = dict(tuple(exc.trailing_metadata() or ()))  # pairs: it iterates over them, unlike a mapping
     details = exc.details() or exc.code().name
     kind = ERROR_NAMES.get(str(metadata.get(ERROR_KEY)))
@@ -61,20 +61,20 @@ def to_error(exc: grpc.aio.AioRpcError | grpc.Call, address: str) -> BoughError:
         return kind(details)
     if exc.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED):
         return errors.NoAnswer(f"{address} does not answer: {exc.code().name}: {explained(details)}")
-    if exc.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in details:  # gRPC's own words
-        return InvalidRequest(f"message: {details}; at most {MAX_MESSAGE_BYTES} bytes would do")
-    if exc.code() is grpc.StatusCode.UNAUTHENTICATED:  # a proxy's
+    if exc.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in details:  # gRPC's own message
+        return InvalidRequest(f"message: must have at most {MAX_MESSAGE_BYTES} bytes, got: {details}")
+    if exc.code() is grpc.StatusCode.UNAUTHENTICATED:  # from a proxy
         return errors.Unauthenticated(f"{address}: {details}")
     return BoughError(f"{address}: {exc.code().name}: {details}")
 
 
 def _natural(value: object) -> int:
-    """A number in metadata; 0 for what is none."""
+    """A number in metadata; 0 if invalid."""
     return int(value) if isinstance(value, str) and re.fullmatch("[0-9]{1,20}", value) else 0
 
 
 def _retry_seconds(details: object) -> float | None:
-    """The delay in a google.rpc.Status; None where there is none, or nothing that can be read."""
+    """The retry delay in a google.rpc.Status; None if there is none or it cannot be decoded."""
     if not isinstance(details, bytes):
         return None
     info = error_details_pb2.RetryInfo()
@@ -86,7 +86,7 @@ def _retry_seconds(details: object) -> float | None:
 
 
 def _retry_details(code: grpc.StatusCode, text: str, retry_seconds: float) -> bytes:
-    """A google.rpc.Status with that delay."""
+    """A google.rpc.Status with a retry delay."""
     info = error_details_pb2.RetryInfo()
     info.retry_delay.FromNanoseconds(round(retry_seconds * 1e9))
     status = status_pb2.Status(code=code.value[0], message=text)
@@ -95,7 +95,7 @@ def _retry_details(code: grpc.StatusCode, text: str, retry_seconds: float) -> by
 
 
 async def abort(context: grpc.aio.ServicerContext[Any, Any], exc: Exception) -> None:
-    """Ends a call with the status of an error."""
+    """End a call with the status of an error."""
     code = next((STATUS_OF[kind] for kind in type(exc).__mro__ if kind in STATUS_OF), grpc.StatusCode.INTERNAL)
     if code is grpc.StatusCode.INTERNAL:
         logger.error("an unexpected error ended a call", exc_info=exc)
@@ -107,6 +107,6 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], exc: Exception) -> 
         metadata.append((EPOCH_KEY, str(exc.newest)))
     if isinstance(exc, Exhausted) and exc.retry_seconds is not None:
         metadata.append((DETAILS_KEY, _retry_details(code, text, exc.retry_seconds)))
-    with suppress(TimeoutError, grpc.aio.InternalError):  # a peer that does not read, or has gone, is not waited for
+    with suppress(TimeoutError, grpc.aio.InternalError):  # do not wait for a peer that does not read or has gone
         async with asyncio.timeout(ABORT_SECONDS):
             await context.abort(code, text, tuple(metadata))

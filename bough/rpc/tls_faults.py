@@ -1,13 +1,13 @@
-"""What a client can mend where a connection over TLS, or one that should have been, does not come about.
+"""Explains failed TLS connections in terms of what a client can change.
 
-gRPC has one status for all of it, and words of its own and of its library for TLS; what they mean is known here.
+gRPC has one status for all of them, with its own words and those of its TLS library.
 """
 
 from __future__ import annotations
 
 AUTHORITY = "--tls-ca (BOUGH_TLS_CA)"
-MEANINGS = (  # of words in gRPC's details; the first that are found count
-    ("certificate has expired", "its certificate is over"),
+MEANINGS = (  # of words in gRPC's details; the first match counts
+    ("certificate has expired", "its certificate must be valid now"),
     ("CERTIFICATE_VERIFY_FAILED", f"its certificate must be of the authority in {AUTHORITY}"),
     ("Hostname Verification", "its certificate must have the name in the address"),
     (
@@ -16,7 +16,7 @@ MEANINGS = (  # of words in gRPC's details; the first that are found count
     ),
 )
 CONNECTING = "failed to connect"
-CLOSED = ("Socket closed", "Connection reset", "recvmsg")  # by a server that has been spoken to
+CLOSED = ("Socket closed", "Connection reset", "recvmsg")  # by a server that was connected to
 CLOSED_MEANING = (
     f"where it speaks TLS, the address must be grpcs://HOST:PORT, or {AUTHORITY} be given; where it asks for a "
     "certificate, --tls-cert and --tls-key"
@@ -24,7 +24,7 @@ CLOSED_MEANING = (
 
 
 def explained(details: str) -> str:
-    """gRPC's words about a call that was not answered, behind what they mean where they are about TLS."""
+    """gRPC's details of a failed call, preceded by their meaning if they are about TLS."""
     meanings = [text for words, text in MEANINGS if words in details]
     if CONNECTING in details and any(words in details for words in CLOSED):
         meanings.append(CLOSED_MEANING)

@@ -57,7 +57,7 @@ def populate(memory: memoryview, num_threads: int = 0) -> None:
 
 
 def in_pieces(sizes: Sequence[int], most: int) -> list[list[int]]:
-    """Sizes that follow one another, in runs of at most so many bytes, or of one that has more."""
+    """Split sizes into runs of at most `most` bytes each; a larger size is a run by itself."""
     runs: list[list[int]] = []
     for size in sizes:
         if not runs or sum(runs[-1]) + size > most:

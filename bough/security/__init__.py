@@ -1,1 +1,1 @@
-"""Who may call whom: keys of applications and of workers, and where one may listen without them."""
+"""Keys of applications and workers, TLS, and where processes may listen without these."""

@@ -1,4 +1,4 @@
-"""How a process comes to the workers of its bough, and what it asks of those that come to it."""
+"""Credentials for calls among processes of one deployment, and checks of their callers."""
 
 from __future__ import annotations
 
@@ -20,65 +20,65 @@ from bough.security.worker_key import WorkerKey
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """Among processes of one bough; without a key and an authority they let everybody in."""
+    """Credentials of a process; without key and authority everybody is admitted."""
 
     key: WorkerKey | None = None
-    tls: Tls | None = None  # of this process's own servers; of its calls to workers where it has an authority
-    peer_names: tuple[str, ...] = ()  # that clients of a worker may have; all of its authority's where empty
+    tls: Tls | None = None  # for this process's servers; for its calls to workers if there is an authority
+    peer_names: tuple[str, ...] = ()  # of a worker's clients; empty admits all of the authority
 
     @classmethod
     def of(cls, config: ServiceConfig) -> Access:
-        """Raises ConfigError for a key or a certificate that cannot be used."""
+        """Raises ConfigError for an unusable key or certificate."""
         key = WorkerKey(config.worker_key_file) if config.worker_key_file else None
         files = certificate_files(config)
         return cls(key, Tls(files, is_server=True) if files else None, config.tls_peer_names)
 
     @property
     def credentials(self) -> tuple[tuple[str, str], ...]:
-        """Metadata of a call to a worker."""
+        """Metadata of calls to workers."""
         return () if self.key is None else self.key.credentials
 
     @property
     def doorkeepers(self) -> Sequence[grpc.aio.ServerInterceptor]:
-        """Of a worker's server."""
+        """Interceptors of a worker's server."""
         keepers: list[grpc.aio.ServerInterceptor] = [] if self.key is None else [Doorkeeper(self.key.require)]
         return [*keepers, PeerNames(frozenset(self.peer_names))] if self.peer_names else keepers
 
     @property
     def worker_credentials(self) -> grpc.ServerCredentials | None:
-        """Of a worker's server: it lets in who has a certificate of the authority. None is no TLS."""
+        """Credentials of a worker's server, which requires certificates of the authority; None is no TLS."""
         return None if self.tls is None else self.tls.server_credentials(lambda now: now.authority)
 
     @property
     def worker_context(self) -> CurrentContext | None:
-        """As `worker_credentials`, for what does not speak gRPC."""
+        """TLS context of a worker's server that does not speak gRPC; None is no TLS."""
         return None if self.tls is None else server_context(self.tls, lambda now: now.authority)
 
     @property
     def door_credentials(self) -> grpc.ServerCredentials | None:
-        """Of an orchestrator's door for gRPC. None is no TLS."""
+        """Credentials of an orchestrator's gRPC server; None is no TLS."""
         return None if self.tls is None else self.tls.server_credentials(_clients_of_doors)
 
     @property
     def door_context(self) -> CurrentContext | None:
-        """Of an orchestrator's door for HTTP. None is no TLS."""
+        """TLS context of an orchestrator's HTTP server; None is no TLS."""
         return None if self.tls is None else server_context(self.tls, _clients_of_doors)
 
     @property
     def own_context(self) -> CurrentContext | None:
-        """For HTTP to the process itself that has these settings. None is no TLS."""
+        """TLS context for HTTP to the process with these settings itself; None is no TLS."""
         return None if self.tls is None else context_to_itself(self.tls)
 
     def channel(self, address: str) -> PeerChannel:
-        """To a worker of this bough: over TLS where there is an authority for it."""
+        """A channel to a worker, with TLS if there is an authority."""
         return PeerChannel(address, self.tls if self.tls is not None and self.tls.files.authority else None)
 
     def own_channel(self, address: str) -> PeerChannel:
-        """To the process itself that has these settings, for who looks after it."""
+        """A channel to the process with these settings itself, for its supervisor."""
         return PeerChannel(address, self.tls, is_to_itself=True)
 
     def refresh(self) -> None:
-        """Reads again what has changed: for who looks now and then, and follows nothing. It waits for the disk."""
+        """Reload changed files, for callers that do not use `watching`; blocks on the disk."""
         if self.key is not None:
             self.key.file.refresh()
         if self.tls is not None:
@@ -86,7 +86,7 @@ class Access:
 
     @asynccontextmanager
     async def watching(self) -> AsyncIterator[None]:
-        """Follows the files for as long as the block runs."""
+        """Watch the files during the block."""
         async with AsyncExitStack() as stack:
             if self.key is not None:
                 await stack.enter_async_context(self.key.file.watched())
@@ -99,7 +99,7 @@ OPEN = Access()
 
 
 def metrics_context(config: ServiceConfig) -> Callable[[], ssl.SSLContext] | None:
-    """For a server in threads of its own, which looks at the files at each connection. None is no TLS."""
+    """TLS contexts for a metrics server in its own threads, which reloads files at each connection; None is no TLS."""
     if not (files := certificate_files(config)):
         return None
     tls = Tls(replace(files, authority="", client_authority=""), is_server=True, is_told=False)
@@ -113,7 +113,7 @@ def metrics_context(config: ServiceConfig) -> Callable[[], ssl.SSLContext] | Non
 
 
 def certificate_files(config: ServiceConfig) -> CertificateFiles:
-    """Those that the settings name. Raises ConfigError where one is missing beside another."""
+    """The files that the settings name. Raises ConfigError if one is missing."""
     clients = config.tls_client_ca if isinstance(config, OrchestratorConfig) else ""
     files = CertificateFiles(config.tls_cert, config.tls_key, config.tls_ca, clients)
     for setting, value in ((AUTHORITY, files.authority), (CLIENT_AUTHORITY, files.client_authority)):
@@ -128,7 +128,8 @@ def certificate_files(config: ServiceConfig) -> CertificateFiles:
 
 
 def _clients_of_doors(now: Certificates) -> bytes:
-    """Who must show a certificate at a door may also be one of the bough's own processes, who watch over it: with one
-    of their authority, or of the process itself where they have none.
+    """Authorities whose certificates a front door accepts; the supervisor's is one, as it calls the doors too.
+
+    Without an authority of the processes, that is the process's own certificate.
     """
     return now.client_authority and now.client_authority + b"\n" + (now.authority or now.chain)

@@ -1,7 +1,7 @@
-"""Keys of applications: how one is made, and the lines of a file that say who has which.
+"""Keys of applications: making them, and the file of tenants' keys.
 
-A file has one JSON object a line: a tenant's name, the SHA-256 of a key of its own, and what it may use. Several lines
-may have one name: a tenant changes keys without a gap by having two for a while.
+Each line of the file is a JSON object: a tenant's name, the SHA-256 of a key, and limits. Several lines may have the
+same name, so that a tenant can replace a key without a gap.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from bough.runtime.log_lines import bounded
 
 PREFIX = "sk-bough-"
 SECRET_BYTES = 32
-ID_DIGITS = 12  # of a hash, that name a key where a tenant has several
-MAX_SHOWN = 80  # bytes of a value that cannot be used
+ID_DIGITS = 12  # of a key's hash, which name it
+MAX_SHOWN = 80  # of an invalid value in an error
 MAX_LIMIT = 10**12
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -29,44 +29,44 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True, slots=True)
 class ApiKey:
-    """A tenant's right to come in. 0 is no limit, None no end."""
+    """A tenant's key and limits. Limit 0 is none; expiry None is never."""
 
     name: str
     sha256: str
     created: str = ""
     expires: str | None = None  # ISO 8601, with a time zone
-    requests: int = 0  # at once
+    requests: int = 0  # concurrent
     tokens_per_minute: int = 0  # of prompts and output
     sessions: int = 0  # named ones that are kept
 
     @property
     def key_id(self) -> str:
-        """Names the key where its tenant has several; tells nothing of it."""
+        """Names the key among its tenant's, without revealing it."""
         return self.sha256[:ID_DIGITS]
 
     def has_expired(self, now: float) -> bool:
-        """By seconds since 1970."""
+        """Whether the key has expired at `now`, in seconds since 1970."""
         return self.expires is not None and now >= datetime.fromisoformat(self.expires).timestamp()
 
     def to_line(self) -> str:
-        """As `read_line` reads it."""
+        """A line that `read_line` reads."""
         fields = {"name": self.name, "sha256": self.sha256, "created": self.created}
         limits = {name: getattr(self, name) for name in ("expires", "requests", "tokens_per_minute", "sessions")}
         return json.dumps(fields | {name: value for name, value in limits.items() if value})
 
 
 def new_key() -> str:
-    """One that nobody guesses."""
+    """A new random key."""
     return PREFIX + secrets.token_urlsafe(SECRET_BYTES)
 
 
 def hash_of(key: str) -> str:
-    """What is stored of a key. It has 256 random bits, so that a fast hash without salt gives nothing away."""
+    """The stored hash of a key. Keys have 256 random bits, so that a fast unsalted hash is safe."""
     return hashlib.sha256(key.encode()).hexdigest()
 
 
 def require_name(where: str, name: object) -> str:
-    """A tenant's name. Raises ConfigError."""
+    """Check a tenant's name. Raises ConfigError."""
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise ConfigError(
             f"{where}: must be 1 to 64 letters, digits, dots, hyphens and underscores, got {_shown(name)}"
@@ -75,25 +75,25 @@ def require_name(where: str, name: object) -> str:
 
 
 def require_time(where: str, text: object) -> str:
-    """A moment. Raises ConfigError for one without a time zone: it would be another on each machine."""
+    """Normalise a time to UTC. Raises ConfigError without a time zone, as its meaning would depend on the machine."""
     try:
         moment = datetime.fromisoformat(text) if isinstance(text, str) else None
         if moment is not None and moment.tzinfo is not None:
             return moment.astimezone(UTC).isoformat(timespec="seconds")
-    except (ValueError, OverflowError):  # the latter where it is beyond the year 9999 in UTC
+    except (ValueError, OverflowError):  # OverflowError: beyond the year 9999 in UTC
         pass
     raise ConfigError(f"{where}: must be a time such as 2027-01-31T00:00:00Z, got {_shown(text)}")
 
 
 def require_limit(where: str, value: object) -> int:
-    """A limit. Raises ConfigError."""
+    """Check a limit. Raises ConfigError."""
     if type(value) is not int or not 0 <= value <= MAX_LIMIT:
         raise ConfigError(f"{where}: must be a number from 0 to {MAX_LIMIT}, got {_shown(value)}")
     return value
 
 
 def read_keys(where: str, text: str) -> tuple[ApiKey, ...]:
-    """All keys of a file. Raises ConfigError naming line and field, and never what may be a key itself."""
+    """All keys of a file. Raises ConfigError naming line and field, but never a value that may be a key."""
     numbered = ((f"{where}, line {number}", line) for number, line in enumerate(text.splitlines(), 1) if line.strip())
     keys = tuple(read_line(place, line) for place, line in numbered)
     _require_distinct(where, keys)
@@ -101,7 +101,7 @@ def read_keys(where: str, text: str) -> tuple[ApiKey, ...]:
 
 
 def read_line(where: str, line: str) -> ApiKey:
-    """One key. Raises ConfigError."""
+    """Parse one key. Raises ConfigError."""
     try:
         fields = json.loads(line)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""How a caller shows a key: `authorization: Bearer KEY`, as a header of HTTP and as metadata of gRPC."""
+"""Keys in calls: `authorization: Bearer KEY`, as HTTP header or gRPC metadata."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ _SCHEME = "bearer"
 
 
 def credentials(key: str) -> tuple[tuple[str, str], ...]:
-    """What a call carries; nothing without a key."""
+    """Metadata of a call; empty without a key."""
     return ((HEADER, f"Bearer {key}"),) if key else ()
 
 
 def require_key(field: str, key: str) -> str:
-    """The key. Raises ConfigError, without telling it, for one that no header can carry."""
+    """Check a key. Raises ConfigError, without the key, if a header cannot carry it."""
     if not (key.isascii() and key.isprintable() and len(key) <= MAX_KEY_LENGTH) or " " in key:
         raise ConfigError(f"{field}: must be at most {MAX_KEY_LENGTH} visible ASCII characters without spaces")
     return key
 
 
 def key_in(values: Iterable[str | bytes]) -> str:
-    """The key in all values of a header that a call came with; empty where there is not exactly one."""
+    """The key in all values of a call's header; empty unless there is exactly one."""
     given = [value if isinstance(value, str) else value.decode("latin-1") for value in values]
     if len(given) != 1:
         return ""
@@ -33,7 +33,7 @@ def key_in(values: Iterable[str | bytes]) -> str:
 
 
 def refusal() -> Unauthenticated:
-    """The one answer to whoever has no key, a wrong one, or one that is over: which of these is not told."""
+    """The only answer to missing, wrong and expired keys, so that nothing is revealed."""
     return Unauthenticated(
         "authorization: must be Bearer and a key that is valid here; bough's own client and commands take BOUGH_API_KEY"
     )

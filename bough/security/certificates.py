@@ -1,4 +1,4 @@
-"""Certificates as files have them: read, and refused by the setting's name where peers would refuse them."""
+"""Reads certificate files, and refuses by the setting's name what peers would refuse."""
 
 from __future__ import annotations
 
@@ -10,46 +10,46 @@ from bough.errors import ConfigError
 from bough.security.private_files import read_private, read_public
 
 CERT, KEY, AUTHORITY, CLIENT_AUTHORITY = "--tls-cert", "--tls-key", "--tls-ca", "--tls-client-ca"
-Shown = dict[str, Any]  # a certificate, as `ssl.SSLSocket.getpeercert` has it
-MOST_TURNS = 10  # of a handshake in memory: it takes half as many
+Shown = dict[str, Any]  # a certificate in the form of `ssl.SSLSocket.getpeercert`
+MOST_TURNS = 10  # limit of a handshake in memory, which takes half as many
 
 
 @dataclass(frozen=True, slots=True)
 class CertificateFiles:
-    """Paths of PEM files. Empty ones are not there; certificate and key are there together or not at all."""
+    """Paths of PEM files; empty ones are not set. Certificate and key are both set or neither."""
 
-    cert: str = ""  # a process's own, and behind it the authorities between it and one that peers know
+    cert: str = ""  # a process's own, followed by intermediate authorities
     key: str = ""
-    authority: str = ""  # that peers' certificates are checked by
-    client_authority: str = ""  # that certificates of clients, who are no processes of this bough, are checked by
+    authority: str = ""  # verifies peers' certificates
+    client_authority: str = ""  # verifies certificates of clients that are not processes of this deployment
 
     def __bool__(self) -> bool:
         return any(self.paths)
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """Of the files that are there."""
+        """Paths that are set."""
         return tuple(path for path in (self.cert, self.key, self.authority, self.client_authority) if path)
 
 
 @dataclass(frozen=True, slots=True)
 class Certificates:
-    """What the files say."""
+    """Contents of the files."""
 
     chain: bytes = b""
     key: bytes = b""
     authority: bytes = b""
     client_authority: bytes = b""
-    names: tuple[str, ...] = ()  # that peers know the process by
+    names: tuple[str, ...] = ()  # in the process's certificate
     expires: float = 0.0  # seconds since 1970
 
 
 def read_certificates(files: CertificateFiles, *, is_server: bool) -> Certificates:
-    """All of the files, which fit one another.
+    """Read all files and check them together.
 
     Raises:
-        ConfigError: naming the setting: a file is missing, is not what it should be, or makes a certificate that peers
-            would refuse, for its time, its authority or what it may be used for.
+        ConfigError: names the setting: a file is missing or invalid, or peers would refuse the certificate for its
+            validity, authority or purpose.
     """
     if bool(files.cert) != bool(files.key):
         given, other = (CERT, KEY) if files.cert else (KEY, CERT)
@@ -68,11 +68,11 @@ def read_certificates(files: CertificateFiles, *, is_server: bool) -> Certificat
 
 
 def own_context(purpose: int, files: CertificateFiles) -> ssl.SSLContext:
-    """A context with the process's own certificate. Raises ConfigError where certificate and key do not fit."""
+    """A context with the process's own certificate. Raises ConfigError if certificate and key do not match."""
     context = ssl.SSLContext(purpose)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     try:
-        # A key with a passphrase would be asked for at the terminal.
+        # otherwise OpenSSL would ask for a passphrase at the terminal
         context.load_cert_chain(files.cert, files.key, password=lambda: "")
     except ssl.SSLError as exc:
         if exc.reason == "KEY_VALUES_MISMATCH":
@@ -97,10 +97,10 @@ def _read_authority(setting: str, path: str) -> str:
 
 
 def _shown(files: CertificateFiles, chain: str, authority: str, *, is_server: bool) -> Shown:
-    """The certificate as a peer sees it that knows the authority, or else this certificate alone.
+    """The certificate as seen by a peer that trusts the authority, or without one, this certificate itself.
 
-    A process is a server to some peers and a client to others: where there is an authority, it must pass for both. An
-    application is a client, whose own authority need not be that of servers.
+    A process is a server to some peers and a client to others: if there is an authority, the certificate must pass as
+    both. An application is a client, whose certificate may be of another authority.
     """
     authority = authority if is_server else ""
     known = authority or chain
@@ -138,7 +138,7 @@ def _as_client(files: CertificateFiles, known: str) -> Shown:
 
 
 def _checking(purpose: int, known: str) -> ssl.SSLContext:
-    """A context of a peer that takes certificates of what is known, whatever their names."""
+    """A context of a peer that accepts certificates of `known`, whatever their names."""
     context = ssl.SSLContext(purpose)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_REQUIRED
@@ -148,7 +148,7 @@ def _checking(purpose: int, known: str) -> ssl.SSLContext:
 
 
 def _handshake(server_context: ssl.SSLContext, client_context: ssl.SSLContext) -> tuple[Shown, Shown]:
-    """The certificates that server and client were shown in a handshake over no network. Raises ssl.SSLError."""
+    """The certificates that server and client saw in a handshake in memory. Raises ssl.SSLError."""
     towards_server, towards_client = ssl.MemoryBIO(), ssl.MemoryBIO()
     server = server_context.wrap_bio(towards_server, towards_client, server_side=True)
     client = client_context.wrap_bio(towards_client, towards_server)

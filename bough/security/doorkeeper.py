@@ -1,4 +1,4 @@
-"""Refuses calls over gRPC before anything of them is read, where they do not show what is asked for."""
+"""Refuses gRPC calls without credentials before reading their messages."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from bough.errors import Unauthenticated
 from bough.rpc.status_map import abort
 from bough.security.bearer import HEADER
 
-OPEN = f"/{health.SERVICE_NAME}/"  # balancers and supervisors have no key
+OPEN = f"/{health.SERVICE_NAME}/"  # health checks of balancers and supervisors have no key
 
 
 @dataclass(frozen=True, slots=True)
 class Doorkeeper(grpc.aio.ServerInterceptor):
-    """Stands before all services of a server; health alone is open."""
+    """First interceptor of a server; only health is open."""
 
-    require: Callable[[Iterable[str | bytes]], object]  # of all values of `authorization`; raises Unauthenticated
+    require: Callable[[Iterable[str | bytes]], object]  # checks all values of `authorization`; raises Unauthenticated
 
     async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any) -> Any:
-        """The handler of a call, or one that refuses it."""
+        """Continue to a call's handler, or refuse the call."""
         if not handler_call_details.method.startswith(OPEN):
             try:
                 self.require(authorization(handler_call_details.invocation_metadata))
@@ -33,12 +33,12 @@ class Doorkeeper(grpc.aio.ServerInterceptor):
 
 
 def authorization(metadata: Iterable[tuple[str, str | bytes]] | None) -> list[str | bytes]:
-    """What a call's metadata has of it."""
+    """Values of the authorization header in a call's metadata."""
     return [value for name, value in metadata or () if name == HEADER]
 
 
 def _refusing(error: Unauthenticated) -> grpc.RpcMethodHandler[Any, Any]:
-    """Of streams both ways: it is called without waiting for a message."""
+    """A refusing handler; as a stream handler, it runs without waiting for a message."""
 
     async def refuse(_: object, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         await abort(context, error)

@@ -1,4 +1,4 @@
-"""Where a process may listen: beyond its machine only with something that keeps strangers out."""
+"""Refuses to listen beyond this machine without a guard against strangers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ logger = logging.getLogger(__name__)
 
 
 def guards_of(config: ServiceConfig) -> tuple[str, ...]:
-    """Files by which strangers are kept out of a process, as far as there are any: of keys, and of authorities."""
+    """Files of keys and authorities that guard a process."""
     if isinstance(config, OrchestratorConfig):
         files = (config.keys, config.tls_client_ca)
     else:
@@ -21,10 +21,10 @@ def guards_of(config: ServiceConfig) -> tuple[str, ...]:
 
 
 def require_guarded(config: ServiceConfig) -> None:
-    """Tells what others could do who reach the process.
+    """Check the listening address, and warn about what others could do.
 
     Raises:
-        ConfigError: they could use it, as nothing guards it, and the settings do not say that this is wanted.
+        ConfigError: others reach the process, nothing guards it, and --insecure is not set.
     """
     if is_loopback(config.host):
         return

@@ -1,4 +1,4 @@
-"""Who may come in at the front doors: the keys of a file, as it is now."""
+"""Authenticates callers of front doors by a file of keys, which is reloaded when it changes."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from bough.security.watched_file import WatchedFile
 
 
 class Keyring:
-    """Finds whose a key is, in a time that tells nothing of the keys that are known."""
+    """Finds a key's holder in constant time."""
 
     def __init__(self, path: str, clock: Callable[[], float] = time.time) -> None:
-        """`clock` is in seconds since 1970. Raises ConfigError for a file that cannot be used."""
+        """`clock` is in seconds since 1970. Raises ConfigError for an unusable file."""
         self.file: WatchedFile[tuple[ApiKey, ...]] = WatchedFile("--keys", path, read_keys)
         self._clock = clock
 
     def holder(self, authorization: Iterable[str | bytes]) -> ApiKey:
-        """Whose key a call has shown, by all values of its header.
+        """The key that a call has shown, from all values of its header.
 
         Raises:
-            Unauthenticated: nobody's that may come in now.
+            Unauthenticated: it is unknown or has expired.
         """
         shown, found = hash_of(key_in(authorization)), None
-        for key in self.file.value:  # all of them, whichever it is
+        for key in self.file.value:  # compares with all, for constant time
             if hmac.compare_digest(key.sha256, shown):
                 found = key
         if found is None or found.has_expired(self._clock()):

@@ -1,4 +1,4 @@
-"""Which of those with a certificate of the authority a worker answers: by the names in their certificates."""
+"""Restricts a worker's clients by the names in their certificates."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from bough.errors import Unauthenticated
 from bough.rpc.status_map import abort
 from bough.security.doorkeeper import OPEN
 
-NAMES = ("x509_subject_alternative_name", "x509_common_name")  # of what gRPC says of a peer's certificate
+NAMES = ("x509_subject_alternative_name", "x509_common_name")  # of gRPC's authentication context
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class PeerNames(grpc.aio.ServerInterceptor):
-    """Stands before all services of a server, and refuses before anything of a message is decoded; health is open."""
+    """Interceptor that refuses calls before their messages are decoded; health is open."""
 
     allowed: Collection[str]
 
     async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any) -> Any:
-        """The handler of a call, which first looks who calls."""
+        """Wrap a call's handler with the check."""
         handler = await continuation(handler_call_details)
         if handler is None or handler_call_details.method.startswith(OPEN):
             return handler
@@ -50,7 +50,7 @@ class PeerNames(grpc.aio.ServerInterceptor):
         return stream if isasyncgenfunction(answer) else run
 
     async def _lets_in(self, context: Context) -> bool:
-        """Whether the caller may go on; the call of any other is ended, as far as that caller reads of it."""
+        """Whether the caller is admitted; otherwise the call is aborted."""
         if names_of(context.auth_context()) & set(self.allowed):
             return True
         await abort(context, Unauthenticated(f"the certificate must be of {' or '.join(sorted(self.allowed))}"))
@@ -58,5 +58,5 @@ class PeerNames(grpc.aio.ServerInterceptor):
 
 
 def names_of(shown: Mapping[str, Any]) -> set[str]:
-    """The names in a peer's certificate, by what gRPC says of it."""
+    """The names in a peer's certificate, from gRPC's authentication context."""
     return {value.decode(errors="replace") for name in NAMES for value in shown.get(name, ())}

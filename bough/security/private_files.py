@@ -1,4 +1,4 @@
-"""Files that hold secrets, or say who has one: read only where others cannot, written only for their owner."""
+"""Files with secrets: read only if closed to others, and written for their owner only."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import NamedTuple
 
 from bough.errors import ConfigError
 
-FORBIDDEN = stat.S_IWGRP | stat.S_IRWXO  # a group may read: Kubernetes mounts secrets so
+FORBIDDEN = stat.S_IWGRP | stat.S_IRWXO  # a group may read, as with Kubernetes secrets
 
 
 class Stamp(NamedTuple):
-    """Changes whenever a file is written anew, is opened or closed to others, or another takes its place."""
+    """Changes whenever a file's contents or mode change, or another file replaces it."""
 
     device: int
     inode: int
@@ -22,16 +22,16 @@ class Stamp(NamedTuple):
 
 
 def read_private(setting: str, path: str) -> str:
-    """The text of a file that is closed to others.
+    """Read a file that must be closed to others.
 
     Raises:
-        ConfigError: naming the setting: the file is not there, is no text, or is open to others.
+        ConfigError: names the setting: the file is missing, not text, or open to others.
     """
     return _read(setting, path, is_private=True)
 
 
 def read_public(setting: str, path: str) -> str:
-    """The text of a file that anybody may read, such as a certificate. Raises ConfigError naming the setting."""
+    """Read a file that may be open to all, such as a certificate. Raises ConfigError naming the setting."""
     return _read(setting, path, is_private=False)
 
 
@@ -49,15 +49,15 @@ def _read(setting: str, path: str, *, is_private: bool) -> str:
 
 
 def stamp_of(status: os.stat_result) -> Stamp:
-    """Of an open file or a path."""
+    """The stamp of an open file or a path."""
     return Stamp(status.st_dev, status.st_ino, status.st_size, status.st_ctime_ns)
 
 
 def write_private(setting: str, path: str, text: str) -> None:
-    """Puts a file, which only its owner can read, in the place of another, whole or not at all.
+    """Replace a file atomically by one that only its owner can read.
 
     Raises:
-        ConfigError: naming the setting.
+        ConfigError: names the setting.
     """
     target = Path(os.path.realpath(path))
     draft = target.with_name(f".{target.name}.{os.getpid()}")

@@ -1,4 +1,4 @@
-"""How applications and commands come to an orchestrator: over TLS, or as it is."""
+"""Connections of applications and commands to orchestrators, with or without TLS."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ SCHEME = "grpcs://"
 
 @dataclass(frozen=True, slots=True)
 class Secured:
-    """Files of certificates, and whether all addresses are called over TLS or those that say so."""
+    """Certificate files, and whether all addresses use TLS, or only those with the scheme."""
 
     tls: Tls
     is_everywhere: bool
 
     @classmethod
     def by(cls, files: CertificateFiles) -> Secured:
-        """Raises ConfigError for a file that cannot be used."""
+        """Raises ConfigError for an unusable file."""
         return cls(Tls(files), is_everywhere=bool(files.authority))
 
     def channel(self, address: str) -> PeerChannel:
-        """To an orchestrator. Raises ConfigError for what is no address."""
+        """A channel to an orchestrator. Raises ConfigError for an invalid address."""
         plain = address.removeprefix(SCHEME)
         if not plain or not plain.isprintable():
             raise ConfigError(f"addresses: must be such as 127.0.0.1:7411 or {SCHEME}127.0.0.1:7411, got {address!r}")
         port = plain.rpartition(":")[2]
-        if port.isdecimal() and int(port) > MAX_PORT:  # gRPC would take the rest of it by 65536
+        if port.isdecimal() and int(port) > MAX_PORT:  # gRPC would use the remainder modulo 65536
             raise ConfigError(f"addresses: must have a port from 1 to {MAX_PORT}, got {address!r}")
         return PeerChannel(plain, self.tls if self.is_everywhere or plain != address else None)
 
 
 def files_towards(config: OrchestratorConfig) -> CertificateFiles:
-    """For clients of an orchestrator with these settings, on its own machine."""
+    """Files for clients of an orchestrator with these settings on its own machine."""
     authority = config.tls_ca or config.tls_cert
     if config.tls_client_ca:
         return CertificateFiles(config.tls_cert, config.tls_key, authority)
@@ -48,13 +48,13 @@ def files_towards(config: OrchestratorConfig) -> CertificateFiles:
 
 
 def environment_files(environ: Mapping[str, str] = os.environ) -> CertificateFiles:
-    """Those that the variables of all processes name."""
+    """The files that the environment names."""
     names = (CERT_VARIABLE, TLS_KEY_VARIABLE, AUTHORITY_VARIABLE)
     return CertificateFiles(*(environ.get(name, "") for name in names))
 
 
 def add_certificates(parser: argparse.ArgumentParser) -> None:
-    """The flags that `files_from` reads."""
+    """Add the flags that `files_from` reads."""
     texts = {
         AUTHORITY: (AUTHORITY_VARIABLE, "PEM file of the authority of the server's certificate: TLS is spoken"),
         CERT: (CERT_VARIABLE, "PEM file of a certificate to show, where one is asked for"),
@@ -65,5 +65,5 @@ def add_certificates(parser: argparse.ArgumentParser) -> None:
 
 
 def files_from(arguments: argparse.Namespace) -> CertificateFiles:
-    """Those that the flags name."""
+    """The files that the flags name."""
     return CertificateFiles(arguments.tls_cert, arguments.tls_key, arguments.tls_ca)

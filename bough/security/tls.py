@@ -1,7 +1,6 @@
-"""TLS of a process: its certificate towards whoever calls it, and towards those that it calls, as files are now.
+"""TLS of a process, as server and client, with files that may change while it runs.
 
-A certificate is changed by putting another file in its place: the next connection has it, and those that are open go
-on as they are.
+New connections use the current files; open ones are not affected.
 """
 
 from __future__ import annotations
@@ -24,16 +23,16 @@ from bough.security.watched_file import WatchedFiles
 
 logger = logging.getLogger(__name__)
 
-SOON_SECONDS = 14 * 24 * 3600.0  # a certificate that ends within them is warned of
+SOON_SECONDS = 14 * 24 * 3600.0  # a warning is logged if a certificate ends within these
 REMIND_SECONDS = 24 * 3600.0  # between two such warnings
-GRACE_SECONDS = 3600.0  # that calls may take which have begun before a certificate was changed
+GRACE_SECONDS = 3600.0  # limit for calls that began before a certificate was changed
 
 
 class Tls:
-    """Certificates of one process, and what gRPC and HTTP make of them."""
+    """Certificates of one process, for gRPC and HTTP."""
 
     def __init__(self, files: CertificateFiles, *, is_server: bool = False, is_told: bool = True) -> None:
-        """`is_told` has a server's names and end logged. Raises ConfigError naming the setting of a useless file."""
+        """`is_told` logs a server's names and expiry. Raises ConfigError naming the setting of an unusable file."""
         self.files, self._is_told = files, is_server and is_told
         self._watched: WatchedFiles[Certificates] = WatchedFiles(
             f"TLS: {', '.join(files.paths)}",
@@ -43,16 +42,16 @@ class Tls:
 
     @property
     def now(self) -> Certificates:
-        """What the files said when they were last usable."""
+        """The last usable contents of the files."""
         return self._watched.value
 
     def refresh(self) -> None:
-        """Looks whether files have changed: for those who call seldom, and watch nothing."""
+        """Reload changed files, for callers that do not use `watched`."""
         self._watched.refresh()
 
     @asynccontextmanager
     async def watched(self) -> AsyncIterator[None]:
-        """Follows the files for as long as the block runs."""
+        """Watch the files during the block."""
         reminding = asyncio.create_task(self._remind())
         try:
             async with self._watched.watched():
@@ -61,54 +60,54 @@ class Tls:
             await end(reminding)
 
     async def _remind(self) -> None:
-        """Warns of a certificate that was far from its end when it was read."""
+        """Repeat the warning, also for certificates that were far from expiry when read."""
         while self._is_told:
             await asyncio.sleep(REMIND_SECONDS)
             if self.now.chain and _is_over_soon(self.now):
                 _tell(self.now)
 
     def channel_credentials(self, known: bytes = b"") -> grpc.ChannelCredentials:
-        """For calls to servers with a certificate of the authority; of `known`, or of the system's, without one."""
+        """Credentials for calls to servers of the authority; without one, of `known` or the system's authorities."""
         now = self.now
         return grpc.ssl_channel_credentials(now.authority or known or None, now.key or None, now.chain or None)
 
     def server_credentials(self, clients: Callable[[Certificates], bytes]) -> grpc.ServerCredentials:
-        """Of a server that lets in clients with a certificate of these authorities; everybody where there are none."""
+        """Credentials of a server that requires client certificates of these authorities, if there are any."""
         last = self.now
 
         def configuration() -> grpc.ServerCertificateConfiguration:
             return grpc.ssl_server_certificate_configuration([(last.key, last.chain)], clients(last) or None)
 
         def changed() -> grpc.ServerCertificateConfiguration | None:
-            """gRPC asks at each connection, on a thread of its own; None is no change."""
+            """Called by gRPC at each connection, on its own thread; None is no change."""
             nonlocal last
             if last is self.now:
                 return None
             last = self.now
             return configuration()
 
-        fetch = cast(Callable[[], grpc.ServerCertificateConfiguration], changed)  # whose stub knows no None
+        fetch = cast(Callable[[], grpc.ServerCertificateConfiguration], changed)  # the stub's type lacks None
         return grpc.dynamic_ssl_server_credentials(configuration(), fetch, bool(clients(last)))
 
 
 class CurrentContext:
-    """The `ssl.SSLContext` for the next connection, by the certificates as they are then."""
+    """The `ssl.SSLContext` for the next connection, by the certificates of then."""
 
     def __init__(self, tls: Tls, make: Callable[[CertificateFiles, Certificates], ssl.SSLContext]) -> None:
         self._tls, self._make, self._of = tls, make, tls.now
         self._context = make(tls.files, tls.now)
 
     def __call__(self) -> ssl.SSLContext:
-        """Made anew when the certificates have changed."""
+        """The context, remade if the certificates have changed."""
         certificates = self._tls.now
         if self._of is not certificates:
-            with suppress(ConfigError):  # the files are being changed at this moment: the next connection looks again
+            with suppress(ConfigError):  # files are in the middle of a change: retried at the next connection
                 self._context, self._of = self._make(self._tls.files, certificates), certificates
         return self._context
 
 
 def server_context(tls: Tls, clients: Callable[[Certificates], bytes]) -> CurrentContext:
-    """For a server that lets in clients with a certificate of these authorities; everybody where there are none."""
+    """Context of a server that requires client certificates of these authorities, if there are any."""
 
     def make(files: CertificateFiles, now: Certificates) -> ssl.SSLContext:
         context = own_context(ssl.PROTOCOL_TLS_SERVER, files)
@@ -123,7 +122,7 @@ def server_context(tls: Tls, clients: Callable[[Certificates], bytes]) -> Curren
 
 
 def context_to_itself(tls: Tls) -> CurrentContext:
-    """For connections to the process that has these certificates, from who looks after it."""
+    """Context for connections to the process with these certificates itself."""
 
     def make(files: CertificateFiles, now: Certificates) -> ssl.SSLContext:
         context = own_context(ssl.PROTOCOL_TLS_CLIENT, files)
@@ -135,26 +134,26 @@ def context_to_itself(tls: Tls) -> CurrentContext:
 
 
 class PeerChannel:
-    """A channel to one server, opened anew when this process's certificates have changed.
+    """A channel to one server, reopened when this process's certificates have changed.
 
-    Calls that run stay on the channel that they began on, which closes after them.
+    Running calls stay on their channel, which closes after them.
     """
 
     def __init__(self, address: str, tls: Tls | None, *, is_to_itself: bool = False) -> None:
-        """`is_to_itself` has a server with this process's own certificate taken, where there is no authority."""
+        """`is_to_itself` accepts this process's own certificate as the server's if there is no authority."""
         self.address, self._tls, self._is_to_itself = address, tls, is_to_itself
         self._of = None if tls is None else tls.now
         self._channel = self._opened()
-        self._older: dict[asyncio.Future[None], grpc.aio.Channel] = {}  # by what closes them after their calls
+        self._older: dict[asyncio.Future[None], grpc.aio.Channel] = {}  # by the future that closes them
 
     def refresh(self) -> None:
-        """Looks whether certificates have changed, for the next call: after one that has failed."""
+        """Reload changed certificates for the next call; used after a failed one."""
         if self._tls is not None:
             self._tls.refresh()
 
     @property
     def current(self) -> grpc.aio.Channel:
-        """For the next call."""
+        """The channel for the next call."""
         if self._tls is not None and self._of is not self._tls.now:
             self._of, before = self._tls.now, self._channel
             self._channel = self._opened()
@@ -165,14 +164,14 @@ class PeerChannel:
 
     @asynccontextmanager
     async def opened(self) -> AsyncIterator[grpc.aio.Channel]:
-        """For the calls of a block, after which it is closed."""
+        """The channel for calls within the block, closed afterwards."""
         try:
             yield self.current
         finally:
             await self.close()
 
     async def close(self) -> None:
-        """Ends the connections, those of older certificates too, and the calls on them."""
+        """Close all connections, including those with older certificates, and their calls."""
         older = list(self._older.items())
         for closing, _ in older:
             closing.cancel()
@@ -187,7 +186,7 @@ class PeerChannel:
 
 
 def _loaded(files: CertificateFiles, is_server: bool, is_told: bool) -> Certificates:
-    """Read, and told of in the log: names and the end of a process's certificate are no secrets."""
+    """Read the files, and log names and expiry, which are not secret."""
     certificates = read_certificates(files, is_server=is_server)
     if is_told and certificates.chain:
         _tell(certificates)

@@ -1,4 +1,4 @@
-"""What files of secrets say, now: they are read again when they change, and a mistake in them locks nobody out."""
+"""Contents of secret files, reloaded when they change; invalid changes are ignored."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ Value = TypeVar("Value")
 
 
 class WatchedFiles(Generic[Value]):
-    """The value of some files together: the last one that could be used."""
+    """Value of several files together; the last usable one."""
 
     def __init__(self, name: str, paths: Sequence[str], load: Callable[[], Value]) -> None:
-        """`load` reads all of the files; `name` is what they are called where they are logged.
+        """`load` reads all files; `name` is used in logs.
 
         Raises:
-            ConfigError: they cannot be used.
+            ConfigError: the files are not usable.
         """
         self._name, self._paths, self._load = name, tuple(paths), load
-        self._stamps = self._stamps_now()  # before they are read: what is changed meanwhile is read once more
+        self._stamps = self._stamps_now()  # taken before reading, so that changes during reading are noticed
         self.value = load()
 
     def refresh(self, *, is_forced: bool = False) -> None:
-        """Reads the files again where they have changed; where they cannot be used, the value before stays in force."""
+        """Reload changed files; if they are not usable, the previous value stays in force."""
         stamps = self._stamps_now()
         if stamps == self._stamps and not is_forced:
             return
@@ -44,14 +44,14 @@ class WatchedFiles(Generic[Value]):
         except ConfigError as exc:
             logger.error("%s; what was read before stays in force", exc)
             return
-        except Exception:  # the next change is looked at all the same
+        except Exception:  # later changes must still be noticed
             logger.exception("%s cannot be read; what was read before stays in force", self._name)
             return
         logger.info("%s has been read again", self._name)
 
     @asynccontextmanager
     async def watched(self) -> AsyncIterator[None]:
-        """Looks after the files for as long as the block runs."""
+        """Watch the files during the block."""
         task = asyncio.create_task(self._watch())
         try:
             yield
@@ -68,13 +68,13 @@ class WatchedFiles(Generic[Value]):
 
 
 class WatchedFile(WatchedFiles[Value]):
-    """The value of one file that others cannot read."""
+    """Value of one file that is closed to others."""
 
     def __init__(self, setting: str, path: str, read: Callable[[str, str], Value]) -> None:
-        """`read` makes a value of the file's name and its text.
+        """`read` makes the value from the file's name and text.
 
         Raises:
-            ConfigError: the file cannot be used.
+            ConfigError: the file is not usable.
         """
         name = f"{setting}: {path}"
         super().__init__(name, [path], lambda: read(name, read_private(setting, path)))

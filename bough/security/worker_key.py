@@ -1,4 +1,4 @@
-"""What processes of one bough show one another: a secret of their own, without which a worker answers nobody."""
+"""The shared secret of a deployment's processes, which workers require."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from bough.security.bearer import MAX_KEY_LENGTH, credentials, key_in, refusal, 
 from bough.security.watched_file import WatchedFile
 
 SETTING = "--worker-key-file"
-LEAST_LENGTH = 32  # characters: 128 bits in hexadecimal digits
+LEAST_LENGTH = 32  # characters; 128 bits in hexadecimal digits
 
 
 class WorkerKey:
-    """The keys of a file, one a line: the first is shown, each is accepted, so that they can be changed one by one."""
+    """Keys in a file, one per line: the first is shown, all are accepted, so that each can be replaced."""
 
     def __init__(self, path: str) -> None:
-        """Raises ConfigError for a file that cannot be used."""
+        """Raises ConfigError for an unusable file."""
         self.file: WatchedFile[tuple[str, ...]] = WatchedFile(SETTING, path, read_secrets)
 
     @property
     def credentials(self) -> tuple[tuple[str, str], ...]:
-        """What a call carries."""
+        """Metadata of a call."""
         return credentials(self.file.value[0])
 
     def require(self, authorization: Iterable[str | bytes]) -> None:
-        """Raises Unauthenticated for a call that does not show the key, by all values of its header."""
+        """Raise Unauthenticated unless a call shows a key, from all values of its header."""
         if not self.is_shown(authorization):
             raise refusal()
 
     def is_shown(self, authorization: Iterable[str | bytes]) -> bool:
-        """Whether a call shows one of the keys, in a time that tells nothing of them."""
+        """Whether a call shows one of the keys; in constant time."""
         shown, is_known = hash_of(key_in(authorization)), False
         for secret in self.file.value:
             is_known |= hmac.compare_digest(hash_of(secret), shown)
@@ -40,7 +40,7 @@ class WorkerKey:
 
 
 def read_secrets(where: str, text: str) -> tuple[str, ...]:
-    """Keys as a file has them. Raises ConfigError, which tells none of them."""
+    """Parse the keys of a file. Raises ConfigError, without them."""
     secrets = tuple(line.strip() for line in text.splitlines() if line.strip())
     if not secrets or min(map(len, secrets)) < LEAST_LENGTH:
         raise ConfigError(

@@ -1,1 +1,1 @@
-"""What processes tell of themselves while they run."""
+"""Metrics, traces and logs of all processes."""

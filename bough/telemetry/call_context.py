@@ -1,4 +1,4 @@
-"""What a gRPC call carries beside its message, so that one request is one trace and has one name in all logs."""
+"""Metadata of gRPC calls, by which a request is one trace and has the same ids in all logs."""
 
 from __future__ import annotations
 
@@ -15,33 +15,33 @@ from bough.telemetry.spans import FinishedSpan, Metadata, Span, Tracer, set_note
 
 TRACEPARENT = "traceparent"  # W3C Trace Context
 REQUEST_ID = "x-request-id"
-MAX_NAME_LENGTH = 2048  # of a name as it is carried, percent-encoded
+MAX_NAME_LENGTH = 2048  # limit of a percent-encoded name
 
 _traceparent: ContextVar[str] = ContextVar("traceparent", default="")
 
 
 def caller_traceparent() -> str:
-    """Of the call or the HTTP request that the running task answers; empty where the caller has sent none."""
+    """The trace context of the call or HTTP request that the running task answers; empty if the caller sent none."""
     return _traceparent.get()
 
 
 def set_caller_traceparent(values: list[str]) -> None:
-    """All that a caller has sent under that name; more than one is as good as none."""
+    """Set it from all values that a caller has sent; it is ignored unless there is exactly one."""
     _traceparent.set(values[0] if len(values) == 1 else "")
 
 
 def carried(span: Span) -> Metadata:
-    """Metadata of a call that is made for the request of the running task, within `span`."""
+    """Metadata of a call for the running task's request, within `span`."""
     name = log_context().request_id
     names = ((REQUEST_ID, quote(name)),) if name else ()
     return (*names, *span.metadata)
 
 
 class CallContextInterceptor(grpc.aio.ServerInterceptor):
-    """Notes what a call carries where the task that answers it finds it: gRPC runs both in one context."""
+    """Interceptor that sets the log context and trace context of each call, in the context of the answering task."""
 
     async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any) -> Any:
-        """Never refuses a call: what cannot be read is left out."""
+        """Never refuses a call: invalid metadata is ignored."""
         parents, names = [], []
         for name, value in handler_call_details.invocation_metadata or ():
             if name == TRACEPARENT:
@@ -55,7 +55,7 @@ class CallContextInterceptor(grpc.aio.ServerInterceptor):
 
 @contextmanager
 def serving_call(tracer: Tracer, method: str) -> Iterator[Span]:
-    """The span of a call that the running task answers, with what threads note of it as spans within it."""
+    """The span of a call that the running task answers; what threads record for it becomes child spans."""
     with tracer.serve(method, caller_traceparent()) as span:
         spans: list[FinishedSpan] | None = [] if span.is_recorded else None
         set_noted_spans(spans)

@@ -1,4 +1,4 @@
-"""What a line of a log is about: the request, the session and the trace that the running task or thread works for."""
+"""Ids that log lines carry: of the request, session and trace that the running task or thread works for."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import NamedTuple
 
 
 class LogContext(NamedTuple):
-    """Names that a line carries, each empty where it is not known."""
+    """Ids of a log line; empty if unknown."""
 
     request_id: str = ""
     session_id: str = ""
-    http_request_id: str = ""  # by which an HTTP client knows its request: the answer's `x-request-id`
+    http_request_id: str = ""  # the `x-request-id` of an HTTP answer
     trace_id: str = ""
 
     def known(self) -> dict[str, str]:
-        """Those that are not empty, by name."""
+        """The ids that are not empty, by name."""
         return {name: value for name, value in self._asdict().items() if value}
 
 
@@ -24,18 +24,18 @@ _context: ContextVar[LogContext] = ContextVar("log_context", default=NOTHING)
 
 
 def log_context() -> LogContext:
-    """Of the running task."""
+    """The log context of the running task."""
     return _context.get()
 
 
 def set_log_context(context: LogContext) -> None:
-    """Whatever the running task, and those that it starts, log from now on carries these names.
+    """Set the log context of the running task and tasks that it starts.
 
-    A task works for one request and ends with it, so nobody has to take this back.
+    A task works for one request and ends with it, so that this need not be undone.
     """
     _context.set(context)
 
 
 def log_session(session_id: str) -> None:
-    """The session of what the running task logs from now on is known."""
+    """Set the session id in the running task's log context."""
     _context.set(_context.get()._replace(session_id=session_id))

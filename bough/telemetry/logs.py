@@ -1,4 +1,4 @@
-"""How a process writes its log: lines for people, or one JSON object a line for whatever collects them."""
+"""Log formats: text lines, or one JSON object per line."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from bough.errors import ConfigError
 from bough.runtime.log_lines import LineFormatter, cut
 from bough.telemetry.log_context import log_context
 
-QUIET = ("httpx", "numba", "asyncio")  # whose lines below WARNING say nothing of bough
+QUIET = ("httpx", "numba", "asyncio")  # loggers of libraries that log only from WARNING on
 
 
 def configure_logging(config: ServiceConfig) -> None:
-    """Logs to standard error from now on. Raises ConfigError for a level that is none."""
+    """Log to standard error. Raises ConfigError for an unknown level."""
     if config.log_level not in logging.getLevelNamesMapping():
         raise ConfigError(f"--log-level: value was {config.log_level!r}; must be DEBUG, INFO, WARNING or ERROR")
     handler = logging.StreamHandler(sys.stderr)
@@ -28,29 +28,29 @@ def configure_logging(config: ServiceConfig) -> None:
 
 
 class TextFormatter(LineFormatter):
-    """Time, level, logger and message, and after them what the line is about: ` [request_id=r1 session_id=s1]`.
+    """Text format: time, level, logger and message, followed by ids: ` [request_id=r1 session_id=s1]`.
 
-    `bough.processes.child` finds the message in such a line again.
+    `bough.processes.child` parses such lines.
     """
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        """The first line; a traceback comes after it. Names are a client's, and may not look like lines of a log."""
+        """The first line, before any traceback. Client-chosen ids are escaped so that they cannot forge log lines."""
         names = " ".join(f"{name}={quote(value, safe=SAFE)}" for name, value in log_context().known().items())
         line = super().formatMessage(record)
         return f"{line} [{names}]" if names else line
 
 
-SAFE = "!#$&'()*+,-./:;<>?@^_`{|}~"  # in a name in a line of text: what is printed, but for what ends the name
+SAFE = "!#$&'()*+,-./:;<>?@^_`{|}~"  # not escaped in ids: printable characters except those that end an id
 
 
 class JsonFormatter(LineFormatter):
-    """One object a line: time (UTC), level, logger and message, then `request_id` and others that are known."""
+    """JSON format: an object with time (UTC), level, logger and message, and known ids such as `request_id`."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line, whatever is in the message."""
+        """The JSON line, for any message."""
         line = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="microseconds"),
             "level": record.levelname,

@@ -1,4 +1,4 @@
-"""Serving numbers to Prometheus, at http://HOST:PORT/metrics: what every process that has some does alike."""
+"""Serves Prometheus metrics at http://HOST:PORT/metrics, for all processes that have any."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-SILENT_SECONDS = 10.0  # after which a connection ends that says nothing
+SILENT_SECONDS = 10.0  # after which a silent connection is closed
 
 
 class MetricsServer:
-    """The numbers of one process in `registry`, and the port where they are served, if they are."""
+    """The metrics of one process in `registry`, and their server."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -34,13 +34,13 @@ class MetricsServer:
 
     @property
     def port(self) -> int:
-        """Where /metrics is served; -1 for nowhere."""
+        """Port of /metrics; -1 if not served."""
         return int(self._server[0].server_port) if self._server else -1
 
     def serve(self, host: str, port: int, context: Callable[[], ssl.SSLContext] | None = None) -> None:
-        """Serves /metrics from a thread of its own; port 0 takes a free one, -1 serves none.
+        """Serve /metrics from a separate thread; port 0 takes a free one, -1 serves none.
 
-        With a `context`, which is asked for at each connection, nothing but https is spoken.
+        With `context`, which is called for each connection, only HTTPS is spoken.
 
         Raises:
             ConfigError: the port is in use.
@@ -59,7 +59,7 @@ class MetricsServer:
             server.set_app(_as_plain_text(app))
 
     def close(self) -> None:
-        """Ends the server."""
+        """Stop the server."""
         if self._server is not None:
             server, thread = self._server
             server.shutdown()
@@ -68,7 +68,7 @@ class MetricsServer:
 
 
 def _keep_waiting_short(server: WSGIServer, context: Callable[[], ssl.SSLContext] | None) -> None:
-    """Each connection has a thread, and loses it where it says nothing; hands are shaken on that thread, too."""
+    """Accept connections in threads, each of which does its own handshake and ends when the client is silent."""
     listener = server.socket
 
     def accept() -> tuple[socket.socket, Any]:
@@ -86,10 +86,10 @@ def _keep_waiting_short(server: WSGIServer, context: Callable[[], ssl.SSLContext
 
 
 def _as_plain_text(app: WSGIApplication) -> WSGIApplication:
-    """The application as it answers those who say nothing about formats.
+    """The WSGI application without content negotiation.
 
-    In OpenMetrics, which Prometheus asks for, prometheus_client writes `vllm_` where the name has `vllm:`, and whoever
-    looks for vLLM's names finds none.
+    In OpenMetrics format, which Prometheus requests, prometheus_client would write `vllm_` for `vllm:` in names, so
+    that vLLM's names would not be found.
     """
 
     def plain(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
@@ -99,24 +99,24 @@ def _as_plain_text(app: WSGIApplication) -> WSGIApplication:
 
 
 def metrics_url(address: str) -> str:
-    """Of an address as the index has it: HOST:PORT, or https://HOST:PORT where TLS is spoken; empty for none."""
+    """URL of an address in the index: HOST:PORT, or https://HOST:PORT with TLS; empty for none."""
     return f"{address if '://' in address else f'http://{address}'}/metrics" if address else ""
 
 
 def metrics_note(address: str) -> tuple[str, ...]:
-    """Where a process serves its metrics, as a line for people; nothing without an address."""
+    """A note on where a process serves its metrics; empty without an address."""
     return (f"metrics at {metrics_url(address)}",) if address else ()
 
 
 def gauge(name: str, text: str, labels: Mapping[str, str], value: float) -> Metric:
-    """One number that goes up and down, as it is now."""
+    """A gauge with one value."""
     metric = GaugeMetricFamily(name, text, labels=[*labels])
     metric.add_metric([*labels.values()], value)
     return metric
 
 
 def counter(name: str, text: str, labels: Mapping[str, str], value: float) -> Metric:
-    """One number that only grows, as it is now; Prometheus appends `_total` to its name."""
+    """A counter with one value; Prometheus appends `_total` to its name."""
     metric = CounterMetricFamily(name, text, labels=[*labels])
     metric.add_metric([*labels.values()], value)
     return metric

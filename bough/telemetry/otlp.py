@@ -1,4 +1,4 @@
-"""Spans by OpenTelemetry, sent over OTLP by a thread of their own. The one file that knows OpenTelemetry."""
+"""OpenTelemetry spans, exported by OTLP on a separate thread; the only file that uses OpenTelemetry."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from bough import __version__
 from bough.telemetry.call_context import TRACEPARENT
 from bough.telemetry.spans import NO_ATTRIBUTES, NO_SPAN, Attributes, FinishedSpan, Metadata, Span
 
-EXPORT_LOGGER = "opentelemetry.exporter.otlp.proto.grpc.exporter"  # of calls to the collector that fail
-BATCH_LOGGER = "opentelemetry.sdk._shared_internal"  # of spans that are dropped
-SILENT_SECONDS = 60.0  # between two lines of a log that say the same of a collector
+EXPORT_LOGGER = "opentelemetry.exporter.otlp.proto.grpc.exporter"  # failed calls to the collector
+BATCH_LOGGER = "opentelemetry.sdk._shared_internal"  # dropped spans
+SILENT_SECONDS = 60.0  # between two equal lines in the log
 PROPAGATOR = TraceContextTextMapPropagator()
-GONE = (GeneratorExit, asyncio.CancelledError)  # with which a block ends that nobody waits for any more
+GONE = (GeneratorExit, asyncio.CancelledError)  # raised in a block whose result nobody waits for
 
 
 class OtlpTracer:
-    """Makes spans and has them sent in batches. A collector that is away costs spans, and a line of the log at times.
+    """Creates spans and exports them in batches. Without a collector, spans are lost and a log line appears at times.
 
-    The queue of spans that wait to be sent is bounded; beyond it they are dropped.
+    The export queue is bounded; further spans are dropped.
     """
 
     def __init__(self, endpoint: str, namespace: str, kind: str, process_id: str, sample: float) -> None:
-        """`sample` is the share that is traced of what comes without a sampled, or unsampled, parent."""
+        """`sample` is the share of requests traced, among those without a parent that decides."""
         resource = Resource.create(
             {
                 "service.namespace": namespace,
@@ -49,7 +49,7 @@ class OtlpTracer:
         sampler = ParentBased(TraceIdRatioBased(sample))
         self._provider = TracerProvider(sampler=sampler, resource=resource, shutdown_on_exit=False)
         self._exporter = OTLPSpanExporter(endpoint=endpoint)
-        logging.getLogger(EXPORT_LOGGER).setLevel("ERROR")  # below that it tells of every retry
+        logging.getLogger(EXPORT_LOGGER).setLevel("ERROR")  # otherwise every retry is logged
         for name in (EXPORT_LOGGER, BATCH_LOGGER):
             logging.getLogger(name).addFilter(Seldom(SILENT_SECONDS))
         self._provider.add_span_processor(BatchSpanProcessor(self._exporter))
@@ -65,22 +65,22 @@ class OtlpTracer:
         return OtlpSpan(self._tracer, span, offset_ns) if span.is_recording() else NO_SPAN
 
     def close(self, patience_seconds: float) -> None:
-        """Sends what is left, if the collector takes it in time. Blocks for at most twice that."""
+        """Export the remaining spans within `patience_seconds`. Blocks for at most twice that."""
         closing = Thread(target=self._provider.shutdown, name="tracing", daemon=True)
         closing.start()
         closing.join(patience_seconds)
         if closing.is_alive():
-            self._exporter.shutdown()  # which ends a retry
+            self._exporter.shutdown()  # ends retries
             closing.join(patience_seconds)
 
 
 class OtlpSpan:
-    """A `Span` that is sent when it ends."""
+    """A `Span` that is exported when it ends."""
 
     is_recorded = True
 
     def __init__(self, tracer: trace.Tracer, span: trace.Span, offset_ns: int) -> None:
-        """`offset_ns` is added to perf_counter_ns, for all spans of a request in this process alike: so they nest."""
+        """`offset_ns` is added to perf_counter_ns, for all spans of a request alike, so that they nest."""
         self._tracer, self._span, self._offset_ns = tracer, span, offset_ns
 
     @property
@@ -125,7 +125,7 @@ class OtlpSpan:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Ends it. Of an error its class alone is told: the text may quote what somebody wrote."""
+        """End the span. Only an error's class is recorded, as its text may quote content."""
         if isinstance(error, GONE):
             self._span.set_attribute("bough.cancelled", True)
         elif error is not None:
@@ -144,15 +144,15 @@ class OtlpSpan:
 
 
 class Seldom(logging.Filter):
-    """Lets a line pass, and the same line again only after a while."""
+    """Drops log lines that repeat within a time."""
 
     def __init__(self, silent_seconds: float) -> None:
         super().__init__()
         self._silent_seconds = silent_seconds
-        self._last: dict[object, float] = {}  # when each line passed, on the monotonic clock
+        self._last: dict[object, float] = {}  # last time of each line, on the monotonic clock
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether it passes; lines are the same that differ in their arguments alone."""
+        """Whether to log a record; records with the same format string count as equal."""
         now, last = time.monotonic(), self._last.get(record.msg)
         if last is not None and now - last < self._silent_seconds:
             return False
@@ -161,8 +161,8 @@ class Seldom(logging.Filter):
 
 
 def clock_offset_ns() -> int:
-    """From perf_counter_ns to the time of day.
+    """Offset from perf_counter_ns to the time of day.
 
-    The largest of some tries: what comes between the two readings of one makes the second clock late.
+    The largest of several readings, as a delay between the two clocks makes the offset smaller.
     """
     return max(time.time_ns() - time.perf_counter_ns() for _ in range(3))

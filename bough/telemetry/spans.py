@@ -1,7 +1,7 @@
-"""Spans as the code that is traced sees them. Knows no OpenTelemetry: where traces are off, all of this does nothing.
+"""Tracing interface for all code, without OpenTelemetry; a no-op if tracing is off.
 
-A `Span` is a stretch of time of one request, with a name, attributes and spans within it. Threads that work for many
-requests make none: they note what they did as `FinishedSpan`s, and whoever waits for the answer makes spans of those.
+A `Span` is a period of one request, with a name, attributes and child spans. Threads that work for many requests create
+none: they record `FinishedSpan`s, from which the code that waits for the answer creates spans.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ NO_ATTRIBUTES: Attributes = MappingProxyType({})
 
 
 class FinishedSpan(NamedTuple):
-    """What a thread did for a call, told when it is over."""
+    """Work of a thread for a call, recorded when it is over."""
 
     name: str
-    began_ns: int  # of time.perf_counter_ns
+    began_ns: int  # from time.perf_counter_ns
     ended_ns: int
     attributes: Attributes = NO_ATTRIBUTES
 
@@ -35,50 +35,50 @@ def note_span(
     ended_ns: int | None = None,
     attributes: Attributes = NO_ATTRIBUTES,
 ) -> None:
-    """Adds a span, which ends now unless it is said when it did; nothing where nobody asks."""
+    """Record a span that ends at `ended_ns`, by default now; does nothing if `spans` is None."""
     if spans is not None:
         spans.append(FinishedSpan(name, began_ns, time.perf_counter_ns() if ended_ns is None else ended_ns, attributes))
 
 
 class Span(Protocol):
-    """A stretch of time of one request; it ends with its `with` block, with the error that the block ends with.
+    """A period of one request, which ends with its `with` block and the block's error.
 
-    Attributes are names and numbers, never what somebody wrote: prompts, texts and keys stay out of traces.
+    Attributes are ids and numbers, never content: prompts, texts and keys stay out of traces.
     """
 
     @property
     def is_recorded(self) -> bool:
-        """Whether anybody will see it."""
+        """Whether the span is exported."""
         ...
 
     @property
     def trace_id(self) -> str:
-        """32 hexadecimal digits; empty where nothing is recorded."""
+        """32 hexadecimal digits; empty if not recorded."""
         ...
 
     @property
     def metadata(self) -> Metadata:
-        """What a call that is made within it takes along, so that the callee's spans are within it too."""
+        """Metadata for calls within the span, so that the callee's spans become its children."""
         ...
 
     def child(self, name: str, attributes: Attributes = NO_ATTRIBUTES) -> Span:
-        """A span within this one, from now on."""
+        """A child span that begins now."""
         ...
 
     def call(self, method: str, address: str) -> Span:
-        """A span within this one, of a gRPC call that is made now."""
+        """A child span for a gRPC call that begins now."""
         ...
 
     def set(self, attributes: Attributes) -> None:
-        """More is known of it."""
+        """Set attributes."""
         ...
 
     def event(self, name: str, attributes: Attributes = NO_ATTRIBUTES) -> None:
-        """Something has happened within it now."""
+        """Record an event within the span."""
         ...
 
     def add(self, spans: Sequence[FinishedSpan]) -> None:
-        """Spans within it, of what threads have noted."""
+        """Add child spans recorded by threads."""
         ...
 
     def __enter__(self) -> Span: ...
@@ -89,7 +89,7 @@ class Span(Protocol):
 
 
 class _NoSpan:
-    """Of a request that is not traced."""
+    """Span of a request that is not traced."""
 
     is_recorded, trace_id, metadata = False, "", ()
 
@@ -121,12 +121,12 @@ NO_SPAN: Span = _NoSpan()
 
 
 class Tracer(Protocol):
-    """Where requests enter a process."""
+    """Creates the spans of requests that enter a process."""
 
     def serve(self, name: str, traceparent: str) -> Span:
-        """A span of what this process does for a caller, within the span that `traceparent` (W3C) names.
+        """A span for work of this process, within the caller's span that `traceparent` (W3C) names.
 
-        Without one, or with one that is malformed, it begins a trace, or is `NO_SPAN` where it is not sampled.
+        Without a valid one it begins a new trace, or is `NO_SPAN` if not sampled.
         """
         ...
 
@@ -143,20 +143,20 @@ _finished: ContextVar[list[FinishedSpan] | None] = ContextVar("spans", default=N
 
 
 def current_span() -> Span:
-    """Of the request that the running task works for."""
+    """The span of the request that the running task works for."""
     return _span.get()
 
 
 def set_current_span(span: Span) -> None:
-    """For the running task, which works for one request, and those that it starts."""
+    """Set the span for the running task and tasks that it starts."""
     _span.set(span)
 
 
 def noted_spans() -> list[FinishedSpan] | None:
-    """Where a thread notes what it does for the call that the running task answers; None where nobody asks."""
+    """The list in which threads record work for the running task's call; None if it is not traced."""
     return _finished.get()
 
 
 def set_noted_spans(spans: list[FinishedSpan] | None) -> None:
-    """For the running task, which answers one call."""
+    """Set that list for the running task, which answers one call."""
     _finished.set(spans)

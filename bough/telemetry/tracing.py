@@ -1,4 +1,4 @@
-"""Traces of a process, by its settings: off unless an endpoint is named, and then OpenTelemetry's."""
+"""Tracing of a process: off unless an endpoint is configured; then by OpenTelemetry."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from bough.errors import ConfigError
 from bough.telemetry.spans import NO_TRACER, Tracer
 
 PROTOCOL_VARIABLE = "OTEL_EXPORTER_OTLP_PROTOCOL"
-FLUSH_SECONDS = 2.0  # that the end of a process waits for a collector to take the last spans
+FLUSH_SECONDS = 2.0  # for which the end of a process waits for the last export
 
 
 @asynccontextmanager
 async def tracing(config: ServiceConfig, kind: str, process_id: str, sample: float = 0.0) -> AsyncIterator[Tracer]:
-    """What a process of this kind and name traces with, for as long as the block runs.
+    """The tracer of a process during the block.
 
-    `sample` is the share of requests that are traced of those whose callers have not decided it.
+    `sample` is the share of requests traced, among those whose callers have not decided.
 
     Raises:
-        ConfigError: traces are asked for, and the packages for them are not installed, or what OpenTelemetry reads of
-            the environment makes no sense.
+        ConfigError: tracing is configured but its packages are not installed, or OpenTelemetry's environment variables
+            are invalid.
     """
     if not config.otlp_endpoint:
         yield NO_TRACER
         return
     require_grpc(os.environ)
-    try:  # OpenTelemetry is imported only where it is asked for
+    try:  # imported only if needed
         from bough.telemetry.otlp import OtlpTracer
     except ModuleNotFoundError as exc:
         raise ConfigError(
@@ -38,7 +38,7 @@ async def tracing(config: ServiceConfig, kind: str, process_id: str, sample: flo
         ) from exc
     try:
         tracer = OtlpTracer(config.otlp_endpoint, config.namespace, kind, process_id, sample)
-    except Exception as exc:  # by whatever its own variables, such as OTEL_EXPORTER_OTLP_TIMEOUT, may raise
+    except Exception as exc:  # invalid variables such as OTEL_EXPORTER_OTLP_TIMEOUT raise various errors
         raise ConfigError(f"OTEL_*: value was refused by OpenTelemetry ({exc}); must be as its documents say") from exc
     try:
         yield tracer
@@ -47,7 +47,7 @@ async def tracing(config: ServiceConfig, kind: str, process_id: str, sample: flo
 
 
 def require_grpc(environ: Mapping[str, str]) -> None:
-    """Raises ConfigError where OpenTelemetry is told to send in another way than over gRPC."""
+    """Raise ConfigError if OpenTelemetry is configured to export by another protocol than gRPC."""
     protocol = environ.get(PROTOCOL_VARIABLE, "")
     if protocol not in ("", "grpc"):
         raise ConfigError(f"{PROTOCOL_VARIABLE}: value was {protocol!r}; must be grpc, or not set")

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bough.model.cpu.jit import strict
+from bough.model.cpu.jit import strict, strict_inner
 from bough.model.sampling.sampler import gumbel
 
 # Constants of Philox 4x64 (Salmon et al., 2011): multipliers, and the key's increments from round to round.
@@ -29,7 +29,7 @@ def noise_at(seed: int, positions: NDArray[np.int32], tokens: NDArray[np.int32])
     return gumbel(raw)
 
 
-@strict
+@strict_inner
 def _high(a: Any, b: Any) -> Any:
     """The upper 64 bits of the 128-bit product."""
     a_low, a_high, b_low, b_high = a & LOW, a >> HALF, b & LOW, b >> HALF

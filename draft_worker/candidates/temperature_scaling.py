@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bough.model.cpu.jit import strict
+from bough.model.cpu.jit import strict, strict_inner
 from draft_worker.candidates.candidates import Guessing
 from draft_worker.growth.grower import Candidates
 
@@ -85,7 +85,7 @@ def scaled(log_probs: NDArray[np.float32], power: float) -> NDArray[np.float32]:
     return log_probs if power == 1.0 else _scaled(log_probs, power)
 
 
-@strict
+@strict_inner
 def _log_rest(log_probs: Any) -> Any:
     """Logarithm of the probability that candidates leave for other tokens."""
     total = 0.0
@@ -94,7 +94,7 @@ def _log_rest(log_probs: Any) -> Any:
     return np.log(max(1.0 - total, LEAST_CHANCE))
 
 
-@strict
+@strict_inner
 def _log_total(log_probs: Any, log_rest: Any, power: Any) -> Any:
     """Logarithm of the normalising sum of the powers."""
     total = np.exp(power * log_rest)

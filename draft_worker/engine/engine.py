@@ -205,7 +205,7 @@ class DraftEngine:
                 return
             result = running.result(self.cost)
             self.pool.note(running.job.session)
-            self.pool.check_integrity()
+            self.pool.check_now_and_then()
         except Exception as exc:
             self._end(running.session_id, exc)
             return

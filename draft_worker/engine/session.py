@@ -141,7 +141,7 @@ class DraftSession:
             return
         held = f"{len(self.tokens)} tokens" if start > len(self.tokens) else "other tokens"
         raise PrefixMissing(
-            f"context.context_start: must be at most the cached tokens, got {start}, but {held} are cached; "
+            f"context.context_start: must be tokens that are cached, got {start}, but {held} are; "
             "send the session's tokens again from there",
             len(self.tokens),
             prefix_hash(self.tokens),

@@ -103,6 +103,11 @@ class SessionPool:
         self._index.forget(session)
         self._arena.give_back(session.slot)
 
+    def check_now_and_then(self) -> None:
+        """Assert the invariants between calls, after as few calls as slots are few."""
+        if self._arena.is_check_due():
+            self.check_integrity()
+
     def check_integrity(self) -> None:
         """Assert the invariants between steps."""
         self._arena.check_integrity()
@@ -113,13 +118,16 @@ class SessionPool:
 
     def _make_room(self, num_rows: int, keep: DraftSession | None, busy: Container[str]) -> bool:
         """Evict idle sessions until `num_rows` rows are free; evicts none if that is not enough."""
-        idle = [name for name, session in self._sessions.items() if name not in busy and session is not keep]
-        free = self._arena.num_free + sum(self._sessions[name].slot.num_rows for name in idle)
+        free, evicted = self._arena.num_free, []
+        for name, session in self._sessions.items():
+            if free >= num_rows:
+                break
+            if name not in busy and session is not keep:
+                evicted.append(name)
+                free += session.slot.num_rows
         if free < num_rows:
             return False
-        for name in idle:
-            if self._arena.num_free >= num_rows:
-                break
+        for name in evicted:
             self.release(name)
-            self.num_evictions += 1
+        self.num_evictions += len(evicted)
         return True

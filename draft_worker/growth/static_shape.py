@@ -37,8 +37,7 @@ def grower_for(call: GrowCall, branch: int, vocab_size: int) -> Grower:
     if isinstance(growth, BestFirst):
         if scheme.is_sampled and growth.budget > 1:
             raise InvalidRequest(
-                f"growth: best_first chooses nodes by their probability, which scheme {scheme.value} does not allow; "
-                "shape or chains would do"
+                f"growth: must be shape or chains for scheme {scheme.value}, which draws nodes, got best_first"
             )
         return BestFirstGrower(call.root_token, growth, branch, closed)
     sample = WithoutReplacement(call.sampling.seed, call.round, call.vocab_size or vocab_size)

@@ -31,6 +31,7 @@ RESOURCES: Mapping[str, Mapping[str, int]] = {
 }
 START_SECONDS = 240.0  # until all nodes are there, and until bough serves
 POLL_SECONDS = 0.5
+SCALING = ("UPSCALING", "DOWNSCALING")  # which is no matter of a configuration
 ENVIRONMENT = {
     "RAY_worker_niceness": "0",
     "RAY_memory_monitor_refresh_ms": "0",
@@ -107,7 +108,8 @@ class RayCluster:
         async def is_so() -> bool:
             found = await self.deployments()
             is_settled = len(found) == len(wanted) and all(
-                each.is_healthy and each.user_config == wanted[each.name]["user_config"] for each in found
+                (each.is_healthy or each.status in SCALING) and each.user_config == wanted[each.name]["user_config"]
+                for each in found
             )
             return is_settled and all(
                 [await self.workers_in_use(kind, address) for kind in (TARGET, DRAFT) for address in self.addresses]

@@ -109,14 +109,17 @@ class Trial:
 
     async def _redeploy(self) -> None:
         """Other settings for every program, which its replica starts anew; the replicas stay."""
+        await self._redeploy_with(with_other_settings(trial_config()))
+
+    async def _redeploy_with(self, config: dict[str, Any]) -> None:
         before, replicas = await self._worker_ids(), await self._replica_ids()
 
         async def is_so() -> bool:
             return not before & await self._worker_ids()
 
-        await self._cluster.redeploy(with_other_settings(trial_config()))
+        await self._cluster.redeploy(config)
         await until(is_so, "programs with the new settings")
-        self.replicas_stayed = replicas == await self._replica_ids()
+        self.replicas_stayed &= replicas == await self._replica_ids()
 
     async def _move_index(self) -> None:
         """Its replica is placed on another host."""
@@ -151,7 +154,7 @@ class Trial:
         cluster.start_head()
         await until(is_back, "an orchestrator at the new head")
         self.replicas_stayed &= before == await targets_at(DRAFT)
-        await cluster.redeploy(with_other_settings(with_index_elsewhere(trial_config())))
+        await self._redeploy_with(with_other_settings(with_index_elsewhere(trial_config())))
 
     async def _worker_ids(self) -> set[str]:
         return {each.info.worker_id for kind in (TARGET, DRAFT) for each in await self._cluster.workers_in_use(kind)}

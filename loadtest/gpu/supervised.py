@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import queue
 import signal
@@ -22,6 +23,7 @@ from typing import Any, NamedTuple
 MARK = "##result "  # begins a line that is a result; all others are for people
 READY = "ready"  # the part of a process's first result
 START_SECONDS = 90.0  # until a process has imported what it needs
+LONGEST_SECONDS = 24 * 3600.0  # of a wait, where a part may take any time
 NUM_LAST_LINES = 3  # of what it printed, told where it ended without a result
 
 
@@ -52,7 +54,7 @@ def results_of(
     found, failed = dict[str, Any](), dict[str, str]()
     while left and monotonic() < ends:
         with _Worker(command([part.name for part in left], found)) as worker:
-            part = Part(READY, START_SECONDS)
+            part = Part(READY, START_SECONDS if ends < math.inf else math.inf)
             try:
                 worker.result(part, ends)
                 while left:
@@ -102,7 +104,7 @@ class _Worker:
         limit = max(0.0, min(part.seconds, ends - began))
         while True:
             try:
-                line = self._lines.get(timeout=max(0.0, began + limit - monotonic()))
+                line = self._lines.get(timeout=min(LONGEST_SECONDS, max(0.0, began + limit - monotonic())))
             except queue.Empty:
                 raise PartError(f"no result within {limit:.0f} seconds") from None
             if line is None:

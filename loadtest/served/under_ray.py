@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import subprocess
 import sys
 import time
@@ -19,7 +20,7 @@ from loadtest.common.stacks import http_url_of
 
 ROOT = Path(__file__).parent.parent.parent
 HOST = "127.0.0.1"
-READY = "ready; three ways to ask"  # what deploy.up prints, once a request could be served
+READY = "three ways to ask"  # what deploy.up prints, once a request could be served
 START_SECONDS = 900.0  # which a demonstration that is still to be made may take
 STOP_SECONDS = 120.0  # until every replica has drained
 POLL_SECONDS = 0.2
@@ -33,6 +34,14 @@ class Addresses(NamedTuple):
     proxy: str
 
 
+class Machine(NamedTuple):
+    """A configuration for one machine, where its doors will be, and the port of Ray's dashboard."""
+
+    config: dict[str, Any]
+    addresses: Addresses
+    dashboard_port: int
+
+
 @asynccontextmanager
 async def under_ray(profile: Path | None = None) -> AsyncIterator[Addresses]:
     """deploy/one-machine.yaml on a Ray node of its own: the demonstration models, or a profile and no weights.
@@ -42,21 +51,27 @@ async def under_ray(profile: Path | None = None) -> AsyncIterator[Addresses]:
     Raises:
         ConfigError: it ended instead, such as where Ray Serve is not installed; with what it said last.
     """
-    with TemporaryDirectory(prefix="bough-served-") as folder:
-        config, addresses, dashboard_port = _config()
-        file, log = Path(folder) / "serve.yaml", Path(folder) / "serve.log"
-        file.write_text(json.dumps(config))  # which is YAML too
-        command = [sys.executable, "-m", "deploy.up", str(file), "--dashboard-port", str(dashboard_port)]
-        process = _start([*command, *(["--simulate", str(profile)] if profile else [])], log)
+    machine = one_machine()
+    async with running(machine, profile):
+        yield machine.addresses._replace(http=await http_url_of(machine.addresses.grpc))
+
+
+@asynccontextmanager
+async def running(machine: Machine, profile: Path | None = None, folder: Path = ROOT) -> AsyncIterator[str]:
+    """`make serve` with a configuration, started in a folder; gives what it has said once it serves."""
+    with TemporaryDirectory(prefix="bough-served-") as scratch:
+        file, log = Path(scratch) / "serve.yaml", Path(scratch) / "serve.log"
+        file.write_text(json.dumps(machine.config))  # which is YAML too
+        command = [sys.executable, "-m", "deploy.up", str(file), "--dashboard-port", str(machine.dashboard_port)]
+        process = _start([*command, *(["--simulate", str(profile)] if profile else [])], log, folder)
         try:
-            await _until_ready(process, log)
-            yield addresses._replace(http=await http_url_of(addresses.grpc))
+            yield await _until_ready(process, log)
         finally:
             await asyncio.to_thread(_stop, process)
 
 
-def _config() -> tuple[dict[str, Any], Addresses, int]:
-    """The shipped configuration with ports of its own, where its doors will be, and a port for Ray's dashboard."""
+def one_machine() -> Machine:
+    """The shipped configuration with ports of its own."""
     try:  # Ray comes with an extra of its own, and most of these load tests go without
         from deploy.check import load
         from deploy.ports import free_port
@@ -68,18 +83,22 @@ def _config() -> tuple[dict[str, Any], Addresses, int]:
     settings = {each["name"]: each["user_config"] for each in config["applications"][0]["deployments"]}
     settings["Index"]["port"] = index_port
     settings["Orchestrator"]["program"]["port"] = grpc_port
-    return config, Addresses(f"{HOST}:{grpc_port}", "", f"http://{HOST}:{proxy_port}"), dashboard_port
+    return Machine(config, Addresses(f"{HOST}:{grpc_port}", "", f"http://{HOST}:{proxy_port}"), dashboard_port)
 
 
-def _start(command: list[str], log: Path) -> subprocess.Popen[bytes]:
+def _start(command: list[str], log: Path, folder: Path) -> subprocess.Popen[bytes]:
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "PYTHONPATH": path}
     with log.open("ab") as stream:
         return exit_with_parent.start(
             command,
-            lambda line: subprocess.Popen(line, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream, cwd=ROOT),
+            lambda line: subprocess.Popen(
+                line, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream, cwd=folder, env=environment
+            ),
         )
 
 
-async def _until_ready(process: subprocess.Popen[bytes], log: Path) -> None:
+async def _until_ready(process: subprocess.Popen[bytes], log: Path) -> str:
     deadline = time.monotonic() + START_SECONDS
     while READY not in (said := log.read_text(errors="replace")):
         if process.poll() is not None:
@@ -87,6 +106,7 @@ async def _until_ready(process: subprocess.Popen[bytes], log: Path) -> None:
         if time.monotonic() > deadline:
             raise Unavailable(f"no request could be served within {START_SECONDS:g} s:\n{said[-2000:]}")
         await asyncio.sleep(POLL_SECONDS)
+    return said
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:

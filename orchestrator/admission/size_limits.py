@@ -27,10 +27,9 @@ def require_name(field: str, name: str) -> None:
 
 
 def require_size(prompt: Prompt, tokenizer: Tokenizer, max_context: int) -> None:
-    """Raises ContextExceeded for a prompt that cannot fit the context whatever its tokens are.
+    """Raise ContextExceeded for a prompt that cannot fit the context whatever its tokens are.
 
-    Tokenizing megabytes of text takes seconds, so this comes first. Whether a prompt that passes fits is known after
-    tokenizing.
+    It is checked before tokenizing, as that takes seconds for megabytes of text; `require_room` checks afterwards.
     """
     most = max_context * tokenizer.longest_token
     match prompt:
@@ -50,7 +49,7 @@ def require_size(prompt: Prompt, tokenizer: Tokenizer, max_context: int) -> None
 
 
 def require_size_for_any(prompt: Prompt, tokenizers: Collection[Tokenizer], max_context: int) -> None:
-    """As `require_size`, before the model is known: with the tokenizer that allows the longest text."""
+    """Check as `require_size` before the model is known, with the tokenizer that allows the longest text."""
     if tokenizers:
         require_size(prompt, max(tokenizers, key=lambda tokenizer: tokenizer.longest_token), max_context)
 
@@ -64,7 +63,7 @@ def _require_fit(field: str, size: int, unit: str, most: int, max_context: int) 
 
 
 def require_room(tokens: list[int], max_context: int) -> None:
-    """Raises ContextExceeded for a prompt that leaves no room for a token of output."""
+    """Raise ContextExceeded for a prompt that leaves no room for a token of output."""
     if len(tokens) >= max_context:
         raise ContextExceeded(
             f"prompt: {len(tokens)} tokens; the model's maximum context length is {max_context} tokens, of which at "
@@ -84,6 +83,6 @@ def require_sizes(speculation: Speculation, max_nodes: int) -> None:
         require_growth("speculation.growth", speculation.growth, max_nodes)
     if speculation.scheme.is_sampled and not isinstance(speculation.growth, StaticShape | Chains):
         raise InvalidRequest(
-            f"speculation.scheme: {speculation.scheme.value} verifies samples, and growing best first takes none; "
-            "growth by a shape or in chains would do"
+            f"speculation.growth: must be a shape or chains for scheme {speculation.scheme.value}, which verifies "
+            "samples, got best-first"
         )

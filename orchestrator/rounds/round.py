@@ -208,7 +208,7 @@ def _require_fit(tree: Tree, root_token: int, vocab_size: int, plan: TreePlan) -
     """
     tree.validate(vocab_size, plan.growth.budget, plan.scheme)
     if not plan.scheme.is_sampled and not (tree.draft_probs is None and tree.draws is None):
-        raise InvalidTree("tree.draft_probs: no sample was asked for; a tree without draft_probs and draws would do")
+        raise InvalidTree("tree.draft_probs: must be left out, with draws, as no sample was asked for")
     if (depth := int(tree.depths().max())) > plan.growth.depth:
         raise InvalidTree(f"tree: must have at most {plan.growth.depth} levels, got {depth}")
     if int(tree.tokens[0]) != root_token:

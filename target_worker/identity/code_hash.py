@@ -29,7 +29,7 @@ DECIDING = _modules(
     ("bough.model.checkpoint", "tensor_source"),
     ("bough.model.cpu",
      "atomics attention_cpu attention_kernels attention_scores attention_tiles float_bits gemm gemm_few_outputs "
-     "gemm_int8 gemm_parallel jit kv_rows linear llvm_vectors operands simd threads work_stealing"),
+     "gemm_int8 gemm_parallel jit kv_rows late_code linear llvm_vectors operands simd threads work_stealing"),
     ("bough.model.gpu", "attention_triton kernels unpack_triton"),
     ("bough.model.kv", "segment session_kv slot split_layers"),
     ("bough.model.llama", "layer rows weights workspace"),
@@ -49,7 +49,7 @@ OTHERS = _modules(
     ("bough", "errors"),
     ("bough.model", "architecture cpu gpu"),  # the rooms themselves
     ("bough.concurrency", "futures"),
-    ("bough.config", "cache_paths parsers processes reader service_links"),
+    ("bough.config", "cache_paths flag_parser parsers processes reader service_links"),
     ("bough.model.checkpoint", "atomic_files checkpoint content_samples hub pack_manifest shared_weights"),
     ("bough.model.cpu", "huge_pages"),
     ("bough.model.gpu", "faults"),

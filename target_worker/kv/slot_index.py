@@ -5,10 +5,16 @@ Only the sweep thread uses it, except for figures that `target_worker.kv.slot_po
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
+
 from bough.model.kv.arena import Arena
 from bough.protocol.prefix_hash import BLOCK_TOKENS, whole_blocks
 from bough.protocol.prefix_index import PrefixIndex, PrefixMatch
 from target_worker.kv.session_slot import SessionSlot, SlotState, Text
+
+
+def _last_used(session: SessionSlot) -> float:
+    return session.last_used
 
 
 class SlotIndex:
@@ -18,6 +24,8 @@ class SlotIndex:
         self.arena = arena
         self.sessions: dict[str, SessionSlot] = {}
         self.slots: dict[SessionSlot, None] = {}  # includes slots of released sessions
+        self.held: dict[SessionSlot, None] = {}  # in state HELD; all others are idle
+        self._idle: list[SessionSlot] = []  # least recently used first
         self.num_evictions = 0
         self._num_opened = 0
         self._index: PrefixIndex[SessionSlot] = PrefixIndex()
@@ -25,10 +33,29 @@ class SlotIndex:
     def open(self, num_rows: int) -> SessionSlot:
         """Open an empty slot; there must be room."""
         session = SessionSlot("", self.arena.take(num_rows), epoch=-1)
-        self.slots[session] = None
+        self.slots[session] = self.held[session] = None
         self.follow(session)
         session.become(SlotState.HELD)
         return session
+
+    def hold(self, session: SessionSlot) -> None:
+        """Lease a slot that is idle."""
+        session.become(SlotState.HELD)
+        del self._idle[self._place(session)]
+        self.held[session] = None
+
+    def let_go(self, session: SessionSlot) -> None:
+        """End the lease of a slot."""
+        session.become(SlotState.IDLE)
+        del self.held[session]
+        insort(self._idle, session, key=_last_used)
+
+    def touch(self, session: SessionSlot, now: float) -> None:
+        """Count a slot as used now."""
+        if session.state is SlotState.IDLE:
+            del self._idle[self._place(session)]
+            self._idle.append(session)
+        session.last_used = now
 
     def take_over(self, session: SessionSlot, length: int, num_rows: int) -> None:
         """Prepare an idle slot for another session: keep `length` tokens, resize to `num_rows`; there must be room."""
@@ -47,6 +74,7 @@ class SlotIndex:
     def give_back(self, session: SessionSlot) -> None:
         """Return the rows of an idle slot and remove it."""
         session.become(SlotState.EVICTING)
+        del self._idle[self._place(session)]
         self.sessions.pop(session.session_id, None)
         self._index.forget(session)
         del self.slots[session]
@@ -67,29 +95,29 @@ class SlotIndex:
         """The slot with the longest common prefix in whole blocks."""
         return self._index.longest(text.tokens, text.hashes, text.cache_salt)
 
-    def idle(self, keep: SessionSlot | None) -> list[SessionSlot]:
-        """All idle slots but `keep`, least recently used first."""
-        idle = [session for session in self.slots if session.state is SlotState.IDLE and session is not keep]
-        return sorted(idle, key=lambda session: session.last_used)
-
     def num_available(self, keep: SessionSlot | None) -> int:
-        """Free rows plus those of idle slots but `keep`."""
-        return self.arena.num_free + sum(session.slot.num_rows for session in self.idle(keep))
+        """Rows that are free or of idle slots but `keep`."""
+        spared = keep.slot.num_rows if keep is not None and keep.state is SlotState.IDLE else 0
+        return self.arena.num_rows - sum(session.slot.num_rows for session in self.held) - spared
 
     def make_room(self, num_rows: int, keep: SessionSlot | None) -> bool:
         """Free `num_rows` rows: first the unused rows of idle slots, then the ends of their texts, oldest use first.
 
         Returns False and changes nothing if that is not enough. `keep` is spared.
         """
+        if self.arena.num_free >= num_rows:
+            return True
         if self.num_available(keep) < num_rows:
             return False
-        idle = self.idle(keep)
+        idle = [session for session in self._idle if session is not keep]
         for session in idle:
-            if self.arena.num_free < num_rows and session.slot.length >= BLOCK_TOKENS:
-                self.arena.resize(session.slot, session.slot.length)
+            length = session.slot.length
+            if self.arena.num_free < num_rows and BLOCK_TOKENS <= length < session.slot.num_rows:
+                self.arena.resize(session.slot, length)
         for session in idle:
-            if (missing := num_rows - self.arena.num_free) > 0:
-                self._cut(session, session.slot.num_rows - missing)
+            if (missing := num_rows - self.arena.num_free) <= 0:
+                break
+            self._cut(session, session.slot.num_rows - missing)
         return True
 
     def check_integrity(self) -> None:
@@ -98,10 +126,18 @@ class SlotIndex:
         assert {s.session_id: s for s in self.slots if s.session_id} == self.sessions, "a session has lost its slot"
         num_rows = sum(session.slot.num_rows for session in self.slots)
         assert self.arena.num_free == self.arena.num_rows - num_rows, "rows are lost"
+        assert self.held.keys() == {s for s in self.slots if s.state is SlotState.HELD}, "a held slot is not listed"
+        idle = [session for session in self.slots if session.state is SlotState.IDLE]
+        assert {*idle} == {*self._idle}, "an idle slot is not listed"
+        assert [*map(_last_used, self._idle)] == sorted(map(_last_used, idle)), "idle slots are out of order"
         for session in self.slots:
             assert session.state in (SlotState.HELD, SlotState.IDLE), f"a slot stayed {session.state.value}"
             assert session.state is SlotState.HELD or not session.is_busy, "a call is in flight in an idle slot"
         self._index.check_integrity([*self.slots])
+
+    def _place(self, session: SessionSlot) -> int:
+        """Where an idle slot stands in `_idle`."""
+        return self._idle.index(session, bisect_left(self._idle, session.last_used, key=_last_used))
 
     def _cut(self, session: SessionSlot, num_rows: int) -> None:
         """Shrink an idle slot to the whole blocks that fit `num_rows` rows; remove it if none do."""

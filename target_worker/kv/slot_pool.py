@@ -60,7 +60,7 @@ class SlotPool:
 
     @contextmanager
     def scratch(self, num_rows: int) -> Iterator[Slot]:
-        """Lend free rows that belong to no session."""
+        """Lend free rows that belong to no session, as long as there are no sessions."""
         slot = self._kept.arena.take(num_rows)
         try:
             yield slot
@@ -86,8 +86,10 @@ class SlotPool:
         if session is None or session.state is not SlotState.HELD:
             return []
         missing = num_rows - session.slot.num_rows - self._kept.num_available(session)
-        held = [other for other in self._kept.slots if other.state is SlotState.HELD and other is not session]
-        younger = sorted((other for other in held if other.age > (epoch, session.number)), key=lambda other: other.age)
+        others = (other for other in self._kept.held if other is not session)
+        younger = sorted(
+            (other for other in others if other.age > (epoch, session.number)), key=lambda other: other.age
+        )
         giving_way = []
         while missing > 0 and younger:
             giving_way.append(younger.pop())
@@ -126,7 +128,7 @@ class SlotPool:
             session.epoch, session.last_round, session.last_result = epoch, -1, None
         session.is_busy = True
         if session.state is SlotState.IDLE:
-            session.become(SlotState.HELD)
+            self._kept.hold(session)
         slot = session.slot
         session.cache_salt = text.cache_salt
         self._kept.roll_back(session, common_length(slot.tokens, text.tokens))
@@ -140,7 +142,7 @@ class SlotPool:
             return
         match = self._kept.longest(text)
         if match is not None and match.length > slot.length:
-            match.holder.last_used = self._clock()
+            self._kept.touch(match.holder, self._clock())
             slot.fork(match.holder.slot, match.length)
             self._kept.follow(session)
 
@@ -152,14 +154,14 @@ class SlotPool:
     def end_call(self, session: SessionSlot) -> None:
         """End the session's call; its lease starts."""
         session.is_busy = False
-        session.last_used = self._clock()
+        self._kept.touch(session, self._clock())
         session.leased_until = session.last_used + self._lease_seconds
 
     def end_lease(self, session: SessionSlot) -> None:
         """End the session's call and its lease."""
         self.end_call(session)
         session.leased_until = session.last_used
-        session.become(SlotState.IDLE)
+        self._kept.let_go(session)
 
     def count(self, num_sent: int, num_computed: int) -> None:
         """Count the tokens of an answered call's context: those sent, and those computed."""
@@ -178,7 +180,7 @@ class SlotPool:
             raise NotFound(f"session_id: {session_id!r} has no slot here")
         session.session_id, session.last_result, session.is_busy = "", None, False
         if session.state is SlotState.HELD:
-            session.become(SlotState.IDLE)
+            self._kept.let_go(session)
         if session.slot.length < BLOCK_TOKENS:
             self._kept.give_back(session)
 
@@ -201,6 +203,11 @@ class SlotPool:
             num_computed=self._num_computed,
             num_preemptions=self._num_preemptions,
         )
+
+    def check_now_and_then(self) -> None:
+        """Assert the invariants between calls, after as few calls as slots are few."""
+        if self._kept.arena.is_check_due():
+            self._kept.check_integrity()
 
     def check_integrity(self) -> None:
         """Assert the invariants between calls."""
@@ -238,8 +245,7 @@ class SlotPool:
         Preempted older sessions come first, and sessions in use must have room for their next step.
         """
         kept, num_before = self._kept, self._turns.num_before(session_id, epoch)
-        held = [session for session in kept.slots if session.state is SlotState.HELD]
-        spare = sum(min(self._step_rows, session.num_growing) for session in held)
+        spare = sum(min(self._step_rows, session.num_growing) for session in kept.held)
         if num_before:
             error = Exhausted(f"KV memory: {num_before} sessions that began earlier wait for room; try again{MORE}")
         elif kept.num_available(kept.sessions.get(session_id)) < num_rows + spare:
@@ -254,9 +260,8 @@ class SlotPool:
     def _expire(self) -> None:
         """Sessions whose lease has ended become idle."""
         now = self._clock()
-        for session in self._kept.slots:
-            if session.state is SlotState.HELD and not session.is_busy and now >= session.leased_until:
-                session.become(SlotState.IDLE)
+        for session in [s for s in self._kept.held if not s.is_busy and now >= s.leased_until]:
+            self._kept.let_go(session)
 
     def _exhausted(self, num_rows: int, spare: int = 0) -> Exhausted:
         figures, wanted = self.figures(), num_rows * self._kept.arena.row_bytes

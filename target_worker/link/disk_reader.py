@@ -14,7 +14,7 @@ from numba import types
 from numpy.typing import NDArray
 
 from bough.model.cpu.atomics import APART, hold, let_go
-from bough.model.cpu.jit import strict
+from bough.model.cpu.jit import strict, strict_inner
 from target_worker.link.disk_stats import DiskStats, read_begins, read_ends
 
 Ints = NDArray[np.int64]
@@ -77,13 +77,13 @@ class Link(NamedTuple):
         return cls(lock, counts, missing, numbers, num_reads, memory, slab_bytes, room, arrived, one, traffic)
 
 
-@strict
+@strict_inner
 def _layer_of(link: Any, number: Any) -> Any:
     """Sequence number of the layer that a read belongs to."""
     return number // len(link.reads) * len(link.num_reads) + link.reads[number % len(link.reads), 0]
 
 
-@strict
+@strict_inner
 def _begin(link: Any) -> Any:
     """Number of the next read; -1 if none may begin."""
     hold(link.lock)

@@ -9,7 +9,7 @@ from numba import types
 from numpy.typing import NDArray
 
 from bough.model.cpu.atomics import APART, hold, let_go
-from bough.model.cpu.jit import strict
+from bough.model.cpu.jit import strict, strict_inner
 
 NUM_BYTES, IN_FLIGHT, BUSY_NS, BUSY_SINCE_NS = range(4)
 _CLOCK_MONOTONIC = 1  # which time.perf_counter_ns reads
@@ -28,7 +28,7 @@ class DiskStats(NamedTuple):
         return cls(np.zeros(2 * APART, np.int64), np.zeros(4, np.int64))
 
 
-@strict
+@strict_inner
 def _now() -> Any:
     time = np.empty(2, np.int64)  # seconds, nanoseconds
     _clock_gettime(_CLOCK_MONOTONIC, time.ctypes.data)

@@ -279,7 +279,7 @@ class SweepEngine:
                         job.context.run(logger.exception, "a verdict failed")
                     self._calls.drop(job.call.context.session_id, exc)
         self._price.swept(swept.figures.total_ns * NANO, time.perf_counter())
-        self.pool.check_integrity()
+        self.pool.check_now_and_then()
 
     def _answer(self, job: VerifyJob, verdict: Verdict, share: SweepShare) -> None:
         tree, base = job.tree, len(job.text.tokens)

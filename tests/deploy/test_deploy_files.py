@@ -29,6 +29,7 @@ from bough.config.processes import (
 from bough.config.reader import parse, variable
 from bough.processes.process import advertised
 from bough.registry.registry import Quota
+from bough.registry.url import read_address
 from bough.security.access import certificate_files
 from bough.security.guarded import require_guarded
 from deploy.check import check
@@ -216,7 +217,18 @@ def test_variables_in_the_guide_are_settings() -> None:
     for name, lines in files:
         if module := modules.get(name):
             variables = dict(line.split("=", 1) for line in lines.splitlines())
-            require_guarded(parse(PROGRAMS[module], module, [], variables))
+            config = parse(PROGRAMS[module], module, [], variables)
+            require_guarded(config)
+            assert read_address(config.index_url).password_file == config.worker_key_file
+
+
+def test_an_index_of_two_machines_has_a_password() -> None:
+    """Without one a server refuses whoever comes by an address that is not of loopback, whatever it is bound to."""
+    unit = (SYSTEMD / "bough-index.service").read_text()
+    assert "LoadCredential=index.conf:/etc/bough/index.conf\n" in unit
+    assert "valkey-server ${CREDENTIALS_DIRECTORY}/index.conf " in unit
+    for guide in ("docs/deployment.md", "docs/clusters.md"):
+        assert re.search(r'echo "requirepass \$\(head -n 1 \S*worker\.key\)" > \S*index\.conf', Path(guide).read_text())
 
 
 def test_health_is_told_by_the_exit_status() -> None:

@@ -16,6 +16,7 @@ from bough.errors import ConfigError, Unavailable
 from bough.protocol.generation import Finished, GenerateOptions, TextPrompt
 from bough.registry.registry import Registry
 from bough.simulation.profile import load_profile
+from deploy import supervisor as supervisor_module
 from deploy.child import python, start, stop
 from deploy.index import IndexPlace
 from deploy.settings import Role, read_program
@@ -125,12 +126,40 @@ async def ask_long(client: Client) -> Finished:
 async def test_a_stranger_on_a_fixed_port_is_not_taken_for_the_program(index_url: str, tmp_path: Path) -> None:
     """One of another namespace answers there as ours would, before ours has found its port in use."""
     stranger = {"simulate": str(PROFILE), "namespace": "stranger", "port": free_port()}
-    async with supervised(Role.DRAFT, index_url, tmp_path, stranger):
+    async with supervised(Role.TARGET, index_url, tmp_path, stranger):
         with pytest.raises(ConfigError, match=rf"program\.port: value was {stranger['port']}, which is in use at 127"):
             async with supervised(Role.DRAFT, index_url, tmp_path, {**stranger, "namespace": "ours"}):
                 pass
     async with supervised(Role.DRAFT, index_url, tmp_path, stranger) as again:
         await again.check()
+
+
+@pytest.mark.parametrize("is_by_port", [True, False])
+async def test_a_program_waits_for_what_a_replica_that_died_left_behind(
+    index_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_by_port: bool
+) -> None:
+    """It drains: a target that was started beside it found the GPU's memory taken, or the port in use."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
+    program = {"simulate": str(PROFILE), "namespace": "turns", "port": free_port() if is_by_port else 0}
+    async with supervised(Role.DRAFT, index_url, tmp_path, program) as before:
+        after = Supervisor(before.settings, HOST, IndexPlace(index_url))
+        starting = asyncio.create_task(after.start())
+        await asyncio.sleep(0.5)
+        assert after._child is None
+        os.kill(process_id(before), signal.SIGKILL)
+        await starting
+        await after.check()
+        await after.stop()
+
+
+async def test_a_program_does_not_wait_for_ever(
+    index_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor_module, "DRAIN_MARGIN_SECONDS", 0.0)
+    program = {"simulate": str(PROFILE), "namespace": "turns", "port": free_port(), "drain_seconds": 0}
+    async with supervised(Role.DRAFT, index_url, tmp_path, program) as before:
+        with pytest.raises(ConfigError, match=rf"an earlier draft_worker has {before.address}, and must end first"):
+            await Supervisor(before.settings, HOST, IndexPlace(index_url)).start()
 
 
 async def test_a_program_drains_as_long_as_its_supervisor_waits(

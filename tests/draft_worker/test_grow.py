@@ -213,5 +213,7 @@ def test_no_shape_grows_below_the_end_of_the_text(growth: Growth, scheme: Scheme
 
 def test_a_scheme_that_wants_samples_refuses_best_first() -> None:
     for scheme in SAMPLED:
-        with pytest.raises(InvalidRequest, match=f"growth: best_first .* {scheme.value} .*; shape or chains would do"):
+        with pytest.raises(
+            InvalidRequest, match=f"growth: must be shape or chains for scheme {scheme.value}, .* got best_first"
+        ):
             shaped(BestFirst(8, 2, 2), scheme)

@@ -50,7 +50,7 @@ async def test_an_answer_that_is_no_message() -> None:
         return None
 
     client = DraftClient("127.0.0.1:1")
-    with pytest.raises(BoughError, match=r"127\.0\.0\.1:1: its answer is no such message"):
+    with pytest.raises(BoughError, match=r"127\.0\.0\.1:1: its answer cannot be decoded"):
         await client._ask(call, None, 1.0)
     await client.close()
 
@@ -81,7 +81,7 @@ def unwanted(root: int) -> Tree:
     [
         (lambda root: replace(chain(root, 2), draft_probs=sampled_from(8)), Scheme.TARGET, "no sample was asked for"),
         (unwanted, Scheme.TARGET, "no sample was asked for"),
-        (lambda root: chain(root, 6), Scheme.TARGET, "tree: 6 levels; at most 4 were asked for"),
+        (lambda root: chain(root, 6), Scheme.TARGET, "tree: must have at most 4 levels, got 6"),
         (
             lambda root: drawn(chain(root, 1), [1], sampled_from(MOST_ENTRIES + 1)),
             Scheme.WITHOUT_REPLACEMENT,

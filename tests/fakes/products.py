@@ -6,13 +6,16 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from bough.model.cpu.gemm_parallel import share_product
+from bough.model.cpu.jit import strict
+
+_share_product = strict(share_product.py_func)  # which Python can call
 
 
 def project(taken: Any, num_threads: int, rows: Any, num_rows: int, matrix: Any, bias: Any, out: Any) -> None:
     """All groups of a matrix, each thread its share; `taken` is a row of `bough.model.cpu.work_stealing.counters`."""
     with ThreadPoolExecutor(num_threads) as threads:
         work = [
-            threads.submit(share_product, taken, thread, num_threads, rows, num_rows, matrix, bias, out)
+            threads.submit(_share_product, taken, thread, num_threads, rows, num_rows, matrix, bias, out)
             for thread in range(num_threads)
         ]
         for each in work:

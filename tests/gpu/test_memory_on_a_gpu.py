@@ -119,7 +119,7 @@ def test_a_conversion_is_said_aloud() -> None:
     assert conversion(places, torch.float16) == ""
     assert conversion(places, torch.bfloat16) == (
         "weights are converted: 1.00 GB of float16, 0.00 MB of float32, computed in bfloat16; --dtype float16 would "
-        "take most of them as they are"
+        "use most of them unconverted"
     )
 
 

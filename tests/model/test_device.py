@@ -43,22 +43,22 @@ def test_auto_takes_a_gpu_where_there_is_one(two_gpus: None) -> None:
         GPU,
         torch.device("cuda", 1),
     ]
-    with pytest.raises(ConfigError, match="--device: cuda:2; torch finds cuda:0 to cuda:1"):
+    with pytest.raises(ConfigError, match="--device: must be cuda:0 to cuda:1, got cuda:2"):
         choose_device("cuda:2")
 
 
 def test_without_a_gpu_auto_is_the_cpu_and_workers_refuse_to_be_told_otherwise(no_gpu: None, tiny: Path) -> None:
     assert choose_device("auto") == torch.device("cpu")
     flags = ["--model", str(tiny), "--device", "cuda"]
-    with pytest.raises(ConfigError, match=r"--device: cuda asks for a GPU, but torch .*; cpu or auto would do"):
+    with pytest.raises(ConfigError, match=r"--device: must be cpu or auto, as torch .*, got cuda"):
         TargetWorker(parse(TargetConfig, "t", flags, {}), "t")
-    with pytest.raises(ConfigError, match="--device: cuda asks for a GPU"):
+    with pytest.raises(ConfigError, match="--device: must be cpu or auto"):
         DraftWorker(parse(DraftConfig, "d", flags, {}), "d")
 
 
 def test_host_memory_means_nothing_on_the_cpu(tiny: Path) -> None:
     flags = ["--model", str(tiny), "--device", "cpu", "--host-memory", "1GB"]
-    with pytest.raises(ConfigError, match=r"--host-memory: 1\.00 GB; on the CPU .* --device-memory"):
+    with pytest.raises(ConfigError, match=r"--host-memory: must be left out on the CPU, .* got 1\.00 GB"):
         TargetWorker(parse(TargetConfig, "t", flags, {}), "t")
 
 
@@ -105,9 +105,9 @@ def test_kv_on_the_host_leaves_the_device_to_layers(free: None, tiny: Path) -> N
 
 
 def test_layers_from_disk_need_host_memory_to_pass_through(free: None) -> None:
-    with pytest.raises(ConfigError, match=r"--host-memory: 1\.00 GB; .* must hold 2: 3\.40 GB or more would do"):
+    with pytest.raises(ConfigError, match=r"--host-memory: must be at least 3\.40 GB, .* for 2 of them, got 1\.00 GB"):
         choose_places([1_700_000_000] * 80, Fixed(0, 0, 0, 0), gpu_settings("--host-memory", "1GB"), GPU)
-    with pytest.raises(ConfigError, match=r"--host-memory: 4\.00 GB; .* must hold 2: 5\.40 GB or more would do"):
+    with pytest.raises(ConfigError, match=r"--host-memory: must be at least 5\.40 GB, .* for 2 of them, got 4\.00 GB"):
         choose_places([1_700_000_000] * 80, Fixed(0, 0, 0, 0, 2 * GB), gpu_settings("--host-memory", "4GB"), GPU)
 
 

@@ -47,7 +47,7 @@ def test_the_choice_fits_and_none_that_is_a_step_smaller_is_better(seed: int, nu
     options = matrices(seed, num)
     weights = num_weights(options)
     if sum(min(o.num_bits for o in several) for several in options.values()) > bits * weights:
-        with pytest.raises(ConfigError, match=r"--bits: .*scales included, would do"):
+        with pytest.raises(ConfigError, match=r"--bits: must be .*scales included, got"):
             choose(options, bits, weights)
         return
     chosen = choose(options, bits, weights)

@@ -120,7 +120,7 @@ def test_layers_are_counted_without_identity_copies(target: Path, tmp_path: Path
     checkpoint = Checkpoint.open(tmp_path / "draft")
     assert working_layers(checkpoint) == (0, 3)
     assert not (tmp_path / "draft" / EXPANSION_NAME).exists()
-    with pytest.raises(ConfigError, match="--drop-layers: 2; draft has layers 0 to 1"):
+    with pytest.raises(ConfigError, match="--drop-layers: must be 0 to 1 for draft, got 2"):
         load_draft(checkpoint, (2,), "float32", CPU)
 
 
@@ -155,10 +155,12 @@ def test_a_target_that_has_changed_is_refused_with_both_fingerprints(target: Pat
         file.seek(place.offset + 5)
         file.write(b"\x7f")
     after = Checkpoint.open(changing).fingerprint()
-    with pytest.raises(CheckpointError, match=rf"its fingerprint was {before}; it is {after}; .*pack --draft"):
+    with pytest.raises(CheckpointError, match=rf"must have the fingerprint {before}, got {after}; .*pack --draft"):
         Checkpoint.open(tmp_path / "draft")
     shutil.rmtree(changing)
-    with pytest.raises(CheckpointError, match=r"shares tensors with .*target, which is gone .*is not there"):
+    with pytest.raises(
+        CheckpointError, match=r"shares tensors with .*target, which is gone .*must be a folder that exists"
+    ):
         Checkpoint.open(tmp_path / "draft")
 
 
@@ -166,7 +168,7 @@ def test_a_target_that_has_changed_is_refused_with_both_fingerprints(target: Pat
     ("change", "message"),
     [
         (lambda _: "{", "is damaged"),
-        (lambda content: json.dumps({**content, "format": 9}), "has format 9; 2 can be read"),
+        (lambda content: json.dumps({**content, "format": 9}), "format must be 2, got 9"),
         (lambda content: json.dumps({**content, "colour": "blue"}), "is damaged: .*colour"),
         (lambda content: json.dumps({k: v for k, v in content.items() if k != "borrowed"}), "is damaged: .*borrowed"),
     ],
@@ -183,17 +185,17 @@ def test_a_damaged_manifest_is_named(
 
 def test_it_is_refused_where_it_makes_no_sense(target: Path, draft: Path, tmp_path: Path) -> None:
     for drops, bits, folder, message in (
-        ((4,), 6.0, "new", "--drop-layers: 4; target has layers 0 to 3"),
-        ((0, 1, 2, 3), 6.0, "new", "--drop-layers: all 4 layers of target; one has to be left"),
-        ((), 4.3, "few", r"--bits: 4\.3; 4\.\d+ to [78]\.\d+ for a weight, scales included, would do"),
+        ((4,), 6.0, "new", "--drop-layers: must be 0 to 3 for target, got 4"),
+        ((0, 1, 2, 3), 6.0, "new", "--drop-layers: must leave a layer of target, got all 4"),
+        ((), 4.3, "few", r"--bits: must be 4\.\d+ to [78]\.\d+ per weight, scales included, got 4\.3"),
         ((2,), math.nan, "none", r"--bits: nan; 4\.\d+ to"),
-        ((2,), 6.0, "../draft", "holds another packed model"),
+        ((2,), 6.0, "../draft", "with another packed model"),
     ):
         with pytest.raises(ConfigError, match=message):
             pack_draft(str(target), drops, bits, draft.parent / "draft" if ".." in folder else tmp_path / folder)
     with pytest.raises(ConfigError, match="is packed already"):
         pack_draft(str(draft), (), 6.0, tmp_path / "twice")
-    with pytest.raises(CheckpointError, match="is a draft of mixed bits"):
+    with pytest.raises(CheckpointError, match="must not be a draft of mixed bits"):
         model_shapes(*find_config(str(draft)), "bfloat16", 0, 64)
 
 

@@ -229,9 +229,9 @@ def test_a_small_file_too_needs_room(tiny: Path, tmp_path: Path) -> None:
     ("code", "remedy"),
     [
         (errno.EDQUOT, "the disk is full; make room and run the same command again to go on"),
-        (errno.EROFS, "a folder that can be written to would do"),
-        (errno.EIO, "the disk or the way to it fails; another disk would do"),
-        (errno.ENAMETOOLONG, "another folder would do"),
+        (errno.EROFS, "choose a folder that can be written to"),
+        (errno.EIO, "the disk or its connection fails; choose another disk"),
+        (errno.ENAMETOOLONG, "choose another folder"),
     ],
 )
 @pytest.mark.parametrize("is_system", [True, False], ids=["system", "safetensors"])
@@ -267,7 +267,7 @@ def test_experts_in_one_tensor_are_not_packed_in_silence(
     assert re.search(
         rf"error: model: {folder}: of the \S+ MB of its layers \S+ MB can be packed; there are \S+ MB in "
         r"model\.layers\.\d\.mlp\.experts\.gate_up_proj, .* and 5 more \(all experts of a layer in one tensor, .*"
-        r"; a checkpoint in which each expert has its own matrices, or the model as it is, would do",
+        r"; use a checkpoint in which each expert has its own matrices, or the model as it is",
         said,
     )
     assert not (tmp_path / "packed").exists()
@@ -300,6 +300,6 @@ def test_smaller_groups_are_advised_where_they_would_do(tmp_path: Path) -> None:
         eos_token_id=261,
     )
     folder = save_model(tmp_path / "model", config)
-    with pytest.raises(ConfigError, match="; --bits 4, whose groups are of 32, or the model as it is, would do"):
+    with pytest.raises(ConfigError, match="; use --bits 4, whose groups are of 32, or the model as it is"):
         pack(str(folder), 8, tmp_path / "packed8")
     pack(str(folder), 4, tmp_path / "packed4")

@@ -78,7 +78,7 @@ def test_logits_that_are_no_numbers_are_an_error() -> None:
 
 
 def test_a_request_that_bans_all_that_the_draft_knows_is_not_the_drafts_fault() -> None:
-    with pytest.raises(InvalidRequest, match="every token that the draft knows is banned"):
+    with pytest.raises(InvalidRequest, match="must leave a token of the draft's vocabulary"):
         draft_weights(np.full(2, -np.inf), SamplingParams(), 8)
 
 

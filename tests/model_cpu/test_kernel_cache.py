@@ -49,14 +49,14 @@ def test_a_package_is_known_by_what_it_compiles_in_any_room(tmp_path: Path) -> N
 
 
 def test_kernels_of_ours_are_kept_there(tmp_path: Path) -> None:
-    code = "from bough.model.cpu import work_stealing; print(work_stealing.take._cache._cache_path)"
+    code = "from bough.model.cpu import linear; print(linear._multiply._cache._cache_path)"
     environ = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
     environ.pop("NUMBA_CACHE_LOCATOR_CLASSES", None)
     output = subprocess.run([sys.executable, "-c", code], env=environ, check=True, capture_output=True, text=True)
-    assert output.stdout.strip() == str(tmp_path / ByContents.get_suitable_cache_subpath(_shares()))
+    assert output.stdout.strip() == str(tmp_path / ByContents.get_suitable_cache_subpath(_products()))
 
 
-def _shares() -> str:
-    from bough.model.cpu import work_stealing
+def _products() -> str:
+    from bough.model.cpu import linear
 
-    return work_stealing.__file__
+    return linear.__file__

@@ -46,8 +46,10 @@ def test_settings_of_the_compiler_stand_in_one_file() -> None:
         (jit.strict, False),
         (jit.strict_parallel, False),
         (jit.strict_inline, False),
+        (jit.strict_inner, False),
         (jit.fastmath, jit.FASTMATH),
         (jit.fastmath_parallel, jit.FASTMATH),
+        (jit.fastmath_inner, jit.FASTMATH),
     ],
 )
 def test_every_decorator_says_how_a_function_may_round(decorator: Any, fastmath: object) -> None:

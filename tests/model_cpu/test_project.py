@@ -12,12 +12,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bough.model.cpu import gemm, gemm_few_outputs, llvm_vectors
+from bough.model.cpu import gemm, gemm_few_outputs, jit, llvm_vectors, work_stealing
 from bough.model.cpu.gemm import GROUP
 from bough.model.cpu.linear import numbers
 from bough.model.cpu.llvm_vectors import LANES
-from bough.model.cpu.work_stealing import counters, take
+from bough.model.cpu.work_stealing import counters
 from tests.fakes.products import project
+
+lay_out, take = (jit.strict(function.py_func) for function in (gemm.lay_out, work_stealing.take))
 
 
 def random_numbers(seed: int, *shape: int) -> torch.Tensor:
@@ -32,7 +34,7 @@ def blocks_of(rows: torch.Tensor) -> np.ndarray:
     words = words_of(rows)
     blocks = np.zeros((-(-len(rows) // LANES), words.shape[1], LANES), words.dtype)
     for block in range(len(blocks)):
-        gemm.lay_out(words, block, blocks)
+        lay_out(words, block, blocks)
     return blocks
 
 

@@ -111,7 +111,7 @@ async def test_requests_that_make_no_sense(
 
 
 async def test_a_message_over_the_limit(client: Client) -> None:
-    with pytest.raises(InvalidRequest, match=f"larger than max.*at most {MAX_MESSAGE_BYTES} bytes would do"):
+    with pytest.raises(InvalidRequest, match=f"must have at most {MAX_MESSAGE_BYTES} bytes, got: .*larger than max"):
         await finish(client, TextPrompt("x" * (MAX_MESSAGE_BYTES + 1)))
     assert (await finish(client, PROMPT)).finish_reason == "length"
 
@@ -465,7 +465,7 @@ async def test_workers_that_cannot_start_say_why(
         ),
         (target_worker.__main__, [*streaming, "--ring-memory", "1KB"], "--ring-memory: must be at least"),
         (target_worker.__main__, [*streaming, "--device-memory", "1MB"], "for 2 layers of 0.13 MB, got"),
-        (draft_worker.__main__, ["--model", str(tiny), "--drop-layers", "7"], "--drop-layers: 7"),
+        (draft_worker.__main__, ["--model", str(tiny), "--drop-layers", "7"], "--drop-layers: must be 0 to"),
         (
             draft_worker.__main__,
             ["--model", str(tiny), "--kv-memory", "1KB"],
@@ -480,4 +480,4 @@ async def test_workers_that_cannot_start_say_why(
         assert message in str(raised.value), flags
     # What is raised becomes a line and a status.
     ended = await asyncio.to_thread(run_worker, "target_worker", "--model", str(tmp_path / "nowhere"), *index)
-    assert (ended.returncode, "nowhere is not there" in ended.stderr.splitlines()[-1]) == (2, True), ended.stderr
+    assert (ended.returncode, "nowhere" in ended.stderr.splitlines()[-1]) == (2, True), ended.stderr

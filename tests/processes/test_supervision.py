@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,6 +34,14 @@ OPTIONS = GenerateOptions(max_tokens=100, temperature=0.8, seed=11, ignore_eos=T
 POLICY = RestartPolicy(first_pause_seconds=0.1, max_in_a_row=2)
 FAILS = [sys.executable, "-c", "import sys; sys.exit('no such thing')"]
 PATIENCE_SECONDS = 60
+# Compiles until there is a file, as far as its log tells, and then becomes the program that follows.
+COMPILES = """
+import os, sys, time
+print("compiling kernels", flush=True)
+while not os.path.exists(sys.argv[1]):
+    time.sleep(0.02)
+os.execv(sys.argv[2], sys.argv[2:])
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +64,8 @@ class Watched:
 @asynccontextmanager
 async def watched(folder: Path, policy: RestartPolicy = POLICY) -> AsyncIterator[Watched]:
     profile, lines = write_profile(folder, clock_scale=20), list[str]()
-    settings = simulated_settings(profile, profile)
-    async with launched(settings, lambda _: None) as cluster, supervised(cluster, lines.append, policy):
+    starting = launched(simulated_settings(profile, profile), lambda _: None, draft_may_follow=True)
+    async with starting as cluster, supervised(cluster, lines.append, policy):
         yield Watched(cluster, lines)
 
 
@@ -94,6 +103,27 @@ async def test_a_process_killed_during_a_generation_is_back_and_the_tokens_are_t
         again = [event async for event in client.generate(PROMPT, OPTIONS)]
         assert tokens_of(again) == tokens_of(undisturbed)
         assert len(running.lines) == 2, running.lines
+
+
+async def test_answers_do_not_wait_for_a_draft_that_compiles_and_have_its_trees_afterwards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, is_compiled = Cluster.start, tmp_path / "compiled"
+
+    def start_late(cluster: Cluster, name: str, command: list[str], *variables: Any) -> Child:
+        before = [sys.executable, "-c", COMPILES, str(is_compiled)] if name == "draft_worker" else []
+        return start(cluster, name, [*before, *command], *variables)
+
+    monkeypatch.setattr(Cluster, "start", start_late)
+    async with watched(tmp_path) as running, Client(running.cluster.address) as client:
+        assert await running.said("^draft worker is still compiling kernels: until it is ready")
+        early = [event async for event in client.generate(PROMPT, OPTIONS)]
+        is_compiled.touch()
+        assert await running.said(r"^draft worker is ready after [\d.]+ s more")
+        late = [event async for event in client.generate(PROMPT, OPTIONS)]
+        assert tokens_of(early) == tokens_of(late)
+        warnings = [event.warnings for event in (early[-1], late[-1]) if isinstance(event, Finished)]
+        assert warnings == [("no draft worker could be used: some rounds went without",), ()]
 
 
 async def test_a_draft_that_stays_dead_is_gone_on_without(tmp_path: Path) -> None:

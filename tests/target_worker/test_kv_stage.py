@@ -178,9 +178,9 @@ def test_a_model_computes_the_same_bits_as_with_keys_and_values_in_place(tmp_pat
 
 def test_on_the_cpu_there_is_no_other_place_for_it(tiny: Path) -> None:
     flags = ["--model", str(tiny), "--device", "cpu", "--kv-tier", "host"]
-    with pytest.raises(ConfigError, match="--kv-tier: host; on the CPU host and device have one memory"):
+    with pytest.raises(ConfigError, match="--kv-tier: must be device on the CPU, got host"):
         TargetWorker(parse(TargetConfig, "t", flags, {}), "t")
-    with pytest.raises(ConfigError, match="--kv-tier: host; on the CPU host and device have one memory"):
+    with pytest.raises(ConfigError, match="--kv-tier: must be device on the CPU, got host"):
         make_plan(parse(PlanConfig, "plan", flags, {}))
     with pytest.raises(ConfigError, match="--kv-tier: must be device, host, got 'disk'"):
         parse(TargetConfig, "t", [*flags[:-1], "disk"], {})

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bough.errors import Exhausted, NotFound, StaleEpoch
+from bough.model.kv.arena import Arena
 from bough.model.kv.kv_arena import KVArena
 from bough.protocol.prefix_hash import BLOCK_TOKENS
 from target_worker.kv.session_slot import SessionSlot, SlotState, Text
@@ -246,3 +252,50 @@ def test_sessions_that_come_and_go_leave_nothing(pool: SlotPool, clock: Clock) -
     pool.check_integrity()
     figures = pool.figures()
     assert len(pool) <= figures.num_held + figures.num_idle <= ROWS // 60
+
+
+def test_a_lease_takes_no_more_steps_among_hundreds_of_idle_slots() -> None:
+    """A worker under load collects idle slots until its memory is full; no request may walk through all of them."""
+    few, many = (num_steps_of_a_lease(num_idle, is_full) for num_idle, is_full in ((5, False), (800, False)))
+    assert many < 2 * few
+    few, many = (num_steps_of_a_lease(num_idle, is_full=True) for num_idle in (5, 800))
+    assert many < 30 * few  # making room looks at each of 160 times as many idle slots, once
+
+
+def num_steps_of_a_lease(num_idle: int, is_full: bool) -> int:
+    """Instructions of Python's for a session that comes, is served and goes, beside so many idle slots."""
+    clock = Clock()
+    num_rows = 40 * num_idle if is_full else 400 * num_idle
+    pool = SlotPool(Arena(num_rows, 1), 10.0, clock)
+    for number in range(num_idle):
+        serve(pool, f"s{number}", text(40, 1000 * number))
+        clock.now += 20.0
+    return num_instructions(lambda: [serve(pool, "new", text(40, -1000 * number)) for number in range(1, 51)]) // 50
+
+
+def serve(pool: SlotPool, name: str, tokens: list[int]) -> None:
+    """All calls of a session without another's prefix."""
+    session = pool.lease(name, 1, len(tokens), Text(tokens))
+    pool.commit(session, range(len(tokens)), tokens)
+    pool.end_call(session)
+    pool.release(name)
+    pool.check_now_and_then()
+
+
+def num_instructions(call: Callable[[], object]) -> int:
+    """Of Python's, as they are executed: what `call` costs, whatever else the machine does."""
+    count = 0
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal count
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        count += event == "opcode"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    finally:
+        sys.settrace(before)
+    return count

@@ -47,7 +47,7 @@ async def up(arguments: argparse.Namespace) -> int:
         announce_first_start()
     settings = divided(settings, tell)
     progress = Progress()
-    async with launched(settings, progress) as cluster, supervised(cluster, tell):
+    async with launched(settings, progress, draft_may_follow=True) as cluster, supervised(cluster, tell):
         progress.clear()
         index = without_passwords(cluster.index_url)
         print(f"ready: {cluster.address} (index {index}; logs in {cluster.folder})")
@@ -221,4 +221,4 @@ def _write_demonstration(folder: Path, copies: int) -> None:
 def announce_first_start() -> None:
     """Announce the compilation of kernels if none are cached."""
     if not next(compiled_folder().rglob("*.nbc"), None):
-        print("the first start compiles kernels for this processor, which takes a minute or two", file=sys.stderr)
+        print("the first start compiles kernels for this processor, which takes a while", file=sys.stderr)

@@ -218,5 +218,5 @@ def _draft_unpack_speed(settings: PlanConfig, shapes: ModelShapes, speeds: Speed
         return unpack_speed(shapes.packing, shapes.matrices, DTYPES[settings.dtype], find_device(is_gpu)).per_second
     told = speeds.unpack or _given("--unpack-speed", settings.unpack_speed, GIGA)
     if told is None:
-        raise ConfigError("--unpack-speed: missing, and a packed draft's time depends on it; a number of GB/s would do")
+        raise ConfigError("--unpack-speed: must be given in GB/s for a packed draft")
     return told.per_second

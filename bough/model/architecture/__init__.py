@@ -1,1 +1,1 @@
-"""Models of transformers built without weights, and what bough puts in the place of their attention and experts."""
+"""Builds transformers' models without weights, with bough's attention and experts in them."""

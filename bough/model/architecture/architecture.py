@@ -1,4 +1,4 @@
-"""Models built from their configurations, without any weights; and which of them can be run on trees."""
+"""Builds models from their configurations without weights, and decides which can run on trees."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from bough.errors import CheckpointError
 from bough.model.architecture import attention
 from bough.model.kv.session_kv import KVShape
 
-ATTENTIONS = {"full_attention", "sliding_attention"}  # of layers whose kinds a configuration tells
-PER_LAYER = ("layer_types", "mlp_layer_types", "no_rope_layers")  # lists in configurations
-# What transformers raises of configurations that it cannot read.
+ATTENTIONS = {"full_attention", "sliding_attention"}  # layer types in configurations that can run
+PER_LAYER = ("layer_types", "mlp_layer_types", "no_rope_layers")  # lists in configurations with an entry for each layer
+# Errors that transformers raises for configurations that it cannot read.
 UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, StrictDataclassError)
-BATCH_DEPENDENT_ROPES = ("dynamic", "longrope")  # beyond their original length the longest position decides for all
+BATCH_DEPENDENT_ROPES = ("dynamic", "longrope")  # beyond their original length all rows depend on the longest
 
 
 def load_config(folder: Path) -> PretrainedConfig:
     """The configuration of the language model in a folder.
 
     Raises:
-        CheckpointError: where transformers cannot read it.
+        CheckpointError: transformers cannot read it.
     """
     try:
         return language_part(AutoConfig.from_pretrained(folder, trust_remote_code=False))
@@ -37,16 +37,16 @@ def load_config(folder: Path) -> PretrainedConfig:
 
 
 def language_part(config: PretrainedConfig) -> PretrainedConfig:
-    """What a configuration says of a language model: all of it, but of one that also sees or hears a part.
+    """The language model's part of a configuration: all of it, unless the model also processes images or audio.
 
-    How weights are stored, and whether the head is the embeddings, is said of the whole.
+    Weight dtype, quantization and tied embeddings are taken from the whole configuration.
 
     Raises:
         CheckpointError: it has no layers.
     """
     part: PretrainedConfig = config.get_text_config(decoder=True)
     if (num_layers := getattr(part, "num_hidden_layers", 1)) < 1:
-        raise CheckpointError(f"config.json: num_hidden_layers: {num_layers}; 1 or more would do")
+        raise CheckpointError(f"config.json: num_hidden_layers must be at least 1, got {num_layers}")
     for name in ("dtype", "tie_word_embeddings", "quantization_config"):
         if part is not config and getattr(config, name, None) is not None:
             setattr(part, name, getattr(config, name))
@@ -54,10 +54,10 @@ def language_part(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def build_empty(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """The architecture on the meta device: every parameter has a shape and no memory.
+    """Build the architecture on the meta device: parameters have shapes but no memory.
 
     Raises:
-        CheckpointError: naming an architecture that cannot be run, and why.
+        CheckpointError: the architecture cannot run, with the reason.
     """
     try:
         with init_empty_weights(include_buffers=False), _parameters_left_empty():
@@ -74,7 +74,7 @@ def build_empty(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel
 
 @contextmanager
 def _parameters_left_empty() -> Iterator[None]:
-    """transformers draws no random numbers for what has no memory, which took seconds; buffers get their values."""
+    """Keep transformers from initialising meta parameters, which took seconds; buffers get their values."""
     functions: dict[str, Callable[..., Any]] = getattr(initialization, "TORCH_INIT_FUNCTIONS", {})
     before = dict(functions)
 
@@ -84,7 +84,7 @@ def _parameters_left_empty() -> Iterator[None]:
 
         return fill
 
-    of_torch = {name: getattr(nn.init, name) for name in before}  # called by modules as they are made
+    of_torch = {name: getattr(nn.init, name) for name in before}  # called by modules in their constructors
     functions.update({name: unless_empty(function) for name, function in before.items()})
     for name, function in of_torch.items():
         setattr(nn.init, name, unless_empty(function))
@@ -97,16 +97,16 @@ def _parameters_left_empty() -> Iterator[None]:
 
 
 def _why_not(model: PreTrainedModel) -> str:
-    """What keeps a model from being run on trees; nothing where nothing does.
+    """Why a model cannot run on trees; empty if it can.
 
-    Nodes of a tree have their own pasts, which attention can pick out of the keys and values in a slot, and a state
-    that was carried through one past cannot.
+    Each node of a tree has its own path, which attention can select from the keys in a slot; a recurrent state cannot
+    be selected so.
     """
     others = sorted({*(getattr(model.config, "layer_types", None) or ())} - ATTENTIONS)
     if model._is_stateful or others:
         kinds = f"layers of {', '.join(others)}" if others else "its layers"
         would_do = " or ".join(sorted(ATTENTIONS))
-        return f"{kinds} keep a state, or choose keys in a way that trees do not have; {would_do} would do"
+        return f"{kinds} keep a state, or choose keys in a way that trees do not allow; layers must be {would_do}"
     if not model._supports_attention_backend:
         return "it computes attention on its own and not through transformers' attention interface"
     layers = getattr(model.get_decoder(), "layers", None)
@@ -118,7 +118,7 @@ def _why_not(model: PreTrainedModel) -> str:
 
 
 def _why_not_kept(config: PretrainedConfig, layers: nn.ModuleList) -> str:
-    """What keeps keys and values from standing in slots, which have the same room for them in every layer."""
+    """Why keys and values cannot be stored in slots, which have equal rows in every layer; empty if they can."""
     if getattr(config, "kv_lora_rank", None):
         return "its attention compresses keys and values together (MLA), and a head's are not of one size"
     if getattr(config, "num_kv_shared_layers", None):
@@ -139,15 +139,15 @@ def _why_not_kept(config: PretrainedConfig, layers: nn.ModuleList) -> str:
 
 
 def cut_layers(config: PretrainedConfig, kept: tuple[int, ...]) -> None:
-    """Leaves these layers in a configuration.
+    """Reduce a configuration to these layers.
 
     Raises:
-        CheckpointError: one of them is not there, or none is wanted.
+        CheckpointError: a layer does not exist, or none is kept.
     """
     wrong = [index for index in kept if not 0 <= index < config.num_hidden_layers]
     if wrong or not kept:
         raise CheckpointError(
-            f"layers: {wrong or kept} to keep of a model that has 0 to {config.num_hidden_layers - 1}"
+            f"layers: must be of 0 to {config.num_hidden_layers - 1}, and at least one, got {wrong or kept}"
         )
     for name in PER_LAYER:
         if of_layers := getattr(config, name, None):
@@ -163,14 +163,14 @@ def cut_layers(config: PretrainedConfig, kept: tuple[int, ...]) -> None:
 
 
 def describe(model: PreTrainedModel, dtype: torch.dtype) -> str:
-    """Architecture, size and data type in words."""
+    """Description of architecture, size and dtype."""
     config = model.config
     name = str(dtype).removeprefix("torch.")
     return f"{type(model).__name__}, {config.num_hidden_layers} layers of {config.hidden_size}, {name}"
 
 
 def max_positions(config: PretrainedConfig) -> int:
-    """A model's context, as far as a token's rotary embedding does not depend on what else is in the batch."""
+    """The context length, within which rotary embeddings do not depend on the rest of the batch."""
     longest = int(config.max_position_embeddings)
     parameters = getattr(config, "rope_parameters", None) or {}
     nested = [value for value in parameters.values() if isinstance(value, dict)]

@@ -1,8 +1,7 @@
-"""Tree attention, in the place where transformers lets an attention function be registered.
+"""Tree attention, registered as an attention function of transformers.
 
-Every row attends to the keys on its own path, in the order of their positions and in blocks fixed by position. So a
-row's result depends on its query and its path alone, bit for bit: not on the tree around it, nor on what else is in the
-batch.
+Every row attends to the keys on its own path, in the order of positions and in blocks fixed by position. So its result
+depends on its query and its path alone, bit for bit, not on the rest of the tree or the batch.
 """
 
 from __future__ import annotations
@@ -31,10 +30,10 @@ def attend_by_mask(
     softcap: float,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """The same on any device, by gathering each row's path: right, but neither lean nor bitwise reproducible.
+    """Attention on any device by gathering each row's path: correct, but slow and not bitwise reproducible.
 
-    queries (num_rows, num_heads, head_dim); keys and values (num_memory_rows, num_kv_heads, head_dim). The reference
-    for the kernels, and what runs on a GPU where there is no Triton.
+    queries (num_rows, num_heads, head_dim); keys and values (num_memory_rows, num_kv_heads, head_dim). Reference for
+    the kernels, and used on a GPU without Triton.
     """
     queries, keys, values = queries.float(), keys.float(), values.float()
     where, visible = _gathered(paths, window)
@@ -50,7 +49,7 @@ def attend_by_mask(
 
 
 def _gathered(paths: Paths, window: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(num_rows, longest) the memory rows of each row's path by position, and whether it sees that position."""
+    """Memory rows of each row's path by position, (num_rows, longest), and whether the row sees that position."""
     lengths, bases = paths.lengths[:, None], paths.bases[:, None]
     positions = torch.arange(int(paths.lengths.max()), device=lengths.device)
     where = paths.origins[:, None] + positions
@@ -59,7 +58,7 @@ def _gathered(paths: Paths, window: int) -> tuple[torch.Tensor, torch.Tensor]:
         in_tail = (positions - bases).clamp(0, width - 1)
         where = torch.where(positions < bases, where, paths.tails.gather(1, in_tail))
     visible = (positions < lengths) & (positions >= (lengths - window if window else 0))
-    return torch.where(visible, where, paths.rows[:, None]), visible  # a row that is written: NaN times 0 is NaN
+    return torch.where(visible, where, paths.rows[:, None]), visible  # a written row: NaN times 0 is NaN
 
 
 def tree_attention(
@@ -75,10 +74,10 @@ def tree_attention(
     s_aux: torch.Tensor | None = None,
     **_unused: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention interface: (1, heads, rows, head_dim) each in, (1, rows, heads, head_dim) out.
+    """Implements transformers' attention interface: (1, heads, rows, head_dim) in, (1, rows, heads, head_dim) out.
 
-    Writes the rows' keys and values into their slots, then attends over the slots. `chunk` travels through the model's
-    keyword arguments; the mask is ours to derive, so none is given.
+    Writes the rows' keys and values into their slots, then attends over the slots. `chunk` comes through the model's
+    keyword arguments; the mask is implied by it.
     """
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     _require_room(chunk, layer, key, value)
@@ -91,21 +90,21 @@ def tree_attention(
 
 
 def _require_room(chunk: Chunk, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
-    """Kernels write as many numbers as there are. Raises CheckpointError where slots have room for others."""
+    """Check sizes before kernels write. Raises CheckpointError if the slots' sizes differ."""
     for name, numbers in (("keys", key), ("values", value)):
         for piece in chunk.pieces[:1]:
             found, room = (numbers.shape[1], numbers.shape[3]), tuple(piece.slot.keys.shape[2:])
             if found != room:
                 raise CheckpointError(
-                    f"config.json: layer {layer} has {name} of {found[0]} heads of {found[1]} numbers, where it says "
-                    f"{room[0]} of {room[1]}; a model whose layers are alike in this would do"
+                    f"config.json: {name} of all layers must be {room[0]} heads of {room[1]} numbers, as it says, got "
+                    f"{found[0]} of {found[1]} in layer {layer}"
                 )
 
 
 def _attend_on_paths(
     chunk: Chunk, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *rules: Any
 ) -> torch.Tensor:
-    """All rows of a chunk at once, over paths: on an accelerator, and on the CPU for a chunk that has no pieces."""
+    """Attend with all rows of a chunk at once: on a device, or on a CPU for a chunk without pieces."""
     paths, (held_keys, held_values) = chunk.paths_on(queries.device), chunk.memory(layer)
     num_rows = len(paths.rows)
     held_keys.index_copy_(0, paths.rows, keys[:num_rows])
@@ -120,7 +119,7 @@ def _attend_on_paths(
 def _attend_by_piece(
     chunk: Chunk, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *rules: Any
 ) -> torch.Tensor:
-    """On the CPU, where slots hold a type that the kernel does not read: converted for each piece."""
+    """Attend piece by piece on a CPU, converting slots of a dtype that the kernel cannot read."""
     out, memory = torch.zeros_like(queries), chunk.memory(layer)
     for piece, begin in zip(chunk.pieces, chunk.begins, strict=True):
         held_keys, held_values = (rows[begin : begin + piece.num_keys] for rows in memory)

@@ -1,12 +1,11 @@
-"""Loads transformers' modelling code without torch's compiler and without distributed tensors.
+"""Imports transformers' modelling code without torch's compiler and distributed tensors.
 
-    python -m bough.model.architecture.light_imports MODULE ARGUMENTS...    then runs it like `python -m`
+    python -m bough.model.architecture.light_imports MODULE ARGUMENTS...    then runs MODULE like `python -m`
 
-Importing it pulls in torch._dynamo, the inductor, sympy and torch.distributed.tensor, for decorators that matter to
-`torch.compile` alone and for tensors that are spread over processes. A worker uses neither; they took a third of its
-imports and 140 MB. So while transformers is loaded, torch._dynamo is a stand-in whose decorators leave functions as
-they are, and transformers is told that torch was built without torch.distributed and flex attention, as some builds
-are.
+The import pulls in torch._dynamo, the inductor, sympy and torch.distributed.tensor, for decorators that only matter to
+`torch.compile` and for tensors spread over processes. Workers use neither; they took a third of the import time and
+140 MB. So while transformers is imported, torch._dynamo is a stub whose decorators do nothing, and transformers is told
+that torch was built without torch.distributed and flex attention, as some builds are.
 """
 
 from __future__ import annotations
@@ -34,10 +33,10 @@ ABSENT = ("is_torch_distributed_available", "is_torch_flex_attn_available")
 
 
 def import_transformers() -> bool:
-    """For the process's first import of it, on its only thread; False where all is imported as usual instead.
+    """Import transformers for the first time, on the process's only thread; False if all is imported as usual instead.
 
-    That is where one of them is loaded already, or a version of transformers wants more of the compiler than the
-    stand-in has.
+    That is the case if one of the modules is loaded already, or if this version of transformers needs more of the
+    compiler than the stub has.
     """
     if COMPILER in sys.modules or any(name in sys.modules for name in MODULES):
         return False
@@ -49,8 +48,8 @@ def import_transformers() -> bool:
         with _without_compiler():
             for name in MODULES:
                 importlib.import_module(name)
-    except Exception as exc:  # whatever a version of it may stumble over
-        logger.warning("transformers is imported with all that it likes to import: %r", exc)
+    except Exception as exc:  # versions of transformers differ
+        logger.warning("transformers is imported with torch's compiler: %r", exc)
         for name in [name for name in sys.modules if name.partition(".")[0] == "transformers"]:
             del sys.modules[name]
         return False
@@ -63,7 +62,7 @@ def _never() -> bool:
 
 @contextmanager
 def _without_compiler() -> Iterator[None]:
-    """torch._dynamo is a stand-in; who imports it later gets the real one."""
+    """Replace torch._dynamo by a stub; later importers get the real one."""
     torch: Any = importlib.import_module("torch")
     stand_in: Any = ModuleType(COMPILER)
     stand_in.allow_in_graph = stand_in.assume_constant_result = _unchanged
@@ -83,17 +82,17 @@ def _unchanged(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _indexing() -> Any:
-    """What transformers makes masks within, should it ever come to that: the real one."""
+    """The real context in which transformers makes masks, should it be needed."""
     return importlib.import_module(INDEXING).TransformGetItemToIndex()
 
 
 def _undecorated(function: Callable[..., Any] | None = None, *_: object, **__: object) -> Callable[..., Any]:
-    """As a decorator, and as what makes one."""
+    """A no-op decorator, and decorator factory."""
     return _unchanged if function is None else function
 
 
 def main() -> None:
-    """Runs the module that the command line names, with what follows it there."""
+    """Run the module that the command line names, with its arguments."""
     import_transformers()
     del sys.argv[0]
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

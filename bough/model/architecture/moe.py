@@ -1,7 +1,7 @@
-"""Mixtures of experts: one expert's weights at a time, and only of those experts that some row has chosen.
+"""Mixtures of experts: one expert's weights at a time, and only experts that some row has chosen.
 
-transformers keeps the experts of a layer in one stacked parameter. Here an `ExpertTable` stands in its place, whose
-values are made when they are asked for: views of a slab, or unpacked into the same small piece of scratch memory.
+transformers keeps a layer's experts in one stacked parameter. An `ExpertTable` takes its place, and makes values on
+request: views of a slab, or dequantized into the same small scratch memory.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from bough.model.cpu.linear import is_left_to_us, multiply
 from bough.model.cpu.threads import all_threads
 
 NAME = "bough"
-EXPERT_ROWS = 16  # rows of an expert's matrix products: one count for all, wherever torch or a library computes
-_num_rows: ContextVar[int | None] = ContextVar("num_rows", default=None)  # beyond which rows only pad; None: none do
+EXPERT_ROWS = 16  # rows of an expert's products are padded to multiples of this, so that a library rounds them alike
+_num_rows: ContextVar[int | None] = ContextVar("num_rows", default=None)  # rows beyond are padding; None: no row is
 
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """The values of one stacked parameter, expert by expert."""
+    """Sources of one stacked parameter, expert by expert."""
 
     parts: tuple[TensorSource, ...]
 
@@ -42,11 +42,11 @@ class Experts:
         return (len(self.parts), *self.parts[0].shape)
 
     def scratch_bytes(self, dtype: torch.dtype) -> int:
-        """One expert's."""
+        """Scratch bytes of one expert."""
         return max(part.scratch_bytes(dtype) for part in self.parts)
 
     def table(self, raw: Sequence[torch.Tensor], dtype: torch.dtype, scratch: Scratch) -> ExpertTable:
-        """What stands for the parameter; `raw` as in `TensorSource.value`."""
+        """The table that takes the parameter's place; `raw` as in `TensorSource.value`."""
         raws, taken = [], 0
         for part in self.parts:
             raws.append(tuple(raw[taken : taken + len(part.places)]))
@@ -55,25 +55,25 @@ class Experts:
 
 
 class ExpertBytes(Protocol):
-    """Where a table's experts come from. An expert's parameters come together: to expect one's is to expect all."""
+    """Supplies an `ExpertTable` with bytes. All parameters of an expert come together."""
 
     def expect(self, experts: Sequence[int]) -> Sequence[int]:
-        """Says which will be asked for next, all that the layer's rows have chosen; in which order they had best be."""
+        """Announce all experts that the layer's rows have chosen; returns them in the best order to compute."""
         ...
 
     def of(self, expert: int) -> Sequence[torch.Tensor]:
-        """The bytes of an expert's tensors, as in `TensorSource.value`."""
+        """Tensors of an expert, as in `TensorSource.value`."""
         ...
 
 
 class _AllThere:
-    """All in memory."""
+    """ExpertBytes of experts that are all in memory."""
 
     def __init__(self, raws: Sequence[tuple[torch.Tensor, ...]]) -> None:
         self._raws = raws
 
     def expect(self, experts: Sequence[int]) -> Sequence[int]:
-        """In any order."""
+        """Keep the order."""
         return experts
 
     def of(self, expert: int) -> Sequence[torch.Tensor]:
@@ -82,7 +82,7 @@ class _AllThere:
 
 @contextmanager
 def with_rows(num_rows: int) -> Iterator[None]:
-    """Within the block, rows beyond so many are padding."""
+    """Treat rows beyond `num_rows` as padding within the block."""
     token = _num_rows.set(num_rows)
     try:
         yield
@@ -91,7 +91,7 @@ def with_rows(num_rows: int) -> Iterator[None]:
 
 
 class ExpertTable:
-    """The values of a stacked parameter, one expert's at a time."""
+    """The values of a stacked parameter, one expert at a time."""
 
     def __init__(self, experts: Experts, raw: ExpertBytes, dtype: torch.dtype, scratch: Scratch) -> None:
         self._experts = experts
@@ -111,9 +111,9 @@ class ExpertTable:
         return self._raw.expect(experts)
 
     def pieces(self, expert: int) -> list[torch.Tensor]:
-        """An expert's value in pieces along the first axis, valid until the next is asked for where memory is reused.
+        """An expert's value in parts along the first axis; in reused memory valid until the next call.
 
-        A projection that the checkpoint has in two tensors need not be copied together to be multiplied with.
+        A projection stored in two tensors need not be concatenated for a product.
         """
         if self._made is not None:
             return self._made[expert]
@@ -128,11 +128,10 @@ class ExpertTable:
 def experts_forward(
     self: nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    """transformers' experts interface: (rows, hidden) in and out, (rows, k) chosen experts and their weights.
+    """Implements transformers' experts interface: (rows, hidden) in and out, (rows, k) chosen experts and weights.
 
-    Experts are added up in the order of their numbers, in whichever order they come. Each is computed with a multiple
-    of EXPERT_ROWS rows, but for products that are ours: a result depends on its row alone. Rows that pad a chunk
-    choose nothing, and get zeros.
+    Results are added in the order of experts, in whatever order these are loaded. Except for products of ours, each
+    product has a multiple of EXPERT_ROWS rows, so that a result depends on its row alone. Padding rows get zeros.
     """
     result = torch.zeros_like(hidden_states)
     choices = _by_expert(top_k_index[: _num_rows.get()], int(self.num_experts))  # type: ignore[arg-type]
@@ -150,7 +149,7 @@ def experts_forward(
 
 
 def _of_expert(module: nn.Module, expert: int, rows: torch.Tensor) -> torch.Tensor:
-    """What an expert makes of rows."""
+    """The output of one expert for these rows."""
     padded = rows if rows.requires_grad else nn.functional.pad(rows, (0, 0, 0, -len(rows) % EXPERT_ROWS))
     up = _products(module, "gate_up_proj" if module.has_gate else "up_proj", expert, padded, len(rows))
     inner = module._apply_gate(up) if module.has_gate else module.act_fn(up)  # type: ignore[operator]
@@ -160,9 +159,9 @@ def _of_expert(module: nn.Module, expert: int, rows: torch.Tensor) -> torch.Tens
 
 
 def _by_expert(chosen: torch.Tensor, num_experts: int) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-    """Experts in order, each with the rows that have chosen it, in order, and which choice of theirs it was.
+    """Experts in order, each with the rows that chose it and the rank of that choice.
 
-    (rows, k) in; numbers from `num_experts` on stand for no choice. A GPU is waited for once: its router must have run.
+    (rows, k) in; numbers from `num_experts` on mean no choice. Waits once for a GPU, whose router must have run.
     """
     numbers = chosen.flatten().cpu()
     places = torch.argsort(numbers, stable=True)
@@ -174,9 +173,9 @@ def _by_expert(chosen: torch.Tensor, num_experts: int) -> dict[int, tuple[torch.
 
 
 def stack_of(module: nn.Module, source: TensorSource | Experts) -> Experts | None:
-    """The experts of a parameter, if it is one: where the checkpoint has them in one tensor, parts of that.
+    """The experts of a stacked parameter, or None if it is none; one stored tensor is split by experts.
 
-    Checksums are of tensors, so these parts have none.
+    Checksums cover whole tensors, so such parts have none.
     """
     if not has_own_products(module):
         return None
@@ -194,12 +193,12 @@ def stack_of(module: nn.Module, source: TensorSource | Experts) -> Experts | Non
 
 
 def has_own_products(module: nn.Module) -> bool:
-    """Whether a module's experts are computed by `experts_forward`: transformers then says how their matrices lie."""
+    """Whether `experts_forward` computes a module: transformers then tells how its matrices are laid out."""
     return hasattr(module, "is_transposed")
 
 
 def _products(module: nn.Module, name: str, expert: int, rows: torch.Tensor, count: int) -> torch.Tensor:
-    """Rows, a multiple of EXPERT_ROWS of them, times one of an expert's matrices; those from `count` on only pad."""
+    """Rows, a multiple of EXPERT_ROWS, times a matrix of an expert; rows from `count` on are padding."""
     weights = _pieces(module, name, expert)
     if module.is_transposed:
         weights = [_joined(weights, 0).t()]
@@ -208,7 +207,7 @@ def _products(module: nn.Module, name: str, expert: int, rows: torch.Tensor, cou
 
 
 def _product(rows: torch.Tensor, weight: torch.Tensor, count: int) -> torch.Tensor:
-    if rows.requires_grad:  # whoever trains needs no bits, and a product of ours has no gradient
+    if rows.requires_grad:  # training needs no reproducible bits, and a product of ours has no gradient
         return rows @ weight.t()
     if is_left_to_us(rows, weight):
         return nn.functional.pad(multiply(rows[:count], weight, None), (0, 0, 0, len(rows) - count))
@@ -217,7 +216,7 @@ def _product(rows: torch.Tensor, weight: torch.Tensor, count: int) -> torch.Tens
 
 
 def _pieces(module: nn.Module, name: str, expert: int) -> list[torch.Tensor]:
-    """As `ExpertTable.pieces`, of what stands for a parameter or of the parameter itself."""
+    """As `ExpertTable.pieces`, for a table or a plain stacked parameter."""
     values = getattr(module, name)
     return values.pieces(expert) if isinstance(values, ExpertTable) else [values[expert]]
 

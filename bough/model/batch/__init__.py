@@ -1,1 +1,1 @@
-"""The rows of one model pass, of whichever sessions, and where each has its keys and values."""
+"""The rows of one model pass, of all its sessions, and where their keys and values are."""

@@ -21,44 +21,44 @@ __all__ = ["Batch", "BatchPart", "Chunk", "Segment"]
 
 
 class BatchPart:
-    """A segment's rows within a chunk, in the form in which attention wants them, made once for all layers."""
+    """A segment's rows within a chunk, in the form that attention needs; made once for all layers."""
 
     def __init__(self, begin: int, segment: Segment) -> None:
         assert isinstance(segment.slot, KVSlot), "there are keys to be read"
         self.slot = segment.slot
-        self.span = slice(begin, begin + len(segment))  # rows of the chunk
+        self.span = slice(begin, begin + len(segment))  # rows within the chunk
         self.rows = segment.rows.astype(np.int64)
         self.num_keys = int(max(segment.rows.max(), segment.positions.max())) + 1  # slot rows that may be read
         self.base = segment.base
         self.tail = np.ascontiguousarray(segment.tail)
-        self.lengths = segment.positions + np.int32(1)  # keys on each row's path
+        self.lengths = segment.positions + np.int32(1)  # number of keys on each row's path
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Rows that go through a layer together. Their slots stay where they are meanwhile."""
+    """Rows that a layer computes together. Their slots must not move meanwhile."""
 
-    begin: int  # first row of the batch
+    begin: int  # first row in the batch
     end: int
     pieces: tuple[BatchPart, ...]
     device: torch.device
 
     @property
     def num_tokens(self) -> int:
-        """Rows from the first on that are no padding."""
+        """Number of rows that are not padding."""
         return self.pieces[-1].span.stop
 
     def spans(self, layer: int) -> tuple[PathSpans, int]:
-        """The pieces for compiled code on the CPU, and the number of the layer there."""
+        """The pieces for compiled code on a CPU, and the layer's number there."""
         return self._spans, layer
 
     @cached_property
     def paths(self) -> Paths:
-        """The pieces for an accelerator, in rows of `memory`."""
+        """The pieces for a device, in rows of `memory`."""
         return self.path_arrays().on(self.device)
 
     def paths_on(self, device: torch.device) -> Paths:
-        """The same on any accelerator that has layers; sent there once."""
+        """As `paths`, on any device that has layers; sent there once."""
         if device == self.device:
             return self.paths
         if device not in self._paths_elsewhere:
@@ -70,16 +70,16 @@ class Chunk:
         return {}
 
     def path_arrays(self) -> PathArrays:
-        """The same, not yet there."""
+        """The paths before they are sent to a device."""
         return PathArrays.of(self.pieces, self.begins)
 
     @property
     def begins(self) -> Sequence[int]:
-        """Rows of `memory` at which the pieces' slots begin."""
+        """First row in `memory` of each piece's slot."""
         return [piece.slot.begin for piece in self.pieces]
 
     def memory(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of a layer, (num_rows, num_kv_heads, head_dim) each, that all slots have rows of."""
+        """Keys and values of a layer, (num_rows, num_kv_heads, head_dim) each, which contain all slots."""
         memory = self.pieces[0].slot.memory
         assert all(piece.slot.memory is memory for piece in self.pieces), "slots of one arena go into one chunk"
         return memory.keys[layer], memory.values[layer]
@@ -90,10 +90,10 @@ class Chunk:
 
 
 class Batch:
-    """Segments one after another, padded, in chunks that go through each layer by turns.
+    """Concatenated segments, padded, in chunks that go through each layer one after another.
 
-    A batch that is to be reproducible has chunks of the sizes that `bough.model.running.batch_invariance` allows;
-    `rows=None` is one chunk of whatever size comes.
+    A reproducible batch has chunks of the sizes that `bough.model.running.batch_invariance` allows; with `rows=None`
+    there is one chunk without padding.
     """
 
     def __init__(self, segments: Sequence[Segment], rows: RowCounts | None, device: torch.device) -> None:
@@ -106,13 +106,13 @@ class Batch:
         self.chunks = tuple(self._chunk(begin, min(begin + counts.most, self.num_rows)) for begin in begins)
 
     def send(self, elsewhere: Collection[torch.device] = ()) -> None:
-        """Puts what attention wants on accelerators, before anything is queued there that this would wait for."""
+        """Send what attention needs to devices, before work is queued there that the copies would wait for."""
         for device in (self._device, *elsewhere) if self._device.type != "cpu" else elsewhere:
             for chunk in self.chunks:
                 chunk.paths_on(device)
 
     def seen_as(self, chunks: Sequence[Chunk]) -> Batch:
-        """The same rows in other chunks, one for each of its own: where keys and values are somewhere else."""
+        """The same rows with other chunks, one for each of its own, whose keys and values are elsewhere."""
         other = copy.copy(self)
         other.chunks = tuple(chunks)
         return other
@@ -129,7 +129,7 @@ class Batch:
 
     @property
     def wanted_rows(self) -> NDArray[np.int64]:
-        """(num_logit_rows,) that want logits."""
+        """Rows that want logits, (num_logit_rows,)."""
         return np.flatnonzero(np.repeat([s.wants_logits for s in self.segments], [len(s) for s in self.segments]))
 
     @cached_property
@@ -154,7 +154,7 @@ class Batch:
 
     @property
     def all_want_logits(self) -> bool:
-        """Whether every token's row does."""
+        """Whether every token wants logits."""
         return all(segment.wants_logits for segment in self.segments)
 
     def _padded(self, numbers: IntArray) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Where the rows of a batch have their keys and values, as arrays on an accelerator."""
+"""Where the rows of a batch have their keys and values, as arrays on a device."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ if TYPE_CHECKING:
 
 
 IntArray = NDArray[np.int32]
-TILE_ROWS = 16  # of one slot, that may attend together
+TILE_ROWS = 16  # rows of one slot that may attend together
 
 
 class Paths(NamedTuple):
-    """Every row's path, in rows of the memory that all slots of a chunk are in.
+    """Every row's path, in rows of the memory that contains all slots of a chunk.
 
-    The key at position p stands in row origin + p where p < base, else where the tail says.
+    The key at position p is in row origin + p if p < base, otherwise in the row that the tail gives.
     """
 
-    rows: torch.Tensor  # (num_rows,) int64: take the rows' own keys and values
+    rows: torch.Tensor  # (num_rows,) int64: where the rows' own keys and values are written
     origins: torch.Tensor  # (num_rows,) int32: where the slots begin
     bases: torch.Tensor  # (num_rows,) int32
-    lengths: torch.Tensor  # (num_rows,) int32: keys on each row's path
-    tails: torch.Tensor  # (num_rows, width) int32: [i, j] is for position bases[i] + j; beyond the path anything
-    tiles: torch.Tensor  # (num_tiles, 2) int32: first row and end of rows of one piece, TILE_ROWS of them at most
+    lengths: torch.Tensor  # (num_rows,) int32: number of keys on each row's path
+    tails: torch.Tensor  # (num_rows, width) int32: [i, j] is for position bases[i] + j; arbitrary beyond the path
+    tiles: torch.Tensor  # (num_tiles, 2) int32: first row and end of at most TILE_ROWS rows of one piece
 
 
 class PathArrays(NamedTuple):
-    """The same before it is on a device: int32 throughout."""
+    """The same on the host, all int32."""
 
     rows: IntArray
     origins: IntArray
@@ -43,7 +43,7 @@ class PathArrays(NamedTuple):
 
     @classmethod
     def of(cls, pieces: Sequence[BatchPart], begins: Sequence[int]) -> PathArrays:
-        """Of all rows of some pieces, whose slots begin at these rows of one memory."""
+        """Paths of all rows of pieces whose slots begin at these rows of one memory."""
         sizes = [len(piece.lengths) for piece in pieces]
         tails = np.zeros((sum(sizes), max(piece.tail.shape[1] for piece in pieces)), np.int32)
         first = 0
@@ -61,13 +61,13 @@ class PathArrays(NamedTuple):
         )
 
     def on(self, device: torch.device) -> Paths:
-        """As attention takes them."""
+        """Send the arrays to a device."""
         rows, *others = (torch.from_numpy(array).to(device) for array in self)
         return Paths(rows.long(), *others)
 
 
 def _tiles(sizes: Sequence[int]) -> IntArray:
-    """Of pieces that follow one another from row 0."""
+    """Tiles of pieces that follow one another from row 0."""
     ends = np.cumsum(sizes)
     pairs = [
         (row, min(row + TILE_ROWS, end))

@@ -1,4 +1,4 @@
-"""Where the rows of a batch have their keys and values, as arrays that compiled code can read."""
+"""Where the rows of a batch have their keys and values, as arrays for compiled code."""
 
 from __future__ import annotations
 
@@ -13,37 +13,37 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     from bough.model.batch.batch import BatchPart
 
-SPAN_ROWS = 16  # rows that attend together: all lanes are then full, whatever the number of heads
+SPAN_ROWS = 16  # rows that attend together, which fills all SIMD lanes for any number of heads
 
 
 class Place(NamedTuple):
-    """Memory of keys and values, of one layer after another."""
+    """Memory of keys and values of successive layers."""
 
     keys: int  # address
     values: int
-    layer_rows: int  # from one layer to the next
+    layer_rows: int  # rows from one layer to the next
 
 
 class PathSpans(NamedTuple):
     """All pieces of a chunk."""
 
-    slots: NDArray[np.int64]  # (num_pieces, 3) a `Place`
-    ranges: NDArray[np.int64]  # (num_pieces, 6) first row, end, base, where tails begin, width of the tail, num_keys
-    tasks: NDArray[np.int64]  # (num_tasks, 4) a piece, first row, end, KV head: what attends together
-    rows: NDArray[np.int64]  # (num_rows,) slot rows that take the keys and values
-    lengths: NDArray[np.int32]  # (num_rows,) keys on each row's path
-    tails: NDArray[np.int32]  # every piece's tail, flat
+    slots: NDArray[np.int64]  # (num_pieces, 3) `Place` of each piece
+    ranges: NDArray[np.int64]  # (num_pieces, 6) first row, end, base, start of its tail, width of the tail, num_keys
+    tasks: NDArray[np.int64]  # (num_tasks, 4) piece, first row, end, KV head: rows that attend together
+    rows: NDArray[np.int64]  # (num_rows,) slot rows where keys and values are written
+    lengths: NDArray[np.int32]  # (num_rows,) number of keys on each row's path
+    tails: NDArray[np.int32]  # all pieces' tails, flattened
 
     @classmethod
     def of(cls, pieces: Sequence[BatchPart]) -> PathSpans:
-        """Of rows that attend in their own slots; the pieces must outlive it."""
+        """Spans of pieces that attend in their own slots; the pieces must outlive them."""
         slots = [piece.slot for piece in pieces]
         places = [Place(slot.keys.data_ptr(), slot.values.data_ptr(), slot.layer_rows) for slot in slots]
         return cls.at(places, pieces, slots[0].keys.shape[2])
 
     @classmethod
     def at(cls, places: Sequence[Place], pieces: Sequence[BatchPart], num_kv_heads: int) -> PathSpans:
-        """Of rows whose keys and values are somewhere else. The pieces' rows follow one another from row 0."""
+        """Spans of pieces whose keys and values are elsewhere. The pieces' rows follow one another from row 0."""
         ranges, together, begin, begin_tail = [], [], 0, 0
         for number, piece in enumerate(pieces):
             end = begin + len(piece.lengths)
@@ -63,9 +63,9 @@ class PathSpans(NamedTuple):
 def _tasks(
     together: Sequence[tuple[int, int, int]], num_kv_heads: int, num_threads: int
 ) -> list[tuple[int, int, int, int]]:
-    """Those of a piece's rows [begin, end) that attend together, for each head; cut where a thread's share ends.
+    """Tasks for each KV head of row ranges that attend together, cut where a thread's share ends.
 
-    BatchPart by piece, as its heads' keys are neighbours; there head by head, so that all its rows meet one head's.
+    Tasks are ordered by piece, as its heads' keys are neighbours, and then by head, so that a head's keys stay cached.
     """
     num_rows = num_kv_heads * sum(end - begin for _, begin, end in together)
     share_ends = [num_rows * thread // num_threads for thread in range(1, num_threads)]

@@ -1,1 +1,1 @@
-"""Checkpoints on disk: where each tensor stands, what is written beside it, and where folders come from."""
+"""Checkpoints on disk: where each tensor is, files written beside them, and the Hugging Face cache."""

@@ -1,4 +1,4 @@
-"""Files that are whole or not there, and the folders that they stand in."""
+"""Atomic writing of files, and folders to write to."""
 
 from __future__ import annotations
 
@@ -15,42 +15,42 @@ from safetensors import SafetensorError
 from bough.errors import ConfigError
 
 _FULL = "the disk is full; make room and run the same command again to go on"
-_UNWRITABLE = "a folder that can be written to would do"
+_UNWRITABLE = "choose a folder that can be written to"
 REMEDIES = {
     errno.ENOSPC: _FULL,
     errno.EDQUOT: _FULL,
     errno.EFBIG: "raise the limit for files (`ulimit -f`) and run the same command again to go on",
-    errno.EIO: "the disk or the way to it fails; another disk would do",
+    errno.EIO: "the disk or its connection fails; choose another disk",
     errno.EROFS: _UNWRITABLE,
     errno.EACCES: _UNWRITABLE,
     errno.EPERM: _UNWRITABLE,
 }
-OTHERWISE = "another folder would do"
-PARTIAL = ".partial"  # the end of the name of a file that is being written
+OTHERWISE = "choose another folder"
+PARTIAL = ".partial"  # suffix of a file that is being written
 
 
 def make_folder(flag: str, folder: Path) -> None:
-    """A folder to write to, and those around it.
+    """Create a folder with its parents.
 
     Raises:
-        ConfigError: naming the flag: a file is in the way, or it may not be made.
+        ConfigError: names the flag: a file is in the way, or permission is missing.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as exc:
-        raise ConfigError(f"{flag}: {folder} cannot be made: {exc.strerror}; another folder would do") from exc
+        raise ConfigError(f"{flag}: {folder} cannot be made: {exc.strerror}; choose another folder") from exc
 
 
 def is_taken(folder: Path) -> bool:
-    """Whether a folder holds anything but what `replace` left of a process that was killed while it wrote."""
+    """Whether a folder contains anything but partial files of a killed process."""
     return folder.is_dir() and any(not file.name.endswith(PARTIAL) for file in folder.iterdir())
 
 
 def replace(file: Path, write: Callable[[Path], Any], content: str = "") -> None:
-    """Writes a file at once or not at all; `content` is what it holds, in the words of an error.
+    """Write a file atomically; `content` describes it in error messages.
 
     Raises:
-        ConfigError: the disk is full, or will not be written to; with the system's reason.
+        ConfigError: the disk is full or cannot be written to, with the system's reason.
     """
     partial = file.with_name(file.name + PARTIAL)
     try:
@@ -59,7 +59,7 @@ def replace(file: Path, write: Callable[[Path], Any], content: str = "") -> None
             os.fsync(stream.fileno())
         partial.replace(file)
     except Exception as exc:
-        with suppress(OSError):  # where nothing can be written any more, the first error is the one to tell
+        with suppress(OSError):  # report the first error
             partial.unlink(missing_ok=True)
         if not isinstance(exc, OSError | SafetensorError):
             raise
@@ -68,7 +68,7 @@ def replace(file: Path, write: Callable[[Path], Any], content: str = "") -> None
 
 
 def _code(error: OSError | SafetensorError) -> int:
-    """The system's number of what went wrong, which safetensors has in its words alone; 0 where there is none."""
+    """The errno of an error, which safetensors has only in its message; 0 if unknown."""
     if isinstance(error, OSError):
         return error.errno or 0
     found = re.search(r"\(os error (\d+)\)", str(error))

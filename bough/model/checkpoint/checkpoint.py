@@ -1,7 +1,6 @@
-"""Where each tensor of a checkpoint stands: a model folder and its safetensors headers.
+"""Where each tensor of a checkpoint is: a model folder and its safetensors headers.
 
-Knows no torch and no model classes. Whether the shapes fit the architecture is checked in
-`bough.model.loading.loading`.
+This module uses no torch and no model classes. `bough.model.loading.loading` checks shapes against the architecture.
 """
 
 from __future__ import annotations
@@ -23,41 +22,41 @@ from bough.model.checkpoint.shared_weights import SharedWeights
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
-MAX_HEADER_BYTES = 100_000_000  # the limit that the safetensors library itself sets
+MAX_HEADER_BYTES = 100_000_000  # limit of the safetensors library
 ITEM_BYTES = {"BF16": 2, "F16": 2, "F32": 4, "F64": 8, "I8": 1, "U8": 1, "I16": 2, "I32": 4, "I64": 8, "BOOL": 1}
-SNAPSHOTS = "snapshots"  # the folder of the Hugging Face cache in which models stand
+SNAPSHOTS = "snapshots"  # folder of the Hugging Face cache that has models
 
 
 @dataclass(frozen=True, slots=True)
 class TensorPlace:
-    """A tensor's bytes: `num_bytes` at `offset` of `file`."""
+    """A tensor's location: `num_bytes` at `offset` of `file`."""
 
     name: str
     file: Path
     offset: int
     num_bytes: int
-    dtype: str  # as safetensors spells it: "BF16", "F32", ...
+    dtype: str  # in safetensors' notation: "BF16", "F32", ...
     shape: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A model folder whose headers have been read and found consistent."""
+    """A model folder with consistent headers."""
 
     folder: Path
     tensors: dict[str, TensorPlace]
-    kept_layers: tuple[int, ...] | None = None  # of a draft: those that are there, as its target counts them
+    kept_layers: tuple[int, ...] | None = None  # for a draft: the layers it has, in the target's numbering
 
     @classmethod
     def open(cls, model: str | Path) -> Checkpoint:
-        """Reads the headers of a local folder, or of a hub id that is in the local cache.
+        """Read the headers of a local folder, or of a hub id in the local cache.
 
         Raises:
-            CheckpointError: naming the folder or file that is missing, truncated or malformed.
+            CheckpointError: names a folder or file that is missing, truncated or malformed.
         """
         folder = resolve(model)
         if not (folder / "config.json").is_file():
-            raise CheckpointError(f"model: {folder} has no config.json; a Hugging Face model folder would do")
+            raise CheckpointError(f"model: must be a Hugging Face model folder, got {folder}, which has no config.json")
         tensors = _tensors(folder)
         origin = SharedWeights.read(folder)
         if origin is None:
@@ -65,11 +64,10 @@ class Checkpoint:
         return cls(folder, tensors | _borrowed(folder, origin), origin.kept_layers)
 
     def fingerprint(self) -> str:
-        """Hash over the configuration, the places and shapes of all tensors, and what is known of their contents.
+        """Hash of the configuration, places and shapes of all tensors, and their contents; the same on every machine.
 
-        That is the checksum of every tensor where `bough pack` has written them, which are compared with the bytes when
-        these are read, and otherwise samples of every tensor (`bough.model.checkpoint.content_samples`). The same on
-        every machine.
+        Contents are covered by the checksums that `bough pack` wrote, which are verified when tensors are read, or else
+        by samples of every tensor (`bough.model.checkpoint.content_samples`).
 
         Raises:
             CheckpointError: the samples cannot be read.
@@ -84,17 +82,17 @@ class Checkpoint:
 
 
 def resolve(model: str | Path) -> Path:
-    """The folder of a model: itself where it is one, otherwise the cached snapshot of a hub id."""
+    """The folder of a model: a local folder itself, or the cached snapshot of a hub id."""
     folder = Path(model).expanduser()
     if folder.is_dir():
         return folder
     if not is_hub_id(model):
-        raise CheckpointError(f"model: folder {model} is not there")
+        raise CheckpointError(f"model: must be a folder that exists, or a hub id, got {model}")
     return cached(str(model))
 
 
 def read_header(file: Path) -> dict[str, TensorPlace]:
-    """The tensors of one safetensors file, checked against the size of the file."""
+    """The tensors of one safetensors file, checked against the file's size."""
     try:
         size = file.stat().st_size
         with file.open("rb") as stream:
@@ -137,11 +135,11 @@ def _borrowed(folder: Path, origin: SharedWeights) -> dict[str, TensorPlace]:
     """The tensors that a draft shares with its target.
 
     Raises:
-        CheckpointError: the target is not there, or not what it was.
+        CheckpointError: the target is missing or has changed.
     """
     if not origin.borrowed:
         return {}
-    remedy = "the same target, or another `bough pack --draft`, would do"
+    remedy = "restore the target, or run `bough pack --draft` again"
     try:
         target = Checkpoint.open(origin.model)
     except CheckpointError as exc:
@@ -149,13 +147,14 @@ def _borrowed(folder: Path, origin: SharedWeights) -> dict[str, TensorPlace]:
     found = target.fingerprint()
     if found != origin.fingerprint or any(name not in target.tensors for name in origin.borrowed):
         raise CheckpointError(
-            f"{folder}: made from {origin.model} when its fingerprint was {origin.fingerprint}; it is {found}; {remedy}"
+            f"{folder}: {origin.model}, whose tensors it shares, must have the fingerprint {origin.fingerprint}, "
+            f"got {found}; {remedy}"
         )
     return {name: target.tensors[name] for name in origin.borrowed}
 
 
 def _tensors(folder: Path) -> dict[str, TensorPlace]:
-    """Of all files; one that stands in several is where the index places it."""
+    """Tensors of all files; one that several files have is where the index says."""
     index = folder / INDEX_NAME
     files = _weight_map(index) if index.is_file() else {}
     headers = {name: read_header(folder / name) for name in _shards(folder, set(files.values()) or {SINGLE_NAME})}
@@ -167,11 +166,11 @@ def _tensors(folder: Path) -> dict[str, TensorPlace]:
 
 
 def _shards(folder: Path, names: Collection[str]) -> list[str]:
-    """Their names in order."""
+    """File names in order, all of which must exist."""
     for name in sorted(names):
         if not (folder / name).is_file():
             is_cached = folder.parent.name == SNAPSHOTS
-            remedy = "; `hf download` of the whole model would do" if is_cached else ""
+            remedy = "; fetch the whole model with `hf download`" if is_cached else ""
             raise CheckpointError(f"{folder / name}: this file of the checkpoint is missing{remedy}")
     return sorted(names)
 
@@ -183,7 +182,7 @@ def _weight_map(index: Path) -> dict[str, str]:
         raise CheckpointError(f"{index}: not an index of safetensors files: {exc!r}") from exc
     for name, file in names.items():
         if not isinstance(file, str) or not file:
-            raise CheckpointError(f"{index}: tensor {name} is placed in {file!r}; the name of a file would do")
+            raise CheckpointError(f"{index}: tensor {name} : must be placed in a file, got {file!r}")
         if Path(file).is_absolute() or ".." in Path(file).parts:
             raise CheckpointError(f"{index}: tensor {name}: must be placed in a file of the same folder, got {file!r}")
     return names

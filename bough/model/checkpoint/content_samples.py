@@ -1,8 +1,8 @@
-"""Samples of the bytes of a checkpoint's tensors: two checkpoints of one training run have the same headers.
+"""Hashes samples of a checkpoint's tensors, to tell apart checkpoints of one training run, whose headers are equal.
 
-Training changes nearly every number of a tensor, so a few samples tell two checkpoints apart. They are bounded in
-number, so that a start stays fast, and stand where the tensor's name puts them: the same places on every machine.
-Knows no torch and no checkpoint folders: a tensor is a name and a range of bytes of a file.
+Training changes nearly every number of a tensor, so a few samples suffice. Their number is limited, so that starts stay
+fast, and their places follow from the tensor's name, so that they are the same on every machine. This module uses no
+torch and no checkpoint folders: a tensor is a name and a byte range of a file.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from typing import NamedTuple, Protocol
 from bough.errors import CheckpointError
 
 SAMPLE_BYTES = 4096
-NUM_SAMPLES = 2048  # of a checkpoint; where it has more tensors than that, one of each
-NUM_THREADS = 8  # a sample is a random access, and disks serve several at once
+NUM_SAMPLES = 2048  # of a checkpoint, but at least one of each tensor
+NUM_THREADS = 8  # concurrent random reads
 
 
 class Stored(Protocol):
-    """A tensor's bytes: `num_bytes` at `offset` of `file`."""
+    """A tensor's location: `num_bytes` at `offset` of `file`."""
 
     @property
     def name(self) -> str: ...
@@ -36,7 +36,7 @@ class Stored(Protocol):
 
 
 class Sample(NamedTuple):
-    """Some bytes of a tensor."""
+    """A byte range of a tensor."""
 
     name: str  # of the tensor
     file: Path
@@ -45,10 +45,10 @@ class Sample(NamedTuple):
 
 
 def samples_digest(tensors: Iterable[Stored], num_samples: int = NUM_SAMPLES) -> str:
-    """Hash over `num_samples` samples, or one of every tensor; the order in which tensors are given does not matter.
+    """Hash of `num_samples` samples, at least one of every tensor, independent of the order of tensors.
 
     Raises:
-        CheckpointError: a file cannot be read, or ends before a tensor does.
+        CheckpointError: a file cannot be read, or is too short.
     """
     ordered = sorted(tensors, key=lambda tensor: (tensor.name, str(tensor.file)))
     num_each = max(1, num_samples // max(1, len(ordered)))
@@ -60,7 +60,7 @@ def samples_digest(tensors: Iterable[Stored], num_samples: int = NUM_SAMPLES) ->
 
 
 def samples_of(tensor: Stored, num: int) -> list[Sample]:
-    """One sample in each of `num` equal stretches of a tensor, or all of a tensor that is no longer than these."""
+    """One sample in each of `num` equal sections of a tensor; a short tensor is one sample."""
     if tensor.num_bytes <= num * SAMPLE_BYTES:
         return [Sample(tensor.name, tensor.file, tensor.offset, tensor.num_bytes)]
     stretch, samples = tensor.num_bytes // num, []
@@ -72,7 +72,7 @@ def samples_of(tensor: Stored, num: int) -> list[Sample]:
 
 
 def _read_all(samples: Sequence[Sample]) -> Iterable[bytes]:
-    """The bytes of all samples, in their order. A thread reads its samples by their places in the files."""
+    """Yield the bytes of all samples in order. Each thread reads its samples in the order of their places."""
     size = max(1, -(-len(samples) // NUM_THREADS))
     parts = [samples[begin : begin + size] for begin in range(0, len(samples), size)]
     with ExitStack() as stack, ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="samples") as threads:
@@ -85,7 +85,7 @@ def _read_all(samples: Sequence[Sample]) -> Iterable[bytes]:
 
 
 def _open(sample: Sample, stack: ExitStack) -> int:
-    """A descriptor that does not read ahead, closed with the stack."""
+    """Open a descriptor without read-ahead, closed with the stack."""
     try:
         descriptor = os.open(sample.file, os.O_RDONLY)
     except OSError as exc:

@@ -1,7 +1,7 @@
-"""Models of the Hugging Face hub and the local cache of them.
+"""Models of the Hugging Face hub and its local cache.
 
-Whoever starts something has what is missing fetched; a service that has been started never does, as several of them
-open the same model, and none should take hours before it can say that it is there.
+Commands that start services fetch missing models; running services never do, since several of them open the same model
+and none should take hours to become ready.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from pathlib import Path
 from bough.errors import CheckpointError
 
 WANTED = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]
-UNWANTED = ["original/*", "consolidated*"]  # the same weights once more, as their makers store them
+UNWANTED = ["original/*", "consolidated*"]  # the same weights in their makers' formats
 
 
 def is_hub_id(model: str | Path) -> bool:
-    """Whether it is spelt like "organisation/name", and no folder is there."""
+    """Whether a string has the form "organisation/name" and no such folder exists."""
     is_spelt = str(model).count("/") == 1 and not str(model).startswith((".", "/", "~"))
     return is_spelt and not Path(model).is_dir()
 
 
 def cached(model: str) -> Path:
-    """The folder of a hub id's files in the local cache.
+    """The cached folder of a hub id.
 
     Raises:
-        CheckpointError: it is not there.
+        CheckpointError: it is not in the cache.
     """
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
@@ -35,10 +35,10 @@ def cached(model: str) -> Path:
         folder = Path(snapshot_download(model, cache_dir=cache, local_files_only=True))
     except (LocalEntryNotFoundError, HFValidationError, ValueError) as exc:
         raise CheckpointError(
-            f"model: {model} is neither a folder nor a model in the local Hugging Face cache; "
-            "a path, or a model fetched with `hf download`, would do"
+            f"model: must be a folder or a model in the local Hugging Face cache, got {model}; "
+            "fetch models with `hf download`"
         ) from exc
-    # As it is spelled: a link in the cache is its owner's doing.
+    # Compared as spelled: symbolic links in the cache are made by its owner.
     if not Path(os.path.normpath(folder)).is_relative_to(os.path.normpath(cache)):
         raise CheckpointError(
             f"model: {model} must be in the Hugging Face cache, {cache}; its entry there points to {folder}"
@@ -47,10 +47,10 @@ def cached(model: str) -> Path:
 
 
 def fetch(*models: str) -> None:
-    """Has what the cache lacks of hub ids fetched, with progress bars; without a connection the cache has to do.
+    """Fetch missing files of hub ids, with progress bars; without a connection, cached models must do.
 
     Raises:
-        CheckpointError: a model is neither to be had nor in the cache.
+        CheckpointError: a model can neither be fetched nor is cached.
     """
     ids = [model for model in dict.fromkeys(models) if is_hub_id(model)]
     if not ids:
@@ -62,7 +62,7 @@ def fetch(*models: str) -> None:
         try:
             snapshot_download(model, allow_patterns=WANTED, ignore_patterns=UNWANTED)
         except LocalEntryNotFoundError:
-            cached(model)  # says what would do
+            cached(model)  # raises if it is not cached
         except (HfHubHTTPError, HFValidationError, OSError) as exc:
             reason = (str(exc).strip() or repr(exc)).splitlines()[0]
             raise CheckpointError(f"model: {model} cannot be fetched: {reason}") from exc

@@ -1,4 +1,4 @@
-"""What `bough pack` writes beside its tensors: which shards are whole, and the checksum of every tensor. No torch."""
+"""The manifest of `bough pack`: complete shards, and the checksum of every tensor. Uses no torch."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ MANIFEST_NAME = "bough_pack.json"
 
 
 def read_checksums(folder: Path) -> dict[str, int]:
-    """crc32 by tensor name, where `bough pack` wrote the checkpoint; nothing for any other."""
+    """The crc32 by tensor name of a checkpoint that `bough pack` wrote; empty for others."""
     manifest = folder / MANIFEST_NAME
     return dict(read_manifest(manifest)["checksums"]) if manifest.is_file() else {}
 
 
 def read_manifest(manifest: Path) -> dict[str, Any]:
-    """Raises CheckpointError where it is damaged."""
+    """Read a manifest. Raises CheckpointError if it is damaged."""
     try:
         content = dict(json.loads(manifest.read_text()))
         return {**content, **{name: dict(content[name]) for name in ("shards", "checksums", "weight_map")}}
     except (OSError, ValueError, KeyError, TypeError) as exc:
-        raise CheckpointError(f"{manifest}: is damaged: {exc!r}; `bough pack` into another folder would do") from exc
+        raise CheckpointError(f"{manifest}: is damaged: {exc!r}; run `bough pack` into another folder") from exc

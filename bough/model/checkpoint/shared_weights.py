@@ -1,6 +1,6 @@
-"""What a draft folder shares with its target: the layers that it has of it, and tensors that stay where they are.
+"""What a draft folder shares with its target: its choice of layers, and tensors that stay in the target's files.
 
-The manifest of such a folder names the target and its fingerprint. Knows no torch and opens no checkpoints.
+The folder's manifest names the target and its fingerprint. This module uses no torch and opens no checkpoints.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from bough.errors import CheckpointError
 from bough.model.checkpoint.atomic_files import replace
 
 NAME = "bough_draft.json"
-FORMAT = 2  # the fingerprint looks into every part of a tensor
+FORMAT = 2  # 2: the fingerprint samples every part of a tensor
 
 
 @dataclass(frozen=True, slots=True)
 class SharedWeights:
-    """Of a draft that `bough pack --draft` wrote."""
+    """Manifest of a draft that `bough pack --draft` wrote."""
 
     model: str  # the target's folder, or its hub id
     fingerprint: str  # of the target's contents
-    kept_layers: tuple[int, ...]  # as the target counts them
-    borrowed: tuple[str, ...]  # names of the tensors that are in the target's files; none where all were copied
+    kept_layers: tuple[int, ...]  # in the target's numbering
+    borrowed: tuple[str, ...]  # names of tensors in the target's files; empty if all were copied
     format: int = FORMAT
 
     @classmethod
     def read(cls, folder: Path) -> SharedWeights | None:
-        """None for a folder that has all that it needs.
+        """Read a folder's manifest; None for a folder that shares nothing.
 
         Raises:
             CheckpointError: the manifest is damaged, or of another version.
@@ -37,7 +37,7 @@ class SharedWeights:
         try:
             content: dict[str, Any] = json.loads((folder / NAME).read_text())
             if content.get("format") != FORMAT:
-                raise CheckpointError(f"{folder / NAME}: has format {content.get('format')}; {FORMAT} can be read")
+                raise CheckpointError(f"{folder / NAME}: format must be {FORMAT}, got {content.get('format')}")
             lists = {name: tuple(content[name]) for name in ("kept_layers", "borrowed")}
             return cls(**{**content, **lists})
         except FileNotFoundError:
@@ -46,5 +46,5 @@ class SharedWeights:
             raise CheckpointError(f"{folder / NAME}: is damaged: {exc!r}") from exc
 
     def save(self, folder: Path) -> None:
-        """At once or not at all."""
+        """Write the manifest atomically."""
         replace(folder / NAME, lambda partial: partial.write_text(json.dumps(asdict(self), indent=1)))

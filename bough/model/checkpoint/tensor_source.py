@@ -1,6 +1,6 @@
-"""How a parameter's value comes out of the bytes of a checkpoint: a view where that is possible, otherwise made anew.
+"""How a parameter's value is made from the bytes of a checkpoint: as a view if possible, otherwise as a copy.
 
-Knows no files and no modules: whoever reads gives the bytes, whoever binds takes the value.
+This module knows no files and no modules: readers supply bytes, and binders take values.
 """
 
 from __future__ import annotations
@@ -27,92 +27,92 @@ STORED_DTYPES = {
     "I64": torch.int64,
     "BOOL": torch.bool,
 }
-VALUE_DTYPES = ("BF16", "F16", "F32")  # in which a value can be stored as it is
-VALUE_ALIGNMENT = 64  # bytes: a cache line, which is also the widest vector
+VALUE_DTYPES = ("BF16", "F16", "F32")  # dtypes whose values may be used directly
+VALUE_ALIGNMENT = 64  # bytes: a cache line, which is also the widest SIMD vector
 
 
 class Scratch(Protocol):
-    """Where values that are no views are made."""
+    """Allocates memory for values that are no views."""
 
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """An uninitialised tensor."""
+        """Allocate an uninitialised tensor."""
         ...
 
     def write(self, how: Callable[[], object]) -> None:
-        """Has what was taken written to: now, and where memory is reused again whenever the bytes are there again."""
+        """Fill what was allocated: now, and in reused memory again whenever the source bytes have been read again."""
         ...
 
 
 class FreshMemory:
-    """Values that stay: each gets memory of its own."""
+    """Scratch that allocates separate, permanent memory for each value."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """An uninitialised tensor."""
+        """Allocate an uninitialised tensor."""
         return torch.empty(tuple(shape), dtype=dtype, device=self._device)
 
     def write(self, how: Callable[[], object]) -> None:
-        """Once."""
+        """Call it once."""
         how()
 
 
 class ReusedMemory:
-    """Values of one layer after another in the same memory: those of a layer are gone when the next one begins."""
+    """Scratch in which each layer's values overwrite the previous layer's."""
 
     def __init__(self, memory: torch.Tensor) -> None:
         self._memory = memory  # (num_bytes,) uint8
         self._used, self._is_late = 0, False
-        self.writes: list[Callable[[], object]] = []  # since the beginning, in order
+        self.writes: list[Callable[[], object]] = []  # since `begin`, in order
 
     def begin(self, at: int = 0, is_late: bool = False) -> None:
-        """Gives everything back but what is before a byte. What is late is not written when it is made."""
+        """Free everything beyond byte `at`. With `is_late`, values are not written when allocated."""
         self._used, self._is_late, self.writes = at, is_late, []
 
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """An uninitialised tensor."""
+        """Allocate an uninitialised tensor."""
         begin, self._used = self._used, self._used + room_bytes(shape, dtype)
         assert self._used <= len(self._memory), "a layer takes more than was reckoned"
         return self._memory[begin : begin + math.prod(shape) * dtype.itemsize].view(dtype).view(tuple(shape))
 
     def write(self, how: Callable[[], object]) -> None:
-        """Unless it is late; and keeps it in `writes`."""
+        """Record the write in `writes`, and call it unless it is late."""
         if not self._is_late:
             how()
         self.writes.append(how)
 
 
 def room_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
-    """What a value takes of a ReusedMemory."""
+    """Bytes that a value takes in a ReusedMemory."""
     return -(-math.prod(shape) * dtype.itemsize // VALUE_ALIGNMENT) * VALUE_ALIGNMENT
 
 
 class TensorSource(Protocol):
-    """One parameter's value, in terms of tensors of a checkpoint."""
+    """Source of one parameter's value in a checkpoint."""
 
     @property
     def places(self) -> tuple[TensorPlace, ...]:
-        """The tensors that it is made of."""
+        """The tensors that the value is made from."""
         ...
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the value."""
+        """Shape of the value."""
         ...
 
     def scratch_bytes(self, dtype: torch.dtype) -> int:
-        """What `value` takes of a ReusedMemory."""
+        """Bytes that `value` takes in a ReusedMemory."""
         ...
 
     def value(self, raw: Sequence[torch.Tensor], dtype: torch.dtype, scratch: Scratch) -> torch.Tensor:
-        """From the bytes of `places`, each (num_bytes,) uint8 on the device where the value is wanted."""
+        """Make the value from the bytes of `places`, each (num_bytes,) uint8 on the value's device."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A tensor as it is: a view of its bytes, or a converted copy."""
+    """A tensor as stored: a view of its bytes, or a converted copy."""
 
     place: TensorPlace
 
@@ -125,11 +125,11 @@ class Stored:
         return self.place.shape
 
     def scratch_bytes(self, dtype: torch.dtype) -> int:
-        """Nothing for a view."""
+        """0 for a view."""
         return 0 if self._is_view(dtype) else room_bytes(self.shape, dtype)
 
     def value(self, raw: Sequence[torch.Tensor], dtype: torch.dtype, scratch: Scratch) -> torch.Tensor:
-        """The tensor in another shape of memory, or converted."""
+        """A view of the bytes, or a converted copy."""
         (data,) = raw
         if self._is_view(dtype):
             return typed(data, self.place)
@@ -143,7 +143,7 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """Several values one below the other along the first axis, such as the halves of a fused projection."""
+    """Several values concatenated along the first axis, such as the halves of a fused projection."""
 
     parts: tuple[TensorSource, ...]
 
@@ -160,7 +160,7 @@ class Joined:
         return room_bytes(self.shape, dtype) + sum(part.scratch_bytes(dtype) for part in self.parts)
 
     def value(self, raw: Sequence[torch.Tensor], dtype: torch.dtype, scratch: Scratch) -> torch.Tensor:
-        """A copy."""
+        """A concatenated copy."""
         whole, parts = scratch.take(self.shape, dtype), pieces(self, raw, dtype, scratch)
         scratch.write(lambda: torch.cat(parts, out=whole))
         return whole
@@ -169,7 +169,7 @@ class Joined:
 def pieces(
     source: TensorSource, raw: Sequence[torch.Tensor], dtype: torch.dtype, scratch: Scratch
 ) -> list[torch.Tensor]:
-    """What stands below one another along the first axis of a value, without being copied together."""
+    """The parts of a value along the first axis, without copying them together."""
     if not isinstance(source, Joined):
         return [source.value(raw, dtype, scratch)]
     found, taken = [], 0
@@ -181,14 +181,14 @@ def pieces(
 
 
 def typed(data: torch.Tensor, place: TensorPlace) -> torch.Tensor:
-    """The bytes of a tensor, (num_bytes,) uint8, as what they are; a copy where they are not aligned."""
+    """View a tensor's bytes, (num_bytes,) uint8, in its dtype and shape; a copy if they are not aligned."""
     if not _is_aligned(place):
-        data = data.clone()  # safetensors does not promise alignment
+        data = data.clone()  # safetensors does not guarantee alignment
     return data.view(STORED_DTYPES[place.dtype]).view(place.shape)
 
 
 def row_blocks(place: TensorPlace, most_bytes: int) -> list[TensorPlace]:
-    """A tensor's rows, in runs of about as many bytes as are allowed; one without rows in one piece."""
+    """Split a tensor by rows into parts of about `most_bytes`; a tensor without rows is one part."""
     num_rows = place.shape[0] if place.shape else 0
     if not num_rows or not place.num_bytes:
         return [place]
@@ -203,10 +203,10 @@ def row_blocks(place: TensorPlace, most_bytes: int) -> list[TensorPlace]:
 
 
 def crc32(data: torch.Tensor, before: int = 0) -> int:
-    """Checksum of bytes, (num_bytes,) uint8 on the CPU, that follow others with the checksum `before`."""
+    """The crc32 of bytes, (num_bytes,) uint8 on the CPU, continued from `before`."""
     return zlib.crc32(data.numpy(), before)  # type: ignore[arg-type]  # an array is a buffer
 
 
 def _is_aligned(place: TensorPlace) -> bool:
-    """Slabs keep what a file's offsets are modulo a page."""
+    """Whether the offset is aligned; slabs preserve offsets modulo a page."""
     return place.offset % STORED_DTYPES[place.dtype].itemsize == 0

@@ -1,4 +1,4 @@
-"""Takes a tokenizer out of a model folder."""
+"""Loads the tokenizer of a model folder."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from bough.tokenization.vocabulary import TokenizerFiles
 
 
 def load_tokenizer_files(folder: Path) -> TokenizerFiles:
-    """Reads a model folder through transformers, so that every tokenizer format that it converts will do.
+    """Read a tokenizer through transformers, which converts many formats.
 
     Raises:
-        CheckpointError: where there is no tokenizer.
+        CheckpointError: there is no usable tokenizer.
     """
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)

@@ -15,7 +15,7 @@ from llvmlite import ir
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from bough.model.cpu.jit import strict, strict_inner
+from bough.model.cpu.jit import strict_inner
 from bough.model.cpu.llvm_vectors import (
     FLOATS,
     I32,
@@ -219,7 +219,7 @@ _OF_1, _OF_2, _OF_4 = (_NUM_SUMS // num_blocks for num_blocks in (1, 2, 4))  # o
 _tile_1, _tile_2, _tile_4 = tile_of(1, _OF_1), tile_of(2, _OF_2), tile_of(4, _OF_4)
 
 
-@strict
+@strict_inner
 def lay_out(words: Any, block: Any, blocks: Any) -> Any:
     """A block of rows, word by word for all of them, from words (rows, words); beyond the last row zeros."""
     begin, num_rows = block * LANES, len(words)

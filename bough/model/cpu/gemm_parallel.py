@@ -10,7 +10,7 @@ from numba.extending import overload
 from bough.model.cpu.gemm import GROUP, multiply_groups
 from bough.model.cpu.gemm_few_outputs import few_of, multiply_few
 from bough.model.cpu.gemm_int8 import multiply_int8
-from bough.model.cpu.jit import strict, strict_inner
+from bough.model.cpu.jit import strict_inner
 from bough.model.cpu.llvm_vectors import multiplies_pairs
 from bough.model.cpu.operands import are_codes, num_outputs_of
 from bough.model.cpu.work_stealing import take, take_next, wait_for_all
@@ -81,7 +81,7 @@ def parts_of(piece: Any, num_pieces: Any, num_parts: Any) -> Any:
     return piece * num_parts // num_pieces, (piece + 1) * num_parts // num_pieces
 
 
-@strict
+@strict_inner
 def share_product(
     taken: Any, thread: Any, num_threads: Any, rows: Any, num_rows: Any, matrix: Any, bias: Any, out: Any
 ) -> Any:

@@ -64,20 +64,27 @@ def fastmath_inner(function: Any) -> Any:
 
 
 def _compiled(function: Any, **options: Any) -> Any:
-    if _is_interpreted:
-        return function
-    import numba
-
-    settings: dict[str, Any] = {"cache": True, "error_model": "numpy", "nogil": True, "no_cfunc_wrapper": True}
-    return numba.njit(**settings, **options)(function)
+    return function if _is_interpreted else _njit(function, cache=True, **options)
 
 
 def _inner(function: Any, **options: Any) -> Any:
     if _is_interpreted:
         return function
-    from numba.extending import register_jitable
+    from bough.model.cpu.late_code import Inner
 
-    return register_jitable(error_model="numpy", nogil=True, **options)(function)
+    inner = _njit(function, no_cpython_wrapper=True, **options)
+    inner.__class__ = Inner
+    return inner
+
+
+def _njit(function: Any, **options: Any) -> Any:
+    import numba
+
+    from bough.model.cpu.late_code import make_code_late
+
+    make_code_late()
+    settings: dict[str, Any] = {"error_model": "numpy", "nogil": True, "no_cfunc_wrapper": True}
+    return numba.njit(**settings, **options)(function)
 
 
 def pointer(function: Any, *arguments: Any) -> Any:

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bough.model.cpu.atomics import APART, add_one, seen, wait_a_moment
-from bough.model.cpu.jit import strict, strict_inner
+from bough.model.cpu.jit import strict_inner
 
 
 def counters(num_threads: int, num_loops: int = 1) -> NDArray[np.int64]:
@@ -31,7 +31,7 @@ def as_thread(number: Any) -> Any:
     return np.int64(number)
 
 
-@strict
+@strict_inner
 def take(taken: Any, thread: Any, num_threads: Any, num_pieces: Any) -> Any:
     """A piece that nobody has taken yet, of the thread's own share or else of another's; num_pieces for none."""
     for step in range(num_threads):

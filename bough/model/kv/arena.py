@@ -1,34 +1,41 @@
-"""Memory for the slots of many sessions: one piece of rows, of which each slot has as many in a row as it needs.
+"""An arena of rows for the slots of many sessions; each slot has as many adjacent rows as it needs.
 
-Room is never lost between slots: where no gap is large enough, as few as will do move. So a budget of bytes is a number
-of rows, and whoever keeps slots need only count them. Free rows are kept behind each slot rather than at the end, since
-slots grow: most of the time a slot that does has room where it is.
+Fragmentation loses no room: if no gap is large enough, as few rows as possible are moved. So a budget of bytes is a
+number of rows, and users only count rows. Free rows are kept behind each slot rather than at the end, so that most
+slots can grow in place.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate
+from operator import attrgetter, sub
 
 from bough.model.kv.slot import Slot
 
 
 @dataclass(slots=True, eq=False)
 class _Placed:
-    """Where a slot is."""
+    """A slot and its rows."""
 
     slot: Slot
     begin: int
     end: int
 
 
+SLOTS_A_CHECK = 32  # for so many slots one call more passes between two checks of integrity
+_BEGIN, _END = attrgetter("begin"), attrgetter("end")
+
+
 def committed_rows(slot: Slot) -> int:
-    """Rows of a slot that must survive a move, where nothing above the committed tokens counts."""
+    """Rows of a slot to keep in a move: the committed tokens."""
     return slot.length
 
 
 class Arena:
-    """Rows, handed out as slots. Slots may move whenever one is taken or resized: not in a pass."""
+    """Hands out rows as slots. Slots may move whenever one is taken or resized, so never during a pass."""
 
     def __init__(
         self,
@@ -37,48 +44,56 @@ class Arena:
         new_slot: Callable[[], Slot] = Slot,
         rows_to_keep: Callable[[Slot], int] = committed_rows,
     ) -> None:
-        """`new_slot` makes a slot without rows; `rows_to_keep` says how many rows of one must survive a move."""
+        """`new_slot` makes a slot without rows; `rows_to_keep` returns how many rows of a slot a move must keep."""
         self.num_rows = num_rows
         self.row_bytes = row_bytes
         self._new_slot, self._rows_to_keep = new_slot, rows_to_keep
-        self._placed: list[_Placed] = []  # by place
-
-    @property
-    def num_free(self) -> int:
-        """Rows that no slot has."""
-        return self.num_rows - sum(placed.end - placed.begin for placed in self._placed)
+        self._placed: list[_Placed] = []  # in the order of rows
+        self.num_free = num_rows  # rows that belong to no slot
+        self._num_unchecked = 0  # calls of `is_check_due` since it last said so
 
     def take(self, num_rows: int) -> Slot:
-        """A slot without tokens; there must be room."""
+        """Take a slot without tokens; there must be room."""
         assert num_rows <= self.num_free, "whoever takes a slot has seen to its room"
         index = self._make_gap(num_rows)
         begin, end = self._end_before(index), self._begin_after(index - 1)
         if index:
-            begin += (end - begin - num_rows) // 2  # the one before it grows too
+            begin += (end - begin - num_rows) // 2  # so that the previous slot can grow too
         slot = self._new_slot()
         slot.move(begin, begin + num_rows, 0)
         self._placed.insert(index, _Placed(slot, begin, begin + num_rows))
+        self.num_free -= num_rows
         return slot
 
     def resize(self, slot: Slot, num_rows: int) -> None:
-        """Gives a slot more rows, or fewer; its tokens stay. There must be room, and fewer must hold what is kept."""
-        index = self._index(slot)
+        """Resize a slot, whose kept rows must fit; there must be room."""
+        index, num_more = self._index(slot), num_rows - slot.num_rows
         placed = self._placed[index]
-        assert num_rows - slot.num_rows <= self.num_free, "whoever resizes a slot has seen to its room"
+        assert num_more <= self.num_free, "whoever resizes a slot has seen to its room"
         assert num_rows >= self._rows_to_keep(slot), "what is kept does not fit"
         if placed.begin + num_rows > self._begin_after(index):
-            window = self._cheapest(num_rows - slot.num_rows, range(index + 1), range(index + 1, len(self._placed) + 1))
-            self._spread(window, placed, num_rows - slot.num_rows)
+            window = self._cheapest(num_more, range(index + 1), range(index + 1, len(self._placed) + 1))
+            self._spread(window, placed, num_more)
         self._put(placed, placed.begin, num_rows)
+        self.num_free -= num_more
 
     def give_back(self, slot: Slot) -> None:
-        """Takes a slot's rows away from it; it is of no further use."""
+        """Free a slot's rows; it must not be used any more."""
         del self._placed[self._index(slot)]
+        self.num_free += slot.num_rows
         slot.move(0, 0, 0)
         slot.tokens.clear()
 
+    def is_check_due(self) -> bool:
+        """Whether to check integrity now. As a check looks at every slot, the more there are the more rarely it is."""
+        self._num_unchecked += 1
+        if self._num_unchecked * SLOTS_A_CHECK < len(self._placed):
+            return False
+        self._num_unchecked = 0
+        return True
+
     def check_integrity(self) -> None:
-        """Asserts what must hold between any two calls."""
+        """Assert the invariants between calls."""
         end = 0
         for placed in self._placed:
             assert end <= placed.begin <= placed.end, "two slots share rows"
@@ -86,9 +101,13 @@ class Arena:
             assert placed.slot.length <= placed.slot.num_rows, "a slot holds more tokens than rows"
             end = placed.end
         assert end <= self.num_rows, "more rows than the budget allows"
+        assert self.num_free == self.num_rows - sum(placed.slot.num_rows for placed in self._placed), "rows are lost"
 
     def _index(self, slot: Slot) -> int:
-        return next(index for index, placed in enumerate(self._placed) if placed.slot is slot)
+        index = bisect_left(self._placed, slot.begin, key=_BEGIN)
+        while self._placed[index].slot is not slot:  # slots without rows begin where another does
+            index += 1
+        return index
 
     def _end_before(self, index: int) -> int:
         return self._placed[index - 1].end if index else 0
@@ -97,9 +116,10 @@ class Arena:
         return self._placed[index + 1].begin if index + 1 < len(self._placed) else self.num_rows
 
     def _make_gap(self, num_rows: int) -> int:
-        """The index that a slot of so many rows would have, once those in its way have moved."""
+        """Make a gap of `num_rows`, moving slots if necessary; returns the index at which to insert a slot."""
         num_slots = len(self._placed)
-        gaps = [self._begin_after(index - 1) - self._end_before(index) for index in range(num_slots + 1)]
+        begins, ends = map(_BEGIN, self._placed), map(_END, self._placed)
+        gaps = [*map(sub, (*begins, self.num_rows), (0, *ends))]  # without a step of Python's for each slot
         if max(gaps) >= num_rows:
             return gaps.index(max(gaps))
         window = self._cheapest(num_rows, range(num_slots + 1), range(num_slots + 1))
@@ -107,23 +127,21 @@ class Arena:
         return window.stop
 
     def _cheapest(self, num_rows: int, firsts: range, ends: range) -> range:
-        """Slots with so many free rows around and between them, of which the fewest rows need be moved."""
+        """The window of slots with `num_rows` free rows around and between them that moves the fewest rows."""
+        num_used = [0, *accumulate(placed.slot.num_rows for placed in self._placed)]  # by the slots before each
+        costs = [0, *accumulate(self._rows_to_keep(placed.slot) for placed in self._placed)]
+        num_free_before = [self._end_before(first) - num_used[first] for first in firsts]  # ascending, as rows are free
         best, least = None, self.num_rows + 1
-        for first in firsts:
-            begin, num_used, cost = self._end_before(first), 0, 0
-            for index in range(first, len(self._placed) + 1):
-                is_enough = self._begin_after(index - 1) - begin - num_used >= num_rows
-                if index in ends and is_enough and cost < least:
-                    best, least = range(first, index), cost
-                if cost >= least or index == len(self._placed):
-                    break
-                num_used += self._placed[index].slot.num_rows
-                cost += self._rows_to_keep(self._placed[index].slot)
+        for end in ends:
+            wanted = self._begin_after(end - 1) - num_used[end] - num_rows
+            first = min(bisect_right(num_free_before, wanted) - 1 + firsts.start, end)
+            if first >= firsts.start and costs[end] - costs[first] < least:
+                best, least = range(first, end), costs[end] - costs[first]
         assert best is not None, "there are not as many free rows"
         return best
 
     def _part(self, window: range, index: int) -> None:
-        """Moves slots of a window before `index` down and the others up, so that its free rows are between them."""
+        """Move the window's slots before `index` down and the others up, so that all its free rows are at `index`."""
         begin, end = self._end_before(window.start), self._begin_after(window.stop - 1)
         for placed in self._placed[window.start : index]:
             self._put(placed, begin, placed.slot.num_rows)
@@ -133,7 +151,7 @@ class Arena:
             end = placed.begin
 
     def _spread(self, window: range, growing: _Placed, num_rows: int) -> None:
-        """Moves slots of a window so that one has `num_rows` behind it, and the other free rows are shared by all."""
+        """Move the window's slots so that `growing` gets `num_rows` behind it, and share the other free rows."""
         slots = self._placed[window.start : window.stop]
         begin, end = self._end_before(window.start), self._begin_after(window.stop - 1)
         share = (end - begin - num_rows - sum(placed.slot.num_rows for placed in slots)) // len(slots)
@@ -144,10 +162,10 @@ class Arena:
         moves = list(zip(slots, begins, strict=True))
         down = [(placed, to) for placed, to in moves if to < placed.begin]
         up = [(placed, to) for placed, to in moves if to > placed.begin]
-        for placed, to in (*down, *reversed(up)):  # whoever is in another's way has moved before it
+        for placed, to in (*down, *reversed(up)):  # in an order in which no move overwrites an unmoved slot
             self._put(placed, to, placed.slot.num_rows)
 
     def _put(self, placed: _Placed, begin: int, num_rows: int) -> None:
-        """Moves a slot to rows that are free or its own."""
+        """Move a slot to rows that are free or its own."""
         placed.begin, placed.end = begin, begin + num_rows
         placed.slot.move(begin, begin + num_rows, self._rows_to_keep(placed.slot))

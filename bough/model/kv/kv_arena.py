@@ -1,4 +1,4 @@
-"""Memory of keys and values, handed out as slots."""
+"""An arena of keys and values."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from bough.model.kv.slot import Slot
 
 
 class KVArena(Arena):
-    """Rows of keys and values, handed out as slots. Slots may move whenever one is taken or resized: not in a pass."""
+    """Hands out rows of keys and values as slots. Slots may move whenever one is taken or resized."""
 
     def __init__(self, shape: KVShape, memory: KVMemory, rows_to_keep: Callable[[Slot], int] = committed_rows) -> None:
-        """`rows_to_keep` says how many rows of a slot must survive a move."""
+        """`rows_to_keep` returns how many rows of a slot a move must keep."""
 
         def new_slot() -> KVSlot:
             slot = KVSlot(shape, 0, memory.keys.device)
@@ -23,7 +23,7 @@ class KVArena(Arena):
         super().__init__(memory.keys.shape[1], shape.row_bytes, new_slot, rows_to_keep)
 
     def take(self, num_rows: int) -> KVSlot:
-        """A slot without tokens; there must be room."""
+        """Take a slot without tokens; there must be room."""
         slot = super().take(num_rows)
         assert isinstance(slot, KVSlot), "made by this arena"
         return slot

@@ -1,4 +1,4 @@
-"""The keys and values of one session, for every layer, in the rows of its slot."""
+"""Keys and values of sessions in slots, for all layers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from bough.model.kv.slot import Slot
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
-    """What one slot of a model takes."""
+    """Shape and dtype of a model's keys and values."""
 
     num_layers: int
     num_kv_heads: int
@@ -23,7 +23,7 @@ class KVShape:
 
     @classmethod
     def of(cls, config: PretrainedConfig, dtype: torch.dtype) -> KVShape:
-        """Of a model with all layers that its configuration names."""
+        """The shape for all layers of a configuration."""
         heads = int(config.num_attention_heads)
         kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
         head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
@@ -31,69 +31,69 @@ class KVShape:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of keys and values of one token."""
+        """Bytes of keys and values of one token in all layers."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
 
     def size(self, num_rows: int) -> tuple[int, int, int, int]:
-        """Of the keys, and of the values, of so many tokens."""
+        """Shape of the keys, and of the values, of `num_rows` tokens."""
         return self.num_layers, num_rows, self.num_kv_heads, self.head_dim
 
     def empty(self, num_rows: int, device: torch.device) -> KVMemory:
-        """Room for so many tokens.
+        """Allocate uninitialised memory for `num_rows` tokens.
 
-        Rows are written before they are read, and memory never touched is never taken from the system.
+        Rows are written before they are read, and the system supplies pages only when they are touched.
         """
         return KVMemory(*(torch.empty(self.size(num_rows), dtype=self.dtype, device=device) for _ in range(2)))
 
     def within(self, memory: memoryview, num_rows: int) -> KVMemory:
-        """Room for so many tokens in memory that somebody has taken, `num_rows` * `row_bytes` or more."""
+        """Use existing memory of at least `num_rows` * `row_bytes` bytes."""
         half = num_rows * self.row_bytes // 2
         parts = (torch.frombuffer(memory[begin : begin + half], dtype=self.dtype) for begin in (0, half))
         return KVMemory(*(part.view(self.size(num_rows)) for part in parts))
 
 
 class KVMemory(NamedTuple):
-    """Rows of keys and values for every layer; a slot is some of them in a row."""
+    """Rows of keys and values for all layers; a slot is a range of rows."""
 
     keys: torch.Tensor  # (num_layers, num_rows, num_kv_heads, head_dim)
     values: torch.Tensor  # likewise
 
 
 class KVSlot(Slot):
-    """Room for `num_rows` tokens of one session, and the tokens whose keys and values are valid."""
+    """A session's rows of keys and values, with the tokens that are committed in them."""
 
-    memory: KVMemory  # that it has rows of
+    memory: KVMemory  # the memory that contains the slot
     keys: torch.Tensor  # (num_layers, num_rows, num_kv_heads, head_dim)
     values: torch.Tensor  # likewise
 
     def __init__(self, shape: KVShape, num_rows: int, device: torch.device) -> None:
-        """In memory of its own."""
+        """Allocate separate memory."""
         super().__init__()
         self.place(shape.empty(num_rows, device), 0, num_rows)
 
     def place(self, memory: KVMemory, begin: int, end: int) -> None:
-        """Gives it these rows instead of those that it had."""
+        """Assign these rows instead of the slot's own."""
         self.memory, self.begin, self.end = memory, begin, end
         self.keys, self.values = memory.keys[:, begin:end], memory.values[:, begin:end]
 
     def move(self, begin: int, end: int, num_kept: int) -> None:
-        """As any slot's: the keys and values of the first `num_kept` rows come along."""
+        """As `Slot.move`: keeps keys and values of the first `num_kept` rows."""
         old_keys, old_values = self.keys[:, :num_kept], self.values[:, :num_kept]
         is_elsewhere = begin != self.begin
         self.place(self.memory, begin, end)
         if is_elsewhere:
             for new, old in ((self.keys, old_keys), (self.values, old_values)):
                 for layer in range(len(new)):
-                    new[layer, :num_kept] = old[layer].clone()  # the two may overlap
+                    new[layer, :num_kept] = old[layer].clone()  # source and target may overlap
 
     @property
     def num_rows(self) -> int:
-        """Tokens that there is room for, a tree's included."""
+        """Number of rows, including those for a tree."""
         return self.keys.shape[1]
 
     @property
     def layer_rows(self) -> int:
-        """From a row of one layer to the same row of the next, in rows: more than `num_rows` in shared memory."""
+        """Rows from a layer to the next; more than `num_rows` in shared memory."""
         return self.keys.stride(0) // self.keys.stride(1)
 
     def _copy(self, source: Slot, rows: range) -> None:

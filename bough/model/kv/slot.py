@@ -1,8 +1,7 @@
-"""The rows of one session and the tokens that are committed in them, whatever stands in the rows.
+"""A session's rows and the tokens committed in them, whatever the rows contain.
 
-A slot knows rows, not meanings: rows [0, length) hold committed tokens at the positions of the same numbers, and what a
-tree puts above them counts for nothing until it is compacted down. `bough.model.kv.session_kv` has slots of keys and
-values; a simulated worker's hold nothing but their tokens.
+Rows [0, length) hold committed tokens at positions of the same numbers; rows of a tree above them do not count until
+they are compacted. `bough.model.kv.session_kv` has slots of keys and values; a simulated worker's hold only tokens.
 """
 
 from __future__ import annotations
@@ -14,50 +13,50 @@ from bough.protocol.prefix_hash import prefix_hash
 
 
 class Slot:
-    """Room for `num_rows` tokens of one session, and the tokens that it holds."""
+    """A range of rows for one session, and its committed tokens."""
 
     def __init__(self) -> None:
-        """Without rows."""
-        self.tokens: list[int] = []  # committed tokens: row i holds token i
-        self.begin = self.end = 0  # rows of the memory that all slots share
+        """Make a slot without rows."""
+        self.tokens: list[int] = []  # committed: token i is in row i
+        self.begin = self.end = 0  # rows of the shared memory
 
     def move(self, begin: int, end: int, num_kept: int) -> None:
-        """Gives it these rows instead of those that it had; the contents of the first `num_kept` come along."""
+        """Assign these rows instead of the slot's own, keeping the contents of the first `num_kept`."""
         self.begin, self.end = begin, end
 
     @property
     def num_rows(self) -> int:
-        """Tokens that there is room for, a tree's included."""
+        """Number of rows, including those for a tree."""
         return self.end - self.begin
 
     @property
     def length(self) -> int:
-        """Number of committed tokens held."""
+        """Number of committed tokens."""
         return len(self.tokens)
 
     def require(self, context_start: int, expected_hash: int) -> None:
-        """That the first `context_start` tokens are the ones that a caller means.
+        """Check that the first `context_start` tokens are those that a caller means.
 
         Raises:
-            PrefixMissing: with the length and hash of what is held.
+            PrefixMissing: has the length and hash of the slot's tokens.
         """
         if context_start > self.length or prefix_hash(self.tokens[:context_start]) != expected_hash:
             held = f"{self.length} tokens" if context_start > self.length else "other tokens"
             raise PrefixMissing(
-                f"context.context_start: {context_start} tokens were taken to be held, but {held} are; "
-                "send the session's tokens again from what is held",
+                f"context.context_start: must be tokens that are cached, got {context_start}, but {held} are; "
+                "send the session's tokens again from there",
                 self.length,
                 prefix_hash(self.tokens),
             )
 
     def roll_back(self, length: int) -> None:
-        """Forgets all but the first `length` tokens."""
+        """Drop all but the first `length` tokens."""
         del self.tokens[length:]
 
     def fork(self, source: Slot, length: int) -> None:
-        """Takes over another slot's tokens from where this one's end up to `length`, with what stands in their rows.
+        """Copy another slot's tokens from the end of this one's up to `length`, with their rows.
 
-        What this slot holds must be the beginning of what the other one does.
+        This slot's tokens must be a prefix of the other's.
         """
         new = range(self.length, length)
         assert new.start < new.stop <= source.length, "a fork takes what the source has committed, and this lacks"
@@ -65,16 +64,16 @@ class Slot:
         self.tokens.extend(source.tokens[new.start : new.stop])
 
     def compact(self, rows: Sequence[int], tokens: Sequence[int]) -> None:
-        """Commits tokens that stand in `rows`, by moving these down to follow the committed ones.
+        """Commit tokens that are in `rows`, moving these down behind the committed ones.
 
-        What stands in rows beyond the tokens follows them and is not committed.
+        `rows` beyond the tokens are moved too, but not committed.
         """
         if list(rows) != list(range(self.length, self.length + len(rows))):
             self._gather(rows, self.length)
         self.tokens.extend(tokens)
 
     def _copy(self, source: Slot, rows: range) -> None:
-        """Copies the contents of these rows from the same rows of another slot."""
+        """Copy the contents of these rows from the same rows of another slot."""
 
     def _gather(self, rows: Sequence[int], begin: int) -> None:
-        """Moves the contents of rows to those from `begin` on."""
+        """Move the contents of `rows` to the rows from `begin` on."""

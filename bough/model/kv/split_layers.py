@@ -1,4 +1,4 @@
-"""Keys or values of all layers, of which some are on another device."""
+"""Keys or values whose layers are on several devices."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from bough.model.kv.session_kv import KVMemory, KVShape
 
 
 class SplitLayers:
-    """(num_layers, num_rows, num_kv_heads, head_dim) numbers in a tensor for each device.
+    """Stands in for a tensor (num_layers, num_rows, num_kv_heads, head_dim), with a tensor for each device.
 
-    It has of a tensor's ways those that slots use of theirs.
+    It implements the operations of tensors that slots use.
     """
 
     def __init__(self, parts: Sequence[torch.Tensor], places: Sequence[tuple[int, int]]) -> None:
-        """`parts` as the whole, of some layers each; `places` by layer: the part, and the number in it."""
+        """`parts` have some layers each; `places` is by layer: the index of its part, and the index within it."""
         self._parts, self._places = tuple(parts), tuple(places)
 
     @property
     def device(self) -> torch.device:
-        """The first one."""
+        """The device of the first part."""
         return self._parts[0].device
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole."""
+        """Shape of the whole."""
         return (len(self._places), *self._parts[0].shape[1:])
 
     def __len__(self) -> int:
         return len(self._places)
 
     def __getitem__(self, index: Any) -> Any:
-        """A layer; rows of a layer; or rows of all, [:, begin:end]."""
+        """A layer; rows of a layer; or rows of all layers, [:, begin:end]."""
         layer, *rows = index if isinstance(index, tuple) else (index,)
         if isinstance(layer, slice):
             assert layer == slice(None), "of all layers or of one"
@@ -52,14 +52,14 @@ class SplitLayers:
             self._parts[part][number, rows] = value
 
     def index_select(self, dim: int, rows: torch.Tensor) -> SplitLayers:
-        """As a tensor's: of every layer, where that is."""
+        """As `torch.Tensor.index_select`, for every layer on its device."""
         return SplitLayers([part.index_select(dim, rows.to(part.device)) for part in self._parts], self._places)
 
 
 def split_memory(
     shape: KVShape, num_rows: int, device: torch.device, elsewhere: Mapping[int, torch.device]
 ) -> KVMemory:
-    """Room for so many tokens: of the layers `elsewhere` on their devices, of the others on `device`."""
+    """Memory for `num_rows` tokens: layers in `elsewhere` on their devices, others on `device`."""
     if {device, *elsewhere.values()} == {device}:
         return shape.empty(num_rows, device)
     devices = list(dict.fromkeys((device, *elsewhere.values())))
@@ -73,6 +73,6 @@ def split_memory(
     def empty() -> torch.Tensor:
         sizes = ((len(own), *shape.size(num_rows)[1:]) for own in layers)
         parts = [torch.empty(size, dtype=shape.dtype, device=d) for size, d in zip(sizes, devices, strict=True)]
-        return cast(torch.Tensor, SplitLayers(parts, places))  # slots ask no more of one
+        return cast(torch.Tensor, SplitLayers(parts, places))  # slots use only what it implements
 
     return KVMemory(empty(), empty())

@@ -1,1 +1,1 @@
-"""Llama-like decoders on a CPU, compiled layer by layer from the kernels of `bough.model.cpu`."""
+"""Llama-like decoders on a CPU, compiled from the kernels of `bough.model.cpu`."""

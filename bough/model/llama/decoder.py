@@ -1,6 +1,6 @@
-"""Llama-like decoders on a CPU, for a few rows at a time: the path of a draft step.
+"""Llama-like decoders on a CPU for few rows at a time, as in a draft step.
 
-What it computes is what transformers computes, in bfloat16, but for rounding: the residual stream stays in float32.
+The result equals transformers' in bfloat16 up to rounding: the residual stream stays in float32.
 """
 
 from __future__ import annotations
@@ -25,30 +25,30 @@ from bough.model.llama.weights import Matrices, Vectors, biases, floats, sizes_o
 from bough.model.llama.workspace import Workspace, code_rows, num_blocks, word_rows
 from bough.model.loading.loading import ParameterSlot, Skeleton, bind_resident
 
-POSITIONS_STEP = 1024  # rotary tables grow by so many rows
+POSITIONS_STEP = 1024  # rotary tables grow in steps of this many positions
 CPU = torch.device("cpu")
 
 
 class LlamaDecoder:
-    """A model whose weights stand in a few arrays, as compiled code reads them; it keeps no other copy of them."""
+    """A model whose weights are a few arrays for compiled code, without another copy."""
 
     def __init__(self, skeleton: Skeleton, is_int8: bool = False) -> None:
-        """Loads the weights, layer by layer; with `is_int8` matrices are kept, and multiplied, in 8 bits."""
+        """Load the weights layer by layer; with `is_int8`, matrices are stored and multiplied in 8 bits."""
         self._rotary = skeleton.model.get_decoder().rotary_emb
         self._vocab_size = skeleton.vocab_size
         self._sizes = sizes_of(skeleton)
         self._weights = _load(skeleton, Int8Stack if is_int8 else Stack)
         self._cos = self._sin = np.zeros((0, self._sizes.head_dim), np.float32)
         self._rooms = Workspace(skeleton, code_rows if is_int8 else word_rows)
-        self._shares: tuple[Any, Any] | None = None  # pointers to what a step calls
+        self._shares: tuple[Any, Any] | None = None  # pointers to `share_layers` and `share_head`
         self._logits = np.zeros((0, len(self._weights.head_bias)), np.float32)
 
     def logits(self, batch: Batch) -> torch.Tensor:
-        """(num_logit_rows, vocab_size) float32 for the rows of `batch` that want them; made with `rows=None`.
+        """Logits (num_logit_rows, vocab_size) float32 of the rows of `batch` that want them; made with `rows=None`.
 
         Valid until the next call.
         """
-        # Without torch where numpy will do: after each step the caches are cold, and whatever is called is slow.
+        # Uses numpy instead of torch where possible: caches are cold after each step, and every call is slow.
         (chunk,) = batch.chunks
         positions, logit_rows = batch.positions, batch.wanted_rows
         self._know_positions(int(positions.max()) + 1)
@@ -76,7 +76,7 @@ class LlamaDecoder:
         return torch.from_numpy(logits[: len(logit_rows), : self._vocab_size])
 
     def _pointers(self, taken: Any, num_threads: int, arguments: tuple[Any, ...], logits: Any) -> tuple[Any, Any]:
-        """To what `run_step` calls, for arrays like these."""
+        """Pointers to the functions that `run_step` calls, compiled for arrays like these."""
         weights, room = self._weights, arguments[1]
         head = room.hidden, 1, weights.final_norm, np.float32(0), room.normed, weights.head, weights.head_bias, logits
         return (
@@ -98,7 +98,7 @@ class LlamaDecoder:
 
 
 def _load(skeleton: Skeleton, stack: type[Stack] | type[Int8Stack]) -> Weights:
-    """Layer by layer, so that no more than one layer is there twice."""
+    """Load layer by layer, so that at most one layer is in memory twice."""
     bind_resident(skeleton, skeleton.resident_slots, CPU)
     decoder, head = skeleton.model.get_decoder(), skeleton.model.get_output_embeddings()
     embeddings = stack(1)
@@ -119,7 +119,7 @@ def _load(skeleton: Skeleton, stack: type[Stack] | type[Int8Stack]) -> Weights:
         _release(slots)
     stacked = Vectors(*(np.stack(kind) for kind in zip(*vectors, strict=True)))
     layers = LayerWeights._make((*stacked, *(own.matrices for own in stacks), np.array(windows, np.int64)))
-    unused = np.zeros(-len(head_bias) % LANES, np.float32)  # outputs that fill a last group in 8 bits
+    unused = np.zeros(-len(head_bias) % LANES, np.float32)  # fills the last group of outputs in 8 bits
     head_bias = np.concatenate([head_bias, unused]) if stack is Int8Stack else head_bias
     return Weights(embeddings.matrices[0], layers, final_norm, output.matrices[0], head_bias)
 

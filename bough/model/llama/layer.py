@@ -1,6 +1,6 @@
-"""One layer of a Llama-like decoder over some rows, compiled whole: no call of Python or torch between its parts.
+"""One layer of a Llama-like decoder over some rows, compiled as a whole, without calls to Python or torch.
 
-What becomes of a row depends on the row alone, bit for bit, wherever it stands and whatever is beside it.
+A row's result depends on the row alone, bit for bit, wherever it is and whatever is beside it.
 """
 
 from __future__ import annotations
@@ -14,36 +14,36 @@ from numpy.typing import NDArray
 from bough.model.cpu.attention_kernels import share_attention
 from bough.model.cpu.gemm import GROUP
 from bough.model.cpu.gemm_parallel import form_of, multiply, num_groups_of, num_pieces_of, parts_of, share_product
-from bough.model.cpu.jit import fastmath, fastmath_inner, fastmath_parallel
+from bough.model.cpu.jit import fastmath_inner, fastmath_parallel
 from bough.model.cpu.kv_rows import layer_rows
 from bough.model.cpu.operands import LINE, num_outputs_of
 from bough.model.cpu.work_stealing import as_thread, take, take_next, wait_for_all
 from bough.model.llama.rows import Bits, Floats, gate_line, rotate, round_to, share_laying_out, share_norms
 
-LOOPS = 9  # of a layer, of pieces that threads take
+LOOPS = 9  # work-sharing loops of a layer
 _BITS = np.uint16(0)
 
 
 class LayerWeights(NamedTuple):
-    """Of a layer; or of all layers, each array with one axis more in front."""
+    """Weights of a layer; or of all layers, with one more axis in front."""
 
     attention_norm: Floats  # (hidden,)
     bias: Floats  # of queries, keys and values
-    query_norm: Floats  # (head_dim,), or (0,) where there is none
+    query_norm: Floats  # (head_dim,), or (0,) if there is none
     key_norm: Floats
     mlp_norm: Floats  # (hidden,)
-    queries: Any  # matrices (outputs, inputs), as `bough.model.cpu.operands` has them
+    queries: Any  # matrices (outputs, inputs) in the form of `bough.model.cpu.operands`
     keys: Any
     values: Any
     out: Any
     gate: Any
     up: Any
     down: Any
-    window: Any  # int64: how far back it sees, 0 for all
+    window: Any  # int64: length of the sliding window; 0 is unlimited
 
 
 class Sizes(NamedTuple):
-    """What the arrays do not say."""
+    """Model constants that cannot be derived from array shapes."""
 
     num_heads: int
     num_kv_heads: int
@@ -53,13 +53,13 @@ class Sizes(NamedTuple):
 
 
 class LayerWorkspace(NamedTuple):
-    """Where a pass puts what it computes, for some blocks of LANES rows. Rows of products as `operands` has them."""
+    """Buffers of a pass over some blocks of LANES rows. Rows of products are in the form of `operands`."""
 
     hidden: Floats  # (blocks, hidden, LANES)
-    normed: Any  # rows of a product, of the residual stream's width
-    qkv: Floats  # (rows, queries, keys and values)
+    normed: Any  # rows of a product, as wide as the residual stream
+    qkv: Floats  # (rows, queries + keys + values)
     queries: Bits  # (rows, num_heads * head_dim)
-    query_words: NDArray[np.int32]  # the same, by twos
+    query_words: NDArray[np.int32]  # `queries` viewed as pairs
     attended: Floats  # (blocks, num_heads * head_dim, LANES)
     branch: Any  # rows of a product
     gate: Floats  # (blocks, intermediate, LANES)
@@ -69,7 +69,7 @@ class LayerWorkspace(NamedTuple):
 
 @fastmath_inner
 def _place(task: Any, layer: Any, weights: Any, sizes: Any, room: Any, spans: Any, cos: Any, sin: Any) -> Any:
-    """Turns a KV head's queries and keys to their positions, and puts its keys and values into the slots."""
+    """Rotate the queries and keys of a KV head, and write its keys and values to the slots."""
     num_heads, num_kv_heads, head_dim = sizes.num_heads, sizes.num_kv_heads, sizes.head_dim
     group, epsilon = num_heads // num_kv_heads, np.float32(sizes.epsilon)
     piece, first_row, end_row, kv_head = spans.tasks[task]
@@ -111,7 +111,7 @@ def _share_placing(
 
 @fastmath_inner
 def _heads_piece(begin: Any, end: Any, weights: Any, rows: Any, few: Any, num_rows: Any, out: Any) -> Any:
-    """Groups of three matrices one after another."""
+    """Multiply groups [begin, end) of three matrices one after another."""
     queries, keys, values, bias = weights.queries, weights.keys, weights.values, weights.bias
     first_key, end_queries = num_groups_of(queries), num_outputs_of(queries)
     first_value, end_keys = first_key + num_groups_of(keys), end_queries + num_outputs_of(keys)
@@ -125,7 +125,7 @@ def _heads_piece(begin: Any, end: Any, weights: Any, rows: Any, few: Any, num_ro
 
 @fastmath_inner
 def _share_heads(taken: Any, thread: Any, num_threads: Any, weights: Any, rows: Any, num_rows: Any, out: Any) -> Any:
-    """Queries, keys and values side by side in `out` (rows, of all three), in one loop over three matrices."""
+    """Compute queries, keys and values side by side in `out`, in one loop over three matrices."""
     num_groups = num_groups_of(weights.queries) + num_groups_of(weights.keys) + num_groups_of(weights.values)
     few, num_pieces = form_of(rows, num_rows), num_pieces_of(num_groups, num_threads)
     piece = take(taken, thread, num_threads, num_pieces)
@@ -140,7 +140,7 @@ def _share_heads(taken: Any, thread: Any, num_threads: Any, weights: Any, rows: 
 def _gates_piece(
     begin: Any, end: Any, weights: Any, rows: Any, few: Any, num_rows: Any, gate: Any, up: Any, gated: Any
 ) -> Any:
-    """Outputs [begin, end) of two matrices."""
+    """Compute outputs [begin, end) of the gate and up matrices."""
     gate[:, begin:end] = 0
     up[:, begin:end] = 0
     multiply(rows, few, num_rows, weights.gate, begin // GROUP, end // GROUP, None, gate)
@@ -154,7 +154,7 @@ def _gates_piece(
 def _share_gates(
     taken: Any, thread: Any, num_threads: Any, weights: Any, rows: Any, num_rows: Any, gate: Any, up: Any, gated: Any
 ) -> Any:
-    """gated = silu(rows times one matrix) * (rows times the other), by whole lines."""
+    """Compute gated = silu(rows @ gate) * (rows @ up) in whole lines."""
     num_lines = (gate.shape[1] + LINE - 1) // LINE
     few, num_pieces = form_of(rows, num_rows), num_pieces_of(num_lines, num_threads)
     piece = take(taken, thread, num_threads, num_pieces)
@@ -165,7 +165,7 @@ def _share_gates(
     wait_for_all(taken, num_threads, num_pieces)
 
 
-@fastmath
+@fastmath_inner
 def share_layer(
     taken: Any,
     thread: Any,
@@ -179,7 +179,7 @@ def share_layer(
     cos: Any,
     sin: Any,
 ) -> Any:
-    """A thread's part of `run_layer`; `taken` counts in LOOPS loops (`bough.model.cpu.work_stealing.counters`)."""
+    """A thread's share of `run_layer`; `taken` has the counters of LOOPS loops (`cpu.work_stealing.counters`)."""
     me, epsilon = (thread, num_threads), np.float32(sizes.epsilon)
     no_sinks = np.full(sizes.num_heads, -np.inf, np.float32)
     rules = np.float32(sizes.scale), weights.window, np.float32(0), no_sinks
@@ -208,10 +208,10 @@ def run_layer(
     cos: Any,
     sin: Any,
 ) -> Any:
-    """Takes room.hidden through a layer, and puts keys and values of all rows into slots, as their number `layer`.
+    """Run a layer on room.hidden, and write keys and values of all rows to their slots, as layer number `layer`.
 
-    `share` is a pointer to `share_layer` (`bough.model.cpu.jit.pointer`); cos, sin (rows, head_dim) float32; `taken`
-    counts in LOOPS loops (`bough.model.cpu.work_stealing.counters`).
+    `share` is a pointer to `share_layer` (`bough.model.cpu.jit.pointer`); cos and sin are (rows, head_dim) float32;
+    `taken` has counters of LOOPS loops (`bough.model.cpu.work_stealing.counters`).
     """
     for number in numba.prange(num_threads):
         thread = as_thread(number)

@@ -1,6 +1,6 @@
-"""What a Llama-like layer does with each row by itself: norms, positions, gates. For compiled code.
+"""Row-wise parts of a Llama-like layer for compiled code: norms, rotary embeddings, gates.
 
-Rows are the lanes of vectors, LANES in a block; what goes into a product is put into the form that it takes.
+Rows are SIMD lanes, LANES to a block; inputs of products are written in the form that products read.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Bits = NDArray[np.uint16]  # of bfloat16
 
 @fastmath_parallel
 def spread(rows: Any, hidden: Any) -> Any:
-    """Rows of bfloat16's bits as float32 in blocks of LANES; lanes beyond the last row are 0."""
+    """Convert rows of bfloat16 bits to float32 in blocks of LANES; lanes beyond the last row are 0."""
     for block in numba.prange(len(hidden)):
         for lane in range(LANES):
             row = block * LANES + lane
@@ -44,7 +44,7 @@ def spread(rows: Any, hidden: Any) -> Any:
 
 @fastmath_parallel
 def collect(hidden: Any, rows: Any) -> Any:
-    """The other way round, rounded."""
+    """The inverse of `spread`, rounded."""
     for row in numba.prange(len(rows)):
         here, lane = hidden[row // LANES], row % LANES
         for i in range(rows.shape[1]):
@@ -70,7 +70,7 @@ def _normalise(block: Any, hidden: Any, weight: Any, epsilon: Any, rows: Any) ->
 
 @fastmath_inner
 def share_norms(taken: Any, thread: Any, num_threads: Any, hidden: Any, weight: Any, epsilon: Any, rows: Any) -> Any:
-    """RMS norms of hidden (blocks, hidden, LANES) as rows of a product: a thread's part."""
+    """RMS norms of hidden (blocks, hidden, LANES) as rows of a product: a thread's share."""
     block = take(taken, thread, num_threads, len(hidden))
     while block < len(hidden):
         _normalise(block, hidden, weight, epsilon, rows)
@@ -80,7 +80,7 @@ def share_norms(taken: Any, thread: Any, num_threads: Any, hidden: Any, weight: 
 
 @fastmath_inner
 def rotate(head: Any, norm: Any, epsilon: Any, cos: Any, sin: Any, out: Any) -> Any:
-    """A query's or key's own norm, where there is one, then its position (arXiv 2104.09864), as bits of bfloat16."""
+    """Apply a query's or key's own norm, if any, and its rotary embedding (arXiv 2104.09864); writes bfloat16 bits."""
     half = len(head) // 2
     if len(norm):
         total = np.float32(0)
@@ -102,7 +102,7 @@ def rotate(head: Any, norm: Any, epsilon: Any, cos: Any, sin: Any, out: Any) -> 
 
 @fastmath_inner
 def round_to(numbers: Any, out: Any) -> Any:
-    """Bits of bfloat16."""
+    """Round to bfloat16 bits."""
     if len(numbers) % LANES == 0:
         for d in range(0, len(numbers), LANES):
             store(out, d, bits(load(numbers, d)))
@@ -113,7 +113,7 @@ def round_to(numbers: Any, out: Any) -> Any:
 
 @fastmath_inner
 def share_laying_out(taken: Any, thread: Any, num_threads: Any, numbers: Any, rows: Any) -> Any:
-    """Numbers (blocks, inputs, LANES) as rows of a product: a thread's part."""
+    """Write values (blocks, inputs, LANES) as rows of a product: a thread's share."""
     num_blocks, num_inputs = len(numbers), numbers.shape[1]
     block = take(taken, thread, num_threads, num_blocks)
     while block < num_blocks:
@@ -125,7 +125,7 @@ def share_laying_out(taken: Any, thread: Any, num_threads: Any, numbers: Any, ro
 
 @fastmath_inner
 def gate_line(gate: Any, up: Any, begin: Any, end: Any, gated: Any, block: Any) -> Any:
-    """gated = silu(gate) * up, for inputs [begin, end) of a block, LINE at most."""
+    """Compute gated = silu(gate) * up for inputs [begin, end) of a block, at most LINE."""
     values, zero, one = np.empty((end - begin, LANES), np.float32), all_lanes(np.float32(0)), all_lanes(np.float32(1))
     for i in range(begin, end):
         x = load(gate, i)

@@ -1,4 +1,4 @@
-"""Matrices of all layers one after another in memory, as compiled code reads them."""
+"""Matrices of all layers one after another in memory, for compiled code."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from bough.model.cpu.operands import MOST, ZERO
 
 
 class Stack:
-    """As the checkpoint has them, in bfloat16."""
+    """Stores matrices in bfloat16, as in the checkpoint."""
 
     def __init__(self, count: int) -> None:
         self._count, self._used = count, 0
         self.matrices: NDArray[np.uint16] = np.zeros((0, 0, 0), np.uint16)  # (count, outputs, inputs)
 
     def put(self, matrix: torch.Tensor) -> None:
-        """The next one; all are of one shape."""
+        """Add the next matrix; all have the same shape."""
         if not self._used:
             memory = np.frombuffer(large_pages(self._count * matrix.nbytes), np.uint16)
             self.matrices = memory.reshape(self._count, *matrix.shape)
@@ -32,14 +32,14 @@ class Stack:
 
 
 class Int8Stack:
-    """In 8 bits (`bough.model.cpu.operands`), each output by a scale of its own: half of what is to be read."""
+    """Stores matrices in 8 bits (`bough.model.cpu.operands`) with a scale for each output: half the bytes to read."""
 
     def __init__(self, count: int) -> None:
         self._count, self._used = count, 0
         self.matrices: NDArray[np.int32] = np.zeros((0, 0, 0, 0), np.int32)  # (count, groups, words, LANES)
 
     def put(self, matrix: torch.Tensor) -> None:
-        """The next one; all are of one shape, with inputs in whole words. Outputs are filled up to whole groups."""
+        """Add the next matrix; all have one shape, with inputs in whole words. Outputs are padded to whole groups."""
         whole = nn.functional.pad(matrix.detach().float(), (0, 0, 0, -len(matrix) % LANES))
         shape = len(whole) // LANES, whole.shape[1] // 4 + 1, LANES
         if not self._used:

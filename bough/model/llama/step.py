@@ -1,4 +1,4 @@
-"""One pass of a Llama-like decoder over a few rows, compiled whole: no call of Python or torch between its layers."""
+"""One pass of a Llama-like decoder over few rows, compiled as a whole, without calls to Python or torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numba
 import numpy as np
 
 from bough.model.cpu.gemm_parallel import share_product
-from bough.model.cpu.jit import fastmath, fastmath_inner, fastmath_parallel
+from bough.model.cpu.jit import fastmath_inner, fastmath_parallel
 from bough.model.cpu.llvm_vectors import LANES
 from bough.model.cpu.operands import put_output
 from bough.model.cpu.work_stealing import as_thread
@@ -17,7 +17,7 @@ from bough.model.llama.rows import Floats, share_norms
 
 
 class Weights(NamedTuple):
-    """Of a whole model."""
+    """Weights of a model."""
 
     embeddings: Any
     layers: LayerWeights
@@ -28,7 +28,7 @@ class Weights(NamedTuple):
 
 @fastmath_inner
 def _embed(tokens: Any, embeddings: Any, hidden: Any) -> Any:
-    """Lanes beyond the last token become 0, so that nothing piles up there."""
+    """Look up embeddings; lanes beyond the last token become 0, so that values do not accumulate there."""
     for row in range(len(hidden) * LANES):
         place = hidden[row // LANES, :, row % LANES]
         if row < len(tokens):
@@ -56,7 +56,7 @@ def _layer_of(layers: Any, layer: Any) -> Any:
     )
 
 
-@fastmath
+@fastmath_inner
 def share_layers(
     taken: Any,
     thread: Any,
@@ -69,13 +69,13 @@ def share_layers(
     cos: Any,
     sin: Any,
 ) -> Any:
-    """A thread's part of all layers."""
+    """A thread's share of all layers."""
     for layer in range(len(weights.window)):
         counts, own = taken[layer * LOOPS : (layer + 1) * LOOPS], _layer_of(weights, layer)
         share_layer(counts, thread, num_threads, num_rows, layer, own, sizes, room, spans, cos, sin)
 
 
-@fastmath
+@fastmath_inner
 def share_head(
     taken: Any,
     thread: Any,
@@ -89,7 +89,7 @@ def share_head(
     bias: Any,
     logits: Any,
 ) -> Any:
-    """A thread's part of the logits of some rows; their loops are the last two that are counted."""
+    """A thread's share of the logits; its loops use the last two counters."""
     share_norms(taken[-2], thread, num_threads, wanted, norm, epsilon, normed)
     share_product(taken[-1], thread, num_threads, normed, num_rows, head, bias, logits)
 
@@ -114,11 +114,11 @@ def run_step(
     spans: Any,
     logits: Any,
 ) -> Any:
-    """Logits (logit rows in whole blocks, vocab_size) float32 of a batch; cos, sin (rows, head_dim) float32.
+    """Compute logits (logit rows in whole blocks, vocab_size) float32; cos and sin are (rows, head_dim) float32.
 
     `layers_share` and `head_share` are pointers to `share_layers` and `share_head` (`bough.model.cpu.jit.pointer`).
-    Keys and values of all rows are put into their slots. `room` has just the blocks that the rows fill; `taken` counts
-    in num_layers * LOOPS + 2 loops (`bough.model.cpu.work_stealing.counters`).
+    Keys and values of all rows are written to their slots. `room` has exactly the blocks of the rows; `taken` has
+    counters of num_layers * LOOPS + 2 loops (`bough.model.cpu.work_stealing.counters`).
     """
     _embed(tokens, embeddings, room.hidden)
     for number in numba.prange(num_threads):

@@ -1,4 +1,4 @@
-"""What a Llama-like model's layers consist of, as `bough.model.llama.layer` takes it."""
+"""Weights of a Llama-like model in the form of `bough.model.llama.layer`."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from bough.model.llama.layer import Sizes
 from bough.model.llama.rows import Floats
 from bough.model.loading.loading import Skeleton
 
-ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")  # of one build; any other goes by way of transformers
+ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")  # others use transformers' layers
 
 
 def is_lean(skeleton: Skeleton, device: torch.device) -> bool:
-    """Whether a model can be run in this way."""
+    """Whether the compiled layers support a model."""
     config, kv = skeleton.config, skeleton.kv_shape()
     layer: Any = skeleton.layers[0]  # of a class of transformers' own; no type knows its attributes
     return (
@@ -33,7 +33,7 @@ def is_lean(skeleton: Skeleton, device: torch.device) -> bool:
 
 
 def can_int8(skeleton: Skeleton, device: torch.device) -> bool:
-    """Whether a model can be run in this way with products in 8 bits: what goes into them fills whole lines."""
+    """Whether the compiled layers support a model with products in 8 bits, whose inputs must fill whole lines."""
     if not is_lean(skeleton, device):
         return False
     config, kv = skeleton.config, skeleton.kv_shape()
@@ -42,7 +42,7 @@ def can_int8(skeleton: Skeleton, device: torch.device) -> bool:
 
 
 def sizes_of(skeleton: Skeleton) -> Sizes:
-    """Of all its layers."""
+    """Sizes of a model's layers."""
     config, kv = skeleton.config, skeleton.kv_shape()
     first: Any = skeleton.layers[0]
     heads, scale = int(config.num_attention_heads), float(first.self_attn.scaling)
@@ -50,7 +50,7 @@ def sizes_of(skeleton: Skeleton) -> Sizes:
 
 
 class Matrices(NamedTuple):
-    """Of a layer, (outputs, inputs) each."""
+    """Matrices of a layer, (outputs, inputs) each."""
 
     queries: Any
     keys: Any
@@ -62,24 +62,24 @@ class Matrices(NamedTuple):
 
     @classmethod
     def of(cls, layer: Any) -> Matrices:
-        """As they are."""
+        """The layer's own tensors."""
         attention, mlp = layer.self_attn, layer.mlp
         own = attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj
         return cls(*(linear.weight.detach() for linear in (*own, mlp.gate_proj, mlp.up_proj, mlp.down_proj)))
 
 
 class Vectors(NamedTuple):
-    """Of a layer, in float32."""
+    """Vectors of a layer, in float32."""
 
     attention_norm: Floats
     bias: Floats  # of queries, keys and values
-    query_norm: Floats  # (0,) where there is none
+    query_norm: Floats  # (0,) if there is none
     key_norm: Floats
     mlp_norm: Floats
 
     @classmethod
     def of(cls, layer: Any) -> Vectors:
-        """Copies."""
+        """Copies of the layer's vectors."""
         attention = layer.self_attn
         projections = (attention.q_proj, attention.k_proj, attention.v_proj)
         norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
@@ -94,7 +94,7 @@ class Vectors(NamedTuple):
 
 
 def biases(*projections: Any) -> Floats:
-    """Of linear layers one after another, 0 where there are none."""
+    """Concatenated biases of linear layers; 0 for a layer without bias."""
     return floats(torch.cat([p.weight.new_zeros(p.out_features) if p.bias is None else p.bias for p in projections]))
 
 
@@ -105,7 +105,7 @@ def floats(values: torch.Tensor) -> Floats:
 
 
 def window(layer: Any, architecture: str) -> int:
-    """How far back a layer sees, 0 for all: Mistral says so for all layers together, Qwen for each."""
+    """A layer's sliding window, 0 for unlimited: Mistral has one for the model, Qwen one for each layer."""
     attention = layer.self_attn
     holder = attention.config if architecture == "mistral" else attention
     return int(getattr(holder, "sliding_window", None) or 0)

@@ -1,4 +1,4 @@
-"""LayerWorkspace for what a pass through a Llama-like model's layers computes."""
+"""Allocates the buffers of passes through a Llama-like model's layers."""
 
 from __future__ import annotations
 
@@ -13,35 +13,35 @@ from bough.model.llama.layer import LayerWorkspace
 from bough.model.llama.weights import sizes_of
 from bough.model.loading.loading import Skeleton
 
-RowsOf = Callable[[int, int], NDArray[np.int32] | NDArray[np.uint32]]  # so many blocks of rows, of so many inputs
+RowsOf = Callable[[int, int], NDArray[np.int32] | NDArray[np.uint32]]  # from a number of blocks and of inputs
 
 
 def num_blocks(num_rows: int) -> int:
-    """That so many rows fill."""
+    """Number of blocks for `num_rows` rows."""
     return -(-num_rows // LANES)
 
 
 def word_rows(blocks: int, inputs: int) -> NDArray[np.int32]:
-    """Rows of products in 16 bits."""
+    """Buffer for rows of products in 16 bits."""
     return np.zeros((blocks, inputs // 2, LANES), np.int32)
 
 
 def code_rows(blocks: int, inputs: int) -> NDArray[np.uint32]:
-    """Rows of products in 8 bits."""
+    """Buffer for rows of products in 8 bits."""
     return np.zeros((blocks, inputs // LINE * LINE_WORDS, LANES), np.uint32)
 
 
 class Workspace:
-    """As much as a pass has wanted yet."""
+    """Buffers that grow to the largest pass so far."""
 
     def __init__(self, skeleton: Skeleton, make_rows: RowsOf) -> None:
-        """With room for one block; `make_rows` says of which kind."""
+        """Allocate one block; `make_rows` allocates rows of products."""
         self._sizes, self._make_rows = sizes_of(skeleton), make_rows
         self._hidden, self._intermediate = int(skeleton.config.hidden_size), int(skeleton.config.intermediate_size)
         self._room = self._new_room(1)
 
     def of(self, blocks: int) -> LayerWorkspace:
-        """For so many blocks of rows; valid until the next call."""
+        """Buffers for `blocks` blocks of rows; valid until the next call."""
         most = len(self._room.hidden)
         if blocks > most:
             self._room, most = self._new_room(blocks), blocks

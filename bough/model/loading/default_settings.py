@@ -1,4 +1,4 @@
-"""Settings that a model and its device choose where nobody tells them, and what is said where weights are converted."""
+"""Default settings by model and device, and the note about converted weights."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from bough.model.checkpoint.checkpoint import TensorPlace
 from bough.model.checkpoint.tensor_source import STORED_DTYPES, VALUE_DTYPES
 from bough.sizing.placement import gigabytes
 
-CPU_DTYPE = "bfloat16"  # which kernels of ours are for; on a GPU a checkpoint is computed in its own
-CPU_ROWS, GPU_ROWS = 64, 256  # a GPU reads weights once for a chunk: of 64 rows that is most of a product's time
-WORTH_SAYING = 0.01  # of what is stored: norms and routers may be of another type than matrices
+CPU_DTYPE = "bfloat16"  # what our kernels are for; on a GPU the default is the checkpoint's dtype
+CPU_ROWS, GPU_ROWS = 64, 256  # a GPU reads weights once for each chunk, which takes most of the time for 64 rows
+WORTH_SAYING = 0.01  # share of the weights; norms and routers may have another dtype than matrices
 
 Settings = TypeVar("Settings", bound=TargetConfig)
 
 
 def settled(settings: Settings, config: PretrainedConfig, device_type: str) -> Settings:
-    """The same settings, with a data type and a number of rows."""
+    """The settings with dtype and rows filled in."""
     rows = settings.rows or (CPU_ROWS if device_type == "cpu" else GPU_ROWS)
     return replace(settings, dtype=chosen_dtype(settings.dtype, config, device_type), rows=rows)
 
 
 def chosen_dtype(name: str, config: PretrainedConfig, device_type: str) -> str:
-    """A data type as told, or for `auto` the checkpoint's own on a GPU: what a target says is then what it would say
-    anywhere, but for the order of sums.
+    """The configured dtype; for `auto` on a GPU the checkpoint's own, so that tokens are as in other software, up to
+    the order of sums.
     """
     if name != AUTO:
         return name
@@ -40,7 +40,7 @@ def chosen_dtype(name: str, config: PretrainedConfig, device_type: str) -> str:
 
 
 def conversion(places: Iterable[TensorPlace], dtype: torch.dtype) -> str:
-    """What is to be said of weights that are stored in another data type than they are computed in; empty if none."""
+    """A note about weights that are computed in another dtype than they are stored in; empty if there are none."""
     sizes = Counter[str]()
     for place in places:
         if place.dtype in VALUE_DTYPES and not place.name.endswith("scales"):
@@ -53,5 +53,5 @@ def conversion(places: Iterable[TensorPlace], dtype: torch.dtype) -> str:
     most = named[max(others, key=lambda name: others[name])]
     return (
         f"weights are converted: {parts}, computed in {str(dtype).removeprefix('torch.')}; "
-        f"--dtype {most} would take most of them as they are"
+        f"--dtype {most} would use most of them unconverted"
     )

@@ -1,7 +1,7 @@
-"""Matrices that are written out of few bits when they are multiplied by, each in the room of the one before.
+"""Late writes: dequantizes each matrix just before its product, into the same memory as the one before.
 
-A whole layer of a 70B in 16 bits is 1.7 GB, its largest matrix 0.5 GB: what is not taken for the others keeps more
-layers on the device. A chunk of rows that comes after another writes them again.
+A 70B model's whole layer in 16 bits takes 1.7 GB, its largest matrix 0.5 GB: the saved memory keeps more layers on the
+device. Each further chunk of rows dequantizes again.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from bough.model.loading.loading import (
     require_checksum,
 )
 
-_WRITES = "_bough_writes"  # of a module: how its matrix is written
+_WRITES = "_bough_writes"  # attribute of a module: functions that write its matrix
 
 
 @dataclass(frozen=True, slots=True)
 class LateWrites:
-    """How a module's matrix is written."""
+    """Functions that write a module's matrix."""
 
     module: nn.Module
     writes: tuple[Callable[[], object], ...]
 
     def put(self) -> None:
-        """Has it be written so before the module is called."""
+        """Have the module call them before its forward."""
         known = self.module.__dict__
         if _WRITES not in known:
             self.module.register_forward_pre_hook(_write)
@@ -42,10 +42,10 @@ class LateWrites:
 
 
 def bind_packed(skeleton: Skeleton, device: torch.device) -> None:
-    """Loads a whole model for good, its packed matrices as they are, beside room for the largest of them written out.
+    """Load a whole model permanently with packed matrices, and memory for the largest dequantized one.
 
     Raises:
-        CheckpointError: a tensor cannot be read, or does not have its checksum.
+        CheckpointError: a tensor cannot be read, or its checksum is wrong.
     """
     slots = [slot for layer in skeleton.layer_slots for slot in layer]
     late = [slot for slot in slots if can_wait(slot) and slot.source.scratch_bytes(skeleton.dtype)]
@@ -63,12 +63,12 @@ def bind_packed(skeleton: Skeleton, device: torch.device) -> None:
 
 
 def can_wait(slot: ParameterSlot) -> bool:
-    """Whether a parameter is used nowhere but where its module is called."""
+    """Whether a parameter is used only by its module's forward."""
     return is_late(slot.module, slot.key)
 
 
 def is_late(module: nn.Module, key: str) -> bool:
-    """The same by module and name: of a linear layer its matrix."""
+    """As `can_wait`, by module and name: true for matrices of linear layers."""
     return isinstance(module, nn.Linear) and key == "weight"
 
 

@@ -1,4 +1,4 @@
-"""Which of a checkpoint's layers there are to run."""
+"""Chooses the layers of a checkpoint that run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from bough.model.checkpoint.checkpoint import Checkpoint
 
 
 def working_layers(checkpoint: Checkpoint) -> tuple[int, ...]:
-    """Layers that change their input: all that are there, but for the identity copies of a block expansion."""
+    """Layers that change their input: all but identity copies of a block expansion."""
     if checkpoint.kept_layers is not None:
         return checkpoint.kept_layers
     manifest = checkpoint.folder / EXPANSION_NAME
@@ -21,16 +21,17 @@ def working_layers(checkpoint: Checkpoint) -> tuple[int, ...]:
 
 
 def kept_layers(checkpoint: Checkpoint, drop_layers: tuple[int, ...]) -> tuple[int, ...]:
-    """The layers of a substitute without these, which are counted without identity copies.
+    """Layers of a substitute without `drop_layers`, which do not count identity copies.
 
     Raises:
-        ConfigError: a layer to drop is not there, or none is left.
+        ConfigError: a layer to drop does not exist, or none is left.
     """
     working = working_layers(checkpoint)
     wrong = [layer for layer in drop_layers if layer >= len(working)]
     if wrong:
-        raise ConfigError(f"--drop-layers: {wrong[0]}; {checkpoint.folder.name} has layers 0 to {len(working) - 1}")
+        name = checkpoint.folder.name
+        raise ConfigError(f"--drop-layers: must be 0 to {len(working) - 1} for {name}, got {wrong[0]}")
     kept = tuple(layer for index, layer in enumerate(working) if index not in set(drop_layers))
     if not kept:
-        raise ConfigError(f"--drop-layers: all {len(working)} layers of {checkpoint.folder.name}; one has to be left")
+        raise ConfigError(f"--drop-layers: must leave a layer of {checkpoint.folder.name}, got all {len(working)}")
     return kept

@@ -1,4 +1,4 @@
-"""Finds the weights that belong in each place of a model, and loads those that stay."""
+"""Finds the weights of each parameter of a model, and loads those that are resident."""
 
 from __future__ import annotations
 
@@ -38,36 +38,36 @@ from bough.model.quant.formats import format_of
 logger = logging.getLogger(__name__)
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-CONVERTED_BYTES = 16_000_000  # of a tensor that are read at once where it stays in another data type
-NUM_NAMED = 3  # unused tensors that a warning names
+CONVERTED_BYTES = 16_000_000  # limit of one read of a tensor that is converted
+NUM_NAMED = 3  # unused tensors named in a warning
 
 
 @dataclass(frozen=True, slots=True)
 class ParameterSlot:
-    """One parameter or persistent buffer of a module, and what its value is made of."""
+    """A parameter or persistent buffer of a module, and the source of its value."""
 
     module: nn.Module
     key: str
     source: AnySource
 
     def bind(self, raw: Sequence[torch.Tensor], dtype: torch.dtype, scratch: Scratch) -> None:
-        """Puts the value in the parameter's place; `raw` as in `TensorSource.value`."""
+        """Set the parameter from `raw`, as in `TensorSource.value`."""
         self.put(self.made(raw, dtype, scratch))
 
     def made(self, raw: Sequence[torch.Tensor], dtype: torch.dtype, scratch: Scratch) -> Any:
-        """The value as `put` wants it."""
+        """Make the value in the form that `put` takes."""
         if isinstance(self.source, Experts):
             return self.source.table(raw, dtype, scratch)
         return self.wrapped(self.source.value(raw, dtype, scratch))
 
     def wrapped(self, value: torch.Tensor) -> torch.Tensor:
-        """A value as `put` wants it."""
+        """Wrap a tensor in the form that `put` takes."""
         return value if self.key in self.module._buffers else nn.Parameter(value, requires_grad=False)
 
     def put(self, made: Any) -> None:
-        """Puts what `made` has returned in the parameter's place."""
+        """Set the parameter to what `made` returned."""
         if isinstance(self.source, Experts):
-            self.module._parameters.pop(self.key, None)  # a table is no tensor, and would not be let in
+            self.module._parameters.pop(self.key, None)  # a table is no tensor, which nn.Module would refuse
             self.module.__dict__[self.key] = made
         elif self.key in self.module._buffers:
             self.module._buffers[self.key] = made
@@ -77,7 +77,7 @@ class ParameterSlot:
 
 @dataclass(frozen=True, slots=True)
 class Skeleton:
-    """A transformers model on the meta device, and the places of its weights."""
+    """A transformers model on the meta device, and the sources of its weights."""
 
     model: PreTrainedModel
     config: PretrainedConfig
@@ -86,8 +86,8 @@ class Skeleton:
     resident_slots: tuple[ParameterSlot, ...]  # embeddings, final norm, output head
     dtype: torch.dtype
     quantization: QuantFormat | None
-    unused: tuple[str, ...]  # tensors of the checkpoint for which the architecture has no place
-    checksums: Mapping[str, int]  # crc32 by tensor name, as far as the checkpoint has them
+    unused: tuple[str, ...]  # tensors of the checkpoint without a place in the architecture
+    checksums: Mapping[str, int]  # crc32 by tensor name, where known
 
     @property
     def vocab_size(self) -> int:
@@ -95,25 +95,24 @@ class Skeleton:
 
     @property
     def max_positions(self) -> int:
-        """As `max_positions` of its configuration."""
+        """As `architecture.max_positions` of its configuration."""
         return max_positions(self.config)
 
     def kv_shape(self) -> KVShape:
-        """What one token's keys and values take."""
+        """Shape of the model's keys and values."""
         return KVShape.of(self.config, self.dtype)
 
     def describe(self) -> str:
-        """Architecture, size and data type in words."""
+        """Description of architecture, size and dtype."""
         packed = f", {self.quantization}" if self.quantization else ""
         return describe(self.model, self.dtype) + packed
 
 
 def build_skeleton(checkpoint: Checkpoint, dtype: torch.dtype, keep_layers: tuple[int, ...] | None = None) -> Skeleton:
-    """Builds the model on the meta device; `keep_layers` names the layers to use, by default all that are there.
+    """Build the model on the meta device; `keep_layers` are the layers to use, by default all.
 
     Raises:
-        CheckpointError: the architecture cannot be run; or naming a tensor that is missing, or has another shape than
-            the architecture wants.
+        CheckpointError: the architecture cannot run, or names a tensor that is missing or has the wrong shape.
     """
     config = load_config(checkpoint.folder)
     quantization = format_of(config, checkpoint.folder)
@@ -140,7 +139,7 @@ class _Finder:
     def __init__(
         self, checkpoint: Checkpoint, quantization: QuantFormat | None, model: PreTrainedModel, layers: dict[str, str]
     ) -> None:
-        """`layers` maps the names of the model's layers to those that they have in the checkpoint."""
+        """`layers` maps the model's layer names to those in the checkpoint."""
         self._checkpoint = checkpoint
         self._layers = layers
         is_tied = getattr(model.config, "tie_word_embeddings", False)
@@ -149,7 +148,7 @@ class _Finder:
         self._naming = WeightMap(model, known, logical_sources(checkpoint, quantization))
 
     def slots(self, root: nn.Module, prefix: str, skip: Collection[int] = ()) -> Iterator[ParameterSlot]:
-        """Of all modules below `root`, which the model knows as `prefix`, but those whose `id` is in `skip`."""
+        """Slots of all modules below `root`, named `prefix` in the model, except those whose `id` is in `skip`."""
         for module_name, module in root.named_modules(prefix=prefix):
             if id(module) in skip:
                 continue
@@ -159,7 +158,7 @@ class _Finder:
                     yield self._slot(module, key, f"{module_name}.{key}" if module_name else key, parameter)
 
     def unused(self, prefix: str) -> tuple[str, ...]:
-        """Names of values that nothing has asked for, but those of layers that were left out."""
+        """Names of values that no parameter uses, except those of layers that were left out."""
         layers = tuple(f"{name}." for name in self._layers.values())
         names = (n for n in self._naming.unclaimed() if n not in self._tied and not n.endswith("rotary_emb.inv_freq"))
         unused = tuple(name for name in names if not name.startswith(f"{prefix}.") or name.startswith(layers))
@@ -174,7 +173,7 @@ class _Finder:
         return unused
 
     def _original(self, name: str) -> str:
-        """A parameter's name in the checkpoint, whose layers may be more."""
+        """A parameter's name in the checkpoint, which may have more layers."""
         for mine, original in self._layers.items():
             if name.startswith(f"{mine}."):
                 return original + name.removeprefix(mine)
@@ -198,7 +197,7 @@ class _Finder:
 
 
 def _require_readable(source: AnySource | TensorSource) -> None:
-    """Raises CheckpointError for a tensor of another data type, or another shape than those beside it."""
+    """Raise CheckpointError for a tensor of unsupported dtype, or whose shape differs from its siblings'."""
     parts = source.parts if isinstance(source, Joined | Experts) else ()
     for part in parts:
         _require_readable(part)
@@ -211,15 +210,15 @@ def _require_readable(source: AnySource | TensorSource) -> None:
     for place in () if parts else source.places:
         if place.dtype not in known:
             raise CheckpointError(
-                f"{place.file}: tensor {place.name} is stored as {place.dtype}; {', '.join(known)} can be read"
+                f"{place.file}: tensor {place.name} must be stored as one of {', '.join(known)}, got {place.dtype}"
             )
 
 
 def bind_resident(skeleton: Skeleton, slots: Sequence[ParameterSlot], device: torch.device) -> None:
-    """Loads parameters for good; a value that several parameters share is loaded once.
+    """Load parameters permanently; a value shared by several parameters is loaded once.
 
     Raises:
-        CheckpointError: a tensor cannot be read, or does not have its checksum.
+        CheckpointError: a tensor cannot be read, or its checksum is wrong.
     """
     memory = FreshMemory(device)
     loaded: dict[tuple[TensorPlace, ...], tuple[nn.Module, str]] = {}
@@ -241,7 +240,7 @@ def bind_resident(skeleton: Skeleton, slots: Sequence[ParameterSlot], device: to
 
 
 def _convert(place: TensorPlace, out: torch.Tensor, checksums: Mapping[str, int]) -> None:
-    """A tensor in another data type, some rows at a time: both at once would take more memory than any budget says."""
+    """Convert a tensor some rows at a time: two whole copies would exceed the memory budget."""
     parts, checksum, begin = row_blocks(place, CONVERTED_BYTES), 0, 0
     for part in parts:
         data = read_place(part)
@@ -253,7 +252,7 @@ def _convert(place: TensorPlace, out: torch.Tensor, checksums: Mapping[str, int]
 
 
 def bind_all(skeleton: Skeleton, device: torch.device) -> None:
-    """Loads a whole model for good."""
+    """Load a whole model permanently."""
     bind_resident(skeleton, skeleton.resident_slots, device)
     for slots in skeleton.layer_slots:
         bind_resident(skeleton, slots, device)
@@ -261,7 +260,7 @@ def bind_all(skeleton: Skeleton, device: torch.device) -> None:
 
 
 def move_buffers(model: nn.Module, device: torch.device) -> None:
-    """Moves what a model holds beside its parameters, such as rotary frequencies; layers without weights stay so."""
+    """Move buffers such as rotary frequencies to a device; meta tensors stay."""
     for module in model.modules():
         for key, buffer in module._buffers.items():
             if buffer is not None and not buffer.is_meta:
@@ -280,10 +279,10 @@ def read_place(place: TensorPlace) -> torch.Tensor:
 
 
 def require_checksum(place: TensorPlace, found: int, checksums: Mapping[str, int]) -> None:
-    """Compares the crc32 of a tensor's bytes with the one that they were written with, if there is one.
+    """Verify the crc32 of a tensor's bytes, if it is known.
 
     Raises:
-        CheckpointError: naming the file and the tensor.
+        CheckpointError: names the file and the tensor.
     """
     expected = checksums.get(place.name)
     if expected is not None and found != expected:

@@ -1,8 +1,8 @@
-"""Which tensors of a checkpoint make up which parameter of a model.
+"""Maps a checkpoint's tensors to a model's parameters.
 
-First packed tensors are put together (`X.qweight`, `X.scales`, ... are the value `X.weight`), then transformers' own
-mapping from checkpoint names to parameters is applied, so that whatever it renames or stacks while loading is renamed
-and stacked here.
+First packed tensors are combined (`X.qweight`, `X.scales`, ... are the value `X.weight`). Then transformers' own
+mapping of checkpoint names to parameters is applied, so that everything it renames or stacks while loading is handled
+here too.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from bough.model.checkpoint.checkpoint import Checkpoint
 from bough.model.checkpoint.tensor_source import Joined, Stored, TensorSource
 from bough.model.quant.format import PackedTensors, QuantFormat
 
-# How names begin in a model of which the language model is a part, and how they begin in that by itself.
+# Name prefixes in a model that contains a language model, and in the language model by itself.
 PARTS = {
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
@@ -36,7 +36,7 @@ PARTS = {
 
 
 def logical_sources(checkpoint: Checkpoint, quantization: QuantFormat | None) -> dict[str, TensorSource]:
-    """The values of a checkpoint by name, packed ones put together under the name of the weight that they are."""
+    """The values of a checkpoint by name; packed ones under the name of their weight."""
     left = dict(checkpoint.tensors)
     sources: dict[str, TensorSource] = {}
     if quantization is not None:
@@ -48,7 +48,7 @@ def logical_sources(checkpoint: Checkpoint, quantization: QuantFormat | None) ->
 
 
 def _own_name(name: str) -> str:
-    """That a value has where the language model is no part of another."""
+    """The name of a value in the language model by itself."""
     of_part = next((beginning for beginning in PARTS if name.startswith(beginning)), None)
     return name if of_part is None else PARTS[of_part] + name.removeprefix(of_part)
 
@@ -57,10 +57,10 @@ AnySource = TensorSource | Experts
 
 
 class WeightMap:
-    """Sources by the names that transformers gives its parameters."""
+    """Sources by transformers' parameter names."""
 
     def __init__(self, model: PreTrainedModel, known: Collection[str], sources: dict[str, TensorSource]) -> None:
-        """`known` are the parameters' names as the whole checkpoint would have them, whatever layers the model has."""
+        """`known` are the parameter names of the whole checkpoint, even if the model has fewer layers."""
         transforms = get_model_conversion_mapping(model)
         renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
         converters = [t for t in transforms if isinstance(t, WeightConverter)]
@@ -78,10 +78,10 @@ class WeightMap:
         self._claimed: set[str] = set()
 
     def source(self, name: str) -> AnySource | None:
-        """What makes up a parameter; None where the checkpoint has nothing for it.
+        """The source of a parameter; None if the checkpoint has none.
 
         Raises:
-            CheckpointError: transformers would put the tensors together in a way that is not known here.
+            CheckpointError: transformers would combine the tensors in a way that is not supported.
         """
         if name not in self._parts:
             return None
@@ -103,5 +103,5 @@ class WeightMap:
         raise CheckpointError(f"parameter {name}: its tensors are put together by {operations}, which is not supported")
 
     def unclaimed(self) -> Iterable[str]:
-        """Names under which the checkpoint has values that no parameter has asked for."""
+        """Names of values in the checkpoint that no parameter has claimed."""
         return (name for name in self._parts if name not in self._claimed)

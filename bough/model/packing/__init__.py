@@ -1,1 +1,1 @@
-"""`bough pack`: smaller checkpoints and drafts, written shard by shard."""
+"""`bough pack`: writes smaller checkpoints and drafts, shard by shard."""

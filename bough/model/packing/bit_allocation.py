@@ -1,8 +1,8 @@
-"""How many bits each matrix gets, where they may differ: the least error within an average. Knows no files, no models.
+"""Allocates bits to matrices with the least total error for an average number of bits. Uses no files and no models.
 
-What a matrix costs in quality is taken to be its relative squared error, whatever its size: a model's loss grows in
-proportion to a sum of these over its matrices (HIGGS, arXiv 2411.17525, theorem 1; its factors are taken as equal).
-So small matrices, in which a lower error costs few bytes, get more bits than large ones.
+A matrix's cost in quality is its relative squared error, whatever its size: a model's loss grows in proportion to a sum
+of these over its matrices (HIGGS, arXiv 2411.17525, theorem 1, with equal factors). So small matrices, in which lower
+errors cost few bytes, get more bits than large ones.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from typing import NamedTuple
 from bough.errors import ConfigError
 from bough.model.quant.quantize import Layout
 
-LAYOUTS = (Layout(4, 128), Layout(4, 64), Layout(4, 32), Layout(8, 64))  # 4.25, 4.5, 5 and 8.25 bits a weight
+LAYOUTS = (Layout(4, 128), Layout(4, 64), Layout(4, 32), Layout(8, 64))  # 4.25, 4.5, 5 and 8.25 bits per weight
 
 
 class Option(NamedTuple):
-    """A layout of a matrix: what it takes, and what it costs."""
+    """A layout of a matrix, with its size and error."""
 
     layout: Layout
     num_bits: float
-    error: float  # relative, squared
+    error: float  # relative squared error
 
 
 def choose(options: Mapping[str, Sequence[Option]], bits: float, num_weights: int) -> dict[str, Layout]:
-    """A layout for each matrix, so that all of them together average at most `bits` for each of `num_weights`.
+    """Choose a layout for each matrix, with an average of at most `bits` over `num_weights` weights.
 
-    From the smallest of each on, the step that takes most error away for its bits is taken next, along the lower
-    convex hulls; what no longer fits is passed over.
+    Greedy along lower convex hulls: from the smallest layouts on, the step that reduces the error most per bit is taken
+    next; steps that no longer fit are skipped.
 
     Raises:
-        ConfigError: no choice is so small.
+        ConfigError: `bits` is below the smallest possible average.
     """
     hulls = {name: _hull(several) for name, several in options.items()}
     chosen = {name: hull[0] for name, hull in hulls.items()}
@@ -42,7 +42,7 @@ def choose(options: Mapping[str, Sequence[Option]], bits: float, num_weights: in
         least, most = (
             sum(end(o.num_bits for o in several) for several in options.values()) / num_weights for end in (min, max)
         )
-        raise ConfigError(f"--bits: {bits:g}; {least:.3f} to {most:.3f} for a weight, scales included, would do")
+        raise ConfigError(f"--bits: must be {least:.3f} to {most:.3f} per weight, scales included, got {bits:g}")
     steps = [(_gain(low, high), name, high) for name, hull in hulls.items() for low, high in pairwise(hull)]
     for _, name, option in sorted(steps, reverse=True):
         added = option.num_bits - chosen[name].num_bits
@@ -53,12 +53,12 @@ def choose(options: Mapping[str, Sequence[Option]], bits: float, num_weights: in
 
 
 def _gain(low: Option, high: Option) -> float:
-    """Error taken away for each bit that is added."""
+    """Error reduction per added bit."""
     return (low.error - high.error) / (high.num_bits - low.num_bits)
 
 
 def _hull(options: Sequence[Option]) -> list[Option]:
-    """Those worth taking, from the smallest on: each further one takes less error away for its bits."""
+    """Options on the lower convex hull, smallest first: error reduction per bit decreases."""
     hull: list[Option] = []
     for option in sorted(options, key=lambda option: (option.num_bits, option.error)):
         if hull and option.error >= hull[-1].error:

@@ -1,8 +1,8 @@
-"""`bough pack`: a smaller checkpoint, in 4 or 8 bits, from one in 16 or 32. Resumable, checksummed, a shard at a time.
+"""`bough pack`: writes a checkpoint of 16 or 32 bits in 4 or 8 bits. Resumable, with checksums, shard by shard.
 
-The matrices of the decoder layers are packed (`bough.model.quant.bough_format`): those of linear layers, and those of
-experts where each expert has its own. Norms, biases, routers, embeddings and the head are copied. So are matrices whose
-rows are no whole groups, and experts that are all in one tensor, which could not be read packed; this is said aloud.
+Matrices of decoder layers are packed (`bough.model.quant.bough_format`): those of linear layers, and those of experts
+that have their own tensors. Norms, biases, routers, embeddings and the head are copied; so are matrices whose rows are
+not whole groups, and experts in one tensor, which could not be read packed. A warning lists these.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from bough.sizing.placement import gigabytes
 
 logger = logging.getLogger(__name__)
 
-LEAST_SHARE = 0.5  # of the layers' bytes: a checkpoint of which less is packed would be called so in vain
-NUM_NAMED = 3  # tensors, of those that stay as they are, that are named
+LEAST_SHARE = 0.5  # of the layers' bytes that must be packed for the result to be useful
+NUM_NAMED = 3  # unpacked tensors named in a warning
 
 
 def pack(model: str, bits: int, folder: Path, shard_bytes: int = SHARD_BYTES) -> None:
-    """Writes the packed checkpoint, or goes on where an interrupted run has left off; what is damaged is written again.
+    """Write the packed checkpoint, or continue an interrupted run; damaged shards are written again.
 
     Raises:
         CheckpointError: the model cannot be read.
-        ConfigError: most of its layers cannot be packed, the folder holds something else, or the disk is full.
+        ConfigError: most of its layers cannot be packed, the folder contains something else, or the disk is full.
     """
     checkpoint = Checkpoint.open(model)
     skeleton = build_skeleton(checkpoint, torch.bfloat16)
@@ -61,28 +61,28 @@ def pack(model: str, bits: int, folder: Path, shard_bytes: int = SHARD_BYTES) ->
 
 
 def _require_copyable(checkpoint: Checkpoint) -> None:
-    """Raises CheckpointError for a tensor of a data type that is not known."""
+    """Raise CheckpointError for a tensor of an unknown dtype."""
     for place in checkpoint.tensors.values():
         if place.dtype not in STORED_DTYPES:
             raise CheckpointError(
-                f"{place.file}: tensor {place.name} is stored as {place.dtype}; "
-                f"{', '.join(STORED_DTYPES)} can be copied"
+                f"{place.file}: tensor {place.name} must be stored as one of "
+                f"{', '.join(STORED_DTYPES)}, got {place.dtype}"
             )
 
 
 @dataclass(frozen=True, slots=True)
 class LayerTensors:
-    """The tensors of a model's layers, by what becomes of them. Of `group_size` inputs each are rows to be packed."""
+    """The tensors of a model's layers by treatment. Packed rows are whole groups of `group_size` inputs."""
 
     group_size: int
     packed: tuple[TensorPlace, ...]
-    uneven: tuple[TensorPlace, ...]  # matrices whose rows are no whole groups
-    stacked: tuple[TensorPlace, ...]  # all experts of a layer in one
+    uneven: tuple[TensorPlace, ...]  # matrices whose rows are not whole groups
+    stacked: tuple[TensorPlace, ...]  # all experts of a layer in one tensor
     others: tuple[TensorPlace, ...]  # norms, biases, routers
 
     @classmethod
     def of(cls, slots: Iterable[ParameterSlot], group_size: int) -> LayerTensors:
-        """Of these parameters."""
+        """Sort the tensors of these parameters."""
         kinds: tuple[dict[TensorPlace, None], ...] = ({}, {}, {}, {})
         packed, uneven, stacked, others = kinds
         for slot in slots:
@@ -96,16 +96,16 @@ class LayerTensors:
         return cls(group_size, *map(tuple, kinds))
 
     def require_worth(self, model: str) -> None:
-        """Says aloud which matrices stay as they are.
+        """Warn about matrices that stay unpacked.
 
         Raises:
-            ConfigError: these are most of the layers' bytes.
+            ConfigError: they are most of the layers' bytes.
         """
         packed, all_bytes = _num_bytes(self.packed), _num_bytes(self.packed + self.uneven + self.stacked + self.others)
         if packed < LEAST_SHARE * all_bytes:
             raise ConfigError(
                 f"model: {model}: of the {gigabytes(all_bytes)} of its layers {gigabytes(packed)} can be packed; "
-                f"there are {self._reasons()}; {self._remedy()} would do"
+                f"there are {self._reasons()}; use {self._remedy()}"
             )
         if self.uneven or self.stacked:
             left = gigabytes(all_bytes - packed)
@@ -126,9 +126,9 @@ class LayerTensors:
     def _remedy(self) -> str:
         as_it_is, smallest = "the model as it is", min(GROUP_SIZES.values())
         if _num_bytes(self.stacked) > _num_bytes(self.uneven):
-            return f"a checkpoint in which each expert has its own matrices, or {as_it_is},"
+            return f"a checkpoint in which each expert has its own matrices, or {as_it_is}"
         if self.uneven and self.group_size > smallest:
-            return f"--bits 4, whose groups are of {smallest}, or {as_it_is},"
+            return f"--bits 4, whose groups are of {smallest}, or {as_it_is}"
         return as_it_is
 
 
@@ -137,14 +137,14 @@ def _num_bytes(places: Iterable[TensorPlace]) -> int:
 
 
 def _names(places: Sequence[TensorPlace]) -> str:
-    """The largest, and how many there are besides."""
+    """The largest tensors, and the number of others."""
     largest = sorted(places, key=lambda place: -place.num_bytes)[:NUM_NAMED]
     rest = f" and {len(places) - NUM_NAMED} more" if len(places) > NUM_NAMED else ""
     return ", ".join(place.name for place in largest) + rest
 
 
 def is_packed(module: nn.Module, name: str, shape: Sequence[int], bits: int) -> bool:
-    """Whether `pack` would pack a parameter, by the architecture alone; `name` is the parameter's in its layer."""
+    """Whether `pack` packs a parameter, by architecture alone; `name` is its name in its layer."""
     is_linear, is_stack = _is_linear(module, name.rpartition(".")[2]), len(shape) == 3
     return (is_linear or (is_stack and _is_stacked_here(module, name))) and shape[-1] % GROUP_SIZES[bits] == 0
 
@@ -160,7 +160,7 @@ def _is_linear(module: nn.Module, key: str) -> bool:
 
 
 def _is_stacked_here(module: nn.Module, name: str) -> bool:
-    """Whether checkpoints have a matrix for each expert of a parameter, which transformers stacks as it loads them."""
+    """Whether checkpoints have a matrix for each expert of a parameter, which transformers stacks while loading."""
     config = getattr(module, "config", None)  # that transformers gives its experts
     transforms = get_checkpoint_conversion_mapping(config.model_type) if config is not None else None
     converters = [transform for transform in transforms or () if isinstance(transform, WeightConverter)]
@@ -181,13 +181,13 @@ def _stored(source: TensorSource | Experts) -> Iterator[TensorPlace]:
 
 
 def packed_bytes(shape: Sequence[int], bits: int) -> int:
-    """What a matrix, or several of one shape in a stack, takes when it is packed."""
+    """Bytes of a packed matrix, or of a stack of equal ones."""
     size = math.prod(shape)
     return size * bits // 8 + size // GROUP_SIZES[bits] * SCALE_BYTES[bits]
 
 
 def _tensors(place: TensorPlace, bits: int, is_packed: bool) -> list[tuple[str, torch.Tensor]]:
-    """What a tensor becomes."""
+    """The tensors that are written for a tensor."""
     value = typed(read_place(place), place)
     if not is_packed:
         return [(place.name, value)]

@@ -1,9 +1,8 @@
-"""`bough pack --draft`: a draft out of a target's own weights, with some layers left out and the rest in few bits.
+"""`bough pack --draft`: makes a draft of a target's own weights, with layers left out and the rest in few bits.
 
-The matrices of the layers that are kept are packed, each in the layout that `bough.model.packing.bit_allocation` has
-chosen for it. What is in no layer (embeddings, the last norm, the head) is not stored again: the folder names the
-target, whose files hold it (`bough.model.checkpoint.shared_weights`). Or it is copied, for a draft worker that runs
-where the target's files are not.
+Matrices of the kept layers are packed in layouts chosen by `bough.model.packing.bit_allocation`. Tensors outside layers
+(embeddings, last norm, head) are not stored again: the folder refers to the target's files
+(`bough.model.checkpoint.shared_weights`). They are copied for a draft worker on a machine without the target's files.
 """
 
 from __future__ import annotations
@@ -29,16 +28,16 @@ from bough.model.packing.shard_writer import SHARD_BYTES, ShardWriter, shards_of
 from bough.model.quant.bough_format import MIXED, PACKED_SUFFIX, SCALES_SUFFIX
 from bough.model.quant.quantize import SHRUNKEN, Layout, quantize, rounding_error
 
-SAMPLE_ROWS = 256  # of a matrix, on which the error of a layout is measured
+SAMPLE_ROWS = 256  # of a matrix, on which a layout's error is measured
 
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What a draft came to."""
+    """Summary of a draft that was written."""
 
     num_bytes: int  # of its own tensors
-    bits_per_weight: float  # of the packed matrices, scales included
-    layouts: Mapping[str, Layout]  # by the name of the matrix
+    bits_per_weight: float  # of packed matrices, scales included
+    layouts: Mapping[str, Layout]  # by name of the matrix
 
 
 def pack_draft(
@@ -50,13 +49,13 @@ def pack_draft(
     is_whole: bool = False,
     shard_bytes: int = SHARD_BYTES,
 ) -> Written:
-    """Writes the draft, or goes on where an interrupted run has left off. `bits` is for a weight, scales included;
-    a whole draft has copies of what it would share.
+    """Write the draft, or continue an interrupted run. `bits` is the average per weight, scales included; a draft with
+    `is_whole` has copies of what it would share.
 
     Raises:
         CheckpointError: the model cannot be read.
-        ConfigError: a layer to drop is not there, `bits` are too few, most of the layers cannot be packed, the folder
-            holds something else, or the disk is full.
+        ConfigError: a layer to drop does not exist, `bits` are too few, most of the layers cannot be packed, the folder
+            contains something else, or the disk is full.
     """
     checkpoint = Checkpoint.open(model)
     kept = kept_layers(checkpoint, drop_layers)
@@ -92,7 +91,7 @@ def _read(place: TensorPlace) -> torch.Tensor:
 
 
 def _layouts(place: TensorPlace) -> list[Layout]:
-    """In which a matrix can be packed: its rows are whole groups."""
+    """Layouts in which a matrix's rows are whole groups."""
     return [layout for layout in LAYOUTS if place.shape[-1] % layout.group_size == 0]
 
 
@@ -101,7 +100,7 @@ def _chosen(
     matrices: Mapping[str, TensorPlace],
     bits: float,
 ) -> dict[str, Layout]:
-    """A layout for each matrix, chosen once and then kept with what is being written."""
+    """A layout for each matrix, chosen once and stored in the manifest of the run."""
     if "layouts" not in written.manifest:
         bar = tqdm(matrices.items(), desc="measuring", unit=" matrices")
         options = {name: _options(place, _read(place)) for name, place in bar}
@@ -112,7 +111,7 @@ def _chosen(
 
 
 def _options(place: TensorPlace, value: torch.Tensor) -> list[Option]:
-    """What each layout would cost, measured on some of the rows."""
+    """Size and error of each layout, measured on some rows."""
     some = value[:: max(1, len(value) // SAMPLE_ROWS)]
     return [
         Option(layout, value.numel() * layout.bits_per_weight, rounding_error(some, layout, SHRUNKEN))
@@ -125,7 +124,7 @@ def _num_bytes(place: TensorPlace, layout: Layout | None) -> int:
 
 
 def _tensors(name: str, value: torch.Tensor, layout: Layout | None) -> dict[str, torch.Tensor]:
-    """What a tensor becomes; without a layout it stays as it is."""
+    """The tensors that are written for a tensor; without a layout it is copied."""
     if layout is None:
         return {name: value.contiguous()}
     packed, scales = quantize(value, *layout, SHRUNKEN)
@@ -133,6 +132,6 @@ def _tensors(name: str, value: torch.Tensor, layout: Layout | None) -> dict[str,
 
 
 def _reference(model: str) -> str:
-    """How the draft will find its target: a hub id as it is, a folder wherever one works from."""
+    """How the draft refers to its target: by hub id, or by absolute path."""
     folder = Path(model).expanduser()
     return str(resolve(model).resolve()) if folder.is_dir() else model

@@ -1,7 +1,7 @@
-"""A folder of packed tensors that is being written: shard by shard, resumable, checksummed.
+"""Writes a folder of packed tensors shard by shard; resumable, with checksums.
 
-A shard is whole or not there; the manifest says which are, and what each tensor's bytes add up to; the configuration is
-written last, without which a folder is no model.
+Shards are written atomically. The manifest lists complete shards and the checksum of each tensor. The configuration is
+written last; without it a folder is no model.
 """
 
 from __future__ import annotations
@@ -26,36 +26,36 @@ from bough.model.checkpoint.checkpoint import INDEX_NAME, Checkpoint, TensorPlac
 from bough.model.checkpoint.pack_manifest import MANIFEST_NAME, read_manifest
 from bough.model.checkpoint.tensor_source import STORED_DTYPES, crc32
 
-FORMAT = 2  # 4 bits with offsets
+FORMAT = 2  # 2: 4 bits with offsets
 SHARD_BYTES = 1_000_000_000
-BLOCK_BYTES = 1 << 24  # of a shard, that are compared at once
+BLOCK_BYTES = 1 << 24  # compared at once
 
 
 @dataclass(slots=True)
 class ShardWriter:
-    """What has been written so far."""
+    """A folder in progress."""
 
     path: Path
     manifest: dict[str, Any]
 
     @classmethod
     def begin(cls, path: Path, source: Checkpoint, origin: Mapping[str, Any]) -> ShardWriter:
-        """A run that goes on, or a new one; `origin` is what makes one pack another than the next.
+        """Continue a run, or begin one; `origin` has everything that distinguishes one pack from another.
 
         Raises:
-            ConfigError: the folder holds something else.
+            ConfigError: the folder contains something else.
         """
         if path.resolve() == source.folder.resolve():
-            raise ConfigError(f"--out: {path} is the model itself; another folder would do")
+            raise ConfigError(f"--out: must be another folder than the model's, got {path}")
         file = path / MANIFEST_NAME
         origin = {"format": FORMAT, **origin}
         if file.is_file():
             manifest = read_manifest(file)
             if {name: manifest.get(name) for name in origin} != origin:
-                raise ConfigError(f"--out: {path} holds another packed model; another folder would do")
+                raise ConfigError(f"--out: must be empty or an interrupted run, got {path} with another packed model")
             return cls(path, manifest)
         if is_taken(path):
-            raise ConfigError(f"--out: {path} is not empty; another folder would do")
+            raise ConfigError(f"--out: must be an empty or a new folder, got {path}")
         make_folder("--out", path)
         folder = cls(path, {**origin, "shards": {}, "checksums": {}, "weight_map": {}})
         folder.save()
@@ -68,14 +68,14 @@ class ShardWriter:
         num_bytes: Callable[[TensorPlace], int],
         convert: Callable[[TensorPlace], Mapping[str, torch.Tensor]],
     ) -> None:
-        """Writes the shards that are not there or are damaged; `kind` is what their names begin with.
+        """Write missing and damaged shards, whose names begin with `kind`.
 
-        Shards that are there are compared with their checksums first: a run that goes on, or that is to repair what it
-        once wrote, ends with a folder that is whole.
+        Existing shards are first compared with their checksums, so that a continued or repairing run ends with a
+        complete folder.
 
         Args:
-            num_bytes: what becomes of a tensor of the source, in bytes.
-            convert: the same as tensors by name.
+            num_bytes: bytes written for a tensor of the source.
+            convert: tensors written for it, by name.
 
         Raises:
             CheckpointError: the source cannot be read.
@@ -89,7 +89,7 @@ class ShardWriter:
                 before = progress.n
                 if self.has(name, progress.update):
                     continue
-                total += int(progress.n - before)  # what was compared in vain is work besides
+                total += int(progress.n - before)  # comparing a damaged shard is extra work
                 progress.total = total
                 tensors: dict[str, torch.Tensor] = {}
                 for place in places:
@@ -98,9 +98,9 @@ class ShardWriter:
                 self.write_shard(name, tensors)
 
     def has(self, name: str, count: Callable[[int], object]) -> bool:
-        """Whether a shard is there, and each tensor what was written; `count` is told of bytes as they are compared.
+        """Whether a shard exists and has correct checksums; `count` is called with bytes as they are compared.
 
-        What is damaged is named on standard error.
+        Damage is reported on standard error.
         """
         file = self.path / name
         if name not in self.manifest["shards"] or not file.is_file():
@@ -113,7 +113,7 @@ class ShardWriter:
         return True
 
     def _require_whole(self, file: Path, count: Callable[[int], object]) -> None:
-        """Raises CheckpointError where a shard is not what was written."""
+        """Raise CheckpointError if a shard is not as written."""
         size, written = file.stat().st_size, self.manifest["shards"][file.name]
         if size != written:
             raise CheckpointError(f"{file}: has {size} bytes, and {written} were written")
@@ -126,11 +126,11 @@ class ShardWriter:
                 raise CheckpointError(f"{file}: tensor {place.name} is not what was written")
 
     def save(self) -> None:
-        """The manifest, at once or not at all."""
+        """Write the manifest atomically."""
         replace(self.path / MANIFEST_NAME, lambda partial: partial.write_text(json.dumps(self.manifest)))
 
     def require_room(self, num_bytes: int) -> None:
-        """Raises ConfigError where so many bytes, less what is written already, do not fit on the disk."""
+        """Raise ConfigError if the disk has no room for these bytes, less those already written."""
         there = sum(file.stat().st_size for file in self.path.iterdir())
         free = shutil.disk_usage(self.path).free
         if free < num_bytes - there:
@@ -140,7 +140,7 @@ class ShardWriter:
             )
 
     def write_shard(self, name: str, tensors: dict[str, torch.Tensor]) -> None:
-        """Tensors in one file."""
+        """Write tensors to one file."""
         first, *others = tensors
         content = f"tensor {first}" + (f" and {len(others)} more" if others else "")
         replace(self.path / name, lambda partial: save_file(tensors, partial, metadata={"format": "pt"}), content)
@@ -151,7 +151,7 @@ class ShardWriter:
         self.save()
 
     def finish(self, source: Checkpoint, quantization: Mapping[str, Any], leave_out: Collection[str] = ()) -> None:
-        """Tokenizer and everything else beside the source's weights, but what is named; the configuration last."""
+        """Copy the tokenizer and other files except weights and `leave_out`; write the configuration last."""
         others = {place.file.name for place in source.tensors.values()} | {INDEX_NAME, "config.json", *leave_out}
         for file in sorted(source.folder.iterdir()):
             if file.is_file() and file.name not in others and file.suffix != ".safetensors":
@@ -164,7 +164,7 @@ class ShardWriter:
 
 
 def _checksum(place: TensorPlace, count: Callable[[int], object]) -> int:
-    """The crc32 of a tensor on disk, read a block at a time. Raises CheckpointError."""
+    """The crc32 of a tensor on disk, read in blocks. Raises CheckpointError."""
     checksum, left = 0, place.num_bytes
     try:
         with place.file.open("rb") as stream:
@@ -178,7 +178,7 @@ def _checksum(place: TensorPlace, count: Callable[[int], object]) -> int:
 
 
 def shards_of(places: Sequence[TensorPlace], shard_bytes: int) -> list[list[TensorPlace]]:
-    """Tensors in the order in which they stand on disk, cut into runs of about `shard_bytes`."""
+    """Split tensors, in order of their places on disk, into shards of about `shard_bytes`."""
     shards: list[list[TensorPlace]] = [[]]
     total = 0
     for place in sorted(places, key=lambda place: (place.file, place.offset)):

@@ -1,1 +1,1 @@
-"""Weights in 4 or 8 bits: bough's format, GPTQ's and AWQ's."""
+"""Quantized weights in 4 or 8 bits: formats of bough, GPTQ and AWQ."""

@@ -1,4 +1,4 @@
-"""AWQ's format, as AutoAWQ writes its "gemm" version: 4 bits, packed along the outputs in an order of its own."""
+"""AWQ's "gemm" format, as written by AutoAWQ: 4 bits, packed along outputs in an interleaved order."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ from bough.model.quant.format import PackedTensors, bits_of, require_groups, req
 
 @dataclass(frozen=True, slots=True)
 class AwqFormat:
-    """Always in 4 bits."""
+    """AWQ, always in 4 bits."""
 
     bits: int = 4
     method = "awq"
 
     @classmethod
     def of(cls, fields: Mapping[str, Any], where: str) -> AwqFormat:
-        """From `quantization_config`. Raises CheckpointError."""
+        """Read `quantization_config`. Raises CheckpointError."""
         if str(fields.get("version", "gemm")).lower() != "gemm":
-            raise CheckpointError(f"{where}.version: {fields['version']!r} cannot be read; 'gemm' can")
+            raise CheckpointError(f"{where}.version: must be 'gemm', got {fields['version']!r}")
         return cls(bits_of(fields, where, (4,)))
 
     def __str__(self) -> str:
         return f"{self.bits} bits ({self.method})"
 
     def weight_name(self, tensor: str) -> str | None:
-        """X.weight of "X.qweight"."""
+        """X.weight for "X.qweight"."""
         return tensor.removesuffix(".qweight") + ".weight" if tensor.endswith(".qweight") else None
 
     def source(self, tensor: str, tensors: PackedTensors) -> Awq:
-        """Integers, zeros and scales. Raises CheckpointError."""
+        """Take integers, zeros and scales. Raises CheckpointError."""
         base = tensor.removesuffix(".qweight")
         integers = tensors.take(tensor, ("I32",))
         zeros = tensors.take(f"{base}.qzeros", ("I32",), integers)
@@ -57,7 +57,7 @@ class AwqFormat:
 
 @strict_parallel
 def _unpack_words_across(words: Any, zeros: Any, scales: Any, group_size: Any, out: Any, is_bf16: Any) -> Any:
-    """AWQ: words (inputs, outputs / 8) int32, zeros and scales (groups, outputs) float32, out (inputs, outputs)."""
+    """Dequantize words (inputs, outputs / 8) int32 by zeros and scales (groups, outputs) to out (inputs, outputs)."""
     num_inputs, num_words = words.shape
     for k in numba.prange(num_inputs):
         group = k // group_size
@@ -89,11 +89,11 @@ class Awq:
         return (self.words.shape[1] * 8, self.words.shape[0])
 
     def scratch_bytes(self, dtype: torch.dtype) -> int:
-        """The whole value."""
+        """Bytes of the whole value."""
         return room_bytes(self.shape, dtype)
 
     def value(self, raw: Sequence[torch.Tensor], dtype: torch.dtype, scratch: Scratch) -> torch.Tensor:
-        """Written out, as the transpose of a matrix that is in order."""
+        """Dequantize; the result is the transpose of a contiguous matrix."""
         num_outputs, num_inputs = self.shape
         out = scratch.take((num_inputs, num_outputs), dtype)
         scratch.write(lambda: self._write(raw, out))
@@ -114,7 +114,7 @@ class Awq:
 
 
 def _awq_integers(words: torch.Tensor) -> torch.Tensor:
-    """(rows, n / 8) int32 to (rows, n) float32: column c of eight stands at nibble c / 2, the odd ones four further."""
+    """Unpack (rows, n / 8) int32 to (rows, n) float32: column c of eight is at nibble c / 2, plus 4 if c is odd."""
     column = torch.arange(8, device=words.device, dtype=torch.int32)  # made there: a copy would stop the sweep
     nibbles = column // 2 + 4 * (column % 2)
     return ((words[:, :, None] >> (4 * nibbles)) & 15).flatten(1).float()

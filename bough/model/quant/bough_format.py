@@ -1,4 +1,4 @@
-"""bough's own format: integers in groups along each row of a matrix, in 4 or 8 bits."""
+"""bough's own format: 4 or 8 bits, in groups along each row."""
 
 from __future__ import annotations
 
@@ -18,33 +18,33 @@ from bough.model.cpu.jit import strict_parallel
 from bough.model.gpu.kernels import kernels_on
 from bough.model.quant.format import PackedTensors, bits_of, require_groups, require_matrix, require_shape, write_out
 
-PACKED_SUFFIX, SCALES_SUFFIX = ".packed", ".packed_scales"  # after the name of a weight
+PACKED_SUFFIX, SCALES_SUFFIX = ".packed", ".packed_scales"  # of a weight's name
 MIXED = "mixed"  # in config.json, instead of a number of bits
-BITS = {"U8": 4, "I8": 8}  # by the data type of the integers
+BITS = {"U8": 4, "I8": 8}  # by dtype of the integers
 SIZES = tuple(2**exponent for exponent in range(1, 13))  # of a group
 
 
 @dataclass(frozen=True, slots=True)
 class BoughFormat:
-    """As `bough pack` writes it; with 0 bits some weights have 4 and others 8."""
+    """The format that `bough pack` writes; `bits` is 0 if it differs by weight."""
 
     bits: int
     method = "bough"
 
     @classmethod
     def of(cls, fields: Mapping[str, Any], where: str) -> BoughFormat:
-        """From `quantization_config`. Raises CheckpointError."""
+        """Read `quantization_config`. Raises CheckpointError."""
         return cls(0 if fields.get("bits") == MIXED else bits_of(fields, where, (4, 8)))
 
     def __str__(self) -> str:
         return f"{self.bits or MIXED} bits ({self.method})"
 
     def weight_name(self, tensor: str) -> str | None:
-        """X of "X.packed"."""
+        """X for "X.packed"."""
         return tensor.removesuffix(PACKED_SUFFIX) if tensor.endswith(PACKED_SUFFIX) else None
 
     def source(self, tensor: str, tensors: PackedTensors) -> Packed:
-        """Integers and scales. Raises CheckpointError."""
+        """Take integers and scales. Raises CheckpointError."""
         packed = tensors.take(tensor, [dtype for dtype, bits in BITS.items() if self.bits in (0, bits)])
         require_matrix(packed)
         scales = tensors.take(tensor.removesuffix(PACKED_SUFFIX) + SCALES_SUFFIX, ("F16",), packed)
@@ -52,7 +52,7 @@ class BoughFormat:
         inputs = packed.shape[1] * 8 // bits
         require_groups(scales, inputs, num_groups)
         size = inputs // num_groups
-        if size not in SIZES:  # in 4 bits two halves of a group share bytes, and GPUs take powers of two
+        if size not in SIZES:  # in 4 bits two halves of a group share bytes, and GPU kernels need powers of two
             raise CheckpointError(
                 f"{scales.file}: tensor {scales.name} makes groups of {size} inputs; must be a power of two from "
                 f"{SIZES[0]} to {SIZES[-1]}"
@@ -61,12 +61,12 @@ class BoughFormat:
         return Packed(packed, scales, bits)
 
 
-# Kernels write float32 to a float32 `out`, or bfloat16 to a uint16 one where `is_bf16`.
+# Kernels write float32, or bfloat16 bits to a uint16 `out` if `is_bf16`.
 
 
 @strict_parallel
 def _unpack4(packed: Any, scales: Any, out: Any, is_bf16: Any) -> Any:
-    """packed (rows, columns / 2) uint8, scales (2, rows, groups) float16's bits, out (rows, columns)."""
+    """Dequantize packed (rows, columns / 2) uint8 by scales (2, rows, groups) float16 bits to out (rows, columns)."""
     _, rows, groups = scales.shape
     half = packed.shape[1] // groups
     for row in numba.prange(rows):
@@ -87,7 +87,7 @@ def _unpack4(packed: Any, scales: Any, out: Any, is_bf16: Any) -> Any:
 
 @strict_parallel
 def _unpack8(packed: Any, scales: Any, out: Any, is_bf16: Any) -> Any:
-    """packed (rows, columns) int8, scales (1, rows, groups) float16's bits, out (rows, columns)."""
+    """Dequantize packed (rows, columns) int8 by scales (1, rows, groups) float16 bits to out (rows, columns)."""
     _, rows, groups = scales.shape
     size = packed.shape[1] // groups
     for row in numba.prange(rows):
@@ -103,9 +103,9 @@ def _unpack8(packed: Any, scales: Any, out: Any, is_bf16: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """A weight in bough's format: integers in groups along each row, signed in 8 bits, and in 4 bits from 0 to 15.
+    """A weight in bough's format: integers in groups along each row, signed in 8 bits, 0 to 15 in 4 bits.
 
-    In 4 bits a byte holds elements j and j + group / 2 of its group: a group unpacks into two runs.
+    In 4 bits a byte holds elements j and j + group / 2 of its group, so that a group unpacks into two runs.
     """
 
     packed: TensorPlace  # (rows, columns / 2) U8, or (rows, columns) I8
@@ -121,11 +121,11 @@ class Packed:
         return (self.packed.shape[0], self.packed.shape[1] * 8 // self.bits)
 
     def scratch_bytes(self, dtype: torch.dtype) -> int:
-        """The whole value."""
+        """Bytes of the whole value."""
         return room_bytes(self.shape, dtype)
 
     def value(self, raw: Sequence[torch.Tensor], dtype: torch.dtype, scratch: Scratch) -> torch.Tensor:
-        """Written out."""
+        """Dequantize."""
         out = scratch.take(self.shape, dtype)
         scratch.write(lambda: self._write(raw, out))
         return out

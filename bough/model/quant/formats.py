@@ -1,4 +1,4 @@
-"""The formats of packed weights that can be read, by what config.json calls them."""
+"""The supported formats of packed weights, by their names in config.json."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ FORMATS: dict[str, type[QuantFormat]] = {each.method: each for each in (BoughFor
 
 
 def format_of(config: PretrainedConfig, folder: Path) -> QuantFormat | None:
-    """That of a checkpoint; None for one in 16 or 32 bits.
+    """The format of a checkpoint; None if its weights have 16 or 32 bits.
 
     Raises:
-        CheckpointError: packed in a way that cannot be read here.
+        CheckpointError: the format is not supported.
     """
     entry = getattr(config, "quantization_config", None)
     if not entry:
@@ -29,6 +29,6 @@ def format_of(config: PretrainedConfig, folder: Path) -> QuantFormat | None:
     method, where = str(fields.get("quant_method", "")), f"{folder / 'config.json'}: quantization_config"
     if method not in FORMATS:
         raise CheckpointError(
-            f"{where}.quant_method: {method!r} cannot be read; {', '.join(FORMATS)} can, and checkpoints in 16 bits"
+            f"{where}.quant_method: must be one of {', '.join(FORMATS)}, or left out for 16 bits, got {method!r}"
         )
     return FORMATS[method].of(fields, where)

@@ -1,4 +1,4 @@
-"""GPTQ's format, as AutoGPTQ and GPTQModel write it: integers packed along the inputs, the weight transposed."""
+"""GPTQ's format, as written by AutoGPTQ and GPTQModel: integers packed along inputs, the weight transposed."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from bough.model.quant.format import PackedTensors, bits_of, require_groups, req
 
 @dataclass(frozen=True, slots=True)
 class GptqFormat:
-    """In 4 or 8 bits, with or without an order of groups of its own (act-order)."""
+    """GPTQ in 4 or 8 bits, with or without act-order."""
 
     bits: int
-    zero_offset: int = 0  # 1 where the file holds zero - 1, as the first version of the format does
+    zero_offset: int = 0  # 1 if the file stores zero - 1, as version 1 of the format does
     method = "gptq"
 
     @classmethod
     def of(cls, fields: Mapping[str, Any], where: str) -> GptqFormat:
-        """From `quantization_config`. Raises CheckpointError."""
+        """Read `quantization_config`. Raises CheckpointError."""
         is_first_version = fields.get("checkpoint_format", "gptq") == "gptq"
         return cls(bits_of(fields, where, (4, 8)), 1 if is_first_version else 0)
 
@@ -37,11 +37,11 @@ class GptqFormat:
         return f"{self.bits} bits ({self.method})"
 
     def weight_name(self, tensor: str) -> str | None:
-        """X.weight of "X.qweight"."""
+        """X.weight for "X.qweight"."""
         return tensor.removesuffix(".qweight") + ".weight" if tensor.endswith(".qweight") else None
 
     def source(self, tensor: str, tensors: PackedTensors) -> Gptq:
-        """Integers, zeros, scales, and groups where there are any. Raises CheckpointError."""
+        """Take integers, zeros, scales, and group indices if there are any. Raises CheckpointError."""
         base = tensor.removesuffix(".qweight")
         integers = tensors.take(tensor, ("I32",))
         zeros = tensors.take(f"{base}.qzeros", ("I32",), integers)
@@ -65,10 +65,10 @@ class GptqFormat:
 
 
 def unless_in_order(groups: TensorPlace, num_groups: int) -> TensorPlace | None:
-    """None where inputs are in the order of groups of equal size, as most tools write them: nothing need be looked up.
+    """None if the group indices are those of consecutive groups of equal size, which need no lookup.
 
     Raises:
-        CheckpointError: it cannot be read, or names groups that are not there.
+        CheckpointError: the indices cannot be read, or are out of range.
     """
     try:
         numbers = np.fromfile(groups.file, np.int32, groups.shape[0], offset=groups.offset)
@@ -89,7 +89,7 @@ def unless_in_order(groups: TensorPlace, num_groups: int) -> TensorPlace | None:
 
 @strict_parallel
 def _unpack_words_down(words: Any, zeros: Any, scales: Any, groups: Any, bits: Any, out: Any, is_bf16: Any) -> Any:
-    """GPTQ: words (inputs / per word, outputs) int32, zeros and scales (groups, outputs) float32, groups (inputs,)."""
+    """Dequantize words (inputs / per word, outputs) int32 by zeros and scales (groups, outputs), groups (inputs,)."""
     num_inputs, num_outputs = out.shape
     per_word, mask = 32 // bits, np.int32((1 << bits) - 1)
     for k in numba.prange(num_inputs):
@@ -111,7 +111,7 @@ class Gptq:
     words: TensorPlace  # qweight (inputs / per word, outputs) I32
     zeros: TensorPlace  # qzeros (groups, outputs / per word) I32
     scales: TensorPlace  # (groups, outputs) F16
-    groups: TensorPlace | None  # g_idx (inputs,) I32: the group of each input, where they are not in order
+    groups: TensorPlace | None  # g_idx (inputs,) I32: group of each input; None if consecutive
     bits: int
     zero_offset: int
 
@@ -124,11 +124,11 @@ class Gptq:
         return (self.words.shape[1], self.words.shape[0] * 32 // self.bits)
 
     def scratch_bytes(self, dtype: torch.dtype) -> int:
-        """The whole value."""
+        """Bytes of the whole value."""
         return room_bytes(self.shape, dtype)
 
     def value(self, raw: Sequence[torch.Tensor], dtype: torch.dtype, scratch: Scratch) -> torch.Tensor:
-        """Written out, as the transpose of a matrix that is in order."""
+        """Dequantize; the result is the transpose of a contiguous matrix."""
         num_outputs, num_inputs = self.shape
         out = scratch.take((num_inputs, num_outputs), dtype)
         scratch.write(lambda: self._write(raw, out))
@@ -142,7 +142,7 @@ class Gptq:
         self._write_without(raw, out)
 
     def _write_without(self, raw: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-        """On the CPU, and by way of torch."""
+        """Dequantize on a CPU, or by torch."""
         words, scales = typed(raw[0], self.words), typed(raw[2], self.scales).float()
         shifts = torch.arange(0, 32, self.bits, device=words.device, dtype=torch.int32)
         mask, num_inputs = (1 << self.bits) - 1, len(out)
@@ -161,7 +161,7 @@ class Gptq:
         write_out(out, _unpack_words_down, by_torch, words, zeros, scales, groups, self.bits)
 
     def _checked(self, groups: torch.Tensor) -> torch.Tensor:
-        """Kernels take groups at their word, and a file may have changed since it was opened."""
+        """Check group indices again, on which kernels rely, as the file may have changed."""
         num_groups = self.scales.shape[0]
         if groups.device.type == "cpu" and not 0 <= int(groups.min()) <= int(groups.max()) < num_groups:
             raise StreamError(f"{self.words.file}: g_idx of {self.words.name} names groups beyond its {num_groups}")

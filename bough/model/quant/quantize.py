@@ -1,4 +1,4 @@
-"""Which integers, scales and offsets stand for a matrix in 4 or 8 bits. Knows no files."""
+"""Quantizes matrices to integers, scales and offsets in 4 or 8 bits. Uses no files."""
 
 from __future__ import annotations
 
@@ -7,32 +7,32 @@ from typing import NamedTuple
 
 import torch
 
-GROUP_SIZES = {4: 32, 8: 64}  # inputs that share a scale: 5 and 8.25 bits for a weight
-SCALE_BYTES = {4: 4, 8: 2}  # of each group: scale and offset, or the scale alone
+GROUP_SIZES = {4: 32, 8: 64}  # inputs that share a scale: 5 and 8.25 bits per weight
+SCALE_BYTES = {4: 4, 8: 2}  # per group: scale and offset, or the scale alone
 NUM_FITS = 3  # of scale and offset to the integers
-RANGE = (1.0,)  # a group's whole range, as the grid begins that scales are fitted from
-SHRUNKEN = (1.0, 0.9, 0.8, 0.7)  # parts of it: what lies beyond is cut off, and the rest rounded less
+RANGE = (1.0,)  # initial grid for the fit: a group's whole range
+SHRUNKEN = (1.0, 0.9, 0.8, 0.7)  # smaller initial grids: outliers are clipped, and the rest is rounded more finely
 
 
 class Layout(NamedTuple):
-    """How a matrix can be packed."""
+    """A way to pack a matrix."""
 
     bits: int
     group_size: int
 
     @property
     def bits_per_weight(self) -> float:
-        """Scales and offsets included."""
+        """Average including scales and offsets."""
         return self.bits + 8 * SCALE_BYTES[self.bits] / self.group_size
 
 
 def quantize(
     weight: torch.Tensor, bits: int, group_size: int | None = None, ranges: Sequence[float] = RANGE
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Packs a matrix (rows, columns): the integers and the scales of `bough_format.Packed`.
+    """Pack a matrix (rows, columns): the integers and scales of `bough_format.Packed`.
 
-    In 4 bits a group's scale and offset begin as `ranges` of its own say, each in turn, and are then fitted to the
-    integers by least squares a few times over; the best of all these is taken, group by group.
+    In 4 bits, a group's scale and offset start from each of `ranges` and are then refined a few times by least squares;
+    the best fit is taken for each group.
     """
     rows, columns = weight.shape
     fit = _fit(weight, Layout(bits, group_size or GROUP_SIZES[bits]), ranges)
@@ -43,7 +43,7 @@ def quantize(
 
 
 def rounding_error(weight: torch.Tensor, layout: Layout, ranges: Sequence[float] = RANGE) -> float:
-    """The squared error of a packed matrix over the sum of its squares; 0 where all is 0."""
+    """Relative squared error of a packed matrix; 0 if the matrix is 0."""
     total = float(weight.float().square().sum())
     return float(_fit(weight, layout, ranges).errors.sum()) / total if total else 0.0
 
@@ -66,16 +66,16 @@ def _fit(weight: torch.Tensor, layout: Layout, ranges: Sequence[float]) -> _Fit:
 
 
 class _Fit(NamedTuple):
-    """Integers (rows, groups, size) for some scales and offsets (rows, groups), and how far off they are."""
+    """Integers (rows, groups, size) for scales and offsets (rows, groups), and their errors."""
 
     integers: torch.Tensor
     scales: torch.Tensor
     offsets: torch.Tensor
-    errors: torch.Tensor  # (rows, groups), squared and summed
+    errors: torch.Tensor  # (rows, groups), sums of squares
 
     @classmethod
     def symmetric(cls, groups: torch.Tensor) -> _Fit:
-        """In 8 bits, by the largest value: fitting it gains nothing that could be measured."""
+        """8 bits, scaled by the largest value: fitting has no measurable benefit."""
         scales = _half(groups.abs().amax(2) / 127)
         integers = (groups / _or_one(scales)[:, :, None]).round_().clamp_(-127, 127)
         errors = (integers * scales[:, :, None] - groups).square_().sum(2)
@@ -83,14 +83,14 @@ class _Fit(NamedTuple):
 
     @classmethod
     def round(cls, groups: torch.Tensor, scales: torch.Tensor, offsets: torch.Tensor) -> _Fit:
-        """In 4 bits, the nearest integers."""
+        """4 bits, rounded to the nearest."""
         steps = (groups - offsets[:, :, None]) / _or_one(scales)[:, :, None]
         integers = steps.round_().clamp_(0, 15)
         errors = (integers * scales[:, :, None] + offsets[:, :, None] - groups).square_().sum(2)
         return cls(integers, scales, offsets, errors)
 
     def least_squares(self, groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The scales and offsets that suit the integers best."""
+        """The least-squares scales and offsets for the integers."""
         mean, target = self.integers.mean(2), groups.mean(2)
         spread = self.integers - mean[:, :, None]
         variance = spread.square().sum(2)
@@ -98,7 +98,7 @@ class _Fit(NamedTuple):
         return scales, _half(target - scales * mean)
 
     def better(self, other: _Fit) -> _Fit:
-        """Of two, group by group."""
+        """The better fit of each group."""
         is_other = other.errors < self.errors
         return _Fit(
             torch.where(is_other[:, :, None], other.integers, self.integers),
@@ -107,10 +107,10 @@ class _Fit(NamedTuple):
 
 
 def _or_one(values: torch.Tensor) -> torch.Tensor:
-    """To divide by."""
+    """Replace 0 by 1, for division."""
     return torch.where(values == 0, 1, values)
 
 
 def _half(scales: torch.Tensor) -> torch.Tensor:
-    """As they will be stored."""
+    """Round to float16, as stored."""
     return scales.half().float()

@@ -1,4 +1,4 @@
-"""A matrix of random bytes in any format of few bits: to try how it is written out, without a checkpoint."""
+"""Random matrices in any quantized format, for measuring dequantization without a checkpoint."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ class PackedFormat:
     method: str  # bough, gptq or awq
     bits: int
     group_size: int  # inputs that share a scale; -1 is all
-    is_ordered: bool = True  # of GPTQ: inputs are in the order of their groups
+    is_ordered: bool = True  # GPTQ: groups are consecutive
 
     def __str__(self) -> str:
         return f"{self.method} {self.bits} bits" + ("" if self.is_ordered else " by g_idx")
 
     def sample(self, outputs: int, inputs: int) -> PackedSample:
-        """A matrix; `outputs` and `inputs` are multiples of what a word or a group holds."""
+        """A random matrix; `outputs` and `inputs` must be multiples of words and groups."""
         rng, group = np.random.default_rng(0), inputs if self.group_size < 0 else self.group_size
 
         def words(*shape: int) -> NDArray[Any]:
@@ -62,14 +62,14 @@ class PackedFormat:
 
 @dataclass(frozen=True, slots=True)
 class PackedSample:
-    """One matrix."""
+    """A packed matrix."""
 
     source: TensorSource
-    raw: tuple[torch.Tensor, ...]  # its bytes, on the host
+    raw: tuple[torch.Tensor, ...]  # its tensors' bytes, on the host
 
     @property
     def packed_bytes(self) -> int:
-        """That are read."""
+        """Bytes read for the matrix."""
         return sum(part.nbytes for part in self.raw)
 
 

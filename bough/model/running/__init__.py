@@ -1,1 +1,1 @@
-"""A model with its weights in memory, run on batches, on a CPU or a GPU."""
+"""Runs models with weights in memory on batches, on a CPU or a GPU."""

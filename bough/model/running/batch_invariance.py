@@ -1,8 +1,8 @@
-"""A row's result is the same bits at any place in any batch (docs/design.md, rule 2), and what that takes.
+"""Makes a row's result the same bits at any place in any batch (docs/design.md, rule 2).
 
-A library's matrix products round differently for different numbers of rows. So either products are our own, in which
-no row knows of any other, or all of them have one number of rows, padding included. What works on one number at a time
-torch cuts into vectors, and rounds what is left over otherwise: where it cuts must not depend on what is in the batch.
+A library's matrix products round differently for different numbers of rows. So either our own products are used, which
+treat each row separately, or all products have the same number of rows, including padding. Torch splits element-wise
+work into vectors and rounds the remainder differently: the split must not depend on the batch.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from bough.model.loading.loading import Skeleton
 from bough.model.quant.format import QuantFormat
 from bough.sizing.row_counts import OWN_MOST, RowCounts
 
-Product = Callable[..., torch.Tensor]  # of rows, a matrix (outputs, inputs), and perhaps a bias
-STEP = 4  # rows that are padded to where products are our own: two threads cut that into whole vectors
+Product = Callable[..., torch.Tensor]  # of rows, a matrix (outputs, inputs) and an optional bias
+STEP = 4  # rows are padded to multiples of this for our own products: two threads split that into whole vectors
 
 
 def make_reproducible(skeleton: Skeleton, most: int, device: torch.device) -> RowCounts:
-    """Replaces a model's products; says how many rows go through its layers together: `most` where all must be so many.
+    """Replace a model's products; returns how many rows its layers compute together: `most` if always equal.
 
-    The model must then be computed with by `compute_reproducibly_with`.
+    The model must then run under `compute_reproducibly_with`.
     """
     counts = row_counts(skeleton.model, skeleton.quantization, skeleton.dtype, most, device.type)
     decoder, head = skeleton.model.get_decoder(), skeleton.model.get_output_embeddings()
@@ -50,9 +50,9 @@ def make_reproducible(skeleton: Skeleton, most: int, device: torch.device) -> Ro
 def row_counts(
     model: PreTrainedModel, quantization: QuantFormat | None, dtype: torch.dtype, most: int, device_type: str
 ) -> RowCounts:
-    """Always `most` where some product may be a library's: on a GPU, in float16, of weights that are packed transposed.
+    """Row counts: always `most` if a product may be a library's, as on a GPU, in float16, and with transposed packing.
 
-    Likewise where torch might cut a step of rows: with experts, in unusual sizes. `model` may be on the meta device.
+    The same holds if torch may split a step of rows: with experts, or unusual sizes. `model` may be on the meta device.
     """
     layers = model.get_decoder().layers
     linears = (*_linears(layers), model.get_output_embeddings())
@@ -66,17 +66,17 @@ def row_counts(
 
 
 def _is_usual(linear: nn.Linear, dtype: torch.dtype) -> bool:
-    """Whether torch cuts a step of rows that come from it, or go to it, into whole vectors."""
+    """Whether torch splits a step of the layer's input and output rows into whole vectors."""
     return linear.out_features >= GROUP and linear.in_features * dtype.itemsize % LINE_BYTES == 0
 
 
 def product_of(counts: RowCounts) -> Product:
-    """What computes a linear layer: of rows, its matrix and its bias."""
+    """The product for linear layers."""
     return multiply if counts.step < counts.most else _fixed_product
 
 
 def describe(counts: RowCounts) -> str:
-    """What two workers must have in common to give the same bits, beside device and library."""
+    """Description of the arithmetic, which must be equal for two workers to give the same bits."""
     return "products of single rows" if counts.step < counts.most else f"products of {counts.most} rows"
 
 
@@ -85,13 +85,13 @@ def _linears(layers: nn.ModuleList) -> list[nn.Linear]:
 
 
 def _others(layers: nn.ModuleList) -> list[nn.Module]:
-    """That have matrices of their own: experts, and routers to them."""
+    """Modules other than linear layers with matrices: experts and routers."""
     others = [module for module in layers.modules() if not isinstance(module, nn.Linear)]
     return [module for module in others if any(p is not None and p.dim() > 1 for p in module._parameters.values())]
 
 
 class _Products(TorchFunctionMode):
-    """Has products that are written as calls of `nn.functional.linear` computed by one of ours."""
+    """Replaces calls of `nn.functional.linear` by another product."""
 
     def __init__(self, product: Product) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ def _forward(module: nn.Linear, product: Product, rows: torch.Tensor) -> torch.T
 
 
 def _fixed_product(rows: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Of a number of rows that is always the same."""
+    """A product whose number of rows is always the same."""
     if is_left_to_us(rows, matrix):
         return multiply(rows, matrix, bias)
     with all_threads():
@@ -124,7 +124,7 @@ def _fixed_product(rows: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor 
 
 
 def _in_counts(function: Callable[..., torch.Tensor], counts: RowCounts) -> Callable[..., torch.Tensor]:
-    """A function of (1, n, features) rows, called on allowed numbers of rows whatever n is."""
+    """Wrap a function of (1, n, features) rows so that it is called with allowed numbers of rows only."""
 
     def run(hidden: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         count = hidden.shape[1]

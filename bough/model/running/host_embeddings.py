@@ -1,4 +1,4 @@
-"""Token embeddings in the host's memory: a sweep looks up a few rows of gigabytes, which a GPU has better use for."""
+"""Token embeddings in host memory: a sweep looks up only a few of their rows, so they need no GPU memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from bough.model.loading.loading import ParameterSlot, Skeleton
 
 
 def embeddings_for_host(model: PreTrainedModel, device_type: str) -> nn.Module | None:
-    """The module that may stay there: beside a GPU, and where the output head does not multiply by the same matrix."""
+    """The embeddings, if they may stay on the host: with a GPU, and if the output head has its own matrix."""
     embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
     is_tied = bool(getattr(model.config, "tie_word_embeddings", False)) or head is None
     if device_type == "cpu" or is_tied or embeddings is not getattr(model.get_decoder(), "embed_tokens", None):
@@ -20,19 +20,19 @@ def embeddings_for_host(model: PreTrainedModel, device_type: str) -> nn.Module |
 
 
 def split_slots(skeleton: Skeleton, host: nn.Module | None) -> tuple[list[ParameterSlot], list[ParameterSlot]]:
-    """What is loaded to the device for good, and what to the host."""
+    """Slots to load permanently to the device, and to the host."""
     slots = skeleton.resident_slots
     return [slot for slot in slots if slot.module is not host], [slot for slot in slots if slot.module is host]
 
 
 def host_bytes(skeleton: Skeleton, device_type: str) -> int:
-    """That the embeddings take there; 0 where they are on the device."""
+    """Bytes of embeddings on the host; 0 if they are on the device."""
     host = embeddings_for_host(skeleton.model, device_type)
     _, slots = split_slots(skeleton, host)
     return sum(torch.Size(slot.source.shape).numel() for slot in slots) * skeleton.dtype.itemsize if host else 0
 
 
 def looked_up(host: nn.Module, batch: Batch, device: torch.device) -> torch.Tensor:
-    """(1, num_rows, hidden_size) of a batch's tokens, on the device."""
+    """Embeddings (1, num_rows, hidden_size) of a batch's tokens, on the device."""
     rows: torch.Tensor = host(batch.host_ids)
     return rows.to(device)

@@ -1,4 +1,4 @@
-"""A model whose weights are all in memory, run on packed batches."""
+"""Runs a model whose weights are all in memory on packed batches."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from bough.trees.tree import Tree
 
 
 class ResidentModel:
-    """What a draft worker runs: every layer loaded for good, batches of any row count.
+    """A draft worker's model: all layers are resident, and batches may have any number of rows.
 
-    Through transformers' own modules, or where the architecture and the device allow it through a leaner path of ours.
+    Runs transformers' own modules, or our compiled decoder if architecture and device allow it.
     """
 
     def __init__(
         self, skeleton: Skeleton, device: torch.device, is_int8: bool = False, stays_packed: bool = False
     ) -> None:
-        """`is_int8` makes products in 8 bits, where `bough.model.llama.weights.can_int8` says that it is possible.
+        """`is_int8` multiplies in 8 bits, which must be possible (`bough.model.llama.weights.can_int8`).
 
-        `stays_packed` keeps packed matrices as they are, and writes each out when it is multiplied by.
+        `stays_packed` keeps packed matrices, and dequantizes each just before its product.
         """
         self.skeleton = skeleton
         self.is_int8, self.stays_packed = is_int8, stays_packed
@@ -38,9 +38,9 @@ class ResidentModel:
                 (bind_packed if stays_packed else bind_all)(skeleton, device)
 
     def warm_up(self, memory: KVMemory, capture: Capture | None = None) -> None:
-        """Runs one token in the first row of a memory, so that what is compiled at its first use (seconds) is there.
+        """Run one token in the first row of a memory, which compiles kernels (seconds).
 
-        Steps over this memory are then captured; by default as graphs on a GPU, and not at all on the CPU.
+        Steps over this memory are then captured, by default as CUDA graphs on a GPU and not at all on a CPU.
         """
         slot = KVSlot(self.skeleton.kv_shape(), 0, self.device)
         slot.place(memory, 0, 1)
@@ -50,17 +50,17 @@ class ResidentModel:
             self._steps = graphed_steps(self.skeleton, memory, self.device, capture)
 
     def describe(self) -> str:
-        """What kind of model it is, for people."""
+        """Description of the model."""
         how = ", products in 8 bits" if self.is_int8 else ", written out by matrix" if self.stays_packed else ""
         return self.skeleton.describe() + how
 
     @property
     def is_graphed(self) -> bool:
-        """Whether steps are replayed."""
+        """Whether steps are replayed from a capture."""
         return self._steps is not None
 
     def logits(self, batch: Batch) -> torch.Tensor:
-        """(num_logit_rows, vocab_size) float32 for the rows of `batch` that want them; made with `rows=None`.
+        """Logits (num_logit_rows, vocab_size) float32 of the rows of `batch` that want them; made with `rows=None`.
 
         Valid until the next call.
         """

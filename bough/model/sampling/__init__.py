@@ -1,1 +1,1 @@
-"""Which token follows from logits: the target's choice, and a draft's guesses."""
+"""Sampling from logits: the target's tokens, and a draft's guesses."""

@@ -1,10 +1,9 @@
-"""Which token follows: the target's logits, a position's random numbers, and nothing else.
+"""Chooses the next token from the target's logits and a position's random numbers, and nothing else.
 
-The token at a position is the largest of (log-probability + Gumbel noise), the noise being a function of the seed, the
-position and the token id (the Gumbel-max trick). So it does not matter by which tree, batch or process the logits were
-reached; and a draft that knows the seed sees the same noise and can guess the sample itself, not just its distribution
-(arXiv 2408.07978, "coupling without communication"). numpy on one row: a row's result cannot depend on how many there
-are.
+The token at a position is the argmax of log-probability + Gumbel noise, where the noise is a function of seed, position
+and token id (the Gumbel-max trick). So it does not depend on tree, batch or process; and a draft that knows the seed
+sees the same noise and can predict the sample itself, not just its distribution (arXiv 2408.07978, "coupling without
+communication"). Works on one row at a time in numpy: a row's result cannot depend on the number of rows.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ from bough.protocol.sampling_params import PositionLogprobs, SamplingParams, Tok
 Row = NDArray[np.float64]  # (vocab_size,)
 
 NUM_LIKELY = 1024  # tokens among which top-p nearly always ends
-SLACK = 1e-6  # far more than the rounding of noise
+SLACK = 1e-6  # much more than the rounding errors of noise
 
 
 def gumbel_noise(seed: int, position: int, vocab_size: int) -> Row:
-    """Noise for the token at an absolute position: Philox (Salmon et al., 2011) keyed by seed, counted by position."""
+    """Noise for the token at an absolute position: Philox (Salmon et al., 2011), key seed, counter position."""
     return gumbel(_raw(seed, position, vocab_size))
 
 
@@ -34,13 +33,13 @@ def _raw(seed: int, position: int, vocab_size: int) -> NDArray[np.uint64]:
 
 
 def gumbel(raw: NDArray[np.uint64]) -> NDArray[np.float64]:
-    """Noise from random numbers, of any shape; it grows with them."""
+    """Gumbel noise from raw random numbers of any shape; monotonic."""
     uniform = ((raw >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52  # in (0, 1)
     return -np.log(-np.log(uniform))
 
 
 def adjusted(logits: Row, params: SamplingParams, counts: TokenCounts) -> Row:
-    """Logits after penalties and bias, as decoding would see them after the tokens that have been counted."""
+    """Logits with penalties and bias for a text with these token counts."""
     if not params.has_penalties and not params.logit_bias:
         return logits
     logits = logits.copy()
@@ -58,7 +57,7 @@ def adjusted(logits: Row, params: SamplingParams, counts: TokenCounts) -> Row:
 
 
 def filtered(logits: Row, params: SamplingParams) -> Row:
-    """Logits divided by the temperature, with -inf where top-k, top-p and min-p (in this order) exclude a token."""
+    """Logits / temperature, with -inf for tokens that top-k, top-p and min-p (in this order) exclude."""
     logits = logits / params.temperature
     if 0 < params.top_k < len(logits):
         threshold = np.partition(logits, -params.top_k)[-params.top_k]
@@ -71,10 +70,10 @@ def filtered(logits: Row, params: SamplingParams) -> Row:
 
 
 def draw(logits: Row, params: SamplingParams, position: int) -> int:
-    """The token for an absolute position, from logits after `adjusted`.
+    """The token at an absolute position, from `adjusted` logits.
 
     Raises:
-        Unavailable: where the logits hold no number to choose by.
+        Unavailable: no logit is finite.
     """
     require_numbers(logits, position)
     if params.is_greedy:
@@ -83,10 +82,10 @@ def draw(logits: Row, params: SamplingParams, position: int) -> int:
 
 
 def draw_by(law: Callable[[Row], Row], logits: Row, params: SamplingParams, position: int) -> int:
-    """Like `draw`, from other probabilities: what `law` makes of the target's, (vocab_size,) each.
+    """As `draw`, from the probabilities (vocab_size,) that `law` returns for the target's.
 
     Raises:
-        Unavailable: where the logits hold no number to choose by.
+        Unavailable: no logit is finite.
     """
     require_numbers(logits, position)
     with np.errstate(divide="ignore"):
@@ -95,18 +94,18 @@ def draw_by(law: Callable[[Row], Row], logits: Row, params: SamplingParams, posi
 
 
 def require_numbers(logits: Row, position: int) -> None:
-    """Raises Unavailable where the logits hold no number to choose by."""
+    """Raise Unavailable if the largest logit is not finite."""
     require_number(bool(np.isfinite(logits.max())), position)
 
 
 def require_number(is_there: bool, position: int) -> None:
-    """The same of logits that somebody else has looked at."""
+    """As `require_numbers`, for logits that were checked elsewhere."""
     if not is_there:
         raise Unavailable(f"the target's logits for position {position} are not numbers; its weights may be damaged")
 
 
 def probabilities(logits: Row, params: SamplingParams) -> Row:
-    """(vocab_size,) of the next token, from logits after `adjusted`; all on one token at temperature 0."""
+    """Probabilities (vocab_size,) of the next token from `adjusted` logits; one-hot at temperature 0."""
     if params.is_greedy:
         one: Row = np.zeros(len(logits))
         one[logits.argmax()] = 1.0
@@ -115,16 +114,16 @@ def probabilities(logits: Row, params: SamplingParams) -> Row:
 
 
 def position_logprobs(logits: Row, token: int, num_top: int) -> PositionLogprobs:
-    """Log-probabilities of the emitted token and the best ones, from the target's raw logits."""
+    """Log-probabilities of the sampled token and the `num_top` best ones, from the target's raw logits."""
     normaliser = logits.max() + np.log(np.exp(logits - logits.max()).sum())
     top = tuple(TokenLogprob(int(i), float(logits[i] - normaliser)) for i in largest(logits, num_top))
     return PositionLogprobs(TokenLogprob(token, float(logits[token] - normaliser)), top)
 
 
 def largest(scores: Row, num: int) -> NDArray[np.intp]:
-    """(at most num,) where the largest scores are, largest first; of equals the lower place first.
+    """Indices of the largest scores, (at most num,), in descending order; ties in ascending order of indices.
 
-    Sorts only those: sorting a whole vocabulary takes longer than all else that is done for a token.
+    Sorts only candidates: sorting a whole vocabulary takes longer than everything else for a token.
     """
     if num == 0:
         return np.zeros(0, np.intp)
@@ -134,9 +133,9 @@ def largest(scores: Row, num: int) -> NDArray[np.intp]:
 
 
 def _within_mass(logits: Row, top_p: float) -> Row:
-    """The logits with -inf for tokens before which likelier ones have a mass of `top_p`; equals come by number."""
+    """Logits with -inf outside the top-p nucleus; ties are ordered by token id."""
     probs = _softmax(logits)
-    for num_likely in (NUM_LIKELY, len(logits)):  # sorting a whole vocabulary takes longer than all the rest
+    for num_likely in (NUM_LIKELY, len(logits)):  # sorting a whole vocabulary takes longer than everything else
         least = np.partition(logits, -num_likely)[-num_likely] if num_likely < len(logits) else -np.inf
         likely = np.flatnonzero(logits >= least)
         order = likely[np.argsort(-logits[likely], kind="stable")]
@@ -150,7 +149,7 @@ def _within_mass(logits: Row, top_p: float) -> Row:
 
 
 def _noisiest(logits: Row, seed: int, position: int) -> int:
-    """Where logits and noise come to most. Noise is made for those alone that could be it: logarithms take long."""
+    """Argmax of logits + noise. Noise is computed only for tokens that can win, as logarithms are slow."""
     raw, best = _raw(seed, position, len(logits)), int(logits.argmax())
     low, high = gumbel(np.array([raw[best], raw.max()]))
     near = np.flatnonzero(logits >= logits[best] + low - high - SLACK)

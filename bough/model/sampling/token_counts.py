@@ -1,4 +1,4 @@
-"""The tokens of a text as penalties count them: which there are, and how often each stands after the prompt."""
+"""Counts of a text's tokens for penalties: distinct tokens, and how often each occurs after the prompt."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from bough.protocol.prefix_hash import Tokens
 
 
 class TokenCounts(NamedTuple):
-    """Of a text, or of its beginning."""
+    """Counts of a text or its prefix."""
 
     tokens: NDArray[np.int64]  # (num_distinct,) ascending
-    num_outputs: NDArray[np.int64]  # (num_distinct,) how often each stands after the prompt
+    num_outputs: NDArray[np.int64]  # (num_distinct,) occurrences after the prompt
 
     @classmethod
     def of(cls, tokens: Tokens, prompt_length: int) -> TokenCounts:
-        """Of tokens in the order of the text, `prompt_length` of which are the prompt."""
+        """Counts of `tokens`, of which the first `prompt_length` are the prompt."""
         text = np.asarray(tokens, np.int64)
         numbers = np.bincount(text)
         distinct = np.flatnonzero(numbers)
         return cls(distinct, np.bincount(text[prompt_length:], minlength=len(numbers))[distinct])
 
     def after(self, tokens: Sequence[int], num_prompt: int) -> TokenCounts:
-        """With more tokens behind the text, `num_prompt` of which still are the prompt: few, and so never all again."""
+        """Counts after appending few tokens, of which the first `num_prompt` are still the prompt."""
         more = TokenCounts.of(tokens, num_prompt)
         distinct = np.union1d(self.tokens, more.tokens)
         num_outputs = np.zeros(len(distinct), np.int64)

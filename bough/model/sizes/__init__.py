@@ -1,1 +1,1 @@
-"""How large a model is, how fast this machine is, and how its memory is shared out."""
+"""Sizes of models, speed of the hardware, and division of memory."""

@@ -1,4 +1,4 @@
-"""What a draft will take of memory, at most, from its headers and configuration; for `bough up`, which has no torch."""
+"""Upper bound of a draft's memory from its headers and configuration; without torch, for `bough up`."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from bough.trees.tree_plan import MAX_EXPANSIONS
 FLOATS = ("BF16", "F16", "F32")
 LAYER = re.compile(r"\blayers\.(\d+)\.")
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
-AUTO_BYTES = 2  # of what a draft computes in that is not told
-PACKED_BITS = 4  # of a packed checkpoint that does not say
+AUTO_BYTES = 2  # if the draft's dtype is not configured
+PACKED_BITS = 4  # of a packed checkpoint whose bits are not stated
 
 
 def draft_needs(config: DraftConfig) -> DraftNeeds:
-    """Weights of all layers that change something, in the data type that is computed in; and KV of a long session.
+    """Bytes of weights of all layers but identity copies, in the compute dtype; and KV of a long session.
 
     Raises:
-        CheckpointError: the model is not there, or damaged.
+        CheckpointError: the model does not exist, or is damaged.
     """
     checkpoint = Checkpoint.open(config.model)
     whole: dict[str, Any] = json.loads((checkpoint.folder / "config.json").read_text())
@@ -33,7 +33,7 @@ def draft_needs(config: DraftConfig) -> DraftNeeds:
     size = DTYPE_BYTES.get(config.dtype, AUTO_BYTES)
     quantization = whole.get("quantization_config") or text.get("quantization_config") or {}
     unpacked = 8 * size / (quantization.get("bits") or quantization.get("w_bit") or PACKED_BITS)
-    unpacked, largest = (1.0, unpacked) if config.bits == "4" else (unpacked, 0.0)  # the largest is written out
+    unpacked, largest = (1.0, unpacked) if config.bits == "4" else (unpacked, 0.0)  # only the largest is written out
     kept = _kept_layers(checkpoint, int(text.get("num_hidden_layers", 1)))
     weights = sum(
         _bytes_in_memory(place, size, unpacked)
@@ -50,7 +50,7 @@ def draft_needs(config: DraftConfig) -> DraftNeeds:
 
 
 def _kept_layers(checkpoint: Checkpoint, num_layers: int) -> set[int]:
-    """As `bough.model.loading.layer_selection.working_layers`, which reads the configuration with transformers."""
+    """As `bough.model.loading.layer_selection.working_layers`, which needs transformers."""
     if checkpoint.kept_layers is not None:
         return set(checkpoint.kept_layers)
     manifest: Path = checkpoint.folder / EXPANSION_NAME
@@ -58,5 +58,5 @@ def _kept_layers(checkpoint: Checkpoint, num_layers: int) -> set[int]:
 
 
 def _bytes_in_memory(place: TensorPlace, size: int, unpacked: float) -> float:
-    """Of a tensor whose numbers take `size` bytes, or `unpacked` times as many as are stored."""
+    """Bytes of a tensor with `size` bytes per number if plain, or `unpacked` times its stored bytes if packed."""
     return math.prod(place.shape) * size if place.dtype in FLOATS else place.num_bytes * unpacked

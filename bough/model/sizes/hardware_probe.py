@@ -1,4 +1,4 @@
-"""How fast this machine is, measured in a second or so each: disk, memory, the link to an accelerator, products."""
+"""Measures the speed of disk, memory, device link and matrix products, in about a second each."""
 
 from __future__ import annotations
 
@@ -27,43 +27,43 @@ from bough.model.quant.samples import PackedFormat
 from bough.model.running.batch_invariance import Product
 from bough.sizing.cost_model import Speed
 
-PROBE_SECONDS = 0.3  # of each measurement; that of the disk takes DISK_SECONDS
+PROBE_SECONDS = 0.3  # of each measurement except the disk's
 DISK_SECONDS = 1.5
-THIRD = 100  # steps in a third of that
-PIECE_BYTES = 8 * 1024 * 1024  # one read, as the target worker reads
-STAND_IN_BYTES = 256 * 1024 * 1024  # of a file to read where there are no weights yet
+THIRD = 100  # samples in a third of the disk measurement
+PIECE_BYTES = 8 * 1024 * 1024  # of one read, as in the target worker
+STAND_IN_BYTES = 256 * 1024 * 1024  # of a temporary file that is read if there are no weights yet
 COPY_BYTES = 128 * 1024 * 1024
-CACHE_BYTES = 64 * 1024 * 1024  # products take turns with more weights than a cache holds, as in a sweep
-MAX_MATRIX_ELEMENTS = 1 << 24  # larger ones are as fast, and slower to try
+CACHE_BYTES = 64 * 1024 * 1024  # products alternate between more weights than caches hold, as in a sweep
+MAX_MATRIX_ELEMENTS = 1 << 24  # larger matrices are not faster, and take longer to measure
 UNPACK_SHAPE = (1024, 4096)
 
 
 def find_device(wants_gpu: bool) -> torch.device:
-    """The accelerator to measure."""
+    """The device to measure."""
     return torch.device("cuda" if wants_gpu and has_gpu() else "cpu")
 
 
 def has_gpu() -> bool:
-    """Whether there is one that torch can use."""
+    """Whether torch can use a GPU."""
     return torch.cuda.is_available()
 
 
 def num_gpus() -> int:
-    """As many as torch can use."""
+    """Number of GPUs that torch can use."""
     return torch.cuda.device_count()
 
 
 def set_threads(num_threads: int) -> None:
-    """As many as the target worker would compute with."""
+    """Use as many threads as the target worker would."""
     torch.set_num_threads(num_threads)
     numba.set_num_threads(min(num_threads, compiler_setting("NUMBA_NUM_THREADS")))
 
 
 def disk_speed(folder: Path, num_threads: int) -> Speed:
-    """Bytes per second, past the page cache, of the weights in a folder or of a file put there for the purpose.
+    """Bytes per second of reading weights in a folder, bypassing the page cache; or a temporary file there.
 
     Raises:
-        ConfigError: nothing can be read or written there.
+        ConfigError: the folder can neither be read nor written.
     """
     try:
         files = sorted(folder.glob("*.safetensors"))
@@ -72,11 +72,11 @@ def disk_speed(folder: Path, num_threads: int) -> Speed:
         with _stand_in(folder) as file:
             return _read_speed([file], num_threads, "a file made for it and removed")
     except OSError as exc:
-        raise ConfigError(f"--link-speed: {folder} cannot be measured ({exc}); a number of GB/s would do") from exc
+        raise ConfigError(f"--link-speed: must be given in GB/s, as {folder} cannot be measured: {exc}") from exc
 
 
 def memory_speed(device: torch.device) -> Speed:
-    """Bytes per second that a copy within the accelerator's memory reads and writes."""
+    """Bytes per second that a copy within the device's memory reads and writes."""
     source = torch.ones(COPY_BYTES, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     seconds = _least_seconds(lambda: target.copy_(source), device, PROBE_SECONDS)
@@ -84,7 +84,7 @@ def memory_speed(device: torch.device) -> Speed:
 
 
 def host_link_speed(device: torch.device) -> Speed:
-    """Bytes per second from pinned memory of the host to an accelerator with memory of its own."""
+    """Bytes per second from pinned host memory to a device with its own memory."""
     source = torch.ones(COPY_BYTES, dtype=torch.uint8).pin_memory()
     target = torch.empty(COPY_BYTES, dtype=torch.uint8, device=device)
     seconds = _least_seconds(lambda: target.copy_(source, non_blocking=True), device, PROBE_SECONDS)
@@ -111,9 +111,9 @@ def matrix_speed(
     device: torch.device,
     product: Product,
 ) -> Speed:
-    """Operations per second in products with a layer's own matrices, (outputs, inputs), of rows[0] rows.
+    """Operations per second of products of rows[0] rows with a layer's matrices, (outputs, inputs).
 
-    Other row counts are measured beside it and told: what is lost by the first.
+    Other row counts are measured too and described, to show what padding costs.
     """
     shapes = Counter((min(outputs, MAX_MATRIX_ELEMENTS // inputs), inputs) for outputs, inputs in matrices)
     layer_elements = sum(outputs * inputs * count for (outputs, inputs), count in shapes.items())
@@ -130,7 +130,7 @@ def matrix_speed(
 
 
 def _product_seconds(product: Product, weights: torch.Tensor, num_rows: int, limit_seconds: float) -> float:
-    """Of one product, timed one by one: a machine that others use as well is free for so long at least."""
+    """Seconds of one product, the shortest of many, as other processes may be computing."""
     hidden = torch.ones(num_rows, weights.shape[2], dtype=weights.dtype, device=weights.device)
     order = itertools.cycle(weights)
     return _compute_seconds(lambda: product(hidden, next(order), None), weights.device, limit_seconds)
@@ -139,9 +139,9 @@ def _product_seconds(product: Product, weights: torch.Tensor, num_rows: int, lim
 def unpack_speed(
     packing: PackedFormat, matrices: Sequence[tuple[int, int]], dtype: torch.dtype, device: torch.device
 ) -> Speed:
-    """Bytes per second of weights written out from a format, as a layer's largest matrix; on the CPU a smaller one.
+    """Bytes per second of dequantizing a layer's largest matrix; on a CPU a smaller one.
 
-    `matrices` are (outputs, inputs). One that a GPU's cache holds would be written out faster than any of a model's.
+    `matrices` are (outputs, inputs). A matrix that fits a GPU's cache would be faster than any of a model's.
     """
     shape = max(matrices, key=math.prod) if device.type != "cpu" else UNPACK_SHAPE
     sample = packing.sample(*shape)
@@ -158,9 +158,9 @@ def unpack_speed(
 
 
 def _compute_seconds(action: Callable[[], object], device: torch.device, limit_seconds: float) -> float:
-    """By all threads and by a single one, whichever is faster.
+    """The shortest time with all threads or with a single one.
 
-    Where others compute as well, threads that wait for one another take many times as long; see
+    If other processes compute too, threads that wait for one another can take many times as long; see
     docs/decisions/022-threads.md.
     """
     if device.type != "cpu":
@@ -176,7 +176,7 @@ def _compute_seconds(action: Callable[[], object], device: torch.device, limit_s
 
 
 def _least_seconds(action: Callable[[], object], device: torch.device, limit_seconds: float) -> float:
-    """The best of several runs, after one that warms up: what else the machine does is not this one's doing."""
+    """The shortest of several runs after a warm-up, as other work of the machine only adds time."""
 
     def run() -> float:
         begin = perf_counter()
@@ -194,7 +194,7 @@ def _least_seconds(action: Callable[[], object], device: torch.device, limit_sec
 
 
 def _read_speed(files: Sequence[Path], num_threads: int, what: str) -> Speed:
-    """Pieces in order, several at a time, over and over until the time is up."""
+    """Speed of reading parts of the files in order, several at a time, until the time is up."""
     descriptors = []
     try:
         for file in files:
@@ -217,7 +217,7 @@ def _read_speed(files: Sequence[Path], num_threads: int, what: str) -> Speed:
 
 
 class Read(NamedTuple):
-    """One that has ended."""
+    """A completed read."""
 
     begin: float  # seconds
     end: float
@@ -225,7 +225,7 @@ class Read(NamedTuple):
 
 
 def _read_until(pieces: Iterator[tuple[int, int]], lock: threading.Lock, deadline: float) -> list[Read]:
-    """What one thread reads."""
+    """Reads of one thread."""
     reads: list[Read] = []
     memory = large_pages(PIECE_BYTES)
     while not reads or reads[-1].end < deadline:
@@ -238,9 +238,9 @@ def _read_until(pieces: Iterator[tuple[int, int]], lock: threading.Lock, deadlin
 
 
 def best_rate(reads: Sequence[Read]) -> float:
-    """Bytes per second in the best third of the time: disks falter, by themselves and for others.
+    """Bytes per second in the best third of the time, as disks stall at times.
 
-    A read's bytes come evenly while it lasts: those that are under way together may all end at once.
+    A read's bytes are spread evenly over its duration, since concurrent reads may all end at once.
     """
     begins, ends, sizes = np.array(reads).T
     times, step = np.linspace(begins.min(), ends.max(), 3 * THIRD + 1, retstep=True)
@@ -250,7 +250,7 @@ def best_rate(reads: Sequence[Read]) -> float:
 
 
 def _open(file: Path) -> tuple[int, bool]:
-    """A descriptor, and whether it reads past the page cache."""
+    """A descriptor, and whether it bypasses the page cache."""
     try:
         return os.open(file, os.O_RDONLY | os.O_DIRECT), True
     except OSError:
@@ -261,7 +261,7 @@ def _open(file: Path) -> tuple[int, bool]:
 
 @contextmanager
 def _stand_in(folder: Path) -> Iterator[Path]:
-    """A file of bytes that no disk can compress."""
+    """A temporary file of incompressible bytes."""
     with tempfile.NamedTemporaryFile(dir=folder, prefix="bough-plan-") as stream:
         block = os.urandom(PIECE_BYTES)
         for _ in range(STAND_IN_BYTES // PIECE_BYTES):

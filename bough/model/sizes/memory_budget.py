@@ -1,4 +1,4 @@
-"""How much memory there is to take, and what a sweep takes beside weights and KV."""
+"""Memory budgets, and what a sweep takes besides weights and KV."""
 
 from __future__ import annotations
 
@@ -25,44 +25,44 @@ from bough.sizing.row_counts import OWN_MOST
 
 Target = TypeVar("Target", bound=TargetConfig)
 
-RING_BYTES = 512 * 1000**2  # or RING_LAYERS, where those are more: what a ring takes unless it is told
-RING_LAYERS = 3  # one that is computed on, one that arrives, one that has; more is better used for layers that stay
-HIDDEN_COPIES = 8  # of a batch's hidden states at once: residuals, norms, queries, attention's result, rotary tables
-GPU_SHARE = 0.95  # of what is free once libraries have theirs: on a GPU nobody else comes, but the allocator rounds up
+RING_BYTES = 512 * 1000**2  # or RING_LAYERS if more: default size of a ring
+RING_LAYERS = 3  # one computed, one arriving, one arrived; further memory is better used for resident layers
+HIDDEN_COPIES = 8  # of a batch's hidden states at once: residuals, norms, queries, attention output, rotary tables
+GPU_SHARE = 0.95  # of what is free once libraries are loaded; the allocator rounds up
 FLOAT32_BYTES, FLOAT64_BYTES = 4, 8
 
 
 def free_device_bytes(device: torch.device) -> int:
-    """What this process may still take of an accelerator's memory; on the CPU, that is the host's."""
+    """Free memory of a device; on a CPU, free host memory."""
     return free_memory() if device.type == "cpu" else int(torch.cuda.mem_get_info(device)[0])
 
 
 def whole_device_bytes(device: torch.device) -> int:
-    """Of an accelerator's memory, whoever has it."""
+    """Total memory of a device."""
     return int(torch.cuda.mem_get_info(device)[1])
 
 
 def host_budget(settings: TargetConfig, is_gpu: bool) -> int:
-    """Bytes of the host's memory for layers: as told, or most of what is free; 0 where the host is the accelerator.
+    """Bytes of host memory for layers: as configured, or most of what is free; 0 if layers run on the CPU.
 
     Raises:
-        ConfigError: told where there is no such memory.
+        ConfigError: it is configured for a CPU.
     """
     if is_gpu:
         return settings.host_memory or default_budget(free_memory())
     if settings.host_memory:
         raise ConfigError(
-            f"--host-memory: {gigabytes(settings.host_memory)}; on the CPU host and device have one memory, "
-            "which --device-memory limits"
+            f"--host-memory: must be left out on the CPU, where --device-memory limits the one memory, got "
+            f"{gigabytes(settings.host_memory)}"
         )
     return 0
 
 
 def device_budget(settings: TargetConfig, device: torch.device) -> int:
-    """Bytes of the accelerator's memory for the model, KV and all: as told, or most of what is free.
+    """Bytes of device memory for the model including KV: as configured, or most of what is free.
 
     Raises:
-        ConfigError: all of it is another's.
+        ConfigError: --device-reserve leaves nothing.
     """
     if settings.device_memory:
         return settings.device_memory
@@ -81,10 +81,10 @@ def device_budget(settings: TargetConfig, device: torch.device) -> int:
 
 
 def with_kv_memory(settings: Target, shape: KVShape, num_positions: int, device: int, host: int) -> Target:
-    """The same settings, with memory for KV where that is not told: by `device` and `host`, bytes that may be taken.
+    """The settings with a default for KV memory, by the bytes available on `device` and `host`.
 
     Raises:
-        ConfigError: it is told twice.
+        ConfigError: both --kv-memory and --kv-sessions are given.
     """
     if settings.kv_memory and settings.kv_sessions:
         raise ConfigError(
@@ -100,16 +100,16 @@ def with_kv_memory(settings: Target, shape: KVShape, num_positions: int, device:
 
 
 def require_way_through(placement: Placement, is_gpu: bool, host: int) -> None:
-    """That layers come from disk to a GPU: through pinned memory, of which `host` bytes are for layers.
+    """Check that layers can go from disk to a GPU through pinned memory, of which `host` bytes are for layers.
 
     Raises:
-        ConfigError: it does not hold as many of them as it takes.
+        ConfigError: it is too small.
     """
     if is_gpu and placement.layers(Tier.DISK) and not placement.num_host_slabs:
         least = placement.fixed.on_host + MIN_SLABS * placement.slab_bytes
         raise ConfigError(
-            f"--host-memory: {gigabytes(host)}; layers pass from disk to the GPU through pinned memory, which "
-            f"must hold {MIN_SLABS}: {gigabytes(least)} or more would do"
+            f"--host-memory: must be at least {gigabytes(least)}, as layers pass from disk to the GPU through pinned "
+            f"memory for {MIN_SLABS} of them, got {gigabytes(host)}"
         )
 
 
@@ -122,15 +122,15 @@ def fixed_bytes(
     scratch: int,
     embeddings: int = 0,
 ) -> Fixed:
-    """What a target with these settings takes wherever its layers live, `resident` and `scratch` bytes of it.
+    """What a target takes for any placement of layers, including `resident` and `scratch` bytes.
 
-    Of those that are resident, `embeddings` bytes are on the host.
+    `embeddings` of the resident bytes are on the host.
 
     Raises:
-        ConfigError: the memory for KV holds no session, or is to be where there is none.
+        ConfigError: KV memory holds no session, or is on a tier that does not exist.
     """
     if settings.kv_tier == "host" and not is_gpu:
-        raise ConfigError("--kv-tier: host; on the CPU host and device have one memory: only device would do")
+        raise ConfigError("--kv-tier: must be device on the CPU, got host")
     limits = TargetLimits.of(settings, max_positions(config))
     kv = limits.num_rows(shape.row_bytes, settings.kv_memory) * shape.row_bytes
     staged, on_host = (kv, 0) if settings.kv_tier == "device" else (STAGED_LAYERS * kv // shape.num_layers, kv)
@@ -141,10 +141,10 @@ def fixed_bytes(
 def other_devices(
     settings: TargetConfig, config: PretrainedConfig, shape: KVShape, scratch: int, device: str, count: int
 ) -> list[OtherDevice]:
-    """Those on which layers of the target stay; `count` GPUs are here, and sweeps go through `device`.
+    """The other devices that layers stay on; there are `count` GPUs, and sweeps run on `device`.
 
     Raises:
-        ConfigError: one is not there, or is the target's own.
+        ConfigError: one does not exist, or is `device`.
     """
     if not settings.resident_devices:
         return []
@@ -164,7 +164,7 @@ def other_devices(
 
 
 def budgets(settings: TargetConfig, layer_bytes: Sequence[int], device: int, host: int) -> Budgets:
-    """What a target with these settings may take; `device` and `host` in bytes."""
+    """The budgets of a target; `device` and `host` are in bytes."""
     return Budgets(
         device=device,
         host=host,
@@ -174,26 +174,26 @@ def budgets(settings: TargetConfig, layer_bytes: Sequence[int], device: int, hos
 
 
 def activation_bytes(config: PretrainedConfig, shape: KVShape, limits: TargetLimits) -> int:
-    """What a sweep takes at most beside weights and slots; an estimate from above (tests/model/test_memory.py)."""
+    """Upper estimate of what a sweep takes besides weights and slots (tests/model/test_memory.py)."""
     size, vocab_size = shape.dtype.itemsize, int(config.vocab_size)
-    head = _sweep_rows(limits) * vocab_size * size * 2  # in parts, then in one piece
-    judged = 8 * vocab_size * FLOAT64_BYTES  # a row at a time
+    head = _sweep_rows(limits) * vocab_size * size * 2  # in parts, then concatenated
+    judged = 8 * vocab_size * FLOAT64_BYTES  # one row at a time
     return layer_activation_bytes(config, shape, limits) + head + judged
 
 
 def hidden_bytes(config: PretrainedConfig, dtype: torch.dtype) -> int:
-    """Of a row's hidden state."""
+    """Bytes of a row's hidden state."""
     return int(config.hidden_size) * dtype.itemsize
 
 
 def _sweep_rows(limits: TargetLimits) -> int:
-    """Of the largest sweep, padding included."""
+    """Rows of the largest sweep, including padding."""
     rows = max(limits.rows, OWN_MOST)
     return -(-limits.max_sweep_tokens // rows) * rows
 
 
 def layer_activation_bytes(config: PretrainedConfig, shape: KVShape, limits: TargetLimits) -> int:
-    """Of that, what a device takes that has layers and no output head."""
+    """The part of `activation_bytes` on a device with layers but no output head."""
     size, rows, tokens = shape.dtype.itemsize, max(limits.rows, OWN_MOST), _sweep_rows(limits)
     hidden = tokens * hidden_bytes(config, shape.dtype) * HIDDEN_COPIES
     intermediate = rows * int(getattr(config, "intermediate_size", 4 * config.hidden_size)) * size * 4
@@ -202,12 +202,12 @@ def layer_activation_bytes(config: PretrainedConfig, shape: KVShape, limits: Tar
 
 
 def unpacking_bytes(skeleton: Skeleton, device: torch.device) -> int:
-    """What unpacking takes for a moment where no kernel of ours does it; nothing on the CPU, or where Triton is."""
+    """Temporary memory of dequantizing without a kernel; 0 on a CPU or with Triton."""
     has_kernels = device.type == "cpu" or kernels_on(device) is not None
     return 0 if has_kernels or skeleton.quantization is None else BLOCK_ELEMENTS * BLOCK_BYTES
 
 
 def resident_bytes(skeleton: Skeleton) -> int:
-    """Embeddings, final norm and output head, each tensor once."""
+    """Bytes of embeddings, final norm and output head, each tensor once."""
     shapes = {slot.source.places: slot.source.shape for slot in skeleton.resident_slots}
     return sum(torch.Size(shape).numel() for shape in shapes.values()) * skeleton.dtype.itemsize

@@ -1,4 +1,4 @@
-"""Sizes of a model from its configuration alone: no weights are read, and none need be there."""
+"""Sizes of a model from its configuration alone, without weights."""
 
 from __future__ import annotations
 
@@ -34,27 +34,27 @@ from bough.sizing.row_counts import RowCounts
 
 @dataclass(frozen=True, slots=True)
 class ModelShapes:
-    """What a model takes and computes."""
+    """Sizes and work of a model."""
 
     description: str
     config: PretrainedConfig
     kv: KVShape
-    layer_bytes: tuple[int, ...]  # as they stand on disk and cross the link
+    layer_bytes: tuple[int, ...]  # as stored on disk and sent over the link
     layer_flops: tuple[float, ...]  # of one token
     resident_bytes: int  # embeddings, final norm and output head, each tensor once
-    host_bytes: int  # of these, what stays in the host's memory
-    scratch_bytes: int  # room for the values of one layer that are no views of its bytes, as many as are there at once
-    packing: PackedFormat | None  # None where nothing is packed
-    matrices: tuple[tuple[int, int], ...]  # (outputs, inputs) of the products of a layer that has most bytes
+    host_bytes: int  # of these, kept in host memory
+    scratch_bytes: int  # largest scratch memory of a layer
+    packing: PackedFormat | None  # None if unpacked
+    matrices: tuple[tuple[int, int], ...]  # (outputs, inputs) of the products of the largest layer
     rows: RowCounts  # of a chunk
     work: Work
-    apart: SeparateExperts | None  # where layers have experts
+    apart: SeparateExperts | None  # for layers with experts
 
     def fixed(self, settings: TargetConfig, is_gpu: bool) -> Fixed:
-        """What a target takes of the device's memory whatever the placement.
+        """Memory that a target takes for any placement of layers.
 
         Raises:
-            ConfigError: the memory for KV holds no session, or is to be where there is none.
+            ConfigError: KV memory holds no session, or is on a tier that does not exist.
         """
         return fixed_bytes(
             settings, is_gpu, self.config, self.kv, self.resident_bytes, self.scratch_bytes, self.host_bytes
@@ -69,25 +69,25 @@ class _Parameter:
     value_bytes: int
     unpacked_bytes: int
     flops: float  # of one token
-    num_experts: int  # of a stack that is read by parts; 0 where it is none
-    can_wait: bool  # as `bough.model.loading.late_writes` has it
+    num_experts: int  # of a stack that is read expert by expert; otherwise 0
+    can_wait: bool  # see `bough.model.loading.late_writes`
 
 
 def find_config(model: str) -> tuple[PretrainedConfig, Path]:
-    """The configuration of a model folder or of a hub id, and the folder where its weights are or would be.
+    """The configuration of a model folder or hub id, and the folder for its weights.
 
-    Of a hub id config.json alone is fetched; where that cannot be done, the local cache is asked.
+    Only config.json is fetched of a hub id; if that fails, the local cache is used.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: there is no configuration.
     """
     folder = Path(model).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").is_file():
-            raise CheckpointError(f"model: {folder} has no config.json; a Hugging Face model folder would do")
+            raise CheckpointError(f"model: must be a Hugging Face model folder, got {folder}, which has no config.json")
         return load_config(folder), folder
     if not is_hub_id(model):
-        raise CheckpointError(f"model: folder {model} is not there")
+        raise CheckpointError(f"model: must be a folder that exists, or a hub id, got {model}")
     try:
         config = language_part(AutoConfig.from_pretrained(model, trust_remote_code=False))
     except OSError as exc:
@@ -103,12 +103,12 @@ def find_config(model: str) -> tuple[PretrainedConfig, Path]:
 def model_shapes(
     config: PretrainedConfig, folder: Path, dtype_name: str, bits: int, rows: int, device_type: str = "cpu"
 ) -> ModelShapes:
-    """Sizes for computing in a data type, in chunks of `rows` rows, from the architecture on the meta device.
+    """Sizes for computing in a dtype, in chunks of `rows` rows, from the architecture on the meta device.
 
-    `bits` is how the weights will be stored: 16, or 8 or 4 as `bough pack` writes it; 0 is as the configuration says.
+    `bits` is how weights will be stored: 16, or 8 or 4 in bough's format; 0 is as the configuration says.
 
     Raises:
-        CheckpointError: the architecture is not known, or the packing cannot be read.
+        CheckpointError: the architecture or the packing is not supported.
     """
     dtype = DTYPES[dtype_name]
     packing = Packing.of(config, folder, bits)
@@ -161,13 +161,13 @@ def _work(
 
 
 def _scratch_bytes(layer: Sequence[_Parameter], by_matrix: bool) -> int:
-    """For what is written out of a layer: all of it, or of its matrices the largest alone."""
+    """Scratch bytes of a layer: all its dequantized values, or with `by_matrix` only the largest matrix of those."""
     late = [p.scratch_bytes for p in layer if by_matrix and p.can_wait]
     return max(late, default=0) + sum(p.scratch_bytes for p in layer if not (by_matrix and p.can_wait))
 
 
 def _apart(layers: Sequence[Sequence[_Parameter]], by_matrix: bool) -> SeparateExperts | None:
-    """Sizes of layers without their experts, and of these."""
+    """Sizes of layers without experts, and of their experts."""
     stacks = [stack for layer in layers if (stack := [p for p in layer if p.num_experts])]
     if not stacks:
         return None
@@ -182,7 +182,7 @@ def _apart(layers: Sequence[Sequence[_Parameter]], by_matrix: bool) -> SeparateE
 
 
 def _stored_dtype(config: PretrainedConfig, default: torch.dtype) -> torch.dtype:
-    """In which a checkpoint keeps what is not packed."""
+    """The dtype in which a checkpoint stores unpacked weights."""
     named = getattr(config, "dtype", None)
     return named if isinstance(named, torch.dtype) else DTYPES.get(str(named), default)
 
@@ -199,7 +199,7 @@ def _parameters(
             is_packed = packing is not None and packing.has(f"{module_name}.{key}", module, parameter)
             value = parameter.numel() * dtype.itemsize
             is_view = not is_packed and stored == dtype
-            # Of experts one at a time is written out; those that are no views first in parts, which are then joined.
+            # Experts are dequantized one at a time, first in parts if they are no views, which are then concatenated.
             room = room_bytes(shape[1:] if is_stack else shape, dtype) * (1 if is_view or not is_stack else 2)
             yield _Parameter(
                 shape,
@@ -214,7 +214,7 @@ def _parameters(
 
 
 def _num_experts(config: PretrainedConfig) -> tuple[int, int]:
-    """Of a layer, and how many of them a row chooses."""
+    """Number of experts of a layer, and of those that a row chooses."""
     num_experts = next(
         (
             int(n)
@@ -227,13 +227,13 @@ def _num_experts(config: PretrainedConfig) -> tuple[int, int]:
 
 
 def chosen_share(config: PretrainedConfig) -> float:
-    """Of a layer's experts, what a row chooses."""
+    """Share of a layer's experts that a row chooses."""
     num_experts, num_chosen = _num_experts(config)
     return num_chosen / num_experts
 
 
 def _outside_bytes(model: PreTrainedModel, layers: list[nn.Module]) -> int:
-    """Of all that is not in a layer."""
+    """Bytes of everything outside layers."""
     inside = {id(parameter) for layer in layers for parameter in layer.state_dict(keep_vars=True).values()}
     outside = {id(p): p for p in model.state_dict(keep_vars=True).values() if id(p) not in inside}
     return sum(parameter.numel() * parameter.element_size() for parameter in outside.values())

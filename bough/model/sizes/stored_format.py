@@ -1,4 +1,4 @@
-"""How a model's matrices are stored, by its configuration, and what they then take."""
+"""How a model's matrices are stored, according to its configuration, and their sizes."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ from bough.model.quant.quantize import GROUP_SIZES
 from bough.model.quant.samples import PackedFormat
 
 SCALE_BYTES, INDEX_BYTES = 2, 4
-COMMUNITY_GROUP = 128  # of GPTQ and AWQ, where config.json does not say
+COMMUNITY_GROUP = 128  # default of GPTQ and AWQ if config.json has none
 
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """How the matrices of the layers are stored."""
+    """How the matrices of layers are stored."""
 
     method: str
     bits: int
     group_size: int  # inputs that share a scale; -1 is all
-    kept: tuple[str, ...] = ()  # names of modules that stay in 16 bits
-    is_ordered: bool = True  # as `PackedFormat` has it
+    kept: tuple[str, ...] = ()  # modules that stay in 16 bits
+    is_ordered: bool = True  # as in `PackedFormat`
 
     @property
     def format(self) -> PackedFormat:
-        """Of one matrix."""
+        """The format of one matrix."""
         return PackedFormat(self.method, self.bits, self.group_size, self.is_ordered)
 
     @classmethod
     def of(cls, config: PretrainedConfig, folder: Path, bits: int) -> Packing | None:
-        """As asked for by `bits`, or where that is 0 as the configuration says; None is not packed.
+        """The packing for `bits`, or that of the configuration if `bits` is 0; None is unpacked.
 
         Raises:
-            CheckpointError: the configuration names a packing that cannot be read here.
+            CheckpointError: the configuration's packing is not supported.
         """
         if bits:
             return cls("bough", bits, GROUP_SIZES[bits]) if bits in GROUP_SIZES else None
@@ -50,8 +50,8 @@ class Packing:
             return None
         if not quantization.bits:
             raise CheckpointError(
-                f"model: {folder} is a draft of mixed bits, whose weights are written out as they are loaded; "
-                "--drop-layers of its target, or the target itself, would do"
+                f"model: must not be a draft of mixed bits, whose weights are dequantized when loaded, got {folder}; "
+                "use --drop-layers of its target, or the target itself"
             )
         entry = config.quantization_config
         fields: dict[str, Any] = entry if isinstance(entry, dict) else entry.to_dict()
@@ -62,9 +62,9 @@ class Packing:
         return cls(quantization.method, quantization.bits, group_size, kept, not fields.get("desc_act"))
 
     def has(self, name: str, module: nn.Module, parameter: torch.Tensor) -> bool:
-        """Whether a parameter is packed, whose name in its layer is given: a matrix of a linear layer, or of experts.
+        """Whether a parameter is packed, by its name in the layer: a matrix of a linear layer, or of experts.
 
-        Of bough's own packing it is what `bough pack` does: not those of a checkpoint that has all experts in one.
+        For bough's format this is what `bough pack` does, which excludes checkpoints with all experts in one tensor.
         """
         if self.method == "bough":
             return is_packed(module, name, parameter.shape, self.bits)
@@ -72,7 +72,7 @@ class Packing:
         return is_matrix and not any(kept in name for kept in self.kept)
 
     def num_bytes(self, shape: torch.Size) -> int:
-        """Integers and scales; of GPTQ and AWQ also zeros, and of GPTQ the group of each input."""
+        """Bytes of integers and scales; for GPTQ and AWQ also zeros, and for GPTQ group indices."""
         if self.method == "bough":
             return packed_bytes(shape, self.bits)
         size, num_inputs = math.prod(shape), shape[-1]

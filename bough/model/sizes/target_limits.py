@@ -1,4 +1,4 @@
-"""What a target allows at once. Knows no model."""
+"""Limits of a target. Independent of the model."""
 
 from __future__ import annotations
 
@@ -7,36 +7,36 @@ from dataclasses import dataclass
 from bough.config.processes import TargetConfig
 from bough.errors import ConfigError
 
-KV_STEP = 256  # enough that slots seldom move to grow, and little beside the context of a session
+KV_STEP = 256  # few moves of growing slots, and little memory compared with a session's context
 
 
 @dataclass(frozen=True, slots=True)
 class TargetLimits:
-    """What a target allows at once."""
+    """Limits of a target."""
 
     rows: int  # of every matrix product
     max_sweep_tokens: int
     max_nodes: int
     max_context: int
-    kv_step: int = KV_STEP  # tokens of a session that room is taken for at a time
+    kv_step: int = KV_STEP  # by which a session's slot grows
 
     @classmethod
     def of(cls, settings: TargetConfig, max_positions: int) -> TargetLimits:
-        """As a target with these settings keeps them for a model with so many positions."""
+        """The limits of a target with these settings for a model of `max_positions`."""
         max_sweep_tokens = max(settings.max_sweep_tokens, settings.max_nodes)
         max_context = min(settings.max_context, max_positions)
         return cls(settings.rows, max_sweep_tokens, settings.max_nodes, max_context)
 
     @property
     def slot_rows(self) -> int:
-        """Tokens of the longest session, and beyond them a tree."""
+        """Rows for the longest session and a tree."""
         return self.max_context + self.max_nodes
 
     def num_rows(self, row_bytes: int, kv_memory: int) -> int:
-        """Tokens whose keys and values, of `row_bytes` each, fit: of all sessions and their trees together.
+        """Rows, of `row_bytes` each, for all sessions and their trees together.
 
         Raises:
-            ConfigError: not one session of the longest context fits.
+            ConfigError: a session of the longest context does not fit.
         """
         num_rows = kv_memory // row_bytes
         if num_rows < self.slot_rows:

@@ -1,0 +1,67 @@
+"""`make serve` with keys and certificates everywhere: the calls that it prints work as pasted, and no others do."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("ray")
+
+from bough.security.api_keys import hash_of, new_key
+from bough.security.private_files import write_private
+from loadtest.served.under_ray import one_machine, running
+from tests.fakes.certificates import Authority
+from tests.fakes.supervised import PROFILE
+
+CALL_SECONDS = 300.0  # on a machine that is busy: the commands import for longer than they ask
+
+
+def calls_of(said: str) -> list[str]:
+    """The three calls, and `bough doctor`, in the order in which they are printed."""
+    _, *calls = re.split(r"\n\n", said[said.index("ready;") :])
+    return [call.partition(" shows nodes")[0] for call in calls]
+
+
+def pasted(call: str, folder: Path, key: str = "") -> subprocess.CompletedProcess[str]:
+    """What a call comes to in a shell of somebody who has this key, or none."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("BOUGH_")}
+    environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
+    environment |= {"BOUGH_API_KEY": key} if key else {}
+    command = ("bash", "-o", "pipefail", "-c", call.replace("curl ", "curl --fail-with-body -sS ", 1))
+    return subprocess.run(command, capture_output=True, text=True, timeout=CALL_SECONDS, cwd=folder, env=environment)
+
+
+@pytest.mark.cluster
+async def test_what_is_printed_works_with_a_key_and_not_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files are named as an operator would, by paths from where `make serve` runs, in variables for all processes."""
+    Authority().files(tmp_path, "tls")
+    key = new_key()
+    write_private("--keys", str(tmp_path / "keys.jsonl"), f'{{"name": "alice", "sha256": "{hash_of(key)}"}}\n')
+    write_private("--worker-key-file", str(tmp_path / "worker.key"), "w" * 64)
+    for name, file in (
+        ("BOUGH_ORCHESTRATOR_KEYS", "keys.jsonl"), ("BOUGH_WORKER_KEY_FILE", "worker.key"),
+        ("BOUGH_TLS_CERT", "tls.pem"), ("BOUGH_TLS_KEY", "tls.key"), ("BOUGH_TLS_CA", "ca.pem"),
+    ):  # fmt: skip
+        monkeypatch.setenv(name, file)
+    async with running(one_machine(), PROFILE, tmp_path) as said:
+        *calls, doctor = calls_of(said)
+        assert len(calls) == 3
+        for call in calls:
+            done = await asyncio.to_thread(pasted, call, tmp_path, key)
+            assert done.returncode == 0, done.stdout + done.stderr
+            assert len(done.stdout) > 100
+            refused = await asyncio.to_thread(pasted, call, tmp_path)
+            assert refused.returncode != 0, call
+        seen = await asyncio.to_thread(pasted, doctor, tmp_path, key)
+        assert "all is well" in seen.stdout, seen.stdout + seen.stderr
+        assert "rediss://127.0.0.1" in seen.stdout, "the index speaks TLS as well"
+        plain = calls[0].replace("https://", "http://")
+        assert (await asyncio.to_thread(pasted, plain, tmp_path, key)).returncode != 0
