@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -29,9 +30,16 @@ from bough.config.cache_paths import demonstration_folder
 from bough.config.flag_parser import FlagParser
 from bough.processes.child import KINDS
 from bough.processes.exit_with_parent import MODULE, start
-from bough.processes.startup import parts_of
 
 READY = "ready: "  # of the line that `bough up` prints
+TOLD = re.compile(r"ready after [\d.]+ s: (.*)")  # by `bough.processes.startup`
+PART = re.compile(r"([\w ]+) ([\d.]+) s")
+
+
+def parts_of(log: str) -> dict[str, float]:
+    """Seconds of each stage of the last start in a log; empty if there is none."""
+    lines = TOLD.findall(log)
+    return {name.strip(): float(seconds) for name, seconds in PART.findall(lines[-1])} if lines else {}
 
 
 @dataclass(frozen=True, slots=True)
