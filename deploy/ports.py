@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import socket
+import time
+from contextlib import suppress
 
 from bough.errors import ConfigError
+
+POLL_SECONDS = 0.1
 
 
 def free_port(host: str) -> int:
@@ -24,6 +29,17 @@ def require_free_port(host: str, port: int) -> None:
     except OSError as exc:
         if exc.errno == errno.EADDRINUSE:
             raise ConfigError(f"program.port: value was {port}, which is in use at {host}; must be free") from exc
+
+
+async def until_free(host: str, port: int, patience_seconds: float) -> None:
+    """Waits for what a replica that died has left there and drains. Raises ConfigError as `require_free_port`."""
+    deadline = time.monotonic() + patience_seconds
+    while time.monotonic() < deadline:
+        with suppress(ConfigError):
+            require_free_port(host, port)
+            return
+        await asyncio.sleep(POLL_SECONDS)
+    require_free_port(host, port)
 
 
 def _bound(host: str, port: int) -> socket.socket:

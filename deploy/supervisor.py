@@ -23,7 +23,7 @@ from bough.security.access import Access
 from deploy.child import describe_end, python, start, stop
 from deploy.forward import Forwarder
 from deploy.index import IndexPlace
-from deploy.ports import free_port, require_free_port
+from deploy.ports import free_port, until_free
 from deploy.progress import Progress
 from deploy.settings import ProgramSettings, Role
 from deploy.stubs import get_loads, get_worker_info
@@ -106,9 +106,9 @@ class Supervisor:
     async def _started(self) -> Child:
         supervision, module = self.settings.supervision, self.role.module
         command, variables = python(module, self._flags()), child_variables(self.settings, self._index_url)
-        async with turn(module, self.address if self._config.port else "", self._patience_seconds) as held:
+        async with turn(module, self._patience_seconds) as held:
             if self._config.port:
-                require_free_port(self.host, self._port)
+                await until_free(self.host, self._port, self._patience_seconds)
             return start(module, command, variables, supervision.niceness, supervision.log_folder, (held,))
 
     @property

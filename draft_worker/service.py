@@ -8,7 +8,7 @@ from typing import Any
 
 import grpc
 
-from bough.pb import common_pb2, draft_pb2
+from bough.pb import draft_pb2
 from bough.processes.process import WorkerService
 from bough.protocol import codec
 from bough.simulation.line import Line
@@ -33,13 +33,6 @@ class DraftService(WorkerService[ServedDraft]):
             span.set({"bough.tree.nodes": len(result.tree), "bough.draft.warm_nodes": result.num_warm_nodes})
             logger.debug("grown: %d nodes in %.3f s", len(result.tree), result.timings.total_ns / 1e9)
             return codec.grow_result_to_wire(result)
-
-    async def Release(
-        self, request: common_pb2.ReleaseRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> common_pb2.ReleaseReply:
-        """Forget a session."""
-        await asyncio.wrap_future(self.worker.release(request.session_id, request.epoch))
-        return common_pb2.ReleaseReply()
 
 
 class SimulatedDraftService(DraftService):

@@ -8,7 +8,7 @@ from typing import Any
 
 import grpc
 
-from bough.pb import common_pb2, target_pb2
+from bough.pb import target_pb2
 from bough.processes.process import WorkerService
 from bough.protocol import codec
 from bough.simulation.line import Line
@@ -35,13 +35,6 @@ class TargetService(WorkerService[ServedTarget]):
             seconds = result.timings.total_ns / 1e9
             logger.debug("verified: %d nodes, %d accepted, in %.3f s", num_nodes, num_accepted, seconds)
             return codec.verify_result_to_wire(result)
-
-    async def Release(
-        self, request: common_pb2.ReleaseRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> common_pb2.ReleaseReply:
-        """Forget a session."""
-        await asyncio.wrap_future(self.worker.release(request.session_id, request.epoch))
-        return common_pb2.ReleaseReply()
 
 
 class SimulatedTargetService(TargetService):

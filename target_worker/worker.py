@@ -39,9 +39,10 @@ from bough.protocol.messages import WorkerInfo
 from bough.sizing.placement import Placement, Tier, gigabytes
 from target_worker.identity.code_hash import code_hash
 from target_worker.identity.weights_hash import WeightsHash
-from target_worker.kv.kv_offload import KVHome, KVInPlace, OffloadedKV
+from target_worker.kv.kv_offload import KVHome, KVInPlace, OffloadedKV, memory_on_host
 from target_worker.kv.slot_pool import SlotPool
 from target_worker.link.layer_extents import LayerExperts, plan_apart, plan_layer, sizes_apart
+from target_worker.link.streams import DeviceStreams
 from target_worker.scheduler.engine import SweepEngine
 from target_worker.served import ServedTarget
 from target_worker.sweep.budgets import choose_places
@@ -169,7 +170,7 @@ class TargetWorker(ServedTarget):
         for other in dict.fromkeys(self._elsewhere.values()):
             count = sum(device == other for device in self._elsewhere.values())
             notes.append(f"{count} layers stay on {other}, {device_name(other)}, and are computed there")
-        unpinned = self._tiers.unpinned_bytes + (self._kv_lanes.unpinned_bytes if self._kv_lanes else 0)
+        unpinned = self._tiers.unpinned_bytes + sum(lanes.unpinned_bytes for lanes in self._kv_lanes.values())
         if unpinned:
             notes.append(
                 f"{gigabytes(unpinned)} of the host's memory could not be pinned: copies from there to the GPU are "
@@ -194,15 +195,25 @@ class TargetWorker(ServedTarget):
         num_bytes = num_rows * shape.row_bytes
         logger.info("KV of %d tokens, %.2f GB on the %s", num_rows, num_bytes / 1e9, self._config.kv_tier)
         home: KVHome = KVInPlace()
-        self._kv_lanes = lanes_of(self._device) if self._config.kv_tier == "host" else None
-        if self._kv_lanes is None:
-            memory = split_memory(shape, num_rows, self._device, self._elsewhere)
+        self._kv_lanes = self._lanes_for_kv()
+        if self._kv_lanes:
+            elsewhere = {layer: self._kv_lanes[device] for layer, device in self._elsewhere.items()}
+            where = shape, num_rows, self._kv_lanes[self._device], elsewhere
+            memory, home = memory_on_host(*where), OffloadedKV(*where)
         else:
-            self._resources.callback(self._kv_lanes.close)
-            memory = shape.within(self._kv_lanes.host_memory(num_bytes), num_rows)
-            home = OffloadedKV(shape, num_rows, self._kv_lanes)
+            memory = split_memory(shape, num_rows, self._device, self._elsewhere)
         arena = KVArena(shape, memory)
         return SlotPool(arena, self._config.lease_seconds, time.monotonic, self._limits.kv_step), home
+
+    def _lanes_for_kv(self) -> dict[torch.device, DeviceStreams]:
+        """Of every GPU to which keys and values come from the host; none where they are on the GPUs."""
+        if self._config.kv_tier != "host":
+            return {}
+        devices = dict.fromkeys((self._device, *self._elsewhere.values()))
+        found = {device: lanes for device in devices if (lanes := lanes_of(device)) is not None}
+        for lanes in found.values():
+            self._resources.callback(lanes.close)
+        return found
 
     def _place(self) -> Placement:
         """Decide where each layer is stored, and log it."""
@@ -222,5 +233,6 @@ class TargetWorker(ServedTarget):
         for other in dict.fromkeys(devices):
             make_ready(other)
         if placement.expert_bytes:
-            self.layers, self._experts = apart, experts
+            self.layers = tuple((self.layers if i in self._elsewhere else apart)[i] for i in range(len(apart)))
+            self._experts = {i: own for i, own in experts.items() if i not in self._elsewhere}
         return placement

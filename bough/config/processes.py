@@ -227,6 +227,7 @@ class PlanConfig(TargetConfig):
     device: str = setting("", one_of("", "cpu", "gpu"), "cpu, or gpu with its own memory; by default this machine's")
     link_speed: float = setting(0.0, parse_speed, "GB/s from disk; measured by default")
     host_link_speed: float = setting(0.0, parse_speed, "GB/s from host memory to a gpu's; measured by default")
+    crossing_speed: float = setting(0.0, parse_speed, "GB/s from one gpu to another; measured or assumed by default")
     compute_speed: float = setting(0.0, parse_speed, "TFLOP/s of matrix products of --rows rows; measured by default")
     memory_speed: float = setting(0.0, parse_speed, "GB/s of the accelerator's memory; measured by default")
     unpack_speed: float = setting(0.0, parse_speed, "GB/s of weights unpacked from 4 or 8 bits; measured by default")
@@ -257,9 +258,7 @@ class OrchestratorConfig(ServiceConfig):
     failover_timeout: float = setting(
         60.0, parse_seconds, "seconds that a running request waits for a target to come back or another to take over"
     )
-    session_idle_seconds: float = setting(
-        24 * 3600.0, parse_seconds, "seconds that a session is kept after its last request"
-    )
+    session_idle_seconds: float = setting(24 * 3600.0, parse_seconds, "seconds a session is kept after its last use")
     session_max_seconds: float = setting(
         7 * 24 * 3600.0, parse_seconds, "seconds that a session is kept after its first request"
     )

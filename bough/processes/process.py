@@ -132,6 +132,10 @@ class Worker(Protocol):
         """The load to report to the index."""
         ...
 
+    def release(self, session_id: str, epoch: int) -> Future[None]:
+        """Forget a session, unless a newer epoch has begun; 0 does not care."""
+        ...
+
     def close(self) -> None:
         """End its threads."""
         ...
@@ -183,6 +187,13 @@ class WorkerService(Generic[AnyWorker]):
         """The tokenizer, in chunks."""
         for chunk in codec.tokenizer_to_wire(self.worker.tokenizer):
             yield chunk
+
+    async def Release(
+        self, request: common_pb2.ReleaseRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> common_pb2.ReleaseReply:
+        """Forget a session."""
+        await asyncio.wrap_future(self.worker.release(request.session_id, request.epoch))
+        return common_pb2.ReleaseReply()
 
 
 async def serve_worker(

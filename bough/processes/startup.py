@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import time
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
 IMPORTS = "imports"  # the stage from the start of the process to the first named stage
-_READY = re.compile(r"ready after [\d.]+ s: (.*)")
-_PART = re.compile(r"([\w ]+) ([\d.]+) s")
 
 
 class Stages:
@@ -41,12 +38,6 @@ class Stages:
         now = time.monotonic()
         self._seconds[self._name] = self._seconds.get(self._name, 0.0) + now - self._since
         self._since = now
-
-
-def parts_of(log: str) -> dict[str, float]:
-    """Seconds of each stage of the last start in a log; empty if there is none."""
-    lines = _READY.findall(log)
-    return {name.strip(): float(seconds) for name, seconds in _PART.findall(lines[-1])} if lines else {}
 
 
 def process_age_seconds() -> float:

@@ -144,7 +144,7 @@ class PeerChannel:
         self.address, self._tls, self._is_to_itself = address, tls, is_to_itself
         self._of = None if tls is None else tls.now
         self._channel = self._opened()
-        self._older: dict[asyncio.Future[None], grpc.aio.Channel] = {}  # by the future that closes them
+        self._closing: set[asyncio.Task[None]] = set()
 
     def refresh(self) -> None:
         """Reload changed certificates for the next call; used after a failed one."""
@@ -158,8 +158,8 @@ class PeerChannel:
             self._of, before = self._tls.now, self._channel
             self._channel = self._opened()
             closing = asyncio.ensure_future(before.close(GRACE_SECONDS))
-            self._older[closing] = before
-            closing.add_done_callback(self._older.pop)
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
         return self._channel
 
     @asynccontextmanager
@@ -172,11 +172,9 @@ class PeerChannel:
 
     async def close(self) -> None:
         """Close all connections, including those with older certificates, and their calls."""
-        older = list(self._older.items())
-        for closing, _ in older:
+        for closing in self._closing:
             closing.cancel()
-        for channel in (self._channel, *(channel for _, channel in older)):
-            await channel.close()
+        await self._channel.close()
 
     def _opened(self) -> grpc.aio.Channel:
         if self._tls is None:

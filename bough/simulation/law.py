@@ -17,8 +17,6 @@ from bough.simulation.acceptance_law import AcceptanceLaw, same_shape
 from bough.simulation.hashing import Keys, mixed, uniforms
 from bough.simulation.levels import NUM_LEVELS, level_vectors
 from bough.trees.acceptance import Acceptance, FloatArray, smoothed
-from bough.trees.optimal_tree import best_shape, expected_tokens
-from bough.trees.tree_plan import StaticShape
 
 HOSTILE_CLAIM = 0.999
 LOWEST_PROB = 1e-9  # smallest stated probability, so that its logarithm is finite
@@ -163,14 +161,3 @@ class Law:
 
     def _word(self, numbers: Keys) -> NDArray[np.int32]:
         return numbers.astype(np.int32) + np.int32(self.first_word)
-
-
-def best_tree(law: AcceptanceLaw, nodes: int, levels: int, position: int = 0) -> StaticShape:
-    """The best shape within `nodes` and `levels`, both including the root, after making vectors monotone."""
-    return best_shape(smoothed(law.acceptance(position)), nodes, levels)
-
-
-def expected_tokens_of(law: AcceptanceLaw, nodes: int, levels: int, position: int = 0) -> float:
-    """Expected tokens of the best fixed shape, the bonus token included; with `spread`, best-first trees have more."""
-    shape = best_tree(law, nodes, levels, position)
-    return expected_tokens(shape, smoothed(law.acceptance(position))) if shape.parents else 1.0

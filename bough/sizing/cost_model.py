@@ -1,9 +1,9 @@
 """Predicted seconds of a sweep from sizes and speeds, and the value of more memory.
 
 A sweep takes the maximum of two concurrent activities: streamed layers cross the link, and each chunk of rows is
-multiplied with each layer. Link time does not depend on the tree, except for experts read on demand; compute time grows
-with the padded rows. The knee is the number of rows where compute time exceeds link time: below it, nodes are nearly
-free.
+multiplied with each layer; on their way hidden states cross to other accelerators that have layers, and back. Link time
+does not depend on the tree, except for experts read on demand; compute time grows with the padded rows. The knee is the
+number of rows where compute time exceeds link time: below it, nodes are nearly free.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from bough.sizing.row_counts import RowCounts
 
 GIGABYTE = 1000**3
 MOST_TOKENS = 1 << 20  # upper limit of the search for the knee
+HOP_SECONDS = 30e-6  # that a crossing takes however little crosses; assumed
 MORE_GIGABYTES = (1, 4)  # amounts of added memory in the price list
 
 
@@ -38,6 +39,7 @@ class Speeds:
     host_link: Speed | None = None  # bytes from host memory to an accelerator's own
     memory: Speed | None = None  # bytes between the accelerator and its own memory
     unpack: Speed | None = None  # bytes of weights unpacked from 4 or 8 bits
+    crossing: Speed | None = None  # bytes from one accelerator to another
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,8 @@ class SweepModel:
     link_seconds: float  # of the bytes that cross the link in every sweep
     expert_seconds: float = 0.0  # of all experts that are not in memory, which cross the link on demand
     disk_seconds: float = 0.0  # of a disk behind the link, which reads concurrently
+    num_crossings: int = 0  # of hidden states, from one accelerator to another
+    hidden_bytes: int = 0  # of a row's
 
     def chunk_seconds(self, num_tokens: int) -> float:
         """Seconds of a chunk's products, padding and unpacking included."""
@@ -58,10 +62,18 @@ class SweepModel:
         return seconds + (self.work.bytes_unpacked(num_tokens) / unpack.per_second if unpack else 0.0)
 
     def compute_seconds(self, num_tokens: int) -> float:
-        """Compute seconds of a sweep: unpacking of weights once, then all chunks."""
+        """Compute seconds of a sweep: unpacking of weights once, then all chunks; and what hidden states cross for."""
         whole, rest = divmod(num_tokens, self.rows.most)
         seconds = whole * self.chunk_seconds(self.rows.most) + (self.chunk_seconds(rest) if rest else 0.0)
-        return seconds + (self.work.bytes_unpacked_once / self.speeds.unpack.per_second if self.speeds.unpack else 0.0)
+        seconds += self.work.bytes_unpacked_once / self.speeds.unpack.per_second if self.speeds.unpack else 0.0
+        return seconds + self.crossing_seconds(num_tokens)
+
+    def crossing_seconds(self, num_tokens: int) -> float:
+        """Seconds of a sweep in which its hidden states are on their way from one accelerator to another."""
+        if self.speeds.crossing is None:
+            return 0.0
+        hop = self.rows.padded(num_tokens) * self.hidden_bytes / self.speeds.crossing.per_second
+        return self.num_crossings * (HOP_SECONDS + hop)
 
     def link_seconds_of(self, num_tokens: int) -> float:
         """Link seconds of a sweep: streamed layers, and the experts that its rows choose."""
@@ -90,8 +102,8 @@ def step_seconds(work: Work, num_rows: int, num_tokens: int, speeds: Speeds) -> 
     return max(compute, work.bytes_read(num_tokens) / speeds.memory.per_second) if speeds.memory else compute
 
 
-def sweep_model(placement: Placement, work: Work, rows: RowCounts, speeds: Speeds) -> SweepModel:
-    """The cost model of a placed model on a machine with these speeds.
+def sweep_model(placement: Placement, work: Work, rows: RowCounts, speeds: Speeds, hidden_bytes: int = 0) -> SweepModel:
+    """The cost model of a placed model on a machine with these speeds; a row's hidden state has `hidden_bytes`.
 
     Layers on disk are read from disk and then cross the host link, if there is one.
     """
@@ -103,7 +115,10 @@ def sweep_model(placement: Placement, work: Work, rows: RowCounts, speeds: Speed
         return SweepModel(rows, work, speeds, disk_seconds, expert_seconds)
     per_second = speeds.host_link.per_second
     link_seconds = (placement.num_bytes(Tier.HOST) + disk_bytes) / per_second
-    return SweepModel(rows, work, speeds, link_seconds, expert_bytes / per_second, disk_seconds)
+    crossings = placement.num_crossings
+    return SweepModel(
+        rows, work, speeds, link_seconds, expert_bytes / per_second, disk_seconds, crossings, hidden_bytes
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from itertools import pairwise
 
 from bough.errors import ConfigError
 
@@ -91,6 +92,13 @@ class Placement:
     def num_bytes(self, tier: Tier) -> int:
         """Bytes of all layers of a tier."""
         return sum(self.layer_bytes[index] for index in self.layers(tier))
+
+    @property
+    def num_crossings(self) -> int:
+        """Times that a sweep's hidden states go from one accelerator to another."""
+        others = iter(self.others)
+        where = [next(others, 0) if tier is Tier.ELSEWHERE else -1 for tier in self.tiers]
+        return sum(before != after for before, after in pairwise((-1, *where, -1)))
 
     @property
     def slab_bytes(self) -> int:

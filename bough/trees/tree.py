@@ -81,13 +81,6 @@ class Tree:
             table[node, depths[node]] = node
         return table
 
-    def ancestor_mask(self) -> BoolArray:
-        """(num_nodes, num_nodes): [i, j] is true where j is i or an ancestor of i."""
-        mask = np.eye(len(self), dtype=np.bool_)
-        for node in range(1, len(self)):
-            mask[node] |= mask[self.parents[node]]
-        return mask
-
     def children(self) -> list[dict[int, int]]:
         """For each node, its children as a map from token to node."""
         children: list[dict[int, int]] = [{} for _ in range(len(self))]

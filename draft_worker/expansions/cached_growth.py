@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from numpy.typing import NDArray
 
-from bough.model.cpu.jit import strict
 from draft_worker.expansions.expansion_cache import ExpansionCache
 from draft_worker.growth.grower import NO_NODES, Grower
 
@@ -48,16 +45,5 @@ class CachedGrowth:
 
     def _places(self, nodes: NDArray[np.intp]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         tree = self.grower.tree
-        places: tuple[NDArray[np.int32], NDArray[np.int32]]
-        places = _places_of(nodes, tree.parents, tree.expansions, tree.tokens, self._root_parent)
-        return places
-
-
-@strict
-def _places_of(nodes: Any, parents: Any, expansions: Any, tokens: Any, root_parent: Any) -> Any:
-    """The parents' expansions of nodes, and the nodes' tokens."""
-    above, own = np.empty(len(nodes), np.int32), np.empty(len(nodes), np.int32)
-    for i in range(len(nodes)):
-        node = nodes[i]
-        above[i], own[i] = root_parent if node == 0 else expansions[parents[node]], tokens[node]
-    return above, own
+        above = np.where(nodes == 0, np.int32(self._root_parent), tree.expansions[tree.parents[nodes]])
+        return above, tree.tokens[nodes]

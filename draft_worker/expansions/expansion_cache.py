@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from bough.model.kv.segment import Segment
 from bough.model.kv.slot import Slot
 from draft_worker.candidates.temperature_scaling import scaled
-from draft_worker.expansions import child_index
 from draft_worker.growth.grower import Candidates
 
 ROOM, LEVELS = 64, 8  # initial capacity, in expansions and levels
@@ -36,9 +35,9 @@ class ExpansionCache:
         """`base` is the slot row of the root."""
         self.base = base
         self.power = 1.0  # exponent of the draft's probabilities (`draft_worker.candidates.temperature_scaling`)
-        self._num, self._num_levels = 0, 0  # used part of the arrays
-        self._tokens, self._parents, self._depths, self._following = (np.zeros(ROOM, np.int32) for _ in range(4))
-        self._first = np.zeros(1 + ROOM, np.int32)  # and `_following`: see `draft_worker.expansions.child_index`
+        self._num = 0  # used part of the arrays
+        self._tokens, self._parents, self._depths = (np.zeros(ROOM, np.int32) for _ in range(3))
+        self._index: dict[int, int] = {}  # expansions by `_key` of parent and token
         self._paths = np.zeros((ROOM, LEVELS), np.int32)  # as in `PendingExpansions`
         self._candidates = Candidates(np.zeros((ROOM, 0), np.int32), np.zeros((ROOM, 0), np.float32))
 
@@ -52,25 +51,33 @@ class ExpansionCache:
 
     def find(self, parents: NDArray[np.int32], tokens: NDArray[np.int32]) -> NDArray[np.int32]:
         """Expansions (num_nodes,) of these tokens below these parents; -1 if there is none."""
-        found = np.empty(len(tokens), np.int32)
-        child_index.find(self._first, self._following, self._tokens, parents, tokens, found)
-        return found
+        return np.array([self._index.get(key, -1) for key in _key(parents, tokens).tolist()], np.int32)
 
     def find_tree(self, parents: NDArray[np.int32], tokens: NDArray[np.int32]) -> NDArray[np.int32]:
         """Expansions (num_nodes,) of a tree's nodes; -1 where the model was not run."""
-        found = np.empty(len(tokens), np.int32)
-        child_index.find_tree(self._first, self._following, self._tokens, parents, tokens, found)
-        return found
+        found: list[int] = []
+        for parent, token in zip(parents.tolist(), tokens.tolist(), strict=True):
+            above = -1 if parent < 0 else found[parent]
+            found.append(self._index.get(_key(above, token), -1) if parent < 0 or above >= 0 else -1)
+        return np.array(found, np.int32)
 
-    def wanted(self, parents: NDArray[np.int32], tokens: NDArray[np.int32], num_levels: int = 1) -> PendingExpansions:
-        """Nodes to run the model on next, given their parents' expansions (-1 for the root).
-
-        Nodes may be below one another on up to `num_levels` levels, parents first.
-        """
+    def wanted(self, parents: NDArray[np.int32], tokens: NDArray[np.int32]) -> PendingExpansions:
+        """Nodes to run the model on next, given their parents' expansions (-1 for the root)."""
         new = slice(self._num, self._num + len(tokens))
-        self._make_room(new.stop, self._num_levels + num_levels)
-        self._tokens[new], self._parents[new] = tokens, parents
-        levels = child_index.place(self._depths, self._paths, parents, new.start)
+        depths = np.where(parents < 0, 0, self._depths[parents] + 1)
+        levels = int(depths.max(initial=-1)) + 1
+        self._make_room(new.stop, levels)
+        paths = np.where(np.arange(levels) < depths[:, None], self._paths[parents, :levels], 0)
+        paths[np.arange(len(depths)), depths] = np.arange(new.start, new.stop)
+        return self._put(new, tokens, parents, depths, paths)
+
+    def _put(self, new: slice, *parts: NDArray[np.integer[Any]]) -> PendingExpansions:
+        """Store the fields of `PendingExpansions`."""
+        tokens, parents, depths, paths = parts
+        levels = paths.shape[1]
+        self._tokens[new], self._parents[new], self._depths[new] = tokens, parents, depths
+        self._paths[new, :levels] = paths
+        self._paths[new, levels:] = 0
         return PendingExpansions(self._tokens[new], self._parents[new], self._depths[new], self._paths[new, :levels])
 
     def _make_room(self, num: int, num_levels: int) -> None:
@@ -81,10 +88,10 @@ class ExpansionCache:
         )
         if (room, levels) == self._paths.shape:
             return
-        self._tokens, self._parents, self._depths, self._following = (
-            _grown(held, room) for held in (self._tokens, self._parents, self._depths, self._following)
+        self._tokens, self._parents, self._depths = (
+            _grown(held, room) for held in (self._tokens, self._parents, self._depths)
         )
-        self._first, self._paths = _grown(self._first, 1 + room), _grown(self._paths, room, levels)
+        self._paths = _grown(self._paths, room, levels)
         self._candidates = Candidates(*(_grown(held, room, held.shape[1]) for held in self._candidates))
 
     def segment(self, slot: Slot, wanted: PendingExpansions) -> Segment:
@@ -100,8 +107,8 @@ class ExpansionCache:
     def learn(self, wanted: PendingExpansions, candidates: Candidates) -> None:
         """Store the candidates of the nodes requested last, which become expansions."""
         new = slice(self._num, self._num + len(wanted.tokens))
-        self._num, self._num_levels = new.stop, max(self._num_levels, wanted.paths.shape[1])
-        child_index.link(self._first, self._following, wanted.parents, new.start)
+        self._num = new.stop
+        self._index.update(zip(_key(wanted.parents, wanted.tokens).tolist(), range(new.start, new.stop), strict=True))
         width = candidates.tokens.shape[1]
         if new.start == 0:
             self._candidates = Candidates(*(_grown(held, len(self._tokens), width) for held in self._candidates))
@@ -132,10 +139,19 @@ class ExpansionCache:
         new_number = np.zeros(len(self), np.int32)
         new_number[kept] = np.arange(len(kept))
         parents = np.where(kept == expansion, -1, new_number[np.maximum(self._parents[kept], 0)]).astype(np.int32)
+        depths = self.depths[kept] - depth
+        levels = int(depths.max()) + 1
+        own_paths = np.where(np.arange(levels) <= depths[:, None], new_number[paths[kept, depth : depth + levels]], 0)
         explored = ExpansionCache(base)
-        wanted = explored.wanted(parents, self._tokens[kept], self._num_levels - depth)
+        explored._make_room(len(kept), levels)
+        wanted = explored._put(slice(0, len(kept)), self._tokens[kept], parents, depths, own_paths)
         explored.learn(wanted, self.raw_candidates(kept))
         return explored, kept
+
+
+def _key(parents: Any, tokens: Any) -> Any:
+    """A number for each pair of a parent and a token."""
+    return ((parents + np.int64(1)) << 32) + tokens
 
 
 def _grown(held: NDArray[Any], *shape: int) -> NDArray[Any]:

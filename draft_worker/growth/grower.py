@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import takewhile
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from bough.model.cpu.jit import strict
 from bough.trees.tree import Tree
 
 NO_NODES = np.zeros(0, np.intp)
@@ -46,8 +45,8 @@ class GrowingTree:
     ) -> NDArray[np.intp]:
         """Add children of these parents, each argument (num_new,); returns the new nodes."""
         new = slice(self.num_nodes, self.num_nodes + len(parents))
-        held = self.tokens, self.parents, self.log_probs, self.scores, self.depths
-        _append(*held, new.start, parents, tokens, log_probs)
+        self.tokens[new], self.parents[new], self.log_probs[new] = tokens, parents, log_probs
+        self.scores[new], self.depths[new] = self.scores[parents] + log_probs, self.depths[parents] + 1
         self.num_nodes = new.stop
         return np.arange(new.start, new.stop)
 
@@ -66,25 +65,6 @@ class GrowingTree:
         """All nodes."""
         cut = slice(0, self.num_nodes)
         return Tree(self.tokens[cut].copy(), self.parents[cut].copy(), self.log_probs[cut].copy())
-
-
-@strict
-def _append(
-    tokens: Any,
-    parents: Any,
-    log_probs: Any,
-    scores: Any,
-    depths: Any,
-    begin: Any,
-    new_parents: Any,
-    new_tokens: Any,
-    new_log_probs: Any,
-) -> Any:
-    """Write new nodes from number `begin` on."""
-    for i in range(len(new_parents)):
-        node, parent = begin + i, new_parents[i]
-        tokens[node], parents[node], log_probs[node] = new_tokens[i], parent, new_log_probs[i]
-        scores[node], depths[node] = scores[parent] + new_log_probs[i], depths[parent] + 1
 
 
 class Grower(Protocol):

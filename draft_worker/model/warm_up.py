@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from bough.model.cpu.llvm_vectors import LANES
 from bough.protocol.sampling_params import SamplingParams
 from bough.trees.tree_plan import BestFirst
 from draft_worker.candidates.candidates import Guessing
@@ -19,9 +18,7 @@ from draft_worker.model.model_draft import NUM_CONSIDERED
 
 def warm_up_choosing(vocab_size: int, device: torch.device) -> None:
     """Choose the largest of some logits, compute candidates, and grow a tree of two nodes."""
-    room = torch.zeros(2, -(-vocab_size // LANES) * LANES, device=device)  # models may pad rows so
-    for num_rows in (2, 1):
-        values, tokens = largest(room[:num_rows, :vocab_size], NUM_CONSIDERED)
+    values, tokens = largest(torch.zeros(1, vocab_size, device=device), NUM_CONSIDERED)
     for temperature in (0.0, 1.0):
         guessing = Guessing(SamplingParams(temperature=temperature), 0, is_sample=False, is_perturbed=temperature > 0)
         likely = guessing.candidates(values, tokens, np.zeros(1, np.int32))

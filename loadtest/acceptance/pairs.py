@@ -15,14 +15,13 @@ from bough.model.checkpoint.checkpoint import Checkpoint
 from bough.model.checkpoint.tokenizer_files import load_tokenizer_files
 from bough.model.kv.session_kv import KVSlot
 from bough.model.running.runner import ResidentModel
-from bough.model.sampling.draft_sampler import draft_weights
 from bough.model.sampling.sampler import Row, draw, probabilities
 from bough.protocol.sampling_params import SamplingParams
 from bough.tokenization.tokenizer import Tokenizer
 from bough.trees.draft_probs import normalised
 from bough.trees.tree import Tree
 from draft_worker.model.sources import load_draft
-from loadtest.acceptance.rates import Pair
+from loadtest.acceptance.rates import Pair, draft_weights
 from loadtest.common.prompts import load_prompts
 
 CPU = torch.device("cpu")

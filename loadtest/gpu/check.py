@@ -2,26 +2,28 @@
 
     python -m loadtest.gpu [--layers 80] [--device-memory 24GB]
 
-A random Llama of 70B's shape streams from pinned memory, in 16 and in 4 bits; a small one is compared with plain
+A random Llama of 70B's shape streams from pinned memory, in 4 and in 16 bits; a small one is compared with plain
 decoding bit for bit, and a mixture whose experts come when they are chosen with one whose layers come whole; drafts of
 1B's and 8B's shapes are timed; layers and a draft are tried on a second GPU, where there is one; the trees that are
-worth most by published acceptance are swept; and the demonstration runs with all its processes. Takes minutes and up to
-the host's memory; ends with tables and one JSON line. Exit status 2 where there is no GPU, 1 where something did not
-hold. `--dry-run-on-cpu` does everything in miniature on the CPU, so that the check itself can be checked: its figures
-mean nothing.
+worth most by published acceptance are swept; and the demonstration runs with all its processes.
+
+Installs nothing: it takes what a target worker takes, with torch for CUDA and a C compiler, and as much of the host's
+memory as is free. It ends within `--seconds`, with tables and one JSON line: each part has a time of its own, and one
+that fails, hangs or ends its process is told under `failed`, beside what the others found. Exit status 2 where there is
+no GPU, 1 where something did not hold. `--dry-run-on-cpu` does everything in miniature on the CPU, so that the check
+itself can be checked: its figures mean nothing.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import json
+import math
 import shutil
 import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,96 +31,63 @@ import torch
 
 from bough.config.flag_parser import FlagParser
 from bough.config.parsers import parse_bytes
-from bough.model.gpu.ready import make_ready
-from bough.runtime.machine import default_budget, free_memory
-from loadtest.gpu import parts as gpu_parts
-from loadtest.gpu.contexts import contexts
-from loadtest.gpu.copying import bandwidth, pinning
-from loadtest.gpu.experts import experts
-from loadtest.gpu.layer_bits import layer_bits
-from loadtest.gpu.pipeline import pipeline
-from loadtest.gpu.random_models import Machine
-from loadtest.gpu.second_gpu import second_gpu
 from loadtest.gpu.sizes import MINIATURE, REAL, Sizes
+from loadtest.gpu.supervised import results_of
 from loadtest.gpu.tables import table
-from loadtest.gpu.target_sweeps import big_model, new_lanes, release, write_big
-from loadtest.gpu.unpacking import unpacking
+from loadtest.gpu.work import WORK
 
 LEAST_EFFICIENCY = 0.9  # of a sweep of the smallest tree: the link's own time, of all its time
+SECONDS = 510.0
 RAM_DISK = Path("/dev/shm")
 
 
-def check(device: torch.device, sizes: Sizes, folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Everything, in an order in which what is most likely to fail comes first."""
-    machine, second = Machine(device, new_lanes(device), arguments.device_memory, 0, 1), _second(device)
-    report: dict[str, Any] = {"device": gpu_parts.describe(device), "attention": gpu_parts.attention(device)}
-    report["unpacking"] = unpacking(device, *sizes.unpacked)
-    report["layer_bits"] = layer_bits(device, sizes.matrices, machine.rows, torch.bfloat16)
-    report["contexts"] = contexts(device, *sizes.contexts)
-    report["equality"] = gpu_parts.equality(machine, sizes.small, sizes.num_compared, folder / "small", new_lanes)
-    if second is not None:
-        report["second_gpu"] = second_gpu(machine, second, sizes.small, folder / "second", new_lanes)
-    report["experts"] = experts(device, sizes.mixture, folder / "mixture", new_lanes)
-    report |= _drafts(device, second, sizes, folder)
-    rate = bandwidth(new_lanes(device), sizes.copy_bytes)
-    report["pinning"] = pinning(new_lanes(device), sizes.copy_bytes)
-    report["host_to_device_gb_s"] = round(rate / 1e9, 2)
-    print(report, flush=True)
-    sources = write_big(sizes.target, folder / "target", device)  # before the host's memory is counted: it may be there
-    host = arguments.host_memory or default_budget(free_memory())
-    machine = replace(machine, host_memory=host, max_resident=sizes.max_resident)
-    step_seconds = _step_seconds(report["draft"])
-    report |= big_model(sources, machine, sizes, folder / "target", arguments.layers, rate, step_seconds)
-    report["pipeline"] = pipeline(device)
-    report["ok"] = _holds(report, on_gpu=device.type != "cpu")
+def check(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Every part's figures, and whether all is as it has to be."""
+    told = [
+        f"--{name}={getattr(arguments, name.replace('-', '_'))}" for name in ("layers", "device-memory", "host-memory")
+    ]
+    told += ["--dry-run-on-cpu"] if arguments.dry_run_on_cpu else []
+
+    def command(parts: Sequence[str], found: dict[str, Any]) -> list[str]:
+        (folder / "found.json").write_text(json.dumps(found))
+        return [sys.executable, "-m", "loadtest.gpu.work", f"--parts={','.join(parts)}", f"--folder={folder}", *told]
+
+    wanted = [part for part in WORK if not arguments.parts or part.name in arguments.parts.split(",")]
+    seconds = arguments.seconds
+    if arguments.dry_run_on_cpu:  # which may be slow: times tell nothing there
+        wanted, seconds = [part._replace(seconds=math.inf) for part in wanted], math.inf
+    found, failed = results_of(wanted, command, seconds)
+    report = merged(found) | {"layers_asked": arguments.layers, "failed": failed}
+    return report | {"ok": not failed and holds(report, on_gpu=not arguments.dry_run_on_cpu)}
+
+
+def merged(found: Mapping[str, Any]) -> dict[str, Any]:
+    """What parts found, by subject: parts that have several say so of each, and rows about one come together."""
+    report: dict[str, Any] = {}
+    for name, value in found.items():
+        for subject, figures in value.items() if name == "copying" or name.startswith("target ") else [(name, value)]:
+            if figures is not None:
+                report[subject] = report.get(subject, []) + figures if isinstance(figures, list) else figures
     return report
 
 
-def _second(device: torch.device) -> torch.device | None:
-    """Another GPU; None where there is none. On the CPU that it is tried on, it stands for its own neighbour."""
-    if device.type == "cpu":
-        return device
-    return torch.device("cuda", 1) if torch.cuda.device_count() > 1 else None
-
-
-def _drafts(device: torch.device, second: torch.device | None, sizes: Sizes, folder: Path) -> dict[str, Any]:
-    """Steps of every draft, and of the first one on another GPU."""
-    rows = []
-    for place in dict.fromkeys((device, second)):
-        for name, config in sizes.drafts.items() if place == device else [*sizes.drafts.items()][:1]:
-            if place is not None:
-                steps = gpu_parts.draft_steps(place, config, folder / f"draft {name} {place.index}")
-                rows += [{"draft": name, "on": str(place), **row} for row in steps]
-                gc.collect()
-                release(place)
-    return {"draft": rows}
-
-
-def _step_seconds(drafts: Sequence[Mapping[str, Any]]) -> float:
-    """Of the last draft, for 16 rows of one session."""
-    row = [row for row in drafts if tuple(row["rows"]) == (16,) and row["on"] == drafts[0]["on"]][-1]
-    return float(row["graph_ms"] or row["eager_ms"]) / 1e3
-
-
-def _holds(report: dict[str, Any], on_gpu: bool) -> bool:
-    """Whether all is as it has to be; speed is looked at where the smallest trees leave it to the link."""
+def holds(report: Mapping[str, Any], on_gpu: bool) -> bool:
+    """Whether all that was looked at is right; speed is looked at where the smallest trees leave it to the link."""
+    counted = [*report.get("equality", []), *(report[name] for name in ("layer_bits", "experts") if name in report)]
+    close = [report[name] for name in ("attention", "second_gpu") if name in report] + report.get("draft", [])
     is_right = (
-        report["attention"]["is_close"]
-        and all(case["equal"] == case["compared"] for case in report["equality"])
-        and all(row["is_equal"] for row in report["unpacking"])
-        and report["layer_bits"]["equal"] == report["layer_bits"]["compared"]
-        and report["experts"]["equal"] == report["experts"]["compared"]
-        and all(memory["is_within"] for memory in report["memory"])
-        and all(row["is_close"] for row in report["draft"])
-        and report["pipeline"]["is_same"]
-        and report.get("second_gpu", {"is_close": True})["is_close"]
+        all(case["equal"] == case["compared"] for case in counted)
+        and all(row["is_close"] for row in close)
+        and all(row["is_equal"] for row in report.get("unpacking", []))
+        and all(memory["is_within"] for memory in report.get("memory", []))
+        and report.get("pipeline", {"is_same": True})["is_same"]
     )
-    smallest = min(row["tokens"] for row in report["sweeps"])
-    speeds = [row["link_efficiency"] for row in report["sweeps"] if row["tokens"] == smallest]
+    rows = report.get("sweeps", [])
+    smallest = min((row["tokens"] for row in rows), default=0)
     is_fast = (
-        min(speeds) >= LEAST_EFFICIENCY
-        and all(memory["unpinned_gb"] == 0 for memory in report["memory"])
-        and all(row["graph_ms"] is not None for row in report["draft"])
+        all(row["link_efficiency"] >= LEAST_EFFICIENCY for row in rows if row["tokens"] == smallest)
+        and all(memory["unpinned_gb"] == 0 for memory in report.get("memory", []))
+        and all(row["graph_ms"] is not None for row in report.get("draft", []))
     )
     return bool(is_right and (is_fast or not on_gpu))
 
@@ -129,13 +98,11 @@ def main() -> None:
     if not arguments.dry_run_on_cpu and not torch.cuda.is_available():
         print("error: torch finds no GPU here; --dry-run-on-cpu tries the check itself, in miniature", file=sys.stderr)
         raise SystemExit(2)
-    device = torch.device("cpu") if arguments.dry_run_on_cpu else torch.device("cuda", 0)
     sizes = MINIATURE if arguments.dry_run_on_cpu else REAL
-    make_ready(device)
     began = time.perf_counter()
     folder = Path(tempfile.mkdtemp(prefix="bough-gpu-check-", dir=arguments.folder or _roomy(sizes)))
     try:
-        report = check(device, sizes, folder, arguments)
+        report = check(folder, arguments)
     finally:
         shutil.rmtree(folder)
     print(table(report))
@@ -156,6 +123,14 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=80, help="of the target; fewer where memory holds fewer")
     parser.add_argument("--device-memory", type=parse_bytes, default=24 * 1000**3, help="that the target may take")
     parser.add_argument("--host-memory", type=parse_bytes, default=0, help="for layers; 0 takes most of what is free")
+    parser.add_argument(
+        "--seconds", type=float, default=SECONDS, help="that it may take; parts left then are not begun"
+    )
+    parser.add_argument("--parts", default="", help=f"of {', '.join(part.name for part in WORK)}; all by default")
     parser.add_argument("--folder", type=Path, help="for the models; memory where it has room by default")
     parser.add_argument("--dry-run-on-cpu", action="store_true", help="in miniature, to try the check itself")
-    return parser.parse_args()
+    told = parser.parse_args()
+    unknown = set(filter(None, told.parts.split(","))) - {part.name for part in WORK}
+    if unknown:
+        parser.error(f"--parts must be of {', '.join(part.name for part in WORK)}, got {', '.join(sorted(unknown))}")
+    return told

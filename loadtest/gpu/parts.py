@@ -25,6 +25,7 @@ from bough.model.running.runner import ResidentModel
 from bough.sizing.placement import Tier
 from bough.trees.tree import Tree
 from loadtest.gpu.random_models import Machine, planned, repeated, streamed, write_random
+from target_worker.kv.kv_offload import memory_on_host
 from target_worker.link.streams import DeviceStreams
 from target_worker.sweep.streamed_model import StreamedModel
 
@@ -132,7 +133,7 @@ def _arena(model: StreamedModel, kv_lanes: DeviceStreams | None) -> KVArena:
     shape = model.skeleton.kv_shape()
     if kv_lanes is None:
         return KVArena(shape, shape.empty(2 * NUM_ROWS, model.device))
-    return KVArena(shape, shape.within(kv_lanes.host_memory(2 * NUM_ROWS * shape.row_bytes), 2 * NUM_ROWS))
+    return KVArena(shape, memory_on_host(shape, 2 * NUM_ROWS, kv_lanes))
 
 
 def _tree(size: int = TREE) -> Tree:

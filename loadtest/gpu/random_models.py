@@ -121,10 +121,11 @@ def streamed(
     num_rows: int,
     kv_lanes: DeviceStreams | None = None,
     elsewhere: Mapping[int, torch.device] | None = None,
+    kv_elsewhere: Mapping[int, DeviceStreams] | None = None,
 ) -> Iterator[StreamedModel]:
     """The model as a target runs it, with room for slots of `num_rows` tokens; with `kv_lanes`, on the host.
 
-    Layers `elsewhere` stay on other devices.
+    Layers `elsewhere` stay on other devices; their keys and values then come by lanes `kv_elsewhere`.
     """
     skeleton = build_skeleton(checkpoint, torch.bfloat16)
     placement = placed(skeleton, machine, len(skeleton.layers), num_rows)
@@ -132,5 +133,5 @@ def streamed(
         tiers_with = (Tier.ELSEWHERE if i in elsewhere else tier for i, tier in enumerate(placement.tiers))
         placement = replace(placement, tiers=tuple(tiers_with))
     with Tiers(planned(skeleton), placement, LINK_THREADS, {}, machine.lanes, elsewhere=elsewhere) as tiers:
-        kv = OffloadedKV(skeleton.kv_shape(), num_rows, kv_lanes) if kv_lanes else None
+        kv = OffloadedKV(skeleton.kv_shape(), num_rows, kv_lanes, kv_elsewhere) if kv_lanes else None
         yield StreamedModel(skeleton, tiers, machine.rows, machine.device, kv)

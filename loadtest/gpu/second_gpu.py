@@ -3,25 +3,35 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import LlamaConfig
 
 from bough.model.batch.batch import Batch, Segment
+from bough.model.checkpoint.checkpoint import Checkpoint
 from bough.model.kv.kv_arena import KVArena
 from bough.model.kv.split_layers import split_memory
 from bough.model.loading.loading import build_skeleton
 from bough.trees.tree import Tree
 from loadtest.gpu.parts import describe
 from loadtest.gpu.random_models import Machine, planned, repeated, streamed, write_random
+from target_worker.kv.kv_offload import memory_on_host
 from target_worker.link.streams import DeviceStreams
 
 NUM_ROWS, NODES, REPEATS = 64, 24, 10
 CLOSE = 0.05  # of the largest logit: other kinds of GPUs sum in other orders
+
+
+class _Case(NamedTuple):
+    """Where layers, and keys and values, are."""
+
+    elsewhere: Mapping[int, torch.device]
+    is_kv_on_host: bool
 
 
 def second_gpu(
@@ -31,31 +41,59 @@ def second_gpu(
     folder: Path,
     new_lanes: Callable[[torch.device], DeviceStreams],
 ) -> dict[str, Any]:
-    """Logits of a tree with every other layer there, against all of them on the first; and what a sweep takes."""
+    """Logits of a tree with every other layer there, against all of them on the first; and what a sweep takes.
+
+    Once more with keys and values on the host.
+    """
     checkpoint = write_random(folder / "written", config, machine.device)
     checkpoint = repeated(checkpoint, config.num_hidden_layers, folder / "read")
-    layer_bytes = max(layer.num_bytes for layer in planned(build_skeleton(checkpoint, torch.bfloat16)))
     every_other = dict.fromkeys(range(1, config.num_hidden_layers, 2), second)
-    found = []
-    for elsewhere in ({}, every_other):
-        host = (config.num_hidden_layers + 2) * layer_bytes
-        small = replace(machine, host_memory=host, lanes=new_lanes(machine.device))
-        with streamed(checkpoint, small, NUM_ROWS, elsewhere=elsewhere) as model:
-            shape = model.skeleton.kv_shape()
-            arena = KVArena(shape, split_memory(shape, NUM_ROWS, machine.device, elsewhere))
-            tree = Tree.of([*range(NODES)], [-1, *(max(0, node - 3) for node in range(1, NODES))], [0.0] * NODES)
-            batch = Batch([Segment.tree(arena.take(NUM_ROWS), 0, tree)], model.rows, model.device)
-            logits = model.sweep(batch)[0].cpu().clone()
-            began = time.perf_counter()
-            for _ in range(REPEATS):
-                model.sweep(batch)
-            found.append((logits, (time.perf_counter() - began) / REPEATS))
-    (alone, alone_seconds), (both, both_seconds) = found
-    difference, largest = float((both - alone).abs().max()), float(alone.abs().max())
+    alone, *others = (
+        _swept(checkpoint, machine, case, new_lanes)
+        for case in (_Case({}, False), _Case(every_other, False), _Case(every_other, True))
+    )
+    largest = float(alone.logits.abs().max())
     return {
         "second": describe(second),
         "layers_there": len(every_other),
-        "is_equal": torch.equal(alone, both),
-        "is_close": difference <= CLOSE * largest,
-        "sweep_ms": [round(1e3 * seconds, 3) for seconds in (alone_seconds, both_seconds)],
+        "is_equal": all(torch.equal(alone.logits, other.logits) for other in others),
+        "is_close": all(float((other.logits - alone.logits).abs().max()) <= CLOSE * largest for other in others),
+        "sweep_ms": [round(1e3 * swept.seconds, 3) for swept in (alone, *others)],
     }
+
+
+class _Swept(NamedTuple):
+    logits: torch.Tensor
+    seconds: float  # of a sweep
+
+
+def _swept(
+    checkpoint: Checkpoint, machine: Machine, case: _Case, new_lanes: Callable[[torch.device], DeviceStreams]
+) -> _Swept:
+    layers = planned(build_skeleton(checkpoint, torch.bfloat16))
+    host = (len(layers) + 2) * max(layer.num_bytes for layer in layers)
+    small = replace(machine, host_memory=host, lanes=new_lanes(machine.device))
+    with ExitStack() as stack:
+        kv: dict[torch.device, DeviceStreams] = {}
+        if case.is_kv_on_host:
+            for device in {machine.device, *case.elsewhere.values()}:
+                kv[device] = new_lanes(device)
+                stack.callback(kv[device].close)
+        kv_elsewhere = {layer: kv[device] for layer, device in case.elsewhere.items() if kv}
+        model = stack.enter_context(
+            streamed(checkpoint, small, NUM_ROWS, kv.get(machine.device), case.elsewhere, kv_elsewhere)
+        )
+        shape = model.skeleton.kv_shape()
+        memory = (
+            memory_on_host(shape, NUM_ROWS, kv[machine.device], kv_elsewhere)
+            if kv
+            else split_memory(shape, NUM_ROWS, machine.device, case.elsewhere)
+        )
+        tree = Tree.of([*range(NODES)], [-1, *(max(0, node - 3) for node in range(1, NODES))], [0.0] * NODES)
+        slot = KVArena(shape, memory).take(NUM_ROWS)
+        batch = Batch([Segment.tree(slot, 0, tree)], model.rows, model.device)
+        logits = model.sweep(batch)[0].cpu().clone()
+        began = time.perf_counter()
+        for _ in range(REPEATS):
+            model.sweep(batch)
+        return _Swept(logits, (time.perf_counter() - began) / REPEATS)

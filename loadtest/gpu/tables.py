@@ -11,7 +11,9 @@ PARTS = ("unpacking", "contexts", "draft", "sweeps", "chosen", "memory")  # list
 def table(report: Mapping[str, Any]) -> str:
     """One for each part that has rows, in Markdown."""
     return "\n\n".join(
-        f"**{part}** on {report['device']}\n\n{_rows(report[part])}" for part in PARTS if report.get(part)
+        f"**{part}** on {report.get('device', 'an unknown GPU')}\n\n{_rows(report[part])}"
+        for part in PARTS
+        if report.get(part)
     )
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import gc
+import shutil
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -91,49 +90,50 @@ def release(device: torch.device) -> None:
             torch.cuda.empty_cache()
 
 
-def write_big(config: LlamaConfig, folder: Path, device: torch.device) -> dict[int, Checkpoint]:
-    """The one layer of the 70B-shaped target in 16 and in 4 bits."""
-    write_random(folder / "16", config, device)
-    pack(str(folder / "16"), 4, folder / "4")
-    return {bits: Checkpoint.open(folder / str(bits)) for bits in (16, 4)}
+def write_big(config: LlamaConfig, folder: Path, device: torch.device, bits: int) -> Checkpoint:
+    """The one layer of the 70B-shaped target in 16 or 4 bits, unless it is there."""
+    plain, wanted = folder / "16", folder / str(bits)
+    for path, write in (
+        (plain, lambda to: write_random(to, config, device)),
+        (wanted, lambda to: pack(str(plain), bits, to)),
+    ):
+        if not path.exists():
+            part = path.with_suffix(".part")
+            shutil.rmtree(part, ignore_errors=True)  # of a process that was ended
+            write(part)
+            part.rename(path)
+    return Checkpoint.open(wanted)
 
 
 def big_model(
-    sources: dict[int, Checkpoint],
+    bits: int,
+    source: Checkpoint,
     machine: Machine,
     sizes: Sizes,
     folder: Path,
     num_asked: int,
     rate: float,
-    step_seconds: float,
+    step_seconds: float | None,
 ) -> dict[str, Any]:
-    """Sweeps of the target with as many layers as the two memories hold, and of the trees that are worth most.
+    """Sweeps of the target with as many layers as the two memories hold, and of the tree that is worth most.
 
-    A draft takes `step_seconds` for each of a tree's levels.
+    A draft takes `step_seconds` for each of a tree's levels; where that is not known, no tree is chosen.
     """
-    rows, memory, best, num_rows = [], [], [], CONTEXT + max(sizes.trees)
-    for bits, source in sources.items():
-        asked = repeated(source, min(num_asked, sizes.max_layers), folder / f"{bits}-asked")
-        num_layers = layers_without_disk(asked, machine, num_rows)
-        if num_layers < (wanted := min(num_asked, sizes.max_layers)):
-            print(f"{bits} bits: {num_layers} of {wanted} layers, as the two memories hold no more", flush=True)
-        if machine.device.type != "cpu":
-            all_memory = torch.cuda.get_device_properties(machine.device).total_memory
-            torch.cuda.set_per_process_memory_fraction(min(1.0, machine.device_memory / all_memory), machine.device)
-            torch.cuda.reset_peak_memory_stats(machine.device)
-        fresh = replace(machine, lanes=new_lanes(machine.device))
-        with streamed(repeated(source, num_layers, folder / f"{bits}-run"), fresh, num_rows) as model:
-            timed = Sweeps(model, num_rows)
-            own = sweeps(timed, sizes, bits, rate)
-            rows += own
-            by_tokens = {row["tokens"]: row["seconds"] for row in own}
-            worth = chosen(bits, by_tokens, step_seconds, timed.seconds)
-            best.append({**worth, "layers": num_layers})
-            print(best[-1], flush=True)
-            memory.append(_memory(model, machine))
-        del model, timed
-        gc.collect()  # a host's worth of memory goes before the next model comes
-    return {"layers_asked": num_asked, "sweeps": rows, "memory": memory, "chosen": best}
+    wanted, num_rows = min(num_asked, sizes.max_layers), CONTEXT + max(sizes.trees)
+    num_layers = layers_without_disk(repeated(source, wanted, folder / f"{bits}-asked"), machine, num_rows)
+    if num_layers < wanted:
+        print(f"{bits} bits: {num_layers} of {wanted} layers, as the two memories hold no more", flush=True)
+    if machine.device.type != "cpu":
+        all_memory = torch.cuda.get_device_properties(machine.device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, machine.device_memory / all_memory), machine.device)
+        torch.cuda.reset_peak_memory_stats(machine.device)
+    with streamed(repeated(source, num_layers, folder / f"{bits}-run"), machine, num_rows) as model:
+        timed = Sweeps(model, num_rows)
+        rows, best = sweeps(timed, sizes, bits, rate), []
+        if step_seconds is not None:
+            by_tokens = {row["tokens"]: row["seconds"] for row in rows}
+            best.append({**chosen(bits, by_tokens, step_seconds, timed.seconds), "layers": num_layers})
+        return {"sweeps": rows, "memory": [{"bits": bits, **_memory(model, machine)}], "chosen": best}
 
 
 def _memory(model: StreamedModel, machine: Machine) -> dict[str, Any]:

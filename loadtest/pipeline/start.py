@@ -1,19 +1,22 @@
 """How long `bough up` takes until it is ready, and what each worker does in that time.
 
-    python -m loadtest.pipeline.start [--runs 3] [--simulate PROFILE]
+    python -m loadtest.pipeline.start [--runs 3] [--first | --simulate PROFILE]
 
 Starts and ends it several times: first cold, with the demonstration model and Python's libraries put out of the page
-cache as far as no other process uses them, and then warm. Compiled kernels are there already. The last line is JSON:
-seconds of the cold start and the median of the warm ones, and seconds of each worker's stages in the last of them.
+cache as far as no other process uses them, and then warm. Compiled kernels are there already, but in one more start
+with `--first`, for which they are compiled. The last line is JSON: seconds of these starts, of warm ones the median,
+and seconds of each worker's stages, of warm ones in the last.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterable
 from contextlib import suppress
@@ -27,9 +30,16 @@ from bough.config.cache_paths import demonstration_folder
 from bough.config.flag_parser import FlagParser
 from bough.processes.child import KINDS
 from bough.processes.exit_with_parent import MODULE, start
-from bough.processes.startup import parts_of
 
 READY = "ready: "  # of the line that `bough up` prints
+TOLD = re.compile(r"ready after [\d.]+ s: (.*)")  # by `bough.processes.startup`
+PART = re.compile(r"([\w ]+) ([\d.]+) s")
+
+
+def parts_of(log: str) -> dict[str, float]:
+    """Seconds of each stage of the last start in a log; empty if there is none."""
+    lines = TOLD.findall(log)
+    return {name.strip(): float(seconds) for name, seconds in PART.findall(lines[-1])} if lines else {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +50,12 @@ class Start:
     parts: dict[str, dict[str, float]]  # seconds of the stages, by process
 
 
-def started(flags: Iterable[str]) -> Start:
+def started(flags: Iterable[str], **variables: str) -> Start:
     """Starts `bough up` until it is ready, and ends it. Raises SystemExit with its last words where it fails."""
     command = [sys.executable, *MODULE, "bough.cli.main", "up", "--port", "0", *flags]
     began = time.monotonic()
-    process = start(command, lambda line: subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE))
+    pipe, environ = subprocess.PIPE, os.environ | variables
+    process = start(command, lambda line: subprocess.Popen(line, stdout=pipe, stderr=pipe, env=environ))
     assert process.stdout is not None, "it was opened"
     try:
         line = process.stdout.readline().decode()
@@ -72,6 +83,13 @@ def put_out_of_the_page_cache(*folders: Path) -> None:
                         os.close(handle)
 
 
+def first_start() -> dict[str, object]:
+    """One with no compiled kernels; the draft may still compile when it is ready."""
+    with tempfile.TemporaryDirectory() as folder:
+        first = started([], NUMBA_CACHE_DIR=folder)
+    return {"first_seconds": round(first.seconds, 2), "first_parts": first.parts}
+
+
 def measured(runs: int, flags: list[str]) -> dict[str, object]:
     """A cold start and so many warm ones."""
     put_out_of_the_page_cache(demonstration_folder(), Path(numpy.__file__).parents[1])
@@ -90,12 +108,14 @@ def main() -> None:
     """Measures, and prints one JSON line."""
     parser = FlagParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=3, help="warm starts (default 3)")
-    parser.add_argument("--simulate", help="a profile: workers without weights")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--first", action="store_true", help="one more start, for which kernels are compiled")
+    which.add_argument("--simulate", help="a profile: workers without weights")
     arguments = parser.parse_args()
     flags = ["--simulate", arguments.simulate] if arguments.simulate else []
     if not flags:
         ensure_demonstration()
-    print(json.dumps(measured(arguments.runs, flags)))
+    print(json.dumps((first_start() if arguments.first else {}) | measured(arguments.runs, flags)))
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ FIGURE = re.compile(r"^([\w:]+)(?:{([^}]*)})? ([0-9.e+]+)$", re.MULTILINE)
 BOUND = re.compile(r'le="([^"]+)"')
 MOST_LAG_SECONDS = 0.05  # at which the loop has bent
 ANSWER_TOKENS = 48
+MAX_NODES = 20  # of a tree: 200 of them fill a sweep; the first ones, alone in theirs, would have hundreds
 SETTLE_SECONDS = 5.0  # before anything is read: streams begin at once, which is no steady state
 
 
@@ -61,7 +62,7 @@ async def carry(numbers: Sequence[int], sweep_seconds: float, seconds: float, re
     """For each number of streams what `_step` tells; ends where the loop bends."""
     steps: list[dict[str, Any]] = []
     with TemporaryDirectory() as folder:
-        profile = write_profile(Path(folder), sweep_seconds)
+        profile = write_profile(Path(folder), sweep_seconds, max_nodes=MAX_NODES)
         flags = ["--max-running", str(max(numbers)), "--max-waiting", str(max(numbers))]
         async with stack(profile, flags) as running:
             for _ in range(replicas - 1):

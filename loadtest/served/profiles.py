@@ -10,7 +10,12 @@ ACCEPTANCE = {"kind": "by_rank", "vector": "llama-3-70b-8b-cnn-dailymail", "spre
 
 
 def write_profile(
-    folder: Path, sweep_seconds: float, knee_rows: int = 4096, kv_tokens: int = 2_000_000, max_context: int = 8192
+    folder: Path,
+    sweep_seconds: float,
+    knee_rows: int = 4096,
+    kv_tokens: int = 2_000_000,
+    max_context: int = 8192,
+    max_nodes: int = 512,
 ) -> Path:
     """A sweep takes `sweep_seconds` up to `knee_rows` rows, whoever shares it; a draft step a hundredth of that."""
     profile: dict[str, Any] = {
@@ -21,6 +26,7 @@ def write_profile(
             "max_sweep_rows": knee_rows,
             "kv_tokens": kv_tokens,
             "max_context": max_context,
+            "max_nodes": max_nodes,
         },
         "draft": {"base_seconds": sweep_seconds / 100, "row_seconds": sweep_seconds / 100_000},
         "acceptance": ACCEPTANCE,

@@ -86,7 +86,11 @@ class BodyReader:
 
 
 def _require_json(request: Request) -> None:
-    """Refuse other content types, which web pages of other sites could make a browser send."""
+    """Refuse compressed bodies, and other content types, which web pages of other sites could make a browser send."""
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if encoding != "identity":
+        message = f"content-encoding: value was {shortened(encoding)}; must be left out"
+        raise ApiError(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, message, param="content-encoding")
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         message = f"content-type: value was {shortened(kind)}; must be application/json"

@@ -43,7 +43,7 @@ class _ToldTimes:
 
     def told(self, worker_id: str, curve: CostCurve | None) -> None:
         """Takes a curve over; where there is none, or it is no curve, what was known before goes on to hold."""
-        if curve is None or curve is self.curve:
+        if curve is None or curve == self.curve:
             return
         try:
             curve.validate("cost")

@@ -40,7 +40,7 @@ class ExpertCopies:
         self._slabs = lanes.device_memory(num_slabs * slab_bytes).view(num_slabs, slab_bytes)
         self._traffic = traffic
         self._on_their_way: dict[int, DeviceEvent] = {}  # by slab: copies that the compute stream does not wait for yet
-        self._computed: DeviceEvent | None = None
+        self._computed = lanes.compute_mark()  # recycled memory may still be in use by queued computation
 
     def __enter__(self) -> ExpertCopies:
         return self

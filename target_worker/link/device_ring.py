@@ -65,7 +65,7 @@ class DeviceRing:
         self._state = threading.Condition()
         self._is_closed = self._is_restarting = self._is_copying = False
         self._traffic = traffic or CopyStats()
-        self._reset(None)
+        self._reset(lanes.compute_mark())  # memory comes again from whoever had it, and may still compute with it
         self._thread = threading.Thread(target=self._run, name="copies", daemon=True)
 
     def __enter__(self) -> DeviceRing:
@@ -80,10 +80,10 @@ class DeviceRing:
             self._state.notify_all()
         self._thread.join()
 
-    def _reset(self, computed: DeviceEvent | None) -> None:
+    def _reset(self, computed: DeviceEvent) -> None:
         """Forget all copies. Nothing reads the slabs after `computed`."""
         self._issued = self._consumed = 0  # sequence numbers: next to copy, next for the sweep
-        self._free_after: list[DeviceEvent | None] = [computed] * len(self._slabs)
+        self._free_after = [computed] * len(self._slabs)
         self._copied: dict[int, DeviceEvent] = {}  # by sequence number: ends of queued copies
         self._error: Exception | None = None
 

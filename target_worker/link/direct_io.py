@@ -171,7 +171,7 @@ class Disk:
             done += count
 
     def _contents_of(self, file: Path) -> str:
-        """Digest of samples of the tensors of a file without checksums: the beginning and another one of each."""
+        """Digest of two samples of each tensor without a checksum: its beginning, and another one."""
         places = self._unchecked.get(file, ())
         begins = [Sample(f"{p.name} begin", file, p.offset, min(SAMPLE_BYTES, p.num_bytes)) for p in places]
         try:

@@ -63,12 +63,8 @@ class StreamedModel:
         self._figures = tiers.figures()
         self._best_speed = BestSpeed(self._figures, SPEED_BYTES)
         self._by_matrix = device.type != "cpu"  # saves memory at the cost of time, which a GPU has
-        scratch_bytes = max(layer.scratch_bytes(skeleton.dtype, self._by_matrix) for layer in tiers.layers)
         self._others = tuple(dict.fromkeys(tiers.elsewhere.values()))  # devices
-        self._scratch = {
-            where: ReusedMemory(torch.empty(scratch_bytes, dtype=torch.uint8, device=where))
-            for where in (device, *self._others)
-        }
+        self._scratch = {where: self._scratch_on(where) for where in (device, *self._others)}
         self._moved: dict[tuple[int, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}  # see `_on`
         self._made: dict[LayerAt, MadeLayer] = {}
         self._has_failed = False  # whether the last sweep failed
@@ -79,7 +75,8 @@ class StreamedModel:
         self._num_computed = len(tiers.layers)  # layers that a pass runs, from the first on; others return their input
         self._host_embeddings = embeddings_for_host(skeleton.model, device.type)
         for slots, where in zip(split_slots(skeleton, self._host_embeddings), (device, CPU), strict=True):
-            bind_resident(skeleton, slots, where)
+            with working_on(where):
+                bind_resident(skeleton, slots, where)
         move_buffers(skeleton.model, device)
         for index, where in tiers.elsewhere.items():
             move_buffers(skeleton.layers[index], where)
@@ -87,6 +84,12 @@ class StreamedModel:
             tiers.experts.bind(skeleton.dtype)
         for index, layer in enumerate(skeleton.layers):
             layer.forward = self._streamed(index, layer.forward)
+
+    def _scratch_on(self, device: torch.device) -> ReusedMemory:
+        """Room for what is written out of a layer, as the largest of those that are computed there wants it."""
+        own = (layer for i, layer in enumerate(self.tiers.layers) if self.tiers.elsewhere.get(i, self.device) == device)
+        most = max((layer.scratch_bytes(self.skeleton.dtype, self._by_matrix) for layer in own), default=0)
+        return ReusedMemory(torch.empty(most, dtype=torch.uint8, device=device))
 
     @torch.inference_mode()
     def sweep(self, batch: Batch) -> tuple[torch.Tensor, SweepFigures]:
@@ -239,11 +242,12 @@ class StreamedModel:
 
     @contextmanager
     def _timed(self, slab: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Stand in for the arrival of layer 0, and time what is done with it."""
-        await_all(self.device)
+        """Stand in for the arrival of layer 0, and time what is done with it on its device."""
+        await_all(self.device)  # rows may have to cross from there
+        await_all(slab.device)
         began = time.perf_counter()
         yield slab
-        await_all(self.device)
+        await_all(slab.device)
         self._layer_seconds = time.perf_counter() - began
 
     @property

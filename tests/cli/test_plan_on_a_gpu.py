@@ -55,6 +55,25 @@ def test_layers_on_another_gpu_do_not_cross_the_link(folder: Path) -> None:
     assert as_json(both)["tiers"].count("elsewhere") == count
 
 
+def test_what_hidden_states_cross_for_is_reckoned_with(folder: Path) -> None:
+    """Through the host's memory unless it is told: half as fast as the link."""
+    alone = planned(folder)
+    both, told = (
+        planned(folder, "--resident-devices", "cuda:1=10GB", *flags) for flags in ((), ("--crossing-speed", "50"))
+    )
+    count = both.placement.num_crossings
+    assert 2 <= count < 2 * len(both.placement.layers(Tier.ELSEWHERE)), "in runs"
+    for plan, speed in ((both, 12.5e9), (told, 50e9)):
+        for tokens, rows in ((1, 256), (257, 512)):
+            wanted = count * (30e-6 + rows * 8192 * 2 / speed)
+            assert plan.sweep.crossing_seconds(tokens) == pytest.approx(wanted)
+            beside = plan.sweep.compute_seconds(tokens) - alone.sweep.compute_seconds(tokens)
+            assert beside == pytest.approx(wanted)
+    assert as_json(both)["speeds"]["crossing"]["origin"].startswith("assumed: through the host's memory")
+    assert as_json(told)["speeds"]["crossing"]["origin"] == "as told by --crossing-speed"
+    assert (alone.sweep.crossing_seconds(256), alone.speeds.crossing) == (0.0, None)
+
+
 def test_a_draft_that_stays_packed_is_written_out_in_every_step(folder: Path) -> None:
     sixteen, four = (planned(folder, "--draft", str(folder), "--draft-bits", bits).draft for bits in ("16", "4"))
     assert four.step_seconds - sixteen.step_seconds == pytest.approx(80 * 855_638_016 * 2 / 400e9, rel=0.01)

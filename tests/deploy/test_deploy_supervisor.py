@@ -125,7 +125,7 @@ async def ask_long(client: Client) -> Finished:
 
 async def test_a_stranger_on_a_fixed_port_is_not_taken_for_the_program(index_url: str, tmp_path: Path) -> None:
     """One of another namespace answers there as ours would, before ours has found its port in use."""
-    stranger = {"simulate": str(PROFILE), "namespace": "stranger", "port": free_port()}
+    stranger = {"simulate": str(PROFILE), "namespace": "stranger", "port": free_port(), "drain_seconds": 0}
     async with supervised(Role.TARGET, index_url, tmp_path, stranger):
         with pytest.raises(ConfigError, match=rf"program\.port: value was {stranger['port']}, which is in use at 127"):
             async with supervised(Role.DRAFT, index_url, tmp_path, {**stranger, "namespace": "ours"}):
@@ -155,11 +155,20 @@ async def test_a_program_waits_for_what_a_replica_that_died_left_behind(
 async def test_a_program_does_not_wait_for_ever(
     index_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Drafts may share a GPU; a port is told to be in use."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     monkeypatch.setattr(supervisor_module, "DRAIN_MARGIN_SECONDS", 0.0)
-    program = {"simulate": str(PROFILE), "namespace": "turns", "port": free_port(), "drain_seconds": 0}
-    async with supervised(Role.DRAFT, index_url, tmp_path, program) as before:
-        with pytest.raises(ConfigError, match=rf"an earlier draft_worker has {before.address}, and must end first"):
-            await Supervisor(before.settings, HOST, IndexPlace(index_url)).start()
+    program = {"simulate": str(PROFILE), "namespace": "turns", "drain_seconds": 0}
+    for port in (0, free_port()):
+        async with supervised(Role.DRAFT, index_url, tmp_path, {**program, "port": port}) as before:
+            beside = Supervisor(before.settings, HOST, IndexPlace(index_url))
+            if port:
+                with pytest.raises(ConfigError, match=rf"program\.port: value was {port}, which is in use"):
+                    await beside.start()
+            else:
+                await beside.start()
+                await before.check()
+            await beside.stop()
 
 
 async def test_a_program_drains_as_long_as_its_supervisor_waits(

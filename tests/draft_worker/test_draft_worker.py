@@ -19,9 +19,7 @@ from bough.errors import ConfigError, NotFound
 from bough.protocol.messages import GrowCall
 from bough.protocol.sampling_params import SamplingParams
 from bough.trees.tree_plan import BestFirst, Chains, Scheme, StaticShape, TreePlan
-from draft_worker.candidates import candidates
-from draft_worker.expansions import cached_growth, child_index
-from draft_worker.growth import grower
+from draft_worker.candidates import candidates, temperature_scaling
 from draft_worker.worker import DraftWorker
 from tests.fakes.draft import grow_call
 
@@ -98,15 +96,7 @@ def test_a_port_for_metrics_that_is_in_use_is_named(tiny: Path) -> None:
 
 def test_no_call_waits_for_a_compiler(tiny: Path) -> None:
     """What chooses nodes is compiled at the start, for all types that calls and draft-ahead bring."""
-    kernels: list[Any] = [
-        child_index.link,
-        child_index.place,
-        child_index.find,
-        child_index.find_tree,
-        cached_growth._places_of,
-        grower._append,
-    ]
-    kernels.append(candidates._log_probs)
+    kernels: list[Any] = [candidates._log_probs, temperature_scaling._scaled]
     with worker(tiny, "--ahead-steps", "4") as draft:
         compiled = [len(kernel.signatures) for kernel in kernels]
         for plan, root, temperature in itertools.product(PLANS, (7, 8), (0.0, 0.7)):

@@ -1,4 +1,4 @@
-"""The largest logits of a row: the compiled search against sorting all of them."""
+"""The largest logits of a row: the search through groups against sorting all of them."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from draft_worker.candidates import top_k
-from draft_worker.candidates.top_k import ROOM, SPAN, largest
-from draft_worker.model.warm_up import warm_up_choosing
+from draft_worker.candidates.top_k import GROUP, largest
 
-SIZES = [300, 16 * SPAN, 16 * SPAN + 37]  # left to torch; in whole spans; with a rest that no vector holds
+ENOUGH = 256 * GROUP
+SIZES = [300, ENOUGH, ENOUGH + 37]  # left to torch; in whole groups; with a rest that is in no group
 
 
 def sorted_best(row: np.ndarray, num: int) -> tuple[np.ndarray, np.ndarray]:
@@ -38,7 +37,7 @@ def test_they_are_those_that_sorting_finds(vocab_size: int, num: int) -> None:
 
 
 def test_of_equal_ones_the_lower_tokens_are_taken() -> None:
-    logits = torch.from_numpy(np.random.default_rng(1).integers(-500, 500, (3, 16 * SPAN)).astype(np.float32))
+    logits = torch.from_numpy(np.random.default_rng(1).integers(-500, 500, (3, ENOUGH)).astype(np.float32))
     values, tokens = largest(logits, 100)
     for row in range(3):
         wanted, best = sorted_best(logits[row].numpy(), 100)
@@ -47,12 +46,11 @@ def test_of_equal_ones_the_lower_tokens_are_taken() -> None:
 
 
 @pytest.mark.parametrize("same", [0.0, -np.inf])
-def test_more_alike_than_there_is_room_for(same: float) -> None:
-    """Torch is asked for these rows; those beside them are none the wiser."""
-    logits = torch.full((3, 48 * SPAN), same)
+def test_rows_of_which_much_is_alike(same: float) -> None:
+    """Those beside them are none the wiser."""
+    logits = torch.full((3, 3 * ENOUGH), same)
     logits[1, 7] = 3.0
-    logits[2] = torch.from_numpy(np.random.default_rng(1).integers(-500, 500, 48 * SPAN).astype(np.float32))
-    assert logits.shape[1] > ROOM * 256
+    logits[2] = torch.from_numpy(np.random.default_rng(1).integers(-500, 500, 3 * ENOUGH).astype(np.float32))
     values, tokens = largest(logits, 256)
     assert (values[0] == same).all()
     assert (values[1, 0], tokens[1, 0], set(values[1, 1:])) == (3.0, 7, {same})
@@ -61,18 +59,8 @@ def test_more_alike_than_there_is_room_for(same: float) -> None:
 
 
 def test_a_row_of_no_numbers_says_so_and_harms_no_other() -> None:
-    logits = torch.full((2, 16 * SPAN), torch.nan)
-    logits[1] = torch.randn(16 * SPAN, generator=torch.Generator().manual_seed(1))
+    logits = torch.full((2, ENOUGH), torch.nan)
+    logits[1] = torch.randn(ENOUGH, generator=torch.Generator().manual_seed(1))
     values, _ = largest(logits, 64)
     assert np.isnan(values[0]).all()
     np.testing.assert_array_equal(values[1], sorted_best(logits[1].numpy(), 64)[0])
-
-
-def test_rows_that_stand_apart_and_those_that_do_not_are_compiled_for_at_the_start() -> None:
-    vocab_size = 16 * SPAN + 37
-    warm_up_choosing(vocab_size, torch.device("cpu"))
-    compiled = len(top_k._find.signatures)
-    for width in (vocab_size, vocab_size + 11):
-        for num_rows in (1, 3):
-            largest(torch.zeros(num_rows, width)[:, :vocab_size], 256)
-    assert len(top_k._find.signatures) == compiled

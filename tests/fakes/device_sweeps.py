@@ -14,6 +14,8 @@ from bough.model.batch.batch import Batch, Segment
 from bough.model.kv.kv_arena import KVArena
 from bough.model.kv.split_layers import split_memory
 from bough.trees.tree import Tree
+from target_worker.kv.kv_offload import memory_on_host
+from target_worker.link.streams import InlineStreams
 from target_worker.sweep.streamed_model import StreamedModel
 from tests.fakes.models import CPU, streamed
 from tests.fakes.pretend import device, notes, pretending
@@ -39,7 +41,7 @@ class Where:
 @contextmanager
 def on_the_device(folder: Path, where: Where, dtype: torch.dtype, rows: int = 16) -> Iterator[StreamedModel]:
     """A model on the pretended device, whose layers' begins and ends are noted."""
-    lanes, kv_lanes = (PretendedLanes(where.chance, where.seed + lane) for lane in range(2))
+    lanes, *all_kv_lanes = (PretendedLanes(where.chance, where.seed + n, n // 2) for n in range(3))
     host = 99 if where.expert_slabs else where.host_layers
     staged = NUM_ROWS if where.kv_on_host else 0
     with streamed(
@@ -52,8 +54,9 @@ def on_the_device(folder: Path, where: Where, dtype: torch.dtype, rows: int = 16
         staged,
         where.expert_slabs,
         device(),
-        kv_lanes,
+        all_kv_lanes[0],
         dict.fromkeys(where.elsewhere, device(1)),
+        dict.fromkeys(where.elsewhere, all_kv_lanes[1]),
     ) as model:
         layer = model.tiers.layer
 
@@ -70,13 +73,20 @@ def on_the_device(folder: Path, where: Where, dtype: torch.dtype, rows: int = 16
         try:
             yield model
         finally:
-            kv_lanes.close()
+            for kv_lanes in all_kv_lanes:
+                kv_lanes.close()
 
 
 def three_sweeps(model: StreamedModel, kv: torch.device, counting: bool = False) -> torch.Tensor:
     """Logits of a tree beside another session's root, and of what follows when a path of it is committed."""
     shape = model.skeleton.kv_shape()
-    arena = KVArena(shape, split_memory(shape, NUM_ROWS, kv, model.tiers.elsewhere))
+    is_on_host = kv.type == "cpu" and model.device.type != "cpu"
+    memory = (
+        memory_on_host(shape, NUM_ROWS, InlineStreams())
+        if is_on_host
+        else split_memory(shape, NUM_ROWS, kv, model.tiers.elsewhere)
+    )
+    arena = KVArena(shape, memory)
     first, second = arena.take(NUM_ROWS // 2), arena.take(NUM_ROWS // 2)
 
     def sweep(*segments: Segment) -> torch.Tensor:

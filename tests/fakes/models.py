@@ -38,18 +38,21 @@ def streamed(
     device: torch.device = CPU,
     kv_lanes: DeviceStreams | None = None,
     elsewhere: Mapping[int, torch.device] | None = None,
+    kv_elsewhere: Mapping[int, DeviceStreams] | None = None,
 ) -> Iterator[StreamedModel]:
     """A model whose layers stream through two slabs, but for `max_resident` of them.
 
     With `lanes` there is a `device` with memory of its own, and in the host's room for `host_layers`. With
     `staged_rows` keys and values of so many come to it with their layer. With `expert_slabs` experts are read when they
-    are chosen. Layers `elsewhere` stay on other devices.
+    are chosen. Layers `elsewhere` stay on other devices, whole; their keys and values come by lanes `kv_elsewhere`.
     """
     skeleton = build_skeleton(Checkpoint.open(folder), dtype)
     layers: Sequence[LayerExtents] = [plan_layer(f"layer {i}", slots) for i, slots in enumerate(skeleton.layer_slots)]
     experts: dict[int, LayerExperts] = {}
     if expert_slabs:
-        layers, experts = plan_apart(skeleton.layer_slots)
+        apart, all_experts = plan_apart(skeleton.layer_slots)
+        layers = [layer if i in (elsewhere or {}) else apart[i] for i, layer in enumerate(layers)]
+        experts = {i: own for i, own in all_experts.items() if i not in (elsewhere or {})}
     sizes = [layer.num_bytes for layer in layers]
     host = host_layers * max(sizes)
     budgets = Budgets(device=sum(sizes) * 2, host=host, ring=2 * max(sizes), max_resident=max_resident)
@@ -61,7 +64,8 @@ def streamed(
         tiers_of = [Tier.ELSEWHERE if i in elsewhere else tier for i, tier in enumerate(placement.tiers)]
         placement = replace(placement, tiers=tuple(tiers_of))
     with Tiers(layers, placement, 2, read_checksums(folder), lanes, experts, elsewhere) as tiers:
-        kv = OffloadedKV(skeleton.kv_shape(), staged_rows, kv_lanes or InlineStreams()) if staged_rows else None
+        kv_streams = kv_lanes or InlineStreams()
+        kv = OffloadedKV(skeleton.kv_shape(), staged_rows, kv_streams, kv_elsewhere) if staged_rows else None
         yield StreamedModel(skeleton, tiers, rows, device, kv)
 
 

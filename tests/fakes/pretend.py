@@ -2,8 +2,8 @@
 
 torch's Python backend for PrivateUse1 gives it a device type of its own. What a GPU would refuse is refused (operands
 of two devices, numpy), what it would leave to chance is 0xFF (uninitialised memory), and what would stop a stream of
-work is counted (numbers asked for, copies from pageable memory). Operators run at once, one lane; copies run when
-`pretend_lanes` says.
+work is counted (numbers asked for, copies from pageable memory). Operators run at once, in a lane of each device;
+copies run when `pretend_lanes` says.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
 
 from bough.model.architecture import attention
 from bough.model.gpu import kernels, unpack_triton
-from tests.fakes.pretend_order import Order
+from tests.fakes.pretend_order import Order, compute_lane
 
 NAME = "pretend"
 UNWRITTEN = 0xFF  # NaN in every floating type
@@ -58,10 +58,10 @@ class Notes:
         for notes in (self.stops, self.sends, self.inside, self.crossings):
             notes.clear()
 
-    def stop(self, what: str) -> None:
-        """The host waits until all is done."""
+    def stop(self, what: str, index: int) -> None:
+        """The host waits until all is done on a device."""
         self._note(self.stops, what)
-        self.order.host_waits()
+        self.order.host_waits(self.order.mark(compute_lane(index)))
 
     def send(self, what: str) -> None:
         """A tensor comes from pageable memory."""
@@ -110,7 +110,7 @@ class Pretended(torch.Tensor):
         raise TypeError(f"can't convert {self.device} device type tensor to numpy")
 
     def tolist(self) -> Any:
-        notes.stop("tolist")
+        notes.stop("tolist", self.device.index)
         return self.raw.tolist()
 
     @classmethod
@@ -118,10 +118,31 @@ class Pretended(torch.Tensor):
         return run(func, args, kwargs or {})
 
 
+class _Backend(_DummyBackendModule):
+    """What `torch.cuda` is of GPUs: knows on which device kernels are launched."""
+
+    def __init__(self) -> None:
+        self.current = 0
+
+    def current_device(self) -> int:
+        return self.current
+
+    @contextmanager
+    def device(self, where: torch.device) -> Iterator[None]:
+        before, self.current = self.current, where.index or 0
+        try:
+            yield
+        finally:
+            self.current = before
+
+
+backend = _Backend()
+
+
 @cache
 def _register() -> None:
     """A process has it from then on."""
-    _setup_privateuseone_for_python_backend(NAME)
+    _setup_privateuseone_for_python_backend(NAME, backend)
 
 
 def device(index: int = 0) -> torch.device:
@@ -161,8 +182,10 @@ def _copied(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any])
     where = args[0].device if name == "copy_" else torch.device(kwargs.get("device") or source.device)
     if source.device.type == where.type:
         return None if where.index in (None, source.device.index) else _crossed(func, name, args, kwargs, where)
-    notes.order.computes([raw(source)], [raw(args[0])] if name == "copy_" else [])
-    (notes.stop if where.type == "cpu" else notes.send)(f"{name} {tuple(source.shape)}")
+    index = (source.device.index if where.type == "cpu" else where.index) or 0
+    notes.order.computes([raw(source)], [raw(args[0])] if name == "copy_" else [], index)
+    what = f"{name} {tuple(source.shape)}"
+    notes.stop(what, index) if where.type == "cpu" else notes.send(what)
     if name == "copy_":
         raw(args[0]).copy_(raw(source))
         return args[0]
@@ -175,7 +198,8 @@ def _crossed(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     """What copies from one device to another: both wait for it, and nobody else."""
     source = args[1] if name == "copy_" else args[0]
     notes.crossings.append(f"{name} {tuple(source.shape)} to {where}")
-    notes.order.computes([raw(source)], [raw(args[0])] if name == "copy_" else [])
+    both = source.device.index or 0, where.index or 0
+    notes.order.crosses([raw(source)], [raw(args[0])] if name == "copy_" else [], *both)
     if name == "copy_":
         raw(args[0]).copy_(raw(source))
         return args[0]
@@ -197,10 +221,10 @@ def _refuse_mixing(func: Any, name: str, mine: list[Pretended], others: list[tor
 
 
 def _launched(func: Any, name: str, args: Any, kwargs: dict[str, Any], makes_mine: bool) -> Any:
-    if name in ASKING:
-        notes.stop(name)
     raws = {key: raw(value) for key, value in kwargs.items()}
     index = next((x.device.index for x in tree_leaves((args, kwargs)) if isinstance(x, Pretended)), 0)
+    if name in ASKING:
+        notes.stop(name, index)
     if makes_mine:
         index, raws["device"] = torch.device(kwargs["device"]).index or 0, torch.device("cpu")
     out = func(*tree_map(raw, args), **tree_map(raw, raws))
@@ -208,7 +232,7 @@ def _launched(func: Any, name: str, args: Any, kwargs: dict[str, Any], makes_min
     if name not in VIEWING | MAKING:
         notes.launches[name] += 1
         read = [raw(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Pretended)]
-        notes.order.computes(read, [raw(x) for x in written])
+        notes.order.computes(read, [raw(x) for x in written], index)
     if name in MAKING and out.dtype != torch.bool and out.is_contiguous():
         out.flatten().view(torch.uint8).fill_(UNWRITTEN)
     if written and isinstance(out, torch.Tensor):
@@ -252,10 +276,12 @@ def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         assert all(isinstance(x, Pretended) for x in tensors), "a kernel takes what is on the device"
         assert len({x.device for x in tensors}) == 1, "and on one"
+        index = tensors[0].device.index
+        assert index == backend.current, f"launched on {NAME}:{backend.current} over memory of {NAME}:{index}"
         notes.launches[function.__name__] += 1
         out = function(*tree_map(raw, args), **tree_map(raw, kwargs))
-        notes.order.computes([raw(x) for x in tensors], [raw(tensors[-1])] if out is None else [])
-        return Pretended(out, tensors[0].device.index) if isinstance(out, torch.Tensor) else out
+        notes.order.computes([raw(x) for x in tensors], [raw(tensors[-1])] if out is None else [], index)
+        return Pretended(out, index) if isinstance(out, torch.Tensor) else out
 
     return launch
 

@@ -14,7 +14,7 @@ import torch
 from bough.model.cpu.huge_pages import large_pages
 from target_worker.link.streams import Copy, DeviceEvent
 from tests.fakes.pretend import UNWRITTEN, Pretended, notes, raw
-from tests.fakes.pretend_order import COMPUTE, Clock
+from tests.fakes.pretend_order import Clock, compute_lane
 
 NEVER, ALWAYS = 0.0, 1.0  # chances that a copy which may run does
 _numbers = count()
@@ -50,9 +50,9 @@ class PretendedMark:
 class PretendedLanes:
     """One lane that copies, beside the one that computes, which runs at once."""
 
-    def __init__(self, chance: float = ALWAYS, seed: int = 0) -> None:
+    def __init__(self, chance: float = ALWAYS, seed: int = 0, index: int = 0) -> None:
         """With `chance` a copy runs when another is queued, and what nobody waited for is not made before."""
-        self.unpinned_bytes = 0
+        self.unpinned_bytes, self._index = 0, index
         self._lane, self._chance, self._choice = f"copies {next(_numbers)}", chance, random.Random(seed)
         self._queue: deque[tuple[Callable[[], object], PretendedMark]] = deque()
         self._lock = threading.RLock()
@@ -63,7 +63,7 @@ class PretendedLanes:
     def device_memory(self, num_bytes: int) -> torch.Tensor:
         memory = torch.full((num_bytes,), UNWRITTEN, dtype=torch.uint8)
         notes.order.watch(memory)
-        return Pretended(memory)
+        return Pretended(memory, self._index)
 
     def copy(self, source: torch.Tensor, target: torch.Tensor, after: DeviceEvent | None) -> Copy:
         assert source.is_contiguous(), "one copy, one run of bytes"
@@ -86,10 +86,10 @@ class PretendedLanes:
     def compute_after(self, mark: DeviceEvent) -> None:
         assert isinstance(mark, PretendedMark)
         mark.reach()
-        notes.order.waits(COMPUTE, mark.clock)
+        notes.order.waits(compute_lane(self._index), mark.clock)
 
     def compute_mark(self) -> DeviceEvent:
-        return PretendedMark(notes.order.mark(COMPUTE), None)
+        return PretendedMark(notes.order.mark(compute_lane(self._index)), None)
 
     def close(self) -> None:
         with self._lock:

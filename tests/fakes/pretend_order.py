@@ -14,8 +14,12 @@ from typing import NamedTuple
 
 import torch
 
-COMPUTE = "compute"
 Clock = dict[str, int]  # by lane: so many of its pieces are over
+
+
+def compute_lane(index: int) -> str:
+    """That a device computes in."""
+    return f"compute {index}"
 
 
 class Access(NamedTuple):
@@ -57,9 +61,15 @@ class Order:
         with self._lock:
             self._watched.append(_span(memory))
 
-    def computes(self, read: list[torch.Tensor], written: list[torch.Tensor]) -> None:
-        """A piece of the computing lane."""
-        self.works(COMPUTE, read, written)
+    def computes(self, read: list[torch.Tensor], written: list[torch.Tensor], index: int) -> None:
+        """A piece of a device's computing lane."""
+        self.works(compute_lane(index), read, written)
+
+    def crosses(self, read: list[torch.Tensor], written: list[torch.Tensor], begin: int, end: int) -> None:
+        """A copy from a device to another: in the first one's lane, and each waits for the other."""
+        self.waits(compute_lane(begin), self.mark(compute_lane(end)))
+        self.computes(read, written, begin)
+        self.waits(compute_lane(end), self.mark(compute_lane(begin)))
 
     def works(self, lane: str, read: list[torch.Tensor], written: list[torch.Tensor]) -> None:
         """A piece of a lane, queued by the calling thread."""
@@ -81,10 +91,10 @@ class Order:
         with self._lock:
             _join(self._lanes[lane], mark)
 
-    def host_waits(self, mark: Clock | None = None) -> None:
-        """The calling thread goes on when a mark is reached; by default, all that the computing lane has."""
+    def host_waits(self, mark: Clock) -> None:
+        """The calling thread goes on when a mark is reached."""
         with self._lock:
-            _join(self._host[threading.get_ident()], self._lanes[COMPUTE] if mark is None else mark)
+            _join(self._host[threading.get_ident()], mark)
 
     def _access(self, lane: str, clock: Clock, begin: int, end: int, is_write: bool) -> None:
         for first, last in self._watched:

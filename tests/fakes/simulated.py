@@ -10,8 +10,11 @@ import numpy as np
 
 from bough.config.processes import DraftConfig, OrchestratorConfig, TargetConfig, parse
 from bough.processes.launch import Settings
+from bough.simulation.acceptance_law import AcceptanceLaw
 from bough.simulation.clock import SimulatedClock
 from bough.simulation.pair import SimulatedPair, simulated_pair
+from bough.trees.acceptance import smoothed
+from bough.trees.optimal_tree import best_shape, expected_tokens
 
 QUICK: dict[str, Any] = {
     "source": "made up for tests",
@@ -59,3 +62,10 @@ class TurnedClock(SimulatedClock):
     def turn(self, seconds: float) -> None:
         """Real seconds pass."""
         self.real_now += seconds
+
+
+def expected_tokens_of(law: AcceptanceLaw, nodes: int, levels: int) -> float:
+    """Expected tokens of the best fixed shape, the bonus token included; with `spread`, best-first trees have more."""
+    acceptance = smoothed(law.acceptance())
+    shape = best_shape(acceptance, nodes, levels)
+    return expected_tokens(shape, acceptance) if shape.parents else 1.0

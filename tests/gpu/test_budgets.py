@@ -16,6 +16,7 @@ from tests.model.test_reproducible import FAMILIES
 DENSE_LAUNCHES = 57  # of a layer of a Llama and a chunk of rows, in 16 bits, with its share of what is around layers
 LOGITS_LAUNCHES = 8  # of a sweep, for each row's largest logit
 MOST_SENDS = 9  # tokens, positions, paths, and which rows are wanted, before the first layer
+SENDS_ELSEWHERE = 6  # paths, to another device
 
 
 def counted(folder: Path, where: Where, rows: int, kv: torch.device) -> tuple[Notes, int]:
@@ -26,13 +27,16 @@ def counted(folder: Path, where: Where, rows: int, kv: torch.device) -> tuple[No
 
 
 @pytest.mark.parametrize("kv_on_host", [False, True])
-def test_a_dense_sweep_waits_once_and_sends_nothing_within_a_layer(kv_on_host: bool, tiny: Path) -> None:
+@pytest.mark.parametrize("elsewhere", [(), (1,), (2, 3)])
+def test_a_dense_sweep_waits_once_and_sends_nothing_within_a_layer(
+    kv_on_host: bool, elsewhere: tuple[int, ...], tiny: Path
+) -> None:
     kv = torch.device("cpu") if kv_on_host else device()
-    seen, _ = counted(tiny, Where(kv_on_host=kv_on_host), 64, kv)
+    seen, _ = counted(tiny, Where(kv_on_host=kv_on_host, elsewhere=elsewhere), 64, kv)
     assert len(seen.stops) == 1, seen.stops
     assert seen.stops[0].startswith("_to_copy"), "the logits, at the end"
     assert not seen.inside
-    assert len(seen.sends) <= MOST_SENDS, seen.sends
+    assert len(seen.sends) <= MOST_SENDS + (SENDS_ELSEWHERE if elsewhere else 0), seen.sends
 
 
 def test_a_layer_is_launched_in_few_pieces(tiny: Path) -> None:
@@ -51,7 +55,8 @@ def test_a_packed_layer_costs_a_launch_more_for_each_matrix(tiny: Path, tmp_path
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen2 moe, shared expert"])
-def test_a_mixture_waits_once_for_each_router(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("elsewhere", [(), (1,)])
+def test_a_mixture_waits_once_for_each_router(family: str, elsewhere: tuple[int, ...], tmp_path: Path) -> None:
     folder = save_model(tmp_path / "model", FAMILIES[family])
-    seen, num_layers = counted(folder, Where(expert_slabs=8), 64, device())
+    seen, num_layers = counted(folder, Where(expert_slabs=8, elsewhere=elsewhere), 64, device())
     assert len(seen.stops) <= num_layers + 1, seen.stops

@@ -85,6 +85,15 @@ def test_a_packed_draft_stays_packed_and_says_the_same(method: str, tiny: Path, 
         torch.testing.assert_close(mine, theirs, atol=2e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("stays_packed", [False, True])
+def test_a_packed_draft_is_written_out_on_its_own_gpu(stays_packed: bool, tiny: Path, tmp_path: Path) -> None:
+    """Kernels are launched on the current GPU; while weights were loaded, that was the first."""
+    pack(str(tiny), 4, tmp_path / "packed")
+    with pretending():
+        first, second = (logits_of(tmp_path / "packed", device(index), True, stays_packed) for index in range(2))
+    assert all(map(torch.equal, first, second))
+
+
 def test_few_bits_are_refused_where_they_cannot_be(tiny: Path, tmp_path: Path) -> None:
     pack(str(tiny), 4, tmp_path / "packed")
     packed, plain = (build_skeleton(Checkpoint.open(f), torch.bfloat16) for f in (tmp_path / "packed", tiny))

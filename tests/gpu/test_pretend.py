@@ -8,13 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from target_worker.kv.kv_offload import OffloadedKV
+from bough.model.running.device import working_on
+from target_worker.kv.kv_offload import _Stage
 from target_worker.link.device_ring import DeviceRing
 from target_worker.link.streams import DeviceEvent
-from tests.fakes.device_sweeps import Where, on_the_device, three_sweeps
+from tests.conftest import save_model
+from tests.fakes.device_sweeps import Where, on_device, on_the_device, three_sweeps
 from tests.fakes.models import CPU
-from tests.fakes.pretend import device, notes, pretending
+from tests.fakes.pretend import device, kernel, notes, pretending
 from tests.fakes.pretend_lanes import NEVER, PretendedLanes
+from tests.model.test_reproducible import FAMILIES
 
 
 def test_two_memories_are_not_mixed() -> None:
@@ -63,27 +66,52 @@ def test_a_copy_is_made_when_somebody_waits_for_it() -> None:
         assert not notes.order.races
 
 
+class RecycledLanes(PretendedLanes):
+    """Whose memory has just been given back by somebody whose computing is not over, as torch's allocator has it."""
+
+    def device_memory(self, num_bytes: int) -> torch.Tensor:
+        return super().device_memory(num_bytes).fill_(1)
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_memory_that_comes_again_is_waited_for(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = save_model(tmp_path / "model", FAMILIES[family])
+    monkeypatch.setattr("tests.fakes.device_sweeps.PretendedLanes", RecycledLanes)
+    slabs = 8 if family == "mixtral" else 0
+    on_device(folder, Where(0, 4, kv_on_host=True, expert_slabs=slabs, elsewhere=(1,)), torch.float32)
+
+
+def test_a_kernel_is_launched_where_its_operands_are() -> None:
+    """On a GPU it would be launched on the current one, which may not reach them."""
+    with pretending():
+        act = kernel(torch.Tensor.numel)
+        with pytest.raises(AssertionError, match="launched on pretend:0 over memory of pretend:1"):
+            act(torch.ones(2).to(device(1)))
+        with working_on(device(1)):
+            act(torch.ones(2).to(device(1)))
+
+
 def forget(self: PretendedLanes, mark: DeviceEvent) -> None:
     """A wait that is missing."""
 
 
-def free_at_once(self: DeviceRing, computed: DeviceEvent | None) -> None:
+def free_at_once(self: DeviceRing, computed: DeviceEvent) -> None:
     """Slabs that nobody waits for."""
     reset(self, computed)
-    self._free_after = _Nobody([None] * len(self._slabs))
+    self._free_after = _Nobody([computed] * len(self._slabs))
 
 
-class _Nobody(list[DeviceEvent | None]):
+class _Nobody(list[DeviceEvent]):
     def __setitem__(self, *_: object) -> None:
         pass
 
 
-def take_back_at_once(self: OffloadedKV, layer: int, computed: DeviceEvent) -> None:
+def take_back_at_once(self: _Stage, layer: int, computed: DeviceEvent) -> None:
     """What a layer adds is copied without regard to whether it is there."""
     take_back(self, layer, None)  # type: ignore[arg-type]
 
 
-reset, take_back = DeviceRing._reset, OffloadedKV._take_back
+reset, take_back = DeviceRing._reset, _Stage._take_back
 
 
 @pytest.mark.parametrize(
@@ -91,7 +119,7 @@ reset, take_back = DeviceRing._reset, OffloadedKV._take_back
     [
         (PretendedLanes, "compute_after", forget),
         (DeviceRing, "_reset", free_at_once),
-        (OffloadedKV, "_take_back", take_back_at_once),
+        (_Stage, "_take_back", take_back_at_once),
     ],
 )
 def test_a_mark_that_is_missing_is_found_whichever_came_first(

@@ -15,7 +15,8 @@ from bough.model.kv.split_layers import split_memory
 from bough.model.packing.pack import pack
 from bough.model.sizes.memory_budget import other_devices
 from bough.sizing.other_devices import OtherDevice, place_with
-from bough.sizing.placement import Budgets, Fixed, Tier, place
+from bough.sizing.placement import Budgets, ExpertSizes, Fixed, Placement, SeparateExperts, Tier, place
+from target_worker.sweep.budgets import choose_places
 from tests.fakes.device_sweeps import Where, on_device, on_the_device, three_sweeps
 from tests.fakes.pretend import device, notes, pretending
 from tests.gpu.test_memory_on_a_gpu import AWQ, llama_70b, placed
@@ -81,6 +82,76 @@ def test_two_cards_of_24_gb_hold_a_70b_in_4_bits(monkeypatch: pytest.MonkeyPatch
     assert both.device_bytes <= alone.device_bytes
 
 
+def test_with_kv_on_the_host_a_second_card_holds_layers_in_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first card's stage for it is two layers' room, however many layers are elsewhere."""
+    config = llama_70b(dtype="float16", quantization_config=AWQ)
+    flags = "--max-context", "2048", "--kv-sessions", "8"
+    alone = placed(monkeypatch, config, *flags, "--kv-tier", "host")
+    there, here = (
+        placed(monkeypatch, config, *flags, "--resident-devices", "cuda:1=12GB", "--kv-tier", tier)
+        for tier in ("device", "host")
+    )
+    assert len(here.layers(Tier.ELSEWHERE)) >= len(there.layers(Tier.ELSEWHERE)) + 3
+    assert (here.fixed.host_kv, here.fixed.kv) == (alone.fixed.host_kv, alone.fixed.kv)
+    assert here.fixed.host_kv > 5 * GB
+    assert here.link_bytes < min(alone.link_bytes, there.link_bytes)
+
+
+def test_experts_come_to_the_first_card_and_layers_on_others_are_whole() -> None:
+    sizes, apart = [850] * 10, SeparateExperts([50] * 10, ExpertSizes(100, 8, 80, 8000), scratch=7)
+    for forced, budgets in ((True, Budgets(3000, 5600, 500, 10)), (False, Budgets(3000, 9999, 500, 10))):
+        found = place_with(sizes, Fixed(1000, 0, 0, 0), budgets, [other(2700, 100)], apart, True, forced)
+        assert found.tiers == (Tier.RESIDENT,) * 7 + (Tier.ELSEWHERE,) * 3
+        assert found.layer_bytes == (50,) * 7 + (850,) * 3
+        assert (found.expert_bytes, found.fixed.host_experts, found.fixed.scratch) == (5600, 5600, 7)
+        assert found.fixed.experts == 1600, "of the 3000 bytes, 1357 are taken"
+        assert found.num_crossings == 2
+        assert found.device_bytes <= 3000
+    with pytest.raises(ConfigError, match=r"^--host-memory: must be at least .* for --experts chosen"):
+        place_with(
+            sizes, Fixed(1000, 0, 0, 0), Budgets(3000, 5599, 2000, 10), [other(2700, 100)], apart, True, is_forced=True
+        )
+
+
+def test_layers_without_experts_count_none() -> None:
+    """The first two of ten have none; of the others three are elsewhere."""
+    sizes, apart = [50, 50] + [850] * 8, SeparateExperts([50] * 10, ExpertSizes(100, 8, 64, 6400))
+    found = place_with(sizes, Fixed(1000, 0, 0, 0), Budgets(3000, 9999, 500, 10), [other(2700, 100)], apart)
+    assert found.expert_bytes == 5 * 800
+
+
+def test_where_the_host_cannot_hold_experts_layers_come_whole() -> None:
+    sizes, apart = [850] * 10, SeparateExperts([50] * 10, ExpertSizes(100, 8, 80, 8000))
+    found = place_with(sizes, Fixed(1000, 0, 0, 0), Budgets(3000, 5000, 1700, 10), [other(2700, 100)], apart)
+    assert (found.expert_bytes, found.layer_bytes) == (0, (850,) * 10)
+    assert len(found.layers(Tier.ELSEWHERE)) == 3
+
+
+@pytest.mark.parametrize(("hop_bytes", "num_crossings"), [(0, 20), (GB // 4000, 20), (GB // 12, 8), (GB, 2)])
+def test_the_more_a_hidden_state_takes_to_cross_the_fewer_runs_there_are(hop_bytes: int, num_crossings: int) -> None:
+    """There and back at half the link's speed, they take no more than a twentieth of what layers do."""
+    budgets, one = Budgets(5 * GB, 60 * GB, 2 * GB, 99), OtherDevice("cuda:1", 10 * GB, 0, 0, hop_bytes)
+    found = place_with([GB] * 40, Fixed(0, 0, 0, 0), budgets, [one])
+    assert len(found.layers(Tier.ELSEWHERE)) == 10
+    assert found.num_crossings == num_crossings
+    assert hop_bytes == GB or num_crossings * 2 * hop_bytes <= 0.05 * found.link_bytes
+
+
+def test_a_crossing_is_from_any_device_to_another() -> None:
+    where = {Tier.RESIDENT: "r", Tier.ELSEWHERE: "e"}
+    for tiers, others, wanted in (("rrrr", (), 0), ("reer", (0, 0), 2), ("reer", (0, 1), 3), ("erre", (0, 0), 4)):
+        named = tuple(next(tier for tier, letter in where.items() if letter == name) for name in tiers)
+        assert Placement(named, (1,) * 4, Fixed(0, 0, 0, 0), 0, others=others).num_crossings == wanted, tiers
+
+
+def test_more_than_another_card_has_free_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("target_worker.sweep.budgets.free_device_bytes", lambda _: 9 * GB)
+    settings = parse(TargetConfig, "t", ["--model", "m", "--device-memory", "8GB"], {})
+    wanted = r"^--resident-devices: value was cuda:1=10.00 GB; must be 9.00 GB or less, which are free there$"
+    with pytest.raises(ConfigError, match=wanted):
+        choose_places([GB] * 4, Fixed(0, 0, 0, 0), settings, torch.device("cuda", 0), others=[other(10 * GB)])
+
+
 def other(budget: int, fixed: int = 0, layer_kv: int = 0) -> OtherDevice:
     return OtherDevice("cuda:1", budget, fixed, layer_kv)
 
@@ -118,8 +189,6 @@ def test_a_card_that_holds_no_layer_is_refused() -> None:
         ({"resident-devices": "cuda:1=1GB,cuda:1=2GB"}, r"resident-devices: must name each GPU once, got"),
         ({"resident-devices": "cuda:0=1GB"}, r"^--resident-devices: value was cuda:0=1000000000; must be of cuda:1$"),
         ({"resident-devices": "cuda:2=1GB"}, r"^--resident-devices: value was cuda:2=1000000000; must be of cuda:1$"),
-        ({"resident-devices": "cuda:1=1GB", "kv-tier": "host"}, r"^--kv-tier: value was host; must be device beside"),
-        ({"resident-devices": "cuda:1=1GB", "experts": "chosen"}, r"^--experts: value was chosen; must be auto or all"),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(flags: dict[str, Any], wanted: str) -> None:

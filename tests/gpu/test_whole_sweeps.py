@@ -51,6 +51,9 @@ PLACES = {
     "a second device has the last two": Where(max_resident=1, elsewhere=(2, 3)),
     "a second device has one between others": Where(max_resident=0, elsewhere=(1,)),
     "a second device has all": Where(max_resident=0, elsewhere=(0, 1, 2, 3)),
+    "keys and values are the host's, the last two layers a second device's": Where(kv_on_host=True, elsewhere=(2, 3)),
+    "keys and values are the host's, two layers by turns a second device's": Where(0, 4, True, elsewhere=(0, 2)),
+    "keys and values are the host's, all layers a second device's": Where(0, kv_on_host=True, elsewhere=(0, 1, 2, 3)),
 }
 
 
@@ -62,6 +65,16 @@ def test_bits_do_not_depend_on_where_layers_are_and_when_copies_are_made(name: s
     for chance, seed in ((ALWAYS, 0), (NEVER, 0), (0.6, 1)):
         again = replace(where, chance=chance, seed=seed)
         assert torch.equal(on_device(tiny, again, torch.bfloat16), wanted), (chance, seed)
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_experts_come_to_one_device_beside_whole_layers_on_another(family: str, tmp_path: Path) -> None:
+    """In the bits of one device that has all layers whole, as late as may be and by chance, wherever KV is."""
+    folder = save_model(tmp_path / "model", FAMILIES[family])
+    wanted = on_device(folder, Where(max_resident=9), torch.bfloat16)
+    for kv_on_host, elsewhere, chance in ((True, (1,), NEVER), (False, (0, 1), 0.6)):
+        where = Where(1, 2, kv_on_host, expert_slabs=8, elsewhere=elsewhere, chance=chance)
+        assert torch.equal(on_device(folder, where, torch.bfloat16), wanted), where
 
 
 def in_words(folder: Path, method: str, is_ordered: bool, source: Path) -> Path:

@@ -212,8 +212,8 @@ def test_a_change_that_random_samples_do_not_see_is_seen(
     monkeypatch.setattr(open_files, "SETTLED_SECONDS", 0.0)
     folder = plain(tiny, tmp_path / "model")
     place = Checkpoint.open(folder).tensors["model.layers.2.mlp.up_proj.weight"]
-    monkeypatch.setattr(content_samples, "SAMPLE_BYTES", 64)
-    monkeypatch.setattr(direct_io, "SAMPLE_BYTES", 64)
+    monkeypatch.setattr(content_samples, "SAMPLE_BYTES", 4)
+    monkeypatch.setattr(direct_io, "SAMPLE_BYTES", 4)
     (sample,) = samples_of(place, 1)
     assert place.offset < sample.offset
     byte = place.offset

@@ -10,12 +10,14 @@ import numpy as np
 import pytest
 import torch
 
-from bough.model.batch.batch import Batch, Segment
-from bough.model.cpu import jit
+from bough.model.batch.batch import Batch, BatchPart, Segment
+from bough.model.batch.path_spans import PathSpans, Place
+from bough.model.cpu import attention_cpu, jit
 from bough.model.cpu.attention_cpu import attend_in_slots
 from bough.model.kv.session_kv import KVShape, KVSlot
 from bough.trees.tree import Tree
 from tests.fakes.models import CPU
+from tests.model_cpu.test_project import before_a_wall
 
 NUM_HEADS, NUM_KV_HEADS = 9, 3
 ROOT = Path(__file__).parents[2]
@@ -78,13 +80,14 @@ def call_twice(function, out, number):  # type: ignore[no-untyped-def]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("head_dim", [16, 64])
-def test_a_nodes_attention_is_bitwise_that_of_its_path(head_dim: int, dtype: torch.dtype) -> None:
-    """Random trees on contexts of any length: keys are read where they stand, or copied together."""
+@pytest.mark.parametrize(("head_dim", "window"), [(20, 0), (64, 0), (64, 7)])
+def test_a_nodes_attention_is_bitwise_that_of_its_path(head_dim: int, window: int, dtype: torch.dtype) -> None:
+    """Random trees of one tile or several, on contexts of any length, beside another session."""
     rng, shape = np.random.default_rng(0), KVShape(1, NUM_KV_HEADS, head_dim, dtype)
-    for seed in range(40):
-        generator, base, size = torch.Generator().manual_seed(seed), int(rng.integers(1, 70)), int(rng.integers(2, 12))
-        parents = [-1, *(int(rng.integers(0, node)) for node in range(1, size))]
+    rules = head_dim**-0.5, window, 3.0, torch.linspace(-1, 1, NUM_HEADS)
+    for seed in range(12):
+        generator, base, size = torch.Generator().manual_seed(seed), int(rng.integers(1, 70)), int(rng.integers(2, 40))
+        parents = [-1, *(int(rng.integers(max(0, node - 5), node)) for node in range(1, size))]
         queries = (3 * torch.randn(size, NUM_HEADS, head_dim, generator=generator)).to(dtype)
         keys, values, held_keys, held_values = (
             torch.randn(num_rows, NUM_KV_HEADS, head_dim, generator=generator).to(dtype)
@@ -94,17 +97,36 @@ def test_a_nodes_attention_is_bitwise_that_of_its_path(head_dim: int, dtype: tor
         def attended(
             nodes: list[int],
             parents: list[int],
+            num_before: int = 0,
             base: int = base,
             held: tuple[torch.Tensor, ...] = (held_keys, held_values),
             new: tuple[torch.Tensor, ...] = (queries, keys, values),
         ) -> torch.Tensor:
-            slot = KVSlot(shape, base + len(nodes), CPU)
+            slot, other = KVSlot(shape, base + len(nodes), CPU), KVSlot(shape, num_before, CPU)
             slot.keys[0, :base], slot.values[0, :base] = held
             tree = Tree.of([1] * len(nodes), parents, [0.0] * len(nodes))
-            (chunk,) = Batch([Segment.tree(slot, base, tree)], None, CPU).chunks
-            return attend_in_slots(chunk, 0, *(rows[nodes] for rows in new), head_dim**-0.5, 0, 0.0, None)
+            segments = [Segment.context(other, 0, [1] * num_before), Segment.tree(slot, base, tree)]
+            (chunk,) = Batch(segments, None, CPU).chunks
+            rows = (torch.cat([part[:1].expand(num_before, -1, -1), part[nodes]]) for part in new)
+            return attend_in_slots(chunk, 0, *rows, *rules)[num_before:]
 
-        whole, tree = attended(list(range(size)), parents), Tree.of([1] * size, parents, [0.0] * size)
-        for node in range(size):
+        whole, tree = attended(list(range(size)), parents, 5), Tree.of([1] * size, parents, [0.0] * size)
+        for node in range(0, size, 3):
             path = [int(step) for step in tree.path(node)]
             assert torch.equal(attended(path, list(range(-1, len(path) - 1)))[-1], whole[node])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_nothing_is_read_beyond_keys_and_values(dtype: torch.dtype) -> None:
+    """The last number of the last one stands before memory that nobody may read."""
+    base, size, head_dim = 19, 2, 20
+    slot = KVSlot(KVShape(1, NUM_KV_HEADS, head_dim, dtype), base + size, CPU)
+    slot.keys.copy_(torch.randn(slot.keys.shape)), slot.values.copy_(torch.randn(slot.values.shape))
+    piece = BatchPart(0, Segment.tree(slot, base, Tree.of([1, 1], [-1, 0], [0.0, 0.0])))
+    queries, rules = torch.randn(size, NUM_HEADS, head_dim).to(dtype), (0.25, 0, 0.0, None)
+    guarded = [before_a_wall(rows.view(torch.uint8).numpy().tobytes()) for rows in (slot.keys, slot.values)]
+    place = Place(guarded[0].ctypes.data, guarded[1].ctypes.data, base + size)
+    spans = PathSpans.at([place], [piece], NUM_KV_HEADS)
+    found = attention_cpu._attend_over(spans, 0, NUM_KV_HEADS, queries, *rules)
+    expected = attention_cpu._attend_over(PathSpans.of([piece]), 0, NUM_KV_HEADS, queries, *rules)
+    assert torch.equal(found, expected)

@@ -15,7 +15,7 @@ from bough.model.cpu.llvm_vectors import has_feature
 HERE = Path(__file__).parent
 FEATURES = "sse sse2 sse3 ssse3 sse4.1 sse4.2 popcnt avx avx2 fma f16c bmi bmi2 lzcnt movbe"
 IN_8_BITS = "test_int8.py::test_products_of_any_number_of_rows"
-IN_16_BITS = ["test_row_products.py", "test_project.py", "test_attention_parts.py"]
+IN_16_BITS = ["test_row_products.py", "test_project.py", "test_kernels.py"]
 TESTS = {"": [*IN_16_BITS, IN_8_BITS], "avxvnni": [IN_8_BITS]}
 
 

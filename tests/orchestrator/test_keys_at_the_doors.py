@@ -216,7 +216,7 @@ async def test_a_foreign_request_is_neither_aborted_nor_resumed_nor_explained(do
         assert await alice.decisions("r") == await alice.decisions("")
         resume = GenerateOptions(request_id="r", max_tokens=3, seed=1, resume=Resume(2))
         seen = await refusal(raw(door, BOB, resume))
-        assert "0 tokens of request_id 'r' are known" in str(seen)
+        assert "at most 0, the tokens of request_id 'r' that are known" in str(seen)
         assert isinstance(seen, InvalidRequest)
         assert await raw(door, ALICE, resume)
 

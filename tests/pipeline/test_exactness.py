@@ -16,13 +16,14 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from bough.model.sampling.draft_sampler import Purpose, draft_weights, generator, without_replacement
+from bough.model.sampling.draft_sampler import Purpose, generator, without_replacement
 from bough.model.sampling.sampler import _noisiest, filtered, gumbel_noise, probabilities
 from bough.protocol.messages import Context, VerifyCall
 from bough.protocol.sampling_params import SamplingParams
 from bough.trees.draft_probs import DraftProbs, normalised
 from bough.trees.tree import Tree
 from bough.trees.tree_plan import Scheme
+from loadtest.acceptance.rates import draft_weights
 from target_worker.verification.traversal import Rejected, Traversal
 from target_worker.verification.verdict import compute_verdict, distributions_after
 from target_worker.verification.verify import Draw, conditional_distribution, draws_at

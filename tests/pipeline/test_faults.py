@@ -218,7 +218,7 @@ async def test_a_truncated_weight_file_fails_the_request_and_not_the_process(tin
         while not all(w.info.weights_hash for w in (await client.server_info()).workers):
             await asyncio.sleep(0.1)  # after that the target can tell whether they are back
         os.truncate(victim, 4096)
-        with pytest.raises(Unavailable, match=f"{victim.name}.*(layer|has 4096 bytes)"):
+        with pytest.raises(Unavailable, match=f"{victim.name}.*(layer|got 4096)"):
             await run(client, LONG, 0, None)  # its first sweeps may still find layers that were read ahead
         victim.write_bytes(whole)
         for _ in range(50):

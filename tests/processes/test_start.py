@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from bough.processes.startup import Stages, parts_of, process_age_seconds
+from bough.processes.startup import Stages, process_age_seconds
+from loadtest.pipeline.start import parts_of
 from tests.fakes.simulated import write_profile
 
 

@@ -24,38 +24,16 @@ from bough.client import Client
 from bough.pb import common_pb2, draft_pb2, generation_pb2, target_pb2, target_pb2_grpc
 from bough.protocol import codec
 from bough.protocol.generation import Finished, GenerateOptions, TokenPrompt, Tokens
-from bough.protocol.messages import Context, GrowCall, VerifyCall
+from bough.protocol.messages import Context, VerifyCall
 from bough.protocol.sampling_params import SamplingParams
 from bough.rpc.status_map import ERROR_KEY, MAX_MESSAGE_BYTES, STATUS_OF
 from bough.trees.tree import Tree
-from bough.trees.tree_plan import BestFirst, Chains, TreePlan
+from loadtest.fuzz.ordinary import GENERATE, GENERATE_CHAT, GROW, GROW_CHAINS, RELEASE, VERIFY
 from tests.fakes.stack import MAX_CONTEXT, Stack, stack
 
 TIMEOUT_SECONDS = 20.0
 NAMES_OF_ERRORS = {kind.__name__: code for kind, code in STATUS_OF.items()}
 FUZZ = settings(max_examples=80, derandomize=True)
-TREE = Tree.of([7, 8, 9, 10], [-1, 0, 0, 2], [0, -1, -2, -1])
-SAMPLING = SamplingParams(temperature=0.7, seed=3, logit_bias={5: 1.0}, logprobs=1, stop_token_ids=frozenset({4}))
-CONTEXT = Context.of("fuzzed", [1, 2, 3, 7], 0, 2)
-
-VERIFY = codec.verify_call_to_wire(VerifyCall(CONTEXT, 1, 0, TREE, SAMPLING))
-GROW = codec.grow_call_to_wire(GrowCall(CONTEXT, 7, SAMPLING, 0, TreePlan(BestFirst(8, 4, 3))))
-GROW_CHAINS = codec.grow_call_to_wire(GrowCall(CONTEXT, 7, SAMPLING, 0, TreePlan(Chains(2, 3))))
-GENERATE = generation_pb2.GenerateRequest(
-    token_ids=generation_pb2.TokenIds(ids=[1, 2, 3]),
-    session_id="conversation",
-    request_id="request",
-    temperature=0.5,
-    seed=1,
-    max_tokens=3,
-    stop=["zz"],
-    logit_bias={3: 1.0},
-    speculation=generation_pb2.Speculation(budget=4, width=2, depth=2),
-)
-CHAT = generation_pb2.GenerateRequest(
-    chat=generation_pb2.ChatMessages(messages=[generation_pb2.ChatMessage(role="user", content="hi")]), max_tokens=2
-)
-RELEASE = common_pb2.ReleaseRequest(session_id="fuzzed")
 METHODS: dict[str, tuple[str, Message]] = {
     "/bough.v1.Target/Verify": ("target", VERIFY),
     "/bough.v1.Target/Release": ("target", RELEASE),
@@ -66,13 +44,13 @@ METHODS: dict[str, tuple[str, Message]] = {
     "/bough.v1.Generation/Generate": ("orchestrator", GENERATE),
     "/bough.v1.Generation/CloseSession": (
         "orchestrator",
-        generation_pb2.CloseSessionRequest(session_id="conversation"),
+        generation_pb2.CloseSessionRequest(session_id="session"),
     ),
     "/bough.v1.Generation/Abort": ("orchestrator", generation_pb2.AbortRequest(request_id="request")),
     "/bough.v1.Generation/GetServerInfo": ("orchestrator", common_pb2.GetServerInfoRequest()),
     "/bough.v1.Generation/GetDecisions": (
         "orchestrator",
-        generation_pb2.GetDecisionsRequest(session_id="conversation"),
+        generation_pb2.GetDecisionsRequest(session_id="session"),
     ),
     "/bough.v1.Generation/GetLoads": ("orchestrator", generation_pb2.GetLoadsRequest()),
 }
@@ -142,7 +120,7 @@ INTEGERS = {
     FieldDescriptor.CPPTYPE_ENUM: (0, 1, 2, 99, -1),
 }
 FLOATS = (0.0, -0.0, 1.0, -1.0, 1e-300, 1e300, float("inf"), float("-inf"), float("nan"))
-TEXTS = ("", "x", "x" * 5000, "\0", "\U0001f30d", "{{ 7 }}", "fuzzed", "conversation")
+TEXTS = ("", "x", "x" * 5000, "\0", "\U0001f30d", "{{ 7 }}", "fuzzed", "session")
 
 
 def value_of(data: st.DataObject, field: FieldDescriptor) -> Any:
@@ -185,7 +163,7 @@ def mutate(data: st.DataObject, message: Message) -> None:
             ("/bough.v1.Draft/Grow", GROW),
             ("/bough.v1.Draft/Grow", GROW_CHAINS),
             ("/bough.v1.Generation/Generate", GENERATE),
-            ("/bough.v1.Generation/Generate", CHAT),
+            ("/bough.v1.Generation/Generate", GENERATE_CHAT),
         ]
     ),
     num=st.integers(1, 3),

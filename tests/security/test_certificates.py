@@ -8,7 +8,6 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-import grpc
 import pytest
 
 from bough.config.processes import OrchestratorConfig, TargetConfig
@@ -226,32 +225,3 @@ async def test_a_process_that_asks_clients_for_certificates_is_found_by_its_own(
         writer.write(b"a")
         assert await reader.read(1) == b"a"
         writer.close()
-
-
-async def test_channels_of_older_certificates_end_with_the_last(tmp_path: Path) -> None:
-    """A call that ran on one held it until the garbage collector came by."""
-    files = AUTHORITY.files(tmp_path)
-    access = Access(tls=Tls(files, is_server=True))
-    running = asyncio.Event()
-
-    async def for_ever(_: bytes, __: object) -> bytes:
-        running.set()
-        await asyncio.Event().wait()
-        return b""
-
-    def add(server: grpc.aio.Server) -> None:
-        server.add_registered_method_handlers("s", {"wait": grpc.unary_unary_rpc_method_handler(for_ever, bytes)})
-
-    async with serving("127.0.0.1", 0, "service", add, credentials=access.door_credentials) as served:
-        peer = access.channel(f"localhost:{served.port}")
-        before = peer.current
-        call = before.unary_unary("/s/wait")(b"")
-        await asyncio.wait_for(running.wait(), 10)
-        AUTHORITY.files(tmp_path)
-        access.refresh()
-        assert peer.current is not before
-        await asyncio.sleep(0)
-        assert not call.done(), "what runs goes on"
-        await peer.close()
-        assert before._channel.closed()
-        assert await call.code() is grpc.StatusCode.CANCELLED

@@ -10,10 +10,11 @@ import pytest
 
 from bough.simulation.acceptance_law import LLAMA_3_CNN, AcceptanceLaw
 from bough.simulation.capacity_choice import PLAIN, Load, Size, SizeChoice
-from bough.simulation.law import Law, expected_tokens_of
+from bough.simulation.law import Law
 from bough.simulation.profile import Profile, parse_profile
 from bough.simulation.round_yield import RoundYield
 from bough.simulation.tokenizer import FIRST_WORD, NUM_WORDS
+from tests.fakes.simulated import expected_tokens_of
 
 
 def grown_one_by_one(law: AcceptanceLaw, nodes: int, depth: int, num_rounds: int) -> list[int]:

@@ -14,10 +14,12 @@ import torch
 
 from bough.model.batch.batch import Batch, Segment
 from bough.model.cpu.huge_pages import large_pages
-from bough.model.kv.session_kv import KVSlot
+from bough.model.kv.kv_arena import KVArena
+from bough.model.kv.session_kv import KVShape, KVSlot
 from bough.runtime import host_memory
 from bough.runtime.host_memory import in_pieces, node_of, populate, prefer_node
 from bough.trees.tree import Tree
+from target_worker.kv.kv_offload import memory_on_host
 from target_worker.link.pinned_memory import PinnedMemory
 from target_worker.link.streams import CudaStreams, InlineStreams
 from target_worker.sweep.streamed_model import StreamedModel
@@ -155,6 +157,37 @@ def test_layers_that_stay_are_in_pieces(tiny: Path, monkeypatch: pytest.MonkeyPa
     assert len(asked) == 4
     with streamed(tiny, torch.float32) as model:
         torch.testing.assert_close(logits, swept(model, new_slot(model)))
+
+
+def test_kv_on_the_host_is_in_pieces_of_whole_layers_near_who_computes_them(
+    cudart_of: Callable[..., Cudart], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of which one may be refused: it was once all or nothing."""
+    shape, layer_bytes = KVShape(5, 2, 4, torch.float16), 100 * 2 * 4 * 2
+    monkeypatch.setattr("target_worker.kv.kv_offload.PIECE_BYTES", 2 * layer_bytes)
+    cudart, asked = cudart_of(1), list[tuple[str, int]]()
+    take = PinnedMemory.take
+    monkeypatch.setattr(
+        PinnedMemory,
+        "take",
+        lambda self, num_bytes: asked.append((str(self._device), num_bytes)) or take(self, num_bytes),
+    )
+    first, second = CudaStreams(GPU), CudaStreams(torch.device("cuda", 1))
+    memory = memory_on_host(shape, 100, first, {1: second, 3: second})
+    of_one = [("cuda:0", 2 * layer_bytes), ("cuda:0", layer_bytes), ("cuda:1", 2 * layer_bytes)]
+    assert asked == 2 * of_one, "keys, and values"
+    assert (len(cudart.asked), first.unpinned_bytes, second.unpinned_bytes) == (6, layer_bytes, 0)
+    slots = KVArena(shape, memory), KVArena(shape, shape.empty(100, torch.device("cpu")))
+    mine, theirs = (arena.take(40) for arena in slots)
+    for slot in (mine, theirs):
+        for layer in range(5):
+            slot.keys[layer, :30] = torch.arange(240.0).view(30, 2, 4) * (layer + 1)
+            slot.values[layer, :30] = slot.keys[layer, :30] + 1
+        slot.compact([0, 3, 7], [1, 2, 3])
+        slot.move(60, 100, 3)
+    for layer in range(5):
+        assert torch.equal(mine.keys[layer, :3], theirs.keys[layer, :3])
+        assert torch.equal(mine.values[layer, :3], theirs.values[layer, :3])
 
 
 def swept(model: StreamedModel, slot: KVSlot) -> torch.Tensor:

@@ -43,11 +43,10 @@ def test_generated_trees_are_valid(tree: Tree) -> None:
 
 @given(trees())
 def test_derived_arrays_equal_their_definitions(tree: Tree) -> None:
-    mask, table, depths, scores = tree.ancestor_mask(), tree.path_table(), tree.depths(), tree.scores()
+    table, depths, scores = tree.path_table(), tree.depths(), tree.scores()
     for node in range(len(tree)):
         path = naive_path(tree, node)
         assert tree.path(node) == path
-        assert np.flatnonzero(mask[node]).tolist() == path
         assert depths[node] == len(path) - 1
         assert table[node, : len(path)].tolist() == path
         assert scores[node] == pytest.approx(sum(tree.log_probs[step] for step in path), abs=1e-3)

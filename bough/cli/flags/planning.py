@@ -12,8 +12,8 @@ from bough.trees.tree_plan import Scheme
 PLAN_SETTINGS = (
     "draft", "draft_bits", "device", "device_memory", "host_memory", "kv_memory", "kv_sessions", "kv_tier",
     "ring_memory", "resident_devices", "resident_layers", "experts", "max_context", "max_nodes", "max_sweep_tokens",
-    "rows", "dtype", "bits", "threads", "link_threads", "link_speed", "host_link_speed", "compute_speed",
-    "memory_speed", "unpack_speed", "tokens_per_round",
+    "rows", "dtype", "bits", "threads", "link_threads", "link_speed", "host_link_speed", "crossing_speed",
+    "compute_speed", "memory_speed", "unpack_speed", "tokens_per_round",
 )  # fmt: skip
 
 

@@ -221,4 +221,7 @@ def _write_demonstration(folder: Path, copies: int) -> None:
 def announce_first_start() -> None:
     """Announce the compilation of kernels if none are cached."""
     if not next(compiled_folder().rglob("*.nbc"), None):
-        print("the first start compiles kernels for this processor, which takes a while", file=sys.stderr)
+        print(
+            "the first start compiles kernels for this processor, which takes some 20 s on two processors",
+            file=sys.stderr,
+        )

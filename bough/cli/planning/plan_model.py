@@ -12,6 +12,7 @@ from bough.model.loading.default_settings import CPU_ROWS, settled
 from bough.model.loading.loading import DTYPES
 from bough.model.running.batch_invariance import product_of
 from bough.model.sizes.hardware_probe import (
+    crossing_speed,
     disk_speed,
     find_device,
     has_gpu,
@@ -25,6 +26,7 @@ from bough.model.sizes.hardware_probe import (
 from bough.model.sizes.memory_budget import (
     budgets,
     device_budget,
+    hidden_bytes,
     host_budget,
     other_devices,
     require_way_through,
@@ -42,8 +44,8 @@ from bough.sizing.cost_model import (
     step_seconds,
     sweep_model,
 )
-from bough.sizing.other_devices import place_with
-from bough.sizing.placement import Budgets, Placement, Tier, place, place_with_expert_cache
+from bough.sizing.other_devices import TIMES_AS_SLOW, place_with
+from bough.sizing.placement import Budgets, Placement, Tier
 
 MOST_GPUS = 64  # of a machine that is not here
 COMPARED_ROWS = 256  # measured besides the rows of a chunk
@@ -97,16 +99,12 @@ def make_plan(settings: PlanConfig) -> Plan:
     fixed = shapes.fixed(settings, is_gpu)
     allowed = budgets(settings, shapes.layer_bytes, device, host)
     apart = shapes.apart if settings.experts != "all" else None
-
     here = num_gpus() or MOST_GPUS
     others = other_devices(settings, config, shapes.kv, shapes.scratch_bytes, f"{device_type}:0", here if is_gpu else 0)
 
     def place_in(budgets: Budgets) -> Placement:
-        if others:
-            return place_with(shapes.layer_bytes, fixed, budgets, others)
-        if apart is None:
-            return place(shapes.layer_bytes, fixed, budgets)
-        return place_with_expert_cache(shapes.layer_bytes, apart, fixed, budgets, is_gpu, settings.experts == "chosen")
+        is_forced = settings.experts == "chosen"
+        return place_with(shapes.layer_bytes, fixed, budgets, others, apart, is_gpu, is_forced)
 
     placement = place_in(allowed)
     require_way_through(placement, is_gpu, allowed.host)
@@ -114,7 +112,7 @@ def make_plan(settings: PlanConfig) -> Plan:
     draft = draft_cost(settings, speeds, is_gpu) if settings.draft else None
 
     def sweep_of(placement: Placement) -> SweepModel:
-        return sweep_model(placement, shapes.work, shapes.rows, speeds)
+        return sweep_model(placement, shapes.work, shapes.rows, speeds, hidden_bytes(config, shapes.kv.dtype))
 
     sweep, num_nodes = sweep_of(placement), min(OrchestratorConfig().budget, settings.max_nodes)
     draft_seconds = draft.seconds if draft else 0.0
@@ -176,7 +174,19 @@ def find_speeds(settings: PlanConfig, shapes: ModelShapes, placement: Placement,
         raise ConfigError("--host-link-speed: missing; must be GB/s, as there is no gpu here to measure")
     if settings.draft and memory is None:
         raise ConfigError("--memory-speed: missing; must be GB/s, as the draft's time depends on it")
-    return Speeds(compute, disk, host_link, memory, unpack)
+    crossing = _crossing_speed(settings, host_link) if placement.num_crossings else None
+    return Speeds(compute, disk, host_link, memory, unpack, crossing)
+
+
+def _crossing_speed(settings: PlanConfig, host_link: Speed | None) -> Speed | None:
+    """Between two GPUs: as told, or measured where there are two, or what the way through the host's memory allows."""
+    if told := _given("--crossing-speed", settings.crossing_speed, GIGA):
+        return told
+    if num_gpus() > 1:
+        return crossing_speed("cuda:0", settings.resident_devices[0][0])
+    if host_link is None:
+        return None
+    return Speed(host_link.per_second / TIMES_AS_SLOW, "assumed: through the host's memory, as no second gpu is here")
 
 
 def _given(flag: str, value: float, unit: float) -> Speed | None:

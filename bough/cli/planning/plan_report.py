@@ -19,6 +19,7 @@ OTHER_UNIT = (1e9, "GB/s")
 SPEED_NAMES = {
     "disk": "from disk",
     "host_link": "host to gpu",
+    "crossing": "gpu to gpu",
     "memory": "own memory",
     "compute": "products",
     "unpack": "unpacking",

@@ -1,4 +1,4 @@
-"""Tree attention on the CPU, called with tensors: `bough.model.cpu.attention_kernels` computes it."""
+"""Tree attention on the CPU, called with tensors: `bough.model.cpu.attention_kernel` computes it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import torch
 
 from bough.model.batch.batch import BatchPart, Chunk
 from bough.model.batch.path_spans import PathSpans, Place
-from bough.model.cpu.attention_kernels import attend, share_attention, store
+from bough.model.cpu.attention_kernel import Rules, attend, share_attention, store
 from bough.model.cpu.jit import pointer
+from bough.model.cpu.llvm_vectors import LANES
 from bough.model.cpu.work_stealing import counters
 
 # The types of numbers that the kernel reads; bfloat16 comes as its bits.
@@ -19,72 +20,46 @@ KINDS: dict[torch.dtype, np.uint16 | np.float32] = {torch.bfloat16: np.uint16(0)
 _shares: dict[torch.dtype, Any] = {}  # pointers to `share_attention`, by these types
 
 
-def _attend_over(
-    spans: PathSpans,
-    layer: int,
-    num_kv_heads: int,
-    queries: torch.Tensor,
-    scale: float,
-    window: int,
-    softcap: float,
-    sinks: torch.Tensor | None,
-) -> torch.Tensor:
+def _attend_over(spans: PathSpans, layer: int, num_kv_heads: int, queries: torch.Tensor, *rules: Any) -> torch.Tensor:
     """queries and out (num_rows, num_heads, head_dim), of the type that slots hold; 0 in rows of no piece."""
     num_rows, num_heads, _ = queries.shape
     flat, kind, num_threads = queries.reshape(num_rows, -1).contiguous(), KINDS[queries.dtype], numba.get_num_threads()
-    out = torch.zeros_like(flat)
-    words, bits = (flat.view(torch.int32), out.view(torch.uint16)) if kind.nbytes == 2 else (flat, out)
-    arguments = (
-        num_threads,
-        words.numpy(),
-        spans,
-        kind,
-        layer,
-        num_kv_heads,
-        np.float32(scale),
-        window,
-        np.float32(softcap),
-        np.full(num_heads, -np.inf, np.float32) if sinks is None else sinks.numpy(),
-        bits.numpy(),
-    )
+    out = torch.zeros(-(-num_rows // LANES), flat.shape[1], LANES)
+    scale, window, softcap, sinks = rules
+    own_sinks = np.full(num_heads, -np.inf, np.float32) if sinks is None else sinks.numpy()
+    own_rules = Rules(num_kv_heads, np.float32(scale), window, np.float32(softcap), own_sinks)
+    arguments = num_threads, _bits(flat).numpy(), spans, kind, layer, own_rules, out.numpy()
     taken = counters(num_threads)[0]
     if queries.dtype not in _shares:
         _shares[queries.dtype] = pointer(share_attention, taken, 0, *arguments)
     attend(_shares[queries.dtype], taken, *arguments)
-    return out.view(queries.shape)
+    return out.transpose(1, 2).reshape(-1, flat.shape[1])[:num_rows].to(queries.dtype).view(queries.shape)
+
+
+def _bits(numbers: torch.Tensor) -> torch.Tensor:
+    """Of a type that numpy has."""
+    return numbers.view(torch.uint16) if numbers.dtype == torch.bfloat16 else numbers
 
 
 def attend_on_cpu(
-    queries: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    piece: BatchPart,
-    scale: float,
-    window: int,
-    softcap: float,
-    sinks: torch.Tensor | None,
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, piece: BatchPart, *rules: Any
 ) -> torch.Tensor:
     """Attention of one piece's rows in float32.
 
+    `rules` are a scale, a window, a softcap and sinks, as in `Rules`, without sinks None.
     queries (num_rows, num_heads, head_dim), keys and values (num_keys, num_kv_heads, head_dim), of any floating types.
     """
     stored_keys, stored_values = (numbers.float().contiguous() for numbers in (keys, values))
     place = Place(stored_keys.data_ptr(), stored_values.data_ptr(), len(keys))
     spans = PathSpans.at([place], [piece], keys.shape[1])
-    return _attend_over(spans, 0, keys.shape[1], queries.float(), scale, window, softcap, sinks)
+    return _attend_over(spans, 0, keys.shape[1], queries.float(), *rules)
 
 
 def attend_in_slots(
-    chunk: Chunk,
-    layer: int,
-    queries: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    *rules: Any,
+    chunk: Chunk, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *rules: Any
 ) -> torch.Tensor:
     """All pieces of a chunk at once on the CPU, where slots hold what the kernel reads; shapes as in `store`."""
     kind = KINDS[keys.dtype]
-    bits = [numbers.view(torch.uint16) if kind.nbytes == 2 else numbers for numbers in (keys, values)]
     spans, number = chunk.spans(layer)
-    store(spans, kind, number, *(numbers.numpy() for numbers in bits))
+    store(spans, kind, number, *(_bits(numbers).numpy() for numbers in (keys, values)))
     return _attend_over(spans, number, keys.shape[1], queries, *rules)

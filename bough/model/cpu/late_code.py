@@ -13,7 +13,7 @@ own way, which takes longer.
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any
 
 import numba
 from llvmlite.binding import Linkage
@@ -105,11 +105,11 @@ class _Codegen(JITCPUCodegen):
 
 
 class Inner(CPUDispatcher):
-    """A function that only compiled ones call: nothing lets Python call it."""
+    """A function that is compiled for compiled ones alone."""
 
-    def __call__(self, *_: object) -> NoReturn:
-        """Would crash in numba's own class."""
-        raise TypeError(f"{self.py_func.__name__} can be called by compiled functions only; `py_func` is Python's own")
+    def __call__(self, *arguments: Any) -> Any:
+        """Runs it as Python does; numba's own class would end the process."""
+        return self.py_func(*arguments)
 
 
 def make_code_late() -> None:

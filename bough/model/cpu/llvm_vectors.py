@@ -16,7 +16,7 @@ LANES = 16  # float32 that a vector register holds
 I16, I32, I64, POINTER = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.PointerType()
 FLOATS, WORDS, SHORTS = ir.VectorType(ir.FloatType(), LANES), ir.VectorType(I32, LANES), ir.VectorType(I16, 2 * LANES)
 SHORT = 8  # words of a shorter vector, which registers hold with AVX and later
-FIRST_LEVEL, SECOND_LEVEL = 3, 2  # of caches, as LLVM's prefetch counts them
+SECOND_LEVEL = 2  # of caches, as LLVM's prefetch counts them
 
 
 class _BFloat(ir.types.Type):  # type: ignore[misc]

@@ -1,8 +1,7 @@
 """Vectors of LANES numbers as values in compiled code: loops over lanes would be compiled number by number.
 
 `load` and `store` move LANES neighbours in memory, a row of an array (rows, LANES) or what follows a number of a row;
-operators and functions compute lane by lane, in float32 or in int32, and no lane knows of another; `at_least` tells of
-all lanes in the bits of a number. Only within kernels.
+operators and functions compute lane by lane, in float32 or in int32, and no lane knows of another. Only within kernels.
 """
 
 from __future__ import annotations
@@ -16,7 +15,10 @@ from numba.core import cgutils, types
 from numba.extending import intrinsic, models, overload, register_model
 
 from bough.model.cpu import llvm_vectors
-from bough.model.cpu.llvm_vectors import FLOATS, I16, I64, LANES, WORDS, at
+from bough.model.cpu.llvm_vectors import FLOATS, I16, I64, LANES, NUM_VECTORS, WORDS, array_of, at, spaced, splat
+
+SUMS = min(8, NUM_VECTORS // 2)  # vectors of sums that registers hold beside what they are made of
+_BYTES = 4  # of a number
 
 
 class Lanes(types.Type):
@@ -113,22 +115,40 @@ def _pair(builder: ir.IRBuilder, low: Any, high: Any) -> Any:
     return builder.or_(low, builder.shl(high, ir.Constant(WORDS, [16] * LANES)))
 
 
-def _mask(builder: ir.IRBuilder, numbers: Any, least: Any) -> Any:
-    return builder.zext(builder.bitcast(builder.fcmp_ordered(">=", numbers, least), ir.IntType(LANES)), I64)
+def _add_products(_context: Any, numbers: Any, _sum_step: Any, _step: Any, _count: Any, vectors: Any, out: Any) -> Any:
+    def codegen(context: Any, b: ir.IRBuilder, signature: Any, given: Any) -> Any:
+        _, sum_step, step, count, _, _ = given
+        (numbers, _, _), (vectors, _, _), (out, _, (num_sums, _)) = (
+            array_of(context, b, signature.args[place], given[place]) for place in (0, 4, 5)
+        )
+        sum_bytes, step_bytes = (b.mul(size, ir.Constant(I64, _BYTES)) for size in (sum_step, step))
+        vector_bytes, held = ir.Constant(I64, _BYTES * LANES), [cgutils.alloca_once(b, FLOATS) for _ in range(SUMS)]
+        with cgutils.for_range_slice(b, ir.Constant(I64, 0), num_sums, ir.Constant(I64, SUMS)) as (first, _):
+            places = spaced(b, at(b, out, b.mul(first, vector_bytes)), vector_bytes, SUMS)
+            for place, sums in zip(places, held, strict=True):
+                b.store(b.load(place, typ=FLOATS, align=_BYTES), sums)
+            begin = at(b, numbers, b.mul(first, sum_bytes))
+            with cgutils.for_range(b, count) as i:
+                vector = b.load(at(b, vectors, b.mul(i.index, vector_bytes)), typ=FLOATS, align=_BYTES)
+                here = at(b, begin, b.mul(i.index, step_bytes))
+                for place, sums in zip(spaced(b, here, sum_bytes, SUMS), held, strict=True):
+                    number = splat(b, b.load(place, typ=ir.FloatType(), align=_BYTES))
+                    b.store(llvm_vectors.multiply_add(b, b.load(sums), vector, number), sums)
+            for place, sums in zip(places, held, strict=True):
+                llvm_vectors.store(b, b.load(sums), place)
+        return context.get_dummy_value()
+
+    return types.void(numbers, types.intp, types.intp, types.intp, vectors, out), codegen
 
 
-def _lowest(builder: ir.IRBuilder, number: Any) -> Any:
-    kind = ir.FunctionType(I64, [I64, ir.IntType(1)])
-    return llvm_vectors.call(builder, "llvm.cttz.i64", kind, [number, ir.Constant(ir.IntType(1), 1)])
-
-
+# out[j] += vectors[i] * numbers[j * sum_step + i * step] for i from 0 to count, one after the other: of arrays of
+# float32 with nothing between neighbours, given (numbers, sum_step, step, count, vectors, out), SUMS or more in `out`.
+add_products: Any = intrinsic(_add_products)
 load: Any = intrinsic(_load_row)  # of an array, from an index on
 store: Any = intrinsic(_store_row)  # into an array of numbers of as many bytes, from an index on
 all_lanes: Any = intrinsic(_same)  # the same number, a float32 or an int32
 multiply_add: Any = _of_three(_called("fma"))  # first * second + third, rounded once
 larger: Any = _of_two(_called("maxnum"))
-at_least: Any = _of_two(_mask, types.int64)  # a bit for each lane of the first that is not below the second's
-lowest: Any = _of_one(_lowest, types.int64)  # the place of the lowest bit that is set, of an int64 other than 0
 magnitude: Any = _of_one(_called("fabs"))
 square_root: Any = _of_one(_called("sqrt"))
 nearest: Any = _of_one(_nearest, _WORDS)  # whole numbers

@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 
 import numba
 import numpy as np
-from numpy.typing import NDArray
 
-from bough.model.cpu.attention_kernels import share_attention
+from bough.model.cpu.attention_kernel import Rules, share_attention
 from bough.model.cpu.gemm import GROUP
 from bough.model.cpu.gemm_parallel import form_of, multiply, num_groups_of, num_pieces_of, parts_of, share_product
 from bough.model.cpu.jit import fastmath_inner, fastmath_parallel
@@ -59,7 +58,6 @@ class LayerWorkspace(NamedTuple):
     normed: Any  # rows of a product, as wide as the residual stream
     qkv: Floats  # (rows, queries + keys + values)
     queries: Bits  # (rows, num_heads * head_dim)
-    query_words: NDArray[np.int32]  # `queries` viewed as pairs
     attended: Floats  # (blocks, num_heads * head_dim, LANES)
     branch: Any  # rows of a product
     gate: Floats  # (blocks, intermediate, LANES)
@@ -182,11 +180,11 @@ def share_layer(
     """A thread's share of `run_layer`; `taken` has the counters of LOOPS loops (`cpu.work_stealing.counters`)."""
     me, epsilon = (thread, num_threads), np.float32(sizes.epsilon)
     no_sinks = np.full(sizes.num_heads, -np.inf, np.float32)
-    rules = np.float32(sizes.scale), weights.window, np.float32(0), no_sinks
+    rules = Rules(sizes.num_kv_heads, np.float32(sizes.scale), weights.window, np.float32(0), no_sinks)
     share_norms(taken[0], *me, room.hidden, weights.attention_norm, epsilon, room.normed)
     _share_heads(taken[1], *me, weights, room.normed, num_rows, room.qkv)
     _share_placing(taken[2], *me, layer, weights, sizes, room, spans, cos, sin)
-    share_attention(taken[3], *me, room.query_words, spans, _BITS, layer, sizes.num_kv_heads, *rules, room.attended)
+    share_attention(taken[3], *me, room.queries, spans, _BITS, layer, rules, room.attended)
     share_laying_out(taken[4], *me, room.attended, room.branch)
     share_product(taken[5], *me, room.branch, num_rows, weights.out, None, room.hidden)
     share_norms(taken[6], *me, room.hidden, weights.mlp_norm, epsilon, room.normed)

@@ -50,13 +50,11 @@ class Workspace:
     def _new_room(self, blocks: int) -> LayerWorkspace:
         rows, attended = blocks * LANES, self._sizes.num_heads * self._sizes.head_dim
         qkv = attended + 2 * self._sizes.num_kv_heads * self._sizes.head_dim
-        queries = np.zeros((rows, attended), np.uint16)
         return LayerWorkspace(
             np.zeros((blocks, self._hidden, LANES), np.float32),
             self._make_rows(blocks, self._hidden),
             np.zeros((rows, qkv), np.float32),
-            queries,
-            queries.view(np.int32),
+            np.zeros((rows, attended), np.uint16),
             np.zeros((blocks, attended, LANES), np.float32),
             self._make_rows(blocks, attended),
             np.zeros((blocks, self._intermediate, LANES), np.float32),

@@ -39,7 +39,10 @@ def device_name(device: torch.device) -> str:
 
 def working_on(device: torch.device) -> AbstractContextManager[object]:
     """Make a device the current one for kernels of this thread."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    if device.type == "cpu":
+        return nullcontext()
+    chosen: AbstractContextManager[object] = torch.get_device_module(device).device(device)
+    return chosen
 
 
 def await_all(device: torch.device) -> None:

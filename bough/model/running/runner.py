@@ -34,7 +34,8 @@ class ResidentModel:
         self._steps: GraphedSteps | None = None
         self._lean = LlamaDecoder(skeleton, is_int8) if is_lean(skeleton, device) else None
         if self._lean is None:
-            (bind_packed if stays_packed else bind_all)(skeleton, device)
+            with working_on(device):
+                (bind_packed if stays_packed else bind_all)(skeleton, device)
 
     def warm_up(self, memory: KVMemory, capture: Capture | None = None) -> None:
         """Run one token in the first row of a memory, which compiles kernels (seconds).

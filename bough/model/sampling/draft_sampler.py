@@ -12,8 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bough.errors import InvalidRequest, Unavailable
-from bough.model.sampling.sampler import Row, filtered, largest
-from bough.protocol.sampling_params import SamplingParams
+from bough.model.sampling.sampler import Row
 
 GREEDY_TOKENS = 32  # limit at temperature 0
 GREEDY_STEP = 7  # powers of two between successive tokens' weights: samples are in the order of rank, nearly always
@@ -32,29 +31,6 @@ def generator(seed: int, purpose: Purpose, round_: int, index: int) -> np.random
     """
     counter = np.array([0, index, round_, purpose.value], np.uint64)
     return np.random.Generator(np.random.Philox(key=seed, counter=counter))
-
-
-def draft_weights(
-    logits: Row, params: SamplingParams, max_tokens: int
-) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-    """Tokens and weights to sample guesses from, each (at most max_tokens,), best first.
-
-    This is the draft's distribution at the request's temperature and filters without its tail; weights are above 0. At
-    temperature 0, where any distribution is exact, they decrease so steeply that a sample without replacement is the
-    best tokens in order.
-
-    Raises:
-        Unavailable: no logit is finite.
-    """
-    require_numbers(logits.max())
-    if params.is_greedy:
-        best = largest(logits, min(max_tokens, GREEDY_TOKENS)).astype(np.int32)
-        best = best[np.isfinite(logits[best])]
-        return best, greedy_weights(len(best))
-    kept = filtered(logits, params)
-    best = largest(kept, max_tokens).astype(np.int32)
-    weights = np.exp(kept[best] - kept.max()).astype(np.float32)
-    return best[weights > 0], weights[weights > 0]
 
 
 def require_numbers(largest: NDArray[np.floating[Any]] | np.floating[Any]) -> None:

@@ -91,6 +91,19 @@ def host_link_speed(device: torch.device) -> Speed:
     return Speed(COPY_BYTES / seconds, "measured: copies from pinned memory")
 
 
+def crossing_speed(first: str, second: str) -> Speed:
+    """Bytes per second from an accelerator's memory to another's and back, each way."""
+    here = torch.ones(COPY_BYTES, dtype=torch.uint8, device=first)
+    there = torch.empty(COPY_BYTES, dtype=torch.uint8, device=second)
+
+    def there_and_back() -> None:
+        there.copy_(here, non_blocking=True)
+        here.copy_(there, non_blocking=True)
+
+    seconds = _least_seconds(there_and_back, torch.device(first), PROBE_SECONDS)
+    return Speed(2 * COPY_BYTES / seconds, f"measured: copies between {first} and {second}")
+
+
 def matrix_speed(
     matrices: Sequence[tuple[int, int]],
     rows: Sequence[int],

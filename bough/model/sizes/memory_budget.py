@@ -144,24 +144,23 @@ def other_devices(
     """The other devices that layers stay on; there are `count` GPUs, and sweeps run on `device`.
 
     Raises:
-        ConfigError: one does not exist, or is `device`; or another setting excludes such layers.
+        ConfigError: one does not exist, or is `device`.
     """
     if not settings.resident_devices:
         return []
     told = ",".join(f"{name}={num_bytes}" for name, num_bytes in settings.resident_devices)
-    for name, value, only in (("kv-tier", settings.kv_tier, "device"), ("experts", settings.experts, "auto or all")):
-        if value in ("host", "chosen"):
-            raise ConfigError(f"--{name}: value was {value}; must be {only} beside --resident-devices {told}")
     limits = TargetLimits.of(settings, max_positions(config))
-    layer_kv = limits.num_rows(shape.row_bytes, settings.kv_memory) * shape.row_bytes // shape.num_layers
-    fixed = layer_activation_bytes(config, shape, limits) + scratch
+    kv = limits.num_rows(shape.row_bytes, settings.kv_memory) * shape.row_bytes // shape.num_layers  # of a layer
+    layer_kv, staged = (0, STAGED_LAYERS * kv) if settings.kv_tier == "host" else (kv, 0)
+    fixed = layer_activation_bytes(config, shape, limits) + scratch + staged
+    hop = _sweep_rows(limits) * hidden_bytes(config, shape.dtype)
     for name, _ in settings.resident_devices:
         if name == device or int(name.removeprefix("cuda:")) >= count:
             there = (
                 ", ".join(f"cuda:{i}" for i in range(count) if f"cuda:{i}" != device) or "nothing: there is no other"
             )
             raise ConfigError(f"--resident-devices: value was {told}; must be of {there}")
-    return [OtherDevice(name, num_bytes, fixed, layer_kv) for name, num_bytes in settings.resident_devices]
+    return [OtherDevice(name, num_bytes, fixed, layer_kv, hop) for name, num_bytes in settings.resident_devices]
 
 
 def budgets(settings: TargetConfig, layer_bytes: Sequence[int], device: int, host: int) -> Budgets:
@@ -182,6 +181,11 @@ def activation_bytes(config: PretrainedConfig, shape: KVShape, limits: TargetLim
     return layer_activation_bytes(config, shape, limits) + head + judged
 
 
+def hidden_bytes(config: PretrainedConfig, dtype: torch.dtype) -> int:
+    """Bytes of a row's hidden state."""
+    return int(config.hidden_size) * dtype.itemsize
+
+
 def _sweep_rows(limits: TargetLimits) -> int:
     """Rows of the largest sweep, including padding."""
     rows = max(limits.rows, OWN_MOST)
@@ -191,7 +195,7 @@ def _sweep_rows(limits: TargetLimits) -> int:
 def layer_activation_bytes(config: PretrainedConfig, shape: KVShape, limits: TargetLimits) -> int:
     """The part of `activation_bytes` on a device with layers but no output head."""
     size, rows, tokens = shape.dtype.itemsize, max(limits.rows, OWN_MOST), _sweep_rows(limits)
-    hidden = tokens * int(config.hidden_size) * size * HIDDEN_COPIES
+    hidden = tokens * hidden_bytes(config, shape.dtype) * HIDDEN_COPIES
     intermediate = rows * int(getattr(config, "intermediate_size", 4 * config.hidden_size)) * size * 4
     attention = 2 * limits.slot_rows * shape.num_kv_heads * shape.head_dim * FLOAT32_BYTES
     return hidden + intermediate + attention

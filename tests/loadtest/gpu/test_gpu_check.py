@@ -21,6 +21,16 @@ def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert "error: torch finds no GPU here" in capsys.readouterr().err
 
 
+def test_a_part_that_is_not_there_is_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["gpu_check", "--dry-run-on-cpu", "--parts", "draft,drafts"])
+    with pytest.raises(SystemExit):
+        gpu_check.main()
+    assert "--parts must be of device, attention, " in (told := capsys.readouterr().err)
+    assert told.endswith("got drafts\n")
+
+
 def test_a_dry_run_goes_through_everything(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -47,7 +57,7 @@ def test_a_dry_run_goes_through_everything(
     assert [row["graph_ms"] for row in report["draft"]] == [None] * 5, "there are no graphs on the CPU"
     assert report["second_gpu"]["layers_there"] == 3
     assert report["second_gpu"]["is_equal"], "the CPU stands for its own neighbour"
-    assert [row["bits"] for row in report["chosen"]] == [16, 4]
+    assert [row["bits"] for row in report["chosen"]] == [4, 16]
     for row in report["chosen"]:
         assert row["seconds_a_token"] == pytest.approx(
             (row["draft_seconds"] + row["sweep_seconds"]) / row["tokens_a_round"], rel=0.02, abs=1e-4
@@ -57,12 +67,15 @@ def test_a_dry_run_goes_through_everything(
         ("draft", {"is_close": False}),
         ("memory", {"is_within": False}),
         ("unpacking", {"is_equal": False}),
+        ("equality", {"equal": 0}),
     ):
         broken = {**report, part: [*report[part][1:], {**report[part][0], **wrong}]}
-        assert not gpu_check._holds(broken, on_gpu=False)
-    for part in ("pipeline", "second_gpu"):
-        assert not gpu_check._holds({**report, part: {"is_same": False, "is_close": False}}, on_gpu=False)
-    assert not gpu_check._holds(report, on_gpu=True), "a GPU's steps are graphs"
+        assert not gpu_check.holds(broken, on_gpu=False), part
+    for part in ("pipeline", "second_gpu", "attention", "layer_bits", "experts"):
+        wrong = {"is_same": False, "is_close": False, "equal": 0, "compared": 1}
+        assert not gpu_check.holds({**report, part: wrong}, on_gpu=False), part
+    assert not gpu_check.holds(report, on_gpu=True), "a GPU's steps are graphs"
+    assert report["failed"] == {}
     assert {(row["bits"], row["tokens"]) for row in report["sweeps"]} == {(16, 1), (16, 8), (4, 1), (4, 8)}
     assert all(row["layers"] == {"resident": 2, "elsewhere": 0, "host": 3, "disk": 0} for row in report["sweeps"])
     assert not list(tmp_path.iterdir()), "it clears up"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import AsyncIterator
 from typing import Any
@@ -209,6 +210,14 @@ async def test_a_body_that_is_not_announced_as_json_is_refused(door: HttpStack) 
     """A browser sends it for a page of any site, and asks nobody first."""
     response = await door.client.post(CHAT, content=json.dumps({"messages": [USER]} | SHORT))
     assert (response.status_code, error_of(response)["param"]) == (415, "content-type")
+
+
+async def test_a_compressed_body_is_refused_as_such(door: HttpStack) -> None:
+    """It was told to be no JSON."""
+    headers = {"content-type": "application/json", "content-encoding": "gzip"}
+    body = gzip.compress(json.dumps({"messages": [USER]} | SHORT).encode())
+    response = await door.client.post(CHAT, content=body, headers=headers)
+    assert (response.status_code, error_of(response)["param"]) == (415, "content-encoding")
 
 
 async def test_paths_methods_and_models_that_are_not_there(door: HttpStack) -> None:

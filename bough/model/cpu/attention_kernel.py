@@ -1,0 +1,256 @@
+"""Tree attention on a CPU as one kernel, shaped like the one for GPUs: tiles of rows, and keys block by block.
+
+A tile is the query heads of one KV head for some rows of one slot: they are the lanes of vectors. It meets the keys
+that are committed, then those of its rows' own paths behind these, ancestors first; what a row does not see weighs
+exactly 0. A score is one sum over a head's dimensions, a result one sum over keys in the order of their positions. So
+what a row gets depends on its query and its path alone, bit for bit, whatever rows it shares a tile or a batch with.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numba
+import numpy as np
+from numba.core import types
+from numba.extending import overload
+from numpy.typing import NDArray
+
+from bough.model.cpu.float_bits import widened
+from bough.model.cpu.jit import strict, strict_inner, strict_parallel
+from bough.model.cpu.kv_rows import layer_rows
+from bough.model.cpu.llvm_vectors import LANES
+from bough.model.cpu.simd import add_products, all_lanes, exp_below_zero, larger, load, magnitude, where_positive
+from bough.model.cpu.simd import store as put
+from bough.model.cpu.work_stealing import as_thread, take, take_next, wait_for_all
+
+Floats = NDArray[np.float32]
+BLOCK = 16  # keys that are read and widened together, and then met by all lanes of a tile
+
+
+class Rules(NamedTuple):
+    """What scores and weights depend on beside queries and keys."""
+
+    num_kv_heads: int
+    scale: np.float32
+    window: int  # how far back a row sees; 0 is off
+    softcap: np.float32  # 0 is off
+    sinks: Floats  # (num_heads,) scores that weigh nothing; -inf where there are none
+
+
+class _Tile(NamedTuple):
+    """The query heads of a KV head for some rows, and the keys that some of these see."""
+
+    begin: int  # first row
+    end: int
+    kv_head: int
+    group: int  # query heads of a KV head
+    start: int  # position of the first key
+    num_committed: int  # keys that stand one after another in the slot
+    behind: NDArray[np.int64]  # slot rows of the keys behind these
+    sees: NDArray[np.bool_]  # (slot rows behind, rows) whether a row sees it
+
+
+def _as_float(number: Any) -> Any:
+    """float32, or the bits of bfloat16, as float32. Only within kernels."""
+    raise NotImplementedError
+
+
+@overload(_as_float)
+def _as_float_of(number):  # type: ignore[no-untyped-def]
+    return (lambda number: number) if isinstance(number, types.Float) else (lambda number: widened(number))
+
+
+@strict_inner
+def _reach(spans: Any, row: Any, window: Any) -> Any:
+    """The positions that a row sees, [first, end)."""
+    end = np.int64(spans.lengths[row])
+    return max(0, end - window) if window > 0 else 0, end
+
+
+@strict_inner
+def _behind(spans: Any, piece: Any, begin: Any, end: Any, window: Any, start: Any) -> Any:
+    """Slot rows beyond the base on the rows' paths from position `start` on, and which row sees which of them.
+
+    All rows' paths begin at one position, so that each one's keys come in the order of their positions.
+    """
+    first_row, _, base, begin_tail, width, num_keys = spans.ranges[piece]
+    num_rows, count = end - begin, 0
+    kept, sees = np.empty(width * num_rows, np.int64), np.zeros((width * num_rows, num_rows), np.bool_)
+    places = np.full(num_keys if width > 0 else 0, -1, np.int64)
+    for row in range(begin, end):
+        first, length = _reach(spans, row, window)
+        tail = begin_tail + (row - first_row) * width - base
+        for position in range(max(base, start), length):
+            stored = spans.tails[tail + position]
+            if places[stored] < 0:
+                kept[count], places[stored] = stored, count
+                count += 1
+            sees[places[stored], row - begin] = position >= first
+    return kept[:count], sees
+
+
+@strict_inner
+def _tile_of(spans: Any, task: Any, group: Any, window: Any) -> Any:
+    piece, begin, end, kv_head = spans.tasks[task]
+    start, last = _reach(spans, begin, window)
+    for row in range(begin + 1, end):
+        first, length = _reach(spans, row, window)
+        start, last = min(start, first), max(last, length)
+    num_committed = max(0, min(spans.ranges[piece, 2], last) - start)
+    behind, sees = _behind(spans, piece, begin, end, window, start)
+    return _Tile(begin, end, kv_head, group, start, num_committed, behind, sees)
+
+
+@strict_inner
+def _read(numbers: Any, tile: Any, begin: Any, end: Any, lines: Any) -> Any:
+    """Puts a tile's keys or values [begin, end), of a slot's numbers (rows, num_kv_heads, head_dim), into lines."""
+    for key in range(begin, end):
+        row = tile.start + key if key < tile.num_committed else tile.behind[key - tile.num_committed]
+        stored, line = numbers[row, tile.kv_head], lines[key - begin]
+        for d in range(len(stored)):
+            line[d] = _as_float(stored[d])
+
+
+@strict_inner
+def _lay_out(queries: Any, tile: Any, head_dim: Any, scale: Any, asked: Any) -> Any:
+    """Puts a tile's queries into lanes, (blocks, dimensions, LANES), times `scale`."""
+    for lane in range((tile.end - tile.begin) * tile.group):
+        first = (tile.kv_head * tile.group + lane % tile.group) * head_dim
+        query = queries[tile.begin + lane // tile.group, first : first + head_dim]
+        here = asked[lane // LANES, :, lane % LANES]
+        for d in range(len(query)):
+            here[d] = _as_float(query[d]) * scale
+
+
+@strict_inner
+def _cap(scores: Any, softcap: Any) -> Any:
+    """softcap * tanh(score / softcap)."""
+    one, zero, limit = all_lanes(np.float32(1)), all_lanes(np.float32(0)), all_lanes(softcap)
+    for block in range(len(scores)):
+        for key in range(scores.shape[1]):
+            score = load(scores[block], key)
+            power = exp_below_zero(magnitude(score) * all_lanes(np.float32(-2) / softcap))
+            size = limit * (one - power) / (one + power)
+            put(scores[block], key, where_positive(score, size, zero - size))
+
+
+@strict_inner
+def _hide(spans: Any, tile: Any, window: Any, scores: Any) -> Any:
+    """-inf for the scores (blocks, keys, LANES) of whatever a row does not see."""
+    for lane in range((tile.end - tile.begin) * tile.group):
+        row, here = lane // tile.group, scores[lane // LANES, :, lane % LANES]
+        first, length = _reach(spans, tile.begin + row, window)
+        for key in range(min(first - tile.start, tile.num_committed)):
+            here[key] = -np.inf
+        for key in range(length - tile.start, tile.num_committed):
+            here[key] = -np.inf
+        for key in range(tile.num_committed, len(here)):
+            if not tile.sees[key - tile.num_committed, row]:
+                here[key] = -np.inf
+
+
+@strict_inner
+def _weigh(scores: Any, totals: Any) -> Any:
+    """Scores (keys, LANES) become weights; `totals` (LANES,), sinks at first, takes the sums of all, key by key."""
+    sinks = peak = load(totals, 0)
+    for key in range(len(scores)):
+        peak = larger(peak, load(scores, key))
+    total = exp_below_zero(sinks - peak)
+    for key in range(len(scores)):
+        weight = exp_below_zero(load(scores, key) - peak)
+        put(scores, key, weight)
+        total = total + weight
+    put(totals, 0, total)
+
+
+@strict_inner
+def _put_heads(heads: Any, totals: Any, tile: Any, head_dim: Any, out: Any) -> Any:
+    """Puts sums of weighted values, over the sums of weights, where the rows' heads belong."""
+    for lane in range((tile.end - tile.begin) * tile.group):
+        row, first = tile.begin + lane // tile.group, (tile.kv_head * tile.group + lane % tile.group) * head_dim
+        head, total = heads[lane // LANES, :, lane % LANES], totals[lane // LANES, lane % LANES]
+        here = out[row // LANES, first : first + head_dim, row % LANES]
+        for d in range(len(here)):
+            here[d] = head[d] / total
+
+
+@strict_inner
+def _attend_tile(queries: Any, keys: Any, values: Any, spans: Any, tile: Any, rules: Any, out: Any) -> Any:
+    head_dim, num_keys = keys.shape[2], tile.num_committed + len(tile.behind)
+    width, num_blocks = -(-head_dim // LANES) * LANES, -(-(tile.end - tile.begin) * tile.group // LANES)
+    lines, totals = np.zeros((BLOCK, width), np.float32), np.empty((num_blocks, LANES), np.float32)
+    asked, heads = np.zeros((num_blocks, width, LANES), np.float32), np.zeros((num_blocks, width, LANES), np.float32)
+    room = np.zeros((num_blocks, -(-num_keys // BLOCK) * BLOCK, LANES), np.float32)
+    scores = room[:, :num_keys]
+    _lay_out(queries, tile, head_dim, rules.scale, asked)
+    for begin in range(0, num_keys, BLOCK):
+        _read(keys, tile, begin, min(begin + BLOCK, num_keys), lines)
+        for block in range(num_blocks):
+            add_products(lines, width, 1, width, asked[block], room[block, begin : begin + BLOCK])
+    if rules.softcap > 0:
+        _cap(scores, rules.softcap)
+    _hide(spans, tile, rules.window, scores)
+    for block in range(num_blocks):
+        for lane in range(LANES):
+            totals[block, lane] = rules.sinks[tile.kv_head * tile.group + (block * LANES + lane) % tile.group]
+        _weigh(scores[block], totals[block])
+    for begin in range(0, num_keys, BLOCK):
+        end = min(begin + BLOCK, num_keys)
+        _read(values, tile, begin, end, lines)
+        for block in range(num_blocks):
+            add_products(lines, 1, width, end - begin, scores[block, begin:end], heads[block])
+    _put_heads(heads, totals, tile, head_dim, out)
+
+
+@strict_inner
+def _rows_of(spans: Any, piece: Any, kind: Any, layer: Any, num_kv_heads: Any, head_dim: Any) -> Any:
+    """A piece's keys and its values of one layer, (rows, num_kv_heads, head_dim) each."""
+    slot = spans.slots[piece]
+    keys = layer_rows(slot[0], kind, layer, slot[2], num_kv_heads, head_dim)
+    return keys, layer_rows(slot[1], kind, layer, slot[2], num_kv_heads, head_dim)
+
+
+@strict
+def share_attention(
+    taken: Any, thread: Any, num_threads: Any, queries: Any, spans: Any, kind: Any, layer: Any, rules: Any, out: Any
+) -> Any:
+    """A thread's part of `attend`."""
+    num_tasks, num_heads = len(spans.tasks), len(rules.sinks)
+    task = take(taken, thread, num_threads, num_tasks)
+    while task < num_tasks:
+        tile = _tile_of(spans, task, num_heads // rules.num_kv_heads, rules.window)
+        piece, head_dim = spans.tasks[task, 0], out.shape[1] // num_heads
+        keys, values = _rows_of(spans, piece, kind, layer, rules.num_kv_heads, head_dim)
+        _attend_tile(queries, keys, values, spans, tile, rules, out)
+        task = take_next(taken, thread, num_threads, num_tasks)
+    wait_for_all(taken, num_threads, num_tasks)
+
+
+@strict_parallel
+def attend(
+    share: Any, taken: Any, num_threads: Any, queries: Any, spans: Any, kind: Any, layer: Any, rules: Any, out: Any
+) -> Any:
+    """Attention of all rows over their slots, a tile at a time.
+
+    `share` is a pointer to `share_attention` (`bough.model.cpu.jit.pointer`). queries (rows, num_heads * head_dim) of
+    the kind that slots hold: float32, or bfloat16 as its bits; `kind` is a number of it. `out` is (blocks, num_heads *
+    head_dim, LANES) float32: rows are lanes, and those of no piece stay as they are. `taken` is a row of
+    `bough.model.cpu.work_stealing.counters`.
+    """
+    for number in numba.prange(num_threads):
+        share(taken, as_thread(number), num_threads, queries, spans, kind, layer, rules, out)
+
+
+@strict
+def store(spans: Any, kind: Any, layer: Any, keys: Any, values: Any) -> Any:
+    """Puts new keys and values, (rows, num_kv_heads, head_dim) each, into the slot rows that take them."""
+    _, num_kv_heads, head_dim = keys.shape
+    for piece in range(len(spans.slots)):
+        held_keys, held_values = _rows_of(spans, piece, kind, layer, num_kv_heads, head_dim)
+        for row in range(spans.ranges[piece, 0], spans.ranges[piece, 1]):
+            stored = spans.rows[row]
+            for head in range(num_kv_heads):
+                for d in range(head_dim):
+                    held_keys[stored, head, d] = keys[row, head, d]
+                    held_values[stored, head, d] = values[row, head, d]

@@ -1,0 +1,124 @@
+"""Parts of a check, each within its time, in a process that is begun again where one of them fails.
+
+After an error of CUDA's a process can do nothing more on its GPU, and a kernel that never ends is left only with its
+process: so one part's failure must not cost the others' results. While nothing fails, one process does them all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import queue
+import signal
+import subprocess
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from time import monotonic
+from types import TracebackType
+from typing import Any, NamedTuple
+
+MARK = "##result "  # begins a line that is a result; all others are for people
+READY = "ready"  # the part of a process's first result
+START_SECONDS = 90.0  # until a process has imported what it needs
+LONGEST_SECONDS = 24 * 3600.0  # of a wait, where a part may take any time
+NUM_LAST_LINES = 3  # of what it printed, told where it ended without a result
+
+
+class Part(NamedTuple):
+    """Of a check."""
+
+    name: str
+    seconds: float  # that it may take
+
+
+class PartError(Exception):
+    """A part has no result."""
+
+
+def say(part: str, **result: Any) -> None:
+    """What a process prints for each part: value=..., or error=... and then it ends."""
+    print(MARK + json.dumps({"part": part, **result}), flush=True)
+
+
+def results_of(
+    parts: Sequence[Part], command: Callable[[Sequence[str], dict[str, Any]], Sequence[str]], seconds: float
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """What came of each part by its name, and of the others why nothing did; returns within `seconds` or little more.
+
+    `command` starts a process that does parts by name, one after another; it is told what has been found so far.
+    """
+    ends, left = monotonic() + seconds, list(parts)
+    found, failed = dict[str, Any](), dict[str, str]()
+    while left and monotonic() < ends:
+        with _Worker(command([part.name for part in left], found)) as worker:
+            part = Part(READY, START_SECONDS if ends < math.inf else math.inf)
+            try:
+                worker.result(part, ends)
+                while left:
+                    part = left.pop(0)
+                    found[part.name] = worker.result(part, ends)
+            except PartError as exc:
+                if part.name == READY:  # another process would not start either
+                    part = left.pop(0)
+                failed[part.name] = str(exc)
+                print(f"{part.name}: {exc}", flush=True)
+    return found, failed | {part.name: "not begun: the time was over" for part in left}
+
+
+class _Worker:
+    """A process that does parts, and whatever it starts."""
+
+    def __init__(self, command: Sequence[str]) -> None:
+        self._process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        )
+        self._lines: queue.Queue[str | None] = queue.Queue()
+        self._last = deque[str](maxlen=NUM_LAST_LINES)
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def __enter__(self) -> _Worker:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)  # its group: what it started as well
+        self._process.wait()
+        self._reader.join()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        with self._process.stdout as lines:
+            for line in lines:
+                self._lines.put(line.rstrip("\n"))
+        self._lines.put(None)
+
+    def result(self, part: Part, ends: float) -> Any:
+        """Of the part that is next. Raises PartError."""
+        began = monotonic()
+        limit = max(0.0, min(part.seconds, ends - began))
+        while True:
+            try:
+                line = self._lines.get(timeout=min(LONGEST_SECONDS, max(0.0, began + limit - monotonic())))
+            except queue.Empty:
+                raise PartError(f"no result within {limit:.0f} seconds") from None
+            if line is None:
+                last = "; ".join(self._last) or "it said nothing"
+                raise PartError(f"its process ended with status {self._process.wait()}: {last}")
+            if line.startswith(MARK):
+                self._last.clear()
+                return self._value(part, json.loads(line.removeprefix(MARK)))
+            self._last.append(line)
+            print(line, flush=True)
+
+    def _value(self, part: Part, told: dict[str, Any]) -> Any:
+        if told["part"] != part.name:
+            raise PartError(f"{told['part']} was done in its place")
+        if "error" in told:
+            raise PartError(told["error"])
+        return told.get("value")

@@ -1,0 +1,163 @@
+"""The process that does parts of the GPU check, one after another; started by `loadtest.gpu.check`.
+
+Each part's figures are printed as they come (`loadtest.gpu.supervised`); after one that fails the process ends, for its
+GPU may be lost to it.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bough.config.flag_parser import FlagParser
+from bough.model.gpu.ready import make_ready
+from bough.runtime.machine import default_budget, free_memory
+from loadtest.gpu import parts as gpu_parts
+from loadtest.gpu.contexts import contexts
+from loadtest.gpu.copying import bandwidth, pinning
+from loadtest.gpu.experts import experts
+from loadtest.gpu.layer_bits import layer_bits
+from loadtest.gpu.pipeline import pipeline
+from loadtest.gpu.random_models import Machine
+from loadtest.gpu.second_gpu import second_gpu
+from loadtest.gpu.sizes import MINIATURE, REAL, Sizes
+from loadtest.gpu.supervised import READY, Part, say
+from loadtest.gpu.target_sweeps import big_model, new_lanes, release, write_big
+from loadtest.gpu.unpacking import unpacking
+
+Found = dict[str, Any]
+
+
+@dataclass
+class Ground:
+    """What parts have in common."""
+
+    device: torch.device
+    sizes: Sizes
+    folder: Path
+    layers: int
+    device_memory: int
+    host_memory: int  # 0: most of what is free
+    found: Found = field(default_factory=dict)  # by part
+
+    @property
+    def machine(self) -> Machine:
+        """With lanes that nobody has closed."""
+        return Machine(self.device, new_lanes(self.device), self.device_memory, 0, 1)
+
+    @property
+    def second(self) -> torch.device | None:
+        """Another GPU; None where there is none. On the CPU that all is tried on, it stands for its own neighbour."""
+        if self.device.type == "cpu":
+            return self.device
+        return torch.device("cuda", 1) if torch.cuda.device_count() > 1 else None
+
+
+def _equality(ground: Ground) -> Any:
+    sizes, folder = ground.sizes, ground.folder / "small"
+    return gpu_parts.equality(ground.machine, sizes.small, sizes.num_compared, folder, new_lanes)
+
+
+def _second_gpu(ground: Ground) -> Any:
+    if ground.second is None:
+        return None
+    return second_gpu(ground.machine, ground.second, ground.sizes.small, ground.folder / "second", new_lanes)
+
+
+def _drafts(ground: Ground) -> list[Mapping[str, Any]]:
+    """Steps of every draft, and of the first one on another GPU."""
+    rows: list[Mapping[str, Any]] = []
+    for place in dict.fromkeys((ground.device, ground.second)):
+        drafts = [*ground.sizes.drafts.items()]
+        for name, config in drafts if place == ground.device else drafts[:1]:
+            if place is not None:
+                steps = gpu_parts.draft_steps(place, config, ground.folder / f"draft {name} {place.index}")
+                rows += [{"draft": name, "on": str(place), **row} for row in steps]
+                gc.collect()
+                release(place)
+    return rows
+
+
+def _copying(ground: Ground) -> Found:
+    rate = bandwidth(new_lanes(ground.device), ground.sizes.copy_bytes)
+    return {
+        "pinning": pinning(new_lanes(ground.device), ground.sizes.copy_bytes),
+        "host_to_device_gb_s": round(rate / 1e9, 2),
+    }
+
+
+def _big(bits: int) -> Callable[[Ground], Found]:
+    def run(ground: Ground) -> Found:
+        sizes, folder = ground.sizes, ground.folder / "target"
+        rate = bandwidth(new_lanes(ground.device), sizes.copy_bytes)
+        source = write_big(sizes.target, folder, ground.device, bits)  # before memory is counted: it may be there
+        host = ground.host_memory or default_budget(free_memory())
+        machine = Machine(ground.device, new_lanes(ground.device), ground.device_memory, host, sizes.max_resident)
+        return big_model(bits, source, machine, sizes, folder, ground.layers, rate, _step_seconds(ground.found))
+
+    return run
+
+
+def _step_seconds(found: Found) -> float | None:
+    """Of the last draft, for 16 rows of one session; None where drafts were not timed."""
+    drafts: Sequence[Mapping[str, Any]] = found.get("draft", [])
+    rows = [row for row in drafts if tuple(row["rows"]) == (16,) and row["on"] == drafts[0]["on"]]
+    return float(rows[-1]["graph_ms"] or rows[-1]["eager_ms"]) / 1e3 if rows else None
+
+
+WORK: dict[Part, Callable[[Ground], Any]] = {  # what is most likely to fail comes first, what takes longest last
+    Part("device", 60): lambda ground: gpu_parts.describe(ground.device),
+    Part("attention", 60): lambda ground: gpu_parts.attention(ground.device),
+    Part("unpacking", 90): lambda ground: unpacking(ground.device, *ground.sizes.unpacked),
+    Part("layer_bits", 45): lambda ground: layer_bits(
+        ground.device, ground.sizes.matrices, ground.machine.rows, torch.bfloat16
+    ),
+    Part("contexts", 45): lambda ground: contexts(ground.device, *ground.sizes.contexts),
+    Part("equality", 90): _equality,
+    Part("experts", 60): lambda ground: experts(
+        ground.device, ground.sizes.mixture, ground.folder / "mixture", new_lanes
+    ),
+    Part("second_gpu", 60): _second_gpu,
+    Part("draft", 100): _drafts,
+    Part("copying", 45): _copying,
+    Part("target 4", 160): _big(4),
+    Part("pipeline", 160): lambda ground: pipeline(ground.device),
+    Part("target 16", 240): _big(16),
+}
+
+
+def main() -> None:
+    """Does the parts that it is told, until one fails."""
+    parser = FlagParser(description=__doc__)
+    parser.add_argument("--parts", required=True, help="names, with commas between them")
+    parser.add_argument("--folder", type=Path, required=True, help="for models; found.json there is what was found")
+    parser.add_argument("--layers", type=int, required=True)
+    parser.add_argument("--device-memory", type=int, required=True)
+    parser.add_argument("--host-memory", type=int, required=True)
+    parser.add_argument("--dry-run-on-cpu", action="store_true")
+    told = parser.parse_args()
+    device = torch.device("cpu") if told.dry_run_on_cpu else torch.device("cuda", 0)
+    make_ready(device)
+    sizes, found = MINIATURE if told.dry_run_on_cpu else REAL, json.loads((told.folder / "found.json").read_text())
+    ground = Ground(device, sizes, told.folder, told.layers, told.device_memory, told.host_memory, found)
+    say(READY)
+    work = {part.name: act for part, act in WORK.items()}
+    for name in told.parts.split(","):
+        try:
+            found[name] = work[name](ground)
+        except Exception as exc:
+            say(name, error=f"{type(exc).__name__}: {exc}")
+            raise SystemExit(1) from exc
+        say(name, value=found[name])
+        gc.collect()
+        release(device)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""Whether a target on the CPU computes at a commit what it computes now, bit for bit, on this machine.
+
+    python -m loadtest.sweep.same_bits --commit COMMIT [--cases llama bfloat16,mixtral float32]
+
+Small random models of several families and types, some of them packed, go through whole sweeps of two sessions' trees
+and of what follows a committed path, in the tree of that commit and in this one; all logits are compared. Bits depend
+on the processor, so there is nothing to compare them with but another run on the same one. Takes minutes, most of them
+for compiling the kernels of that commit. Ends with one JSON line; exit status 1 where any differ.
+"""
+
+from __future__ import annotations
+
+# isort: off
+import bough.model  # noqa: F401  # before torch, see there
+# isort: on
+
+import io
+import json
+import os
+import subprocess
+import sys
+import tarfile
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import Gemma2Config, LlamaConfig, MixtralConfig, Olmo2Config, PretrainedConfig
+
+from bough.config.flag_parser import FlagParser
+from bough.model.cpu.small_model import write_small
+from bough.model.packing.pack import pack
+from loadtest.common.machine import processor
+
+HERE = Path(__file__).parents[2]
+SIZES: dict[str, Any] = {
+    "vocab_size": 512,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.1,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+MODELS: dict[str, tuple[PretrainedConfig, int]] = {  # and bits of bough's packing; 0 is none
+    "llama": (LlamaConfig(**SIZES), 0),
+    "llama-4": (LlamaConfig(**SIZES), 4),
+    "llama-8": (LlamaConfig(**SIZES), 8),
+    "olmo2": (Olmo2Config(**SIZES), 0),
+    "gemma2": (Gemma2Config(**SIZES, sliding_window=24, query_pre_attn_scalar=64), 0),
+    "mixtral": (MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2), 0),
+}
+CASES = tuple(f"{model} {dtype}" for model in MODELS for dtype in ("bfloat16", "float32"))
+
+
+def compared(commit: str, cases: Sequence[str], folder: Path) -> list[dict[str, Any]]:
+    """Of each case, how many logits differ between the two trees, and by how much at most."""
+    trees = {"then": exported(commit, folder / "tree"), "now": HERE}
+    rows = []
+    for case in cases:
+        name, dtype = case.split()
+        model = folder / name
+        if not model.exists():
+            written(name, model)
+        then, now = (logits(tree, model, dtype, folder / f"{name}-{dtype}-{when}.npy") for when, tree in trees.items())
+        different, most = int((then != now).sum()), float(np.abs(then - now).max())
+        rows.append({"case": case, "logits": then.size, "different": different, "largest_difference": most})
+        print(rows[-1], flush=True)
+    return rows
+
+
+def exported(commit: str, folder: Path) -> Path:
+    """The repository's files as they were."""
+    archive = subprocess.run(["git", "archive", commit], cwd=HERE, capture_output=True, check=True).stdout
+    with tarfile.open(fileobj=io.BytesIO(archive)) as files:
+        files.extractall(folder, filter="data")
+    return folder
+
+
+def written(name: str, folder: Path) -> None:
+    """One of MODELS."""
+    torch.manual_seed(0)
+    config, bits = MODELS[name]
+    if not bits:
+        write_small(config, folder)
+        return
+    write_small(config, folder.with_suffix(".plain"))
+    pack(str(folder.with_suffix(".plain")), bits, folder)
+
+
+def logits(tree: Path, model: Path, dtype: str, out: Path) -> np.ndarray:
+    """What a tree of files makes of a model; its tests say how a target is put together there."""
+    script = Path(__file__).with_name("sweep_logits.py")
+    command = [sys.executable, "-P", str(script), str(model), dtype, str(out)]
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("NUMBA_")}  # this tree's own
+    subprocess.run(command, cwd=tree, env={**environ, "PYTHONPATH": str(tree)}, check=True)
+    found: np.ndarray = np.load(out)
+    return found
+
+
+def main() -> None:
+    """Prints a line a case, and one JSON line."""
+    parser = FlagParser(description=__doc__)
+    parser.add_argument("--commit", required=True, help="of this repository")
+    parser.add_argument("--cases", default=",".join(CASES), help=f"of {', '.join(CASES)}; all by default")
+    told = parser.parse_args()
+    cases = told.cases.split(",")
+    if unknown := [case for case in cases if case not in CASES]:
+        parser.error(f"--cases must be of {', '.join(CASES)}, got {', '.join(unknown)}")
+    with tempfile.TemporaryDirectory() as name:
+        rows = compared(told.commit, cases, Path(name))
+    is_same = not any(row["different"] for row in rows)
+    print(json.dumps({"commit": told.commit, "processor": processor(), "same": is_same, "cases": rows}))
+    raise SystemExit(0 if is_same else 1)
+
+
+if __name__ == "__main__":
+    main()
