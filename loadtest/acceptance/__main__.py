@@ -110,7 +110,7 @@ def _require_known(arguments: argparse.Namespace, parser: argparse.ArgumentParse
     for wanted in arguments.contestants:
         if not any(wanted in name for name in known):
             parser.error(
-                f"--contestants: must be part of a name at these temperatures ({', '.join(known)}), got {wanted!r}"
+                f"--contestants: must be part of a name at these temperatures ({'; '.join(known)}), got {wanted!r}"
             )
 
 

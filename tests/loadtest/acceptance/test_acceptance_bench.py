@@ -109,10 +109,11 @@ def test_contestants_that_nobody_is_are_refused_and_the_others_listed(capsys: py
     with pytest.raises(SystemExit):
         arguments_from(["--contestants", "Sequoia", "Medusa"])
     error = capsys.readouterr().err
-    assert "--contestants: must be part of a name at these temperatures (" in error and "got 'Medusa'" in error
+    assert "--contestants: must be part of a name at these temperatures (" in error
+    assert "got 'Medusa'" in error
     assert "SpecExec: target, best-first; " in error
     with pytest.raises(SystemExit):
         arguments_from(["--contestants", "Sequoia", "--temperatures", "0"])
     error = capsys.readouterr().err
-    assert "'Sequoia' is part of no name" in error
+    assert "got 'Sequoia'" in error
     assert "Sequoia:" not in error
