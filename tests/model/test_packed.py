@@ -325,7 +325,7 @@ def test_packing_refuses_what_would_overwrite(tiny: Path, tmp_path: Path) -> Non
         pack(str(tmp_path / "packed"), 4, tmp_path / "twice")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.tex").touch()
-    with pytest.raises(ConfigError, match="is not empty"):
+    with pytest.raises(ConfigError, match="--out: must be an empty or a new folder"):
         pack(str(tiny), 4, tmp_path / "full")
     (tmp_path / "begun").mkdir()
     (tmp_path / "begun" / "bough_pack.json.partial").touch()  # by a run that was killed in its first moment

@@ -183,7 +183,7 @@ async def test_half_a_surrogate_pair_is_refused_by_the_name_of_its_field(
         await finish(orchestrator.callers.tenant(()), prompt, replace(SHORT, **changes))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("name", "why"), [("\ud800", "must be UTF-8"), ("s" * 257, "257 characters")])
+@pytest.mark.parametrize(("name", "why"), [("\ud800", "must be UTF-8"), ("s" * 257, "at most 256 characters, got 257")])
 async def test_a_session_whose_name_cannot_be_is_refused_and_no_fault_of_the_index(
     orchestrator: Orchestrator, name: str, why: str
 ) -> None:

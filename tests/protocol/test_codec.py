@@ -116,7 +116,7 @@ options = st.builds(
     top_k=st.integers(0, 9),
     seed=st.none() | st.integers(0, 2**64 - 1),
     logit_bias=st.dictionaries(st.integers(0, 9), BIASES, max_size=2),
-    max_tokens=st.integers(0, 999),
+    max_tokens=st.integers(1, 999),
     stop=st.lists(st.text(max_size=3), max_size=2).map(tuple),
     ignore_eos=st.booleans(),
     logprobs=st.none() | st.integers(0, 9),
@@ -148,8 +148,8 @@ def test_requests_survive_the_wire(prompt: g.Prompt, request_options: g.Generate
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_tokens": -1}, "max_tokens: must be 0 to 4294967295, got -1"),
-        ({"max_tokens": 10**20}, "max_tokens: must be 0 to 4294967295.* got 100000000000000000000"),
+        ({"max_tokens": -1}, "max_tokens: must be 1 to 4294967295, got -1"),
+        ({"max_tokens": 10**20}, "max_tokens: must be 1 to 4294967295.* got 100000000000000000000"),
         ({"seed": -1}, "seed: must be 0 to 18446744073709551615.* got -1"),
         ({"seed": 2**64}, "seed: must be 0 to.* got 18446744073709551616"),
         ({"top_k": -1}, "top_k: must .* got -1"),
