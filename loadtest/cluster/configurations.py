@@ -30,7 +30,6 @@ def trial_config() -> dict[str, Any]:
             deployment["autoscaling_config"] = {
                 "min_replicas": 1,
                 "max_replicas": 2,
-                "metrics_interval_s": 1,
                 "look_back_period_s": 4,
                 "upscale_delay_s": 1,
                 "downscale_delay_s": 4,
