@@ -57,7 +57,7 @@ async def test_what_is_printed_works_with_a_key_and_not_without(
         for call in calls:
             done = await asyncio.to_thread(pasted, call, tmp_path, key)
             assert done.returncode == 0, done.stdout + done.stderr
-            assert len(done.stdout) > 50, done.stdout
+            assert done.stdout.strip()
             refused = await asyncio.to_thread(pasted, call, tmp_path)
             assert refused.returncode != 0, call
         seen = await asyncio.to_thread(pasted, doctor, tmp_path, key)
