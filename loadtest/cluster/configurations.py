@@ -30,7 +30,7 @@ def trial_config() -> dict[str, Any]:
             deployment["autoscaling_config"] = {
                 "min_replicas": 1,
                 "max_replicas": 2,
-                "metrics_interval_s": 1,  # given up by Ray for its variables, which its check of look_back_period_s does not read
+                "metrics_interval_s": 1,  # what its check of look_back_period_s reads, not the variable
                 "look_back_period_s": 4,
                 "upscale_delay_s": 1,
                 "downscale_delay_s": 4,
