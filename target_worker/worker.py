@@ -6,6 +6,7 @@ import logging
 import time
 from pathlib import Path
 
+import numba
 import torch
 
 from bough import __version__
@@ -129,7 +130,8 @@ class TargetWorker(ServedTarget):
     def info(self) -> WorkerInfo:
         """Model, limits and load."""
         figures = self._engine.pool.figures()
-        ground = self._model.arithmetic, self._devices_in_words(), f"torch {torch.__version__}", f"code {code_hash()}"
+        libraries = f"torch {torch.__version__}, numba {numba.__version__}"  # both decide the order of sums
+        ground = self._model.arithmetic, self._devices_in_words(), libraries, f"code {code_hash()}"
         return WorkerInfo(
             kind="target",
             worker_id=self._worker_id,

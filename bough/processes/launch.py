@@ -208,8 +208,8 @@ class Cluster:
         if "orchestrator" in own:
             self.address = own["orchestrator"].address
         missing = {name: "" for name in required if name not in own}
-        if draft_may_follow and missing.keys() == {DRAFT} and self.children[DRAFT].last_line() == COMPILING:
-            missing = {}
+        if draft_may_follow and missing.keys() == {DRAFT} and not (draft := self.children[DRAFT]).has_ended():
+            missing = {} if draft.last_line() == COMPILING else missing
         return missing or await self._unused({name: own[name].address for name in own if name != "orchestrator"})
 
     async def _unused(self, addresses: Mapping[str, str]) -> dict[str, str]:

@@ -96,6 +96,7 @@ class Access:
 
 
 OPEN = Access()
+END = b"-----END CERTIFICATE-----\n"
 
 
 def metrics_context(config: ServiceConfig) -> Callable[[], ssl.SSLContext] | None:
@@ -130,6 +131,8 @@ def certificate_files(config: ServiceConfig) -> CertificateFiles:
 def _clients_of_doors(now: Certificates) -> bytes:
     """Authorities whose certificates a front door accepts; the supervisor's is one, as it calls the doors too.
 
-    Without an authority of the processes, that is the process's own certificate.
+    Without an authority of the processes, that is the process's own certificate, without those of authorities that
+    follow it: they vouch for others, too.
     """
-    return now.client_authority and now.client_authority + b"\n" + (now.authority or now.chain)
+    own = now.chain.partition(END)[0] + END
+    return now.client_authority and now.client_authority + b"\n" + (now.authority or own)

@@ -21,11 +21,13 @@ def largest(logits: torch.Tensor, num: int) -> tuple[NDArray[np.float32], NDArra
         top = logits.topk(min(num, logits.shape[1]), dim=1)
         return top.values.cpu().numpy(), top.indices.cpu().numpy().astype(np.int32)
     maxima = logits[:, : GROUP * num_groups].view(len(logits), GROUP, num_groups).amax(1).numpy()
+    maxima[np.isnan(maxima)] = -np.inf  # which sort as the largest
     least = np.partition(maxima, num_groups - num, axis=1)[:, num_groups - num]
     values, tokens = np.full((len(logits), num), np.nan, np.float32), np.zeros((len(logits), num), np.int32)
     for row, numbers in enumerate(logits.numpy()):
         found = np.flatnonzero(numbers >= least[row])
         if len(found):
             best = found[np.argsort(-numbers[found], kind="stable")[:num]]
-            values[row], tokens[row] = numbers[best], best
+            values[row, len(best) :] = -np.inf
+            values[row, : len(best)], tokens[row, : len(best)] = numbers[best], best
     return values, tokens

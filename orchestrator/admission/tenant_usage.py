@@ -17,13 +17,21 @@ RETRY_SECONDS = 1.0  # after which one of the tenant's running requests may have
 
 
 @dataclass(slots=True)
+class _Session:
+    """A named session of a tenant."""
+
+    num_running: int = 0  # requests that wait for a place, or have one
+    has_begun: bool = False  # whether one of its requests has; otherwise it goes with the last of them
+
+
+@dataclass(slots=True)
 class _Account:
     """The account of one tenant."""
 
     num_running: int = 0
     num_owed: float = 0.0  # used tokens, minus the rate limit's tokens for the time since
     settled_at: float = 0.0  # seconds on the clock
-    sessions: dict[str, int] = field(default_factory=dict)  # running requests by session name; last used last
+    sessions: dict[str, _Session] = field(default_factory=dict)  # by name; last used last
 
     def settle(self, now: float, per_minute: int) -> None:
         """Deduct the rate limit's tokens for the time since the last settlement."""
@@ -48,40 +56,43 @@ class Usage:
         account = self._accounts.setdefault(key.name, _Account(settled_at=self.clock()))
         self._require_room(key, account, session)
         account.num_running += 1
-        begun: list[str] = []
+        running = account.sessions.pop(session, None) or _Session()
+        running.num_running += 1
+        if session:
+            account.sessions[session] = running
 
         def observe(event: Event) -> None:
-            if session and isinstance(event, Started):
-                account.sessions[session] = account.sessions.pop(session, 0) + 1
-                begun.append(session)
+            running.has_begun |= isinstance(event, Started)
             self._observe(account, key, event)
 
         try:
             yield observe
         finally:
             account.num_running -= 1
-            for name in account.sessions.keys() & begun:
-                account.sessions[name] -= 1
+            running.num_running -= 1
+            if not running.num_running and not running.has_begun:
+                account.sessions.pop(session, None)
 
     def surplus(self, key: ApiKey) -> list[str]:
-        """Remove and return the least recently used idle sessions beyond a tenant's limit."""
+        """The least recently used idle sessions beyond a tenant's limit, to be closed and forgotten."""
         sessions = self._accounts[key.name].sessions
-        idle = [name for name, num_running in sessions.items() if not num_running]
-        given_up = idle[: max(0, len(sessions) - _most_sessions(key))]
-        for name in given_up:
-            del sessions[name]
-        return given_up
+        num_begun = sum(session.has_begun for session in sessions.values())
+        idle = [name for name, session in sessions.items() if not session.num_running]
+        return idle[: max(0, num_begun - _most_sessions(key))]
 
-    def forget(self, key: ApiKey, session: str) -> None:
-        """Remove a session that was closed."""
-        if key.name in self._accounts:
-            self._accounts[key.name].sessions.pop(session, None)
+    def forget(self, key: ApiKey, name: str) -> None:
+        """Remove a session that was closed, once no request runs in it."""
+        account = self._accounts.get(key.name)
+        if account is None or (session := account.sessions.get(name)) is None:
+            return
+        session.has_begun = False
+        if not session.num_running:
+            del account.sessions[name]
 
     def _require_room(self, key: ApiKey, account: _Account, session: str) -> None:
-        if session and session not in account.sessions:
-            num_busy = sum(1 for num_running in account.sessions.values() if num_running)
-            if num_busy >= _most_sessions(key):
-                raise Exhausted(f"sessions: a request runs in each of the {num_busy} of this key", RETRY_SECONDS)
+        others = (one for name, one in account.sessions.items() if name != session)
+        if session and (num_busy := sum(one.num_running > 0 for one in others)) >= _most_sessions(key):
+            raise Exhausted(f"sessions: a request runs in each of the {num_busy} of this key", RETRY_SECONDS)
         if key.requests and account.num_running >= key.requests:
             raise Exhausted(f"requests: {key.requests} of this key run, which is its limit", RETRY_SECONDS)
         if not key.tokens_per_minute:

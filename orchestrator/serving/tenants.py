@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, S
 from contextlib import aclosing, asynccontextmanager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 
-from bough.errors import BoughError
+from bough.errors import BoughError, NotFound
 from bough.protocol.decision import Decision
 from bough.protocol.generation import Event, Finished, GenerateOptions, Prompt, Started
 from bough.security.api_keys import ApiKey
@@ -78,8 +78,10 @@ class Tenant:
         """Closes those sessions that the tenant has beyond what its key allows, where the index can be told."""
         if self.key is not None and not self.requests.directory.index_problem:
             for name in self.usage.surplus(self.key):
-                with suppress(BoughError):  # it has ended by itself
-                    await self.requests.close_session(self._inner(name))
+                with suppress(BoughError):  # of an index or a worker that does not answer: tried again
+                    with suppress(NotFound):  # it has ended by itself
+                        await self.requests.close_session(self._inner(name))
+                    self.usage.forget(self.key, name)
 
     @property
     def _prefix(self) -> str:

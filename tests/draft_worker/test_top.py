@@ -64,3 +64,14 @@ def test_a_row_of_no_numbers_says_so_and_harms_no_other() -> None:
     values, _ = largest(logits, 64)
     assert np.isnan(values[0]).all()
     np.testing.assert_array_equal(values[1], sorted_best(logits[1].numpy(), 64)[0])
+
+
+def test_numbers_beside_many_nans_are_found_and_nothing_fails() -> None:
+    """A head whose last rows are no numbers, as padding of a vocabulary may be, has NaN in every group."""
+    logits = torch.randn(2, ENOUGH, generator=torch.Generator().manual_seed(0))
+    logits[0, ENOUGH // 64 :] = torch.nan
+    values, _ = largest(logits, 256)
+    known = np.sort(logits[0, : ENOUGH // 64].numpy())[::-1]
+    assert np.array_equal(values[0, : min(256, len(known))], known[:256])
+    assert (values[0, len(known) :] == -np.inf).all()
+    assert np.array_equal(values[1], logits[1].topk(256).values.numpy())

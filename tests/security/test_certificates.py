@@ -203,6 +203,8 @@ async def test_a_process_is_found_by_its_new_certificate_where_there_is_no_autho
 async def test_a_process_that_asks_clients_for_certificates_is_found_by_its_own(tmp_path: Path) -> None:
     """With --tls-client-ca and no --tls-ca it refused whoever looks after it, such as health checks."""
     files = replace(AUTHORITY.files(tmp_path), authority="", client_authority=str(STRANGER.write(tmp_path, "clients")))
+    with Path(files.cert).open("ab") as chain:
+        chain.write(AUTHORITY.certificate)  # as those that come with their intermediate authorities
     access = Access(tls=Tls(files, is_server=True))
     async with serving("127.0.0.1", 0, "service", lambda _: None, credentials=access.door_credentials) as served:
         address = f"127.0.0.1:{served.port}"

@@ -73,7 +73,14 @@ def test_of_too_many_sessions_those_unused_for_longest_are_given_up_and_none_tha
     def used(name: str) -> list[str]:
         with usage.request(key, name) as count:
             count(STARTED)
-            return usage.surplus(key)
+            return closed()
+
+    def closed() -> list[str]:
+        names = usage.surplus(key)
+        assert usage.surplus(key) == names, "what was not closed is asked for again"
+        for name in names:
+            usage.forget(key, name)
+        return names
 
     assert [used(name) for name in ("a", "b", "a", "c", "", "c")] == [[], [], [], ["b"], [], []]
     with usage.request(key, "a") as first, usage.request(key, "a") as second:
@@ -83,7 +90,7 @@ def test_of_too_many_sessions_those_unused_for_longest_are_given_up_and_none_tha
             assert usage.surplus(key) == [], "it has not been let in"
         with usage.request(key, "d") as count:
             count(STARTED)
-            assert usage.surplus(key) == ["c"]
+            assert closed() == ["c"]
             with pytest.raises(Exhausted, match="sessions: a request runs in each of the 2 of this key") as refused:
                 used("e")
             assert refused.value.retry_seconds
@@ -93,3 +100,36 @@ def test_of_too_many_sessions_those_unused_for_longest_are_given_up_and_none_tha
     usage.forget(key, "a")
     usage.forget(ApiKey("nobody", "2" * 64), "a")
     assert used("f") == []
+
+
+def test_requests_that_wait_count_for_their_sessions() -> None:
+    """Otherwise as many would run at once as come together, and a session would be closed under one that waits."""
+    usage, key = Usage(), ApiKey("alice", "0" * 64, sessions=1)
+    with usage.request(key, "a") as count:
+        count(STARTED)
+    with usage.request(key, "a"):  # waits
+        with (
+            pytest.raises(Exhausted, match="sessions: a request runs in each of the 1 of this key"),
+            usage.request(key, "b"),
+        ):
+            pass
+        assert usage.surplus(key) == []
+    with usage.request(key, "b"), pytest.raises(Exhausted), usage.request(key, "a"):
+        pass
+    with usage.request(key, "b") as count:
+        count(STARTED)
+        assert usage.surplus(key) == ["a"]
+
+
+def test_a_session_that_was_closed_under_its_request_is_forgotten_at_its_end() -> None:
+    usage, key = Usage(), ApiKey("alice", "0" * 64, sessions=1)
+    with usage.request(key, "a") as first:
+        first(STARTED)
+        usage.forget(key, "a")
+        with usage.request(key, "a") as second:
+            second(STARTED)
+        with pytest.raises(Exhausted), usage.request(key, "b"):
+            pass
+    with usage.request(key, "b") as count:
+        count(STARTED)
+        assert usage.surplus(key) == ["a"]
