@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 import time
 from collections import Counter
@@ -13,6 +14,8 @@ from difflib import SequenceMatcher
 from bough.client import Client
 from bough.errors import BoughError, NotFound, PrefixMissing
 from bough.protocol.generation import Finished, GenerateOptions, Prompt, TokenPrompt, Tokens
+
+logger = logging.getLogger(__name__)
 
 HANG_SECONDS = 120.0  # a stream that has not ended by then never will
 
@@ -203,6 +206,7 @@ class Streams:
                 return None
             kind = self.tally.unclear if type(exc) is BoughError else self.tally.statuses
             kind[f"{exc}"[:200] if type(exc) is BoughError else type(exc).__name__] += 1
+            logger.warning("%s of %s ended: %r", options.request_id or "a request", options.session_id, exc)
         finally:
             del self.running[options.session_id]
         self.tally.finished += received.finished is not None

@@ -161,6 +161,8 @@ async def ray_cluster(config: Mapping[str, Any]) -> AsyncIterator[RayCluster]:
         started: dict[str, subprocess.Popen[bytes]] = {}
 
         def start_head() -> None:
+            if FRONT in started:  # it was killed
+                started[FRONT].wait()
             head = [f"--port={GCS_PORT}", "--head", "--include-dashboard=true", f"--dashboard-host={front.address}"]
             head += [f"--dashboard-port={DASHBOARD_PORT}", f"--temp-dir={folder}/ray"]
             # Ray takes nodes on other hosts for a head on this one, since all of them are processes of one machine.
