@@ -196,7 +196,8 @@ def test_a_file_that_is_touched_is_gone_on_with_once_it_is_left_alone(
             plain_logits(model, TOKENS)
         with pytest.raises(StreamError, match=r"written to a moment ago; is used again if .* for 5 s"):
             plain_logits(model, TOKENS)
-        monkeypatch.setattr(open_files.time, "time", lambda: file.stat().st_mtime + open_files.SETTLED_SECONDS)
+        left_alone = file.stat().st_mtime + 2 * open_files.SETTLED_SECONDS
+        monkeypatch.setattr(open_files.time, "time", lambda: left_alone)
         assert all(map(torch.equal, before, plain_logits(model, TOKENS)))
 
 
