@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_CONNECTIONS = 16
+NUM_PENDING = 128  # connections that wait to be accepted
 MAX_SECONDS = 10.0  # after which a connection is closed, whatever it has sent
 
 
@@ -76,6 +77,7 @@ def _bound(server: WSGIServer, context: Callable[[], ssl.SSLContext] | None) -> 
     For one too many the oldest is closed, so that whoever holds all places keeps nobody out.
     """
     listener, lock = server.socket, Lock()
+    listener.listen(NUM_PENDING)
     ends: dict[socket.socket, float] = {}  # the time at which each open connection is closed, in their order
 
     def accept() -> tuple[socket.socket, Any]:
@@ -106,7 +108,7 @@ def _bound(server: WSGIServer, context: Callable[[], ssl.SSLContext] | None) -> 
 
     server.get_request = accept  # type: ignore[method-assign]
     server.service_actions = end_overdue  # type: ignore[method-assign]  # twice a second
-    server.close_request = close  # type: ignore[method-assign]
+    server.close_request = close  # type: ignore[method-assign, assignment]
     server.handle_error = tell  # type: ignore[method-assign, assignment]
 
 
