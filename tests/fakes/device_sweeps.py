@@ -78,7 +78,10 @@ def on_the_device(folder: Path, where: Where, dtype: torch.dtype, rows: int = 16
 
 
 def three_sweeps(model: StreamedModel, kv: torch.device, counting: bool = False) -> torch.Tensor:
-    """Logits of three sweeps: a tree and another session's root, and then what follows a committed path of the tree."""
+    """Logits of two sweeps after a prefill: of a tree and another root, then of a root after committing a path.
+
+    With `counting`, the notes are cleared before the second sweep, and only its logits are returned.
+    """
     shape = model.skeleton.kv_shape()
     is_on_host = kv.type == "cpu" and model.device.type != "cpu"
     memory = (
