@@ -47,14 +47,14 @@ class CompletionAnswer(Answer):
         self._echoes = [echo for echo in echoes for _ in range(choices_per_prompt)]
         self._logprobs = [TokensSpelled([], [], [], []) for _ in self.choices]
 
-    def _told(self, index: int, event: Event, begin: int) -> Iterator[Json]:
+    def _told(self, index: int, event: Event) -> Iterator[Json]:
         match event:
             case Started():
                 if echo := self._echoes[index]:
-                    self.choices[index].add(echo)
+                    self.choices[index].texts.append(echo)
                     yield _entry(index, echo)
             case Tokens():
-                logprobs = self._spelled(index, event, begin)
+                logprobs = self._spelled(index, event)
                 if event.text or logprobs or self.telling.continuous_usage:
                     yield _entry(index, event.text, logprobs)
             case Finished():
@@ -68,10 +68,10 @@ class CompletionAnswer(Answer):
         ending = {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
         return {"index": index, "text": choice.text, "logprobs": told} | ending
 
-    def _spelled(self, index: int, event: Tokens, begin: int) -> TokensSpelled | None:
+    def _spelled(self, index: int, event: Tokens) -> TokensSpelled | None:
         if self._token_bytes is None:
             return None
-        spelled = completion_logprobs(event.logprobs, event.texts, begin, self._token_bytes)
+        spelled = completion_logprobs(event.logprobs, event.begins, self._token_bytes)
         self._logprobs[index].extend(spelled)
         return spelled
 
