@@ -11,6 +11,7 @@ from http import HTTPStatus
 from starlette.responses import JSONResponse
 
 from bough.errors import (
+    AlreadyRunning,
     BoughError,
     ContextExceeded,
     DeadlineExceeded,
@@ -100,6 +101,9 @@ def api_error(exc: Exception, names: Mapping[str, str]) -> ApiError:
         case Exhausted(retry_seconds=seconds):
             code = "rate_limit_exceeded"
             return ApiError(HTTPStatus.TOO_MANY_REQUESTS, str(exc), "rate_limit_error", None, code, seconds)
+        case AlreadyRunning():
+            message, param = _renamed(str(exc), names)
+            return ApiError(HTTPStatus.CONFLICT, message, "conflict_error", param, "already_running")
         case StaleEpoch():
             return ApiError(HTTPStatus.CONFLICT, str(exc), "conflict_error", "session_id", "session_moved")
         case DeadlineExceeded():

@@ -79,6 +79,7 @@ class Requests:
             NotFound: the session to continue, or the model, is unknown.
             Unavailable: no target answers, or this orchestrator is draining.
             Exhausted: there are too many requests, or no target has room; has a retry delay.
+            AlreadyRunning: the request, or another one of its session, is running.
             StaleEpoch: another call has taken over the request or its session.
             DeadlineExceeded: `timeout_seconds` are over, or the caller has not asked for the next event for as long as
                 the configuration allows. The request's resources are free then.
