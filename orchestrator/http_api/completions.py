@@ -6,8 +6,9 @@ from collections.abc import Iterator, Sequence
 
 from bough.protocol.generation import Event, Finished, Prompt, Started, TextPrompt, TokenPrompt, Tokens
 from orchestrator.http_api.answer import Answer, Head, StreamTelling
+from orchestrator.http_api.chat import chat_prompt
 from orchestrator.http_api.errors import Json, invalid
-from orchestrator.http_api.fields import CompletionFields, TextOrTokens
+from orchestrator.http_api.fields import CompletionFields, TextOrTokens, TokenizeFields
 from orchestrator.http_api.options import RequestLimits
 from orchestrator.http_api.spelling import Spell, TokensSpelled, completion_logprobs
 
@@ -20,6 +21,17 @@ FIELD_NAMES = {"text": "prompt", "token_ids.ids": "prompt", "token_ids": "prompt
 def text_prompt(prompt: TextOrTokens) -> Prompt:
     """One prompt of the request."""
     return TextPrompt(prompt) if isinstance(prompt, str) else TokenPrompt(prompt)
+
+
+def tokenized_prompt(fields: TokenizeFields) -> Prompt:
+    """The text or the conversation whose tokens are asked for. Raises ApiError naming the invalid field."""
+    if (fields.prompt is None) == (fields.messages is None):
+        raise invalid("prompt", fields.prompt, "be given, or messages, and not both")
+    adds = fields.messages is None  # as prompts are read: a chat's template has all special tokens
+    if fields.add_special_tokens is not None and fields.add_special_tokens is not adds:
+        must = f"be left out, or be {str(adds).lower()}: prompts are not read otherwise"
+        raise invalid("add_special_tokens", fields.add_special_tokens, must)
+    return TextPrompt(fields.prompt or "") if fields.messages is None else chat_prompt(fields.messages)
 
 
 def completion_limits(fields: CompletionFields) -> RequestLimits:

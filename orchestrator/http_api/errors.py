@@ -78,6 +78,8 @@ def invalid(field: str, value: object, must: str) -> ApiError:
 
 def shortened(value: object) -> str:
     """A client's value, cut to fit a message."""
+    if value is None:
+        return "null"
     text = repr(value[:64]) if isinstance(value, str | list) else repr(value)
     is_whole = len(text) <= 64 and not (isinstance(value, str | list) and len(value) > 64)
     return text if is_whole else text[:64] + "..."
