@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 import time
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from http import HTTPStatus
 from typing import Any
 
@@ -24,7 +25,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from bough import __version__
 from bough.errors import InvalidRequest, NotFound, Unavailable
-from bough.protocol.generation import Event, ModelInfo, Prompt, TextPrompt, TokenPrompt
+from bough.protocol.generation import ModelInfo, Prompt, TextPrompt, TokenPrompt
 from bough.registry.records import WorkerRecord
 from bough.telemetry.call_context import TRACEPARENT, set_caller_traceparent
 from bough.telemetry.log_context import LogContext, set_log_context
@@ -111,7 +112,8 @@ class _Door:
         fields = await self.bodies.read(request, ChatFields, entered, GENERATE)
         prompts = (chat.chat_prompt(fields.messages),)
         head = _head("chatcmpl", fields)
-        wanted = choices(fields, prompts, chat.chat_limits(fields), head.answer_id, _session_id(request, fields))
+        limits, most = chat.chat_limits(fields), tenant_of(request).most_at_once
+        wanted = choices(fields, prompts, limits, head.answer_id, _session_id(request, fields), most)
         answer = chat.ChatAnswer(head, len(wanted), _telling(fields), self._spell(wanted))
         return self._exchange(tenant_of(request), wanted, answer, fields, chat.FIELD_NAMES)
 
@@ -120,8 +122,8 @@ class _Door:
         fields = await self.bodies.read(request, CompletionFields, entered, GENERATE)
         prompts = tuple(map(completions.text_prompt, fields.prompt))
         head = _head("cmpl", fields)
-        limits = completions.completion_limits(fields)
-        wanted = choices(fields, prompts, limits, head.answer_id, _session_id(request, fields))
+        limits, most = completions.completion_limits(fields), tenant_of(request).most_at_once
+        wanted = choices(fields, prompts, limits, head.answer_id, _session_id(request, fields), most)
         echoes = [await self._echo(one, fields.model or "") if fields.echo else "" for one in prompts]
         answer = completions.CompletionAnswer(
             head, echoes, len(wanted) // len(prompts), _telling(fields), self._spell(wanted)
@@ -196,10 +198,8 @@ class _Door:
         fields: GenerationFields,
         field_names: Mapping[str, str],
     ) -> Exchange:
-        def begin() -> list[AsyncGenerator[Event]]:
-            return [tenant.generate(one.prompt, one.options) for one in wanted]
-
-        return Exchange(begin, answer, bool(fields.stream), field_names, self.stalled_seconds)
+        streams = partial(tenant.together, wanted)
+        return Exchange(streams, answer, bool(fields.stream), field_names, self.stalled_seconds)
 
     def _spell(self, wanted: tuple[RequestedOutput, ...]) -> Spell | None:
         """The function that spells a model's tokens, if log-probabilities are requested."""
