@@ -245,9 +245,9 @@ def alive(marker: str) -> list[str]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-@pytest.mark.parametrize("delay", [0.5, 6.0])
+@pytest.mark.parametrize("is_ready", [False, True])
 async def test_bough_up_leaves_no_process_behind(
-    tiny: Path, tmp_path: Path, number: signal.Signals, delay: float
+    tiny: Path, tmp_path: Path, number: signal.Signals, is_ready: bool
 ) -> None:
     """Whether it is ended while it starts or when it runs, gently or not."""
     marker = tmp_path / "marked"
@@ -255,7 +255,11 @@ async def test_bough_up_leaves_no_process_behind(
     command = [sys.executable, "-m", "bough.cli", "up", "--target", str(marker), "--drop-layers", "2", "--port", "0"]
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite run in the background inherits it ignored
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=tmp_path)
-    await asyncio.sleep(delay)
+    assert process.stdout is not None
+    if is_ready:
+        assert (await asyncio.to_thread(process.stdout.readline)).startswith(b"ready: ")
+    else:
+        await asyncio.sleep(0.5)
     process.send_signal(number)
     try:
         process.communicate(timeout=30)
