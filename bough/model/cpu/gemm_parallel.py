@@ -26,7 +26,7 @@ def multiply(rows: Any, num_rows: Any, matrix: Any, begin: int, end: int, bias: 
 
 @overload(multiply)
 def _multiply(rows, num_rows, matrix, begin, end, bias, out):  # type: ignore[no-untyped-def]  # noqa: ARG001
-    def in_8_bits(rows, num_rows, matrix, begin, end, bias, out):  # type: ignore[no-untyped-def]  # noqa: ARG001
+    def in_8_bits(rows, num_rows, matrix, begin, end, bias, out):  # type: ignore[no-untyped-def]
         multiply_int8(rows, num_rows, matrix, begin, end, bias, out)
 
     def as_they_stand(rows, num_rows, matrix, begin, end, bias, out):  # type: ignore[no-untyped-def]  # noqa: ARG001

@@ -135,9 +135,7 @@ def _share_heads(taken: Any, thread: Any, num_threads: Any, weights: Any, rows: 
 
 
 @fastmath_inner
-def _gates_piece(
-    begin: Any, end: Any, weights: Any, rows: Any, num_rows: Any, gate: Any, up: Any, gated: Any
-) -> Any:
+def _gates_piece(begin: Any, end: Any, weights: Any, rows: Any, num_rows: Any, gate: Any, up: Any, gated: Any) -> Any:
     """Compute outputs [begin, end) of the gate and up matrices."""
     gate[:, begin:end] = 0
     up[:, begin:end] = 0
