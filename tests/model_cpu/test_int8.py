@@ -125,7 +125,7 @@ def test_products_of_any_number_of_rows(seed: int, num_rows: int, outputs: int, 
 @settings(max_examples=40)
 @given(seed=st.integers(0, 1000), values=st.lists(st.floats(-1, 1, width=32), min_size=1, max_size=4))
 def test_sums_as_large_as_they_get(seed: int, values: list[float]) -> None:
-    """All weights are the largest, with the signs of a row's numbers: where two products are added in 16 bits, they hardly fit."""
+    """All weights are the largest, with the signs of a row's numbers: sums of two in 16 bits hardly fit."""
     rng = np.random.default_rng(seed)
     numbers = torch.from_numpy(rng.choice(np.float32(values), (LANES, 2 * LINE)))
     signs = torch.where(numbers < 0, -1.0, 1.0)

@@ -16,7 +16,6 @@ from bough.trees.optimal_tree import (
     best_chains,
     best_first,
     best_shape,
-    best_size,
     expected_tokens,
     expected_tokens_of_chains,
     node_values,
@@ -165,33 +164,3 @@ def test_the_best_chains_are_within_their_sizes_and_never_beat_the_best_shape(
     for length in range(1, min(levels, nodes)):
         for num in range(1, (nodes - 1) // length + 1):
             assert expected_tokens_of_chains(Chains(num, length), acceptance) <= best + 1e-12
-
-
-@settings(max_examples=40)
-@given(
-    acceptances.flatmap(lambda rows: st.sampled_from([rows, smoothed(rows)])),
-    st.lists(st.floats(0, 1), min_size=1, max_size=12),
-    st.floats(0, 1),
-    st.integers(1, 5),
-)
-def test_the_best_size_is_the_best_of_all(
-    acceptance: Acceptance, increments: list[float], step_seconds: float, levels: int
-) -> None:
-    verify_seconds = 1 + np.cumsum(increments)
-    size = best_size(acceptance, verify_seconds, step_seconds, levels)
-
-    def rate(shape: StaticShape) -> float:
-        seconds = verify_seconds[shape.budget - 1] + max(shape.depths()) * step_seconds
-        return float(expected_tokens(shape, acceptance) / seconds)
-
-    assert rate(size.shape) == pytest.approx(size.tokens_per_second, rel=1e-9)
-    for nodes in range(1, len(verify_seconds) + 1):
-        for height in range(1, levels + 1):
-            assert rate(optimal(acceptance, nodes, height)) <= size.tokens_per_second * (1 + 1e-9)
-
-
-def test_a_draft_that_costs_more_than_it_brings_is_not_asked() -> None:
-    acceptance, flat = np.array([[0.5, 0.1]]), np.ones(64)
-    assert best_size(acceptance, flat, 0.6, 8) == (StaticShape(()), 1.0)
-    assert best_size(acceptance, flat, 0.0, 8).shape.budget == 64
-    assert best_size(acceptance, np.arange(1.0, 65.0), 0.0, 8).shape.budget == 1
