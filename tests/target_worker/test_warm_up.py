@@ -14,8 +14,8 @@ from bough.errors import StreamError
 from bough.model.checkpoint.checkpoint import Checkpoint
 from bough.model.packing.pack import pack
 from bough.sizing.row_counts import RowCounts
+from loadtest.common.inline_streams import InlineStreams
 from loadtest.common.tiny_model import TINY, save_model
-from target_worker.link.streams import InlineStreams
 from target_worker.sweep.warm_up import PassSeconds, compute_curve
 from tests.fakes.models import new_slot, plain_logits, streamed
 from tests.model.test_packed import flip
