@@ -14,9 +14,10 @@ from bough.model.checkpoint.tokenizer_files import load_tokenizer_files
 from bough.model.cpu.huge_pages import large_pages
 from bough.model.cpu.kernel_cache import compiled_ground
 from bough.model.cpu.threads import compute_with, on_a_passing_thread
+from bough.model.gpu.faults import named_faults
 from bough.model.gpu.ready import make_ready
 from bough.model.kv.kv_arena import KVArena
-from bough.model.llama.weights import is_lean
+from bough.model.llama.weights import supports_fused_layers
 from bough.model.loading.loading import Skeleton
 from bough.model.running.device import choose_device
 from bough.model.sizes.memory_budget import free_device_bytes
@@ -38,7 +39,7 @@ from draft_worker.served import ServedDraft
 
 def compile_draft(skeleton: Skeleton, dtype: str, bits: str, device: torch.device) -> bool:
     """Compile the kernels of draft steps, as `compile_once` does; False if the layers are not compiled whole."""
-    if not is_lean(skeleton, device):
+    if not supports_fused_layers(skeleton, device):
         return False
     return compile_in_subprocess("draft_worker.model.kernels", [dtype, bits], compiled_ground(Path(__file__).parent))
 
@@ -138,7 +139,8 @@ class DraftWorker(ServedDraft):
         is_cpu = device.type == "cpu"  # where attention looks up a page for every few keys
         memory = shape.within(large_pages(num_bytes), num_rows) if is_cpu else shape.empty(num_rows, device)
         stage("warming up")
-        self._model.warm_up(memory)
-        warm_up_choosing(skeleton.vocab_size, device)
+        with named_faults(device):
+            self._model.warm_up(memory)
+            warm_up_choosing(skeleton.vocab_size, device)
         arena = KVArena(shape, memory, rows_to_keep=lambda slot: slot.num_rows)
         return SessionPool(arena, window, self._ahead_steps * MAX_ROWS)

@@ -43,10 +43,10 @@ class InlineStreams:
         target.copy_(source)
         return Copy(Reached(), Reached())
 
-    def compute_after(self, mark: DeviceEvent) -> None:
+    def compute_after(self, event: DeviceEvent) -> None:
         """Nothing to do: no copy is outstanding."""
 
-    def compute_mark(self) -> DeviceEvent:
+    def compute_event(self) -> DeviceEvent:
         """A reached event."""
         return Reached()
 

@@ -34,8 +34,8 @@ def random_tree(size: int, vocab_size: int, seed: int = 0) -> Tree:
     return Tree.of([node % vocab_size for node in range(size)], parents, [0.0] * size)
 
 
-def new_lanes(device: torch.device) -> DeviceStreams:
-    """Of the GPU; on the CPU, lanes that stand for one."""
+def new_streams(device: torch.device) -> DeviceStreams:
+    """Of the GPU; on the CPU, streams that stand for one."""
     return InlineStreams() if device.type == "cpu" else CudaStreams(device)
 
 
@@ -133,7 +133,7 @@ def big_model(
         rows, best = sweeps(timed, sizes, bits, rate), []
         if step_seconds is not None:
             by_tokens = {row["tokens"]: row["seconds"] for row in rows}
-            best.append({**chosen(bits, by_tokens, step_seconds, timed.seconds), "layers": num_layers})
+            best.append(chosen(bits, num_layers, by_tokens, step_seconds, timed.seconds))
         return {"sweeps": rows, "memory": [{"bits": bits, **_memory(model, machine)}], "chosen": best}
 
 
