@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from bough.trees.acceptance import Acceptance, FloatArray
-from bough.trees.tree_plan import Chains, StaticShape
+from bough.trees.tree_plan import StaticShape
 
 BLOCK_ROWS = 64  # rows of `_best_splits` computed at once, to stay in the processor's cache
 
@@ -40,21 +40,28 @@ def expected_tokens(shape: StaticShape, acceptance: Acceptance) -> float:
     return float(node_values(shape, acceptance).sum())
 
 
-def expected_tokens_of_chains(chains: Chains, acceptance: Acceptance) -> float:
+class BestChains(NamedTuple):
+    """Independent paths, and what they are worth."""
+
+    num: int
+    length: int
+    expected_tokens: float
+
+
+def expected_tokens_of_chains(num: int, length: int, acceptance: Acceptance) -> float:
     """Expected tokens of a round of k chains of length L.
 
     With one acceptance vector p for all depths this is 1 + (p1 + ... + pk) (1 - p1^L) / (1 - p1).
     """
-    starts = float(acceptance[0, : chains.num].sum())
-    onwards = [acceptance_below(acceptance, depth)[0] for depth in range(1, chains.length)]
-    return 1 + starts * float(np.cumprod([1.0, *onwards]).sum())
+    onwards = [acceptance_below(acceptance, depth)[0] for depth in range(1, length)]
+    return 1 + float(acceptance[0, :num].sum()) * float(np.cumprod([1.0, *onwards]).sum())
 
 
-def best_chains(acceptance: Acceptance, nodes: int, levels: int) -> Chains:
+def best_chains(acceptance: Acceptance, nodes: int, levels: int) -> BestChains:
     """The most valuable chains within `nodes` and `levels`, both at least 2."""
     lengths = range(1, min(levels, nodes))
-    candidates = (Chains(min((nodes - 1) // length, acceptance.shape[1]), length) for length in lengths)
-    return max(candidates, key=lambda chains: expected_tokens_of_chains(chains, acceptance))
+    sizes = ((min((nodes - 1) // length, acceptance.shape[1]), length) for length in lengths)
+    return max((BestChains(*s, expected_tokens_of_chains(*s, acceptance)) for s in sizes), key=lambda found: found[2])
 
 
 def best_shape(acceptance: Acceptance, nodes: int, levels: int) -> StaticShape:

@@ -18,7 +18,6 @@ from bough.trees.optimal_tree import (
     best_chains,
     best_shape,
     expected_tokens,
-    expected_tokens_of_chains,
 )
 from bough.trees.tree_plan import Scheme, StaticShape
 
@@ -49,8 +48,7 @@ def described(shape: StaticShape, acceptance: Acceptance) -> dict[str, Any]:
         "chains": None,
     }
     if shape.parents:
-        chains = best_chains(acceptance, shape.budget, len(layer_sizes))
-        report["chains"] = {**chains._asdict(), "expected_tokens": expected_tokens_of_chains(chains, acceptance)}
+        report["chains"] = best_chains(acceptance, shape.budget, len(layer_sizes))._asdict()
     return report
 
 
