@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from bough.errors import ContextExceeded, InvalidRequest
 from bough.protocol import codec_checks
@@ -62,7 +62,7 @@ def _require_fit(field: str, size: int, unit: str, most: int, max_context: int) 
         )
 
 
-def require_room(tokens: list[int], max_context: int) -> None:
+def require_room(tokens: Sequence[int], max_context: int) -> None:
     """Raise ContextExceeded for a prompt that leaves no room for a token of output."""
     if len(tokens) >= max_context:
         raise ContextExceeded(
