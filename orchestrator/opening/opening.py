@@ -21,7 +21,7 @@ from bough.trees.tree_plan import Scheme
 from orchestrator.admission.size_limits import require_room, require_size, require_sizes
 from orchestrator.cluster.directory import Directory
 from orchestrator.cluster.expected_wait import Need
-from orchestrator.cluster.served_models import Targets, targets_for, with_its_model
+from orchestrator.cluster.served_models import Targets, targets_for
 from orchestrator.cluster.worker_clients import TargetClient
 from orchestrator.cluster.worker_handle import WorkerHandle
 from orchestrator.opening.epochs import Epochs
@@ -80,7 +80,7 @@ class Opening:
             Unavailable: no target with the model can be used, or the index, needed to continue, does not answer.
             StaleEpoch: another request is continuing the same session.
         """
-        past = _Past(*with_its_model(self.directory, *await self._past(options)))
+        past = await self._past(options)
         targets = targets_for(self.directory, options, past.request, past.session)
         past = past.of_model(targets[0].info)
         largest = max(targets, key=lambda known: known.info.max_context)
