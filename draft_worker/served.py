@@ -20,6 +20,7 @@ from bough.registry.records import WorkerLoad
 from bough.security.access import metrics_context
 from bough.telemetry.metrics import MetricsServer, metrics_note
 from bough.telemetry.spans import noted_spans
+from bough.tokenization.allowed_tokens import Grammars
 from bough.tokenization.vocabulary import TokenizerFiles
 from draft_worker.engine.engine import DraftEngine, Request
 from draft_worker.metrics import DraftCollector, Figures
@@ -30,6 +31,7 @@ class ServedDraft(ABC):
 
     tokenizer: TokenizerFiles
     vocab_size: int
+    grammars: Grammars
     _engine: DraftEngine
 
     def __init__(self, config: DraftConfig, worker_id: str) -> None:
@@ -59,6 +61,14 @@ class ServedDraft(ABC):
     def max_nodes(self) -> int:
         """Limit of nodes of a tree."""
         return self._config.max_nodes
+
+    def compile_grammar(self, grammar: str) -> None:
+        """Compile the grammar of a call, so that no draft step waits for it; may take a second, on any thread.
+
+        Raises:
+            InvalidRequest: it cannot be followed.
+        """
+        self.grammars.compiled(grammar)
 
     def grow(self, call: GrowCall) -> Future[GrowResult]:
         """Queue a call; the future raises InvalidRequest or PrefixMissing. A cancelled call ends at the next step."""

@@ -24,6 +24,7 @@ from bough.processes.compile_once import compile_in_subprocess
 from bough.processes.startup import stage
 from bough.protocol.messages import WorkerInfo
 from bough.runtime.kv_budget import kv_budget
+from bough.tokenization.allowed_tokens import Grammars
 from bough.trees.tree_plan import MAX_EXPANSIONS
 from draft_worker.candidates.temperature_scaling import TemperatureScalings
 from draft_worker.engine.draft_ahead import MAX_ROWS, num_steps
@@ -73,7 +74,8 @@ class DraftWorker(ServedDraft):
 
         pool = on_a_passing_thread(load)
         self.vocab_size = self._model.skeleton.vocab_size
-        draft, scalings = ModelDraft(self._model, self.vocab_size), TemperatureScalings(config.sharpness)
+        self.grammars = Grammars(self.tokenizer, self.vocab_size)
+        draft, scalings = ModelDraft(self._model, self.grammars), TemperatureScalings(config.sharpness)
         self._engine = DraftEngine(draft, self.vocab_size, config.branch, pool, self._ahead_steps, scalings)
         self._start_thread(self._name, lambda: compute_with(config.threads))
 

@@ -13,6 +13,7 @@ from bough.model.kv.slot import Slot
 from bough.model.sampling.token_counts import TokenCounts
 from bough.protocol.messages import Context, GrowCall
 from bough.protocol.prefix_hash import prefix_hash
+from bough.tokenization.allowed_tokens import AllowedTokens
 from bough.trees.tree_plan import MAX_EXPANSIONS
 from draft_worker.candidates.candidates import Answer, Guessing
 from draft_worker.candidates.temperature_scaling import TemperatureScaling
@@ -64,6 +65,7 @@ class DraftSession:
         self.guessing: Guessing | None = None  # of the last call
         self._scaling = TemperatureScaling(is_learnt=False)
         self.past = TokenCounts.of((), 0)  # for calls with penalties
+        self.allowed: AllowedTokens | None = None  # for calls with a grammar
 
     def stand_on(self, call: GrowCall, guessing: Guessing, scaling: TemperatureScaling) -> None:
         """Adopt the call's context, and keep expansions that are still below it.

@@ -31,6 +31,7 @@ from bough.telemetry.log_context import LogContext, set_log_context
 from orchestrator.http_api import chat, completions
 from orchestrator.http_api.answer import Answer, Head, StreamTelling
 from orchestrator.http_api.body import BodyReader
+from orchestrator.http_api.constraint import constraint_names
 from orchestrator.http_api.errors import ApiError, Json, api_error, invalid
 from orchestrator.http_api.exchange import Exchange
 from orchestrator.http_api.fields import (
@@ -113,7 +114,7 @@ class _Door:
         head = Head(f"chatcmpl-{uuid.uuid4().hex}", int(time.time()))
         wanted = choices(fields, prompts, chat.chat_limits(fields), head.answer_id, _session_id(request, fields))
         answer = chat.ChatAnswer(head, len(wanted), _telling(fields), self._spell(wanted))
-        return self._exchange(tenant_of(request), wanted, answer, fields, chat.FIELD_NAMES)
+        return self._exchange(tenant_of(request), wanted, answer, fields, chat.FIELD_NAMES | constraint_names(fields))
 
     async def completions(self, request: Request, entered: ExitStack) -> ASGIApp:
         """/v1/completions."""
@@ -126,7 +127,8 @@ class _Door:
         answer = completions.CompletionAnswer(
             head, echoes, len(wanted) // len(prompts), _telling(fields), self._spell(wanted)
         )
-        return self._exchange(tenant_of(request), wanted, answer, fields, completions.FIELD_NAMES)
+        names = completions.FIELD_NAMES | constraint_names(fields)
+        return self._exchange(tenant_of(request), wanted, answer, fields, names)
 
     async def models(self, request: Request, entered: ExitStack) -> Response:
         """All served models."""

@@ -17,6 +17,7 @@ from bough.protocol.messages import WorkerInfo, weights_differ
 from bough.protocol.prefix_hash import BLOCK_TOKENS, TokenHistory, block_hashes, common_length
 from bough.protocol.sampling_params import SamplingParams, StopConditions
 from bough.registry.records import RequestRecord, SessionRecord
+from bough.tokenization.grammar import grammar_of
 from bough.trees.tree_plan import Scheme
 from orchestrator.admission.size_limits import require_room, require_size, require_sizes
 from orchestrator.cluster.directory import Directory
@@ -89,10 +90,11 @@ class Opening:
         require_size(prompt, largest.tokens, largest.info.max_context)
         tokens = await self.directory.tokenizing.run(lambda: self._tokens(prompt, options, past, largest))
         require_room(tokens, largest.info.max_context)
+        grammar = await self._grammar(options)
         need = await self._need(tokens, options, past.session, targets)
         target = _quickest(targets, need)
         seat = place.enter_context(TargetLease(target))  # at once, so that concurrent requests see each other
-        session, unseen = _session(tokens, options, target, past.request), None
+        session, unseen = _session(tokens, options, grammar, target, past.request), None
         session.weights_hash = past.weights_hash or target.info.weights_hash
         if options.resume is not None:
             if past.request is not None:
@@ -146,6 +148,14 @@ class Opening:
             )
         require_vocabulary(past.session.tokens, target.info.vocab_size, options.session_id)
         return continued_prompt(past.session.tokens, prompt, target.tokens, target.info.vocab_size)
+
+    async def _grammar(self, options: GenerateOptions) -> str:
+        """The grammar of the output; empty if it is free."""
+        if (constraint := options.constraint) is None:
+            return ""
+        if options.ignore_eos:
+            raise InvalidRequest("ignore_eos: must be false beside a constraint, which the model's own end completes")
+        return await self.directory.tokenizing.run(lambda: grammar_of(constraint))
 
     async def _need(
         self, tokens: Sequence[int], options: GenerateOptions, session: SessionRecord | None, targets: Targets
@@ -221,9 +231,13 @@ def _session_id(options: GenerateOptions, request: RequestRecord | None) -> str:
 
 
 def _session(
-    tokens: list[int], options: GenerateOptions, target: WorkerHandle[TargetClient], request: RequestRecord | None
+    tokens: list[int],
+    options: GenerateOptions,
+    grammar: str,
+    target: WorkerHandle[TargetClient],
+    request: RequestRecord | None,
 ) -> Session:
-    sampling = _sampling(options, target, request)
+    sampling = _sampling(options, grammar, target, request)
     stops = StopConditions(options.max_tokens, options.stop)
     stops.validate()
     require_sizes(options.speculation, target.info.max_nodes)
@@ -247,7 +261,7 @@ def _session(
 
 
 def _sampling(
-    options: GenerateOptions, target: WorkerHandle[TargetClient], request: RequestRecord | None
+    options: GenerateOptions, grammar: str, target: WorkerHandle[TargetClient], request: RequestRecord | None
 ) -> SamplingParams:
     own_ends = () if options.ignore_eos else target.tokenizer.eos_token_ids
     seed = options.seed
@@ -265,6 +279,7 @@ def _sampling(
         logit_bias=options.logit_bias,
         logprobs=options.logprobs,
         stop_token_ids=frozenset((*options.stop_token_ids, *own_ends)),
+        grammar=grammar,
     )
     sampling.validate(target.info.vocab_size)
     if options.resume is not None and options.resume.num_tokens and options.seed is None and request is None:

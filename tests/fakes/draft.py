@@ -14,6 +14,8 @@ from bough.model.kv.kv_arena import KVArena
 from bough.model.kv.session_kv import KVShape
 from bough.protocol.messages import Context, GrowCall, GrowResult
 from bough.protocol.sampling_params import SamplingParams
+from bough.tokenization.allowed_tokens import Grammars
+from bough.tokenization.vocabulary import TokenizerFiles
 from bough.trees.tree_plan import BestFirst, TreePlan
 from draft_worker.candidates.temperature_scaling import TemperatureScalings
 from draft_worker.engine.engine import DraftEngine, Request
@@ -69,7 +71,12 @@ def new_engine(
     shape, num_rows = KVShape(1, 1, 1, torch.float32), num_rows or 100 * window.max_rows
     arena = KVArena(shape, shape.empty(num_rows, model.device), rows_to_keep=lambda slot: slot.num_rows)
     return DraftEngine(
-        ModelDraft(model, VOCAB), VOCAB, 4, SessionPool(arena, window), ahead_steps, TemperatureScalings(power)
+        ModelDraft(model, Grammars(TokenizerFiles(b"", "", ()), VOCAB)),
+        VOCAB,
+        4,
+        SessionPool(arena, window),
+        ahead_steps,
+        TemperatureScalings(power),
     )
 
 
