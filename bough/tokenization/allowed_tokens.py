@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from functools import cached_property
+from itertools import takewhile
 from threading import Lock
 
 import numpy as np
@@ -55,7 +56,7 @@ class Grammars:
             return None
         if held is not None and held.grammar == grammar:
             return held
-        return AllowedTokens(grammar, self.compiled(grammar), self.vocab_size)
+        return AllowedTokens(grammar, self.compiled(grammar), self._files.eos_token_ids, self.vocab_size)
 
     @cached_property
     def _tokenizer(self) -> LLTokenizer:
@@ -69,9 +70,10 @@ class Grammars:
 class AllowedTokens:
     """The tokens that may follow at each place of a tree below an output. For one thread at a time."""
 
-    def __init__(self, grammar: str, matcher: LLMatcher, vocab_size: int) -> None:
+    def __init__(self, grammar: str, matcher: LLMatcher, ends: Sequence[int], vocab_size: int) -> None:
+        """`ends` are the tokens that end a text."""
         self.grammar = grammar
-        self._matcher, self._vocab_size = matcher, vocab_size
+        self._matcher, self._ends, self._vocab_size = matcher, frozenset(ends), vocab_size
         self._output: list[int] = []  # consumed by the matcher, as is the path below it
         self._path: list[int] = []
 
@@ -102,18 +104,31 @@ class AllowedTokens:
         Raises:
             InvalidRequest: the grammar has become too complex.
         """
+        # The matcher is not asked about ends: it takes one that it could do without, and does not count it.
+        inside = list(takewhile(lambda token: token not in self._ends, path))
+        if not self._follows(inside):
+            return None
+        if len(inside) < len(path):
+            return self._only_ends() if self._matcher.is_accepting() else None
+        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        _require_working(self._matcher)
+        return np.unpackbits(bits, count=self._vocab_size, bitorder="little").view(np.bool_)
+
+    def _follows(self, path: Sequence[int]) -> bool:
+        """Move the matcher to the end of a path; whether the grammar allows it."""
         num_common = next((i for i, (a, b) in enumerate(zip(self._path, path, strict=False)) if a != b), None)
         num_common = min(len(self._path), len(path)) if num_common is None else num_common
         self._matcher.rollback(len(self._path) - num_common)
         new = list(path[num_common:])
         num_followed = self._matcher.try_consume_tokens(new)
         self._path = [*path[: num_common + num_followed]]
-        if num_followed < len(new):
-            _require_working(self._matcher)
-            return None
-        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         _require_working(self._matcher)
-        return np.unpackbits(bits, count=self._vocab_size, bitorder="little").view(np.bool_)
+        return num_followed == len(new)
+
+    def _only_ends(self) -> NDArray[np.bool_]:
+        allowed = np.zeros(self._vocab_size, np.bool_)
+        allowed[[token for token in self._ends if token < self._vocab_size]] = True
+        return allowed
 
 
 def _require_working(matcher: LLMatcher) -> None:

@@ -48,10 +48,11 @@ def drawn(mask: np.ndarray, rng: random.Random) -> int:
 
 @pytest.mark.parametrize("constraint", [PERSON, PHONE])
 def test_any_order_of_questions_in_a_growing_text_gives_the_same_masks(
-    grammars: Grammars, constraint: Constraint
+    grammars: Grammars, byte_tokenizer: TokenizerFiles, constraint: Constraint
 ) -> None:
     """Paths of trees are asked for at random, forbidden ones and ones past the end among them; then the text grows."""
     rng, allowed, output = random.Random(1), along(grammars, constraint), list[int]()
+    (end,) = byte_tokenizer.eos_token_ids
     for _ in range(25):
         allowed.stand_on(output)
         paths: list[list[int]] = [[]]
@@ -65,7 +66,7 @@ def test_any_order_of_questions_in_a_growing_text_gives_the_same_masks(
             assert np.array_equal(mask, expected)
             assert mask.any()
             paths += [[*path, drawn(mask, rng)], [*path, rng.randrange(VOCAB)]]
-        grown = [path for path in paths if allowed.after(path) is not None]
+        grown = [path for path in paths if end not in path and allowed.after(path) is not None]
         output += rng.choice(grown)[: rng.randrange(4)]
 
 
@@ -83,10 +84,17 @@ def test_what_follows_masks_alone_is_what_was_asked_for(grammars: Grammars, byte
 
 
 def test_after_its_end_only_the_end_may_follow(grammars: Grammars, byte_tokenizer: TokenizerFiles) -> None:
-    output = Tokenizer(byte_tokenizer).encode_more("yes")
-    mask = along(grammars, Constraint(choices=("yes", "no"))).after(output)
-    assert mask is not None
-    assert np.flatnonzero(mask).tolist() == [*byte_tokenizer.eos_token_ids]
+    output, (end,) = Tokenizer(byte_tokenizer).encode_more("yes"), byte_tokenizer.eos_token_ids
+    for constraint in (Constraint(choices=("yes", "no")), Constraint(regex="yes+")):
+        allowed = along(grammars, constraint)
+        for path in ([*output, end], output[:2], output, [*output, end, end], [*output, output[-1]], [end], output):
+            mask, text = allowed.after(path), path[: path.index(end)] if end in path else path
+            if path == [end] or (constraint.choices and len(text) > 3):
+                assert mask is None
+                continue
+            assert mask is not None
+            assert bool(mask[end]) == (len(text) >= 3)
+            assert np.count_nonzero(mask) == 1 + (end not in path and len(text) > 2 and not constraint.choices)
 
 
 def test_an_output_that_breaks_off_elsewhere_is_taken_up_from_there(grammars: Grammars) -> None:
