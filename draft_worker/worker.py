@@ -16,7 +16,7 @@ from bough.model.cpu.kernel_cache import compiled_ground
 from bough.model.cpu.threads import compute_with, on_a_passing_thread
 from bough.model.gpu.ready import make_ready
 from bough.model.kv.kv_arena import KVArena
-from bough.model.llama.weights import is_lean
+from bough.model.llama.weights import supports_fused_layers
 from bough.model.loading.loading import Skeleton
 from bough.model.running.device import choose_device
 from bough.model.sizes.memory_budget import free_device_bytes
@@ -39,7 +39,7 @@ from draft_worker.served import ServedDraft
 
 def compile_draft(skeleton: Skeleton, dtype: str, bits: str, device: torch.device) -> bool:
     """Compile the kernels of draft steps, as `compile_once` does; False if the layers are not compiled whole."""
-    if not is_lean(skeleton, device):
+    if not supports_fused_layers(skeleton, device):
         return False
     return compile_in_subprocess("draft_worker.model.kernels", [dtype, bits], compiled_ground(Path(__file__).parent))
 

@@ -20,7 +20,7 @@ from bough.model.cpu.threads import compute_reproducibly_with, hand_over_soon, o
 from bough.model.gpu.ready import make_ready
 from bough.model.kv.kv_arena import KVArena
 from bough.model.kv.split_layers import split_memory
-from bough.model.llama.weights import is_lean
+from bough.model.llama.weights import supports_fused_layers
 from bough.model.loading.default_settings import conversion, settled
 from bough.model.loading.loading import DTYPES, build_skeleton
 from bough.model.running.device import choose_device, device_name
@@ -51,7 +51,7 @@ from target_worker.served import ServedTarget
 from target_worker.sweep.budgets import choose_places
 from target_worker.sweep.streamed_model import StreamedModel
 from target_worker.sweep.streamed_sweeper import StreamedSweeper
-from target_worker.sweep.tiers import Tiers, lanes_of
+from target_worker.sweep.tiers import Tiers, streams_of
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +93,9 @@ class TargetWorker(ServedTarget):
         self._placement = self._place()
         if self._device.type == "cpu":
             packing = self._skeleton.quantization
-            is_whole = is_lean(self._skeleton, self._device) and (packing is None or packing.method == "bough")
+            is_whole = supports_fused_layers(self._skeleton, self._device) and (
+                packing is None or packing.method == "bough"
+            )
             compile_target(
                 config.dtype,
                 "whole" if is_whole else "attention",
@@ -110,9 +112,9 @@ class TargetWorker(ServedTarget):
         """Allocate memory, and start the link and the sweep thread."""
         config = self._config
         pool, kv = self._make_pool()
-        checksums, lanes, elsewhere = self._skeleton.checksums, lanes_of(self._device), self._elsewhere
+        checksums, streams, elsewhere = self._skeleton.checksums, streams_of(self._device), self._elsewhere
         self._tiers = Tiers(
-            self.layers, self._placement, config.link_threads, checksums, lanes, self._experts, elsewhere
+            self.layers, self._placement, config.link_threads, checksums, streams, self._experts, elsewhere
         )
         tiers = self._resources.enter_context(self._tiers)
         self._model = on_a_passing_thread(lambda: StreamedModel(self._skeleton, tiers, config.rows, self._device, kv))
@@ -182,7 +184,7 @@ class TargetWorker(ServedTarget):
         for other in dict.fromkeys(self._elsewhere.values()):
             count = sum(device == other for device in self._elsewhere.values())
             notes.append(f"{count} layers stay on {other}, {device_name(other)}, and are computed there")
-        unpinned = self._tiers.unpinned_bytes + sum(lanes.unpinned_bytes for lanes in self._kv_lanes.values())
+        unpinned = self._tiers.unpinned_bytes + sum(streams.unpinned_bytes for streams in self._kv_streams.values())
         if unpinned:
             notes.append(
                 f"{gigabytes(unpinned)} of the host's memory could not be pinned: copies from there to the GPU are "
@@ -207,24 +209,24 @@ class TargetWorker(ServedTarget):
         num_bytes = num_rows * shape.row_bytes
         logger.info("KV of %d tokens, %.2f GB on the %s", num_rows, num_bytes / 1e9, self._config.kv_tier)
         home: KVHome = KVInPlace()
-        self._kv_lanes = self._lanes_for_kv()
-        if self._kv_lanes:
-            elsewhere = {layer: self._kv_lanes[device] for layer, device in self._elsewhere.items()}
-            where = shape, num_rows, self._kv_lanes[self._device], elsewhere
+        self._kv_streams = self._streams_for_kv()
+        if self._kv_streams:
+            elsewhere = {layer: self._kv_streams[device] for layer, device in self._elsewhere.items()}
+            where = shape, num_rows, self._kv_streams[self._device], elsewhere
             memory, home = memory_on_host(*where), OffloadedKV(*where)
         else:
             memory = split_memory(shape, num_rows, self._device, self._elsewhere)
         arena = KVArena(shape, memory)
         return SlotPool(arena, self._config.lease_seconds, time.monotonic, self._limits.kv_step), home
 
-    def _lanes_for_kv(self) -> dict[torch.device, DeviceStreams]:
+    def _streams_for_kv(self) -> dict[torch.device, DeviceStreams]:
         """Of every GPU to which keys and values come from the host; none where they are on the GPUs."""
         if self._config.kv_tier != "host":
             return {}
         devices = dict.fromkeys((self._device, *self._elsewhere.values()))
-        found = {device: lanes for device in devices if (lanes := lanes_of(device)) is not None}
-        for lanes in found.values():
-            self._resources.callback(lanes.close)
+        found = {device: streams for device in devices if (streams := streams_of(device)) is not None}
+        for streams in found.values():
+            self._resources.callback(streams.close)
         return found
 
     def _place(self) -> Placement:

@@ -72,13 +72,13 @@ class DraftEngine:
         self,
         draft: Draft,
         vocab_size: int,
-        branch: int,
+        max_children: int,
         pool: SessionPool,
         ahead_steps: int,
         scalings: TemperatureScalings,
     ) -> None:
         """`ahead_steps` limits the draft-ahead steps between two calls of a session; 0 is none."""
-        self._draft, self._vocab_size, self._branch = draft, vocab_size, branch
+        self._draft, self._vocab_size, self._max_children = draft, vocab_size, max_children
         self.pool, self._ahead_steps, self.scalings = pool, ahead_steps, scalings
         self._running: dict[str, _Running] = {}
         self._waiting: deque[Request] = deque()  # while all room belongs to sessions whose trees grow
@@ -123,7 +123,9 @@ class DraftEngine:
             if session is None:
                 self._waiting.append(request)
                 return
-            job = GrowJob(session, request.call, self._branch, self._vocab_size, self.scalings, request.arrived_ns)
+            job = GrowJob(
+                session, request.call, self._max_children, self._vocab_size, self.scalings, request.arrived_ns
+            )
             running = _Running(request, job, began_ns)
             self.pool.copy_prefix(session)
             note_span(request.spans, "queue", request.arrived_ns, began_ns)
@@ -231,7 +233,7 @@ class DraftEngine:
 
         def next_grower(root_token: int, num_accepted: int) -> Grower:
             likely = replace(call, root_token=root_token, round=call.round + num_accepted + 1)
-            return grower_for(likely, self._branch, self._vocab_size)
+            return grower_for(likely, self._max_children, self._vocab_size)
 
         return DraftAhead(running.job.session, call, tree, next_grower, self._ahead_steps)
 

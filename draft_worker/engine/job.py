@@ -53,7 +53,7 @@ class GrowJob:
         self,
         session: DraftSession,
         call: GrowCall,
-        branch: int,
+        max_children: int,
         vocab_size: int,
         scalings: TemperatureScalings,
         arrived_ns: int,
@@ -64,7 +64,7 @@ class GrowJob:
         seconds = growth.seconds if isinstance(growth, BestFirst) else 0.0
         self._deadline_ns = arrived_ns + 1e9 * seconds if seconds else math.inf
         self.num_passes = 0
-        grower = grower_for(call, branch, vocab_size)
+        grower = grower_for(call, max_children, vocab_size)
         guessing = Guessing.of(call)
         session.stand_on(call, guessing, scalings.of(guessing))
         session.grown = grower.tree

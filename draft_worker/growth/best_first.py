@@ -20,12 +20,12 @@ class BestFirstGrower:
 
     Each draft step expands the `width` best open nodes by the log-probability of their paths; the `budget` best nodes
     are the tree. Growth ends when no open node is among these, after `depth` steps, or when a step is not worth its
-    price. A node has at most `branch` children, and none if its token is in `closed`.
+    price. A node has at most `max_children` children, and none if its token is in `stop_tokens`.
     """
 
-    def __init__(self, root_token: int, limits: BestFirst, branch: int, closed: NDArray[np.int32]) -> None:
+    def __init__(self, root_token: int, limits: BestFirst, max_children: int, stop_tokens: NDArray[np.int32]) -> None:
         self.tree = GrowingTree(root_token, 1 + limits.depth * limits.budget)
-        self._limits, self._branch, self._closed = limits, branch, closed
+        self._limits, self._max_children, self._stop_tokens = limits, max_children, stop_tokens
         self._width = min(limits.width, limits.budget)  # of more, only equals could be among the best
         self._is_open = np.zeros(len(self.tree.tokens), np.bool_)  # not expanded yet, and may be
         self._is_open[0] = True
@@ -49,9 +49,9 @@ class BestFirstGrower:
         self._num_steps += 1
         self._is_open[frontier] = False
         scores, room = self.tree.scores[: self.tree.num_nodes], self.tree.num_free
-        limits = self._branch, self._limits.budget, self._least_score, room
+        limits = self._max_children, self._limits.budget, self._least_score, room
         new = self.tree.append(*_promising(scores, frontier, candidates, *limits))
-        self._is_open[new] = ~np.isin(self.tree.tokens[new], self._closed) if len(self._closed) else True
+        self._is_open[new] = ~np.isin(self.tree.tokens[new], self._stop_tokens) if len(self._stop_tokens) else True
 
     def finished(self) -> Tree:
         """The `budget` best nodes."""
@@ -80,13 +80,13 @@ def _promising(
     scores: Scores,
     frontier: Nodes,
     candidates: Candidates,
-    branch: int,
+    max_children: int,
     budget: int,
     least_score: float,
     room: int,
 ) -> tuple[Nodes, NDArray[np.int32], Scores]:
     """Parents, tokens and log-probabilities, each (num_new,), of at most `room` children that could be in the tree."""
-    tokens, log_probs = candidates.tokens[:, :branch], candidates.log_probs[:, :branch]
+    tokens, log_probs = candidates.tokens[:, :max_children], candidates.log_probs[:, :max_children]
     of_children = (scores[frontier, None] + log_probs).ravel()
     enough = _largest(of_children, min(budget, len(of_children)))  # more than `budget` are never needed
     least = max(_largest(scores, budget), enough, least_score)

@@ -24,8 +24,8 @@ from draft_worker.growth.grower import NO_NODES, Candidates, Grower, GrowingTree
 NUM_SHAPES = 64  # in the cache
 
 
-def grower_for(call: GrowCall, branch: int, vocab_size: int) -> Grower:
-    """The grower for a call; in a best-first tree a node has at most `branch` children.
+def grower_for(call: GrowCall, max_children: int, vocab_size: int) -> Grower:
+    """The grower for a call; in a best-first tree a node has at most `max_children` children.
 
     `vocab_size` is the draft's, used if the call does not give the target's.
 
@@ -33,15 +33,15 @@ def grower_for(call: GrowCall, branch: int, vocab_size: int) -> Grower:
         InvalidRequest: the scheme cannot verify trees of this growth.
     """
     growth, scheme = call.plan.growth, call.plan.scheme
-    closed = np.fromiter(call.sampling.stop_token_ids, np.int32)
+    stop_tokens = np.fromiter(call.sampling.stop_token_ids, np.int32)
     if isinstance(growth, BestFirst):
         if scheme.is_sampled and growth.budget > 1:
             raise InvalidRequest(
                 f"growth: must be shape or chains for scheme {scheme.value}, which draws nodes, got best_first"
             )
-        return BestFirstGrower(call.root_token, growth, branch, closed)
+        return BestFirstGrower(call.root_token, growth, max_children, stop_tokens)
     sample = WithoutReplacement(call.sampling.seed, call.round, call.vocab_size or vocab_size)
-    return ShapeGrower(call.root_token, Shape.of(growth), sample if scheme.is_sampled else Best(), closed)
+    return ShapeGrower(call.root_token, Shape.of(growth), sample if scheme.is_sampled else Best(), stop_tokens)
 
 
 def chain_parents(chains: Chains) -> NDArray[np.int32]:
@@ -120,13 +120,13 @@ def log_probs_of(
 
 
 class ShapeGrower:
-    """Fills a shape, a level per step. Places below a token in `closed` stay empty."""
+    """Fills a shape, a level per step. Places below a token in `stop_tokens` stay empty."""
 
     def __init__(
-        self, root_token: int, shape: Shape, fill: Best | WithoutReplacement, closed: NDArray[np.int32]
+        self, root_token: int, shape: Shape, fill: Best | WithoutReplacement, stop_tokens: NDArray[np.int32]
     ) -> None:
         self.tree = GrowingTree(root_token, len(shape.parents))
-        self._shape, self._fill, self._closed = shape, fill, closed
+        self._shape, self._fill, self._stop_tokens = shape, fill, stop_tokens
         self._node_of = np.full(len(shape.parents), -1, np.int32)  # place -> node
         self._node_of[0] = 0
         self._level = 0
@@ -173,4 +173,4 @@ class ShapeGrower:
         """Places of the level whose nodes get children."""
         places = np.flatnonzero((self._shape.depths == self._level) & (self._shape.num_children > 0))
         nodes = self._node_of[places]
-        return places[(nodes >= 0) & ~np.isin(self.tree.tokens[np.maximum(nodes, 0)], self._closed)]
+        return places[(nodes >= 0) & ~np.isin(self.tree.tokens[np.maximum(nodes, 0)], self._stop_tokens)]

@@ -9,7 +9,7 @@ from bough.model.architecture.architecture import load_config
 from bough.model.checkpoint.checkpoint import Checkpoint
 from bough.model.cpu.llvm_vectors import multiplies_bytes
 from bough.model.cpu.operands import LINE
-from bough.model.llama.weights import can_int8
+from bough.model.llama.weights import supports_fused_int8
 from bough.model.loading.default_settings import chosen_dtype
 from bough.model.loading.layer_selection import kept_layers
 from bough.model.loading.loading import DTYPES, Skeleton, build_skeleton
@@ -65,7 +65,7 @@ def require_packed(skeleton: Skeleton, device: torch.device) -> None:
 
 def is_int8(skeleton: Skeleton, device: torch.device, bits: str) -> bool:
     """Whether the setting means products in 8 bits. Raises ConfigError if it does and they are not possible."""
-    is_possible = can_int8(skeleton, device)
+    is_possible = supports_fused_int8(skeleton, device)
     if bits == "8" and not is_possible:
         raise ConfigError(
             f"--bits: must be 16 or auto for {skeleton.describe()} on {device.type}, got 8, which takes a Llama-like "

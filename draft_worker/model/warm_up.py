@@ -22,8 +22,10 @@ def warm_up_choosing(vocab_size: int, device: torch.device) -> None:
     for temperature in (0.0, 1.0):
         guessing = Guessing(SamplingParams(temperature=temperature), 0, is_sample=False, is_perturbed=temperature > 0)
         likely = guessing.candidates(values, tokens, np.zeros(1, np.int32))
-    explored, closed = ExpansionCache(0), np.zeros(0, np.int32)
-    walk = CachedGrowth(BestFirstGrower(0, BestFirst(budget=2, width=1, depth=1), branch=1, closed=closed), explored)
+    explored, stop_tokens = ExpansionCache(0), np.zeros(0, np.int32)
+    walk = CachedGrowth(
+        BestFirstGrower(0, BestFirst(budget=2, width=1, depth=1), max_children=1, stop_tokens=stop_tokens), explored
+    )
     walk.advance()
     explored.learn(explored.wanted(*walk.missing()), likely)
     walk.advance()

@@ -12,25 +12,25 @@ from target_worker.link.streams import DeviceStreams
 COPIES = 10
 
 
-def bandwidth(lanes: DeviceStreams, num_bytes: int) -> float:
-    """Bytes per second from pinned memory to the device; closes the lanes."""
+def bandwidth(streams: DeviceStreams, num_bytes: int) -> float:
+    """Bytes per second from pinned memory to the device; closes the streams."""
     try:
-        source = torch.frombuffer(lanes.host_memory(num_bytes), dtype=torch.uint8)
-        target = lanes.device_memory(num_bytes)
-        lanes.copy(source, target, None).done.synchronize()
-        began, copies = time.perf_counter(), [lanes.copy(source, target, None) for _ in range(COPIES)]
+        source = torch.frombuffer(streams.host_memory(num_bytes), dtype=torch.uint8)
+        target = streams.device_memory(num_bytes)
+        streams.copy(source, target, None).done.synchronize()
+        began, copies = time.perf_counter(), [streams.copy(source, target, None) for _ in range(COPIES)]
         copies[-1].done.synchronize()
         return len(copies) * num_bytes / (time.perf_counter() - began)
     finally:
-        lanes.close()
+        streams.close()
 
 
-def pinning(lanes: DeviceStreams, num_bytes: int) -> dict[str, Any]:
-    """Seconds until host memory may be copied from; closes the lanes."""
+def pinning(streams: DeviceStreams, num_bytes: int) -> dict[str, Any]:
+    """Seconds until host memory may be copied from; closes the streams."""
     began = time.perf_counter()
     try:
-        lanes.host_memory(num_bytes)
+        streams.host_memory(num_bytes)
         seconds = time.perf_counter() - began
-        return {"gigabytes": num_bytes / 1e9, "seconds": round(seconds, 3), "is_pinned": lanes.unpinned_bytes == 0}
+        return {"gigabytes": num_bytes / 1e9, "seconds": round(seconds, 3), "is_pinned": streams.unpinned_bytes == 0}
     finally:
-        lanes.close()
+        streams.close()

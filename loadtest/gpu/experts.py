@@ -42,11 +42,11 @@ class _Swept(NamedTuple):
 
 
 def experts(
-    device: torch.device, mixture: Mixture, folder: Path, new_lanes: Callable[[torch.device], DeviceStreams]
+    device: torch.device, mixture: Mixture, folder: Path, new_streams: Callable[[torch.device], DeviceStreams]
 ) -> dict[str, Any]:
     """The same trees with room on the device for a third of the model, either way; logits are compared bit for bit."""
     save_mixture(folder, *mixture, 1)
-    whole, chosen = (_swept(folder, device, new_lanes(device), is_apart) for is_apart in (False, True))
+    whole, chosen = (_swept(folder, device, new_streams(device), is_apart) for is_apart in (False, True))
     pairs = zip(whole.logits, chosen.logits, strict=True)
     return {
         "tokens": TREES,
@@ -57,7 +57,7 @@ def experts(
     }
 
 
-def _swept(folder: Path, device: torch.device, lanes: DeviceStreams, is_apart: bool) -> _Swept:
+def _swept(folder: Path, device: torch.device, streams: DeviceStreams, is_apart: bool) -> _Swept:
     skeleton = build_skeleton(Checkpoint.open(folder), torch.bfloat16)
     layers: list[LayerExtents] = planned(skeleton)
     apart: dict[int, LayerExperts] = {}
@@ -70,7 +70,7 @@ def _swept(folder: Path, device: torch.device, lanes: DeviceStreams, is_apart: b
             sizes, sizes_apart(rest, apart, skeleton.dtype, 0), own, budgets, True, True
         )
         layers = list(rest)
-    with Tiers(layers, placement, LINK_THREADS, {}, lanes, apart) as tiers:
+    with Tiers(layers, placement, LINK_THREADS, {}, streams, apart) as tiers:
         model = StreamedModel(skeleton, tiers, CPU_ROWS, device)
         first = [_sweep(model, size, seed=0)[0] for size in TREES]
         again = [[_sweep(model, size, seed) for seed in range(1, REPEATS + 1)] for size in TREES]

@@ -95,7 +95,7 @@ def equality(
     config: LlamaConfig,
     num_compared: int,
     folder: Path,
-    new_lanes: Callable[[torch.device], DeviceStreams],
+    new_streams: Callable[[torch.device], DeviceStreams],
 ) -> list[dict[str, Any]]:
     """Logits of a tree's last nodes against plain decoding, bit for bit, with layers here and there."""
     checkpoint = write_random(folder / "written", config, machine.device)
@@ -104,18 +104,18 @@ def equality(
     cases, first = [], None
     all_stream = config.num_hidden_layers + 2
     for host_layers, kv_tier in ((all_stream, "device"), (3, "device"), (all_stream, "host")):  # 3: one, and two slabs
-        small = replace(machine, host_memory=host_layers * layer_bytes, lanes=new_lanes(machine.device))
-        kv_lanes = new_lanes(machine.device) if kv_tier == "host" else None
+        small = replace(machine, host_memory=host_layers * layer_bytes, streams=new_streams(machine.device))
+        kv_streams = new_streams(machine.device) if kv_tier == "host" else None
         try:
-            with streamed(checkpoint, small, 2 * NUM_ROWS, kv_lanes) as model:
-                arena = _arena(model, kv_lanes)
+            with streamed(checkpoint, small, 2 * NUM_ROWS, kv_streams) as model:
+                arena = _arena(model, kv_streams)
                 logits = _tree_logits(model, arena)
                 nodes = range(TREE - num_compared, TREE)
                 equal = sum(torch.equal(logits[node], _plain_logits(model, arena, node)) for node in nodes)
                 placement = model.tiers.placement
         finally:
-            if kv_lanes is not None:
-                kv_lanes.close()
+            if kv_streams is not None:
+                kv_streams.close()
         cases.append(
             {
                 "layers": {tier.value: len(placement.layers(tier)) for tier in Tier},
@@ -128,12 +128,12 @@ def equality(
     return cases
 
 
-def _arena(model: StreamedModel, kv_lanes: DeviceStreams | None) -> KVArena:
+def _arena(model: StreamedModel, kv_streams: DeviceStreams | None) -> KVArena:
     """Room for two sessions, where the model looks for them."""
     shape = model.skeleton.kv_shape()
-    if kv_lanes is None:
+    if kv_streams is None:
         return KVArena(shape, shape.empty(2 * NUM_ROWS, model.device))
-    return KVArena(shape, memory_on_host(shape, 2 * NUM_ROWS, kv_lanes))
+    return KVArena(shape, memory_on_host(shape, 2 * NUM_ROWS, kv_streams))
 
 
 def _tree(size: int = TREE) -> Tree:

@@ -36,7 +36,7 @@ class Machine:
     """What a measurement may use."""
 
     device: torch.device
-    lanes: DeviceStreams
+    streams: DeviceStreams
     device_memory: int  # bytes, as a placement counts them
     host_memory: int  # bytes
     max_resident: int  # layers at most
@@ -119,19 +119,19 @@ def streamed(
     checkpoint: Checkpoint,
     machine: Machine,
     num_rows: int,
-    kv_lanes: DeviceStreams | None = None,
+    kv_streams: DeviceStreams | None = None,
     elsewhere: Mapping[int, torch.device] | None = None,
     kv_elsewhere: Mapping[int, DeviceStreams] | None = None,
 ) -> Iterator[StreamedModel]:
-    """The model as a target runs it, with room for slots of `num_rows` tokens; with `kv_lanes`, on the host.
+    """The model as a target runs it, with room for slots of `num_rows` tokens; with `kv_streams`, on the host.
 
-    Layers `elsewhere` stay on other devices; their keys and values then come by lanes `kv_elsewhere`.
+    Layers `elsewhere` stay on other devices; their keys and values then come by streams `kv_elsewhere`.
     """
     skeleton = build_skeleton(checkpoint, torch.bfloat16)
     placement = placed(skeleton, machine, len(skeleton.layers), num_rows)
     if elsewhere:
         tiers_with = (Tier.ELSEWHERE if i in elsewhere else tier for i, tier in enumerate(placement.tiers))
         placement = replace(placement, tiers=tuple(tiers_with))
-    with Tiers(planned(skeleton), placement, LINK_THREADS, {}, machine.lanes, elsewhere=elsewhere) as tiers:
-        kv = OffloadedKV(skeleton.kv_shape(), num_rows, kv_lanes, kv_elsewhere) if kv_lanes else None
+    with Tiers(planned(skeleton), placement, LINK_THREADS, {}, machine.streams, elsewhere=elsewhere) as tiers:
+        kv = OffloadedKV(skeleton.kv_shape(), num_rows, kv_streams, kv_elsewhere) if kv_streams else None
         yield StreamedModel(skeleton, tiers, machine.rows, machine.device, kv)

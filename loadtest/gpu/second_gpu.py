@@ -39,7 +39,7 @@ def second_gpu(
     second: torch.device,
     config: LlamaConfig,
     folder: Path,
-    new_lanes: Callable[[torch.device], DeviceStreams],
+    new_streams: Callable[[torch.device], DeviceStreams],
 ) -> dict[str, Any]:
     """Logits of a tree with every other layer there, against all of them on the first; and what a sweep takes.
 
@@ -49,7 +49,7 @@ def second_gpu(
     checkpoint = repeated(checkpoint, config.num_hidden_layers, folder / "read")
     every_other = dict.fromkeys(range(1, config.num_hidden_layers, 2), second)
     alone, *others = (
-        _swept(checkpoint, machine, case, new_lanes)
+        _swept(checkpoint, machine, case, new_streams)
         for case in (_Case({}, False), _Case(every_other, False), _Case(every_other, True))
     )
     largest = float(alone.logits.abs().max())
@@ -68,16 +68,16 @@ class _Swept(NamedTuple):
 
 
 def _swept(
-    checkpoint: Checkpoint, machine: Machine, case: _Case, new_lanes: Callable[[torch.device], DeviceStreams]
+    checkpoint: Checkpoint, machine: Machine, case: _Case, new_streams: Callable[[torch.device], DeviceStreams]
 ) -> _Swept:
     layers = planned(build_skeleton(checkpoint, torch.bfloat16))
     host = (len(layers) + 2) * max(layer.num_bytes for layer in layers)
-    small = replace(machine, host_memory=host, lanes=new_lanes(machine.device))
+    small = replace(machine, host_memory=host, streams=new_streams(machine.device))
     with ExitStack() as stack:
         kv: dict[torch.device, DeviceStreams] = {}
         if case.is_kv_on_host:
             for device in {machine.device, *case.elsewhere.values()}:
-                kv[device] = new_lanes(device)
+                kv[device] = new_streams(device)
                 stack.callback(kv[device].close)
         kv_elsewhere = {layer: kv[device] for layer, device in case.elsewhere.items() if kv}
         model = stack.enter_context(

@@ -33,8 +33,8 @@ def random_tree(size: int, vocab_size: int, seed: int = 0) -> Tree:
     return Tree.of([node % vocab_size for node in range(size)], parents, [0.0] * size)
 
 
-def new_lanes(device: torch.device) -> DeviceStreams:
-    """Of the GPU; on the CPU, lanes that stand for one."""
+def new_streams(device: torch.device) -> DeviceStreams:
+    """Of the GPU; on the CPU, streams that stand for one."""
     return InlineStreams() if device.type == "cpu" else CudaStreams(device)
 
 

@@ -28,7 +28,7 @@ from loadtest.gpu.random_models import Machine
 from loadtest.gpu.second_gpu import second_gpu
 from loadtest.gpu.sizes import MINIATURE, REAL, Sizes
 from loadtest.gpu.supervised import READY, Part, say
-from loadtest.gpu.target_sweeps import big_model, new_lanes, release, write_big
+from loadtest.gpu.target_sweeps import big_model, new_streams, release, write_big
 from loadtest.gpu.unpacking import unpacking
 
 Found = dict[str, Any]
@@ -48,8 +48,8 @@ class Ground:
 
     @property
     def machine(self) -> Machine:
-        """With lanes that nobody has closed."""
-        return Machine(self.device, new_lanes(self.device), self.device_memory, 0, 1)
+        """With streams that nobody has closed."""
+        return Machine(self.device, new_streams(self.device), self.device_memory, 0, 1)
 
     @property
     def second(self) -> torch.device | None:
@@ -61,13 +61,13 @@ class Ground:
 
 def _equality(ground: Ground) -> Any:
     sizes, folder = ground.sizes, ground.folder / "small"
-    return gpu_parts.equality(ground.machine, sizes.small, sizes.num_compared, folder, new_lanes)
+    return gpu_parts.equality(ground.machine, sizes.small, sizes.num_compared, folder, new_streams)
 
 
 def _second_gpu(ground: Ground) -> Any:
     if ground.second is None:
         return None
-    return second_gpu(ground.machine, ground.second, ground.sizes.small, ground.folder / "second", new_lanes)
+    return second_gpu(ground.machine, ground.second, ground.sizes.small, ground.folder / "second", new_streams)
 
 
 def _drafts(ground: Ground) -> list[Mapping[str, Any]]:
@@ -85,9 +85,9 @@ def _drafts(ground: Ground) -> list[Mapping[str, Any]]:
 
 
 def _copying(ground: Ground) -> Found:
-    rate = bandwidth(new_lanes(ground.device), ground.sizes.copy_bytes)
+    rate = bandwidth(new_streams(ground.device), ground.sizes.copy_bytes)
     return {
-        "pinning": pinning(new_lanes(ground.device), ground.sizes.copy_bytes),
+        "pinning": pinning(new_streams(ground.device), ground.sizes.copy_bytes),
         "host_to_device_gb_s": round(rate / 1e9, 2),
     }
 
@@ -95,10 +95,10 @@ def _copying(ground: Ground) -> Found:
 def _big(bits: int) -> Callable[[Ground], Found]:
     def run(ground: Ground) -> Found:
         sizes, folder = ground.sizes, ground.folder / "target"
-        rate = bandwidth(new_lanes(ground.device), sizes.copy_bytes)
+        rate = bandwidth(new_streams(ground.device), sizes.copy_bytes)
         source = write_big(sizes.target, folder, ground.device, bits)  # before memory is counted: it may be there
         host = ground.host_memory or default_budget(free_memory())
-        machine = Machine(ground.device, new_lanes(ground.device), ground.device_memory, host, sizes.max_resident)
+        machine = Machine(ground.device, new_streams(ground.device), ground.device_memory, host, sizes.max_resident)
         return big_model(bits, source, machine, sizes, folder, ground.layers, rate, _step_seconds(ground.found))
 
     return run
@@ -121,7 +121,7 @@ WORK: dict[Part, Callable[[Ground], Any]] = {  # what is most likely to fail com
     Part("contexts", 45): lambda ground: contexts(ground.device, *ground.sizes.contexts),
     Part("equality", 90): _equality,
     Part("experts", 60): lambda ground: experts(
-        ground.device, ground.sizes.mixture, ground.folder / "mixture", new_lanes
+        ground.device, ground.sizes.mixture, ground.folder / "mixture", new_streams
     ),
     Part("second_gpu", 60): _second_gpu,
     Part("draft", 100): _drafts,

@@ -28,19 +28,19 @@ class ExpertCopies:
         shifts: Mapping[Expert, int],
         slab_bytes: int,
         num_slabs: int,
-        lanes: DeviceStreams,
+        streams: DeviceStreams,
         traffic: CopyStats,
     ) -> None:
         """`numbers` are the experts' layer numbers in `host`; `shifts` are their byte offsets in a slab."""
         self._host = host
         self._numbers = dict(numbers)
-        self._lanes = lanes
+        self._streams = streams
         self._shifts = dict(shifts)
         slab_bytes += DEVICE_ALIGNMENT
-        self._slabs = lanes.device_memory(num_slabs * slab_bytes).view(num_slabs, slab_bytes)
+        self._slabs = streams.device_memory(num_slabs * slab_bytes).view(num_slabs, slab_bytes)
         self._traffic = traffic
         self._on_their_way: dict[int, DeviceEvent] = {}  # by slab: copies that the compute stream does not wait for yet
-        self._computed = lanes.compute_mark()  # recycled memory may still be in use by queued computation
+        self._computed = streams.compute_event()  # recycled memory may still be in use by queued computation
 
     def __enter__(self) -> ExpertCopies:
         return self
@@ -69,12 +69,12 @@ class ExpertCopies:
 
     def begin(self) -> None:
         """Record the compute stream's progress: slabs given up in this turn are in use until then."""
-        self._computed = self._lanes.compute_mark()
+        self._computed = self._streams.compute_event()
 
     def load(self, expert: Expert, slab: int, is_prefetch: bool) -> None:
         """Queue a copy."""
         with self._host.layer(self._numbers[expert]) as data:
-            copy = self._lanes.copy(data, self._slabs[slab, self._shifts[expert] :][: len(data)], self._computed)
+            copy = self._streams.copy(data, self._slabs[slab, self._shifts[expert] :][: len(data)], self._computed)
         self._traffic.copied(copy, len(data))
         self._on_their_way[slab] = copy.done
 
@@ -98,7 +98,7 @@ class ExpertCopies:
     def arrived(self, expert: Expert, slab: int) -> torch.Tensor:
         """Make the compute stream, not the caller, wait for the copy."""
         if slab in self._on_their_way:
-            ready = self._lanes.compute_mark()
-            self._lanes.compute_after(self._on_their_way.pop(slab))
-            self._traffic.waited(ready, self._lanes.compute_mark())
+            ready = self._streams.compute_event()
+            self._streams.compute_after(self._on_their_way.pop(slab))
+            self._traffic.waited(ready, self._streams.compute_event())
         return self._slabs[slab, self._shifts[expert] :]

@@ -143,7 +143,7 @@ class ExpertStore:
         for index, layer in self._layers.items():
             for number, slot in enumerate(layer.slots):
                 assert isinstance(slot.source, Experts)
-                slot.put(ExpertTable(slot.source, _Asked(self, index, number), dtype, ReusedMemory(scratch)))
+                slot.assign(ExpertTable(slot.source, _Asked(self, index, number), dtype, ReusedMemory(scratch)))
 
     def begin(self, layer: int) -> None:
         """Start a layer's turn; layers without experts are ignored."""

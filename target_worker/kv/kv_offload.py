@@ -58,7 +58,7 @@ class KVInPlace:
         return nullcontext()
 
 
-class _Seat(NamedTuple):
+class _BufferRows(NamedTuple):
     """The rows of a slot in the device buffers, and which of them the sweep writes."""
 
     begin: int  # first row in the buffer
@@ -69,24 +69,24 @@ class _Seat(NamedTuple):
 class _Stage:
     """A device's buffers for the KV of two of its layers, of all slots in a sweep."""
 
-    def __init__(self, shape: KVShape, num_rows: int, lanes: DeviceStreams, layers: Sequence[int]) -> None:
+    def __init__(self, shape: KVShape, num_rows: int, streams: DeviceStreams, layers: Sequence[int]) -> None:
         """`layers` are those that the device computes, in order."""
         self.num_bytes = 0  # copied since the start
         self.layers = tuple(layers)
-        self.rooms = [_room(shape, num_rows, lanes) for _ in range(STAGED_LAYERS)]
-        self.room_of = {layer: place % STAGED_LAYERS for place, layer in enumerate(layers)}
+        self.buffers = [_buffer(shape, num_rows, streams) for _ in range(STAGED_LAYERS)]
+        self.buffer_of = {layer: place % STAGED_LAYERS for place, layer in enumerate(layers)}
         self._next = dict(pairwise(layers))
-        self._lanes = lanes
-        self._seats: Mapping[KVSlot, _Seat] = {}
+        self._streams = streams
+        self._rows_of: Mapping[KVSlot, _BufferRows] = {}
         self._free: DeviceEvent | None = None  # when all earlier sweeps' use of the buffers has ended
         self._ready: list[DeviceEvent | None] = [None] * STAGED_LAYERS  # by buffer: when its next layer may be computed
         self._last: DeviceEvent | None = None  # end of the last queued copy
 
-    def begin(self, seats: Mapping[KVSlot, _Seat]) -> None:
+    def begin(self, rows_of: Mapping[KVSlot, _BufferRows]) -> None:
         """Start a sweep: copy the first layer."""
-        self._seats = seats
-        self._free = self._lanes.compute_mark()  # the computation of an aborted sweep may still be queued
-        self._bring(self.layers[0])
+        self._rows_of = rows_of
+        self._free = self._streams.compute_event()  # the computation of an aborted sweep may still be queued
+        self._copy_in(self.layers[0])
 
     def end(self) -> None:
         """Wait until the slots hold the added rows."""
@@ -96,33 +96,33 @@ class _Stage:
     @contextmanager
     def layer(self, index: int) -> Iterator[None]:
         """Copy the device's next layer while this one is computed."""
-        ready = self._ready[self.room_of[index]]
+        ready = self._ready[self.buffer_of[index]]
         if ready is not None:
-            self._lanes.compute_after(ready)
+            self._streams.compute_after(ready)
         if index in self._next:
-            self._bring(self._next[index])
+            self._copy_in(self._next[index])
         yield
-        self._take_back(index, self._lanes.compute_mark())
+        self._copy_out(index, self._streams.compute_event())
 
-    def _bring(self, layer: int) -> None:
+    def _copy_in(self, layer: int) -> None:
         """Queue copies of the rows that the slots already hold, after earlier use of the buffer."""
-        room = self.rooms[self.room_of[layer]]
-        for slot, (begin, first, _) in self._seats.items():
+        buffer = self.buffers[self.buffer_of[layer]]
+        for slot, (begin, first, _) in self._rows_of.items():
             if first:
-                for held, staged in zip((slot.keys, slot.values), room, strict=True):
+                for held, staged in zip((slot.keys, slot.values), buffer, strict=True):
                     self._copy(held[layer, :first], staged[begin : begin + first], self._free)
-        self._ready[self.room_of[layer]] = self._last
+        self._ready[self.buffer_of[layer]] = self._last
 
-    def _take_back(self, layer: int, computed: DeviceEvent) -> None:
+    def _copy_out(self, layer: int, computed: DeviceEvent) -> None:
         """Queue copies of the rows that the sweep has added."""
-        room = self.rooms[self.room_of[layer]]
-        for slot, (begin, first, end) in self._seats.items():
-            for held, staged in zip((slot.keys, slot.values), room, strict=True):
+        buffer = self.buffers[self.buffer_of[layer]]
+        for slot, (begin, first, end) in self._rows_of.items():
+            for held, staged in zip((slot.keys, slot.values), buffer, strict=True):
                 self._copy(staged[begin + first : begin + end], held[layer, first:end], computed)
 
     def _copy(self, source: torch.Tensor, target: torch.Tensor, after: DeviceEvent | None) -> None:
         self.num_bytes += source.nbytes
-        self._last = self._lanes.copy(source, target, after).done
+        self._last = self._streams.copy(source, target, after).done
 
 
 class OffloadedKV:
@@ -132,15 +132,15 @@ class OffloadedKV:
         self,
         shape: KVShape,
         num_rows: int,
-        lanes: DeviceStreams,
+        streams: DeviceStreams,
         elsewhere: Mapping[int, DeviceStreams] | None = None,
     ) -> None:
-        """`num_rows` is the total of all slots; `elsewhere` has the lanes of layers on other devices.
+        """`num_rows` is the total of all slots; `elsewhere` has the streams of layers on other devices.
 
-        No lanes may be used by others; the caller closes them.
+        No streams may be used by others; the caller closes them.
         """
-        by_lanes = _layers_by(shape, lanes, elsewhere or {})
-        self._stages = [_Stage(shape, num_rows, own, layers) for own, layers in by_lanes.items()]
+        by_streams = _layers_by(shape, streams, elsewhere or {})
+        self._stages = [_Stage(shape, num_rows, own, layers) for own, layers in by_streams.items()]
         self._stage_of = {layer: stage for stage in self._stages for layer in stage.layers}
 
     @property
@@ -151,12 +151,12 @@ class OffloadedKV:
     @contextmanager
     def sweep(self, batch: Batch) -> Iterator[Batch]:
         """Place the slots one after another in the buffers, in the same rows on every device."""
-        seats = _seated(batch)
+        rows_of = _assign_rows(batch)
         for stage in self._stages:
-            stage.begin(seats)
-        begins, rooms = {slot: seat.begin for slot, seat in seats.items()}, self._rooms
+            stage.begin(rows_of)
+        begins, buffers = {slot: assigned.begin for slot, assigned in rows_of.items()}, self._buffers
         try:
-            yield batch.seen_as([_staged(chunk, rooms, begins) for chunk in batch.chunks])
+            yield batch.seen_as([_staged(chunk, buffers, begins) for chunk in batch.chunks])
         finally:
             for stage in self._stages:
                 stage.end()
@@ -166,28 +166,28 @@ class OffloadedKV:
         return self._stage_of[index].layer(index)
 
     @property
-    def _rooms(self) -> list[KVMemory]:
+    def _buffers(self) -> list[KVMemory]:
         """The buffer of each layer."""
         of = (self._stage_of[layer] for layer in range(len(self._stage_of)))
-        return [stage.rooms[stage.room_of[layer]] for layer, stage in enumerate(of)]
+        return [stage.buffers[stage.buffer_of[layer]] for layer, stage in enumerate(of)]
 
 
 def memory_on_host(
-    shape: KVShape, num_rows: int, lanes: DeviceStreams, elsewhere: Mapping[int, DeviceStreams] | None = None
+    shape: KVShape, num_rows: int, streams: DeviceStreams, elsewhere: Mapping[int, DeviceStreams] | None = None
 ) -> KVMemory:
     """Allocate host memory for the KV of `num_rows` tokens, each layer's near the device that computes it.
 
     Memory is pinned in pieces of whole layers, like that of weights: if CUDA refuses one, the others stay pinned.
     """
-    return KVMemory(*(_in_pieces(shape, num_rows, _layers_by(shape, lanes, elsewhere or {})) for _ in range(2)))
+    return KVMemory(*(_in_pieces(shape, num_rows, _layers_by(shape, streams, elsewhere or {})) for _ in range(2)))
 
 
 def _layers_by(
-    shape: KVShape, lanes: DeviceStreams, elsewhere: Mapping[int, DeviceStreams]
+    shape: KVShape, streams: DeviceStreams, elsewhere: Mapping[int, DeviceStreams]
 ) -> dict[DeviceStreams, list[int]]:
     found: dict[DeviceStreams, list[int]] = {}
     for layer in range(shape.num_layers):
-        found.setdefault(elsewhere.get(layer, lanes), []).append(layer)
+        found.setdefault(elsewhere.get(layer, streams), []).append(layer)
     return found
 
 
@@ -196,23 +196,23 @@ def _in_pieces(shape: KVShape, num_rows: int, layers_by: Mapping[DeviceStreams, 
     _, *size = shape.size(num_rows)
     layer_bytes = math.prod(size) * shape.dtype.itemsize
     parts, places = list[torch.Tensor](), dict[int, tuple[int, int]]()
-    for lanes, layers in layers_by.items():
+    for streams, layers in layers_by.items():
         left = iter(layers)
         for run in in_pieces([layer_bytes] * len(layers), PIECE_BYTES):
-            memory = lanes.host_memory(sum(run))[: sum(run)]
+            memory = streams.host_memory(sum(run))[: sum(run)]
             places |= {next(left): (len(parts), number) for number in range(len(run))}
             parts.append(torch.frombuffer(memory, dtype=shape.dtype).view(len(run), *size))
     return cast(torch.Tensor, SplitLayers(parts, [places[layer] for layer in range(shape.num_layers)]))
 
 
-def _room(shape: KVShape, num_rows: int, lanes: DeviceStreams) -> KVMemory:
+def _buffer(shape: KVShape, num_rows: int, streams: DeviceStreams) -> KVMemory:
     """A buffer for one layer's keys and values, (num_rows, num_kv_heads, head_dim) each."""
     size = shape.size(num_rows)[1:]
     num_bytes = num_rows * shape.row_bytes // shape.num_layers // 2
-    return KVMemory(*(lanes.device_memory(num_bytes).view(shape.dtype).view(size) for _ in range(2)))
+    return KVMemory(*(streams.device_memory(num_bytes).view(shape.dtype).view(size) for _ in range(2)))
 
 
-def _seated(batch: Batch) -> dict[KVSlot, _Seat]:
+def _assign_rows(batch: Batch) -> dict[KVSlot, _BufferRows]:
     """Assign buffer rows to every slot. A sweep writes the rows that follow those which a slot holds."""
     reach: dict[KVSlot, tuple[int, int]] = {}
     for segment in batch.segments:
@@ -220,18 +220,18 @@ def _seated(batch: Batch) -> dict[KVSlot, _Seat]:
         assert isinstance(slot, KVSlot), "there are keys to be copied"
         first, end = reach.get(slot, (slot.num_rows, 0))
         reach[slot] = min(first, int(segment.rows.min())), max(end, int(segment.rows.max()) + 1)
-    seats, begin = {}, 0
+    rows_of, begin = {}, 0
     for slot, (first, end) in reach.items():
-        seats[slot] = _Seat(begin, first, end)
+        rows_of[slot] = _BufferRows(begin, first, end)
         begin += end
-    return seats
+    return rows_of
 
 
 @dataclass(frozen=True)
 class _StagedChunk(Chunk):
     """Rows whose keys and values are in the device buffers."""
 
-    rooms: list[KVMemory]  # by layer
+    buffers: list[KVMemory]  # by layer
     staged_begins: list[int]
 
     @property
@@ -239,26 +239,26 @@ class _StagedChunk(Chunk):
         return self.staged_begins
 
     def spans(self, layer: int) -> tuple[PathSpans, int]:
-        keys = self.rooms[layer].keys.data_ptr()
-        if keys not in self._spans_by_room:
-            places = [_place(self.rooms[layer], begin) for begin in self.begins]
-            self._spans_by_room[keys] = PathSpans.at(places, self.pieces, self.rooms[layer].keys.shape[1])
-        return self._spans_by_room[keys], 0
+        keys = self.buffers[layer].keys.data_ptr()
+        if keys not in self._spans_by_buffer:
+            places = [_place(self.buffers[layer], begin) for begin in self.begins]
+            self._spans_by_buffer[keys] = PathSpans.at(places, self.pieces, self.buffers[layer].keys.shape[1])
+        return self._spans_by_buffer[keys], 0
 
     def memory(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.rooms[layer]
+        return self.buffers[layer]
 
     @cached_property
-    def _spans_by_room(self) -> dict[int, PathSpans]:
+    def _spans_by_buffer(self) -> dict[int, PathSpans]:
         return {}
 
 
-def _place(room: KVMemory, begin: int) -> Place:
+def _place(buffer: KVMemory, begin: int) -> Place:
     """The place of a slot in a buffer, whose only layer is number 0."""
-    keys, values = room.keys[begin:], room.values[begin:]
+    keys, values = buffer.keys[begin:], buffer.values[begin:]
     return Place(keys.data_ptr(), values.data_ptr(), len(keys))
 
 
-def _staged(chunk: Chunk, rooms: list[KVMemory], begins: Mapping[KVSlot, int]) -> Chunk:
+def _staged(chunk: Chunk, buffers: list[KVMemory], begins: Mapping[KVSlot, int]) -> Chunk:
     own_begins = [begins[piece.slot] for piece in chunk.pieces]
-    return _StagedChunk(chunk.begin, chunk.end, chunk.pieces, chunk.device, rooms, own_begins)
+    return _StagedChunk(chunk.begin, chunk.end, chunk.pieces, chunk.device, buffers, own_begins)

@@ -47,7 +47,7 @@ class DeviceRing:
         indices: Sequence[int],
         sizes: Sequence[int],
         source: HostSide,
-        lanes: DeviceStreams,
+        streams: DeviceStreams,
         num_slabs: int,
         traffic: CopyStats | None = None,
         shifts: Sequence[int] = (),
@@ -59,13 +59,13 @@ class DeviceRing:
         self._indices = tuple(indices)
         self._sizes = tuple(sizes)
         self._source = source
-        self._lanes = lanes
+        self._streams = streams
         self._shifts = tuple(shifts) or (0,) * len(self._sizes)
-        self._slabs = [lanes.device_memory(max(sizes) + max(self._shifts)) for _ in range(num_slabs)]
+        self._slabs = [streams.device_memory(max(sizes) + max(self._shifts)) for _ in range(num_slabs)]
         self._state = threading.Condition()
         self._is_closed = self._is_restarting = self._is_copying = False
         self._traffic = traffic or CopyStats()
-        self._reset(lanes.compute_mark())  # memory comes again from whoever had it, and may still compute with it
+        self._reset(streams.compute_event())  # memory comes again from whoever had it, and may still compute with it
         self._thread = threading.Thread(target=self._run, name="copies", daemon=True)
 
     def __enter__(self) -> DeviceRing:
@@ -103,11 +103,11 @@ class DeviceRing:
             if self._error is not None:
                 raise self._error
             copied = self._copied.pop(sequence)
-        ready = self._lanes.compute_mark()
-        self._lanes.compute_after(copied)
-        self._traffic.waited(ready, self._lanes.compute_mark())
+        ready = self._streams.compute_event()
+        self._streams.compute_after(copied)
+        self._traffic.waited(ready, self._streams.compute_event())
         yield self._slabs[sequence % len(self._slabs)][self._shifts[sequence % len(self._shifts)] :]
-        computed = self._lanes.compute_mark()
+        computed = self._streams.compute_event()
         with self._state:
             self._free_after[sequence % len(self._slabs)] = computed
             self._consumed += 1
@@ -119,7 +119,7 @@ class DeviceRing:
             self._is_restarting = True
             self._state.wait_for(lambda: not self._is_copying)
         self._source.restart()
-        computed = self._lanes.compute_mark()
+        computed = self._streams.compute_event()
         with self._state:
             self._reset(computed)
             self._is_restarting = False
@@ -160,7 +160,7 @@ class DeviceRing:
         index, size = self._indices[number], self._sizes[number]
         with self._source.layer(index) as data:
             target = self._slabs[slab][self._shifts[number] :][:size]
-            copy: Copy = self._lanes.copy(data[:size], target, self._free_after[slab])
+            copy: Copy = self._streams.copy(data[:size], target, self._free_after[slab])
             self._traffic.copied(copy, size)
             with self._state:
                 self._copied[sequence] = copy.done

@@ -35,7 +35,7 @@ class Extent:
 
 
 @dataclass(frozen=True, slots=True)
-class MadeLayer:
+class MaterializedLayer:
     """Values of a layer's parameters, and functions that dequantize those that are no views of the layer's bytes."""
 
     values: tuple[Any, ...]
@@ -58,7 +58,9 @@ class LayerExtents:
     begins: dict[TensorPlace, int]  # offset of each tensor's first byte in the slab
     num_bytes: int  # that the layer takes in a slab
 
-    def made(self, slab: torch.Tensor, dtype: torch.dtype, scratch: ReusedMemory, by_matrix: bool = False) -> MadeLayer:
+    def materialize(
+        self, slab: torch.Tensor, dtype: torch.dtype, scratch: ReusedMemory, by_matrix: bool = False
+    ) -> MaterializedLayer:
         """Make the values of the layer's parameters from a slab (uint8): views of it, or written to scratch memory.
 
         With `by_matrix` linear layers share one scratch buffer, and each is dequantized just before its product.
@@ -71,21 +73,21 @@ class LayerExtents:
             writes.append(LateWrites(self.slots[index].module, tuple(scratch.writes)))
         scratch.begin(self._late_bytes(late, dtype))
         values |= {i: self._value(i, slab, dtype, scratch) for i in range(len(self.slots)) if i not in values}
-        return MadeLayer(tuple(values[i] for i in range(len(self.slots))), tuple(scratch.writes), tuple(writes))
+        return MaterializedLayer(tuple(values[i] for i in range(len(self.slots))), tuple(scratch.writes), tuple(writes))
 
     def _value(self, index: int, slab: torch.Tensor, dtype: torch.dtype, scratch: ReusedMemory) -> Any:
         slot = self.slots[index]
-        return slot.made([self.bytes_of(place, slab) for place in slot.source.places], dtype, scratch)
+        return slot.materialize([self.bytes_of(place, slab) for place in slot.source.places], dtype, scratch)
 
-    def put(self, made: MadeLayer) -> None:
-        """Set the layer's parameters to values made by `made`."""
-        for slot, value in zip(self.slots, made.values, strict=True):
-            slot.put(value)
-        for late in made.late_writes:
-            late.put()
+    def assign(self, layer: MaterializedLayer) -> None:
+        """Set the layer's parameters to values made by `materialize`."""
+        for slot, value in zip(self.slots, layer.values, strict=True):
+            slot.assign(value)
+        for late in layer.late_writes:
+            late.register()
 
     def scratch_bytes(self, dtype: torch.dtype, by_matrix: bool = False) -> int:
-        """Bytes of scratch memory that `made` takes."""
+        """Bytes of scratch memory that `materialize` takes."""
         late = self._late(dtype) if by_matrix else []
         early = (slot.source.scratch_bytes(dtype) for i, slot in enumerate(self.slots) if i not in late)
         return self._late_bytes(late, dtype) + sum(early)

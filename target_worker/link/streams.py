@@ -60,11 +60,11 @@ class DeviceStreams(Protocol):
         """Queue a copy between host and device that begins once `after` is reached."""
         ...
 
-    def compute_after(self, mark: DeviceEvent) -> None:
-        """Make computation queued from now on wait for `mark`."""
+    def compute_after(self, event: DeviceEvent) -> None:
+        """Make computation queued from now on wait for `event`."""
         ...
 
-    def compute_mark(self) -> DeviceEvent:
+    def compute_event(self) -> DeviceEvent:
         """An event after all computation queued so far."""
         ...
 
@@ -100,17 +100,17 @@ class CudaStreams:
         begun, done = _event(), _event()
         with self._lock, torch.cuda.stream(self._copying):
             if after is not None:
-                self._copying.wait_event(after)  # type: ignore[arg-type]  # marks of this class are events
+                self._copying.wait_event(after)  # type: ignore[arg-type]  # events of this class are events
             begun.record(self._copying)
             target.copy_(source, non_blocking=True)
             done.record(self._copying)
         return Copy(begun, done)
 
-    def compute_after(self, mark: DeviceEvent) -> None:
+    def compute_after(self, event: DeviceEvent) -> None:
         """Make the current stream wait."""
-        torch.cuda.current_stream(self.device).wait_event(mark)  # type: ignore[arg-type]
+        torch.cuda.current_stream(self.device).wait_event(event)  # type: ignore[arg-type]
 
-    def compute_mark(self) -> DeviceEvent:
+    def compute_event(self) -> DeviceEvent:
         """An event on the current stream."""
         event = _event()
         event.record(torch.cuda.current_stream(self.device))
@@ -160,10 +160,10 @@ class InlineStreams:
         target.copy_(source)
         return Copy(Reached(), Reached())
 
-    def compute_after(self, mark: DeviceEvent) -> None:
+    def compute_after(self, event: DeviceEvent) -> None:
         """Nothing to do: no copy is outstanding."""
 
-    def compute_mark(self) -> DeviceEvent:
+    def compute_event(self) -> DeviceEvent:
         """A reached event."""
         return Reached()
 

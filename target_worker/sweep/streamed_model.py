@@ -14,7 +14,7 @@ from bough.model.batch.batch import Batch, Chunk, Segment
 from bough.model.checkpoint.tensor_source import ReusedMemory
 from bough.model.gpu.faults import named_faults
 from bough.model.kv.slot import Slot
-from bough.model.llama.weights import is_lean
+from bough.model.llama.weights import supports_fused_layers
 from bough.model.loading.loading import Skeleton, bind_resident, move_buffers
 from bough.model.running.batch_invariance import describe, make_reproducible
 from bough.model.running.device import await_all, working_on
@@ -26,7 +26,7 @@ from bough.sizing.sweep_times import SweepPrior, expert_volume
 from bough.trees.tree import Tree
 from target_worker.kv.kv_offload import KVHome, KVInPlace
 from target_worker.link.disk_ring import BestSpeed
-from target_worker.link.layer_extents import MadeLayer
+from target_worker.link.layer_extents import MaterializedLayer
 from target_worker.scheduler.sweep_figures import SweepFigures
 from target_worker.sweep.compiled_layers import CompiledLayers, LayerAt
 from target_worker.sweep.tiers import Tiers
@@ -38,7 +38,7 @@ NANO = 1e-9
 MOST_ROWS = 4096  # limit of rows in the curve of experts chosen
 SPEED_BYTES = 1000**3  # least bytes over which the link's speed is measured
 WARM_LAYERS = 2  # layers of the first pass of warm-up; layers of other kinds are compiled in the first sweep
-MOST_MADE = 2048  # limit of cached layers' parameters: up to 20 KB each, outside the memory budget
+MOST_CACHED = 2048  # limit of cached layers' parameters: up to 20 KB each, outside the memory budget
 
 
 class StreamedModel:
@@ -57,7 +57,7 @@ class StreamedModel:
         self._kv = kv or KVInPlace()
         self.tiers = tiers
         self.rows = make_reproducible(skeleton, rows, device)
-        is_whole = self.rows.step < self.rows.most and is_lean(skeleton, device)
+        is_whole = self.rows.step < self.rows.most and supports_fused_layers(skeleton, device)
         self._compiled = CompiledLayers(skeleton) if is_whole else None
         self.device = device
         self._figures = tiers.figures()
@@ -66,7 +66,7 @@ class StreamedModel:
         self._others = tuple(dict.fromkeys(tiers.elsewhere.values()))  # devices
         self._scratch = {where: self._scratch_on(where) for where in (device, *self._others)}
         self._moved: dict[tuple[int, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}  # see `_on`
-        self._made: dict[LayerAt, MadeLayer] = {}
+        self._materialized: dict[LayerAt, MaterializedLayer] = {}
         self._has_failed = False  # whether the last sweep failed
         self._held: torch.Tensor | None = None  # layer 0's slab, while warm-up measures that layer
         self._layer_seconds = 0.0  # of the last measured layer
@@ -262,15 +262,15 @@ class StreamedModel:
         those dequantized to shared scratch memory are written again. Returns the cache key, or None if not cached.
         """
         layer, place = self.tiers.layers[index], (index, slab.data_ptr())
-        made = self._made.get(place)
-        if made is None:
-            made = layer.made(slab, self.skeleton.dtype, self._scratch[slab.device], self._by_matrix)
-            if len(self._made) < MOST_MADE:
-                self._made[place] = made
+        values = self._materialized.get(place)
+        if values is None:
+            values = layer.materialize(slab, self.skeleton.dtype, self._scratch[slab.device], self._by_matrix)
+            if len(self._materialized) < MOST_CACHED:
+                self._materialized[place] = values
         else:
-            made.write()
-        layer.put(made)
-        return place if place in self._made else None
+            values.write()
+        layer.assign(values)
+        return place if place in self._materialized else None
 
 
 def _narrow(kwargs: dict[str, Any], chunk: Chunk, batch: Batch) -> dict[str, Any]:

@@ -38,11 +38,11 @@ class Tiers:
         placement: Placement,
         num_threads: int,
         checksums: Mapping[str, int] | None = None,
-        lanes: DeviceStreams | None = None,
+        streams: DeviceStreams | None = None,
         experts: Mapping[int, LayerExperts] | None = None,
         elsewhere: Mapping[int, torch.device] | None = None,
     ) -> None:
-        """`checksums` (crc32 by tensor name) are verified at the first use of a layer; `lanes` is None on a CPU.
+        """`checksums` (crc32 by tensor name) are verified at the first use of a layer; `streams` is None on a CPU.
 
         `experts`, by layer, are cached in `placement.fixed.experts` bytes when rows choose them: loaded from disk, or
         for a device with its own memory from host memory, which then holds all of them. Layers in `elsewhere` are
@@ -50,21 +50,21 @@ class Tiers:
         """
         self.layers = tuple(layers)
         self.placement = placement
-        self._lanes = lanes
-        self._traffic, self._lane_traffic = DiskStats.none_yet(), CopyStats()
-        staying, on_host = placement.layers(Tier.RESIDENT if lanes is None else Tier.HOST), self.layers
+        self._streams = streams
+        self._traffic, self._copy_stats = DiskStats.none_yet(), CopyStats()
+        staying, on_host = placement.layers(Tier.RESIDENT if streams is None else Tier.HOST), self.layers
         numbers: dict[Expert, int] = {}
-        if experts and lanes is not None:
+        if experts and streams is not None:
             numbers, each = numbered(experts, len(self.layers))
             staying, on_host = (*staying, *numbers.values()), (*self.layers, *each)
         self._host = HostLayers(
             on_host,
             staying,
             placement.layers(Tier.DISK),
-            placement.num_slabs if lanes is None else placement.num_host_slabs,
+            placement.num_slabs if streams is None else placement.num_host_slabs,
             num_threads,
             checksums or {},
-            large_pages if lanes is None else lanes.host_memory,
+            large_pages if streams is None else streams.host_memory,
             self._traffic,
         )
         self.experts: ExpertStore | None = None
@@ -72,11 +72,11 @@ class Tiers:
             slab_bytes = sizes_of(experts.values()).slab_bytes
             num_slabs = placement.fixed.experts // slab_bytes
             loader: ExpertLoader
-            if lanes is None:
+            if streams is None:
                 loader = ExpertReads(experts, slab_bytes, num_slabs, num_threads, checksums or {}, self._traffic)
             else:
                 shifts = {expert: on_host[number].device_shift for expert, number in numbers.items()}
-                loader = ExpertCopies(self._host, numbers, shifts, slab_bytes, num_slabs, lanes, self._lane_traffic)
+                loader = ExpertCopies(self._host, numbers, shifts, slab_bytes, num_slabs, streams, self._copy_stats)
             self.experts = ExpertStore(experts, num_slabs, loader)
         self._resources = ExitStack()
         self._resident: dict[int, torch.Tensor] = {}  # (num_bytes,) uint8, on a device with its own memory
@@ -91,20 +91,20 @@ class Tiers:
     @property
     def unpinned_bytes(self) -> int:
         """Bytes of host memory that a device cannot copy directly."""
-        return 0 if self._lanes is None else self._lanes.unpinned_bytes
+        return 0 if self._streams is None else self._streams.unpinned_bytes
 
     def __enter__(self) -> Tiers:
         try:
-            if self._lanes is not None:
-                self._resources.callback(self._lanes.close)
+            if self._streams is not None:
+                self._resources.callback(self._streams.close)
             self._resources.enter_context(self._host)
-            if self._lanes is not None:
-                self._upload(self._lanes)
+            if self._streams is not None:
+                self._upload(self._streams)
             self._host.fill()
             if self.experts is not None:
                 self._resources.enter_context(self.experts)
-            if self._lanes is not None and self.placement.streamed:
-                self._copies = self._resources.enter_context(self._device_ring(self._lanes))
+            if self._streams is not None and self.placement.streamed:
+                self._copies = self._resources.enter_context(self._device_ring(self._streams))
         except BaseException:
             self._resources.close()
             raise
@@ -115,7 +115,7 @@ class Tiers:
     ) -> None:
         self._resources.close()
 
-    def _upload(self, lanes: DeviceStreams) -> None:
+    def _upload(self, streams: DeviceStreams) -> None:
         """Put resident layers on the device, through one temporary slab."""
         resident = (*self.placement.layers(Tier.RESIDENT), *self.placement.layers(Tier.ELSEWHERE))
         if resident:
@@ -125,14 +125,16 @@ class Tiers:
                 shift = self.layers[index].device_shift
                 size, device = len(data) + shift, self.elsewhere.get(index)
                 memory = (
-                    lanes.device_memory(size) if device is None else torch.empty(size, dtype=torch.uint8, device=device)
+                    streams.device_memory(size)
+                    if device is None
+                    else torch.empty(size, dtype=torch.uint8, device=device)
                 )
                 self._resident[index] = memory[shift:].copy_(data)
 
-    def _device_ring(self, lanes: DeviceStreams) -> DeviceRing:
+    def _device_ring(self, streams: DeviceStreams) -> DeviceRing:
         streamed = [index for index in range(len(self.layers)) if index not in self._resident]
         sizes, shifts = zip(*((self.layers[i].num_bytes, self.layers[i].device_shift) for i in streamed), strict=True)
-        return DeviceRing(streamed, sizes, self._host, lanes, self.placement.num_slabs, self._lane_traffic, shifts)
+        return DeviceRing(streamed, sizes, self._host, streams, self.placement.num_slabs, self._copy_stats, shifts)
 
     @contextmanager
     def layer(self, index: int) -> Iterator[torch.Tensor]:
@@ -175,8 +177,8 @@ class Tiers:
 
     def figures(self) -> LinkFigures:
         """Counters since the start of the link that brings weights to where they are used."""
-        if self._lanes is not None:
-            return self._lane_traffic.figures()
+        if self._streams is not None:
+            return self._copy_stats.figures()
         figures = self._host.figures()
         if self.experts is None:
             return figures
@@ -189,6 +191,6 @@ def numbered(experts: Mapping[int, LayerExperts], begin: int) -> tuple[dict[Expe
     return {expert: begin + place for place, (expert, _) in enumerate(row)}, [each for _, each in row]
 
 
-def lanes_of(device: torch.device) -> DeviceStreams | None:
+def streams_of(device: torch.device) -> DeviceStreams | None:
     """Streams of a device with its own memory; None for the CPU."""
     return None if device.type == "cpu" else CudaStreams(device)

@@ -46,8 +46,8 @@ def grown(grower: Grower, widths: list[int] | None = None) -> Tree:
     return grower.finished()
 
 
-def best_first(limits: BestFirst, closed: Sequence[int] = ()) -> BestFirstGrower:
-    return BestFirstGrower(ROOT, limits, VOCAB, np.array(closed, np.int32))
+def best_first(limits: BestFirst, stop_tokens: Sequence[int] = ()) -> BestFirstGrower:
+    return BestFirstGrower(ROOT, limits, VOCAB, np.array(stop_tokens, np.int32))
 
 
 @given(st.integers(1, 40), st.integers(1, 4))
@@ -118,7 +118,7 @@ def test_limits_hold_and_siblings_are_best_first(budget: int, width: int, depth:
 def test_no_step_expands_more_nodes_than_there_was_to_be_room_for() -> None:
     """Equals at the last place of a tree are all good enough; a session's rows are counted by `max_expansions`."""
     limits = BestFirst(budget=2, width=64, depth=2)
-    grower = BestFirstGrower(7, limits, branch=6, closed=np.zeros(0, np.int32))
+    grower = BestFirstGrower(7, limits, max_children=6, stop_tokens=np.zeros(0, np.int32))
     num_expanded = 0
     while len(frontier := grower.frontier()):
         num_expanded += len(frontier)
@@ -136,7 +136,7 @@ def test_growth_ends_when_the_tree_is_full_and_nothing_better_can_come() -> None
 
 
 def test_nothing_grows_below_the_end_of_the_text() -> None:
-    tree = grown(best_first(BestFirst(40, 40, 4), closed=(1, 2)))
+    tree = grown(best_first(BestFirst(40, 40, 4), stop_tokens=(1, 2)))
     assert any(token in (1, 2) for token in tree.tokens[1:])
     assert all(int(tree.tokens[parent]) not in (1, 2) for parent in tree.parents[1:])
 

@@ -1,4 +1,4 @@
-"""Authorities and certificates for tests of TLS: those that load tests make."""
+"""Certificate authorities and certificates for tests of TLS, from the load tests' module."""
 
 from __future__ import annotations
 

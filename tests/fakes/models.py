@@ -1,4 +1,4 @@
-"""A streamed model as the target worker puts it together, for tests that look inside."""
+"""A streamed model assembled as in the target worker, for tests of its parts."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ def streamed(
     dtype: torch.dtype,
     rows: int = 16,
     max_resident: int = 0,
-    lanes: DeviceStreams | None = None,
+    streams: DeviceStreams | None = None,
     host_layers: int = 0,
     staged_rows: int = 0,
     expert_slabs: int = 0,
     device: torch.device = CPU,
-    kv_lanes: DeviceStreams | None = None,
+    kv_streams: DeviceStreams | None = None,
     elsewhere: Mapping[int, torch.device] | None = None,
     kv_elsewhere: Mapping[int, DeviceStreams] | None = None,
 ) -> Iterator[StreamedModel]:
-    """A model whose layers stream through two slabs, but for `max_resident` of them.
+    """A model whose layers, except `max_resident` of them, stream through a ring of two slabs.
 
-    With `lanes` there is a `device` with memory of its own, and in the host's room for `host_layers`. With
-    `staged_rows` keys and values of so many come to it with their layer. With `expert_slabs` experts are read when they
-    are chosen. Layers `elsewhere` stay on other devices, whole; their keys and values come by lanes `kv_elsewhere`.
+    With `streams`, `device` has memory of its own and `host_layers` layers stay in host memory. With `staged_rows`, KV
+    of up to so many rows stays on the host and is copied layer by layer. With `expert_slabs`, experts are read when
+    rows choose them. Layers `elsewhere` stay whole on other devices; `kv_elsewhere` are the streams for their KV.
     """
     skeleton = build_skeleton(Checkpoint.open(folder), dtype)
     layers: Sequence[LayerExtents] = [plan_layer(f"layer {i}", slots) for i, slots in enumerate(skeleton.layer_slots)]
@@ -63,19 +63,19 @@ def streamed(
     if elsewhere:
         tiers_of = [Tier.ELSEWHERE if i in elsewhere else tier for i, tier in enumerate(placement.tiers)]
         placement = replace(placement, tiers=tuple(tiers_of))
-    with Tiers(layers, placement, 2, read_checksums(folder), lanes, experts, elsewhere) as tiers:
-        kv_streams = kv_lanes or InlineStreams()
+    with Tiers(layers, placement, 2, read_checksums(folder), streams, experts, elsewhere) as tiers:
+        kv_streams = kv_streams or InlineStreams()
         kv = OffloadedKV(skeleton.kv_shape(), staged_rows, kv_streams, kv_elsewhere) if staged_rows else None
         yield StreamedModel(skeleton, tiers, rows, device, kv)
 
 
 def new_slot(model: StreamedModel) -> KVSlot:
-    """Room for a session of a few hundred tokens."""
+    """A KV slot of 400 rows on the CPU."""
     return KVSlot(model.skeleton.kv_shape(), 400, CPU)
 
 
 def plain_logits(model: StreamedModel, tokens: list[int]) -> list[torch.Tensor]:
-    """Decoding one token at a time; entry i is what follows tokens[: i + 1]."""
+    """Logits (vocab_size,) of plain decoding, one token a sweep; entry i follows tokens[: i + 1]."""
     slot, logits = new_slot(model), []
     for position, token in enumerate(tokens):
         batch = Batch([Segment.tree(slot, position, Tree.root(token))], model.rows, CPU)

@@ -1,9 +1,9 @@
-"""A device that pretends to be a GPU: its tensors' bytes are out of the CPU's reach, and all that happens is noted.
+"""A device that pretends to be a GPU: its tensors' bytes are out of the CPU's reach, and what it does is recorded.
 
-torch's Python backend for PrivateUse1 gives it a device type of its own. What a GPU would refuse is refused (operands
-of two devices, numpy), what it would leave to chance is 0xFF (uninitialised memory), and what would stop a stream of
-work is counted (numbers asked for, copies from pageable memory). Operators run at once, in a lane of each device;
-copies run when `pretend_lanes` says.
+torch's Python backend for PrivateUse1 gives it a device type of its own. It refuses what a GPU refuses (operands on
+two devices, numpy), fills uninitialised memory with 0xFF, and counts what would stall a GPU (values read by the host,
+copies from pageable memory). Operators run at once, in the compute stream of their device; copies run when
+`pretend_streams` decides.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch.utils.backend_registration import _DummyBackendModule, _setup_private
 
 from bough.model.architecture import attention
 from bough.model.gpu import kernels, unpack_triton
-from tests.fakes.pretend_order import Order, compute_lane
+from tests.fakes.pretend_order import Order, compute_stream
 
 NAME = "pretend"
 UNWRITTEN = 0xFF  # NaN in every floating type
@@ -32,39 +32,39 @@ ASKING = {"_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_selec
 MAKING = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 VIEWING = {"view", "slice", "select", "unsqueeze", "expand", "t", "transpose", "alias", "detach", "permute", "split"}
 VIEWING |= {"squeeze", "as_strided", "split_with_sizes", "_unsafe_view", "unbind", "chunk", "diagonal", "unfold"}
-WHOLE = {"linear", "matmul", "pad"}  # that a GPU's library has in one piece, whatever torch could take them apart to
+WHOLE = {"linear", "matmul", "pad"}  # one launch on a GPU, although torch could decompose them
 
 
 @dataclass
 class Notes:
-    """What has happened since `clear`."""
+    """What has happened on the device since `clear`."""
 
-    launches: Counter[str] = field(default_factory=Counter)  # by operator; views are none
-    stops: list[str] = field(default_factory=list)  # the host waited for the device
-    sends: list[str] = field(default_factory=list)  # copies to the device outside its copying lane: it waits as well
-    inside: list[str] = field(default_factory=list)  # of these two, within a layer
+    launches: Counter[str] = field(default_factory=Counter)  # by operator, without views
+    stops: list[str] = field(default_factory=list)  # operators for which the host waited for the device
+    sends: list[str] = field(default_factory=list)  # copies to the device outside its copy stream, which also stall it
+    inside: list[str] = field(default_factory=list)  # stops and sends within a layer
     crossings: list[str] = field(default_factory=list)  # copies from one device to another
     is_in_layer: bool = False
     is_capturing: bool = False
     order: Order = field(default_factory=Order)
 
     def begin(self) -> None:
-        """As if nothing had ever happened."""
+        """Forget everything, races and their order included."""
         vars(self).update(vars(Notes()))
 
     def clear(self) -> None:
-        """Forgets what has happened, but not in which order."""
+        """Forget counts and lists, but not the order of accesses."""
         self.launches.clear()
         for notes in (self.stops, self.sends, self.inside, self.crossings):
             notes.clear()
 
     def stop(self, what: str, index: int) -> None:
-        """The host waits until all is done on a device."""
+        """Record that the host waits until a device has done all work."""
         self._note(self.stops, what)
-        self.order.host_waits(self.order.mark(compute_lane(index)))
+        self.order.host_waits(self.order.progress_of(compute_stream(index)))
 
     def send(self, what: str) -> None:
-        """A tensor comes from pageable memory."""
+        """Record a copy from pageable memory."""
         self._note(self.sends, what)
 
     def _note(self, notes: list[str], what: str) -> None:
@@ -75,11 +75,11 @@ class Notes:
             self.inside.append(what)
 
 
-notes = Notes()  # of the process: a device is one
+notes = Notes()  # of all devices of the process
 
 
 class Pretended(torch.Tensor):
-    """A tensor of the device; `raw` is the CPU's that stands for its memory."""
+    """A tensor on the device; `raw` is the CPU tensor that stands for its memory."""
 
     raw: torch.Tensor
 
@@ -119,7 +119,7 @@ class Pretended(torch.Tensor):
 
 
 class _Backend(_DummyBackendModule):
-    """What `torch.cuda` is of GPUs: knows on which device kernels are launched."""
+    """The counterpart of the module `torch.cuda`: knows on which device kernels are launched."""
 
     def __init__(self) -> None:
         self.current = 0
@@ -141,23 +141,23 @@ backend = _Backend()
 
 @cache
 def _register() -> None:
-    """A process has it from then on."""
+    """Register the device type with torch, for the rest of the process."""
     _setup_privateuseone_for_python_backend(NAME, backend)
 
 
 def device(index: int = 0) -> torch.device:
-    """One of as many as are wanted: there is none before it is asked for."""
+    """A device by its index; there are as many as are asked for."""
     _register()
     return torch.device(NAME, index)
 
 
 def raw(value: Any) -> Any:
-    """What stands for a tensor of the device; anything else as it is."""
+    """The CPU tensor that stands for a tensor on the device; any other value unchanged."""
     return value.raw if isinstance(value, Pretended) else value
 
 
 def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """An operator, where a tensor of the device is among its operands or it makes one."""
+    """Run an operator; if it reads or makes tensors on the device, check and record it."""
     name, where = func.overloadpacket.__name__, kwargs.get("device")
     tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
     mine = [x for x in tensors if isinstance(x, Pretended)]
@@ -177,7 +177,7 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _copied(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What copies between the two memories; None for what does not."""
+    """Run an operator that copies between host and device, or between devices; None if it does not copy."""
     source = args[1] if name == "copy_" else args[0]
     where = args[0].device if name == "copy_" else torch.device(kwargs.get("device") or source.device)
     if source.device.type == where.type:
@@ -195,7 +195,7 @@ def _copied(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def _crossed(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], where: torch.device) -> Any:
-    """What copies from one device to another: both wait for it, and nobody else."""
+    """Run a copy from one device to another: both devices wait for it, and the host does not."""
     source = args[1] if name == "copy_" else args[0]
     notes.crossings.append(f"{name} {tuple(source.shape)} to {where}")
     both = source.device.index or 0, where.index or 0
@@ -213,8 +213,8 @@ def _refuse_mixing(func: Any, name: str, mine: list[Pretended], others: list[tor
         raise RuntimeError(f"{func}: Expected all tensors to be on the same device, but found two of {NAME}")
     if not mine or not others:
         return
-    if name in {"index", "index_put_"}:  # which take their numbers from either memory
-        notes.send(f"{name} by numbers of the host's")
+    if name in {"index", "index_put_"}:  # they accept indices in host memory
+        notes.send(f"{name} with indices in host memory")
         return
     places = {str(x.device) for x in (*mine, *others)}
     raise RuntimeError(f"{func}: Expected all tensors to be on the same device, but found {sorted(places)}")
@@ -245,21 +245,21 @@ def _launched(func: Any, name: str, args: Any, kwargs: dict[str, Any], makes_min
 
 
 def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Any]:
-    """Operands that it writes to."""
+    """The operands that an operator writes to."""
     named = func._schema.arguments
     given = [*zip(named, args, strict=False), *((a, kwargs[a.name]) for a in named if a.name in kwargs)]
     return [value for a, value in given if a.alias_info is not None and a.alias_info.is_write]
 
 
 class _Making(TorchDispatchMode):
-    """Sees operators that have no tensor among their operands."""
+    """Intercepts operators without tensor operands."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return run(func, args, kwargs or {})
 
 
 class _Sending(TorchFunctionMode):
-    """`torch.tensor` makes a tensor of the host's, and sends it."""
+    """Makes `torch.tensor` allocate on the host and copy to the device."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -270,12 +270,12 @@ class _Sending(TorchFunctionMode):
 
 
 def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
-    """One launch of a function over the tensors' memory: it returns another tensor, or writes to the last of them."""
+    """Wrap a function as a kernel launch: it gets CPU tensors, and returns a tensor or writes to its last operand."""
 
     def launch(*args: Any, **kwargs: Any) -> Any:
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-        assert all(isinstance(x, Pretended) for x in tensors), "a kernel takes what is on the device"
-        assert len({x.device for x in tensors}) == 1, "and on one"
+        assert all(isinstance(x, Pretended) for x in tensors), "all operands of a kernel must be on the device"
+        assert len({x.device for x in tensors}) == 1, "and on the same one"
         index = tensors[0].device.index
         assert index == backend.current, f"launched on {NAME}:{backend.current} over memory of {NAME}:{index}"
         notes.launches[function.__name__] += 1
@@ -287,15 +287,15 @@ def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def attend(queries: torch.Tensor, *others: Any) -> torch.Tensor:
-    """In place of the kernel for GPUs, which the interpreter takes long for: the reference, in its data type."""
+    """The reference attention in the data type of `queries`; the interpreter would take long for the Triton kernel."""
     return attention.attend_by_mask(queries, *others).to(queries.dtype)
 
 
 @contextmanager
 def pretending(attends: Callable[..., torch.Tensor] = attend) -> Iterator[Notes]:
-    """Within the block this thread may make tensors of the device; `attends` stands for its attention kernel.
+    """Let this thread make tensors on the device within the block; `attends` stands in for its attention kernel.
 
-    Its other kernels are those for GPUs, interpreted.
+    Its other kernels are those for GPUs, interpreted. Yields the notes of what happens.
     """
     device()
     notes.begin()

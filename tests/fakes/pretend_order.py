@@ -1,8 +1,8 @@
-"""Whether accesses to the device's memory are ordered in every order of work that the marks allow.
+"""A race detector: are accesses to the device's memory ordered in every order of work that the events allow?
 
-Vector clocks: every lane, and every thread of the host, knows how much of each lane is surely over when its own next
-piece begins. Two accesses to the same bytes from different lanes, one of them a write, of which neither surely comes
-first, are a race on a real GPU, whichever came first here.
+It uses vector clocks: for every stream and every host thread it tracks how much of each stream is certainly over when
+the next piece of work begins. Two accesses to the same bytes from different streams, at least one of them a write,
+neither of which certainly comes first, are a race on a real GPU, whatever their order was here.
 """
 
 from __future__ import annotations
@@ -14,31 +14,31 @@ from typing import NamedTuple
 
 import torch
 
-Clock = dict[str, int]  # by lane: so many of its pieces are over
+Clock = dict[str, int]  # number of pieces of work that are over, by stream
 
 
-def compute_lane(index: int) -> str:
-    """That a device computes in."""
+def compute_stream(index: int) -> str:
+    """Name of the stream in which a device computes."""
     return f"compute {index}"
 
 
 class Access(NamedTuple):
-    """Of a lane to some bytes."""
+    """A read or write of the bytes from address `begin` to `end` by a stream."""
 
-    lane: str
-    time: int
+    stream: str
+    time: int  # number of the piece of work in its stream
     begin: int
     end: int
     is_write: bool
 
 
 def _join(clock: Clock, other: Clock) -> None:
-    for lane, time in other.items():
-        clock[lane] = max(clock.get(lane, 0), time)
+    for stream, time in other.items():
+        clock[stream] = max(clock.get(stream, 0), time)
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """Addresses that a tensor's elements lie between."""
+    """Addresses of the first byte of a tensor's elements and of the byte after the last."""
     if not tensor.numel():
         return 0, 0
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -47,65 +47,65 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
 
 @dataclass
 class Order:
-    """Of all lanes of a device. `watched` memory is what more than one lane touches."""
+    """Detects races between streams in watched memory, and collects them in `races`."""
 
     races: list[str] = field(default_factory=list)
-    _lanes: dict[str, Clock] = field(default_factory=lambda: defaultdict(dict))
+    _streams: dict[str, Clock] = field(default_factory=lambda: defaultdict(dict))
     _host: dict[int, Clock] = field(default_factory=lambda: defaultdict(dict))
     _watched: list[tuple[int, int]] = field(default_factory=list)
     _accesses: dict[int, list[Access]] = field(default_factory=lambda: defaultdict(list))
     _lock: threading.RLock = field(default_factory=threading.RLock)
 
     def watch(self, memory: torch.Tensor) -> None:
-        """Notes accesses to it from now on."""
+        """Track accesses to this memory from now on."""
         with self._lock:
             self._watched.append(_span(memory))
 
     def computes(self, read: list[torch.Tensor], written: list[torch.Tensor], index: int) -> None:
-        """A piece of a device's computing lane."""
-        self.works(compute_lane(index), read, written)
+        """Record a piece of work in a device's compute stream."""
+        self.works(compute_stream(index), read, written)
 
     def crosses(self, read: list[torch.Tensor], written: list[torch.Tensor], begin: int, end: int) -> None:
-        """A copy from a device to another: in the first one's lane, and each waits for the other."""
-        self.waits(compute_lane(begin), self.mark(compute_lane(end)))
+        """Record a copy between devices: it runs in the first one's compute stream, and each waits for the other."""
+        self.waits(compute_stream(begin), self.progress_of(compute_stream(end)))
         self.computes(read, written, begin)
-        self.waits(compute_lane(end), self.mark(compute_lane(begin)))
+        self.waits(compute_stream(end), self.progress_of(compute_stream(begin)))
 
-    def works(self, lane: str, read: list[torch.Tensor], written: list[torch.Tensor]) -> None:
-        """A piece of a lane, queued by the calling thread."""
+    def works(self, stream: str, read: list[torch.Tensor], written: list[torch.Tensor]) -> None:
+        """Record a piece of work in a stream, queued by the calling thread."""
         with self._lock:
-            clock = self._lanes[lane]
+            clock = self._streams[stream]
             _join(clock, self._host[threading.get_ident()])
-            clock[lane] = clock.get(lane, 0) + 1
+            clock[stream] = clock.get(stream, 0) + 1
             for tensors, is_write in ((read, False), (written, True)):
                 for tensor in tensors:
-                    self._access(lane, clock, *_span(tensor), is_write)
+                    self._access(stream, clock, *_span(tensor), is_write)
 
-    def mark(self, lane: str) -> Clock:
-        """What is over when a lane has come so far."""
+    def progress_of(self, stream: str) -> Clock:
+        """What is certainly over once a stream has done all work queued so far."""
         with self._lock:
-            return dict(self._lanes[lane])
+            return dict(self._streams[stream])
 
-    def waits(self, lane: str, mark: Clock) -> None:
-        """A lane goes on when a mark is reached."""
+    def waits(self, stream: str, progress: Clock) -> None:
+        """Record that a stream waits for an event with this progress."""
         with self._lock:
-            _join(self._lanes[lane], mark)
+            _join(self._streams[stream], progress)
 
-    def host_waits(self, mark: Clock) -> None:
-        """The calling thread goes on when a mark is reached."""
+    def host_waits(self, progress: Clock) -> None:
+        """Record that the calling thread waits for an event with this progress."""
         with self._lock:
-            _join(self._host[threading.get_ident()], mark)
+            _join(self._host[threading.get_ident()], progress)
 
-    def _access(self, lane: str, clock: Clock, begin: int, end: int, is_write: bool) -> None:
+    def _access(self, stream: str, clock: Clock, begin: int, end: int, is_write: bool) -> None:
         for first, last in self._watched:
             if begin < last and first < end:
-                self._compare(self._accesses[first], Access(lane, clock[lane], begin, end, is_write), clock)
+                self._compare(self._accesses[first], Access(stream, clock[stream], begin, end, is_write), clock)
 
     def _compare(self, accesses: list[Access], new: Access, clock: Clock) -> None:
         kept = []
         for old in accesses:
-            meet, is_over = old.begin < new.end and new.begin < old.end, clock.get(old.lane, 0) >= old.time
-            if meet and not is_over and old.lane != new.lane and (old.is_write or new.is_write):
+            meet, is_over = old.begin < new.end and new.begin < old.end, clock.get(old.stream, 0) >= old.time
+            if meet and not is_over and old.stream != new.stream and (old.is_write or new.is_write):
                 self.races.append(f"{new} beside {old}")
             is_hidden = is_over and new.is_write and new.begin <= old.begin and old.end <= new.end
             is_same = old._replace(time=new.time) == new

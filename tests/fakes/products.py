@@ -1,4 +1,4 @@
-"""Products of our own by several threads, on arrays of any form that they take."""
+"""Matrix products of `bough.model.cpu` by several threads, on arrays of any supported type."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 from bough.model.cpu.gemm_parallel import share_product
 from bough.model.cpu.jit import strict
 
-_share_product = strict(share_product.py_func)  # which Python can call
+_share_product = strict(share_product.py_func)  # compiled for calls from Python
 
 
 def project(taken: Any, num_threads: int, rows: Any, num_rows: int, matrix: Any, bias: Any, out: Any) -> None:
-    """All groups of a matrix, each thread its share; `taken` is a row of `bough.model.cpu.work_stealing.counters`."""
+    """Compute `share_product` with `num_threads` threads; `taken` is a row of `work_stealing.counters`."""
     with ThreadPoolExecutor(num_threads) as threads:
         work = [
             threads.submit(_share_product, taken, thread, num_threads, rows, num_rows, matrix, bias, out)

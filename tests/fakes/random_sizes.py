@@ -1,4 +1,4 @@
-"""A sizer and a target that decide by chance: whatever sizes are, tokens stay the same (docs/design.md, rule 2)."""
+"""A sizer and a target that decide at random; tokens must not depend on sizes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LARGEST = BestFirst(32, 16, 8)
 
 
 def random_part(tree: Tree, most: int, rng: Random) -> NDArray[np.intp]:
-    """Nodes of any part of a tree that has its root, ascending: as often the root alone as any other size."""
+    """Ascending nodes of a random subtree with the root and at most `most` nodes; all sizes are equally likely."""
     kept, parents = {0}, tree.parents.tolist()
     for _ in range(rng.randint(0, min(most, len(tree)) - 1)):
         kept.add(rng.choice([node for node in range(1, len(tree)) if node not in kept and parents[node] in kept]))
@@ -35,22 +35,22 @@ def random_part(tree: Tree, most: int, rng: Random) -> NDArray[np.intp]:
 
 
 class RandomSizer:
-    """Any size, price, depth and cut that the protocol allows, of any round; learns nothing."""
+    """A Sizer that plans random sizes, prices, depths and cuts within the protocol's limits; it learns nothing."""
 
     def __init__(self, seed: int) -> None:
         self._rng = Random(seed)
         self._plans: dict[str, RoundPlan] = {}
-        self.sizes: set[int] = set()  # of trees that were sent
-        self.num_cut = 0  # rounds in which a part of what had grown was sent
-        self.num_left_out = 0  # nodes, by the target
+        self.sizes: set[int] = set()  # of the proposed trees
+        self.num_cut = 0  # rounds that proposed only a part of the grown tree
+        self.num_left_out = 0  # nodes that targets left out
 
     def plan(self, situation: Situation) -> RoundPlan:
-        """The request's own where it leaves nothing to decide; else by chance."""
+        """The plan that the request prescribes, or else a random one."""
         self._plans[situation.session_id] = plan = requested_plan(situation, LARGEST) or self._random_plan(situation)
         return plan
 
     def propose(self, session_id: str, drafted: Tree, looked_up: Tree) -> Proposal:
-        """Any part of both trees together; samples stay whole."""
+        """A random part of the union of both trees; sampled trees stay whole."""
         plan, rng = self._plans[session_id], self._rng
         if drafted.draft_probs is not None:
             tree = merged(drafted, looked_up, plan.max_nodes) if len(looked_up) > 1 else drafted
@@ -64,19 +64,19 @@ class RandomSizer:
         return Proposal(both.only(kept), rng.random() < 0.7, places[: len(drafted)])
 
     def observe(self, session_id: str, outcome: RoundOutcome) -> None:
-        """Counts."""
+        """Count the nodes that the target left out."""
         self.num_left_out += len(outcome.result.left_out_nodes)
 
     def forget(self, session_id: str) -> None:
-        """Its plan."""
+        """Remove the session's plan."""
         self._plans.pop(session_id, None)
 
     def decisions(self, session_id: str) -> Sequence[Decision]:
-        """None are recorded."""
+        """None: nothing is recorded."""
         return ()
 
     def calibrations(self) -> tuple[DraftCalibration, ...]:
-        """Nothing is predicted."""
+        """None: nothing is predicted."""
         return ()
 
     def _random_plan(self, situation: Situation) -> RoundPlan:
@@ -96,14 +96,14 @@ class RandomSizer:
 
 
 def use_random_sizes(requests: Requests, seed: int) -> RandomSizer:
-    """In place of an orchestrator's own sizer."""
+    """Replace an orchestrator's sizer by a RandomSizer."""
     sizer = RandomSizer(seed)
     requests.sizer = requests._rounds.sizer = sizer
     return sizer
 
 
 class RandomDivision:
-    """In place of `target_worker.scheduler.engine.share_rows`: any nodes are left out, also of trees that are alone."""
+    """Replaces `target_worker.scheduler.engine.share_rows`: leaves out random nodes, even of a lone tree."""
 
     def __init__(self, seed: int) -> None:
         self._rng = Random(seed)
@@ -115,7 +115,7 @@ class RandomDivision:
 
 
 class RandomlyDividingTarget(FakeTarget):
-    """A fake that leaves out any nodes of a tree, where it may; asked again it answers what it has answered."""
+    """A FakeTarget that leaves out random nodes where it may; a repeated call gets the same answer."""
 
     rng = Random(0)
 

@@ -1,4 +1,4 @@
-"""Samples that may repeat, as a draft that draws tokens one by one would take them."""
+"""Samples with replacement, as a draft that draws tokens one by one takes them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 
 
 def independently(tokens: np.ndarray, probs: np.ndarray, num: int, rng: np.random.Generator) -> np.ndarray:
-    """(..., num) tokens from rows of (..., num_entries) tokens and probabilities."""
+    """Draw (..., num) tokens independently from `tokens` and their `probs`, (..., num_entries) each."""
     rates = np.repeat(probs[..., None, :], num, -2)
     arrivals = np.divide(
         rng.standard_exponential(rates.shape), rates, out=np.full(rates.shape, np.inf), where=rates > 0

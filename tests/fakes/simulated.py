@@ -1,4 +1,4 @@
-"""Profiles that take milliseconds, and the text that simulated workers must say."""
+"""Profiles of simulated workers that answer within milliseconds, and the text that they must generate."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ QUICK: dict[str, Any] = {
 
 
 def write_profile(folder: Path, name: str = "quick", **changes: Any) -> Path:
-    """A profile's file: QUICK, with other values for some of its fields."""
+    """Write a profile: QUICK with `changes` to its fields."""
     path = folder / f"{name}.json"
     path.write_text(json.dumps(QUICK | changes))
     return path
 
 
 def simulated_settings(target: Path | str, draft: Path | str | None) -> Settings:
-    """Workers of these profiles on free ports."""
+    """Settings of processes that simulate workers of these profiles on free ports."""
     return Settings(
         target=parse(TargetConfig, "t", ["--simulate", str(target)], {}),
         draft=parse(DraftConfig, "d", ["--simulate", str(draft)], {}) if draft else None,
@@ -43,24 +43,24 @@ def simulated_settings(target: Path | str, draft: Path | str | None) -> Settings
 
 
 def pair_of(folder: Path, **changes: Any) -> SimulatedPair:
-    """What workers of such a profile have in common."""
+    """The simulated model pair of a profile: QUICK with `changes`."""
     return simulated_pair(str(write_profile(folder, **changes)))
 
 
 def text_of(pair: SimulatedPair, seed: int, begin: int, num: int) -> list[int]:
-    """The tokens from an absolute position on."""
+    """The `num` tokens from the absolute position `begin`."""
     return [int(token) for token in pair.law.truth(seed, np.arange(begin, begin + num))]
 
 
 class TurnedClock(SimulatedClock):
-    """Sleeping turns it, and nothing else does; at its scale a hundred seconds are a real one."""
+    """A clock that only `turn` and sleeping advance; 100 simulated seconds are a real one."""
 
     def __init__(self) -> None:
         self.real_now = 0.0
         super().__init__(100.0, lambda: self.real_now, self.turn)
 
     def turn(self, seconds: float) -> None:
-        """Real seconds pass."""
+        """Advance the clock by real seconds."""
         self.real_now += seconds
 
 

@@ -1,4 +1,7 @@
-"""Trees of a simulated draft, without torch: `python -m tests.fakes.simulated_growth FOLDER` does without numba too."""
+"""Trees of a simulated draft, without torch.
+
+`python -m tests.fakes.simulated_growth FOLDER` grows a tree without numba as well, and prints it as JSON.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ from tests.fakes.simulated import TurnedClock, pair_of
 def grown(
     pair: SimulatedPair, clock: SimulatedClock, calls: Sequence[GrowCall], power: float = 1.0
 ) -> list[GrowResult]:
-    """Trees that grow together."""
+    """Results of calls whose trees grow together in one engine."""
     window = Window(1000, 2000)
     arena = Arena(len(calls) * window.max_rows, 1, rows_to_keep=lambda slot: slot.num_rows)
     draft, pool = SimulatedDraft(pair, clock), SessionPool(arena, window)
@@ -44,7 +47,7 @@ def grown(
 
 
 def wide_tree(folder: Path) -> list[list[float]]:
-    """Tokens, parents and log-probabilities of a tree whose guesses are taken to a power."""
+    """Tokens, parents and log-probabilities of a tree whose draft probabilities are raised to the power 1.7."""
     context = Context.of("s", [*range(300, 340)], 0, 3)
     plan = TreePlan(BestFirst(40, 8, 5, node_price=1e-4))
     call = GrowCall(context, 339, SamplingParams(temperature=0.8, seed=11), context.base_length, plan)

@@ -1,7 +1,7 @@
-"""All three services in this process, over real gRPC and a real index, on the smallest model: for tests of many calls.
+"""All three services in this process, with real gRPC, a real index and the smallest model, for tests of many calls.
 
-The seams are those of the processes' own `__main__`: settings in, servicers and workers out. What is missing is only
-that each runs in a process of its own, which is what `tests/loadtest/chaos/test_chaos.py` is for.
+They are assembled from settings, servicers and workers like in each process's `__main__`. Services in processes of
+their own are tested in `tests/loadtest/chaos/test_chaos.py`.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ SMALLEST = LlamaConfig(
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """What runs, and where."""
+    """The running workers and orchestrator, and their addresses."""
 
     target: TargetWorker | SimulatedTarget
     draft: DraftWorker | SimulatedDraftWorker
@@ -65,7 +65,7 @@ class Stack:
     addresses: dict[str, str]  # "target", "draft", "orchestrator"
 
     def check_integrity(self) -> None:
-        """Asserts what must hold between any two calls, on the thread that answers them."""
+        """Check the target's slot pool on the engine's thread, between two calls; raises AssertionError."""
         engine, future = self.target._engine, Future[None]()
 
         def check() -> None:
@@ -80,7 +80,7 @@ class Stack:
 async def stack(
     folder: Path, *target_flags: str, model: Path | None = None, draft_model: Path | None = None
 ) -> AsyncIterator[Stack]:
-    """Everything, ready; ended with the block. The draft is the target's own model by default."""
+    """Run all services for the duration of the block. The draft's model is the target's by default."""
     model = model or save_model(folder / "smallest", SMALLEST)
     flags = ["--dtype", "float32", "--threads", "1", "--max-nodes", "32", "--max-context", str(MAX_CONTEXT)]
     of_target = ["--model", str(model), "--resident-layers", "0", "--metrics-port", "-1", *target_flags]
@@ -94,7 +94,7 @@ async def stack(
 
 @asynccontextmanager
 async def simulated_stack(folder: Path, pair: SimulatedPair) -> AsyncIterator[Stack]:
-    """The same around workers without weights."""
+    """Run an orchestrator with simulated workers of this pair for the duration of the block."""
     clock, simulate = SimulatedClock(pair.profile.clock_scale), ["--simulate", "given", "--metrics-port", "-1"]
     target_config, draft_config = parse(TargetConfig, "t", simulate, {}), parse(DraftConfig, "d", simulate[:2], {})
     async with _around(
@@ -113,7 +113,7 @@ async def _around(
     folder: Path,
     target_config: TargetConfig,
 ) -> AsyncIterator[Stack]:
-    """An index, an orchestrator and services around these two workers."""
+    """Run an index, an orchestrator and the services of both workers."""
     config = parse(OrchestratorConfig, "o", ["--port", "0", "--budget", "8", "--draft-timeout", "5"], {})
     cluster = Cluster(Settings(target_config, None, config), folder)
     async with AsyncExitStack() as exits:

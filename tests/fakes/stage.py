@@ -1,4 +1,4 @@
-"""A target without a model, served over gRPC from the test itself, and an index and orchestrators to go with it."""
+"""A fake target served over gRPC from the test process, with an index and real orchestrators."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from orchestrator.serving.requests import Requests
 from orchestrator.serving.tenants import Callers
 
 MAX_CONTEXT = 100_000
-TOKEN = 65  # what it always says
+TOKEN = 65  # the fake target's only answer
 PROMPT = TextPrompt("hello")
 LONG = GenerateOptions(max_tokens=MAX_CONTEXT // 2, temperature=0.0)
 SHORT = replace(LONG, max_tokens=3)
@@ -38,7 +38,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 def tokenizer_files() -> TokenizerFiles:
-    """Of single bytes, and one token of four characters."""
+    """A tokenizer whose tokens are single bytes, and one of four characters."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {token: index for index, token in enumerate([*alphabet, "abcd"])}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
@@ -50,16 +50,16 @@ def tokenizer_files() -> TokenizerFiles:
 
 @dataclass
 class FakeTarget(target_pb2_grpc.TargetServicer):
-    """Answers every call with the same token, once it may."""
+    """Servicer of bough.v1.Target that answers every call with the same token, once `may_answer` is set."""
 
     may_answer: asyncio.Event = field(default_factory=asyncio.Event)
     sweep_seconds: float = 0.0
-    refusal: Exception | None = None  # what it answers with instead
+    refusal: Exception | None = None  # raised instead of an answer
     num_verified: int = 0
     asked: list[str] = field(default_factory=list)  # sessions, in order of their calls
     cancelled: list[str] = field(default_factory=list)
     released: list[str] = field(default_factory=list)
-    time_limits: list[float] = field(default_factory=list)  # of each call, as it came over the wire
+    time_limits: list[float] = field(default_factory=list)  # remaining seconds of each call, as received
     files: TokenizerFiles = field(default_factory=tokenizer_files)
 
     async def GetServerInfo(self, request: common_pb2.GetServerInfoRequest, context: Context) -> common_pb2.WorkerInfo:
@@ -111,7 +111,7 @@ class FakeTarget(target_pb2_grpc.TargetServicer):
 
 @dataclass
 class Stage:
-    """An index, and a fake target that is registered in it."""
+    """An index and the fake target registered in it."""
 
     index_url: str
     registry: Registry
@@ -120,7 +120,7 @@ class Stage:
 
 @asynccontextmanager
 async def staged(folder: Path, max_connection_age: float = 0.0) -> AsyncIterator[Stage]:
-    """For the time of a test; `max_connection_age` is the target's."""
+    """Run an index and a fake target during the block; `max_connection_age` is the target's limit in seconds."""
     nothing = Settings(parse(TargetConfig, "t", ["--model", "x"], {}), None, parse(OrchestratorConfig, "o", [], {}))
     cluster = Cluster(nothing, folder)
     cluster.start_index()
@@ -142,7 +142,7 @@ async def staged(folder: Path, max_connection_age: float = 0.0) -> AsyncIterator
 
 @dataclass
 class Orchestrator:
-    """One in this process."""
+    """An orchestrator in this process, and a client of it."""
 
     requests: Requests
     served: Served
@@ -155,14 +155,14 @@ class Orchestrator:
 
 
 def config_of(stage: Stage, *flags: str) -> OrchestratorConfig:
-    """Of an orchestrator that knows the stage's index and uses no draft."""
+    """Settings of an orchestrator that uses the stage's index and no draft."""
     everywhere = ["--index-url", stage.index_url, "--draft", "none", "--port", "0", "--metrics-port", "-1"]
     return parse(OrchestratorConfig, "o", [*everywhere, *flags], {})
 
 
 @asynccontextmanager
 async def orchestrating(stage: Stage, *flags: str) -> AsyncIterator[Orchestrator]:
-    """An orchestrator that knows the fake target and uses no draft."""
+    """Run an orchestrator that knows the fake target and uses no draft."""
     async with assembled(config_of(stage, *flags), asyncio.Event()) as assembly:
         await until(lambda: assembly.directory.has_target)
         async with Client(f"127.0.0.1:{assembly.port}", patience_seconds=0.0) as client:
@@ -171,16 +171,16 @@ async def orchestrating(stage: Stage, *flags: str) -> AsyncIterator[Orchestrator
 
 
 async def finish(orchestrator: Orchestrator, prompt: Prompt = PROMPT, options: GenerateOptions = SHORT) -> Finished:
-    """One request over gRPC, to its end."""
+    """Send a request over gRPC and return its last event."""
     events = [event async for event in orchestrator.client.generate(prompt, options)]
     assert isinstance(events[-1], Finished)
     return events[-1]
 
 
 async def until(condition: Any, patience_seconds: float = 20.0) -> None:
-    """Returns once something is so. Raises Unavailable where it never is."""
+    """Wait until `condition` returns something true. Raises Unavailable after `patience_seconds`."""
     for _ in range(int(patience_seconds / 0.01)):
         if condition():
             return
         await asyncio.sleep(0.01)
-    raise Unavailable("it never came about")
+    raise Unavailable(f"the condition was not met within {patience_seconds} s")

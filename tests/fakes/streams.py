@@ -1,4 +1,4 @@
-"""What a client sees of a stream, and what it should see, for tests on a fake fleet."""
+"""Streams of a fake fleet as a client sees them, the expected output, and faults at chosen calls."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OPTIONS = GenerateOptions(seed=5, max_tokens=60, ignore_eos=True, request_id="r"
 
 
 class Seen:
-    """Events of one stream, or of the beginning of one."""
+    """Events of one stream, or of its beginning."""
 
     def __init__(self, events: list[Event]) -> None:
         self.events = events
@@ -27,7 +27,7 @@ class Seen:
 
     @property
     def text(self) -> str:
-        """All of it."""
+        """The text of all events."""
         return "".join(self.texts) + (self.events[-1].text if isinstance(self.events[-1], Finished) else "")
 
     @property
@@ -42,17 +42,17 @@ class Seen:
 
     @property
     def ending(self) -> tuple[str, str, int]:
-        """How it ended, and after how many tokens."""
+        """Finish reason, stop reason and number of generated tokens."""
         return self.end.finish_reason, self.end.stop_reason, self.end.usage.completion_tokens
 
 
 async def read(client: Client, options: GenerateOptions = OPTIONS, prompt: Prompt = PROMPT) -> Seen:
-    """A whole stream."""
+    """Read a stream to its end."""
     return Seen([event async for event in client.generate(prompt, options)])
 
 
 async def read_rounds(client: Client, num_rounds: int, options: GenerateOptions = OPTIONS) -> Seen:
-    """The beginning of a stream, which its reader then leaves."""
+    """Read `num_rounds` rounds of a stream and then close it."""
     events: list[Event] = []
     stream = client.generate(PROMPT, options)
     async for event in stream:
@@ -64,13 +64,13 @@ async def read_rounds(client: Client, num_rounds: int, options: GenerateOptions 
 
 
 def expected(fakes: Fleet, options: GenerateOptions = OPTIONS) -> list[int]:
-    """Plain decoding, without any of this."""
+    """The output tokens of plain decoding."""
     tokenizer = Tokenizer(fakes.tokenizer)
     return Law(tokenizer).output(tokenizer.encode(PROMPT.text), options.seed or 0, options.max_tokens)
 
 
 def once(act: Callable[[], Awaitable[object]], at_call: int) -> Callable[[VerifyCall], Awaitable[None]]:
-    """Acts at one of a target's calls."""
+    """A hook that awaits `act` at call number `at_call` of a target, counted from 1."""
     num_calls = 0
 
     async def hook(call: VerifyCall) -> None:
@@ -83,7 +83,7 @@ def once(act: Callable[[], Awaitable[object]], at_call: int) -> Callable[[Verify
 
 
 def failing(error: Exception) -> Callable[[], Awaitable[None]]:
-    """What raises."""
+    """An action that raises `error`."""
 
     async def act() -> None:
         raise error
@@ -92,7 +92,7 @@ def failing(error: Exception) -> Callable[[], Awaitable[None]]:
 
 
 def kill_the_one_that_gets(call_number: int, targets: list[tuple[FakeTarget, Process]]) -> None:
-    """Of several targets the one that is asked at some call of all of them; it does not answer."""
+    """Kill the target that gets call number `call_number`, counted over all targets from 1, before it answers."""
     num_calls = 0
 
     def hook_of(server: Process) -> Callable[[VerifyCall], Awaitable[None]]:
@@ -110,12 +110,12 @@ def kill_the_one_that_gets(call_number: int, targets: list[tuple[FakeTarget, Pro
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Waits for it, not for ever."""
+    """Wait until `condition` is true. Raises TimeoutError after 20 s."""
     async with asyncio.timeout(20):
         while not condition():
             await asyncio.sleep(0.01)
 
 
 def renamed(options: GenerateOptions, request_id: str) -> GenerateOptions:
-    """The same for another request."""
+    """The options with another request id."""
     return replace(options, request_id=request_id)

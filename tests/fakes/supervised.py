@@ -1,4 +1,4 @@
-"""Real programs under a supervisor, and what looks after them as Serve does."""
+"""Real programs under a supervisor, and health checks in a loop as in Ray Serve."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A target without a model, and an engine on it, for tests of slots, sweeps and sessions."""
+"""A sweep engine around a fake model, for tests of slots, sweeps and sessions."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from target_worker.scheduler.sweep_figures import SweepFigures
 from target_worker.sweep.streamed_sweeper import StreamedSweeper
 
 VOCAB = 50
-NO_GRAMMARS = Grammars(TokenizerFiles(b"", "", ()), VOCAB)  # any would be refused
+NO_GRAMMARS = Grammars(TokenizerFiles(b"", "", ()), VOCAB)  # a call with a grammar would be refused
 CPU = torch.device("cpu")
 GREEDY = SamplingParams(temperature=0.0)
 SHAPE = KVShape(1, 1, 1, torch.float32)
@@ -35,9 +35,9 @@ FIGURES = SweepFigures(100, 40, 80, 1000, 60)
 
 
 class FakeModel:
-    """Says that token t is followed by t + 1; holds each sweep until it is let go.
+    """A target in whose text token t + 1 follows token t; each sweep waits until `gate` is set.
 
-    A key is its token, so that it sees to it that every slot spells the text which its session is taken to hold.
+    It stores each token as its own key, and asserts in every sweep that slots hold the keys of their session's text.
     """
 
     device = CPU
@@ -54,7 +54,7 @@ class FakeModel:
 
     @property
     def num_computed(self) -> int:
-        """Tokens in all sweeps."""
+        """Number of tokens in all sweeps so far."""
         return sum(batch.num_tokens for batch in self.batches)
 
     def sweep(self, batch: Batch) -> tuple[torch.Tensor, SweepFigures]:
@@ -79,13 +79,13 @@ class FakeModel:
         return self.prior
 
     def wait_for_sweep(self, number: int = 1) -> None:
-        """Until so many sweeps have begun."""
+        """Wait until `number` sweeps have begun."""
         while len(self.batches) < number:
             pass
 
 
 class Clock:
-    """Seconds that a test turns."""
+    """A clock that a test sets: `now` in seconds."""
 
     now = 0.0
 
@@ -96,7 +96,7 @@ class Clock:
 def new_pool(
     clock: Clock, num_rows: int = 2 * LIMITS.slot_rows, lease_seconds: float = 60.0, step_rows: int = 0
 ) -> SlotPool:
-    """With room for two of the longest sessions."""
+    """A slot pool, by default for two sessions of the longest context."""
     return SlotPool(KVArena(SHAPE, SHAPE.empty(num_rows, CPU)), lease_seconds, clock, step_rows)
 
 
@@ -104,7 +104,7 @@ def new_pool(
 def running(
     model: FakeModel, pool: SlotPool, limits: TargetLimits = LIMITS, max_waiting: int = 100, patience: float = 0.0
 ) -> Iterator[SweepEngine]:
-    """An engine whose thread ends with the block."""
+    """Run a sweep engine whose thread ends with the block."""
     engine = SweepEngine(StreamedSweeper(model, NO_GRAMMARS), pool, limits, max_waiting, patience)
     engine.start()
     try:
@@ -123,6 +123,6 @@ def verify_call(
     tree: Tree | None = None,
     max_length: int = 0,
 ) -> VerifyCall:
-    """For a session of these tokens, the last of which is the root."""
+    """A call for a session with these tokens, the last being the tree's root; the target holds the first `held`."""
     context = Context.of(session, tokens, held, len(tokens))
     return VerifyCall(context, epoch, round_, tree or Tree.root(tokens[-1]), GREEDY, max_length=max_length)

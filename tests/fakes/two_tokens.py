@@ -1,4 +1,4 @@
-"""A draft of 0.9 A and 0.1 B before a target of 0.5 each: all that multi-round verification can make of some draws."""
+"""All outcomes of multi-round verification with a draft of 0.9 A and 0.1 B and a target of 0.5 A and 0.5 B."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ from loadtest.acceptance.rates import Pair
 A, B = 0, 1
 PAIR = Pair(np.array([0.5, 0.5, 0.0]), np.array([0.9, 0.1]))
 DRAFT_PROBS = DraftProbs.joined({0: (np.array([A, B], np.int32), np.array([0.9, 0.1], np.float32))})
-NINTHS = 9  # every chance of a verdict, given the draws, is some of these
+NINTHS = 9  # every probability of a verdict, given the draws, is a multiple of 1/9
 
 
 class Case(NamedTuple):
-    """One outcome of the draws and of the verdict on them."""
+    """An outcome of the draws and the verdict on them."""
 
     drawn: tuple[int, ...]
     tree: Tree
     verdict: Verdict
-    times: int  # of `num_cases` rounds, exactly
+    times: int  # expected number among `num_cases` rounds, which is whole
 
 
 def sample(token: int) -> Tree:
-    """A chain of this token alone."""
+    """A tree with this token as its only guess."""
     return replace(Tree.of([0, token], [-1, 0], [0.0, 0.0]), draft_probs=DRAFT_PROBS)
 
 
 def num_cases(num_draws: int) -> int:
-    """So many rounds have every outcome as often as it is likely."""
+    """The number of rounds in which every outcome's expected count is whole."""
     return int(NINTHS * 10**num_draws)
 
 
 def cases(num_draws: int) -> Iterator[Case]:
-    """Every outcome of so many draws below a root; what has been drawn twice is one node."""
+    """Every outcome of `num_draws` draws below a root; a token drawn twice is one node."""
     for drawn in itertools.product((A, B), repeat=num_draws):
         tree = merged([sample(token) for token in drawn])
         chance = np.prod(PAIR.draft_probs[list(drawn)])

@@ -16,7 +16,7 @@ from tests.conftest import save_model
 from tests.fakes.device_sweeps import Where, on_device, on_the_device, three_sweeps
 from tests.fakes.models import CPU
 from tests.fakes.pretend import device, kernel, notes, pretending
-from tests.fakes.pretend_lanes import NEVER, PretendedLanes
+from tests.fakes.pretend_streams import NEVER, PretendedStreams
 from tests.model.test_reproducible import FAMILIES
 
 
@@ -56,17 +56,17 @@ def test_numbers_of_a_graph_are_not_asked_for_while_it_is_captured() -> None:
 
 def test_a_copy_is_made_when_somebody_waits_for_it() -> None:
     with pretending():
-        lanes = PretendedLanes(NEVER)
-        source, target = torch.arange(4, dtype=torch.uint8), lanes.device_memory(4)
-        copy = lanes.copy(source, target, None)
+        streams = PretendedStreams(NEVER)
+        source, target = torch.arange(4, dtype=torch.uint8), streams.device_memory(4)
+        copy = streams.copy(source, target, None)
         assert not copy.done.query()
         assert target.raw[0] == 255  # type: ignore[attr-defined]
-        lanes.compute_after(copy.done)
+        streams.compute_after(copy.done)
         assert torch.equal(target.cpu(), source)
         assert not notes.order.races
 
 
-class RecycledLanes(PretendedLanes):
+class RecycledStreams(PretendedStreams):
     """Whose memory has just been given back by somebody whose computing is not over, as torch's allocator has it."""
 
     def device_memory(self, num_bytes: int) -> torch.Tensor:
@@ -76,7 +76,7 @@ class RecycledLanes(PretendedLanes):
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 def test_memory_that_comes_again_is_waited_for(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = save_model(tmp_path / "model", FAMILIES[family])
-    monkeypatch.setattr("tests.fakes.device_sweeps.PretendedLanes", RecycledLanes)
+    monkeypatch.setattr("tests.fakes.device_sweeps.PretendedStreams", RecycledStreams)
     slabs = 8 if family == "mixtral" else 0
     on_device(folder, Where(0, 4, kv_on_host=True, expert_slabs=slabs, elsewhere=(1,)), torch.float32)
 
@@ -91,7 +91,7 @@ def test_a_kernel_is_launched_where_its_operands_are() -> None:
             act(torch.ones(2).to(device(1)))
 
 
-def forget(self: PretendedLanes, mark: DeviceEvent) -> None:
+def forget(self: PretendedStreams, event: DeviceEvent) -> None:
     """A wait that is missing."""
 
 
@@ -111,15 +111,15 @@ def take_back_at_once(self: _Stage, layer: int, computed: DeviceEvent) -> None:
     take_back(self, layer, None)  # type: ignore[arg-type]
 
 
-reset, take_back = DeviceRing._reset, _Stage._take_back
+reset, take_back = DeviceRing._reset, _Stage._copy_out
 
 
 @pytest.mark.parametrize(
     ("owner", "name", "broken"),
     [
-        (PretendedLanes, "compute_after", forget),
+        (PretendedStreams, "compute_after", forget),
         (DeviceRing, "_reset", free_at_once),
-        (_Stage, "_take_back", take_back_at_once),
+        (_Stage, "_copy_out", take_back_at_once),
     ],
 )
 def test_a_mark_that_is_missing_is_found_whichever_came_first(

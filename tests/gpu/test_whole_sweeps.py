@@ -1,4 +1,4 @@
-"""Whole sweeps over the path for GPUs, on a pretended device: right, in every order of work that marks allow."""
+"""Whole sweeps over the path for GPUs, on a pretended device: right, in every order of work that events allow."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from target_worker.link.layer_extents import LayerExtents
 from tests.conftest import save_model
 from tests.fakes.device_sweeps import Where, on_cpu, on_device, on_the_device, three_sweeps
 from tests.fakes.pretend import device, pretending
-from tests.fakes.pretend_lanes import ALWAYS, NEVER
+from tests.fakes.pretend_streams import ALWAYS, NEVER
 from tests.model.test_packed import awq, gptq, rewrite, tensors_of
 from tests.model.test_reproducible import FAMILIES
 

@@ -29,7 +29,7 @@ def logits_of(folder: Path, dtype: torch.dtype, compiled: bool, monkeypatch: pyt
     """Of two sessions' trees in one batch, after contexts of different length; (14, vocab_size)."""
     with monkeypatch.context() as patch:
         if not compiled:
-            patch.setattr(streamed_model, "is_lean", lambda *_: False)
+            patch.setattr(streamed_model, "supports_fused_layers", lambda *_: False)
         with streamed(folder, dtype) as model:
             assert model.arithmetic.endswith("compiled whole") == compiled
             slots = [new_slot(model), new_slot(model)]
@@ -78,7 +78,7 @@ def test_a_sweep_that_fails_half_way_leaves_no_trace(
 ) -> None:
     """In a layer that could not be read; keys and values in place, and coming with their layer."""
     folder = save_model(tmp_path / "model", TINY)
-    with streamed(folder, torch.bfloat16, lanes=InlineStreams(), host_layers=9, staged_rows=staged_rows) as model:
+    with streamed(folder, torch.bfloat16, streams=InlineStreams(), host_layers=9, staged_rows=staged_rows) as model:
         slot, real = new_slot(model), model.tiers.layer
         batch = Batch([Segment.context(slot, 0, CONTEXT), Segment.tree(slot, len(CONTEXT), TREE)], model.rows, CPU)
         wanted = model.sweep(batch)[0].clone()
@@ -104,6 +104,6 @@ def test_weights_are_found_again_where_nobody_remembers_them(tmp_path: Path, mon
     folder = save_model(tmp_path / "model", TINY)
     with streamed(folder, torch.bfloat16) as model:
         wanted = plain_logits(model, CONTEXT[:5])
-    monkeypatch.setattr(streamed_model, "MOST_MADE", 1)
+    monkeypatch.setattr(streamed_model, "MOST_CACHED", 1)
     with streamed(folder, torch.bfloat16) as model:
         assert all(torch.equal(*pair) for pair in zip(plain_logits(model, CONTEXT[:5]), wanted, strict=True))

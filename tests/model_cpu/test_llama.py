@@ -12,7 +12,7 @@ from transformers import GemmaConfig, LlamaConfig, MistralConfig, PretrainedConf
 from bough.model.batch.batch import Batch, Segment
 from bough.model.checkpoint.checkpoint import Checkpoint
 from bough.model.kv.session_kv import KVSlot
-from bough.model.llama.weights import is_lean
+from bough.model.llama.weights import supports_fused_layers
 from bough.model.loading.loading import build_skeleton
 from bough.model.running import runner
 from bough.model.running.runner import ResidentModel
@@ -39,9 +39,9 @@ TREE = Tree.of([5, 9, 11, 12, 13, 200, 201], [-1, 0, 0, 1, 1, 2, 5], [0.0] + [-1
 def logits_of(folder: Path, dtype: torch.dtype, lean: bool, monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
     """Of two sessions' trees in one batch, after contexts of different length; (14, vocab_size)."""
     skeleton = build_skeleton(Checkpoint.open(folder), dtype)
-    assert is_lean(skeleton, CPU) or not lean
+    assert supports_fused_layers(skeleton, CPU) or not lean
     with monkeypatch.context() as patch:
-        patch.setattr(runner, "is_lean", lambda *_: lean)
+        patch.setattr(runner, "supports_fused_layers", lambda *_: lean)
         model = ResidentModel(skeleton, CPU)
     slots = [KVSlot(skeleton.kv_shape(), 120, CPU) for _ in range(2)]
     for slot in slots:
@@ -93,9 +93,13 @@ def test_other_architectures_and_data_types_go_by_way_of_transformers(
 ) -> None:
     folder = save_model(tmp_path, GemmaConfig(**SIZES, head_dim=16))
     skeleton = build_skeleton(Checkpoint.open(folder), torch.bfloat16)
-    assert not is_lean(skeleton, CPU)
+    assert not supports_fused_layers(skeleton, CPU)
     slot = KVSlot(skeleton.kv_shape(), 20, CPU)
     logits = ResidentModel(skeleton, CPU).logits(Batch([Segment.tree(slot, 0, TREE)], None, CPU))
     assert logits.shape == (len(TREE), SIZES["vocab_size"])
-    assert not is_lean(build_skeleton(Checkpoint.open(save_model(tmp_path / "l", TINY)), torch.float32), CPU)
-    assert not is_lean(build_skeleton(Checkpoint.open(tmp_path / "l"), torch.bfloat16), torch.device("cuda"))
+    assert not supports_fused_layers(
+        build_skeleton(Checkpoint.open(save_model(tmp_path / "l", TINY)), torch.float32), CPU
+    )
+    assert not supports_fused_layers(
+        build_skeleton(Checkpoint.open(tmp_path / "l"), torch.bfloat16), torch.device("cuda")
+    )

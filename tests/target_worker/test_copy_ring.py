@@ -20,7 +20,7 @@ from bough.trees.tree import Tree
 from target_worker.link.device_ring import DeviceRing
 from target_worker.link.streams import InlineStreams
 from tests.conftest import TINY, save_model
-from tests.fakes.lanes import FakeLanes
+from tests.fakes.late_device import FakeStreams
 from tests.fakes.models import new_slot, plain_logits, streamed
 
 INDICES = (0, 2, 3, 5, 6)  # the others are resident
@@ -58,48 +58,48 @@ class FakeHost:
 
 
 @contextmanager
-def ring_over(host: FakeHost, num_slabs: int, seed: int = 0) -> Iterator[tuple[DeviceRing, FakeLanes]]:
-    lanes = FakeLanes(seed)
+def ring_over(host: FakeHost, num_slabs: int, seed: int = 0) -> Iterator[tuple[DeviceRing, FakeStreams]]:
+    streams = FakeStreams(seed)
     try:
-        with DeviceRing(INDICES, [SIZE] * len(INDICES), host, lanes, num_slabs) as ring:
-            yield ring, lanes
+        with DeviceRing(INDICES, [SIZE] * len(INDICES), host, streams, num_slabs) as ring:
+            yield ring, streams
     finally:
-        lanes.close()
+        streams.close()
 
 
-def sweep(ring: DeviceRing, lanes: FakeLanes, until: int = len(INDICES)) -> list[bool]:
+def sweep(ring: DeviceRing, streams: FakeStreams, until: int = len(INDICES)) -> list[bool]:
     """Queues a sweep; whether each layer had its bytes, at the beginning and at the end of what is computed on it."""
     right: list[bool] = []
     for index in INDICES[:until]:
         with ring.layer(index) as slab:
             for _ in range(2):
-                lanes.compute(lambda slab=slab, index=index: right.append(bool((slab == index).all())))
+                streams.compute(lambda slab=slab, index=index: right.append(bool((slab == index).all())))
     return right
 
 
 @pytest.mark.parametrize("num_slabs", [1, 2, 3, 7])
 @pytest.mark.parametrize("seed", range(6))
 def test_every_layer_is_whole_while_it_is_computed_on(num_slabs: int, seed: int) -> None:
-    with ring_over(FakeHost(), num_slabs, seed) as (ring, lanes):
-        sweeps = [sweep(ring, lanes) for _ in range(8)]
-        lanes.compute_mark().synchronize()
+    with ring_over(FakeHost(), num_slabs, seed) as (ring, streams):
+        sweeps = [sweep(ring, streams) for _ in range(8)]
+        streams.compute_event().synchronize()
         assert sweeps == [[True] * 2 * len(INDICES)] * 8
 
 
 def test_a_sweep_is_queued_without_waiting_for_the_device() -> None:
     """The device does nothing at all until the whole sweep is queued."""
-    with ring_over(FakeHost(staying=frozenset(INDICES)), 2) as (ring, lanes):
-        lanes.hold(True)
-        right = sweep(ring, lanes)
+    with ring_over(FakeHost(staying=frozenset(INDICES)), 2) as (ring, streams):
+        streams.hold(True)
+        right = sweep(ring, streams)
         assert not right
-        lanes.hold(False)
-        lanes.compute_mark().synchronize()
+        streams.hold(False)
+        streams.compute_event().synchronize()
         assert right == [True] * 2 * len(INDICES)
 
 
 def test_copies_run_ahead_of_the_next_sweep_and_no_further_than_the_slabs() -> None:
-    with ring_over(FakeHost(), 3) as (ring, lanes):
-        sweep(ring, lanes)
+    with ring_over(FakeHost(), 3) as (ring, streams):
+        sweep(ring, streams)
         while ring.figures().num_bytes < (len(INDICES) + 3) * SIZE:
             pass  # the slabs that are free are filled without anyone asking
         figures = ring.figures()
@@ -110,37 +110,37 @@ def test_copies_run_ahead_of_the_next_sweep_and_no_further_than_the_slabs() -> N
 
 def test_an_error_of_the_host_reaches_the_sweep_and_is_over_when_its_cause_is() -> None:
     host = FakeHost()
-    with ring_over(host, 2) as (ring, lanes):
+    with ring_over(host, 2) as (ring, streams):
         host.broken = 3
         for _ in range(2):
             with pytest.raises(StreamError, match="layer 3 is broken"):
-                sweep(ring, lanes)
+                sweep(ring, streams)
             ring.restart()
         host.broken = None
         ring.restart()
-        right = sweep(ring, lanes)
-        lanes.compute_mark().synchronize()
+        right = sweep(ring, streams)
+        streams.compute_event().synchronize()
         assert right == [True] * 2 * len(INDICES)
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_sweep_that_is_given_up_leaves_no_trace(seed: int) -> None:
     """What it has queued may still be computed when the next one begins, from slabs that nobody may then write into."""
-    with ring_over(FakeHost(), 2, seed) as (ring, lanes):
+    with ring_over(FakeHost(), 2, seed) as (ring, streams):
         for given_up_at in range(len(INDICES)):
-            parts = sweep(ring, lanes, given_up_at)
+            parts = sweep(ring, streams, given_up_at)
             ring.restart()
-            whole = sweep(ring, lanes)
+            whole = sweep(ring, streams)
             ring.restart()
-            lanes.compute_mark().synchronize()
+            streams.compute_event().synchronize()
             assert parts == [True] * 2 * given_up_at
             assert whole == [True] * 2 * len(INDICES)
 
 
 def test_a_ring_ends_while_copies_are_outstanding() -> None:
-    with ring_over(FakeHost(), 2) as (ring, lanes), ring.layer(INDICES[0]):
-        lanes.hold(True)
-        threading.Timer(0.05, lanes.hold, [False]).start()
+    with ring_over(FakeHost(), 2) as (ring, streams), ring.layer(INDICES[0]):
+        streams.hold(True)
+        threading.Timer(0.05, streams.hold, [False]).start()
 
 
 @pytest.mark.parametrize(
@@ -181,7 +181,7 @@ def test_a_layer_asks_the_device_for_no_number(tiny: Path, tmp_path: Path, bits:
     if bits:
         folder = tmp_path / "packed"
         pack(str(tiny), bits, folder)
-    with streamed(folder, torch.float16, lanes=InlineStreams(), host_layers=4) as model:
+    with streamed(folder, torch.float16, streams=InlineStreams(), host_layers=4) as model:
         slot = new_slot(model)
         batch = Batch([Segment.context(slot, 0, [1, 2]), Segment.tree(slot, 2, Tree.root(3))], model.rows, model.device)
         with Recorded() as recorded:

@@ -24,7 +24,7 @@ from target_worker.link.streams import InlineStreams
 from target_worker.sweep.tiers import numbered
 from tests.cli.test_plan import run
 from tests.conftest import save_model
-from tests.fakes.lanes import FakeLanes
+from tests.fakes.late_device import FakeStreams
 from tests.fakes.models import streamed
 from tests.model.test_experts import MIXTURE, NUM_EXPERTS, logits_of, plan_of
 from tests.model.test_reproducible import FAMILIES
@@ -47,29 +47,29 @@ class FakeHost:
 
 
 class Rounds:
-    """Sweeps that compute with experts' bytes whenever the lanes please."""
+    """Sweeps that compute with experts' bytes whenever the streams please."""
 
-    def __init__(self, layers: Mapping[int, LayerExperts], num_slabs: int, lanes: FakeLanes) -> None:
+    def __init__(self, layers: Mapping[int, LayerExperts], num_slabs: int, streams: FakeStreams) -> None:
         size = sizes_of(layers.values()).slab_bytes
         self.numbers, _ = numbered(layers, 100)
         self.traffic = CopyStats()
         shifts = {expert: 8 * (number % 2) for expert, number in self.numbers.items()}
-        self.copies = ExpertCopies(FakeHost(size), self.numbers, shifts, size, num_slabs, lanes, self.traffic)
+        self.copies = ExpertCopies(FakeHost(size), self.numbers, shifts, size, num_slabs, streams, self.traffic)
         self.store = ExpertStore(layers, num_slabs, self.copies)
-        self.ring = DeviceRing(range(len(layers)), [size] * len(layers), FakeHost(size), lanes, num_slabs=2)
+        self.ring = DeviceRing(range(len(layers)), [size] * len(layers), FakeHost(size), streams, num_slabs=2)
         self.right: list[bool] = []
-        self._lanes, self._num_layers = lanes, len(layers)
+        self._streams, self._num_layers = streams, len(layers)
 
     def sweep(self, numbers: Sequence[int], until: int | None = None) -> None:
-        """What is left of each layer comes through a ring in the same lane."""
+        """What is left of each layer comes through a ring in the same stream."""
         for layer in range(self._num_layers)[:until]:
             self.store.begin(layer)
             with self.ring.layer(layer) as slab:
-                self._lanes.compute(lambda slab=slab, layer=layer: self.right.append(bool((slab == layer).all())))
+                self._streams.compute(lambda slab=slab, layer=layer: self.right.append(bool((slab == layer).all())))
                 self.store.expect(layer, numbers)
                 for number in numbers:
                     self._compute(Expert(layer, number))
-                self._lanes.compute(lambda slab=slab, layer=layer: self.right.append(bool((slab == layer).all())))
+                self._streams.compute(lambda slab=slab, layer=layer: self.right.append(bool((slab == layer).all())))
 
     def restart(self) -> None:
         self.store.restart()
@@ -77,7 +77,7 @@ class Rounds:
 
     def _compute(self, expert: Expert) -> None:
         for data in self.store.bytes_of(expert, 0):
-            self._lanes.compute(lambda data=data: self.right.append(bool((data == self.numbers[expert]).all())))
+            self._streams.compute(lambda data=data: self.right.append(bool((data == self.numbers[expert]).all())))
 
 
 @pytest.fixture
@@ -87,16 +87,16 @@ def layers(tmp_path: Path) -> dict[int, LayerExperts]:
 
 @contextmanager
 def rounds_of(layers: Mapping[int, LayerExperts], num_slabs: int, seed: int) -> Iterator[Rounds]:
-    lanes = FakeLanes(seed)
+    streams = FakeStreams(seed)
     try:
-        rounds = Rounds(layers, num_slabs, lanes)
+        rounds = Rounds(layers, num_slabs, streams)
         with rounds.ring:
             yield rounds
-            lanes.compute_mark().synchronize()
+            streams.compute_event().synchronize()
         assert rounds.right
         assert all(rounds.right)
     finally:
-        lanes.close()
+        streams.close()
 
 
 @pytest.mark.parametrize("num_slabs", [6, 9, 24])
@@ -116,11 +116,11 @@ def test_an_expert_is_whole_while_it_is_computed_with(
 
 def test_a_turn_is_queued_without_waiting_for_the_device(layers: dict[int, LayerExperts]) -> None:
     with rounds_of(layers, 6, 0) as rounds:
-        rounds._lanes.hold(True)
+        rounds._streams.hold(True)
         rounds.sweep([0, 1, 2, 3, 4, 5])
         rounds.sweep([0, 1, 2])
         assert not rounds.right
-        rounds._lanes.hold(False)
+        rounds._streams.hold(False)
 
 
 def test_what_is_there_is_not_copied_again_and_guesses_are_few(
@@ -132,17 +132,17 @@ def test_what_is_there_is_not_copied_again_and_guesses_are_few(
     with rounds_of(layers, 24, 0) as rounds:
         for _ in range(5):
             rounds.sweep(range(6))
-        rounds._lanes.compute_mark().synchronize()
+        rounds._streams.compute_event().synchronize()
         assert rounds.traffic.figures().num_bytes == 24 * size
     with rounds_of(layers, 12, 0) as rounds:
         assert rounds.copies.max_prefetches == 2
         for _ in range(5):
             rounds.sweep(range(6))
-        rounds._lanes.compute_mark().synchronize()
-        rounds._lanes.hold(True)
+        rounds._streams.compute_event().synchronize()
+        rounds._streams.hold(True)
         rounds.sweep(range(6), until=1)
         assert rounds.copies.max_prefetches == 0
-        rounds._lanes.hold(False)
+        rounds._streams.hold(False)
 
 
 @pytest.mark.parametrize("family", NUM_EXPERTS)

@@ -26,7 +26,7 @@ from target_worker.kv.kv_offload import OffloadedKV
 from target_worker.link.streams import InlineStreams
 from target_worker.worker import TargetWorker
 from tests.conftest import TINY, save_model
-from tests.fakes.lanes import FakeLanes
+from tests.fakes.late_device import FakeStreams
 from tests.fakes.models import CPU, streamed
 
 SHAPE, NUM_ROWS = KVShape(5, 2, 3, torch.float32), 75
@@ -75,12 +75,12 @@ class Sessions:
 
 
 @contextmanager
-def stage_over(seed: int) -> Iterator[tuple[Sessions, OffloadedKV, FakeLanes]]:
-    lanes = FakeLanes(seed)
+def stage_over(seed: int) -> Iterator[tuple[Sessions, OffloadedKV, FakeStreams]]:
+    streams = FakeStreams(seed)
     try:
-        yield Sessions(seed), OffloadedKV(SHAPE, NUM_ROWS, lanes), lanes
+        yield Sessions(seed), OffloadedKV(SHAPE, NUM_ROWS, streams), streams
     finally:
-        lanes.close()
+        streams.close()
 
 
 def compute(sessions: Sessions, staged: Batch, layer: int) -> list[str]:
@@ -104,7 +104,7 @@ class GivenUp(Exception):
     """A sweep's own."""
 
 
-def sweep(sessions: Sessions, stage: OffloadedKV, lanes: FakeLanes, batch: Batch, last: int = -1) -> list[str]:
+def sweep(sessions: Sessions, stage: OffloadedKV, streams: FakeStreams, batch: Batch, last: int = -1) -> list[str]:
     """What was wrong with what any layer saw; given up when layer `last` is queued, if there is one."""
     wrong: list[str] = []
     with stage.sweep(batch) as staged:
@@ -112,20 +112,20 @@ def sweep(sessions: Sessions, stage: OffloadedKV, lanes: FakeLanes, batch: Batch
             with stage.layer(layer):
                 if layer == last:
                     for _ in range(20):
-                        lanes.compute(lambda: time.sleep(0.001))  # the device is behind
-                lanes.compute(lambda layer=layer: wrong.extend(compute(sessions, staged, layer)))
+                        streams.compute(lambda: time.sleep(0.001))  # the device is behind
+                streams.compute(lambda layer=layer: wrong.extend(compute(sessions, staged, layer)))
                 if layer == last:
                     raise GivenUp
-        lanes.compute_mark().synchronize()  # as whoever wants the logits does
+        streams.compute_event().synchronize()  # as whoever wants the logits does
     return wrong
 
 
 @pytest.mark.parametrize("seed", range(12))
 def test_every_layer_sees_what_its_slots_hold_and_its_rows_come_home(seed: int) -> None:
-    with stage_over(seed) as (sessions, stage, lanes):
+    with stage_over(seed) as (sessions, stage, streams):
         for _ in range(4):
             batch = sessions.batch()
-            assert sweep(sessions, stage, lanes, batch) == []
+            assert sweep(sessions, stage, streams, batch) == []
             sessions.commit(batch)
             assert sessions.are_whole()
 
@@ -133,12 +133,12 @@ def test_every_layer_sees_what_its_slots_hold_and_its_rows_come_home(seed: int) 
 @pytest.mark.parametrize("seed", range(6))
 def test_a_sweep_that_is_given_up_leaves_no_trace(seed: int) -> None:
     """What it has queued may still be computed when the next one begins."""
-    with stage_over(seed) as (sessions, stage, lanes):
+    with stage_over(seed) as (sessions, stage, streams):
         for last in range(SHAPE.num_layers):
             with pytest.raises(GivenUp):
-                sweep(sessions, stage, lanes, sessions.batch(), last)
+                sweep(sessions, stage, streams, sessions.batch(), last)
             batch = sessions.batch()
-            assert sweep(sessions, stage, lanes, batch) == []
+            assert sweep(sessions, stage, streams, batch) == []
             sessions.commit(batch)
             assert sessions.are_whole()
 
@@ -146,7 +146,7 @@ def test_a_sweep_that_is_given_up_leaves_no_trace(seed: int) -> None:
 def two_rounds(folder: Path, dtype: torch.dtype, staged_rows: int) -> tuple[list[torch.Tensor], int]:
     """Logits of prompts and trees of two sessions, in several chunks, then of more on top of what they came to."""
     logits, num_bytes = [], 0
-    with streamed(folder, dtype, lanes=InlineStreams(), host_layers=9, staged_rows=staged_rows) as model:
+    with streamed(folder, dtype, streams=InlineStreams(), host_layers=9, staged_rows=staged_rows) as model:
         shape = model.skeleton.kv_shape()
         arena = KVArena(shape, shape.empty(200, CPU))
         slots = [arena.take(90), arena.take(90)]

@@ -71,14 +71,14 @@ def test_a_piece_that_is_refused_serves_unpinned_beside_others(
     cudart_of: Callable[..., Cudart], caplog: pytest.LogCaptureFixture
 ) -> None:
     """It was once all or nothing, of a hundred gigabytes."""
-    cudart, lanes = cudart_of(1), CudaStreams(GPU)
-    pieces = [lanes.host_memory(size) for size in (MEGABYTE, 2 * MEGABYTE, 3 * MEGABYTE)]
+    cudart, streams = cudart_of(1), CudaStreams(GPU)
+    pieces = [streams.host_memory(size) for size in (MEGABYTE, 2 * MEGABYTE, 3 * MEGABYTE)]
     for piece in pieces:
         piece[0], piece[-1] = 1, 2
-    assert lanes.unpinned_bytes == 2 * MEGABYTE
+    assert streams.unpinned_bytes == 2 * MEGABYTE
     assert "2.10 MB of host memory could not be pinned (CUDA error 2)" in caplog.text
     assert all(address % 4096 == 0 for address in cudart.asked)
-    lanes.close()
+    streams.close()
     assert cudart.unpinned == [cudart.asked[0], cudart.asked[2]]
 
 
@@ -146,13 +146,13 @@ def test_layers_that_stay_are_in_pieces(tiny: Path, monkeypatch: pytest.MonkeyPa
     """And what is read into them is right, which `streamed` compares."""
     asked: list[int] = []
 
-    class Lanes(InlineStreams):
+    class Streams(InlineStreams):
         def host_memory(self, num_bytes: int) -> memoryview:
             asked.append(num_bytes)
             return large_pages(num_bytes)
 
     monkeypatch.setattr("target_worker.link.host_layers.PIECE_BYTES", 1)
-    with streamed(tiny, torch.float32, lanes=Lanes(), host_layers=4) as model:
+    with streamed(tiny, torch.float32, streams=Streams(), host_layers=4) as model:
         logits = swept(model, new_slot(model))
     assert len(asked) == 4
     with streamed(tiny, torch.float32) as model:

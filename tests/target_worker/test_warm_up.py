@@ -26,9 +26,9 @@ TOKENS = [5, 6, 7, 8]
 WAYS: dict[str, dict[str, Any]] = {
     "from disk": {},
     "resident": {"max_resident": 12},
-    "resident on a device": {"max_resident": 12, "lanes": InlineStreams()},
-    "copied to a device": {"lanes": InlineStreams(), "host_layers": 3},
-    "with keys and values": {"lanes": InlineStreams(), "host_layers": 12, "staged_rows": 400},
+    "resident on a device": {"max_resident": 12, "streams": InlineStreams()},
+    "copied to a device": {"streams": InlineStreams(), "host_layers": 3},
+    "with keys and values": {"streams": InlineStreams(), "host_layers": 12, "staged_rows": 400},
 }
 
 

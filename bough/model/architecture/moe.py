@@ -101,10 +101,10 @@ class ExpertTable:
         if isinstance(scratch, ReusedMemory):
             room = scratch.take((experts.scratch_bytes(dtype),), torch.uint8)
             self._memory = ReusedMemory(room)
-            self._made: list[list[torch.Tensor]] | None = None
+            self._materialized: list[list[torch.Tensor]] | None = None
         else:
             self._memory = scratch
-            self._made = [self._make(expert) for expert in range(len(experts.parts))]
+            self._materialized = [self._make(expert) for expert in range(len(experts.parts))]
 
     def expect(self, experts: Sequence[int]) -> Sequence[int]:
         """As `ExpertBytes.expect`."""
@@ -115,8 +115,8 @@ class ExpertTable:
 
         A projection stored in two tensors need not be concatenated for a product.
         """
-        if self._made is not None:
-            return self._made[expert]
+        if self._materialized is not None:
+            return self._materialized[expert]
         assert isinstance(self._memory, ReusedMemory), "values that do not stay are made in reused memory"
         self._memory.begin()
         return self._make(expert)

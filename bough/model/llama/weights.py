@@ -16,7 +16,7 @@ from bough.model.loading.loading import Skeleton
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")  # others use transformers' layers
 
 
-def is_lean(skeleton: Skeleton, device: torch.device) -> bool:
+def supports_fused_layers(skeleton: Skeleton, device: torch.device) -> bool:
     """Whether the compiled layers support a model."""
     config, kv = skeleton.config, skeleton.kv_shape()
     layer: Any = skeleton.layers[0]  # of a class of transformers' own; no type knows its attributes
@@ -32,9 +32,9 @@ def is_lean(skeleton: Skeleton, device: torch.device) -> bool:
     )
 
 
-def can_int8(skeleton: Skeleton, device: torch.device) -> bool:
+def supports_fused_int8(skeleton: Skeleton, device: torch.device) -> bool:
     """Whether the compiled layers support a model with products in 8 bits, whose inputs must fill whole lines."""
-    if not is_lean(skeleton, device):
+    if not supports_fused_layers(skeleton, device):
         return False
     config, kv = skeleton.config, skeleton.kv_shape()
     widths = config.hidden_size, config.intermediate_size, config.num_attention_heads * kv.head_dim

@@ -33,7 +33,7 @@ class LateWrites:
     module: nn.Module
     writes: tuple[Callable[[], object], ...]
 
-    def put(self) -> None:
+    def register(self) -> None:
         """Have the module call them before its forward."""
         known = self.module.__dict__
         if _WRITES not in known:
@@ -52,14 +52,14 @@ def bind_packed(skeleton: Skeleton, device: torch.device) -> None:
     bind_resident(skeleton, skeleton.resident_slots, device)
     bind_resident(skeleton, [slot for slot in slots if slot not in late], device)
     move_buffers(skeleton.model, device)
-    room = max((slot.source.scratch_bytes(skeleton.dtype) for slot in late), default=0)
-    memory = torch.empty(room, dtype=torch.uint8, device=device)
+    num_bytes = max((slot.source.scratch_bytes(skeleton.dtype) for slot in late), default=0)
+    memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
     for slot in late:
         scratch, raw = ReusedMemory(memory), [read_place(place) for place in slot.source.places]
         for place, data in zip(slot.source.places, raw, strict=True):
             require_checksum(place, crc32(data), skeleton.checksums)
         slot.bind([data.to(device) for data in raw], skeleton.dtype, scratch)
-        LateWrites(slot.module, tuple(scratch.writes)).put()
+        LateWrites(slot.module, tuple(scratch.writes)).register()
 
 
 def can_wait(slot: ParameterSlot) -> bool:

@@ -52,27 +52,27 @@ class ParameterSlot:
 
     def bind(self, raw: Sequence[torch.Tensor], dtype: torch.dtype, scratch: Scratch) -> None:
         """Set the parameter from `raw`, as in `TensorSource.value`."""
-        self.put(self.made(raw, dtype, scratch))
+        self.assign(self.materialize(raw, dtype, scratch))
 
-    def made(self, raw: Sequence[torch.Tensor], dtype: torch.dtype, scratch: Scratch) -> Any:
-        """Make the value in the form that `put` takes."""
+    def materialize(self, raw: Sequence[torch.Tensor], dtype: torch.dtype, scratch: Scratch) -> Any:
+        """Make the value in the form that `assign` takes."""
         if isinstance(self.source, Experts):
             return self.source.table(raw, dtype, scratch)
-        return self.wrapped(self.source.value(raw, dtype, scratch))
+        return self.as_parameter(self.source.value(raw, dtype, scratch))
 
-    def wrapped(self, value: torch.Tensor) -> torch.Tensor:
-        """Wrap a tensor in the form that `put` takes."""
+    def as_parameter(self, value: torch.Tensor) -> torch.Tensor:
+        """Wrap a tensor in the form that `assign` takes."""
         return value if self.key in self.module._buffers else nn.Parameter(value, requires_grad=False)
 
-    def put(self, made: Any) -> None:
-        """Set the parameter to what `made` returned."""
+    def assign(self, value: Any) -> None:
+        """Set the parameter to what `materialize` returned."""
         if isinstance(self.source, Experts):
             self.module._parameters.pop(self.key, None)  # a table is no tensor, which nn.Module would refuse
-            self.module.__dict__[self.key] = made
+            self.module.__dict__[self.key] = value
         elif self.key in self.module._buffers:
-            self.module._buffers[self.key] = made
+            self.module._buffers[self.key] = value
         else:
-            self.module._parameters[self.key] = made
+            self.module._parameters[self.key] = value
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +230,7 @@ def bind_resident(skeleton: Skeleton, slots: Sequence[ParameterSlot], device: to
         if isinstance(slot.source, Stored) and slot.source.scratch_bytes(skeleton.dtype):
             value = memory.take(slot.source.shape, skeleton.dtype)
             _convert(slot.source.place, value, skeleton.checksums)
-            slot.put(slot.wrapped(value))
+            slot.assign(slot.as_parameter(value))
         else:
             raw = [read_place(place) for place in slot.source.places]
             for place, data in zip(slot.source.places, raw, strict=True):

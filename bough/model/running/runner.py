@@ -7,7 +7,7 @@ import torch
 from bough.model.batch.batch import Batch, Segment
 from bough.model.kv.session_kv import KVMemory, KVSlot
 from bough.model.llama.decoder import LlamaDecoder
-from bough.model.llama.weights import is_lean
+from bough.model.llama.weights import supports_fused_layers
 from bough.model.loading.late_writes import bind_packed
 from bough.model.loading.loading import Skeleton, bind_all
 from bough.model.running.cuda_graphs import Capture, GpuCapture, GraphedSteps, graphed_steps
@@ -24,7 +24,7 @@ class ResidentModel:
     def __init__(
         self, skeleton: Skeleton, device: torch.device, is_int8: bool = False, stays_packed: bool = False
     ) -> None:
-        """`is_int8` multiplies in 8 bits, which must be possible (`bough.model.llama.weights.can_int8`).
+        """`is_int8` multiplies in 8 bits, which must be possible (`bough.model.llama.weights.supports_fused_int8`).
 
         `stays_packed` keeps packed matrices, and dequantizes each just before its product.
         """
@@ -32,8 +32,8 @@ class ResidentModel:
         self.is_int8, self.stays_packed = is_int8, stays_packed
         self.device = device
         self._steps: GraphedSteps | None = None
-        self._lean = LlamaDecoder(skeleton, is_int8) if is_lean(skeleton, device) else None
-        if self._lean is None:
+        self._fused = LlamaDecoder(skeleton, is_int8) if supports_fused_layers(skeleton, device) else None
+        if self._fused is None:
             with working_on(device):
                 (bind_packed if stays_packed else bind_all)(skeleton, device)
 
@@ -64,7 +64,7 @@ class ResidentModel:
 
         Valid until the next call.
         """
-        return self._lean.logits(batch) if self._lean is not None else self._torch_logits(batch)
+        return self._fused.logits(batch) if self._fused is not None else self._torch_logits(batch)
 
     @torch.inference_mode()
     def _torch_logits(self, batch: Batch) -> torch.Tensor:

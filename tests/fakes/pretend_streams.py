@@ -1,4 +1,4 @@
-"""Lanes of the pretended device: copies run as early as marks allow, as late, or when chance has it."""
+"""Streams of the pretended device: copies run as early as events allow, as late as they allow, or at a random time."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ import torch
 from bough.model.cpu.huge_pages import large_pages
 from target_worker.link.streams import Copy, DeviceEvent
 from tests.fakes.pretend import UNWRITTEN, Pretended, notes, raw
-from tests.fakes.pretend_order import Clock, compute_lane
+from tests.fakes.pretend_order import Clock, compute_stream
 
-NEVER, ALWAYS = 0.0, 1.0  # chances that a copy which may run does
+NEVER, ALWAYS = 0.0, 1.0  # probabilities that a copy runs before anything waits for it
 _numbers = count()
 
 
-class PretendedMark:
-    """A point in a lane; what the copying lane has queued before it may still have to run."""
+class PretendedEvent:
+    """A point in a stream; copies queued before it run at the latest when something waits for it."""
 
-    def __init__(self, clock: Clock, hurry: Callable[[PretendedMark], None] | None) -> None:
+    def __init__(self, clock: Clock, hurry: Callable[[PretendedEvent], None] | None) -> None:
         self.clock = clock
         self.is_reached = hurry is None
         self._hurry = hurry
@@ -32,7 +32,7 @@ class PretendedMark:
         return self.is_reached
 
     def reach(self) -> None:
-        """Has all that stands before it done."""
+        """Run all copies queued before the event."""
         if not self.is_reached:
             assert self._hurry is not None
             self._hurry(self)
@@ -43,18 +43,18 @@ class PretendedMark:
 
     def elapsed_time(self, end_event: Any) -> float:
         assert self.query()
-        assert end_event.query(), "time is read when both marks are reached"
+        assert end_event.query(), "time is read when both events are reached"
         return 1.0
 
 
-class PretendedLanes:
-    """One lane that copies, beside the one that computes, which runs at once."""
+class PretendedStreams:
+    """DeviceStreams with a copy stream that runs late; the compute stream runs at once."""
 
     def __init__(self, chance: float = ALWAYS, seed: int = 0, index: int = 0) -> None:
-        """With `chance` a copy runs when another is queued, and what nobody waited for is not made before."""
+        """Each time a copy is queued, outstanding copies run, oldest first, each with probability `chance`."""
         self.unpinned_bytes, self._index = 0, index
-        self._lane, self._chance, self._choice = f"copies {next(_numbers)}", chance, random.Random(seed)
-        self._queue: deque[tuple[Callable[[], object], PretendedMark]] = deque()
+        self._stream, self._chance, self._choice = f"copies {next(_numbers)}", chance, random.Random(seed)
+        self._queue: deque[tuple[Callable[[], object], PretendedEvent]] = deque()
         self._lock = threading.RLock()
 
     def host_memory(self, num_bytes: int) -> memoryview:
@@ -70,41 +70,41 @@ class PretendedLanes:
         assert target.is_contiguous()
         with self._lock:
             if after is not None:
-                assert isinstance(after, PretendedMark)
-                after.reach()  # of the computing lane, or of this one's past
-                notes.order.waits(self._lane, after.clock)
-            begun = self._mark()
+                assert isinstance(after, PretendedEvent)
+                after.reach()
+                notes.order.waits(self._stream, after.clock)
+            begun = self._event()
             from_, to = raw(source), raw(target)
             mine = [x.raw for x in (source, target) if isinstance(x, Pretended)]
-            notes.order.works(self._lane, *(([], mine) if isinstance(target, Pretended) else (mine, [])))
-            done = self._mark()
+            notes.order.works(self._stream, *(([], mine) if isinstance(target, Pretended) else (mine, [])))
+            done = self._event()
             self._queue += [(lambda: None, begun), (lambda: to.copy_(from_), done)]
             while self._queue and self._choice.random() < self._chance:
                 self._next()
         return Copy(begun, done)
 
-    def compute_after(self, mark: DeviceEvent) -> None:
-        assert isinstance(mark, PretendedMark)
-        mark.reach()
-        notes.order.waits(compute_lane(self._index), mark.clock)
+    def compute_after(self, event: DeviceEvent) -> None:
+        assert isinstance(event, PretendedEvent)
+        event.reach()
+        notes.order.waits(compute_stream(self._index), event.clock)
 
-    def compute_mark(self) -> DeviceEvent:
-        return PretendedMark(notes.order.mark(compute_lane(self._index)), None)
+    def compute_event(self) -> DeviceEvent:
+        return PretendedEvent(notes.order.progress_of(compute_stream(self._index)), None)
 
     def close(self) -> None:
         with self._lock:
             while self._queue:
                 self._next()
 
-    def _mark(self) -> PretendedMark:
-        return PretendedMark(notes.order.mark(self._lane), self._run_to)
+    def _event(self) -> PretendedEvent:
+        return PretendedEvent(notes.order.progress_of(self._stream), self._run_to)
 
-    def _run_to(self, mark: PretendedMark) -> None:
+    def _run_to(self, event: PretendedEvent) -> None:
         with self._lock:
-            while not mark.is_reached:
+            while not event.is_reached:
                 self._next()
 
     def _next(self) -> None:
-        act, mark = self._queue.popleft()
+        act, event = self._queue.popleft()
         act()
-        mark.is_reached = True
+        event.is_reached = True

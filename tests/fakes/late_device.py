@@ -1,4 +1,4 @@
-"""An accelerator that does what is queued late and in any order that its marks allow."""
+"""A fake accelerator that runs queued work late, in a random order among those that its events allow."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from bough.model.cpu.huge_pages import large_pages
 from target_worker.link.streams import Copy, DeviceEvent
 
 
-class FakeMark:
-    """Reached when the work that it stands behind is done."""
+class FakeEvent:
+    """A DeviceEvent that is reached when the work queued before it is done."""
 
     def __init__(self) -> None:
         self.reached = threading.Event()
@@ -24,31 +24,31 @@ class FakeMark:
         return self.reached.is_set()
 
     def synchronize(self) -> None:
-        assert self.reached.wait(10), "nobody will ever reach this mark"
+        assert self.reached.wait(10), "nobody will ever reach this event"
 
     def elapsed_time(self, end_event: Any) -> float:
         assert self.query()
-        assert end_event.query(), "time is read when both marks are reached"
+        assert end_event.query(), "time is read when both events are reached"
         return 1.0
 
 
 class Work(NamedTuple):
-    """A piece of a lane's queue."""
+    """A piece of work in a stream's queue, and whether it may begin."""
 
     may_begin: Callable[[], bool]
     act: Callable[[], object]
 
 
-class FakeLanes:
-    """A thread takes pieces of work from one lane or the other by chance; a copy is two pieces, half the bytes each."""
+class FakeStreams:
+    """DeviceStreams whose thread takes work from either queue at random; a copy is two pieces, half the bytes each."""
 
     unpinned_bytes = 0
 
     def __init__(self, seed: int) -> None:
         self._choice = random.Random(seed)
-        self._lanes: dict[str, deque[Work]] = {"copy": deque(), "compute": deque()}
+        self._streams: dict[str, deque[Work]] = {"copy": deque(), "compute": deque()}
         self._state = threading.Condition()
-        self._copying = threading.Lock()  # the pieces of a copy stand together in their lane
+        self._copying = threading.Lock()  # keeps the pieces of a copy adjacent in the queue
         self._is_held = self._is_closed = False
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -63,23 +63,23 @@ class FakeLanes:
         middle = len(source) // 2
         with self._copying:
             self._queue("copy", lambda: None, after)
-            begun = self._mark("copy")
+            begun = self._event("copy")
             self._queue("copy", lambda: target[:middle].copy_(source[:middle]))
             self._queue("copy", lambda: target[middle:].copy_(source[middle:]))
-            return Copy(begun, self._mark("copy"))
+            return Copy(begun, self._event("copy"))
 
     def compute(self, act: Callable[[], object]) -> None:
-        """Queues a kernel."""
+        """Queue a kernel in the compute stream."""
         self._queue("compute", act)
 
-    def compute_after(self, mark: DeviceEvent) -> None:
-        self._queue("compute", lambda: None, mark)
+    def compute_after(self, event: DeviceEvent) -> None:
+        self._queue("compute", lambda: None, event)
 
-    def compute_mark(self) -> DeviceEvent:
-        return self._mark("compute")
+    def compute_event(self) -> DeviceEvent:
+        return self._event("compute")
 
     def hold(self, is_held: bool) -> None:
-        """While held, work is queued and none of it done."""
+        """Stop running queued work while `is_held`; work can still be queued."""
         with self._state:
             self._is_held = is_held
             self._state.notify_all()
@@ -90,18 +90,18 @@ class FakeLanes:
             self._state.notify_all()
         self._thread.join()
 
-    def _mark(self, lane: str) -> FakeMark:
-        mark = FakeMark()
-        self._queue(lane, mark.reached.set)
-        return mark
+    def _event(self, stream: str) -> FakeEvent:
+        event = FakeEvent()
+        self._queue(stream, event.reached.set)
+        return event
 
-    def _queue(self, lane: str, act: Callable[[], object], after: DeviceEvent | None = None) -> None:
+    def _queue(self, stream: str, act: Callable[[], object], after: DeviceEvent | None = None) -> None:
         with self._state:
-            self._lanes[lane].append(Work(lambda: after is None or after.query(), act))
+            self._streams[stream].append(Work(lambda: after is None or after.query(), act))
             self._state.notify_all()
 
     def _runnable(self) -> list[str]:
-        return [name for name, lane in self._lanes.items() if lane and lane[0].may_begin()]
+        return [name for name, stream in self._streams.items() if stream and stream[0].may_begin()]
 
     def _run(self) -> None:
         while True:
@@ -110,5 +110,5 @@ class FakeLanes:
                 names = self._runnable()
                 if not names:
                     return
-                work = self._lanes[self._choice.choice(names)].popleft()
+                work = self._streams[self._choice.choice(names)].popleft()
             work.act()
