@@ -14,13 +14,13 @@ from typing import Any
 from bough.concurrency.futures import PendingCalls, settle
 from bough.config.processes import DraftConfig
 from bough.errors import Exhausted, Unavailable
+from bough.grammar.allowed_tokens import Grammars
 from bough.processes.process import for_metrics, metrics_at
 from bough.protocol.messages import GrowCall, GrowResult, WorkerInfo
 from bough.registry.records import WorkerLoad
 from bough.security.access import metrics_context
 from bough.telemetry.metrics import MetricsServer, metrics_note
 from bough.telemetry.spans import noted_spans
-from bough.tokenization.allowed_tokens import Grammars
 from bough.tokenization.vocabulary import TokenizerFiles
 from draft_worker.engine.engine import DraftEngine, Request
 from draft_worker.metrics import DraftCollector, Figures

@@ -9,6 +9,7 @@ import torch
 from bough import __version__
 from bough.config.processes import DraftConfig
 from bough.errors import ConfigError
+from bough.grammar.allowed_tokens import Grammars
 from bough.model.checkpoint.checkpoint import Checkpoint
 from bough.model.checkpoint.tokenizer_files import load_tokenizer_files
 from bough.model.cpu.huge_pages import large_pages
@@ -24,7 +25,6 @@ from bough.processes.compile_once import compile_in_subprocess
 from bough.processes.startup import stage
 from bough.protocol.messages import WorkerInfo
 from bough.runtime.kv_budget import kv_budget
-from bough.tokenization.allowed_tokens import Grammars
 from bough.trees.tree_plan import MAX_EXPANSIONS
 from draft_worker.candidates.temperature_scaling import TemperatureScalings
 from draft_worker.engine.draft_ahead import MAX_ROWS, num_steps

@@ -9,13 +9,13 @@ from contextlib import ExitStack
 
 from bough.config.processes import TargetConfig
 from bough.errors import Unavailable
+from bough.grammar.allowed_tokens import Grammars
 from bough.processes.process import for_metrics, metrics_at
 from bough.processes.startup import stage
 from bough.protocol.messages import VerifyCall, VerifyResult, WorkerInfo
 from bough.registry.records import WorkerLoad
 from bough.security.access import metrics_context
 from bough.telemetry.metrics import metrics_note
-from bough.tokenization.allowed_tokens import Grammars
 from bough.tokenization.vocabulary import TokenizerFiles
 from target_worker.metrics import Load, Metrics
 from target_worker.scheduler.engine import SweepEngine

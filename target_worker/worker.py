@@ -12,6 +12,7 @@ import torch
 
 from bough import __version__
 from bough.config.processes import TargetConfig
+from bough.grammar.allowed_tokens import Grammars
 from bough.model.architecture.architecture import load_config
 from bough.model.checkpoint.checkpoint import Checkpoint
 from bough.model.checkpoint.tokenizer_files import load_tokenizer_files
@@ -39,7 +40,6 @@ from bough.processes.compile_once import compile_in_subprocess
 from bough.processes.startup import stage
 from bough.protocol.messages import WorkerInfo
 from bough.sizing.placement import Placement, Tier, gigabytes
-from bough.tokenization.allowed_tokens import Grammars
 from target_worker.identity.code_hash import code_hash
 from target_worker.identity.weights_hash import WeightsHash
 from target_worker.kv.kv_offload import KVHome, KVInPlace, OffloadedKV, memory_on_host

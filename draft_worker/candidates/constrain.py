@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from bough.tokenization.allowed_tokens import AllowedTokens
+from bough.grammar.allowed_tokens import AllowedTokens
 
 
 @torch.inference_mode()

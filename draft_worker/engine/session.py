@@ -8,12 +8,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bough.errors import PrefixMissing
+from bough.grammar.allowed_tokens import AllowedTokens
 from bough.model.kv.segment import Segment
 from bough.model.kv.slot import Slot
 from bough.model.sampling.token_counts import TokenCounts
 from bough.protocol.messages import Context, GrowCall
 from bough.protocol.prefix_hash import prefix_hash
-from bough.tokenization.allowed_tokens import AllowedTokens
 from bough.trees.tree_plan import MAX_EXPANSIONS
 from draft_worker.candidates.candidates import Answer, Guessing
 from draft_worker.candidates.temperature_scaling import TemperatureScaling

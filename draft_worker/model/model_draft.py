@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from bough.grammar.allowed_tokens import Grammars
 from bough.model.batch.batch import Batch
 from bough.model.gpu.faults import named_faults
 from bough.model.kv.segment import Segment
-from bough.tokenization.allowed_tokens import Grammars
 from draft_worker.candidates.candidates import Guessing
 from draft_worker.candidates.constrain import constrain
 from draft_worker.candidates.penalties import adjust

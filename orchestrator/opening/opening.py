@@ -12,12 +12,12 @@ from typing import NamedTuple
 
 from bough.config.processes import OrchestratorConfig
 from bough.errors import InvalidRequest, NotFound, StaleEpoch, Unavailable
+from bough.grammar.grammar import grammar_of
 from bough.protocol.generation import GenerateOptions, Prompt, Tokens
 from bough.protocol.messages import WorkerInfo, weights_differ
 from bough.protocol.prefix_hash import BLOCK_TOKENS, TokenHistory, block_hashes, common_length
 from bough.protocol.sampling_params import SamplingParams, StopConditions
 from bough.registry.records import RequestRecord, SessionRecord
-from bough.tokenization.grammar import grammar_of
 from bough.trees.tree_plan import Scheme
 from orchestrator.admission.size_limits import require_room, require_size, require_sizes
 from orchestrator.cluster.directory import Directory

@@ -24,6 +24,7 @@ def _modules(*rooms: tuple[str, str]) -> frozenset[str]:
 
 
 DECIDING = _modules(
+    ("bough.grammar", "allowed_tokens"),
     ("bough.model.architecture", "architecture attention moe"),
     ("bough.model.batch", "batch gpu_paths path_spans"),
     ("bough.model.checkpoint", "tensor_source"),
@@ -40,7 +41,6 @@ DECIDING = _modules(
     ("bough.model.sizes", "target_limits"),
     ("bough.protocol", "sampling_params"),
     ("bough.sizing", "row_counts"),
-    ("bough.tokenization", "allowed_tokens"),
     ("bough.trees", "draft_probs tree tree_plan"),
     ("target_worker.experts", "expert_store"),
     ("target_worker.sweep", "compiled_layers streamed_model streamed_sweeper"),

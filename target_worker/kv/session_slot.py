@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bough.errors import StaleEpoch
+from bough.grammar.allowed_tokens import AllowedTokens
 from bough.model.kv.slot import Slot
 from bough.protocol.messages import VerifyResult
 from bough.protocol.prefix_hash import block_hashes
-from bough.tokenization.allowed_tokens import AllowedTokens
 
 
 class SlotState(Enum):

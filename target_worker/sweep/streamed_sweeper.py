@@ -8,12 +8,12 @@ from typing import Protocol
 
 import torch
 
+from bough.grammar.allowed_tokens import Grammars
 from bough.model.batch.batch import Batch
 from bough.model.kv.slot import Slot
 from bough.protocol.messages import Verdict
 from bough.sizing.row_counts import RowCounts
 from bough.sizing.sweep_times import SweepPrior
-from bough.tokenization.allowed_tokens import Grammars
 from target_worker.scheduler.batching import Part
 from target_worker.scheduler.job import VerifyJob
 from target_worker.scheduler.sweep_figures import SweepFigures

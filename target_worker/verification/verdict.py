@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from bough.grammar.allowed_tokens import AllowedTokens
 from bough.model.sampling.sampler import (
     Row,
     adjusted,
@@ -18,7 +19,6 @@ from bough.model.sampling.sampler import (
 from bough.model.sampling.token_counts import TokenCounts
 from bough.protocol.messages import Verdict, VerifyCall
 from bough.protocol.prefix_hash import Tokens
-from bough.tokenization.allowed_tokens import AllowedTokens
 from bough.trees.tree import Tree
 from bough.trees.tree_plan import Scheme
 from target_worker.verification.traversal import Traversal

@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 from tokenizers import Tokenizer, models
 
+from bough.grammar.allowed_tokens import Grammars
+from bough.grammar.grammar import grammar_of
 from bough.protocol.generation import Constraint
 from bough.protocol.sampling_params import SamplingParams
-from bough.tokenization.allowed_tokens import Grammars
-from bough.tokenization.grammar import grammar_of
 from bough.tokenization.vocabulary import TokenizerFiles
 from bough.trees.tree_plan import Chains, Guess, Scheme, StaticShape, TreePlan
 from tests.fakes.draft import PLAN, VOCAB, FakeModel, grow_call, grow_now, new_engine

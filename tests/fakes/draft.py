@@ -9,12 +9,12 @@ from functools import cache
 import numpy as np
 import torch
 
+from bough.grammar.allowed_tokens import Grammars
 from bough.model.batch.batch import Batch
 from bough.model.kv.kv_arena import KVArena
 from bough.model.kv.session_kv import KVShape
 from bough.protocol.messages import Context, GrowCall, GrowResult
 from bough.protocol.sampling_params import SamplingParams
-from bough.tokenization.allowed_tokens import Grammars
 from bough.tokenization.vocabulary import TokenizerFiles
 from bough.trees.tree_plan import BestFirst, TreePlan
 from draft_worker.candidates.temperature_scaling import TemperatureScalings

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
+from bough.grammar.allowed_tokens import Grammars
 from bough.model.batch.batch import Batch
 from bough.model.kv.kv_arena import KVArena
 from bough.model.kv.session_kv import KVShape, KVSlot
@@ -16,7 +17,6 @@ from bough.protocol.messages import Context, VerifyCall
 from bough.protocol.sampling_params import SamplingParams
 from bough.sizing.row_counts import RowCounts
 from bough.sizing.sweep_times import SweepPrior
-from bough.tokenization.allowed_tokens import Grammars
 from bough.tokenization.vocabulary import TokenizerFiles
 from bough.trees.tree import Tree
 from target_worker.kv.slot_pool import SlotPool

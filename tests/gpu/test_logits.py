@@ -86,7 +86,12 @@ def swept(folder: Path, params: SamplingParams) -> tuple[list[Any], Notes]:
             segment, text = Segment.tree(arena.take(50), 0, tree), SimpleNamespace(tokens=[])
             jobs.append(
                 SimpleNamespace(
-                    call=call, tree=tree, num_nodes=3, text=text, segments=lambda *_, segment=segment: [segment]
+                    session=SimpleNamespace(allowed=None),
+                    call=call,
+                    tree=tree,
+                    num_nodes=3,
+                    text=text,
+                    segments=lambda *_, segment=segment: [segment],
                 )
             )
         sweeper = StreamedSweeper(model, NO_GRAMMARS)

@@ -10,10 +10,10 @@ import pytest
 from llguidance import LLParserLimits
 
 from bough.errors import InvalidRequest
+from bough.grammar import allowed_tokens
+from bough.grammar.allowed_tokens import AllowedTokens, Grammars
+from bough.grammar.grammar import grammar_of
 from bough.protocol.generation import Constraint
-from bough.tokenization import allowed_tokens
-from bough.tokenization.allowed_tokens import AllowedTokens, Grammars
-from bough.tokenization.grammar import grammar_of
 from bough.tokenization.tokenizer import Tokenizer
 from bough.tokenization.vocabulary import TokenizerFiles
 

@@ -7,10 +7,10 @@ import json
 import pytest
 
 from bough.errors import InvalidRequest
+from bough.grammar.allowed_tokens import Grammars
+from bough.grammar.grammar import MAX_CHOICES, grammar_of
 from bough.protocol.generation import Constraint
 from bough.protocol.sampling_params import MAX_GRAMMAR
-from bough.tokenization.allowed_tokens import Grammars
-from bough.tokenization.grammar import MAX_CHOICES, grammar_of
 from bough.tokenization.tokenizer import Tokenizer
 from bough.tokenization.vocabulary import TokenizerFiles
 

@@ -7,9 +7,9 @@ import json
 from llguidance import LLMatcher
 
 from bough.errors import InvalidRequest
+from bough.grammar.allowed_tokens import LIMITS, in_one_line
 from bough.protocol.generation import Constraint
 from bough.protocol.sampling_params import MAX_GRAMMAR
-from bough.tokenization.allowed_tokens import LIMITS, in_one_line
 
 MAX_CHOICES = 1024
 # Of JSON, wherever it may stand. Without a limit a model may go on with it until its tokens are used up.
