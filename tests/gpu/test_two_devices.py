@@ -17,8 +17,8 @@ from bough.model.sizes.memory_budget import other_devices
 from bough.sizing.other_devices import OtherDevice, place_with
 from bough.sizing.placement import Budgets, ExpertSizes, Fixed, Placement, SeparateExperts, Tier, place
 from target_worker.sweep.budgets import choose_places
-from tests.fakes.device_sweeps import Where, on_device, on_the_device, three_sweeps
-from tests.fakes.pretend import device, notes, pretending
+from tests.fakes.gpu.device_sweeps import Where, on_device, on_the_device, three_sweeps
+from tests.fakes.gpu.pretend import device, notes, pretending
 from tests.gpu.test_memory_on_a_gpu import AWQ, llama_70b, placed
 
 GB = 1000**3
@@ -176,7 +176,7 @@ def test_several_are_filled_in_the_order_in_which_they_are_named() -> None:
 
 
 def test_a_card_that_holds_no_layer_is_refused() -> None:
-    wanted = r"^--resident-devices: value was cuda:1=1.00 GB; must be 1.75 GB or more, for one layer of 1.00 GB"
+    wanted = r"^--resident-devices: cuda:1 must be at least 1.75 GB, for one layer of 1.00 GB, .*, got 1.00 GB$"
     with pytest.raises(ConfigError, match=wanted):
         place_with([GB] * 12, Fixed(0, 0, 0, 0), Budgets(4 * GB, 0, 2 * GB, 99), [other(GB, GB // 2, GB // 4)])
 

@@ -24,7 +24,7 @@ from target_worker.link.streams import InlineStreams
 from target_worker.sweep.tiers import numbered
 from tests.cli.test_plan import run
 from tests.conftest import save_model
-from tests.fakes.late_device import FakeStreams
+from tests.fakes.gpu.late_device import FakeStreams
 from tests.fakes.models import streamed
 from tests.model.test_experts import MIXTURE, NUM_EXPERTS, logits_of, plan_of
 from tests.model.test_reproducible import FAMILIES

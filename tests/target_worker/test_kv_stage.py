@@ -26,7 +26,7 @@ from target_worker.kv.kv_offload import OffloadedKV
 from target_worker.link.streams import InlineStreams
 from target_worker.worker import TargetWorker
 from tests.conftest import TINY, save_model
-from tests.fakes.late_device import FakeStreams
+from tests.fakes.gpu.late_device import FakeStreams
 from tests.fakes.models import CPU, streamed
 
 SHAPE, NUM_ROWS = KVShape(5, 2, 3, torch.float32), 75
