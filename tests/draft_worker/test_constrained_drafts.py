@@ -13,7 +13,7 @@ from bough.grammar.grammar import grammar_of
 from bough.protocol.generation import Constraint
 from bough.protocol.sampling_params import SamplingParams
 from bough.tokenization.vocabulary import TokenizerFiles
-from bough.trees.tree_plan import Chains, Guess, Scheme, StaticShape, TreePlan
+from bough.trees.tree_plan import Guess, Scheme, StaticShape, TreePlan
 from tests.fakes.draft import PLAN, VOCAB, FakeModel, grow_call, grow_now, new_engine
 
 END = VOCAB - 1
@@ -44,7 +44,6 @@ def greedy(regex: str) -> SamplingParams:
         PLAN,
         SHAPE,
         replace(PLAN, guess=Guess.DISTRIBUTION),
-        TreePlan(Chains(3, 4)),
         replace(SHAPE, scheme=Scheme.TRAVERSAL),
     ],
 )
