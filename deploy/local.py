@@ -92,7 +92,7 @@ def require_free_ports(config: Mapping[str, Any], dashboard_port: int) -> None:
             try:
                 probe.bind((HOST, max(port, 0)))
             except OSError as exc:
-                raise ConfigError(f"{where}: value was {port}; must be a free port ({exc.strerror})") from exc
+                raise ConfigError(f"{where}: must be a free port, got {port} ({exc.strerror})") from exc
 
 
 @contextmanager

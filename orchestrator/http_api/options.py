@@ -48,7 +48,7 @@ def choices(
     if num * len(prompts) > MAX_CHOICES:
         raise invalid("n", num, f"be at most {MAX_CHOICES // len(prompts)} with {len(prompts)} prompts")
     if session_id and num * len(prompts) > 1:
-        raise invalid("session_id", session_id, "be left out where there is more than one choice: each goes on alone")
+        raise invalid("session_id", session_id, "be left out with several choices, as each is a session of its own")
     seed = _seed(fields.seed)
     wanted: list[RequestedOutput] = []
     for prompt in prompts:
