@@ -9,8 +9,8 @@ import torch
 
 from bough.model.packing.pack import pack
 from tests.conftest import save_model
-from tests.fakes.device_sweeps import Where, on_the_device, three_sweeps
-from tests.fakes.pretend import Notes, device, notes, pretending
+from tests.fakes.gpu.device_sweeps import Where, on_the_device, three_sweeps
+from tests.fakes.gpu.pretend import Notes, device, notes, pretending
 from tests.model.test_reproducible import FAMILIES
 
 DENSE_LAUNCHES = 57  # of a layer of a Llama and a chunk of rows, in 16 bits, with its share of what is around layers

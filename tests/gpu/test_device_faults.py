@@ -27,9 +27,9 @@ from target_worker.scheduler.stall_watch import STILL_SECONDS, StallWatch
 from target_worker.sweep.streamed_model import StreamedModel
 from target_worker.sweep.streamed_sweeper import StreamedSweeper
 from target_worker.verification.logit_rows import RowReader
-from tests.fakes.device_sweeps import Where, on_the_device, three_sweeps
+from tests.fakes.gpu.device_sweeps import Where, on_the_device, three_sweeps
+from tests.fakes.gpu.pretend import device, pretending
 from tests.fakes.models import CPU
-from tests.fakes.pretend import device, pretending
 from tests.fakes.target import LIMITS, Clock, FakeModel, new_pool, verify_call
 
 STICKY = "CUDA error: an illegal memory access was encountered\nFor debugging consider passing CUDA_LAUNCH_BLOCKING=1"

@@ -19,8 +19,8 @@ from bough.model.running.runner import ResidentModel
 from bough.model.sizes.draft_needs import draft_needs
 from draft_worker.model.sources import with_weights
 from tests.conftest import save_model
+from tests.fakes.gpu.pretend import device, notes, pretending
 from tests.fakes.models import CPU
-from tests.fakes.pretend import device, notes, pretending
 from tests.gpu.test_whole_sweeps import in_words
 from tests.model.test_graphs import batch_of, run_again, slots_in
 from tests.model.test_reproducible import FAMILIES

@@ -23,8 +23,8 @@ from target_worker.scheduler.batching import Part
 from target_worker.sweep.streamed_sweeper import StreamedSweeper
 from target_worker.verification.logit_rows import NO_NUMBER, LogitRows, RowReader, best_tokens
 from target_worker.verification.verdict import compute_verdict
-from tests.fakes.device_sweeps import Where, on_the_device
-from tests.fakes.pretend import Notes, device, notes, pretending
+from tests.fakes.gpu.device_sweeps import Where, on_the_device
+from tests.fakes.gpu.pretend import Notes, device, notes, pretending
 from tests.fakes.target import verify_call
 
 GREEDY = SamplingParams(temperature=0.0)

@@ -21,7 +21,7 @@ from bough.model.sizes.model_sizes import model_shapes
 from bough.sizing.other_devices import place_with
 from bough.sizing.placement import HOST_SLABS, Budgets, Fixed, Placement, Tier, place
 from tests.conftest import TINY, save_model
-from tests.fakes.device_sweeps import Where, on_cpu, on_device
+from tests.fakes.gpu.device_sweeps import Where, on_cpu, on_device
 from tests.model.test_reproducible import FAMILIES
 
 GB = 1000**3

@@ -17,8 +17,8 @@ from bough.model.sizes.memory_budget import other_devices
 from bough.sizing.other_devices import OtherDevice, place_with
 from bough.sizing.placement import Budgets, ExpertSizes, Fixed, Placement, SeparateExperts, Tier, place
 from target_worker.sweep.budgets import choose_places
-from tests.fakes.device_sweeps import Where, on_device, on_the_device, three_sweeps
-from tests.fakes.pretend import device, notes, pretending
+from tests.fakes.gpu.device_sweeps import Where, on_device, on_the_device, three_sweeps
+from tests.fakes.gpu.pretend import device, notes, pretending
 from tests.gpu.test_memory_on_a_gpu import AWQ, llama_70b, placed
 
 GB = 1000**3

@@ -10,6 +10,7 @@ import sys
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
+from typing import IO
 
 import pytest
 
@@ -20,6 +21,7 @@ from bough.processes.launch import Cluster
 from bough.protocol.generation import Finished, GenerateOptions, Speculation, Started, TextPrompt, TokenPrompt, Tokens
 from bough.registry.registry import Registry
 from tests.conftest import pipeline, settings
+from tests.fakes.simulated import write_profile
 
 pytestmark = pytest.mark.chaos
 
@@ -244,18 +246,29 @@ def alive(marker: str) -> list[str]:
     return lines
 
 
+def read_until(stream: IO[bytes] | None, text: bytes) -> None:
+    """Reads what a process prints, up to the line that has the text."""
+    assert stream is not None
+    assert any(text in line for line in stream), f"it never printed {text!r}"
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-@pytest.mark.parametrize("delay", [0.5, 6.0])
-async def test_bough_up_leaves_no_process_behind(
-    tiny: Path, tmp_path: Path, number: signal.Signals, delay: float
-) -> None:
-    """Whether it is ended while it starts or when it runs, gently or not."""
+@pytest.mark.parametrize("when", ["it begins", "its workers load", "it serves"])
+async def test_bough_up_leaves_no_process_behind(tiny: Path, tmp_path: Path, number: signal.Signals, when: str) -> None:
+    """Gently or not; workers without weights are soon there to serve."""
     marker = tmp_path / "marked"
     marker.symlink_to(tiny)
-    command = [sys.executable, "-m", "bough.cli", "up", "--target", str(marker), "--drop-layers", "2", "--port", "0"]
+    model = ["--target", str(marker), "--drop-layers", "2"]
+    model = ["--simulate", str(write_profile(tmp_path))] if when == "it serves" else model
+    command = [sys.executable, "-m", "bough.cli", "up", *model, "--port", "0"]
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite run in the background inherits it ignored
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=tmp_path)
-    await asyncio.sleep(delay)
+    if when == "it serves":
+        await asyncio.to_thread(read_until, process.stdout, b"ready: ")
+    elif when == "its workers load":
+        await asyncio.to_thread(read_until, process.stderr, b"target worker (")
+    else:
+        await asyncio.sleep(0.5)
     process.send_signal(number)
     try:
         process.communicate(timeout=30)
