@@ -114,7 +114,9 @@ async def test_two_sessions_at_once_get_what_each_gets_alone(client: Client, pro
 
 async def test_speculation_accepts_several_tokens_a_round(client: Client, prompts: list[list[int]]) -> None:
     """A draft that is never right would pass every test of equality."""
-    options = replace(GREEDY, speculation=SIZES["16"])  # one that is chosen follows from how busy this machine is
+    options = replace(
+        GREEDY, max_tokens=48, speculation=SIZES["16"]
+    )  # one that is chosen follows from how busy this machine is
     events = [event async for event in client.generate(TokenPrompt(tuple(prompts[0])), options)]
     finished = events[-1]
     assert isinstance(finished, Finished)
