@@ -68,10 +68,7 @@ class TargetWorker(ServedTarget):
         checkpoint = Checkpoint.open(config.model)
         super().__init__(config, worker_id, config.model_name or checkpoint.folder.name)
         self.tokenizer = load_tokenizer_files(checkpoint.folder)
-        self._weights_hash = WeightsHash(
-            (place.file for place in checkpoint.tensors.values()),
-            lambda: Checkpoint.open(config.model).fingerprint() == self._fingerprint,
-        )
+        self._weights_hash = WeightsHash(place.file for place in checkpoint.tensors.values())
         self._fingerprint = checkpoint.fingerprint()
         self._device = choose_device(config.device)
         make_ready(self._device)

@@ -64,23 +64,13 @@ class StaticShape(_message.Message):
     parents: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, parents: _Optional[_Iterable[int]] = ...) -> None: ...
 
-class Chains(_message.Message):
-    __slots__ = ("num", "length")
-    NUM_FIELD_NUMBER: _ClassVar[int]
-    LENGTH_FIELD_NUMBER: _ClassVar[int]
-    num: int
-    length: int
-    def __init__(self, num: _Optional[int] = ..., length: _Optional[int] = ...) -> None: ...
-
 class Growth(_message.Message):
-    __slots__ = ("best_first", "shape", "chains")
+    __slots__ = ("best_first", "shape")
     BEST_FIRST_FIELD_NUMBER: _ClassVar[int]
     SHAPE_FIELD_NUMBER: _ClassVar[int]
-    CHAINS_FIELD_NUMBER: _ClassVar[int]
     best_first: BestFirst
     shape: StaticShape
-    chains: Chains
-    def __init__(self, best_first: _Optional[_Union[BestFirst, _Mapping]] = ..., shape: _Optional[_Union[StaticShape, _Mapping]] = ..., chains: _Optional[_Union[Chains, _Mapping]] = ...) -> None: ...
+    def __init__(self, best_first: _Optional[_Union[BestFirst, _Mapping]] = ..., shape: _Optional[_Union[StaticShape, _Mapping]] = ...) -> None: ...
 
 class SamplingParams(_message.Message):
     __slots__ = ("temperature", "top_k", "top_p", "min_p", "seed", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "logprobs", "stop_token_ids")

@@ -129,7 +129,9 @@ class Tokens:
     tree_depth: int
     timings: RoundTimings
     num_lookup: int = 0  # how many of the last drafted tokens came from prompt lookup alone
-    verified: VerifiedTree | None = field(default=None, compare=False, repr=False)  # only in the orchestrator
+    # Only in the orchestrator: the verified tree, and where each token's text begins in the whole, in characters.
+    verified: VerifiedTree | None = field(default=None, compare=False, repr=False)
+    begins: tuple[int, ...] = field(default=(), compare=False, repr=False)
 
     @property
     def text(self) -> str:

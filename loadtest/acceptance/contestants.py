@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from bough.trees.acceptance import Acceptance
 from bough.trees.optimal_tree import best_chains, best_shape
-from bough.trees.tree_plan import BestFirst, Chains, Growth, Guess, Scheme, TreePlan
+from bough.trees.tree_plan import BestFirst, Growth, Guess, Scheme, StaticShape, TreePlan
 
 LEVELS = 18  # of shapes and chains, at most
 EVERYONE = ""  # is part of every name
@@ -39,11 +39,12 @@ def _shape(acceptance: Acceptance, nodes: int) -> Growth:
 
 
 def _chains(acceptance: Acceptance, nodes: int) -> Growth:
-    return best_chains(acceptance, nodes, LEVELS)
+    best = best_chains(acceptance, nodes, LEVELS)
+    return StaticShape.chains(best.num, best.length)
 
 
 def _chain(_: Acceptance, nodes: int) -> Growth:
-    return Chains(1, min(LEVELS, nodes) - 1)
+    return StaticShape.chains(1, min(LEVELS, nodes) - 1)
 
 
 DRAWN = {  # above temperature 0

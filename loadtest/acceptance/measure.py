@@ -11,8 +11,8 @@ import numpy as np
 
 from bough.protocol.sampling_params import SamplingParams
 from bough.trees.acceptance import Acceptance, by_rank
-from bough.trees.optimal_tree import expected_tokens, expected_tokens_of_chains
-from bough.trees.tree_plan import Chains, Growth, Scheme, StaticShape, TreePlan
+from bough.trees.optimal_tree import expected_tokens
+from bough.trees.tree_plan import Growth, Scheme, StaticShape, TreePlan
 from loadtest.acceptance.bench import Bench
 from loadtest.acceptance.contestants import contestants_at
 from loadtest.acceptance.report import Row, interval
@@ -68,8 +68,6 @@ def _predicted(growth: Growth, vector: Acceptance) -> float | None:
     match growth:
         case StaticShape() if growth.parents:
             return round(expected_tokens(growth, vector), 3)
-        case Chains():
-            return round(expected_tokens_of_chains(growth, vector), 3)
         case _:
             return None
 

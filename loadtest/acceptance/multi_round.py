@@ -16,7 +16,7 @@ from bough.model.sampling.token_counts import TokenCounts
 from bough.protocol.messages import Verdict, VerifyCall
 from bough.trees.draft_probs import DraftProbs
 from bough.trees.tree import Tree
-from bough.trees.tree_plan import Chains, Growth, Scheme, TreePlan
+from bough.trees.tree_plan import Growth, Scheme, StaticShape, TreePlan
 from loadtest.acceptance.bench import RANKS, Bench, Stream, grow_call
 from target_worker.verification.verify import Draw, conditional_distribution, walk
 
@@ -26,18 +26,18 @@ ONE_CHAIN = Scheme.WITHOUT_REPLACEMENT  # below a node it draws once, so that no
 class MultiRoundBench(Bench):
     """A bench whose trees are several independent samples; its ranks are draws, of which a repeated one is rejected."""
 
-    ranks: Growth = Chains(RANKS, 1)
+    ranks: Growth = StaticShape.chains(RANKS, 1)
 
     def grown(self, streams: Sequence[Stream], plan: TreePlan) -> list[Tree]:
         """So many chains for each stream, merged."""
-        if not isinstance(plan.growth, Chains):  # the tree of a root alone
+        if not isinstance(plan.growth, StaticShape) or not plan.growth.parents:  # the tree of a root alone
             return super().grown(streams, plan)
         return [merged([*self._chains(stream, plan.growth)]) for stream in streams]
 
-    def _chains(self, stream: Stream, chains: Chains) -> Iterator[Tree]:
-        one = TreePlan(chains._replace(num=1), ONE_CHAIN)
-        for index in range(chains.num):
-            call = replace(grow_call(stream, one), round=stream.rounds * chains.num + index)
+    def _chains(self, stream: Stream, chains: StaticShape) -> Iterator[Tree]:
+        one, num = TreePlan(StaticShape.chains(1, chains.depth), ONE_CHAIN), chains.parents.count(0)
+        for index in range(num):
+            call = replace(grow_call(stream, one), round=stream.rounds * num + index)
             result = self._draft.grow(call).result()
             stream.draft_held = result.held_length
             yield result.tree

@@ -21,7 +21,7 @@ from loadtest.fuzz.http_door import HttpSender
 from loadtest.fuzz.mutation import Mutator
 from loadtest.fuzz.outcomes import Outcomes
 from loadtest.served.profiles import write_profile
-from loadtest.served.soak import snapshot
+from loadtest.served.soak import Snapshot, leaks, snapshot
 from loadtest.served.stack import Stack, stack
 
 SWEEP_SECONDS = 0.001
@@ -31,10 +31,8 @@ SENDERS = {http_door.LAYER: 12, grpc_door.LAYER: 6, grpc_door.FRAMES: 3}  # at o
 NUM_PROCESSES = 4
 BATCH = 3000  # messages between two looks at the processes
 SETTLE_SECONDS = 30.0
-MOST_GROWTH = {"memory_bytes": 64 * 2**20, "descriptors": 8, "threads": 8, "tasks": 8}
 PROMPT, MAX_TOKENS = "the ordinary request", 24
 
-Snapshot = dict[str, dict[str, int]]
 Report = Callable[[str], None]
 
 
@@ -95,7 +93,7 @@ async def at_sockets(folder: Path, num_messages: int, seed: int, report: Report)
             await _look(running, ordinary, wanted, figures)
             if len(running.process_ids()) < NUM_PROCESSES:
                 return figures
-            now = await _watched(running, ordinary)
+            now = await snapshot(running, ordinary.url)
             if batch == num_batches // 10 or not first:
                 first = now
             figures.growth = _growth(first, now)
@@ -137,31 +135,14 @@ async def _look(running: Stack, ordinary: Ordinary, wanted: Sequence[object], fi
         figures.outcomes.problems[f"the ordinary request: {type(exc).__name__}: {exc}"] += 1
 
 
-async def _watched(running: Stack, ordinary: Ordinary) -> Snapshot:
-    now = await snapshot(running)
-    async with httpx.AsyncClient(trust_env=False) as client:
-        text = (await client.get(f"{ordinary.url}/metrics")).text
-    for name in now:
-        if name.startswith("orchestrator"):
-            now[name]["tasks"] = next(
-                int(float(li.split()[-1])) for li in text.splitlines() if li.startswith("bough_event_loop_tasks{")
-            )
-    return now
-
-
 async def _settled(running: Stack, ordinary: Ordinary, first: Snapshot, figures: Figures) -> None:
     """What still is more than it was, once what has been cut off is cleaned up, is a leak."""
     too_much: list[str] = []
     with suppress(TimeoutError):
         async with asyncio.timeout(SETTLE_SECONDS):
             while True:
-                figures.growth = _growth(first, await _watched(running, ordinary))
-                too_much = [
-                    f"{process}: {figure} grew by {more}"
-                    for process, figures_of in figures.growth.items()
-                    for figure, more in figures_of.items()
-                    if process != "index" and more > MOST_GROWTH.get(figure, more)
-                ]
+                figures.growth = _growth(first, await snapshot(running, ordinary.url))
+                too_much = leaks(figures.growth)
                 if not too_much:
                     break
                 await asyncio.sleep(1.0)

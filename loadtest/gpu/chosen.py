@@ -18,8 +18,9 @@ from typing import Any
 import numpy as np
 
 from bough.trees.acceptance import acceptance_from
-from bough.trees.optimal_tree import best_size, expected_tokens
+from bough.trees.optimal_tree import best_shape, expected_tokens
 from bough.trees.tree import Tree
+from bough.trees.tree_plan import StaticShape
 
 PUBLISHED = Path(__file__).parent.parent / "data" / "acceptance-published.json"
 LEVELS = 24  # of a tree, at most, as an orchestrator's default
@@ -54,8 +55,13 @@ def chosen(
     """
     acceptance = acceptance_from(PUBLISHED.name, json.loads(PUBLISHED.read_text()))
     sizes = sorted(seconds_by_tokens)
-    curve = np.interp(np.arange(1, sizes[-1] + 1), sizes, [seconds_by_tokens[size] for size in sizes])
-    shape = best_size(acceptance, curve, step_seconds, LEVELS).shape
+
+    def seconds_of(shape: StaticShape) -> float:
+        swept = float(np.interp(shape.budget, sizes, [seconds_by_tokens[size] for size in sizes]))
+        return swept + max(shape.depths()) * step_seconds
+
+    shapes = [best_shape(acceptance, nodes, levels) for nodes in sizes for levels in range(1, LEVELS + 1)]
+    shape = max(shapes, key=lambda one: expected_tokens(one, acceptance) / seconds_of(one))
     tree = Tree.of([*range(shape.budget)], [-1, *shape.parents], [0.0] * shape.budget)
     tokens, draft_seconds = expected_tokens(shape, acceptance), max(shape.depths(), default=0) * step_seconds
     sweep_seconds = sweep(tree)

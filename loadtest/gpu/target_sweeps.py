@@ -17,10 +17,11 @@ from bough.model.kv.session_kv import KVSlot
 from bough.model.packing.pack import pack
 from bough.sizing.placement import Tier
 from bough.trees.tree import Tree
+from loadtest.common.inline_streams import InlineStreams
 from loadtest.gpu.chosen import chosen
 from loadtest.gpu.random_models import Machine, layers_without_disk, repeated, streamed, write_random
 from loadtest.gpu.sizes import Sizes
-from target_worker.link.streams import CudaStreams, DeviceStreams, InlineStreams
+from target_worker.link.streams import CudaStreams, DeviceStreams
 from target_worker.sweep.streamed_model import StreamedModel
 
 CONTEXT, REPEATS = 256, 3

@@ -29,6 +29,7 @@ tpot_ratio      where that was run, else `doors`; null where neither was
 overload_goodput_ratio   of `overload`; null where that was not run
 failed_requests of all parts; refusals under overload are none
 unequal_texts   answers that were not what another door, or an undisturbed run, gave
+leaks           what grew in `soak` by more than it may; the exit status is then 1
 clients         who asked at once in `restarts` and `soak`
 """
 
@@ -157,11 +158,12 @@ def main() -> int:
     add("--soak-seconds", type=float, default=600.0)
     add("--seed", type=int, default=1)
     try:
-        print(json.dumps(asyncio.run(run(parser.parse_args()))))
+        figures = asyncio.run(run(parser.parse_args()))
     except BoughError as exc:
         print(f"error: {exc}", file=sys.stderr)
         return 2
-    return 0
+    print(json.dumps(figures))
+    return 1 if figures["leaks"] else 0
 
 
 if __name__ == "__main__":

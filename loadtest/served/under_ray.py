@@ -73,8 +73,8 @@ async def running(machine: Machine, profile: Path | None = None, folder: Path = 
 def one_machine() -> Machine:
     """The shipped configuration with ports of its own."""
     try:  # Ray comes with an extra of its own, and most of these load tests go without
+        from bough.config.addresses import free_port
         from deploy.check import load
-        from deploy.ports import free_port
     except ImportError as exc:
         raise ConfigError(f"Ray Serve is not installed ({exc}); must be: pip install 'bough[serve]'") from exc
     config = load(ROOT / "deploy" / "one-machine.yaml")

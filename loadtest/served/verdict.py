@@ -17,6 +17,7 @@ def verdict(parts: Mapping[str, Any], clients: int) -> dict[str, Any]:
         "overload_goodput_ratio": parts.get("overload", {}).get("goodput_ratio"),
         "failed_requests": sum(figures.get("failed", 0) for figures in _all(parts)),
         "unequal_texts": sum(figures.get("unequal", 0) for figures in _all(parts)),
+        "leaks": parts.get("soak", {}).get("leaks", []),
         "clients": clients,
     }
 

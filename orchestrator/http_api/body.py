@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
+import re
 from contextlib import ExitStack
 from http import HTTPStatus
 from typing import Any, TypeVar
@@ -114,7 +116,7 @@ def _too_large(message: str) -> ApiError:
 def parse(kind: type[Fields], body: bytes) -> Fields:
     """Parse a JSON text. Raises ApiError naming the first invalid field."""
     try:
-        return kind.model_validate_json(body)
+        return kind.model_validate_json(body.removeprefix(codecs.BOM_UTF8))
     except ValidationError as exc:
         raise _refusal(exc) from exc
 
@@ -134,9 +136,7 @@ def _refusal(exc: ValidationError) -> ApiError:
         case "must":
             message = f"{param}: value was {shortened(first['input'])}; must {first['msg']}"
         case _:
-            must = (
-                first["msg"].replace("Input should ", "").replace("List should ", "").partition(" after validation")[0]
-            )
+            must = re.sub("^(Input|List|String) should ", "", first["msg"]).partition(" after validation")[0]
             message = f"{param}: value was {shortened(first['input'])}; must {must[:1].lower()}{must[1:]}"
     return ApiError(HTTPStatus.BAD_REQUEST, message, param=param)
 

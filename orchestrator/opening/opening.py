@@ -21,7 +21,7 @@ from bough.trees.tree_plan import Scheme
 from orchestrator.admission.size_limits import require_room, require_size, require_sizes
 from orchestrator.cluster.directory import Directory
 from orchestrator.cluster.expected_wait import Need
-from orchestrator.cluster.served_models import Targets, targets_for, with_its_model
+from orchestrator.cluster.served_models import Targets, targets_for
 from orchestrator.cluster.worker_clients import TargetClient
 from orchestrator.cluster.worker_handle import WorkerHandle
 from orchestrator.opening.epochs import Epochs
@@ -80,14 +80,14 @@ class Opening:
             Unavailable: no target with the model can be used, or the index, needed to continue, does not answer.
             StaleEpoch: another request is continuing the same session.
         """
-        past = _Past(*with_its_model(self.directory, *await self._past(options)))
+        past = await self._past(options)
         targets = targets_for(self.directory, options, past.request, past.session)
         past = past.of_model(targets[0].info)
         largest = max(targets, key=lambda known: known.info.max_context)
         if options.resume is not None:
             require_resume(options.resume, largest.info.vocab_size)
         require_size(prompt, largest.tokens, largest.info.max_context)
-        tokens = await self.directory.tokenizing.run(lambda: self._tokens(prompt, options, past, largest))
+        tokens = await self.directory.tokenizing.run(lambda: TokenHistory(self._tokens(prompt, options, past, largest)))
         require_room(tokens, largest.info.max_context)
         need = await self._need(tokens, options, past.session, targets)
         target = _quickest(targets, need)
@@ -148,18 +148,15 @@ class Opening:
         return continued_prompt(past.session.tokens, prompt, target.tokens, target.info.vocab_size)
 
     async def _need(
-        self, tokens: Sequence[int], options: GenerateOptions, session: SessionRecord | None, targets: Targets
+        self, tokens: TokenHistory, options: GenerateOptions, session: SessionRecord | None, targets: Targets
     ) -> Need:
         """What a request needs from a target, and the tokens that targets already hold."""
         held, home_id = {}, ""
         if session is not None and any(target.record.worker_id == session.target_id for target in targets):
             home_id = session.target_id
             held[home_id] = min(session.target_length, common_length(session.tokens, tokens))
-        elif (
-            len(targets) > 1
-            and not self.directory.index_problem
-            and (hashes := block_hashes(tokens, cache_salt=options.cache_salt))
-        ):
+        elif len(targets) > 1 and len(tokens) >= BLOCK_TOKENS and not self.directory.index_problem:
+            hashes = await self.directory.tokenizing.run(lambda: block_hashes(tokens, cache_salt=options.cache_salt))
             with suppress(Unavailable):
                 fingerprint, names = targets[0].info.model_fingerprint, [known.record.worker_id for known in targets]
                 blocks = await self.directory.registry.find_prefixes(fingerprint, hashes, names)
@@ -221,7 +218,7 @@ def _session_id(options: GenerateOptions, request: RequestRecord | None) -> str:
 
 
 def _session(
-    tokens: list[int], options: GenerateOptions, target: WorkerHandle[TargetClient], request: RequestRecord | None
+    tokens: TokenHistory, options: GenerateOptions, target: WorkerHandle[TargetClient], request: RequestRecord | None
 ) -> Session:
     sampling = _sampling(options, target, request)
     stops = StopConditions(options.max_tokens, options.stop)
@@ -231,7 +228,7 @@ def _session(
         request_id=options.request_id,
         session_id=_session_id(options, request) or uuid.uuid4().hex,
         keep=bool(options.session_id) or (request is not None and request.keeps_session),
-        tokens=TokenHistory(tokens),
+        tokens=tokens,
         prompt_length=len(tokens),
         sampling=sampling,
         stops=stops,

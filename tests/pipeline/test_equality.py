@@ -16,7 +16,7 @@ import pytest
 from bough.client import Client
 from bough.processes.launch import Cluster
 from bough.protocol.generation import Finished, GenerateOptions, Speculation, TokenPrompt, Tokens
-from bough.trees.tree_plan import Chains, Guess, Scheme, StaticShape
+from bough.trees.tree_plan import Guess, Scheme, StaticShape
 
 # A passage that comes back, so that there is something to look up.
 PROMPT = TokenPrompt((*range(40, 56), *range(60, 72), *range(40, 56)))
@@ -30,8 +30,8 @@ WAYS = {
     "narrow": Speculation(budget=6, width=1, depth=4, lookup=2),
     "shape": Speculation(growth=SHAPE, lookup=0),
     "shape, looked up": Speculation(growth=SHAPE, lookup=5),
-    "chain": Speculation(growth=Chains(1, 5), lookup=0),
-    "chains": Speculation(growth=Chains(3, 4), lookup=4),
+    "chain": Speculation(growth=StaticShape.chains(1, 5), lookup=0),
+    "chains": Speculation(growth=StaticShape.chains(3, 4), lookup=4),
     "distribution": Speculation(budget=32, guess=Guess.DISTRIBUTION),
     "distribution, self-sized": Speculation(guess=Guess.DISTRIBUTION),
     "distribution, shape": Speculation(growth=SHAPE, guess=Guess.DISTRIBUTION, lookup=0),
@@ -140,9 +140,9 @@ async def test_a_stop_text_ends_every_way_at_the_same_place(client: Client, temp
 
 
 @pytest.mark.parametrize("scheme", [Scheme.WITHOUT_REPLACEMENT, Scheme.TRAVERSAL])
-@pytest.mark.parametrize("growth", [SHAPE, Chains(3, 4)], ids=["shape", "chains"])
+@pytest.mark.parametrize("growth", [SHAPE, StaticShape.chains(3, 4)], ids=["shape", "chains"])
 async def test_schemes_that_verify_samples_repeat_themselves(
-    client: Client, scheme: Scheme, growth: StaticShape | Chains
+    client: Client, scheme: Scheme, growth: StaticShape
 ) -> None:
     """Their text depends on the tree, as on another seed: the same seed and the same plan give it again."""
     way = Speculation(growth=growth, scheme=scheme)

@@ -16,7 +16,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 import draft_worker.__main__
 import target_worker.__main__
 from bough.client import Client
-from bough.errors import BoughError, InvalidRequest, NotFound
+from bough.errors import AlreadyRunning, BoughError, InvalidRequest, NotFound
 from bough.pb import common_pb2, draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
 from bough.processes import process
 from bough.processes.compatibility import fetch_tokenizer
@@ -358,7 +358,7 @@ async def tokens_of(text: str, client: Client) -> list[int]:
 async def test_a_session_takes_one_request_at_a_time(client: Client) -> None:
     stream = client.generate(PROMPT, replace(SHORT, session_id="busy", max_tokens=400))
     await anext(stream)
-    with pytest.raises(InvalidRequest, match="session_id: 'busy' has a request running"):
+    with pytest.raises(AlreadyRunning, match="session_id: 'busy' has a request running"):
         await finish(client, PROMPT, replace(SHORT, session_id="busy"))
     await stream.aclose()
 

@@ -33,7 +33,7 @@ from bough.protocol.generation import (
 from bough.simulation.clock import SimulatedClock
 from bough.simulation.pair import SimulatedPair, simulated_pair
 from bough.simulation.profile import shipped_profiles
-from bough.trees.tree_plan import Chains, Guess, Scheme, StaticShape
+from bough.trees.tree_plan import Guess, Scheme, StaticShape
 from draft_worker.simulated import SimulatedDraftWorker
 from target_worker.simulated import SimulatedTarget
 from tests.conftest import pipeline
@@ -59,10 +59,12 @@ WAYS = {
         SAMPLED, seed=9, speculation=Speculation(growth=SHAPE, scheme=Scheme.WITHOUT_REPLACEMENT, lookup=0)
     ),
     "chains without replacement": replace(
-        SAMPLED, seed=10, speculation=Speculation(growth=Chains(3, 3), scheme=Scheme.WITHOUT_REPLACEMENT, lookup=0)
+        SAMPLED,
+        seed=10,
+        speculation=Speculation(growth=StaticShape.chains(3, 3), scheme=Scheme.WITHOUT_REPLACEMENT, lookup=0),
     ),
     "traversal, greedy": replace(
-        OPTIONS, speculation=Speculation(growth=Chains(2, 4), scheme=Scheme.TRAVERSAL, lookup=0)
+        OPTIONS, speculation=Speculation(growth=StaticShape.chains(2, 4), scheme=Scheme.TRAVERSAL, lookup=0)
     ),
     "penalties": replace(SAMPLED, seed=3, repetition_penalty=1.4, logit_bias={300: 5.0}, top_k=3, logprobs=2),
 }

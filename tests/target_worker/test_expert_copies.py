@@ -14,13 +14,13 @@ import torch
 from bough.errors import ConfigError
 from bough.model.packing.pack import pack
 from bough.sizing.placement import Budgets, Fixed, Tier, place_with_expert_cache
+from loadtest.common.inline_streams import InlineStreams
 from target_worker.experts.expert_cache import Expert
 from target_worker.experts.expert_copies import ExpertCopies
 from target_worker.experts.expert_store import ExpertStore
 from target_worker.link.copy_stats import CopyStats
 from target_worker.link.device_ring import DeviceRing
 from target_worker.link.layer_extents import LayerExperts, sizes_of
-from target_worker.link.streams import InlineStreams
 from target_worker.sweep.tiers import numbered
 from tests.cli.test_plan import run
 from tests.conftest import save_model

@@ -14,8 +14,7 @@ from bough.model.cpu.jit import compiler_setting
 
 LANES = 16  # float32 that a vector register holds
 I16, I32, I64, POINTER = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.PointerType()
-FLOATS, WORDS, SHORTS = ir.VectorType(ir.FloatType(), LANES), ir.VectorType(I32, LANES), ir.VectorType(I16, 2 * LANES)
-SHORT = 8  # words of a shorter vector, which registers hold with AVX and later
+FLOATS, WORDS = ir.VectorType(ir.FloatType(), LANES), ir.VectorType(I32, LANES)
 SECOND_LEVEL = 2  # of caches, as LLVM's prefetch counts them
 
 
@@ -69,8 +68,8 @@ def multiplies_and_adds() -> bool:
 
 
 _ADD_FOURS = "avx512vnni", "avxvnni"
-ADDS_TWOS = has_feature("avx2") and not any(map(has_feature, _ADD_FOURS))  # at most, of bytes' products
-MOST_SIGNED = 64 if ADDS_TWOS else 127  # of bytes with signs in products: two of them, times 255, must fit in 16 bits
+_ADDS_TWOS = has_feature("avx2") and not any(map(has_feature, _ADD_FOURS))  # at most, of bytes' products
+MOST_SIGNED = 64 if _ADDS_TWOS else 127  # of bytes with signs in products: two of them, times 255, must fit in 16 bits
 # Vectors of LANES that registers hold; where a register is shorter, several of them make a vector.
 NUM_VECTORS = 32 if has_feature("avx512f") else 8
 
@@ -102,8 +101,9 @@ def dot_bytes(builder: ir.IRBuilder, sums: Any, signed: Any, unsigned: Any) -> A
     if any(map(has_feature, _ADD_FOURS)):
         return _by_registers(builder, has_feature("avx512vnni"), _add_fours, sums, unsigned, signed)
     if has_feature("avx2"):
-        zero = ir.Constant(SHORTS, [0] * 2 * LANES)
-        return builder.add(sums, add_neighbours(builder, dot_twos(builder, zero, signed, unsigned)))
+        is_long = has_feature("avx512bw")
+        shorts = _by_registers(builder, is_long, _multiply_twos, unsigned, signed)
+        return builder.add(sums, _by_registers(builder, is_long, _add_neighbours, shorts))
 
     def constant(number: int) -> ir.Constant:
         return ir.Constant(WORDS, [number] * LANES)
@@ -113,19 +113,6 @@ def dot_bytes(builder: ir.IRBuilder, sums: Any, signed: Any, unsigned: Any) -> A
         second = builder.and_(builder.lshr(unsigned, constant(8 * byte)), constant(0xFF))
         sums = builder.add(sums, builder.mul(first, second))
     return sums
-
-
-def dot_twos(builder: ir.IRBuilder, sums: Any, signed: Any, unsigned: Any) -> Any:
-    """SHORTS sums + the dot product of each two neighbouring bytes of words; what does not fit in 16 bits goes round.
-
-    Only where ADDS_TWOS; bytes with signs are from -MOST_SIGNED to MOST_SIGNED.
-    """
-    return builder.add(sums, _by_registers(builder, has_feature("avx512bw"), _multiply_twos, unsigned, signed))
-
-
-def add_neighbours(builder: ir.IRBuilder, shorts: Any) -> Any:
-    """WORDS of the sum of each two neighbours of SHORTS, which have signs. Only where ADDS_TWOS."""
-    return _by_registers(builder, has_feature("avx512bw"), _add_neighbours, shorts)
 
 
 def _by_registers(builder: ir.IRBuilder, are_long: bool, code: Callable[..., Any], *vectors: Any) -> Any:
@@ -220,23 +207,6 @@ def exp_below_zero(builder: ir.IRBuilder, x: Any) -> Any:
 def shuffled(builder: ir.IRBuilder, first: Any, second: Any, places: Sequence[int]) -> Any:
     """The numbers that stand in these places of two vectors one after the other."""
     return builder.shuffle_vector(first, second, ir.Constant(ir.VectorType(I32, len(places)), list(places)))
-
-
-def turned(b: ir.IRBuilder, lines: Sequence[Any]) -> list[Any]:
-    """From SHORT words of each of SHORT lines, vectors of the first word of each, of the second, and so on."""
-    words: dict[int, Any] = {}
-    for half in range(2):
-        # Within halves of a register, as instructions have it: two lines of a word, then four; then all eight.
-        i = 2 * half
-        by_two = (i, 8 + i, i + 1, 9 + i, i + 4, 12 + i, i + 5, 13 + i)
-        twos = [shuffled(b, lines[place], lines[place + 1], by_two) for place in range(0, SHORT, 2)]
-        for k in (0, 2):
-            by_four = (k, k + 1, 8 + k, 9 + k, k + 4, k + 5, 12 + k, 13 + k)
-            upper, lower = (shuffled(b, twos[place], twos[place + 1], by_four) for place in (0, 2))
-            word = 2 * half + k // 2
-            words[word] = shuffled(b, upper, lower, (0, 1, 2, 3, 8, 9, 10, 11))
-            words[word + 4] = shuffled(b, upper, lower, (4, 5, 6, 7, 12, 13, 14, 15))
-    return [words[word] for word in range(SHORT)]
 
 
 def splat(builder: ir.IRBuilder, number: Any, count: int = LANES) -> Any:

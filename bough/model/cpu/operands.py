@@ -4,9 +4,7 @@ In 16 bits, rows are (blocks, words, LANES) int32, two bfloat16 a word, and matr
 bits, as a checkpoint has them. In 8 bits, each line of LINE numbers of a row has a scale, and each output of a matrix:
 
 - rows (blocks, lines * LINE_WORDS, LANES) uint32: for each line LINE / 4 words of four codes with their signs, then the
-  bits of a float32, which is the scale, and an int32, which makes up for ZERO in the matrix. Where products are added
-  by twos (ADDS_TWOS), what makes up for it in each part of a line follows: two numbers of 16 bits, for the first two
-  codes of the part's words and for the last two;
+  bits of a float32, which is the scale, and an int32, which makes up for ZERO in the matrix;
 - matrices (groups, inputs / 4 + 1, LANES) int32: outputs are lanes. Each group has words of four codes without signs,
   of which ZERO counts as 0, then the bits of the scales.
 
@@ -24,17 +22,13 @@ from numba.extending import overload
 from bough.model.cpu.float_bits import widened
 from bough.model.cpu.gemm import LINE_BYTES
 from bough.model.cpu.jit import strict_inner
-from bough.model.cpu.llvm_vectors import ADDS_TWOS, LANES, MOST_SIGNED
+from bough.model.cpu.llvm_vectors import LANES, MOST_SIGNED
 from bough.model.cpu.simd import all_lanes, larger, load, magnitude, nearest, pair, store, where_positive
 
 LINE = LINE_BYTES  # numbers that have a scale together, in 8 bits, and that are put together
 MOST = 127  # of a matrix's code with its sign, which is from ZERO
 ZERO = 128  # one factor of the instruction for products of bytes has no sign
-PART = 4  # words whose products are added up in 16 bits, where they are added by twos
-PARTS = LINE // 4 // PART if ADDS_TWOS else 0  # of a line
-LINE_WORDS = LINE // 4 + 2 + PARTS
-# Of magnitudes of a part's first or last two codes of each word: their sum, rounded, times MOST must fit in 16 bits.
-MOST_TOGETHER = 2**15 // MOST - PART * 2 // 2
+LINE_WORDS = LINE // 4 + 2
 
 
 def are_codes(rows: Any) -> bool:
@@ -58,39 +52,23 @@ def _put_codes(values: Any, words: Any) -> Any:
     """A line of numbers, (LINE, LANES), in LINE_WORDS words."""
     zero, peak = all_lanes(np.float32(0)), _peak_of(values)
     factor = where_positive(peak, all_lanes(np.float32(MOST_SIGNED)) / peak, zero)
-    total, lowest, offset = all_lanes(np.int32(0)), all_lanes(np.int32(0xFF)), all_lanes(np.int32(-ZERO))
-    for part in range(LINE // 4 // PART):
-        first = last = all_lanes(np.int32(0))
-        for word in range(part * PART, (part + 1) * PART):
-            packed = all_lanes(np.int32(0))
-            for byte in range(4):
-                code = nearest(load(values, 4 * word + byte) * factor)
-                packed = packed | (code & lowest) << all_lanes(np.int32(8 * byte))
-                if byte < 2:
-                    first = first + code
-                else:
-                    last = last + code
-            store(words, word, packed)
-        total = total + first + last
-        if PARTS:
-            first, last = first * offset & all_lanes(np.int32(0xFFFF)), last * offset << all_lanes(np.int32(16))
-            store(words, LINE // 4 + 2 + part, first | last)
+    total, lowest = all_lanes(np.int32(0)), all_lanes(np.int32(0xFF))
+    for word in range(LINE // 4):
+        packed = all_lanes(np.int32(0))
+        for byte in range(4):
+            code = nearest(load(values, 4 * word + byte) * factor)
+            packed, total = packed | (code & lowest) << all_lanes(np.int32(8 * byte)), total + code
+        store(words, word, packed)
     store(words, LINE // 4, peak / all_lanes(np.float32(MOST_SIGNED)))
-    store(words, LINE // 4 + 1, total * offset)
+    store(words, LINE // 4 + 1, total * all_lanes(np.int32(-ZERO)))
 
 
 @strict_inner
 def _peak_of(values: Any) -> Any:
     """What the largest code stands for."""
-    peak, share = all_lanes(np.float32(0)), all_lanes(np.float32(MOST_SIGNED / MOST_TOGETHER if PARTS else 0))
-    for part in range(LINE // 4 // PART):
-        for half in range(2):
-            together = all_lanes(np.float32(0))
-            for word in range(part * PART, (part + 1) * PART):
-                for byte in range(2):
-                    size = magnitude(load(values, 4 * word + 2 * half + byte))
-                    peak, together = larger(peak, size), together + size
-            peak = larger(peak, together * share)
+    peak = all_lanes(np.float32(0))
+    for number in range(LINE):
+        peak = larger(peak, magnitude(load(values, number)))
     return peak
 
 

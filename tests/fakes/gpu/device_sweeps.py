@@ -15,8 +15,8 @@ from bough.model.batch.batch import Batch, Segment
 from bough.model.kv.kv_arena import KVArena
 from bough.model.kv.split_layers import split_memory
 from bough.trees.tree import Tree
+from loadtest.common.inline_streams import InlineStreams
 from target_worker.kv.kv_offload import memory_on_host
-from target_worker.link.streams import InlineStreams
 from target_worker.sweep.streamed_model import StreamedModel
 from tests.fakes.gpu import unpacking
 from tests.fakes.gpu.pretend import device, notes, pretending

@@ -108,7 +108,7 @@ def test_log_probabilities_of_a_chat() -> None:
 
 
 def test_log_probabilities_of_a_completion() -> None:
-    told = completion_logprobs(positions(-0.5, -math.inf, -1, -2), (" a", "b", "", "☃"), 10, WORDS.__getitem__)
+    told = completion_logprobs(positions(-0.5, -math.inf, -1, -2), (10, 12, 13, 13), WORDS.__getitem__)
     assert told.tokens == [" a", "b", "\ufffd", "\ufffd\ufffd"]
     assert told.token_logprobs == [-0.5, -9999.0, -1, -2]
     likeliest = {" a": -0.5}

@@ -10,11 +10,15 @@ from collections.abc import AsyncIterator
 from contextlib import suppress
 from pathlib import Path
 
+import grpc
 import httpx
 import pytest
 from prometheus_client import CollectorRegistry
 
 from bough.errors import ConfigError, Unavailable
+from bough.pb import generation_pb2 as pb
+from bough.pb.generation_pb2_grpc import GenerationStub
+from bough.rpc.server import open_channel
 from orchestrator.admission.admission import Admission
 from orchestrator.http_api import body, exchange
 from orchestrator.http_api.app import http_app
@@ -98,6 +102,21 @@ async def test_an_error_half_way_is_an_event_of_the_stream(door: HttpStack) -> N
     assert events[-1] == "data: [DONE]"
     error = json.loads(events[-2].removeprefix("data: "))["error"]
     assert (error["param"], error["code"]) == ("session_id", "session_moved")
+    await until_running(door, 0)
+
+
+async def test_a_session_that_has_a_request_running_is_in_conflict_with_another(door: HttpStack) -> None:
+    """It was told as if the request were wrong, whose like would be served a moment later."""
+    asked = ENDLESS | {"session_id": "busy"}
+    async with door.client.stream("POST", PATH, json=asked | {"stream": True}):
+        refused = await door.post(PATH, asked)
+        error = error_of(refused)
+        assert (refused.status_code, error["type"], error["code"]) == (409, "conflict_error", "already_running")
+        assert (error["param"], refused.headers["x-should-retry"]) == ("session_id", "false")
+        assert error["message"].startswith("session_id: 'busy' has a request running; wait for its end")
+        async with open_channel(door.stack.addresses["orchestrator"]) as channel:
+            request = pb.GenerateRequest(text="x", session_id="busy")
+            assert await GenerationStub(channel).Generate(request).code() is grpc.StatusCode.ABORTED
     await until_running(door, 0)
 
 
