@@ -1,8 +1,8 @@
-"""Products of few rows, bit for bit those of `bough.model.cpu.gemm`, where that one would compute sixteen rows for one.
+"""Matrix products of few rows, with the bits of `bough.model.cpu.gemm`, which would compute sixteen rows for one.
 
-Outputs are the lanes: lines of the matrix are turned in registers, so that a vector has the same input of some outputs.
-Each sum is added up number by number as it is there. For processors on which bfloat16 is multiplied one by one; where
-an instruction takes pairs, sixteen rows cost less than reading the matrix.
+Outputs are the SIMD lanes: lines of the matrix are transposed in registers, so that a vector has the same input of
+several outputs. Each sum has the same order as there. It is for processors without an instruction for pairs of
+bfloat16; with one, sixteen rows cost less than reading the matrix.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from bough.model.cpu.llvm_vectors import (
     widened,
 )
 
-MOST = 8  # rows that are few
+MOST = 8  # most rows for which this is faster
 _SHORTS, _SHORT_WORDS = ir.VectorType(ir.FloatType(), SHORT), ir.VectorType(I32, SHORT)
 _WORD_BYTES, _FLOAT_BYTES = 4, 4
 
@@ -46,7 +46,10 @@ _WORD_BYTES, _FLOAT_BYTES = 4, 4
 def _sums(
     b: ir.IRBuilder, rows: Sequence[Any], parts: Sequence[Sequence[Any]], ahead: Any, num_words: Any
 ) -> list[list[Any]]:
-    """Of rows of float32 with some SHORT outputs (addresses), for each part; `num_words` is a multiple of SHORT."""
+    """Sums of float32 rows with SHORT outputs for each part, a list of addresses.
+
+    `num_words` is a multiple of SHORT; `ahead` is the prefetch distance in bytes.
+    """
     entry, line, done = b.block, b.append_basic_block("line"), b.append_basic_block("done")
     b.branch(line)
     b.position_at_end(line)
@@ -81,7 +84,7 @@ def _sums(
 
 
 def _tile_of(num_rows: int) -> Any:
-    """A function that compiled code may call: as many rows with GROUP outputs."""
+    """A function for compiled code: `num_rows` rows times GROUP outputs."""
 
     def tile(_context: Any, rows: Any, matrix: Any, output: Any, bias: Any, out: Any) -> Any:
         signature = numba.types.void(rows, matrix, output, bias, out)
@@ -94,7 +97,7 @@ def _tile_of(num_rows: int) -> Any:
             ahead = builder.mul(row_step, ir.Constant(I64, GROUP))
             halves = [weights[:SHORT], weights[SHORT:]]
             inputs, num_words = spaced(builder, first, step, num_rows), builder.lshr(num_floats, ir.Constant(I64, 1))
-            if num_rows == 1:  # one sum would wait for itself
+            if num_rows == 1:  # a single chain of additions would be bound by latency
                 sums = _sums(builder, inputs, halves, ahead, num_words)
             else:
                 sums = [_sums(builder, inputs, [half], ahead, num_words)[0] for half in halves]
@@ -129,9 +132,9 @@ _tile_1, _tile_2, _tile_4, _tile_8 = map(_tile_of, (1, 2, 4, MOST))
 
 @strict_inner
 def few_of(blocks: Any, num_rows: Any) -> Any:
-    """The rows themselves, 1, 2, 4 or 8 of them, (rows, inputs) float32; none where they are not few.
+    """The rows as (1, 2, 4 or 8, inputs) float32; empty if there are more than MOST rows.
 
-    Their inputs must fill SHORT words, too. `blocks` are those of bfloat16 that `bough.model.cpu.gemm` has.
+    Inputs must fill SHORT words; `blocks` are those of bfloat16 in `bough.model.cpu.gemm`.
     """
     count = 1 if 0 < num_rows <= MOST and blocks.shape[1] % SHORT == 0 else 0
     while 0 < count < num_rows:
@@ -147,7 +150,7 @@ def few_of(blocks: Any, num_rows: Any) -> Any:
 
 @strict_inner
 def multiply_few(rows: Any, matrix: Any, begin: Any, end: Any, bias: Any, out: Any) -> Any:
-    """As `bough.model.cpu.gemm.multiply_groups`, of 1, 2, 4 or 8 rows as `few_of` makes them."""
+    """Like `bough.model.cpu.gemm.multiply_groups`, for rows from `few_of`."""
     for group in range(begin, end):
         output = min(group * GROUP, len(matrix) - GROUP)
         if len(rows) == 1:
