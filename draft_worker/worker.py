@@ -14,6 +14,7 @@ from bough.model.checkpoint.tokenizer_files import load_tokenizer_files
 from bough.model.cpu.huge_pages import large_pages
 from bough.model.cpu.kernel_cache import compiled_ground
 from bough.model.cpu.threads import compute_with, on_a_passing_thread
+from bough.model.gpu.faults import named_faults
 from bough.model.gpu.ready import make_ready
 from bough.model.kv.kv_arena import KVArena
 from bough.model.llama.weights import supports_fused_layers
@@ -138,7 +139,8 @@ class DraftWorker(ServedDraft):
         is_cpu = device.type == "cpu"  # where attention looks up a page for every few keys
         memory = shape.within(large_pages(num_bytes), num_rows) if is_cpu else shape.empty(num_rows, device)
         stage("warming up")
-        self._model.warm_up(memory)
-        warm_up_choosing(skeleton.vocab_size, device)
+        with named_faults(device):
+            self._model.warm_up(memory)
+            warm_up_choosing(skeleton.vocab_size, device)
         arena = KVArena(shape, memory, rows_to_keep=lambda slot: slot.num_rows)
         return SessionPool(arena, window, self._ahead_steps * MAX_ROWS)

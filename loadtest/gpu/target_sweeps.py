@@ -132,7 +132,7 @@ def big_model(
         rows, best = sweeps(timed, sizes, bits, rate), []
         if step_seconds is not None:
             by_tokens = {row["tokens"]: row["seconds"] for row in rows}
-            best.append({**chosen(bits, by_tokens, step_seconds, timed.seconds), "layers": num_layers})
+            best.append(chosen(bits, num_layers, by_tokens, step_seconds, timed.seconds))
         return {"sweeps": rows, "memory": [{"bits": bits, **_memory(model, machine)}], "chosen": best}
 
 

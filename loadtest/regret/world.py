@@ -17,7 +17,7 @@ from bough.protocol.cost_curve import CostCurve
 from bough.protocol.generation import Speculation
 from bough.protocol.messages import GrowResult, RoundTimings, Timings, VerifyResult
 from bough.simulation.profile import Factors, Profile, jittered
-from bough.sizing.division import Rider, divide
+from bough.sizing.division import SweepTree, divide
 from bough.sizing.step_times import StepTimes
 from bough.sizing.sweep_times import SweepPrior, SweepTimes
 from bough.trees.tree import Tree
@@ -168,9 +168,9 @@ class World:
         cost = self._sweep_times.curve()
         if cost is None or len(calls) + (num_context > 0) < 2 or not any(call.may_leave_out for call in calls):
             return
-        riders = [Rider.of(call.tree, call.may_leave_out) for call in calls]
+        trees = [SweepTree.of(call.tree, call.may_leave_out) for call in calls]
         most, price = self._profile.target.max_sweep_rows, self._price.price
-        for call, nodes in zip(calls, divide(riders, num_context, cost, price, most), strict=True):
+        for call, nodes in zip(calls, divide(trees, num_context, cost, price, most), strict=True):
             call.kept = nodes
 
     def _answer(self, call: Verifying, began: float, num_rows: int, num_trees: int) -> None:
@@ -182,7 +182,7 @@ class World:
         self._batch_delay.answered(call.sample.name, self.env.now, "o")
         verdict, curve = call.verdict(), self._sweep_times.curve()
         call.done.succeed(VerifyResult(verdict, 0, timings, 0, left_out, curve, num_rows, num_trees))
-        expected = float(Rider.of(call.tree, may_leave_out=True).values[call.kept].sum())
+        expected = float(SweepTree.of(call.tree, may_leave_out=True).values[call.kept].sum())
         self._price.answered(len(verdict.accepted_nodes) + 1, expected if len(call.tree) > 1 else 0.0)
 
     def _target(self) -> Process:

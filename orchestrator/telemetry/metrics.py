@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 
 from bough.protocol.decision import Mode
 from bough.telemetry.metrics import counter, gauge
-from orchestrator.sizing.totals import RoundTotals, Tally
+from orchestrator.sizing.totals import Histogram, RoundTotals
 from orchestrator.telemetry.request_totals import RequestTotals
 
 ENDS = ("stop", "length", "abort")
@@ -27,7 +27,7 @@ class Figures(NamedTuple):
     num_tokens: int  # generated
     requests: RequestTotals
     totals: RoundTotals
-    loop_lag: Tally  # seconds, of the event loop
+    loop_lag: Histogram  # seconds, of the event loop
     num_tasks: int = 0  # of the event loop
 
 
@@ -117,7 +117,7 @@ def _by_mode(model_name: str, totals: RoundTotals) -> Metric:
     return _by_label("bough_sizer_rounds", "Rounds by why their trees were", model_name, "mode", counts, ())
 
 
-def _histogram(name: str, text: str, model_name: str, tally: Tally) -> Metric:
+def _histogram(name: str, text: str, model_name: str, tally: Histogram) -> Metric:
     bounds = [*map(str, tally.bounds), "+Inf"]
     metric = HistogramMetricFamily(name, text, labels=["model_name"])
     metric.add_metric([model_name], list(zip(bounds, accumulate(tally.counts), strict=True)), tally.total)

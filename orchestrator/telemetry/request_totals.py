@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from bough.protocol.generation import Event, Finished, Started, Tokens
-from orchestrator.sizing.totals import Tally
+from orchestrator.sizing.totals import Histogram
 
 # Bounds in seconds: vLLM's where these are fine enough, and longer ones, as sweeps of streamed weights take seconds.
 WAIT_BOUNDS = (0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0)
@@ -25,11 +25,11 @@ class RequestTotals:
     cached_tokens: int = 0  # prompt tokens whose KV was cached
     num_failovers: int = 0
     num_degraded_rounds: int = 0
-    queue: Tally = field(default_factory=lambda: Tally(WAIT_BOUNDS))
-    first_token: Tally = field(default_factory=lambda: Tally(WAIT_BOUNDS))
-    whole: Tally = field(default_factory=lambda: Tally(WAIT_BOUNDS))
-    between: Tally = field(default_factory=lambda: Tally(TOKEN_BOUNDS))  # between rounds of a request
-    per_token: Tally = field(default_factory=lambda: Tally(TOKEN_BOUNDS))  # after the first round of a request
+    queue: Histogram = field(default_factory=lambda: Histogram(WAIT_BOUNDS))
+    first_token: Histogram = field(default_factory=lambda: Histogram(WAIT_BOUNDS))
+    whole: Histogram = field(default_factory=lambda: Histogram(WAIT_BOUNDS))
+    between: Histogram = field(default_factory=lambda: Histogram(TOKEN_BOUNDS))  # between rounds of a request
+    per_token: Histogram = field(default_factory=lambda: Histogram(TOKEN_BOUNDS))  # after the first round of a request
 
 
 @dataclass(slots=True)

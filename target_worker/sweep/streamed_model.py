@@ -105,7 +105,7 @@ class StreamedModel:
             AcceleratorLost: the device has failed; the process ends.
         """
         began, kv_bytes = time.perf_counter_ns(), self._kv.num_bytes
-        with named_faults(self.device):
+        with named_faults(self.device, self._others):
             try:
                 if self._has_failed:
                     self.tiers.renew()
@@ -128,7 +128,12 @@ class StreamedModel:
         Raises:
             StreamError: one of these layers could not be read.
             Unavailable: the logits are not finite.
+            AcceleratorFull, AcceleratorLost: as `sweep`.
         """
+        with named_faults(self.device, self._others):
+            return self._warmed_up(slot)
+
+    def _warmed_up(self, slot: Slot) -> SweepPrior:
         num_layers = len(self.tiers.layers)
         try:
             logits = self._first_layers(slot, 1, min(WARM_LAYERS, num_layers))

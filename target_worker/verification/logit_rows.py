@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from bough.model.gpu.faults import named_faults
 from bough.model.sampling.sampler import Row
 
 NO_NUMBER = -1  # in place of a token, where a row's largest logit is not finite
@@ -27,12 +28,13 @@ class RowReader:
         self._buffer: torch.Tensor | None = None  # (vocab_size,), dtype of the logits
 
     def read(self, row: torch.Tensor) -> Row:
-        """Row (vocab_size,) as float64 on the host."""
+        """Row (vocab_size,) as float64 on the host. Raises AcceleratorFull or AcceleratorLost."""
         if row.device.type == "cpu":
             return row.double().numpy()
-        if self._buffer is None:
-            self._buffer = torch.empty(row.shape, dtype=row.dtype, pin_memory=row.device.type == "cuda")
-        return self._buffer.copy_(row).double().numpy()
+        with named_faults(row.device):
+            if self._buffer is None:
+                self._buffer = torch.empty(row.shape, dtype=row.dtype, pin_memory=row.device.type == "cuda")
+            return self._buffer.copy_(row).double().numpy()
 
 
 class LogitRows:

@@ -16,6 +16,7 @@ import torch
 
 from bough.errors import AcceleratorFull, AcceleratorLost
 from bough.model.gpu import faults
+from bough.model.kv.kv_arena import KVArena
 from bough.processes.process import watch
 from bough.rpc.status_map import ERROR_NAMES
 from bough.runtime.fatal_exit import EXIT_LOST
@@ -25,7 +26,9 @@ from target_worker.scheduler.engine import SweepEngine
 from target_worker.scheduler.stall_watch import STILL_SECONDS, StallWatch
 from target_worker.sweep.streamed_model import StreamedModel
 from target_worker.sweep.streamed_sweeper import StreamedSweeper
+from target_worker.verification.logit_rows import RowReader
 from tests.fakes.device_sweeps import Where, on_the_device, three_sweeps
+from tests.fakes.models import CPU
 from tests.fakes.pretend import device, pretending
 from tests.fakes.target import LIMITS, Clock, FakeModel, new_pool, verify_call
 
@@ -54,6 +57,67 @@ def test_a_device_that_is_lost_ends_the_process(tiny: Path, monkeypatch: pytest.
         with pytest.raises(AcceleratorLost, match=r"illegal memory access was encountered$"):
             three_sweeps(model, device())
     assert [type(error) for error in ended] == [AcceleratorLost]
+
+
+ILLEGAL = "Triton Error [CUDA]: an illegal memory access was encountered"
+OTHERS_ERRORS = {  # by what a library says, as a RuntimeError: what the devices answer afterwards, and what it is to us
+    "Triton Error [CUDA]: unspecified launch failure": (ILLEGAL, AcceleratorLost),
+    "CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx`": (ILLEGAL, AcceleratorLost),
+    "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`": (None, AcceleratorFull),
+    "Triton Error [CUDA]: out of memory": (None, AcceleratorFull),
+    "The size of tensor a (3) must match the size of tensor b (4)": (None, RuntimeError),
+}
+
+
+@pytest.mark.parametrize("said", OTHERS_ERRORS)
+def test_errors_of_libraries_are_told_apart_by_asking_the_device(said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton and cuBLAS raise no AcceleratorError. Any of a target's GPUs may be the one that is lost."""
+    answer, wanted = OTHERS_ERRORS[said]
+    first, second = torch.device("cuda", 0), torch.device("cuda", 1)
+    asked: list[torch.device] = []
+
+    def synchronize(device: torch.device) -> None:
+        asked.append(device)
+        if answer and device == second:
+            raise RuntimeError(answer)
+
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    ended: list[Exception] = []
+    with pytest.raises(wanted) as raised, faults.named_faults(first, (second,), on_lost=ended.append):
+        raise RuntimeError(said)
+    assert type(raised.value) is wanted
+    assert asked == ([] if wanted is AcceleratorFull else [first, second])
+    if wanted is AcceleratorLost:
+        assert str(raised.value) == f"--device: cuda:1 is lost to this process: {answer}"
+    assert len(ended) == (wanted is AcceleratorLost)
+
+
+def test_a_runtime_error_on_a_cpu_is_what_it_is() -> None:
+    with pytest.raises(RuntimeError, match=r"^CUDA error: CUBLAS_STATUS_ALLOC_FAILED$"), faults.named_faults(CPU):
+        raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED")
+
+
+def test_a_device_that_is_lost_in_warming_up_and_in_a_verdict_is_named(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of logits are read for the first time after the sweep."""
+    ended: list[Exception] = []
+    monkeypatch.setattr(faults, "exit_soon", ended.append)
+    with pretending(), on_the_device(tiny, Where(), torch.float32) as model:
+        shape = model.skeleton.kv_shape()
+        slot = KVArena(shape, shape.empty(40, device())).take(40)
+        failing_once(monkeypatch, torch.AcceleratorError(STICKY), at=1)
+        with pytest.raises(AcceleratorLost):
+            model.warm_up(slot)
+        row = torch.ones(3).to(device())
+        monkeypatch.setattr(torch.Tensor, "copy_", _lost)
+        with pytest.raises(AcceleratorLost):
+            RowReader().read(row)
+    assert [type(error) for error in ended] == [AcceleratorLost] * 2
+
+
+def _lost(*_: Any) -> torch.Tensor:
+    raise torch.AcceleratorError(STICKY)
 
 
 def test_after_memory_ran_out_the_next_sweep_is_right(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:

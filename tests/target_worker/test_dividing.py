@@ -19,7 +19,7 @@ from bough.model.sizes.target_limits import TargetLimits
 from bough.protocol.cost_curve import CostCurve
 from bough.protocol.messages import VerifyCall, VerifyResult
 from bough.protocol.sampling_params import SamplingParams
-from bough.sizing.division import Price, Rider
+from bough.sizing.division import Price, SweepTree
 from bough.trees.draft_probs import DraftProbs
 from bough.trees.tree import Tree
 from bough.trees.tree_plan import Scheme
@@ -92,13 +92,13 @@ def random_division(seed: int) -> Callable[..., list[np.ndarray]]:
     """Any closed sets with the root."""
     random = np.random.default_rng(seed)
 
-    def divide(riders: Sequence[Rider], *_: object) -> list[np.ndarray]:
+    def divide(trees: Sequence[SweepTree], *_: object) -> list[np.ndarray]:
         kept = []
-        for rider in riders:
-            is_kept = (random.random(len(rider.values)) < 0.7) | ~np.bool_(rider.may_leave_out)
+        for tree in trees:
+            is_kept = (random.random(len(tree.values)) < 0.7) | ~np.bool_(tree.may_leave_out)
             is_kept[0] = True
             for node in range(1, len(is_kept)):
-                is_kept[node] &= is_kept[rider.parents[node]]
+                is_kept[node] &= is_kept[tree.parents[node]]
             kept.append(np.flatnonzero(is_kept))
         return kept
 

@@ -19,7 +19,7 @@ from bough.telemetry.metrics import MetricsServer
 from bough.trees.tree import Tree
 from bough.trees.tree_plan import BestFirst
 from orchestrator.sizing.plans import Proposal, RoundOutcome, RoundPlan, Situation, WorkerFacts
-from orchestrator.sizing.totals import MAX_POSITIONS, MeasuredSizer, RoundTotals, Tally
+from orchestrator.sizing.totals import MAX_POSITIONS, Histogram, MeasuredSizer, RoundTotals
 from orchestrator.sizing.tree_sizer import TreeSizer
 from orchestrator.telemetry.loop_lag import BOUNDS, PERIOD_SECONDS, LoopLag
 from orchestrator.telemetry.metrics import Figures, OrchestratorCollector
@@ -57,7 +57,7 @@ def test_rounds_are_told_by_the_names_of_vllm_and_of_the_sizer() -> None:
     totals.add(a_round(Mode.LOOKUP, sent=1, tokens=1, expected=1.0))
     totals.add(a_round(Mode.FIXED, sent=9, tokens=3))  # nothing was expected of it
     totals.plan_seconds.add(0.0003)
-    (lag := Tally(BOUNDS)).add(0.3)
+    (lag := Histogram(BOUNDS)).add(0.3)
     values = served(Figures("m", 2, 5, 77, RequestTotals(), totals, lag, num_tasks=9))
     assert values["bough_event_loop_tasks"] == 9
     assert values['bough_event_loop_lag_seconds_bucket{le="0.5",model_name="m"}'] == 1
@@ -104,7 +104,7 @@ def test_requests_are_told_by_how_long_they_waited_for_what_and_how_they_ended()
         now[0] = 100.0 + seconds
         watch.note(event)
     RequestWatch(totals).failed(Exhausted("full", retry_seconds=1.0))
-    values = served(Figures("m", 0, 0, 0, totals, RoundTotals(), Tally(BOUNDS)))
+    values = served(Figures("m", 0, 0, 0, totals, RoundTotals(), Histogram(BOUNDS)))
     sums = {name.removesuffix("_sum"): value for name, value in values.items() if name.endswith("_sum") and value}
     assert sums == {
         "vllm:request_queue_time_seconds": 1.0,
@@ -127,7 +127,7 @@ def test_requests_are_told_by_how_long_they_waited_for_what_and_how_they_ended()
 def test_whoever_prefers_openmetrics_gets_the_names_as_they_are() -> None:
     """prometheus_client would write them with an underscore in the colon's place, for real Prometheus servers alone."""
     server = MetricsServer()
-    figures = Figures("m", 2, 5, 77, RequestTotals(), RoundTotals(), Tally(BOUNDS))
+    figures = Figures("m", 2, 5, 77, RequestTotals(), RoundTotals(), Histogram(BOUNDS))
     server.registry.register(OrchestratorCollector(lambda: figures))
     server.serve("127.0.0.1", 0)
     try:
@@ -142,13 +142,13 @@ def test_whoever_prefers_openmetrics_gets_the_names_as_they_are() -> None:
 
 
 def test_an_orchestrator_that_has_done_nothing_tells_zeros() -> None:
-    values = served(Figures("m", 0, 0, 0, RequestTotals(), RoundTotals(), Tally(BOUNDS)))
+    values = served(Figures("m", 0, 0, 0, RequestTotals(), RoundTotals(), Histogram(BOUNDS)))
     assert values["vllm:spec_decode_num_drafts_total"] == 0
     assert set(values.values()) == {0.0}
 
 
 def test_numbers_are_tallied_with_the_smallest_bound_that_they_do_not_pass() -> None:
-    tally = Tally((1.0, 2.0))
+    tally = Histogram((1.0, 2.0))
     for value in (0.5, 1.0, 1.5, 2.0, 2.5):
         tally.add(value)
     assert tally.counts == [2, 2, 1]

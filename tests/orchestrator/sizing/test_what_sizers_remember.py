@@ -111,7 +111,7 @@ def test_a_new_session_begins_with_what_others_have_taught() -> None:
 
 
 def test_sessions_whose_guesses_differ_are_told_apart() -> None:
-    """One is guessed well and one badly, in turns; they share a pair, and keep habits of their own."""
+    """One is guessed well and one badly, in turns; they share a pair, and keep stats of their own."""
     world = MadeRounds(sweep=STEEP)
     sizes: dict[str, list[int]] = {"easy": [], "hard": []}
     for _ in range(150):
