@@ -10,6 +10,7 @@ from typing import NamedTuple, TypeVar
 from bough.protocol.codec_checks import require_numbers
 from bough.protocol.generation import GenerateOptions, Prompt, Speculation, TextPrompt
 from bough.protocol.sampling_params import MAX_SEED
+from orchestrator.http_api.constraint import constraint_of
 from orchestrator.http_api.errors import ApiError, invalid
 from orchestrator.http_api.fields import GenerationFields, SpeculationFields
 
@@ -101,6 +102,7 @@ def _options(
         speculation=_speculation(fields.speculation or SpeculationFields()),
         model=fields.model or "",
         cache_salt=fields.cache_salt or "",
+        constraint=constraint_of(fields),
     )
 
 
