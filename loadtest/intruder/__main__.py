@@ -1,4 +1,4 @@
-"""Tries to get in where it should not, and counts what was not refused.
+"""Attempts unauthorised access, and counts what was not refused.
 
     python -m loadtest.intruder
 
@@ -38,7 +38,7 @@ from loadtest.intruder.tally import Tally
 
 
 async def intrude(stage: Stage, tally: Tally, folder: Path) -> None:
-    """All attempts at what runs; `folder` is that of the stage."""
+    """Make all attempts; `folder` is that of the stage."""
     _report("who has no key, or a wrong one")
     await strangers.at_grpc(tally, stage.addresses, stage.secrets)
     await strangers.at_http(tally, stage.url, stage.secrets)
@@ -53,7 +53,7 @@ async def intrude(stage: Stage, tally: Tally, folder: Path) -> None:
 
 
 async def run() -> dict[str, Any]:
-    """Figures as they are printed."""
+    """Start everything, make all attempts, and return the figures."""
     tally = Tally()
     with TemporaryDirectory(prefix="bough-intruder-") as folder:
         async with staged(Path(folder)) as stage:
@@ -69,7 +69,7 @@ def _report(text: str) -> None:
 
 
 def main() -> int:
-    """Prints progress, and one JSON line."""
+    """Print progress, and one JSON line."""
     parser = FlagParser(description=__doc__)
     parser.parse_args()
     figures = asyncio.run(run())
