@@ -1,4 +1,4 @@
-"""`make serve` with keys and certificates everywhere: the calls that it prints work as pasted, and no others do."""
+"""`make serve`: the calls that it prints work as pasted; with keys and certificates everywhere, no others do."""
 
 from __future__ import annotations
 
@@ -65,3 +65,15 @@ async def test_what_is_printed_works_with_a_key_and_not_without(
         assert "rediss://127.0.0.1" in seen.stdout, "the index speaks TLS as well"
         plain = calls[0].replace("https://", "http://")
         assert (await asyncio.to_thread(pasted, plain, tmp_path, key)).returncode != 0
+
+
+async def test_what_is_printed_works_as_pasted(tmp_path: Path) -> None:
+    """On one machine as it comes, under a Ray that the test starts and ends."""
+    async with running(one_machine(), PROFILE, tmp_path) as said:
+        *calls, doctor = calls_of(said)
+        done = await asyncio.gather(*(asyncio.to_thread(pasted, call, tmp_path) for call in (*calls, doctor)))
+        assert len(done) == 4
+        for one in done:
+            assert one.returncode == 0, one.stdout + one.stderr
+        assert '"finish_reason"' in done[0].stdout
+        assert "all is well" in done[-1].stdout, done[-1].stdout
