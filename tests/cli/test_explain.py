@@ -176,7 +176,7 @@ async def test_an_unknown_session_is_one_line_and_status_2(cluster: Cluster) -> 
     outcome = subprocess.run(command, capture_output=True, text=True, check=False)
     assert outcome.returncode == 2
     assert outcome.stdout == ""
-    problem = "session_id: value was 'nobody'; must be a session, or a request, with rounds here lately"
+    problem = "session_id: must be a session or request with recent rounds here, got 'nobody'"
     assert outcome.stderr == f"error: {problem}\n"
 
 
@@ -227,7 +227,7 @@ async def test_requests_are_remembered_by_name_for_a_while(fakes: Fleet, monkeyp
         assert [event async for event in requests.generate(TextPrompt("Once"), options)]
     assert len(requests.decisions("third")) > 0
     assert len(requests.decisions("second")) > 0
-    with pytest.raises(NotFound, match="value was 'first'; must be a session, or a request"):
+    with pytest.raises(NotFound, match=r"must be a session or request .*, got 'first'"):
         requests.decisions("first")
 
 
