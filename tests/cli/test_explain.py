@@ -242,8 +242,8 @@ async def test_the_running_orchestrator_serves_its_figures(
     with urllib.request.urlopen(url, timeout=5) as reply:
         text = reply.read().decode()
     values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
-    label = '{model_name="quick"}'
-    assert float(values[f"vllm:generation_tokens_total{label}"]) >= 30
-    assert float(values[f"vllm:spec_decode_num_accepted_tokens_total{label}"]) > 0
+    label, of_vllm = '{model_name="quick"}', '{engine="0",model_name="quick"}'
+    assert float(values[f"vllm:generation_tokens_total{of_vllm}"]) >= 30
+    assert float(values[f"vllm:spec_decode_num_accepted_tokens_total{of_vllm}"]) > 0
     assert float(values[f"bough_sizer_seconds_total{label}"]) > 0
     assert float(values[f"bough_sizer_plan_seconds_count{label}"]) > 0
