@@ -264,7 +264,7 @@ def test_a_profile_that_is_not_there_is_refused_with_those_that_are(command: lis
 
 
 def test_a_profile_with_a_field_that_does_not_fit_is_refused_by_its_name(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"target\.link_seconds: value was -1; must be a number of at least 0"):
+    with pytest.raises(ConfigError, match=r"target\.link_seconds: value was -1; must be greater than or equal to 0"):
         simulated_pair(str(write_profile(tmp_path, target={"link_seconds": -1})))
 
 
