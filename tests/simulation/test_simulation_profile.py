@@ -127,7 +127,7 @@ def test_jitter_keeps_the_mean_and_can_be_repeated() -> None:
         (
             "target.compute_curve",
             [[1, 1], [2, 0.5]],
-            "target.compute_curve: value was [[1, 1], [2, 0.5]]; must have rows that ascend and seconds that do not decr",
+            "target.compute_curve: value was [[1, 1], [2, 0.5]]; must have rows that ascend",
         ),
         (
             "target.compute_curve",
