@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -25,11 +26,10 @@ def first_refusal(error: ValidationError, shown: Callable[[object], str] = repr)
         case "extra_forbidden" | "unexpected_keyword_argument":
             problem = "no such field; must be left out"
         case "must":
-            problem = f"value was {shown(first['input'])}; must {first['msg']}"
+            problem = f"must {first['msg']}, got {shown(first['input'])}"
         case _:
-            must = first["msg"].replace("Input should ", "").replace("List should ", "")
-            must = must.partition(" after validation")[0]
-            problem = f"value was {shown(first['input'])}; must {must[:1].lower()}{must[1:]}"
+            must = re.sub("^(Input|List|String) should ", "", first["msg"]).partition(" after validation")[0]
+            problem = f"must {must[:1].lower()}{must[1:]}, got {shown(first['input'])}"
     return _path(first["loc"]), problem
 
 

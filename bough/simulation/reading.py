@@ -37,7 +37,7 @@ as_written = with_config(ConfigDict(extra="forbid", strict=True))  # of a datacl
 
 def refusal(name: str, value: object, must_be: str) -> ConfigError:
     """The error for an invalid field, with what it must be and what it was."""
-    return ConfigError(f"{name}: value was {value!r}; must be {must_be}")
+    return ConfigError(f"{name}: must be {must_be}, got {value!r}")
 
 
 def read(kind: type[Value], name: str, value: object) -> Value:
