@@ -21,7 +21,7 @@ BLOCK = (
 )
 MIN_DOT = 16  # rows and columns that a tile of a GPU's matrix units has at least
 TILE_QUERIES = 64  # rows times heads of a program, at most: its results stay in registers
-NUM_WARPS, NUM_STAGES = 4, 2
+NUM_STAGES = 2
 
 # What changes from call to call must not be specialised on: each special case is a program of its own, with a rounding
 # of its own.
@@ -215,7 +215,7 @@ def attend_by_triton(
         HAS_SINKS=sinks is not None,
         IN_HALVES=in_halves,
         **constants,
-        **launch_options(in_halves),
+        **launch_options(constants, in_halves),
     )
     return out
 
@@ -224,6 +224,8 @@ def tile_constants(group: int, head_dim: int, in_halves: bool) -> dict[str, int]
     """Of a program, by the shapes of a model alone: rows that are many or few are computed by one program."""
     dim_padded, group_padded = max(MIN_DOT, triton.next_power_of_2(head_dim)), triton.next_power_of_2(group)
     most = min(TILE_QUERIES, TILE_QUERIES * 128 // dim_padded) if in_halves else MIN_DOT
+    if TILE_ROWS * group_padded < most:  # what is between spills registers
+        most = MIN_DOT
     rows = min(TILE_ROWS, max(1, max(most, MIN_DOT) // group_padded))
     return {
         "GROUP": group,
@@ -234,12 +236,16 @@ def tile_constants(group: int, head_dim: int, in_halves: bool) -> dict[str, int]
     }
 
 
-def launch_options(in_halves: bool) -> dict[str, object]:
-    """What the compiler is told: float32 tiles fill the shared memory of a small GPU as they are.
+def launch_options(constants: dict[str, int], in_halves: bool) -> dict[str, object]:
+    """What the compiler is told, by the shapes of a model alone as `tile_constants` are.
 
-    Versions of Triton differ in their default of fusing products and sums, and so would the bits.
+    Warps: so many that no family's kernel spills registers (`python -m loadtest.gpu.compile_kernels`); a small tile
+    among many warps spills as a large one among few does. Float32 tiles fill the shared memory of a small GPU as they
+    are. Versions of Triton differ in their default of fusing products and sums, and so would the bits.
     """
-    return {"num_warps": NUM_WARPS, "num_stages": NUM_STAGES if in_halves else 1, "enable_fp_fusion": True}
+    tile = constants["ROWS"] * constants["GROUP_PADDED"] * constants["DIM_PADDED"]
+    num_warps = min(8, max(1, tile // 512)) if in_halves else 4
+    return {"num_warps": num_warps, "num_stages": NUM_STAGES if in_halves else 1, "enable_fp_fusion": True}
 
 
 def _in_halves(query_dtype: torch.dtype, key_dtype: torch.dtype) -> bool:
