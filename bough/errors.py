@@ -7,6 +7,7 @@
     │   └── InvalidCurve     names the entry of a cost curve
     ├── Unauthenticated      the caller has no valid key
     ├── NotFound             no such session or request
+    ├── AlreadyRunning       a request with the same id or in the same session runs; wait for its end
     ├── PrefixMissing        the worker has not cached the caller's prefix; carries what it has cached
     ├── StaleEpoch           the session has been claimed by a newer epoch
     ├── Exhausted            no capacity now; the same call may succeed later, and may say when
@@ -53,6 +54,10 @@ class Unauthenticated(BoughError):
 
 class NotFound(BoughError):
     """A session or request does not exist here."""
+
+
+class AlreadyRunning(BoughError):
+    """A request with the same id, or another one of the session, has not ended yet."""
 
 
 class PrefixMissing(BoughError):

@@ -121,8 +121,6 @@ class IndexServer:
         await asyncio.to_thread(self._access.refresh)
         if self._access.key is not None and self._secrets != self._access.key.file.value:
             await self._change_secrets(self._access.key.file.value)
-        if self._front is not None:
-            await self._front.listen(self._host, self._settings.port)
         await self._registry.ping()
 
     async def stop(self) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,6 +18,7 @@ import ray
 from bough.cli.inspection.doctor import find_problems
 from bough.cli.inspection.ray_dashboard import Application, Node, RayDashboard
 from bough.cli.machine.up import ensure_demonstration
+from bough.config.addresses import bound
 from bough.config.processes import ServiceConfig
 from bough.errors import BoughError, ConfigError, Unauthenticated, Unavailable
 from bough.simulation.profile import load_profile
@@ -87,12 +87,10 @@ def require_free_ports(config: Mapping[str, Any], dashboard_port: int) -> None:
             program = settings.get("program", {})
             ports |= {f"{name}.user_config.program.{key}": program.get(key, 0) for key in ("port", "http_port")}
     for where, port in ports.items():
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((HOST, max(port, 0)))
-            except OSError as exc:
-                raise ConfigError(f"{where}: value was {port}; must be a free port ({exc.strerror})") from exc
+        try:
+            bound(HOST, max(port, 0)).close()
+        except OSError as exc:
+            raise ConfigError(f"{where}: must be a free port, got {port} ({exc.strerror})") from exc
 
 
 @contextmanager

@@ -1,22 +1,16 @@
-"""Free ports of this node."""
+"""Fixed ports of this node, and whether they are free."""
 
 from __future__ import annotations
 
 import asyncio
 import errno
-import socket
 import time
 from contextlib import suppress
 
+from bough.config.addresses import bound
 from bough.errors import ConfigError
 
 POLL_SECONDS = 0.1
-
-
-def free_port(host: str) -> int:
-    """Return a port that nothing listens on at this host, which may be an IPv6 address."""
-    with _bound(host, 0) as probe:
-        return int(probe.getsockname()[1])
 
 
 def require_free_port(host: str, port: int) -> None:
@@ -25,10 +19,10 @@ def require_free_port(host: str, port: int) -> None:
     Other errors of the address are left to the program to report.
     """
     try:
-        _bound(host, port).close()
+        bound(host, port).close()
     except OSError as exc:
         if exc.errno == errno.EADDRINUSE:
-            raise ConfigError(f"program.port: value was {port}, which is in use at {host}; must be free") from exc
+            raise ConfigError(f"program.port: must be free at {host}, got {port}, which is in use") from exc
 
 
 async def until_free(host: str, port: int, patience_seconds: float) -> None:
@@ -40,16 +34,3 @@ async def until_free(host: str, port: int, patience_seconds: float) -> None:
             return
         await asyncio.sleep(POLL_SECONDS)
     require_free_port(host, port)
-
-
-def _bound(host: str, port: int) -> socket.socket:
-    """Return a bound socket that does not listen; lingering connections of an earlier program do not matter."""
-    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    probe = socket.socket(family, kind, protocol)
-    try:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        probe.bind(address)
-    except OSError:
-        probe.close()
-        raise
-    return probe

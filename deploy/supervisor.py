@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import IO
 
-from bough.config.addresses import bare, joined
+from bough.config.addresses import bare, free_port, joined
 from bough.config.processes import OrchestratorConfig, ServiceConfig, parse
 from bough.errors import BoughError, ConfigError, Unauthenticated, Unavailable
 from bough.processes.child import Child
@@ -23,7 +23,7 @@ from bough.security.access import Access
 from deploy.child import describe_end, python, start, stop
 from deploy.forward import Forwarder
 from deploy.index import IndexPlace
-from deploy.ports import free_port, until_free
+from deploy.ports import until_free
 from deploy.progress import Progress
 from deploy.settings import ProgramSettings, Role
 from deploy.stubs import get_loads, get_worker_info
@@ -162,8 +162,11 @@ class Supervisor:
             await (self.loads() if self.role is Role.ORCHESTRATOR else self.info())
         except Unauthenticated as exc:
             child.process.terminate()
-            names = "program.tls_peer_names: value was " + ",".join(self._config.tls_peer_names)
-            raise ConfigError(f"{names}; must have a name of its own certificate, which its supervisor shows") from exc
+            names = ",".join(self._config.tls_peer_names)
+            raise ConfigError(
+                "program.tls_peer_names: must have a name of its own certificate, which its supervisor shows, got "
+                + names
+            ) from exc
 
     async def _problem(self) -> str:
         """Return what is wrong with a program that answers, or "". Raise the error of one that does not answer."""

@@ -6,13 +6,20 @@ import asyncio
 import ssl
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 from bough.errors import ConfigError
+from bough.runtime.connections import Connection, connection_limit
+from bough.security.handshakes import Handshakes
 
-HANDSHAKE_SECONDS = 10.0
-MAX_CONNECTIONS = 4096
 PIECE_BYTES = 65536
+
+
+def most_connections() -> int:
+    """Limit of open connections, each of which has two descriptors: together half of the process's."""
+    return connection_limit(num_descriptors=4)
 
 
 class TlsFront:
@@ -20,45 +27,43 @@ class TlsFront:
 
     def __init__(self, socket: Path, context: Callable[[], ssl.SSLContext]) -> None:
         """Forward to `socket`; `context` returns a new object once the certificates have changed."""
-        self._socket, self._context = socket, context
-        self._listening: tuple[ssl.SSLContext, asyncio.Server] | None = None
-        self._connections: set[asyncio.Task[None]] = set()
+        self._socket, self._server = socket, cast(asyncio.Server | None, None)
+        self._connections: set[Connection] = set()  # handshakes included
+        self._handshakes = Handshakes(self._protocol, context, self._connections, most_connections)
 
     async def listen(self, host: str, port: int) -> None:
-        """Listen with the present certificates; existing connections stay.
+        """Listen; each connection gets the certificates of its time.
 
         Raises:
         ConfigError: the port is in use.
         """
-        context = self._context()
-        if self._listening is not None:
-            of, server = self._listening
-            if of is context:
-                return
-            server.close()
         try:
-            server = await asyncio.start_server(
-                self._accept, host, port, ssl=context, ssl_handshake_timeout=HANDSHAKE_SECONDS
-            )
+            self._server = await asyncio.get_running_loop().create_server(self._handshakes, host, port)
         except OSError as exc:
-            raise ConfigError(f"port: value was {port}; must be free at {host} ({exc.strerror})") from exc
-        self._listening = context, server
+            raise ConfigError(f"port: must be free at {host}, got {port} ({exc.strerror})") from exc
+
+    @property
+    def port(self) -> int:
+        """The port at which it listens; 0 in `listen` takes a free one."""
+        assert self._server is not None
+        return int(self._server.sockets[0].getsockname()[1])
 
     async def close(self) -> None:
         """Close the port and the connections."""
-        if self._listening is not None:
-            self._listening[1].close()
-        for connection in self._connections:
-            connection.cancel()
-        await asyncio.gather(*self._connections, return_exceptions=True)
+        if self._server is not None:
+            self._server.close()
+        for connection in [*self._connections]:
+            connection.abort()
+        while self._connections:
+            await asyncio.sleep(0)
+
+    def _protocol(self) -> asyncio.Protocol:
+        return asyncio.StreamReaderProtocol(asyncio.StreamReader(), self._accept)
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if len(self._connections) >= MAX_CONNECTIONS:
-            writer.transport.abort()
-            return
-        connection = asyncio.create_task(self._serve(reader, writer))
+        connection = _Forwarded(asyncio.create_task(self._serve(reader, writer)))
         self._connections.add(connection)
-        connection.add_done_callback(self._connections.discard)
+        connection.task.add_done_callback(lambda _: self._connections.discard(connection))
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -71,6 +76,18 @@ class TlsFront:
         finally:
             inner_writer.transport.abort()
             writer.transport.abort()
+
+
+@dataclass(frozen=True, slots=True)
+class _Forwarded:
+    """A connection after its handshake. It counts as busy: its peer has shown a certificate."""
+
+    task: asyncio.Task[None]
+    idle_since: None = None
+
+    def abort(self) -> None:
+        """Close it."""
+        self.task.cancel()
 
 
 async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

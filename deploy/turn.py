@@ -1,4 +1,4 @@
-"""Programs of one GPU take turns: what a replica that died has left behind may go on for as long as it drains."""
+"""A lock on a replica's GPUs: a program whose replica died may hold them until it has drained."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from deploy.child import FOLDER_NAME
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.1
-GPUS = "CUDA_VISIBLE_DEVICES"  # which Ray sets in a replica that has asked for some
+GPUS = "CUDA_VISIBLE_DEVICES"  # set by Ray in replicas that ask for GPUs
 
 
 @asynccontextmanager
 async def turn(module: str, patience_seconds: float) -> AsyncIterator[int]:
-    """Waits, as long as it may, until no earlier program has the GPUs of this replica.
+    """Wait until no earlier program has the GPUs of this replica, or until `patience_seconds` have passed.
 
-    Gives a descriptor to pass to the program that is started then: the file behind it is locked for as long as anybody
-    has it. Programs that share a GPU on purpose are waited for in vain, and the next one starts beside them.
+    Yields a file descriptor for the program to inherit: the lock is held while any process has it open. After the
+    wait the program starts beside the earlier one, with a warning, as several programs may share a GPU on purpose.
     """
     gpus = os.environ.get(GPUS, "")
     folder = Path(tempfile.gettempdir()) / FOLDER_NAME

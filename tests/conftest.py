@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+
+gc.disable()  # until all tests are known: looking through what is only imported takes a quarter of the time of that
+
 import os
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -13,6 +17,10 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported, as transformers does below
+
+from bough.model.architecture.light_imports import import_transformers
+
+import_transformers()  # as workers do, before anything below would import more of it
 
 from bough.cli.machine.up import ensure_demonstration
 from bough.config.cache_paths import demonstration_folder
@@ -42,6 +50,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             continue
         kind = FOLDERS.get(item.path.relative_to(Path(__file__).parent).parts[0], "unit")
         item.add_marker("pipeline" if PROCESSES & set(getattr(item, "fixturenames", ())) else kind)
+
+
+def pytest_collection_finish() -> None:
+    """From now on garbage is looked for, but not among modules and tests: they stay to the end."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session")

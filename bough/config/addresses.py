@@ -41,6 +41,27 @@ def is_loopback(host: str) -> bool:
     return bare(host) == "localhost" or _has(host, "is_loopback")
 
 
+def free_port(host: str, wanted: int = 0) -> int:
+    """The port `wanted` if nothing listens there, otherwise any free port; 0 if the host is none of this machine's."""
+    for port in (wanted, 0):
+        with suppress(OSError), bound(host, port) as probe:
+            return int(probe.getsockname()[1])
+    return 0
+
+
+def bound(host: str, port: int) -> socket.socket:
+    """A bound socket that does not listen; lingering connections do not matter. Raises OSError."""
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    probe = socket.socket(family, kind, protocol)
+    try:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind(address)
+    except OSError:
+        probe.close()
+        raise
+    return probe
+
+
 def source_towards(family: int, address: SocketAddress) -> str:
     """The source address of this machine towards `address`. Sends nothing; raises OSError without a route."""
     with socket.socket(family, socket.SOCK_DGRAM) as probe:

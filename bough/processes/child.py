@@ -13,7 +13,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from bough.processes.forked import ForkedProcess
 from bough.registry.records import WorkerRecord
 
 TAIL_LINES = 12  # last lines of a log that errors quote
@@ -54,7 +53,7 @@ class Child:
     command: tuple[str, ...]
     variables: Mapping[str, str]  # environment variables in addition to ours
     log: Path
-    process: subprocess.Popen[bytes] | ForkedProcess
+    process: subprocess.Popen[bytes]
     process_name: str  # part of its id in the index
 
     @classmethod
@@ -64,7 +63,7 @@ class Child:
         command: Sequence[str],
         variables: Mapping[str, str],
         log: Path,
-        process: subprocess.Popen[bytes] | ForkedProcess,
+        process: subprocess.Popen[bytes],
     ) -> Child:
         """Wrap a process that was just started and not waited for, so that its id is not reused yet."""
         return cls(name, tuple(command), variables, log, process, process_name(process.pid))

@@ -11,7 +11,7 @@ from bough.errors import InvalidRequest, InvalidTree
 from bough.pb import common_pb2
 from bough.trees.draft_probs import DraftProbs
 from bough.trees.tree import Tree
-from bough.trees.tree_plan import BestFirst, Chains, Growth, Guess, Scheme, StaticShape
+from bough.trees.tree_plan import BestFirst, Growth, Guess, Scheme, StaticShape
 
 SCHEMES: dict[Scheme, common_pb2.VerificationScheme] = {scheme: getattr(common_pb2, scheme.name) for scheme in Scheme}
 
@@ -75,8 +75,6 @@ def growth_to_wire(growth: Growth) -> common_pb2.Growth:
             return common_pb2.Growth(best_first=common_pb2.BestFirst(**growth._asdict()))
         case StaticShape():
             return common_pb2.Growth(shape=common_pb2.StaticShape(parents=growth.parents))
-        case Chains():
-            return common_pb2.Growth(chains=common_pb2.Chains(**growth._asdict()))
 
 
 def growth_from_wire(message: common_pb2.Growth) -> Growth:
@@ -88,10 +86,8 @@ def growth_from_wire(message: common_pb2.Growth) -> Growth:
             return BestFirst(sizes.budget, sizes.width, sizes.depth, *prices, sizes.seconds)
         case "shape":
             return StaticShape(tuple(message.shape.parents))
-        case "chains":
-            return Chains(message.chains.num, message.chains.length)
         case _:
-            raise InvalidRequest("growth: must be best_first, shape or chains, got none")
+            raise InvalidRequest("growth: must be best_first or shape, got none")
 
 
 def scheme_from_wire(name: str, value: int) -> Scheme:

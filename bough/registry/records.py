@@ -1,7 +1,6 @@
 """Records of the index as plain values, and their stored bytes.
 
-Stored bytes are not trusted: a malformed record reads as None. Fields that an earlier version did not write are
-unknown.
+Stored bytes are not trusted: a malformed record reads as None.
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ class SessionRecord:
     tokens: Sequence[int]
     born_us: int = 0  # start of its first request, in microseconds on the clock of epochs
     model_name: str = ""  # public name
-    model_identity: str = ""  # of the targets at which the session may continue; empty if unknown
+    model_identity: str = ""  # of the targets at which the session may continue
     weights_hash: str = ""  # of those targets; empty if unknown
 
     def to_json(self) -> str:
@@ -81,8 +80,7 @@ class SessionRecord:
         """Parse a record; None if malformed, or if the transcript does not match its length and hash."""
 
         def read(stored: Mapping[str, Any]) -> SessionRecord:
-            tokens, born = _unsealed(stored, transcript), {"born_us": stored["epoch"]}
-            return _parsed(cls, {**born, **stored}, session_id=session_id, tokens=tokens)
+            return _parsed(cls, stored, session_id=session_id, tokens=_unsealed(stored, transcript))
 
         return _read(data, read)
 
@@ -100,7 +98,7 @@ class RequestRecord:
     stops: StopConditions
     finish_reason: str = ""  # empty while it runs
     stop_reason: str = ""
-    target_identity: str = ""  # of the targets that produce the same tokens; empty if unknown
+    target_identity: str = ""  # of the targets that produce the same tokens
     keeps_session: bool = True  # the client named the session, so it outlives the request
     weights_hash: str = ""  # of those targets; empty if unknown
 
@@ -156,7 +154,7 @@ def _unsealed(stored: Mapping[str, Any], transcript: bytes) -> tuple[int, ...]:
 
 
 def _parsed(kind: type[Value], stored: Mapping[str, Any], **known: Any) -> Value:
-    """A dataclass from its stored fields; what an earlier version did not write has its default."""
+    """A dataclass from its stored fields; what is not there has its default."""
     if not isinstance(stored, dict):
         raise ValueError(f"must be an object, got {stored!r}")
     hints = get_type_hints(kind)

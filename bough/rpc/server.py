@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import resource
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
@@ -26,11 +25,11 @@ from bough.rpc.drain import Drainer
 from bough.rpc.health_service import HealthService
 from bough.rpc.lasting_server import LastingServer
 from bough.rpc.status_map import MAX_MESSAGE_BYTES, abort
+from bough.runtime.connections import connection_limit
 from bough.telemetry.call_context import CallContextInterceptor
 
 logger = logging.getLogger(__name__)
 
-MAX_CONNECTIONS = 4096  # limit of a server; further connections are closed at once
 MAX_STREAMS = 4096  # limit of a connection; further calls wait at the caller
 MAX_CALLS = 8192  # limit of a server for all calls
 HANDSHAKE_SECONDS = 20.0  # for which a connection may take to begin speaking HTTP/2
@@ -222,8 +221,7 @@ async def serving(
 
 def most_connections() -> int:
     """Limit of open connections: at most a quarter of the process's file descriptors, as HTTP and workers need some."""
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return MAX_CONNECTIONS if limit == resource.RLIM_INFINITY else max(1, min(MAX_CONNECTIONS, limit // 4))
+    return connection_limit(num_descriptors=4)
 
 
 def _bounds() -> list[tuple[str, int]]:

@@ -28,6 +28,7 @@ STATUS_OF: dict[type[BoughError], grpc.StatusCode] = {
     errors.InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
     errors.Unauthenticated: grpc.StatusCode.UNAUTHENTICATED,
     errors.NotFound: grpc.StatusCode.NOT_FOUND,
+    errors.AlreadyRunning: grpc.StatusCode.ABORTED,
     errors.PrefixMissing: grpc.StatusCode.FAILED_PRECONDITION,
     errors.PairingError: grpc.StatusCode.FAILED_PRECONDITION,
     errors.StaleEpoch: grpc.StatusCode.ABORTED,

@@ -18,7 +18,7 @@ from bough.sizing.row_counts import RowCounts
 
 GIGABYTE = 1000**3
 MOST_TOKENS = 1 << 20  # upper limit of the search for the knee
-HOP_SECONDS = 30e-6  # that a crossing takes however little crosses; assumed
+HOP_SECONDS = 30e-6  # latency of a crossing between accelerators; assumed
 MORE_GIGABYTES = (1, 4)  # amounts of added memory in the price list
 
 
@@ -53,7 +53,7 @@ class SweepModel:
     expert_seconds: float = 0.0  # of all experts that are not in memory, which cross the link on demand
     disk_seconds: float = 0.0  # of a disk behind the link, which reads concurrently
     num_crossings: int = 0  # of hidden states, from one accelerator to another
-    hidden_bytes: int = 0  # of a row's
+    hidden_bytes: int = 0  # of a row's hidden state
 
     def chunk_seconds(self, num_tokens: int) -> float:
         """Seconds of a chunk's products, padding and unpacking included."""
@@ -62,14 +62,14 @@ class SweepModel:
         return seconds + (self.work.bytes_unpacked(num_tokens) / unpack.per_second if unpack else 0.0)
 
     def compute_seconds(self, num_tokens: int) -> float:
-        """Compute seconds of a sweep: unpacking of weights once, then all chunks; and what hidden states cross for."""
+        """Compute seconds of a sweep: unpacking of weights, all chunks, and hidden states crossing accelerators."""
         whole, rest = divmod(num_tokens, self.rows.most)
         seconds = whole * self.chunk_seconds(self.rows.most) + (self.chunk_seconds(rest) if rest else 0.0)
         seconds += self.work.bytes_unpacked_once / self.speeds.unpack.per_second if self.speeds.unpack else 0.0
         return seconds + self.crossing_seconds(num_tokens)
 
     def crossing_seconds(self, num_tokens: int) -> float:
-        """Seconds of a sweep in which its hidden states are on their way from one accelerator to another."""
+        """Seconds of a sweep in which its hidden states cross from one accelerator to another."""
         if self.speeds.crossing is None:
             return 0.0
         hop = self.rows.padded(num_tokens) * self.hidden_bytes / self.speeds.crossing.per_second

@@ -19,7 +19,7 @@ Nodes = NDArray[np.intp]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Rider:
+class SweepTree:
     """A tree in a sweep, with the values of its nodes."""
 
     values: Floats  # (num_nodes,) acceptance probability, which is the expected tokens; never above the parent's
@@ -27,7 +27,7 @@ class Rider:
     may_leave_out: bool = True
 
     @classmethod
-    def of(cls, tree: Tree, may_leave_out: bool) -> Rider:
+    def of(cls, tree: Tree, may_leave_out: bool) -> SweepTree:
         """Take the draft's probabilities of the paths as values."""
         scores, parents = tree.log_probs.astype(np.float64).tolist(), tree.parents.tolist()
         for node in range(1, len(scores)):
@@ -45,26 +45,26 @@ class Rider:
 class Price(NamedTuple):
     """The value of a second."""
 
-    values_per_second: float  # recent yield of sweeps, in the riders' values
+    values_per_second: float  # recent yield of sweeps, in the trees' values
     gap_seconds: float = math.inf  # idle time between sweeps; infinite is unknown
 
 
-def divide(riders: Sequence[Rider], fixed_rows: int, cost: CostCurve, price: Price, most_rows: int) -> list[Nodes]:
-    """The nodes that each rider keeps, ascending and closed under parents, so that the sweep pays best.
+def divide(trees: Sequence[SweepTree], fixed_rows: int, cost: CostCurve, price: Price, most_rows: int) -> list[Nodes]:
+    """The nodes that each tree keeps, ascending and closed under parents, so that the sweep pays best.
 
     It maximises the sum of values minus the price of the sweep's seconds, with at most `most_rows` rows, of which
-    `fixed_rows` are contexts, and with each rider's `least` nodes. Nodes of all riders are taken best first, so parents
+    `fixed_rows` are contexts, and with each tree's `least` nodes. Nodes of all trees are taken best first, so parents
     precede children. All numbers of rows without padding are compared, as seconds grow in steps and a step that pays
     may follow one that does not. Among equals the most nodes are kept.
 
     The price is the larger of the recent yield and the best yield of sweeps like this one, their gaps included
     (Dinkelbach's ratio): with the recent yield alone, overlong sweeps would perpetuate themselves.
     """
-    least = [rider.least() for rider in riders]
-    if not any(rider.may_leave_out for rider in riders):
+    least = [tree.least() for tree in trees]
+    if not any(tree.may_leave_out for tree in trees):
         return least
-    begins = np.cumsum([0, *(len(rider.values) for rider in riders)])
-    values = np.concatenate([rider.values for rider in riders])
+    begins = np.cumsum([0, *(len(tree.values) for tree in trees)])
+    values = np.concatenate([tree.values for tree in trees])
     is_kept = np.zeros(len(values), np.bool_)
     for begin, nodes in zip(begins, least, strict=False):
         is_kept[begin + nodes] = True

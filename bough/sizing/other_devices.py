@@ -1,9 +1,9 @@
-"""Layers on other accelerators than the one that a sweep goes through: which, and how many. Sizes in, places out.
+"""Placement of layers on further accelerators, computed from sizes alone.
 
-They stay there, whole, and are computed there; what crosses to them and back is a batch's hidden states, megabytes
-where a layer is hundreds of them. So they are taken before any layer streams, and stand among those that do as
-resident ones would: while they are computed, the link gets ahead. They do so in runs, the fewer the less crosses the
-link beside what hidden states take. Where nothing streams, they are the last layers, in one run.
+These layers stay whole on their accelerator and are computed there; only hidden states cross, megabytes where a layer
+has hundreds. So they are used before any layer streams. They are spread among the streamed layers like resident ones,
+so that the link reads ahead while they are computed, and they form runs, whose number is limited by the time that
+hidden states may take. If nothing streams, they are the last layers, in one run.
 """
 
 from __future__ import annotations
@@ -25,33 +25,33 @@ from bough.sizing.placement import (
     spread,
 )
 
-CROSSING_SHARE = 0.05  # of the time that the link takes, which hidden states may take to cross
-HOPS_PER_RUN = 2  # there and back
-TIMES_AS_SLOW = 2  # from one accelerator to another, through the host's memory, as from the host to one
+CROSSING_SHARE = 0.05  # limit of the crossings' time, as a share of the link's
+HOPS_PER_RUN = 2  # to the other accelerator and back
+TIMES_AS_SLOW = 2  # a crossing through host memory, compared with a copy from host to device
 
 
 @dataclass(frozen=True, slots=True)
 class OtherDevice:
-    """Another accelerator, and what of its memory is taken."""
+    """A further accelerator, its memory budget, and what takes memory there."""
 
     name: str  # cuda:1
-    budget: int  # bytes in all
-    fixed: int  # whatever it holds: activations, scratch, a stage for KV that is on the host
-    layer_kv: int  # by each of its layers: the keys and values of all sessions
-    hop_bytes: int = 0  # hidden states of the largest sweep
+    budget: int  # bytes of its memory that may be used
+    fixed: int  # bytes taken for any number of layers: activations, scratch, buffers for KV on the host
+    layer_kv: int  # bytes of all sessions' KV in one layer
+    hop_bytes: int = 0  # bytes of the hidden states of the largest sweep
 
     def num_layers(self, layer_bytes: int) -> int:
-        """That it holds, of layers of so many bytes.
+        """The number of layers of `layer_bytes` that fit.
 
         Raises:
-            ConfigError: none.
+            ConfigError: not even one fits; names --resident-devices.
         """
         count = (self.budget - self.fixed) // (layer_bytes + self.layer_kv)
         if count < 1:
             least = self.fixed + layer_bytes + self.layer_kv
             raise ConfigError(
-                f"--resident-devices: value was {self.name}={gigabytes(self.budget)}; must be {gigabytes(least)} or "
-                f"more, for one layer of {gigabytes(layer_bytes)}, its KV and what computes it"
+                f"--resident-devices: {self.name} must be at least {gigabytes(least)}, for one layer of "
+                f"{gigabytes(layer_bytes)}, its KV and buffers, got {gigabytes(self.budget)}"
             )
         return count
 
@@ -65,13 +65,13 @@ def place_with(
     from_host: bool = True,
     is_forced: bool = False,
 ) -> Placement:
-    """As `place`, with as many layers on other accelerators as they hold and the first one does not.
+    """Like `place`, with layers that do not fit on the first accelerator on the others, as far as they fit there.
 
-    Layers are counted as if all were of the largest one's size. `fixed.kv` is that of all layers. With experts `apart`
-    the layers of the first accelerator are placed as `place_with_expert_cache` does, with its last two arguments.
+    All layers are assumed to be as large as the largest. `fixed.kv` is the KV of all layers. With experts `apart`, the
+    first accelerator's layers are placed by `place_with_expert_cache`, with `from_host` and `is_forced`.
 
     Raises:
-        ConfigError: as these two, or another accelerator holds no layer.
+        ConfigError: like these functions; or a further accelerator is too small for a layer.
     """
     if not others and apart is not None:
         return place_with_expert_cache(layer_bytes, apart, fixed, budgets, from_host, is_forced)
@@ -96,7 +96,7 @@ def place_with(
 
 
 def _first(apart: SeparateExperts | None, layer_bytes: Sequence[int], count: int) -> SeparateExperts | None:
-    """Of the first layers, so many of them; None where these have no experts."""
+    """`apart` restricted to the first `count` layers; None if these have no experts."""
     if apart is None:
         return None
     has_experts = [whole > rest for whole, rest in zip(layer_bytes, apart.layer_bytes, strict=True)]
@@ -110,16 +110,16 @@ def _first(apart: SeparateExperts | None, layer_bytes: Sequence[int], count: int
 
 
 def _most_own(num_layers: int, largest: int, fixed: Fixed, budgets: Budgets) -> int:
-    """Layers that the first accelerator holds where nothing streams through it."""
+    """The most layers that fit on the first accelerator if nothing streams."""
     counts = range(min(num_layers, budgets.max_resident), 0, -1)
     fits = (n for n in counts if _beside(fixed, num_layers, num_layers - n).total + n * largest <= budgets.device)
     return next(fits, 0)
 
 
 def _beside(fixed: Fixed, num_layers: int, num_elsewhere: int) -> Fixed:
-    """What the first accelerator has to hold when so many layers, and their KV, are elsewhere.
+    """`fixed` without the KV of layers that are elsewhere.
 
-    A stage for KV that is on the host is two layers' room, however many layers there are.
+    Buffers for KV on the host have the size of two layers, whatever the number of layers, so they stay.
     """
     return fixed if fixed.host_kv else replace(fixed, kv=fixed.kv * (num_layers - num_elsewhere) // num_layers)
 
@@ -127,7 +127,7 @@ def _beside(fixed: Fixed, num_layers: int, num_elsewhere: int) -> Fixed:
 def _merged(
     sizes: tuple[int, ...], rest: Placement, num_elsewhere: int, room: Sequence[int], hop_bytes: int
 ) -> Placement:
-    """The rest's layers with those elsewhere among them."""
+    """The placement `rest` with runs of layers elsewhere spread among its streamed layers."""
     streamed = [tier for tier in rest.tiers if tier is not Tier.RESIDENT]
     num_runs = _num_runs(num_elsewhere, rest.link_bytes, hop_bytes)
     cuts = [num_elsewhere * number // num_runs for number in range(num_runs + 1)]
@@ -141,11 +141,11 @@ def _merged(
 
 
 def _num_runs(num_elsewhere: int, link_bytes: int, hop_bytes: int) -> int:
-    """Into which so many layers are parted, of which each costs its hops."""
+    """The number of runs of the layers elsewhere, limited by the time of their hops."""
     most = int(CROSSING_SHARE * link_bytes / (HOPS_PER_RUN * TIMES_AS_SLOW * max(1, hop_bytes)))
     return max(1, min(num_elsewhere, most))
 
 
 def _filled(room: Sequence[int], count: int) -> tuple[int, ...]:
-    """Which of the others each of so many layers is on: one after another, as many as each has room for."""
+    """The accelerator of each of `count` layers: accelerators are filled one after another."""
     return tuple(islice((number for number, most in enumerate(room) for _ in range(most)), count))

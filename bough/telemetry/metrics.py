@@ -6,8 +6,10 @@ import logging
 import socket
 import ssl
 import sys
+import time
 from collections.abc import Callable, Iterable, Mapping
-from threading import Thread
+from contextlib import suppress
+from threading import Lock, Thread
 from typing import TYPE_CHECKING, Any
 from wsgiref.simple_server import WSGIServer
 
@@ -22,7 +24,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-SILENT_SECONDS = 10.0  # after which a silent connection is closed
+MAX_CONNECTIONS = 16
+NUM_PENDING = 128  # connections that wait to be accepted
+MAX_SECONDS = 10.0  # after which a connection is closed, whatever it has sent
 
 
 class MetricsServer:
@@ -54,7 +58,7 @@ class MetricsServer:
                 f"--metrics-port: cannot listen on {joined(host, port)}: {exc}; 0 takes a free one"
             ) from exc
         server, _ = self._server
-        _keep_waiting_short(server, context)
+        _bound(server, context)
         if (app := server.get_app()) is not None:
             server.set_app(_as_plain_text(app))
 
@@ -67,21 +71,44 @@ class MetricsServer:
             thread.join()
 
 
-def _keep_waiting_short(server: WSGIServer, context: Callable[[], ssl.SSLContext] | None) -> None:
-    """Accept connections in threads, each of which does its own handshake and ends when the client is silent."""
-    listener = server.socket
+def _bound(server: WSGIServer, context: Callable[[], ssl.SSLContext] | None) -> None:
+    """Bound the number of connections, each of which has a thread for its handshake and request, and their time.
+
+    For one too many the oldest is closed, so that whoever holds all places keeps nobody out.
+    """
+    listener, lock = server.socket, Lock()
+    listener.listen(NUM_PENDING)
+    ends: dict[socket.socket, float] = {}  # the time at which each open connection is closed, in their order
 
     def accept() -> tuple[socket.socket, Any]:
         connection, peer = listener.accept()
-        connection.settimeout(SILENT_SECONDS)
-        if context is None:
-            return connection, peer
-        return context().wrap_socket(connection, server_side=True, do_handshake_on_connect=False), peer
+        connection.settimeout(MAX_SECONDS)
+        if context is not None:
+            connection = context().wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
+        with lock:
+            ends[connection] = time.monotonic() + MAX_SECONDS
+        end_overdue()
+        return connection, peer
+
+    def end_overdue() -> None:
+        with lock:
+            while ends and (len(ends) > MAX_CONNECTIONS or next(iter(ends.values())) < time.monotonic()):
+                oldest = next(iter(ends))
+                del ends[oldest]
+                with suppress(OSError):  # the peer has left
+                    socket.socket.shutdown(oldest, socket.SHUT_RDWR)  # wakes its thread, also within TLS
+
+    def close(connection: Any) -> None:
+        with lock:
+            ends.pop(connection, None)
+            connection.close()
 
     def tell(_: Any, peer: Any) -> None:
         logger.warning("/metrics could not be served to %s: %s", peer, sys.exception())
 
     server.get_request = accept  # type: ignore[method-assign]
+    server.service_actions = end_overdue  # type: ignore[method-assign]  # twice a second
+    server.close_request = close  # type: ignore[method-assign, assignment]
     server.handle_error = tell  # type: ignore[method-assign, assignment]
 
 
@@ -108,8 +135,14 @@ def metrics_note(address: str) -> tuple[str, ...]:
     return (f"metrics at {metrics_url(address)}",) if address else ()
 
 
+def labelled(name: str, labels: Mapping[str, str]) -> dict[str, str]:
+    """Labels of a metric: those of vLLM's metrics include the engine, of which a process of bough has one."""
+    return {**labels, "engine": "0"} if name.startswith("vllm:") else dict(labels)
+
+
 def gauge(name: str, text: str, labels: Mapping[str, str], value: float) -> Metric:
     """A gauge with one value."""
+    labels = labelled(name, labels)
     metric = GaugeMetricFamily(name, text, labels=[*labels])
     metric.add_metric([*labels.values()], value)
     return metric
@@ -117,6 +150,7 @@ def gauge(name: str, text: str, labels: Mapping[str, str], value: float) -> Metr
 
 def counter(name: str, text: str, labels: Mapping[str, str], value: float) -> Metric:
     """A counter with one value; Prometheus appends `_total` to its name."""
+    labels = labelled(name, labels)
     metric = CounterMetricFamily(name, text, labels=[*labels])
     metric.add_metric([*labels.values()], value)
     return metric

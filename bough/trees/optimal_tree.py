@@ -7,22 +7,15 @@ over its nodes: the expected tokens of a round. `nodes` and `levels` are limits 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from bough.trees.acceptance import Acceptance, FloatArray
-from bough.trees.tree_plan import Chains, StaticShape
+from bough.trees.tree_plan import StaticShape
 
 BLOCK_ROWS = 64  # rows of `_best_splits` computed at once, to stay in the processor's cache
-
-
-class Size(NamedTuple):
-    """The shape with the most expected tokens per second."""
-
-    shape: StaticShape
-    tokens_per_second: float
 
 
 def acceptance_below(acceptance: Acceptance, depth: int) -> FloatArray:
@@ -47,21 +40,28 @@ def expected_tokens(shape: StaticShape, acceptance: Acceptance) -> float:
     return float(node_values(shape, acceptance).sum())
 
 
-def expected_tokens_of_chains(chains: Chains, acceptance: Acceptance) -> float:
+class BestChains(NamedTuple):
+    """Independent paths, and what they are worth."""
+
+    num: int
+    length: int
+    expected_tokens: float
+
+
+def expected_tokens_of_chains(num: int, length: int, acceptance: Acceptance) -> float:
     """Expected tokens of a round of k chains of length L.
 
     With one acceptance vector p for all depths this is 1 + (p1 + ... + pk) (1 - p1^L) / (1 - p1).
     """
-    starts = float(acceptance[0, : chains.num].sum())
-    onwards = [acceptance_below(acceptance, depth)[0] for depth in range(1, chains.length)]
-    return 1 + starts * float(np.cumprod([1.0, *onwards]).sum())
+    onwards = [acceptance_below(acceptance, depth)[0] for depth in range(1, length)]
+    return 1 + float(acceptance[0, :num].sum()) * float(np.cumprod([1.0, *onwards]).sum())
 
 
-def best_chains(acceptance: Acceptance, nodes: int, levels: int) -> Chains:
+def best_chains(acceptance: Acceptance, nodes: int, levels: int) -> BestChains:
     """The most valuable chains within `nodes` and `levels`, both at least 2."""
     lengths = range(1, min(levels, nodes))
-    candidates = (Chains(min((nodes - 1) // length, acceptance.shape[1]), length) for length in lengths)
-    return max(candidates, key=lambda chains: expected_tokens_of_chains(chains, acceptance))
+    sizes = ((min((nodes - 1) // length, acceptance.shape[1]), length) for length in lengths)
+    return max((BestChains(*s, expected_tokens_of_chains(*s, acceptance)) for s in sizes), key=lambda found: found[2])
 
 
 def best_shape(acceptance: Acceptance, nodes: int, levels: int) -> StaticShape:
@@ -207,48 +207,3 @@ def _shape(pairs: Iterable[tuple[int, int]]) -> StaticShape:
             parents.append(place)
             order.append(child)
     return StaticShape(tuple(parents))
-
-
-def best_size(acceptance: Acceptance, verify_seconds: FloatArray, step_seconds: float, levels: int) -> Size:
-    """The shape with the most expected tokens per second, possibly the root alone (Sequoia, section 3.3).
-
-    `verify_seconds` is (nodes,): seconds to verify a tree of 1 node and on. Each level below the root costs
-    `step_seconds`, one draft step.
-    """
-    best_rate, best_levels, best_nodes = 0.0, 1, 1
-    by_levels = _expected_by_sizes(acceptance, len(verify_seconds), min(levels, len(verify_seconds)))
-    for num_levels, tokens in enumerate(by_levels, start=1):
-        rates = tokens / (verify_seconds[: len(tokens)] + (num_levels - 1) * step_seconds)
-        nodes = int(rates.argmax()) + 1
-        if rates[nodes - 1] > best_rate:
-            best_rate, best_levels, best_nodes = float(rates[nodes - 1]), num_levels, nodes
-    return Size(best_shape(acceptance, best_nodes, best_levels), best_rate)
-
-
-def _expected_by_sizes(acceptance: Acceptance, nodes: int, levels: int) -> Iterator[FloatArray]:
-    """Yields for 1 level and on, while more levels help, [n - 1]: expected tokens of the best shape of n nodes."""
-    if not is_monotone(acceptance):
-        yield from _optimal_by_sizes(acceptance, nodes, levels)
-        return
-    for num_levels in range(1, levels + 1):
-        taken = _most_valuable(acceptance, nodes, num_levels)
-        yield np.cumsum([-node.negated_value for node in taken])
-        if max(node.depth for node in taken) < num_levels - 1:
-            return
-
-
-def _optimal_by_sizes(acceptance: Acceptance, nodes: int, levels: int) -> Iterator[FloatArray]:
-    """The same by dynamic programming for any acceptance.
-
-    Tables for the last acceptance row, which repeats for all deeper levels, are shared; earlier rows go on top.
-    """
-    lower = _tables(acceptance[-1:], nodes, levels)[::-1]  # [l - 1]: the table for l levels
-    for num_levels in range(1, levels + 1):
-        num_upper = min(len(acceptance), num_levels) - 1
-        below = num_levels - num_upper - 1
-        if below and lower[below] is lower[below - 1]:
-            return
-        table = lower[below]
-        for depth in reversed(range(num_upper)):
-            table = _above(acceptance[depth], table)
-        yield table.best[1:][np.isfinite(table.best[1:])]

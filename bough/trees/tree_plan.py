@@ -67,6 +67,11 @@ class StaticShape:
 
     parents: tuple[int, ...]  # parents of node 1 and on; level by level, siblings by rank
 
+    @classmethod
+    def chains(cls, num: int, length: int) -> StaticShape:
+        """Independent paths below the root: one is classic speculative decoding, several are SpecInfer's."""
+        return cls(tuple(max(0, node - num) for node in range(1, num * length + 1)))
+
     @property
     def budget(self) -> int:
         """Nodes, the root included."""
@@ -98,38 +103,7 @@ class StaticShape:
         return depths
 
 
-class Chains(NamedTuple):
-    """Independent paths: one is classic speculative decoding, several are SpecInfer's."""
-
-    num: int
-    length: int
-
-    @property
-    def budget(self) -> int:
-        """Upper bound on the nodes, the root included."""
-        return self.num * self.length + 1
-
-    @property
-    def max_expansions(self) -> int:
-        """Upper bound on the nodes that the draft model runs on."""
-        return self.num * (self.length - 1) + 1
-
-    @property
-    def depth(self) -> int:
-        """Number of levels below the root."""
-        return self.length
-
-    def within(self, max_nodes: int) -> Chains:
-        """The same plan within `max_nodes` nodes: fewer chains first, then a shorter one."""
-        length = min(self.length, max_nodes - 1)
-        return Chains(min(self.num, (max_nodes - 1) // length) if length else 0, length)
-
-    def no_deeper(self, depth: int) -> Chains:
-        """The same plan, limited to `depth` levels below the root."""
-        return self._replace(length=min(self.length, depth))
-
-
-Growth = BestFirst | StaticShape | Chains
+Growth = BestFirst | StaticShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +136,7 @@ NO_TREE = TreePlan(BestFirst(budget=1, width=1, depth=1))  # plain decoding
 def require_growth(name: str, growth: Growth, max_nodes: int) -> None:
     """Raises InvalidRequest naming a field by which no tree of at most `max_nodes` nodes can be grown."""
     match growth:
-        case BestFirst() | Chains():
+        case BestFirst():
             for field, value in growth._asdict().items():
                 is_size = isinstance(value, int)
                 if is_size and not 1 <= value <= max_nodes:

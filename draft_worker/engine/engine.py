@@ -272,7 +272,7 @@ def _fitted(call: GrowCall) -> GrowCall:
     """Limit the levels of a best-first tree, so that the session has rows for all nodes that it may expand.
 
     Raises:
-        InvalidRequest: a shape or chains need more rows; they are not cut, as a caller chose their size.
+        InvalidRequest: a shape needs more rows; it is not cut, as a caller chose its size.
     """
     growth = call.plan.growth
     if growth.max_expansions <= MAX_EXPANSIONS:

@@ -17,7 +17,7 @@ from bough.model.sampling.draft_sampler import Purpose, generator, without_repla
 from bough.protocol.messages import GrowCall
 from bough.trees.draft_probs import DraftProbs, normalised
 from bough.trees.tree import Tree
-from bough.trees.tree_plan import BestFirst, Chains, StaticShape
+from bough.trees.tree_plan import BestFirst, StaticShape
 from draft_worker.growth.best_first import BestFirstGrower
 from draft_worker.growth.grower import NO_NODES, Candidates, Grower, GrowingTree
 
@@ -37,18 +37,11 @@ def grower_for(call: GrowCall, max_children: int, vocab_size: int) -> Grower:
     if isinstance(growth, BestFirst):
         if scheme.is_sampled and growth.budget > 1:
             raise InvalidRequest(
-                f"growth: must be shape or chains for scheme {scheme.value}, which draws nodes, got best_first"
+                f"growth: must be a shape for scheme {scheme.value}, which draws nodes, got best_first"
             )
         return BestFirstGrower(call.root_token, growth, max_children, stop_tokens)
     sample = WithoutReplacement(call.sampling.seed, call.round, call.vocab_size or vocab_size)
     return ShapeGrower(call.root_token, Shape.of(growth), sample if scheme.is_sampled else Best(), stop_tokens)
-
-
-def chain_parents(chains: Chains) -> NDArray[np.int32]:
-    """Chains as a shape: the root has `num` children, and each node below it one."""
-    first = np.zeros(chains.num, np.int32)
-    rest = np.arange(1, chains.num * (chains.length - 1) + 1, dtype=np.int32)
-    return np.concatenate((first, rest))
 
 
 class Shape:
@@ -56,9 +49,9 @@ class Shape:
 
     @classmethod
     @lru_cache(NUM_SHAPES)
-    def of(cls, growth: StaticShape | Chains) -> Shape:
+    def of(cls, growth: StaticShape) -> Shape:
         """Cached, as the same few shapes are grown repeatedly."""
-        return cls(chain_parents(growth) if isinstance(growth, Chains) else np.asarray(growth.parents, np.int32))
+        return cls(np.asarray(growth.parents, np.int32))
 
     def __init__(self, parents: NDArray[np.int32]) -> None:
         """`parents` are those of place 1 and on."""

@@ -1,4 +1,4 @@
-"""Messages that are right: what the others are made of."""
+"""Valid messages, from which malformed ones are derived."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from bough.protocol import codec
 from bough.protocol.messages import Context, GrowCall, GrowResult, Timings, Verdict, VerifyCall, VerifyResult
 from bough.protocol.sampling_params import SamplingParams
 from bough.trees.tree import Tree
-from bough.trees.tree_plan import BestFirst, Chains, StaticShape, TreePlan
+from bough.trees.tree_plan import BestFirst, StaticShape, TreePlan
 
 Json = dict[str, Any]
 
@@ -21,7 +21,7 @@ CONTEXT = Context.of("fuzzed", [1, 2, 3, 7], 0, 2)
 
 VERIFY = codec.verify_call_to_wire(VerifyCall(CONTEXT, 1, 0, TREE, SAMPLING))
 GROW = codec.grow_call_to_wire(GrowCall(CONTEXT, 7, SAMPLING, 0, TreePlan(BestFirst(8, 4, 3))))
-GROW_CHAINS = codec.grow_call_to_wire(GrowCall(CONTEXT, 7, SAMPLING, 0, TreePlan(Chains(2, 3))))
+GROW_CHAINS = codec.grow_call_to_wire(GrowCall(CONTEXT, 7, SAMPLING, 0, TreePlan(StaticShape.chains(2, 3))))
 GROW_SHAPE = codec.grow_call_to_wire(GrowCall(CONTEXT, 7, SAMPLING, 0, TreePlan(StaticShape((0, 0, 1)))))
 GROWN = codec.grow_result_to_wire(GrowResult(TREE, 3, Timings()))
 VERIFIED = codec.verify_result_to_wire(VerifyResult(Verdict((1,), 5, ()), 3, Timings()))

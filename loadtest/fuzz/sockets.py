@@ -1,4 +1,4 @@
-"""Sends messages to an orchestrator in a process of its own, and watches it."""
+"""Sends malformed messages to an orchestrator in its own process, and monitors it."""
 
 from __future__ import annotations
 
@@ -21,38 +21,36 @@ from loadtest.fuzz.http_door import HttpSender
 from loadtest.fuzz.mutation import Mutator
 from loadtest.fuzz.outcomes import Outcomes
 from loadtest.served.profiles import write_profile
-from loadtest.served.soak import snapshot
+from loadtest.served.soak import Snapshot, leaks, snapshot
 from loadtest.served.stack import Stack, stack
 
 SWEEP_SECONDS = 0.001
-MAX_CONTEXT = 512  # where answers without a limit end
+MAX_CONTEXT = 512  # ends answers without a limit
 SHARES = {http_door.LAYER: 0.6, grpc_door.LAYER: 0.3, grpc_door.FRAMES: 0.1}
 SENDERS = {http_door.LAYER: 12, grpc_door.LAYER: 6, grpc_door.FRAMES: 3}  # at once
 NUM_PROCESSES = 4
-BATCH = 3000  # messages between two looks at the processes
+BATCH = 3000  # messages between two checks of the processes
 SETTLE_SECONDS = 30.0
-MOST_GROWTH = {"memory_bytes": 64 * 2**20, "descriptors": 8, "threads": 8, "tasks": 8}
 PROMPT, MAX_TOKENS = "the ordinary request", 24
 
-Snapshot = dict[str, dict[str, int]]
 Report = Callable[[str], None]
 
 
 class Sender(Protocol):
-    """Sends one message after another."""
+    """Sends messages one after another."""
 
     async def send(self) -> None:
-        """One, and notes what came of it."""
+        """Send one message and record its outcome."""
         ...
 
     async def close(self) -> None:
-        """Ends its connections."""
+        """Close the connections."""
         ...
 
 
 @dataclass(slots=True)
 class Figures:
-    """What sending came to."""
+    """Results of sending."""
 
     outcomes: Outcomes = field(default_factory=Outcomes)
     growth: Snapshot = field(default_factory=dict)
@@ -61,13 +59,13 @@ class Figures:
 
 @dataclass(frozen=True, slots=True)
 class Ordinary:
-    """A request as it should be, over both doors."""
+    """A valid request over both APIs."""
 
     address: str
     url: str
 
     async def tokens(self) -> tuple[list[int], str]:
-        """Tokens over gRPC, and the text over HTTP. Raises BoughError or httpx.HTTPError."""
+        """Return the tokens over gRPC and the text over HTTP. Raises BoughError or httpx.HTTPError."""
         options = GenerateOptions(temperature=0.7, seed=11, max_tokens=MAX_TOKENS, ignore_eos=True)
         tokens: list[int] = []
         async with Client(self.address) as client:
@@ -80,7 +78,7 @@ class Ordinary:
 
 
 async def at_sockets(folder: Path, num_messages: int, seed: int, report: Report) -> Figures:
-    """Sends so many messages to an orchestrator before simulated workers."""
+    """Send messages to an orchestrator with simulated workers."""
     figures = Figures()
     async with stack(write_profile(folder, SWEEP_SECONDS, max_context=MAX_CONTEXT)) as running:
         ordinary = Ordinary(
@@ -95,7 +93,7 @@ async def at_sockets(folder: Path, num_messages: int, seed: int, report: Report)
             await _look(running, ordinary, wanted, figures)
             if len(running.process_ids()) < NUM_PROCESSES:
                 return figures
-            now = await _watched(running, ordinary)
+            now = await snapshot(running, ordinary.url)
             if batch == num_batches // 10 or not first:
                 first = now
             figures.growth = _growth(first, now)
@@ -124,7 +122,7 @@ async def _send(ordinary: Ordinary, num_messages: int, seed: int, outcomes: Outc
 
 
 async def _look(running: Stack, ordinary: Ordinary, wanted: Sequence[object], figures: Figures) -> None:
-    """Whether all processes live, and the ordinary request has its tokens."""
+    """Check that all processes run and that the valid request gets its tokens."""
     alive = running.process_ids()
     for kind, replicas in running.replicas.items():
         for child, _ in replicas:
@@ -137,31 +135,14 @@ async def _look(running: Stack, ordinary: Ordinary, wanted: Sequence[object], fi
         figures.outcomes.problems[f"the ordinary request: {type(exc).__name__}: {exc}"] += 1
 
 
-async def _watched(running: Stack, ordinary: Ordinary) -> Snapshot:
-    now = await snapshot(running)
-    async with httpx.AsyncClient(trust_env=False) as client:
-        text = (await client.get(f"{ordinary.url}/metrics")).text
-    for name in now:
-        if name.startswith("orchestrator"):
-            now[name]["tasks"] = next(
-                int(float(li.split()[-1])) for li in text.splitlines() if li.startswith("bough_event_loop_tasks{")
-            )
-    return now
-
-
 async def _settled(running: Stack, ordinary: Ordinary, first: Snapshot, figures: Figures) -> None:
-    """What still is more than it was, once what has been cut off is cleaned up, is a leak."""
+    """Growth that remains after closed connections are cleaned up, which is a leak."""
     too_much: list[str] = []
     with suppress(TimeoutError):
         async with asyncio.timeout(SETTLE_SECONDS):
             while True:
-                figures.growth = _growth(first, await _watched(running, ordinary))
-                too_much = [
-                    f"{process}: {figure} grew by {more}"
-                    for process, figures_of in figures.growth.items()
-                    for figure, more in figures_of.items()
-                    if process != "index" and more > MOST_GROWTH.get(figure, more)
-                ]
+                figures.growth = _growth(first, await snapshot(running, ordinary.url))
+                too_much = leaks(figures.growth)
                 if not too_much:
                     break
                 await asyncio.sleep(1.0)

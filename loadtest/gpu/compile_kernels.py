@@ -1,4 +1,4 @@
-"""Compiles every kernel for GPUs that need not be here, and says what each takes: registers, spills, shared memory.
+"""Compiles every kernel for GPUs that need not be present, and reports registers, spills and shared memory.
 
     python -m loadtest.gpu.compile_kernels [--capabilities 80 86 89 90 120] [--only bf16]
 
@@ -33,14 +33,14 @@ from bough.config.flag_parser import FlagParser
 from bough.model.gpu import attention_triton, unpack_triton
 
 CAPABILITIES = (80, 86, 89, 90, 120)
-SHARED_BYTES = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 120: 101_376}  # that a program may have
+SHARED_BYTES = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 120: 101_376}  # limit of a program
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 _VARYING = ("scale", "window", "tail_width", "zero_offset")
-BLACKWELL = 100  # from which on Triton brings an assembler of its own
+BLACKWELL = 100  # first capability for which Triton has its own assembler
 
 
 class Heads(NamedTuple):
-    """What of a model's attention its kernel is compiled for."""
+    """The parts of a model that its attention kernel is compiled for."""
 
     group: int  # query heads of a KV head
     dim: int
@@ -79,19 +79,19 @@ FAMILIES = {  # sizes of every family that bough runs
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """One of ours, as it is launched."""
+    """A kernel with the arguments of its launch."""
 
     name: str
     function: Any
     constants: dict[str, Any]
     pointers: dict[str, str]
     options: dict[str, Any]
-    varying: tuple[str, ...]  # arguments of which nothing is known; others can be divided by 16
+    varying: tuple[str, ...]  # arguments without specialisation; the others are divisible by 16
 
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """What an assembler said of it."""
+    """The assembler's report about a kernel."""
 
     name: str
     capability: int
@@ -101,12 +101,12 @@ class Compiled:
 
     @property
     def fits(self) -> bool:
-        """Whether it runs from registers and shared memory alone."""
+        """Whether it needs no spills and fits in shared memory."""
         return self.spilled_bytes == 0 and self.shared_bytes <= SHARED_BYTES.get(self.capability, 49_152)
 
 
 def kernels() -> Iterator[Kernel]:
-    """Attention of every family, and a kernel a format, each writing bfloat16 and float16."""
+    """All kernels: attention of every family, and unpacking of each format, writing bfloat16 and float16."""
     for dtype, bits in (("bf16", "i16"), ("fp16", "fp16")):
         for heads in FAMILIES:
             yield _attention(dtype, heads)
@@ -148,7 +148,7 @@ def _unpacking() -> Iterator[tuple[str, Any, dict[str, Any]]]:
 
 
 def compiled(kernel: Kernel, capability: int) -> Compiled:
-    """Raises whatever Triton's compiler or the assembler does not take."""
+    """Compile a kernel; raises errors of Triton's compiler or of the assembler."""
     names = kernel.function.arg_names
     signature = {name: "constexpr" if name in kernel.constants else kernel.pointers.get(name, "i32") for name in names}
     constants = {(names.index(name),): value for name, value in kernel.constants.items()}
@@ -161,7 +161,7 @@ def compiled(kernel: Kernel, capability: int) -> Compiled:
 
 
 def _assembled(ptx: str, capability: int) -> tuple[int, int]:
-    """Registers of a thread, and bytes that it spills."""
+    """Registers and spilled bytes of a thread."""
     target = re.search(r"\.target (sm_\w+)", ptx)
     assert target is not None, "PTX names its target"
     tool = TOOLS / ("ptxas-blackwell" if capability >= BLACKWELL else "ptxas")
@@ -177,7 +177,7 @@ def _assembled(ptx: str, capability: int) -> tuple[int, int]:
 
 
 def main() -> None:
-    """Prints what it finds as it goes, and one JSON line."""
+    """Print results as they come, and one JSON line."""
     parser = FlagParser(description=__doc__)
     parser.add_argument("--capabilities", type=int, nargs="+", default=CAPABILITIES)
     parser.add_argument("--only", nargs="+", default=[""], help="kernels whose name contains any of these")

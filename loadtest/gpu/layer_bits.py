@@ -1,4 +1,4 @@
-"""Whether a row of a large layer has the same bits anywhere; part of `loadtest.gpu`.
+"""Checks that a row of a large layer has the same bits at any place in a batch; part of `loadtest.gpu`.
 
 A library chooses how it multiplies by the shapes and the layout of a product, and all products of a sweep have one
 number of rows. So a row's result should be the same at any place and beside any neighbours; a product that is cut along

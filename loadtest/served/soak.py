@@ -1,14 +1,16 @@
-"""Minutes at a high rate: no error, and nothing that grows: memory, descriptors, tasks, keys of the index, latency."""
+"""Soak test: minutes of load without errors and without growth of memory, descriptors, tasks, keys or latency."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import re
 import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import httpx
 import redis.asyncio
 
 from loadtest.common.stacks import http_url_of
@@ -19,12 +21,21 @@ from loadtest.served.streams import Ask, Door, GrpcDoor, HttpDoor, closed_loop
 
 SWEEP_SECONDS = 0.02
 ANSWER_TOKENS = 16
-WARM_SHARE = 0.25  # of the time, before anything is compared: caches fill
-SNAPSHOTS = 12
+WARM_SHARE = 0.25  # share of the time for warm-up, in which caches fill
+SNAPSHOTS = 40
+MOST_GROWTH = {
+    "memory_bytes": 64 * 2**20,
+    "descriptors": 8,
+    "threads": 8,
+    "tasks": 8,
+}  # limits of a process; more is a leak
+TASKS = re.compile(r"^bough_event_loop_tasks(?:{.*})? ([0-9.e+]+)$", re.MULTILINE)
+
+Snapshot = dict[str, dict[str, int]]  # by process and figure
 
 
-async def snapshot(running: Stack) -> dict[str, dict[str, int]]:
-    """Memory and descriptors by process, and keys of the index."""
+async def snapshot(running: Stack, url: str) -> Snapshot:
+    """Memory, descriptors and threads by process, tasks of the orchestrator, and keys of the index."""
     figures = {}
     for name, process_id in running.process_ids().items():
         status = Path(f"/proc/{process_id}/status").read_text()
@@ -37,15 +48,36 @@ async def snapshot(running: Stack) -> dict[str, dict[str, int]]:
     client = redis.asyncio.Redis.from_url(running.index_url)
     figures["index"]["keys"] = await client.dbsize()
     await client.aclose()
+    async with httpx.AsyncClient(trust_env=False) as door:
+        num_tasks = tasks_in((await door.get(f"{url}/metrics")).text)
+    for name in figures:
+        if name.startswith("orchestrator"):
+            figures[name]["tasks"] = num_tasks
     return figures
 
 
+def tasks_in(metrics: str) -> int:
+    """Number of tasks in an orchestrator's event loop, from its metrics."""
+    return round(sum(map(float, TASKS.findall(metrics))))
+
+
+def leaks(growth: Snapshot, in_flight: int = 0) -> list[str]:
+    """Figures that grew by more than their limit, which includes `num_running` running requests."""
+    return [
+        f"{process}: {figure} grew by {more}"
+        for process, figures in growth.items()
+        for figure, more in figures.items()
+        if process != "index" and more > MOST_GROWTH.get(figure, more) + in_flight
+    ]
+
+
 async def soak(seconds: float, users: int) -> dict[str, Any]:
-    """Users who ask again and again, over both doors, for so long."""
+    """Run users in a closed loop over both APIs for the given time."""
     with TemporaryDirectory() as folder:
         async with stack(write_profile(Path(folder), SWEEP_SECONDS), ["--max-running", str(users)]) as running:
             address = running.addresses("orchestrator")[0]
-            grpc_door, http_door = GrpcDoor(address), HttpDoor(await http_url_of(address))
+            url = await http_url_of(address)
+            grpc_door, http_door = GrpcDoor(address), HttpDoor(url)
             doors: list[Door] = [grpc_door, http_door]
             load = asyncio.create_task(
                 closed_loop(doors, users, seconds, lambda n: Ask(f"question {n}", ANSWER_TOKENS, seed=n))
@@ -53,15 +85,17 @@ async def soak(seconds: float, users: int) -> dict[str, Any]:
             began, snapshots = time.monotonic(), []
             while not load.done():
                 await asyncio.wait({load}, timeout=seconds / SNAPSHOTS)
-                snapshots.append((time.monotonic() - began, await snapshot(running)))
+                snapshots.append((time.monotonic() - began, await snapshot(running, url)))
             samples = load.result()
             await grpc_door.close()
             await http_door.close()
-    return {**_latency(samples, began, seconds), "growth": _growth(snapshots, seconds), "users": users}
+    growth = _growth(snapshots, seconds)
+    leaking = leaks(growth, in_flight=users)
+    return {**_latency(samples, began, seconds), "growth": growth, "leaks": leaking, "users": users}
 
 
 def _latency(samples: list[Sample], began: float, seconds: float) -> dict[str, Any]:
-    """Of the second and the last quarter: a leak of time shows as growth between them."""
+    """Latency in the second and the last quarter, to detect growth."""
     finished = [sample for sample in samples if not sample.error]
     early = [s.seconds for s in finished if 0.25 * seconds <= s.began - began < 0.5 * seconds]
     late = [s.seconds for s in finished if s.began - began >= 0.75 * seconds]
@@ -74,10 +108,10 @@ def _latency(samples: list[Sample], began: float, seconds: float) -> dict[str, A
     }
 
 
-def _growth(snapshots: list[tuple[float, dict[str, dict[str, int]]]], seconds: float) -> dict[str, dict[str, int]]:
-    """By process and figure: the last quarter's least over the second quarter's least, as a difference.
+def _growth(snapshots: list[tuple[float, Snapshot]], seconds: float) -> Snapshot:
+    """Growth by process and figure: the last quarter's minimum less the second quarter's.
 
-    The least of several moments passes over what is only in flight.
+    Minima over several moments leave out what is only in flight.
     """
     early = [figures for moment, figures in snapshots if WARM_SHARE * seconds <= moment < 0.5 * seconds + 1]
     late = [figures for moment, figures in snapshots if moment >= 0.75 * seconds]

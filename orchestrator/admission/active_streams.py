@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from bough.concurrency.tasks import end
-from bough.errors import BoughError, DeadlineExceeded, InvalidRequest, NotFound, StaleEpoch
+from bough.errors import AlreadyRunning, BoughError, DeadlineExceeded, NotFound, StaleEpoch
 from orchestrator.admission.admission import Hold
 
 logger = logging.getLogger(__name__)
@@ -124,7 +124,7 @@ class Running:
         """Register a stream during the block. With `takes_over`, end and yield an earlier stream of the request.
 
         Raises:
-            InvalidRequest: the request, or another one of the session, is running.
+            AlreadyRunning: the request, or another one of the session, is running.
         """
         request_id, session_id = stream.request_id, stream.session_id
         earlier = self._refuse_or_end(request_id, session_id, takes_over)
@@ -168,10 +168,10 @@ class Running:
     def _refuse_or_end(self, request_id: str, session_id: str, takes_over: bool) -> Stream | None:
         same, neighbour = self._by_request.get(request_id), self._by_session.get(session_id)
         if neighbour is not None and not (takes_over and neighbour is same):
-            raise InvalidRequest(f"session_id: {session_id!r} has a request running; wait for its end")
+            raise AlreadyRunning(f"session_id: {session_id!r} has a request running; wait for its end")
         if same is None:
             return None
         if not takes_over:
-            raise InvalidRequest(f"request_id: {request_id!r} must not be the id of a running request")
+            raise AlreadyRunning(f"request_id: {request_id!r} is running; give this request another one, or wait")
         same.end(StaleEpoch(f"request_id: {request_id!r} has been resumed by another call"))
         return same

@@ -25,6 +25,7 @@ class Hold:
     """What a request has here: a place, or a turn in the queue. A call that resumes the request takes it over."""
 
     turn: asyncio.Future[None] | None = None  # that the request waits for, or has waited for
+    is_further: bool = False  # of a call whose first request has begun, or waits before this one
 
     @property
     def is_waiting(self) -> bool:
@@ -71,11 +72,25 @@ class Admission:
         try:
             yield
         finally:
-            if hold in self._queue:
-                self._queue.remove(hold)
-            if hold in self._began:
-                self._held.append(self._clock() - self._began.pop(hold))
-                self._pass_on()
+            self._leave(hold)
+
+    @contextmanager
+    def together(self, num: int) -> Iterator[list[Hold]]:
+        """Places, or turns in the queue, for all requests of one call, until each has ended or the block has.
+
+        Raises:
+            Exhausted: they do not all have room, so none has got anything; has a retry delay.
+            Unavailable: all requests are refused.
+        """
+        self._require_room(num)
+        holds = [Hold(is_further=index > 0) for index in range(num)]
+        for hold in holds:
+            self._enter(hold)
+        try:
+            yield holds
+        finally:
+            for hold in holds:
+                self._leave(hold)
 
     async def place(self, hold: Hold, patience: Deadline) -> None:
         """Wait for the request's turn; then it has a place.
@@ -94,13 +109,13 @@ class Admission:
             if hold.turn is not None and not hold.turn.done():
                 hold.turn.set_exception(Unavailable(refusal))
 
-    def exhausted(self, problem: str) -> Exhausted:
-        """The error for a refused caller, with a retry delay that increases from one caller to the next.
+    def exhausted(self, problem: str, num: int = 1) -> Exhausted:
+        """The error for a refused caller of `num` requests, with a retry delay that increases from caller to caller.
 
         With equal delays, all would return at the same moment.
         """
         now = self._clock()
-        self._promised = min(max(now, self._promised) + self._turnover_seconds, now + LONGEST_RETRY_SECONDS)
+        self._promised = min(max(now, self._promised) + num * self._turnover_seconds, now + LONGEST_RETRY_SECONDS)
         retry_seconds = max(SHORTEST_RETRY_SECONDS, self._promised - now)
         return Exhausted(f"{problem}; try another orchestrator, or this one in {retry_seconds:.1f} s", retry_seconds)
 
@@ -122,25 +137,42 @@ class Admission:
             self._queue[self._queue.index(earlier)] = hold
 
     async def _turn(self, hold: Hold, queue_seconds: float) -> None:
+        if hold not in self._began and hold not in self._queue:
+            self._require_room(1)
+            self._enter(hold)
         if self._refusal:
             raise Unavailable(self._refusal)
         if hold in self._began:
             return
-        if hold not in self._queue:
-            if self._num_free:  # then the queue is empty: a free place goes to the first in the queue
-                self._num_free -= 1
-                self._began[hold] = self._clock()
-                return
-            if self.num_waiting >= self.max_waiting:
-                raise self.exhausted(f"{self.max_running} requests run and {self.num_waiting} wait, the limits")
-            hold.turn = asyncio.get_running_loop().create_future()
-            self._queue.append(hold)
         assert hold.turn is not None, "it waits for one"
         try:
             async with asyncio.timeout(queue_seconds if queue_seconds < float("inf") else None):
                 await hold.turn
         except TimeoutError as exc:
             raise self.exhausted(f"no place came free in {queue_seconds:.3g} s (--queue-timeout)") from exc
+
+    def _require_room(self, num: int) -> None:
+        if self._refusal:
+            raise Unavailable(self._refusal)
+        if num > self._num_free + self.max_waiting - self.num_waiting:
+            problem = f"{self.max_running - self._num_free} requests run and {self.num_waiting} wait"
+            beyond = f"and {num} more are above the limits, {self.max_running} and {self.max_waiting}"
+            raise self.exhausted(f"{problem}, {'the limits' if num == 1 else beyond}", num)
+
+    def _enter(self, hold: Hold) -> None:
+        if self._num_free:  # then the queue is empty: a free place goes to the first in the queue
+            self._num_free -= 1
+            self._began[hold] = self._clock()
+        else:
+            hold.turn = asyncio.get_running_loop().create_future()
+            self._queue.append(hold)
+
+    def _leave(self, hold: Hold) -> None:
+        if hold in self._queue:
+            self._queue.remove(hold)
+        if hold in self._began:
+            self._held.append(self._clock() - self._began.pop(hold))
+            self._pass_on()
 
     def _pass_on(self) -> None:
         """Give a free place to the first in the queue."""

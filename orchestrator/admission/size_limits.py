@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from bough.errors import ContextExceeded, InvalidRequest
 from bough.protocol import codec_checks
 from bough.protocol.codec import MAX_NAME_LENGTH
 from bough.protocol.generation import ChatPrompt, GenerateOptions, Prompt, Speculation, TextPrompt, TokenPrompt
 from bough.tokenization.tokenizer import Tokenizer
-from bough.trees.tree_plan import Chains, StaticShape, require_growth
+from bough.trees.tree_plan import StaticShape, require_growth
 
 
 def require_texts(prompt: Prompt, options: GenerateOptions) -> None:
@@ -62,7 +62,7 @@ def _require_fit(field: str, size: int, unit: str, most: int, max_context: int) 
         )
 
 
-def require_room(tokens: list[int], max_context: int) -> None:
+def require_room(tokens: Sequence[int], max_context: int) -> None:
     """Raise ContextExceeded for a prompt that leaves no room for a token of output."""
     if len(tokens) >= max_context:
         raise ContextExceeded(
@@ -81,8 +81,8 @@ def require_sizes(speculation: Speculation, max_nodes: int) -> None:
         raise InvalidRequest(f"speculation.lookup: must be 0 to {max_nodes}, got {speculation.lookup}")
     if speculation.growth is not None:
         require_growth("speculation.growth", speculation.growth, max_nodes)
-    if speculation.scheme.is_sampled and not isinstance(speculation.growth, StaticShape | Chains):
+    if speculation.scheme.is_sampled and not isinstance(speculation.growth, StaticShape):
         raise InvalidRequest(
-            f"speculation.growth: must be a shape or chains for scheme {speculation.scheme.value}, which verifies "
+            f"speculation.growth: must be a shape for scheme {speculation.scheme.value}, which verifies "
             "samples, got best-first"
         )

@@ -47,15 +47,17 @@ class Usage:
     _accounts: dict[str, _Account] = field(default_factory=dict)
 
     @contextmanager
-    def request(self, key: ApiKey, session: str = "") -> Iterator[Callable[[Event], None]]:
-        """Count a request in a named session, or in none; the block gets a function to be called with each event.
+    def request(self, key: ApiKey, session: str = "", num: int = 1) -> Iterator[Callable[[Event], None]]:
+        """Count `num` requests of one call, in a named session or in none.
+
+        The block gets a function to be called with each event.
 
         Raises:
             Exhausted: the tenant has reached its limit of requests, sessions or tokens; has a retry delay.
         """
         account = self._accounts.setdefault(key.name, _Account(settled_at=self.clock()))
-        self._require_room(key, account, session)
-        account.num_running += 1
+        self._require_room(key, account, session, num)
+        account.num_running += num
         running = account.sessions.pop(session, None) or _Session()
         running.num_running += 1
         if session:
@@ -68,7 +70,7 @@ class Usage:
         try:
             yield observe
         finally:
-            account.num_running -= 1
+            account.num_running -= num
             running.num_running -= 1
             if not running.num_running and not running.has_begun:
                 account.sessions.pop(session, None)
@@ -89,12 +91,13 @@ class Usage:
         if not session.num_running:
             del account.sessions[name]
 
-    def _require_room(self, key: ApiKey, account: _Account, session: str) -> None:
+    def _require_room(self, key: ApiKey, account: _Account, session: str, num: int) -> None:
         others = (one for name, one in account.sessions.items() if name != session)
         if session and (num_busy := sum(one.num_running > 0 for one in others)) >= _most_sessions(key):
             raise Exhausted(f"sessions: a request runs in each of the {num_busy} of this key", RETRY_SECONDS)
-        if key.requests and account.num_running >= key.requests:
-            raise Exhausted(f"requests: {key.requests} of this key run, which is its limit", RETRY_SECONDS)
+        if key.requests and account.num_running + num > key.requests:
+            limit = f"and {num} more are above its limit of {key.requests}"
+            raise Exhausted(f"requests: {account.num_running} of this key run, {limit}", RETRY_SECONDS)
         if not key.tokens_per_minute:
             return
         account.settle(self.clock(), key.tokens_per_minute)

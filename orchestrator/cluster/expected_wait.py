@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from bough.protocol.cost_curve import CostCurve
 from bough.protocol.messages import VerifyResult, WorkerInfo
 from bough.registry.records import WorkerLoad
-from orchestrator.sizing.worker_times import Recent, TargetTimes
+from orchestrator.sizing.worker_times import RecentMedian, TargetTimes
 
 USUAL_OUTPUT = 128  # tokens that an answer is expected to have, unless limited to fewer
 USUAL_ROWS = 8.0  # of a session in a sweep, before any were observed
@@ -30,8 +30,8 @@ class Need:
 class UsualRound:
     """Sizes of recent rounds at any target; shared by all, so that it does not affect the choice."""
 
-    tree_rows: Recent = field(default_factory=lambda: Recent(USUAL_ROWS))  # of a session in a sweep
-    num_tokens: Recent = field(default_factory=lambda: Recent(USUAL_TOKENS))
+    tree_rows: RecentMedian = field(default_factory=lambda: RecentMedian(USUAL_ROWS))  # of a session in a sweep
+    num_tokens: RecentMedian = field(default_factory=lambda: RecentMedian(USUAL_TOKENS))
 
     def observe(self, result: VerifyResult) -> None:
         """Record a round's result."""
@@ -45,7 +45,7 @@ class ExpectedWait:
     """How fast one target is: its sweeps' cost curve, and how long requests kept their slots."""
 
     times: TargetTimes = field(default_factory=TargetTimes)
-    stay_seconds: Recent = field(default_factory=lambda: Recent(0.0))  # for which requests had their slots
+    stay_seconds: RecentMedian = field(default_factory=lambda: RecentMedian(0.0))  # for which requests had their slots
 
     @property
     def curve(self) -> CostCurve:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from bough.errors import InvalidRequest, NotFound, Unavailable
 from bough.protocol.generation import GenerateOptions, ModelInfo
@@ -14,7 +13,6 @@ from orchestrator.cluster.worker_clients import TargetClient
 from orchestrator.cluster.worker_handle import WorkerHandle
 
 SHOWN = 64  # limit of characters of an unknown name in errors
-OF_EARLIER = "was recorded by an earlier version of bough, which did not say with which model"
 
 Targets = Sequence[WorkerHandle[TargetClient]]
 
@@ -34,24 +32,6 @@ def largest_context(directory: Directory) -> int:
     return max((target.info.max_context for target in directory.targets), default=0)
 
 
-def with_its_model(
-    directory: Directory, request: RequestRecord | None, session: SessionRecord | None
-) -> tuple[RequestRecord | None, SessionRecord | None]:
-    """Add the model to records of an earlier version, taken from the target that had the session last.
-
-    Records are unchanged if that target is gone: it was one process with one model, which is then unknown.
-    """
-    target = None if session is None else directory.find(session.target_id)
-    if target is None or session is None:
-        return request, session
-    info = target.info
-    if request is not None and not request.target_identity and request.epoch == session.epoch:
-        request = replace(request, target_identity=info.identity)
-    if not session.model_identity:
-        session = replace(session, model_name=info.model_name, model_identity=info.model_identity)
-    return request, session
-
-
 def targets_for(
     directory: Directory, options: GenerateOptions, request: RequestRecord | None, session: SessionRecord | None
 ) -> Targets:
@@ -62,7 +42,7 @@ def targets_for(
 
     Raises:
         InvalidRequest: the named model is not that of the request or session, or none is named and several are served.
-        NotFound: no target has served the named model, or the model of the session or request was not recorded.
+        NotFound: no target has served the named model.
         Unavailable: no target that serves the model can be used now.
     """
     targets = directory.targets
@@ -70,20 +50,14 @@ def targets_for(
         raise Unavailable(directory.why_no_target())
     if request is not None:
         return _begun(targets, options, request)
-    if session is not None and not session.model_identity:
-        if options.continues:
-            raise NotFound(
-                f"session_id: {session.session_id!r} {OF_EARLIER}; send the full history, with continues false"
-            )
-        session = None  # only its id is kept
     if session is not None and (options.continues or not options.model):
         return _continued(targets, options, session)
     served = sorted({target.info.model_name for target in targets})
     if not options.model and len(served) > 1:
-        raise InvalidRequest(f"model: value was ''; must be one of {_listed(served)}, for several models are served")
+        raise InvalidRequest(f"model: must be one of {_listed(served)}, as several models are served, got ''")
     named = [target for target in targets if options.model in ("", target.info.model_name)]
     if not named and options.model not in directory.model_names:
-        raise NotFound(f"model: value was {options.model[:SHOWN]!r}; must be one of {_listed(served)}")
+        raise NotFound(f"model: must be one of {_listed(served)}, got {options.model[:SHOWN]!r}")
     usable = [target for target in named if target.is_usable]
     if not usable:
         raise Unavailable(f"model: no target that serves {options.model!r} can be used now")
@@ -98,8 +72,6 @@ def targets_for(
 
 def _begun(targets: Targets, options: GenerateOptions, request: RequestRecord) -> Targets:
     """The targets that give the tokens which the resumed request would have had."""
-    if not request.target_identity:
-        raise NotFound(f"request_id: {request.request_id!r} {OF_EARLIER}; send the request again, without resume")
     same = [target for target in targets if target.info.identity == request.target_identity]
     for target in same:
         _require_named(options, target.info.model_name, f"the model that request_id {request.request_id!r} began with")
@@ -131,7 +103,7 @@ def _continued(targets: Targets, options: GenerateOptions, session: SessionRecor
 
 def _require_named(options: GenerateOptions, model_name: str, whose: str) -> None:
     if options.model not in ("", model_name):
-        raise InvalidRequest(f"model: value was {options.model[:SHOWN]!r}; must be {model_name!r}, {whose}")
+        raise InvalidRequest(f"model: must be {model_name!r}, {whose}, got {options.model[:SHOWN]!r}")
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -32,7 +32,7 @@ class WorkerHandle(Generic[AnyClient]):
     usual: UsualRound = field(default_factory=UsualRound)  # shared by all workers
 
     def __post_init__(self) -> None:
-        self.pace.times.told(self.info.worker_id, self.info.cost)
+        self.pace.times.update(self.info.worker_id, self.info.cost)
 
     @property
     def tokenizer(self) -> TokenizerFiles:
@@ -55,7 +55,7 @@ class WorkerHandle(Generic[AnyClient]):
 
     def observe(self, result: VerifyResult) -> None:
         """Record a round at this target."""
-        self.pace.times.told(self.info.worker_id, result.cost)
+        self.pace.times.update(self.info.worker_id, result.cost)
         self.usual.observe(result)
 
     def learn(self, info: WorkerInfo) -> None:

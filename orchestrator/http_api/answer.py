@@ -37,7 +37,6 @@ class Choice:
     prompt_tokens: int = 0
     num_tokens: int = 0
     texts: list[str] = field(default_factory=list)
-    num_characters: int = 0
     finished: Finished | None = None
 
     def observe(self, event: Event) -> None:
@@ -47,16 +46,11 @@ class Choice:
                 self.prompt_tokens = event.prompt_tokens
             case Tokens():
                 self.num_tokens += len(event.token_ids)
-                self.add(event.text)
+                self.texts.append(event.text)
             case Finished():
                 self.finished = event
                 self.num_tokens = event.usage.completion_tokens
-                self.add(event.text)
-
-    def add(self, text: str) -> None:
-        """Add text."""
-        self.texts.append(text)
-        self.num_characters += len(text)
+                self.texts.append(event.text)
 
     @property
     def text(self) -> str:
@@ -97,12 +91,11 @@ class Answer(ABC):
     def chunks(self, index: int, event: Event) -> list[Json]:
         """The chunks that an event of one choice adds to the stream."""
         choice = self.choices[index]
-        begin = choice.num_characters
         choice.observe(event)
         if isinstance(event, Started):
             self.model = event.model_name
             self._token_bytes = self._spell(event.model_name) if self._spell else None
-        chunks = [self._chunk([one]) for one in self._told(index, event, begin)]
+        chunks = [self._chunk([one]) for one in self._told(index, event)]
         if self.telling.rounds and isinstance(event, Tokens) and event.num_nodes > 0:
             chunks = chunks or [self._chunk([])]  # a round may end within a character
             chunks[0]["metrics"] = {"round": round_of(event)}
@@ -119,8 +112,8 @@ class Answer(ABC):
         return self._frame(self.whole_object) | {"choices": choices} | self._figures()
 
     @abstractmethod
-    def _told(self, index: int, event: Event, begin: int) -> Iterator[Json]:
-        """Entries of a chunk's `choices` for an event, whose text begins at character `begin`."""
+    def _told(self, index: int, event: Event) -> Iterator[Json]:
+        """Entries of a chunk's `choices` for an event."""
 
     @abstractmethod
     def _choice(self, index: int) -> Json:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 import time
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from http import HTTPStatus
 from typing import Any
 
@@ -24,13 +25,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from bough import __version__
 from bough.errors import InvalidRequest, NotFound, Unavailable
-from bough.protocol.generation import Event, ModelInfo, Prompt, TextPrompt, TokenPrompt
+from bough.protocol.generation import ModelInfo, Prompt, TextPrompt, TokenPrompt
 from bough.registry.records import WorkerRecord
 from bough.telemetry.call_context import TRACEPARENT, set_caller_traceparent
 from bough.telemetry.log_context import LogContext, set_log_context
 from orchestrator.http_api import chat, completions
 from orchestrator.http_api.answer import Answer, Head, StreamTelling
 from orchestrator.http_api.body import BodyReader
+from orchestrator.http_api.constraint import constraint_names
 from orchestrator.http_api.errors import ApiError, Json, api_error, invalid
 from orchestrator.http_api.exchange import Exchange
 from orchestrator.http_api.fields import (
@@ -41,7 +43,7 @@ from orchestrator.http_api.fields import (
     StreamOptions,
     TokenizeFields,
 )
-from orchestrator.http_api.guard import Guard, tenant_of
+from orchestrator.http_api.guard import Guard, HostGuard, tenant_of
 from orchestrator.http_api.options import RequestedOutput, choices
 from orchestrator.http_api.rounds import cluster_told, decisions_told
 from orchestrator.http_api.spelling import Spell
@@ -64,10 +66,11 @@ def http_app(
     *,
     has_open_figures: bool = False,
     has_page: bool = False,
+    own_name: str | None = None,
 ) -> Starlette:
     """The ASGI application for these callers' requests; `figures` are served at /metrics, openly or to callers only.
 
-    With `has_page` the page at /ui is served too.
+    With `has_page` the page at /ui is served too. With `own_name` requests to other host names are refused.
     """
     requests = callers.requests
     door = _Door(requests, figures, stalled_seconds, BodyReader(requests.entrance))
@@ -91,6 +94,8 @@ def http_app(
         routes += page_routes()
         open_paths |= FILES.keys()
     layers = [Middleware(_RequestIds), Middleware(Guard, callers=callers, open_paths=open_paths)]
+    if own_name is not None:
+        layers.insert(1, Middleware(HostGuard, own_name=own_name))
     app = Starlette(routes=routes, exception_handlers=handlers, middleware=layers)
     app.router.redirect_slashes = False  # after a redirect, clients that post would follow with GET, or not at all
     return app
@@ -110,23 +115,25 @@ class _Door:
         """/v1/chat/completions."""
         fields = await self.bodies.read(request, ChatFields, entered, GENERATE)
         prompts = (chat.chat_prompt(fields.messages),)
-        head = Head(f"chatcmpl-{uuid.uuid4().hex}", int(time.time()))
-        wanted = choices(fields, prompts, chat.chat_limits(fields), head.answer_id, _session_id(request, fields))
+        head = _head("chatcmpl", fields)
+        limits, most = chat.chat_limits(fields), tenant_of(request).most_at_once
+        wanted = choices(fields, prompts, limits, head.answer_id, _session_id(request, fields), most)
         answer = chat.ChatAnswer(head, len(wanted), _telling(fields), self._spell(wanted))
-        return self._exchange(tenant_of(request), wanted, answer, fields, chat.FIELD_NAMES)
+        return self._exchange(tenant_of(request), wanted, answer, fields, chat.FIELD_NAMES | constraint_names(fields))
 
     async def completions(self, request: Request, entered: ExitStack) -> ASGIApp:
         """/v1/completions."""
         fields = await self.bodies.read(request, CompletionFields, entered, GENERATE)
         prompts = tuple(map(completions.text_prompt, fields.prompt))
-        head = Head(f"cmpl-{uuid.uuid4().hex}", int(time.time()))
-        limits = completions.completion_limits(fields)
-        wanted = choices(fields, prompts, limits, head.answer_id, _session_id(request, fields))
+        head = _head("cmpl", fields)
+        limits, most = completions.completion_limits(fields), tenant_of(request).most_at_once
+        wanted = choices(fields, prompts, limits, head.answer_id, _session_id(request, fields), most)
         echoes = [await self._echo(one, fields.model or "") if fields.echo else "" for one in prompts]
         answer = completions.CompletionAnswer(
             head, echoes, len(wanted) // len(prompts), _telling(fields), self._spell(wanted)
         )
-        return self._exchange(tenant_of(request), wanted, answer, fields, completions.FIELD_NAMES)
+        names = completions.FIELD_NAMES | constraint_names(fields)
+        return self._exchange(tenant_of(request), wanted, answer, fields, names)
 
     async def models(self, request: Request, entered: ExitStack) -> Response:
         """All served models."""
@@ -144,14 +151,12 @@ class _Door:
     async def tokenize(self, request: Request, entered: ExitStack) -> Response:
         """The tokens of a text or a conversation, as a prompt would be read."""
         fields = await self.bodies.read(request, TokenizeFields, entered, TOKENIZE)
-        if (fields.prompt is None) == (fields.messages is None):
-            raise invalid("prompt", fields.prompt, "be given, or messages, and not both")
-        is_chat = fields.messages is not None
-        prompt = chat.chat_prompt(fields.messages or []) if is_chat else TextPrompt(fields.prompt or "")
+        prompt = completions.tokenized_prompt(fields)
         try:
             read = await self.requests.texts.tokens(prompt, fields.model or "")
         except InvalidRequest as exc:
-            raise api_error(exc, chat.FIELD_NAMES if is_chat else completions.FIELD_NAMES) from exc
+            names = completions.FIELD_NAMES if isinstance(prompt, TextPrompt) else chat.FIELD_NAMES
+            raise api_error(exc, names) from exc
         answer: Json = {"count": len(read.token_ids), "max_model_len": read.max_context, "tokens": read.token_ids}
         if fields.return_token_strs:
             token_bytes = self.requests.texts.tokenizer(fields.model or "").token_bytes
@@ -198,10 +203,8 @@ class _Door:
         fields: GenerationFields,
         field_names: Mapping[str, str],
     ) -> Exchange:
-        def begin() -> list[AsyncGenerator[Event]]:
-            return [tenant.generate(one.prompt, one.options) for one in wanted]
-
-        return Exchange(begin, answer, bool(fields.stream), field_names, self.stalled_seconds)
+        streams = partial(tenant.together, wanted)
+        return Exchange(streams, answer, bool(fields.stream), field_names, self.stalled_seconds)
 
     def _spell(self, wanted: tuple[RequestedOutput, ...]) -> Spell | None:
         """The function that spells a model's tokens, if log-probabilities are requested."""
@@ -220,6 +223,10 @@ class _Door:
     def _card(self, model: ModelInfo) -> Json:
         card: Json = {"id": model.model_name, "object": "model", "created": self.born, "owned_by": "bough"}
         return card | {"max_model_len": model.max_context}
+
+
+def _head(kind: str, fields: GenerationFields) -> Head:
+    return Head(f"{kind}-{fields.request_id or uuid.uuid4().hex}", int(time.time()))
 
 
 def _telling(fields: GenerationFields) -> StreamTelling:

@@ -46,7 +46,7 @@ class ChatAnswer(Answer):
         super().__init__(head, num_choices, num_choices, telling, spell)
         self._logprobs: list[list[Json]] = [[] for _ in self.choices]
 
-    def _told(self, index: int, event: Event, begin: int) -> Iterator[Json]:
+    def _told(self, index: int, event: Event) -> Iterator[Json]:
         match event:
             case Started():
                 yield _delta(index, {"role": "assistant", "content": ""})

@@ -6,8 +6,9 @@ from collections.abc import Iterator, Sequence
 
 from bough.protocol.generation import Event, Finished, Prompt, Started, TextPrompt, TokenPrompt, Tokens
 from orchestrator.http_api.answer import Answer, Head, StreamTelling
+from orchestrator.http_api.chat import chat_prompt
 from orchestrator.http_api.errors import Json, invalid
-from orchestrator.http_api.fields import CompletionFields, TextOrTokens
+from orchestrator.http_api.fields import CompletionFields, TextOrTokens, TokenizeFields
 from orchestrator.http_api.options import RequestLimits
 from orchestrator.http_api.spelling import Spell, TokensSpelled, completion_logprobs
 
@@ -22,10 +23,21 @@ def text_prompt(prompt: TextOrTokens) -> Prompt:
     return TextPrompt(prompt) if isinstance(prompt, str) else TokenPrompt(prompt)
 
 
+def tokenized_prompt(fields: TokenizeFields) -> Prompt:
+    """The text or the conversation whose tokens are asked for. Raises ApiError naming the invalid field."""
+    if (fields.prompt is None) == (fields.messages is None):
+        raise invalid("prompt", fields.prompt, "be given, or messages, and not both")
+    adds = fields.messages is None  # as prompts are read: a chat's template has all special tokens
+    if fields.add_special_tokens is not None and fields.add_special_tokens is not adds:
+        must = f"be left out, or be {str(adds).lower()}: prompts are not read otherwise"
+        raise invalid("add_special_tokens", fields.add_special_tokens, must)
+    return TextPrompt(fields.prompt or "") if fields.messages is None else chat_prompt(fields.messages)
+
+
 def completion_limits(fields: CompletionFields) -> RequestLimits:
     """Limits of the request. Raises ApiError naming the invalid field."""
     if fields.echo and fields.logprobs is not None:
-        raise invalid("echo", True, "be left out beside logprobs: those of a prompt are not told")
+        raise invalid("echo", True, "be left out with logprobs, as a prompt's are not returned")
     return RequestLimits(DEFAULT_MAX_TOKENS if fields.max_tokens is None else fields.max_tokens, fields.logprobs)
 
 
@@ -47,14 +59,14 @@ class CompletionAnswer(Answer):
         self._echoes = [echo for echo in echoes for _ in range(choices_per_prompt)]
         self._logprobs = [TokensSpelled([], [], [], []) for _ in self.choices]
 
-    def _told(self, index: int, event: Event, begin: int) -> Iterator[Json]:
+    def _told(self, index: int, event: Event) -> Iterator[Json]:
         match event:
             case Started():
                 if echo := self._echoes[index]:
-                    self.choices[index].add(echo)
+                    self.choices[index].texts.append(echo)
                     yield _entry(index, echo)
             case Tokens():
-                logprobs = self._spelled(index, event, begin)
+                logprobs = self._spelled(index, event)
                 if event.text or logprobs or self.telling.continuous_usage:
                     yield _entry(index, event.text, logprobs)
             case Finished():
@@ -68,10 +80,10 @@ class CompletionAnswer(Answer):
         ending = {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
         return {"index": index, "text": choice.text, "logprobs": told} | ending
 
-    def _spelled(self, index: int, event: Tokens, begin: int) -> TokensSpelled | None:
+    def _spelled(self, index: int, event: Tokens) -> TokensSpelled | None:
         if self._token_bytes is None:
             return None
-        spelled = completion_logprobs(event.logprobs, event.texts, begin, self._token_bytes)
+        spelled = completion_logprobs(event.logprobs, event.begins, self._token_bytes)
         self._logprobs[index].extend(spelled)
         return spelled
 

@@ -11,6 +11,7 @@ from http import HTTPStatus
 from starlette.responses import JSONResponse
 
 from bough.errors import (
+    AlreadyRunning,
     BoughError,
     ContextExceeded,
     DeadlineExceeded,
@@ -72,11 +73,13 @@ class ApiError(Exception):
 
 def invalid(field: str, value: object, must: str) -> ApiError:
     """The refusal of a field's value; `must` completes "must ..."."""
-    return ApiError(HTTPStatus.BAD_REQUEST, f"{field}: value was {shortened(value)}; must {must}", param=field)
+    return ApiError(HTTPStatus.BAD_REQUEST, f"{field}: must {must}, got {shortened(value)}", param=field)
 
 
 def shortened(value: object) -> str:
     """A client's value, cut to fit a message."""
+    if value is None:
+        return "null"
     text = repr(value[:64]) if isinstance(value, str | list) else repr(value)
     is_whole = len(text) <= 64 and not (isinstance(value, str | list) and len(value) > 64)
     return text if is_whole else text[:64] + "..."
@@ -100,6 +103,9 @@ def api_error(exc: Exception, names: Mapping[str, str]) -> ApiError:
         case Exhausted(retry_seconds=seconds):
             code = "rate_limit_exceeded"
             return ApiError(HTTPStatus.TOO_MANY_REQUESTS, str(exc), "rate_limit_error", None, code, seconds)
+        case AlreadyRunning():
+            message, param = _renamed(str(exc), names)
+            return ApiError(HTTPStatus.CONFLICT, message, "conflict_error", param, "already_running")
         case StaleEpoch():
             return ApiError(HTTPStatus.CONFLICT, str(exc), "conflict_error", "session_id", "session_moved")
         case DeadlineExceeded():

@@ -6,7 +6,7 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
-from contextlib import aclosing, suppress
+from contextlib import AbstractContextManager, aclosing, suppress
 from dataclasses import dataclass
 
 from starlette.responses import JSONResponse
@@ -32,7 +32,9 @@ DONE = b"data: [DONE]\n\n"
 class Exchange:
     """ASGI application for one request whose body has been read. It raises no error that a client can cause."""
 
-    streams: Callable[[], Sequence[AsyncGenerator[Event]]]  # starts the requests, one for each choice
+    streams: Callable[
+        [], AbstractContextManager[Sequence[AsyncGenerator[Event]]]
+    ]  # of the requests, one for each choice
     answer: Answer
     is_stream: bool
     field_names: Mapping[str, str]  # as `names` of `api_error`
@@ -45,10 +47,11 @@ class Exchange:
 
     async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            async with aclosing(merged(self.streams(), SILENT_SECONDS)) as events:
-                async for one in events:
-                    if one is not None:
-                        self.answer.chunks(*one)
+            with self.streams() as streams:
+                async with aclosing(merged(streams, SILENT_SECONDS)) as events:
+                    async for one in events:
+                        if one is not None:
+                            self.answer.chunks(*one)
             response = JSONResponse(self.answer.whole())
         except Exception as exc:  # every error becomes a status here
             response = api_error(exc, self.field_names).response()
@@ -73,10 +76,11 @@ class Exchange:
             await writer.end()
 
     async def _written(self, writer: _Writer) -> None:
-        async with aclosing(merged(self.streams(), SILENT_SECONDS)) as events:
-            await writer.begin(await self._opened(events))
-            async for one in events:
-                await writer.write(KEEP_ALIVE if one is None else self._data(one))
+        with self.streams() as streams:
+            async with aclosing(merged(streams, SILENT_SECONDS)) as events:
+                await writer.begin(await self._opened(events))
+                async for one in events:
+                    await writer.write(KEEP_ALIVE if one is None else self._data(one))
         await writer.write(b"".join(map(_data, self.answer.last_chunks())))
 
     async def _opened(self, events: AsyncGenerator[Indexed | None]) -> bytes:

@@ -3,33 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    StrictBool,
-    StrictInt,
-    ValidationInfo,
-    model_validator,
-)
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, StrictInt, model_validator
 
+from orchestrator.http_api.unsupported import OnlyTrue, Unsupported, must
+
+MAX_REQUEST_ID = 128  # characters of a request's id, before those that make it the answer's
 TextOrTokens = str | tuple[int, ...]
-
-
-def _must(text: str) -> PydanticCustomError:
-    return PydanticCustomError("must", "{text}", {"text": text})
 
 
 def _texts(value: Any) -> Any:
     """Accept one text or a list of texts."""
     texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-        raise _must("be a text or a list of texts")
+        raise must("be a text or a list of texts")
     return tuple(texts)
 
 
@@ -38,9 +26,9 @@ def _prompts(value: Any) -> Any:
     if isinstance(value, str) or (isinstance(value, list) and value and _is_tokens(value)):
         value = [value]
     if not isinstance(value, list) or not value:
-        raise _must("be a text, a list of token ids, or a list of either")
+        raise must("be a text, a list of token ids, or a list of either")
     if not all(isinstance(one, str) or (isinstance(one, list) and _is_tokens(one)) for one in value):
-        raise _must("be a text, a list of token ids, or a list of either")
+        raise must("be a text, a list of token ids, or a list of either")
     return tuple(one if isinstance(one, str) else tuple(one) for one in value)
 
 
@@ -53,12 +41,12 @@ def _content(value: Any) -> Any:
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
-        raise _must("be a text or a list of parts of type text")
+        raise must("be a text or a list of parts of type text")
     for part in value:
         if not isinstance(part, dict) or part.get("type") not in ("text", "input_text"):
-            raise _must("have parts of type text only: this model reads nothing else")
+            raise must("have parts of type text only: this model reads nothing else")
         if not isinstance(part.get("text"), str):
-            raise _must("have a text in each part")
+            raise must("have a text in each part")
     return "".join(part["text"] for part in value)
 
 
@@ -67,39 +55,14 @@ def _speculation(value: Any) -> Any:
     return {"enabled": value} if isinstance(value, bool) else value
 
 
+def _schema(value: Any) -> Any:
+    """Accept a JSON Schema as an object, or as the text of one."""
+    if not isinstance(value, dict | str):
+        raise must("be a JSON Schema, or the text of one")
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
 Texts = Annotated[tuple[str, ...], BeforeValidator(_texts)]
-
-# By unsupported field: values that are accepted, as they ask for what happens anyway.
-NEUTRAL: Mapping[str, tuple[object, ...]] = {
-    "add_generation_prompt": (True,),
-    "best_of": (1,),
-    "chat_template_kwargs": ({},),
-    "continue_final_message": (False,),
-    "function_call": ("none", "auto"),
-    "functions": ([],),
-    "include_stop_str_in_output": (False,),
-    "length_penalty": (1,),
-    "min_tokens": (0,),
-    "modalities": (["text"],),
-    "response_format": ({"type": "text"},),
-    "skip_special_tokens": (True,),
-    "suffix": ("",),
-    "tool_calls": ([],),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
-    "use_beam_search": (False,),
-}
-
-
-def _unsupported(value: Any, info: ValidationInfo) -> None:
-    """Refuse a field that would change the answer but is not supported, unless its value is neutral."""
-    neutral = NEUTRAL.get(str(info.field_name), ())
-    if not any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in neutral):
-        alternative = f", or be {' or '.join(map(json.dumps, neutral))}" if neutral else ""
-        raise _must(f"be left out{alternative}: it is not supported")
-
-
-Unsupported = Annotated[None, BeforeValidator(_unsupported)]
 Ignored = Any  # accepted; has no influence on the answer
 
 
@@ -134,6 +97,32 @@ class SpeculationFields(_Fields):
     lookup: StrictInt | None = None
 
 
+class JsonSchemaFields(_Fields):
+    """A JSON Schema that the answer follows. It always does, whether `strict` or not."""
+
+    name: Ignored = None
+    description: Ignored = None
+    strict: Ignored = None
+    json_schema: Annotated[str, BeforeValidator(_schema)] = Field("{}", alias="schema")
+
+
+class ResponseFormatFields(_Fields):
+    """What the answer must be, as OpenAI's clients say it."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFields | None = None
+
+
+class StructuredOutputsFields(_Fields):
+    """What the answer must be, as vLLM's clients say it: exactly one of these."""
+
+    json_schema: Annotated[str | None, BeforeValidator(_schema)] = Field(None, alias="json")
+    json_object: StrictBool | None = None
+    regex: str | None = None
+    choice: list[str] | None = Field(None, min_length=1)
+    grammar: str | None = None
+
+
 class GenerationFields(_Fields):
     """Fields common to chat and text completions."""
 
@@ -149,6 +138,7 @@ class GenerationFields(_Fields):
     logit_bias: dict[str, float] | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
+    response_format: ResponseFormatFields | None = None
     # Extensions by bough.
     top_k: StrictInt | None = None
     min_p: float | None = None
@@ -157,11 +147,18 @@ class GenerationFields(_Fields):
     stop_token_ids: list[StrictInt] | None = None
     session_id: str | None = None
     cache_salt: str | None = None
+    structured_outputs: StructuredOutputsFields | None = None
+    request_id: Annotated[str, Field(max_length=MAX_REQUEST_ID)] | None = None
     speculation: Annotated[SpeculationFields | None, BeforeValidator(_speculation)] = None
     # vLLM's fields that clients send by default.
+    bad_words: Unsupported = None
     include_stop_str_in_output: Unsupported = None
     length_penalty: Unsupported = None
     min_tokens: Unsupported = None
+    priority: Unsupported = None
+    prompt_logprobs: Unsupported = None
+    return_token_ids: Unsupported = None
+    return_tokens_as_token_ids: Unsupported = None
     skip_special_tokens: Unsupported = None
     spaces_between_special_tokens: Ignored = None
     use_beam_search: Unsupported = None
@@ -192,6 +189,17 @@ class MessageFields(_Fields):
     reasoning_content: Ignored = None
     audio: Unsupported = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, data: Any) -> Any:
+        """Drop nulls but of the content: where a refusal stands beside it, as in OpenAI's answers, that was said."""
+        if not isinstance(data, dict):
+            return data
+        given = {name: value for name, value in data.items() if value is not None}
+        if data.get("content") is None and data.get("role") == "assistant" and "refusal" in given:
+            return given | {"content": given["refusal"]}
+        return given | {"content": data["content"]} if "content" in data else given
+
 
 class ChatFields(GenerationFields):
     """Body of /v1/chat/completions."""
@@ -200,7 +208,6 @@ class ChatFields(GenerationFields):
     max_completion_tokens: StrictInt | None = None
     logprobs: StrictBool | None = None
     top_logprobs: StrictInt | None = None
-    response_format: Unsupported = None
     tools: Unsupported = None
     tool_choice: Unsupported = None
     functions: Unsupported = None
@@ -208,6 +215,9 @@ class ChatFields(GenerationFields):
     modalities: Unsupported = None
     audio: Unsupported = None
     web_search_options: Unsupported = None
+    echo: Unsupported = None
+    include_reasoning: Unsupported = None
+    add_special_tokens: Unsupported = None
     add_generation_prompt: Unsupported = None
     continue_final_message: Unsupported = None
     chat_template_kwargs: Unsupported = None
@@ -219,6 +229,7 @@ class CompletionFields(GenerationFields):
     prompt: Annotated[tuple[TextOrTokens, ...], BeforeValidator(_prompts)]
     logprobs: StrictInt | None = None
     echo: StrictBool | None = None
+    add_special_tokens: OnlyTrue = None
     best_of: Unsupported = None
     suffix: Unsupported = None
 
@@ -230,6 +241,11 @@ class TokenizeFields(_Fields):
     prompt: str | None = None
     messages: list[MessageFields] | None = Field(None, min_length=1)
     return_token_strs: StrictBool | None = None
+    add_special_tokens: StrictBool | None = None
+    add_generation_prompt: Unsupported = None
+    continue_final_message: Unsupported = None
+    chat_template_kwargs: Unsupported = None
+    tools: Unsupported = None
 
 
 class DetokenizeFields(_Fields):

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from typing import TypeVar
+from http import HTTPStatus
+from typing import NamedTuple, TypeVar
 
 from bough.protocol.codec_checks import require_numbers
 from bough.protocol.generation import GenerateOptions, Prompt, Speculation, TextPrompt
 from bough.protocol.sampling_params import MAX_SEED
-from orchestrator.http_api.errors import invalid
+from orchestrator.http_api.constraint import constraint_of
+from orchestrator.http_api.errors import ApiError, invalid
 from orchestrator.http_api.fields import GenerationFields, SpeculationFields
 
 MAX_CHOICES = 128  # limit of choices over all prompts of a request
@@ -18,8 +20,7 @@ _SEED_RANGE = MAX_SEED + 1
 _LOWEST_SEED = -(2**63)  # OpenAI's seeds are signed
 
 
-@dataclass(frozen=True, slots=True)
-class RequestedOutput:
+class RequestedOutput(NamedTuple):
     """One of the requests that an HTTP request is split into; becomes one choice of the answer."""
 
     prompt: Prompt
@@ -35,20 +36,21 @@ class RequestLimits:
 
 
 def choices(
-    fields: GenerationFields, prompts: tuple[Prompt, ...], limits: RequestLimits, answer_id: str, session_id: str
+    fields: GenerationFields,
+    prompts: tuple[Prompt, ...],
+    limits: RequestLimits,
+    answer_id: str,
+    session_id: str,
+    most_at_once: int = MAX_CHOICES,
 ) -> tuple[RequestedOutput, ...]:
-    """The requests, prompt by prompt.
+    """The requests, prompt by prompt; no more than could ever run and wait at once.
 
     Raises:
         ApiError, InvalidRequest: names the invalid field.
     """
-    num = 1 if fields.n is None else fields.n
-    if not 1 <= num <= MAX_CHOICES:
-        raise invalid("n", num, f"be 1 to {MAX_CHOICES}")
-    if num * len(prompts) > MAX_CHOICES:
-        raise invalid("n", num, f"be at most {MAX_CHOICES // len(prompts)} with {len(prompts)} prompts")
+    num = _num_choices(fields.n, len(prompts), most_at_once)
     if session_id and num * len(prompts) > 1:
-        raise invalid("session_id", session_id, "be left out where there is more than one choice: each goes on alone")
+        raise invalid("session_id", session_id, "be left out with several choices, as each is a session of its own")
     seed = _seed(fields.seed)
     wanted: list[RequestedOutput] = []
     for prompt in prompts:
@@ -59,6 +61,21 @@ def choices(
             )
     require_numbers(TextPrompt(""), wanted[0].options)  # prompts are checked against the vocabulary later
     return tuple(wanted)
+
+
+def _num_choices(num: int | None, num_prompts: int, most_at_once: int) -> int:
+    """Choices of each prompt. Raises ApiError naming the field that is too large for the limits."""
+    num, most = 1 if num is None else num, min(MAX_CHOICES, most_at_once)
+    why = "" if most == MAX_CHOICES else f", as {most} requests may run and wait at once and each choice is one"
+    if num_prompts > most:
+        message = f"prompt: must have at most {most} entries{why}, got {num_prompts}"
+        raise ApiError(HTTPStatus.BAD_REQUEST, message, param="prompt")
+    if not 1 <= num <= MAX_CHOICES:
+        raise invalid("n", num, f"be 1 to {MAX_CHOICES}")
+    if num * num_prompts > most:
+        beside = f" with {num_prompts} prompts" if num_prompts > 1 else ""
+        raise invalid("n", num, f"be at most {most // num_prompts}{beside}{why}")
+    return num
 
 
 def _options(
@@ -85,6 +102,7 @@ def _options(
         speculation=_speculation(fields.speculation or SpeculationFields()),
         model=fields.model or "",
         cache_salt=fields.cache_salt or "",
+        constraint=constraint_of(fields),
     )
 
 

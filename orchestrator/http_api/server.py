@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-import resource
 import socket
 from collections.abc import AsyncIterator, Generator
 from contextlib import asynccontextmanager, contextmanager
 from http import HTTPStatus
-from typing import cast
+from typing import Any, cast
 
 import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from bough.errors import ConfigError, Unavailable
+from bough.runtime.connections import Connection, connection_limit, longest_idle
+from bough.security.handshakes import Handshakes
 from bough.security.tls import CurrentContext
 from orchestrator.http_api.errors import api_error
-from orchestrator.http_api.handshakes import Handshakes
 
 IDLE_SECONDS = 75  # after which a connection without a whole head is closed; balancers keep theirs for a minute
-MAX_CONNECTIONS = 4096
+MAX_ACCEPTED = 64  # connections at once, before those too many are closed: they need descriptors meanwhile
+NUM_PENDING = 1024  # connections that wait to be accepted
 GRACE_SECONDS = 2  # for sending answers when the server ends; requests have ended before
 
 
@@ -32,10 +33,9 @@ async def http_serving(host: str, port: int, app: ASGIApp, tls: CurrentContext |
         ConfigError: the port is in use, or the host is not an address of this machine.
     """
     listener = _listener(host, port)
-    handshakes = None if tls is None else Handshakes(_Protocol, tls, most_connections())
     config = uvicorn.Config(
         app,
-        http=cast(type[asyncio.Protocol], handshakes or _Protocol),
+        http=_Protocol,
         ws="none",
         lifespan="off",
         log_config=None,
@@ -45,16 +45,18 @@ async def http_serving(host: str, port: int, app: ASGIApp, tls: CurrentContext |
         proxy_headers=False,
         timeout_keep_alive=IDLE_SECONDS,
         timeout_graceful_shutdown=GRACE_SECONDS,
+        backlog=MAX_ACCEPTED,
     )
     server = _Server(config)
+    if tls is not None:
+        handshakes = Handshakes(_Protocol, tls, server.server_state.connections, most_connections)
+        config.http = cast(type[asyncio.Protocol], handshakes)
     bound = int(listener.getsockname()[1])
     serving = asyncio.create_task(server.serve([listener]))
     try:
         yield bound
     finally:
         server.should_exit = True
-        if handshakes is not None:
-            handshakes.close()
         await serving
 
 
@@ -69,7 +71,7 @@ def _listener(host: str, port: int) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
-        listener.listen(1024)
+        listener.listen(NUM_PENDING)
     except OSError as exc:
         listener.close()
         raise ConfigError(f"--http-port: cannot listen on {host}:{port}: {exc}; 0 takes a free one") from exc
@@ -79,6 +81,12 @@ def _listener(host: str, port: int) -> socket.socket:
 class _Server(uvicorn.Server):
     """Leaves signals to the process, which drains first and then sets `should_exit`."""
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Let connections wait in the system; uvicorn would only let as many wait as it accepts at once."""
+        await super().startup(sockets)
+        for listener in sockets or []:
+            listener.listen(NUM_PENDING)
+
     @contextmanager
     def capture_signals(self) -> Generator[None]:
         """Capture no signals."""
@@ -87,8 +95,7 @@ class _Server(uvicorn.Server):
 
 def most_connections() -> int:
     """Limit of open connections: at most half of the process's file descriptors, as workers and gRPC need some."""
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return MAX_CONNECTIONS if limit == resource.RLIM_INFINITY else min(MAX_CONNECTIONS, limit // 2)
+    return connection_limit(num_descriptors=2)
 
 
 class _Protocol(H11Protocol):
@@ -120,17 +127,26 @@ class _Protocol(H11Protocol):
         """Abort: closing would wait for the peer to read what was sent."""
         self.transport.abort()
 
+    def abort(self) -> None:
+        """Close the connection at once."""
+        self.transport.abort()
+
+    @property
+    def idle_since(self) -> float | None:
+        """Time of the event loop since which the timer runs; None while a request is served."""
+        timer = self.timeout_keep_alive_task
+        return None if timer is None else timer.when() - self.timeout_keep_alive
+
     def _make_room(self) -> None:
         """Close the connection that has been idle longest; if all others are busy, refuse this one."""
-        ours = [each for each in self.connections if isinstance(each, _Protocol)]
-        idle = [(timer.when(), each) for each in ours if (timer := each.timeout_keep_alive_task) is not None]
-        _, longest = min(idle, key=lambda one: one[0])  # includes this one, which is the newest
-        self.connections.discard(longest)  # removed at once, so that it is not chosen again before it is lost
-        if longest is self:
+        longest = longest_idle(cast(set[Connection], self.connections))
+        if longest is None or longest is self:
+            self.connections.discard(self)
             self.transport.write(_too_many(len(self.connections)))
             self.transport.close()
         else:
-            longest.transport.abort()
+            self.connections.discard(cast(Any, longest))  # at once, so that it is not chosen again before it is lost
+            longest.abort()
 
 
 def _too_many(num_connections: int) -> bytes:

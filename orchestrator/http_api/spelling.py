@@ -42,16 +42,15 @@ class TokensSpelled(NamedTuple):
 
 
 def completion_logprobs(
-    positions: Sequence[PositionLogprobs], texts: Sequence[str], begin: int, token_bytes: TokenBytes
+    positions: Sequence[PositionLogprobs], begins: Sequence[int], token_bytes: TokenBytes
 ) -> TokensSpelled:
-    """Entries of tokens whose `texts` begin at character `begin`."""
+    """Entries of tokens whose texts begin at these characters of the whole text."""
     spelled = TokensSpelled([], [], [], [])
-    for at, text in zip(positions, texts, strict=True):
+    for at, begin in zip(positions, begins, strict=True):
         spelled.tokens.append(_text(token_bytes(at.token.token_id)))
         spelled.token_logprobs.append(finite(at.token.logprob))
         spelled.top_logprobs.append(_by_text(at, token_bytes))
         spelled.text_offset.append(begin)
-        begin += len(text)
     return spelled
 
 

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from bough.config.processes import OrchestratorConfig
 from bough.errors import InvalidRequest, NotFound, StaleEpoch, Unavailable
+from bough.grammar.grammar import grammar_of
 from bough.protocol.generation import GenerateOptions, Prompt, Tokens
 from bough.protocol.messages import WorkerInfo, weights_differ
 from bough.protocol.prefix_hash import BLOCK_TOKENS, TokenHistory, block_hashes, common_length
@@ -21,7 +22,7 @@ from bough.trees.tree_plan import Scheme
 from orchestrator.admission.size_limits import require_room, require_size, require_sizes
 from orchestrator.cluster.directory import Directory
 from orchestrator.cluster.expected_wait import Need
-from orchestrator.cluster.served_models import Targets, targets_for, with_its_model
+from orchestrator.cluster.served_models import Targets, targets_for
 from orchestrator.cluster.worker_clients import TargetClient
 from orchestrator.cluster.worker_handle import WorkerHandle
 from orchestrator.opening.epochs import Epochs
@@ -80,19 +81,20 @@ class Opening:
             Unavailable: no target with the model can be used, or the index, needed to continue, does not answer.
             StaleEpoch: another request is continuing the same session.
         """
-        past = _Past(*with_its_model(self.directory, *await self._past(options)))
+        past = await self._past(options)
         targets = targets_for(self.directory, options, past.request, past.session)
         past = past.of_model(targets[0].info)
         largest = max(targets, key=lambda known: known.info.max_context)
         if options.resume is not None:
             require_resume(options.resume, largest.info.vocab_size)
         require_size(prompt, largest.tokens, largest.info.max_context)
-        tokens = await self.directory.tokenizing.run(lambda: self._tokens(prompt, options, past, largest))
+        tokens = await self.directory.tokenizing.run(lambda: TokenHistory(self._tokens(prompt, options, past, largest)))
         require_room(tokens, largest.info.max_context)
+        grammar = await self._grammar(options)
         need = await self._need(tokens, options, past.session, targets)
         target = _quickest(targets, need)
         seat = place.enter_context(TargetLease(target))  # at once, so that concurrent requests see each other
-        session, unseen = _session(tokens, options, target, past.request), None
+        session, unseen = _session(tokens, options, grammar, target, past.request), None
         session.weights_hash = past.weights_hash or target.info.weights_hash
         if options.resume is not None:
             if past.request is not None:
@@ -147,19 +149,24 @@ class Opening:
         require_vocabulary(past.session.tokens, target.info.vocab_size, options.session_id)
         return continued_prompt(past.session.tokens, prompt, target.tokens, target.info.vocab_size)
 
+    async def _grammar(self, options: GenerateOptions) -> str:
+        """The grammar of the output; empty if it is free."""
+        if (constraint := options.constraint) is None:
+            return ""
+        if options.ignore_eos:
+            raise InvalidRequest("ignore_eos: must be false beside a constraint, which the model's own end completes")
+        return await self.directory.tokenizing.run(lambda: grammar_of(constraint))
+
     async def _need(
-        self, tokens: Sequence[int], options: GenerateOptions, session: SessionRecord | None, targets: Targets
+        self, tokens: TokenHistory, options: GenerateOptions, session: SessionRecord | None, targets: Targets
     ) -> Need:
         """What a request needs from a target, and the tokens that targets already hold."""
         held, home_id = {}, ""
         if session is not None and any(target.record.worker_id == session.target_id for target in targets):
             home_id = session.target_id
             held[home_id] = min(session.target_length, common_length(session.tokens, tokens))
-        elif (
-            len(targets) > 1
-            and not self.directory.index_problem
-            and (hashes := block_hashes(tokens, cache_salt=options.cache_salt))
-        ):
+        elif len(targets) > 1 and len(tokens) >= BLOCK_TOKENS and not self.directory.index_problem:
+            hashes = await self.directory.tokenizing.run(lambda: block_hashes(tokens, cache_salt=options.cache_salt))
             with suppress(Unavailable):
                 fingerprint, names = targets[0].info.model_fingerprint, [known.record.worker_id for known in targets]
                 blocks = await self.directory.registry.find_prefixes(fingerprint, hashes, names)
@@ -221,9 +228,13 @@ def _session_id(options: GenerateOptions, request: RequestRecord | None) -> str:
 
 
 def _session(
-    tokens: list[int], options: GenerateOptions, target: WorkerHandle[TargetClient], request: RequestRecord | None
+    tokens: TokenHistory,
+    options: GenerateOptions,
+    grammar: str,
+    target: WorkerHandle[TargetClient],
+    request: RequestRecord | None,
 ) -> Session:
-    sampling = _sampling(options, target, request)
+    sampling = _sampling(options, grammar, target, request)
     stops = StopConditions(options.max_tokens, options.stop)
     stops.validate()
     require_sizes(options.speculation, target.info.max_nodes)
@@ -231,7 +242,7 @@ def _session(
         request_id=options.request_id,
         session_id=_session_id(options, request) or uuid.uuid4().hex,
         keep=bool(options.session_id) or (request is not None and request.keeps_session),
-        tokens=TokenHistory(tokens),
+        tokens=tokens,
         prompt_length=len(tokens),
         sampling=sampling,
         stops=stops,
@@ -247,7 +258,7 @@ def _session(
 
 
 def _sampling(
-    options: GenerateOptions, target: WorkerHandle[TargetClient], request: RequestRecord | None
+    options: GenerateOptions, grammar: str, target: WorkerHandle[TargetClient], request: RequestRecord | None
 ) -> SamplingParams:
     own_ends = () if options.ignore_eos else target.tokenizer.eos_token_ids
     seed = options.seed
@@ -265,6 +276,7 @@ def _sampling(
         logit_bias=options.logit_bias,
         logprobs=options.logprobs,
         stop_token_ids=frozenset((*options.stop_token_ids, *own_ends)),
+        grammar=grammar,
     )
     sampling.validate(target.info.vocab_size)
     if options.resume is not None and options.resume.num_tokens and options.seed is None and request is None:

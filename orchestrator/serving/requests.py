@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from math import inf
 
 from bough import __version__
 from bough.config.processes import OrchestratorConfig
@@ -15,7 +16,7 @@ from bough.protocol.messages import PROTOCOL_VERSION
 from bough.telemetry.spans import current_span
 from bough.trees.acceptance import SchemeAcceptance
 from orchestrator.admission.active_streams import Running, Stream
-from orchestrator.admission.admission import Admission
+from orchestrator.admission.admission import Admission, Hold
 from orchestrator.admission.entrance import Entrance
 from orchestrator.admission.size_limits import require_size_for_any
 from orchestrator.cluster.directory import Directory
@@ -70,23 +71,24 @@ class Requests:
         self._num_tokens = 0
 
     async def generate(
-        self, prompt: Prompt, options: GenerateOptions, timeout_seconds: float | None = None
+        self, prompt: Prompt, options: GenerateOptions, timeout_seconds: float | None = None, hold: Hold | None = None
     ) -> AsyncGenerator[Event]:
-        """Yield the events of a request, which has an id. It waits for its turn; closing the generator frees all.
+        """Yield the events of a request, which has an id and perhaps its turn already; closing the generator frees all.
 
         Raises:
             InvalidRequest: names the invalid field.
             NotFound: the session to continue, or the model, is unknown.
             Unavailable: no target answers, or this orchestrator is draining.
             Exhausted: there are too many requests, or no target has room; has a retry delay.
+            AlreadyRunning: the request, or another one of its session, is running.
             StaleEpoch: another call has taken over the request or its session.
             DeadlineExceeded: `timeout_seconds` are over, or the caller has not asked for the next event for as long as
                 the configuration allows. The request's resources are free then.
         """
         tokenizers = {target.tokens for target in self.directory.targets}
         require_size_for_any(prompt, tokenizers, largest_context(self.directory))
-        stream = Stream(options.request_id, options.session_id)
-        patience = Deadline.of(timeout_seconds, self._queue_timeout)
+        stream = Stream(options.request_id, options.session_id, hold=hold or Hold())
+        patience = Deadline.of(timeout_seconds, inf if stream.hold.is_further else self._queue_timeout)
         placed = patience.bound(self._placed(stream, prompt, options, patience))
         watch = RequestWatch(self.totals)
         try:
@@ -280,7 +282,7 @@ class Requests:
         """
         decisions = self.sizer.decisions(name) or self.sizer.decisions(self._sessions.get(name, name))
         if not decisions:
-            raise NotFound(f"session_id: value was {name!r}; must be a session, or a request, with rounds here lately")
+            raise NotFound(f"session_id: must be a session or request with recent rounds here, got {name!r}")
         return decisions
 
     def last_request(self, prefix: str) -> str:

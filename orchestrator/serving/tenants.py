@@ -7,8 +7,16 @@ too. So ids of different tenants never collide, and another tenant's id is unkno
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Sequence
-from contextlib import aclosing, asynccontextmanager, contextmanager, nullcontext, suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Sequence
+from contextlib import (
+    AbstractContextManager,
+    ExitStack,
+    aclosing,
+    asynccontextmanager,
+    contextmanager,
+    nullcontext,
+    suppress,
+)
 from dataclasses import dataclass, field, replace
 
 from bough.errors import BoughError, NotFound
@@ -18,6 +26,7 @@ from bough.security.api_keys import ApiKey
 from bough.security.keyring import Keyring
 from bough.security.worker_key import WorkerKey
 from bough.telemetry.spans import NO_TRACER, Tracer
+from orchestrator.admission.admission import Hold
 from orchestrator.admission.size_limits import require_name, require_texts
 from orchestrator.admission.tenant_usage import Usage
 from orchestrator.serving.requests import Requests
@@ -41,19 +50,69 @@ class Tenant:
     ) -> AsyncGenerator[Event]:
         """As `Requests.generate`; also raises Exhausted at the key's limits."""
         require_texts(prompt, options)
+        with self._counted(options.session_id) as count:
+            async with aclosing(self._generated(prompt, options, count, None, timeout_seconds)) as events:
+                async for event in events:
+                    yield event
+
+    @contextmanager
+    def together(self, wanted: Sequence[tuple[Prompt, GenerateOptions]]) -> Iterator[list[AsyncGenerator[Event]]]:
+        """The events of each request of one call. They are let in together or not at all: then none begins.
+
+        Raises Exhausted or Unavailable if they have no room; each stream raises what `generate` does.
+        """
+        for prompt, options in wanted:
+            require_texts(prompt, options)
+        with self._counted(wanted[0][1].session_id, len(wanted)) as count, self._held(len(wanted)) as holds:
+            yield [
+                self._generated(prompt, options, count, hold)
+                for (prompt, options), hold in zip(wanted, holds, strict=True)
+            ]
+
+    @property
+    def most_at_once(self) -> int:
+        """How many requests of a call can ever be let in together."""
+        admission = self.requests.admission
+        most = admission.max_running + admission.max_waiting
+        return min(most, self.key.requests) if self.key is not None and self.key.requests else most
+
+    async def _generated(
+        self,
+        prompt: Prompt,
+        options: GenerateOptions,
+        count: Callable[[Event], None],
+        hold: Hold | None,
+        timeout_seconds: float | None = None,
+    ) -> AsyncGenerator[Event]:
         request_id = options.request_id or uuid.uuid4().hex
         session_id = self._inner(options.session_id) if options.session_id else ""
         salt = options.cache_salt if self.shares_prefixes else self._inner(options.cache_salt)
         inner = replace(options, request_id=self._inner(request_id), session_id=session_id, cache_salt=salt)
-        counted = nullcontext(_uncounted) if self.key is None else self.usage.request(self.key, options.session_id)
-        with self._outer_names(), counted as count, request_trace(self.tracer, inner) as trace:
-            async with aclosing(self.requests.generate(prompt, inner, timeout_seconds)) as events:
+        with self._outer_names(), request_trace(self.tracer, inner) as trace:
+            async with aclosing(self.requests.generate(prompt, inner, timeout_seconds, hold)) as events:
                 async for event in events:
                     count(event)
                     trace.note(event)
                     if isinstance(event, Started):
                         await self._close_surplus()
                     yield self._outer(event, request_id)
+
+    def _counted(self, session_id: str, num: int = 1) -> AbstractContextManager[Callable[[Event], None]]:
+        return nullcontext(_uncounted) if self.key is None else self.usage.request(self.key, session_id, num)
+
+    @contextmanager
+    def _held(self, num: int) -> Iterator[Sequence[Hold | None]]:
+        """Places or turns of several requests; one alone takes its own when it has been looked at."""
+        if num == 1:
+            yield (None,)
+            return
+        with ExitStack() as place:
+            try:
+                holds = place.enter_context(self.requests.admission.together(num))
+            except BoughError as exc:
+                self.requests.totals.failed[type(exc).__name__] += 1
+                raise
+            yield holds
 
     def abort(self, request_id: str) -> None:
         """End a request at once. Raises NotFound."""

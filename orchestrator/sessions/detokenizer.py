@@ -31,6 +31,12 @@ class TextStream:
         self._num_complete = 0  # tokens of the window that form whole characters, all emitted
         self._num_taken = 0  # characters of the window's text that were emitted
         self._held = ""  # text that may be the beginning of a stop text
+        self._num_emitted = 0  # characters
+
+    @property
+    def length(self) -> int:
+        """Characters of the text so far, with those held back: where the next token's text begins."""
+        return self._num_emitted + len(self._held)
 
     def push(self, token: int) -> TextPiece:
         """Add a token; returns the text that is now certain."""
@@ -89,6 +95,7 @@ class TextStream:
             return TextPiece(text[:where], stop)
         keep = max((_overlap(text, stop) for stop in self._stop), default=0)
         self._held = text[len(text) - keep :]
+        self._num_emitted += len(text) - keep
         return TextPiece(text[: len(text) - keep], None)
 
 

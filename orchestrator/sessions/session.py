@@ -170,8 +170,10 @@ class Session:
         self._count(num_verified - 1, len(accepted), timings)
         committed: list[int] = []
         texts: list[str] = []
+        begins: list[int] = []
         for token in [*accepted, result.verdict.bonus_token]:
             committed.append(token)
+            begins.append(self.text.length)
             texts.append(self._append(token))
             if self.is_finished:
                 break
@@ -191,6 +193,7 @@ class Session:
             timings,
             num_lookup,
             verified,
+            tuple(begins),
         )
 
     def _count(self, num_drafted: int, num_accepted: int, timings: RoundTimings) -> None:

@@ -15,11 +15,11 @@ from bough.trees.tree import Tree
 from bough.trees.tree_plan import Scheme
 
 HALF_LIFE_ROUNDS = 512  # some thousand nodes are remembered: the first rank is then known to about 0.01
-NUM_DEPTHS, NUM_RANKS = 64, 64  # that are told apart; deeper nodes count with the last depth
+NUM_DEPTHS, NUM_RANKS = 64, 64  # limits of the table; deeper nodes count with the last depth
 
 
 class AcceptanceCounter:
-    """Of all sessions together, by scheme. Old rounds count for less and less."""
+    """Acceptance counts of all sessions together, by scheme; older rounds weigh less."""
 
     def __init__(self, half_life_rounds: float = HALF_LIFE_ROUNDS) -> None:
         self._decay = 0.5 ** (1 / half_life_rounds)
@@ -27,7 +27,7 @@ class AcceptanceCounter:
         self._num_rounds: dict[Scheme, int] = {}
 
     def observe(self, scheme: Scheme, tree: Tree, accepted_nodes: Sequence[int]) -> None:
-        """One verdict: the root and every accepted node that has children counts, by what became of these."""
+        """Count the children of the root and of every accepted node of a verdict."""
         if len(tree) == 1:
             return
         counts = self._counts.setdefault(scheme, np.zeros((2, NUM_DEPTHS, NUM_RANKS)))
@@ -36,13 +36,13 @@ class AcceptanceCounter:
         for depth, (node, taken) in enumerate(zip_longest((0, *accepted_nodes), accepted_nodes)):
             children = tree.sampled_children(node, scheme)[:NUM_RANKS]
             if len(children):
-                # None where all were rejected, or the taken one is beyond the table.
+                # Empty if all children were rejected, or the accepted one is beyond the table.
                 ranks = np.flatnonzero(children == taken)
                 outcome = (0, ranks[0]) if len(ranks) else (1, len(children) - 1)
                 counts[outcome[0], min(depth, NUM_DEPTHS - 1), outcome[1]] += 1
 
     def counts(self) -> tuple[SchemeAcceptance, ...]:
-        """For every scheme that has been used; depths and ranks as far as any node was counted."""
+        """Counts of every scheme in use, up to the largest counted depth and rank."""
         return tuple(
             SchemeAcceptance(scheme, self._num_rounds[scheme], _by_depth(counts))
             for scheme, counts in self._counts.items()

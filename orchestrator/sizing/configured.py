@@ -10,7 +10,7 @@ from orchestrator.sizing.tree_sizer import TreeSizer
 
 
 def configured_sizer(config: OrchestratorConfig) -> Sizer:
-    """Trees of a fixed size, or trees that size themselves."""
+    """A FixedSizer or a TreeSizer, as --planner says."""
     size = BestFirst(config.budget, config.width, config.depth)
     if config.planner == "fixed":
         return FixedSizer(size, config.sweep_nodes)

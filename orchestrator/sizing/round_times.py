@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from bough.protocol.decision import RoundSeconds
 from bough.sizing.choice import SweepLoad
-from orchestrator.sizing.pairs import Habits
+from orchestrator.sizing.pairs import RoundStats
 from orchestrator.sizing.plans import RoundOutcome, Situation, WorkerFacts
 from orchestrator.sizing.worker_times import NANO, ByWorker, DraftTimes, TargetTimes
 
@@ -33,9 +33,9 @@ class RoundTimes:
         """Take over the cost curves that workers reported when introduced."""
         target = self._targets.of(situation.target.worker_id)
         if target.curve is None:
-            target.told(situation.target.worker_id, situation.target.cost)
+            target.update(situation.target.worker_id, situation.target.cost)
         if situation.draft is not None and (draft := self._drafts.of(situation.draft.worker_id)).curve is None:
-            draft.told(situation.draft.worker_id, situation.draft.cost)
+            draft.update(situation.draft.worker_id, situation.draft.cost)
 
     def load(self, situation: Situation) -> SweepLoad | None:
         """The rest of the next sweep besides the session's tree; None while the target's cost is unknown."""
@@ -50,9 +50,9 @@ class RoundTimes:
             fixed += times.drafting.median
         return SweepLoad(times.curve, situation.num_context, 1 + min(others, num_running - 1), rows, fixed)
 
-    def draft_seconds(self, situation: Situation, habits: Habits) -> float:
+    def draft_seconds(self, situation: Situation, stats: RoundStats) -> float:
         """Seconds by which a draft's tree delays a round."""
-        return 0.0 if self._is_hidden(situation) else self._drafting_seconds(situation, habits)
+        return 0.0 if self._is_hidden(situation) else self._drafting_seconds(situation, stats)
 
     def step_cost(self, situation: Situation) -> StepCost:
         """Cost of a step of the usual width."""
@@ -64,15 +64,15 @@ class RoundTimes:
             free = target.drafting.median + SHARE_OF_WAIT * self._wait(situation)
         return StepCost(free, self._drafts.of(draft.worker_id).step_seconds)
 
-    def expect(self, parts: RoundSeconds, situation: Situation, load: SweepLoad, habits: Habits | None) -> None:
-        """Fill in the expected parts of a round except its sweep; `habits` is given if a draft is asked."""
+    def expect(self, parts: RoundSeconds, situation: Situation, load: SweepLoad, stats: RoundStats | None) -> None:
+        """Fill in the expected parts of a round except its sweep; `stats` is given if a draft is asked."""
         target = self._targets.of(situation.target.worker_id)
         parts.network, parts.other = target.network.median, target.orchestrator.median
         parts.queue = target.queue.median if situation.target.num_running > 1 else 0.0
         parts.sweep = load.expected_sweep(1)
-        if habits is not None and situation.draft is not None:
+        if stats is not None and situation.draft is not None:
             network = self._drafts.of(situation.draft.worker_id).network.median
-            parts.draft = self._drafting_seconds(situation, habits) - network
+            parts.draft = self._drafting_seconds(situation, stats) - network
             parts.network += network
 
     def beside_sweep(self, situation: Situation) -> float:
@@ -87,7 +87,7 @@ class RoundTimes:
 
     def _observe_target(self, situation: Situation, outcome: RoundOutcome) -> None:
         times, result, timings = self._targets.of(situation.target.worker_id), outcome.result, outcome.timings
-        times.told(situation.target.worker_id, result.cost)
+        times.update(situation.target.worker_id, result.cost)
         times.network.add(outcome.target_network_ns * NANO)
         times.queue.add(timings.queue_ns * NANO)
         times.drafting.add((timings.draft_ns + outcome.draft_network_ns) * NANO)
@@ -105,19 +105,19 @@ class RoundTimes:
     def _observe_draft(self, situation: Situation, draft: WorkerFacts, outcome: RoundOutcome) -> None:
         times, grown = self._drafts.of(draft.worker_id), outcome.grown
         assert grown is not None, "seen to by the caller"
-        times.told(draft.worker_id, grown.cost)
+        times.update(draft.worker_id, grown.cost)
         times.network.add(outcome.draft_network_ns * NANO)
         times.queue.add(grown.timings.queue_ns * NANO)
         num_passes = grown.timings.num_passes
         if times.curve is not None and num_passes and situation.num_draft_context <= SMALL_CONTEXT:
             times.ratio.add(grown.timings.compute_ns * NANO / num_passes / times.curve(1))
 
-    def _drafting_seconds(self, situation: Situation, habits: Habits) -> float:
+    def _drafting_seconds(self, situation: Situation, stats: RoundStats) -> float:
         draft = situation.draft
         if draft is None:
             return 0.0
         times = self._drafts.of(draft.worker_id)
-        steps = min(habits.num_steps or FIRST_STEPS, situation.num_left - 1)  # no tree is deeper than the tokens left
+        steps = min(stats.num_steps or FIRST_STEPS, situation.num_left - 1)  # no tree is deeper than the tokens left
         return steps * times.step_seconds + times.network.median + times.queue.median
 
     def _wait(self, situation: Situation) -> float:

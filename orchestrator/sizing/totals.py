@@ -19,7 +19,7 @@ MAX_POSITIONS = 64  # limit; deeper accepted tokens count with the last
 
 
 @dataclass(slots=True)
-class Tally:
+class Histogram:
     """A histogram: counts by the smallest bound that a value does not exceed; the last count is above all bounds."""
 
     bounds: tuple[float, ...]  # ascending
@@ -49,8 +49,10 @@ class RoundTotals:
     tokens: int = 0
     expected_seconds: float = 0.0
     seconds: float = 0.0
-    nodes: Tally = field(default_factory=lambda: Tally(NODE_BOUNDS))  # of trees sent, roots included
-    plan_seconds: Tally = field(default_factory=lambda: Tally(SECOND_BOUNDS))  # by round, of all calls of the sizer
+    nodes: Histogram = field(default_factory=lambda: Histogram(NODE_BOUNDS))  # of trees sent, roots included
+    plan_seconds: Histogram = field(
+        default_factory=lambda: Histogram(SECOND_BOUNDS)
+    )  # by round, of all calls of the sizer
 
     def add(self, decision: Decision) -> None:
         """Count a round."""
@@ -73,7 +75,7 @@ class MeasuredSizer:
 
     def __init__(self, sizer: Sizer) -> None:
         self._sizer = sizer
-        self._deciding: dict[str, float] = {}  # seconds of the round under way, by session
+        self._deciding: dict[str, float] = {}  # the sizer's seconds in the current round, by session
         self.totals = RoundTotals()
 
     def plan(self, situation: Situation) -> RoundPlan:

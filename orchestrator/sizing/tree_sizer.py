@@ -1,9 +1,8 @@
-"""Trees that size themselves: measured while running, sized for most tokens per second, left out where they do not pay.
+"""The default sizer: chooses each round's tree for the most tokens per second, and no tree where none pays.
 
-A round goes through three calls. `plan` compares the sizes that there could be with no tree at all, by what rounds have
-been worth and what sweeps and draft steps take, and tells the draft at which price a step is not worth making.
-`propose` sees what has really grown, and cuts it where the next node is not worth its time. `observe` learns from the
-verdict.
+A round makes three calls. `plan` compares all tree sizes with plain decoding, by the gains of past rounds and the
+seconds of sweeps and draft steps, and sets the price at which the draft worker stops growing. `propose` cuts the grown
+tree where the next node is not worth its time. `observe` learns from the verdict.
 """
 
 from __future__ import annotations
@@ -22,49 +21,49 @@ from bough.trees.merge import merged, union
 from bough.trees.tree import Tree
 from bough.trees.tree_plan import NO_TREE, BestFirst, Scheme, TreePlan
 from orchestrator.sizing.decision_log import DecisionLog
-from orchestrator.sizing.pairs import FIRST_BOUND, Habits, PairKey, Pairs, SessionState
+from orchestrator.sizing.pairs import FIRST_BOUND, PairKey, Pairs, RoundStats, SessionState
 from orchestrator.sizing.plans import Proposal, RoundOutcome, RoundPlan, Situation, limited, requested_plan, whole
 from orchestrator.sizing.round_times import RoundTimes
 
-MOST_NODES = 1024  # of a tree
-ROOM_TO_GROW = 1.25  # times the best size: what has really grown may be worth more than usual
-BETTER_BY = 1.03  # before drafting is given up or taken up again,
-TIMES_IN_A_ROW = 2  # as expected so often
+MOST_NODES = 1024  # limit of a tree
+ROOM_TO_GROW = 1.25  # budget relative to the best size, as a tree may turn out better than usual
+BETTER_BY = 1.03  # ratio of rates from which drafting is stopped or resumed,
+TIMES_IN_A_ROW = 2  # if expected in so many consecutive rounds
 PROBE = BestFirst(budget=4, width=2, depth=2)
-UNKNOWN = BestFirst(budget=16, width=8, depth=6)  # while nothing is known of the target's sweeps
-LEAST_WIDTH = 4  # nodes of a step: fewer hardly save time
+UNKNOWN = BestFirst(budget=16, width=8, depth=6)  # while the target's sweep times are unknown
+LEAST_WIDTH = 4  # least nodes of a step; fewer hardly save time
 TINY = 1e-12
-CROWDED = 0.8  # of the price, where the target itself divides a sweep's rows among those who share it
+CROWDED = 0.8  # share of the price, if the target may cut trees further for sessions in the same sweep
 
 
 @dataclass(slots=True)
 class _Pending:
-    """A round between its plan and its verdict."""
+    """The state of a round between its plan and its verdict."""
 
     situation: Situation
     plan: RoundPlan
-    load: SweepLoad | None  # None where nothing is decided
+    load: SweepLoad | None  # None if the size was not chosen by the sizer
     best: Size | None
     decision: Decision
     drafted: Tree | None = None
-    values: NDArray[np.float64] | None = None  # of the drafted nodes
-    grown_values: NDArray[np.float64] | None = None  # and of all that was guessed
+    values: NDArray[np.float64] | None = None  # acceptance probabilities of the drafted nodes
+    grown_values: NDArray[np.float64] | None = None  # and of all guesses, looked-up ones included
     sent_values: NDArray[np.float64] = field(default_factory=lambda: np.ones(1))
     places: NDArray[np.intp] = field(default_factory=lambda: np.zeros(1, np.intp))
 
 
 class TreeSizer:
-    """Learns while it runs, of every pair of models, worker and session."""
+    """A sizer that learns about every pair of models, every worker and every session while it runs."""
 
     def __init__(self, default: BestFirst, max_depth: int) -> None:
-        """`default` is the size while nothing is known of the target; no tree has more levels than `max_depth`."""
+        """`default` completes sizes that requests fix in part, and is the least width; `max_depth` limits all trees."""
         self._default, self._max_depth = default, max_depth
         self._pairs, self._times, self._log = Pairs(), RoundTimes(), DecisionLog()
         self._sessions: dict[str, SessionState] = {}
         self._pending: dict[str, _Pending] = {}
 
     def plan(self, situation: Situation) -> RoundPlan:
-        """The size of most tokens per second, or what the request has fixed."""
+        """Plan the size with the most tokens per second, or the one that the request fixes."""
         session = self._session(situation)
         session.num_rounds += 1
         self._times.note(situation)
@@ -81,7 +80,7 @@ class TreeSizer:
         return pending.plan
 
     def propose(self, session_id: str, drafted: Tree, looked_up: Tree) -> Proposal:
-        """What is worth its time of a tree and of what was looked up beside it; a sample stays whole."""
+        """Choose the nodes of the drafted and looked-up trees that are worth their time; samples stay whole."""
         pending, session = self._pending.get(session_id), self._sessions.get(session_id)
         if pending is None or session is None:
             return whole(drafted, looked_up)
@@ -93,7 +92,9 @@ class TreeSizer:
         pending.values = session.pair.acceptance.values(drafted, session.bias)
         both = union(with_values(drafted, pending.values), looked_up)
         values = np.exp(both.scores().astype(np.float64))
-        order = np.argsort(-values, kind="stable")  # a parent comes first: it is worth no less, and was there before
+        order = np.argsort(
+            -values, kind="stable"
+        )  # parents precede children: their values are no less, and the sort is stable
         most = min(pending.plan.max_nodes, len(order))
         if pending.load is not None and pending.best is not None:
             share = CROWDED if pending.load.num_trees > 1 else 1.0
@@ -105,7 +106,7 @@ class TreeSizer:
         return Proposal(_reordered(both, kept), pending.load is not None, pending.places)
 
     def observe(self, session_id: str, outcome: RoundOutcome) -> Decision | None:
-        """Learns what the round took and which guesses were right; the round's record, None where it had no plan."""
+        """Learn a round's times and outcomes; returns the round's record, or None if it had no plan."""
         pending, session = self._pending.pop(session_id, None), self._sessions.get(session_id)
         if pending is None or session is None:
             return None
@@ -113,8 +114,8 @@ class TreeSizer:
         pending.decision.expected_tokens -= float(pending.sent_values[list(outcome.result.left_out_nodes)].sum())
         self._learn_guesses(session, pending, outcome)
         if outcome.grown is not None and pending.plan.asks_draft:
-            for habits in (session.habits, session.pair.habits):
-                habits.note_steps(outcome.grown.timings.num_passes)
+            for stats in (session.stats, session.pair.stats):
+                stats.note_steps(outcome.grown.timings.num_passes)
             pending.decision.draft_id = pending.situation.draft.worker_id if pending.situation.draft else ""
         pending.decision.settle(len(outcome.tokens), outcome.result, outcome.grown, outcome.timings)
         self._log.add(session_id, pending.decision)
@@ -124,20 +125,20 @@ class TreeSizer:
         return decision
 
     def forget(self, session_id: str) -> None:
-        """What it has taught its pair of models stays."""
+        """Drop a session's state; what its pair of models has learnt stays."""
         self._sessions.pop(session_id, None)
         self._pending.pop(session_id, None)
 
     def decisions(self, session_id: str) -> Sequence[Decision]:
-        """The last rounds of a session, oldest first."""
+        """The latest rounds of a session, oldest first."""
         return self._log.of(session_id)
 
     def calibrations(self) -> tuple[DraftCalibration, ...]:
-        """How well predictions agreed with what came to pass."""
+        """Accuracy of predictions by draft worker."""
         return self._log.calibrations()
 
     def _session(self, situation: Situation) -> SessionState:
-        """State of a session; begun anew where a failover has brought it to other models."""
+        """The state of a session, created again after a failover to other models."""
         speculation, draft = situation.speculation, situation.draft
         key = PairKey(
             situation.target.identity,
@@ -149,7 +150,7 @@ class TreeSizer:
         session = self._sessions.get(situation.session_id)
         if session is None or session.key != key:
             pair = self._pairs.of(key)
-            session = self._sessions[situation.session_id] = SessionState(pair, key, Habits.after(pair.habits))
+            session = self._sessions[situation.session_id] = SessionState(pair, key, RoundStats.after(pair.stats))
         return session
 
     def _undecided(self, situation: Situation, session: SessionState, plan: RoundPlan, mode: Mode) -> _Pending:
@@ -158,19 +159,19 @@ class TreeSizer:
         decision.budget, decision.depth = growth.budget, growth.depth
         load = self._times.load(situation)
         if load is not None:
-            self._times.expect(decision.expected, situation, load, session.habits if plan.asks_draft else None)
+            self._times.expect(decision.expected, situation, load, session.stats if plan.asks_draft else None)
         return _Pending(situation, plan, None, None, decision)
 
     def _decided(self, situation: Situation, session: SessionState, load: SweepLoad) -> _Pending:
-        """Compares trees of a draft with doing without, and settles the prices."""
+        """Compare drafting with plain decoding, and set the prices."""
         most = min(MOST_NODES, situation.target.max_nodes)
-        plain = best_size(session.habits.looked_up, load, 0.0, np.arange(1, 2 + min(situation.lookup, most - 1)))
+        plain = best_size(session.stats.looked_up, load, 0.0, np.arange(1, 2 + min(situation.lookup, most - 1)))
         best, mode, growth = plain, Mode.LOOKUP, PROBE
         drafting = plain
         if situation.draft is not None and (most_drafted := min(most, situation.draft.max_nodes)) > 1:
-            seconds = self._times.draft_seconds(situation, session.habits)
+            seconds = self._times.draft_seconds(situation, session.stats)
             trust = session.pair.trust.factor
-            drafting = best_size(session.habits.drafted, load, seconds, np.arange(2, most_drafted + 1), trust)
+            drafting = best_size(session.stats.drafted, load, seconds, np.arange(2, most_drafted + 1), trust)
             drafted = self._growth(situation, session, drafting)
             if self._weigh(session, drafting, plain) and drafted.step_price <= FIRST_BOUND:
                 best, mode, growth = drafting, Mode.DRAFT, drafted
@@ -179,23 +180,23 @@ class TreeSizer:
         plan, decision = _plan_of(situation, session.num_rounds, mode, growth)
         decision.draft_rate, decision.plain_rate = drafting.rate, plain.rate
         decision.best_nodes, decision.price = best.num_nodes, best.price
-        self._times.expect(decision.expected, situation, load, session.habits if plan.asks_draft else None)
+        self._times.expect(decision.expected, situation, load, session.stats if plan.asks_draft else None)
         return _Pending(situation, plan, load, best, decision)
 
     def _weigh(self, session: SessionState, drafting: Size, plain: Size) -> bool:
-        """Whether to draft; changes its mind where the other way was expected to be better by enough, often enough."""
-        habits = session.habits
-        now, other = (drafting, plain) if habits.is_drafting else (plain, drafting)
-        habits.num_contrary = habits.num_contrary + 1 if other.rate > BETTER_BY * now.rate else 0
-        if habits.num_contrary >= TIMES_IN_A_ROW:
-            habits.is_drafting, habits.num_contrary = not habits.is_drafting, 0
-            if not habits.is_drafting:
+        """Whether to draft; it changes after TIMES_IN_A_ROW rounds in which the opposite was better by BETTER_BY."""
+        stats = session.stats
+        now, other = (drafting, plain) if stats.is_drafting else (plain, drafting)
+        stats.num_contrary = stats.num_contrary + 1 if other.rate > BETTER_BY * now.rate else 0
+        if stats.num_contrary >= TIMES_IN_A_ROW:
+            stats.is_drafting, stats.num_contrary = not stats.is_drafting, 0
+            if not stats.is_drafting:
                 session.pair.probing.begin()
-            session.pair.habits.is_drafting = habits.is_drafting
-        return habits.is_drafting
+            session.pair.stats.is_drafting = stats.is_drafting
+        return stats.is_drafting
 
     def _growth(self, situation: Situation, session: SessionState, best: Size) -> BestFirst:
-        """Room for the best size and a little more, and the price of a step; levels are left to that price."""
+        """Limits for growing the best size and a little more; the step price limits the depth."""
         speculation = situation.speculation
         budget = min(MOST_NODES, math.ceil(ROOM_TO_GROW * best.num_nodes))
         width = speculation.width or min(max(self._default.width, budget // 8), max(LEAST_WIDTH, budget // 2))
@@ -225,14 +226,14 @@ class TreeSizer:
             pair = session.pair
             pair.acceptance.observe(drafted, drafted.along(outcome.tokens), is_verified, session.bias)
             pair.trust.observe(pending.decision.expected_tokens - 1, len(outcome.tokens) - 1)
-            # What the tree was worth is judged by what it has just taught, or a first surprise would be felt for long.
+            # Values are computed with the updated model; otherwise a first surprise would bias the profile for long.
             drafted_values = pair.acceptance.values(drafted, session.bias)
             values = values * _change(before, drafted_values, len(values))
             pair.margin.observe(drafted, drafted_values)
         if pending.plan.asks_draft and outcome.grown is None:
-            return  # a draft that failed says nothing of what its trees are worth
-        for habits in (session.habits, session.pair.habits):
-            profile = habits.drafted if pending.plan.asks_draft else habits.looked_up
+            return  # a failed draft says nothing about the value of trees
+        for stats in (session.stats, session.pair.stats):
+            profile = stats.drafted if pending.plan.asks_draft else stats.looked_up
             profile.observe(values)
 
 
@@ -250,21 +251,21 @@ def _plan_of(situation: Situation, number: int, mode: Mode, growth: BestFirst) -
 
 
 def _change(before: NDArray[np.float64], after: NDArray[np.float64], num_nodes: int) -> NDArray[np.float64]:
-    """(num_nodes,) by what the values of drafted nodes have changed; what was only looked up comes last."""
+    """Ratios (num_nodes,) of new to old values of drafted nodes; 1 for looked-up nodes, which come last."""
     change = np.ones(num_nodes)
     change[: len(before)] = after / np.maximum(before, TINY)
     return change
 
 
 def _places(kept: NDArray[np.intp], num_nodes: int) -> NDArray[np.intp]:
-    """(num_nodes,) where each node is among those that are kept; -1 for the others."""
+    """Positions (num_nodes,) of nodes in `kept`; -1 for nodes that are not kept."""
     places = np.full(num_nodes, -1, np.intp)
     places[kept] = np.arange(len(kept))
     return places
 
 
 def _reordered(tree: Tree, kept: NDArray[np.intp]) -> Tree:
-    """These nodes in this order, each after its parent."""
+    """The tree of the nodes `kept`, in this order, with parents before children."""
     places = _places(kept, len(tree))
     parents = np.where(tree.parents[kept] < 0, -1, places[tree.parents[kept]]).astype(np.int32)
     return Tree(tree.tokens[kept], parents, tree.log_probs[kept])

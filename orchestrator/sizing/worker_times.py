@@ -1,4 +1,4 @@
-"""What rounds take at each worker: the workers' own curves, and what comes on top as the orchestrator sees it."""
+"""Times of rounds by worker: the workers' own cost curves, and the overheads measured by the orchestrator."""
 
 from __future__ import annotations
 
@@ -15,34 +15,34 @@ from bough.protocol.cost_curve import CostCurve
 logger = logging.getLogger(__name__)
 
 NANO = 1e-9
-NUM_RECENT = 7  # of which a median is taken: a change is followed after four
-MAX_WORKERS = 64  # that are remembered: they come and go
+NUM_RECENT = 7  # samples of a median, which follows a change after four
+MAX_WORKERS = 64  # limit; the most recently used are kept
 
 Times = TypeVar("Times")
 
 
-class Recent:
-    """The median of the last few numbers: one that is far off moves it little."""
+class RecentMedian:
+    """The median of the last NUM_RECENT samples, which is robust against outliers."""
 
     def __init__(self, default: float) -> None:
-        self.median = default  # the default before the first
+        self.median = default  # before the first sample
         self._values: deque[float] = deque(maxlen=NUM_RECENT)
 
     def add(self, value: float) -> None:
-        """One more."""
+        """Add a sample."""
         self._values.append(value)
         self.median = statistics.median(self._values)
 
 
 @dataclass(slots=True)
-class _ToldTimes:
-    """What a worker tells of itself."""
+class _ReportedTimes:
+    """The cost curve that a worker reports."""
 
     curve: CostCurve | None = None  # seconds of a sweep, or of a draft step, by rows
-    has_warned: bool = False  # of a curve that was none: said once, for it comes with every reply
+    has_warned: bool = False  # whether an invalid curve was logged; every reply may have one
 
-    def told(self, worker_id: str, curve: CostCurve | None) -> None:
-        """Takes a curve over; where there is none, or it is no curve, what was known before goes on to hold."""
+    def update(self, worker_id: str, curve: CostCurve | None) -> None:
+        """Replace the curve; None and invalid curves are ignored, the latter with one warning."""
         if curve is None or curve == self.curve:
             return
         try:
@@ -56,41 +56,41 @@ class _ToldTimes:
 
 
 @dataclass(slots=True)
-class TargetTimes(_ToldTimes):
-    """Of rounds at one target worker."""
+class TargetTimes(_ReportedTimes):
+    """Times of rounds at one target worker, in seconds."""
 
-    network: Recent = field(default_factory=lambda: Recent(0.0))
-    queue: Recent = field(default_factory=lambda: Recent(0.0))
-    drafting: Recent = field(default_factory=lambda: Recent(0.0))  # before the call, network included
-    beside: Recent = field(default_factory=lambda: Recent(0.0))  # of the worker's own time, beside queue and sweep
-    orchestrator: Recent = field(default_factory=lambda: Recent(0.0))  # of a round, beside the calls
-    other_rows: Recent = field(default_factory=lambda: Recent(0.0))  # in sweeps, of other sessions
-    other_trees: Recent = field(default_factory=lambda: Recent(0.0))
+    network: RecentMedian = field(default_factory=lambda: RecentMedian(0.0))
+    queue: RecentMedian = field(default_factory=lambda: RecentMedian(0.0))
+    drafting: RecentMedian = field(default_factory=lambda: RecentMedian(0.0))  # before the call, network included
+    beside: RecentMedian = field(default_factory=lambda: RecentMedian(0.0))  # in the worker, without queue and sweep
+    orchestrator: RecentMedian = field(default_factory=lambda: RecentMedian(0.0))  # of a round, outside calls
+    other_rows: RecentMedian = field(default_factory=lambda: RecentMedian(0.0))  # rows of other sessions in a sweep
+    other_trees: RecentMedian = field(default_factory=lambda: RecentMedian(0.0))
 
 
 @dataclass(slots=True)
-class DraftTimes(_ToldTimes):
-    """Of trees grown at one draft worker."""
+class DraftTimes(_ReportedTimes):
+    """Times of trees grown at one draft worker, in seconds."""
 
-    network: Recent = field(default_factory=lambda: Recent(0.0))
-    queue: Recent = field(default_factory=lambda: Recent(0.0))
-    ratio: Recent = field(default_factory=lambda: Recent(1.0))  # of a step, to what the curve says of one row
+    network: RecentMedian = field(default_factory=lambda: RecentMedian(0.0))
+    queue: RecentMedian = field(default_factory=lambda: RecentMedian(0.0))
+    ratio: RecentMedian = field(default_factory=lambda: RecentMedian(1.0))  # a step's time over the curve's for one row
 
     @property
     def step_seconds(self) -> float:
-        """Of a step as wide, and beside as many other sessions, as steps have been; 0 where nothing is known."""
+        """Seconds of a step of the recent width and load; 0 if unknown."""
         return self.ratio.median * self.curve(1) if self.curve is not None else 0.0
 
 
 class ByWorker(Generic[Times]):
-    """Times of the workers that were last used."""
+    """Times of the most recently used workers."""
 
     def __init__(self, make: Callable[[], Times]) -> None:
         self._make = make
         self._times: OrderedDict[str, Times] = OrderedDict()
 
     def of(self, worker_id: str) -> Times:
-        """Those of a worker; of one that is new, none yet."""
+        """The times of a worker, created if there are none."""
         times = self._times.get(worker_id)
         if times is None:
             times = self._times[worker_id] = self._make()

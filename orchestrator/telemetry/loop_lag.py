@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from bough.concurrency.tasks import end
-from orchestrator.sizing.totals import Tally
+from orchestrator.sizing.totals import Histogram
 
 PERIOD_SECONDS = 0.02
 COUNT_SECONDS = 1.0  # between two counts of tasks
@@ -24,7 +24,7 @@ class LoopLag:
     """Notes how late each of many short sleeps ends while it runs."""
 
     def __init__(self) -> None:
-        self.tally = Tally(BOUNDS)  # seconds
+        self.tally = Histogram(BOUNDS)  # seconds
         self.num_tasks = 0  # of the event loop, as they were counted last
 
     @asynccontextmanager

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from bough.protocol.generation import Event, Finished, Started, Tokens
-from orchestrator.sizing.totals import Tally
+from orchestrator.sizing.totals import Histogram
 
 # Bounds in seconds: vLLM's where these are fine enough, and longer ones, as sweeps of streamed weights take seconds.
 WAIT_BOUNDS = (0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0)
@@ -25,11 +25,13 @@ class RequestTotals:
     cached_tokens: int = 0  # prompt tokens whose KV was cached
     num_failovers: int = 0
     num_degraded_rounds: int = 0
-    queue: Tally = field(default_factory=lambda: Tally(WAIT_BOUNDS))
-    first_token: Tally = field(default_factory=lambda: Tally(WAIT_BOUNDS))
-    whole: Tally = field(default_factory=lambda: Tally(WAIT_BOUNDS))
-    between: Tally = field(default_factory=lambda: Tally(TOKEN_BOUNDS))  # between rounds of a request
-    per_token: Tally = field(default_factory=lambda: Tally(TOKEN_BOUNDS))  # after the first round of a request
+    queue: Histogram = field(default_factory=lambda: Histogram(WAIT_BOUNDS))
+    prefill: Histogram = field(default_factory=lambda: Histogram(WAIT_BOUNDS))  # after the queue, to the first tokens
+    decode: Histogram = field(default_factory=lambda: Histogram(WAIT_BOUNDS))  # from the first tokens to the last
+    first_token: Histogram = field(default_factory=lambda: Histogram(WAIT_BOUNDS))
+    whole: Histogram = field(default_factory=lambda: Histogram(WAIT_BOUNDS))
+    between: Histogram = field(default_factory=lambda: Histogram(TOKEN_BOUNDS))  # between rounds of a request
+    per_token: Histogram = field(default_factory=lambda: Histogram(TOKEN_BOUNDS))  # after the first round of a request
 
 
 @dataclass(slots=True)
@@ -39,6 +41,7 @@ class RequestWatch:
     totals: RequestTotals
     clock: Callable[[], float] = time.monotonic
     _began: float = 0.0
+    _started: float = 0.0
     _first: float = 0.0  # time of the first tokens; 0 before
     _last: float = 0.0
     _num_later: int = 0  # tokens after the first round
@@ -53,6 +56,7 @@ class RequestWatch:
             case Started():
                 self.totals.prompt_tokens += event.prompt_tokens
                 self.totals.queue.add(now - self._began)
+                self._started = now
             case Tokens(num_nodes=num_nodes) if num_nodes > 0:
                 self._note_round(now, len(event.token_ids))
             case Finished():
@@ -66,6 +70,7 @@ class RequestWatch:
         if not self._first:
             self._first = now
             self.totals.first_token.add(now - self._began)
+            self.totals.prefill.add(now - self._started)
         else:
             self._num_later += num_tokens
             self.totals.between.add(now - self._last)
@@ -77,5 +82,7 @@ class RequestWatch:
         self.totals.num_failovers += event.num_failovers
         self.totals.num_degraded_rounds += event.speculation.num_degraded_rounds
         self.totals.whole.add(now - self._began)
+        if self._first:
+            self.totals.decode.add(self._last - self._first)
         if self._num_later:
             self.totals.per_token.add((self._last - self._first) / self._num_later)

@@ -63,10 +63,6 @@ class ExpertCopies:
     def require_unchanged(self) -> None:
         """Nothing to check: the host's own reader does."""
 
-    def renew(self) -> bool:
-        """Always False: experts in host memory never change."""
-        return False
-
     def begin(self) -> None:
         """Record the compute stream's progress: slabs given up in this turn are in use until then."""
         self._computed = self._streams.compute_event()

@@ -46,10 +46,7 @@ class ExpertReads:
 
     def __enter__(self) -> ExpertReads:
         each = [expert for layer in self._layers.values() for expert in layer.each]
-        self._disk = Disk(
-            (extent.file for expert in each for extent in expert.extents),
-            (place for expert in each for place in expert.begins if place.name not in self._checksums),
-        )
+        self._disk = Disk(extent.file for expert in each for extent in expert.extents)
         self._threads, self._prefetching = (
             ThreadPoolExecutor(self._num_threads, thread_name_prefix=name) for name in ("experts", "experts-ahead")
         )
@@ -75,14 +72,6 @@ class ExpertReads:
     def require_unchanged(self) -> None:
         """As `Tiers.require_unchanged`. Raises StreamError."""
         self._disk.require_unchanged()
-
-    def renew(self) -> bool:
-        """As `Disk.renew`; returns whether any of its files were renewed. Raises StreamError."""
-        renewed = self._disk.renew()
-        for index, layer in self._layers.items() if self._checksums else ():
-            of_renewed = (n for n, each in enumerate(layer.each) if any(e.file in renewed for e in each.extents))
-            self._unseen |= {Expert(index, number) for number in of_renewed}
-        return bool(renewed)
 
     def begin(self) -> None:
         """Nothing to do: the CPU computes synchronously."""

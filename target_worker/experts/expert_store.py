@@ -49,11 +49,7 @@ class ExpertLoader(Protocol):
         ...
 
     def require_unchanged(self) -> None:
-        """Raise StreamError if cached data may come from two versions of a checkpoint."""
-        ...
-
-    def renew(self) -> bool:
-        """Continue with changed files of equal contents; returns whether any changed. Raises StreamError."""
+        """As `Disk.require_unchanged`."""
         ...
 
     def begin(self) -> None:
@@ -184,12 +180,6 @@ class ExpertStore:
     def require_unchanged(self) -> None:
         """As `Tiers.require_unchanged`. Raises StreamError."""
         self._loader.require_unchanged()
-
-    def renew(self) -> None:
-        """As `Tiers.renew`; drops everything cached if any file was renewed. Raises StreamError."""
-        if self._loader.renew():
-            for slab in range(self._num_slabs):
-                self._empty(slab)
 
     def restart(self) -> None:
         """Abandon the current turn, after an error or an aborted sweep."""

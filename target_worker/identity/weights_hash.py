@@ -58,18 +58,14 @@ class ReadPacing:
 class WeightsHash:
     """Hash of files as they are at construction. Close it before their readers."""
 
-    def __init__(self, files: Iterable[Path], is_same: Callable[[], bool] = lambda: False) -> None:
-        """`is_same` returns whether samples of the files are what they were at construction.
-
-        Raises CheckpointError if a file cannot be read.
-        """
+    def __init__(self, files: Iterable[Path]) -> None:
+        """Raises CheckpointError if a file cannot be read."""
         try:
             self._states = {file: FileState.of(file) for file in sorted(set(files))}
         except OSError as exc:
             raise CheckpointError(f"{exc.filename}: cannot be read: {exc}") from exc
         known = {file: known_digest(file, state) for file, state in self._states.items()}
         self._digests = {file: digest for file, digest in known.items() if digest is not None}
-        self._is_same = is_same
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -102,28 +98,8 @@ class WeightsHash:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)  # on Linux: of the thread only
         with suppress(Closed):
             try:
-                for file in self._states:
-                    while file not in self._digests:
-                        self._read(file, pace)
+                for file, state in self._states.items():
+                    if file not in self._digests:
+                        self._digests[file] = file_digest(file, state, pace.give_way)
             except CheckpointError as exc:
                 logger.warning("%s; weights are compared by samples only", exc)
-
-    def _read(self, file: Path, pace: ReadPacing) -> None:
-        """Compute a file's digest; if it was touched, with other times and the same contents, note its new state.
-
-        Raises:
-            Closed: by `close`.
-            CheckpointError: the file cannot be read, or its contents may have changed.
-        """
-        state = self._states[file]
-        try:
-            self._digests[file] = file_digest(file, state, pace.give_way)
-        except CheckpointError:
-            with suppress(OSError):
-                while not (found := FileState.of(file)).is_settled():
-                    if self._closed.wait(LOOK_SECONDS):
-                        raise Closed from None
-                if found[:2] == state[:2] and found != state and self._is_same():
-                    self._states[file] = found
-                    return
-            raise

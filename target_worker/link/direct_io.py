@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import struct
-import zlib
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,12 +11,10 @@ from typing import NamedTuple
 
 import torch
 
-from bough.errors import CheckpointError, StreamError
-from bough.model.checkpoint.checkpoint import MAX_HEADER_BYTES, TensorPlace
-from bough.model.checkpoint.content_samples import SAMPLE_BYTES, Sample, samples_digest
-from target_worker.link.file_digests import file_digest, known_digest
+from bough.errors import StreamError
+from bough.runtime.fatal_exit import exit_soon
 from target_worker.link.layer_extents import Extent, LayerExtents
-from target_worker.link.open_files import SETTLED_SECONDS, FileState, OpenFile, open_file
+from target_worker.link.open_files import FileState, open_file
 
 logger = logging.getLogger(__name__)
 
@@ -50,15 +46,9 @@ class Slab(NamedTuple):
 class Disk:
     """The open files of a checkpoint."""
 
-    def __init__(self, files: Iterable[Path], unchecked: Iterable[TensorPlace] = ()) -> None:
-        """`unchecked` are tensors without checksums, compared by digest or samples when a file is replaced."""
+    def __init__(self, files: Iterable[Path]) -> None:
         self._files = {file: open_file(file) for file in set(files)}
-        self._unchecked: dict[Path, list[TensorPlace]] = {}
-        for place in unchecked:
-            self._unchecked.setdefault(place.file, []).append(place)
         self._states = {path: FileState.of(file.descriptor) for path, file in self._files.items()}
-        self._layouts = {file: _layout_of(file) for file in self._files}
-        self._contents = {file: self._contents_of(file) for file in self._files}
 
     @property
     def is_direct(self) -> bool:
@@ -73,81 +63,19 @@ class Disk:
     def require_unchanged(self) -> None:
         """Check after reads, before their data is used, that no file was written to in place.
 
+        Otherwise reads may have mixed two checkpoints, and this process ends: whoever supervises it starts another,
+        with what is there then.
+
         Raises:
-            StreamError: a file was written to, so reads may have mixed two checkpoints.
+            StreamError: a file was written to.
         """
         for path, file in self._files.items():
             if FileState.of(file.descriptor) != self._states[path]:
-                raise StreamError(f"{path}: was written to while the model is served; the sweep's data is discarded")
-
-    def renew(self) -> set[Path]:
-        """Continue with files that were rewritten or replaced, if their contents are the same; returns which.
-
-        Descriptors keep their numbers, as readers store them.
-
-        Raises:
-            StreamError: a file now has another layout or other weights, or is not known to have the same weights: it
-                may be
-                overwritten in part.
-        """
-        renewed = set()
-        for path, file in self._files.items():
-            before, found = self._states[path], _state_of(path, file)
-            if found == before:
-                continue
-            self._require_same(path, before, found)
-            if found.inode != before.inode:
-                new = open_file(path)
-                os.dup2(new.descriptor, file.descriptor)
-                os.close(new.descriptor)
-                self._files[path] = new._replace(descriptor=file.descriptor)
-            self._states[path] = found
-            self.require_unchanged()
-            renewed.add(path)
-        return renewed
-
-    def _require_same(self, path: Path, before: FileState, found: FileState) -> None:
-        """Check that a changed file has the same contents. Raises StreamError.
-
-        Tensors with checksums are verified when read. For others a digest decides if one is known; without one, samples
-        decide, as they would for a target that starts now. Files are renamed only when complete; overwriting one in
-        place changes its beginning first, and may go on until nobody has written to it for a while.
-        """
-        if found.size != before.size:
-            raise StreamError(
-                f"{path}: must have {before.size} bytes, as when the model was opened, got {found.size}; restore the "
-                "file or restart"
-            )
-        if _layout_of(path) != self._layouts[path]:
-            raise StreamError(
-                f"{path}: must have the tensors and offsets that it had when the model was opened; "
-                "restore the file or restart"
-            )
-        if path not in self._unchecked:
-            return
-        digest = known_digest(path, before)
-        if digest is not None:
-            if self._digest_of(path, found) != digest:
-                raise StreamError(
-                    f"{path}: has other bytes than when the model was opened, which sessions have used; "
-                    "restore the file or restart"
+                changed = StreamError(
+                    f"{path}: was written to while the model is served; this worker ends, to start anew"
                 )
-        elif self._contents_of(path) != self._contents[path]:
-            raise StreamError(
-                f"{path}: has other weights than when the model was opened, which sessions have used; "
-                "restore the file or restart"
-            )
-        elif found.inode == before.inode and not found.is_settled():
-            raise StreamError(
-                f"{path}: was written to a moment ago; is used again if its weights are the same once nobody has "
-                f"written to it for {SETTLED_SECONDS:g} s"
-            )
-
-    def _digest_of(self, path: Path, state: FileState) -> str:
-        try:
-            return known_digest(path, state) or file_digest(path, state)
-        except CheckpointError as exc:
-            raise StreamError(str(exc)) from exc
+                exit_soon(changed)
+                raise changed
 
     def place_of(self, piece: ReadRange) -> tuple[int, int, int, int, int]:
         """Descriptor, offset, bytes, bytes that must exist in the file, and the offset in the layer's slab."""
@@ -169,15 +97,6 @@ class Disk:
             if count == 0:
                 raise ReadError(offset + done, "the file ends here")
             done += count
-
-    def _contents_of(self, file: Path) -> str:
-        """Digest of two samples of each tensor without a checksum: its beginning, and another one."""
-        places = self._unchecked.get(file, ())
-        begins = [Sample(f"{p.name} begin", file, p.offset, min(SAMPLE_BYTES, p.num_bytes)) for p in places]
-        try:
-            return samples_digest([*places, *begins], num_samples=1)
-        except CheckpointError as exc:
-            raise StreamError(str(exc)) from exc
 
     def load(self, layers: Sequence[LayerExtents], slabs: Sequence[Slab], num_threads: int) -> None:
         """Read whole layers, with several reads in flight.
@@ -232,18 +151,3 @@ def cut(extents: Sequence[Extent]) -> list[ReadRange]:
         for extent in extents
         for begin in range(0, extent.num_bytes, PIECE_BYTES)
     ]
-
-
-def _state_of(path: Path, file: OpenFile) -> FileState:
-    """State of the file at a path; of the open file if the path has none."""
-    try:
-        return FileState.of(path)
-    except OSError:
-        return FileState.of(file.descriptor)
-
-
-def _layout_of(file: Path) -> int:
-    """Checksum of the header, which changes if any tensor moves."""
-    with file.open("rb") as stream:
-        (num_bytes,) = struct.unpack("<Q", stream.read(8).ljust(8, b"\0"))
-        return zlib.crc32(stream.read(min(num_bytes, MAX_HEADER_BYTES)))

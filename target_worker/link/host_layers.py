@@ -8,7 +8,6 @@ from types import TracebackType
 
 import torch
 
-from bough.errors import StreamError
 from bough.runtime.host_memory import in_pieces
 from target_worker.link.direct_io import Allocate, Disk, Slab
 from target_worker.link.disk_ring import LinkFigures, Ring
@@ -46,10 +45,7 @@ class HostLayers:
         self._allocate = allocate
         self._traffic = traffic or DiskStats.none_yet()
         self._resources = ExitStack()
-        self._disk = Disk(
-            (extent.file for layer in layers for extent in layer.extents),
-            (place for layer in layers for place in layer.begins if place.name not in checksums),
-        )
+        self._disk = Disk(extent.file for layer in layers for extent in layer.extents)
         self._slabs: dict[int, Slab] = {}
         self._ring: Ring | None = None
 
@@ -112,7 +108,7 @@ class HostLayers:
             StreamError: reading failed, or a checksum is wrong; call `restart` before the next sweep.
         """
         if index in self._slabs:
-            self._check_staying(index)
+            self._check(index, self._slabs[index].bytes)
             yield self._slabs[index].bytes
             return
         assert self._ring is not None, "a layer that does not stay streams"
@@ -126,35 +122,13 @@ class HostLayers:
             self._ring.restart()
 
     def require_unchanged(self) -> None:
-        """Raise StreamError if files of streamed layers were written to."""
+        """As `Disk.require_unchanged`, of files of streamed layers."""
         if self._ring is not None:
             self._disk.require_unchanged()
-
-    def renew(self) -> bool:
-        """As `Disk.renew`; verifies layers of changed files again, and returns whether there are any.
-
-        Call `restart` if so: layers read ahead are from the old files.
-
-        Raises:
-            StreamError: as `Disk.renew`.
-        """
-        renewed = self._disk.renew()
-        if self._checksums:
-            self._unseen |= {i for i, layer in enumerate(self._layers) if any(e.file in renewed for e in layer.extents)}
-        return bool(renewed)
 
     def figures(self) -> LinkFigures:
         """Counters since the start."""
         return self._ring.figures() if self._ring is not None else LinkFigures.of(self._traffic, 0)
-
-    def _check_staying(self, index: int) -> None:
-        """Verify a layer; read it again if its checksum is wrong, as the file may have been repaired."""
-        slab = self._slabs[index]
-        try:
-            self._check(index, slab.bytes)
-        except StreamError:
-            self._disk.load([self._layers[index]], [slab], self._num_threads)
-            self._check(index, slab.bytes)
 
     def _check(self, index: int, slab: torch.Tensor) -> None:
         if index in self._unseen:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import mmap
 import os
-import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,9 +12,6 @@ from bough.errors import CheckpointError
 from target_worker.link.layer_extents import ALIGNMENT
 
 logger = logging.getLogger(__name__)
-
-
-SETTLED_SECONDS = 5.0  # in which whoever overwrites a file writes to it again
 
 
 class FileState(NamedTuple):
@@ -30,10 +26,6 @@ class FileState(NamedTuple):
         """State of a path or an open descriptor. Raises OSError."""
         status = os.stat(file)
         return cls(status.st_ino, status.st_size, status.st_mtime_ns)
-
-    def is_settled(self) -> bool:
-        """Whether nobody has written to it for a while; a network file system's clock may be another."""
-        return abs(time.time() - self.mtime_ns / 1e9) >= SETTLED_SECONDS
 
 
 class OpenFile(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from bough.protocol.cost_curve import CostCurve
-from bough.sizing.division import Price, Rider, divide
+from bough.sizing.division import Price, SweepTree, divide
 from bough.trees.tree_plan import Scheme
 from target_worker.scheduler.batching import Part
 from target_worker.scheduler.job import VerifyJob
@@ -20,7 +20,7 @@ def may_leave_out(job: VerifyJob) -> bool:
 
 def expected_tokens(job: VerifyJob) -> float:
     """Expected tokens from the tree's nodes in the sweep, as its draft values them; 0 for samples."""
-    return float(Rider.of(job.tree, True).values.sum()) if may_leave_out(job) else 0.0
+    return float(SweepTree.of(job.tree, True).values.sum()) if may_leave_out(job) else 0.0
 
 
 def make_fit(jobs: Iterable[VerifyJob], cost: CostCurve | None, price: Price, most_rows: int) -> None:
@@ -47,6 +47,6 @@ def share_rows(parts: Sequence[Part[VerifyJob]], cost: CostCurve | None, price: 
 def _divide(jobs: Sequence[VerifyJob], fixed_rows: int, cost: CostCurve, price: Price, most_rows: int) -> None:
     if not any(may_leave_out(job) for job in jobs):
         return
-    riders = [Rider.of(job.call.tree, may_leave_out(job)) for job in jobs]
-    for job, nodes in zip(jobs, divide(riders, fixed_rows, cost, price, most_rows), strict=True):
+    trees = [SweepTree.of(job.call.tree, may_leave_out(job)) for job in jobs]
+    for job, nodes in zip(jobs, divide(trees, fixed_rows, cost, price, most_rows), strict=True):
         job.keep(nodes if len(nodes) < len(job.call.tree) else None)

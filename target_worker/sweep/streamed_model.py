@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 
+from bough.errors import StreamError
 from bough.model.architecture.moe import with_rows
 from bough.model.batch.batch import Batch, Chunk, Segment
 from bough.model.checkpoint.tensor_source import ReusedMemory
@@ -67,7 +68,6 @@ class StreamedModel:
         self._scratch = {where: self._scratch_on(where) for where in (device, *self._others)}
         self._moved: dict[tuple[int, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}  # see `_on`
         self._materialized: dict[LayerAt, MaterializedLayer] = {}
-        self._has_failed = False  # whether the last sweep failed
         self._held: torch.Tensor | None = None  # layer 0's slab, while warm-up measures that layer
         self._layer_seconds = 0.0  # of the last measured layer
         self.num_layers_begun = 0  # since the start
@@ -98,24 +98,21 @@ class StreamedModel:
         Logits are on the device, valid until the next sweep; `best` has each row's largest.
 
         Raises:
-            StreamError: a layer could not be read, or a file was overwritten; the link was restarted, and the next
-                sweep
-                may succeed.
+            StreamError: a layer could not be read; the link was restarted, and the next sweep may succeed. Or a file
+                was overwritten; the process ends.
             AcceleratorFull: there was too little memory for so many rows.
             AcceleratorLost: the device has failed; the process ends.
         """
         began, kv_bytes = time.perf_counter_ns(), self._kv.num_bytes
         with named_faults(self.device, self._others):
             try:
-                if self._has_failed:
-                    self.tiers.renew()
                 logits = self._logits(batch)
-                self.tiers.require_unchanged()
             except BaseException:
-                self._has_failed = True
                 self.tiers.restart()
+                with suppress(StreamError):  # the first error says more, but the process ends all the same
+                    self.tiers.require_unchanged()
                 raise
-        self._has_failed = False
+            self.tiers.require_unchanged()
         return logits, self._account(time.perf_counter_ns() - began, kv_bytes)
 
     @torch.inference_mode()

@@ -158,22 +158,10 @@ class Tiers:
         (self._host if self._copies is None else self._copies).restart()
 
     def require_unchanged(self) -> None:
-        """Raise StreamError after a sweep if a file was overwritten, so that weights may be of two checkpoints."""
+        """As `Disk.require_unchanged`, after a sweep."""
         self._host.require_unchanged()
         if self.experts is not None:
             self.experts.require_unchanged()
-
-    def renew(self) -> None:
-        """As `Disk.renew`, after a failed sweep.
-
-        Raises:
-            StreamError: as `Disk.renew`.
-        """
-        is_renewed = self._host.renew()
-        if self.experts is not None:
-            self.experts.renew()
-        if is_renewed:
-            self.restart()
 
     def figures(self) -> LinkFigures:
         """Counters since the start of the link that brings weights to where they are used."""

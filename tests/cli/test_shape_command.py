@@ -1,4 +1,4 @@
-"""`bough shape`: one JSON line from a file or from a running system, a plot, and errors that name what is wrong."""
+"""`bough shape`: one JSON line from a file or from a running system, and errors that name what is wrong."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import pytest
 
 from bough.cli.main import argument_parser, main
 from bough.cli.planning.shape import shape
-from bough.cli.plots.shape_plot import places_across
 from bough.client import Client
 from bough.processes.launch import Cluster
 from bough.protocol.generation import Finished, GenerateOptions, Speculation, TextPrompt
@@ -67,33 +66,6 @@ def test_by_depth(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert (report["parents"], report["expected_tokens"]) == ([0, 0, 1, 2], 1 + 0.75 * 1.75)
 
 
-def test_what_sweeps_take_decides_the_size(capsys: pytest.CaptureFixture[str]) -> None:
-    """Free up to 16 nodes, then a second for every 16: as large as is free, and no larger."""
-    flags = ["--vector", MEASURED, "--nodes", "64", "--sweep-seconds", "1=1", "--sweep-seconds", "16=1"]
-    report = run(capsys, *flags, "--sweep-seconds", "64=4", "--step-seconds", "0.01")
-    assert report["nodes"] == 16
-    seconds = 1 + 0.01 * (report["levels"] - 1)
-    assert report["tokens_per_second"] == pytest.approx(report["expected_tokens"] / seconds)
-    dear = run(capsys, *flags, "--sweep-seconds", "64=4", "--step-seconds", "1")
-    assert dear["nodes"] == 1
-
-
-def test_a_plot_is_drawn(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    for nodes in ("1", "64"):
-        file = tmp_path / f"{nodes}.png"
-        run(capsys, "--vector", MEASURED, "--nodes", nodes, "--levels", "10", "--plot", str(file))
-        assert file.read_bytes().startswith(b"\x89PNG")
-    nowhere = str(tmp_path / "missing" / "plot.png")
-    with pytest.raises(SystemExit):
-        main(["shape", "--vector", MEASURED, "--nodes", "4", "--plot", nowhere])
-    assert f"--plot: {nowhere} cannot be written" in capsys.readouterr().err
-
-
-def test_parents_stand_above_the_middle_of_their_children() -> None:
-    assert places_across(StaticShape((0, 0, 1, 1, 2))) == [1.25, 0.5, 2.0, 0.0, 1.0, 2.0]
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -129,30 +101,10 @@ def test_bad_files_are_refused_by_name(
         (["--vector", MEASURED, "--nodes", "4", "--branch", "-1"], "--branch: must be 1 to 4096, got -1"),
         (["--vector", MEASURED, "--nodes", "4", "--by-depth"], "--by-depth: "),
         (["--vector", MEASURED, "--nodes", "4", "--scheme", "target"], "--scheme: must be given with --from-live only"),
-        (
-            ["--vector", MEASURED, "--nodes", "4", "--step-seconds", "1"],
-            "--step-seconds: must be given with --sweep-seconds",
-        ),
-        (["--vector", MEASURED, "--nodes", "4", "--step-seconds", "nan"], "--step-seconds: must be 0 or more, got nan"),
-        (
-            ["--vector", MEASURED, "--nodes", "4", "--sweep-seconds", "1=-1"],
-            "--sweep-seconds: must be nodes of 1 or more and seconds above 0, got 1=-1.0",
-        ),
-        (
-            ["--vector", MEASURED, "--nodes", "4", "--sweep-seconds", "1=1", "--sweep-seconds", "3=1"],
-            "must cover 1 to 4 nodes (--nodes), got 1, 3",
-        ),
-        (["--vector", MEASURED, "--nodes", "4", "--sweep-seconds", "4=1"], "must cover 1 to 4 nodes (--nodes), got 4"),
     ],
 )
 def test_bad_flags_are_named(flags: Sequence[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert message in refused(capsys, *flags)
-
-
-def test_a_size_that_is_no_pair_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        argument_parser().parse_args(["shape", "--vector", MEASURED, "--nodes", "4", "--sweep-seconds", "many"])
-    assert "must be nodes and seconds, such as 64=1.3, got 'many'" in capsys.readouterr().err
 
 
 def test_nobody_there(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,7 @@ from bough.cli.flags.sampling import options_from
 from bough.cli.main import argument_parser, main
 from bough.errors import BoughError
 from bough.protocol.generation import Speculation
-from bough.trees.tree_plan import Chains, Guess, Scheme, StaticShape
+from bough.trees.tree_plan import Guess, Scheme, StaticShape
 
 COMMANDS = (["generate", "hello"], ["chat"])
 
@@ -30,16 +30,16 @@ def speculation(*flags: str) -> Speculation:
         (["--growth", "best-first", "--budget", "32", "--width", "4"], Speculation(budget=32, width=4)),
         (
             ["--growth", "chain:5", "--guess", "distribution"],
-            Speculation(growth=Chains(1, 5), guess=Guess.DISTRIBUTION),
+            Speculation(growth=StaticShape.chains(1, 5), guess=Guess.DISTRIBUTION),
         ),
-        (["--growth", "chains:4x6", "--lookup", "3"], Speculation(growth=Chains(4, 6), lookup=3)),
+        (["--growth", "chains:4x6", "--lookup", "3"], Speculation(growth=StaticShape.chains(4, 6), lookup=3)),
         (
             ["--growth", "chains:4x6", "--scheme", "without-replacement", "--lookup", "0"],
-            Speculation(growth=Chains(4, 6), scheme=Scheme.WITHOUT_REPLACEMENT, lookup=0),
+            Speculation(growth=StaticShape.chains(4, 6), scheme=Scheme.WITHOUT_REPLACEMENT, lookup=0),
         ),
         (
             ["--growth", "chain:4", "--scheme", "without-replacement", "--lookup", "2"],
-            Speculation(growth=Chains(1, 4), scheme=Scheme.WITHOUT_REPLACEMENT, lookup=2),
+            Speculation(growth=StaticShape.chains(1, 4), scheme=Scheme.WITHOUT_REPLACEMENT, lookup=2),
         ),
         (["--no-speculation", "--depth", "3"], Speculation(disabled=True, depth=3)),
     ],
@@ -68,7 +68,10 @@ def test_what_bough_shape_prints_is_a_shape(tmp_path: Path, capsys: pytest.Captu
             ["--growth", "chains:4"],
             "--growth: must be a chain such as chain:5, or chains such as chains:4x5, got chains:4",
         ),
-        (["--growth", "chains:0x4"], r"--growth chains:0x4\.num: must be 1 to 4096, got 0"),
+        (
+            ["--growth", "chains:0x4"],
+            "--growth: must be a chain such as chain:5, or chains such as chains:4x5, got chains:0x4",
+        ),
         (["--growth", "chains:99x99"], "--growth chains:99x99: must have at most 4096 nodes, got 9802"),
         (
             ["--growth", "bestfirst"],

@@ -225,12 +225,12 @@ async def test_a_stream_that_breaks_after_a_long_sweep_is_gone_on_with(fakes: Fl
     (_, first), (_, second) = await fakes.orchestrator(), await fakes.orchestrator()
 
     async def sweep_long_and_die() -> None:
-        await asyncio.sleep(2.0)
+        await asyncio.sleep(4.0)
         asyncio.get_running_loop().create_task(first.kill())
         await asyncio.sleep(60)
 
     target.before = once(sweep_long_and_die, 5)
-    async with Client(first.address, second.address, patience_seconds=1.5) as client:
+    async with Client(first.address, second.address, patience_seconds=3.5) as client:
         seen = await asyncio.wait_for(read(client), 30)
     assert seen.token_ids == expected(fakes)
 

@@ -181,6 +181,19 @@ def test_every_resource_that_a_deployment_wants_is_on_some_node() -> None:
     assert wanted == there
 
 
+@pytest.mark.parametrize("path", [KUBERNETES / "bough.yaml", Path("deploy") / "cluster.yaml"], ids=str)
+def test_clients_of_several_orchestrators_do_not_stay_with_one_for_good(path: Path) -> None:
+    """A gRPC connection lasts: whoever had come first kept all, and one that was added later got nobody."""
+    whole = list(yaml.safe_load_all(path.read_text()))
+    serve = next(
+        (yaml.safe_load(one["spec"]["serveConfigV2"]) for one in whole if one.get("kind") == "RayService"), whole[0]
+    )
+    (app,) = serve["applications"]
+    (own,) = (one for one in app["deployments"] if one["name"] == "Orchestrator")
+    assert own.get("num_replicas", 0) > 1 or own["autoscaling_config"]["max_replicas"] > 1
+    assert 30 <= own["user_config"]["program"]["max_connection_age"] <= 3600
+
+
 def test_only_pods_of_bough_reach_workers_and_index() -> None:
     policies = {each["metadata"]["name"]: each["spec"] for each in manifests() if each["kind"] == "NetworkPolicy"}
     assert policies.keys() == {"bough", "bough-index"}

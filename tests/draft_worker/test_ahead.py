@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from bough.model.batch.batch import Batch
 from bough.protocol.sampling_params import SamplingParams
 from bough.trees.tree import Tree
-from bough.trees.tree_plan import BestFirst, Chains, Guess, Scheme, StaticShape, TreePlan
+from bough.trees.tree_plan import BestFirst, Guess, Scheme, StaticShape, TreePlan
 from draft_worker.engine.draft_ahead import NUM_STEPS, num_steps
 from draft_worker.engine.engine import DraftEngine
 from draft_worker.engine.session import Window
@@ -31,10 +31,10 @@ SHAPE = StaticShape((0, 0, 0, 1, 1, 2, 4, 6))
 PLANS = {
     "best-first": PLAN,
     "shape": TreePlan(SHAPE),
-    "chains": TreePlan(Chains(2, 3)),
+    "chains": TreePlan(StaticShape.chains(2, 3)),
     "sampled shape": TreePlan(SHAPE, Scheme.WITHOUT_REPLACEMENT),
     "whole paths": TreePlan(SHAPE, Scheme.TRAVERSAL),
-    "sampled chains": TreePlan(Chains(3, 3), Scheme.WITHOUT_REPLACEMENT),
+    "sampled chains": TreePlan(StaticShape.chains(3, 3), Scheme.WITHOUT_REPLACEMENT),
 }
 
 

@@ -14,7 +14,7 @@ from bough.errors import InvalidRequest, NotFound, PrefixMissing, StaleEpoch, Un
 from bough.model.batch.batch import Batch
 from bough.model.sampling.sampler import draw
 from bough.protocol.sampling_params import SamplingParams
-from bough.trees.tree_plan import MAX_EXPANSIONS, BestFirst, Chains, Growth, Guess, Scheme, StaticShape, TreePlan
+from bough.trees.tree_plan import MAX_EXPANSIONS, BestFirst, Growth, Guess, Scheme, StaticShape, TreePlan
 from tests.fakes.draft import (
     VOCAB,
     FakeModel,
@@ -26,7 +26,7 @@ from tests.fakes.draft import (
     started,
 )
 
-GROWTHS: tuple[Growth, ...] = (BestFirst(12, 3, 4), StaticShape((0, 0, 1, 1, 2)), Chains(2, 3))
+GROWTHS: tuple[Growth, ...] = (BestFirst(12, 3, 4), StaticShape((0, 0, 1, 1, 2)), StaticShape.chains(2, 3))
 
 
 def test_a_session_kept_over_rounds_grows_what_a_fresh_one_would() -> None:
@@ -139,7 +139,7 @@ def test_penalties_and_bias_apply_along_each_path(guess: Guess) -> None:
         0.0, repetition_penalty=1.7, presence_penalty=0.6, frequency_penalty=0.4, logit_bias={2: 1.5, 0: -2.0}
     )
     tokens = [3, 1, 4, 1, 2]
-    tree = grown_alone(grow_call(tokens, sampling=params, plan=TreePlan(Chains(1, 6), guess=guess))).tree
+    tree = grown_alone(grow_call(tokens, sampling=params, plan=TreePlan(StaticShape.chains(1, 6), guess=guess))).tree
     for _ in range(6):
         logits = adjusted(fake_log_probs(tokens).astype(np.float64), params, TokenCounts.of(tokens, 3))
         tokens = [*tokens, int(np.argmax(logits))]

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from bough.protocol.prefix_hash import common_length
 from bough.protocol.sampling_params import SamplingParams
 from bough.trees.tree import Tree
-from bough.trees.tree_plan import BestFirst, Chains, Scheme, StaticShape, TreePlan
+from bough.trees.tree_plan import BestFirst, Scheme, StaticShape, TreePlan
 from draft_worker.engine.engine import DraftEngine
 from draft_worker.engine.session import Window
 from tests.fakes.draft import VOCAB, FakeModel, grow_call, grow_now, grown_alone, new_engine
 
-SHAPE, CHAINS = StaticShape((0, 0, 1, 1, 2)), Chains(2, 3)
+SHAPE, CHAINS = StaticShape((0, 0, 1, 1, 2)), StaticShape.chains(2, 3)
 PLANS = {
     "best first": TreePlan(BestFirst(12, 3, 4)),
     "shape": TreePlan(SHAPE),

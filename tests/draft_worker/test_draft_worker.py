@@ -18,7 +18,7 @@ from bough.config.processes import DraftConfig, parse
 from bough.errors import ConfigError, NotFound
 from bough.protocol.messages import GrowCall
 from bough.protocol.sampling_params import SamplingParams
-from bough.trees.tree_plan import BestFirst, Chains, Scheme, StaticShape, TreePlan
+from bough.trees.tree_plan import BestFirst, Scheme, StaticShape, TreePlan
 from draft_worker.candidates import candidates, temperature_scaling
 from draft_worker.worker import DraftWorker
 from tests.fakes.draft import grow_call
@@ -26,8 +26,8 @@ from tests.fakes.draft import grow_call
 PLANS = (
     TreePlan(BestFirst(16, 4, 4)),
     TreePlan(StaticShape((0, 0, 1, 1, 2, 3)), Scheme.WITHOUT_REPLACEMENT),
-    TreePlan(Chains(3, 3)),
-    TreePlan(Chains(2, 3), Scheme.TRAVERSAL),
+    TreePlan(StaticShape.chains(3, 3)),
+    TreePlan(StaticShape.chains(2, 3), Scheme.TRAVERSAL),
 )
 
 

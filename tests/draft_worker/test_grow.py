@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from bough.errors import InvalidRequest
 from bough.protocol.sampling_params import SamplingParams
 from bough.trees.tree import Tree
-from bough.trees.tree_plan import BestFirst, Chains, Growth, Scheme, StaticShape, TreePlan
+from bough.trees.tree_plan import BestFirst, Growth, Scheme, StaticShape, TreePlan
 from draft_worker.growth.best_first import BestFirstGrower
 from draft_worker.growth.grower import Candidates, Grower
 from draft_worker.growth.static_shape import grower_for
@@ -172,20 +172,22 @@ def test_a_shape_filled_with_the_best_holds_the_best_in_their_order() -> None:
 
 
 def test_a_chain_is_what_the_draft_would_decode_and_chains_part_at_the_root() -> None:
-    tree = grown(shaped(Chains(1, 4), Scheme.TARGET))
+    tree = grown(shaped(StaticShape.chains(1, 4), Scheme.TARGET))
     path = [ROOT]
     for _ in range(4):
         path.append(int(np.argmax(fake_log_probs(path))))
     assert tree.tokens.tolist() == path
-    assert grown(shaped(Chains(3, 2), Scheme.TARGET)).parents.tolist() == [-1, 0, 0, 0, 1, 2, 3]
+    assert grown(shaped(StaticShape.chains(3, 2), Scheme.TARGET)).parents.tolist() == [-1, 0, 0, 0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("scheme", SAMPLED)
 def test_samples_are_repeatable_and_differ_from_round_to_round(scheme: Scheme) -> None:
-    trees = [grown(shaped(Chains(3, 3), scheme, seed)) for seed in (1, 1, *range(2, 12))]
+    trees = [grown(shaped(StaticShape.chains(3, 3), scheme, seed)) for seed in (1, 1, *range(2, 12))]
     assert trees[0] == trees[1]
     assert len({tuple(tree.tokens.tolist()) for tree in trees}) > 5
-    calls = [grow_call([3, 1, ROOT], plan=TreePlan(Chains(3, 3), scheme), round_=round_) for round_ in range(10)]
+    calls = [
+        grow_call([3, 1, ROOT], plan=TreePlan(StaticShape.chains(3, 3), scheme), round_=round_) for round_ in range(10)
+    ]
     assert len({tuple(grown(grower_for(call, 4, VOCAB)).tokens.tolist()) for call in calls}) > 5
 
 
@@ -194,7 +196,7 @@ def test_the_first_sample_follows_the_distribution_that_is_sent_along(scheme: Sc
     """Chi-square over 4,000 trees against `draft_probs`: 5 degrees of freedom stay below 40 but for 1.5e-7."""
     firsts = Counter[int]()
     for seed in range(4000):
-        tree = grown(shaped(Chains(2, 1), scheme, seed))
+        tree = grown(shaped(StaticShape.chains(2, 1), scheme, seed))
         assert tree.draft_probs is not None
         firsts[int(tree.tokens[1])] += 1
     tokens, probs = tree.draft_probs.of(0)
@@ -204,7 +206,7 @@ def test_the_first_sample_follows_the_distribution_that_is_sent_along(scheme: Sc
 
 
 @pytest.mark.parametrize("scheme", Scheme)
-@pytest.mark.parametrize("growth", [StaticShape((0, 0, 0, 1, 2, 3, 4)), Chains(4, 3)])
+@pytest.mark.parametrize("growth", [StaticShape((0, 0, 0, 1, 2, 3, 4)), StaticShape.chains(4, 3)])
 def test_no_shape_grows_below_the_end_of_the_text(growth: Growth, scheme: Scheme) -> None:
     for seed in range(20):
         tree = grown(shaped(growth, scheme, seed, stops=(1, 2, 3)))
@@ -214,6 +216,6 @@ def test_no_shape_grows_below_the_end_of_the_text(growth: Growth, scheme: Scheme
 def test_a_scheme_that_wants_samples_refuses_best_first() -> None:
     for scheme in SAMPLED:
         with pytest.raises(
-            InvalidRequest, match=f"growth: must be shape or chains for scheme {scheme.value}, .* got best_first"
+            InvalidRequest, match=f"growth: must be a shape for scheme {scheme.value}, .* got best_first"
         ):
             shaped(BestFirst(8, 2, 2), scheme)

@@ -18,7 +18,7 @@ from bough.protocol.messages import GrowResult, Timings
 from bough.rpc.status_map import ERROR_KEY, HASH_KEY, LENGTH_KEY
 from bough.trees.draft_probs import MOST_ENTRIES, DraftProbs
 from bough.trees.tree import Tree
-from bough.trees.tree_plan import Chains, Scheme
+from bough.trees.tree_plan import Scheme, StaticShape
 from orchestrator.cluster.worker_clients import DraftClient
 from orchestrator.sessions.session import MAX_WARNING_LENGTH, MAX_WARNINGS
 from tests.fakes.fleet import FakeDraft, Fleet
@@ -113,7 +113,7 @@ async def test_a_tree_that_was_not_asked_for(
     await fakes.worker(draft)
     _, server = await fakes.orchestrator("--draft", "workers", "--lookup", "0")
     async with Client(server.address) as client:
-        speculation = Speculation(growth=Chains(2, 4), scheme=scheme)
+        speculation = Speculation(growth=StaticShape.chains(2, 4), scheme=scheme)
         seen = await read(client, replace(OPTIONS, speculation=speculation))
     assert seen.token_ids == expected(fakes)
     assert seen.end.speculation.num_degraded_rounds
@@ -128,7 +128,7 @@ async def test_no_tree_is_asked_for_that_reaches_beyond_the_output(fakes: Fleet)
     await fakes.worker(draft)
     _, server = await fakes.orchestrator("--draft", "workers", "--lookup", "0")
     async with Client(server.address) as client:
-        options = replace(OPTIONS, max_tokens=6, speculation=Speculation(growth=Chains(2, 4)))
+        options = replace(OPTIONS, max_tokens=6, speculation=Speculation(growth=StaticShape.chains(2, 4)))
         await read(client, options)
     assert [growth.depth for growth in draft.growths] == [4, 4, 3, 2, 1]
 

@@ -16,9 +16,10 @@ from bough.model.kv.session_kv import KVSlot
 from bough.model.loading.loading import build_skeleton
 from bough.sizing.placement import Budgets, Fixed, Tier, place
 from bough.trees.tree import Tree
+from loadtest.common.inline_streams import InlineStreams
 from target_worker.kv.kv_offload import OffloadedKV
 from target_worker.link.layer_extents import LayerExperts, LayerExtents, plan_apart, plan_layer, sizes_of
-from target_worker.link.streams import DeviceStreams, InlineStreams
+from target_worker.link.streams import DeviceStreams
 from target_worker.sweep.streamed_model import StreamedModel
 from target_worker.sweep.tiers import Tiers
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.fakes.device_sweeps import Where, on_cpu, on_the_device, three_sweeps
-from tests.fakes.pretend import device, notes, pretending
+from tests.fakes.gpu.device_sweeps import Where, on_cpu, on_the_device, three_sweeps
+from tests.fakes.gpu.pretend import device, notes, pretending
 from tests.gpu.test_whole_sweeps import require_close
 
 

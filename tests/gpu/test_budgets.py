@@ -9,8 +9,8 @@ import torch
 
 from bough.model.packing.pack import pack
 from tests.conftest import save_model
-from tests.fakes.device_sweeps import Where, on_the_device, three_sweeps
-from tests.fakes.pretend import Notes, device, notes, pretending
+from tests.fakes.gpu.device_sweeps import Where, on_the_device, three_sweeps
+from tests.fakes.gpu.pretend import Notes, device, notes, pretending
 from tests.gpu.test_whole_sweeps import in_words
 from tests.model.test_reproducible import FAMILIES
 

@@ -13,10 +13,10 @@ from target_worker.kv.kv_offload import _Stage
 from target_worker.link.device_ring import DeviceRing
 from target_worker.link.streams import DeviceEvent
 from tests.conftest import save_model
-from tests.fakes.device_sweeps import Where, on_device, on_the_device, three_sweeps
+from tests.fakes.gpu.device_sweeps import Where, on_device, on_the_device, three_sweeps
+from tests.fakes.gpu.pretend import device, kernel, notes, pretending
+from tests.fakes.gpu.pretend_streams import NEVER, PretendedStreams
 from tests.fakes.models import CPU
-from tests.fakes.pretend import device, kernel, notes, pretending
-from tests.fakes.pretend_streams import NEVER, PretendedStreams
 from tests.model.test_reproducible import FAMILIES
 
 
@@ -76,7 +76,7 @@ class RecycledStreams(PretendedStreams):
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 def test_memory_that_comes_again_is_waited_for(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = save_model(tmp_path / "model", FAMILIES[family])
-    monkeypatch.setattr("tests.fakes.device_sweeps.PretendedStreams", RecycledStreams)
+    monkeypatch.setattr("tests.fakes.gpu.device_sweeps.PretendedStreams", RecycledStreams)
     slabs = 8 if family == "mixtral" else 0
     on_device(folder, Where(0, 4, kv_on_host=True, expert_slabs=slabs, elsewhere=(1,)), torch.float32)
 

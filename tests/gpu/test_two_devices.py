@@ -17,8 +17,8 @@ from bough.model.sizes.memory_budget import other_devices
 from bough.sizing.other_devices import OtherDevice, place_with
 from bough.sizing.placement import Budgets, ExpertSizes, Fixed, Placement, SeparateExperts, Tier, place
 from target_worker.sweep.budgets import choose_places
-from tests.fakes.device_sweeps import Where, on_device, on_the_device, three_sweeps
-from tests.fakes.pretend import device, notes, pretending
+from tests.fakes.gpu.device_sweeps import Where, on_device, on_the_device, three_sweeps
+from tests.fakes.gpu.pretend import device, notes, pretending
 from tests.gpu.test_memory_on_a_gpu import AWQ, llama_70b, placed
 
 GB = 1000**3
@@ -147,7 +147,7 @@ def test_a_crossing_is_from_any_device_to_another() -> None:
 def test_more_than_another_card_has_free_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("target_worker.sweep.budgets.free_device_bytes", lambda _: 9 * GB)
     settings = parse(TargetConfig, "t", ["--model", "m", "--device-memory", "8GB"], {})
-    wanted = r"^--resident-devices: value was cuda:1=10.00 GB; must be 9.00 GB or less, which are free there$"
+    wanted = r"^--resident-devices: cuda:1 must be at most 9.00 GB, which are free there, got 10.00 GB$"
     with pytest.raises(ConfigError, match=wanted):
         choose_places([GB] * 4, Fixed(0, 0, 0, 0), settings, torch.device("cuda", 0), others=[other(10 * GB)])
 
@@ -176,7 +176,7 @@ def test_several_are_filled_in_the_order_in_which_they_are_named() -> None:
 
 
 def test_a_card_that_holds_no_layer_is_refused() -> None:
-    wanted = r"^--resident-devices: value was cuda:1=1.00 GB; must be 1.75 GB or more, for one layer of 1.00 GB"
+    wanted = r"^--resident-devices: cuda:1 must be at least 1.75 GB, for one layer of 1.00 GB, .*, got 1.00 GB$"
     with pytest.raises(ConfigError, match=wanted):
         place_with([GB] * 12, Fixed(0, 0, 0, 0), Budgets(4 * GB, 0, 2 * GB, 99), [other(GB, GB // 2, GB // 4)])
 
@@ -187,8 +187,8 @@ def test_a_card_that_holds_no_layer_is_refused() -> None:
         ({"resident-devices": "cuda:1"}, r"resident-devices: must be .*cuda:1=10GB,cuda:2=8GB, got 'cuda:1'"),
         ({"resident-devices": "cpu=1GB"}, r"resident-devices: must be .*, got 'cpu=1GB'"),
         ({"resident-devices": "cuda:1=1GB,cuda:1=2GB"}, r"resident-devices: must name each GPU once, got"),
-        ({"resident-devices": "cuda:0=1GB"}, r"^--resident-devices: value was cuda:0=1000000000; must be of cuda:1$"),
-        ({"resident-devices": "cuda:2=1GB"}, r"^--resident-devices: value was cuda:2=1000000000; must be of cuda:1$"),
+        ({"resident-devices": "cuda:0=1GB"}, r"^--resident-devices: must be of cuda:1, got cuda:0=1000000000$"),
+        ({"resident-devices": "cuda:2=1GB"}, r"^--resident-devices: must be of cuda:1, got cuda:2=1000000000$"),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(flags: dict[str, Any], wanted: str) -> None:

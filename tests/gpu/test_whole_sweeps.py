@@ -8,14 +8,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from transformers import LlamaConfig
 
+from bough.model.gpu import unpack_triton
 from bough.model.loading.late_writes import can_wait
 from bough.model.packing.pack import pack
 from target_worker.link.layer_extents import LayerExtents
-from tests.conftest import save_model
-from tests.fakes.device_sweeps import Where, on_cpu, on_device, on_the_device, three_sweeps
-from tests.fakes.pretend import device, pretending
-from tests.fakes.pretend_streams import ALWAYS, NEVER
+from tests.conftest import TINY, save_model
+from tests.fakes.gpu.device_sweeps import Where, on_cpu, on_device, on_the_device, three_sweeps
+from tests.fakes.gpu.pretend import device, pretending
+from tests.fakes.gpu.pretend_streams import ALWAYS, NEVER
 from tests.model.test_packed import awq, gptq, rewrite, tensors_of
 from tests.model.test_reproducible import FAMILIES
 
@@ -105,6 +107,18 @@ def test_bough_s_own_packing(bits: int, tiny: Path, tmp_path: Path) -> None:
 def test_packings_of_others(method: str, is_ordered: bool, bits: int, tiny: Path, tmp_path: Path) -> None:
     folder = in_words(tmp_path / method, method, is_ordered, tiny, bits)
     require_close(on_device(folder, Where(), torch.float32), on_cpu(folder, torch.float32))
+
+
+@pytest.mark.parametrize("method", ["bough", "awq", "gptq", "gptq, in an order of its own"])
+def test_kernels_that_unpack_do_so_in_a_sweep(method: str, tmp_path: Path) -> None:
+    """Triton's own, interpreted, which takes long: in one layer."""
+    one = save_model(tmp_path / "one", LlamaConfig(**{**TINY.to_dict(), "num_hidden_layers": 1}))
+    if method == "bough":
+        pack(str(one), 4, folder := tmp_path / "packed")
+    else:
+        folder = in_words(tmp_path / "packed", method.partition(",")[0], method in ("awq", "gptq"), one)
+    found = on_device(folder, Where(), torch.float32, unpacking=unpack_triton)
+    assert torch.equal(found, on_device(folder, Where(), torch.float32))
 
 
 @pytest.mark.parametrize("is_late", [True, False])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -15,9 +16,7 @@ from bough.model.checkpoint import content_samples
 from bough.model.checkpoint.checkpoint import SINGLE_NAME, Checkpoint, TensorPlace
 from bough.model.checkpoint.content_samples import SAMPLE_BYTES, samples_digest, samples_of
 from bough.model.packing.pack import pack
-from target_worker.link import direct_io, open_files
-from target_worker.link.file_digests import file_digest
-from target_worker.link.open_files import FileState
+from target_worker.link import direct_io
 from tests.fakes.models import plain_logits, streamed
 
 DATA = Path(__file__).parents[1] / "data"
@@ -130,130 +129,61 @@ def test_a_file_that_ends_early_or_is_gone_is_named(tmp_path: Path) -> None:
         samples_digest([place])
 
 
-@pytest.mark.parametrize("is_trained", [False, True])
-def test_a_file_that_takes_the_place_of_another_must_hold_the_same_weights(
-    tiny: Path, tmp_path: Path, is_trained: bool
-) -> None:
-    """Sessions go on after a fault with whatever stands there then: a next checkpoint would go on with their text."""
-    folder = plain(tiny, tmp_path / "model")
-    place = Checkpoint.open(folder).tensors["model.layers.2.mlp.up_proj.weight"]
-    with streamed(folder, torch.float32) as model:
-        before = plain_logits(model, TOKENS)
-        other = tmp_path / "other.safetensors"
-        shutil.copyfile(place.file, other)
-        if is_trained:
-            train(TensorPlace(place.name, other, place.offset, place.num_bytes, place.dtype, place.shape))
-        other.replace(place.file)
-        model._has_failed = True  # whatever it was
-        if is_trained:
-            with pytest.raises(StreamError, match=rf"{place.file.name}: has other weights"):
-                plain_logits(model, TOKENS)
-        else:
-            assert all(map(torch.equal, before, plain_logits(model, TOKENS)))
-
-
 @pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("BOUGH_CACHE_DIR", str(tmp_path / "cache"))
+def ends(monkeypatch: pytest.MonkeyPatch) -> list[Exception]:
+    """Why this process would have ended."""
+    found: list[Exception] = []
+    monkeypatch.setattr(direct_io, "exit_soon", found.append)
+    return found
 
 
-@pytest.mark.usefixtures("cache")
-@pytest.mark.parametrize("is_known", [False, True])
 @pytest.mark.parametrize("max_resident", [0, 2])
 def test_a_file_that_is_overwritten_in_place_is_never_mixed_with_what_was_there(
-    tiny: Path, tmp_path: Path, is_known: bool, max_resident: int, monkeypatch: pytest.MonkeyPatch
+    tiny: Path, tmp_path: Path, max_resident: int, ends: list[Exception]
 ) -> None:
     """The descriptor stays, and its bytes become another checkpoint's, in the middle of a sweep or between two."""
-    monkeypatch.setattr(open_files, "SETTLED_SECONDS", 0.0)
     folder = plain(tiny, tmp_path / "model")
     place = Checkpoint.open(folder).tensors["model.layers.2.mlp.up_proj.weight"]
-    if is_known:
-        file_digest(place.file, FileState.of(place.file))
     with streamed(folder, torch.float32, max_resident=max_resident) as model:
-        before = plain_logits(model, TOKENS)
+        plain_logits(model, TOKENS)
+        assert not ends
         train(place)
-        with pytest.raises(StreamError, match=rf"{place.file.name}: was written to while the model is served"):
-            plain_logits(model, TOKENS)
-        why = "other bytes than when the model was opened" if is_known else "other weights than when the model was"
         for _ in range(2):
-            with pytest.raises(StreamError, match=rf"{place.file.name}: .*{why}.*restart"):
+            with pytest.raises(StreamError, match=rf"{place.file.name}: was written to while .*; this worker ends"):
                 plain_logits(model, TOKENS)
-        train(place)  # back
-        assert all(map(torch.equal, before, plain_logits(model, TOKENS)))
+        assert len(ends) == 2
 
 
-@pytest.mark.usefixtures("cache")
-def test_a_file_that_is_touched_is_gone_on_with_once_it_is_left_alone(
-    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_file_that_is_cut_off_in_place_is_named_and_ends_the_worker(
+    tiny: Path, tmp_path: Path, ends: list[Exception]
 ) -> None:
-    """Until its whole hash was known, `touch` stopped a target for good. Whoever overwrites it writes on meanwhile."""
-    folder = plain(tiny, tmp_path / "model")
-    file = Checkpoint.open(folder).tensors["model.layers.2.mlp.up_proj.weight"].file
-    with streamed(folder, torch.float32) as model:
-        before = plain_logits(model, TOKENS)
-        file.touch()
-        with pytest.raises(StreamError, match="was written to while the model is served"):
-            plain_logits(model, TOKENS)
-        with pytest.raises(StreamError, match=r"written to a moment ago; is used again if .* for 5 s"):
-            plain_logits(model, TOKENS)
-        left_alone = file.stat().st_mtime + 2 * open_files.SETTLED_SECONDS
-        monkeypatch.setattr(open_files.time, "time", lambda: left_alone)
-        assert all(map(torch.equal, before, plain_logits(model, TOKENS)))
-
-
-@pytest.mark.usefixtures("cache")
-@pytest.mark.parametrize("is_known", [False, True])
-def test_a_change_that_random_samples_do_not_see_is_seen(
-    tiny: Path, tmp_path: Path, is_known: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An overwriting that has only begun when a sweep fails has changed the first few bytes of a file.
-
-    Where the hash of the whole is known any byte tells.
-    """
-    monkeypatch.setattr(open_files, "SETTLED_SECONDS", 0.0)
     folder = plain(tiny, tmp_path / "model")
     place = Checkpoint.open(folder).tensors["model.layers.2.mlp.up_proj.weight"]
-    monkeypatch.setattr(content_samples, "SAMPLE_BYTES", 4)
-    monkeypatch.setattr(direct_io, "SAMPLE_BYTES", 4)
-    (sample,) = samples_of(place, 1)
-    assert place.offset < sample.offset
-    byte = place.offset
-    if is_known:
-        file_digest(place.file, FileState.of(place.file))
-        byte = sample.offset - 1
     with streamed(folder, torch.float32) as model:
-        plain_logits(model, TOKENS)
-        with place.file.open("r+b") as file:
-            file.seek(byte)
-            value = file.read(1)
-            file.seek(byte)
-            file.write(bytes([value[0] ^ 1]))
-        for _ in range(3):
-            with pytest.raises(StreamError, match=place.file.name):
-                plain_logits(model, TOKENS)
+        os.truncate(place.file, 4096)
+        with pytest.raises(StreamError, match=rf"{place.file.name}: layer \d, tensor .*ends here"):
+            plain_logits(model, TOKENS)
+        assert "was written to while" in str(ends[0])
 
 
-@pytest.mark.usefixtures("cache")
+def test_a_file_that_is_replaced_under_its_name_is_not_looked_at(
+    tiny: Path, tmp_path: Path, ends: list[Exception]
+) -> None:
+    """What is open stays what it was."""
+    folder = plain(tiny, tmp_path / "model")
+    place = Checkpoint.open(folder).tensors["model.layers.2.mlp.up_proj.weight"]
+    with streamed(folder, torch.float32) as model:
+        before = plain_logits(model, TOKENS)
+        (tmp_path / "other").write_bytes(b"other")
+        (tmp_path / "other").replace(place.file)
+        assert all(map(torch.equal, before, plain_logits(model, TOKENS)))
+    assert not ends
+
+
 def test_a_file_nothing_is_read_from_any_more_may_be_overwritten(tiny: Path, tmp_path: Path) -> None:
     folder = plain(tiny, tmp_path / "model")
     with streamed(folder, torch.float32, max_resident=100) as model:
         before = plain_logits(model, TOKENS)
         for file in folder.glob("*.safetensors"):
             file.write_bytes(bytes(file.stat().st_size))
-        assert all(map(torch.equal, before, plain_logits(model, TOKENS)))
-
-
-@pytest.mark.usefixtures("cache")
-def test_a_pack_that_is_written_to_is_compared_with_its_checksums(tiny: Path, tmp_path: Path) -> None:
-    """They are of all bytes: whoever puts the same ones there has the model go on."""
-    pack(str(tiny), 4, tmp_path / "packed")
-    place = Checkpoint.open(tmp_path / "packed").tensors["model.layers.2.mlp.up_proj.weight.packed"]
-    with streamed(tmp_path / "packed", torch.float32) as model:
-        before = plain_logits(model, TOKENS)
-        train(place)
-        with pytest.raises(StreamError, match="was written to while"):
-            plain_logits(model, TOKENS)
-        with pytest.raises(StreamError, match="checksum"):
-            plain_logits(model, TOKENS)
-        train(place)
         assert all(map(torch.equal, before, plain_logits(model, TOKENS)))

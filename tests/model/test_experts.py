@@ -25,10 +25,9 @@ from bough.trees.tree import Tree
 from target_worker.experts.expert_cache import Expert
 from target_worker.experts.expert_reads import ExpertReads
 from target_worker.experts.expert_store import ExpertStore
+from target_worker.link import direct_io
 from target_worker.link.disk_ring import LinkFigures
-from target_worker.link.file_digests import file_digest
 from target_worker.link.layer_extents import LayerExperts, plan_apart, sizes_of
-from target_worker.link.open_files import FileState
 from target_worker.sweep.streamed_model import StreamedModel
 from target_worker.worker import TargetWorker
 from tests.cli.test_plan import run
@@ -215,27 +214,21 @@ def test_any_wishes(num_slabs: int, layers: dict[int, LayerExperts]) -> None:
                 assert layer < 0 or store._cache._slab_of[layer, expert] == slab
 
 
-def test_a_damaged_file_fails_the_sweep_and_not_those_after_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("BOUGH_CACHE_DIR", str(tmp_path / "cache"))
+def test_a_damaged_file_is_named_and_ends_the_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ends: list[Exception] = []
+    monkeypatch.setattr(direct_io, "exit_soon", ends.append)
     folder = save_model(tmp_path / "model", FAMILIES["qwen3 moe"])
-    for shard in folder.glob("*.safetensors"):
-        file_digest(shard, FileState.of(shard))
     with streamed(folder, torch.float32, expert_slabs=6) as model:
-        wanted = plain_logits(model, [5, 6, 7])
+        plain_logits(model, [5, 6, 7])
         file = plan_of(folder)[2].each[3].extents[0].file
         whole = file.read_bytes()
         os.truncate(file, 4096)
         with pytest.raises(StreamError, match=rf"{file}: layer \d(, expert \d)?, tensor model\.layers\.\d\."):
             logits_of(model, 60)
         file.write_bytes(whole)
-        for mine, right in zip(plain_logits(model, [5, 6, 7]), wanted, strict=True):
-            assert torch.equal(mine, right)
-        file.write_bytes(whole[:4096] + bytes(byte ^ 1 for byte in whole[4096:]))
         with pytest.raises(StreamError, match="was written to while"):
-            logits_of(model, 60)  # with experts that are another checkpoint's, which may not stay
-        file.write_bytes(whole)
-        for mine, right in zip(plain_logits(model, [5, 6, 7]), wanted, strict=True):
-            assert torch.equal(mine, right)
+            logits_of(model, 60)
+    assert "was written to while" in str(ends[0])
 
 
 def test_a_checksum_names_the_expert(tmp_path: Path) -> None:

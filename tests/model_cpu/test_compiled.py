@@ -14,7 +14,7 @@ from bough.errors import StreamError
 from bough.model.batch.batch import Batch, Segment
 from bough.model.cpu.linear import can_multiply
 from bough.model.packing.pack import pack
-from target_worker.link.streams import InlineStreams
+from loadtest.common.inline_streams import InlineStreams
 from target_worker.sweep import streamed_model
 from tests.conftest import TINY, save_model
 from tests.fakes.models import CPU, new_slot, plain_logits, streamed

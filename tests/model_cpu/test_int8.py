@@ -18,7 +18,7 @@ from bough.model.batch.batch import Batch, Segment
 from bough.model.checkpoint.checkpoint import Checkpoint
 from bough.model.cpu import gemm_int8, llvm_vectors
 from bough.model.cpu.llvm_vectors import LANES, MOST_SIGNED
-from bough.model.cpu.operands import LINE, LINE_WORDS, MOST, MOST_TOGETHER, PART, PARTS, ZERO, put
+from bough.model.cpu.operands import LINE, LINE_WORDS, MOST, ZERO, put
 from bough.model.cpu.work_stealing import counters
 from bough.model.kv.session_kv import KVSlot
 from bough.model.llama.stacks import Int8Stack
@@ -82,13 +82,6 @@ def matrix_of(numbers: torch.Tensor) -> np.ndarray:
     return stack.matrices[0]
 
 
-def most_together(numbers: torch.Tensor) -> float:
-    """The largest sum of magnitudes whose products are added up in 16 bits."""
-    if not PARTS:
-        return 0.0
-    return numbers.abs().reshape(-1, PART, 2, 2).sum(dim=(1, 3)).max().item()
-
-
 def random_numbers(seed: int, *shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
@@ -105,7 +98,7 @@ def test_products_of_any_number_of_rows(seed: int, num_rows: int, outputs: int, 
     numbers, weights = random_numbers(seed, num_rows, LINE * lines), random_numbers(seed + 1, outputs, LINE * lines)
     rows, matrix = rows_of(numbers), matrix_of(weights)
     row_values, weight_values = row_numbers(rows, num_rows), matrix_numbers(matrix, outputs)
-    row_step = max(numbers.abs().max().item() / MOST_SIGNED, most_together(numbers) / MOST_TOGETHER)
+    row_step = numbers.abs().max().item() / MOST_SIGNED
     for values, right, step in (
         (row_values, numbers, row_step),
         (weight_values, weights, weights.abs().max().item() / MOST),
@@ -132,7 +125,7 @@ def test_products_of_any_number_of_rows(seed: int, num_rows: int, outputs: int, 
 @settings(max_examples=40)
 @given(seed=st.integers(0, 1000), values=st.lists(st.floats(-1, 1, width=32), min_size=1, max_size=4))
 def test_sums_as_large_as_they_get(seed: int, values: list[float]) -> None:
-    """All weights are the largest, with the signs of a row's numbers: where sums are in 16 bits, they hardly fit."""
+    """All weights are the largest, with the signs of a row's numbers: sums of two in 16 bits hardly fit."""
     rng = np.random.default_rng(seed)
     numbers = torch.from_numpy(rng.choice(np.float32(values), (LANES, 2 * LINE)))
     signs = torch.where(numbers < 0, -1.0, 1.0)
@@ -151,11 +144,11 @@ def test_numbers_that_are_all_zero() -> None:
 
 def test_products_on_processors_without_an_instruction_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(llvm_vectors, "has_feature", lambda _name: False)
-    tile = gemm_int8.tile_of(8, gemm_int8._sums)
+    tile = gemm_int8.tile_of(8)
 
     @numba.njit
     def run(rows, matrix, bias, out):  # type: ignore[no-untyped-def]
-        tile(rows, 8, 8, matrix, 0, bias, out)
+        tile(rows, 8, matrix, 0, bias, out)
 
     rows, matrix = rows_of(random_numbers(0, LANES, 2 * LINE)), matrix_of(random_numbers(1, LANES, 2 * LINE))
     out = np.zeros((LANES, LANES), np.float32)

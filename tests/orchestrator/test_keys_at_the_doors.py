@@ -242,6 +242,25 @@ async def test_what_a_key_allows_holds_at_both_doors(tmp_path: Path) -> None:
             await answer(bob)
 
 
+async def test_choices_count_as_requests_of_the_key(tmp_path: Path) -> None:
+    """More than it allows at once can never fit; more than it allows beside what runs are refused before one begins."""
+    async with guarded(tmp_path, requests=3) as door, door.client(ALICE) as alice, door.http(ALICE) as http:
+        response = await http.post("/v1/completions", json=BODY | {"n": 4})
+        assert (response.status_code, error_of(response)["param"]) == (400, "n")
+        assert (await http.post("/v1/completions", json=BODY | {"n": 3})).status_code == 200
+        door.stage.target.may_answer.clear()
+        door.stage.target.asked.clear()
+        running = asyncio.create_task(answer(alice))
+        await until(lambda: door.stage.target.asked)
+        response = await http.post("/v1/completions", json=BODY | {"n": 3})
+        assert (response.status_code, error_of(response)["code"]) == (429, "rate_limit_exceeded")
+        assert "requests: 1 of this key run, and 3 more are above its limit of 3" in error_of(response)["message"]
+        assert len(door.stage.target.asked) == 1
+        door.stage.target.may_answer.set()
+        await running
+        assert (await http.post("/v1/completions", json=BODY | {"n": 3})).status_code == 200
+
+
 async def test_a_tenant_keeps_as_many_sessions_as_its_key_allows(tmp_path: Path) -> None:
     """One tenant's names filled the index for all, which forgets what was used longest ago, whosever it is."""
     async with guarded(tmp_path, sessions=2) as door, door.client(ALICE) as alice, door.client(BOB) as bob:

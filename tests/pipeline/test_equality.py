@@ -15,8 +15,8 @@ import pytest
 
 from bough.client import Client
 from bough.processes.launch import Cluster
-from bough.protocol.generation import Finished, GenerateOptions, Speculation, TokenPrompt, Tokens
-from bough.trees.tree_plan import Chains, Guess, Scheme, StaticShape
+from bough.protocol.generation import Constraint, Finished, GenerateOptions, Speculation, TokenPrompt, Tokens
+from bough.trees.tree_plan import Guess, Scheme, StaticShape
 
 # A passage that comes back, so that there is something to look up.
 PROMPT = TokenPrompt((*range(40, 56), *range(60, 72), *range(40, 56)))
@@ -30,8 +30,8 @@ WAYS = {
     "narrow": Speculation(budget=6, width=1, depth=4, lookup=2),
     "shape": Speculation(growth=SHAPE, lookup=0),
     "shape, looked up": Speculation(growth=SHAPE, lookup=5),
-    "chain": Speculation(growth=Chains(1, 5), lookup=0),
-    "chains": Speculation(growth=Chains(3, 4), lookup=4),
+    "chain": Speculation(growth=StaticShape.chains(1, 5), lookup=0),
+    "chains": Speculation(growth=StaticShape.chains(3, 4), lookup=4),
     "distribution": Speculation(budget=32, guess=Guess.DISTRIBUTION),
     "distribution, self-sized": Speculation(guess=Guess.DISTRIBUTION),
     "distribution, shape": Speculation(growth=SHAPE, guess=Guess.DISTRIBUTION, lookup=0),
@@ -39,6 +39,10 @@ WAYS = {
 LETTERS = dict.fromkeys(range(66, 92), 12.0)
 GREEDY = GenerateOptions(max_tokens=24, temperature=0.0, ignore_eos=True)
 SAMPLED = replace(GREEDY, temperature=0.8)
+RECORDS = Constraint(
+    json_schema='{"type": "array", "items": {"type": "object", "additionalProperties": {"type": "null"}}}'
+)
+WORDS = Constraint(regex=r"([a-f]{3} ){2,4}[xyz]+!")
 PENALTIES = {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.3}
 REQUESTS = {
     "greedy": replace(GREEDY, logprobs=3),
@@ -52,6 +56,9 @@ REQUESTS = {
     "all at once": replace(  # type: ignore[arg-type]
         SAMPLED, seed=2**64 - 1, top_k=40, top_p=0.95, min_p=0.01, logit_bias=LETTERS, logprobs=4, **PENALTIES
     ),
+    "greedy, JSON": replace(GREEDY, ignore_eos=False, constraint=RECORDS, logprobs=1),
+    "sampled, JSON": replace(SAMPLED, ignore_eos=False, seed=6, constraint=RECORDS, frequency_penalty=0.2, top_p=0.9),
+    "greedy, a regular expression": replace(GREEDY, ignore_eos=False, constraint=WORDS),
     "hot": replace(SAMPLED, temperature=1.6, seed=5, stop_token_ids=tuple(range(3, 262, 20))),
 }
 
@@ -140,9 +147,9 @@ async def test_a_stop_text_ends_every_way_at_the_same_place(client: Client, temp
 
 
 @pytest.mark.parametrize("scheme", [Scheme.WITHOUT_REPLACEMENT, Scheme.TRAVERSAL])
-@pytest.mark.parametrize("growth", [SHAPE, Chains(3, 4)], ids=["shape", "chains"])
+@pytest.mark.parametrize("growth", [SHAPE, StaticShape.chains(3, 4)], ids=["shape", "chains"])
 async def test_schemes_that_verify_samples_repeat_themselves(
-    client: Client, scheme: Scheme, growth: StaticShape | Chains
+    client: Client, scheme: Scheme, growth: StaticShape
 ) -> None:
     """Their text depends on the tree, as on another seed: the same seed and the same plan give it again."""
     way = Speculation(growth=growth, scheme=scheme)

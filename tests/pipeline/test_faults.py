@@ -10,6 +10,7 @@ import sys
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
+from typing import IO
 
 import pytest
 
@@ -20,6 +21,7 @@ from bough.processes.launch import Cluster
 from bough.protocol.generation import Finished, GenerateOptions, Speculation, Started, TextPrompt, TokenPrompt, Tokens
 from bough.registry.registry import Registry
 from tests.conftest import pipeline, settings
+from tests.fakes.simulated import write_profile
 
 pytestmark = pytest.mark.chaos
 
@@ -90,8 +92,17 @@ async def run(client: Client, options: GenerateOptions, after: int, act: object)
     return tokens, finished
 
 
+SAID: list[int] = []  # by LONG, when nothing happens: the same in every test
+
+
+async def undisturbed_tokens(client: Client) -> list[int]:
+    if not SAID:
+        SAID.extend((await run(client, LONG, 0, None))[0])
+    return SAID
+
+
 async def test_killing_the_draft_changes_nothing_in_the_stream(cluster: Cluster, client: Client) -> None:
-    undisturbed, _ = await run(client, LONG, 0, None)
+    undisturbed = await undisturbed_tokens(client)
     tokens, finished = await run(client, LONG, 40, lambda: end(cluster, "draft_worker"))
     assert tokens == undisturbed
     assert finished.speculation.num_degraded_rounds > 0
@@ -111,7 +122,7 @@ async def test_without_a_draft_guesses_come_from_the_text_itself(cluster: Cluste
 
 
 async def test_a_draft_that_hangs_costs_its_timeout_and_nothing_else(cluster: Cluster, client: Client) -> None:
-    undisturbed, _ = await run(client, LONG, 0, None)
+    undisturbed = await undisturbed_tokens(client)
     tokens, finished = await run(client, LONG, 40, lambda: end(cluster, "draft_worker", signal.SIGSTOP))
     end(cluster, "draft_worker", signal.SIGCONT)
     assert tokens == undisturbed
@@ -131,7 +142,7 @@ async def test_killing_the_target_gives_a_status_within_seconds(cluster: Cluster
 
 async def test_another_target_goes_on_with_the_stream_of_one_that_was_killed(cluster: Cluster, client: Client) -> None:
     options = replace(LONG, session_id="at the first target")
-    undisturbed, _ = await run(client, options, 0, None)
+    undisturbed = await undisturbed_tokens(client)
     cluster.start("second_target", (target := cluster.children["target_worker"]).command, target.variables)
     while len([w for w in (await client.server_info()).workers if w.info.kind == "target"]) < 2:
         await asyncio.sleep(0.1)
@@ -181,7 +192,7 @@ async def test_another_orchestrator_goes_on_with_the_stream_of_one_that_was_kill
 
 async def test_killing_the_index_stops_no_stream_and_is_told(cluster: Cluster, client: Client) -> None:
     """Nothing depends on the index's truth: the workers last known go on, and the problem is named."""
-    undisturbed, _ = await run(client, LONG, 0, None)
+    undisturbed = await undisturbed_tokens(client)
     tokens, finished = await asyncio.wait_for(run(client, LONG, 40, lambda: end(cluster, "index")), 60)
     assert (tokens, finished.finish_reason) == (undisturbed, "length")
     for _ in range(100):
@@ -244,18 +255,29 @@ def alive(marker: str) -> list[str]:
     return lines
 
 
+def read_until(stream: IO[bytes] | None, text: bytes) -> None:
+    """Reads what a process prints, up to the line that has the text."""
+    assert stream is not None
+    assert any(text in line for line in stream), f"it never printed {text!r}"
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-@pytest.mark.parametrize("delay", [0.5, 6.0])
-async def test_bough_up_leaves_no_process_behind(
-    tiny: Path, tmp_path: Path, number: signal.Signals, delay: float
-) -> None:
-    """Whether it is ended while it starts or when it runs, gently or not."""
+@pytest.mark.parametrize("when", ["it begins", "its workers load", "it serves"])
+async def test_bough_up_leaves_no_process_behind(tiny: Path, tmp_path: Path, number: signal.Signals, when: str) -> None:
+    """Gently or not; workers without weights are soon there to serve."""
     marker = tmp_path / "marked"
     marker.symlink_to(tiny)
-    command = [sys.executable, "-m", "bough.cli", "up", "--target", str(marker), "--drop-layers", "2", "--port", "0"]
+    model = ["--target", str(marker), "--drop-layers", "2"]
+    model = ["--simulate", str(write_profile(tmp_path))] if when == "it serves" else model
+    command = [sys.executable, "-m", "bough.cli", "up", *model, "--port", "0"]
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite run in the background inherits it ignored
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=tmp_path)
-    await asyncio.sleep(delay)
+    if when == "it serves":
+        await asyncio.to_thread(read_until, process.stdout, b"ready: ")
+    elif when == "its workers load":
+        await asyncio.to_thread(read_until, process.stderr, b"target worker (")
+    else:
+        await asyncio.sleep(0.5)
     process.send_signal(number)
     try:
         process.communicate(timeout=30)

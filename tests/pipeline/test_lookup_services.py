@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,7 @@ from bough.cli.inspection.doctor import find_problems
 from bough.client import Client
 from bough.processes.launch import Cluster
 from bough.protocol.generation import Finished, GenerateOptions, Speculation, TokenPrompt, Tokens
-from bough.trees.tree_plan import Chains, Scheme
+from bough.trees.tree_plan import Scheme, StaticShape
 from tests.conftest import pipeline, settings
 
 PASSAGE = tuple(range(40, 60))
@@ -56,10 +57,15 @@ def output(rounds: list[Tokens]) -> list[tuple[int, object]]:
 @pytest.mark.parametrize("options", [GREEDY, SAMPLED, PENALISED], ids=["greedy", "sampled", "penalised"])
 async def test_the_output_is_plain_decodings(draftless: Client, drafting: Client, options: GenerateOptions) -> None:
     plain, _ = await generate(draftless, replace(options, speculation=PLAIN))
-    for client in (draftless, drafting):
-        for lookup in (2, 31):
-            rounds, _ = await generate(client, replace(options, speculation=Speculation(lookup=lookup)))
-            assert output(rounds) == output(plain)
+    runs = await asyncio.gather(
+        *(
+            generate(client, replace(options, speculation=Speculation(lookup=lookup)))
+            for client in (draftless, drafting)
+            for lookup in (2, 31)
+        )
+    )
+    for rounds, _ in runs:
+        assert output(rounds) == output(plain)
 
 
 async def test_text_that_repeats_gains_tokens_per_round(draftless: Client) -> None:
@@ -103,7 +109,7 @@ async def test_no_draft_on_purpose_is_no_problem(draftless: Client) -> None:
 @pytest.mark.parametrize("scheme", [Scheme.WITHOUT_REPLACEMENT, Scheme.TRAVERSAL])
 async def test_what_is_looked_up_comes_beside_samples_where_it_is_asked_for(drafting: Client, scheme: Scheme) -> None:
     """That the law stays the target's is shown in tests/target_worker/test_traversal.py."""
-    sampling = Speculation(growth=Chains(2, 3), scheme=scheme)
+    sampling = Speculation(growth=StaticShape.chains(2, 3), scheme=scheme)
     options = replace(SAMPLED, logit_bias=TWO_WORDS, logprobs=0)
     alone, finished = await generate(drafting, replace(options, speculation=sampling))
     assert finished.speculation.num_lookup_tokens == 0
@@ -119,7 +125,7 @@ async def test_where_nothing_was_sampled_what_is_looked_up_is_judged_by_the_targ
 ) -> None:
     options = replace(SAMPLED, logit_bias=TWO_WORDS)
     plain, _ = await generate(draftless, replace(options, speculation=PLAIN))
-    way = Speculation(growth=Chains(2, 3), scheme=Scheme.WITHOUT_REPLACEMENT, lookup=20)
+    way = Speculation(growth=StaticShape.chains(2, 3), scheme=Scheme.WITHOUT_REPLACEMENT, lookup=20)
     rounds, finished = await generate(draftless, replace(options, speculation=way))
     assert finished.speculation.num_lookup_tokens > 0
     assert output(rounds) == output(plain)

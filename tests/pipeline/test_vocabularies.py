@@ -15,7 +15,7 @@ from bough.protocol.generation import Finished, GenerateOptions, Speculation, To
 from bough.protocol.messages import GrowCall
 from bough.protocol.sampling_params import SamplingParams
 from bough.trees.tree import Tree
-from bough.trees.tree_plan import BestFirst, Chains, Growth, Guess, Scheme, StaticShape, TreePlan
+from bough.trees.tree_plan import BestFirst, Growth, Guess, Scheme, StaticShape, TreePlan
 from tests.conftest import save_model, save_tokenizer
 from tests.fakes.draft import VOCAB, FakeModel, grow_call, grow_now, new_engine
 from tests.fakes.stack import SMALLEST, Stack, stack
@@ -23,9 +23,13 @@ from tests.fakes.stack import SMALLEST, Stack, stack
 NARROW, WIDE = SMALLEST.vocab_size, SMALLEST.vocab_size + 50
 SHAPE = StaticShape((0, 0, 0, 1, 1, 2, 4, 4))
 PLANS = [
-    *(TreePlan(growth, guess=guess) for growth in (BestFirst(12, 3, 4), SHAPE, Chains(2, 3)) for guess in Guess),
+    *(
+        TreePlan(growth, guess=guess)
+        for growth in (BestFirst(12, 3, 4), SHAPE, StaticShape.chains(2, 3))
+        for guess in Guess
+    ),
     TreePlan(SHAPE, Scheme.WITHOUT_REPLACEMENT),
-    TreePlan(Chains(3, 3), Scheme.WITHOUT_REPLACEMENT),
+    TreePlan(StaticShape.chains(3, 3), Scheme.WITHOUT_REPLACEMENT),
     TreePlan(SHAPE, Scheme.TRAVERSAL),
 ]
 
@@ -84,7 +88,7 @@ GROWTHS: list[tuple[Growth | None, Scheme]] = [
     (None, Scheme.TARGET),
     (SHAPE, Scheme.TARGET),
     (SHAPE, Scheme.WITHOUT_REPLACEMENT),
-    (Chains(3, 3), Scheme.WITHOUT_REPLACEMENT),
+    (StaticShape.chains(3, 3), Scheme.WITHOUT_REPLACEMENT),
     (SHAPE, Scheme.TRAVERSAL),
 ]
 

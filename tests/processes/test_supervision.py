@@ -80,11 +80,20 @@ def replace_command(cluster: Cluster, name: str, command: list[str]) -> Child:
     return replaced
 
 
+@pytest.fixture(scope="module")
+async def shared(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Watched]:
+    """A cluster that tests leave whole, each having ended another process."""
+    async with watched(tmp_path_factory.mktemp("shared")) as running:
+        yield running
+
+
 @pytest.mark.parametrize("name", ["target_worker", "draft_worker", "orchestrator", INDEX])
 async def test_a_process_killed_during_a_generation_is_back_and_the_tokens_are_those_of_an_undisturbed_run(
-    tmp_path: Path, name: str
+    shared: Watched, name: str
 ) -> None:
-    async with watched(tmp_path) as running, Client(running.cluster.address) as client:
+    running = shared
+    running.lines.clear()
+    async with Client(running.cluster.address) as client:
         undisturbed = [event async for event in client.generate(PROMPT, OPTIONS)]
         killed = running.cluster.children[name]
         events: list[Event] = []

@@ -28,7 +28,7 @@ from bough.tokenization.vocabulary import TokenizerFiles
 from bough.trees.acceptance import DepthCounts, SchemeAcceptance
 from bough.trees.draft_probs import DraftProbs
 from bough.trees.tree import Tree
-from bough.trees.tree_plan import BestFirst, Chains, Guess, Scheme, StaticShape, TreePlan
+from bough.trees.tree_plan import BestFirst, Guess, Scheme, StaticShape, TreePlan
 
 ROOT = Path(__file__).parents[2]
 VOCAB = 100
@@ -72,7 +72,7 @@ growths = st.sampled_from(
         BestFirst(8, 4, 2, 0.01, 0.5, 1.5),
         StaticShape((0, 0, 1, 1, 2)),
         StaticShape(()),
-        Chains(2, 3),
+        StaticShape.chains(2, 3),
     ]
 )
 plans = st.builds(TreePlan, growths, st.sampled_from(Scheme), st.sampled_from(Guess))
@@ -158,7 +158,6 @@ def test_requests_survive_the_wire(prompt: g.Prompt, request_options: g.Generate
         ({"logit_bias": {-3: 1.0}}, r"logit_bias\[-3\]: must .* got -3"),
         ({"speculation": g.Speculation(budget=-1)}, r"speculation\.budget: must .* got -1"),
         ({"speculation": g.Speculation(lookup=10**11)}, r"speculation\.lookup: must .* got 100000000000"),
-        ({"speculation": g.Speculation(growth=Chains(-1, 3))}, r"speculation\.growth\.num: must .* got -1"),
         (
             {"speculation": g.Speculation(growth=StaticShape((0, -1)))},
             r"speculation\.growth\.parents\[1\]: must .* got -1",
@@ -261,8 +260,7 @@ def test_sizes_and_names_out_of_range_are_refused_by_name() -> None:
         ("growth", BestFirst(8, 4, 2, -0.5), r"growth\.node_price: must be 0 \(off\) or more.* got -0.5"),
         ("growth", BestFirst(8, 4, 2, 0.0, float("nan")), r"growth\.step_price: must .* got nan"),
         ("growth", BestFirst(8, 4, 2, 0.0, 0.0, float("inf")), r"growth\.seconds: must .* got inf"),
-        ("growth", Chains(0, 2), r"growth\.num: must be 1 to 8.* got 0"),
-        ("growth", Chains(4, 2), "growth: must have at most 8 nodes, got 9"),
+        ("growth", StaticShape.chains(4, 2), "growth: must have at most 8 nodes, got 9"),
         ("growth", StaticShape((0, 2)), r"growth\.parents\[1\]: must be 0 to 1, .* got 2"),
         ("growth", StaticShape((0, 1, 0)), r"growth\.parents\[2\]: must be 1 to 2, .* got 0"),
         ("scheme", 7, r"scheme: must be one of 0 \(target\).* got 7"),

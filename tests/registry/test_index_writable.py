@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import shlex
+import shutil
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -23,12 +25,19 @@ from tests.fakes.streams import OPTIONS, expected, read
 FAULTS = {
     "out of memory": (("CONFIG SET maxmemory 1",), ("CONFIG SET maxmemory 0",), "maxmemory"),
     "a replica": (("REPLICAOF 127.0.0.1 1",), ("REPLICAOF NO ONE",), "read only"),
+    "a disk that takes nothing": (
+        ("CONFIG SET save '3600 1'", "BGSAVE"),
+        ("CONFIG SET stop-writes-on-bgsave-error no",),
+        "unable to persist to disk",
+    ),
 }
 
 
 async def tell(raw: redis.asyncio.Redis, commands: tuple[str, ...]) -> None:
     for command in commands:
-        await raw.execute_command(*command.split())
+        if command == "BGSAVE":  # nothing can be written to a folder that is gone, also not by root
+            shutil.rmtree((await raw.config_get("dir"))["dir"])
+        await raw.execute_command(*shlex.split(command))
 
 
 @pytest.fixture

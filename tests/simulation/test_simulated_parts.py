@@ -19,7 +19,7 @@ from bough.simulation.clock import SimulatedClock
 from bough.simulation.line import Line
 from bough.simulation.pair import SimulatedPair
 from bough.trees.tree import Tree
-from bough.trees.tree_plan import BestFirst, Chains, Scheme, TreePlan
+from bough.trees.tree_plan import BestFirst, Scheme, StaticShape, TreePlan
 from target_worker.kv.slot_pool import SlotPool
 from target_worker.scheduler.engine import SweepEngine
 from target_worker.scheduler.sweep_figures import SweepFigures
@@ -166,9 +166,9 @@ def test_prices_and_depth_bound_a_simulated_tree(pair: SimulatedPair) -> None:
 
 
 def test_samples_of_a_greedy_request_are_the_best_in_their_order(pair: SimulatedPair) -> None:
-    plan = TreePlan(Chains(3, 2), Scheme.WITHOUT_REPLACEMENT)
+    plan = TreePlan(StaticShape.chains(3, 2), Scheme.WITHOUT_REPLACEMENT)
     tree = grown(pair, TurnedClock(), [grow_call([*range(300, 340)], plan=plan)])[0].tree
-    best = grown(pair, TurnedClock(), [grow_call([*range(300, 340)], plan=TreePlan(Chains(3, 2)))])[0].tree
+    best = grown(pair, TurnedClock(), [grow_call([*range(300, 340)], plan=TreePlan(StaticShape.chains(3, 2)))])[0].tree
     assert tree.tokens[1:4].tolist() == best.tokens[1:4].tolist()
     assert tree.draft_probs is not None
 

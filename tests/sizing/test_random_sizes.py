@@ -12,7 +12,7 @@ import pytest
 from bough.client import Client
 from bough.protocol.generation import Finished, GenerateOptions, Speculation, Started, TokenPrompt, Tokens
 from bough.simulation.pair import SimulatedPair
-from bough.trees.tree_plan import Chains, Guess, Scheme
+from bough.trees.tree_plan import Guess, Scheme, StaticShape
 from target_worker.scheduler import engine
 from tests.fakes.fleet import Fleet
 from tests.fakes.random_sizes import RandomDivision, RandomlyDividingTarget, RandomSizer, use_random_sizes
@@ -79,7 +79,12 @@ async def test_sessions_of_many_kinds_at_once_each_say_their_own(client: Client,
     """Greedy and sampled with seeds of their own, some plain, some of a fixed size."""
     kinds = [GREEDY, *(replace(SAMPLED, seed=seed) for seed in range(7))]
     plain = [(await generate(client, replace(options, speculation=PLAIN)))[0] for options in kinds]
-    ways = [Speculation(guess=guess), PLAIN, Speculation(budget=9, guess=guess), Speculation(growth=Chains(2, 3))]
+    ways = [
+        Speculation(guess=guess),
+        PLAIN,
+        Speculation(budget=9, guess=guess),
+        Speculation(growth=StaticShape.chains(2, 3)),
+    ]
     runs = await asyncio.gather(
         *(generate(client, replace(options, speculation=way)) for options in kinds for way in ways)
     )
@@ -101,7 +106,7 @@ async def test_a_stop_text_ends_at_the_same_place(client: Client) -> None:
 async def test_samples_keep_the_size_that_was_asked_for(client: Client) -> None:
     """Of them nothing is cut or left out, so that the same plan gives the same text."""
     for scheme in (Scheme.WITHOUT_REPLACEMENT, Scheme.TRAVERSAL):
-        way = Speculation(growth=Chains(2, 3), scheme=scheme)
+        way = Speculation(growth=StaticShape.chains(2, 3), scheme=scheme)
         runs = await asyncio.gather(*(generate(client, replace(SAMPLED, seed=7, speculation=way)) for _ in range(4)))
         assert len({output for output, _ in runs}) == 1
         assert runs[0][1].speculation.num_accepted_tokens > 0

@@ -17,10 +17,10 @@ from bough.model.batch.batch import Batch, Segment
 from bough.model.packing.pack import pack
 from bough.sizing.placement import Tier
 from bough.trees.tree import Tree
+from loadtest.common.inline_streams import InlineStreams
 from target_worker.link.device_ring import DeviceRing
-from target_worker.link.streams import InlineStreams
 from tests.conftest import TINY, save_model
-from tests.fakes.late_device import FakeStreams
+from tests.fakes.gpu.late_device import FakeStreams
 from tests.fakes.models import new_slot, plain_logits, streamed
 
 INDICES = (0, 2, 3, 5, 6)  # the others are resident

@@ -19,7 +19,7 @@ from bough.model.sizes.target_limits import TargetLimits
 from bough.protocol.cost_curve import CostCurve
 from bough.protocol.messages import VerifyCall, VerifyResult
 from bough.protocol.sampling_params import SamplingParams
-from bough.sizing.division import Price, Rider
+from bough.sizing.division import Price, SweepTree
 from bough.trees.draft_probs import DraftProbs
 from bough.trees.tree import Tree
 from bough.trees.tree_plan import Scheme
@@ -31,7 +31,7 @@ from target_worker.scheduler.row_division import may_leave_out
 from target_worker.sweep.streamed_model import SweepFigures
 from target_worker.sweep.streamed_sweeper import StreamedSweeper, SweepModel
 from tests.fakes.models import streamed
-from tests.fakes.target import CPU, LIMITS, Clock, FakeModel, new_pool, verify_call
+from tests.fakes.target import CPU, LIMITS, NO_GRAMMARS, Clock, FakeModel, new_pool, verify_call
 
 SAMPLED = SamplingParams(temperature=0.9, seed=7)
 DEAR = SweepFigures(1_000_000_000, 0, 0, 0, 0)  # a second for every sweep, all of it computing
@@ -45,7 +45,7 @@ class Gated:
         self._gate.set()
         self.num_rows: list[int] = []
         model.sweep = self._gated  # type: ignore[method-assign]
-        self.engine = SweepEngine(StreamedSweeper(model), pool, limits, 100)
+        self.engine = SweepEngine(StreamedSweeper(model, NO_GRAMMARS), pool, limits, 100)
         self._num_alone = 0
 
     def _gated(self, batch: Batch) -> tuple[torch.Tensor, SweepFigures]:
@@ -92,13 +92,13 @@ def random_division(seed: int) -> Callable[..., list[np.ndarray]]:
     """Any closed sets with the root."""
     random = np.random.default_rng(seed)
 
-    def divide(riders: Sequence[Rider], *_: object) -> list[np.ndarray]:
+    def divide(trees: Sequence[SweepTree], *_: object) -> list[np.ndarray]:
         kept = []
-        for rider in riders:
-            is_kept = (random.random(len(rider.values)) < 0.7) | ~np.bool_(rider.may_leave_out)
+        for tree in trees:
+            is_kept = (random.random(len(tree.values)) < 0.7) | ~np.bool_(tree.may_leave_out)
             is_kept[0] = True
             for node in range(1, len(is_kept)):
-                is_kept[node] &= is_kept[rider.parents[node]]
+                is_kept[node] &= is_kept[tree.parents[node]]
             kept.append(np.flatnonzero(is_kept))
         return kept
 

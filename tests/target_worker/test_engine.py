@@ -462,7 +462,7 @@ def test_sessions_that_begin_are_waited_for_and_those_that_have_ended_are_not(cl
         for each in calls:
             each.result(5)
         assert [batch.num_tokens for batch in model.batches] == [1, 1, 1, 2]
-        say(engine, "a", [1, 2, 3, 4, 5], 4, 1).result(0.4)
+        say(engine, "a", [1, 2, 3, 4, 5], 4, 1).result(1.0)  # one that is waited for has more
 
 
 def test_a_session_that_finds_no_room_again_and_again_holds_nobody_up(clock: Clock) -> None:

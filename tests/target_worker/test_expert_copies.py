@@ -14,17 +14,17 @@ import torch
 from bough.errors import ConfigError
 from bough.model.packing.pack import pack
 from bough.sizing.placement import Budgets, Fixed, Tier, place_with_expert_cache
+from loadtest.common.inline_streams import InlineStreams
 from target_worker.experts.expert_cache import Expert
 from target_worker.experts.expert_copies import ExpertCopies
 from target_worker.experts.expert_store import ExpertStore
 from target_worker.link.copy_stats import CopyStats
 from target_worker.link.device_ring import DeviceRing
 from target_worker.link.layer_extents import LayerExperts, sizes_of
-from target_worker.link.streams import InlineStreams
 from target_worker.sweep.tiers import numbered
 from tests.cli.test_plan import run
 from tests.conftest import save_model
-from tests.fakes.late_device import FakeStreams
+from tests.fakes.gpu.late_device import FakeStreams
 from tests.fakes.models import streamed
 from tests.model.test_experts import MIXTURE, NUM_EXPERTS, logits_of, plan_of
 from tests.model.test_reproducible import FAMILIES

@@ -22,11 +22,11 @@ from bough.model.kv.kv_arena import KVArena
 from bough.model.kv.session_kv import KVShape, KVSlot
 from bough.sizing.row_counts import RowCounts
 from bough.trees.tree import Tree
+from loadtest.common.inline_streams import InlineStreams
 from target_worker.kv.kv_offload import OffloadedKV
-from target_worker.link.streams import InlineStreams
 from target_worker.worker import TargetWorker
 from tests.conftest import TINY, save_model
-from tests.fakes.late_device import FakeStreams
+from tests.fakes.gpu.late_device import FakeStreams
 from tests.fakes.models import CPU, streamed
 
 SHAPE, NUM_ROWS = KVShape(5, 2, 3, torch.float32), 75

@@ -19,9 +19,10 @@ from bough.model.kv.session_kv import KVShape, KVSlot
 from bough.runtime import host_memory
 from bough.runtime.host_memory import in_pieces, node_of, populate, prefer_node
 from bough.trees.tree import Tree
+from loadtest.common.inline_streams import InlineStreams
 from target_worker.kv.kv_offload import memory_on_host
 from target_worker.link.pinned_memory import PinnedMemory
-from target_worker.link.streams import CudaStreams, InlineStreams
+from target_worker.link.streams import CudaStreams
 from target_worker.sweep.streamed_model import StreamedModel
 from tests.fakes.models import new_slot, streamed
 

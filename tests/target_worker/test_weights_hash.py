@@ -15,7 +15,7 @@ from bough.config.processes import TargetConfig, parse
 from bough.errors import CheckpointError
 from target_worker.identity import weights_hash
 from target_worker.identity.weights_hash import BUSY_SHARE, Closed, ReadPacing, WeightsHash
-from target_worker.link import file_digests, open_files
+from target_worker.link import file_digests
 from target_worker.link.file_digests import PIECE_BYTES, file_digest, known_digest
 from target_worker.link.open_files import FileState
 from target_worker.worker import TargetWorker
@@ -168,36 +168,6 @@ def test_a_file_that_was_written_to_since_the_start_leaves_it_unknown(
     assert "compared by samples only" in caplog.text
     file.unlink()
     weights.require_unchanged()
-
-
-@pytest.mark.parametrize("is_same", [True, False])
-def test_a_file_that_was_touched_is_read_again_where_it_holds_the_same(
-    tmp_path: Path, is_same: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It was left unknown for as long as the worker lived."""
-    monkeypatch.setattr(open_files, "SETTLED_SECONDS", 0.0)
-    files = [file_of(tmp_path, 1000, f"{number}.safetensors") for number in range(2)]
-    weights, asked = WeightsHash(files, lambda: asked.append(1) is None and is_same), []
-    for file in files:
-        os.utime(file, ns=(0, 10**18))
-    value = _computed(weights)
-    assert (value, len(asked)) == ((_computed(WeightsHash(files)), 2) if is_same else ("", 1))
-    before = WeightsHash(files, lambda: True)
-    before._digests.clear()
-    other = file_of(tmp_path, 1000, "other")
-    other.replace(files[0])
-    assert _computed(before) == "", "another file is not what is read from"
-
-
-def test_a_file_that_is_being_written_to_is_waited_for(tmp_path: Path) -> None:
-    weights = WeightsHash([file_of(tmp_path, 1000)], lambda: True)
-    (tmp_path / "model.safetensors").touch()
-    waited = threading.Event()
-    weights._closed.wait = lambda seconds: waited.set() or threading.Event.wait(weights._closed, seconds)  # type: ignore[method-assign, func-returns-value]
-    weights.start(lambda: 100.0)
-    assert waited.wait(10)
-    weights.close()
-    assert weights.value == ""
 
 
 def test_closing_ends_the_thread_in_the_middle_of_a_file(tmp_path: Path) -> None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import socket
+import threading
+import time
 import urllib.request
+from contextlib import suppress
 
 import pytest
 
@@ -19,7 +23,7 @@ def test_sweeps_are_counted_and_served() -> None:
     metrics.serve("127.0.0.1", 0)
     try:
         for _ in range(2):
-            metrics.observe(64, SweepFigures(2_000_000_000, 500_000_000, 1_800_000_000, 1000, 1_000_000_000, 30))
+            metrics.observe(3, 64, SweepFigures(2_000_000_000, 500_000_000, 1_800_000_000, 1000, 1_000_000_000, 30))
         with urllib.request.urlopen(f"http://127.0.0.1:{metrics.port}/metrics", timeout=5) as reply:
             text = reply.read().decode()
         other = Metrics("other")
@@ -28,12 +32,19 @@ def test_sweeps_are_counted_and_served() -> None:
     finally:
         metrics.close()
     values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
-    label = '{model_name="tiny"}'
-    values = {name.replace(label, ""): float(value) for name, value in values.items() if "created" not in name}
+    values = {
+        re.sub(r'{(engine="0",)?model_name="tiny"}', "", name): float(value)
+        for name, value in values.items()
+        if "created" not in name
+    }
     rows = {name: values.pop(name) for name in [*values] if name.startswith("bough_sweep_rows_bucket")}
     assert rows['bough_sweep_rows_bucket{le="32.0",model_name="tiny"}'] == 0
     assert rows['bough_sweep_rows_bucket{le="64.0",model_name="tiny"}'] == 2
+    calls = {name: values.pop(name) for name in [*values] if name.startswith("bough_sweep_calls_bucket")}
+    assert [calls[f'bough_sweep_calls_bucket{{le="{le}",model_name="tiny"}}'] for le in ("2.0", "4.0")] == [0, 2]
     assert values == {
+        "bough_sweep_calls_count": 2,
+        "bough_sweep_calls_sum": 6,
         "bough_sweep_rows_count": 2,
         "bough_sweep_rows_sum": 128,
         "bough_link_bytes_total": 2000,
@@ -65,7 +76,7 @@ def test_the_last_sweeps_are_told_in_three_numbers() -> None:
     metrics = Metrics("tiny")
     assert metrics.recent_seconds() == ()
     for seconds in [9] * 10 + [4] * 20 + [3, 5] * 6:
-        metrics.observe(1, SweepFigures(seconds * 1_000_000_000, 0, 0, 0, 0))
+        metrics.observe(1, 1, SweepFigures(seconds * 1_000_000_000, 0, 0, 0, 0))
     assert metrics.recent_seconds() == (3.0, 4.0, 5.0)
 
 
@@ -78,7 +89,7 @@ def test_no_port_is_no_server() -> None:
 
 def test_a_connection_that_says_nothing_is_closed_over_plain_text_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each took a thread, and kept it for as long as the process lived."""
-    monkeypatch.setattr("bough.telemetry.metrics.SILENT_SECONDS", 0.2)
+    monkeypatch.setattr("bough.telemetry.metrics.MAX_SECONDS", 0.2)
     metrics = Metrics("tiny")
     metrics.serve("127.0.0.1", 0)
     try:
@@ -86,5 +97,59 @@ def test_a_connection_that_says_nothing_is_closed_over_plain_text_too(monkeypatc
             assert silent.recv(1) == b""
         with urllib.request.urlopen(f"http://127.0.0.1:{metrics.port}/metrics", timeout=5) as reply:
             assert b"bough_sweeps_total" in reply.read()
+    finally:
+        metrics.close()
+
+
+def half_a_request(port: int) -> socket.socket:
+    connection = socket.create_connection(("127.0.0.1", port), timeout=30)
+    connection.sendall(b"GET /metrics HTTP/1.1\r\n")
+    return connection
+
+
+def scraped(port: int) -> bytes:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as reply:
+        return bytes(reply.read())
+
+
+def test_half_requests_are_so_many_at_most_and_keep_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """120 of them had 120 threads: the port needs no key."""
+    monkeypatch.setattr("bough.telemetry.metrics.MAX_CONNECTIONS", 4)
+    metrics = Metrics("tiny")
+    metrics.serve("127.0.0.1", 0)
+    before = threading.active_count()
+    halves = [half_a_request(metrics.port) for _ in range(40)]
+    try:
+        assert b"bough_sweeps_total" in scraped(metrics.port)
+        assert [half.recv(1) for half in halves[:36]] == [b""] * 36, "the oldest give way"
+        deadline = time.monotonic() + 30
+        while threading.active_count() > before + 4 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert threading.active_count() <= before + 4
+    finally:
+        for half in halves:
+            half.close()
+        metrics.close()
+
+
+def test_a_head_that_trickles_in_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its patience began anew with every byte."""
+    monkeypatch.setattr("bough.telemetry.metrics.MAX_SECONDS", 0.5)
+    metrics = Metrics("tiny")
+    metrics.serve("127.0.0.1", 0)
+    try:
+        with half_a_request(metrics.port) as half:
+            half.setblocking(False)
+            for _ in range(600):
+                with suppress(BlockingIOError):
+                    try:
+                        half.sendall(b"x")
+                        assert half.recv(1) == b""
+                    except ConnectionError:
+                        pass
+                    break
+                time.sleep(0.05)
+            else:
+                pytest.fail("it goes on")
     finally:
         metrics.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 import urllib.request
 from collections.abc import Sequence
@@ -19,13 +20,13 @@ from bough.telemetry.metrics import MetricsServer
 from bough.trees.tree import Tree
 from bough.trees.tree_plan import BestFirst
 from orchestrator.sizing.plans import Proposal, RoundOutcome, RoundPlan, Situation, WorkerFacts
-from orchestrator.sizing.totals import MAX_POSITIONS, MeasuredSizer, RoundTotals, Tally
+from orchestrator.sizing.totals import MAX_POSITIONS, Histogram, MeasuredSizer, RoundTotals
 from orchestrator.sizing.tree_sizer import TreeSizer
 from orchestrator.telemetry.loop_lag import BOUNDS, PERIOD_SECONDS, LoopLag
 from orchestrator.telemetry.metrics import Figures, OrchestratorCollector
 from orchestrator.telemetry.request_totals import RequestTotals, RequestWatch
 
-LABEL = '{model_name="m"}'
+LABELS = re.compile(r'{(engine="0",)?model_name="m"}')
 
 
 def served(figures: Figures) -> dict[str, float]:
@@ -39,7 +40,7 @@ def served(figures: Figures) -> dict[str, float]:
     finally:
         server.close()
     values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#") and "_created" not in line)
-    return {name.replace(LABEL, ""): float(value) for name, value in values.items()}
+    return {LABELS.sub("", name): float(value) for name, value in values.items()}
 
 
 def a_round(mode: Mode, *, sent: int, left_out: int = 0, tokens: int, expected: float = 0.0) -> Decision:
@@ -57,7 +58,7 @@ def test_rounds_are_told_by_the_names_of_vllm_and_of_the_sizer() -> None:
     totals.add(a_round(Mode.LOOKUP, sent=1, tokens=1, expected=1.0))
     totals.add(a_round(Mode.FIXED, sent=9, tokens=3))  # nothing was expected of it
     totals.plan_seconds.add(0.0003)
-    (lag := Tally(BOUNDS)).add(0.3)
+    (lag := Histogram(BOUNDS)).add(0.3)
     values = served(Figures("m", 2, 5, 77, RequestTotals(), totals, lag, num_tasks=9))
     assert values["bough_event_loop_tasks"] == 9
     assert values['bough_event_loop_lag_seconds_bucket{le="0.5",model_name="m"}'] == 1
@@ -71,9 +72,9 @@ def test_rounds_are_told_by_the_names_of_vllm_and_of_the_sizer() -> None:
         "spec_decode_num_drafts_total": 3,
         "spec_decode_num_draft_tokens_total": 60 + 4 + 8,
         "spec_decode_num_accepted_tokens_total": 6,
-        'spec_decode_num_accepted_tokens_per_pos_total{model_name="m",position="0"}': 3,
-        'spec_decode_num_accepted_tokens_per_pos_total{model_name="m",position="1"}': 2,
-        'spec_decode_num_accepted_tokens_per_pos_total{model_name="m",position="2"}': 1,
+        'spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="m",position="0"}': 3,
+        'spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="m",position="1"}': 2,
+        'spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="m",position="2"}': 1,
     }
     assert values["bough_sizer_expected_tokens_total"] == 7.0
     assert values["bough_sizer_tokens_total"] == 7
@@ -104,10 +105,12 @@ def test_requests_are_told_by_how_long_they_waited_for_what_and_how_they_ended()
         now[0] = 100.0 + seconds
         watch.note(event)
     RequestWatch(totals).failed(Exhausted("full", retry_seconds=1.0))
-    values = served(Figures("m", 0, 0, 0, totals, RoundTotals(), Tally(BOUNDS)))
+    values = served(Figures("m", 0, 0, 0, totals, RoundTotals(), Histogram(BOUNDS)))
     sums = {name.removesuffix("_sum"): value for name, value in values.items() if name.endswith("_sum") and value}
     assert sums == {
         "vllm:request_queue_time_seconds": 1.0,
+        "vllm:request_prefill_time_seconds": 3.0,
+        "vllm:request_decode_time_seconds": 2.0,
         "vllm:time_to_first_token_seconds": 4.0,
         "vllm:e2e_request_latency_seconds": 6.5,
         "vllm:inter_token_latency_seconds": 2.0,
@@ -118,7 +121,7 @@ def test_requests_are_told_by_how_long_they_waited_for_what_and_how_they_ended()
     assert values["bough_failovers_total"] == values["bough_degraded_rounds_total"] == 1
     ends = {key: value for key, value in values.items() if key.startswith("vllm:request_success_total")}
     assert ends == {
-        f'vllm:request_success_total{{finished_reason="{reason}",model_name="m"}}': float(reason == "stop")
+        f'vllm:request_success_total{{engine="0",finished_reason="{reason}",model_name="m"}}': float(reason == "stop")
         for reason in ("stop", "length", "abort")
     }
     assert values['bough_request_failures_total{error="Exhausted",model_name="m"}'] == 1
@@ -127,7 +130,7 @@ def test_requests_are_told_by_how_long_they_waited_for_what_and_how_they_ended()
 def test_whoever_prefers_openmetrics_gets_the_names_as_they_are() -> None:
     """prometheus_client would write them with an underscore in the colon's place, for real Prometheus servers alone."""
     server = MetricsServer()
-    figures = Figures("m", 2, 5, 77, RequestTotals(), RoundTotals(), Tally(BOUNDS))
+    figures = Figures("m", 2, 5, 77, RequestTotals(), RoundTotals(), Histogram(BOUNDS))
     server.registry.register(OrchestratorCollector(lambda: figures))
     server.serve("127.0.0.1", 0)
     try:
@@ -136,19 +139,19 @@ def test_whoever_prefers_openmetrics_gets_the_names_as_they_are() -> None:
             headers={"Accept": "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.3"},
         )
         with urllib.request.urlopen(asked, timeout=5) as reply:
-            assert 'vllm:generation_tokens_total{model_name="m"} 77.0' in reply.read().decode()
+            assert 'vllm:generation_tokens_total{engine="0",model_name="m"} 77.0' in reply.read().decode()
     finally:
         server.close()
 
 
 def test_an_orchestrator_that_has_done_nothing_tells_zeros() -> None:
-    values = served(Figures("m", 0, 0, 0, RequestTotals(), RoundTotals(), Tally(BOUNDS)))
+    values = served(Figures("m", 0, 0, 0, RequestTotals(), RoundTotals(), Histogram(BOUNDS)))
     assert values["vllm:spec_decode_num_drafts_total"] == 0
     assert set(values.values()) == {0.0}
 
 
 def test_numbers_are_tallied_with_the_smallest_bound_that_they_do_not_pass() -> None:
-    tally = Tally((1.0, 2.0))
+    tally = Histogram((1.0, 2.0))
     for value in (0.5, 1.0, 1.5, 2.0, 2.5):
         tally.add(value)
     assert tally.counts == [2, 2, 1]

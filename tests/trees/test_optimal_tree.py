@@ -16,13 +16,12 @@ from bough.trees.optimal_tree import (
     best_chains,
     best_first,
     best_shape,
-    best_size,
     expected_tokens,
     expected_tokens_of_chains,
     node_values,
     optimal,
 )
-from bough.trees.tree_plan import Chains, StaticShape, require_growth
+from bough.trees.tree_plan import StaticShape, require_growth
 
 DATA = Path(__file__).parents[2] / "loadtest" / "data"
 
@@ -138,15 +137,10 @@ def test_deeper_rows_are_used_where_they_stand() -> None:
     assert node_values(StaticShape((0, 0, 1, 2)), acceptance).tolist() == [1.0, 0.5, 0.4, 0.5, 0.4]
 
 
-def chains_shape(chains: Chains) -> StaticShape:
-    return StaticShape(tuple(max(0, node - chains.num) for node in range(1, chains.budget)))
-
-
 @given(acceptances, st.integers(1, 5), st.integers(1, 6))
 def test_chains_in_closed_form(acceptance: Acceptance, num: int, length: int) -> None:
-    chains = Chains(num, length)
-    closed = expected_tokens_of_chains(chains, acceptance)
-    assert closed == pytest.approx(expected_tokens(chains_shape(chains), acceptance), rel=1e-12)
+    closed = expected_tokens_of_chains(num, length, acceptance)
+    assert closed == pytest.approx(expected_tokens(StaticShape.chains(num, length), acceptance), rel=1e-12)
     if len(acceptance) == 1:
         starts, first = float(acceptance[0, :num].sum()), float(acceptance[0, 0])
         assert closed == pytest.approx(1 + starts * (1 - first**length) / (1 - first), rel=1e-12)
@@ -157,41 +151,11 @@ def test_the_best_chains_are_within_their_sizes_and_never_beat_the_best_shape(
     acceptance: Acceptance, nodes: int, levels: int
 ) -> None:
     chains = best_chains(acceptance, nodes, levels)
-    assert chains.budget <= nodes
+    assert chains.num * chains.length < nodes
     assert chains.length < levels
-    best = expected_tokens_of_chains(chains, acceptance)
+    best = chains.expected_tokens
     shape = optimal(acceptance, nodes, levels)
     assert best <= expected_tokens(shape, acceptance) + 1e-12
     for length in range(1, min(levels, nodes)):
         for num in range(1, (nodes - 1) // length + 1):
-            assert expected_tokens_of_chains(Chains(num, length), acceptance) <= best + 1e-12
-
-
-@settings(max_examples=40)
-@given(
-    acceptances.flatmap(lambda rows: st.sampled_from([rows, smoothed(rows)])),
-    st.lists(st.floats(0, 1), min_size=1, max_size=12),
-    st.floats(0, 1),
-    st.integers(1, 5),
-)
-def test_the_best_size_is_the_best_of_all(
-    acceptance: Acceptance, increments: list[float], step_seconds: float, levels: int
-) -> None:
-    verify_seconds = 1 + np.cumsum(increments)
-    size = best_size(acceptance, verify_seconds, step_seconds, levels)
-
-    def rate(shape: StaticShape) -> float:
-        seconds = verify_seconds[shape.budget - 1] + max(shape.depths()) * step_seconds
-        return float(expected_tokens(shape, acceptance) / seconds)
-
-    assert rate(size.shape) == pytest.approx(size.tokens_per_second, rel=1e-9)
-    for nodes in range(1, len(verify_seconds) + 1):
-        for height in range(1, levels + 1):
-            assert rate(optimal(acceptance, nodes, height)) <= size.tokens_per_second * (1 + 1e-9)
-
-
-def test_a_draft_that_costs_more_than_it_brings_is_not_asked() -> None:
-    acceptance, flat = np.array([[0.5, 0.1]]), np.ones(64)
-    assert best_size(acceptance, flat, 0.6, 8) == (StaticShape(()), 1.0)
-    assert best_size(acceptance, flat, 0.0, 8).shape.budget == 64
-    assert best_size(acceptance, np.arange(1.0, 65.0), 0.0, 8).shape.budget == 1
+            assert expected_tokens_of_chains(num, length, acceptance) <= best + 1e-12

@@ -35,21 +35,7 @@ def add_shape(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--nodes", type=int, required=True, help="most nodes, the root included")
     parser.add_argument("--levels", type=int, help="most levels, the root's included (any number by default)")
     parser.add_argument("--branch", type=int, help="most children of a node (as many as were measured by default)")
-    parser.add_argument(
-        "--sweep-seconds", type=_seconds, action="append", default=[], metavar="NODES=SECONDS",
-        help="a measured sweep; from two of them on the size with most tokens per second is chosen, up to --nodes",
-    )  # fmt: skip
-    parser.add_argument("--step-seconds", type=float, default=0.0, help="a measured draft step, one for each level")
-    parser.add_argument("--plot", metavar="FILE", help="also draw the tree into a PNG file")
     schemes = [scheme.value for scheme in Scheme]
     parser.add_argument("--scheme", choices=schemes, help=f"of --from-live (default {Scheme.TARGET.value})")
     parser.add_argument("--by-depth", action="store_true", help="of --from-live: tell depths apart")
     add_address(parser)
-
-
-def _seconds(text: str) -> tuple[int, float]:
-    nodes, _, seconds = text.partition("=")
-    try:
-        return int(nodes), float(seconds)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"must be nodes and seconds, such as 64=1.3, got {text!r}") from None

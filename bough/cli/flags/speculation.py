@@ -9,11 +9,11 @@ from pathlib import Path
 
 from bough.errors import ConfigError
 from bough.protocol.generation import Speculation
-from bough.trees.tree_plan import Chains, Growth, Guess, Scheme, StaticShape, require_growth
+from bough.trees.tree_plan import Growth, Guess, Scheme, StaticShape, require_growth
 
 MOST_NODES = 4096  # of a shape for any target; each target has its own, lower limit
 BEST_FIRST = "best-first"
-CHAINS = re.compile(r"chains:([0-9]{1,4})x([0-9]{1,4})|chain:([0-9]{1,4})")
+CHAINS = re.compile(r"chain:(?P<alone>[1-9][0-9]{0,3})|chains:(?P<num>[1-9][0-9]{0,3})x(?P<length>[1-9][0-9]{0,3})")
 SIZES = ("budget", "width", "depth")
 
 
@@ -89,8 +89,7 @@ def _growth(text: str) -> Growth | None:
     if text == BEST_FIRST:
         return None
     if match := CHAINS.fullmatch(text):
-        num, length, alone = match.groups()
-        chains = Chains(1, int(alone)) if alone else Chains(int(num), int(length))
+        chains = StaticShape.chains(int(match["num"] or 1), int(match["length"] or match["alone"]))
         require_growth(f"--growth {text}", chains, MOST_NODES)
         return chains
     if text.startswith(("chain:", "chains:")):

@@ -7,14 +7,13 @@ import asyncio
 import fcntl
 import json
 import os
-import socket
 import sys
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 from bough.cli.machine.machine_division import divided
 from bough.cli.machine.progress import Progress, tell
+from bough.config.addresses import free_port
 from bough.config.cache_paths import DEMONSTRATION_COPIES, SUBSTITUTE_DROPS, demonstration_folder, is_written
 from bough.config.processes import DraftConfig, OrchestratorConfig, TargetConfig, parse
 from bough.errors import ConfigError
@@ -144,16 +143,6 @@ def _orchestrator_config(arguments: argparse.Namespace, has_draft: bool) -> Orch
     if config.http_port == 0:  # fixed here, so that it stays the same after a restart
         return replace(config, http_port=free_port(config.host, HTTP_PORT))
     return config
-
-
-def free_port(host: str, wanted: int) -> int:
-    """The port `wanted` if it is free, otherwise any free port."""
-    for port in (wanted, 0):
-        with suppress(OSError), socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # ignores ended connections
-            probe.bind((host, port))
-            return int(probe.getsockname()[1])
-    return 0  # the host is invalid, which the orchestrator reports
 
 
 def _draft_config(

@@ -1,52 +1,46 @@
-"""Products of rows with matrices in 8 bits, piece by piece, for compiled code.
+"""Matrix products with rows and weights in 8 bits, for compiled code.
 
-Outputs are the lanes of vectors, as a matrix is laid out for it once: what is read is read one line of memory after
-another, and as many rows as there are, and no more, meet it. Products of a line's inputs are added up as whole numbers,
-exactly, then scaled as the rows say, so what becomes of a row depends on the row alone.
+Outputs are the SIMD lanes: a matrix is laid out for this once, is read line by line, and is multiplied with exactly as
+many rows as there are. Products of a line's inputs are summed exactly as integers and then scaled by the row's scale,
+so a row's result depends on the row alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numba
 from llvmlite import ir
-from numba.core import cgutils
 from numba.extending import intrinsic
 
 from bough.model.cpu.gemm import WORD_BYTES, by_lanes
 from bough.model.cpu.jit import strict_inner
 from bough.model.cpu.llvm_vectors import (
-    ADDS_TWOS,
     FLOATS,
     I32,
     I64,
     LANES,
     NUM_VECTORS,
     SECOND_LEVEL,
-    SHORTS,
     WORDS,
-    add_neighbours,
     array_of,
     at,
     dot_bytes,
-    dot_twos,
     multiply_add,
     prefetch,
     shuffled,
-    spaced,
     splat,
     store,
 )
-from bough.model.cpu.operands import LINE, LINE_WORDS, PART, PARTS
+from bough.model.cpu.operands import LINE, LINE_WORDS
 
-_WORD = LANES * WORD_BYTES  # bytes from one word of a block, or of a group, to the next
+_WORD = LANES * WORD_BYTES  # bytes between words of a block or a group
 _CODES = LINE // 4 * _WORD  # bytes of a line's codes
 
 
-def _sums(b: ir.IRBuilder, num_rows: int, _count: Any, words: Any, group: Any, group_bytes: Any) -> list[Any]:
-    """A vector of sums for each of some rows, the first of which stands at `words`, with a group of outputs."""
+def _sums(b: ir.IRBuilder, num_rows: int, words: Any, group: Any, group_bytes: Any) -> list[Any]:
+    """For each of `num_rows` rows, the first at `words`, a vector of its sums with a group of outputs."""
     rows, inputs_end = range(num_rows), b.sub(group_bytes, ir.Constant(I64, _WORD))
 
     def lanes(offset: Any, kind: ir.Type) -> list[Any]:
@@ -91,52 +85,6 @@ def _sums(b: ir.IRBuilder, num_rows: int, _count: Any, words: Any, group: Any, g
     return [b.fmul(total, scales_of_outputs) for total in line_totals]
 
 
-def _sums_by_twos(b: ir.IRBuilder, num_rows: int, count: Any, words: Any, group: Any, group_bytes: Any) -> list[Any]:
-    """As `_sums`, where products are added by twos: a part of a line's in 16 bits, and one row after another.
-
-    A part of the matrix stays in registers for all rows, whose sums are put aside. Of rows that do not count the sums
-    are 0.
-    """
-    sums, totals = (cgutils.alloca_once(b, kind, num_rows) for kind in (WORDS, FLOATS))
-    inputs_end = b.sub(group_bytes, ir.Constant(I64, _WORD))
-
-    def times(number: Any, size: int) -> Any:
-        return b.mul(number, ir.Constant(I64, size))
-
-    def lanes(place: Any, word: int, kind: ir.Type = I32) -> Any:
-        return splat(b, b.load(at(b, place, ir.Constant(I64, _WORD * word)), typ=kind, align=4))
-
-    def add_part(part: int, begin: Any, row_begin: Any) -> None:
-        places = spaced(b, at(b, begin, ir.Constant(I64, part * PART * _WORD)), ir.Constant(I64, _WORD), PART)
-        for place in places:
-            prefetch(b, at(b, place, group_bytes), SECOND_LEVEL)  # of the next group
-        numbers = [b.load(place, typ=WORDS, align=4) for place in places]
-        with cgutils.for_range(b, count) as row:
-            of_row = at(b, row_begin, times(row.index, WORD_BYTES))
-            shorts = b.bitcast(lanes(of_row, LINE // 4 + 2 + part), SHORTS)
-            for word, some in enumerate(numbers, part * PART):
-                shorts = dot_twos(b, shorts, lanes(of_row, word), some)
-            own_sums, own_total = (at(b, place, times(row.index, _WORD)) for place in (sums, totals))
-            added = add_neighbours(b, shorts)
-            if part > 0:
-                added = b.add(b.load(own_sums, typ=WORDS), added)
-            if part < PARTS - 1:
-                b.store(added, own_sums)
-            else:
-                scale, before = lanes(of_row, LINE // 4, ir.FloatType()), b.load(own_total, typ=FLOATS)
-                b.store(multiply_add(b, before, b.sitofp(added, FLOATS), scale), own_total)
-
-    places = spaced(b, totals, ir.Constant(I64, _WORD), num_rows)
-    for place in places:
-        b.store(ir.Constant(FLOATS, [0.0] * LANES), place)
-    with cgutils.for_range(b, b.udiv(inputs_end, ir.Constant(I64, _CODES))) as line:
-        begin, row_begin = at(b, group, times(line.index, _CODES)), at(b, words, times(line.index, LINE_WORDS * _WORD))
-        for part in range(PARTS):
-            add_part(part, begin, row_begin)
-    scales_of_outputs = b.load(at(b, group, inputs_end), typ=FLOATS, align=4)
-    return [b.fmul(b.load(place, typ=FLOATS), scales_of_outputs) for place in places]
-
-
 def _put_rows(b: ir.IRBuilder, sums: Sequence[Any], bias: Any, out: Any, out_row_bytes: Any) -> None:
     added = b.load(bias, typ=FLOATS, align=4)
     for row, total in enumerate(sums):
@@ -151,38 +99,35 @@ def _add_lanes(b: ir.IRBuilder, sums: Sequence[Any], out: Any) -> None:
         store(b, b.fadd(b.load(place, typ=part.type, align=4), part), place)
 
 
-def tile_of(num_rows: int, sums_of: Callable[..., list[Any]] = _sums) -> Any:
-    """A function that compiled code may call: some rows with one group of outputs; see `multiply_int8`.
+def tile_of(num_rows: int) -> Any:
+    """A function for compiled code: `num_rows` rows times one group of outputs; see `multiply_int8`."""
 
-    No more than the first `count` of the rows need be computed.
-    """
-
-    def tile(_context: Any, rows: Any, row: Any, count: Any, matrix: Any, group: Any, bias: Any, out: Any) -> Any:
-        signature = numba.types.void(rows, row, count, matrix, group, bias, out)
+    def tile(_context: Any, rows: Any, row: Any, matrix: Any, group: Any, bias: Any, out: Any) -> Any:
+        signature = numba.types.void(rows, row, matrix, group, bias, out)
 
         def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
             def array(place: int) -> tuple[Any, list[Any]]:
-                """Address, and bytes from one entry to the next along each axis."""
+                """Address and strides in bytes of an argument."""
                 return array_of(context, builder, signature.args[place], values[place])[:2]
 
             def entry(begin: Any, stride: Any, index: Any) -> Any:
                 return at(builder, begin, builder.mul(stride, index))
 
-            _, row, count, _, group, _, _ = values
+            _, row, _, group, _, _ = values
             lanes = ir.Constant(I64, LANES)
             block, lane = builder.udiv(row, lanes), builder.urem(row, lanes)
             lane_bytes = builder.mul(lane, ir.Constant(I64, WORD_BYTES))
-            (words, (block_bytes, *_)), (groups, (group_bytes, *_)) = map(array, (0, 3))
+            (words, (block_bytes, *_)), (groups, (group_bytes, *_)) = map(array, (0, 2))
             first = at(builder, entry(words, block_bytes, block), lane_bytes)
             of_group = entry(groups, group_bytes, group)
-            sums = sums_of(builder, num_rows, count, first, of_group, group_bytes)
-            result, steps = array(6)
+            sums = _sums(builder, num_rows, first, of_group, group_bytes)
+            result, steps = array(5)
             output = builder.mul(group, lanes)
-            if signature.args[6].ndim == 3:
+            if signature.args[5].ndim == 3:
                 begin = entry(entry(result, steps[0], block), steps[1], output)
                 _add_lanes(builder, sums, at(builder, begin, lane_bytes))
             else:
-                added, (float_bytes,) = array(5)
+                added, (float_bytes,) = array(4)
                 begin = entry(entry(result, steps[0], row), steps[1], output)
                 _put_rows(builder, sums, entry(added, float_bytes, output), begin, steps[0])
             return context.get_dummy_value()
@@ -192,37 +137,35 @@ def tile_of(num_rows: int, sums_of: Callable[..., list[Any]] = _sums) -> Any:
     return intrinsic(tile)
 
 
-# Registers hold a line's sums of so many rows, beside what they are made of; those of lines before are put aside.
-# A tile reads its group once: the more rows it has, the less it asks of memory, and of the caches for each product.
-# By twos, no sums stay there, and a whole block of rows can be computed at once, or as many of it as there are.
+# Registers hold a line's sums of so many rows besides their operands; sums of earlier lines are kept in memory.
+# A tile reads its group once, so more rows mean less traffic from memory and caches for each product.
 _MOST_ROWS = NUM_VECTORS // 2
-_tile_1, _tile_2, _tile_4, _tile_8 = map(tile_of, (1, 2, 4, 8))
-_tile_16 = tile_of(LANES, _sums_by_twos if ADDS_TWOS else _sums)
-_HAS_16, _MOST_WITHOUT = ADDS_TWOS or _MOST_ROWS >= LANES, 4 if ADDS_TWOS else 12  # rows for which others are faster
+_tile_1, _tile_2, _tile_4, _tile_8, _tile_16 = map(tile_of, (1, 2, 4, 8, LANES))
+_HAS_16, _MOST_WITHOUT = _MOST_ROWS >= LANES, 12  # rows up to which smaller tiles are faster
 
 
 @strict_inner
 def _multiply_some(rows: Any, row: Any, num_left: Any, matrix: Any, group: Any, bias: Any, out: Any) -> Any:
-    """Some of the rows from `row` on, or all that are left; how many."""
+    """Multiply rows from `row` on, as many as a tile takes; returns their number."""
     if _HAS_16 and num_left > _MOST_WITHOUT:
-        _tile_16(rows, row, min(num_left, LANES), matrix, group, bias, out)
+        _tile_16(rows, row, matrix, group, bias, out)
         return 16
     if _MOST_ROWS >= 8 and num_left > 4:
-        _tile_8(rows, row, 8, matrix, group, bias, out)
+        _tile_8(rows, row, matrix, group, bias, out)
         return 8
     if num_left > 2:
-        _tile_4(rows, row, 4, matrix, group, bias, out)
+        _tile_4(rows, row, matrix, group, bias, out)
         return 4
     if num_left > 1:
-        _tile_2(rows, row, 2, matrix, group, bias, out)
+        _tile_2(rows, row, matrix, group, bias, out)
         return 2
-    _tile_1(rows, row, 1, matrix, group, bias, out)
+    _tile_1(rows, row, matrix, group, bias, out)
     return 1
 
 
 @strict_inner
 def multiply_int8(rows: Any, num_rows: Any, matrix: Any, begin: Any, end: Any, bias: Any, out: Any) -> Any:
-    """Rows in 8 bits times groups [begin, end) of a matrix in 8 bits; for `out` see `gemm_parallel.multiply`."""
+    """Multiply rows in 8 bits with groups [begin, end) of a matrix in 8 bits; `out` as in `gemm_parallel.multiply`."""
     for group in range(begin, end):
         row = 0
         while row < num_rows:

@@ -1,1 +1,1 @@
-"""What only a GPU runs. Imports Triton where a kernel is asked for, not before."""
+"""Triton kernels, and errors and settings of GPUs. Triton is imported when a kernel is first asked for."""

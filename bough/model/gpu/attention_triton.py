@@ -1,10 +1,10 @@
-"""Tree attention on a GPU: what `bough.model.cpu.attention_cpu` does on a CPU, as a Triton kernel.
+"""Tree attention on a GPU as a Triton kernel, the counterpart of `bough.model.cpu.attention_cpu`.
 
-One program takes a tile of rows of one slot, for one KV head. It reads what is committed before all of them once, and
-then, row by row, what each has on its own path behind that. Every row's keys come in the order of their positions, in
-blocks fixed by position, and all products have one shape; a block that a row does not see leaves it as it was. So a
-row's result depends on its query and its path alone, bit for bit, whatever rows it shares a tile with. Keys and values
-are read from the slot as they are stored; sums are in float32.
+A program computes a tile of rows of one slot for one KV head. It reads the committed keys once for all rows, and then
+for each row the keys on its own path. Each row meets its keys in the order of their positions, in blocks fixed by
+position, and all products have the same shape; a block that a row does not see leaves its state unchanged. So a row's
+result depends on its query and its path alone, bit for bit, whatever rows share its tile. Keys and values are read from
+the slot as they are stored; sums are in float32.
 """
 
 from __future__ import annotations
@@ -16,21 +16,19 @@ from triton.runtime.interpreter import InterpretedFunction
 
 from bough.model.batch.gpu_paths import TILE_ROWS, Paths
 
-BLOCK = (
-    32  # keys that share one step of the running softmax: with 64 a program would want more registers than there are
-)
-MIN_DOT = 16  # rows and columns that a tile of a GPU's matrix units has at least
-TILE_QUERIES = 64  # rows times heads of a program, at most: its results stay in registers
+BLOCK = 32  # keys in one step of the online softmax; 64 would exceed the registers
+MIN_DOT = 16  # least rows and columns of a tensor core's tile
+TILE_QUERIES = 64  # most rows times heads of a program, so that its results stay in registers
 NUM_STAGES = 2
 
-# What changes from call to call must not be specialised on: each special case is a program of its own, with a rounding
-# of its own.
+# Arguments that vary between calls must not be specialised on: each specialisation is another program, which may round
+# differently.
 _VARYING = ("tail_width", "window", "scale")
 
 
 @triton.jit
 def _scores(query, key, is_seen, scale, SOFTCAP: tl.constexpr, IN_HALVES: tl.constexpr):  # type: ignore[no-untyped-def]
-    """(QUERIES, BLOCK) float32; -inf where a key is not to be seen."""
+    """Scores (QUERIES, BLOCK) float32; -inf for keys that a query does not see."""
     if IN_HALVES:
         scores = tl.dot(query, tl.trans(key)) * scale
     else:
@@ -42,17 +40,17 @@ def _scores(query, key, is_seen, scale, SOFTCAP: tl.constexpr, IN_HALVES: tl.con
 
 @triton.jit
 def _fold(scores, value, highest, total, result, IN_HALVES: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Folds a block into the running softmax: its highest score, the sum of weights, and the weighted values.
+    """Fold a block of keys into the online softmax: highest score, sum of weights, and weighted sum of values.
 
-    A row that sees nothing of it stays what it was: its decay is 1 and its weights are 0.
+    The state of a row that sees none of the keys does not change: its decay is 1 and its weights are 0.
     """
     peak = tl.maximum(highest, tl.max(scores, 1))
-    against = tl.where(peak == float("-inf"), 0.0, peak)  # a row that has seen nothing yet has no peak to subtract
+    against = tl.where(peak == float("-inf"), 0.0, peak)  # avoids -inf - (-inf) in rows without a score
     decay = tl.exp(highest - against)
     weights = tl.exp(scores - against[:, None])
     total = total * decay + tl.sum(weights, 1)
     result = result * decay[:, None]
-    if IN_HALVES:  # a weight is the sum of two 16-bit numbers, as good as exactly
+    if IN_HALVES:  # a weight is split into a sum of two 16-bit numbers, with hardly any error
         high = weights.to(value.dtype)
         low = (weights - high.to(tl.float32)).to(value.dtype)
         result = tl.dot(low, value, tl.dot(high, value, result))
@@ -66,8 +64,8 @@ def _meet(  # type: ignore[no-untyped-def]
     query,
     keys,
     values,
-    rows,  # (BLOCK,) of the memory, at which the keys of a block stand
-    is_there,  # (BLOCK,)
+    rows,  # (BLOCK,) memory rows of the block's keys
+    is_there,  # (BLOCK,) whether the key exists
     is_seen,  # (QUERIES, BLOCK)
     kv_head,
     scale,
@@ -80,7 +78,7 @@ def _meet(  # type: ignore[no-untyped-def]
     SOFTCAP: tl.constexpr,
     IN_HALVES: tl.constexpr,
 ):
-    """The running softmax when the queries have met a block of keys."""
+    """Load a block of keys and values, and fold it into the online softmax."""
     dims = tl.arange(0, DIM_PADDED)
     places = (rows[:, None] * NUM_KV_HEADS + kv_head) * HEAD_DIM + dims[None, :]
     is_number = is_there[:, None] & (dims < HEAD_DIM)[None, :]
@@ -92,14 +90,14 @@ def _meet(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _part_of_tile(tile, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """First row and end of this program's rows: none, where the tile has fewer."""
+    """This program's rows [begin, end); empty if the tile has fewer."""
     begin_row = tl.load(tile) + ROWS * tl.program_id(2)
     return begin_row, tl.minimum(tl.load(tile + 1), begin_row + ROWS)
 
 
 @triton.jit
 def _nothing_seen(sinks, is_head, query, HAS_SINKS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The running softmax before any keys, but for a sink: highest scores, sums of weights, weighted values."""
+    """Initial state of the online softmax, sinks included: highest scores, sums of weights, weighted values."""
     result = tl.zeros(query.shape, tl.float32)
     total = tl.zeros((query.shape[0],), tl.float32)
     highest = tl.full((query.shape[0],), float("-inf"), tl.float32)
@@ -110,7 +108,7 @@ def _nothing_seen(sinks, is_head, query, HAS_SINKS: tl.constexpr):  # type: igno
 
 @triton.jit
 def _rows_of(tail, positions, base, origin, is_near):  # type: ignore[no-untyped-def]
-    """(BLOCK,) int64 of the memory, where the keys at some positions of one path stand."""
+    """Memory rows (BLOCK,) int64 of the keys at these positions of one path."""
     in_tail = is_near & (positions >= base)
     tail_rows = tl.load(tail + (positions - base), mask=in_tail, other=0)
     return tl.where(in_tail, tail_rows, origin + positions).to(tl.int64)
@@ -121,24 +119,24 @@ def _attend(  # type: ignore[no-untyped-def]
     queries,  # (num_rows, num_heads, head_dim)
     keys,  # (num_memory_rows, num_kv_heads, head_dim)
     values,  # likewise
-    origins,  # these five as in `Paths`
+    origins,  # this and the next four arguments are as in `Paths`
     bases,
     lengths,
     tails,
     tiles,
-    sinks,  # (num_heads,) float32, or anything where HAS_SINKS is not set
-    out,  # as queries
+    sinks,  # (num_heads,) float32; unused without HAS_SINKS
+    out,  # like queries
     tail_width,
     scale,
-    window,  # 0 is off
+    window,  # 0 is unlimited
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,  # query heads of a KV head
     HEAD_DIM: tl.constexpr,
-    SOFTCAP: tl.constexpr,  # 0 is off
+    SOFTCAP: tl.constexpr,  # 0 is none
     HAS_SINKS: tl.constexpr,
-    IN_HALVES: tl.constexpr,  # 16-bit keys meet 16-bit queries: their products are exact in float32
+    IN_HALVES: tl.constexpr,  # queries and keys have 16 bits, so their products are exact in float32
     BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,  # of a program
+    ROWS: tl.constexpr,  # rows of a program
     GROUP_PADDED: tl.constexpr,
     DIM_PADDED: tl.constexpr,
 ):
@@ -156,7 +154,7 @@ def _attend(  # type: ignore[no-untyped-def]
     origin = tl.load(origins + begin_row, mask=is_any, other=0).to(tl.int64)
     base = tl.load(bases + begin_row, mask=is_any, other=0)
     has_tails = longest > base
-    shared = tl.where(has_tails, base // BLOCK * BLOCK, longest)  # whole blocks before all rows' own keys
+    shared = tl.where(has_tails, base // BLOCK * BLOCK, longest)  # end of the blocks that all rows share
     highest, total, result = _nothing_seen(sinks + kv_head * GROUP + head, head < GROUP, query, HAS_SINKS)
     for begin in range(earliest // BLOCK * BLOCK, shared, BLOCK):
         positions = begin + steps
@@ -174,8 +172,8 @@ def _attend(  # type: ignore[no-untyped-def]
             state = (query, keys, values, rows, is_near, is_seen, kv_head, scale, highest, total, result)
             peak, weight, sums = _meet(*state, NUM_KV_HEADS, HEAD_DIM, DIM_PADDED, SOFTCAP, IN_HALVES)
             highest, total = tl.where(is_own, peak, highest), tl.where(is_own, weight, total)
-            result = tl.where(is_own[:, None], sums, result)  # another's may be no numbers: 0 times NaN is NaN
-    total = tl.where(total == 0.0, 1.0, total)  # of lanes that are no row's
+            result = tl.where(is_own[:, None], sums, result)  # other rows keep theirs even where this one's has NaN
+    total = tl.where(total == 0.0, 1.0, total)  # of lanes without a row
     tl.store(out + cells, (result / total[:, None]).to(out.dtype.element_ty), mask=is_cell)
 
 
@@ -189,7 +187,7 @@ def attend_by_triton(
     softcap: float,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attention of every row over its path; shapes as in `_attend`, any floating types."""
+    """Attention of every row over its path; shapes as in `_attend`, any floating-point types."""
     out = torch.empty_like(queries)
     _, num_heads, head_dim = queries.shape
     num_kv_heads = keys.shape[1]
@@ -221,10 +219,10 @@ def attend_by_triton(
 
 
 def tile_constants(group: int, head_dim: int, in_halves: bool) -> dict[str, int]:
-    """Of a program, by the shapes of a model alone: rows that are many or few are computed by one program."""
+    """Compile-time constants, which depend only on the model: few and many rows use the same program."""
     dim_padded, group_padded = max(MIN_DOT, triton.next_power_of_2(head_dim)), triton.next_power_of_2(group)
     most = min(TILE_QUERIES, TILE_QUERIES * 128 // dim_padded) if in_halves else MIN_DOT
-    if TILE_ROWS * group_padded < most:  # what is between spills registers
+    if TILE_ROWS * group_padded < most:  # a tile between both sizes would spill registers
         most = MIN_DOT
     rows = min(TILE_ROWS, max(1, max(most, MIN_DOT) // group_padded))
     return {
@@ -237,11 +235,11 @@ def tile_constants(group: int, head_dim: int, in_halves: bool) -> dict[str, int]
 
 
 def launch_options(constants: dict[str, int], in_halves: bool) -> dict[str, object]:
-    """What the compiler is told, by the shapes of a model alone as `tile_constants` are.
+    """Compiler options, which depend only on the model, as `tile_constants` do.
 
-    Warps: so many that no family's kernel spills registers (`python -m loadtest.gpu.compile_kernels`); a small tile
-    among many warps spills as a large one among few does. Float32 tiles fill the shared memory of a small GPU as they
-    are. Versions of Triton differ in their default of fusing products and sums, and so would the bits.
+    No family's kernel spills registers with so many warps (`python -m loadtest.gpu.compile_kernels`): small tiles spill
+    with many warps, large ones with few. Float32 uses one stage, as its tiles fill the shared memory of a small GPU.
+    Fusing of products and sums is set, because its default differs between versions of Triton, and with it the bits.
     """
     tile = constants["ROWS"] * constants["GROUP_PADDED"] * constants["DIM_PADDED"]
     num_warps = min(8, max(1, tile // 512)) if in_halves else 4
@@ -249,7 +247,7 @@ def launch_options(constants: dict[str, int], in_halves: bool) -> dict[str, obje
 
 
 def _in_halves(query_dtype: torch.dtype, key_dtype: torch.dtype) -> bool:
-    """Whether matrix units may take the numbers as they are; Triton's interpreter cannot multiply bfloat16."""
+    """Whether tensor cores may multiply in 16 bits; Triton's interpreter cannot multiply bfloat16."""
     is_interpreted = isinstance(_attend, InterpretedFunction)
     halves = (torch.float16,) if is_interpreted else (torch.float16, torch.bfloat16)
     return query_dtype == key_dtype and key_dtype in halves

@@ -1,4 +1,4 @@
-"""What a GPU's errors mean to a worker: memory that ran out comes back, and a context that is lost does not."""
+"""Classification of GPU errors: out of memory, after which work goes on, and a lost context, after which none does."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ import torch
 from bough.errors import AcceleratorFull, AcceleratorLost
 from bough.runtime.fatal_exit import exit_soon
 
-OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation, the one error of CUDA's own after which all goes on
-LIBRARIES_FULL = "CUBLAS_STATUS_ALLOC_FAILED", "Triton Error [CUDA]: out of memory"  # as plain RuntimeErrors say it
+OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation, the only CUDA error after which the context is still usable
+LIBRARIES_FULL = "CUBLAS_STATUS_ALLOC_FAILED", "Triton Error [CUDA]: out of memory"  # in plain RuntimeErrors
 
 
 @contextmanager
 def named_faults(
     device: torch.device, others: Sequence[torch.device] = (), on_lost: Callable[[Exception], None] | None = None
 ) -> Iterator[None]:
-    """Raises what torch and its libraries say of accelerators, `device` or `others`, as an error of ours.
+    """Convert errors of accelerators, `device` or `others`, within the block to bough's.
 
-    CUDA answers every call after an illegal access, a failed assertion or a fallen device with the same error, for as
-    long as the process lives. `on_lost` therefore ends it, by default; whoever supervises it starts another. Triton and
-    cuBLAS raise RuntimeErrors, as much else does: the devices are asked then.
+    After an illegal access, a failed assertion or a lost device, every further CUDA call of the process fails with the
+    same error. `on_lost` therefore ends the process by default, and its supervisor starts another. Triton and cuBLAS
+    raise RuntimeErrors that may have other causes; after one of these the devices are queried.
 
     Raises:
-        AcceleratorFull: there was no memory; less work at once may find some.
-        AcceleratorLost: nothing will work any more.
+        AcceleratorFull: device memory ran out; smaller batches may still fit.
+        AcceleratorLost: the process can no longer use the device.
     """
     try:
         yield
@@ -69,5 +69,5 @@ def _full(device: torch.device, exc: Exception) -> AcceleratorFull:
 
 
 def _first_line(exc: Exception) -> str:
-    """CUDA's errors bring advice for whoever debugs kernels."""
+    """The first line of an error; the others are advice on debugging kernels."""
     return str(exc).split("\n", 1)[0]

@@ -1,4 +1,4 @@
-"""Which kernels a GPU has: Triton's, where it is there and works. The one place that asks."""
+"""Selects the kernels of a device: Triton's, if it is installed. No other module decides this."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class Kernels(NamedTuple):
 
 
 def kernels_on(device: torch.device) -> Kernels | None:
-    """Those of a device; None on the CPU, which has its own, and where torch's operators must do."""
+    """Kernels of a device; None on the CPU, which has its own, and where torch's operators are used instead."""
     return None if device.type == "cpu" else of_gpus()
 
 
 @cache
 def of_gpus() -> Kernels | None:
-    """All of them; None, with a warning, where Triton is missing."""
+    """The Triton kernels; None, with a warning, if Triton is not installed."""
     try:
         from bough.model.gpu import attention_triton, unpack_triton
     except ImportError as exc:

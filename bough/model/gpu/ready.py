@@ -1,4 +1,4 @@
-"""What is settled on a GPU before anything is computed there, and what is refused before anything is loaded."""
+"""Settings and checks of a GPU before a model is loaded."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from bough.model.gpu.kernels import of_gpus
 
 
 def make_ready(device: torch.device) -> None:
-    """Has products summed in float32 throughout, and kernels tried; on the CPU there is nothing to do.
+    """Set matrix products to accumulate in float32, and try a kernel; does nothing on the CPU.
 
     Raises:
-        ConfigError: Triton is there and cannot compile.
+        ConfigError: Triton is installed but cannot compile.
     """
     if device.type == "cpu":
         return
@@ -24,7 +24,7 @@ def make_ready(device: torch.device) -> None:
 
 
 def settle_sums() -> None:
-    """Takes back torch's leave to round what is summed on the way, which is for speed and depends on the shape."""
+    """Turn off reduced-precision accumulation, whose rounding depends on the shape."""
     products = torch.backends.cuda.matmul
     products.allow_tf32 = False
     products.allow_bf16_reduced_precision_reduction = False
@@ -33,7 +33,7 @@ def settle_sums() -> None:
 
 
 def _take_library_memory(device: torch.device) -> None:
-    """Has cuBLAS take its workspace: what is free afterwards is what there is."""
+    """Make cuBLAS allocate its workspace, so that free memory can be measured afterwards."""
     with torch.cuda.device(device):
         for dtype in (torch.bfloat16, torch.float16):
             square = torch.zeros((256, 256), dtype=dtype, device=device)
@@ -42,9 +42,9 @@ def _take_library_memory(device: torch.device) -> None:
 
 
 def require_kernels(device: torch.device, try_one: Callable[[], None]) -> None:
-    """Whether `try_one`, which has a kernel compiled, comes back, where Triton is there at all.
+    """Run `try_one`, which compiles a kernel, if Triton is installed. Raises ConfigError if it fails.
 
-    Triton has a C compiler build what launches a kernel, at its first launch: without one a worker would die then.
+    Triton needs a C compiler for a kernel's first launch; without one a worker would fail only then.
     """
     if of_gpus() is None:
         return
@@ -58,7 +58,7 @@ def require_kernels(device: torch.device, try_one: Callable[[], None]) -> None:
 
 
 def _try_one(device: torch.device) -> None:
-    """A group of 4 bits."""
+    """Unpack one group of 4-bit weights."""
     kernels = of_gpus()
     assert kernels is not None
     with torch.cuda.device(device):

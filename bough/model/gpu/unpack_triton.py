@@ -1,9 +1,9 @@
-"""Weights of 4 and 8 bits written out on a GPU, as Triton kernels: one a format, packed bytes in, numbers out.
+"""Dequantization of 4- and 8-bit weights on a GPU: one Triton kernel for each format.
 
-What `bough.model.quant` says in torch's words, with its very bits: an integer of at most 8 bits times a scale of
-11 is exact in float32, so that there is one rounding, that to the type which is written. A tile reads its packed bytes
-once and its scales once, but where GPTQ's inputs are not in the order of their groups: every input then reads its
-group's, from a table that a GPU's cache holds.
+Results have the bits of the torch code in `bough.model.quant`: an integer of at most 8 bits times a scale of 11 bits is
+exact in float32, so the only rounding is that to the output type. A tile reads its packed bytes and its scales once,
+except where GPTQ's inputs are not in the order of their groups: then every input reads the scales of its group, which
+stay in the GPU's cache.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import triton
 import triton.language as tl
 
 NUM_WARPS = 4
-TILE_BYTES = 4096  # packed, of bough's own format
-TILE_ROWS, TILE_COLUMNS = 32, 128  # inputs, at most, and outputs of the others: inputs in order are within a group
-NIBBLES = 8  # of a word
+TILE_BYTES = 4096  # packed bytes of a tile in bough's format
+TILE_ROWS, TILE_COLUMNS = 32, 128  # inputs (at most) and outputs of a tile in GPTQ's and AWQ's formats
+NIBBLES = 8  # 4-bit values in a word
 
 
 @triton.jit
 def _rounded(value, IS_BF16: tl.constexpr, out):  # type: ignore[no-untyped-def]
-    """As `out` holds it: bfloat16 as its bits, rounded to nearest even, as Triton's interpreter would not."""
+    """Convert to the type of `out`: bfloat16 as bits rounded to nearest even; Triton's interpreter does not round."""
     if IS_BF16:
         bits = value.to(tl.int32, bitcast=True)
         return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.int16)
@@ -29,12 +29,12 @@ def _rounded(value, IS_BF16: tl.constexpr, out):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def unpack_own(  # type: ignore[no-untyped-def]
-    packed,  # (num_groups, HALF) uint8, or with IS_WHOLE int8: groups of all rows, one after another
-    scales,  # (num_groups,) float16, and in 4 bits as many offsets behind them
+    packed,  # (num_groups, HALF) uint8, or int8 with IS_WHOLE: groups of all rows, one after another
+    scales,  # (num_groups,) float16, in 4 bits followed by as many offsets
     out,  # (num_groups, group size)
     num_groups,
-    HALF: tl.constexpr,  # bytes of a group
-    IS_WHOLE: tl.constexpr,  # a byte is a number, and no offset is added
+    HALF: tl.constexpr,  # bytes in a group
+    IS_WHOLE: tl.constexpr,  # a byte is one number, and there are no offsets
     IS_BF16: tl.constexpr,
     TILE: tl.constexpr,
 ):
@@ -56,7 +56,7 @@ def unpack_own(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _spread(words, PER_WORD: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Every column PER_WORD times, side by side."""
+    """Repeat every column PER_WORD times, side by side."""
     words = tl.interleave(words, words)
     words = tl.interleave(words, words)
     if PER_WORD == 8:
@@ -69,16 +69,16 @@ def unpack_down(  # type: ignore[no-untyped-def]
     words,  # (num_inputs / PER_WORD, num_outputs) int32
     zeros,  # (num_groups, num_outputs / PER_WORD) int32
     scales,  # (num_groups, num_outputs) float16
-    group_of,  # (num_inputs,) int32, or anything with IS_ORDERED
+    group_of,  # (num_inputs,) int32; unused with IS_ORDERED
     out,  # (num_inputs, num_outputs)
     num_inputs,
     num_outputs,
-    group_size,  # with IS_ORDERED
+    group_size,  # used with IS_ORDERED
     zero_offset,
     num_groups,
     BITS: tl.constexpr,
-    IS_ORDERED: tl.constexpr,  # the inputs of a tile are of one group
-    ROWS: tl.constexpr,  # words, one below the other
+    IS_ORDERED: tl.constexpr,  # all inputs of a tile are in the same group
+    ROWS: tl.constexpr,  # rows of words
     COLUMNS: tl.constexpr,
     IS_BF16: tl.constexpr,
 ):
@@ -100,7 +100,9 @@ def unpack_down(  # type: ignore[no-untyped-def]
         inputs = (rows * PER_WORD + i).to(tl.int64)
         if not IS_ORDERED:
             groups = tl.load(group_of + inputs, mask=is_row, other=0)
-            groups = tl.minimum(tl.maximum(groups, 0), num_groups - 1).to(tl.int64)  # a bad one must not end the GPU
+            groups = tl.minimum(tl.maximum(groups, 0), num_groups - 1).to(
+                tl.int64
+            )  # an invalid group must not read out of bounds
             scale = tl.load(scales + groups[:, None] * num_outputs + columns[None, :], mask=is_in, other=0.0)
             scale = scale.to(tl.float32)
             places = groups[:, None] * (num_outputs // PER_WORD) + word_columns[None, :]
@@ -130,7 +132,7 @@ def unpack_across(  # type: ignore[no-untyped-def]
     is_column, is_word = columns < num_outputs, word_columns < num_outputs // 8
     is_row = rows < num_inputs
     group = tl.program_id(0).to(tl.int64) * ROWS // group_size
-    shifts = 4 * ((columns % 8) // 2 + 4 * (columns % 2))  # of eight, the odd ones stand four further
+    shifts = 4 * ((columns % 8) // 2 + 4 * (columns % 2))  # AWQ's order in a word: 0, 2, 4, 6, 1, 3, 5, 7
     scale = tl.load(scales + group * num_outputs + columns, mask=is_column, other=0.0).to(tl.float32)
     zero = tl.load(zeros + group * (num_outputs // 8) + word_columns, mask=is_word, other=0)
     zero = ((_spread(zero, 8) >> shifts) & 15).to(tl.float32)
@@ -143,7 +145,10 @@ def unpack_across(  # type: ignore[no-untyped-def]
 
 
 def write_own(packed: torch.Tensor, scales: torch.Tensor, bits: int, out: torch.Tensor) -> None:
-    """bough's own: packed (rows, columns * bits / 8), scales (1 or 2, rows, groups) float16, out (rows, columns)."""
+    """Dequantize bough's format.
+
+    packed (rows, columns * bits / 8), scales (1 or 2, rows, groups) float16, out (rows, columns).
+    """
     _, rows, groups = scales.shape
     num_groups, group_bytes = rows * groups, packed.shape[1] // groups
     tile = TILE_BYTES // group_bytes
@@ -161,14 +166,15 @@ def write_down(
     zero_offset: int,
     out: torch.Tensor,
 ) -> None:
-    """GPTQ's: words (inputs * bits / 32, outputs), zeros (groups, outputs * bits / 32), scales (groups, outputs).
+    """Dequantize GPTQ's format.
 
-    `groups` (inputs,) int32 are those of each input, None where they are in order; out (inputs, outputs).
+    words (inputs * bits / 32, outputs), zeros (groups, outputs * bits / 32), scales (groups, outputs), out (inputs,
+    outputs); `groups` (inputs,) int32 has each input's group, None if they are in order.
     """
     num_inputs, num_outputs = out.shape
     group_size, per_word = num_inputs // len(scales), 32 // bits
     rows = (_tile_rows(group_size) if groups is None else TILE_ROWS) // per_word
-    is_ordered = groups is None and rows > 0  # a tile is whole words
+    is_ordered = groups is None and rows > 0  # a tile must hold whole words
     if groups is None:
         groups = words if is_ordered else torch.arange(num_inputs, device=out.device).int() // group_size
     rows = max(rows, 1)
@@ -179,7 +185,10 @@ def write_down(
 
 
 def write_across(words: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
-    """AWQ's: words (inputs, outputs / 8), zeros (groups, outputs / 8), scales (groups, outputs), out as the words."""
+    """Dequantize AWQ's format.
+
+    words (inputs, outputs / 8), zeros (groups, outputs / 8), scales (groups, outputs), out (inputs, outputs).
+    """
     num_inputs, num_outputs = out.shape
     group_size = num_inputs // len(scales)
     rows = _tile_rows(group_size)
@@ -190,7 +199,7 @@ def write_across(words: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor,
 
 
 def _tile_rows(group_size: int) -> int:
-    """Inputs of a tile: a power of two that divides a group."""
+    """Number of inputs of a tile: a power of two that divides a group."""
     return min(TILE_ROWS, group_size & -group_size)
 
 
@@ -199,5 +208,5 @@ def _bits(out: torch.Tensor) -> torch.Tensor:
 
 
 def _options(out: torch.Tensor) -> dict[str, object]:
-    """A sum after a product is to round as the reference's: versions of Triton differ in their default."""
+    """Compiler options: products and sums are not fused, as in the reference; the default differs between versions."""
     return {"IS_BF16": out.dtype == torch.bfloat16, "num_warps": NUM_WARPS, "enable_fp_fusion": False}

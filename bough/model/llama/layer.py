@@ -12,7 +12,7 @@ import numpy as np
 
 from bough.model.cpu.attention_kernel import Rules, share_attention
 from bough.model.cpu.gemm import GROUP
-from bough.model.cpu.gemm_parallel import form_of, multiply, num_groups_of, num_pieces_of, parts_of, share_product
+from bough.model.cpu.gemm_parallel import multiply, num_groups_of, num_pieces_of, parts_of, share_product
 from bough.model.cpu.jit import fastmath_inner, fastmath_parallel
 from bough.model.cpu.kv_rows import layer_rows
 from bough.model.cpu.operands import LINE, num_outputs_of
@@ -66,7 +66,7 @@ class LayerWorkspace(NamedTuple):
 
 
 @fastmath_inner
-def _place(task: Any, layer: Any, weights: Any, sizes: Any, room: Any, spans: Any, cos: Any, sin: Any) -> Any:
+def _place(task: Any, layer: Any, weights: Any, sizes: Any, workspace: Any, spans: Any, cos: Any, sin: Any) -> Any:
     """Rotate the queries and keys of a KV head, and write its keys and values to the slots."""
     num_heads, num_kv_heads, head_dim = sizes.num_heads, sizes.num_kv_heads, sizes.head_dim
     group, epsilon = num_heads // num_kv_heads, np.float32(sizes.epsilon)
@@ -75,10 +75,10 @@ def _place(task: Any, layer: Any, weights: Any, sizes: Any, room: Any, spans: An
     keys = layer_rows(slot[0], _BITS, layer, slot[2], num_kv_heads, head_dim)
     values = layer_rows(slot[1], _BITS, layer, slot[2], num_kv_heads, head_dim)
     for row in range(first_row, end_row):
-        qkv, stored = room.qkv[row], spans.rows[row]
+        qkv, stored = workspace.qkv[row], spans.rows[row]
         for head in range(kv_head * group, (kv_head + 1) * group):
             begin, end = head * head_dim, (head + 1) * head_dim
-            rotate(qkv[begin:end], weights.query_norm, epsilon, cos[row], sin[row], room.queries[row, begin:end])
+            rotate(qkv[begin:end], weights.query_norm, epsilon, cos[row], sin[row], workspace.queries[row, begin:end])
         begin = (num_heads + kv_head) * head_dim
         key = qkv[begin : begin + head_dim]
         rotate(key, weights.key_norm, epsilon, cos[row], sin[row], keys[stored, kv_head])
@@ -94,7 +94,7 @@ def _share_placing(
     layer: Any,
     weights: Any,
     sizes: Any,
-    room: Any,
+    workspace: Any,
     spans: Any,
     cos: Any,
     sin: Any,
@@ -102,47 +102,45 @@ def _share_placing(
     num_tasks = len(spans.tasks)
     task = take(taken, thread, num_threads, num_tasks)
     while task < num_tasks:
-        _place(task, layer, weights, sizes, room, spans, cos, sin)
+        _place(task, layer, weights, sizes, workspace, spans, cos, sin)
         task = take_next(taken, thread, num_threads, num_tasks)
     wait_for_all(taken, num_threads, num_tasks)
 
 
 @fastmath_inner
-def _heads_piece(begin: Any, end: Any, weights: Any, rows: Any, few: Any, num_rows: Any, out: Any) -> Any:
+def _heads_piece(begin: Any, end: Any, weights: Any, rows: Any, num_rows: Any, out: Any) -> Any:
     """Multiply groups [begin, end) of three matrices one after another."""
     queries, keys, values, bias = weights.queries, weights.keys, weights.values, weights.bias
     first_key, end_queries = num_groups_of(queries), num_outputs_of(queries)
     first_value, end_keys = first_key + num_groups_of(keys), end_queries + num_outputs_of(keys)
     of_queries, of_keys, of_values = out[:, :end_queries], out[:, end_queries:end_keys], out[:, end_keys:]
-    multiply(rows, few, num_rows, queries, begin, min(end, first_key), bias[:end_queries], of_queries)
+    multiply(rows, num_rows, queries, begin, min(end, first_key), bias[:end_queries], of_queries)
     own_begin, own_end = max(begin, first_key) - first_key, min(end, first_value) - first_key
-    multiply(rows, few, num_rows, keys, own_begin, own_end, bias[end_queries:end_keys], of_keys)
+    multiply(rows, num_rows, keys, own_begin, own_end, bias[end_queries:end_keys], of_keys)
     own_begin, own_end = max(begin, first_value) - first_value, end - first_value
-    multiply(rows, few, num_rows, values, own_begin, own_end, bias[end_keys:], of_values)
+    multiply(rows, num_rows, values, own_begin, own_end, bias[end_keys:], of_values)
 
 
 @fastmath_inner
 def _share_heads(taken: Any, thread: Any, num_threads: Any, weights: Any, rows: Any, num_rows: Any, out: Any) -> Any:
     """Compute queries, keys and values side by side in `out`, in one loop over three matrices."""
     num_groups = num_groups_of(weights.queries) + num_groups_of(weights.keys) + num_groups_of(weights.values)
-    few, num_pieces = form_of(rows, num_rows), num_pieces_of(num_groups, num_threads)
+    num_pieces = num_pieces_of(num_groups, num_threads)
     piece = take(taken, thread, num_threads, num_pieces)
     while piece < num_pieces:
         begin, end = parts_of(piece, num_pieces, num_groups)
-        _heads_piece(begin, end, weights, rows, few, num_rows, out)
+        _heads_piece(begin, end, weights, rows, num_rows, out)
         piece = take_next(taken, thread, num_threads, num_pieces)
     wait_for_all(taken, num_threads, num_pieces)
 
 
 @fastmath_inner
-def _gates_piece(
-    begin: Any, end: Any, weights: Any, rows: Any, few: Any, num_rows: Any, gate: Any, up: Any, gated: Any
-) -> Any:
+def _gates_piece(begin: Any, end: Any, weights: Any, rows: Any, num_rows: Any, gate: Any, up: Any, gated: Any) -> Any:
     """Compute outputs [begin, end) of the gate and up matrices."""
     gate[:, begin:end] = 0
     up[:, begin:end] = 0
-    multiply(rows, few, num_rows, weights.gate, begin // GROUP, end // GROUP, None, gate)
-    multiply(rows, few, num_rows, weights.up, begin // GROUP, end // GROUP, None, up)
+    multiply(rows, num_rows, weights.gate, begin // GROUP, end // GROUP, None, gate)
+    multiply(rows, num_rows, weights.up, begin // GROUP, end // GROUP, None, up)
     for block in range(len(gate)):
         for line in range(begin, end, LINE):
             gate_line(gate[block], up[block], line, min(line + LINE, end), gated, block)
@@ -154,11 +152,11 @@ def _share_gates(
 ) -> Any:
     """Compute gated = silu(rows @ gate) * (rows @ up) in whole lines."""
     num_lines = (gate.shape[1] + LINE - 1) // LINE
-    few, num_pieces = form_of(rows, num_rows), num_pieces_of(num_lines, num_threads)
+    num_pieces = num_pieces_of(num_lines, num_threads)
     piece = take(taken, thread, num_threads, num_pieces)
     while piece < num_pieces:
         begin, end = parts_of(piece, num_pieces, num_lines)
-        _gates_piece(begin * LINE, min(end * LINE, gate.shape[1]), weights, rows, few, num_rows, gate, up, gated)
+        _gates_piece(begin * LINE, min(end * LINE, gate.shape[1]), weights, rows, num_rows, gate, up, gated)
         piece = take_next(taken, thread, num_threads, num_pieces)
     wait_for_all(taken, num_threads, num_pieces)
 
@@ -172,7 +170,7 @@ def share_layer(
     layer: Any,
     weights: Any,
     sizes: Any,
-    room: Any,
+    workspace: Any,
     spans: Any,
     cos: Any,
     sin: Any,
@@ -181,15 +179,15 @@ def share_layer(
     me, epsilon = (thread, num_threads), np.float32(sizes.epsilon)
     no_sinks = np.full(sizes.num_heads, -np.inf, np.float32)
     rules = Rules(sizes.num_kv_heads, np.float32(sizes.scale), weights.window, np.float32(0), no_sinks)
-    share_norms(taken[0], *me, room.hidden, weights.attention_norm, epsilon, room.normed)
-    _share_heads(taken[1], *me, weights, room.normed, num_rows, room.qkv)
-    _share_placing(taken[2], *me, layer, weights, sizes, room, spans, cos, sin)
-    share_attention(taken[3], *me, room.queries, spans, _BITS, layer, rules, room.attended)
-    share_laying_out(taken[4], *me, room.attended, room.branch)
-    share_product(taken[5], *me, room.branch, num_rows, weights.out, None, room.hidden)
-    share_norms(taken[6], *me, room.hidden, weights.mlp_norm, epsilon, room.normed)
-    _share_gates(taken[7], *me, weights, room.normed, num_rows, room.gate, room.up, room.gated)
-    share_product(taken[8], *me, room.gated, num_rows, weights.down, None, room.hidden)
+    share_norms(taken[0], *me, workspace.hidden, weights.attention_norm, epsilon, workspace.normed)
+    _share_heads(taken[1], *me, weights, workspace.normed, num_rows, workspace.qkv)
+    _share_placing(taken[2], *me, layer, weights, sizes, workspace, spans, cos, sin)
+    share_attention(taken[3], *me, workspace.queries, spans, _BITS, layer, rules, workspace.attended)
+    share_laying_out(taken[4], *me, workspace.attended, workspace.branch)
+    share_product(taken[5], *me, workspace.branch, num_rows, weights.out, None, workspace.hidden)
+    share_norms(taken[6], *me, workspace.hidden, weights.mlp_norm, epsilon, workspace.normed)
+    _share_gates(taken[7], *me, weights, workspace.normed, num_rows, workspace.gate, workspace.up, workspace.gated)
+    share_product(taken[8], *me, workspace.gated, num_rows, weights.down, None, workspace.hidden)
 
 
 @fastmath_parallel
@@ -201,16 +199,16 @@ def run_layer(
     layer: Any,
     weights: Any,
     sizes: Any,
-    room: Any,
+    workspace: Any,
     spans: Any,
     cos: Any,
     sin: Any,
 ) -> Any:
-    """Run a layer on room.hidden, and write keys and values of all rows to their slots, as layer number `layer`.
+    """Run a layer on workspace.hidden, and write keys and values of all rows to their slots, as layer number `layer`.
 
     `share` is a pointer to `share_layer` (`bough.model.cpu.jit.pointer`); cos and sin are (rows, head_dim) float32;
     `taken` has counters of LOOPS loops (`bough.model.cpu.work_stealing.counters`).
     """
     for number in numba.prange(num_threads):
         thread = as_thread(number)
-        share(taken, thread, num_threads, num_rows, layer, weights, sizes, room, spans, cos, sin)
+        share(taken, thread, num_threads, num_rows, layer, weights, sizes, workspace, spans, cos, sin)

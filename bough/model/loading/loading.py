@@ -288,5 +288,5 @@ def require_checksum(place: TensorPlace, found: int, checksums: Mapping[str, int
     if expected is not None and found != expected:
         raise CheckpointError(
             f"{place.file}: tensor {place.name} does not have the checksum that it was written with; "
-            "the file is damaged: write it again with `bough pack`"
+            "the file is damaged: write it again with `bough pack`, and start this worker again"
         )

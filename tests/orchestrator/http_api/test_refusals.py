@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import json
 from collections.abc import AsyncIterator
@@ -73,8 +74,8 @@ async def door(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[HttpSt
         ("tools", [{"type": "function"}]),
         ("tool_choice", "required"),
         ("functions", [{}]),
-        ("response_format", {"type": "json_schema", "json_schema": {}}),
-        ("response_format", {"type": "json_object"}),
+        ("response_format", {"type": "structural_tag"}),
+        ("structured_outputs", {"regex": "a", "choice": ["b"]}),
         ("modalities", ["text", "audio"]),
         ("audio", {"voice": "alloy"}),
         ("web_search_options", {}),
@@ -87,6 +88,13 @@ async def door(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[HttpSt
         ("skip_special_tokens", 1),
         ("continue_final_message", True),
         ("chat_template_kwargs", {"enable_thinking": False}),
+        ("add_special_tokens", True),
+        ("bad_words", ["no"]),
+        ("echo", True),
+        ("priority", 1),
+        ("return_token_ids", True),
+        ("request_id", 7),
+        ("request_id", "x" * 129),
     ],
 )
 async def test_a_field_that_cannot_be_used_is_named(door: HttpStack, field: str, value: Any) -> None:
@@ -98,6 +106,12 @@ async def test_a_field_that_cannot_be_used_is_named(door: HttpStack, field: str,
         assert error["param"].startswith(field), error
         assert error["message"].startswith(f"{error['param']}: ")
         assert "validation" not in error["message"]
+
+
+async def test_workers_without_a_choice_of_words_refuse_a_form(door: HttpStack) -> None:
+    status, error = await door.refusal(CHAT, {"messages": [USER], "response_format": {"type": "json_object"}} | SHORT)
+    assert (status, error["param"]) == (400, "response_format")
+    assert error["message"] == "response_format: must be left out, as simulated workers say words that mean nothing"
 
 
 async def test_null_is_as_good_as_left_out(door: HttpStack) -> None:
@@ -142,6 +156,16 @@ async def test_null_is_as_good_as_left_out(door: HttpStack) -> None:
         ("messages", [USER | {"name": "ann", "tool_calls": []}]),
         ("messages", [USER | {"content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]),
         ("messages", [USER, {"role": "assistant", "content": "b", "refusal": None, "annotations": []}, USER]),
+        ("messages", [USER, {"role": "assistant", "content": None, "refusal": "No."}, USER]),
+        ("messages", [USER, {"role": "assistant", "refusal": "No."}, USER]),
+        ("add_special_tokens", False),
+        ("bad_words", []),
+        ("echo", False),
+        ("include_reasoning", True),
+        ("priority", 0),
+        ("prompt_logprobs", 0),
+        ("return_token_ids", False),
+        ("return_tokens_as_token_ids", False),
     ],
 )
 async def test_what_says_nothing_new_is_accepted(door: HttpStack, field: str, value: Any) -> None:
@@ -164,6 +188,7 @@ async def test_what_says_nothing_new_is_accepted(door: HttpStack, field: str, va
         ("suffix", "end"),
         ("logprobs", True),
         ("logprobs", 65),
+        ("add_special_tokens", False),
         ("session_id", "several"),
     ],
 )
@@ -174,6 +199,56 @@ async def test_a_field_of_completions_is_named_too(door: HttpStack, field: str, 
     status, error = await door.refusal(COMPLETIONS, body)
     assert (status, error["type"]) == (400, "invalid_request_error"), error
     assert error["param"].startswith(field), error
+
+
+async def test_null_is_told_as_such_where_a_text_must_be(door: HttpStack) -> None:
+    """It was told to be missing, by which nobody finds it. Beside a refusal it is how OpenAI answers."""
+    said: Json = {"role": "assistant", "content": None}
+    for message in (said, said | {"refusal": None}, {"role": "user", "content": None, "refusal": "No."}):
+        _, error = await door.refusal(CHAT, {"messages": [message]} | SHORT)
+        assert error["message"].startswith("messages[0].content: must be a text"), error
+    tokens = [
+        (await door.answer("/tokenize", {"messages": [USER, message, USER]}))["tokens"]
+        for message in (said | {"refusal": "No."}, said | {"content": "No."})
+    ]
+    assert tokens[0] == tokens[1]
+
+
+async def test_a_byte_order_mark_before_json_is_passed_over(door: HttpStack) -> None:
+    body = codecs.BOM_UTF8 + json.dumps({"prompt": "x"} | SHORT).encode()
+    response = await door.client.post(COMPLETIONS, content=body, headers={"content-type": "application/json"})
+    assert response.status_code == 200, response.text
+
+
+@pytest.mark.parametrize(
+    ("body", "is_accepted"),
+    [
+        ({"prompt": "x", "add_special_tokens": True}, True),
+        ({"prompt": "x", "add_special_tokens": False}, False),
+        ({"messages": [USER], "add_special_tokens": False, "add_generation_prompt": True}, True),
+        ({"messages": [USER], "continue_final_message": False, "chat_template_kwargs": {}, "tools": []}, True),
+        ({"messages": [USER], "add_special_tokens": True}, False),
+        ({"messages": [USER], "add_generation_prompt": False}, False),
+    ],
+)
+async def test_prompts_are_tokenized_as_they_are_read_and_no_otherwise(
+    door: HttpStack, body: Json, is_accepted: bool
+) -> None:
+    response = await door.post("/tokenize", body)
+    assert response.status_code == (200 if is_accepted else 400), response.text
+    if not is_accepted:
+        assert error_of(response)["param"] == list(body)[1]
+
+
+@pytest.mark.parametrize(("path", "prefix"), [(CHAT, "chatcmpl-"), (COMPLETIONS, "cmpl-")])
+async def test_a_request_s_own_id_is_its_answer_s(door: HttpStack, path: str, prefix: str) -> None:
+    prompt: Json = {"messages": [USER]} if path == CHAT else {"prompt": "x"}
+    for _ in range(2):  # once it has ended, another may have it
+        assert (await door.answer(path, prompt | SHORT | {"request_id": "mine"}))["id"] == f"{prefix}mine"
+    body = prompt | {"request_id": "mine", "ignore_eos": True, "max_tokens": 2000, "speculation": False}
+    async with door.client.stream("POST", path, json=body | {"stream": True}):
+        refused = await door.post(path, prompt | SHORT | {"request_id": "mine"})
+    assert (refused.status_code, error_of(refused)["param"]) == (409, "request_id")
 
 
 @pytest.mark.parametrize(
@@ -226,6 +301,10 @@ async def test_paths_methods_and_models_that_are_not_there(door: HttpStack) -> N
         assert (response.status_code, error_of(response)["type"]) == (404, "invalid_request_error")
     response = await door.client.get(CHAT)
     assert (response.status_code, error_of(response)["code"]) == (405, "method_not_allowed")
+    asked = {"origin": "https://other.example", "access-control-request-method": "POST"}
+    preflight = await door.client.options(CHAT, headers=asked)
+    assert preflight.status_code == 405
+    assert not any(name.startswith("access-control") for name in preflight.headers)
     for path, body in ((CHAT, {"messages": [USER]}), (COMPLETIONS, {"prompt": "x"}), ("/tokenize", {"prompt": "x"})):
         status, error = await door.refusal(path, body | ({} if path == "/tokenize" else SHORT) | {"model": "gpt-9"})
         assert (status, error["code"], error["param"]) == (404, "model_not_found", "model")
@@ -262,7 +341,8 @@ NAMES = st.sampled_from(
         "messages", "prompt", "model", "stream", "stream_options", "max_tokens", "max_completion_tokens",
         "temperature", "top_p", "n", "seed", "stop", "logit_bias", "presence_penalty", "frequency_penalty", "top_k",
         "min_p", "repetition_penalty", "ignore_eos", "stop_token_ids", "session_id", "speculation", "user", "logprobs",
-        "top_logprobs", "response_format", "tools", "echo", "suffix", "best_of", "tokens", "unknown",
+        "top_logprobs", "response_format", "structured_outputs", "tools", "echo", "suffix", "best_of", "tokens",
+        "unknown",
     ]
 )  # fmt: skip
 SPECULATIONS = st.fixed_dictionaries(

@@ -11,6 +11,7 @@ import httpx
 import pytest
 from starlette.types import Receive, Scope, Send
 
+from bough.runtime import connections
 from orchestrator.http_api import server
 from orchestrator.http_api.server import http_serving
 
@@ -152,6 +153,6 @@ async def test_where_all_are_busy_the_connection_too_many_is_told_so(app: App, m
 
 
 def test_connections_leave_half_of_the_descriptors_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    for soft, most in ((1024, 512), (10**6, server.MAX_CONNECTIONS), (-1, server.MAX_CONNECTIONS)):
-        monkeypatch.setattr(server.resource, "getrlimit", lambda _, soft=soft: (soft, soft))
+    for soft, most in ((1024, 512), (10**6, connections.MAX_CONNECTIONS), (-1, connections.MAX_CONNECTIONS)):
+        monkeypatch.setattr(connections.resource, "getrlimit", lambda _, soft=soft: (soft, soft))
         assert server.most_connections() == most

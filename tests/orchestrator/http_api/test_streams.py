@@ -10,11 +10,15 @@ from collections.abc import AsyncIterator
 from contextlib import suppress
 from pathlib import Path
 
+import grpc
 import httpx
 import pytest
 from prometheus_client import CollectorRegistry
 
 from bough.errors import ConfigError, Unavailable
+from bough.pb import generation_pb2 as pb
+from bough.pb.generation_pb2_grpc import GenerationStub
+from bough.rpc.server import open_channel
 from orchestrator.admission.admission import Admission
 from orchestrator.http_api import body, exchange
 from orchestrator.http_api.app import http_app
@@ -101,6 +105,21 @@ async def test_an_error_half_way_is_an_event_of_the_stream(door: HttpStack) -> N
     await until_running(door, 0)
 
 
+async def test_a_session_that_has_a_request_running_is_in_conflict_with_another(door: HttpStack) -> None:
+    """It was told as if the request were wrong, whose like would be served a moment later."""
+    asked = ENDLESS | {"session_id": "busy"}
+    async with door.client.stream("POST", PATH, json=asked | {"stream": True}):
+        refused = await door.post(PATH, asked)
+        error = error_of(refused)
+        assert (refused.status_code, error["type"], error["code"]) == (409, "conflict_error", "already_running")
+        assert (error["param"], refused.headers["x-should-retry"]) == ("session_id", "false")
+        assert error["message"].startswith("session_id: 'busy' has a request running; wait for its end")
+        async with open_channel(door.stack.addresses["orchestrator"]) as channel:
+            request = pb.GenerateRequest(text="x", session_id="busy")
+            assert await GenerationStub(channel).Generate(request).code() is grpc.StatusCode.ABORTED
+    await until_running(door, 0)
+
+
 async def test_an_aborted_request_ends_as_such(door: HttpStack) -> None:
     reasons = []
     async with door.client.stream("POST", PATH, json=ENDLESS | {"stream": True}) as response:
@@ -160,8 +179,9 @@ async def test_a_client_that_stops_reading_loses_its_connection_and_its_place(tm
             await loop.sock_connect(client, ("127.0.0.1", door.port))
             await loop.sock_sendall(client, head(len(content)) + content)
             await until_running(door, 1)
+            (transport,) = door.transports  # whose kernel would by itself keep megabytes for a client
+            transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
             await until_running(door, 0)
-            (transport,) = door.transports
             while not transport.is_closing():
                 await asyncio.sleep(0.01)
             assert transport.get_write_buffer_size() == 0, "what it did not read is not kept for it"

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from bough.cli.machine.up import free_port, settings_from
+from bough.cli.machine.up import settings_from
 from bough.cli.main import argument_parser
+from bough.config.addresses import free_port
 from bough.processes.exit_with_parent import MODULE
 from tests.fakes.simulated import write_profile
 

@@ -12,6 +12,7 @@ from bough.cli.generation.generate import next_turn
 from bough.client import Client
 from bough.errors import InvalidRequest, NotFound, StaleEpoch, Unavailable
 from bough.protocol.generation import ChatPrompt, GenerateOptions, Message, Prompt, Resume, TextPrompt, TokenPrompt
+from bough.protocol.prefix_hash import block_hashes
 from bough.registry.records import SessionRecord
 from bough.tokenization.tokenizer import Tokenizer
 from tests.fakes.fleet import FakeDraft, Fleet, Law
@@ -243,7 +244,9 @@ async def test_a_new_session_goes_to_the_target_that_holds_its_prefix(fakes: Fle
     async with Client(server.address) as client:
         await read(client, TURN, TokenPrompt((*system, 1)))
         (holder,) = [name for name, target in targets.items() if target.calls]
-        await asyncio.sleep(0.2)  # prefixes are noted behind the stream's back
+        async with asyncio.timeout(20):  # prefixes are noted behind the stream's back
+            while await fakes.registry.find_prefixes("fake", block_hashes(system), [holder]) != {holder: 3}:
+                await asyncio.sleep(0.01)
         for index in range(2):
             await read(client, replace(TURN, session_id=f"new {index}"), TokenPrompt((*system, 2 + index)))
         await read(client, NEXT, TextPrompt("more"))

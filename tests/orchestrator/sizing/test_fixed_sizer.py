@@ -10,7 +10,7 @@ import pytest
 from bough.protocol.decision import Mode
 from bough.protocol.generation import Speculation
 from bough.trees.tree import Tree
-from bough.trees.tree_plan import NO_TREE, BestFirst, Chains, Growth, StaticShape
+from bough.trees.tree_plan import NO_TREE, BestFirst, Growth, StaticShape
 from orchestrator.sizing.fixed_sizer import MIN_SHARE, FixedSizer
 from orchestrator.sizing.plans import RoundPlan, WorkerFacts
 from tests.fakes.made_rounds import FLAT, ROOT, STEEP, MadeRounds, situation
@@ -59,7 +59,7 @@ def test_the_end_is_near_or_speculation_is_off() -> None:
         (StaticShape((0, 0, 1, 3, 4)), 4, StaticShape((0, 0, 1, 3, 4))),
         (StaticShape((0, 0, 1, 3, 4)), 2, StaticShape((0, 0, 1))),
         (StaticShape((0, 0, 1, 3, 4)), 0, StaticShape(())),
-        (Chains(3, 9), 3, Chains(3, 3)),
+        (StaticShape.chains(3, 9), 3, StaticShape.chains(3, 3)),
     ],
 )
 def test_growths_of_fewer_levels(growth: Growth, depth: int, expected: Growth) -> None:

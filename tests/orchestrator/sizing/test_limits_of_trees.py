@@ -19,7 +19,6 @@ from bough.trees.tree_plan import (
     MAX_EXPANSIONS,
     NO_TREE,
     BestFirst,
-    Chains,
     Growth,
     Guess,
     Scheme,
@@ -43,7 +42,7 @@ SHAPE = StaticShape((0, 0, 0, 1, 1, 2, 4))
         (Speculation(budget=40, depth=2), BestFirst(40, 16, 2)),
         (Speculation(budget=9, width=2, depth=3), BestFirst(9, 2, 3)),
         (Speculation(growth=SHAPE), SHAPE),
-        (Speculation(growth=Chains(2, 3)), Chains(2, 3)),
+        (Speculation(growth=StaticShape.chains(2, 3)), StaticShape.chains(2, 3)),
         (Speculation(growth=BestFirst(12, 2, 3, step_price=0.25)), BestFirst(12, 2, 3, step_price=0.25)),
     ],
 )
@@ -119,7 +118,7 @@ def test_at_the_last_token_nothing_is_guessed(num_left: int) -> None:
 def test_nothing_is_grown_deeper_than_tokens_are_left(num_left: int) -> None:
     world = MadeRounds()
     world.play(5)
-    for speculation in (Speculation(), Speculation(budget=64, depth=20), Speculation(growth=Chains(2, 12))):
+    for speculation in (Speculation(), Speculation(budget=64, depth=20), Speculation(growth=StaticShape.chains(2, 12))):
         plan = world.sizer.plan(replace(world.base, num_left=num_left, speculation=speculation))
         assert 1 <= plan.tree.growth.depth <= num_left - 1
 
@@ -133,7 +132,9 @@ def test_off_is_off() -> None:
     assert played.decision.mode is Mode.OFF
 
 
-@pytest.mark.parametrize("speculation", [Speculation(), Speculation(budget=900), Speculation(growth=Chains(30, 30))])
+@pytest.mark.parametrize(
+    "speculation", [Speculation(), Speculation(budget=900), Speculation(growth=StaticShape.chains(30, 30))]
+)
 @pytest.mark.parametrize(("of_target", "of_draft"), [(20, 1024), (1024, 20), (7, 5), (1, 8), (8, 1)])
 def test_no_tree_has_more_nodes_than_both_workers_take(speculation: Speculation, of_target: int, of_draft: int) -> None:
     """Weights stream past for long, so that as many as there may be would be best."""

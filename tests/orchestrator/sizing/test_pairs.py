@@ -12,11 +12,11 @@ from orchestrator.sizing.pairs import (
     FIRST_PROBE,
     LAST_PROBE,
     MAX_PAIRS,
-    Habits,
     Margin,
     PairKey,
     Pairs,
     Probing,
+    RoundStats,
     Trust,
 )  # fmt: skip
 
@@ -121,22 +121,22 @@ def test_a_probe_that_has_paid_is_soon_followed_by_one_more() -> None:
 
 
 def test_a_tree_without_a_step_says_nothing_of_how_many_there_are() -> None:
-    habits = Habits()
-    habits.note_steps(5)
+    stats = RoundStats()
+    stats.note_steps(5)
     for _ in range(50):
-        habits.note_steps(0)
-    assert habits.num_steps == 5.0
-    habits.note_steps(10)
-    assert habits.num_steps == 6.0
+        stats.note_steps(0)
+    assert stats.num_steps == 5.0
+    stats.note_steps(10)
+    assert stats.num_steps == 6.0
 
 
 def test_a_session_begins_with_its_pairs_habits_and_changes_its_own() -> None:
-    before = Habits()
+    before = RoundStats()
     before.note_steps(7)
     before.is_drafting = False
     for _ in range(40):
         before.drafted.observe(np.array([1.0, 0.2, 0.1]))
-    after = Habits.after(before)
+    after = RoundStats.after(before)
     assert (after.num_steps, after.is_drafting) == (7.0, False)
     sizes = np.array([2, 8, 64])
     assert after.drafted.gains(sizes) == pytest.approx(before.drafted.gains(sizes))

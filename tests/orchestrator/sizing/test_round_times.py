@@ -10,7 +10,7 @@ from bough.protocol.cost_curve import CostCurve
 from bough.protocol.decision import RoundSeconds
 from bough.protocol.messages import GrowResult, RoundTimings, Timings, Verdict, VerifyResult
 from bough.trees.tree import Tree
-from orchestrator.sizing.pairs import Habits
+from orchestrator.sizing.pairs import RoundStats
 from orchestrator.sizing.plans import RoundOutcome, Situation, WorkerFacts
 from orchestrator.sizing.round_times import FIRST_STEPS, RoundTimes
 from tests.fakes.made_rounds import ROOT, STEP, MadeRounds, situation
@@ -56,7 +56,7 @@ def test_what_a_round_takes_beside_the_sweep() -> None:
     assert load.num_trees == 1
     assert load.fixed_seconds == pytest.approx(0.005 + 0.040 + 0.002)
     parts = RoundSeconds()
-    times.expect(parts, facts(), load, Habits(num_steps=3.0))
+    times.expect(parts, facts(), load, RoundStats(num_steps=3.0))
     assert parts.network == pytest.approx(0.010), "to the target and to the draft"
     assert parts.draft == pytest.approx(3 * 0.030, rel=1e-3)
     assert parts.queue == 0.0
@@ -69,7 +69,7 @@ def test_what_a_round_takes_beside_the_sweep() -> None:
 def test_steps_take_as_long_as_they_have_taken_and_a_prompt_read_beside_is_none() -> None:
     times = RoundTimes()
     times.note(facts())
-    first = times.draft_seconds(facts(), Habits())
+    first = times.draft_seconds(facts(), RoundStats())
     assert first == pytest.approx(FIRST_STEPS * STEP(1))
     for _ in range(8):
         times.observe(facts(num_draft_context=500), outcome())
@@ -77,7 +77,7 @@ def test_steps_take_as_long_as_they_have_taken_and_a_prompt_read_beside_is_none(
     for _ in range(8):
         times.observe(facts(), outcome())
     assert times.step_cost(facts()).step_seconds == pytest.approx(0.030, rel=1e-3)
-    assert times.draft_seconds(facts(), Habits(num_steps=5.0)) == pytest.approx(5 * 0.030 + 0.005, rel=1e-3)
+    assert times.draft_seconds(facts(), RoundStats(num_steps=5.0)) == pytest.approx(5 * 0.030 + 0.005, rel=1e-3)
 
 
 def test_other_sessions_rows_and_tokens_count_while_they_are_there() -> None:
@@ -113,7 +113,7 @@ def test_who_waits_for_more_than_a_quarter_of_a_sweep_drafts_for_nothing(queue: 
         times.observe(facts(2), outcome(rows=20, trees=2, queue=queue))
     cost = times.step_cost(facts(2))
     assert (cost.free_seconds > 0) == is_free
-    assert (times.draft_seconds(facts(2), Habits(num_steps=3.0)) == 0.0) == is_free
+    assert (times.draft_seconds(facts(2), RoundStats(num_steps=3.0)) == 0.0) == is_free
     assert times.step_cost(facts(1)).free_seconds == 0.0, "alone nobody takes turns"
     if is_free:
         drafting = 0.090 + 0.005

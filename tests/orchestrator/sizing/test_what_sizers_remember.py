@@ -9,7 +9,7 @@ import pytest
 from bough.protocol.decision import Mode
 from bough.protocol.generation import Speculation
 from bough.trees.tree import Tree
-from bough.trees.tree_plan import Chains, Guess
+from bough.trees.tree_plan import Guess, StaticShape
 from orchestrator.sizing.decision_log import MAX_ROUNDS, MAX_SESSIONS
 from orchestrator.sizing.pairs import MAX_PAIRS
 from orchestrator.sizing.plans import WorkerFacts
@@ -54,7 +54,7 @@ def test_rounds_without_a_tree_say_nothing_of_a_drafts_guesses() -> None:
 def test_nodes_that_the_target_left_out_are_missing_and_not_rejected() -> None:
     """The target has chosen no other child of the root; whether what is below the chosen one was right is not known."""
     tree = Tree.of([ROOT, 0, 0, 0], [-1, 0, 1, 2], [0.0, -0.2, -0.2, -0.2])
-    fixed = Speculation(growth=Chains(1, 3))
+    fixed = Speculation(growth=StaticShape.chains(1, 3))
     always = (1.0, 0.0)
     worlds = [MadeRounds(claimed=always, true=(1.0,)) for _ in range(2)]
     for left_out, world in zip(((), (2, 3)), worlds, strict=True):
@@ -111,7 +111,7 @@ def test_a_new_session_begins_with_what_others_have_taught() -> None:
 
 
 def test_sessions_whose_guesses_differ_are_told_apart() -> None:
-    """One is guessed well and one badly, in turns; they share a pair, and keep habits of their own."""
+    """One is guessed well and one badly, in turns; they share a pair, and keep stats of their own."""
     world = MadeRounds(sweep=STEEP)
     sizes: dict[str, list[int]] = {"easy": [], "hard": []}
     for _ in range(150):

@@ -8,14 +8,14 @@ import math
 import pytest
 
 from bough.protocol.cost_curve import CostCurve
-from orchestrator.sizing.worker_times import MAX_WORKERS, NUM_RECENT, ByWorker, DraftTimes, Recent, TargetTimes
+from orchestrator.sizing.worker_times import MAX_WORKERS, NUM_RECENT, ByWorker, DraftTimes, RecentMedian, TargetTimes
 
 CURVE = CostCurve((1, 64), (1.0, 2.0))
 DECREASING = CostCurve((1, 64), (1.0, 0.5))
 
 
 def test_a_median_is_followed_after_four_and_moved_by_no_single_one() -> None:
-    recent = Recent(0.25)
+    recent = RecentMedian(0.25)
     assert recent.median == 0.25
     for _ in range(NUM_RECENT):
         recent.add(1.0)
@@ -29,7 +29,7 @@ def test_a_median_is_followed_after_four_and_moved_by_no_single_one() -> None:
 def test_workers_that_were_used_longest_ago_are_forgotten() -> None:
     times = ByWorker(TargetTimes)
     first = times.of("0")
-    first.told("0", CURVE)
+    first.update("0", CURVE)
     for index in range(1, MAX_WORKERS):
         times.of(str(index))
     assert times.of("0") is first
@@ -41,11 +41,11 @@ def test_workers_that_were_used_longest_ago_are_forgotten() -> None:
 
 @pytest.mark.parametrize("times", [TargetTimes(), DraftTimes()])
 def test_a_curve_that_is_told_holds_until_the_next(times: TargetTimes | DraftTimes) -> None:
-    times.told("w", CURVE)
+    times.update("w", CURVE)
     assert times.curve == CURVE
-    times.told("w", None)
+    times.update("w", None)
     assert times.curve == CURVE
-    times.told("w", later := CURVE.scaled(2.0))
+    times.update("w", later := CURVE.scaled(2.0))
     assert times.curve == later
 
 
@@ -61,21 +61,21 @@ def test_a_curve_that_is_told_holds_until_the_next(times: TargetTimes | DraftTim
 )
 def test_one_that_is_none_is_warned_of_once_by_what_is_wrong(bad: CostCurve, caplog: pytest.LogCaptureFixture) -> None:
     times = TargetTimes()
-    times.told("w7", CURVE)
+    times.update("w7", CURVE)
     with caplog.at_level(logging.WARNING):
         for _ in range(5):
-            times.told("w7", bad)
+            times.update("w7", bad)
     assert times.curve == CURVE
     (record,) = caplog.records
     assert record.getMessage().startswith("w7: cost")
-    times.told("w7", sound := CURVE.scaled(3.0))
+    times.update("w7", sound := CURVE.scaled(3.0))
     assert times.curve == sound
 
 
 def test_a_draft_step_is_as_long_as_steps_have_been_to_what_the_curve_says() -> None:
     times = DraftTimes()
     assert times.step_seconds == 0.0
-    times.told("d", CURVE)
+    times.update("d", CURVE)
     assert times.step_seconds == 1.0
     for _ in range(NUM_RECENT):
         times.ratio.add(1.5)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import torch
@@ -14,12 +15,13 @@ from bough.model.batch.batch import Batch, Segment
 from bough.model.kv.kv_arena import KVArena
 from bough.model.kv.split_layers import split_memory
 from bough.trees.tree import Tree
+from loadtest.common.inline_streams import InlineStreams
 from target_worker.kv.kv_offload import memory_on_host
-from target_worker.link.streams import InlineStreams
 from target_worker.sweep.streamed_model import StreamedModel
+from tests.fakes.gpu import unpacking
+from tests.fakes.gpu.pretend import device, notes, pretending
+from tests.fakes.gpu.pretend_streams import ALWAYS, PretendedStreams
 from tests.fakes.models import CPU, streamed
-from tests.fakes.pretend import device, notes, pretending
-from tests.fakes.pretend_streams import ALWAYS, PretendedStreams
 from tests.model.test_reproducible import random_tree
 
 NUM_ROWS = 200
@@ -116,9 +118,11 @@ def on_cpu(folder: Path, dtype: torch.dtype, rows: int = 16) -> torch.Tensor:
         return three_sweeps(model, CPU).float()
 
 
-def on_device(folder: Path, where: Where, dtype: torch.dtype, rows: int = 16) -> torch.Tensor:
+def on_device(
+    folder: Path, where: Where, dtype: torch.dtype, rows: int = 16, unpacking: ModuleType = unpacking
+) -> torch.Tensor:
     """The logits computed on the pretended device; asserts that there was no race."""
-    with pretending(), on_the_device(folder, where, dtype, rows) as model:
+    with pretending(unpacking=unpacking), on_the_device(folder, where, dtype, rows) as model:
         logits = three_sweeps(model, CPU if where.kv_on_host else device())
     assert not notes.order.races, notes.order.races[:3]
     return logits.float()

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cache
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -23,8 +24,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
 
 from bough.model.architecture import attention
-from bough.model.gpu import kernels, unpack_triton
-from tests.fakes.pretend_order import Order, compute_stream
+from bough.model.gpu import kernels
+from tests.fakes.gpu import unpacking
+from tests.fakes.gpu.pretend_order import Order, compute_stream
 
 NAME = "pretend"
 UNWRITTEN = 0xFF  # NaN in every floating type
@@ -292,15 +294,16 @@ def attend(queries: torch.Tensor, *others: Any) -> torch.Tensor:
 
 
 @contextmanager
-def pretending(attends: Callable[..., torch.Tensor] = attend) -> Iterator[Notes]:
-    """Let this thread make tensors on the device within the block; `attends` stands in for its attention kernel.
+def pretending(attends: Callable[..., torch.Tensor] = attend, unpacking: ModuleType = unpacking) -> Iterator[Notes]:
+    """Let this thread make tensors on the device within the block; yields the notes of what happens.
 
-    Its other kernels are those for GPUs, interpreted. Yields the notes of what happens.
+    `attends` stands in for its attention kernel, and functions of the module `unpacking` for those that unpack weights;
+    `bough.model.gpu.unpack_triton` has these interpreted.
     """
     device()
     notes.begin()
     with ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
-        unpack = unpack_triton.write_own, unpack_triton.write_down, unpack_triton.write_across
+        unpack = unpacking.write_own, unpacking.write_down, unpacking.write_across
         patch.setattr(kernels, "of_gpus", lambda: kernels.Kernels(*map(kernel, (attends, *unpack))))
         stack.enter_context(_Sending())
         stack.enter_context(_Making())

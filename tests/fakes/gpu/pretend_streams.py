@@ -13,8 +13,8 @@ import torch
 
 from bough.model.cpu.huge_pages import large_pages
 from target_worker.link.streams import Copy, DeviceEvent
-from tests.fakes.pretend import UNWRITTEN, Pretended, notes, raw
-from tests.fakes.pretend_order import Clock, compute_stream
+from tests.fakes.gpu.pretend import UNWRITTEN, Pretended, notes, raw
+from tests.fakes.gpu.pretend_order import Clock, compute_stream
 
 NEVER, ALWAYS = 0.0, 1.0  # probabilities that a copy runs before anything waits for it
 _numbers = count()

@@ -1,0 +1,34 @@
+"""How many connections a server may have open, and which one gives way to one more."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Iterable
+from typing import Protocol
+
+MAX_CONNECTIONS = 4096
+
+
+class Connection(Protocol):
+    """An open connection of a server, which may be in its handshake."""
+
+    @property
+    def idle_since(self) -> float | None:
+        """Time of the event loop since which nothing has been served over it; None while something is."""
+
+    def abort(self) -> None:
+        """Close it at once."""
+
+
+def connection_limit(num_descriptors: int) -> int:
+    """Limit of open connections: at most one for `num_descriptors` that the process may have open."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return (
+        MAX_CONNECTIONS if limit == resource.RLIM_INFINITY else max(1, min(MAX_CONNECTIONS, limit // num_descriptors))
+    )
+
+
+def longest_idle(connections: Iterable[Connection]) -> Connection | None:
+    """The connection that gives way to a new one; None if all are busy."""
+    idle = [(since, number, each) for number, each in enumerate(connections) if (since := each.idle_since) is not None]
+    return min(idle)[2] if idle else None

@@ -1,0 +1,58 @@
+"""Known fields that are not supported: refused, unless their value asks for what happens anyway."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, ValidationInfo
+from pydantic_core import PydanticCustomError
+
+# By field: the accepted values.
+NEUTRAL: Mapping[str, tuple[object, ...]] = {
+    "add_generation_prompt": (True,),
+    "add_special_tokens": (False,),  # of a chat, whose template has them
+    "bad_words": ([],),
+    "best_of": (1,),
+    "chat_template_kwargs": ({},),
+    "continue_final_message": (False,),
+    "echo": (False,),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "include_reasoning": (True,),
+    "include_stop_str_in_output": (False,),
+    "length_penalty": (1,),
+    "min_tokens": (0,),
+    "modalities": (["text"],),
+    "priority": (0,),
+    "prompt_logprobs": (0,),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "skip_special_tokens": (True,),
+    "suffix": ("",),
+    "tool_calls": ([],),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "use_beam_search": (False,),
+}
+
+
+def must(text: str) -> PydanticCustomError:
+    """The error of a field's value; `text` completes "must ..."."""
+    return PydanticCustomError("must", "{text}", {"text": text})
+
+
+def _unsupported(value: Any, info: ValidationInfo) -> None:
+    """Refuse a field that would change the answer but is not supported, unless its value is neutral."""
+    _require_neutral(value, NEUTRAL.get(str(info.field_name), ()))
+
+
+def _require_neutral(value: Any, neutral: tuple[object, ...]) -> None:
+    if not any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in neutral):
+        alternative = f", or be {' or '.join(map(json.dumps, neutral))}" if neutral else ""
+        raise must(f"be left out{alternative}: it is not supported")
+
+
+Unsupported = Annotated[None, BeforeValidator(_unsupported)]
+OnlyTrue = Annotated[None, BeforeValidator(lambda value: _require_neutral(value, (True,)))]

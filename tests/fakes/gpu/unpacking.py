@@ -1,0 +1,50 @@
+"""Kernels that unpack weights, by the code for CPUs: the same bits as Triton's, as `tests/gpu/test_unpack.py` shows.
+
+Triton's interpreter takes a hundred times as long.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from bough.model.checkpoint.checkpoint import TensorPlace
+from bough.model.quant.awq import Awq
+from bough.model.quant.bough_format import Packed
+from bough.model.quant.gptq import Gptq
+
+NAMES = {torch.uint8: "U8", torch.int8: "I8", torch.int32: "I32", torch.float16: "F16"}
+
+
+def write_own(packed: torch.Tensor, scales: torch.Tensor, bits: int, out: torch.Tensor) -> None:
+    """As `bough.model.gpu.unpack_triton.write_own`."""
+    _write(Packed(_place(packed), _place(scales), bits), out, packed, scales)
+
+
+def write_down(
+    words: torch.Tensor,
+    zeros: torch.Tensor,
+    scales: torch.Tensor,
+    groups: torch.Tensor | None,
+    bits: int,
+    zero_offset: int,
+    out: torch.Tensor,
+) -> None:
+    """As `bough.model.gpu.unpack_triton.write_down`."""
+    own = None if groups is None else _place(groups)
+    source = Gptq(_place(words), _place(zeros), _place(scales), own, bits, zero_offset)
+    _write(source, out, words, zeros, scales, *(() if groups is None else (groups,)))
+
+
+def write_across(words: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
+    """As `bough.model.gpu.unpack_triton.write_across`."""
+    _write(Awq(_place(words), _place(zeros), _place(scales)), out, words, zeros, scales)
+
+
+def _place(tensor: torch.Tensor) -> TensorPlace:
+    return TensorPlace("", Path(), 0, tensor.nbytes, NAMES[tensor.dtype], tuple(tensor.shape))
+
+
+def _write(source: Packed | Gptq | Awq, out: torch.Tensor, *tensors: torch.Tensor) -> None:
+    source._write([tensor.contiguous().view(torch.uint8).flatten() for tensor in tensors], out)

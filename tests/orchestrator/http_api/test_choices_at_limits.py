@@ -1,0 +1,96 @@
+"""Requests of several choices at limits: let in together, refused together, or told that they never fit."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from orchestrator.admission.admission import Admission
+from tests.fakes.http_stack import HttpStack, Json, error_of, http_stack
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+MESSAGES: Json = {"messages": [{"role": "user", "content": "x"}], "ignore_eos": True, "speculation": False}
+TEXT: Json = {"prompt": "x", "ignore_eos": True, "speculation": False}
+
+
+@pytest.fixture(scope="module")
+async def door(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[HttpStack]:
+    async with http_stack(tmp_path_factory.mktemp("choices")) as running:
+        yield running
+
+
+def limited(door: HttpStack, monkeypatch: pytest.MonkeyPatch, max_running: int, max_waiting: int) -> Admission:
+    admission = Admission(max_running, max_waiting)
+    monkeypatch.setattr(door.stack.requests, "admission", admission)
+    return admission
+
+
+async def test_more_choices_than_ever_fit_are_the_request_s_fault(
+    door: HttpStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They were sent away with a delay, for ever, and each time began what was then thrown away."""
+    limited(door, monkeypatch, max_running=1, max_waiting=1)
+    num_before = door.stack.requests.loads().num_requests_total
+    bodies: list[tuple[str, Json, str]] = [
+        (COMPLETIONS, TEXT | {"n": 3}, "n: must be at most 2, as 2 requests"),
+        (CHAT, MESSAGES | {"n": 3}, "n: must be at most 2, as 2 requests"),
+        (COMPLETIONS, TEXT | {"prompt": ["x", "y"], "n": 2}, "n: must be at most 1 with 2 prompts, as 2 requests"),
+        (COMPLETIONS, TEXT | {"prompt": ["x"] * 3}, "prompt: must have at most 2 entries, as 2 requests"),
+        (COMPLETIONS, TEXT | {"prompt": ["x"] * 200}, "prompt: must have at most 2 entries, as 2 requests"),
+    ]
+    for path, body, message in bodies:
+        for is_stream in (False, True):
+            status, error = await door.refusal(path, body | {"max_tokens": 1, "stream": is_stream})
+            assert (status, error["param"]) == (400, message.partition(":")[0]), error
+            assert error["message"].startswith(message)
+    assert door.stack.requests.loads().num_requests_total == num_before
+    for body in (TEXT | {"n": 2}, TEXT | {"prompt": ["x", "y"]}):
+        assert len((await door.answer(COMPLETIONS, body | {"max_tokens": 1}))["choices"]) == 2
+
+
+async def test_choices_that_do_not_fit_now_are_all_refused_before_one_begins(
+    door: HttpStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests, admission = door.stack.requests, limited(door, monkeypatch, max_running=2, max_waiting=1)
+    running = asyncio.create_task(door.client.post(COMPLETIONS, json=TEXT | {"max_tokens": 4000}))
+    while requests.loads().num_requests_running != 1:
+        await asyncio.sleep(0.01)
+    num_before, num_refused = requests.loads().num_requests_total, requests.totals.failed["Exhausted"]
+    for is_stream in (False, True):
+        refused = await door.post(COMPLETIONS, TEXT | {"max_tokens": 1, "n": 3, "stream": is_stream})
+        assert (refused.status_code, error_of(refused)["code"]) == (429, "rate_limit_exceeded")
+        assert int(refused.headers["retry-after-ms"]) >= 1000
+        assert "1 requests run and 0 wait, and 3 more" in error_of(refused)["message"]
+    assert requests.loads().num_requests_total == num_before
+    assert requests.totals.failed["Exhausted"] == num_refused + 2
+    assert len((await door.answer(COMPLETIONS, TEXT | {"max_tokens": 1, "n": 2}))["choices"]) == 2
+    running.cancel()
+    while len(requests._running):
+        await asyncio.sleep(0.01)
+    assert len((await door.answer(COMPLETIONS, TEXT | {"max_tokens": 1, "n": 3}))["choices"]) == 3
+    assert (admission._num_free, admission.num_waiting) == (2, 0)
+
+
+async def test_a_choice_waits_for_its_siblings_for_as_long_as_they_take(
+    door: HttpStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The time that it may wait for a place was over, and all of the answer lost, also what was whole."""
+    limited(door, monkeypatch, max_running=1, max_waiting=2)
+    monkeypatch.setattr(door.stack.requests, "_queue_timeout", 0.05)
+    answer = await door.answer(COMPLETIONS, TEXT | {"max_tokens": 60, "n": 3})
+    assert [choice["finish_reason"] for choice in answer["choices"]] == ["length"] * 3
+
+
+async def test_a_client_that_leaves_gives_back_the_turns_of_all_its_choices(
+    door: HttpStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    admission = limited(door, monkeypatch, max_running=1, max_waiting=4)
+    asking = asyncio.create_task(door.client.post(COMPLETIONS, json=TEXT | {"max_tokens": 4000, "n": 4}))
+    while admission.num_waiting != 3:
+        await asyncio.sleep(0.01)
+    asking.cancel()
+    while admission.num_waiting or not admission._num_free:
+        await asyncio.sleep(0.01)
+    assert (await door.answer(COMPLETIONS, TEXT | {"max_tokens": 1}))["choices"]

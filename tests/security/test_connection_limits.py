@@ -1,0 +1,115 @@
+"""Servers with TLS: handshakes and connections have one limit, and whoever holds all places keeps nobody out."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+
+import pytest
+from starlette.responses import PlainTextResponse
+
+from bough.security.certificates import CertificateFiles
+from bough.security.tls import CurrentContext, Tls, server_context
+from deploy import tls_front
+from deploy.tls_front import TlsFront
+from orchestrator.http_api import server
+from orchestrator.http_api.server import http_serving
+from tests.fakes.certificates import Authority
+
+MOST = 4
+SECONDS = 30.0
+WHOLE = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
+AUTHORITY = Authority()
+Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+def server_tls(folder: Path) -> CurrentContext:
+    """For servers that ask for certificates of the authority."""
+    files = AUTHORITY.files(folder)
+    tls = Tls(CertificateFiles(files.cert, files.key, files.authority), is_server=True)
+    return server_context(tls, lambda now: now.authority)
+
+
+def client_tls(folder: Path) -> ssl.SSLContext:
+    context = ssl.create_default_context(cadata=AUTHORITY.certificate.decode())
+    context.load_cert_chain(*AUTHORITY.pair("client").write(folder, "client"))
+    return context
+
+
+@asynccontextmanager
+async def connected(port: int, num: int, context: ssl.SSLContext | None = None) -> AsyncIterator[list[Streams]]:
+    """So many connections; those without a context say nothing."""
+    streams = [await asyncio.open_connection("127.0.0.1", port, ssl=context) for _ in range(num)]
+    try:
+        yield streams
+    finally:
+        for _, writer in streams:
+            writer.transport.abort()
+
+
+async def until_closed(streams: list[Streams], num: int) -> None:
+    """Wait until the server has closed so many of the connections, and no more."""
+
+    async def closed(reader: asyncio.StreamReader) -> None:
+        with suppress(ConnectionError):
+            await reader.read()
+
+    reading = [asyncio.create_task(closed(reader)) for reader, _ in streams]
+    try:
+        while sum(task.done() for task in reading) < num:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.2)
+        assert sum(task.done() for task in reading) == num
+    finally:
+        for task in reading:
+            task.cancel()
+        await asyncio.gather(*reading, return_exceptions=True)
+
+
+async def test_handshakes_and_connections_of_the_http_door_are_counted_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each had half of the descriptors, together all: the process had none left for its workers."""
+    monkeypatch.setattr(server, "most_connections", lambda: MOST)
+    async with http_serving("127.0.0.1", 0, PlainTextResponse("ok"), server_tls(tmp_path)) as port:
+        context = client_tls(tmp_path)
+        async with connected(port, 3, context) as whole, connected(port, 20) as silent, asyncio.timeout(SECONDS):
+            await until_closed([*whole, *silent], 23 - MOST)
+            async with connected(port, 1, context) as ((reader, writer),):
+                writer.write(WHOLE)
+                assert (await reader.readline()).startswith(b"HTTP/1.1 200"), "one of the silent ones gives way"
+
+
+async def test_silent_connections_at_the_front_of_the_index_keep_nobody_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They were not counted at all before their handshakes had ended."""
+
+    async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while line := await reader.readline():
+            writer.write(line)
+        writer.close()
+
+    monkeypatch.setattr(tls_front, "most_connections", lambda: MOST)
+    index = await asyncio.start_unix_server(echo, tmp_path / "socket")
+    front = TlsFront(tmp_path / "socket", server_tls(tmp_path))
+    await front.listen("127.0.0.1", 0)
+    port = front.port
+    context = client_tls(tmp_path)
+    async with index, connected(port, 3, context) as known, connected(port, 20) as silent, asyncio.timeout(SECONDS):
+        await until_closed(silent, 19)
+        async with connected(port, 1, context) as newest:
+            for reader, writer in (*known, *newest):
+                writer.write(b"hello\n")
+                assert await reader.readline() == b"hello\n"
+        await until_closed(known, 0)
+    await front.close()
+
+
+def test_the_front_of_the_index_leaves_half_of_the_descriptors_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each connection has two."""
+    monkeypatch.setattr("bough.runtime.connections.resource.getrlimit", lambda _: (1024, 1024))
+    assert tls_front.most_connections() == 256
