@@ -40,7 +40,8 @@ class Guessing:
 
     def adjusts(self, vocab_size: int) -> bool:
         """Whether logits of `vocab_size` tokens need `draft_worker.candidates.penalties.adjust`."""
-        return self.params.has_penalties or bool(self.params.logit_bias) or 0 < self.vocab_size < vocab_size
+        params = self.params
+        return bool(params.has_penalties or params.logit_bias or params.min_tokens) or 0 < self.vocab_size < vocab_size
 
     def candidates(
         self, values: NDArray[np.float32], tokens: NDArray[np.int32], positions: NDArray[np.int32]

@@ -221,8 +221,11 @@ def _session(
     tokens: TokenHistory, options: GenerateOptions, target: WorkerHandle[TargetClient], request: RequestRecord | None
 ) -> Session:
     sampling = _sampling(options, target, request)
-    stops = StopConditions(options.max_tokens, options.stop)
+    stops = StopConditions(options.max_tokens, options.stop, options.include_stop)
     stops.validate()
+    if options.min_tokens > options.max_tokens:
+        most = f"must be at most max_tokens, {options.max_tokens}"
+        raise InvalidRequest(f"min_tokens: {most}, got {options.min_tokens}")
     require_sizes(options.speculation, target.info.max_nodes)
     return Session(
         request_id=options.request_id,
@@ -234,7 +237,9 @@ def _session(
         stops=stops,
         # at temperature 0 all schemes accept the same tokens, and the target's allows the likeliest guesses
         speculation=replace(options.speculation, scheme=Scheme.TARGET) if sampling.is_greedy else options.speculation,
-        text=TextStream(target.tokens.decode, options.stop),
+        text=TextStream(
+            target.tokens.decode, options.stop, min_tokens=options.min_tokens, include_stop=options.include_stop
+        ),
         max_context=target.info.max_context,
         target_identity=target.info.identity,
         model_name=target.info.model_name,
@@ -262,6 +267,7 @@ def _sampling(
         logit_bias=options.logit_bias,
         logprobs=options.logprobs,
         stop_token_ids=frozenset((*options.stop_token_ids, *own_ends)),
+        min_tokens=options.min_tokens,
     )
     sampling.validate(target.info.vocab_size)
     if options.resume is not None and options.resume.num_tokens and options.seed is None and request is None:

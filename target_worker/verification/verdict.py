@@ -13,6 +13,7 @@ from bough.model.sampling.sampler import (
     probabilities,
     require_number,
     require_numbers,
+    unending,
 )
 from bough.model.sampling.token_counts import TokenCounts
 from bough.protocol.messages import Verdict, VerifyCall
@@ -39,7 +40,11 @@ def compute_verdict(
     children, logprobs, prompt_length = tree.children(), [], call.context.prompt_length
     counts = TokenCounts.of(held if params.has_penalties else (), prompt_length)
 
+    def is_early(path: Sequence[int]) -> bool:
+        return base + len(path) - prompt_length < params.min_tokens
+
     def row_after(path: Sequence[int], raw: Row) -> Row:
+        raw = unending(raw, params) if is_early(path) else raw
         if not params.has_penalties:
             return adjusted(raw, params, counts)
         tokens = [int(tree.tokens[node]) for node in path]
@@ -55,7 +60,8 @@ def compute_verdict(
 
     def next_token(path: Sequence[int]) -> int:
         position = base + len(path)
-        best = best_after(path) if call.scheme is Scheme.TARGET and params.is_plain_greedy else None
+        is_plain = params.is_plain_greedy and not is_early(path)
+        best = best_after(path) if call.scheme is Scheme.TARGET and is_plain else None
         if best is not None:
             require_number(best >= 0, position)
             return best
