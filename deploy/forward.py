@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import ssl
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import Callable
 from typing import Final
 
 import aiohttp
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
-from bough.rpc.status_map import MAX_MESSAGE_BYTES
+from bough.runtime.connections import connection_limit
 
 # Headers of one connection. Serve's proxy itself sets the request's id, the server's name and the date.
 HOP_BY_HOP: Final = frozenset(
-    {"connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer", "transfer-encoding",
-     "upgrade", "host", "content-length"}
+    {"connection", "expect", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer",
+     "transfer-encoding", "upgrade", "host"}
 )  # fmt: skip
-NOT_PASSED_BACK: Final = HOP_BY_HOP - {"content-length"} | {"x-request-id", "date", "server"}
-CONNECT_SECONDS = 5.0
+NOT_PASSED_BACK: Final = HOP_BY_HOP | {"x-request-id", "date", "server"}
+CONNECT_SECONDS = 5.0  # for a connection to open, and to get its turn where there are too many
+
+
+def most_connections() -> int:
+    """Limit of connections to an orchestrator, and so of requests at once: half of the process's file descriptors."""
+    return connection_limit(num_descriptors=2)
 
 
 class Forwarder:
@@ -27,8 +33,8 @@ class Forwarder:
     def __init__(self, base_url: str, context: Callable[[], ssl.SSLContext] | None = None) -> None:
         """Connect to `base_url`, such as http://10.0.0.3:7413 without a path; https takes its TLS from `context`."""
         self._base_url, self._context = base_url, context
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS)
-        connector = aiohttp.TCPConnector(limit=0)  # the orchestrator's admission limits requests
+        timeout = aiohttp.ClientTimeout(total=None, connect=CONNECT_SECONDS)
+        connector = aiohttp.TCPConnector(limit=most_connections())
         self._session = aiohttp.ClientSession(timeout=timeout, connector=connector, auto_decompress=False)
 
     async def close(self) -> None:
@@ -36,54 +42,53 @@ class Forwarder:
         await self._session.close()
 
     async def forward(self, request: Request) -> Response:
-        """Return the upstream's answer; a client that hangs up also ends the upstream's request."""
+        """Return the upstream's answer; a client that hangs up also ends the upstream's request.
+
+        A body is passed on as it comes once the upstream asks for it, so that the upstream's limits hold, and nothing
+        is read of a request that it refuses by its head.
+        """
         path = str(request.scope["path"]).removeprefix(str(request.scope.get("root_path", "")))
         url = f"{self._base_url}/{path.lstrip('/')}"
         headers = [(name, value) for name, value in request.headers.items() if name.lower() not in HOP_BY_HOP]
         query = request.scope.get("query_string", b"").decode("latin-1")
-        body = b""
-        async for piece in request.stream():
-            body += piece
-            if len(body) > MAX_MESSAGE_BYTES:  # the orchestrator would refuse it
-                return _error(
-                    413, f"body: must have at most {MAX_MESSAGE_BYTES} bytes", "invalid_request_error", "body_too_large"
-                )
+        has_body = "transfer-encoding" in request.headers or request.headers.get("content-length", "0") != "0"
         try:
             upstream = await self._session.request(
                 request.method,
                 f"{url}?{query}" if query else url,
                 headers=headers,
-                data=body,
+                data=request.stream() if has_body else None,
+                expect100=has_body,
+                allow_redirects=False,
                 ssl=True if self._context is None else self._context(),
             )
         except (aiohttp.ClientError, TimeoutError) as exc:
             return unavailable(f"the orchestrator does not answer: {exc}")
-        answer = StreamingResponse(_pieces(upstream), status_code=upstream.status)
-        answer.raw_headers = [
+        return _Answer(upstream)
+
+
+class _Answer(StreamingResponse):
+    """An upstream's answer, streamed as it comes. Ended early it closes the connection, which tells the upstream."""
+
+    def __init__(self, upstream: aiohttp.ClientResponse) -> None:
+        super().__init__(upstream.content.iter_any(), status_code=upstream.status)
+        self._upstream = upstream
+        self.raw_headers = [
             (name.lower(), value) for name, value in upstream.raw_headers if _name(name) not in NOT_PASSED_BACK
         ]
-        return answer
 
-
-async def _pieces(upstream: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
-    """Yield the body as it comes; closed early it closes the connection, which tells the upstream."""
-    try:
-        async for piece in upstream.content.iter_any():
-            yield piece
-        upstream.release()
-    finally:
-        upstream.close()
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send it."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._upstream.close()
 
 
 def unavailable(message: str) -> Response:
-    """Return status 503 with a Retry-After header."""
-    return _error(503, message, "server_error", "unavailable", {"retry-after": "1"})
-
-
-def _error(status: int, message: str, kind: str, code: str, headers: Mapping[str, str] | None = None) -> Response:
-    """Return an error in the format of OpenAI's API."""
-    error = {"message": message, "type": kind, "param": None, "code": code}
-    return JSONResponse({"error": error}, status_code=status, headers=headers)
+    """Return status 503 with a Retry-After header, in the format of OpenAI's API."""
+    error = {"message": message, "type": "server_error", "param": None, "code": "unavailable"}
+    return JSONResponse({"error": error}, status_code=503, headers={"retry-after": "1"})
 
 
 def _name(name: bytes) -> str:

@@ -37,8 +37,14 @@ async def http_door(
     from orchestrator.http_api.app import http_app
     from orchestrator.http_api.server import http_serving
 
+    own_name = advertised_host(config) if is_loopback(config.host) and not config.keys else None
     app = http_app(
-        callers, figures, config.stalled_timeout, has_open_figures=config.open_metrics, has_page=has_page(config)
+        callers,
+        figures,
+        config.stalled_timeout,
+        has_open_figures=config.open_metrics,
+        has_page=has_page(config),
+        own_name=own_name,
     )
     async with http_serving(bare(config.host), config.http_port, app, tls) as port:
         callers.requests.http_url = f"{'http' if tls is None else 'https'}://{joined(advertised_host(config), port)}"

@@ -6,6 +6,8 @@ import ast
 import os
 import subprocess
 import sys
+from collections.abc import Set
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,8 @@ PURE = ("bough/trees", "bough/protocol", "bough/sizing", "bough/tokenization", "
 TORCH = {"torch", "transformers", "accelerate", "safetensors", "numba"}
 
 
-def imports(path: Path) -> set[str]:
+@cache
+def imports(path: Path) -> Set[str]:
     """Full names of the modules that a file imports."""
     names: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
@@ -25,7 +28,7 @@ def imports(path: Path) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: imports are absolute"
             names |= {str(node.module)} | {f"{node.module}.{alias.name}" for alias in node.names}
-    return names
+    return frozenset(names)
 
 
 def tops(path: Path) -> set[str]:

@@ -42,7 +42,7 @@ from orchestrator.http_api.fields import (
     StreamOptions,
     TokenizeFields,
 )
-from orchestrator.http_api.guard import Guard, tenant_of
+from orchestrator.http_api.guard import Guard, HostGuard, tenant_of
 from orchestrator.http_api.options import RequestedOutput, choices
 from orchestrator.http_api.rounds import cluster_told, decisions_told
 from orchestrator.http_api.spelling import Spell
@@ -65,10 +65,11 @@ def http_app(
     *,
     has_open_figures: bool = False,
     has_page: bool = False,
+    own_name: str | None = None,
 ) -> Starlette:
     """The ASGI application for these callers' requests; `figures` are served at /metrics, openly or to callers only.
 
-    With `has_page` the page at /ui is served too.
+    With `has_page` the page at /ui is served too. With `own_name` requests to other host names are refused.
     """
     requests = callers.requests
     door = _Door(requests, figures, stalled_seconds, BodyReader(requests.entrance))
@@ -92,6 +93,8 @@ def http_app(
         routes += page_routes()
         open_paths |= FILES.keys()
     layers = [Middleware(_RequestIds), Middleware(Guard, callers=callers, open_paths=open_paths)]
+    if own_name is not None:
+        layers.insert(1, Middleware(HostGuard, own_name=own_name))
     app = Starlette(routes=routes, exception_handlers=handlers, middleware=layers)
     app.router.redirect_slashes = False  # after a redirect, clients that post would follow with GET, or not at all
     return app

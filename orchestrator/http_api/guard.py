@@ -1,9 +1,12 @@
-"""Authenticates HTTP requests by a header, before routing or reading a body."""
+"""Checks HTTP requests by their headers, before routing or reading a body."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from http import HTTPStatus
+from ipaddress import ip_address
+from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 from starlette.requests import Request
@@ -11,7 +14,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from bough.errors import Unauthenticated
 from bough.security.bearer import HEADER
-from orchestrator.http_api.errors import api_error
+from orchestrator.http_api.errors import ApiError, api_error, shortened
 from orchestrator.serving.tenants import Callers, Tenant
 
 TENANT = "bough.tenant"  # key in a request's scope
@@ -34,6 +37,38 @@ class Guard:
                 await api_error(exc, {}).response()(scope, receive, send)
                 return
         await self.app(scope, receive, send)
+
+
+@dataclass(frozen=True, slots=True)
+class HostGuard:
+    """ASGI middleware that refuses requests to foreign host names.
+
+    A web page can have its own name lead to this machine's loopback address (DNS rebinding), and then read what is
+    served there; the browser still tells the name.
+    """
+
+    app: ASGIApp
+    own_name: str  # beside addresses and localhost
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request, or refuse it."""
+        host = Headers(scope=scope).get("host", "")
+        if host and not self._is_own(host):  # HTTP/1.0 need not tell it; browsers do
+            message = (
+                f"host: value was {shortened(host)}; must be an address, localhost or the name given by --advertise, "
+                "as this orchestrator has no keys"
+            )
+            refusal = ApiError(HTTPStatus.MISDIRECTED_REQUEST, message, param="host", code="foreign_host")
+            await refusal.response()(scope, receive, send)
+            return
+        await self.app(scope, receive, send)
+
+    def _is_own(self, host: str) -> bool:
+        try:
+            name = urlsplit(f"//{host}").hostname or ""
+            return name in ("localhost", self.own_name.lower()) or bool(ip_address(name))
+        except ValueError:
+            return False
 
 
 def tenant_of(request: Request) -> Tenant:

@@ -13,7 +13,13 @@ import pytest
 aiohttp_web = pytest.importorskip("aiohttp.web")
 requests = pytest.importorskip("starlette.requests")
 
-from deploy.forward import Forwarder  # noqa: E402  # where starlette is not, this cannot be imported
+from starlette.responses import JSONResponse, PlainTextResponse  # noqa: E402  # where it is not, these cannot be imported
+
+from deploy import forward  # noqa: E402
+from deploy.forward import Forwarder  # noqa: E402
+from orchestrator.http_api.server import http_serving  # noqa: E402
+
+PIECE_BYTES, MAX_BYTES = 1 << 16, 1 << 20
 
 Handler = Callable[[Any], Awaitable[Any]]
 
@@ -95,15 +101,29 @@ async def test_pieces_come_one_by_one_before_the_last_is_there() -> None:
         assert (response.status_code, response.headers["content-type"]) == (200, "text/event-stream")
 
 
+async def sending(response: Any) -> asyncio.Task[None]:
+    """Send an answer to a client, of which the first message has been sent."""
+    has_begun = asyncio.Event()
+
+    async def send(message: dict[str, Any]) -> None:
+        has_begun.set()
+
+    answering: asyncio.Task[None] = asyncio.create_task(response({"type": "http"}, asyncio.Event().wait, send))
+    await has_begun.wait()
+    return answering
+
+
+async def left(answering: asyncio.Task[None]) -> None:
+    """The client hangs up, as Serve tells a replica."""
+    answering.cancel()
+    await asyncio.gather(answering, return_exceptions=True)
+
+
 async def test_a_client_that_leaves_ends_the_request() -> None:
-    async with forwarding() as (upstream, forwarder):
+    async with forwarding() as (upstream, forwarder), asyncio.timeout(30):
         upstream.go_on.release()
-        response = await forwarder.forward(request("/v1/completions"))
-        pieces = response.body_iterator
-        await anext(pieces)
-        await pieces.aclose()  # as starlette does when the client has hung up
-        async with asyncio.timeout(30):
-            await upstream.was_left.wait()
+        await left(await sending(await forwarder.forward(request("/v1/completions"))))
+        await upstream.was_left.wait()
 
 
 async def test_refusals_are_passed_back_with_their_headers() -> None:
@@ -126,19 +146,72 @@ async def test_an_orchestrator_that_is_not_there_is_503() -> None:
         del forwarder
 
 
-async def test_a_body_without_end_is_not_kept() -> None:
-    """It went into memory whole, for whoever reached the proxy, before anybody was asked for a key."""
-    num_read = 0
+def endless(num_read: list[int], pause_seconds: float = 0.0) -> Any:
+    """A request whose body never ends; what has been read of it is noted."""
 
     async def receive() -> dict[str, Any]:
-        nonlocal num_read
-        num_read += 1
-        return {"type": "http.request", "body": bytes(1 << 20), "more_body": True}
+        await asyncio.sleep(pause_seconds)
+        num_read.append(PIECE_BYTES)
+        return {"type": "http.request", "body": bytes(PIECE_BYTES), "more_body": True}
 
-    async with forwarding() as (upstream, forwarder):
-        endless = requests.Request(request("/v1/completions").scope, receive)
-        async with asyncio.timeout(30):
-            response = await forwarder.forward(endless)
-        assert (response.status_code, num_read) == (413, 5)
-        assert b"body: must have at most 4194304 bytes" in response.body
-        assert upstream.asked == []
+    scope = request("/v1/completions").scope
+    return requests.Request({**scope, "headers": [(b"transfer-encoding", b"chunked")]}, receive)
+
+
+@asynccontextmanager
+async def before(app: Any) -> AsyncIterator[Forwarder]:
+    """A forwarder before an orchestrator's own HTTP server."""
+    async with http_serving("127.0.0.1", 0, app) as port:
+        forwarder = Forwarder(f"http://127.0.0.1:{port}")
+        yield forwarder
+        await forwarder.close()
+
+
+async def test_nothing_is_read_of_a_request_that_is_refused_by_its_head() -> None:
+    """Bodies of up to 4 MB went into memory, for as long as they took, before anybody was asked for a key."""
+    num_read: list[int] = []
+    async with before(JSONResponse({"error": "no key"}, 401)) as forwarder, asyncio.timeout(30):
+        response = await forwarder.forward(endless(num_read))
+        assert response.status_code == 401
+        assert b"".join([piece async for piece in response.body_iterator]) == b'{"error":"no key"}'
+        assert num_read == []
+
+
+@pytest.mark.parametrize("pause_seconds", [0.0, 0.05])
+async def test_a_body_without_end_has_the_limits_of_the_orchestrator(pause_seconds: float) -> None:
+    """In bytes and in time; what it refuses is read no further."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        num_bytes, end = 0, asyncio.get_running_loop().time() + 0.5
+        while num_bytes <= MAX_BYTES and asyncio.get_running_loop().time() < end:
+            num_bytes += len((await receive()).get("body", b""))
+        await PlainTextResponse("enough", 413 if num_bytes > MAX_BYTES else 408)(scope, receive, send)
+
+    num_read: list[int] = []
+    async with before(app) as forwarder, asyncio.timeout(30):
+        response = await forwarder.forward(endless(num_read, pause_seconds))
+        assert response.status_code in (408, 413)
+        assert [piece async for piece in response.body_iterator] == [b"enough"]
+        await asyncio.sleep(0.1)
+        told = len(num_read)
+        await asyncio.sleep(0.3)
+        assert len(num_read) == told
+        assert sum(num_read) < 3 * MAX_BYTES
+
+
+async def test_requests_at_once_are_so_many_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connection is for each of them, and all descriptors of the replica were theirs."""
+    monkeypatch.setattr(forward, "most_connections", lambda: 2)
+    monkeypatch.setattr(forward, "CONNECT_SECONDS", 0.5)
+    async with forwarding() as (upstream, forwarder), asyncio.timeout(30):
+        for _ in range(2):
+            upstream.go_on.release()
+        running = [await sending(await forwarder.forward(request("/v1/completions"))) for _ in range(2)]
+        refused = await forwarder.forward(request("/v1/completions"))
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+        await left(running[0])
+        upstream.go_on.release()
+        response = await forwarder.forward(request("/v1/completions"))
+        assert response.status_code == 200
+        for each in (running[1], await sending(response)):
+            await left(each)

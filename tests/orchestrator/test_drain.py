@@ -160,15 +160,20 @@ async def is_refused_in_the_end(client: Client) -> bool:
 
 
 async def test_workers_let_sessions_finish_and_take_no_new_ones(tiny: Path) -> None:
-    """Both real: the stream that runs when they are told goes on to its end, and is what it would have been."""
+    """Both real: the stream that runs when they are told goes on to its end, and is what it would have been.
+
+    The target takes what memory is free, and so has started when the draft had what it needs: both once took their
+    measure at once, and a GPU had no room for the draft any more.
+    """
     impatient = ("--failover-timeout", "0.1")
-    config = settings(tiny, tiny, "--max-nodes", "8", drops="2", orchestrator=impatient)
+    config = settings(tiny, tiny, "--max-nodes", "8", "--resident-layers", "-1", drops="2", orchestrator=impatient)
     options = replace(SHORT, max_tokens=150, speculation=Speculation(budget=4))
     async with pipeline(config) as cluster, Client(cluster.address, patience_seconds=0.0) as client:
         undisturbed = [e.token_ids async for e in client.generate(PROMPT, options) if isinstance(e, Tokens)]
         stream = client.generate(PROMPT, options)
         await anext(stream)
         tokens = [(await anext(stream)).token_ids]  # type: ignore[union-attr]
+        assert [name for name in cluster.children if "worker" in name] == ["draft_worker", "target_worker"]
         workers = [cluster.children[name].process for name in ("target_worker", "draft_worker")]
         for worker in workers:
             worker.send_signal(signal.SIGTERM)

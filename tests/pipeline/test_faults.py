@@ -92,8 +92,17 @@ async def run(client: Client, options: GenerateOptions, after: int, act: object)
     return tokens, finished
 
 
+SAID: list[int] = []  # by LONG, when nothing happens: the same in every test
+
+
+async def undisturbed_tokens(client: Client) -> list[int]:
+    if not SAID:
+        SAID.extend((await run(client, LONG, 0, None))[0])
+    return SAID
+
+
 async def test_killing_the_draft_changes_nothing_in_the_stream(cluster: Cluster, client: Client) -> None:
-    undisturbed, _ = await run(client, LONG, 0, None)
+    undisturbed = await undisturbed_tokens(client)
     tokens, finished = await run(client, LONG, 40, lambda: end(cluster, "draft_worker"))
     assert tokens == undisturbed
     assert finished.speculation.num_degraded_rounds > 0
@@ -113,7 +122,7 @@ async def test_without_a_draft_guesses_come_from_the_text_itself(cluster: Cluste
 
 
 async def test_a_draft_that_hangs_costs_its_timeout_and_nothing_else(cluster: Cluster, client: Client) -> None:
-    undisturbed, _ = await run(client, LONG, 0, None)
+    undisturbed = await undisturbed_tokens(client)
     tokens, finished = await run(client, LONG, 40, lambda: end(cluster, "draft_worker", signal.SIGSTOP))
     end(cluster, "draft_worker", signal.SIGCONT)
     assert tokens == undisturbed
@@ -133,7 +142,7 @@ async def test_killing_the_target_gives_a_status_within_seconds(cluster: Cluster
 
 async def test_another_target_goes_on_with_the_stream_of_one_that_was_killed(cluster: Cluster, client: Client) -> None:
     options = replace(LONG, session_id="at the first target")
-    undisturbed, _ = await run(client, options, 0, None)
+    undisturbed = await undisturbed_tokens(client)
     cluster.start("second_target", (target := cluster.children["target_worker"]).command, target.variables)
     while len([w for w in (await client.server_info()).workers if w.info.kind == "target"]) < 2:
         await asyncio.sleep(0.1)
@@ -183,7 +192,7 @@ async def test_another_orchestrator_goes_on_with_the_stream_of_one_that_was_kill
 
 async def test_killing_the_index_stops_no_stream_and_is_told(cluster: Cluster, client: Client) -> None:
     """Nothing depends on the index's truth: the workers last known go on, and the problem is named."""
-    undisturbed, _ = await run(client, LONG, 0, None)
+    undisturbed = await undisturbed_tokens(client)
     tokens, finished = await asyncio.wait_for(run(client, LONG, 40, lambda: end(cluster, "index")), 60)
     assert (tokens, finished.finish_reason) == (undisturbed, "length")
     for _ in range(100):

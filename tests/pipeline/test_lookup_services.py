@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -56,10 +57,15 @@ def output(rounds: list[Tokens]) -> list[tuple[int, object]]:
 @pytest.mark.parametrize("options", [GREEDY, SAMPLED, PENALISED], ids=["greedy", "sampled", "penalised"])
 async def test_the_output_is_plain_decodings(draftless: Client, drafting: Client, options: GenerateOptions) -> None:
     plain, _ = await generate(draftless, replace(options, speculation=PLAIN))
-    for client in (draftless, drafting):
-        for lookup in (2, 31):
-            rounds, _ = await generate(client, replace(options, speculation=Speculation(lookup=lookup)))
-            assert output(rounds) == output(plain)
+    runs = await asyncio.gather(
+        *(
+            generate(client, replace(options, speculation=Speculation(lookup=lookup)))
+            for client in (draftless, drafting)
+            for lookup in (2, 31)
+        )
+    )
+    for rounds, _ in runs:
+        assert output(rounds) == output(plain)
 
 
 async def test_text_that_repeats_gains_tokens_per_round(draftless: Client) -> None:
