@@ -57,7 +57,7 @@ def load(path: Path) -> dict[str, Any]:
     except (OSError, yaml.YAMLError) as exc:
         raise ConfigError(f"{path}: {exc}") from exc
     if not isinstance(config, dict):
-        raise ConfigError(f"{path}: value was {config!r}; must be a mapping, as `serve deploy` reads it")
+        raise ConfigError(f"{path}: must be a mapping, as `serve deploy` reads it, got {config!r}")
     check(config)
     return config
 
@@ -71,7 +71,7 @@ def check(config: Mapping[str, Any]) -> None:
     except ValidationError as exc:
         first = exc.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
-        raise ConfigError(f"{where}: value was {first['input']!r}; {first['msg']}") from exc
+        raise ConfigError(f"{where}: {first['msg']}, got {first['input']!r}") from exc
     for application in config["applications"]:
         if application["import_path"] == IMPORT_PATH:
             _check_application(application)
@@ -129,7 +129,7 @@ def _check_application(application: Mapping[str, Any]) -> None:
     given = {deployment["name"]: deployment for deployment in application.get("deployments", ())}
     for name in given:
         if name not in known:
-            raise ConfigError(f"deployments: value was {name}; must be one of {', '.join(known)}")
+            raise ConfigError(f"deployments: must be of {', '.join(known)}, got {name}")
     for name in known:
         if name == INDEX:
             read_index(given.get(INDEX, {}).get("user_config", {}), f"{INDEX}.user_config")
@@ -156,15 +156,15 @@ def _check_proxy(schema: ServeDeploySchema, orchestrator: OrchestratorConfig) ->
     program, options = f"{Role.ORCHESTRATOR.value}.user_config.program", schema.http_options
     if orchestrator.tls_client_ca:
         raise ConfigError(
-            f"proxy_location: value was {schema.proxy_location.value}; must be Disabled with {program}.tls_client_ca: "
-            "Serve's proxy asks nobody for a certificate, and nothing that comes in by it is passed on"
+            f"proxy_location: must be Disabled with {program}.tls_client_ca, got {schema.proxy_location.value}: "
+            "Serve's proxy asks no client for a certificate, so nothing that comes through it is forwarded"
         )
     if is_loopback(options.host):
         return
     if not orchestrator.keys and not orchestrator.insecure:
         raise ConfigError(
-            f"http_options.host: value was {options.host}; must be this machine's own, such as 127.0.0.1, without "
-            f"{program}.keys; {program}.insecure lets in whoever reaches it"
+            f"http_options.host: must be this machine's own, such as 127.0.0.1, without {program}.keys, got "
+            f"{options.host}; {program}.insecure lets in whoever reaches it"
         )
     if orchestrator.tls_cert and not options.ssl_certfile:
         raise ConfigError(
@@ -179,8 +179,8 @@ def _check_deployment(role: Role, deployment: Mapping[str, Any]) -> None:
     least = settings.config.drain_seconds + DRAIN_MARGIN_SECONDS
     if stop_seconds < least:
         raise ConfigError(
-            f"{role.value}.graceful_shutdown_timeout_s: value was {stop_seconds:g}; must be at least {least:g}: "
-            f"the program has {settings.config.drain_seconds:g} s to drain"
+            f"{role.value}.graceful_shutdown_timeout_s: must be at least {least:g}, got {stop_seconds:g}: the program "
+            f"has {settings.config.drain_seconds:g} s to drain"
         )
     scaling = deployment.get("autoscaling_config")
     if role is Role.TARGET and (scaling or deployment.get("num_replicas") == "auto"):
@@ -198,7 +198,7 @@ def _check_policy(where: str, value: Any) -> None:
         where = f"{where}.policy_kwargs"
         kwargs = as_mapping(where, policy.get("policy_kwargs", {}))
         if {*kwargs} != {"metric", "most"}:
-            raise ConfigError(f"{where}: value was {dict(kwargs)}; must be metric and most")
+            raise ConfigError(f"{where}: must be metric and most, got {dict(kwargs)}")
         PerReplica(kwargs["metric"], kwargs["most"])
 
 

@@ -37,7 +37,7 @@ class Doors:
             port = orchestrator.http_port
         for name, value in (("port", orchestrator.port), ("http_port", port)):
             if value <= 0:
-                raise ConfigError(f"{PROGRAM}.{name}: value was {value}; must be fixed, for clients to find it")
+                raise ConfigError(f"{PROGRAM}.{name}: must be fixed, for clients to find it, got {value}")
         return cls(orchestrator, f"{HOST}:{orchestrator.port}", f"{scheme}://{HOST}:{port}/v1")
 
     def client(self) -> Client:

@@ -90,7 +90,7 @@ def require_free_ports(config: Mapping[str, Any], dashboard_port: int) -> None:
         try:
             bound(HOST, max(port, 0)).close()
         except OSError as exc:
-            raise ConfigError(f"{where}: value was {port}; must be a free port ({exc.strerror})") from exc
+            raise ConfigError(f"{where}: must be a free port, got {port} ({exc.strerror})") from exc
 
 
 @contextmanager

@@ -25,9 +25,9 @@ class PerReplica:
     def __init__(self, metric: str, most: float) -> None:
         """Scale by `metric`, aiming at `most` for each replica. Raise ConfigError unless `most` is above 0."""
         if not isinstance(most, int | float) or most <= 0:
-            raise ConfigError(f"policy_kwargs.most: value was {most!r}; must be a number above 0")
+            raise ConfigError(f"policy_kwargs.most: must be a number above 0, got {most!r}")
         if metric not in METRICS:
-            raise ConfigError(f"policy_kwargs.metric: value was {metric!r}; must be one of {', '.join(METRICS)}")
+            raise ConfigError(f"policy_kwargs.metric: must be one of {', '.join(METRICS)}, got {metric!r}")
         self._metric, self._most = metric, most
 
     def __call__(self, context: AutoscalingContext) -> tuple[float, dict[str, Any]]:

@@ -22,7 +22,7 @@ def require_free_port(host: str, port: int) -> None:
         bound(host, port).close()
     except OSError as exc:
         if exc.errno == errno.EADDRINUSE:
-            raise ConfigError(f"program.port: value was {port}, which is in use at {host}; must be free") from exc
+            raise ConfigError(f"program.port: must be free at {host}, got {port}, which is in use") from exc
 
 
 async def until_free(host: str, port: int, patience_seconds: float) -> None:

@@ -138,7 +138,7 @@ def read_program(role: Role, user_config: Mapping[str, Any], where: str = "user_
     flags: list[str] = []
     for name, value in program.items():
         if name in SUPERVISED:
-            raise ConfigError(f"{where}.program.{name}: value was {value!r}; must be left to the supervisor")
+            raise ConfigError(f"{where}.program.{name}: must be left to the supervisor, got {value!r}")
         if name not in role.settings:
             raise _unknown(f"{where}.program.{name}", sorted(role.settings))
         flags += ["--" + name.replace("_", "-"), _text(f"{where}.program.{name}", value)]
@@ -188,21 +188,21 @@ def resolved_url(index_url: str, environ: Mapping[str, str]) -> str:
     if not index_url.startswith("$"):
         return index_url
     if index_url[1:] not in environ:
-        raise ConfigError(f"args.index_url: value was {index_url}; must name a variable that is set on every node")
+        raise ConfigError(f"args.index_url: must name a variable that is set on every node, got {index_url}")
     return environ[index_url[1:]]
 
 
 def as_mapping(where: str, value: Any) -> Mapping[str, Any]:
     """Return the value if it is a mapping. Raise ConfigError otherwise, for example for None (a key without value)."""
     if not isinstance(value, Mapping):
-        raise ConfigError(f"{where}: value was {value!r}; must be a mapping of names to values")
+        raise ConfigError(f"{where}: must be a mapping of names to values, got {value!r}")
     return value
 
 
 def _text(where: str, value: Any) -> str:
     """Return a value in the form that flags have. Raise ConfigError for None."""
     if value is None:
-        raise ConfigError(f"{where}: value was None; must be a value, or left out")
+        raise ConfigError(f"{where}: must be a value, or left out, got None")
     if isinstance(value, list):
         return ",".join(str(part) for part in value)
     if where.endswith(".program.model") and value == DEMONSTRATION:
@@ -213,7 +213,7 @@ def _text(where: str, value: Any) -> str:
 def _variable(where: str, value: Any) -> str:
     """Return an environment variable's value; BOUGH_ ones are refused, as the supervisor must know settings too."""
     if where.rpartition(".")[2].startswith("BOUGH_"):
-        raise ConfigError(f"{where}: value was {value!r}; must be under program")
+        raise ConfigError(f"{where}: must be under program, got {value!r}")
     return _text(where, value)
 
 

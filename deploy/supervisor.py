@@ -162,8 +162,11 @@ class Supervisor:
             await (self.loads() if self.role is Role.ORCHESTRATOR else self.info())
         except Unauthenticated as exc:
             child.process.terminate()
-            names = "program.tls_peer_names: value was " + ",".join(self._config.tls_peer_names)
-            raise ConfigError(f"{names}; must have a name of its own certificate, which its supervisor shows") from exc
+            names = ",".join(self._config.tls_peer_names)
+            raise ConfigError(
+                "program.tls_peer_names: must have a name of its own certificate, which its supervisor shows, got "
+                + names
+            ) from exc
 
     async def _problem(self) -> str:
         """Return what is wrong with a program that answers, or "". Raise the error of one that does not answer."""

@@ -40,7 +40,7 @@ class TlsFront:
         try:
             self._server = await asyncio.get_running_loop().create_server(self._handshakes, host, port)
         except OSError as exc:
-            raise ConfigError(f"port: value was {port}; must be free at {host} ({exc.strerror})") from exc
+            raise ConfigError(f"port: must be free at {host}, got {port} ({exc.strerror})") from exc
 
     @property
     def port(self) -> int:

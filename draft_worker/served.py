@@ -14,6 +14,7 @@ from typing import Any
 from bough.concurrency.futures import PendingCalls, settle
 from bough.config.processes import DraftConfig
 from bough.errors import Exhausted, Unavailable
+from bough.grammar.allowed_tokens import Grammars
 from bough.processes.process import for_metrics, metrics_at
 from bough.protocol.messages import GrowCall, GrowResult, WorkerInfo
 from bough.registry.records import WorkerLoad
@@ -30,6 +31,7 @@ class ServedDraft(ABC):
 
     tokenizer: TokenizerFiles
     vocab_size: int
+    grammars: Grammars
     _engine: DraftEngine
 
     def __init__(self, config: DraftConfig, worker_id: str) -> None:
@@ -59,6 +61,14 @@ class ServedDraft(ABC):
     def max_nodes(self) -> int:
         """Limit of nodes of a tree."""
         return self._config.max_nodes
+
+    def compile_grammar(self, grammar: str) -> None:
+        """Compile the grammar of a call, so that no draft step waits for it; may take a second, on any thread.
+
+        Raises:
+            InvalidRequest: it cannot be followed.
+        """
+        self.grammars.compiled(grammar)
 
     def grow(self, call: GrowCall) -> Future[GrowResult]:
         """Queue a call; the future raises InvalidRequest or PrefixMissing. A cancelled call ends at the next step."""

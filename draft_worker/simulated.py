@@ -98,7 +98,7 @@ class SimulatedDraftWorker(ServedDraft):
         self._window = Window(max_context, max_positions)
         if self._window.max_context < 1:
             least = (MAX_EXPANSIONS + 1) * ROW_BYTES
-            raise ConfigError(f"--kv-memory: value was {config.kv_memory}; must be at least {least}, for one session")
+            raise ConfigError(f"--kv-memory: must be at least {least}, for one session, got {config.kv_memory}")
         ahead_steps = num_steps(config.ahead_steps, "cpu")
         arena = Arena(num_rows, ROW_BYTES, rows_to_keep=lambda slot: slot.num_rows)
         pool = SessionPool(arena, self._window, ahead_steps * MAX_ROWS)

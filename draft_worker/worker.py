@@ -9,6 +9,7 @@ import torch
 from bough import __version__
 from bough.config.processes import DraftConfig
 from bough.errors import ConfigError
+from bough.grammar.allowed_tokens import Grammars
 from bough.model.checkpoint.checkpoint import Checkpoint
 from bough.model.checkpoint.tokenizer_files import load_tokenizer_files
 from bough.model.cpu.huge_pages import large_pages
@@ -74,7 +75,8 @@ class DraftWorker(ServedDraft):
 
         pool = on_a_passing_thread(load)
         self.vocab_size = self._model.skeleton.vocab_size
-        draft, scalings = ModelDraft(self._model, self.vocab_size), TemperatureScalings(config.sharpness)
+        self.grammars = Grammars(self.tokenizer, self.vocab_size)
+        draft, scalings = ModelDraft(self._model, self.grammars), TemperatureScalings(config.sharpness)
         self._engine = DraftEngine(draft, self.vocab_size, config.branch, pool, self._ahead_steps, scalings)
         self._start_thread(self._name, lambda: compute_with(config.threads))
 

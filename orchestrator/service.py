@@ -97,7 +97,7 @@ def require_counts(request: pb.GenerateRequest, largest_context: int) -> int:
     )
     for name, number, most in counts:
         if number > most:
-            raise InvalidRequest(f"{name}: value had {number} entries; must have at most {most}")
+            raise InvalidRequest(f"{name}: must have at most {most} entries, got {number}")
     return sum(number for _, number, _ in counts)
 
 

@@ -18,6 +18,7 @@ from target_worker.scheduler.sweep_figures import SweepFigures
 NANO = 1e-9
 NUM_RECENT = 32  # sweeps
 ROWS = tuple(2**power for power in range(13))  # upper bounds of the buckets of `bough_sweep_rows`
+CALLS = tuple(2**power for power in range(9))  # of those of `bough_sweep_calls`
 
 
 class Load(NamedTuple):
@@ -81,6 +82,8 @@ class Metrics(MetricsServer):
         self._tokens = self._counter("bough_sweep_tokens", "Tokens of context and nodes of trees in these passes")
         text = "Tokens of context and nodes of trees in one pass"
         self._rows = Histogram("bough_sweep_rows", text, ["model_name"], buckets=ROWS, registry=self.registry)
+        text = "Calls whose tokens or trees one pass carried"
+        self._calls = Histogram("bough_sweep_calls", text, ["model_name"], buckets=CALLS, registry=self.registry)
         efficiency = "Of the last sweep: the time its weights ideally take on the link, over the time it took"
         self._efficiency = self._gauge("bough_link_efficiency", efficiency)
 
@@ -88,7 +91,7 @@ class Metrics(MetricsServer):
         """Also export slots and calls, as returned by `load` at each scrape."""
         self.registry.register(LoadCollector(self._model_name, load))
 
-    def observe(self, num_tokens: int, figures: SweepFigures) -> None:
+    def observe(self, num_calls: int, num_tokens: int, figures: SweepFigures) -> None:
         """Count a sweep; any thread."""
         self._bytes.inc(figures.link_bytes)
         self._link.inc(figures.link_ns * NANO)
@@ -99,6 +102,7 @@ class Metrics(MetricsServer):
         self._sweeps.inc()
         self._tokens.inc(num_tokens)
         self._rows.labels(self._model_name).observe(num_tokens)
+        self._calls.labels(self._model_name).observe(num_calls)
         self._recent.append(figures.total_ns * NANO)
         self._efficiency.set(min(1.0, figures.link_ideal_ns / figures.total_ns))
 

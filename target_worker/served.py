@@ -9,6 +9,7 @@ from contextlib import ExitStack
 
 from bough.config.processes import TargetConfig
 from bough.errors import Unavailable
+from bough.grammar.allowed_tokens import Grammars
 from bough.processes.process import for_metrics, metrics_at
 from bough.processes.startup import stage
 from bough.protocol.messages import VerifyCall, VerifyResult, WorkerInfo
@@ -26,6 +27,7 @@ class ServedTarget(ABC):
     tokenizer: TokenizerFiles
     vocab_size: int
     max_nodes: int  # nodes of a tree
+    grammars: Grammars
     _engine: SweepEngine
 
     def __init__(self, config: TargetConfig, worker_id: str, model_name: str) -> None:
@@ -59,6 +61,14 @@ class ServedTarget(ABC):
     def metrics_port(self) -> int:
         """Port of /metrics; -1 if not served."""
         return self._metrics.port
+
+    def compile_grammar(self, grammar: str) -> None:
+        """Compile the grammar of a call, so that no sweep waits for it; may take a second, on any thread.
+
+        Raises:
+            InvalidRequest: it cannot be followed.
+        """
+        self.grammars.compiled(grammar)
 
     def verify(self, call: VerifyCall) -> Future[VerifyResult]:
         """Queue a call for the next sweep with room.

@@ -29,6 +29,8 @@ class TargetService(WorkerService[ServedTarget]):
         with serving_call(self.tracer, "bough.v1.Target/Verify") as span:
             call = codec.verify_call_from_wire(request, self.worker.vocab_size, self.worker.max_nodes)
             log_session(call.context.session_id)
+            if call.sampling.grammar:
+                await asyncio.to_thread(self.worker.compile_grammar, call.sampling.grammar)
             result = await asyncio.wrap_future(self.worker.verify(call))
             num_nodes, num_accepted = len(call.tree), len(result.verdict.accepted_nodes)
             span.set({"bough.tree.nodes": num_nodes, "bough.tree.accepted": num_accepted})

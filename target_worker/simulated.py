@@ -11,6 +11,7 @@ import numpy as np
 from bough import __version__
 from bough.config.processes import TargetConfig
 from bough.config.reader import at_most
+from bough.errors import InvalidRequest
 from bough.model.kv.arena import Arena
 from bough.model.kv.slot import Slot
 from bough.model.sizes.target_limits import TargetLimits
@@ -122,6 +123,10 @@ def position_logprobs(law: Law, seed: int, position: int, num_top: int) -> Posit
 
 class SimulatedTarget(ServedTarget):
     """A target with a profile's limits, or the settings' where those are lower and not defaults."""
+
+    def compile_grammar(self, grammar: str) -> None:
+        """Raises InvalidRequest: the text is the law's, whatever is asked."""
+        raise InvalidRequest("constraint: must be left out, as simulated workers say words that mean nothing")
 
     def __init__(self, config: TargetConfig, worker_id: str, pair: SimulatedPair, clock: SimulatedClock) -> None:
         """Raises ConfigError if the profile's KV tokens do not hold a session."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from importlib.metadata import version
 from pathlib import Path
 
 import numba
@@ -11,6 +12,7 @@ import torch
 
 from bough import __version__
 from bough.config.processes import TargetConfig
+from bough.grammar.allowed_tokens import Grammars
 from bough.model.architecture.architecture import load_config
 from bough.model.checkpoint.checkpoint import Checkpoint
 from bough.model.checkpoint.tokenizer_files import load_tokenizer_files
@@ -80,6 +82,7 @@ class TargetWorker(ServedTarget):
         self.layers = tuple(plan_layer(f"layer {i}", slots) for i, slots in enumerate(self._skeleton.layer_slots))
         self._experts: dict[int, LayerExperts] = {}  # by layer; `layers` are then without their experts
         self.vocab_size = self._skeleton.vocab_size
+        self.grammars = Grammars(self.tokenizer, self.vocab_size)
         self.max_nodes = config.max_nodes
         self._limits = TargetLimits.of(config, self._skeleton.max_positions)
         self._config = config = self._with_kv_memory(config)
@@ -114,7 +117,13 @@ class TargetWorker(ServedTarget):
         self._model = on_a_passing_thread(lambda: StreamedModel(self._skeleton, tiers, config.rows, self._device, kv))
         model, waiting, observe = self._model, config.max_waiting, self._metrics.observe
         self._engine = SweepEngine(
-            StreamedSweeper(model), pool, self._limits, waiting, config.gather, observe, lambda: model.num_layers_begun
+            StreamedSweeper(model, self.grammars),
+            pool,
+            self._limits,
+            waiting,
+            config.gather,
+            observe,
+            lambda: model.num_layers_begun,
         )
         self._start_engine(lambda: compute_reproducibly_with(config.threads))
         self._weights_hash.require_unchanged()
@@ -129,7 +138,8 @@ class TargetWorker(ServedTarget):
     def info(self) -> WorkerInfo:
         """Model, limits and load."""
         figures = self._engine.pool.figures()
-        libraries = f"torch {torch.__version__}, numba {numba.__version__}"  # both decide the order of sums
+        # the first two decide the order of sums, the third which tokens a grammar allows
+        libraries = f"torch {torch.__version__}, numba {numba.__version__}, llguidance {version('llguidance')}"
         ground = self._model.arithmetic, self._devices_in_words(), libraries, f"code {code_hash()}"
         return WorkerInfo(
             kind="target",

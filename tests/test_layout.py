@@ -14,7 +14,15 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 SERVICES = {"draft_worker", "target_worker", "orchestrator"}
-PURE = ("bough/trees", "bough/protocol", "bough/sizing", "bough/tokenization", "bough/config", "bough/concurrency")
+PURE = (
+    "bough/trees",
+    "bough/grammar",
+    "bough/protocol",
+    "bough/sizing",
+    "bough/tokenization",
+    "bough/config",
+    "bough/concurrency",
+)
 TORCH = {"torch", "transformers", "accelerate", "safetensors", "numba"}
 
 

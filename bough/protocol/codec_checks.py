@@ -34,6 +34,10 @@ def require_texts(prompt: Prompt, options: GenerateOptions) -> None:
     """Raises InvalidRequest for a text with surrogates, which stand for bytes that are not UTF-8 and cannot be sent."""
     texts = [(name, getattr(options, name)) for name in ("request_id", "session_id", "model", "cache_salt")]
     texts += [(f"stop[{i}]", stop) for i, stop in enumerate(options.stop)]
+    if (constraint := options.constraint) is not None:
+        names = ("json_schema", "regex", "lark")
+        texts += [(f"constraint.{name}", getattr(constraint, name) or "") for name in names]
+        texts += [(f"constraint.choices[{i}]", choice) for i, choice in enumerate(constraint.choices)]
     match prompt:
         case TextPrompt(text):
             texts.append(("text", text))

@@ -62,6 +62,16 @@ class Speculation:
 
 
 @dataclass(frozen=True, slots=True)
+class Constraint:
+    """What the whole output must be, by exactly one of these."""
+
+    json_schema: str | None = None  # a JSON Schema, as JSON text
+    regex: str | None = None  # which matches all of it
+    choices: tuple[str, ...] = ()  # of which it is one
+    lark: str | None = None  # a grammar in llguidance's dialect of Lark
+
+
+@dataclass(frozen=True, slots=True)
 class Resume:
     """The progress of a stream that broke, from which the client resumes it."""
 
@@ -96,6 +106,7 @@ class GenerateOptions:
     resume: Resume | None = None
     model: str = ""  # its name; empty is the session's model, or else the only one served
     cache_salt: str = ""  # cached prefixes are shared only among requests with the same salt
+    constraint: Constraint | None = None  # on the output
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ MAX_BIASES = 1024  # sent with every call to a worker, as stop tokens are
 MAX_STOP_TOKENS = 1024
 MAX_STOPS = 64  # each is searched for in all generated text
 MAX_STOP_LENGTH = 1024  # characters
+MAX_GRAMMAR = 128 * 1024  # characters; sent with every call to a worker
 MAX_SEED = 2**64 - 1
 BANNED = -math.inf  # a logit bias
 
@@ -42,6 +43,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict)  # BANNED excludes a token
     logprobs: int | None = None  # number of alternatives to report; None reports no logprobs
     stop_token_ids: frozenset[int] = frozenset()
+    grammar: str = ""  # of llguidance, in JSON, which the whole output follows; empty leaves it free
     min_tokens: int = 0  # of the output, before which stop tokens are not drawn
 
     @property
@@ -56,7 +58,8 @@ class SamplingParams:
     @property
     def is_plain_greedy(self) -> bool:
         """Whether nothing is asked of a token's logits but which is the largest."""
-        return self.is_greedy and not (self.has_penalties or self.logit_bias) and self.logprobs is None
+        changes = self.has_penalties or self.logit_bias or self.grammar
+        return self.is_greedy and not changes and self.logprobs is None
 
     def validate(self, vocab_size: int) -> None:
         """Raises InvalidRequest naming the first field out of its range."""
@@ -96,6 +99,8 @@ class SamplingParams:
             self.logprobs,
             f"0 to {MAX_LOGPROBS}",
         )
+        if len(self.grammar) > MAX_GRAMMAR:
+            raise InvalidRequest(f"grammar: must be at most {MAX_GRAMMAR} characters, got {len(self.grammar)}")
         for token in self.stop_token_ids:
             _require(0 <= token < vocab_size, "stop_token_ids", token, f"a token id below {vocab_size}")
 

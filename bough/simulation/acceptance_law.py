@@ -141,6 +141,6 @@ def read_acceptance_law(name: str, value: Any) -> AcceptanceLaw:
             read_part(_Hostile, name, value)
             return AcceptanceLaw("hostile", ((0.0,) * HOSTILE_RANKS,))
         case None:
-            raise ConfigError(f"{name}.kind: value was missing; must be by_rank, by_depth, drifting or hostile")
+            raise ConfigError(f"{name}.kind: missing; must be by_rank, by_depth, drifting or hostile")
         case other:
             raise refusal(f"{name}.kind", other, "by_rank, by_depth, drifting or hostile")

@@ -244,7 +244,7 @@ def parse_profile(content: str) -> Profile:
     try:
         value = json.loads(content)
     except ValueError as exc:
-        raise ConfigError(f"profile: value was no JSON ({exc}); must be one object") from exc
+        raise ConfigError(f"profile: must be a JSON object, got something else: {exc}") from exc
     profile = read_part(Profile, "", value)
     _check(profile)
     return profile

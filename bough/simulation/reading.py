@@ -16,7 +16,7 @@ Part = TypeVar("Part")
 
 def refusal(name: str, value: object, must_be: str) -> ConfigError:
     """The error for an invalid field, with what it must be and what it was."""
-    return ConfigError(f"{name}: value was {value!r}; must be {must_be}")
+    return ConfigError(f"{name}: must be {must_be}, got {value!r}")
 
 
 def described(read: Reader, default: Any = MISSING) -> Any:
@@ -101,10 +101,10 @@ def read_part(kind: type[Part], name: str, value: Any) -> Part:
     prefix = f"{name}." if name else ""
     for key in value:
         if key not in known:
-            raise refusal(f"{prefix}{key}", value[key], f"left out: known fields are {', '.join(known)}")
+            raise refusal(f"{prefix}{key}", value[key], f"left out or one of {', '.join(known)}")
     for key, each in known.items():
         if each.default is MISSING and key not in value:
-            raise ConfigError(f"{prefix}{key}: value was missing; must be given")
+            raise ConfigError(f"{prefix}{key}: missing; must be given")
     return kind(**{key: known[key].metadata["read"](prefix + key, each) for key, each in value.items()})
 
 

@@ -48,7 +48,9 @@ class Scenario:
             name = f"--mix: {kind.prompt_tokens}:{kind.output_tokens}"
             most = min(target.max_context, target.kv_tokens)
             if kind.total_tokens > most:
-                raise ConfigError(f"{name}: value was {kind.total_tokens} tokens; must be at most {most}, the target's")
+                raise ConfigError(
+                    f"{name}: must be at most {most} tokens, the target's context, got {kind.total_tokens}"
+                )
 
     @property
     def num_slots(self) -> int:

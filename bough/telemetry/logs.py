@@ -19,7 +19,7 @@ QUIET = ("httpx", "numba", "asyncio")  # loggers of libraries that log only from
 def configure_logging(config: ServiceConfig) -> None:
     """Log to standard error. Raises ConfigError for an unknown level."""
     if config.log_level not in logging.getLevelNamesMapping():
-        raise ConfigError(f"--log-level: value was {config.log_level!r}; must be DEBUG, INFO, WARNING or ERROR")
+        raise ConfigError(f"--log-level: must be DEBUG, INFO, WARNING or ERROR, got {config.log_level!r}")
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if config.log_format == "json" else TextFormatter())
     logging.basicConfig(level=config.log_level, handlers=[handler])

@@ -135,8 +135,14 @@ def metrics_note(address: str) -> tuple[str, ...]:
     return (f"metrics at {metrics_url(address)}",) if address else ()
 
 
+def labelled(name: str, labels: Mapping[str, str]) -> dict[str, str]:
+    """Labels of a metric: those of vLLM's metrics include the engine, of which a process of bough has one."""
+    return {**labels, "engine": "0"} if name.startswith("vllm:") else dict(labels)
+
+
 def gauge(name: str, text: str, labels: Mapping[str, str], value: float) -> Metric:
     """A gauge with one value."""
+    labels = labelled(name, labels)
     metric = GaugeMetricFamily(name, text, labels=[*labels])
     metric.add_metric([*labels.values()], value)
     return metric
@@ -144,6 +150,7 @@ def gauge(name: str, text: str, labels: Mapping[str, str], value: float) -> Metr
 
 def counter(name: str, text: str, labels: Mapping[str, str], value: float) -> Metric:
     """A counter with one value; Prometheus appends `_total` to its name."""
+    labels = labelled(name, labels)
     metric = CounterMetricFamily(name, text, labels=[*labels])
     metric.add_metric([*labels.values()], value)
     return metric

@@ -33,13 +33,13 @@ async def tracing(config: ServiceConfig, kind: str, process_id: str, sample: flo
         from bough.telemetry.otlp import OtlpTracer
     except ModuleNotFoundError as exc:
         raise ConfigError(
-            f"--otlp-endpoint: value was {config.otlp_endpoint!r}; must be empty where {exc.name} is not installed: "
+            f"--otlp-endpoint: must be empty where {exc.name} is not installed, got {config.otlp_endpoint!r}; "
             "pip install 'bough[tracing]'"
         ) from exc
     try:
         tracer = OtlpTracer(config.otlp_endpoint, config.namespace, kind, process_id, sample)
     except Exception as exc:  # invalid variables such as OTEL_EXPORTER_OTLP_TIMEOUT raise various errors
-        raise ConfigError(f"OTEL_*: value was refused by OpenTelemetry ({exc}); must be as its documents say") from exc
+        raise ConfigError(f"OTEL_*: must be as OpenTelemetry documents them, got an error: {exc}") from exc
     try:
         yield tracer
     finally:
@@ -50,4 +50,4 @@ def require_grpc(environ: Mapping[str, str]) -> None:
     """Raise ConfigError if OpenTelemetry is configured to export by another protocol than gRPC."""
     protocol = environ.get(PROTOCOL_VARIABLE, "")
     if protocol not in ("", "grpc"):
-        raise ConfigError(f"{PROTOCOL_VARIABLE}: value was {protocol!r}; must be grpc, or not set")
+        raise ConfigError(f"{PROTOCOL_VARIABLE}: must be grpc, or not set, got {protocol!r}")

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bough.errors import PrefixMissing
+from bough.grammar.allowed_tokens import AllowedTokens
 from bough.model.kv.segment import Segment
 from bough.model.kv.slot import Slot
 from bough.model.sampling.token_counts import TokenCounts
@@ -64,6 +65,7 @@ class DraftSession:
         self.guessing: Guessing | None = None  # of the last call
         self._scaling = TemperatureScaling(is_learnt=False)
         self.past = TokenCounts.of((), 0)  # for calls with penalties
+        self.allowed: AllowedTokens | None = None  # for calls with a grammar
 
     def stand_on(self, call: GrowCall, guessing: Guessing, scaling: TemperatureScaling) -> None:
         """Adopt the call's context, and keep expansions that are still below it.

@@ -10,10 +10,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from bough.grammar.allowed_tokens import Grammars
 from bough.model.batch.batch import Batch
 from bough.model.gpu.faults import named_faults
 from bough.model.kv.segment import Segment
 from draft_worker.candidates.candidates import Guessing
+from draft_worker.candidates.constrain import constrain
 from draft_worker.candidates.penalties import adjust
 from draft_worker.candidates.top_k import largest
 from draft_worker.engine.job import Stepping
@@ -46,8 +48,8 @@ class Largest(NamedTuple):
 class ModelDraft:
     """A Draft that runs a model."""
 
-    def __init__(self, model: DraftModel, vocab_size: int) -> None:
-        self._model, self._vocab_size = model, vocab_size
+    def __init__(self, model: DraftModel, grammars: Grammars) -> None:
+        self._model, self._grammars, self._vocab_size = model, grammars, grammars.vocab_size
 
     def ask(self, parts: Sequence[Stepping]) -> list[Largest]:
         """The largest adjusted logits of each part's rows. Raises AcceleratorFull or AcceleratorLost."""
@@ -60,7 +62,7 @@ class ModelDraft:
         logits = self._model.logits(Batch(readable, None, self._model.device))
         sizes = [sum(len(s) for s in own if s.wants_logits) for own in segments]
         for part, rows in zip(parts, torch.split(logits, sizes), strict=True):
-            _adjust(part, rows)
+            self._adjust(part, rows)
         values, tokens = largest(logits, NUM_CONSIDERED)
         ends = np.cumsum(sizes)[:-1]
         rows_of = zip(np.split(values, ends), np.split(tokens, ends), strict=True)
@@ -71,11 +73,15 @@ class ModelDraft:
         is_known = segment.tokens < self._vocab_size
         return segment if is_known.all() else replace(segment, tokens=np.where(is_known, segment.tokens, 0))
 
-
-def _adjust(part: Stepping, logits: torch.Tensor) -> None:
-    """Apply penalties and logit bias in place to logits (num_rows, vocab_size)."""
-    session, wanted = part.session, part.wanted
-    if wanted is None or session.guessing is None or not session.guessing.adjusts(logits.shape[1]):
-        return
-    paths, positions = session.explored.path_tokens(wanted), session.path_positions(wanted)
-    adjust(logits, session.guessing, session.past, paths, positions)
+    def _adjust(self, part: Stepping, logits: torch.Tensor) -> None:
+        """Apply penalties, logit bias and grammar in place to logits (num_rows, vocab_size)."""
+        session, wanted = part.session, part.wanted
+        if wanted is None or session.guessing is None or not session.guessing.adjusts(logits.shape[1]):
+            return
+        paths, positions = session.explored.path_tokens(wanted), session.path_positions(wanted)
+        adjust(logits, session.guessing, session.past, paths, positions)
+        session.allowed = allowed = self._grammars.along(session.guessing.params.grammar, session.allowed)
+        if allowed is not None:
+            prompt_length = session.guessing.prompt_length
+            allowed.stand_on(session.tokens[prompt_length:])
+            constrain(logits, allowed, paths, positions >= prompt_length)

@@ -55,11 +55,11 @@ def with_weights(skeleton: Skeleton, device: torch.device, bits: str) -> Residen
 def require_packed(skeleton: Skeleton, device: torch.device) -> None:
     """Raise ConfigError if the model cannot stay packed."""
     if device.type == "cpu":
-        raise ConfigError("--bits: value was 4; must be auto, 8 or 16 on the CPU")
+        raise ConfigError("--bits: must be auto, 8 or 16 on the CPU, got 4")
     if skeleton.quantization is None:
         raise ConfigError(
-            f"--bits: value was 4; must be auto or 16 for {skeleton.describe()}, which is not packed: `bough pack "
-            "--bits 4` writes one that is"
+            f"--bits: must be auto or 16 for {skeleton.describe()}, which is not packed, got 4; `bough pack --bits 4` "
+            "writes a packed one"
         )
 
 

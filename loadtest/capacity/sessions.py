@@ -44,7 +44,7 @@ def fit(runs: Sequence[RunRecord], prior: Profile) -> Fitted:
     streams = [each for run in runs if run.num_sessions == 1 for each in run.streams]
     rounds = [each for stream in streams for each in stream.rounds[1:-1]]
     if not rounds:
-        raise ConfigError("--sessions: value was a file without rounds of one session alone; must have some")
+        raise ConfigError("--sessions: must be a file with rounds of a session alone, got one without")
     sizes = [Size(each.num_nodes, each.depth) for each in rounds]
     nodes = statistics.mode(size.nodes for size in sizes)
     size = Size(nodes, max((size.depth for size in sizes if size.nodes == nodes), default=1))
@@ -193,7 +193,7 @@ def _predict(run: RunRecord, fitted: Fitted, gather: float, is_sized: bool) -> l
     )
     if len(kinds) != len(run.streams):
         raise ConfigError(
-            "--sessions: value was a file with prompts that no session asked alone; must have all of them"
+            "--sessions: must be a file whose prompts were all asked by a session alone, got one with others"
         )
     scenario = Scenario(
         fitted.profile,

@@ -21,7 +21,7 @@ def geometric_mean(values: Sequence[float]) -> float:
         ValueError: none, or one that is not above 0.
     """
     if not values or min(values) <= 0:
-        raise ValueError(f"rates: value was {list(values)}; must be at least one, all above 0")
+        raise ValueError(f"rates: must be at least one, all above 0, got {list(values)}")
     return math.exp(fmean(map(math.log, values)))
 
 

@@ -61,8 +61,8 @@ def parse_kinds(text: str) -> tuple[Kind, ...]:
             prompt, answer, weight = part.split(":")
             kind = Kind(int(prompt), int(answer), float(weight))
         except ValueError as exc:
-            raise argparse.ArgumentTypeError(f"value was {part!r}; must be PROMPT:ANSWER:WEIGHT, as 200:64:3") from exc
+            raise argparse.ArgumentTypeError(f"must be PROMPT:ANSWER:WEIGHT, as 200:64:3, got {part!r}") from exc
         if kind.prompt_tokens < 1 or kind.answer_tokens < 1 or not 0 < kind.weight < float("inf"):
-            raise argparse.ArgumentTypeError(f"value was {part!r}; must be three numbers greater than 0")
+            raise argparse.ArgumentTypeError(f"must be three numbers greater than 0, got {part!r}")
         kinds.append(kind)
     return tuple(kinds)

@@ -85,7 +85,7 @@ def permuted(weight: Array, num_heads: int) -> Array:
     """
     rows = weight.shape[0]
     if rows % (2 * num_heads):
-        raise ValueError(f"rows: value was {rows}; must be a multiple of 2 x {num_heads} heads")
+        raise ValueError(f"rows: must be a multiple of 2 x {num_heads} heads, got {rows}")
     halves = weight.reshape(num_heads, 2, rows // num_heads // 2, *weight.shape[1:])
     return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(weight.shape))
 
@@ -174,7 +174,7 @@ def _content(file: Path, tensor: Planned) -> Array:
     with safe_open(file, framework="pt") as opened:
         value = opened.get_tensor(tensor.source)
     if value.dtype != torch.bfloat16:
-        raise ConfigError(f"{file}: {tensor.source}: dtype was {value.dtype}; must be bfloat16")
+        raise ConfigError(f"{file}: {tensor.source}: dtype must be bfloat16, got {value.dtype}")
     if tensor.kind is GGMLQuantizationType.BF16:
         array: Array = value.view(torch.uint16).numpy()
     else:

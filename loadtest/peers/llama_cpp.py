@@ -255,16 +255,16 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     arguments.peer_python = shutil.which(arguments.peer_python) or arguments.peer_python  # as a shell would find it
     there_are = len(load_prompts()) - 1  # the last one warms up
     if not 2 <= arguments.prompts <= there_are:
-        parser.error(f"--prompts: value was {arguments.prompts}; must be 2 to {there_are}")
+        parser.error(f"--prompts: must be 2 to {there_are}, got {arguments.prompts}")
     if arguments.tokens < MIN_TOKENS:
-        parser.error(f"--tokens: value was {arguments.tokens}; must be at least {MIN_TOKENS}")
+        parser.error(f"--tokens: must be at least {MIN_TOKENS}, got {arguments.tokens}")
     return arguments
 
 
 def _variable(text: str) -> tuple[str, str]:
     name, equals, value = text.partition("=")
     if not name or not equals:
-        raise argparse.ArgumentTypeError(f"value was {text}; must be NAME=VALUE")
+        raise argparse.ArgumentTypeError(f"must be NAME=VALUE, got {text}")
     return name, value
 
 

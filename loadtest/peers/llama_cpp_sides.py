@@ -49,8 +49,8 @@ def require_peer(python: str) -> None:
         subprocess.run([python, "-c", "import xllamacpp"], capture_output=True, check=True)
     except (OSError, subprocess.CalledProcessError) as exc:
         raise PeerError(
-            f"--peer-python: value was {python}; must be a Python that can import xllamacpp, such as that of an "
-            "environment in which `pip install 'bough[peer]'` was run"
+            "--peer-python: must be a Python that can import xllamacpp, such as that of an environment in which "
+            f"`pip install 'bough[peer]'` was run, got {python}"
         ) from exc
 
 

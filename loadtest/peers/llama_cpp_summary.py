@@ -34,7 +34,7 @@ def halves(num_prompts: int) -> Halves:
         ValueError: there are fewer than two.
     """
     if num_prompts < 2:
-        raise ValueError(f"prompts: value was {num_prompts}; must be at least 2: half of them choose a draft length")
+        raise ValueError(f"prompts: must be at least 2, as half of them choose a draft length, got {num_prompts}")
     return Halves(tuple(range(1, num_prompts, 2)), tuple(range(0, num_prompts, 2)))
 
 

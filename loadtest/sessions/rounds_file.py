@@ -101,7 +101,7 @@ def read_runs(path: Path) -> list[RunRecord]:
     try:
         return [_run(each) for each in json.loads(path.read_text())["runs"]]
     except (OSError, ValueError, TypeError, KeyError) as exc:
-        raise ConfigError(f"--sessions: value was {str(path)!r} ({exc}); must be what --rounds has written") from exc
+        raise ConfigError(f"--sessions: must be a file written by --rounds, got {str(path)!r} ({exc})") from exc
 
 
 def _run(value: dict[str, Any]) -> RunRecord:

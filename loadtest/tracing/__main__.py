@@ -169,7 +169,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.requests < 1 or arguments.sweep_seconds <= 0:
         parser.error(
-            f"--requests, --sweep-seconds: values were {arguments.requests}, {arguments.sweep_seconds}; must be above 0"
+            f"--requests, --sweep-seconds: must be above 0, got {arguments.requests} and {arguments.sweep_seconds}"
         )
     with TemporaryDirectory(prefix="bough-tracing-") as folder:
         figures = asyncio.run(measured(arguments, Path(folder)))

@@ -54,10 +54,10 @@ def targets_for(
         return _continued(targets, options, session)
     served = sorted({target.info.model_name for target in targets})
     if not options.model and len(served) > 1:
-        raise InvalidRequest(f"model: value was ''; must be one of {_listed(served)}, for several models are served")
+        raise InvalidRequest(f"model: must be one of {_listed(served)}, as several models are served, got ''")
     named = [target for target in targets if options.model in ("", target.info.model_name)]
     if not named and options.model not in directory.model_names:
-        raise NotFound(f"model: value was {options.model[:SHOWN]!r}; must be one of {_listed(served)}")
+        raise NotFound(f"model: must be one of {_listed(served)}, got {options.model[:SHOWN]!r}")
     usable = [target for target in named if target.is_usable]
     if not usable:
         raise Unavailable(f"model: no target that serves {options.model!r} can be used now")
@@ -103,7 +103,7 @@ def _continued(targets: Targets, options: GenerateOptions, session: SessionRecor
 
 def _require_named(options: GenerateOptions, model_name: str, whose: str) -> None:
     if options.model not in ("", model_name):
-        raise InvalidRequest(f"model: value was {options.model[:SHOWN]!r}; must be {model_name!r}, {whose}")
+        raise InvalidRequest(f"model: must be {model_name!r}, {whose}, got {options.model[:SHOWN]!r}")
 
 
 def _listed(names: Sequence[str]) -> str:

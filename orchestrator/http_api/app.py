@@ -32,6 +32,7 @@ from bough.telemetry.log_context import LogContext, set_log_context
 from orchestrator.http_api import chat, completions
 from orchestrator.http_api.answer import Answer, Head, StreamTelling
 from orchestrator.http_api.body import BodyReader
+from orchestrator.http_api.constraint import constraint_names
 from orchestrator.http_api.errors import ApiError, Json, api_error, invalid
 from orchestrator.http_api.exchange import Exchange
 from orchestrator.http_api.fields import (
@@ -118,7 +119,7 @@ class _Door:
         limits, most = chat.chat_limits(fields), tenant_of(request).most_at_once
         wanted = choices(fields, prompts, limits, head.answer_id, _session_id(request, fields), most)
         answer = chat.ChatAnswer(head, len(wanted), _telling(fields), self._spell(wanted))
-        return self._exchange(tenant_of(request), wanted, answer, fields, chat.FIELD_NAMES)
+        return self._exchange(tenant_of(request), wanted, answer, fields, chat.FIELD_NAMES | constraint_names(fields))
 
     async def completions(self, request: Request, entered: ExitStack) -> ASGIApp:
         """/v1/completions."""
@@ -131,7 +132,8 @@ class _Door:
         answer = completions.CompletionAnswer(
             head, echoes, len(wanted) // len(prompts), _telling(fields), self._spell(wanted)
         )
-        return self._exchange(tenant_of(request), wanted, answer, fields, completions.FIELD_NAMES)
+        names = completions.FIELD_NAMES | constraint_names(fields)
+        return self._exchange(tenant_of(request), wanted, answer, fields, names)
 
     async def models(self, request: Request, entered: ExitStack) -> Response:
         """All served models."""

@@ -91,11 +91,11 @@ def _require_json(request: Request) -> None:
     """Refuse compressed bodies, and other content types, which web pages of other sites could make a browser send."""
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
     if encoding != "identity":
-        message = f"content-encoding: value was {shortened(encoding)}; must be left out"
+        message = f"content-encoding: must be left out, got {shortened(encoding)}"
         raise ApiError(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, message, param="content-encoding")
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
-        message = f"content-type: value was {shortened(kind)}; must be application/json"
+        message = f"content-type: must be application/json, got {shortened(kind)}"
         raise ApiError(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, message, param="content-type")
 
 
@@ -106,7 +106,7 @@ def _announced_bytes(request: Request) -> int:
 
 def _require_size(num_bytes: int) -> None:
     if num_bytes > MAX_BODY_BYTES:
-        raise _too_large(f"body: value had {num_bytes} bytes or more; must have at most {MAX_BODY_BYTES}")
+        raise _too_large(f"body: must have at most {MAX_BODY_BYTES} bytes, got {num_bytes} or more")
 
 
 def _too_large(message: str) -> ApiError:
@@ -134,10 +134,10 @@ def _refusal(exc: ValidationError) -> ApiError:
         case "extra_forbidden":
             message = f"{param}: no such field; must be left out"
         case "must":
-            message = f"{param}: value was {shortened(first['input'])}; must {first['msg']}"
+            message = f"{param}: must {first['msg']}, got {shortened(first['input'])}"
         case _:
             must = re.sub("^(Input|List|String) should ", "", first["msg"]).partition(" after validation")[0]
-            message = f"{param}: value was {shortened(first['input'])}; must {must[:1].lower()}{must[1:]}"
+            message = f"{param}: must {must[:1].lower()}{must[1:]}, got {shortened(first['input'])}"
     return ApiError(HTTPStatus.BAD_REQUEST, message, param=param)
 
 

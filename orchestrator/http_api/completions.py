@@ -37,7 +37,7 @@ def tokenized_prompt(fields: TokenizeFields) -> Prompt:
 def completion_limits(fields: CompletionFields) -> RequestLimits:
     """Limits of the request. Raises ApiError naming the invalid field."""
     if fields.echo and fields.logprobs is not None:
-        raise invalid("echo", True, "be left out beside logprobs: those of a prompt are not told")
+        raise invalid("echo", True, "be left out with logprobs, as a prompt's are not returned")
     return RequestLimits(DEFAULT_MAX_TOKENS if fields.max_tokens is None else fields.max_tokens, fields.logprobs)
 
 

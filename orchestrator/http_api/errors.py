@@ -73,7 +73,7 @@ class ApiError(Exception):
 
 def invalid(field: str, value: object, must: str) -> ApiError:
     """The refusal of a field's value; `must` completes "must ..."."""
-    return ApiError(HTTPStatus.BAD_REQUEST, f"{field}: value was {shortened(value)}; must {must}", param=field)
+    return ApiError(HTTPStatus.BAD_REQUEST, f"{field}: must {must}, got {shortened(value)}", param=field)
 
 
 def shortened(value: object) -> str:

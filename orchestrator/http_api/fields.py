@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, StrictInt, model_validator
@@ -54,6 +55,13 @@ def _speculation(value: Any) -> Any:
     return {"enabled": value} if isinstance(value, bool) else value
 
 
+def _schema(value: Any) -> Any:
+    """Accept a JSON Schema as an object, or as the text of one."""
+    if not isinstance(value, dict | str):
+        raise must("be a JSON Schema, or the text of one")
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
 Texts = Annotated[tuple[str, ...], BeforeValidator(_texts)]
 Ignored = Any  # accepted; has no influence on the answer
 
@@ -89,6 +97,32 @@ class SpeculationFields(_Fields):
     lookup: StrictInt | None = None
 
 
+class JsonSchemaFields(_Fields):
+    """A JSON Schema that the answer follows. It always does, whether `strict` or not."""
+
+    name: Ignored = None
+    description: Ignored = None
+    strict: Ignored = None
+    json_schema: Annotated[str, BeforeValidator(_schema)] = Field("{}", alias="schema")
+
+
+class ResponseFormatFields(_Fields):
+    """What the answer must be, as OpenAI's clients say it."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFields | None = None
+
+
+class StructuredOutputsFields(_Fields):
+    """What the answer must be, as vLLM's clients say it: exactly one of these."""
+
+    json_schema: Annotated[str | None, BeforeValidator(_schema)] = Field(None, alias="json")
+    json_object: StrictBool | None = None
+    regex: str | None = None
+    choice: list[str] | None = Field(None, min_length=1)
+    grammar: str | None = None
+
+
 class GenerationFields(_Fields):
     """Fields common to chat and text completions."""
 
@@ -104,6 +138,7 @@ class GenerationFields(_Fields):
     logit_bias: dict[str, float] | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
+    response_format: ResponseFormatFields | None = None
     # Extensions by bough.
     top_k: StrictInt | None = None
     min_p: float | None = None
@@ -114,6 +149,7 @@ class GenerationFields(_Fields):
     include_stop_str_in_output: StrictBool | None = None
     session_id: str | None = None
     cache_salt: str | None = None
+    structured_outputs: StructuredOutputsFields | None = None
     request_id: Annotated[str, Field(max_length=MAX_REQUEST_ID)] | None = None
     speculation: Annotated[SpeculationFields | None, BeforeValidator(_speculation)] = None
     # vLLM's fields that clients send by default.
@@ -172,7 +208,6 @@ class ChatFields(GenerationFields):
     max_completion_tokens: StrictInt | None = None
     logprobs: StrictBool | None = None
     top_logprobs: StrictInt | None = None
-    response_format: Unsupported = None
     tools: Unsupported = None
     tool_choice: Unsupported = None
     functions: Unsupported = None

@@ -55,8 +55,8 @@ class HostGuard:
         host = Headers(scope=scope).get("host", "")
         if host and not self._is_own(host):  # HTTP/1.0 need not tell it; browsers do
             message = (
-                f"host: value was {shortened(host)}; must be an address, localhost or the name given by --advertise, "
-                "as this orchestrator has no keys"
+                "host: must be an address, localhost or the name given by --advertise, as there are no keys here, "
+                f"got {shortened(host)}"
             )
             refusal = ApiError(HTTPStatus.MISDIRECTED_REQUEST, message, param="host", code="foreign_host")
             await refusal.response()(scope, receive, send)

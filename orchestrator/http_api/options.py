@@ -10,6 +10,7 @@ from typing import NamedTuple, TypeVar
 from bough.protocol.codec_checks import require_numbers
 from bough.protocol.generation import GenerateOptions, Prompt, Speculation, TextPrompt
 from bough.protocol.sampling_params import MAX_SEED
+from orchestrator.http_api.constraint import constraint_of
 from orchestrator.http_api.errors import ApiError, invalid
 from orchestrator.http_api.fields import GenerationFields, SpeculationFields
 
@@ -49,7 +50,7 @@ def choices(
     """
     num = _num_choices(fields.n, len(prompts), most_at_once)
     if session_id and num * len(prompts) > 1:
-        raise invalid("session_id", session_id, "be left out where there is more than one choice: each goes on alone")
+        raise invalid("session_id", session_id, "be left out with several choices, as each is a session of its own")
     seed = _seed(fields.seed)
     wanted: list[RequestedOutput] = []
     for prompt in prompts:
@@ -65,9 +66,9 @@ def choices(
 def _num_choices(num: int | None, num_prompts: int, most_at_once: int) -> int:
     """Choices of each prompt. Raises ApiError naming the field that is too large for the limits."""
     num, most = 1 if num is None else num, min(MAX_CHOICES, most_at_once)
-    why = "" if most == MAX_CHOICES else f": {most} requests may run and wait at once, and each choice is one"
+    why = "" if most == MAX_CHOICES else f", as {most} requests may run and wait at once and each choice is one"
     if num_prompts > most:
-        message = f"prompt: value had {num_prompts} entries; must have at most {most}{why}"
+        message = f"prompt: must have at most {most} entries{why}, got {num_prompts}"
         raise ApiError(HTTPStatus.BAD_REQUEST, message, param="prompt")
     if not 1 <= num <= MAX_CHOICES:
         raise invalid("n", num, f"be 1 to {MAX_CHOICES}")
@@ -103,6 +104,7 @@ def _options(
         speculation=_speculation(fields.speculation or SpeculationFields()),
         model=fields.model or "",
         cache_salt=fields.cache_salt or "",
+        constraint=constraint_of(fields),
     )
 
 

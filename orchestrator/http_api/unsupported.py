@@ -25,7 +25,6 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "modalities": (["text"],),
     "priority": (0,),
     "prompt_logprobs": (0,),
-    "response_format": ({"type": "text"},),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
     "skip_special_tokens": (True,),

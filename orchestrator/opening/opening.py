@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from bough.config.processes import OrchestratorConfig
 from bough.errors import InvalidRequest, NotFound, StaleEpoch, Unavailable
+from bough.grammar.grammar import grammar_of
 from bough.protocol.generation import GenerateOptions, Prompt, Tokens
 from bough.protocol.messages import WorkerInfo, weights_differ
 from bough.protocol.prefix_hash import BLOCK_TOKENS, TokenHistory, block_hashes, common_length
@@ -89,10 +90,11 @@ class Opening:
         require_size(prompt, largest.tokens, largest.info.max_context)
         tokens = await self.directory.tokenizing.run(lambda: TokenHistory(self._tokens(prompt, options, past, largest)))
         require_room(tokens, largest.info.max_context)
+        grammar = await self._grammar(options)
         need = await self._need(tokens, options, past.session, targets)
         target = _quickest(targets, need)
         seat = place.enter_context(TargetLease(target))  # at once, so that concurrent requests see each other
-        session, unseen = _session(tokens, options, target, past.request), None
+        session, unseen = _session(tokens, options, grammar, target, past.request), None
         session.weights_hash = past.weights_hash or target.info.weights_hash
         if options.resume is not None:
             if past.request is not None:
@@ -146,6 +148,16 @@ class Opening:
             )
         require_vocabulary(past.session.tokens, target.info.vocab_size, options.session_id)
         return continued_prompt(past.session.tokens, prompt, target.tokens, target.info.vocab_size)
+
+    async def _grammar(self, options: GenerateOptions) -> str:
+        """The grammar of the output; empty if it is free."""
+        if (constraint := options.constraint) is None:
+            return ""
+        if options.ignore_eos:
+            raise InvalidRequest("ignore_eos: must be false beside a constraint, which the model's own end completes")
+        if options.min_tokens:
+            raise InvalidRequest("min_tokens: must be 0 beside a constraint, which ends where nothing can follow")
+        return await self.directory.tokenizing.run(lambda: grammar_of(constraint))
 
     async def _need(
         self, tokens: TokenHistory, options: GenerateOptions, session: SessionRecord | None, targets: Targets
@@ -218,9 +230,13 @@ def _session_id(options: GenerateOptions, request: RequestRecord | None) -> str:
 
 
 def _session(
-    tokens: TokenHistory, options: GenerateOptions, target: WorkerHandle[TargetClient], request: RequestRecord | None
+    tokens: TokenHistory,
+    options: GenerateOptions,
+    grammar: str,
+    target: WorkerHandle[TargetClient],
+    request: RequestRecord | None,
 ) -> Session:
-    sampling = _sampling(options, target, request)
+    sampling = _sampling(options, grammar, target, request)
     stops = StopConditions(options.max_tokens, options.stop, options.include_stop)
     stops.validate()
     if options.min_tokens > options.max_tokens:
@@ -249,7 +265,7 @@ def _session(
 
 
 def _sampling(
-    options: GenerateOptions, target: WorkerHandle[TargetClient], request: RequestRecord | None
+    options: GenerateOptions, grammar: str, target: WorkerHandle[TargetClient], request: RequestRecord | None
 ) -> SamplingParams:
     own_ends = () if options.ignore_eos else target.tokenizer.eos_token_ids
     seed = options.seed
@@ -267,6 +283,7 @@ def _sampling(
         logit_bias=options.logit_bias,
         logprobs=options.logprobs,
         stop_token_ids=frozenset((*options.stop_token_ids, *own_ends)),
+        grammar=grammar,
         min_tokens=options.min_tokens,
     )
     sampling.validate(target.info.vocab_size)

@@ -282,7 +282,7 @@ class Requests:
         """
         decisions = self.sizer.decisions(name) or self.sizer.decisions(self._sessions.get(name, name))
         if not decisions:
-            raise NotFound(f"session_id: value was {name!r}; must be a session, or a request, with rounds here lately")
+            raise NotFound(f"session_id: must be a session or request with recent rounds here, got {name!r}")
         return decisions
 
     def last_request(self, prefix: str) -> str:

@@ -10,7 +10,7 @@ from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, M
 from prometheus_client.registry import Collector
 
 from bough.protocol.decision import Mode
-from bough.telemetry.metrics import counter, gauge
+from bough.telemetry.metrics import counter, gauge, labelled
 from orchestrator.sizing.totals import Histogram, RoundTotals
 from orchestrator.telemetry.request_totals import RequestTotals
 
@@ -69,6 +69,8 @@ def _requests(name: str, totals: RequestTotals) -> Iterator[Metric]:
     yield _by_label("bough_request_failures", text, name, "error", totals.failed, FAILURES)
     times = {
         "vllm:request_queue_time_seconds": ("Time before a request began", totals.queue),
+        "vllm:request_prefill_time_seconds": ("Time from its beginning to the first tokens", totals.prefill),
+        "vllm:request_decode_time_seconds": ("Time from the first tokens to the last", totals.decode),
         "vllm:time_to_first_token_seconds": ("Time before the first tokens", totals.first_token),
         "vllm:e2e_request_latency_seconds": ("Time of a whole request", totals.whole),
         "vllm:inter_token_latency_seconds": ("Time between the rounds of a request", totals.between),
@@ -82,9 +84,10 @@ def _by_label(
     name: str, text: str, model_name: str, label: str, counts: Mapping[str, int], known: Sequence[str]
 ) -> Metric:
     """A counter for each value of a label; `known` values exist from the start, so that rates begin at 0."""
-    metric = CounterMetricFamily(name, text, labels=["model_name", label])
+    common = labelled(name, {"model_name": model_name})
+    metric = CounterMetricFamily(name, text, labels=[*common, label])
     for value in dict.fromkeys((*known, *tuple(counts))):
-        metric.add_metric([model_name, value], counts.get(value, 0))
+        metric.add_metric([*common.values(), value], counts.get(value, 0))
     return metric
 
 
@@ -94,13 +97,9 @@ def _speculation(model: dict[str, str], totals: RoundTotals) -> Iterator[Metric]
     yield counter("vllm:spec_decode_num_draft_tokens", "Guesses verified", model, totals.num_draft_tokens)
     yield counter("vllm:spec_decode_num_accepted_tokens", "Of these, accepted", model, sum(accepted))
     text = "Guesses accepted by level below the root, from 0"
-    by_position = CounterMetricFamily(
-        "vllm:spec_decode_num_accepted_tokens_per_pos", text, labels=["model_name", "position"]
-    )
-    for position, count in enumerate(accepted):
-        if count:
-            by_position.add_metric([model["model_name"], str(position)], count)
-    yield by_position
+    by_position = {str(position): count for position, count in enumerate(accepted) if count}
+    name = "vllm:spec_decode_num_accepted_tokens_per_pos"
+    yield _by_label(name, text, model["model_name"], "position", by_position, ())
 
 
 def _predictions(model: dict[str, str], totals: RoundTotals) -> Iterator[Metric]:
@@ -119,6 +118,7 @@ def _by_mode(model_name: str, totals: RoundTotals) -> Metric:
 
 def _histogram(name: str, text: str, model_name: str, tally: Histogram) -> Metric:
     bounds = [*map(str, tally.bounds), "+Inf"]
-    metric = HistogramMetricFamily(name, text, labels=["model_name"])
-    metric.add_metric([model_name], list(zip(bounds, accumulate(tally.counts), strict=True)), tally.total)
+    labels = labelled(name, {"model_name": model_name})
+    metric = HistogramMetricFamily(name, text, labels=[*labels])
+    metric.add_metric([*labels.values()], list(zip(bounds, accumulate(tally.counts), strict=True)), tally.total)
     return metric

@@ -26,6 +26,8 @@ class RequestTotals:
     num_failovers: int = 0
     num_degraded_rounds: int = 0
     queue: Histogram = field(default_factory=lambda: Histogram(WAIT_BOUNDS))
+    prefill: Histogram = field(default_factory=lambda: Histogram(WAIT_BOUNDS))  # after the queue, to the first tokens
+    decode: Histogram = field(default_factory=lambda: Histogram(WAIT_BOUNDS))  # from the first tokens to the last
     first_token: Histogram = field(default_factory=lambda: Histogram(WAIT_BOUNDS))
     whole: Histogram = field(default_factory=lambda: Histogram(WAIT_BOUNDS))
     between: Histogram = field(default_factory=lambda: Histogram(TOKEN_BOUNDS))  # between rounds of a request
@@ -39,6 +41,7 @@ class RequestWatch:
     totals: RequestTotals
     clock: Callable[[], float] = time.monotonic
     _began: float = 0.0
+    _started: float = 0.0
     _first: float = 0.0  # time of the first tokens; 0 before
     _last: float = 0.0
     _num_later: int = 0  # tokens after the first round
@@ -53,6 +56,7 @@ class RequestWatch:
             case Started():
                 self.totals.prompt_tokens += event.prompt_tokens
                 self.totals.queue.add(now - self._began)
+                self._started = now
             case Tokens(num_nodes=num_nodes) if num_nodes > 0:
                 self._note_round(now, len(event.token_ids))
             case Finished():
@@ -66,6 +70,7 @@ class RequestWatch:
         if not self._first:
             self._first = now
             self.totals.first_token.add(now - self._began)
+            self.totals.prefill.add(now - self._started)
         else:
             self._num_later += num_tokens
             self.totals.between.add(now - self._last)
@@ -77,5 +82,7 @@ class RequestWatch:
         self.totals.num_failovers += event.num_failovers
         self.totals.num_degraded_rounds += event.speculation.num_degraded_rounds
         self.totals.whole.add(now - self._began)
+        if self._first:
+            self.totals.decode.add(self._last - self._first)
         if self._num_later:
             self.totals.per_token.add((self._last - self._first) / self._num_later)

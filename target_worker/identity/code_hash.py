@@ -24,6 +24,7 @@ def modules(*rooms: tuple[str, str]) -> frozenset[str]:
 
 
 DECIDING = modules(
+    ("bough.grammar", "allowed_tokens"),
     ("bough.model.architecture", "architecture attention moe"),
     ("bough.model.batch", "batch gpu_paths path_spans"),
     ("bough.model.checkpoint", "tensor_source"),

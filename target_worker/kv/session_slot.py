@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bough.errors import StaleEpoch
+from bough.grammar.allowed_tokens import AllowedTokens
 from bough.model.kv.slot import Slot
 from bough.protocol.messages import VerifyResult
 from bough.protocol.prefix_hash import block_hashes
@@ -65,6 +66,7 @@ class SessionSlot:
     last_round: int = -1
     last_result: VerifyResult | None = None  # the answer to last_round, repeated if the caller asks again
     is_busy: bool = False  # whether a call is in flight
+    allowed: AllowedTokens | None = None  # along the output, if its tokens are constrained
 
     @property
     def age(self) -> tuple[int, int]:

@@ -49,13 +49,13 @@ class SweepEngine:
         limits: TargetLimits,
         max_waiting: int,
         patience: float = 0.0,
-        observe: Callable[[int, SweepFigures], None] = lambda *_: None,
+        observe: Callable[[int, int, SweepFigures], None] = lambda *_: None,
         progress: Callable[[], int] | None = None,
     ) -> None:
         """Accept at most `max_waiting` unanswered calls; `patience` is as in `BatchDelay`.
 
-        `observe` is called after every sweep, on the sweep thread, with its tokens and figures. `progress` is a counter
-        that grows while a sweep proceeds, for detecting stalls; without it stalls are not detected.
+        `observe` is called after every sweep, on the sweep thread, with its calls, tokens and figures. `progress` is a
+        counter that grows while a sweep proceeds, for detecting stalls; without it stalls are not detected.
         """
         self.pool = pool
         self.num_running = 0  # calls with a part in the current sweep
@@ -238,7 +238,7 @@ class SweepEngine:
             swept = self._sweeper.sweep(parts)
             self._observe_times(num_tokens, swept.figures)
             self._batch_delay.swept(swept.figures.total_ns * NANO)
-            self._observe(num_tokens, swept.figures)
+            self._observe(len(parts), num_tokens, swept.figures)
             self._finish(parts, swept, began_ns)
         except Exception as exc:  # the thread must survive any error; callers get it
             if isinstance(exc, AcceleratorFull) and self._shrink(sum(part.num_tokens for part in parts), exc):

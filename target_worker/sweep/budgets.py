@@ -60,6 +60,6 @@ def _require_free(others: Sequence[OtherDevice]) -> None:
         free = free_device_bytes(torch.device(other.name))
         if other.budget > free:
             raise ConfigError(
-                f"--resident-devices: value was {other.name}={gigabytes(other.budget)}; must be {gigabytes(free)} or "
-                "less, which are free there"
+                f"--resident-devices: {other.name} must be at most {gigabytes(free)}, which are free there, got "
+                f"{gigabytes(other.budget)}"
             )

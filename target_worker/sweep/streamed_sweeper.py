@@ -8,6 +8,7 @@ from typing import Protocol
 
 import torch
 
+from bough.grammar.allowed_tokens import Grammars
 from bough.model.batch.batch import Batch
 from bough.model.kv.slot import Slot
 from bough.protocol.messages import Verdict
@@ -44,8 +45,8 @@ class SweepModel(Protocol):
 class StreamedSweeper:
     """Sweeps with a model, and gives verdicts from its logits."""
 
-    def __init__(self, model: SweepModel) -> None:
-        self._model, self._reader = model, RowReader()
+    def __init__(self, model: SweepModel, grammars: Grammars) -> None:
+        self._model, self._grammars, self._reader = model, grammars, RowReader()
         self.rows = model.rows
 
     def sweep(self, parts: Sequence[Part[VerifyJob]]) -> Swept:
@@ -56,7 +57,8 @@ class StreamedSweeper:
 
         def verdict_on(job: VerifyJob) -> Verdict:
             call, rows = replace(job.call, tree=job.tree), own[id(job)]
-            return compute_verdict(call, job.text.tokens, rows.after, rows.best_after)
+            job.session.allowed = allowed = self._grammars.along(call.sampling.grammar, job.session.allowed)
+            return compute_verdict(call, job.text.tokens, rows.after, rows.best_after, allowed)
 
         return Swept(figures, verdict_on)
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from bough.grammar.allowed_tokens import AllowedTokens
 from bough.model.sampling.sampler import (
     Row,
     adjusted,
+    constrained,
     draw,
     draw_by,
     position_logprobs,
@@ -29,8 +31,9 @@ def compute_verdict(
     held: Tokens,
     logits_after: Callable[[Sequence[int]], Row],
     best_after: Callable[[Sequence[int]], int | None] = lambda _: None,
+    allowed: AllowedTokens | None = None,
 ) -> Verdict:
-    """Compute the verdict on a tree; `held` are the tokens before the root.
+    """Compute the verdict on a tree; `held` are the tokens before the root, `allowed` those of the call's grammar.
 
     `logits_after` returns the target's raw logits (vocab_size,) after a path of nodes. It is called for few paths; in
     Scheme.TRAVERSAL for all with nodes below them. If only the largest logit matters, `best_after` is called first: it
@@ -39,16 +42,24 @@ def compute_verdict(
     tree, params, base = call.tree, call.sampling, call.context.base_length
     children, logprobs, prompt_length = tree.children(), [], call.context.prompt_length
     counts = TokenCounts.of(held if params.has_penalties else (), prompt_length)
+    num_prompt = max(0, prompt_length - len(held))  # of a path: its root may be the prompt's last token
+    if allowed is not None:
+        allowed.stand_on(list(map(int, held[prompt_length:])))
 
     def is_early(path: Sequence[int]) -> bool:
         return base + len(path) - prompt_length < params.min_tokens
 
     def row_after(path: Sequence[int], raw: Row) -> Row:
         raw = unending(raw, params) if is_early(path) else raw
-        if not params.has_penalties:
+        if not params.has_penalties and allowed is None:
             return adjusted(raw, params, counts)
         tokens = [int(tree.tokens[node]) for node in path]
-        return adjusted(raw, params, counts.after(tokens, max(0, prompt_length - len(held))))
+        row = adjusted(raw, params, counts.after(tokens, num_prompt) if params.has_penalties else counts)
+        if allowed is None:
+            return row
+        following = allowed.after(tokens[num_prompt:])
+        assert following is not None, "a path that the grammar forbids is never reached"
+        return constrained(row, following)
 
     def target_probs(node: int) -> Row:
         path = tree.path(node)

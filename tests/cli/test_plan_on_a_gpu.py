@@ -81,7 +81,7 @@ def test_a_draft_that_stays_packed_is_written_out_in_every_step(folder: Path) ->
 
 def test_a_draft_that_cannot_stay_packed_is_refused(tmp_path: Path, folder: Path) -> None:
     llama_70b(dtype="float16").save_pretrained(tmp_path / "plain")
-    with pytest.raises(ConfigError, match=r"^--draft-bits: value was 4; must be auto or 16: .*plain is not packed$"):
+    with pytest.raises(ConfigError, match=r"^--draft-bits: must be auto or 16, got 4: .*plain is not packed$"):
         planned(folder, "--draft", str(tmp_path / "plain"), "--draft-bits", "4")
 
 

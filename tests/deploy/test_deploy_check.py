@@ -62,12 +62,16 @@ TARGET, DRAFT, ORCHESTRATOR = (f"{DEPLOYMENTS}.{number}" for number in range(3))
         (f"{TARGET}.user_config.program.modle", "x", r"Target\.user_config\.program\.modle: no such setting"),
         (f"{TARGET}.user_config", None, "Target has no user_config"),
         (f"{DRAFT}.user_config.stall", 3, r"Draft\.user_config\.stall: no such setting"),
-        (f"{TARGET}.name", "Targets", "deployments: value was Targets; must be one of Target, Draft, Orchestrator"),
+        (f"{TARGET}.name", "Targets", "deployments: must be of Target, Draft, Orchestrator"),
         ("applications.0.args.index", "x", r"args\.index: no such setting"),
-        (f"{TARGET}.graceful_shutdown_timeout_s", 30, r"Target\.graceful_shutdown_timeout_s: value was 30; .*least 70"),
+        (
+            f"{TARGET}.graceful_shutdown_timeout_s",
+            30,
+            r"Target\.graceful_shutdown_timeout_s: must be at least 70, got 30",
+        ),
         (f"{TARGET}.num_replicas", "auto", r"Target\.num_replicas: must be a number"),
-        (f"{DRAFT}.autoscaling_config.policy.policy_kwargs.metric", "load", "metric: value was 'load'"),
-        (f"{DRAFT}.autoscaling_config.policy.policy_kwargs.most", 0, "most: value was 0; must be a number above 0"),
+        (f"{DRAFT}.autoscaling_config.policy.policy_kwargs.metric", "load", "metric: must be one of .*, got 'load'"),
+        (f"{DRAFT}.autoscaling_config.policy.policy_kwargs.most", 0, "most: must be a number above 0, got 0"),
         (
             f"{ORCHESTRATOR}.max_replicas_per_node",
             None,
@@ -78,27 +82,35 @@ TARGET, DRAFT, ORCHESTRATOR = (f"{DEPLOYMENTS}.{number}" for number in range(3))
             9400,
             r"Target\.max_replicas_per_node: .*metrics_port is fixed, 9400",
         ),
-        (TARGET, {"name": "Target", "user_config": None}, r"Target\.user_config: value was None; must be a mapping"),
+        (
+            TARGET,
+            {"name": "Target", "user_config": None},
+            r"Target\.user_config: must be a mapping of names to values, got None",
+        ),
         (
             f"{TARGET}.user_config.program",
             {"model": None},
-            r"Target\.user_config\.program\.model: value was None; must",
+            r"Target\.user_config\.program\.model: must be a value, or left out, got None",
         ),
         (
             f"{DRAFT}.autoscaling_config.policy.policy_kwargs",
             None,
-            r"policy_kwargs: value was \{\}; must be metric and most",
+            r"policy_kwargs: must be metric and most, got \{\}",
         ),
         (
             f"{DRAFT}.autoscaling_config.policy",
             {"policy_function": "deploy.policies:PerReplica", "policy_kwargs": None},
-            r"Draft\.autoscaling_config\.policy\.policy_kwargs: value was None; must be a mapping",
+            r"Draft\.autoscaling_config\.policy\.policy_kwargs: must be a mapping of names to values, got None",
         ),
-        (f"{DRAFT}.autoscaling_config.policy.policy_kwargs.metrik", "calls", r"policy_kwargs: value was .*'metrik'"),
+        (
+            f"{DRAFT}.autoscaling_config.policy.policy_kwargs.metrik",
+            "calls",
+            r"policy_kwargs: must be metric and most, got .*'metrik'",
+        ),
         (
             f"{ORCHESTRATOR}.user_config.program.keys",
             None,
-            r"http_options\.host: value was 0\.0\.0\.0; must be this mach",
+            r"http_options\.host: must be this machine's own, .* got 0\.0\.0\.0",
         ),
         (
             f"{ORCHESTRATOR}.user_config.program",
@@ -108,7 +120,7 @@ TARGET, DRAFT, ORCHESTRATOR = (f"{DEPLOYMENTS}.{number}" for number in range(3))
         (
             f"{ORCHESTRATOR}.user_config.program",
             {"keys": "k", "port": 7411, "tls_cert": "c", "tls_key": "k", "tls_client_ca": "a"},
-            r"proxy_location: value was EveryNode; must be Disabled with Orchestrator\.user_config\.program\.tls_cl",
+            r"proxy_location: must be Disabled with Orchestrator\.user_config\.program\.tls_client_ca, got EveryNode",
         ),
         (
             f"{ORCHESTRATOR}.user_config.environment",
@@ -135,7 +147,7 @@ def test_each_fixed_port_needs_room() -> None:
 @pytest.mark.parametrize(
     ("user_config", "text"),
     [
-        (None, r"Index\.user_config: value was None; must be a mapping"),
+        (None, r"Index\.user_config: must be a mapping of names to values, got None"),
         (
             {"namespace": "x"},
             r"Index\.user_config\.namespace: no such setting; must be one of host, port, memory, worker_key",

@@ -109,15 +109,13 @@ def test_a_profile_that_is_none_and_a_port_in_use_are_named_before_anything_is_s
     caught: Callable[[], None],
 ) -> None:
     file = Path(__file__).parent.parent.parent / "deploy" / "one-machine.yaml"
-    with pytest.raises(ConfigError, match="profile: value was 'rtx9999'; must be a JSON file, or one of a100"):
+    with pytest.raises(ConfigError, match="profile: must be a JSON file, or one of a100"):
         local.run(file, "rtx9999", None, 0)
     with socket.socket() as other:
         other.bind((local.HOST, 0))
         other.listen()
         port = other.getsockname()[1]
-        with pytest.raises(
-            ConfigError, match=rf"--port \(or http_options.port\): value was {port}; must be a free port"
-        ):
+        with pytest.raises(ConfigError, match=rf"--port \(or http_options.port\): must be a free port, got {port}"):
             local.run(file, "l40-70b-4bit", port, 0)
 
 
@@ -156,9 +154,7 @@ def test_calls_show_what_the_doors_ask_for(monkeypatch: pytest.MonkeyPatch) -> N
 def test_doors_that_clients_could_not_find_are_refused() -> None:
     for program in ({"port": 0}, {"http_port": 0}):
         (name,) = program
-        with pytest.raises(
-            ConfigError, match=rf"Orchestrator\.user_config\.program\.{name}: value was 0; must be fixed"
-        ):
+        with pytest.raises(ConfigError, match=rf"Orchestrator\.user_config\.program\.{name}: must be fixed, .*got 0"):
             Doors.of(with_orchestrator(**program) | {"proxy_location": "Disabled"})
 
 

@@ -127,7 +127,9 @@ async def test_a_stranger_on_a_fixed_port_is_not_taken_for_the_program(index_url
     """One of another namespace answers there as ours would, before ours has found its port in use."""
     stranger = {"simulate": str(PROFILE), "namespace": "stranger", "port": free_port(), "drain_seconds": 0}
     async with supervised(Role.TARGET, index_url, tmp_path, stranger):
-        with pytest.raises(ConfigError, match=rf"program\.port: value was {stranger['port']}, which is in use at 127"):
+        with pytest.raises(
+            ConfigError, match=rf"program\.port: must be free at 127.*, got {stranger['port']}, which is in use"
+        ):
             async with supervised(Role.DRAFT, index_url, tmp_path, {**stranger, "namespace": "ours"}):
                 pass
     async with supervised(Role.DRAFT, index_url, tmp_path, stranger) as again:
@@ -163,7 +165,9 @@ async def test_a_program_does_not_wait_for_ever(
         async with supervised(Role.DRAFT, index_url, tmp_path, {**program, "port": port}) as before:
             beside = Supervisor(before.settings, HOST, IndexPlace(index_url))
             if port:
-                with pytest.raises(ConfigError, match=rf"program\.port: value was {port}, which is in use"):
+                with pytest.raises(
+                    ConfigError, match=rf"program\.port: must be free at .*, got {port}, which is in use"
+                ):
                     await beside.start()
             else:
                 await beside.start()

@@ -9,11 +9,13 @@ from functools import cache
 import numpy as np
 import torch
 
+from bough.grammar.allowed_tokens import Grammars
 from bough.model.batch.batch import Batch
 from bough.model.kv.kv_arena import KVArena
 from bough.model.kv.session_kv import KVShape
 from bough.protocol.messages import Context, GrowCall, GrowResult
 from bough.protocol.sampling_params import SamplingParams
+from bough.tokenization.vocabulary import TokenizerFiles
 from bough.trees.tree_plan import BestFirst, TreePlan
 from draft_worker.candidates.temperature_scaling import TemperatureScalings
 from draft_worker.engine.engine import DraftEngine, Request
@@ -22,6 +24,7 @@ from draft_worker.engine.session_pool import SessionPool
 from draft_worker.model.model_draft import ModelDraft
 
 VOCAB = 6
+NO_GRAMMARS = Grammars(TokenizerFiles(b"", "", ()), VOCAB)  # a call with a grammar would be refused
 PLAN = TreePlan(BestFirst(12, 3, 4))
 
 
@@ -62,7 +65,12 @@ class FakeModel:
 
 
 def new_engine(
-    model: FakeModel, num_rows: int = 0, window: Window | None = None, ahead_steps: int = 0, power: float = 1.0
+    model: FakeModel,
+    num_rows: int = 0,
+    window: Window | None = None,
+    ahead_steps: int = 0,
+    power: float = 1.0,
+    grammars: Grammars = NO_GRAMMARS,
 ) -> DraftEngine:
     """A draft engine, by default with windows of 100 tokens and 100 slots.
 
@@ -72,7 +80,12 @@ def new_engine(
     shape, num_rows = KVShape(1, 1, 1, torch.float32), num_rows or 100 * window.max_rows
     arena = KVArena(shape, shape.empty(num_rows, model.device), rows_to_keep=lambda slot: slot.num_rows)
     return DraftEngine(
-        ModelDraft(model, VOCAB), VOCAB, 4, SessionPool(arena, window), ahead_steps, TemperatureScalings(power)
+        ModelDraft(model, grammars),
+        VOCAB,
+        4,
+        SessionPool(arena, window),
+        ahead_steps,
+        TemperatureScalings(power),
     )
 
 

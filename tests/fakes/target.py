@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
+from bough.grammar.allowed_tokens import Grammars
 from bough.model.batch.batch import Batch
 from bough.model.kv.kv_arena import KVArena
 from bough.model.kv.session_kv import KVShape, KVSlot
@@ -16,6 +17,7 @@ from bough.protocol.messages import Context, VerifyCall
 from bough.protocol.sampling_params import SamplingParams
 from bough.sizing.row_counts import RowCounts
 from bough.sizing.sweep_times import SweepPrior
+from bough.tokenization.vocabulary import TokenizerFiles
 from bough.trees.tree import Tree
 from target_worker.kv.slot_pool import SlotPool
 from target_worker.scheduler.engine import SweepEngine
@@ -23,6 +25,7 @@ from target_worker.scheduler.sweep_figures import SweepFigures
 from target_worker.sweep.streamed_sweeper import StreamedSweeper
 
 VOCAB = 50
+NO_GRAMMARS = Grammars(TokenizerFiles(b"", "", ()), VOCAB)  # a call with a grammar would be refused
 CPU = torch.device("cpu")
 GREEDY = SamplingParams(temperature=0.0)
 SHAPE = KVShape(1, 1, 1, torch.float32)
@@ -102,7 +105,7 @@ def running(
     model: FakeModel, pool: SlotPool, limits: TargetLimits = LIMITS, max_waiting: int = 100, patience: float = 0.0
 ) -> Iterator[SweepEngine]:
     """Run a sweep engine whose thread ends with the block."""
-    engine = SweepEngine(StreamedSweeper(model), pool, limits, max_waiting, patience)
+    engine = SweepEngine(StreamedSweeper(model, NO_GRAMMARS), pool, limits, max_waiting, patience)
     engine.start()
     try:
         yield engine

@@ -30,7 +30,7 @@ from target_worker.verification.logit_rows import RowReader
 from tests.fakes.gpu.device_sweeps import Where, on_the_device, three_sweeps
 from tests.fakes.gpu.pretend import device, pretending
 from tests.fakes.models import CPU
-from tests.fakes.target import LIMITS, Clock, FakeModel, new_pool, verify_call
+from tests.fakes.target import LIMITS, NO_GRAMMARS, Clock, FakeModel, new_pool, verify_call
 
 STICKY = "CUDA error: an illegal memory access was encountered\nFor debugging consider passing CUDA_LAUNCH_BLOCKING=1"
 
@@ -155,7 +155,7 @@ class Small(FakeModel):
 def test_out_of_memory_makes_sweeps_smaller_and_fails_nobody(caplog: pytest.LogCaptureFixture) -> None:
     model = Small(RowCounts(4, 4))
     limits = replace(LIMITS, max_sweep_tokens=2 * LIMITS.max_nodes)
-    engine = SweepEngine(StreamedSweeper(model), new_pool(Clock()), limits, 100)
+    engine = SweepEngine(StreamedSweeper(model, NO_GRAMMARS), new_pool(Clock()), limits, 100)
     engine.start()
     try:
         prompt = [token % 30 for token in range(limits.max_sweep_tokens)]

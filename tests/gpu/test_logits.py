@@ -25,7 +25,7 @@ from target_worker.verification.logit_rows import NO_NUMBER, LogitRows, RowReade
 from target_worker.verification.verdict import compute_verdict
 from tests.fakes.gpu.device_sweeps import Where, on_the_device
 from tests.fakes.gpu.pretend import Notes, device, notes, pretending
-from tests.fakes.target import verify_call
+from tests.fakes.target import NO_GRAMMARS, verify_call
 
 GREEDY = SamplingParams(temperature=0.0)
 OTHERS = {
@@ -86,10 +86,15 @@ def swept(folder: Path, params: SamplingParams) -> tuple[list[Any], Notes]:
             segment, text = Segment.tree(arena.take(50), 0, tree), SimpleNamespace(tokens=[])
             jobs.append(
                 SimpleNamespace(
-                    call=call, tree=tree, num_nodes=3, text=text, segments=lambda *_, segment=segment: [segment]
+                    session=SimpleNamespace(allowed=None),
+                    call=call,
+                    tree=tree,
+                    num_nodes=3,
+                    text=text,
+                    segments=lambda *_, segment=segment: [segment],
                 )
             )
-        sweeper = StreamedSweeper(model)
+        sweeper = StreamedSweeper(model, NO_GRAMMARS)
         sweeper.sweep([Part(job, 0, True) for job in jobs])  # type: ignore[arg-type]
         notes.clear()
         done = sweeper.sweep([Part(job, 0, True) for job in jobs])  # type: ignore[arg-type]

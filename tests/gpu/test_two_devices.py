@@ -147,7 +147,7 @@ def test_a_crossing_is_from_any_device_to_another() -> None:
 def test_more_than_another_card_has_free_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("target_worker.sweep.budgets.free_device_bytes", lambda _: 9 * GB)
     settings = parse(TargetConfig, "t", ["--model", "m", "--device-memory", "8GB"], {})
-    wanted = r"^--resident-devices: value was cuda:1=10.00 GB; must be 9.00 GB or less, which are free there$"
+    wanted = r"^--resident-devices: cuda:1 must be at most 9.00 GB, which are free there, got 10.00 GB$"
     with pytest.raises(ConfigError, match=wanted):
         choose_places([GB] * 4, Fixed(0, 0, 0, 0), settings, torch.device("cuda", 0), others=[other(10 * GB)])
 
@@ -187,8 +187,8 @@ def test_a_card_that_holds_no_layer_is_refused() -> None:
         ({"resident-devices": "cuda:1"}, r"resident-devices: must be .*cuda:1=10GB,cuda:2=8GB, got 'cuda:1'"),
         ({"resident-devices": "cpu=1GB"}, r"resident-devices: must be .*, got 'cpu=1GB'"),
         ({"resident-devices": "cuda:1=1GB,cuda:1=2GB"}, r"resident-devices: must name each GPU once, got"),
-        ({"resident-devices": "cuda:0=1GB"}, r"^--resident-devices: value was cuda:0=1000000000; must be of cuda:1$"),
-        ({"resident-devices": "cuda:2=1GB"}, r"^--resident-devices: value was cuda:2=1000000000; must be of cuda:1$"),
+        ({"resident-devices": "cuda:0=1GB"}, r"^--resident-devices: must be of cuda:1, got cuda:0=1000000000$"),
+        ({"resident-devices": "cuda:2=1GB"}, r"^--resident-devices: must be of cuda:1, got cuda:2=1000000000$"),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(flags: dict[str, Any], wanted: str) -> None:

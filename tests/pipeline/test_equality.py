@@ -15,7 +15,7 @@ import pytest
 
 from bough.client import Client
 from bough.processes.launch import Cluster
-from bough.protocol.generation import Finished, GenerateOptions, Speculation, TokenPrompt, Tokens
+from bough.protocol.generation import Constraint, Finished, GenerateOptions, Speculation, TokenPrompt, Tokens
 from bough.trees.tree_plan import Guess, Scheme, StaticShape
 
 # A passage that comes back, so that there is something to look up.
@@ -40,6 +40,10 @@ ENDS = tuple(range(0, 262, 9))
 LETTERS = dict.fromkeys(range(66, 92), 12.0)
 GREEDY = GenerateOptions(max_tokens=24, temperature=0.0, ignore_eos=True)
 SAMPLED = replace(GREEDY, temperature=0.8)
+RECORDS = Constraint(
+    json_schema='{"type": "array", "items": {"type": "object", "additionalProperties": {"type": "null"}}}'
+)
+WORDS = Constraint(regex=r"([a-f]{3} ){2,4}[xyz]+!")
 PENALTIES = {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.3}
 REQUESTS = {
     "greedy": replace(GREEDY, logprobs=3),
@@ -55,6 +59,9 @@ REQUESTS = {
     "all at once": replace(  # type: ignore[arg-type]
         SAMPLED, seed=2**64 - 1, top_k=40, top_p=0.95, min_p=0.01, logit_bias=LETTERS, logprobs=4, **PENALTIES
     ),
+    "greedy, JSON": replace(GREEDY, ignore_eos=False, constraint=RECORDS, logprobs=1),
+    "sampled, JSON": replace(SAMPLED, ignore_eos=False, seed=6, constraint=RECORDS, frequency_penalty=0.2, top_p=0.9),
+    "greedy, a regular expression": replace(GREEDY, ignore_eos=False, constraint=WORDS),
     "hot": replace(SAMPLED, temperature=1.6, seed=5, stop_token_ids=tuple(range(3, 262, 20))),
 }
 

@@ -75,6 +75,6 @@ def test_a_card_that_is_all_another_s_is_refused(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(memory_budget, "free_device_bytes", lambda _: CARD)
     monkeypatch.setattr(memory_budget, "whole_device_bytes", lambda _: CARD)
     with pytest.raises(
-        ConfigError, match=r"^--device-reserve: value was 30.00 GB; must be less than cuda:0 has, 25.76 GB"
+        ConfigError, match=r"^--device-reserve: must be less than the memory of cuda:0, 25.76 GB, got 30.00 GB"
     ):
         device_budget(target(device_reserve="30GB"), GPU)

@@ -34,6 +34,7 @@ OTHERS = modules(
     ("bough.runtime", "fatal_exit host_memory kv_budget machine"),
     ("bough.sizing", "flops other_devices placement row_averages sweep_times"),
     ("bough.telemetry", "spans"),
+    ("bough.tokenization", "vocabulary"),
     ("target_worker.experts", "expert_cache expert_copies expert_reads"),
     ("target_worker.kv", "kv_offload session_slot"),
     ("target_worker.link",

@@ -31,7 +31,7 @@ from target_worker.scheduler.row_division import may_leave_out
 from target_worker.sweep.streamed_model import SweepFigures
 from target_worker.sweep.streamed_sweeper import StreamedSweeper, SweepModel
 from tests.fakes.models import streamed
-from tests.fakes.target import CPU, LIMITS, Clock, FakeModel, new_pool, verify_call
+from tests.fakes.target import CPU, LIMITS, NO_GRAMMARS, Clock, FakeModel, new_pool, verify_call
 
 SAMPLED = SamplingParams(temperature=0.9, seed=7)
 DEAR = SweepFigures(1_000_000_000, 0, 0, 0, 0)  # a second for every sweep, all of it computing
@@ -45,7 +45,7 @@ class Gated:
         self._gate.set()
         self.num_rows: list[int] = []
         model.sweep = self._gated  # type: ignore[method-assign]
-        self.engine = SweepEngine(StreamedSweeper(model), pool, limits, 100)
+        self.engine = SweepEngine(StreamedSweeper(model, NO_GRAMMARS), pool, limits, 100)
         self._num_alone = 0
 
     def _gated(self, batch: Batch) -> tuple[torch.Tensor, SweepFigures]:

@@ -20,7 +20,7 @@ from target_worker.scheduler.engine import SweepEngine
 from target_worker.sweep.streamed_model import StreamedModel
 from target_worker.sweep.streamed_sweeper import StreamedSweeper
 from tests.fakes.models import streamed
-from tests.fakes.target import CPU, Clock, verify_call
+from tests.fakes.target import CPU, NO_GRAMMARS, Clock, verify_call
 
 LIMITS = TargetLimits(rows=16, max_sweep_tokens=64, max_nodes=16, max_context=128)
 SAMPLING = SamplingParams(temperature=0.8, seed=11, logprobs=4)
@@ -56,7 +56,7 @@ def verdicts(model: StreamedModel, num_sessions: int, step: int, num_rows: int) 
     """Of each session to its end, and how often one gave way."""
     shape, clock = model.skeleton.kv_shape(), Clock()
     pool = SlotPool(KVArena(shape, shape.empty(num_rows, CPU)), 60.0, clock, step)
-    engine = SweepEngine(StreamedSweeper(model), pool, replace(LIMITS, kv_step=step), max_waiting=10)
+    engine = SweepEngine(StreamedSweeper(model, NO_GRAMMARS), pool, replace(LIMITS, kv_step=step), max_waiting=10)
     sessions = [Session(number) for number in range(num_sessions)]
     engine.start()
     try:

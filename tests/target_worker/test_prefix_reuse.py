@@ -25,7 +25,7 @@ from target_worker.scheduler.sweep_figures import SweepFigures
 from target_worker.sweep.streamed_model import StreamedModel
 from target_worker.sweep.streamed_sweeper import StreamedSweeper, SweepModel
 from tests.fakes.models import streamed
-from tests.fakes.target import CPU, Clock, FakeModel, new_pool, verify_call
+from tests.fakes.target import CPU, NO_GRAMMARS, Clock, FakeModel, new_pool, verify_call
 
 LIMITS = TargetLimits(rows=64, max_sweep_tokens=1024, max_nodes=32, max_context=1024)
 LINK_BOUND = SweepFigures(1_000_000_000, 900_000_000, 1_000_000_000, 1, 1)
@@ -59,7 +59,9 @@ def model() -> FakeModel:
 
 @pytest.fixture
 def engine(model: FakeModel) -> SweepEngine:
-    return SweepEngine(StreamedSweeper(model), new_pool(Clock(), 16 * LIMITS.slot_rows), LIMITS, max_waiting=100)
+    return SweepEngine(
+        StreamedSweeper(model, NO_GRAMMARS), new_pool(Clock(), 16 * LIMITS.slot_rows), LIMITS, max_waiting=100
+    )
 
 
 def test_a_system_prompt_of_eight_sessions_is_computed_once(model: FakeModel, engine: SweepEngine) -> None:
@@ -132,7 +134,9 @@ def test_an_edited_turn_goes_back_to_where_it_was_edited(model: FakeModel, engin
 
 def test_a_call_knows_what_it_computed_over_several_sweeps(model: FakeModel, engine: SweepEngine) -> None:
     long = [n % 41 for n in range(1000)]
-    with started(SweepEngine(StreamedSweeper(model), engine.pool, replace(LIMITS, max_sweep_tokens=128), 10)) as engine:
+    with started(
+        SweepEngine(StreamedSweeper(model, NO_GRAMMARS), engine.pool, replace(LIMITS, max_sweep_tokens=128), 10)
+    ) as engine:
         result = engine.verify(verify_call("a", long)).result(10)
         assert (result.cached_length, result.timings.num_passes) == (0, 8)
         longer = engine.verify(verify_call("b", [*long[:-1], 1, 2])).result(10)
@@ -162,7 +166,7 @@ def engine_of(model: SweepModel, streamed_model: StreamedModel) -> SweepEngine:
     limits = TargetLimits(rows=16, max_sweep_tokens=256, max_nodes=32, max_context=200)
     shape = streamed_model.skeleton.kv_shape()
     arena = KVArena(shape, shape.empty(700, CPU))
-    return SweepEngine(StreamedSweeper(model), SlotPool(arena, 0.001, Clock()), limits, max_waiting=10)
+    return SweepEngine(StreamedSweeper(model, NO_GRAMMARS), SlotPool(arena, 0.001, Clock()), limits, max_waiting=10)
 
 
 def sampled_call(session: str, tokens: Sequence[int], max_length: int = 0) -> VerifyCall:

@@ -117,7 +117,7 @@ def test_a_request_without_a_name_carries_none() -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--log-level", "LOUD"], "--log-level: value was 'LOUD'; must be DEBUG, INFO, WARNING or ERROR"),
+        (["--log-level", "LOUD"], "--log-level: must be DEBUG, INFO, WARNING or ERROR, got 'LOUD'"),
         (["--log-format", "xml"], "--log-format: must be text, json, got 'xml'"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import threading
 import time
@@ -22,7 +23,7 @@ def test_sweeps_are_counted_and_served() -> None:
     metrics.serve("127.0.0.1", 0)
     try:
         for _ in range(2):
-            metrics.observe(64, SweepFigures(2_000_000_000, 500_000_000, 1_800_000_000, 1000, 1_000_000_000, 30))
+            metrics.observe(3, 64, SweepFigures(2_000_000_000, 500_000_000, 1_800_000_000, 1000, 1_000_000_000, 30))
         with urllib.request.urlopen(f"http://127.0.0.1:{metrics.port}/metrics", timeout=5) as reply:
             text = reply.read().decode()
         other = Metrics("other")
@@ -31,12 +32,19 @@ def test_sweeps_are_counted_and_served() -> None:
     finally:
         metrics.close()
     values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
-    label = '{model_name="tiny"}'
-    values = {name.replace(label, ""): float(value) for name, value in values.items() if "created" not in name}
+    values = {
+        re.sub(r'{(engine="0",)?model_name="tiny"}', "", name): float(value)
+        for name, value in values.items()
+        if "created" not in name
+    }
     rows = {name: values.pop(name) for name in [*values] if name.startswith("bough_sweep_rows_bucket")}
     assert rows['bough_sweep_rows_bucket{le="32.0",model_name="tiny"}'] == 0
     assert rows['bough_sweep_rows_bucket{le="64.0",model_name="tiny"}'] == 2
+    calls = {name: values.pop(name) for name in [*values] if name.startswith("bough_sweep_calls_bucket")}
+    assert [calls[f'bough_sweep_calls_bucket{{le="{le}",model_name="tiny"}}'] for le in ("2.0", "4.0")] == [0, 2]
     assert values == {
+        "bough_sweep_calls_count": 2,
+        "bough_sweep_calls_sum": 6,
         "bough_sweep_rows_count": 2,
         "bough_sweep_rows_sum": 128,
         "bough_link_bytes_total": 2000,
@@ -68,7 +76,7 @@ def test_the_last_sweeps_are_told_in_three_numbers() -> None:
     metrics = Metrics("tiny")
     assert metrics.recent_seconds() == ()
     for seconds in [9] * 10 + [4] * 20 + [3, 5] * 6:
-        metrics.observe(1, SweepFigures(seconds * 1_000_000_000, 0, 0, 0, 0))
+        metrics.observe(1, 1, SweepFigures(seconds * 1_000_000_000, 0, 0, 0, 0))
     assert metrics.recent_seconds() == (3.0, 4.0, 5.0)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 import urllib.request
 from collections.abc import Sequence
@@ -25,7 +26,7 @@ from orchestrator.telemetry.loop_lag import BOUNDS, PERIOD_SECONDS, LoopLag
 from orchestrator.telemetry.metrics import Figures, OrchestratorCollector
 from orchestrator.telemetry.request_totals import RequestTotals, RequestWatch
 
-LABEL = '{model_name="m"}'
+LABELS = re.compile(r'{(engine="0",)?model_name="m"}')
 
 
 def served(figures: Figures) -> dict[str, float]:
@@ -39,7 +40,7 @@ def served(figures: Figures) -> dict[str, float]:
     finally:
         server.close()
     values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#") and "_created" not in line)
-    return {name.replace(LABEL, ""): float(value) for name, value in values.items()}
+    return {LABELS.sub("", name): float(value) for name, value in values.items()}
 
 
 def a_round(mode: Mode, *, sent: int, left_out: int = 0, tokens: int, expected: float = 0.0) -> Decision:
@@ -71,9 +72,9 @@ def test_rounds_are_told_by_the_names_of_vllm_and_of_the_sizer() -> None:
         "spec_decode_num_drafts_total": 3,
         "spec_decode_num_draft_tokens_total": 60 + 4 + 8,
         "spec_decode_num_accepted_tokens_total": 6,
-        'spec_decode_num_accepted_tokens_per_pos_total{model_name="m",position="0"}': 3,
-        'spec_decode_num_accepted_tokens_per_pos_total{model_name="m",position="1"}': 2,
-        'spec_decode_num_accepted_tokens_per_pos_total{model_name="m",position="2"}': 1,
+        'spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="m",position="0"}': 3,
+        'spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="m",position="1"}': 2,
+        'spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="m",position="2"}': 1,
     }
     assert values["bough_sizer_expected_tokens_total"] == 7.0
     assert values["bough_sizer_tokens_total"] == 7
@@ -108,6 +109,8 @@ def test_requests_are_told_by_how_long_they_waited_for_what_and_how_they_ended()
     sums = {name.removesuffix("_sum"): value for name, value in values.items() if name.endswith("_sum") and value}
     assert sums == {
         "vllm:request_queue_time_seconds": 1.0,
+        "vllm:request_prefill_time_seconds": 3.0,
+        "vllm:request_decode_time_seconds": 2.0,
         "vllm:time_to_first_token_seconds": 4.0,
         "vllm:e2e_request_latency_seconds": 6.5,
         "vllm:inter_token_latency_seconds": 2.0,
@@ -118,7 +121,7 @@ def test_requests_are_told_by_how_long_they_waited_for_what_and_how_they_ended()
     assert values["bough_failovers_total"] == values["bough_degraded_rounds_total"] == 1
     ends = {key: value for key, value in values.items() if key.startswith("vllm:request_success_total")}
     assert ends == {
-        f'vllm:request_success_total{{finished_reason="{reason}",model_name="m"}}': float(reason == "stop")
+        f'vllm:request_success_total{{engine="0",finished_reason="{reason}",model_name="m"}}': float(reason == "stop")
         for reason in ("stop", "length", "abort")
     }
     assert values['bough_request_failures_total{error="Exhausted",model_name="m"}'] == 1
@@ -136,7 +139,7 @@ def test_whoever_prefers_openmetrics_gets_the_names_as_they_are() -> None:
             headers={"Accept": "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.3"},
         )
         with urllib.request.urlopen(asked, timeout=5) as reply:
-            assert 'vllm:generation_tokens_total{model_name="m"} 77.0' in reply.read().decode()
+            assert 'vllm:generation_tokens_total{engine="0",model_name="m"} 77.0' in reply.read().decode()
     finally:
         server.close()
 

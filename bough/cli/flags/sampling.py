@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from bough.cli.flags.speculation import add_speculation, speculation_from
-from bough.protocol.generation import GenerateOptions
+from bough.errors import ConfigError
+from bough.protocol.generation import Constraint, GenerateOptions
 
 
 def add_sampling(parser: argparse.ArgumentParser) -> None:
@@ -37,6 +39,10 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
     add("--min-tokens", type=int, default=defaults.min_tokens, help="before which nothing ends the output")
     add("--include-stop", action="store_true", help="the stop text or token that ends the output is part of it")
     add("--ignore-eos", action="store_true", help="go on past the model's own end")
+    add("--json-schema", metavar="FILE", help="the output is JSON that this JSON Schema allows")
+    add("--regex", help="the output is a text that this matches as a whole")
+    add("--choice", action="append", default=[], metavar="TEXT", help="the output is one of these; may be repeated")
+    add("--grammar", metavar="FILE", help="the output follows this grammar, in llguidance's dialect of Lark")
     add("--logprobs", type=int, help="report log-probabilities with so many alternatives")
     add_speculation(parser)
 
@@ -67,7 +73,24 @@ def options_from(arguments: argparse.Namespace) -> GenerateOptions:
         ignore_eos=arguments.ignore_eos,
         logprobs=arguments.logprobs,
         speculation=speculation_from(arguments),
+        constraint=_constraint(arguments),
     )
+
+
+def _constraint(arguments: argparse.Namespace) -> Constraint | None:
+    schema, lark = (
+        None if path is None else _read(flag, path)
+        for flag, path in (("--json-schema", arguments.json_schema), ("--grammar", arguments.grammar))
+    )
+    constraint = Constraint(schema, arguments.regex, tuple(arguments.choice), lark)
+    return None if constraint == Constraint() else constraint
+
+
+def _read(flag: str, path: str) -> str:
+    try:
+        return Path(path).read_text()
+    except (OSError, UnicodeDecodeError) as exc:
+        raise ConfigError(f"{flag}: must be a file of text, got {path!r}: {exc}") from exc
 
 
 def _bias(text: str) -> tuple[int, float]:

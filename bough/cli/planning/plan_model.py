@@ -213,7 +213,7 @@ def _draft_unpack_speed(settings: PlanConfig, shapes: ModelShapes, speeds: Speed
     """Bytes written a second, of a draft that stays packed."""
     if not is_gpu or shapes.packing is None:
         why = f"{settings.draft} is not packed" if is_gpu else "on the CPU nothing stays packed"
-        raise ConfigError(f"--draft-bits: value was 4; must be auto or 16: {why}")
+        raise ConfigError(f"--draft-bits: must be auto or 16, got 4: {why}")
     if has_gpu() and not settings.unpack_speed:
         return unpack_speed(shapes.packing, shapes.matrices, DTYPES[settings.dtype], find_device(is_gpu)).per_second
     told = speeds.unpack or _given("--unpack-speed", settings.unpack_speed, GIGA)

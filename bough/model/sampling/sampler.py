@@ -13,7 +13,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from bough.errors import Unavailable
+from bough.errors import InvalidRequest, Unavailable
 from bough.model.sampling.token_counts import TokenCounts
 from bough.protocol.sampling_params import PositionLogprobs, SamplingParams, TokenLogprob
 
@@ -61,6 +61,18 @@ def unending(logits: Row, params: SamplingParams) -> Row:
     logits = logits.copy()
     logits[[*params.stop_token_ids]] = -np.inf
     return logits
+
+
+def constrained(logits: Row, allowed: NDArray[np.bool_]) -> Row:
+    """Logits with -inf for tokens that may not follow; `allowed` is (vocab_size,).
+
+    Raises:
+        InvalidRequest: none is left, as a logit bias bans the others.
+    """
+    left: Row = np.where(allowed, logits, -np.inf)
+    if np.isneginf(left.max()) and not np.isneginf(logits.max()):
+        raise InvalidRequest("logit_bias: must leave a token that the constraint allows, got all of them banned")
+    return left
 
 
 def filtered(logits: Row, params: SamplingParams) -> Row:

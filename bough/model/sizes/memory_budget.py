@@ -74,8 +74,8 @@ def device_budget(settings: TargetConfig, device: torch.device) -> int:
     whole = whole_device_bytes(device) - settings.device_reserve
     if whole <= 0:
         raise ConfigError(
-            f"--device-reserve: value was {gigabytes(settings.device_reserve)}; must be less than {device} has, "
-            f"{gigabytes(whole_device_bytes(device))}"
+            f"--device-reserve: must be less than the memory of {device}, {gigabytes(whole_device_bytes(device))}, got "
+            f"{gigabytes(settings.device_reserve)}"
         )
     return int(GPU_SHARE * min(free, whole))
 
@@ -88,8 +88,8 @@ def with_kv_memory(settings: Target, shape: KVShape, num_positions: int, device:
     """
     if settings.kv_memory and settings.kv_sessions:
         raise ConfigError(
-            f"--kv-sessions: value was {settings.kv_sessions}; must not be given beside --kv-memory "
-            f"({gigabytes(settings.kv_memory)}), which says the same in bytes"
+            f"--kv-sessions: must be left out with --kv-memory ({gigabytes(settings.kv_memory)}), which sets the same "
+            f"in bytes, got {settings.kv_sessions}"
         )
     if settings.kv_memory:
         return settings
@@ -159,7 +159,7 @@ def other_devices(
             there = (
                 ", ".join(f"cuda:{i}" for i in range(count) if f"cuda:{i}" != device) or "nothing: there is no other"
             )
-            raise ConfigError(f"--resident-devices: value was {told}; must be of {there}")
+            raise ConfigError(f"--resident-devices: must be of {there}, got {told}")
     return [OtherDevice(name, num_bytes, fixed, layer_kv, hop) for name, num_bytes in settings.resident_devices]
 
 

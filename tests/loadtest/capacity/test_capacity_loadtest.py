@@ -85,11 +85,11 @@ def test_files_that_are_something_else_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "rounds.json"
     for content in ("", "[]", '{"runs": [{"num_sessions": 1}]}'):
         file.write_text(content)
-        with pytest.raises(ConfigError, match="--sessions: value was"):
+        with pytest.raises(ConfigError, match="--sessions: must be"):
             read_runs(file)
-    with pytest.raises(ConfigError, match="must have some"):
+    with pytest.raises(ConfigError, match="with rounds of a session alone"):
         fit(runs()[-1:], load_profile("two-cores"))
-    with pytest.raises(ConfigError, match="must have all of them"):
+    with pytest.raises(ConfigError, match="prompts were all asked"):
         compare(runs(), fit(runs()[:2], load_profile("two-cores")), 1.0, is_sized=False)
 
 

@@ -89,7 +89,7 @@ def test_the_order_of_rows() -> None:
 
 
 def test_rows_that_are_no_heads_are_refused() -> None:
-    with pytest.raises(ValueError, match="rows: value was 9; must be a multiple of 2 x 3 heads"):
+    with pytest.raises(ValueError, match="rows: must be a multiple of 2 x 3 heads, got 9"):
         permuted(np.zeros((9, 2)), 3)
 
 
@@ -144,5 +144,5 @@ def test_weights_that_are_not_in_bfloat16_are_refused(checkpoint: Path, tmp_path
         {"model.embed_tokens.weight": torch.zeros(VOCAB, HIDDEN), "model.norm.weight": torch.zeros(HIDDEN)},
         tmp_path / "outside.safetensors",
     )
-    with pytest.raises(ConfigError, match=r"embed_tokens.weight: dtype was torch.float32; must be bfloat16"):
+    with pytest.raises(ConfigError, match=r"embed_tokens.weight: dtype must be bfloat16, got torch.float32"):
         export(tmp_path, tmp_path / "out.gguf", (0,), "bf16")

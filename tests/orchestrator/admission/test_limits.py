@@ -292,7 +292,7 @@ async def test_a_slow_but_steady_reader_is_left_alone(stage: Stage) -> None:
         (
             ChatPrompt((Message("user", ""),) * 100_001),
             {},
-            r"chat\.messages: value had 100001 entries; must have at most 100000",
+            r"chat\.messages: must have at most 100000 entries, got 100001",
         ),
         (
             ChatPrompt((Message("user", "x"), Message("r" * 257, ""))),
@@ -305,17 +305,17 @@ async def test_a_slow_but_steady_reader_is_left_alone(stage: Stage) -> None:
             {},
             "prompt: 100000 tokens; the model's maximum context length is 100000 tokens",
         ),
-        (PROMPT, {"stop": ("x",) * 65}, "stop: value had 65 entries; must have at most 64"),
+        (PROMPT, {"stop": ("x",) * 65}, "stop: must have at most 64 entries, got 65"),
         (PROMPT, {"stop": ("a", "x" * 1025)}, r"stop\[1\]: must be at most 1024 characters, got 1025"),
         (
             PROMPT,
             {"stop_token_ids": tuple(range(1025))},
-            "stop_token_ids: value had 1025 entries; must have at most 1024",
+            "stop_token_ids: must have at most 1024 entries, got 1025",
         ),
         (
             PROMPT,
             {"logit_bias": dict.fromkeys(range(1025), 1.0)},
-            "logit_bias: value had 1025 entries; must have at most 1024",
+            "logit_bias: must have at most 1024 entries, got 1025",
         ),
         (PROMPT, {"logprobs": 65}, "logprobs: must be 0 to 64, got 65"),
         (PROMPT, {"session_id": "s" * 257}, "session_id: must have at most 256 characters, got 257"),

@@ -34,11 +34,11 @@ async def test_more_choices_than_ever_fit_are_the_request_s_fault(
     limited(door, monkeypatch, max_running=1, max_waiting=1)
     num_before = door.stack.requests.loads().num_requests_total
     bodies: list[tuple[str, Json, str]] = [
-        (COMPLETIONS, TEXT | {"n": 3}, "n: value was 3; must be at most 2: "),
-        (CHAT, MESSAGES | {"n": 3}, "n: value was 3; must be at most 2: "),
-        (COMPLETIONS, TEXT | {"prompt": ["x", "y"], "n": 2}, "n: value was 2; must be at most 1 with 2 prompts: "),
-        (COMPLETIONS, TEXT | {"prompt": ["x"] * 3}, "prompt: value had 3 entries; must have at most 2: "),
-        (COMPLETIONS, TEXT | {"prompt": ["x"] * 200}, "prompt: value had 200 entries; must have at most 2: "),
+        (COMPLETIONS, TEXT | {"n": 3}, "n: must be at most 2, as 2 requests"),
+        (CHAT, MESSAGES | {"n": 3}, "n: must be at most 2, as 2 requests"),
+        (COMPLETIONS, TEXT | {"prompt": ["x", "y"], "n": 2}, "n: must be at most 1 with 2 prompts, as 2 requests"),
+        (COMPLETIONS, TEXT | {"prompt": ["x"] * 3}, "prompt: must have at most 2 entries, as 2 requests"),
+        (COMPLETIONS, TEXT | {"prompt": ["x"] * 200}, "prompt: must have at most 2 entries, as 2 requests"),
     ]
     for path, body, message in bodies:
         for is_stream in (False, True):

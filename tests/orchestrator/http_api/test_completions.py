@@ -138,4 +138,4 @@ async def test_operators_see_health_version_and_figures(door: HttpStack) -> None
     await door.answer(PATH, BODY)
     figures = await door.client.get("/metrics")
     assert figures.headers["content-type"].startswith("text/plain")
-    assert 'vllm:generation_tokens_total{model_name="quick"}' in figures.text
+    assert 'vllm:generation_tokens_total{engine="0",model_name="quick"}' in figures.text

@@ -74,8 +74,8 @@ async def door(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[HttpSt
         ("tools", [{"type": "function"}]),
         ("tool_choice", "required"),
         ("functions", [{}]),
-        ("response_format", {"type": "json_schema", "json_schema": {}}),
-        ("response_format", {"type": "json_object"}),
+        ("response_format", {"type": "structural_tag"}),
+        ("structured_outputs", {"regex": "a", "choice": ["b"]}),
         ("modalities", ["text", "audio"]),
         ("audio", {"voice": "alloy"}),
         ("web_search_options", {}),
@@ -108,6 +108,12 @@ async def test_a_field_that_cannot_be_used_is_named(door: HttpStack, field: str,
         assert error["param"].startswith(field), error
         assert error["message"].startswith(f"{error['param']}: ")
         assert "validation" not in error["message"]
+
+
+async def test_workers_without_a_choice_of_words_refuse_a_form(door: HttpStack) -> None:
+    status, error = await door.refusal(CHAT, {"messages": [USER], "response_format": {"type": "json_object"}} | SHORT)
+    assert (status, error["param"]) == (400, "response_format")
+    assert error["message"] == "response_format: must be left out, as simulated workers say words that mean nothing"
 
 
 async def test_null_is_as_good_as_left_out(door: HttpStack) -> None:
@@ -202,12 +208,18 @@ async def test_null_is_told_as_such_where_a_text_must_be(door: HttpStack) -> Non
     said: Json = {"role": "assistant", "content": None}
     for message in (said, said | {"refusal": None}, {"role": "user", "content": None, "refusal": "No."}):
         _, error = await door.refusal(CHAT, {"messages": [message]} | SHORT)
-        assert error["message"].startswith("messages[0].content: value was null; must be a text"), error
+        assert error["message"].startswith("messages[0].content: must be a text"), error
     tokens = [
         (await door.answer("/tokenize", {"messages": [USER, message, USER]}))["tokens"]
         for message in (said | {"refusal": "No."}, said | {"content": "No."})
     ]
     assert tokens[0] == tokens[1]
+
+
+async def test_a_form_has_no_least_length(door: HttpStack) -> None:
+    body: Json = {"prompt": "x", "max_tokens": 4, "min_tokens": 2, "response_format": {"type": "json_object"}}
+    status, error = await door.refusal(COMPLETIONS, body)
+    assert (status, error["param"]) == (400, "min_tokens")
 
 
 async def test_a_byte_order_mark_before_json_is_passed_over(door: HttpStack) -> None:
@@ -337,7 +349,8 @@ NAMES = st.sampled_from(
         "messages", "prompt", "model", "stream", "stream_options", "max_tokens", "max_completion_tokens",
         "temperature", "top_p", "n", "seed", "stop", "logit_bias", "presence_penalty", "frequency_penalty", "top_k",
         "min_p", "repetition_penalty", "ignore_eos", "stop_token_ids", "session_id", "speculation", "user", "logprobs",
-        "top_logprobs", "response_format", "tools", "echo", "suffix", "best_of", "tokens", "unknown",
+        "top_logprobs", "response_format", "structured_outputs", "tools", "echo", "suffix", "best_of", "tokens",
+        "unknown",
     ]
 )  # fmt: skip
 SPECULATIONS = st.fixed_dictionaries(

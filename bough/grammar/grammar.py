@@ -1,0 +1,69 @@
+"""From what a request demands of its output to a grammar, which is checked before the request may run."""
+
+from __future__ import annotations
+
+import json
+
+from llguidance import LLMatcher
+
+from bough.errors import InvalidRequest
+from bough.grammar.allowed_tokens import LIMITS, in_one_line
+from bough.protocol.generation import Constraint
+from bough.protocol.sampling_params import MAX_GRAMMAR
+
+MAX_CHOICES = 1024
+# Of JSON, wherever it may stand. Without a limit a model may go on with it until its tokens are used up.
+WHITESPACE = r"\n?[ \t]{0,32}"
+
+
+def grammar_of(constraint: Constraint) -> str:
+    """The grammar, for `SamplingParams.grammar`. A complex one takes up to a second to check.
+
+    Raises:
+        InvalidRequest: names the field that cannot be used, and why.
+    """
+    name, grammar = _written(constraint)
+    if len(grammar) > MAX_GRAMMAR:
+        raise InvalidRequest(f"constraint.{name}: must be at most {MAX_GRAMMAR} characters, got {len(grammar)}")
+    is_error, messages = LLMatcher.validate_grammar_with_warnings(grammar, limits=LIMITS)
+    if is_error:
+        raise InvalidRequest(f"constraint.{name}: must be one that can be followed: {in_one_line(messages[0])}")
+    return grammar
+
+
+def _written(constraint: Constraint) -> tuple[str, str]:
+    match constraint:
+        case Constraint(str(schema), None, (), None):
+            return "json_schema", _of_schema(schema)
+        case Constraint(None, str(regex), (), None):
+            return "regex", LLMatcher.grammar_from_regex(_not_empty("regex", regex))
+        case Constraint(None, None, (_, *_) as choices, None):
+            return "choices", LLMatcher.grammar_from_lark(_alternatives(choices))
+        case Constraint(None, None, (), str(lark)):
+            return "lark", LLMatcher.grammar_from_lark(_not_empty("lark", lark))
+    names = "json_schema", "regex", "choices", "lark"
+    given = " and ".join(name for name in names if getattr(constraint, name) not in (None, ())) or "none"
+    raise InvalidRequest(f"constraint: must have exactly one of {', '.join(names)}, got {given}")
+
+
+def _of_schema(schema: str) -> str:
+    try:
+        parsed = json.loads(schema)
+    except (ValueError, RecursionError) as exc:
+        raise InvalidRequest(f"constraint.json_schema: must be JSON, got {schema[:64]!r}: {exc}") from exc
+    if not isinstance(parsed, dict):
+        raise InvalidRequest(f"constraint.json_schema: must be an object, got {schema[:64]!r}")
+    return LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": WHITESPACE})
+
+
+def _alternatives(choices: tuple[str, ...]) -> str:
+    if len(choices) > MAX_CHOICES:
+        raise InvalidRequest(f"constraint.choices: must have at most {MAX_CHOICES} entries, got {len(choices)}")
+    texts = (_not_empty(f"choices[{index}]", choice) for index, choice in enumerate(choices))
+    return "start: " + " | ".join(map(json.dumps, texts))
+
+
+def _not_empty(name: str, text: str) -> str:
+    if not text:
+        raise InvalidRequest(f"constraint.{name}: must be a non-empty text, got ''")
+    return text

@@ -1,0 +1,86 @@
+"""From what a request demands of its output to a grammar, or to an error that says which part of it cannot be had."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from bough.errors import InvalidRequest
+from bough.grammar.allowed_tokens import Grammars
+from bough.grammar.grammar import MAX_CHOICES, grammar_of
+from bough.protocol.generation import Constraint
+from bough.protocol.sampling_params import MAX_GRAMMAR
+from bough.tokenization.tokenizer import Tokenizer
+from bough.tokenization.vocabulary import TokenizerFiles
+
+NUMBERS = Constraint(json_schema='{"type": "array", "items": {"type": "integer"}}')
+SUM = Constraint(lark='start: NUMBER ("+" NUMBER)*\nNUMBER: /[0-9]+/')
+TRICKY = Constraint(choices=('a "quoted" one', "a\nline", "back\\slash", "/[a-z]+/", "é", "{}"))
+
+
+@pytest.mark.parametrize(
+    ("constraint", "yes", "no"),
+    [
+        (NUMBERS, ["[]", "[1, 2]", "[\n    1,\n    -2\n]"], ['["a"]', "[1", "1", " [1]", "[1,\n\n\n2]"]),
+        (Constraint(json_schema='{"type": "object"}'), ["{}", '{"a": {"b": [null, 1.5e3]}}'], ["[]", "{a: 1}"]),
+        (Constraint(json_schema="{}"), ["{}", "1", '"x"', "null"], ["nul", ""]),
+        (Constraint(regex="[a-c]+(x|y)?"), ["abc", "ax"], ["", "axy", "d"]),
+        (SUM, ["1", "1+22+3"], ["1+", "+1"]),
+        (TRICKY, list(TRICKY.choices), ["a", "abc", "{", 'a \\"quoted\\" one']),
+    ],
+)
+def test_texts_are_let_through_or_not(
+    byte_tokenizer: TokenizerFiles, constraint: Constraint, yes: list[str], no: list[str]
+) -> None:
+    grammars, encode = Grammars(byte_tokenizer, 262), Tokenizer(byte_tokenizer).encode_more
+    (end,) = byte_tokenizer.eos_token_ids
+    for text in (*yes, *no):
+        allowed = grammars.along(grammar_of(constraint), None)
+        assert allowed is not None
+        mask = allowed.after(encode(text))
+        assert (mask is not None and bool(mask[end])) == (text in yes), text
+
+
+@pytest.mark.parametrize(
+    ("constraint", "message"),
+    [
+        (Constraint(), "constraint: must have exactly one of json_schema, regex, choices, lark, got none"),
+        (Constraint(regex="a", choices=("b",)), "constraint: must have exactly one of .*, got regex and choices"),
+        (Constraint(json_schema="{", regex="a"), "constraint: must have exactly one of .*, got json_schema and regex"),
+        (Constraint(json_schema="{"), r"constraint\.json_schema: must be JSON, got '\{'"),
+        (Constraint(json_schema="[" * 100_000), r"constraint\.json_schema: must be JSON, got '\[\["),
+        (Constraint(json_schema="[]"), r"constraint\.json_schema: must be an object, got '\[\]'"),
+        (Constraint(json_schema='{"type": "objekt"}'), r"constraint\.json_schema: .* Invalid type: objekt"),
+        (Constraint(json_schema='{"not": {}}'), r"constraint\.json_schema: .* Unimplemented keys"),
+        (Constraint(json_schema='{"$ref": "http://example.com/s"}'), r"json_schema: must be .*example\.com"),
+        (Constraint(json_schema='{"$ref": "file:///etc/passwd"}'), r"constraint\.json_schema: must be .*etc/passwd"),
+        (Constraint(json_schema='{"pattern": "(a", "type": "string"}'), r"constraint\.json_schema: .* unclosed group"),
+        (Constraint(regex="[a-z"), r"constraint\.regex: must be one that can be followed"),
+        (Constraint(regex=""), r"constraint\.regex: must be a non-empty text"),
+        (Constraint(regex="(?=a)b"), r"constraint\.regex: must be one that can be followed: .*look-around"),
+        (Constraint(choices=("a", "")), r"constraint\.choices\[1\]: must be a non-empty text, got ''"),
+        (Constraint(choices=("a",) * (MAX_CHOICES + 1)), r"choices: must have at most 1024 entries, got 1025"),
+        (Constraint(lark="start: missing"), r"constraint\.lark: must be one that can be followed: .*missing"),
+        (Constraint(lark=""), r"constraint\.lark: must be a non-empty text"),
+        (Constraint(regex="a" * MAX_GRAMMAR), rf"constraint\.regex: must be at most {MAX_GRAMMAR} characters"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_followed_is_refused_by_name(constraint: Constraint, message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message) as refused:
+        grammar_of(constraint)
+    assert len(str(refused.value)) < 600
+    assert "\n" not in str(refused.value)
+
+
+def test_a_schema_of_many_parts_is_checked_whole() -> None:
+    """As clients make them: definitions, alternatives, formats, and annotations without meaning for a text."""
+    schema = {
+        "$defs": {"Step": {"type": "object", "title": "Step", "description": "one", "required": ["at"],
+                           "properties": {"at": {"type": "string", "format": "date-time"}}}},
+        "type": "object", "additionalProperties": False, "required": ["steps", "kind"],
+        "properties": {"steps": {"type": "array", "items": {"$ref": "#/$defs/Step"}, "minItems": 1},
+                       "kind": {"anyOf": [{"const": "a"}, {"enum": ["b", None]}]},
+                       "size": {"type": ["number", "null"], "minimum": 0, "default": 1, "examples": [2]}},
+    }  # fmt: skip
+    assert json.loads(grammar_of(Constraint(json_schema=json.dumps(schema))))["grammars"]
