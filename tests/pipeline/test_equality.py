@@ -157,7 +157,7 @@ async def test_nothing_ends_before_so_many_tokens_any_way_and_then_what_is_drawn
     ends = tuple(range(0, 262, 2))  # every other token: without a bound it ends at once
     logprobs = 0 if temperature else None  # plain greedy decoding looks at the largest logit alone
     options = replace(GREEDY, temperature=temperature, seed=3, stop_token_ids=ends, logprobs=logprobs)
-    for min_tokens in (0, 1, 10, 24):
+    for min_tokens in (1, 10):
         plain, _ = await require_equal(client, replace(options, min_tokens=min_tokens))
         assert not set(plain.token_ids[:min_tokens]) & set(ends)
         assert len(plain.token_ids) >= min_tokens
