@@ -1,1 +1,1 @@
-"""Tokens per round by scheme, growth and tree size, and what each scheme accepts; no timing."""
+"""Measures tokens per round by scheme, growth and tree size, and acceptance by scheme; it measures no times."""

@@ -1,4 +1,4 @@
-"""Tokens per round by verification scheme, growth, tree size and temperature, and how well they are predicted.
+"""Measures tokens per round by verification scheme, growth, tree size and temperature, and how well they are predicted.
 
     python -m loadtest.acceptance
 
@@ -43,7 +43,7 @@ from loadtest.common.prompts import load_prompts
 
 
 def main() -> None:
-    """Prints tables and one JSON line."""
+    """Print tables and one JSON line."""
     arguments = arguments_from()
     rows = rows_before(arguments)
     ensure_demonstration(0)
@@ -79,7 +79,7 @@ def main() -> None:
 
 
 def arguments_from(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Those of the command line by default; ends the process where a contestant is not known."""
+    """Parse arguments, by default the command line's; exits with a message if a contestant is unknown."""
     parser = FlagParser(description=__doc__)
     parser.add_argument("--nodes", nargs="+", type=int, default=[1, 8, 16, 32, 64, 128, 256, 512])
     parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 0.6, 1.0])

@@ -1,4 +1,4 @@
-"""Prompts that are continued in step by a draft and a target, for `loadtest.acceptance`."""
+"""Continues several prompts in step with a draft and a target, for `loadtest.acceptance`."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from draft_worker.worker import DraftWorker
 from loadtest.acceptance.target import LazyTarget
 from orchestrator.sizing.acceptance_counts import AcceptanceCounter
 
-RANKS = 32  # children, or draws, whose acceptance is measured; no more than are counted apart (NUM_RANKS)
-MAX_STREAMS = 100_000  # of one seed
+RANKS = 32  # children, or draws, whose acceptance is measured; at most NUM_RANKS
+MAX_STREAMS = 100_000  # most streams with seeds derived from one seed
 
 
 @dataclass(slots=True)
@@ -40,29 +40,29 @@ class Stream:
 
 @dataclass(slots=True)
 class Outcome:
-    """Rounds of one contestant at one size and temperature."""
+    """The rounds of one contestant at one size and temperature."""
 
-    rounds: list[list[tuple[Tree, tuple[int, ...]]]]  # of each prompt: tree, accepted
-    texts: list[list[list[int]]] = field(default_factory=list)  # of each repeat and prompt, itself included
+    rounds: list[list[tuple[Tree, tuple[int, ...]]]]  # by prompt: trees and their accepted nodes
+    texts: list[list[list[int]]] = field(default_factory=list)  # tokens by repeat and prompt, the prompt included
 
     @property
     def per_prompt(self) -> list[float]:
-        """Tokens per round."""
+        """Mean tokens per round of each prompt."""
         return [float(np.mean([len(accepted) + 1 for _, accepted in rounds])) for rounds in self.rounds]
 
     @property
     def mean_of_rounds(self) -> float:
-        """Tokens per round where every round weighs the same."""
+        """Mean tokens per round over all rounds with equal weights."""
         return float(np.mean([len(accepted) + 1 for rounds in self.rounds for _, accepted in rounds]))
 
 
 class Bench:
     """A draft, a target, and prompts that are continued in step.
 
-    Every prompt has a seed of its own, in every repeat: numbers that all share leave as much to chance as few prompts.
+    Every prompt has its own seed in every repeat: with a shared seed, results would vary as much as with few prompts.
     """
 
-    ranks: Growth = StaticShape((0,) * RANKS)  # a root and its children only
+    ranks: Growth = StaticShape((0,) * RANKS)  # a root and RANKS children
 
     def __init__(self, draft: DraftWorker, target: LazyTarget, prompts: Sequence[list[int]], length: int) -> None:
         self._draft = draft
@@ -71,7 +71,7 @@ class Bench:
         self._length = length
 
     def run(self, plan: TreePlan, params: SamplingParams, num_repeats: int = 1) -> Outcome:
-        """Rounds until every prompt has its tokens, so many times."""
+        """Run rounds until every prompt has its tokens; repeat that several times."""
         outcome = Outcome([[] for _ in self._prompts])
         for repeat in range(num_repeats):
             with self._streams(params, repeat) as streams:
@@ -86,7 +86,7 @@ class Bench:
     def acceptance(
         self, scheme: Scheme, guess: Guess, params: SamplingParams, along: Outcome | None = None
     ) -> SchemeAcceptance:
-        """By rank, from trees of a root and its children only, at every position of an outcome's texts or its own."""
+        """Measure acceptance by rank with trees of a root and its children, along an outcome's texts or new ones."""
         counter = AcceptanceCounter(math.inf)
         plan = TreePlan(self.ranks, scheme, guess)
         for repeat, texts in enumerate(along.texts if along else [None]):
@@ -103,13 +103,13 @@ class Bench:
         texts: Sequence[list[int]] | None,
         counter: AcceptanceCounter,
     ) -> None:
-        """One token further, so that every position is counted once."""
+        """Advance by one token, so that every position is counted once."""
         for index, (stream, (tree, verdict)) in enumerate(zip(streams, self.round(streams, plan), strict=True)):
             counter.observe(plan.scheme, tree, verdict.accepted_nodes)
             stream.tokens.append(texts[index][len(stream.tokens)] if texts else verdict.tokens_of(tree)[0])
 
     def round(self, streams: Sequence[Stream], plan: TreePlan) -> list[tuple[Tree, Verdict]]:
-        """A tree for each stream, and the verdict on it."""
+        """Grow a tree for each stream and get its verdict."""
         trees = self.grown(streams, plan)
         calls = [
             VerifyCall(_context(stream, 0), 1, stream.rounds, tree, stream.params, plan.scheme)
@@ -120,18 +120,18 @@ class Bench:
         return [*zip(trees, self.verdicts(calls), strict=True)]
 
     def grown(self, streams: Sequence[Stream], plan: TreePlan) -> list[Tree]:
-        """A tree for each stream."""
+        """Grow a tree for each stream."""
         growing = [self._draft.grow(grow_call(stream, plan)) for stream in streams]
         for stream, grown in zip(streams, growing, strict=True):
             stream.draft_held = grown.result().held_length
         return [grown.result().tree for grown in growing]
 
     def verdicts(self, calls: Sequence[VerifyCall]) -> list[Verdict]:
-        """As the target worker gives them."""
+        """Verdicts from the target worker's code."""
         return self._target.verify(calls)
 
     def release(self, streams: Sequence[Stream]) -> None:
-        """Ends them at the draft."""
+        """Release the streams' sessions at the draft."""
         for stream in streams:
             self._draft.release(stream.name).result()
 
@@ -150,5 +150,5 @@ def _context(stream: Stream, held: int) -> Context:
 
 
 def grow_call(stream: Stream, plan: TreePlan) -> GrowCall:
-    """For the next round of a stream."""
+    """The Grow call of a stream's next round."""
     return GrowCall(_context(stream, stream.draft_held), stream.tokens[-1], stream.params, stream.rounds, plan)

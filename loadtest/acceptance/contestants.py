@@ -10,26 +10,26 @@ from bough.trees.acceptance import Acceptance
 from bough.trees.optimal_tree import best_chains, best_shape
 from bough.trees.tree_plan import BestFirst, Growth, Guess, Scheme, StaticShape, TreePlan
 
-LEVELS = 18  # of shapes and chains, at most
-EVERYONE = ""  # is part of every name
+LEVELS = 18  # most levels of shapes and chains
+EVERYONE = ""  # a filter that every name contains
 
 
 class Contestant(NamedTuple):
-    """A way of growing and verifying; its growth depends on the acceptance measured beforehand and the nodes."""
+    """A way of growing and verifying trees; its growth depends on the budget and on acceptance measured before."""
 
     scheme: Scheme
     guess: Guess
     growth: Callable[[Acceptance, int], Growth]
-    is_multi_round: bool = False  # chains are sampled independently, and verified as SpecInfer does
-    is_calibrated: bool = True  # the draft learns how sure it may be; otherwise its probabilities are taken as they are
+    is_multi_round: bool = False  # independently sampled chains, verified as in SpecInfer
+    is_calibrated: bool = True  # whether the draft learns its temperature scaling
 
     def plan(self, acceptance: Acceptance, nodes: int) -> TreePlan:
-        """For trees of so many nodes."""
+        """The plan for trees of `num_nodes` nodes."""
         return TreePlan(self.growth(acceptance, nodes), self.scheme, self.guess)
 
 
 def grown_best_first(_: Acceptance, nodes: int) -> Growth:
-    """As wide as is worth it."""
+    """Best-first growth with a width suited to the budget."""
     width = max(2, min(32, nodes // 8))
     return BestFirst(nodes, width, min(LEVELS - 1, nodes - 1))
 
@@ -80,7 +80,7 @@ GREEDY_CROSSED = {"greedy, one chain": Contestant(Scheme.TARGET, Guess.DISTRIBUT
 
 
 def contestants_at(temperature: float, arguments: argparse.Namespace) -> dict[str, Contestant]:
-    """Those of the tables; of them what `--contestants` asks for."""
+    """The contestants of the tables, filtered by `--contestants`."""
     usual, others = (GREEDY, GREEDY_CROSSED) if temperature == 0 else (DRAWN, DRAWN_CROSSED)
     of_table = (others if arguments.crossed else usual).items()
     return {name: one for name, one in of_table if any(wanted in name for wanted in arguments.contestants)}

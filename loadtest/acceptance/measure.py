@@ -21,9 +21,9 @@ from loadtest.acceptance.report import Row, interval
 def measure(
     benches: Mapping[tuple[bool, bool], Bench], temperature: float, arguments: argparse.Namespace, rows: list[Row]
 ) -> None:
-    """The contestants at one temperature, but for what is among the rows already; adds to these.
+    """Measure the contestants at one temperature and add their rows, except for rows that exist already.
 
-    The benches are by whether they verify in several rounds, and whether their draft is calibrated.
+    `benches` are keyed by whether verification is multi-round and whether the draft is calibrated.
     """
     params, other_seed = (SamplingParams(temperature=temperature, seed=arguments.seed + i) for i in range(2))
     for name, contestant in contestants_at(temperature, arguments).items():
@@ -31,14 +31,14 @@ def measure(
         if done.issuperset(arguments.nodes):
             continue
         bench = benches[contestant.is_multi_round, contestant.is_calibrated]
-        # Shapes are chosen by what other random numbers came to, as they are in use.
+        # As in service, shapes are chosen by measurements with other random numbers.
         before = by_rank(bench.acceptance(contestant.scheme, contestant.guess, other_seed))
         last_plan: TreePlan | None = None
         same_texts: Acceptance | None = None
         for nodes in sorted(set(arguments.nodes) - done):
             plan = contestant.plan(before, nodes) if nodes > 1 else TreePlan(StaticShape(()), contestant.scheme)
-            if plan != last_plan:  # a chain has as many nodes as there are levels, however many are allowed
-                # Verified by TARGET, a seed's text is the same whatever the tree, and so is what is predicted from it.
+            if plan != last_plan:  # chains have at most LEVELS nodes whatever the budget
+                # With scheme TARGET, a seed's text does not depend on the tree, nor do predictions from it.
                 of_one_text = contestant.scheme is Scheme.TARGET
                 outcome = bench.run(plan, params, 1 if of_one_text else arguments.repeats)
                 if same_texts is None or not of_one_text:
@@ -64,7 +64,7 @@ def measure(
 
 
 def _predicted(growth: Growth, vector: Acceptance) -> float | None:
-    """Tokens per round, where every round weighs the same; None where the tree depends on what the draft says."""
+    """Predicted mean tokens per round with equal weights; None if the tree depends on the draft's probabilities."""
     match growth:
         case StaticShape() if growth.parents:
             return round(expected_tokens(growth, vector), 3)
@@ -73,7 +73,7 @@ def _predicted(growth: Growth, vector: Acceptance) -> float | None:
 
 
 def settings_of(arguments: argparse.Namespace) -> dict[str, object]:
-    """All that rows depend on, beside what they tell."""
+    """The settings that rows depend on but do not contain."""
     names = ("num", "max_tokens", "repeats", "seed", "drop_layers", "bits")
     prompts = arguments.prompts.name if arguments.prompts else "bough's own"
     return {name: getattr(arguments, name) for name in names} | {"prompts": prompts}

@@ -20,16 +20,16 @@ from bough.trees.tree_plan import Growth, Scheme, StaticShape, TreePlan
 from loadtest.acceptance.bench import RANKS, Bench, Stream, grow_call
 from target_worker.verification.verify import Draw, conditional_distribution, walk
 
-ONE_CHAIN = Scheme.WITHOUT_REPLACEMENT  # below a node it draws once, so that nothing could repeat
+ONE_CHAIN = Scheme.WITHOUT_REPLACEMENT  # one draw below each node, so nothing can repeat
 
 
 class MultiRoundBench(Bench):
-    """A bench whose trees are several independent samples; its ranks are draws, of which a repeated one is rejected."""
+    """A bench whose trees are several independent samples; ranks are draws, and repeated draws are rejected."""
 
     ranks: Growth = StaticShape.chains(RANKS, 1)
 
     def grown(self, streams: Sequence[Stream], plan: TreePlan) -> list[Tree]:
-        """So many chains for each stream, merged."""
+        """Several sampled chains for each stream, merged into one tree."""
         if not isinstance(plan.growth, StaticShape) or not plan.growth.parents:  # the tree of a root alone
             return super().grown(streams, plan)
         return [merged([*self._chains(stream, plan.growth)]) for stream in streams]
@@ -43,12 +43,12 @@ class MultiRoundBench(Bench):
             yield result.tree
 
     def verdicts(self, calls: Sequence[VerifyCall]) -> list[Verdict]:
-        """By multi-round verification."""
+        """Verdicts of multi-round verification."""
         return self._target.verify(calls, multi_round_verdict)
 
 
 def merged(chains: Sequence[Tree]) -> Tree:
-    """One tree of sampled chains from one root; `draws` names a node as often as it was drawn."""
+    """Merge sampled chains with the same root; `draws` has a node as often as it was drawn."""
     tokens, parents, draws = [int(chains[0].tokens[0])], [-1], list[int]()
     children: dict[tuple[int, int], int] = {}
     supports = {}
@@ -68,7 +68,7 @@ def merged(chains: Sequence[Tree]) -> Tree:
 
 
 def multi_round_law(tree: Tree, node: int, target_probs: Row) -> Row:
-    """(vocab_size,) probabilities of the token after a node: every draw came from the draft's whole distribution."""
+    """Probabilities (vocab_size,) of the token after a node, given draws from the draft's whole distribution."""
     drawn = tree.tokens[tree.sampled_children(node, ONE_CHAIN)].tolist()
     if not drawn:
         return target_probs

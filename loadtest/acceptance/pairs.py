@@ -1,4 +1,4 @@
-"""Pairs of a target's and a draft's distributions: made by rule, or read from a model and its substitute."""
+"""Pairs of target and draft distributions: synthetic, or computed by a model and its substitute."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from loadtest.acceptance.rates import Pair, draft_weights
 from loadtest.common.prompts import load_prompts
 
 CPU = torch.device("cpu")
-MAX_TOKENS = 64  # that a draft takes its children from
+MAX_TOKENS = 64  # likeliest tokens from which a draft takes children
 SPREADS = {"close": 0.5, "fair": 1.0, "poor": 2.0}  # standard deviation of the draft's logits from the target's
 SYNTHETIC_VOCAB = 1000
 
@@ -33,7 +33,7 @@ Logits = tuple[Row, Row]  # of the target and of the draft, (vocab_size,) each
 
 
 def pair_of(logits: Logits, params: SamplingParams) -> Pair:
-    """As a verifier and a draft would see them at these parameters."""
+    """The pair of distributions at these sampling parameters."""
     target_probs = probabilities(logits[0], params)
     tokens, weights = draft_weights(logits[1], params, MAX_TOKENS)
     on_tokens = target_probs[tokens]
@@ -54,11 +54,11 @@ class Models(NamedTuple):
 
     target: ResidentModel
     draft: ResidentModel
-    prompts: list[list[int]]  # bough's, in the models' tokens
+    prompts: list[list[int]]  # token ids of the shipped prompts
 
     @classmethod
     def load(cls, folder: Path, drop_layers: tuple[int, ...], num_prompts: int) -> Models:
-        """Both in bfloat16."""
+        """Load both models in bfloat16."""
         checkpoint = Checkpoint.open(folder)
         tokenizer = Tokenizer(load_tokenizer_files(folder))
         prompts = [tokenizer.encode_chat([("user", text)]) for text in load_prompts()[:num_prompts]]
@@ -66,12 +66,12 @@ class Models(NamedTuple):
         return cls(target, draft, prompts)
 
     def texts(self, length: int, params: SamplingParams) -> list[list[int]]:
-        """Each prompt with an answer of `length` tokens that the target sampled itself."""
+        """Token ids of each prompt with an answer of `length` tokens sampled by the target."""
         return [_continued(self.target, prompt, length, params) for prompt in self.prompts]
 
 
 def from_models(models: Models, texts: Sequence[list[int]]) -> list[Logits]:
-    """Of both at each place of these answers to the prompts, one after another."""
+    """Yield both models' logits at each position of the answers."""
     return [
         logits
         for text, prompt in zip(texts, models.prompts, strict=True)
@@ -89,13 +89,13 @@ def _continued(model: ResidentModel, prompt: list[int], length: int, params: Sam
 
 
 def _read(model: ResidentModel, tokens: list[int]) -> list[Row]:
-    """Logits after each token."""
+    """Logits (num_tokens, vocab_size) after each token."""
     slot = KVSlot(model.skeleton.kv_shape(), len(tokens), CPU)
     return list(read_on(model, slot, tokens).astype(np.float64))
 
 
 def read_on(model: ResidentModel, slot: KVSlot, tokens: Sequence[int]) -> NDArray[np.float32]:
-    """Logits after each of the tokens that the slot does not hold yet; it holds them then."""
+    """Compute the tokens that the slot does not hold yet; returns the logits after each of them."""
     held, new = slot.length, tokens[slot.length :]
     chain = Tree.of(new, list(range(-1, len(new) - 1)), [0.0] * len(new))
     logits = model.logits(Batch([Segment.tree(slot, held, chain)], None, CPU)).numpy().copy()

@@ -1,7 +1,6 @@
-"""How likely one level of a tree is to hold the target's token, by scheme, and what no scheme can pass.
+"""Acceptance probabilities of k children below one node by scheme, and upper bounds for any scheme.
 
-The draft has k children to give below one node. Knows no models: a pair of distributions comes in, probabilities come
-out.
+They are computed from a pair of distributions; this module knows no models.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ def draft_weights(
     replacement is the best tokens in their order.
 
     Raises:
-        Unavailable: where the logits hold no number to choose by.
+        Unavailable: the logits hold no finite number.
     """
     require_numbers(logits.max())
     if params.is_greedy:
@@ -48,18 +47,18 @@ def draft_weights(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pair:
-    """What the target and the draft say of one position, on the tokens from which the draft takes its children."""
+    """Target and draft probabilities at one position, on the tokens from which the draft takes children."""
 
-    target_probs: Row  # (num_tokens + 1,) the last: all tokens that the draft never takes
-    draft_probs: Row  # (num_tokens,) above 0, best first, their sum is 1
+    target_probs: Row  # (num_tokens + 1,) the last entry is the sum over all other tokens
+    draft_probs: Row  # (num_tokens,) positive, descending, with sum 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Hits:
-    """Children of one or more nodes, best first: what the draft thought of each, and whether the target took it."""
+    """Possible children of one or more nodes, best first: draft scores and acceptance probabilities."""
 
-    scores: Row  # (num_nodes, num_tokens) falling along a row
-    gains: Row  # (num_nodes, num_tokens) probability that this child is the target's token
+    scores: Row  # (num_nodes, num_tokens) descending along a row
+    gains: Row  # (num_nodes, num_tokens) probability that the child is the target's token
 
     def of_each(self, sizes: list[int]) -> list[float]:
         """Acceptance with the first k children of every node."""
@@ -87,7 +86,7 @@ def by_sample(pair: Pair, temperature: float, rng: np.random.Generator, num: int
 
 
 def placed(all_hits: list[Hits], sizes: list[int]) -> list[float]:
-    """Acceptance with k children for a node on average, the best of all nodes' children by the draft's scores."""
+    """Acceptance with k children per node on average, chosen among all nodes' children by the draft's scores."""
     scores, gains = (np.concatenate([getattr(hits, name).ravel() for hits in all_hits]) for name in ("scores", "gains"))
     num_nodes = sum(len(hits.scores) for hits in all_hits)
     gained = np.append(0.0, np.cumsum(gains[np.argsort(-scores, kind="stable")]))
@@ -95,7 +94,7 @@ def placed(all_hits: list[Hits], sizes: list[int]) -> list[float]:
 
 
 def one_after_another(pair: Pair, sizes: list[int], rng: np.random.Generator, num: int = 50) -> list[float]:
-    """Scheme.WITHOUT_REPLACEMENT: the mean over `num` samples of the law's mass on the children."""
+    """Scheme.WITHOUT_REPLACEMENT: mean over `num` samples of the probability that a child is accepted."""
     tokens, weights = np.arange(len(pair.draft_probs), dtype=np.int32), pair.draft_probs.astype(np.float32)
     deepest = min(max(sizes), len(tokens))
     total = np.zeros(len(sizes))
@@ -113,7 +112,7 @@ def one_after_another(pair: Pair, sizes: list[int], rng: np.random.Generator, nu
 
 
 def in_rounds(pair: Pair, k: int) -> float:
-    """SpecInfer: what is left after a rejection does not depend on the token that was rejected."""
+    """SpecInfer's multi-round verification: the residual distribution does not depend on the rejected token."""
     left, draft, rejected = pair.target_probs, np.append(pair.draft_probs, 0.0), 1.0
     for _ in range(k):
         rejected *= 1.0 - np.minimum(left, draft).sum()
@@ -146,12 +145,12 @@ def bound(pair: Pair, all_within: Callable[[Row], Row]) -> float:
 
 
 def bound_with_replacement(pair: Pair, k: int) -> float:
-    """For k independent draws."""
+    """The bound for k independent draws."""
     return bound(pair, lambda probs: np.minimum(np.append(0.0, np.cumsum(probs)), 1.0) ** k)
 
 
 def bound_without_replacement(pair: Pair, k: int) -> float:
-    """For k draws without replacement."""
+    """The bound for k draws without replacement."""
     return bound(pair, lambda probs: first_within(probs, min(k, len(probs))))
 
 
@@ -162,7 +161,7 @@ def first_within(probs: Row, k: int, num_times: int = 2000) -> Row:
     of the k-th)], over a grid of times.
     """
     times = np.geomspace(1e-7, 1e9, num_times)
-    fewer = np.zeros((k, num_times))  # probability that just 0, 1, ..., k - 1 have arrived
+    fewer = np.zeros((k, num_times))  # probability that exactly 0, 1, ..., k - 1 have arrived
     fewer[0] = 1.0
     others = np.maximum(1.0 - np.cumsum(probs), 0.0)
     within = [0.0]

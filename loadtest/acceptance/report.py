@@ -1,4 +1,4 @@
-"""What `loadtest.acceptance` has measured, as intervals, tables and a plot. A row is one contestant at one size."""
+"""Intervals, tables and a plot of the results of `loadtest.acceptance`. A row is one contestant at one size."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Row = dict[str, Any]
 
 
 def interval(values: Sequence[float], seed: int) -> float:
-    """Half the width of the 95 % confidence interval of the mean."""
+    """Half the width of the mean's 95 % confidence interval."""
     rng = np.random.default_rng(seed)
     means = rng.choice(values, (2000, len(values))).mean(axis=1)
     low, high = np.percentile(means, [2.5, 97.5])
@@ -22,7 +22,7 @@ def interval(values: Sequence[float], seed: int) -> float:
 def prediction_errors(rows: Sequence[Row], which: str) -> dict[str, dict[str, float]]:
     """|predicted / measured - 1| by contestant, over sizes of 8 nodes and more: their mean and the worst of them.
 
-    `beyond_interval` is the share of sizes where the miss is more than half the width of the measured one's interval.
+    `beyond_interval` is the share of sizes where the error exceeds half the width of the measurement's interval.
     """
     misses: dict[str, list[tuple[float, float]]] = {}
     for row in rows:
@@ -39,7 +39,7 @@ def prediction_errors(rows: Sequence[Row], which: str) -> dict[str, dict[str, fl
 
 
 def table(rows: Sequence[Row], temperature: float, nodes: Sequence[int]) -> str:
-    """Markdown."""
+    """The rows as a Markdown table."""
     lines = [
         f"| temperature {temperature:g}, nodes | " + " | ".join(map(str, nodes)) + " |",
         "|---" * (len(nodes) + 1) + "|",
@@ -52,7 +52,7 @@ def table(rows: Sequence[Row], temperature: float, nodes: Sequence[int]) -> str:
 
 
 def plot(rows: Sequence[Row], file: Path) -> None:
-    """Tokens per round against nodes, a panel for each temperature."""
+    """Plot tokens per round over nodes, with a panel for each temperature."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -74,7 +74,7 @@ def plot(rows: Sequence[Row], file: Path) -> None:
 
 
 def tokens_per_round(rows: Sequence[Row]) -> dict[str, dict[str, dict[str, list[float]]]]:
-    """By temperature, contestant and nodes: the mean, and half the width of its confidence interval."""
+    """Mean tokens per round and half the width of its confidence interval, by temperature, contestant and nodes."""
     figures: dict[str, dict[str, dict[str, list[float]]]] = {}
     for row in rows:
         contestants = figures.setdefault(str(row["temperature"]), {})

@@ -1,4 +1,4 @@
-"""What each scheme of verification accepts of k children below one node, and what none can pass.
+"""Measures the acceptance of each verification scheme with k children below one node, and upper bounds for any scheme.
 
     python -m loadtest.acceptance.schemes [--temperatures 0.6 1.0] [--model] [--drop-layers 3,14]
 
@@ -40,7 +40,7 @@ DEFAULT = "target, shared noise"
 
 
 def rates(pair: Pair, noise: Hits, rng: np.random.Generator) -> dict[str, list[float]]:
-    """Acceptance for each of SIZES, by scheme."""
+    """Acceptance by scheme, for each of SIZES."""
     return {
         DEFAULT: noise.of_each(SIZES),
         "target, top k": by_distribution(pair).of_each(SIZES),
@@ -53,7 +53,7 @@ def rates(pair: Pair, noise: Hits, rng: np.random.Generator) -> dict[str, list[f
 
 
 def measure(name: str, temperature: float, logits: Iterable[Logits], seed: int) -> dict[str, object]:
-    """Prints one block of the table; returns its JSON."""
+    """Print one block of the table; returns its figures for the JSON line."""
     params, rng = SamplingParams(temperature=temperature), np.random.default_rng(seed)
     pairs = [pair_of(both, params) for both in logits]
     noise = [by_sample(pair, temperature, rng) for pair in pairs]
@@ -81,7 +81,7 @@ def _print(scheme: str, acceptance: list[float]) -> None:
 
 
 def main() -> None:
-    """Prints a table and one JSON line."""
+    """Print a table and one JSON line."""
     parser = FlagParser(description=__doc__)
     parser.add_argument("--temperatures", nargs="+", type=float, default=[0.6, 1.0])
     parser.add_argument("--num", type=int, default=100, help="synthetic pairs of a kind")

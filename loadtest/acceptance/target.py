@@ -1,4 +1,4 @@
-"""A target that computes logits only where a verdict asks for them: for counting what trees would come to."""
+"""A target that computes logits only where a verdict needs them, for counting tokens per round."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from bough.protocol.messages import Verdict, VerifyCall
 from bough.protocol.prefix_hash import prefix_hash
 from target_worker.verification.verdict import compute_verdict
 
-REMEMBERED = 3000  # rows of logits: with verification `target` every tree is judged along one and the same text
+REMEMBERED = 3000  # cached rows of logits: with scheme `target` all trees are verified along the same text
 CPU = torch.device("cpu")
 Judge = Callable[[VerifyCall, list[int], Callable[[Sequence[int]], Row]], Verdict]
 
 
 class Question(NamedTuple):
-    """A judge wants the logits after these tokens."""
+    """A request of a verifier for the logits after some tokens."""
 
     session: str
     tokens: list[int]
@@ -37,21 +37,21 @@ class Question(NamedTuple):
 
 
 class LazyTarget:
-    """Judges trees of many sessions in step, one forward pass for the next token of all of them."""
+    """Verifies trees of many sessions in step, with one forward pass for the next token of all of them."""
 
     def __init__(self, folder: Path, max_context: int) -> None:
         self._model = ResidentModel(build_skeleton(Checkpoint.open(folder), torch.bfloat16), CPU)
         self._max_context = max_context
         self._slots: dict[str, KVSlot] = {}
-        self._remembered: OrderedDict[int, NDArray[np.float32]] = OrderedDict()  # by hash of the tokens before
+        self._remembered: OrderedDict[int, NDArray[np.float32]] = OrderedDict()  # by hash of the preceding tokens
 
     def verify(self, calls: Sequence[VerifyCall], judge: Judge = compute_verdict) -> list[Verdict]:
-        """As the target worker's engine does; each call's `context` holds all tokens before its root."""
+        """Verify like the target worker's engine; each call's `context` must hold all tokens before its root."""
         questions: SimpleQueue[Question | None] = SimpleQueue()
         with ThreadPoolExecutor(len(calls)) as judges:
             verdicts = [judges.submit(_judge, judge, call, questions) for call in calls]
             num_judging = len(calls)
-            while num_judging:  # each of them asks one more question, or ends
+            while num_judging:  # each verifier asks one more question or ends
                 asked = [question for question in (questions.get() for _ in range(num_judging)) if question]
                 self._answer(asked)
                 num_judging = len(asked)
@@ -73,7 +73,7 @@ class LazyTarget:
             self._remembered.popitem(last=False)
 
     def _segments(self, question: Question) -> list[Segment]:
-        """What the session's slot lacks of the tokens; logits after the last one only."""
+        """Segments of the tokens that the session's slot lacks, with logits after the last one only."""
         slot, tokens = self._slot(question.session), question.tokens
         same = int(np.argmin([*(a == b for a, b in zip(slot.tokens, tokens, strict=False)), False]))
         same = min(same, len(tokens) - 1)

@@ -1,1 +1,1 @@
-"""Whether what `bough simulate` predicts is what was measured."""
+"""Compares the predictions of `bough simulate` with measurements."""

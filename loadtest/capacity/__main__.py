@@ -1,4 +1,4 @@
-"""Whether `bough simulate` tells the truth: beside the papers' tables, and beside sessions that were measured here.
+"""Compares `bough simulate` with the papers' tables, and with sessions that were measured on this machine.
 
     python -m loadtest.capacity
     python -m loadtest.sessions --sessions 1 2 4 8 16 --rounds ROUNDS.json --orchestrator-flags "--planner fixed"
@@ -74,7 +74,7 @@ def _sessions(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Prints tables on standard error, and one JSON line."""
+    """Print tables on standard error, and one JSON line."""
     arguments = _arguments()
     try:
         figures: dict[str, Any] = {"papers": papers()}

@@ -1,4 +1,4 @@
-"""What Sequoia and SpecExec measured on hardware that is not here, beside what the simulator says of it.
+"""Compares the simulator's predictions with Sequoia's and SpecExec's measurements on their hardware.
 
 Two things are predicted apart. Seconds of a round follow from the link (bytes / bandwidth, as plain decoding in the
 same table shows it), the draft's steps and the tree's size. Tokens of a round follow from Sequoia's published
@@ -17,21 +17,21 @@ from bough.simulation.profile import Profile, load_profile
 from bough.simulation.round_yield import MOST_DEPTH, RoundYield
 from bough.simulation.scenario import RequestKind, Scenario
 
-VECTOR = AcceptanceLaw("by_rank", (LLAMA_3_CNN,))  # static trees: all positions alike
+VECTOR = AcceptanceLaw("by_rank", (LLAMA_3_CNN,))  # the same at all positions, for static trees
 REQUEST = RequestKind(128, 512)
 
 
 class Row(NamedTuple):
-    """A line of a table."""
+    """A line of a paper's table."""
 
     paper: str
     setting: str
     profile: str
     nodes: int
-    depth: int | None  # levels below the root; None where the paper lets the tree decide
-    tokens: float  # of a round, as measured
-    seconds_per_token: float  # as measured
-    is_fitted: bool = False  # the profile's draft was reckoned from this line
+    depth: int | None  # levels below the root; None if the paper does not fix them
+    tokens: float  # measured tokens of a round
+    seconds_per_token: float  # measured
+    is_fitted: bool = False  # whether the profile's draft was fitted to this line
 
 
 ROWS = (
@@ -50,7 +50,7 @@ ROWS = (
 
 
 def depth_of(nodes: int) -> int:
-    """Levels below the root of the best tree of so many nodes: down to where it has half a node on average."""
+    """Levels below the root of the best tree of `nodes` nodes, down to where it has half a node on average."""
     tokens = RoundYield(VECTOR)
     whole = tokens.expected_tokens(nodes, MOST_DEPTH)
     for depth in range(1, MOST_DEPTH):
@@ -60,13 +60,13 @@ def depth_of(nodes: int) -> int:
 
 
 def round_seconds(profile: Profile, size: Size) -> float:
-    """Of one user's rounds: drafting, calls, and the sweep."""
+    """Predicted seconds of one user's rounds: drafting, calls, and the sweep."""
     steps = size.depth * profile.draft.step_seconds(size.frontier)
     return steps + profile.target.sweep_seconds(size.nodes) + 2 * profile.network.call_seconds()
 
 
 def line(row: Row) -> dict[str, Any]:
-    """Predictions beside what was measured; errors are shares of the measured value."""
+    """Predictions and measurements of a row; errors are relative to the measurement."""
     profile = load_profile(row.profile)
     size = Size(row.nodes, row.depth or depth_of(row.nodes))
     seconds, tokens = round_seconds(profile, size), RoundYield(VECTOR).expected_tokens(*size)
@@ -90,7 +90,7 @@ def line(row: Row) -> dict[str, Any]:
 
 
 def simulated_seconds_per_token(row: Row, seed: int = 1) -> float:
-    """The simulator's, of one user whose drafts are as the vector says."""
+    """The simulator's seconds per token of one user with acceptance by the published vector."""
     size = Size(row.nodes, row.depth or depth_of(row.nodes))
     kind = REQUEST._replace(acceptance=VECTOR)
     profile = load_profile(row.profile)
@@ -98,7 +98,7 @@ def simulated_seconds_per_token(row: Row, seed: int = 1) -> float:
 
 
 def papers() -> dict[str, Any]:
-    """All lines, and the largest errors: of rounds that profiles were not reckoned from, and of the vector's paper."""
+    """All rows, and the largest errors: of rounds not used in fitting, and of the paper that published the vector."""
     lines = [line(row) for row in ROWS]
     others = [each for each in lines if not each["is_fitted"]]
     sequoia = [each for each in lines if each["paper"] == "Sequoia"]

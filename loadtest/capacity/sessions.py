@@ -20,23 +20,23 @@ from bough.simulation.round_yield import RoundYield
 from bough.simulation.scenario import CapacityReport, RequestKind, Scenario
 from loadtest.sessions.rounds_file import RoundRecord, RunRecord, StreamRecord
 
-WAITED = 0.05  # of a sweep: only sweeps that waited for weights say what the link can do
+WAITED = 0.05  # least share of waiting in a sweep from which the link's speed is learnt
 SEEDS = (1, 2, 3, 4, 5)
 THROUGHPUT_WITHIN, P95_WITHIN = 0.10, 0.20
-CALLS = 4  # ways over the network in a round with a draft
+CALLS = 4  # one-way messages in a round with a draft
 
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """What sessions alone have told."""
+    """A profile and sizes fitted to sessions that ran alone."""
 
     profile: Profile
-    kinds: dict[int, RequestKind]  # by the prompt's number, each as easy to guess as it was alone
-    size: Size  # of most rounds
+    kinds: dict[int, RequestKind]  # by prompt number, each with its own acceptance
+    size: Size  # the most frequent tree size
 
 
 def fit(runs: Sequence[RunRecord], prior: Profile) -> Fitted:
-    """A profile from the rounds of single sessions; what they do not tell is the prior's.
+    """Fit a profile to the rounds of single sessions; what these do not determine is taken from the prior.
 
     Raises:
         ConfigError: no session ran alone.
@@ -65,12 +65,12 @@ def fit(runs: Sequence[RunRecord], prior: Profile) -> Fitted:
 
 
 def _overhead(each: RoundRecord) -> float:
-    """Of a round, what neither worker spent."""
+    """Seconds of a round outside both workers."""
     return max(0.0, each.total - each.draft - each.target)
 
 
 def _sweeps(streams: Sequence[StreamRecord]) -> list[tuple[int, float, float]]:
-    """(rows, seconds, of these waiting for weights) of every sweep; the first of a stream reads its prompt."""
+    """Rows, seconds, and seconds of waiting for weights of every sweep; a stream's first sweep reads its prompt."""
     found = []
     for stream in streams:
         context = max(0, stream.prompt_tokens - stream.cached_tokens - 1)
@@ -81,7 +81,7 @@ def _sweeps(streams: Sequence[StreamRecord]) -> list[tuple[int, float, float]]:
 
 
 def _target(streams: Sequence[StreamRecord], rounds: Sequence[RoundRecord], prior: TargetProfile) -> TargetProfile:
-    """Link seconds from sweeps that waited; the prior's compute curve stretched to the medians of all that computed."""
+    """The target's profile: link seconds from sweeps that waited; the prior's compute curve scaled to the others."""
     sweeps = [(rows, seconds, wait) for rows, seconds, wait in _sweeps(streams) if seconds > 0]
     waited = [seconds for _, seconds, wait in sweeps if wait > WAITED * seconds]
     ratios = defaultdict(list)
@@ -105,7 +105,7 @@ def _target(streams: Sequence[StreamRecord], rounds: Sequence[RoundRecord], prio
 
 
 def _spread(values: Sequence[float]) -> float:
-    """Relative standard deviation, from quartiles so that a few outliers do not decide."""
+    """Relative standard deviation, estimated from quartiles to be robust against outliers."""
     if len(values) < 4:
         return 0.0
     low, middle, high = statistics.quantiles(values, n=4)
@@ -113,7 +113,7 @@ def _spread(values: Sequence[float]) -> float:
 
 
 def _draft(streams: Sequence[StreamRecord], rounds: Sequence[RoundRecord], prior: DraftProfile) -> DraftProfile:
-    """The prior's step seconds, stretched; what a first round took beyond its steps is reading the prompt."""
+    """The draft's profile: the prior's step seconds scaled; a first round's remaining time is reading the prompt."""
     drafted = [each for each in rounds if each.depth]
     if not drafted:
         return prior
@@ -131,23 +131,23 @@ def _draft(streams: Sequence[StreamRecord], rounds: Sequence[RoundRecord], prior
 
 
 def _context(stream: StreamRecord) -> int:
-    """Tokens of a prompt that were to be read: what other sessions had read of it is known."""
+    """Tokens of a prompt that had to be computed, without those cached from other sessions."""
     return max(1, stream.prompt_tokens - stream.cached_tokens)
 
 
 def _tokens_of_rounds(own: Sequence[StreamRecord], size: Size) -> float:
-    """Tokens of a prompt's rounds with most of a tree, without the last, which is cut off.
+    """Tokens of a prompt's rounds with nearly whole trees, without the last round, which is truncated.
 
-    Few as they are: beside others the same text comes, and is as lucky again.
+    They may be few, but with other sessions the text is the same, and so is its acceptance.
     """
     whole = [each.num_tokens for one in own for each in one.rounds[:-1] if each.num_nodes >= size.nodes // 2]
     return statistics.mean(whole) if whole else 1.0
 
 
 def law_with(prior: AcceptanceLaw, size: Size, tokens: float) -> AcceptanceLaw:
-    """The prior's law with another first rank, so that rounds of this size bring so many tokens; by bisection.
+    """The prior with another first rank, so that rounds of this size yield the given tokens; found by bisection.
 
-    What the first rank leaves, later ranks share as they do in the prior.
+    Later ranks share the remaining probability as in the prior.
     """
     first, rest = prior.rows[0][0], prior.rows[0][1:]
 
@@ -163,7 +163,7 @@ def law_with(prior: AcceptanceLaw, size: Size, tokens: float) -> AcceptanceLaw:
 
 
 def compare(runs: Sequence[RunRecord], fitted: Fitted, gather: float, *, is_sized: bool) -> dict[str, Any]:
-    """Predictions beside measurements, by number of sessions; `is_sized` lets sizes be chosen instead of fixed."""
+    """Predictions and measurements by number of sessions; with `is_sized`, tree sizes are chosen instead of fixed."""
     found: dict[str, Any] = {}
     for num_sessions in sorted({run.num_sessions for run in runs}):
         own = [run for run in runs if run.num_sessions == num_sessions]
@@ -207,7 +207,7 @@ def _predict(run: RunRecord, fitted: Fitted, gather: float, is_sized: bool) -> l
 
 
 def _figures(num_sessions: int, predicted: list[CapacityReport], rate: float, p95: float) -> dict[str, Any]:
-    if num_sessions == 1:  # each prompt ran in a run of its own
+    if num_sessions == 1:  # each prompt had a run of its own
         tokens = sum(each.tokens_per_second * each.measured_seconds for each in predicted)
         predicted_rate = tokens / sum(each.measured_seconds for each in predicted)
         by_seed = [predicted[seed :: len(SEEDS)] for seed in range(len(SEEDS))]

@@ -1,1 +1,1 @@
-"""Faults at random moments while streams run."""
+"""Injects faults at random moments while streams run."""

@@ -1,4 +1,4 @@
-"""A cluster to be broken: every process behind proxies, killed and started again by its own process id.
+"""A cluster for fault injection: every process is behind proxies, and can be killed and started again.
 
 An index, and two each of targets, drafts and orchestrators. Each is reached through a `LinkProxy`; before a worker
 there is a `CallProxy` too. Workers advertise their proxy's port, so that nothing in bough knows of any of this.
@@ -29,18 +29,18 @@ from loadtest.chaos.proxy import LOCALHOST, CallProxy, LinkProxy
 
 MODULES = {"target": "target_worker", "draft": "draft_worker", "orchestrator": "orchestrator"}
 REPLICAS = 2
-START_SECONDS = 90.0  # until a process that was started can be used
+START_SECONDS = 90.0  # limit until a started process is usable
 POLL_SECONDS = 0.1
-RESTART_SECONDS = 0.5  # before a process that ended by itself is started again
+RESTART_SECONDS = 0.5  # delay before a process that ended by itself is restarted
 
 
 @dataclass(frozen=True, slots=True)
 class Door:
-    """How a process is reached."""
+    """The port of a process and the proxies in front of it."""
 
-    port: int  # its own
+    port: int  # the process's own
     link: LinkProxy
-    calls: CallProxy | None  # of a worker, behind the link
+    calls: CallProxy | None  # in front of a worker, behind the link proxy
 
     @property
     def address(self) -> str:
@@ -48,38 +48,38 @@ class Door:
 
 
 class ChaosCluster:
-    """Processes with names such as "target-0", each with a door."""
+    """The processes, by names such as "target-0", with their proxies."""
 
     def __init__(self, cluster: Cluster, doors: dict[str, Door], index_url: str) -> None:
         self.doors = doors
-        self.index_url = index_url  # past the proxy
+        self.index_url = index_url  # without the proxy
         self.unplanned_ends: Counter[str] = Counter()
         self._cluster = cluster
-        self._down: set[str] = set()  # killed, and not yet to be started again
+        self._down: set[str] = set()  # killed and not restarted yet
 
     @property
     def orchestrators(self) -> list[str]:
-        """Addresses for clients."""
+        """The orchestrators' addresses for clients."""
         return [door.address for name, door in self.doors.items() if name.startswith("orchestrator")]
 
     def names(self, kind: str) -> list[str]:
-        """Processes of a kind: "index", "target", "draft" or "orchestrator"."""
+        """Names of the processes of a kind: "index", "target", "draft" or "orchestrator"."""
         return [name for name in self.doors if name.split("-")[0] == kind]
 
     def kill(self, name: str) -> None:
-        """Ends a process as a power cut would. It stays down until `restart`."""
+        """Kill a process with SIGKILL; it stays down until `restart`."""
         child = self._cluster.children[name]
         self._down.add(name)
         child.process.kill()
         child.process.wait()
 
     def restart(self, name: str) -> None:
-        """Starts a killed process again, as it was started first."""
+        """Start a killed process again with its original command."""
         self._cluster.start(name, (child := self._cluster.children[name]).command, child.variables)
         self._down.discard(name)
 
     async def pause(self, name: str, seconds: float) -> None:
-        """Stops a process for a while; it keeps its connections and says nothing."""
+        """Suspend a process for some time; its connections stay open."""
         process = self._cluster.children[name].process
         os.kill(process.pid, signal.SIGSTOP)
         try:
@@ -89,7 +89,7 @@ class ChaosCluster:
                 os.kill(process.pid, signal.SIGCONT)
 
     async def flush_index(self) -> None:
-        """Empties the index. Does nothing where it is down."""
+        """Delete all keys of the index; does nothing while it is down."""
         async with redis.asyncio.from_url(self.index_url, socket_timeout=1) as client:
             try:
                 await client.flushall()
@@ -97,7 +97,7 @@ class ChaosCluster:
                 return
 
     def is_paused_or_down(self, name: str) -> bool:
-        """Whether a process cannot answer now."""
+        """Whether a process is suspended or down."""
         process = self._cluster.children[name].process
         if name in self._down or process.poll() is not None:
             return True

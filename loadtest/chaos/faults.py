@@ -212,7 +212,7 @@ def _of_streams(streams: Streams) -> dict[str, Any]:
 
 
 def _of_resumes(seconds: list[float]) -> dict[str, Any]:
-    """Time to the next token of streams whose target was killed."""
+    """Seconds to the next token of streams whose target was killed."""
     return {
         "resumes": len(seconds),
         "resume_seconds_median": round(statistics.median(seconds), 3) if seconds else None,
@@ -221,13 +221,13 @@ def _of_resumes(seconds: list[float]) -> dict[str, Any]:
 
 
 def has_failed(figures: dict[str, Any]) -> bool:
-    """Whether anything happened that must not."""
+    """Whether the figures contain a failure."""
     names = ("unclear_ends", "hung_streams", "unequal_streams", "lost_tokens", "repeated_tokens")
     return any(figures[name] for name in names)
 
 
 def main() -> int:
-    """Prints the faults as they come, and one JSON line."""
+    """Print the faults as they are injected, and one JSON line."""
     parser = FlagParser(description=__doc__)
     parser.add_argument("--faults", type=int, default=100)
     parser.add_argument("--streams", type=int, default=6, help="at once")

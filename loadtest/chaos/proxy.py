@@ -1,4 +1,4 @@
-"""Two proxies that misbehave on command, to stand between processes of bough.
+"""Two fault-injecting proxies for the connections between bough's processes.
 
 `LinkProxy` knows bytes only: it cuts, stalls and swallows connections. `CallProxy` knows gRPC calls but not what is in
 them: it delays and refuses them, loses replies after the worker has acted, and sends calls twice. Both behave well
@@ -20,11 +20,11 @@ import grpc
 
 CHUNK_BYTES = 65536
 LOCALHOST = "127.0.0.1"
-RESET_ON_CLOSE = struct.pack("ii", 1, 0)  # SO_LINGER: closing sends RST and not FIN
+RESET_ON_CLOSE = struct.pack("ii", 1, 0)  # SO_LINGER: closing sends RST instead of FIN
 _CHANNEL_OPTIONS = [
     ("grpc.max_receive_message_length", -1),
     ("grpc.max_send_message_length", -1),
-    ("grpc.max_reconnect_backoff_ms", 200),  # the caller's patience is under test, not the proxy's
+    ("grpc.max_reconnect_backoff_ms", 200),  # so that the proxy reconnects fast
     ("grpc.use_local_subchannel_pool", 1),
 ]
 _SERVER_OPTIONS = [
@@ -37,7 +37,7 @@ _HOP_KEYS = {"user-agent", "te", "content-type"}  # metadata of one hop, not of 
 
 
 class LinkProxy:
-    """Passes bytes between whoever connects and `upstream`, a port of this machine."""
+    """A TCP proxy to `upstream`, a port of this machine."""
 
     def __init__(self, upstream: int) -> None:
         self.port = 0  # once it is running

@@ -1,4 +1,4 @@
-"""Streams that run through chaos, and what became of each, token for token."""
+"""Runs streams during fault injection, and compares each with its undisturbed text, token for token."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from bough.protocol.generation import Finished, GenerateOptions, Prompt, TokenPr
 
 logger = logging.getLogger(__name__)
 
-HANG_SECONDS = 120.0  # a stream that has not ended by then never will
+HANG_SECONDS = 120.0  # after which a stream counts as hung
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What is said to the model, and how it is to answer."""
+    """A request of a conversation: its message and options."""
 
     token_ids: tuple[int, ...]
     options: GenerateOptions
@@ -30,15 +30,15 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """A conversation, of one turn or several, under one session."""
+    """A conversation of one or several turns in one session."""
 
     turns: tuple[Turn, ...]
-    sends_new: bool  # of later turns only what is new, not the whole history
+    sends_new: bool  # whether later turns send only the new message, instead of the whole history
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What one turn came to without chaos."""
+    """A turn's result without faults."""
 
     token_ids: tuple[int, ...]
     text: str
@@ -46,16 +46,16 @@ class Answer:
 
 @dataclass(slots=True)
 class Received:
-    """What one stream brought."""
+    """What a stream delivered."""
 
     began: float  # seconds on the monotonic clock
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
-    token_times: list[float] = field(default_factory=list)  # one for each event with tokens
+    token_times: list[float] = field(default_factory=list)  # of each event with tokens
     finished: Finished | None = None
 
     async def take(self, client: Client, prompt: Prompt, options: GenerateOptions) -> None:
-        """Reads a stream to its end, whatever that is."""
+        """Read a stream until it ends or fails."""
         async for event in client.generate(prompt, options):
             if isinstance(event, Tokens):
                 self.token_ids += event.token_ids
@@ -68,20 +68,20 @@ class Received:
 
 @dataclass(slots=True)
 class Tally:
-    """What became of all streams."""
+    """Totals of all streams."""
 
     finished: int = 0
-    statuses: Counter[str] = field(default_factory=Counter)  # that ended streams, by the name of the error
-    unclear: Counter[str] = field(default_factory=Counter)  # ends that are no proper status
+    statuses: Counter[str] = field(default_factory=Counter)  # of streams that ended with an error, by its name
+    unclear: Counter[str] = field(default_factory=Counter)  # ends without a proper status
     hung: int = 0
     unequal: int = 0
     lost_tokens: int = 0
     repeated_tokens: int = 0
     tokens: int = 0
-    sent_again: int = 0  # turns whose session was gone, so that the whole history was sent
+    sent_again: int = 0  # turns that sent the whole history again, as their session was gone
 
     def compare(self, received: Received, wanted: Answer) -> bool:
-        """Counts what is missing or too much; of an unfinished stream only what it had before its end."""
+        """Count missing and extra tokens; of an unfinished stream only those before its end."""
         is_whole = received.finished is not None
         tokens = wanted.token_ids if is_whole else wanted.token_ids[: len(received.token_ids)]
         self.tokens += len(received.token_ids)
@@ -97,7 +97,7 @@ class Tally:
 
 
 def make_scripts(num: int, rng: random.Random, vocab_size: int, max_length: int) -> list[Script]:
-    """Greedy and sampled requests of one turn and of three, of up to so many tokens, prompts and outputs."""
+    """Greedy and sampled conversations of one and three turns, of at most `max_length` tokens."""
     scripts = []
     for number in range(num):
         num_turns = 3 if number % 3 == 2 else 1
@@ -119,7 +119,7 @@ def make_scripts(num: int, rng: random.Random, vocab_size: int, max_length: int)
 
 
 async def undisturbed(client: Client, script: Script) -> list[Answer]:
-    """What each turn comes to; every turn is a request of its own, with the whole history."""
+    """The expected answers: every turn as a request of its own with the whole history."""
     history: tuple[int, ...] = ()
     answers = []
     for turn in script.turns:
@@ -132,7 +132,7 @@ async def undisturbed(client: Client, script: Script) -> list[Answer]:
 
 
 class Streams:
-    """Runs scripts, many at once, for as long as it is let."""
+    """Runs many scripts at once until it is stopped."""
 
     def __init__(
         self,
@@ -141,7 +141,7 @@ class Streams:
         answers: Sequence[Sequence[Answer]],
         name: str = "chaos",
     ) -> None:
-        """Sessions are called by `name` and a number."""
+        """Session names are `name` and a number."""
         self.tally = Tally()
         self.running: dict[str, Received] = {}  # by session
         self.ended: list[tuple[str, Received]] = []  # session and stream, of those that finished
@@ -151,11 +151,11 @@ class Streams:
         self._name, self._num_started = name, 0
 
     def stop(self) -> None:
-        """No new script is begun."""
+        """Begin no further scripts."""
         self._is_over.set()
 
     async def run(self, num_at_once: int, rng: random.Random) -> None:
-        """Until `stop`, and then until what runs has ended."""
+        """Run scripts until `stop`, and then until the running ones have ended."""
         async with asyncio.TaskGroup() as group:
             for _ in range(num_at_once):
                 group.create_task(self._run_one_after_another(random.Random(rng.random())))
@@ -172,7 +172,7 @@ class Streams:
                 await asyncio.sleep(rng.uniform(0.1, 0.5))  # what a caller does who is told to try later
 
     async def _converse(self, client: Client, session_id: str, script: Script, answers: Sequence[Answer]) -> bool:
-        """Whether all turns were finished; the first that is not ends the conversation."""
+        """Run a conversation up to its first failed turn; returns whether all turns finished."""
         history: tuple[int, ...] = ()
         for turn, answer in zip(script.turns, answers, strict=True):
             options = replace(turn.options, session_id=session_id)
@@ -191,7 +191,7 @@ class Streams:
     async def _stream(
         self, client: Client, prompt: Prompt, options: GenerateOptions, answer: Answer
     ) -> Received | None:
-        """One turn. None where its session is gone and nothing came of it: the caller has the history."""
+        """Run one turn; None if its session is gone, so that the whole history must be sent."""
         received = self.running[options.session_id] = Received(time.monotonic())
         try:
             async with asyncio.timeout(HANG_SECONDS):

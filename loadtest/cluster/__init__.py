@@ -1,1 +1,1 @@
-"""Several machines on one: a Ray cluster over network namespaces, and what happens to streams when it is disturbed."""
+"""A Ray cluster over network namespaces on one machine, and the effect of disturbances on streams."""

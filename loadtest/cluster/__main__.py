@@ -1,4 +1,4 @@
-"""Several machines on one: is anything lost when a Ray cluster is disturbed?
+"""Disturbs a Ray cluster over network namespaces on one machine, and checks that no stream loses anything.
 
     python -m loadtest.cluster
     python -m loadtest.cluster --steps redeployed index_moved head_killed
@@ -24,7 +24,7 @@ from loadtest.cluster.trial import STEPS, report, run_trial
 
 
 def main() -> int:
-    """Prints the steps as they come, and one JSON line."""
+    """Print each step, and one JSON line."""
     parser = FlagParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--steps", nargs="+", choices=STEPS, default=[*STEPS], help="done in the order of this list")

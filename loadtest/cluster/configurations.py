@@ -1,4 +1,4 @@
-"""What the trial deploys at first, and what it changes of that while streams run."""
+"""The Serve configurations of the trial: the initial one, and the changed ones deployed while streams run."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from loadtest.cluster.ray_cluster import HTTP_PORT, OTHER_INDEX
 
 CONFIG = Path(__file__).parent.parent.parent / "deploy" / "two-machines.yaml"
 PROFILE = Path(__file__).parent.parent / "data" / "cluster-profile.json"
-CALLS_PER_DRAFT = 0.7  # with many streams more trees grow at a moment than that, with few of them fewer
+CALLS_PER_DRAFT = 0.7  # trees growing at once per draft: exceeded with MANY streams, not reached with FEW
 
 
 def trial_config() -> dict[str, Any]:
-    """deploy/two-machines.yaml with simulated workers, no keys, drafts that scale, and patience for this network."""
+    """deploy/two-machines.yaml with simulated workers, without keys, with autoscaled drafts and longer timeouts."""
     config = load(CONFIG)
     config["http_options"] = {"host": "0.0.0.0", "port": HTTP_PORT}
     for deployment in _deployments(config):
@@ -30,7 +30,7 @@ def trial_config() -> dict[str, Any]:
             deployment["autoscaling_config"] = {
                 "min_replicas": 1,
                 "max_replicas": 2,
-                "metrics_interval_s": 1,  # what its check of look_back_period_s reads, not the variable
+                "metrics_interval_s": 1,  # Serve's check of look_back_period_s reads this, not the environment variable
                 "look_back_period_s": 4,
                 "upscale_delay_s": 1,
                 "downscale_delay_s": 4,
@@ -40,7 +40,10 @@ def trial_config() -> dict[str, Any]:
                 },
             }
         elif name == "Orchestrator":
-            deployment |= {"num_replicas": 2, "max_replicas_per_node": 1}  # at one fixed port on two hosts
+            deployment |= {
+                "num_replicas": 2,
+                "max_replicas_per_node": 1,
+            }  # one on each of two hosts, at the same fixed port
             program = deployment["user_config"]["program"]
             program |= {"draft_timeout": 2, "failover_timeout": 300, "drain_seconds": 5, "insecure": True}
             del program["keys"]
@@ -49,7 +52,7 @@ def trial_config() -> dict[str, Any]:
 
 
 def with_other_settings(config: dict[str, Any]) -> dict[str, Any]:
-    """Something else for every program."""
+    """The configuration with a changed setting for every program."""
     for deployment in _deployments(config):
         if "program" in deployment["user_config"]:
             deployment["user_config"]["program"]["drain_seconds"] = 4
@@ -57,7 +60,7 @@ def with_other_settings(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_index_elsewhere(config: dict[str, Any]) -> dict[str, Any]:
-    """On the host that is there for it to move to."""
+    """The configuration with the index on the host reserved for the move."""
     for deployment in _deployments(config):
         if deployment["name"] == "Index":
             deployment["ray_actor_options"]["resources"] = {OTHER_INDEX: 1}

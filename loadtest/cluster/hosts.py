@@ -1,4 +1,4 @@
-"""Hosts that are network namespaces, joined by a bridge that this process is on too. Needs root and iproute2."""
+"""Hosts as network namespaces on a bridge to which this process is connected, too. Needs root and iproute2."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from pathlib import Path
 
 from bough.processes import exit_with_parent
 
-STOP_SECONDS = 30.0  # from SIGTERM to SIGKILL for whatever still runs on a host
+STOP_SECONDS = 30.0  # between SIGTERM and SIGKILL for processes left on a host
 
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """A machine of its own as far as the network goes."""
+    """A network namespace that stands for a machine."""
 
     name: str
     namespace: str
     address: str
-    port: str  # of the bridge: the end of its cable
+    port: str  # interface on the bridge
 
     def start(
         self, command: Sequence[str], log: Path, environment: Mapping[str, str] | None = None
     ) -> subprocess.Popen[bytes]:
-        """Runs a command there, which ends with this process."""
+        """Start a command on the host; it ends with this process."""
         with log.open("ab") as stream:
             return exit_with_parent.start(
                 [_ip(), "netns", "exec", self.namespace, *command],
@@ -38,20 +38,20 @@ class Host:
             )
 
     def cut_off(self) -> None:
-        """Pulls the cable: nothing comes or goes, and nobody is told."""
+        """Take the host's link down; no connection is reset."""
         _run("link", "set", self.port, "down")
 
     def bring_back(self) -> None:
-        """Plugs it in again."""
+        """Take the host's link up again."""
         _run("link", "set", self.port, "up")
 
     def process_ids(self) -> list[int]:
-        """Of everything that runs there."""
+        """Process ids of all processes on the host."""
         return [int(line) for line in _run("netns", "pids", self.namespace).split()]
 
 
 def missing() -> str:
-    """Why there can be no such hosts here; empty where there can."""
+    """Why network namespaces cannot be used here; empty if they can."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     try:
@@ -63,7 +63,7 @@ def missing() -> str:
 
 @contextmanager
 def hosts(*names: str) -> Iterator[dict[str, Host]]:
-    """Hosts by name, able to reach one another; whatever runs on them ends with the block."""
+    """Create hosts that reach one another, by name; processes on them end with the block."""
     number = os.getpid() % 250
     bridge, subnet = f"bgh{os.getpid()}", f"10.77.{number}"
     made: dict[str, Host] = {}
@@ -92,7 +92,7 @@ def hosts(*names: str) -> Iterator[dict[str, Host]]:
 
 
 def _end_all(running: Sequence[Host]) -> None:
-    """Ends what runs on these hosts and nothing else, by process id."""
+    """End the processes on these hosts, by process id."""
     for number, seconds in ((signal.SIGTERM, STOP_SECONDS), (signal.SIGKILL, STOP_SECONDS)):
         deadline = time.monotonic() + seconds
         for process_id in (each for host in running for each in host.process_ids()):

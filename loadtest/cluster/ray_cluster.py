@@ -1,4 +1,4 @@
-"""A Ray cluster over hosts, with bough deployed on it: started, asked, disturbed, ended."""
+"""A Ray cluster over several hosts with bough deployed on it, and ways to query and disturb it."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ from loadtest.cluster.hosts import Host, hosts
 
 FRONT, TARGET, DRAFT = "front", "target", "draft"
 GCS_PORT, DASHBOARD_PORT, ORCHESTRATOR_PORT, HTTP_PORT = 6390, 8265, 7411, 8000
-OTHER_INDEX = "other_index"  # resource of the host that the index moves to
+OTHER_INDEX = "other_index"  # resource of the host to which the index moves
 RESOURCES: Mapping[str, Mapping[str, int]] = {
     FRONT: {"index": 1, "orchestrator": 1},
     TARGET: {"target_gpu": 1},
     DRAFT: {"draft_gpu": 2, "orchestrator": 1, OTHER_INDEX: 1},
 }
-START_SECONDS = 240.0  # until all nodes are there, and until bough serves
+START_SECONDS = 240.0  # limit until all nodes have joined, and until bough serves
 POLL_SECONDS = 0.5
-SCALING = ("UPSCALING", "DOWNSCALING")  # which is no matter of a configuration
+SCALING = ("UPSCALING", "DOWNSCALING")  # states that autoscaling causes, not a deployment
 ENVIRONMENT = {
     "RAY_worker_niceness": "0",
     "RAY_memory_monitor_refresh_ms": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_AUTH_MODE": "disabled",  # nobody else is on that network
+    "RAY_AUTH_MODE": "disabled",  # the network is private
     "RAY_raylet_start_wait_time_s": "240",
     "RAY_gcs_server_port_wait_time_s": "240",
-    "RAY_gcs_rpc_server_reconnect_timeout_s": "600",  # a node that is cut off keeps its replicas
-    "RAY_health_check_failure_threshold": "40",  # and is not given up meanwhile
+    "RAY_gcs_rpc_server_reconnect_timeout_s": "600",  # so that a disconnected node keeps its replicas
+    "RAY_health_check_failure_threshold": "40",  # so that it is not declared dead meanwhile
     "RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "1",
     "RAY_DISABLE_MEMORY_MONITOR": "1",
 }
@@ -48,20 +48,20 @@ ENVIRONMENT = {
 
 @dataclass(frozen=True, slots=True)
 class RayCluster:
-    """What was deployed, and the hosts below it."""
+    """The deployed cluster and its hosts."""
 
     hosts: Mapping[str, Host]
     dashboard: RayDashboard
-    start_head: Callable[[], None]  # also one in the place of a head that is gone, with what that had on its disk
+    start_head: Callable[[], None]  # also replaces a killed head, with its disk
 
     @property
     def address(self) -> str:
-        """Of the orchestrator on the front host."""
+        """Address of the orchestrator on the front host."""
         return self.orchestrator_at(FRONT)
 
     @property
     def addresses(self) -> list[str]:
-        """Of both orchestrators."""
+        """Addresses of both orchestrators."""
         return [self.orchestrator_at(host) for host in (FRONT, DRAFT)]
 
     def orchestrator_at(self, host: str) -> str:
@@ -70,16 +70,16 @@ class RayCluster:
 
     @property
     def http_url(self) -> str:
-        """Of Serve's proxy."""
+        """URL of Serve's proxy."""
         return f"http://{self.hosts[FRONT].address}:{HTTP_PORT}"
 
     async def replicas(self, deployment: str) -> list[Replica]:
-        """Those of a deployment that run; none while nobody answers."""
+        """Running replicas of a deployment; none while the dashboard does not answer."""
         found = [each for each in await self.deployments() if each.name == deployment]
         return [replica for each in found for replica in each.replicas if replica.state == "RUNNING"]
 
     async def deployments(self) -> list[Deployment]:
-        """All of them; none while nobody answers."""
+        """All deployments; none while the dashboard does not answer."""
         try:
             applications = await asyncio.to_thread(self.dashboard.applications)
         except BoughError:
@@ -87,7 +87,7 @@ class RayCluster:
         return [each for application in applications for each in application.deployments]
 
     async def server_info(self, address: str) -> ServerInfo | None:
-        """What an orchestrator says of itself; None where it does not answer."""
+        """GetServerInfo of an orchestrator; None if it does not answer."""
         try:
             async with asyncio.timeout(5), Client(address) as client:
                 return await client.server_info()
@@ -95,13 +95,13 @@ class RayCluster:
             return None
 
     async def workers_in_use(self, kind: str, address: str = "") -> list[WorkerStatus]:
-        """Those that the orchestrator at this address uses, or the one on the front host."""
+        """Workers used by the orchestrator at this address, by default the one on the front host."""
         info = await self.server_info(address or self.address)
         workers = info.workers if info else ()
         return [worker for worker in workers if worker.info.kind == kind and not worker.problem]
 
     async def redeploy(self, config: Mapping[str, Any]) -> None:
-        """A changed configuration; returns when Serve has carried it out and all workers are in use again."""
+        """Deploy a configuration; returns when Serve has applied it and all workers are in use again."""
         await asyncio.to_thread(self.dashboard.deploy, config)
         wanted = {each["name"]: each for each in config["applications"][0]["deployments"]}
 
@@ -118,10 +118,10 @@ class RayCluster:
         await until(is_so, "the new configuration")
 
     async def wait_for(self, deployment: str, kind: str, number: int, but_not: int = 0) -> None:
-        """Returns when so many replicas run (none of them the process `but_not`), and as many workers are in use.
+        """Wait until `num` replicas run, none of them the process `but_not`, and as many workers are in use.
 
         Raises:
-            Unavailable: that has not come about in time.
+            Unavailable: it takes longer than START_SECONDS.
         """
 
         async def is_so() -> bool:
@@ -132,20 +132,20 @@ class RayCluster:
         await until(is_so, f"{number} of {deployment}")
 
     async def kill_host(self, host: str) -> None:
-        """SIGKILL for every process on it, as a power cut would end them."""
+        """Send SIGKILL to every process on a host."""
         for process_id in self.hosts[host].process_ids():
             with suppress(ProcessLookupError):
                 os.kill(process_id, signal.SIGKILL)
 
     async def kill_replica(self, deployment: str) -> int:
-        """SIGKILL for one of its replicas, as a crash would end it; the process that it was."""
+        """Send SIGKILL to one replica of a deployment; returns its process id."""
         process_id = (await self.replicas(deployment))[0].process_id
         os.kill(process_id, signal.SIGKILL)
         return process_id
 
 
 async def until(is_so: Callable[[], Any], what: str) -> None:
-    """Polls. Raises Unavailable, naming what was waited for, after START_SECONDS."""
+    """Poll a condition. Raises Unavailable, with the condition's name, after START_SECONDS."""
     deadline = time.monotonic() + START_SECONDS
     while not await is_so():
         if time.monotonic() > deadline:
@@ -155,17 +155,17 @@ async def until(is_so: Callable[[], Any], what: str) -> None:
 
 @asynccontextmanager
 async def ray_cluster(config: Mapping[str, Any]) -> AsyncIterator[RayCluster]:
-    """A head and two other nodes with a configuration deployed, ready; all of it ends with the block."""
+    """Run a head and two more nodes with a deployed configuration; everything ends with the block."""
     with TemporaryDirectory(prefix="bgh") as folder, hosts(*RESOURCES) as machines:
         front = machines[FRONT]
         started: dict[str, subprocess.Popen[bytes]] = {}
 
         def start_head() -> None:
-            if FRONT in started:  # it was killed
+            if FRONT in started:  # the head was killed
                 started[FRONT].wait()
             head = [f"--port={GCS_PORT}", "--head", "--include-dashboard=true", f"--dashboard-host={front.address}"]
             head += [f"--dashboard-port={DASHBOARD_PORT}", f"--temp-dir={folder}/ray"]
-            # Ray takes nodes on other hosts for a head on this one, since all of them are processes of one machine.
+            # Ray mistakes nodes on other hosts for a head on this one, as all are processes of one machine.
             (Path(folder) / "ray" / "ray_current_cluster").unlink(missing_ok=True)
             kept = {"RAY_gcs_storage": "rocksdb", "RAY_gcs_storage_path": f"{folder}/gcs"}
             started[FRONT] = _start_node(front, head, Path(folder), kept)
@@ -175,14 +175,14 @@ async def ray_cluster(config: Mapping[str, Any]) -> AsyncIterator[RayCluster]:
         await until(lambda: _has_nodes(dashboard, started, Path(folder)), "the head's dashboard")
         for name in (TARGET, DRAFT):
             started[name] = _start_node(machines[name], [f"--address={front.address}:{GCS_PORT}"], Path(folder))
-            # One after another: sharing a file system, two that start at once take the same names for their sockets.
+            # Nodes start one after another: they share a file system and would use the same socket names.
             await until(lambda: _has_nodes(dashboard, started, Path(folder)), "all nodes")
         await asyncio.to_thread(dashboard.deploy, config)
         cluster = RayCluster(machines, dashboard, start_head)
         try:
             await cluster.wait_for("Target", "target", 1)
             await cluster.wait_for("Draft", "draft", 1)
-            await cluster.redeploy(config)  # of which nothing is new: until both orchestrators know all
+            await cluster.redeploy(config)  # unchanged: waits until both orchestrators use all workers
             yield cluster
         except Unavailable as exc:
             problems = [f"{each.name}: {each.message}" for each in await cluster.deployments() if not each.is_healthy]

@@ -1,4 +1,4 @@
-"""One trial: streams run on a cluster while a host is cut off, a replica is killed, and draft workers come and go."""
+"""One trial: streams run while hosts are disconnected, replicas are killed, and draft workers are scaled."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from loadtest.cluster.configurations import trial_config, with_index_elsewhere, 
 from loadtest.cluster.ray_cluster import DRAFT, FRONT, TARGET, RayCluster, ray_cluster, until
 
 CUT_SECONDS = 6.0
-CALM_SECONDS = 3.0  # of streams between disturbances
-HEADLESS_SECONDS = 20.0  # of streams without Ray's head
-FEW, MANY = 2, 8  # streams at once
+CALM_SECONDS = 3.0  # of undisturbed streaming between disturbances
+HEADLESS_SECONDS = 20.0  # of streaming without Ray's head
+FEW, MANY = 2, 8  # concurrent streams
 PROMPT, NUM_TOKENS = "Why is the sky blue?", 24
 HTTP_SECONDS = 120.0
-VOCAB_SIZE = 500  # tokens of prompts: any profile knows more
+VOCAB_SIZE = 500  # of prompts; smaller than any profile's
 
 
 STEPS = (
@@ -41,10 +41,10 @@ STEPS = (
 
 
 class Trial:
-    """Disturbs a cluster step by step, and notes how long each step took."""
+    """Disturbs a cluster step by step, and records the duration of each step."""
 
     def __init__(self, cluster: RayCluster, make_streams: Callable[[str, list[str]], Streams]) -> None:
-        """`make_streams` is given a name that no other streams of the trial have, and whom they ask."""
+        """`make_streams` makes streams from a unique name and the addresses to use."""
         self.seconds: dict[str, float] = {}
         self.cuts_were_cuts = True
         self.replicas_stayed = True
@@ -52,7 +52,7 @@ class Trial:
         self._cluster, self._make_streams = cluster, make_streams
 
     async def run(self, steps: Sequence[str]) -> None:
-        """Those of STEPS, in that order; each returns when the cluster is whole again, but for the head's."""
+        """Run steps in the order of STEPS; each, except the head's, ends when the cluster is whole again."""
         acts: Mapping[str, Callable[[], Awaitable[None]]] = {
             "target_host_cut_off": lambda: self._cut_off(TARGET),
             "draft_host_cut_off": lambda: self._cut_off(DRAFT),
@@ -65,7 +65,7 @@ class Trial:
             "head_replaced": self._replace_head,
         }
         for name in (each for each in STEPS if each in steps):
-            if name == "index_moved":  # all start anew: who asks meanwhile is answered by nobody
+            if name == "index_moved":  # all processes restart, so requests fail meanwhile
                 await self._timed(name, acts[name])
             elif name == "head_killed":  # and with it one of the orchestrators
                 await self._step(name, acts[name], [self._cluster.orchestrator_at(DRAFT)])
@@ -75,7 +75,7 @@ class Trial:
     async def _step(
         self, name: str, step: Callable[[], Awaitable[None]], addresses: Sequence[str] | None = None
     ) -> None:
-        """While streams ask both orchestrators, or those at these addresses."""
+        """Run a step while streams use both orchestrators, or those at these addresses."""
         async with self._load(FEW, name, addresses):
             await asyncio.sleep(CALM_SECONDS)
             await self._timed(name, step)
@@ -108,7 +108,7 @@ class Trial:
         await self._cluster.wait_for("Draft", "draft", 1)
 
     async def _redeploy(self) -> None:
-        """Other settings for every program, which its replica starts anew; the replicas stay."""
+        """Deploy other settings for every program; replicas stay and restart their programs."""
         await self._redeploy_with(with_other_settings(trial_config()))
 
     async def _redeploy_with(self, config: dict[str, Any]) -> None:
@@ -122,7 +122,7 @@ class Trial:
         self.replicas_stayed &= replicas == await self._replica_ids()
 
     async def _move_index(self) -> None:
-        """Its replica is placed on another host."""
+        """Move the index to another host."""
         config = with_index_elsewhere(trial_config())
         host = self._cluster.hosts[DRAFT].address
 
@@ -135,12 +135,12 @@ class Trial:
         await self._cluster.redeploy(config)
 
     async def _kill_head(self) -> None:
-        """With Ray's head one of the two orchestrators goes; index, workers and the other one are elsewhere."""
+        """Kill the head's host with one orchestrator; the index, workers and the other orchestrator are elsewhere."""
         await self._cluster.kill_host(FRONT)
         await asyncio.sleep(HEADLESS_SECONDS)
 
     async def _replace_head(self) -> None:
-        """At the same address with the same disk: what runs stays, and is redeployed as if nothing had been."""
+        """Start a new head at the same address with the same disk; running replicas stay."""
         cluster = self._cluster
 
         async def targets_at(host: str) -> set[str]:
@@ -160,11 +160,11 @@ class Trial:
         return {each.info.worker_id for kind in (TARGET, DRAFT) for each in await self._cluster.workers_in_use(kind)}
 
     async def _replica_ids(self) -> set[int]:
-        """Of those whose number is fixed."""
+        """Replica ids of deployments with a fixed number of replicas."""
         return {each.process_id for name in ("Target", "Orchestrator") for each in await self._cluster.replicas(name)}
 
     async def _whole(self) -> None:
-        """Draft workers may be more than one: a machine that is slow has more trees at once."""
+        """Wait until everything runs; there may be several draft workers, as slow machines grow more trees at once."""
 
         async def is_so() -> bool:
             return bool(await self._cluster.workers_in_use(TARGET) and await self._cluster.workers_in_use(DRAFT))
@@ -173,7 +173,7 @@ class Trial:
 
     @asynccontextmanager
     async def _load(self, num_streams: int, name: str, addresses: Sequence[str] | None = None) -> AsyncIterator[None]:
-        """So many streams at once, one after another; those that run at the end of the block may finish."""
+        """Keep `num` streams running during the block; streams running at its end may finish."""
         streams = self._make_streams(name, [*(addresses or self._cluster.addresses)])
         streams.tally = self.tally
         running = asyncio.create_task(streams.run(num_streams, random.Random(name)))
@@ -185,7 +185,7 @@ class Trial:
 
 
 async def run_trial(seed: int, steps: Sequence[str] = STEPS) -> dict[str, Any]:
-    """The figures of one trial."""
+    """Run one trial and return its figures."""
     began = time.monotonic()
     rng = random.Random(seed)
     scripts = make_scripts(12, rng, VOCAB_SIZE, 240)
@@ -218,7 +218,7 @@ async def run_trial(seed: int, steps: Sequence[str] = STEPS) -> dict[str, Any]:
 
 
 def ask_over_http(url: str) -> str:
-    """An answer in OpenAI's form through Serve's proxy."""
+    """Ask over OpenAI's API through Serve's proxy."""
     body = {"prompt": PROMPT, "max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True}
     headers = {"content-type": "application/json"}
     request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(), headers)
@@ -228,7 +228,7 @@ def ask_over_http(url: str) -> str:
 
 
 async def ask_over_grpc(client: Client) -> str:
-    """The same question, of the orchestrator itself."""
+    """Ask the same of the orchestrator over gRPC."""
     received = Received(time.monotonic())
     options = GenerateOptions(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
     await received.take(client, TextPrompt(PROMPT), options)
@@ -236,7 +236,7 @@ async def ask_over_grpc(client: Client) -> str:
 
 
 async def can_connect(address: str) -> bool:
-    """Whether anybody answers there at once."""
+    """Whether a connection to this address succeeds at once."""
     host, _, port = address.rpartition(":")
     try:
         async with asyncio.timeout(1):
@@ -248,7 +248,7 @@ async def can_connect(address: str) -> bool:
 
 
 async def placement_of(cluster: RayCluster) -> bool:
-    """Whether every replica is on the host that has its resource, and every worker announces that host's address."""
+    """Check that every replica is on the host with its resource and announces that host's address."""
     wanted = {"Index": {FRONT}, "Orchestrator": {FRONT, DRAFT}, "Target": {TARGET}, "Draft": {DRAFT}}
     for deployment, hosts in wanted.items():
         found = sorted(each.host for each in await cluster.replicas(deployment))
@@ -262,7 +262,7 @@ async def placement_of(cluster: RayCluster) -> bool:
 
 
 def has_failed(figures: dict[str, Any]) -> bool:
-    """Whether anything happened that must not."""
+    """Whether the figures contain a failure."""
     names = ("failed_streams", "hung_streams", "unequal_streams", "lost_tokens", "repeated_tokens")
     must = (
         "placement_is_right",
@@ -274,6 +274,6 @@ def has_failed(figures: dict[str, Any]) -> bool:
 
 
 def report(figures: dict[str, Any]) -> int:
-    """One JSON line; the exit status."""
+    """Print one JSON line; returns the exit status."""
     print(json.dumps(figures))
     return int(has_failed(figures))

@@ -1,4 +1,4 @@
-"""Authorities and certificates, made in a moment."""
+"""Creates certificate authorities and certificates."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Pair:
     key: bytes
 
     def write(self, folder: Path, name: str) -> tuple[Path, Path]:
-        """Puts both in the place of what is there, each whole at once."""
+        """Write both files, replacing each atomically."""
         paths = folder / f"{name}.pem", folder / f"{name}.key"
         for path, text in zip(paths, (self.certificate, self.key), strict=True):
             draft = path.with_suffix(".new")
@@ -39,7 +39,7 @@ class Pair:
 
 
 class Authority:
-    """Signs certificates."""
+    """A certificate authority."""
 
     def __init__(self, name: str = "authority") -> None:
         self._key, self._name = ec.generate_private_key(ec.SECP256R1()), _named(name)
@@ -48,7 +48,7 @@ class Authority:
         self.certificate = signed.public_bytes(Encoding.PEM)
 
     def pair(self, name: str, hosts: Sequence[str] = HERE, days: float = 60) -> Pair:
-        """A certificate of hosts and addresses, which is over after so many days."""
+        """A certificate of host names and addresses, valid for the given number of days."""
         key = ec.generate_private_key(ec.SECP256R1())
         builder = _builder(_named(name), self._name, key.public_key(), timedelta(days=days))
         if hosts:
@@ -63,13 +63,13 @@ class Authority:
         return path
 
     def files(self, folder: Path, name: str = "process", hosts: Sequence[str] = HERE) -> CertificateFiles:
-        """Of a process whose certificate is of this authority."""
+        """Write the TLS files of a process with a certificate of this authority."""
         certificate, key = self.pair(name, hosts).write(folder, name)
         return CertificateFiles(str(certificate), str(key), str(self.write(folder)))
 
 
 def flags_of(files: CertificateFiles) -> list[str]:
-    """Settings of a process that has these files."""
+    """Command-line flags for these TLS files."""
     flags = {"--tls-cert": files.cert, "--tls-key": files.key, "--tls-ca": files.authority}
     return [word for flag, path in flags.items() if path for word in (flag, path)]
 

@@ -1,4 +1,4 @@
-"""Runs a command with a limit on its memory, page cache included, and on how fast it may read: control groups, as root.
+"""Limits a command's memory, page cache included, and its disk bandwidth by control groups; needs root.
 
 So that a machine whose memory holds the whole model can stand for one whose memory does not. Control groups may be of
 version 1 or 2.
@@ -19,10 +19,10 @@ CGROUPS = Path("/sys/fs/cgroup")
 
 @contextmanager
 def limited(memory_bytes: int = 0, read_bytes_per_second: int = 0, disk_of: Path = Path()) -> Iterator[list[str]]:
-    """Words to put before a command; 0 is no limit, `disk_of` any path on the disk that is slowed down.
+    """Prefix of a command that limits it; 0 is no limit, `disk_of` is any path on the disk to limit.
 
     Raises:
-        OSError: control groups are not to be had, or not by this user.
+        OSError: control groups are missing, or this user may not use them.
     """
     groups: list[Path] = []
     device = os.stat(disk_of).st_dev
@@ -44,12 +44,12 @@ def limited(memory_bytes: int = 0, read_bytes_per_second: int = 0, disk_of: Path
         yield _entering(groups)
     finally:
         for group in groups:
-            with suppress(OSError):  # a process may still be ending in it
+            with suppress(OSError):  # a process in it may still be ending
                 group.rmdir()
 
 
 def drop_cached(folder: Path) -> None:
-    """Takes a model's files out of the page cache, where a limit on a group's memory would not find them."""
+    """Drop a model's files from the page cache, as cached pages are not charged to a limited group."""
     for file in folder.iterdir():
         descriptor = os.open(file, os.O_RDONLY)
         try:
@@ -59,7 +59,7 @@ def drop_cached(folder: Path) -> None:
 
 
 def can_limit() -> bool:
-    """Whether `limited` works here, for memory and for the disk of the demonstration's models."""
+    """Whether `limited` can limit memory and the disk of the demonstration's models on this machine."""
     try:
         with limited(memory_bytes=1 << 40, read_bytes_per_second=1 << 40, disk_of=cache_folder()):
             return True
@@ -79,6 +79,6 @@ def _write(file: Path, value: object) -> None:
 
 
 def _entering(groups: Sequence[Path]) -> list[str]:
-    """A shell that joins the groups and becomes the command."""
+    """A shell command that joins the groups and then executes the command."""
     joins = "".join(f"echo $$ > {group}/cgroup.procs && " for group in groups)
     return ["sh", "-c", joins + 'exec "$@"', "sh"]

@@ -9,14 +9,14 @@ from pathlib import Path
 
 
 def processor() -> str:
-    """As the system names it."""
+    """The processor's name, as the system reports it."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(names, platform.processor())
 
 
 def timed(function: Callable[[], object]) -> float:
-    """Seconds of one call."""
+    """Seconds that a call takes."""
     began = time.perf_counter()
     function()
     return time.perf_counter() - began

@@ -1,4 +1,4 @@
-"""The prompts that bough ships: of different kinds, for tests and benchmarks alike."""
+"""The prompts of different kinds that bough ships, for tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ PROMPTS = Path(__file__).parent.parent / "data" / "prompts.jsonl"
 
 
 def load_prompts(file: Path | None = None) -> list[str]:
-    """Texts of a JSONL file with a field `text` (ours) or `turns` (MT-Bench's, of which the first turn is taken)."""
+    """Texts of a JSONL file: its field `text`, or the first of `turns` as in MT-Bench."""
     lines = (file or PROMPTS).read_text().splitlines()
     return [entry["text"] if "text" in entry else entry["turns"][0] for entry in map(json.loads, lines)]

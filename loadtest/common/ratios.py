@@ -1,4 +1,4 @@
-"""Two sides that were measured on the same things: how many times the one is the other, and how surely."""
+"""Ratios of paired measurements, with confidence intervals."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ INTERVAL = (2.5, 97.5)  # percent
 
 
 def geometric_mean(values: Sequence[float]) -> float:
-    """Of numbers above 0.
+    """The geometric mean of positive numbers.
 
     Raises:
-        ValueError: none, or one that is not above 0.
+        ValueError: there are no values, or one is not above 0.
     """
     if not values or min(values) <= 0:
         raise ValueError(f"rates: must be at least one, all above 0, got {list(values)}")
@@ -26,10 +26,10 @@ def geometric_mean(values: Sequence[float]) -> float:
 
 
 def ratio(ours: Sequence[float], theirs: Sequence[float], seed: int, num_digits: int = 3) -> dict[str, Any]:
-    """Ours over theirs, paired: geometric mean, its 95 % bootstrap interval over pairs, and both ends.
+    """Ratios of ours to theirs, paired: geometric mean, its 95 % bootstrap interval, minimum and maximum.
 
     Raises:
-        ValueError: they are not as many, or one is not above 0.
+        ValueError: the numbers of values differ, or one value is not above 0.
     """
     pairs = [geometric_mean([a]) / geometric_mean([b]) for a, b in zip(ours, theirs, strict=True)]
     return {

@@ -1,4 +1,4 @@
-"""Settings of a bough that a benchmark starts for itself: the demonstration models, or workers without weights."""
+"""Settings of processes that a benchmark starts: with the demonstration models, or with simulated workers."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from bough.processes.launch import Settings
 def stack_settings(
     profile: str = "", orchestrator_flags: Sequence[str] = (), everywhere_flags: Sequence[str] = ()
 ) -> Settings:
-    """Of one target, one draft and one orchestrator on free ports.
+    """Settings of one target, one draft and one orchestrator on free ports.
 
-    The demonstration target keeps no layer in memory; its draft is itself without two layers.
+    The demonstration target keeps no layer in memory; its draft is the same model without two layers.
     """
     if profile:
         target = draft = ["--simulate", profile]
@@ -34,6 +34,6 @@ def stack_settings(
 
 
 async def http_url_of(address: str) -> str:
-    """The HTTP door of the orchestrator whose gRPC door is at this address, without /v1; empty for none."""
+    """URL, without /v1, of the HTTP API of the orchestrator whose gRPC address is given; empty if it has none."""
     async with Client(address) as client:
         return (await client.server_info()).http_url

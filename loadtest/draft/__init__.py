@@ -1,1 +1,1 @@
-"""What a draft model is worth, and what its steps cost."""
+"""Measures the acceptance of a draft model and the cost of its steps."""

@@ -1,4 +1,4 @@
-"""What a substitute draft is worth: tokens per round and draft time, by layers left out and tree size.
+"""Measures tokens per round and draft time of substitute drafts, by left-out layers and tree size.
 
     python -m loadtest.draft --drops 12-15 3,14,25 --budgets 16 32 64
 
@@ -28,7 +28,7 @@ from target_worker.worker import TargetWorker
 
 
 class Tally(NamedTuple):
-    """Sums over rounds."""
+    """Sums of a run's rounds."""
 
     tokens: int = 0
     rounds: int = 0
@@ -38,14 +38,14 @@ class Tally(NamedTuple):
     top1: int = 0  # rounds whose first bonus or accepted token was the draft's first guess
 
     def add(self, other: Tally) -> Tally:
-        """Field by field."""
+        """The sums of both runs."""
         return Tally(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
 
 
 def run_prompt(
     target: TargetWorker, draft: DraftWorker, prompt: list[int], size: BestFirst, params: SamplingParams, length: int
 ) -> Tally:
-    """Generates `length` tokens with trees of one size."""
+    """Generate `length` tokens with trees of one size."""
     tokens, tally, draft_held, target_held = list(prompt), Tally(), 0, 0
     while len(tokens) - len(prompt) < length:
         grown = draft.grow(
@@ -75,7 +75,7 @@ def run_prompt(
 
 
 def main() -> None:
-    """Prints a table and one JSON line."""
+    """Print a table and one JSON line."""
     arguments = _arguments()
     ensure_demonstration(0)
     folder = str(demonstration_folder(0))

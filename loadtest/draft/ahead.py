@@ -1,4 +1,4 @@
-"""What draft-ahead is worth: how often the outcome had been grown, and the time that a round's growth then takes.
+"""Measures draft-ahead: how often the outcome was already grown, and the remaining time of growth.
 
     python -m loadtest.draft.ahead --ahead-steps 0 16 64 --sweep-seconds 1
     python -m loadtest.draft.ahead --growth SHAPE.json --scheme without-replacement --temperature 0.6
@@ -32,29 +32,29 @@ from target_worker.worker import TargetWorker
 
 
 class Tally(NamedTuple):
-    """Sums over the rounds after each prompt's first, which can have nothing grown ahead."""
+    """Sums over rounds, without each prompt's first, for which nothing can be grown ahead."""
 
     rounds: int = 0
     tokens: int = 0
-    warm: int = 0  # rounds whose tree was known at least in part
-    whole: int = 0  # rounds whose tree was known wholly: no draft step was left
+    warm: int = 0  # rounds whose tree was grown ahead at least in part
+    whole: int = 0  # rounds that needed no further draft step
     steps: int = 0
     draft_ns: int = 0
 
     def add(self, other: Tally) -> Tally:
-        """Field by field."""
+        """The sums of both."""
         return Tally(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
 
 
 class SlowTarget:
-    """A target whose sweeps take a given time, on a thread of its own."""
+    """A target whose sweeps take a given time, in a separate thread."""
 
     def __init__(self, target: TargetWorker, sweep_seconds: float) -> None:
         self._target, self._sweep_seconds = target, sweep_seconds
         self._thread = ThreadPoolExecutor(1, "sweep")
 
     def verify(self, call: VerifyCall) -> VerifyResult:
-        """The verdict, after the time of a sweep."""
+        """Return the verdict after a sweep's time."""
         return self._thread.submit(self._verify, call).result()
 
     def _verify(self, call: VerifyCall) -> VerifyResult:
@@ -66,8 +66,8 @@ class SlowTarget:
 def run_prompt(
     target: SlowTarget, draft: DraftWorker, prompt: list[int], plan: TreePlan, params: SamplingParams, length: int
 ) -> Tally:
-    """Generates `length` tokens."""
-    session_id = f"bench {time.monotonic_ns()}"  # the target remembers those of settings before
+    """Generate `length` tokens."""
+    session_id = f"bench {time.monotonic_ns()}"  # unique, as the target still holds sessions of earlier settings
     tokens, tally, draft_held, target_held, round_ = list(prompt), Tally(), 0, 0, 0
     while len(tokens) - len(prompt) < length:
         context = Context.of(session_id, tokens, draft_held, len(prompt))
@@ -86,7 +86,7 @@ def run_prompt(
 
 
 def main() -> None:
-    """Prints a line for each setting and one JSON line."""
+    """Print a line for each setting and one JSON line."""
     arguments = _arguments()
     ensure_demonstration(0)
     folder = str(demonstration_folder(0))

@@ -1,4 +1,4 @@
-"""What a draft step costs beside reading the draft's weights from memory once, by nodes in the frontier.
+"""Compares a draft step with reading the draft's weights from memory once, by number of frontier nodes.
 
     python -m loadtest.draft.step --drop-layers 3,14 --bits 16 8
 
@@ -40,24 +40,24 @@ CPU = torch.device("cpu")
 
 
 def weight_bytes(model: ResidentModel) -> int:
-    """Of all parameters in the data type that is computed in, those that are shared once."""
+    """Bytes of all parameters in the compute type; shared ones count once."""
     slots = [*model.skeleton.resident_slots, *(slot for layer in model.skeleton.layer_slots for slot in layer)]
     shapes = {slot.source.places: slot.source.shape for slot in slots}
     return sum(int(np.prod(shape)) for shape in shapes.values()) * model.skeleton.dtype.itemsize
 
 
 def frontier(num_nodes: int, seed: int) -> Tree:
-    """A random tree whose nodes are all run at once."""
+    """A segment with a random tree of `num_nodes` nodes."""
     rng = np.random.default_rng(seed)
     parents = [-1] + [int(rng.integers(max(0, node - 6), node)) for node in range(1, num_nodes)]
     return Tree.of([1000 + node for node in range(num_nodes)], parents, [0.0] * num_nodes)
 
 
 def steps(model: ResidentModel, kv_bytes: int, context: int, nodes: Sequence[int]) -> dict[int, Callable[[], object]]:
-    """By number of nodes, a step after the same context."""
+    """A function for each number of nodes that runs a step after the same context."""
     shape, num_rows = model.skeleton.kv_shape(), context + max(nodes)
     slot = KVSlot(shape, 0, CPU)
-    slot.place(shape.empty(kv_bytes // shape.row_bytes, CPU), 0, num_rows)  # as among a worker's
+    slot.place(shape.empty(kv_bytes // shape.row_bytes, CPU), 0, num_rows)  # placed like a slot in a worker's arena
     tokens = np.random.default_rng(1).integers(0, model.skeleton.vocab_size, context).tolist()
     model.logits(Batch([Segment.context(slot, 0, tokens)], None, CPU))
 
@@ -69,29 +69,29 @@ def steps(model: ResidentModel, kv_bytes: int, context: int, nodes: Sequence[int
 
 
 def reads(num_bytes: int) -> dict[str, Callable[[], object]]:
-    """Of so many bytes, and of half of them."""
+    """Functions that read `num_bytes` bytes, and half of them."""
     large = torch.frombuffer(large_pages(num_bytes // 4 * 4), dtype=torch.float32).fill_(1)
     small, half = torch.ones(num_bytes // 4), large[: len(large) // 2]
     return {"read": large.sum, "read in small pages": small.sum, "read of half": half.sum}
 
 
 class Measured(NamedTuple):
-    """Seconds of reads and steps, turn by turn."""
+    """Seconds of reads and steps, by turn."""
 
-    num_bytes: int  # of the weights as the checkpoint has them
-    models: dict[str, str]  # what they are, by the bits of their products
-    own_reads: dict[str, str]  # the read of what their steps read
+    num_bytes: int  # of the weights in the checkpoint's type
+    models: dict[str, str]  # description by bits of the products
+    own_reads: dict[str, str]  # name of the read with as many bytes as a step reads
     nodes: Sequence[int]
     seconds: dict[str, list[float]]
 
     def milliseconds(self) -> dict[str, float]:
-        """Medians."""
+        """Median milliseconds of each."""
         return {name: 1e3 * statistics.median(times) for name, times in self.seconds.items()}
 
     def ratios(
         self, bits: str, read: str = "read", of: Callable[[list[float]], float] = statistics.median
     ) -> dict[str, float]:
-        """Of a step to a read, by nodes."""
+        """Ratios of steps to a read, by number of nodes."""
         steps = {nodes: of(self.seconds[name_of(bits, nodes)]) for nodes in self.nodes}
         return {str(nodes): round(step / of(self.seconds[read]), 3) for nodes, step in steps.items()}
 
@@ -99,14 +99,14 @@ class Measured(NamedTuple):
 def measure(
     models: dict[str, ResidentModel], nodes: Sequence[int], turns: int, context: int = 200, kv_bytes: int = 2 * 10**9
 ) -> Measured:
-    """Models by the bits of their products; a session's keys and values are among `kv_bytes`, as in a worker."""
+    """Measure models, by bits of their products; the KV arena has `kv_bytes`, as in a worker."""
     num_bytes = max(map(weight_bytes, models.values()))
     parts = reads(num_bytes)
     for bits, model in models.items():
         own = steps(model, kv_bytes, context, nodes)
         parts |= {name_of(bits, num_nodes): step for num_nodes, step in own.items()}
     for part in parts.values():
-        part()  # compiles, and makes room
+        part()  # compiles kernels and allocates buffers
     seconds: dict[str, list[float]] = {name: [] for name in parts}
     for _ in range(turns):
         for name, part in parts.items():
@@ -117,12 +117,12 @@ def measure(
 
 
 def name_of(bits: str, nodes: int) -> str:
-    """Of a step."""
+    """Name of a step in tables."""
     return f"{nodes} nodes in {bits} bits"
 
 
 def tell(measured: Measured) -> None:
-    """Prints a table."""
+    """Print a table."""
     ms = measured.milliseconds()
     print(
         f"{measured.num_bytes / 1e6:.0f} MB of weights, read in {ms['read']:.1f} ms; half in {ms['read of half']:.1f}"
@@ -135,7 +135,7 @@ def tell(measured: Measured) -> None:
 
 
 def figures(measured: Measured) -> dict[str, object]:
-    """For the JSON line."""
+    """The figures of the JSON line."""
     return {
         "draft_step_ratio": {bits: measured.ratios(bits) for bits in measured.models},
         "ratio_of_fastest": {bits: measured.ratios(bits, of=min) for bits in measured.models},
@@ -147,7 +147,7 @@ def figures(measured: Measured) -> dict[str, object]:
 
 
 def main() -> None:
-    """Prints a table and one JSON line."""
+    """Print a table and one JSON line."""
     parser = FlagParser(description=__doc__)
     parser.add_argument("--model", type=Path, help="SmolLM2 as it is by default")
     parser.add_argument("--drop-layers", default="3,14")

@@ -1,1 +1,1 @@
-"""Malformed messages by the million against everything that decodes: both doors, workers' services, the index."""
+"""Sends malformed messages to everything that decodes: both APIs, the workers' services and the index."""

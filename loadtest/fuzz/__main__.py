@@ -1,4 +1,4 @@
-"""Malformed messages by the million: nothing ends, hangs or grows, and an ordinary request gets its exact tokens after.
+"""Sends malformed messages, and checks that nothing crashes, hangs or leaks, and that valid requests are still exact.
 
     python -m loadtest.fuzz --messages 1000000 --seed 1
     python -m loadtest.fuzz --messages 20000 --sockets 0.5
@@ -37,11 +37,11 @@ from loadtest.fuzz.sockets import Figures, at_sockets
 
 SOCKET_SHARE = 0.15
 TOLD_EVERY = 50_000
-MAX_SECONDS = 5.0  # that reading one message in this process may take, on a machine that does other things too
+MAX_SECONDS = 5.0  # limit for decoding one message in this process, on a busy machine
 
 
 def in_process(num_messages: int, seed: int) -> Outcomes:
-    """So many messages, in turn to all layers."""
+    """Send messages to all layers in turn, in this process."""
     outcomes, mutator, layers = Outcomes(), Mutator(seed), all_layers()
     for number in range(num_messages):
         layer = layers[number % len(layers)]
@@ -60,7 +60,7 @@ def in_process(num_messages: int, seed: int) -> Outcomes:
 
 
 async def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """All messages; figures as they are printed."""
+    """Send all messages; returns the figures."""
     num_sent = round(arguments.messages * arguments.sockets)
     began = time.monotonic()
     with TemporaryDirectory() as folder:
@@ -82,7 +82,7 @@ async def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def is_well(figures: dict[str, Any]) -> bool:
-    """Whether nothing is wrong."""
+    """Whether the figures contain no problem."""
     return not figures["problems"] and figures["exact"]
 
 
@@ -91,7 +91,7 @@ def _report(text: str) -> None:
 
 
 def main() -> int:
-    """Prints one JSON line."""
+    """Print one JSON line."""
     parser = FlagParser(description=__doc__)
     add = parser.add_argument
     add("--messages", type=int, default=1_000_000)

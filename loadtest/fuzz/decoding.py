@@ -1,4 +1,4 @@
-"""The layers that read what comes from outside, called in this process: whatever comes is a value or is refused."""
+"""The decoders of external input, called in this process: each message must be decoded or refused."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ from orchestrator.opening.prompt import next_prompt, whole_prompt
 from orchestrator.service import require_counts
 
 VOCAB, MAX_CONTEXT, MAX_NODES = 1000, 2048, 64
-MAX_REFUSAL = 4096  # characters of the text of an error
+MAX_REFUSAL = 4096  # most characters of an error message
 REFUSALS = (BoughError, ApiError)
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """Something that reads messages."""
+    """A decoder of messages."""
 
     name: str
     make: Callable[[Mutator], bytes]
-    read: Callable[[bytes], object]  # raises only REFUSALS
+    read: Callable[[bytes], object]  # may raise only REFUSALS
 
 
 def all_layers() -> list[Layer]:
-    """Every way in."""
+    """All decoders."""
     tokenizer = Tokenizer(simulated_tokenizer())
     grpc = [
         Layer("generate", _messages(*ordinary.GRPC[ordinary.SERVICE + "Generate"]), lambda d: generate(d, tokenizer)),
@@ -73,7 +73,7 @@ def all_layers() -> list[Layer]:
 
 
 def problem_of(layer: Layer, data: bytes) -> str:
-    """What is wrong with how a message was read; empty where it was a value, or refused in a few words."""
+    """The problem with a decoder's behaviour; empty if it returned a value or refused with a short message."""
     try:
         layer.read(data)
     except REFUSALS as exc:
@@ -87,14 +87,14 @@ def problem_of(layer: Layer, data: bytes) -> str:
 
 
 def generate(data: bytes, tokenizer: Tokenizer) -> list[int]:
-    """A request at the gRPC door, as far as nothing is computed."""
+    """Decode a Generate request, up to where computation would begin."""
     message = decoded(data, generation_pb2.GenerateRequest.FromString)
     require_counts(message, MAX_CONTEXT)
     return opened(*codec_generation.request_from_wire(message), tokenizer)
 
 
 def opened(prompt: Prompt, options: GenerateOptions, tokenizer: Tokenizer) -> list[int]:
-    """The tokens of a request that nothing is wrong with."""
+    """The prompt tokens of a valid request."""
     require_texts(prompt, options)
     require_size(prompt, tokenizer, MAX_CONTEXT)
     is_turn = options.continues and isinstance(prompt, ChatPrompt)
@@ -115,38 +115,38 @@ def opened(prompt: Prompt, options: GenerateOptions, tokenizer: Tokenizer) -> li
 
 
 def verify(data: bytes) -> object:
-    """A tree at a target."""
+    """Decode a Verify request at a target."""
     message = decoded(data, target_pb2.VerifyRequest.FromString)
     return codec.verify_call_from_wire(message, VOCAB, MAX_NODES)
 
 
 def grow(data: bytes) -> object:
-    """A call at a draft worker."""
+    """Decode a Grow request at a draft worker."""
     message = decoded(data, draft_pb2.GrowRequest.FromString)
     return codec.grow_call_from_wire(message, VOCAB, MAX_NODES)
 
 
 def grown(data: bytes) -> object:
-    """What a draft worker answers an orchestrator."""
+    """Decode a draft worker's reply."""
     result = codec.grow_result_from_wire(decoded(data, draft_pb2.GrowReply.FromString))
     result.tree.validate(VOCAB, MAX_NODES)
     return result
 
 
 def verified(data: bytes) -> object:
-    """What a target answers an orchestrator."""
+    """Decode a target's reply."""
     return codec.verify_result_from_wire(decoded(data, target_pb2.VerifyReply.FromString))
 
 
 def chat_body(data: bytes, tokenizer: Tokenizer) -> object:
-    """A conversation at the HTTP door."""
+    """Decode a chat completion's body."""
     fields = parse(ChatFields, data)
     prompts = (chat.chat_prompt(fields.messages),)
     return _opened(choices(fields, prompts, chat.chat_limits(fields), "id", fields.session_id or ""), tokenizer)
 
 
 def completion_body(data: bytes, tokenizer: Tokenizer) -> object:
-    """Texts at the HTTP door."""
+    """Decode a text completion's body."""
     fields = parse(CompletionFields, data)
     prompts = tuple(map(completions.text_prompt, fields.prompt))
     limits = completions.completion_limits(fields)

@@ -1,4 +1,4 @@
-"""gRPC: messages that are wrong over real channels, and frames of HTTP/2 that are wrong by raw sockets."""
+"""Malformed gRPC messages over real channels, and malformed HTTP/2 frames over raw sockets."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ LAYER, FRAMES = "grpc", "http2 frames"
 NAMES_OF_ERRORS = {kind.__name__: code for kind, code in STATUS_OF.items()}
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 SETTINGS, PING, GOAWAY, ACK = 4, 6, 7, 1
-NUM_TYPES = 12  # of frames, unknown ones included
-MOST_FRAMES = 12  # before the connection is asked whether it lives
+NUM_TYPES = 12  # types of frames, unknown ones included
+MOST_FRAMES = 12  # in a burst, before a ping
 PATIENCE_SECONDS = 0.5
 OWN_PING = b"are you?"
 
 
 class GrpcSender:
-    """Calls over one channel."""
+    """Sends malformed calls over one channel."""
 
     def __init__(self, address: str, mutator: Mutator, outcomes: Outcomes) -> None:
         self._channel = open_channel(address)
         self._mutator, self._outcomes = mutator, outcomes
 
     async def close(self) -> None:
-        """Ends the connection."""
+        """Close the channel."""
         await self._channel.close()
 
     async def send(self) -> None:
-        """One call, as far as its first reply."""
+        """Send one call and wait for its first reply or status."""
         method = self._mutator.pick([*GRPC])
         given = self._mutator.pick(GRPC[method])
         data = self._mutator.garbage() if self._mutator.rng.random() < 0.1 else self._mutator.message(given)
-        data = data[:MAX_MESSAGE_BYTES]  # of more a channel of ours does not send
+        data = data[:MAX_MESSAGE_BYTES]  # our channel's limit
         ask: Any = self._channel.unary_stream(method)
         call = ask(data, timeout=ANSWER_SECONDS)
         try:
@@ -62,7 +62,7 @@ class GrpcSender:
 
 
 class FrameSender:
-    """Frames over connections of its own, a burst on each."""
+    """Sends bursts of malformed frames, each over a new connection."""
 
     def __init__(self, address: str, mutator: Mutator, outcomes: Outcomes) -> None:
         host, _, port = address.rpartition(":")
@@ -70,10 +70,10 @@ class FrameSender:
         self._mutator, self._outcomes = mutator, outcomes
 
     async def close(self) -> None:
-        """Nothing stays open."""
+        """Do nothing: no connection stays open."""
 
     async def send(self) -> None:
-        """A burst, after which the connection has an end, or answers a ping."""
+        """Send a burst; afterwards the connection must be closed or answer a ping."""
         frames = [self._frame() for _ in range(self._mutator.rng.randint(1, MOST_FRAMES))]
         is_http2 = self._mutator.rng.random() < 0.9
         beginning = PREFACE + _frame(SETTINGS, 0, 0, b"") if is_http2 else self._mutator.garbage()
@@ -98,7 +98,7 @@ class FrameSender:
                 with suppress(TimeoutError):
                     async with asyncio.timeout(PATIENCE_SECONDS):
                         return await _read_answer(reader)
-                writer.write_eof()  # it may wait for the rest of a frame, and is told that there is none
+                writer.write_eof()  # the server may be waiting for the rest of a frame
                 return await _read_answer(reader)
             return "closed"
         finally:
@@ -134,7 +134,7 @@ class FrameSender:
 
 
 async def _read_answer(reader: asyncio.StreamReader) -> str:
-    """Reads frames up to one that says something of the connection."""
+    """Read frames up to one that shows the connection's state."""
     while True:
         head = await reader.readexactly(9)
         payload = await reader.readexactly(int.from_bytes(head[:3], "big"))

@@ -1,4 +1,4 @@
-"""HTTP by raw sockets: bodies, heads, chunks and bytes that are wrong, many on a connection."""
+"""Malformed HTTP over raw sockets: bodies, headers, chunks and bytes, many on a connection."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from loadtest.fuzz.ordinary import BODIES, PATHS
 from loadtest.fuzz.outcomes import ANSWER_SECONDS, Outcomes
 
 LAYER = "http"
-PATIENCE_SECONDS = 0.2  # for an answer to what may not be whole; then the end of the connection is told
+PATIENCE_SECONDS = 0.2  # wait for an answer to a possibly incomplete message, before closing our side
 HEAD_END = b"\r\n\r\n"
 METHODS = ("GET", "POST", "POST", "PUT", "DELETE", "HEAD", "OPTIONS", "PATCH", "CONNECT", "TRACE", "get", "G\x00T", "")
 HEADERS = (
@@ -28,14 +28,14 @@ HEADERS = (
 
 
 class Sent(NamedTuple):
-    """A message, and whether all of it is there as far as its head says."""
+    """A message, and whether it is complete according to its header."""
 
     data: bytes
     is_whole: bool
 
 
 class HttpSender:
-    """One connection at a time, opened again whenever it has ended."""
+    """Sends malformed HTTP over one connection at a time."""
 
     def __init__(self, url: str, mutator: Mutator, outcomes: Outcomes) -> None:
         parts = urlsplit(url)
@@ -44,7 +44,7 @@ class HttpSender:
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
     async def send(self) -> None:
-        """One message, and what comes of it."""
+        """Send one message and record the outcome."""
         sent = self._made()
         try:
             async with asyncio.timeout(ANSWER_SECONDS):
@@ -62,7 +62,7 @@ class HttpSender:
             self._outcomes.answered(LAYER, status)
 
     async def close(self) -> None:
-        """Ends the connection, if there is one."""
+        """Close the connection, if there is one."""
         if self._streams is not None:
             self._streams[1].transport.abort()
             self._streams = None
@@ -128,7 +128,7 @@ def _head(method: str, path: str, *lines: bytes) -> bytes:
 
 
 async def _read_hurried(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
-    """The head of an answer; where none comes for a moment the server is told that nothing more will be sent."""
+    """Read an answer's header; if none comes within PATIENCE_SECONDS, close our side first."""
     with suppress(TimeoutError):
         async with asyncio.timeout(PATIENCE_SECONDS):
             return await reader.readuntil(HEAD_END)
@@ -137,7 +137,7 @@ async def _read_hurried(reader: asyncio.StreamReader, writer: asyncio.StreamWrit
 
 
 async def _read_answer(reader: asyncio.StreamReader) -> str:
-    """Reads one answer to its end; its status."""
+    """Read one answer to its end; returns its status."""
     head = await reader.readuntil(HEAD_END)
     headers = dict(line.lower().split(": ", 1) for line in head.decode("latin-1").split("\r\n") if ": " in line)
     if "chunked" in headers.get("transfer-encoding", ""):

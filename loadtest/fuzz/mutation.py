@@ -1,4 +1,4 @@
-"""Messages that are wrong in all the ways that one can be: drawn by a seed, and fast enough for millions."""
+"""Random mutation of messages, reproducible from a seed and fast enough for millions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TEXTS = (
     "", "x", "x" * 300, "x" * 5000, "\0", "\r\n", "\x1b[31m", "\u2028", "\U0001f30d", "a\u0301" * 40, "{{ 7 }}",
     "{% for x in y %}", "alice::request", "::", "Zyx" + "y" * 400, "../../etc/passwd", "%s%s%n", "\ufffd", "session",
 )  # fmt: skip
-# Values as they are spelled in a JSON text, many of which Python would not write.
+# Spellings of JSON values, many of which Python's encoder does not produce.
 SPELLINGS = (
     "null", "true", "false", "0", "-0", "-1", "1", "2", "0.5", "-0.0", "1e308", "1e999", "-1e999", "1E+2", "NaN",
     "Infinity", "-Infinity", "01", "1.", ".5", "0x10", "18446744073709551616", "-9223372036854775809", "9" * 300,
@@ -41,17 +41,17 @@ HOLE = "\ue000hole\ue001"
 
 
 class Mutator:
-    """Everything that is drawn, by one seed."""
+    """Draws mutations from one seed."""
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
 
     def garbage(self, most_bytes: int = 400) -> bytes:
-        """Bytes of any kind, few more often than many."""
+        """Random bytes; short runs are likelier than long ones."""
         return self.rng.randbytes(int(most_bytes * self.rng.random() ** 3))
 
     def changed(self, data: bytes, other: bytes = b"") -> bytes:
-        """Some bytes flipped, lost, doubled, added, or those of another message from some place on."""
+        """A copy with bytes flipped, removed, doubled or inserted, or with the tail of another message."""
         out = bytearray(data)
         for _ in range(self.rng.randint(1, 3)):
             at = self.rng.randint(0, len(out))
@@ -71,7 +71,7 @@ class Mutator:
         return bytes(out)
 
     def message(self, given: Message) -> bytes:
-        """A message of the kind with some fields changed, at any depth, and perhaps some bytes."""
+        """A protobuf message with some fields changed, at any depth, and perhaps some bytes."""
         message = type(given)()
         message.CopyFrom(given)
         for _ in range(self.rng.randint(1, 3)):
@@ -80,7 +80,7 @@ class Mutator:
         return self.changed(data, given.SerializeToString()) if self.rng.random() < 0.1 else data
 
     def body(self, given: Json) -> bytes:
-        """A JSON text with some of its values spelled as others, some fields more or fewer, perhaps some bytes."""
+        """A JSON text with some values replaced, fields added or removed, and perhaps bytes changed."""
         value: Any = json.loads(json.dumps(given))
         spelled: list[str] = []
         for _ in range(self.pick((1, 1, 2, 3))):
@@ -92,11 +92,11 @@ class Mutator:
         return self.changed(data) if self.rng.random() < 0.1 else data
 
     def pick(self, options: Sequence[Any]) -> Any:
-        """One of them."""
+        """A random element."""
         return options[self.rng.randrange(len(options))]
 
     def _with_hole(self, value: Any, spelled: list[str]) -> Any:
-        """A value in which one is left out, and its spelling kept for later."""
+        """A copy of a value in which a random inner value is replaced by a placeholder."""
         if isinstance(value, dict) and value and self.rng.random() < 0.9:
             name = self.pick([*value])
             if self.rng.random() < 0.1:
@@ -114,7 +114,7 @@ class Mutator:
         return HOLE
 
     def _spellings(self, value: Any) -> Sequence[str]:
-        """Those of the same kind half of the time, which are further from being refused."""
+        """Candidate spellings: half of the time of the same kind, which are refused later in decoding."""
         if self.rng.random() < 0.5 and isinstance(value, str | float | int) and not isinstance(value, bool):
             return STRINGS if isinstance(value, str) else NUMBERS
         return SPELLINGS

@@ -1,4 +1,4 @@
-"""Messages that are right: what the others are made of."""
+"""Valid messages, from which malformed ones are derived."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What became of messages that were sent."""
+"""Outcomes of sent messages."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 MAX_EXAMPLES = 20
-ANSWER_SECONDS = 60.0  # in which every message has a status, or its connection an end
+ANSWER_SECONDS = 60.0  # limit for a status or the end of the connection
 
 
 @dataclass(slots=True)
 class Outcomes:
-    """Answers by kind, and what should not have been."""
+    """Counts of messages, answers and problems."""
 
     counts: Counter[str] = field(default_factory=Counter)  # messages by layer
     answers: Counter[str] = field(default_factory=Counter)  # by status
@@ -20,28 +20,28 @@ class Outcomes:
 
     @property
     def num_messages(self) -> int:
-        """Of all layers."""
+        """Number of messages to all layers."""
         return sum(self.counts.values())
 
     @property
     def num_problems(self) -> int:
-        """How often something was wrong."""
+        """Number of problems."""
         return sum(self.problems.values())
 
     def answered(self, layer: str, status: str, num_messages: int = 1) -> None:
-        """A status, or the end of a connection."""
+        """Count an answer: a status, or the end of a connection."""
         self.counts[layer] += num_messages
         self.answers[f"{layer}: {status}"] += 1
 
     def failed(self, layer: str, problem: str, data: bytes, num_messages: int = 1) -> None:
-        """No status, or one that a message should not be able to bring about."""
+        """Count a problem: no status, or one that no message may cause."""
         self.counts[layer] += num_messages
         self.problems[problem] += 1
         if len(self.examples) < MAX_EXAMPLES:
             self.examples.setdefault(problem, repr(data[:300]))
 
     def add(self, other: Outcomes) -> None:
-        """Another's, beside these."""
+        """Add the counts of `other`."""
         self.counts += other.counts
         self.answers += other.answers
         self.problems += other.problems

@@ -1,4 +1,4 @@
-"""Sends messages to an orchestrator in a process of its own, and watches it."""
+"""Sends malformed messages to an orchestrator in its own process, and monitors it."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from loadtest.served.soak import Snapshot, leaks, snapshot
 from loadtest.served.stack import Stack, stack
 
 SWEEP_SECONDS = 0.001
-MAX_CONTEXT = 512  # where answers without a limit end
+MAX_CONTEXT = 512  # ends answers without a limit
 SHARES = {http_door.LAYER: 0.6, grpc_door.LAYER: 0.3, grpc_door.FRAMES: 0.1}
 SENDERS = {http_door.LAYER: 12, grpc_door.LAYER: 6, grpc_door.FRAMES: 3}  # at once
 NUM_PROCESSES = 4
-BATCH = 3000  # messages between two looks at the processes
+BATCH = 3000  # messages between two checks of the processes
 SETTLE_SECONDS = 30.0
 PROMPT, MAX_TOKENS = "the ordinary request", 24
 
@@ -37,20 +37,20 @@ Report = Callable[[str], None]
 
 
 class Sender(Protocol):
-    """Sends one message after another."""
+    """Sends messages one after another."""
 
     async def send(self) -> None:
-        """One, and notes what came of it."""
+        """Send one message and record its outcome."""
         ...
 
     async def close(self) -> None:
-        """Ends its connections."""
+        """Close the connections."""
         ...
 
 
 @dataclass(slots=True)
 class Figures:
-    """What sending came to."""
+    """Results of sending."""
 
     outcomes: Outcomes = field(default_factory=Outcomes)
     growth: Snapshot = field(default_factory=dict)
@@ -59,13 +59,13 @@ class Figures:
 
 @dataclass(frozen=True, slots=True)
 class Ordinary:
-    """A request as it should be, over both doors."""
+    """A valid request over both APIs."""
 
     address: str
     url: str
 
     async def tokens(self) -> tuple[list[int], str]:
-        """Tokens over gRPC, and the text over HTTP. Raises BoughError or httpx.HTTPError."""
+        """Return the tokens over gRPC and the text over HTTP. Raises BoughError or httpx.HTTPError."""
         options = GenerateOptions(temperature=0.7, seed=11, max_tokens=MAX_TOKENS, ignore_eos=True)
         tokens: list[int] = []
         async with Client(self.address) as client:
@@ -78,7 +78,7 @@ class Ordinary:
 
 
 async def at_sockets(folder: Path, num_messages: int, seed: int, report: Report) -> Figures:
-    """Sends so many messages to an orchestrator before simulated workers."""
+    """Send messages to an orchestrator with simulated workers."""
     figures = Figures()
     async with stack(write_profile(folder, SWEEP_SECONDS, max_context=MAX_CONTEXT)) as running:
         ordinary = Ordinary(
@@ -122,7 +122,7 @@ async def _send(ordinary: Ordinary, num_messages: int, seed: int, outcomes: Outc
 
 
 async def _look(running: Stack, ordinary: Ordinary, wanted: Sequence[object], figures: Figures) -> None:
-    """Whether all processes live, and the ordinary request has its tokens."""
+    """Check that all processes run and that the valid request gets its tokens."""
     alive = running.process_ids()
     for kind, replicas in running.replicas.items():
         for child, _ in replicas:
@@ -136,7 +136,7 @@ async def _look(running: Stack, ordinary: Ordinary, wanted: Sequence[object], fi
 
 
 async def _settled(running: Stack, ordinary: Ordinary, first: Snapshot, figures: Figures) -> None:
-    """What still is more than it was, once what has been cut off is cleaned up, is a leak."""
+    """Growth that remains after closed connections are cleaned up, which is a leak."""
     too_much: list[str] = []
     with suppress(TimeoutError):
         async with asyncio.timeout(SETTLE_SECONDS):

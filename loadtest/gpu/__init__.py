@@ -1,1 +1,1 @@
-"""What a GPU runs: whether it is exact, within its memory, and as fast as the link."""
+"""Checks of the GPU path: exactness, memory limits, and speed relative to the link."""

@@ -1,4 +1,4 @@
-"""Proves the path over a GPU where there is one: exact, within its memory, and as fast as the link.
+"""Checks the GPU path on a machine with a GPU: exactness, memory limits, and speed relative to the link.
 
     python -m loadtest.gpu [--layers 80] [--device-memory 24GB]
 
@@ -36,13 +36,13 @@ from loadtest.gpu.supervised import results_of
 from loadtest.gpu.tables import table
 from loadtest.gpu.work import WORK
 
-LEAST_EFFICIENCY = 0.9  # of a sweep of the smallest tree: the link's own time, of all its time
+LEAST_EFFICIENCY = 0.9  # least share of the link's own time in a sweep of the smallest tree
 SECONDS = 510.0
 RAM_DISK = Path("/dev/shm")
 
 
 def check(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Every part's figures, and whether all is as it has to be."""
+    """Run all parts; returns their figures and whether all checks hold."""
     told = [
         f"--{name}={getattr(arguments, name.replace('-', '_'))}" for name in ("layers", "device-memory", "host-memory")
     ]
@@ -54,7 +54,7 @@ def check(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
 
     wanted = [part for part in WORK if not arguments.parts or part.name in arguments.parts.split(",")]
     seconds = arguments.seconds
-    if arguments.dry_run_on_cpu:  # which may be slow: times tell nothing there
+    if arguments.dry_run_on_cpu:  # times are meaningless there
         wanted, seconds = [part._replace(seconds=math.inf) for part in wanted], math.inf
     found, failed = results_of(wanted, command, seconds)
     report = merged(found) | {"layers_asked": arguments.layers, "failed": failed}
@@ -62,7 +62,7 @@ def check(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def merged(found: Mapping[str, Any]) -> dict[str, Any]:
-    """What parts found, by subject: parts that have several say so of each, and rows about one come together."""
+    """Merge the parts' results by subject."""
     report: dict[str, Any] = {}
     for name, value in found.items():
         for subject, figures in value.items() if name == "copying" or name.startswith("target ") else [(name, value)]:
@@ -72,7 +72,7 @@ def merged(found: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def holds(report: Mapping[str, Any], on_gpu: bool) -> bool:
-    """Whether all that was looked at is right; speed is looked at where the smallest trees leave it to the link."""
+    """Whether all checks hold; speed is checked only where the smallest trees are bound by the link."""
     counted = [*report.get("equality", []), *(report[name] for name in ("layer_bits", "experts") if name in report)]
     close = [report[name] for name in ("attention", "second_gpu") if name in report] + report.get("draft", [])
     is_right = (
@@ -93,7 +93,7 @@ def holds(report: Mapping[str, Any], on_gpu: bool) -> bool:
 
 
 def main() -> None:
-    """Prints what it finds as it goes, and one JSON line."""
+    """Print results as they come, and one JSON line."""
     arguments = _arguments()
     if not arguments.dry_run_on_cpu and not torch.cuda.is_available():
         print("error: torch finds no GPU here; --dry-run-on-cpu tries the check itself, in miniature", file=sys.stderr)
@@ -112,7 +112,7 @@ def main() -> None:
 
 
 def _roomy(sizes: Sizes) -> Path | None:
-    """Memory for the few gigabytes of files where there is enough; otherwise the usual place for such."""
+    """A folder in memory if there is enough for a few gigabytes, else the default temporary folder."""
     needed = 12 * sizes.target.hidden_size * (3 * sizes.target.intermediate_size + sizes.target.vocab_size)
     is_roomy = RAM_DISK.is_dir() and shutil.disk_usage(RAM_DISK).free > needed
     return RAM_DISK if is_roomy else None

@@ -1,4 +1,4 @@
-"""The tree that is worth most here by published acceptance, swept for real; part of `python -m loadtest.gpu`.
+"""Sweeps the tree that is best for published acceptance on this machine; part of `python -m loadtest.gpu`.
 
 The draft is not run: its guesses are accepted as those of Llama-3-70B-Instruct's 8B draft were (Sequoia, arXiv
 2402.12374, appendix E), and each level of its tree takes the time that a step of its shape took. What is measured is
@@ -23,9 +23,9 @@ from bough.trees.tree import Tree
 from bough.trees.tree_plan import StaticShape
 
 PUBLISHED = Path(__file__).parent.parent / "data" / "acceptance-published.json"
-LEVELS = 24  # of a tree, at most, as an orchestrator's default
+LEVELS = 24  # most levels of a tree, the orchestrator's default
 LAYERS_OF_70B = 80
-TO_BEAT = {  # seconds a token that others have published for a 70B, by the bits of its weights
+TO_BEAT = {  # published seconds per token of a 70B, by the bits of its weights
     16: {
         "Sequoia, 70B/8B, L40": 0.60,
         "Sequoia's best, L40": 0.56,
@@ -49,9 +49,9 @@ def chosen(
     step_seconds: float,
     sweep: Callable[[Tree], float],
 ) -> dict[str, Any]:
-    """What the best tree comes to; `sweep` takes a tree through the target and says how many seconds that took.
+    """The best tree and its predicted seconds per token; `sweep` sweeps a tree and returns the seconds.
 
-    A target of other than a 70B's `num_layers` is compared with nobody's 70B: its sweep is another's.
+    Only a target with a 70B's `num_layers` is compared with published figures.
     """
     acceptance = acceptance_from(PUBLISHED.name, json.loads(PUBLISHED.read_text()))
     sizes = sorted(seconds_by_tokens)

@@ -1,4 +1,4 @@
-"""Compiles every kernel for GPUs that need not be here, and says what each takes: registers, spills, shared memory.
+"""Compiles every kernel for GPUs that need not be present, and reports registers, spills and shared memory.
 
     python -m loadtest.gpu.compile_kernels [--capabilities 80 86 89 90 120]
 
@@ -33,27 +33,27 @@ from bough.config.flag_parser import FlagParser
 from bough.model.gpu import attention_triton, unpack_triton
 
 CAPABILITIES = (80, 86, 89, 90, 120)
-SHARED_BYTES = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 120: 101_376}  # that a program may have
+SHARED_BYTES = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 120: 101_376}  # limit of a program
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 _VARYING = ("scale", "window", "tail_width", "zero_offset")
-BLACKWELL = 100  # from which on Triton brings an assembler of its own
+BLACKWELL = 100  # first capability for which Triton has its own assembler
 
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """One of ours, as it is launched for a 70B."""
+    """A kernel with the arguments of its launch for a 70B."""
 
     name: str
     function: Any
     constants: dict[str, Any]
     pointers: dict[str, str]
     options: dict[str, Any]
-    varying: tuple[str, ...]  # arguments of which nothing is known; others can be divided by 16
+    varying: tuple[str, ...]  # arguments without specialisation; the others are divisible by 16
 
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """What an assembler said of it."""
+    """The assembler's report about a kernel."""
 
     name: str
     capability: int
@@ -63,14 +63,14 @@ class Compiled:
 
     @property
     def fits(self) -> bool:
-        """Whether it runs from registers and shared memory alone."""
+        """Whether it needs no spills and fits in shared memory."""
         return self.spilled_bytes == 0 and self.shared_bytes <= SHARED_BYTES.get(self.capability, 49_152)
 
 
 def kernels() -> Iterator[Kernel]:
-    """Attention, and a kernel a format, each writing bfloat16 and float16."""
+    """All kernels: attention, and unpacking of each format, writing bfloat16 and float16."""
     for dtype, bits in (("bf16", "i16"), ("fp16", "fp16")):
-        for group, head_dim in ((8, 128), (1, 128), (2, 256)):  # a 70B's, a Llama-2-7B's, a Gemma's
+        for group, head_dim in ((8, 128), (1, 128), (2, 256)):  # Llama 70B, Llama-2 7B, Gemma
             yield _attention(dtype, group, head_dim)
         for name, function, constants in _unpacking():
             pointers = {"packed": "*u8", "scales": "*fp16", "out": f"*{bits}"}
@@ -110,7 +110,7 @@ def _unpacking() -> Iterator[tuple[str, Any, dict[str, Any]]]:
 
 
 def compiled(kernel: Kernel, capability: int) -> Compiled:
-    """Raises whatever Triton's compiler or the assembler does not take."""
+    """Compile a kernel; raises errors of Triton's compiler or of the assembler."""
     names = kernel.function.arg_names
     signature = {name: "constexpr" if name in kernel.constants else kernel.pointers.get(name, "i32") for name in names}
     constants = {(names.index(name),): value for name, value in kernel.constants.items()}
@@ -123,7 +123,7 @@ def compiled(kernel: Kernel, capability: int) -> Compiled:
 
 
 def _assembled(ptx: str, capability: int) -> tuple[int, int]:
-    """Registers of a thread, and bytes that it spills."""
+    """Registers and spilled bytes of a thread."""
     target = re.search(r"\.target (sm_\w+)", ptx)
     assert target is not None, "PTX names its target"
     tool = TOOLS / ("ptxas-blackwell" if capability >= BLACKWELL else "ptxas")
@@ -139,7 +139,7 @@ def _assembled(ptx: str, capability: int) -> tuple[int, int]:
 
 
 def main() -> None:
-    """Prints what it finds as it goes, and one JSON line."""
+    """Print results as they come, and one JSON line."""
     parser = FlagParser(description=__doc__)
     parser.add_argument("--capabilities", type=int, nargs="+", default=CAPABILITIES)
     parser.add_argument("--only", default="", help="kernels whose name contains this")

@@ -1,4 +1,4 @@
-"""What attention takes by rows and context; part of `loadtest.gpu`."""
+"""Measures attention by number of rows and context length; part of `loadtest.gpu`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HEADS, KV_HEADS, HEAD_DIM = 64, 8, 128  # a 70B's
 
 
 def contexts(device: torch.device, rows: Sequence[int], lengths: Sequence[int]) -> list[dict[str, Any]]:
-    """Milliseconds of a layer's attention for a chain-like tree of so many rows over so long a context."""
+    """Milliseconds of a layer's attention for a chain-like tree, by rows and context length."""
     torch.manual_seed(0)
     kernels, found = kernels_on(device), []
     attend = kernels.attend if kernels else attend_by_mask

@@ -1,4 +1,4 @@
-"""How fast the host's memory is pinned and copied from; part of `loadtest.gpu`."""
+"""Measures the bandwidth of copies and of pinning host memory; part of `loadtest.gpu`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ COPIES = 10
 
 
 def bandwidth(streams: DeviceStreams, num_bytes: int) -> float:
-    """Bytes per second from pinned memory to the device; closes the streams."""
+    """Bytes per second of copies from pinned memory to the device; closes the streams."""
     try:
         source = torch.frombuffer(streams.host_memory(num_bytes), dtype=torch.uint8)
         target = streams.device_memory(num_bytes)
@@ -26,7 +26,7 @@ def bandwidth(streams: DeviceStreams, num_bytes: int) -> float:
 
 
 def pinning(streams: DeviceStreams, num_bytes: int) -> dict[str, Any]:
-    """Seconds until host memory may be copied from; closes the streams."""
+    """Seconds of pinning host memory; closes the streams."""
     began = time.perf_counter()
     try:
         streams.host_memory(num_bytes)

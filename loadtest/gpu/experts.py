@@ -1,4 +1,4 @@
-"""A part of the GPU check: experts that come from the host's memory when rows choose them, against whole layers."""
+"""Compares experts read from host memory on demand with whole layers; part of `loadtest.gpu`."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ REPEATS = 5
 
 
 class Mixture(NamedTuple):
-    """Its size; an expert has 3 MB."""
+    """Sizes of a mixture of experts; an expert has 3 MB."""
 
     layers: int
-    experts: int  # of a layer
-    chosen: int  # of these, by each row
+    experts: int  # in a layer
+    chosen: int  # experts chosen by each row
 
 
 class _Swept(NamedTuple):
     logits: list[torch.Tensor]
-    seconds: list[float]  # of a sweep, of trees that differ
-    gigabytes: list[float]  # of a sweep, over the link
+    seconds: list[float]  # of sweeps with different trees
+    gigabytes: list[float]  # over the link, by sweep
 
 
 def experts(
     device: torch.device, mixture: Mixture, folder: Path, new_streams: Callable[[torch.device], DeviceStreams]
 ) -> dict[str, Any]:
-    """The same trees with room on the device for a third of the model, either way; logits are compared bit for bit."""
+    """Sweep the same trees both ways, with a third of the model on the device; logits are compared bit for bit."""
     save_mixture(folder, *mixture, 1)
     whole, chosen = (_swept(folder, device, new_streams(device), is_apart) for is_apart in (False, True))
     pairs = zip(whole.logits, chosen.logits, strict=True)
@@ -82,7 +82,7 @@ def _swept(folder: Path, device: torch.device, streams: DeviceStreams, is_apart:
 
 
 def _sweep(model: StreamedModel, size: int, seed: int) -> tuple[torch.Tensor, float, int]:
-    """Logits of a random tree, seconds, and bytes over the link."""
+    """Sweep a random tree; returns logits, seconds, and bytes over the link."""
     slot = KVSlot(model.skeleton.kv_shape(), max(TREES), model.device)
     tree = random_tree(size, np.random.default_rng(seed))
     batch, began = Batch([Segment.tree(slot, 0, tree)], model.rows, model.device), time.perf_counter()

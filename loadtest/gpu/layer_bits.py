@@ -1,4 +1,4 @@
-"""Whether a row of a large layer has the same bits anywhere; part of `loadtest.gpu`.
+"""Checks that a row's products in a large layer have the same bits at any place; part of `loadtest.gpu`.
 
 A library chooses how it multiplies by the shapes of a product, and all products of a sweep have one number of rows. So
 a row's result should be the same at any place and beside any neighbours; a product that is cut along its sums among
@@ -18,7 +18,7 @@ OTHER_COUNTS = (1, 64)
 def layer_bits(
     device: torch.device, matrices: Sequence[tuple[int, int]], rows: int, dtype: torch.dtype
 ) -> dict[str, Any]:
-    """Products of `rows` rows with matrices (outputs, inputs): how many places gave a row the bits of the first."""
+    """For matrices (outputs, inputs) and `rows` rows, the number of places at which a row has the same bits."""
     generator = torch.Generator(device).manual_seed(0)
     places, equal, compared, others = _places(rows), 0, 0, dict.fromkeys(OTHER_COUNTS, True)
     for outputs, inputs in matrices:
@@ -40,7 +40,7 @@ def layer_bits(
 
 
 def _places(rows: int) -> list[int]:
-    """The ends, and the borders of tiles of several sizes."""
+    """Places to compare: both ends, and the borders of tiles of several sizes."""
     return sorted(
         {0, 1, rows // 2 - 1, rows // 2, rows - 1} | {border for border in (15, 16, 63, 64, 127, 128) if border < rows}
     )

@@ -32,17 +32,17 @@ from target_worker.sweep.streamed_model import StreamedModel
 REPEATS = 20
 TREE, BASE, NUM_ROWS = 40, 70, 160
 DRAFT_FRONTIERS, DRAFT_CONTEXT = ((1,), (5,), (16,), (40,), (3, 9)), 512  # rows of each session in a step
-CLOSE = 0.02  # of attention's results in bfloat16, whose steps are 0.004 to 0.016 there
-CLOSE_LOGITS = 0.05  # of the largest: products of other row counts round otherwise, layer after layer
+CLOSE = 0.02  # tolerance of attention in bfloat16, whose resolution is 0.004 to 0.016 there
+CLOSE_LOGITS = 0.05  # tolerance relative to the largest logit, as other row counts round differently
 
 
 def describe(device: torch.device) -> str:
-    """Its name."""
+    """The device's name."""
     return "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device)
 
 
 def milliseconds(act: Callable[[], object], device: torch.device) -> float:
-    """Of one call, over several in a row, after some that do not count."""
+    """Milliseconds of one call, averaged over several after a warm-up."""
     repeats = REPEATS if device.type != "cpu" else 1
     for _ in range(min(repeats, 3)):
         act()
@@ -60,7 +60,7 @@ def _finish(device: torch.device) -> None:
 
 
 def attention(device: torch.device) -> dict[str, Any]:
-    """The kernel against the reference, 64 rows of a 70B's heads over 1,024 keys in bfloat16; times of both."""
+    """Compare the kernel with the reference: 64 rows of a 70B over 1,024 keys in bfloat16; returns both times."""
     torch.manual_seed(0)
     base = 960 if device.type != "cpu" else 60
     keys, values = torch.randn(2, base + 64, 8, 128, device=device, dtype=torch.bfloat16)
@@ -85,7 +85,7 @@ def attention(device: torch.device) -> dict[str, Any]:
 
 
 def _comb(size: int) -> Tree:
-    """A spine with a leaf at each of its nodes."""
+    """A tree of a chain with a leaf at each node."""
     parents = [-1] + [max(node - 2, 0) if node % 2 else max(node - 1, 0) for node in range(1, size)]
     return Tree.of(list(range(size)), parents, [0.0] * size)
 
@@ -97,7 +97,7 @@ def equality(
     folder: Path,
     new_streams: Callable[[torch.device], DeviceStreams],
 ) -> list[dict[str, Any]]:
-    """Logits of a tree's last nodes against plain decoding, bit for bit, with layers here and there."""
+    """Compare logits of a tree's last nodes with plain decoding, bit for bit, for several placements."""
     checkpoint = write_random(folder / "written", config, machine.device)
     checkpoint = repeated(checkpoint, config.num_hidden_layers, folder / "read")
     layer_bytes = max(layer.num_bytes for layer in planned(build_skeleton(checkpoint, torch.bfloat16)))
@@ -120,7 +120,7 @@ def equality(
             {
                 "layers": {tier.value: len(placement.layers(tier)) for tier in Tier},
                 "kv": kv_tier,
-                "compared": num_compared + 1,  # and the whole tree with the first placement's
+                "compared": num_compared + 1,  # the whole tree is compared with the first placement's as well
                 "equal": equal + int(first is None or torch.equal(first, logits)),
             }
         )
@@ -129,7 +129,7 @@ def equality(
 
 
 def _arena(model: StreamedModel, kv_streams: DeviceStreams | None) -> KVArena:
-    """Room for two sessions, where the model looks for them."""
+    """A KV arena for two sessions, in the memory that the model expects."""
     shape = model.skeleton.kv_shape()
     if kv_streams is None:
         return KVArena(shape, shape.empty(2 * NUM_ROWS, model.device))
@@ -143,7 +143,7 @@ def _tree(size: int = TREE) -> Tree:
 
 
 def _tree_logits(model: StreamedModel, arena: KVArena) -> torch.Tensor:
-    """Of a tree's nodes, beside another session's context."""
+    """Logits of a tree's nodes, in a sweep with another session's context."""
     prompt = list(range(BASE))
     slot, other = arena.take(NUM_ROWS), arena.take(NUM_ROWS)
     segments = [
@@ -158,7 +158,7 @@ def _tree_logits(model: StreamedModel, arena: KVArena) -> torch.Tensor:
 
 
 def _plain_logits(model: StreamedModel, arena: KVArena, node: int) -> torch.Tensor:
-    """Of the same node, when its path is decoded one token at a time."""
+    """Logits of a node whose path is decoded one token at a time."""
     slot, prompt, tree = arena.take(NUM_ROWS), list(range(BASE)), _tree()
     model.sweep(Batch([Segment.context(slot, 0, prompt)], model.rows, model.device))
     logits = torch.empty(0)
@@ -170,7 +170,7 @@ def _plain_logits(model: StreamedModel, arena: KVArena, node: int) -> torch.Tens
 
 
 def draft_steps(device: torch.device, config: LlamaConfig, folder: Path) -> list[dict[str, Any]]:
-    """Time of a draft step by its rows: kernel by kernel, and as the worker runs it where graphs can be captured."""
+    """Time of a draft step by rows: launched kernel by kernel, and with CUDA graphs where possible."""
     one_layer = LlamaConfig.from_dict({**config.to_dict(), "num_hidden_layers": 1})
     checkpoint = repeated(
         write_random(folder / "written", one_layer, device), config.num_hidden_layers, folder / "read"
@@ -179,7 +179,7 @@ def draft_steps(device: torch.device, config: LlamaConfig, folder: Path) -> list
     shape, num_rows = model.skeleton.kv_shape(), DRAFT_CONTEXT + max(map(max, DRAFT_FRONTIERS))
     num_slots = max(map(len, DRAFT_FRONTIERS))
     arena = KVArena(shape, shape.empty(1 + num_slots * num_rows, device))
-    arena.take(1)  # the row that is written to in warming up
+    arena.take(1)  # the row that warm-up writes
     slots = [arena.take(num_rows) for _ in range(num_slots)]
     for slot in slots:
         slot.keys.normal_()
@@ -197,14 +197,14 @@ def draft_steps(device: torch.device, config: LlamaConfig, folder: Path) -> list
                 "eager_ms": eager_ms,
                 "graph_ms": graph_ms,
                 "largest_difference": round(difference, 6),
-                "is_close": difference <= CLOSE_LOGITS * largest,  # not so where there are NaN
+                "is_close": difference <= CLOSE_LOGITS * largest,  # false for NaN
             }
         )
     return rows
 
 
 def _frontier(slots: Sequence[KVSlot], widths: Sequence[int], device: torch.device) -> Batch:
-    """A draft step of several sessions: each has a root with so many rows below and with it."""
+    """A draft step's frontier of several sessions, with the given number of rows each."""
     trees = [Tree.of(list(range(width)), [-1] + [0] * (width - 1), [0.0] * width) for width in widths]
     pairs = zip(slots, trees, strict=False)
     return Batch([Segment.tree(slot, DRAFT_CONTEXT, tree) for slot, tree in pairs], None, device)

@@ -1,4 +1,4 @@
-"""The whole pipeline, all its processes, on the demonstration pair; part of `python -m loadtest.gpu`."""
+"""Runs the whole pipeline on the demonstration models; part of `python -m loadtest.gpu`."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ NUM_TOKENS = 48
 
 
 def pipeline(device: torch.device) -> dict[str, Any]:
-    """What `bough demo` says: whether trees and plain decoding gave the same tokens, and how fast.
+    """Run `bough demo`; returns whether trees and plain decoding gave the same tokens, and the speeds.
 
-    On the CPU, where this check is only tried, its workers are simulated ones.
+    In a dry run on the CPU, its workers are simulated.
     """
     command = [sys.executable, "-m", "bough.cli", "demo", "--max-tokens", str(NUM_TOKENS)]
     command += ["--simulate", "all-resident"] if device.type == "cpu" else []

@@ -1,4 +1,4 @@
-"""Random models of any size for measurements: a few distinct layers on disk, which the others repeat."""
+"""Random models of any size for measurements: a few distinct layers on disk, which are repeated."""
 
 from __future__ import annotations
 
@@ -33,22 +33,22 @@ LAYER_NAME = re.compile(r"(.*\.layers\.)(\d+)(\..*)")
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What a measurement may use."""
+    """The device and memory that a measurement may use."""
 
     device: torch.device
     streams: DeviceStreams
     device_memory: int  # bytes, as a placement counts them
     host_memory: int  # bytes
-    max_resident: int  # layers at most
+    max_resident: int  # most resident layers
 
     @property
     def rows(self) -> int:
-        """Of every matrix product."""
+        """Number of rows of every matrix product."""
         return CPU_ROWS if self.device.type == "cpu" else GPU_ROWS
 
 
 def write_random(folder: Path, config: LlamaConfig, device: torch.device) -> Checkpoint:
-    """Writes a model of random bfloat16 weights, one file for each layer and one for the rest."""
+    """Write a model of random bfloat16 weights, one file for each layer and one for the rest."""
     with init_empty_weights():
         model = AutoModelForCausalLM.from_config(config)
     files: dict[str, dict[str, torch.Tensor]] = {}
@@ -69,7 +69,7 @@ def write_random(folder: Path, config: LlamaConfig, device: torch.device) -> Che
 
 
 def repeated(checkpoint: Checkpoint, num_layers: int, folder: Path) -> Checkpoint:
-    """The same model with more layers: layer i is layer i % n of the n on disk. `folder` takes its configuration."""
+    """The model with more layers: layer i is layer i % n of the n on disk; writes its configuration to `folder`."""
     config = json.loads((checkpoint.folder / "config.json").read_text())
     num_distinct, config["num_hidden_layers"] = config["num_hidden_layers"], num_layers
     folder.mkdir(parents=True, exist_ok=True)
@@ -84,12 +84,12 @@ def repeated(checkpoint: Checkpoint, num_layers: int, folder: Path) -> Checkpoin
 
 
 def planned(skeleton: Skeleton) -> list[LayerExtents]:
-    """What to read for each layer."""
+    """The extents to read for each layer."""
     return [plan_layer(f"layer {index}", slots) for index, slots in enumerate(skeleton.layer_slots)]
 
 
 def placed(skeleton: Skeleton, machine: Machine, num_layers: int, num_rows: int) -> Placement:
-    """Places the first layers of a model, beside a KV slot of `num_rows` tokens, within what the machine has."""
+    """Place the first layers of a model and a KV slot of `num_rows` tokens in the machine's memory."""
     layers = planned(skeleton)[:num_layers]
     sizes = [layer.num_bytes for layer in layers]
     on_host, rows, on_gpu = host_bytes(skeleton, machine.device.type), machine.rows, machine.device.type != "cpu"
@@ -106,7 +106,7 @@ def placed(skeleton: Skeleton, machine: Machine, num_layers: int, num_rows: int)
 
 
 def layers_without_disk(checkpoint: Checkpoint, machine: Machine, num_rows: int) -> int:
-    """How many of its layers the memories of device and host hold together."""
+    """The number of layers that device and host memory hold together."""
     skeleton = build_skeleton(checkpoint, torch.bfloat16)
     fits = (
         n for n in range(len(skeleton.layers), 1, -1) if not placed(skeleton, machine, n, num_rows).layers(Tier.DISK)
@@ -123,9 +123,9 @@ def streamed(
     elsewhere: Mapping[int, torch.device] | None = None,
     kv_elsewhere: Mapping[int, DeviceStreams] | None = None,
 ) -> Iterator[StreamedModel]:
-    """The model as a target runs it, with room for slots of `num_rows` tokens; with `kv_streams`, on the host.
+    """The model as a target runs it, with KV of `num_rows` tokens; with `kv_streams`, KV stays on the host.
 
-    Layers `elsewhere` stay on other devices; their keys and values then come by streams `kv_elsewhere`.
+    Layers `elsewhere` stay on other devices; `kv_elsewhere` are the streams for their KV.
     """
     skeleton = build_skeleton(checkpoint, torch.bfloat16)
     placement = placed(skeleton, machine, len(skeleton.layers), num_rows)

@@ -1,4 +1,4 @@
-"""Layers on a second GPU, against all of them on one; part of `python -m loadtest.gpu`."""
+"""Compares layers on a second GPU with all layers on one; part of `python -m loadtest.gpu`."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from target_worker.kv.kv_offload import memory_on_host
 from target_worker.link.streams import DeviceStreams
 
 NUM_ROWS, NODES, REPEATS = 64, 24, 10
-CLOSE = 0.05  # of the largest logit: other kinds of GPUs sum in other orders
+CLOSE = 0.05  # tolerance relative to the largest logit, as other GPUs sum in other orders
 
 
 class _Case(NamedTuple):
-    """Where layers, and keys and values, are."""
+    """A placement of layers and KV."""
 
     elsewhere: Mapping[int, torch.device]
     is_kv_on_host: bool
@@ -41,9 +41,9 @@ def second_gpu(
     folder: Path,
     new_streams: Callable[[torch.device], DeviceStreams],
 ) -> dict[str, Any]:
-    """Logits of a tree with every other layer there, against all of them on the first; and what a sweep takes.
+    """Compare logits and sweep times with every other layer on the second GPU to all layers on the first.
 
-    Once more with keys and values on the host.
+    This is repeated with KV on the host.
     """
     checkpoint = write_random(folder / "written", config, machine.device)
     checkpoint = repeated(checkpoint, config.num_hidden_layers, folder / "read")

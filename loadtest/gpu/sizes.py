@@ -1,4 +1,4 @@
-"""How large everything is that `python -m loadtest.gpu` measures, and how small where the check itself is tried."""
+"""Sizes of what `python -m loadtest.gpu` measures, in full and for its dry run."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from loadtest.gpu.experts import Mixture
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Of everything that is measured."""
+    """Sizes of all parts."""
 
-    target: LlamaConfig  # of one layer, which all others repeat: only its time is looked at
+    target: LlamaConfig  # with one layer, which is repeated: only its time is measured
     max_layers: int
     max_resident: int
     small: LlamaConfig
-    num_compared: int  # nodes of a tree, with plain decoding
+    num_compared: int  # nodes of a tree that are compared with plain decoding
     mixture: Mixture
-    drafts: dict[str, LlamaConfig]  # by name; the last one is that of the published acceptance
+    drafts: dict[str, LlamaConfig]  # by name; the published acceptance is that of the last one
     trees: tuple[int, ...]
     copy_bytes: int
-    unpacked: tuple[tuple[int, int], tuple[int, int]]  # matrices (outputs, inputs) that are compared, and timed
-    matrices: tuple[tuple[int, int], ...]  # of a layer whose rows' bits are compared
-    contexts: tuple[tuple[int, ...], tuple[int, ...]]  # rows and lengths that attention is timed with
+    unpacked: tuple[tuple[int, int], tuple[int, int]]  # matrices (outputs, inputs) to compare and to time
+    matrices: tuple[tuple[int, int], ...]  # of the layer whose bits are compared
+    contexts: tuple[tuple[int, ...], tuple[int, ...]]  # numbers of rows, and context lengths
 
 
 def _llama(hidden: int, intermediate: int, heads: int, kv_heads: int, layers: int, vocab: int) -> LlamaConfig:

@@ -1,7 +1,7 @@
-"""Parts of a check, each within its time, in a process that is begun again where one of them fails.
+"""Runs parts of a check with time limits in a process that is restarted when a part fails.
 
-After an error of CUDA's a process can do nothing more on its GPU, and a kernel that never ends is left only with its
-process: so one part's failure must not cost the others' results. While nothing fails, one process does them all.
+After a CUDA error a process cannot use its GPU any more, and a hanging kernel ends only with its process; a restart
+keeps one part's failure from affecting the others. Without failures, one process runs all parts.
 """
 
 from __future__ import annotations
@@ -20,35 +20,35 @@ from time import monotonic
 from types import TracebackType
 from typing import Any, NamedTuple
 
-MARK = "##result "  # begins a line that is a result; all others are for people
-READY = "ready"  # the part of a process's first result
-START_SECONDS = 90.0  # until a process has imported what it needs
-LONGEST_SECONDS = 24 * 3600.0  # of a wait, where a part may take any time
-NUM_LAST_LINES = 3  # of what it printed, told where it ended without a result
+MARK = "##result "  # prefix of result lines; other lines are for people
+READY = "ready"  # part name of a process's first result
+START_SECONDS = 90.0  # limit of a process's imports
+LONGEST_SECONDS = 24 * 3600.0  # limit of a part without one
+NUM_LAST_LINES = 3  # printed lines quoted if a process ends without a result
 
 
 class Part(NamedTuple):
-    """Of a check."""
+    """A part of a check."""
 
     name: str
-    seconds: float  # that it may take
+    seconds: float  # time limit
 
 
 class PartError(Exception):
-    """A part has no result."""
+    """A part has failed or has taken too long."""
 
 
 def say(part: str, **result: Any) -> None:
-    """What a process prints for each part: value=..., or error=... and then it ends."""
+    """Print a part's result: a value, or an error, after which the process ends."""
     print(MARK + json.dumps({"part": part, **result}), flush=True)
 
 
 def results_of(
     parts: Sequence[Part], command: Callable[[Sequence[str], dict[str, Any]], Sequence[str]], seconds: float
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """What came of each part by its name, and of the others why nothing did; returns within `seconds` or little more.
+    """Run all parts; returns results by part, and errors of the failed parts, within about `seconds`.
 
-    `command` starts a process that does parts by name, one after another; it is told what has been found so far.
+    `command` starts a process that runs parts by name; it is given the results so far.
     """
     ends, left = monotonic() + seconds, list(parts)
     found, failed = dict[str, Any](), dict[str, str]()
@@ -61,7 +61,7 @@ def results_of(
                     part = left.pop(0)
                     found[part.name] = worker.result(part, ends)
             except PartError as exc:
-                if part.name == READY:  # another process would not start either
+                if part.name == READY:  # a restart would fail as well
                     part = left.pop(0)
                 failed[part.name] = str(exc)
                 print(f"{part.name}: {exc}", flush=True)
@@ -69,7 +69,7 @@ def results_of(
 
 
 class _Worker:
-    """A process that does parts, and whatever it starts."""
+    """A process that runs parts, with its process group."""
 
     def __init__(self, command: Sequence[str]) -> None:
         self._process = subprocess.Popen(
@@ -87,7 +87,7 @@ class _Worker:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)  # its group: what it started as well
+            os.killpg(self._process.pid, signal.SIGKILL)  # with its child processes
         self._process.wait()
         self._reader.join()
 
@@ -99,7 +99,7 @@ class _Worker:
         self._lines.put(None)
 
     def result(self, part: Part, ends: float) -> Any:
-        """Of the part that is next. Raises PartError."""
+        """The result of the next part. Raises PartError."""
         began = monotonic()
         limit = max(0.0, min(part.seconds, ends - began))
         while True:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-PARTS = ("unpacking", "contexts", "draft", "sweeps", "chosen", "memory")  # lists of rows that are alike
+PARTS = ("unpacking", "contexts", "draft", "sweeps", "chosen", "memory")  # parts whose results are rows
 
 
 def table(report: Mapping[str, Any]) -> str:
-    """One for each part that has rows, in Markdown."""
+    """A Markdown table for each part with rows."""
     return "\n\n".join(
         f"**{part}** on {report.get('device', 'an unknown GPU')}\n\n{_rows(report[part])}"
         for part in PARTS

@@ -1,4 +1,4 @@
-"""Sweeps of a target of a 70B's shape; part of `python -m loadtest.gpu`."""
+"""Measures sweeps of a target with a 70B's shape; part of `python -m loadtest.gpu`."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ CONTEXT, REPEATS = 256, 3
 
 
 def random_tree(size: int, vocab_size: int, seed: int = 0) -> Tree:
-    """Every node below one of the six before it."""
+    """A random tree in which each node's parent is one of the six nodes before it."""
     rng = np.random.default_rng(seed)
     parents = [-1] + [int(rng.integers(max(0, node - 6), node)) for node in range(1, size)]
     return Tree.of([node % vocab_size for node in range(size)], parents, [0.0] * size)
 
 
 def new_streams(device: torch.device) -> DeviceStreams:
-    """Of the GPU; on the CPU, streams that stand for one."""
+    """Streams of a GPU; on the CPU, inline streams."""
     return InlineStreams() if device.type == "cpu" else CudaStreams(device)
 
 
 class Sweeps:
-    """Of one model and one session, several in a row."""
+    """Consecutive sweeps of one model and one session."""
 
     def __init__(self, model: StreamedModel, num_rows: int) -> None:
         self.model, self._slot = model, KVSlot(model.skeleton.kv_shape(), num_rows, model.device)
@@ -49,14 +49,14 @@ class Sweeps:
         self._slot.compact(range(CONTEXT), context)
 
     def seconds(self, tree: Tree) -> float:
-        """Of one sweep."""
+        """Seconds of one sweep."""
         return self.timed(tree)[0]
 
     def timed(self, tree: Tree) -> tuple[float, float]:
-        """Seconds of one sweep, and how many of them it waited for layers."""
+        """Seconds of one sweep, and seconds of waiting for layers in it."""
         model = self.model
         batch = Batch([Segment.tree(self._slot, CONTEXT, tree)], model.rows, model.device)
-        model.sweep(batch)  # kernels are compiled, and the ring is as ahead as it will be
+        model.sweep(batch)  # warm-up: compiles kernels and fills the ring
         began = time.perf_counter()
         figures = [model.sweep(batch)[1] for _ in range(REPEATS)]
         seconds = (time.perf_counter() - began) / REPEATS
@@ -64,7 +64,7 @@ class Sweeps:
 
 
 def sweeps(timed: Sweeps, sizes: Sizes, bits: int, rate: float) -> list[dict[str, Any]]:
-    """Time of a sweep by its tokens against the time that its bytes need at `rate` per second."""
+    """Seconds of a sweep by tokens, compared with the time of its bytes at `rate` bytes per second."""
     placement, rows = timed.model.tiers.placement, []
     ideal = placement.link_bytes / rate
     for size in sizes.trees:
@@ -85,14 +85,14 @@ def sweeps(timed: Sweeps, sizes: Sizes, bits: int, rate: float) -> list[dict[str
 
 
 def release(device: torch.device) -> None:
-    """Gives a GPU's memory that torch has kept back to whoever comes next."""
+    """Free GPU memory that torch has cached."""
     if device.type != "cpu":
         with torch.cuda.device(device):
             torch.cuda.empty_cache()
 
 
 def write_big(config: LlamaConfig, folder: Path, device: torch.device, bits: int) -> Checkpoint:
-    """The one layer of the 70B-shaped target in 16 or 4 bits, unless it is there."""
+    """Write the one layer of the 70B-shaped target in 16 or 4 bits, unless it exists."""
     plain, wanted = folder / "16", folder / str(bits)
     for path, write in (
         (plain, lambda to: write_random(to, config, device)),
@@ -100,7 +100,7 @@ def write_big(config: LlamaConfig, folder: Path, device: torch.device, bits: int
     ):
         if not path.exists():
             part = path.with_suffix(".part")
-            shutil.rmtree(part, ignore_errors=True)  # of a process that was ended
+            shutil.rmtree(part, ignore_errors=True)  # left over from a killed process
             write(part)
             part.rename(path)
     return Checkpoint.open(wanted)
@@ -116,9 +116,9 @@ def big_model(
     rate: float,
     step_seconds: float | None,
 ) -> dict[str, Any]:
-    """Sweeps of the target with as many layers as the two memories hold, and of the tree that is worth most.
+    """Measure sweeps of the target with as many layers as both memories hold, and of the best tree.
 
-    A draft takes `step_seconds` for each of a tree's levels; where that is not known, no tree is chosen.
+    The draft takes `step_seconds` for each level of the tree; if that is unknown, no tree is chosen.
     """
     wanted, num_rows = min(num_asked, sizes.max_layers), CONTEXT + max(sizes.trees)
     num_layers = layers_without_disk(repeated(source, wanted, folder / f"{bits}-asked"), machine, num_rows)

@@ -1,4 +1,4 @@
-"""Packed weights written out: the CPU's bits, and how fast, by format; part of `loadtest.gpu`."""
+"""Compares unpacking on the GPU with the CPU's bits, and measures it by format; part of `loadtest.gpu`."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from bough.model.quant.quantize import GROUP_SIZES
 from bough.model.quant.samples import PackedFormat, PackedSample
 from loadtest.gpu.parts import milliseconds
 
-GROUP = 128  # as most checkpoints of others have it
-LAYER_WEIGHTS = 855_638_016  # of a layer of a 70B
+GROUP = 128  # the group size of most public checkpoints
+LAYER_WEIGHTS = 855_638_016  # weights in a layer of a 70B
 DTYPES = (torch.bfloat16, torch.float16)
 CPU = torch.device("cpu")
 
@@ -28,7 +28,7 @@ FORMATS = (
 
 
 def unpacking(device: torch.device, compared: tuple[int, int], timed: tuple[int, int]) -> list[dict[str, Any]]:
-    """Bits of matrices `compared` (outputs, inputs), and the time of `timed` ones, which should fit no cache."""
+    """Compare the bits of matrices `compared` (outputs, inputs), and time those of `timed`, which exceed caches."""
     return [
         _row(str(packed), device, packed.sample(*compared), packed.sample(*timed), dtype)
         for packed in FORMATS

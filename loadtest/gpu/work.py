@@ -1,4 +1,4 @@
-"""The process that does parts of the GPU check, one after another; started by `loadtest.gpu.check`.
+"""The process that runs the parts of the GPU check; started by `loadtest.gpu.check`.
 
 Each part's figures are printed as they come (`loadtest.gpu.supervised`); after one that fails the process ends, for its
 GPU may be lost to it.
@@ -36,24 +36,24 @@ Found = dict[str, Any]
 
 @dataclass
 class Ground:
-    """What parts have in common."""
+    """Settings and results that parts share."""
 
     device: torch.device
     sizes: Sizes
     folder: Path
     layers: int
     device_memory: int
-    host_memory: int  # 0: most of what is free
+    host_memory: int  # bytes; 0 is most of the free memory
     found: Found = field(default_factory=dict)  # by part
 
     @property
     def machine(self) -> Machine:
-        """With streams that nobody has closed."""
+        """The machine with new streams."""
         return Machine(self.device, new_streams(self.device), self.device_memory, 0, 1)
 
     @property
     def second(self) -> torch.device | None:
-        """Another GPU; None where there is none. On the CPU that all is tried on, it stands for its own neighbour."""
+        """Another GPU, or None; in a dry run the CPU stands for both."""
         if self.device.type == "cpu":
             return self.device
         return torch.device("cuda", 1) if torch.cuda.device_count() > 1 else None
@@ -71,7 +71,7 @@ def _second_gpu(ground: Ground) -> Any:
 
 
 def _drafts(ground: Ground) -> list[Mapping[str, Any]]:
-    """Steps of every draft, and of the first one on another GPU."""
+    """Measure steps of every draft, and of the first one on another GPU."""
     rows: list[Mapping[str, Any]] = []
     for place in dict.fromkeys((ground.device, ground.second)):
         drafts = [*ground.sizes.drafts.items()]
@@ -96,7 +96,9 @@ def _big(bits: int) -> Callable[[Ground], Found]:
     def run(ground: Ground) -> Found:
         sizes, folder = ground.sizes, ground.folder / "target"
         rate = bandwidth(new_streams(ground.device), sizes.copy_bytes)
-        source = write_big(sizes.target, folder, ground.device, bits)  # before memory is counted: it may be there
+        source = write_big(
+            sizes.target, folder, ground.device, bits
+        )  # before free memory is measured, as the folder may be in memory
         host = ground.host_memory or default_budget(free_memory())
         machine = Machine(ground.device, new_streams(ground.device), ground.device_memory, host, sizes.max_resident)
         return big_model(bits, source, machine, sizes, folder, ground.layers, rate, _step_seconds(ground.found))
@@ -105,13 +107,13 @@ def _big(bits: int) -> Callable[[Ground], Found]:
 
 
 def _step_seconds(found: Found) -> float | None:
-    """Of the last draft, for 16 rows of one session; None where drafts were not timed."""
+    """Seconds of a step of the last draft with 16 rows of one session; None if drafts were not timed."""
     drafts: Sequence[Mapping[str, Any]] = found.get("draft", [])
     rows = [row for row in drafts if tuple(row["rows"]) == (16,) and row["on"] == drafts[0]["on"]]
     return float(rows[-1]["graph_ms"] or rows[-1]["eager_ms"]) / 1e3 if rows else None
 
 
-WORK: dict[Part, Callable[[Ground], Any]] = {  # what is most likely to fail comes first, what takes longest last
+WORK: dict[Part, Callable[[Ground], Any]] = {  # likely failures come first, long parts last
     Part("device", 60): lambda ground: gpu_parts.describe(ground.device),
     Part("attention", 60): lambda ground: gpu_parts.attention(ground.device),
     Part("unpacking", 90): lambda ground: unpacking(ground.device, *ground.sizes.unpacked),
@@ -133,7 +135,7 @@ WORK: dict[Part, Callable[[Ground], Any]] = {  # what is most likely to fail com
 
 
 def main() -> None:
-    """Does the parts that it is told, until one fails."""
+    """Run the parts named on standard input, until one fails."""
     parser = FlagParser(description=__doc__)
     parser.add_argument("--parts", required=True, help="names, with commas between them")
     parser.add_argument("--folder", type=Path, required=True, help="for models; found.json there is what was found")

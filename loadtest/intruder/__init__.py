@@ -1,1 +1,1 @@
-"""Tries to get in where it should not, by every way in, and counts what was not refused."""
+"""Attempts unauthorised access by every API, and counts what was not refused."""

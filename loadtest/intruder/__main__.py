@@ -1,4 +1,4 @@
-"""Tries to get in where it should not, and counts what was not refused.
+"""Attempts unauthorised access, and counts what was not refused.
 
     python -m loadtest.intruder
 
@@ -37,7 +37,7 @@ from loadtest.intruder.tally import Tally
 
 
 async def intrude(stage: Stage, tally: Tally) -> None:
-    """All attempts at what runs."""
+    """Make all attempts."""
     _report("who has no key, or a wrong one")
     await strangers.at_grpc(tally, stage.addresses, stage.secrets)
     await strangers.at_http(tally, stage.url, stage.secrets)
@@ -49,7 +49,7 @@ async def intrude(stage: Stage, tally: Tally) -> None:
 
 
 async def run() -> dict[str, Any]:
-    """Figures as they are printed."""
+    """Start everything, make all attempts, and return the figures."""
     tally = Tally()
     with TemporaryDirectory(prefix="bough-intruder-") as folder:
         async with staged(Path(folder)) as stage:
@@ -65,7 +65,7 @@ def _report(text: str) -> None:
 
 
 def main() -> int:
-    """Prints progress, and one JSON line."""
+    """Print progress, and one JSON line."""
     parser = FlagParser(description=__doc__)
     parser.parse_args()
     figures = asyncio.run(run())

@@ -1,4 +1,4 @@
-"""Single calls as a stranger makes them, by whatever header, and the status that each came to."""
+"""Single calls with arbitrary headers, and their statuses."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ Headers = Sequence[tuple[str, str]]
 
 
 class Call(NamedTuple):
-    """One of a service's."""
+    """A method of a service, with a request."""
 
     method: str
     request: Message
 
 
 def _calls(file: Any, service: str, **requests: Message) -> list[Call]:
-    """All calls of a service, and some that are not there."""
+    """All methods of a service, and some that do not exist."""
     described = file.DESCRIPTOR.services_by_name[service]
     calls = [
         Call(f"/{described.full_name}/{method.name}", requests.get(method.name) or method.input_type._concrete_class())
@@ -65,8 +65,8 @@ PATHS: Sequence[tuple[str, str]] = (
 
 
 async def grpc_outcome(channel: grpc.aio.Channel, call: Call, headers: Headers = ()) -> str:
-    """The status of a call; OK where it had a reply, or went on."""
-    ask: Any = channel.unary_stream(call.method)  # on the wire a stream of one message is the same
+    """The status of a call; OK if it had a reply or kept running."""
+    ask: Any = channel.unary_stream(call.method)  # a unary request is the same on the wire
     answer = ask(call.request.SerializeToString(), timeout=SECONDS, metadata=tuple(headers))
     try:
         await answer.read()
@@ -92,5 +92,5 @@ async def http_outcome(
 
 
 def bearer(key: str) -> list[tuple[str, str]]:
-    """How a key is shown."""
+    """The authorization header of a key."""
     return [(HEADER, f"Bearer {key}")]

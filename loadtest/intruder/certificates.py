@@ -1,4 +1,4 @@
-"""Who has no certificate, or one of another name or authority, or speaks no TLS: at the doors and at the workers."""
+"""Attempts without TLS, without a certificate, and with certificates of other names or authorities."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from loadtest.intruder.tally import Tally
 from loadtest.served.profiles import write_profile
 from loadtest.served.stack import Stack, stack
 
-NAME = "process"  # in the certificates that workers answer
-ENDED = ("UNAVAILABLE", "UNAUTHENTICATED")  # the connection, or the call
+NAME = "process"  # in the certificates that workers accept
+ENDED = ("UNAVAILABLE", "UNAUTHENTICATED")  # statuses of a refused connection, or call
 UNREADABLE = ("400", "401")
 CALLS = ("Generate", "GetLoads", "Verify", "Grow", "GetServerInfo", "GetTokenizer")
 
 
 @dataclass(frozen=True, slots=True)
 class Authorities:
-    """Of the bough's processes, of its clients, and of nobody that it knows."""
+    """Certificate authorities of the processes, of their clients, and an unknown one."""
 
     own: Authority
     clients: Authority
@@ -39,7 +39,7 @@ class Authorities:
 
 @dataclass(frozen=True, slots=True)
 class Secured:
-    """A bough in which all speak TLS, and clients must have certificates as well as keys."""
+    """Processes that use TLS, and require certificates and keys of clients."""
 
     stack: Stack
     secrets: Secrets
@@ -48,14 +48,14 @@ class Secured:
     url: str
 
     def shown(self, pair: Pair | None) -> grpc.ChannelCredentials:
-        """Of a caller that trusts the servers, and shows this certificate, or none."""
+        """Credentials of a caller that trusts the servers and shows this certificate, or none."""
         key, chain = (None, None) if pair is None else (pair.key, pair.certificate)
         return grpc.ssl_channel_credentials(self.authorities.own.certificate, key, chain)
 
 
 @asynccontextmanager
 async def secured(folder: Path) -> AsyncIterator[Secured]:
-    """With certificates of its own, made for it."""
+    """Run the processes with newly made certificates."""
     authorities = Authorities(Authority(), Authority("clients"), Authority("stranger"))
     files, secrets = authorities.own.files(folder, NAME), new_secrets()
     worker_key, keys = folder / "tls-worker.key", folder / "tls-keys.jsonl"
@@ -79,7 +79,7 @@ def _written(folder: Path, pair: Pair, authority: str) -> CertificateFiles:
 
 
 async def at_certificates(tally: Tally, bough: Secured) -> None:
-    """Everybody here has the right key or secret: what is wrong is what they speak, or their certificate."""
+    """Make all attempts with valid keys or secrets, but without TLS or with a wrong certificate."""
     await _at_grpc(tally, bough)
     await _at_http(tally, bough)
 
@@ -137,7 +137,7 @@ async def _at_http(tally: Tally, bough: Secured) -> None:
 
 
 async def _refused(tally: Tally, what: str, outcome: str) -> None:
-    """A connection that ends without an answer is a refusal here."""
+    """Record an attempt for which a connection that ends without an answer is a refusal."""
     tally.attempt(what, outcome.partition(":")[0], (*UNREADABLE, "no answer"))
 
 

@@ -1,4 +1,4 @@
-"""What keys and certificates cost: time per token with both beside time per token with neither, request by request.
+"""Measures the cost of keys and certificates: time per token with both and with neither, request by request.
 
     python -m loadtest.intruder.cost --requests 60
     python -m loadtest.intruder.cost --demonstration --requests 8
@@ -44,14 +44,14 @@ SWEEP_SECONDS = 0.05
 
 
 class Answered(NamedTuple):
-    """One answer: its tokens, and seconds for each after the first round."""
+    """An answer: its tokens, and seconds per token after the first round."""
 
     tokens: tuple[int, ...]
     token_seconds: float
 
 
 async def ask(client: Client, text: str, max_tokens: int) -> Answered:
-    """A whole answer."""
+    """Send a request and read the whole answer."""
     options = GenerateOptions(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
     tokens: list[int] = []
     began, num_first = 0.0, 0
@@ -65,7 +65,7 @@ async def ask(client: Client, text: str, max_tokens: int) -> Answered:
 
 @asynccontextmanager
 async def guarded(folder: Path, profile: str) -> AsyncIterator[Client]:
-    """A client of a bough with everything that keeps others out."""
+    """A client of processes with keys, a shared secret, and TLS with client certificates."""
     secrets, keys, worker_key = new_secrets(), folder / "keys.jsonl", folder / "worker.key"
     files = Authority().files(folder)
     write_keys(keys, secrets, with_removed=False)
@@ -80,7 +80,7 @@ async def guarded(folder: Path, profile: str) -> AsyncIterator[Client]:
 
 
 async def run(arguments: argparse.Namespace) -> dict[str, object]:
-    """Figures as they are printed."""
+    """Measure, and return the figures."""
     rng, texts = random.Random(arguments.seed), load_prompts()
     sides: dict[str, list[Answered]] = {"open": [], "guarded": []}
     async with AsyncExitStack() as stack:
@@ -95,7 +95,7 @@ async def run(arguments: argparse.Namespace) -> dict[str, object]:
             text = texts[number % len(texts)]
             for name in rng.sample([*clients], len(clients)):
                 answered = await ask(clients[name], text, arguments.answer_tokens)
-                if number:  # the first warms up
+                if number:  # the first request is a warm-up
                     sides[name].append(answered)
             print(f"{number} of {arguments.requests}", file=sys.stderr, flush=True)
     with_keys, without = sides["guarded"], sides["open"]
@@ -111,7 +111,7 @@ async def run(arguments: argparse.Namespace) -> dict[str, object]:
 
 
 def main() -> int:
-    """Prints progress, and one JSON line."""
+    """Print progress, and one JSON line."""
     parser = FlagParser(description=__doc__)
     parser.add_argument("--requests", type=int, default=40, help="through each of the two")
     parser.add_argument("--answer-tokens", type=int, default=32)

@@ -1,4 +1,4 @@
-"""The bough that is tried: simulated workers, an orchestrator with keys, and a secret among processes."""
+"""The system under attack: simulated workers, an orchestrator with keys, and a secret shared by processes."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ from loadtest.served.profiles import write_profile
 from loadtest.served.stack import Stack, stack
 
 SWEEP_SECONDS = 0.01
-CHANGE_SECONDS = 20.0  # in which a key that was removed must be refused
+CHANGE_SECONDS = 20.0  # limit until a removed key is refused
 EXPIRED = "2020-01-01T00:00:00Z"
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """What runs, and the secrets of it."""
+    """The running processes and their secrets."""
 
     stack: Stack
     secrets: Secrets
     keys: Path
-    addresses: dict[str, str]  # gRPC, by kind
+    addresses: dict[str, str]  # of gRPC, by kind of process
     url: str
-    figures: str  # of the target
+    figures: str  # URL of the target's metrics
 
 
 def new_secrets() -> Secrets:
-    """Of nobody else."""
+    """New random secrets."""
     return Secrets(*(new_key() for _ in range(5)))
 
 
 def write_keys(file: Path, secrets: Secrets, *, with_removed: bool) -> None:
-    """All tenants', one of which may have gone."""
+    """Write the file of keys, with or without the removed tenant's."""
     lines = [
         {"name": "alice", "sha256": hash_of(secrets.alice)},
         {"name": "bob", "sha256": hash_of(secrets.bob)},
@@ -57,7 +57,7 @@ def write_keys(file: Path, secrets: Secrets, *, with_removed: bool) -> None:
 async def staged(
     folder: Path, flags: Sequence[str] = (), orchestrator_flags: Sequence[str] = ()
 ) -> AsyncIterator[Stage]:
-    """With `flags` for all three services. Dave's key opens, and then is removed while all runs."""
+    """Start everything with `flags` for all services; Dave's key is used once and then removed."""
     secrets, keys, worker_key = new_secrets(), folder / "keys.jsonl", folder / "worker.key"
     write_keys(keys, secrets, with_removed=True)
     write_private("--worker-key-file", str(worker_key), secrets.worker)
@@ -73,7 +73,7 @@ async def staged(
 
 
 async def _remove_dave(stage: Stage) -> None:
-    """Raises RuntimeError where his key does not open, or goes on to."""
+    """Remove Dave's key. Raises RuntimeError if it was not valid before, or still is afterwards."""
     async with open_channel(stage.addresses["orchestrator"]) as channel:
         call = next(call for call in SERVICES["orchestrator"] if call.method.endswith("GetLoads"))
         if (before := await grpc_outcome(channel, call, bearer(stage.secrets.removed))) != "OK":

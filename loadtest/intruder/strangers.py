@@ -1,4 +1,4 @@
-"""Who has no key, or one that is wrong, expired, removed, another's or shown in another way: at every call."""
+"""Attempts without a key, and with wrong, expired, removed or badly presented keys, at every method."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from loadtest.intruder.callers import PATHS, SERVICES, Headers, bearer, grpc_out
 from loadtest.intruder.tally import Tally
 
 REFUSED_GRPC = ("UNAUTHENTICATED",)
-LET_GO = ("CANCELLED",)  # calls of methods that are not there
+LET_GO = ("CANCELLED",)  # further refusals of methods that do not exist
 REFUSED_HTTP = ("401",)
-# Of methods that watch over processes and know no tenant, which the workers' secret opens.
+# Monitoring methods without tenants' data, which the workers' secret may call.
 OF_OPERATORS = ("GetModelInfo", "GetServerInfo", "GetLoads", "GetAcceptance", "ServerReflectionInfo", "Other", "other")
 
 
 @dataclass(frozen=True, slots=True)
 class Secrets:
-    """Those of the bough that is tried."""
+    """The secrets of the system under attack."""
 
     alice: str
     bob: str
@@ -34,7 +34,7 @@ class Secrets:
 
 
 def forged(key: str) -> Mapping[str, Headers]:
-    """Ways to show a valid key, or nearly it, that must open nothing."""
+    """Invalid presentations of keys, all of which must be refused."""
     encoded = base64.b64encode(f"alice:{key}".encode()).decode()
     return {
         "nothing": [],
@@ -59,7 +59,7 @@ def forged(key: str) -> Mapping[str, Headers]:
 
 
 async def at_grpc(tally: Tally, addresses: Mapping[str, str], secrets: Secrets) -> None:
-    """All calls of all three services."""
+    """Attempt all methods of all services."""
     keys = {"orchestrator": secrets.alice, "target": secrets.worker, "draft": secrets.worker}
     for kind, address in addresses.items():
         shown = dict(forged(keys[kind]))
@@ -78,7 +78,7 @@ async def at_grpc(tally: Tally, addresses: Mapping[str, str], secrets: Secrets) 
 
 
 async def _with_the_workers_secret(tally: Tally, address: str, secrets: Secrets) -> None:
-    """It tells how all is, and opens nothing of a tenant's."""
+    """Check that the workers' secret may monitor, but not access tenants' data."""
     async with open_channel(address) as channel:
         for call in SERVICES["orchestrator"]:
             outcome = await grpc_outcome(channel, call, bearer(secrets.worker))
@@ -88,7 +88,7 @@ async def _with_the_workers_secret(tally: Tally, address: str, secrets: Secrets)
 
 
 async def at_http(tally: Tally, url: str, secrets: Secrets) -> None:
-    """All paths, whatever they are, but health."""
+    """Attempt all HTTP paths except health."""
     shown = {
         **forged(secrets.alice),
         "an expired key": bearer(secrets.expired),
@@ -107,7 +107,7 @@ async def at_http(tally: Tally, url: str, secrets: Secrets) -> None:
 
 
 async def controls(tally: Tally, addresses: Mapping[str, str], url: str, secrets: Secrets) -> None:
-    """Who has a key comes in."""
+    """Check that valid keys are accepted."""
     for kind, key in (("orchestrator", secrets.alice), ("target", secrets.worker), ("draft", secrets.worker)):
         async with open_channel(addresses[kind]) as channel:
             for call in SERVICES[kind]:

@@ -1,4 +1,4 @@
-"""What attempts came to."""
+"""Counts of attempts and controls."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ MAX_TOLD = 20
 
 @dataclass(slots=True)
 class Tally:
-    """Attempts, those that got anything but a refusal, and what should be let in and was not."""
+    """Counts attempts, successful attempts, controls, and refused controls."""
 
     num_attempts: int = 0
     admitted: list[str] = field(default_factory=list)
@@ -18,28 +18,28 @@ class Tally:
     locked_out: list[str] = field(default_factory=list)
 
     def attempt(self, what: str, outcome: str, refusals: Collection[str]) -> None:
-        """Somebody who may not has tried; `outcome` is the status, of which `refusals` are right."""
+        """Count an unauthorised attempt; `outcome` is its status, which must be one of `refusals`."""
         self.num_attempts += 1
         if outcome not in refusals:
             self.admitted.append(f"{what}: {outcome}")
 
     def control(self, what: str, outcome: str, admissions: Collection[str]) -> None:
-        """Somebody who may has tried: without these a door that lets nobody in would look safe."""
+        """Count an authorised call, which must succeed; otherwise a server that refuses everything would look safe."""
         self.num_controls += 1
         if outcome not in admissions:
             self.locked_out.append(f"{what}: {outcome}")
 
     async def attempted(self, what: str, outcome: Awaitable[str], refusals: Collection[str]) -> None:
-        """As `attempt`, once it is known."""
+        """Like `attempt`, with an outcome that is awaited."""
         self.attempt(what, await outcome, refusals)
 
     @property
     def is_safe(self) -> bool:
-        """Whether nobody got in who may not, and everybody who may."""
+        """Whether all attempts were refused, and all controls succeeded."""
         return self.num_attempts > 0 and not self.admitted and not self.locked_out
 
     def figures(self) -> dict[str, object]:
-        """As they are printed."""
+        """The figures of the JSON line."""
         return {
             "attempts": self.num_attempts,
             "admitted": len(self.admitted),

@@ -1,4 +1,4 @@
-"""A tenant with a key of its own who tries to get at what another has: sessions, requests, prompts."""
+"""Attempts of a tenant with a valid key to access another's sessions, requests and prompts."""
 
 from __future__ import annotations
 
@@ -23,30 +23,30 @@ from loadtest.intruder.callers import bearer
 from loadtest.intruder.strangers import Secrets
 from loadtest.intruder.tally import Tally
 
-_SAMPLE = re.compile(r"^([\w:]+)\{[^}]*\} (\S+)$", re.MULTILINE)  # of Prometheus' text
-UNKNOWN = ("NotFound", "InvalidRequest", "404", "400")  # as of a name that nobody has ever had
+_SAMPLE = re.compile(r"^([\w:]+)\{[^}]*\} (\S+)$", re.MULTILINE)  # a line of Prometheus's text format
+UNKNOWN = ("NotFound", "InvalidRequest", "404", "400")  # as for a name that never existed
 SESSION, REQUEST = "s-alice", "r-alice"
 BLOCKS, BLOCK_TOKENS = 20, 32
-NEW = "read from its beginning"  # the outcome for a prompt of which nothing shows that another has sent it
+NEW = "read from its beginning"  # outcome if nothing reveals that another tenant has sent the prompt
 
 
 def prompt_of(number: int) -> TokenPrompt:
-    """A long prompt that begins like no other number's."""
+    """A long prompt with a unique beginning for each number."""
     return TokenPrompt(tuple(3 + (number * 7 + place) % 200 for place in range(BLOCKS * BLOCK_TOKENS)))
 
 
 class Read(NamedTuple):
-    """What a request tells of how its prompt was read, and what the target did for it."""
+    """Cached tokens that a request reports, and the target's work for it."""
 
     prompt_tokens: int
     cached_tokens: int
-    computed_tokens: int  # of contexts, by the target
+    computed_tokens: int  # context tokens computed by the target
     swept_tokens: int
     sweeps: int
 
 
 class Work(NamedTuple):
-    """What a target has done since its start."""
+    """A target's work since its start."""
 
     computed_tokens: int
     swept_tokens: int
@@ -54,7 +54,7 @@ class Work(NamedTuple):
 
     @classmethod
     async def now(cls, url: str) -> Work:
-        """By the target's own figures."""
+        """Read the target's metrics."""
         async with httpx.AsyncClient(trust_env=False, timeout=60) as client:
             text = (await client.get(url)).text
         totals = dict(_SAMPLE.findall(text))
@@ -63,13 +63,13 @@ class Work(NamedTuple):
         return cls(round(computed), round(swept), round(sweeps))
 
     def since(self, before: Work) -> Work:
-        """What was done between."""
+        """The work since an earlier reading."""
         return Work(*(now - then for now, then in zip(self, before, strict=True)))
 
 
 @dataclass(frozen=True, slots=True)
 class Doors:
-    """Where both tenants ask, and where the target's figures are, which an operator sees."""
+    """The addresses of the APIs, and of the target's metrics, which only operators see."""
 
     grpc: str
     http: str
@@ -77,24 +77,24 @@ class Doors:
     secrets: Secrets
 
     def client(self, key: str) -> Client:
-        """That neither resumes nor waits."""
+        """A client without resuming and retries."""
         return Client(self.grpc, patience_seconds=0.0, api_key=key)
 
     async def read(self, key: str, prompt: Prompt, options: GenerateOptions) -> Read:
-        """Asks for one token, while nobody else asks anything. Raises BoughError."""
+        """Request one token while nothing else runs. Raises BoughError."""
         before = await Work.now(self.figures)
         told = await self.told(key, prompt, options)
         return Read(*told, *(await Work.now(self.figures)).since(before))
 
     async def told(self, key: str, prompt: Prompt, options: GenerateOptions) -> tuple[int, int]:
-        """Tokens of the prompt, and those that were cached. Raises BoughError."""
+        """Number of prompt tokens and of cached ones. Raises BoughError."""
         async with self.client(key) as client:
             events = [event async for event in client.generate(prompt, options)]
         assert isinstance(events[-1], Finished)
         return events[-1].usage.prompt_tokens, events[-1].usage.cached_tokens
 
     async def raw(self, key: str, prompt: Prompt, options: GenerateOptions) -> None:
-        """One call without the client's own checks. Raises BoughError."""
+        """Make a call without the client's checks. Raises BoughError."""
         async with open_channel(self.grpc) as channel:
             stub = generation_pb2_grpc.GenerationStub(channel)
             message = codec_generation.request_to_wire(prompt, options)
@@ -106,7 +106,7 @@ class Doors:
 
 
 async def outcome_of(call: Awaitable[object]) -> str:
-    """The name of the error that a call is refused with; OK without one."""
+    """The name of a call's error, or OK."""
     try:
         await call
     except BoughError as exc:
@@ -115,7 +115,7 @@ async def outcome_of(call: Awaitable[object]) -> str:
 
 
 async def try_names(tally: Tally, doors: Doors) -> None:
-    """While a request of Alice's runs in her session, Bob tries all that takes a name; nothing of hers changes."""
+    """Bob tries all calls that take a name while Alice's request runs; nothing of hers may change."""
     options = GenerateOptions(
         request_id=REQUEST, session_id=SESSION, max_tokens=400, seed=5, temperature=0.7, ignore_eos=True
     )
@@ -139,7 +139,7 @@ async def try_names(tally: Tally, doors: Doors) -> None:
 
 
 def _spelled(name: str) -> list[str]:
-    """Names that might come to be another tenant's."""
+    """Variants of a name that might be mapped to another tenant's."""
     return [name, f"alice::{name}", f"::{name}", f"bob::alice::{name}", f"../alice::{name}", f"alice:{name}", "alice::"]
 
 
@@ -170,7 +170,7 @@ async def _at_http(tally: Tally, doors: Doors) -> None:
 
 
 async def try_prompts(tally: Tally, doors: Doors) -> None:
-    """Bob asks what Alice has asked: what he is told, and what is computed, is as if nobody had sent it."""
+    """Bob sends Alice's prompts; reports and computed tokens must be as if nobody had sent them."""
     alice, bob = doors.secrets.alice, doors.secrets.bob
     options = GenerateOptions(max_tokens=1, temperature=0.0, ignore_eos=True)
     stranger = await doors.read(bob, prompt_of(2), options)
@@ -190,13 +190,13 @@ async def try_prompts(tally: Tally, doors: Doors) -> None:
 
 
 async def _forget(doors: Doors, key: str, options: GenerateOptions) -> None:
-    """Bob's own copy, which the next attempt would find."""
+    """Delete Bob's own copy, which the next attempt would find."""
     async with doors.client(key) as client:
         await client.close_session(options.session_id)
 
 
 async def _at_once(tally: Tally, doors: Doors, stranger: Read) -> None:
-    """Both ask the same at one moment: requests that come together share no work either."""
+    """Both send the same prompt at once: concurrent requests may share no work either."""
     options = GenerateOptions(max_tokens=1, temperature=0.0, ignore_eos=True)
     before = await Work.now(doors.figures)
     found = await asyncio.gather(

@@ -1,4 +1,4 @@
-"""End-to-end load by locust: latency percentiles, goodput, and where latency bends.
+"""End-to-end load test with locust: latency percentiles, goodput, and the number of users at which latency rises.
 
     python -m loadtest.locust --simulate two-cores-resident --users 8 --seconds 60
     python -m loadtest.locust --simulate two-cores-resident --rate 5 --seconds 60
@@ -42,13 +42,13 @@ from loadtest.locust.mix import parse_kinds
 from loadtest.locust.plan import Plan
 from loadtest.locust.samples import Objective, Sample, percentile, read_samples, span_seconds, summarise
 
-STOP_SECONDS = 30.0  # that locust waits for answers under way at its end
-KILL_SECONDS = 60.0  # after which a locust that does not end is killed
+STOP_SECONDS = 30.0  # locust's wait for running requests at its end
+KILL_SECONDS = 60.0  # until a locust that does not end is killed
 DEFAULT_MIX = "40:64:3,200:64:2,600:32:1"
 
 
 class Doors(NamedTuple):
-    """Where the system under test answers."""
+    """Addresses of the system under test."""
 
     address: str  # of gRPC
     http_url: str  # without /v1; empty for none
@@ -56,7 +56,7 @@ class Doors(NamedTuple):
 
 @asynccontextmanager
 async def system(arguments: argparse.Namespace) -> AsyncIterator[Doors]:
-    """What is given by --address and --http, or a bough of the test's own."""
+    """The system given by --address and --http, or a newly started one."""
     if arguments.address or arguments.http:
         yield Doors(arguments.address, arguments.http)
         return
@@ -65,7 +65,7 @@ async def system(arguments: argparse.Namespace) -> AsyncIterator[Doors]:
 
 
 def plan_from(arguments: argparse.Namespace, doors: Doors, samples: Path) -> Plan:
-    """The plan of locust's process."""
+    """The plan for locust's process."""
     return Plan(
         doors=tuple(arguments.doors),
         address=doors.address,
@@ -86,7 +86,7 @@ def plan_from(arguments: argparse.Namespace, doors: Doors, samples: Path) -> Pla
 
 
 async def run_locust(plan: Plan, arguments: argparse.Namespace) -> None:
-    """Runs locust to its end. Raises SystemExit where locust itself fails."""
+    """Run locust to its end. Raises SystemExit if locust itself fails."""
     users = 1 if plan.rate else arguments.users
     command = [
         *(sys.executable, "-m", "locust", "-f", str(Path(__file__).with_name("locustfile.py")), "--headless"),
@@ -111,7 +111,7 @@ async def run_locust(plan: Plan, arguments: argparse.Namespace) -> None:
 
 
 def steps(samples: Sequence[Sample]) -> list[dict[str, float]]:
-    """What latency and throughput were at each number of users, where these climbed."""
+    """Latency and throughput by number of users, if users climbed."""
     by_users = defaultdict(list)
     for sample in samples:
         by_users[sample.users].append(sample)
@@ -127,7 +127,7 @@ def steps(samples: Sequence[Sample]) -> list[dict[str, float]]:
 
 
 async def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Figures for the JSON line."""
+    """Run the load test and return the figures of the JSON line."""
     objective = Objective(arguments.slo_ttft or math.inf, arguments.slo_tpot or math.inf)
     with TemporaryDirectory() as folder:
         samples_path = Path(folder) / "samples.jsonl"
@@ -178,7 +178,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Prints progress, and one JSON line."""
+    """Print progress, and one JSON line."""
     print(json.dumps(asyncio.run(run(_arguments()))))
 
 

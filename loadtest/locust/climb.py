@@ -1,4 +1,4 @@
-"""When a climbing load has bent: the decision apart from locust, so that it can be tested without it."""
+"""Decides when latency has risen under a climbing load; independent of locust, so that tests need none."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from dataclasses import dataclass, field
 
 from loadtest.locust.samples import Sample, percentile
 
-LEAST_SAMPLES = 3  # finished in a step before it is judged
+LEAST_SAMPLES = 3  # finished requests of a step before it is judged
 
 
 @dataclass(slots=True)
 class Climb:
-    """Raises the number of users step by step until the time to the first token bends, or requests are refused."""
+    """Raises the number of users step by step until TTFT rises, or requests are refused."""
 
     step_users: int
     step_seconds: float
     max_users: int
-    bend: float  # times the first step's p95
+    bend: float  # factor of the first step's p95 at which latency counts as risen
     users: int = 0
-    bent_at: int = 0  # users at which latency bent; 0 if it has not
+    bent_at: int = 0  # users at which latency rose; 0 if it has not
     _step_began: float = 0.0
     _first_p95: float = 0.0
     _taken: int = 0
-    steps: list[tuple[int, float]] = field(default_factory=list)  # users, p95 of seconds to the first token
+    steps: list[tuple[int, float]] = field(default_factory=list)  # users, and p95 of TTFT in seconds
 
     def users_at(self, seconds: float, samples: Sequence[Sample]) -> int | None:
-        """Users wanted at a moment of the run, given all samples so far; None ends the run."""
+        """The number of users at a moment of the run, given all samples so far; None ends the run."""
         if self.users == 0:
             self.users, self._step_began = self.step_users, seconds
             return self.users
@@ -36,7 +36,7 @@ class Climb:
         finished = [sample.first_token_seconds for sample in recent if not sample.error]
         is_refused = any(sample.is_refused for sample in recent)
         if len(finished) < LEAST_SAMPLES and not is_refused:
-            return self.users  # answers take longer than a step: it goes on
+            return self.users  # answers take longer than a step, so it continues
         p95 = percentile(finished, 95)
         self.steps.append((self.users, p95))
         self._first_p95 = self._first_p95 or p95

@@ -1,4 +1,4 @@
-"""The two doors of an orchestrator as a user under gevent calls them: sync gRPC stubs, and SSE by `requests`.
+"""Clients of both APIs for users under gevent: synchronous gRPC stubs, and SSE with `requests`.
 
 bough's own client is asyncio's and does not run under gevent, and resuming would hide what a load test is to count.
 """
@@ -25,7 +25,7 @@ CONNECT_SECONDS = 10.0
 
 @dataclass(slots=True)
 class Conversation:
-    """What has been said, by both sides; of a single request nothing is kept."""
+    """The messages of a conversation; for single requests nothing is kept."""
 
     session_id: str = ""
     messages: list[Message] = field(default_factory=list)
@@ -33,17 +33,17 @@ class Conversation:
 
     @staticmethod
     def begin() -> Conversation:
-        """One whose KV is kept under a name."""
+        """Begin a conversation in a named session."""
         return Conversation(uuid.uuid4().hex)
 
 
 class Door(Protocol):
-    """One user's way in."""
+    """A user's client of one API."""
 
     name: str  # in samples
 
     def ask(self, conversation: Conversation, question: Question, users: int) -> Sample:
-        """Reads one answer to its end; whatever goes wrong is in the sample."""
+        """Send a request and read its answer; errors are recorded in the sample."""
         ...
 
     def close(self) -> None:

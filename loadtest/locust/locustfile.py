@@ -25,25 +25,25 @@ from loadtest.locust.mix import Mix, Question
 from loadtest.locust.plan import plan_from_environment
 from loadtest.locust.samples import UNFINISHED, Sample, write_sample
 
-grpc_gevent.init_gevent()  # before any channel: gRPC waits in C, and would hold up every user
+grpc_gevent.init_gevent()  # before any channel: otherwise gRPC's waiting in C blocks all users
 
 PLAN = plan_from_environment()
 STARTED = time.monotonic()
 SAMPLES: list[Sample] = []
 FILE = Path(PLAN.samples_path).open("w", buffering=1)  # noqa: SIM115 - as long as the process
 numbers = itertools.count()
-is_stopping = Event()  # the time is over: nothing new begins
+is_stopping = Event()  # set at the end of the test: no new requests
 
 
 def open_door(number: int) -> Door:
-    """The door of the user with this number, from 0."""
+    """The client of a user, by its number from 0."""
     if PLAN.doors[number % len(PLAN.doors)] == "grpc":
         return GrpcDoor(PLAN.address, PLAN.timeout_seconds, STARTED)
     return HttpDoor(PLAN.http_url, PLAN.timeout_seconds, STARTED)
 
 
 def ask(environment: Any, door: Door, conversation: Conversation, question: Question, users: int) -> Sample:
-    """One request, noted whatever becomes of it; one that the test's end cuts off is noted as such."""
+    """Send a request and record it; requests cut off by the end of the test are marked as such."""
     began = time.monotonic() - STARTED
     try:
         sample = door.ask(conversation, question, users)
@@ -55,7 +55,7 @@ def ask(environment: Any, door: Door, conversation: Conversation, question: Ques
 
 
 def note(environment: Any, sample: Sample) -> None:
-    """Tells locust's statistics and the file of one request."""
+    """Record a request in locust's statistics and in the samples file."""
     SAMPLES.append(sample)
     write_sample(FILE, sample)
     fire = environment.events.request.fire
@@ -76,22 +76,22 @@ def note(environment: Any, sample: Sample) -> None:
 
 
 class Person(User):
-    """Somebody who asks, reads, thinks, and asks again; or, at an offered rate, the one who sends requests off."""
+    """A user who sends requests with pauses; or, at an offered rate, the source of all requests."""
 
     def on_start(self) -> None:
-        """Every user has a connection, a door and a sequence of questions of its own."""
+        """Give the user a connection, a client and a sequence of questions."""
         self.number = next(numbers)
         self.mix = Mix(PLAN.kinds, load_prompts(), PLAN.seed + self.number)
         self.door = open_door(self.number)
         self.holds_conversations = (self.number % 100) < 100 * PLAN.conversations
 
     def on_stop(self) -> None:
-        """The connection ends with the user."""
+        """Close the user's connection."""
         self.door.close()
 
     @task
     def live(self) -> None:
-        """One conversation or one request; with a rate, arrivals that do not wait for answers."""
+        """Run one conversation or one request; with a rate, all arrivals."""
         if PLAN.rate:
             self._offer()
             raise StopUser
@@ -104,14 +104,14 @@ class Person(User):
                 return
 
     def _offer(self) -> None:
-        """Arrivals of a Poisson process; each has a connection of its own and is not waited for."""
+        """Send requests as a Poisson process, each over its own connection, without waiting for answers."""
         pool = Pool()
         try:
             for number in itertools.count():
                 if is_stopping.wait(self.mix.pause(1 / PLAN.rate)):
                     break
                 pool.spawn(self._arrive, number, len(pool))
-            pool.join()  # until locust's own patience ends
+            pool.join()  # locust limits the wait
         finally:
             pool.kill()
 
@@ -126,23 +126,23 @@ class Person(User):
 if PLAN.step_users:
 
     class Steps(LoadTestShape):
-        """Climbs until latency bends; locust finds it by its being here."""
+        """The load shape that climbs until latency rises; locust discovers it by its class."""
 
         climb = Climb(PLAN.step_users, PLAN.step_seconds, PLAN.max_users, PLAN.bend)
 
         def tick(self) -> tuple[int, float] | None:
-            """Users wanted now, and how many may begin in a second."""
+            """The number of users now, and their spawn rate per second."""
             users = self.climb.users_at(time.monotonic() - STARTED, SAMPLES)
             return None if users is None else (users, float(PLAN.step_users))
 
 
 @events.test_stopping.add_listener  # type: ignore[untyped-decorator]
 def stop_arrivals(**_: object) -> None:
-    """Requests under way may finish while locust waits for its users."""
+    """Stop new requests; running ones may finish."""
     is_stopping.set()
 
 
 @events.quitting.add_listener  # type: ignore[untyped-decorator]
 def close_file(**_: object) -> None:
-    """All that was written is on disk before the command reads it."""
+    """Flush and close the samples file before the command reads it."""
     FILE.close()

@@ -1,4 +1,4 @@
-"""What users ask: how long prompts and answers are, how often each kind comes, and how long users pause."""
+"""The workload: lengths of prompts and answers, frequencies of kinds, and pauses of users."""
 
 from __future__ import annotations
 
@@ -7,53 +7,53 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-WORD_TOKENS = 1.3  # tokens of a word of English text, about: lengths of prompts are reckoned, not counted
+WORD_TOKENS = 1.3  # approximate tokens of an English word: lengths of prompts are estimated
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """One kind of request."""
+    """A kind of request."""
 
-    prompt_tokens: int  # about
-    answer_tokens: int  # most
-    weight: float  # how often it comes, by the sum of all weights
+    prompt_tokens: int  # approximate
+    answer_tokens: int  # limit
+    weight: float  # frequency relative to the sum of all weights
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What a user says next."""
+    """A user's next message."""
 
     text: str
     answer_tokens: int
 
 
 class Mix:
-    """Draws questions. Equal seeds give equal questions in equal order."""
+    """Draws questions, reproducibly from a seed."""
 
     def __init__(self, kinds: Sequence[Kind], texts: Sequence[str], seed: int) -> None:
         self._kinds, self._texts = tuple(kinds), tuple(texts)
         self._random = random.Random(seed)
 
     def question(self) -> Question:
-        """One of the texts, made as long as its kind says by others that precede it."""
+        """A random text, extended to its kind's length by preceding texts."""
         (kind,) = self._random.choices(self._kinds, [kind.weight for kind in self._kinds])
         num_words = max(1, round(kind.prompt_tokens / WORD_TOKENS))
         words = self._random.choice(self._texts).split()
         while len(words) < num_words:
             words = self._random.choice(self._texts).split() + words
-        # A number that no other question has keeps one question's KV from answering for another's.
+        # A unique number prevents reuse of other questions' KV.
         return Question(f"{self._random.getrandbits(32):x}: " + " ".join(words[-num_words:]), kind.answer_tokens)
 
     def pause(self, mean_seconds: float) -> float:
-        """Seconds until a user speaks again, by an exponential law."""
+        """Seconds until a user's next message, exponentially distributed."""
         return self._random.expovariate(1 / mean_seconds) if mean_seconds > 0 else 0.0
 
 
 def parse_kinds(text: str) -> tuple[Kind, ...]:
-    """Kinds from "PROMPT:ANSWER:WEIGHT,...", tokens and how often.
+    """Parse kinds from "PROMPT:ANSWER:WEIGHT,...": token counts and relative frequency.
 
     Raises:
-        argparse.ArgumentTypeError: naming the part that is none.
+        argparse.ArgumentTypeError: names the invalid part.
     """
     kinds = []
     for part in text.split(","):

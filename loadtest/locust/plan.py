@@ -1,4 +1,4 @@
-"""What a load test is told to do, as it is handed from the command to locust's own process."""
+"""The plan of a load test, passed from the command to locust's process."""
 
 from __future__ import annotations
 
@@ -9,37 +9,37 @@ from typing import Final
 
 from loadtest.locust.mix import Kind
 
-VARIABLE: Final = "LOADTEST_PLAN"  # of the environment
+VARIABLE: Final = "LOADTEST_PLAN"  # environment variable
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Users and what they do."""
+    """Users and their behaviour."""
 
-    doors: tuple[str, ...]  # "grpc", "http": users are dealt out among these
+    doors: tuple[str, ...]  # "grpc", "http": APIs among which users are distributed
     address: str  # of gRPC
     http_url: str  # without /v1
     kinds: tuple[Kind, ...]
     conversations: float  # share of users who hold conversations, 0 to 1
-    turns: int  # of a conversation
+    turns: int  # in a conversation
     think_seconds: float  # mean pause between an answer and the next question
-    rate: float  # requests a second that are offered whatever becomes of them; 0 is a closed loop of users
+    rate: float  # offered requests per second (open loop); 0 is a closed loop of users
     timeout_seconds: float  # of a request
-    samples_path: str  # a line of JSON for each request goes there
+    samples_path: str  # file with a line of JSON for each request
     seed: int
-    # Of the shape that climbs; 0 step_users is a constant number of users.
+    # Settings of the climbing load shape; 0 step_users is a constant number of users.
     step_users: int = 0
     step_seconds: float = 20.0
     max_users: int = 512
-    bend: float = 3.0  # times the first step's time to first token (p95) at which latency has bent
+    bend: float = 3.0  # factor of the first step's TTFT (p95) at which latency counts as risen
 
     def to_environment(self) -> dict[str, str]:
-        """For the environment of locust's process."""
+        """The plan as an environment variable."""
         return {VARIABLE: json.dumps(asdict(self))}
 
 
 def plan_from_environment() -> Plan:
-    """What `to_environment` wrote. Raises KeyError where there is none: locust was started by hand."""
+    """Read what `to_environment` wrote. Raises KeyError if it is missing, as when locust was started by hand."""
     values = json.loads(os.environ[VARIABLE])
     kinds = tuple(Kind(**kind) for kind in values.pop("kinds"))
     return Plan(**{**values, "kinds": kinds, "doors": tuple(values["doors"])})

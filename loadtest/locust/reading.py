@@ -1,4 +1,4 @@
-"""What came of one stream, and when, whoever reads it: sync stubs and `requests` under gevent, or asyncio's clients."""
+"""Records the events of one stream and their times, for clients under gevent and under asyncio."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ MOST_ERROR_CHARACTERS = 500
 
 @dataclass(slots=True)
 class Reading:
-    """A stream under way; begins when it is made."""
+    """A running stream, from the moment of creation."""
 
     door: str
-    started: float = 0.0  # of the load test, from which samples count, on the monotonic clock
+    started: float = 0.0  # start of the load test on the monotonic clock
     arrivals: Arrivals = field(default_factory=lambda: Arrivals(time.monotonic()))
     texts: list[str] = field(default_factory=list)
-    num_events: int = 0  # with tokens
+    num_events: int = 0  # events with tokens
     num_prompt_tokens: int = 0
-    has_ended: bool = False  # as an answer does
+    has_ended: bool = False  # whether it ended properly
     error: str = ""
     is_refused: bool = False
     retry_seconds: float = 0.0
 
     @property
     def text(self) -> str:
-        """So far."""
+        """The text so far."""
         return "".join(self.texts)
 
     def take_event(self, message: generation_pb2.GenerateEvent) -> None:
-        """One message of gRPC's `Generate`."""
+        """Record a message of gRPC's `Generate`."""
         match wire.event_from_wire(message):
             case Tokens() as event:
                 self._take(len(event.token_ids), event.text)
@@ -50,26 +50,26 @@ class Reading:
                 self.has_ended = True
 
     def take_line(self, line: str) -> None:
-        """One line of server-sent events. Raises ValueError where its data are no JSON."""
+        """Record a line of server-sent events. Raises ValueError if its data is not JSON."""
         if line == "data: [DONE]":
             self.has_ended = True
         elif line.startswith("data: "):
             self._take_chunk(json.loads(line.removeprefix("data: ")))
 
     def take_status(self, status: int, text: str, retry_after: str | None) -> None:
-        """The status and body of an HTTP answer that is no stream."""
+        """Record the status and body of an HTTP answer that is not a stream."""
         self.error = f"status {status}: {text[:MOST_ERROR_CHARACTERS]}"
         self.is_refused = status == TOO_MANY_REQUESTS
         self.retry_seconds = float(retry_after or 0.0)
 
     def fail(self, error: BoughError) -> None:
-        """What a gRPC call ended with."""
+        """Record the error of a gRPC call."""
         self.error = str(error)
         if isinstance(error, Exhausted):
             self.is_refused, self.retry_seconds = True, error.retry_seconds or 0.0
 
     def sample(self, turn: int = 1, users: int = 1) -> Sample:
-        """What it came to by now."""
+        """The sample of the stream so far."""
         arrivals = self.arrivals
         return Sample(
             self.door,
@@ -93,7 +93,7 @@ class Reading:
         return "" if self.arrivals.num_tokens else "no token came"
 
     def _take_chunk(self, chunk: Any) -> None:
-        """Its tokens are counted by the running usage."""
+        """Record a chunk, whose tokens are the difference in cumulative usage."""
         if "error" in chunk:
             self.error = str(chunk["error"].get("message"))
             return
@@ -110,7 +110,7 @@ class Reading:
 
 
 def chat_body(messages: Sequence[Message], max_tokens: int) -> dict[str, Any]:
-    """A streamed chat completion of so many tokens, whose every chunk says how many there have been."""
+    """Body of a streamed chat completion with usage in every chunk."""
     return {
         "model": "",
         "messages": [{"role": message.role, "content": message.content} for message in messages],

@@ -1,4 +1,4 @@
-"""What one request of a load test came to, and exact figures over many of them."""
+"""Samples of a load test's requests, and exact figures over many of them."""
 
 from __future__ import annotations
 
@@ -10,41 +10,41 @@ from pathlib import Path
 from typing import Any
 
 PERCENTILES = (50, 90, 95, 99)
-UNFINISHED = "the test ended first"  # what a sample says of a request that was under way then
+UNFINISHED = "the test ended first"  # error of requests cut off by the end of the test
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One request. Times are seconds; those of a request that brought no token are 0."""
+    """One request. Times are in seconds; they are 0 for a request without tokens."""
 
     door: str  # "grpc" or "http"
-    began: float  # on the clock of the test's process, from its start
-    seconds: float  # from the request to its end, whatever that was
+    began: float  # since the start of the test
+    seconds: float  # from the request to its end
     first_token_seconds: float = 0.0  # TTFT: from the request to the first event with tokens
     token_seconds: float = 0.0  # TPOT: (last event - first event) / tokens after those of the first event
     longest_gap_seconds: float = 0.0  # between two events with tokens
     num_tokens: int = 0
     num_prompt_tokens: int = 0
-    turn: int = 1  # of a conversation, from 1
+    turn: int = 1  # number in its conversation
     users: int = 1  # users, or open streams, when it began
-    error: str = ""  # what the server or the client said; empty for one that finished
-    is_refused: bool = False  # RESOURCE_EXHAUSTED, or 429
-    retry_seconds: float = 0.0  # that the refusal asked for; 0 where it said nothing
+    error: str = ""  # empty for a finished request
+    is_refused: bool = False  # RESOURCE_EXHAUSTED or status 429
+    retry_seconds: float = 0.0  # retry delay of a refusal; 0 if it has none
 
 
 @dataclass(slots=True)
 class Arrivals:
-    """Collects the moments at which tokens came; one for each stream."""
+    """Collects the arrival times of a stream's tokens."""
 
     began: float
     first: float = 0.0
     last: float = 0.0
     longest_gap: float = 0.0
-    num_first: int = 0  # tokens of the first event
+    num_first: int = 0  # tokens in the first event
     num_tokens: int = 0
 
     def take(self, now: float, num_tokens: int) -> None:
-        """Some tokens came; none of them counts for nothing."""
+        """Record the arrival of tokens; 0 tokens are ignored."""
         if num_tokens <= 0:
             return
         if self.num_tokens:
@@ -60,38 +60,38 @@ class Arrivals:
 
     @property
     def token_seconds(self) -> float:
-        """Tokens of one event come at once, so that those of the first are no interval."""
+        """TPOT: tokens of one event arrive at once, so those of the first have no interval."""
         num_later = self.num_tokens - self.num_first
         return (self.last - self.first) / num_later if num_later else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """A service-level objective: a request that misses it is not counted as good."""
+    """A service-level objective; goodput counts only requests that meet it."""
 
     first_token_seconds: float = math.inf
     token_seconds: float = math.inf
 
     def holds(self, sample: Sample) -> bool:
-        """Whether a request finished, and in time."""
+        """Whether a request finished within the objective."""
         in_time = sample.first_token_seconds <= self.first_token_seconds and sample.token_seconds <= self.token_seconds
         return not sample.error and in_time
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest value that at least `share` (0 to 100) per cent of all do not exceed; 0 for no values."""
+    """The percentile `share` (0 to 100): the least value that so many per cent do not exceed; 0 if there are none."""
     ordered = sorted(values)
     return ordered[max(0, math.ceil(share / 100 * len(ordered)) - 1)] if ordered else 0.0
 
 
 def span_seconds(samples: Sequence[Sample]) -> float:
-    """From the first request's beginning to the last one's end: what the test itself takes to start does not count."""
+    """Seconds from the first request's begin to the last one's end."""
     ends = (sample.began + sample.seconds for sample in samples)
     return max(ends, default=1.0) - min((sample.began for sample in samples), default=0.0)
 
 
 def summarise(samples: Sequence[Sample], seconds: float, objective: Objective) -> dict[str, Any]:
-    """Figures for a JSON line, over requests that ran within `seconds` of wall-clock time.
+    """Figures of the JSON line over requests that ran within `seconds` of wall-clock time.
 
     Percentiles are of the requests that finished. `goodput` counts only tokens and requests within the objective.
     """
@@ -126,12 +126,12 @@ def _spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def write_sample(file: Any, sample: Sample) -> None:
-    """Adds one line of JSON to an open text file."""
+    """Append a sample as a line of JSON to an open text file."""
     file.write(json.dumps(asdict(sample)) + "\n")
 
 
 def read_samples(path: Path) -> list[Sample]:
-    """All samples of a file; what is missing because a process was killed in the middle of a line is left out."""
+    """Read all samples of a file; an incomplete last line of a killed process is ignored."""
     return list(_parsed(path.read_text().splitlines())) if path.exists() else []
 
 

@@ -1,1 +1,1 @@
-"""bough beside other programs that run the same weights."""
+"""Compares bough with other programs that run the same weights."""

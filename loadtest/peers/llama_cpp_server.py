@@ -19,15 +19,15 @@ import xllamacpp
 
 
 def parameters(settings: dict[str, Any]) -> Any:
-    """llama.cpp's parameters for one session at a time: its defaults, but for what the settings name."""
+    """llama.cpp's parameters for one session at a time: its defaults, changed by the settings."""
     params = xllamacpp.CommonParams()
     params.model.path = settings["model"]
     params.n_ctx = settings["context"]
     params.n_ubatch = settings["ubatch"]
     params.n_parallel = 1
     params.load_mode = xllamacpp.llama_load_mode.LLAMA_LOAD_MODE_MMAP
-    params.fit_params = False  # it would choose other sizes than those that were asked for
-    params.cache_ram_mib = 0  # earlier prompts are not to take of the memory that there is for weights
+    params.fit_params = False  # would change the requested sizes
+    params.cache_ram_mib = 0  # a prompt cache would take memory from weights
     params.ui = False
     for cpu in (params.cpuparams, params.cpuparams_batch):
         cpu.n_threads = settings["threads"]
@@ -42,7 +42,7 @@ def parameters(settings: dict[str, Any]) -> Any:
 
 
 def main() -> None:
-    """Serves until the end of standard input."""
+    """Serve until the end of standard input."""
     server = xllamacpp.Server(parameters(json.loads(sys.argv[1])))
     ready = {
         "address": server.listening_address,
@@ -51,7 +51,7 @@ def main() -> None:
     }
     print(json.dumps(ready), flush=True)
     sys.stdin.read()
-    os._exit(0)  # nothing is to be saved, and freeing it all takes seconds
+    os._exit(0)  # freeing memory would take seconds
 
 
 if __name__ == "__main__":

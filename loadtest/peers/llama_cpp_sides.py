@@ -1,4 +1,4 @@
-"""The two sides of `loadtest.peers.llama_cpp`: processes that answer greedily, with a memory limit around all of them.
+"""The two sides of `loadtest.peers.llama_cpp`: processes that answer greedily under a common memory limit.
 
 Both are asked over their own streaming interface by the benchmark, which is not in the limited group.
 """
@@ -28,22 +28,22 @@ from loadtest.sessions.runs import stream
 
 SERVER = Path(__file__).with_name("llama_cpp_server.py")
 REQUEST_SECONDS = 1800.0
-START_SECONDS = 900.0  # in which kernels may have to be compiled
+START_SECONDS = 900.0  # includes compilation of kernels
 STOP_SECONDS = 30.0
-LOG_BYTES = 4000  # of the end of a log, where its process could not start
-OF_ONE_SESSION = ("--kv-memory", "250MB")  # by default it is 2 GB, which is for many and would not fit
-READY = "ready: "  # of the line that `bough up` prints with its address
+LOG_BYTES = 4000  # of a log's end that are quoted when a process fails to start
+OF_ONE_SESSION = ("--kv-memory", "250MB")  # the default of 2 GB is for many sessions and would not fit
+READY = "ready: "  # prefix of the line in which `bough up` prints its address
 
 
 class PeerError(BoughError):
-    """A side could not be started, or did not answer; with the last lines of its log."""
+    """A side failed to start or to answer; the message has the last lines of its log."""
 
 
 def require_peer(python: str) -> None:
-    """Makes sure that llama.cpp is there before anything is written or started.
+    """Check that llama.cpp is installed, before anything is written or started.
 
     Raises:
-        PeerError: it is not.
+        PeerError: it is not installed.
     """
     try:
         subprocess.run([python, "-c", "import xllamacpp"], capture_output=True, check=True)
@@ -55,7 +55,7 @@ def require_peer(python: str) -> None:
 
 
 def why_unlimited(memory_bytes: int) -> str:
-    """Why memory cannot be limited here; empty where it can."""
+    """Why memory cannot be limited here; empty if it can."""
     try:
         with limited(memory_bytes):
             return ""
@@ -64,27 +64,27 @@ def why_unlimited(memory_bytes: int) -> str:
 
 
 class Answer(NamedTuple):
-    """What a side said to a prompt, and when."""
+    """A side's answer to a prompt, and its times."""
 
     token_ids: tuple[int, ...]
     first_seconds: float  # from the request to the first tokens
-    num_first: int  # tokens that came then: more than one where they were guessed along with the prompt
+    num_first: int  # tokens in the first event: several if they were guessed with the prompt
     seconds: float  # from the request to the last token
 
     @property
     def decode_rate(self) -> float:
-        """Tokens per second after the first of them came; 0 where all came at once."""
+        """Tokens per second after the first event; 0 if there was only one event."""
         seconds, num_tokens = self.seconds - self.first_seconds, len(self.token_ids) - self.num_first
         return num_tokens / seconds if num_tokens and seconds > 0 else 0.0
 
     @property
     def overall_rate(self) -> float:
-        """Tokens per second, reading the prompt included."""
+        """Tokens per second, prefill included."""
         return len(self.token_ids) / self.seconds
 
 
 def answer_of(chunks: Sequence[tuple[float, Sequence[int]]], began: float) -> Answer:
-    """Puts together what came: moments on a clock and token ids.
+    """An answer from its events: times and token ids.
 
     Raises:
         PeerError: no token came.
@@ -98,18 +98,18 @@ def answer_of(chunks: Sequence[tuple[float, Sequence[int]]], began: float) -> An
 
 @dataclass(frozen=True, slots=True)
 class LlamaSettings:
-    """How llama.cpp is to run; fields are those that `llama_cpp_server.py` reads."""
+    """Settings of llama.cpp; the fields are those that `llama_cpp_server.py` reads."""
 
     model: str
-    draft: str  # empty: plain decoding
-    draft_tokens: int  # length of the chain that is drafted
+    draft: str  # empty for plain decoding
+    draft_tokens: int  # length of the drafted chain
     threads: int
     context: int
     ubatch: int
 
 
 class LlamaServer:
-    """llama.cpp's server, once it is ready."""
+    """A running llama.cpp server."""
 
     def __init__(self, ready: dict[str, Any]) -> None:
         self.address: str = ready["address"]
@@ -117,7 +117,7 @@ class LlamaServer:
         self.system_info: str = ready["system_info"]
 
     def ask(self, prompt: Sequence[int], num_tokens: int) -> Answer:
-        """Answers greedily with so many tokens; tokens that end a text are never taken.
+        """Generate `num_tokens` tokens greedily, ignoring end-of-text tokens.
 
         Raises:
             PeerError: the server does not answer.
@@ -142,13 +142,13 @@ class LlamaServer:
 
 
 def event_tokens(line: bytes) -> list[int]:
-    """Token ids of a line of llama.cpp's event stream; none in the lines between, and in the last event."""
+    """Token ids in a line of llama.cpp's event stream; none in blank lines and in the last event."""
     prefix = b"data: "
     return json.loads(line.removeprefix(prefix)).get("tokens", []) if line.startswith(prefix) else []
 
 
 def peer_environment(environ: Mapping[str, str], added: Mapping[str, str]) -> dict[str, str]:
-    """Variables for a process of the peer's: without how threads wait, which bough sets for its own (`bough.model`)."""
+    """Environment of the peer's process, without the OpenMP settings that `bough.model` sets for bough."""
     return {name: value for name, value in environ.items() if name != "GOMP_SPINCOUNT"} | dict(added)
 
 
@@ -156,10 +156,10 @@ def peer_environment(environ: Mapping[str, str], added: Mapping[str, str]) -> di
 def llama_server(
     python: str, settings: LlamaSettings, memory_bytes: int, variables: Mapping[str, str]
 ) -> Iterator[LlamaServer]:
-    """A server of its own, within so much memory (0 is no limit), with these variables in its environment.
+    """Run a llama.cpp server with a memory limit (0 is none) and further environment variables.
 
     Raises:
-        PeerError: it could not start.
+        PeerError: it failed to start.
         OSError: memory cannot be limited here.
     """
     with limited(memory_bytes) as prefix, TemporaryFile() as log:
@@ -184,13 +184,13 @@ def llama_server(
 
 
 class Bough:
-    """`bough up`, once it is ready."""
+    """A running `bough up`."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
 
     async def ask(self, prompt: Sequence[int], num_tokens: int, *, is_plain: bool) -> Answer:
-        """Answers greedily with so many tokens, whatever they are."""
+        """Generate `num_tokens` tokens greedily, ignoring end-of-text tokens."""
         options = GenerateOptions(
             temperature=0.0, max_tokens=num_tokens, ignore_eos=True, speculation=Speculation(disabled=is_plain)
         )
@@ -200,13 +200,13 @@ class Bough:
 
 @asynccontextmanager
 async def bough_up(context: int, memory_bytes: int, *, is_resident: bool) -> AsyncIterator[Bough]:
-    """All processes of `bough up` for the demonstration, within so much memory; 0 is no limit.
+    """Run `bough up` for the demonstration with a memory limit for all its processes; 0 is none.
 
     Flags are its defaults, but for a context as long as the peer's, and KV of one session as the peer has it. Resident
     is without `--resident-layers 0`.
 
     Raises:
-        PeerError: they could not start, or not in time, such as where they do not fit and start again and again.
+        PeerError: they failed to start in time, for example because memory is too small and they restart repeatedly.
         OSError: memory cannot be limited here.
     """
     environ = {**os.environ, **({"BOUGH_TARGET_RESIDENT_LAYERS": "-1"} if is_resident else {})}
@@ -235,10 +235,10 @@ async def bough_up(context: int, memory_bytes: int, *, is_resident: bool) -> Asy
 
 
 async def _ready_address(process: subprocess.Popen[bytes], log: IO[bytes]) -> str:
-    """Where the process is ready, once it says so.
+    """Wait until the process reports that it is ready; returns its address.
 
     Raises:
-        PeerError: it has ended, or takes too long.
+        PeerError: it has ended, or took too long.
     """
     try:
         address = await asyncio.wait_for(asyncio.to_thread(_announced, process), START_SECONDS)
@@ -250,14 +250,14 @@ async def _ready_address(process: subprocess.Popen[bytes], log: IO[bytes]) -> st
 
 
 def _announced(process: subprocess.Popen[bytes]) -> str:
-    """The address that it prints; empty where its output ends without one."""
+    """The address in its output; empty if the output ends without one."""
     assert process.stdout is not None, "it was opened"
     lines = (line.decode() for line in process.stdout)
     return next((line.removeprefix(READY).split()[0] for line in lines if line.startswith(READY)), "")
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """Both sides end all their processes at SIGTERM; llama.cpp's at the end of its standard input too."""
+    """End a side with SIGTERM; llama.cpp's server also ends at the end of standard input."""
     if process.stdin is not None:
         process.stdin.close()
     process.terminate()

@@ -1,4 +1,4 @@
-"""What `loadtest.peers.llama_cpp` makes of its runs: the best draft length, ratios with intervals, equal texts."""
+"""Summaries of `loadtest.peers.llama_cpp`: the best draft length, ratios with intervals, and equality of texts."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from loadtest.common.ratios import geometric_mean, ratio
 LLAMA_PLAIN, LLAMA_DRAFT, LLAMA_4_BIT = "llama_cpp_plain", "llama_cpp_draft", "llama_cpp_plain_4_bit"
 BOUGH_PLAIN, BOUGH = "bough_plain", "bough"
 SIDES = (LLAMA_PLAIN, LLAMA_DRAFT, LLAMA_4_BIT, BOUGH_PLAIN, BOUGH)
-SAME_WEIGHTS = (LLAMA_PLAIN, LLAMA_DRAFT, BOUGH_PLAIN, BOUGH)  # and so the same texts
-RATIOS = {  # ours over theirs
+SAME_WEIGHTS = (LLAMA_PLAIN, LLAMA_DRAFT, BOUGH_PLAIN, BOUGH)  # sides that should give the same texts
+RATIOS = {  # pairs of sides, bough's first
     "with_draft": (BOUGH, LLAMA_DRAFT),
     "plain": (BOUGH_PLAIN, LLAMA_PLAIN),
-    "over_4_bit": (BOUGH, LLAMA_4_BIT),  # of which the weights are others, and fewer bytes
+    "over_4_bit": (BOUGH, LLAMA_4_BIT),  # with other weights of fewer bytes
 }
 
 
 class Halves(NamedTuple):
-    """Numbers of the prompts on which a draft length is chosen, and of those on which all sides are scored."""
+    """Numbers of the prompts for choosing a draft length, and of those for measuring all sides."""
 
     chosen_on: tuple[int, ...]
     scored_on: tuple[int, ...]
 
 
 def halves(num_prompts: int) -> Halves:
-    """Every other prompt, the first one scored; with an odd number one more is scored.
+    """Split prompts alternately; the first one, and the extra one of an odd number, are for measuring.
 
     Raises:
         ValueError: there are fewer than two.
@@ -39,10 +39,10 @@ def halves(num_prompts: int) -> Halves:
 
 
 def best_length(rates: Mapping[int, Sequence[float]]) -> int:
-    """The draft length with the highest geometric mean of tokens per second; of equals the shortest.
+    """The draft length with the highest geometric mean of tokens per second; the shortest among equals.
 
     Raises:
-        ValueError: no lengths, or one of them without rates or with one that is not above 0.
+        ValueError: there are no lengths, or a length has no rates, or one that is not above 0.
     """
     if not rates:
         raise ValueError("draft lengths: there were none; must be at least one")
@@ -56,10 +56,10 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def first_difference(left: Sequence[int], right: Sequence[int], eos_ids: Collection[int]) -> int | None:
-    """Position of the first token in which two texts differ, None where they do not.
+    """Position of the first token in which two texts differ; None if they are equal.
 
-    Only up to where either ends by itself: after that bough goes on with what the model says, while llama.cpp, told to
-    ignore the end, has taken another token instead of it.
+    They are compared up to the first end-of-text token: after it bough continues with the model's choice, while
+    llama.cpp, told to ignore the end, has chosen another token instead.
     """
     for position, (a, b) in enumerate(zip(left, right, strict=False)):
         if a in eos_ids or b in eos_ids:
@@ -72,7 +72,7 @@ def first_difference(left: Sequence[int], right: Sequence[int], eos_ids: Collect
 def differences(
     texts: Mapping[str, Mapping[int, Sequence[int]]], reference: str, eos_ids: Collection[int]
 ) -> dict[str, dict[int, int]]:
-    """By side and prompt, where its tokens first differ from those of the reference; only sides and prompts that do."""
+    """Positions of the first difference from the reference, by side and prompt, where there is one."""
     found: dict[str, dict[int, int]] = {}
     for side, by_prompt in texts.items():
         for number, token_ids in by_prompt.items():
@@ -85,7 +85,7 @@ def differences(
 def summary(
     decode: Mapping[str, Sequence[float]], overall: Mapping[str, Sequence[float]], length: int, seed: int
 ) -> dict[str, Any]:
-    """Of one regime: tokens per second by side, in the order of its prompts, and bough's ratios to its peer."""
+    """Summary of a regime: tokens per second by side, and bough's ratios to llama.cpp."""
     return {
         "draft_tokens": length,
         "tokens_per_second": {side: spread(decode[side]) for side in SIDES},

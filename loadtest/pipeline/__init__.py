@@ -1,1 +1,1 @@
-"""What `bough up` takes: its start, and the memory of its processes."""
+"""Measures the start of `bough up` and the memory of its processes."""

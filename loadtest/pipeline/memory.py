@@ -1,4 +1,4 @@
-"""Where the memory of a whole pipeline goes: what each process has, in which parts, after how many requests.
+"""Measures the memory of a whole pipeline by process, by part, and by number of requests.
 
     python -m loadtest.pipeline.memory [--requests 8] [--turns] [--bits 4] [--limit 2.5GB] [-- FLAGS OF `bough up`]
 
@@ -36,33 +36,33 @@ from loadtest.common.limits import limited
 from loadtest.common.prompts import load_prompts
 
 KB, MB = 1024, 1000**2
-ARENA_BYTES = 64 * 1024**2  # of the C library's allocator: each begins at a multiple of this
-LOADS = "reading weights"  # in a worker's log, once all is there that it has without a model
+ARENA_BYTES = 64 * 1024**2  # alignment of arenas of the C library's allocator
+LOADS = "reading weights"  # logged by a worker just before it loads its model
 
 
 class Sizes(NamedTuple):
-    """Of one process, in bytes, each its proportional share."""
+    """Memory of one process in bytes; shared pages count proportionally."""
 
-    libraries: int  # files that are mapped: code, and constants that nobody has changed
-    changed: int  # parts of libraries that were written to, by the linker above all
-    heap: int  # of the C library's allocator: Python's objects, and whatever is small
-    blocks: int  # mapped on their own: Python's objects, embeddings, buffers, and a target's keys and values
-    model: int  # asked for in large pages: weights, or the ring that they pass through; a draft's keys and values
-    resident: int  # `Rss`: all of what is mapped, whoever shares it
+    libraries: int  # mapped files: code and unchanged constants
+    changed: int  # pages of libraries that were written to, mainly by the linker
+    heap: int  # the C library's allocator: Python objects and small buffers
+    blocks: int  # anonymous mappings: Python objects, embeddings, buffers, and a target's KV
+    model: int  # in huge pages: weights or their ring, and a draft's KV
+    resident: int  # Rss: all mapped pages, shared ones in full
 
     @property
     def total(self) -> int:
-        """The process's share of the machine's memory."""
+        """The process's share of memory (Pss)."""
         return self.libraries + self.changed + self.heap + self.blocks + self.model
 
 
 def sizes_of(process_id: int) -> Sizes:
-    """Of a process that runs."""
+    """The memory of a running process."""
     return read_smaps((Path("/proc") / str(process_id) / "smaps").read_text())
 
 
 def read_smaps(text: str) -> Sizes:
-    """Sums up what the kernel tells of every mapping (proc_pid_smaps(5))."""
+    """Sum up all mappings in smaps (proc_pid_smaps(5))."""
     sums = dict.fromkeys(Sizes._fields, 0)
     begin, name, share, own = 0, "", 0, 0
     for line in text.splitlines():
@@ -72,7 +72,7 @@ def read_smaps(text: str) -> Sizes:
                 sums["resident"] += int(words[1]) * KB
             case "Pss:":
                 share = int(words[1]) * KB
-            case "Anonymous:":  # of which nobody else has any, but after a fork
+            case "Anonymous:":  # not shared, except after a fork
                 own = min(share, int(words[1]) * KB)
             case "VmFlags:":
                 if name.startswith("/"):
@@ -86,14 +86,14 @@ def read_smaps(text: str) -> Sizes:
 
 
 def _kind(name: str, begin: int, flags: Sequence[str]) -> str:
-    """Of memory that is no file's; `hg` is what `bough.model.cpu.huge_pages` asks for."""
+    """The kind of an anonymous mapping; the flag `hg` marks memory from `bough.model.cpu.huge_pages`."""
     if "hg" in flags:
         return "model"
     return "heap" if name == "[heap]" or begin % ARENA_BYTES == 0 else "blocks"
 
 
 def sizes_of_all(cluster: Cluster) -> dict[str, Sizes]:
-    """By the name of the process. Raises SystemExit where one has ended."""
+    """Memory by name of the process. Raises SystemExit if one has ended."""
     for child in cluster.children.values():
         if child.has_ended():
             raise SystemExit(f"{child.title} {child.how_it_ended()}:\n{child.tail()}")
@@ -101,7 +101,7 @@ def sizes_of_all(cluster: Cluster) -> dict[str, Sizes]:
 
 
 def table(sizes: dict[str, Sizes]) -> str:
-    """For people, in MB."""
+    """A table in MB."""
     rows = [f"{'MB':14}{'':>9}" + "".join(f"{name:>11}" for name in ("total", *Sizes._fields))]
     for name, of_one in [*sizes.items(), ("all", Sizes(*map(sum, zip(*sizes.values(), strict=True))))]:
         rows.append(f"{name:23}" + "".join(f"{size / MB:11.1f}" for size in (of_one.total, *of_one)))
@@ -109,15 +109,15 @@ def table(sizes: dict[str, Sizes]) -> str:
 
 
 class Measured(NamedTuple):
-    """Of one run: sizes by process."""
+    """Measurements of one run."""
 
-    before: dict[str, Sizes]  # of workers, when they were about to load their models
-    answered: list[dict[str, Sizes]]  # after so many requests, from none
+    before: dict[str, Sizes]  # of workers, just before they load their models
+    answered: list[dict[str, Sizes]]  # by number of answered requests, from 0
 
 
 @asynccontextmanager
 async def running(settings: Settings, before: dict[str, Sizes]) -> AsyncIterator[Cluster]:
-    """As `launched`; `before` gets what workers have before their weights."""
+    """Like `launched`; adds the workers' memory before loading to `before`."""
 
     def look(_: Waiting) -> None:
         for name, child in cluster.children.items():
@@ -135,7 +135,7 @@ async def running(settings: Settings, before: dict[str, Sizes]) -> AsyncIterator
 
 
 async def measure(settings: Settings, num_requests: int, max_tokens: int, is_conversation: bool) -> Measured:
-    """Requests one after another: each a session of its own, or all of them turns of one conversation."""
+    """Measure after each of several requests: new sessions, or turns of one conversation."""
     before: dict[str, Sizes] = {}
     prompts = load_prompts()
     options = GenerateOptions(
@@ -153,7 +153,7 @@ async def measure(settings: Settings, num_requests: int, max_tokens: int, is_con
 
 
 def settings_for(bits: int, up_flags: Sequence[str]) -> Settings:
-    """Of `bough up` with these flags; of a demonstration that is packed unless they name another target."""
+    """Settings of `bough up` with these flags, by default for the packed demonstration."""
     ensure_demonstration()
     if bits != 16 and "--target" not in up_flags:
         model = demonstration_folder()
@@ -167,7 +167,7 @@ def settings_for(bits: int, up_flags: Sequence[str]) -> Settings:
 
 
 def within(limit: int) -> int:
-    """This command once more, in a control group with so much memory; its exit status."""
+    """Run this command again in a control group with a memory limit; returns its exit status."""
     own = sys.argv[1:]
     own.insert(own.index("--") if "--" in own else len(own), "--limit=0")
     with limited(memory_bytes=limit) as words:
@@ -186,7 +186,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Prints a table after the start and after the last request, and the totals in between as JSON."""
+    """Print tables after the start and after the last request, and one JSON line."""
     arguments = _arguments()
     settings = settings_for(arguments.bits, arguments.up_flags)
     if arguments.limit:

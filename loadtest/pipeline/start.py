@@ -1,4 +1,4 @@
-"""How long `bough up` takes until it is ready, and what each worker does in that time.
+"""Measures the start of `bough up`, by worker and stage.
 
     python -m loadtest.pipeline.start [--runs 3] [--first | --simulate PROFILE]
 
@@ -31,8 +31,8 @@ from bough.config.flag_parser import FlagParser
 from bough.processes.child import KINDS
 from bough.processes.exit_with_parent import MODULE, start
 
-READY = "ready: "  # of the line that `bough up` prints
-TOLD = re.compile(r"ready after [\d.]+ s: (.*)")  # by `bough.processes.startup`
+READY = "ready: "  # prefix of the line that `bough up` prints
+TOLD = re.compile(r"ready after [\d.]+ s: (.*)")  # logged by `bough.processes.startup`
 PART = re.compile(r"([\w ]+) ([\d.]+) s")
 
 
@@ -46,12 +46,12 @@ def parts_of(log: str) -> dict[str, float]:
 class Start:
     """One start of `bough up`."""
 
-    seconds: float  # until it said that it is ready
-    parts: dict[str, dict[str, float]]  # seconds of the stages, by process
+    seconds: float  # until it was ready
+    parts: dict[str, dict[str, float]]  # seconds by process and stage
 
 
 def started(flags: Iterable[str], **variables: str) -> Start:
-    """Starts `bough up` until it is ready, and ends it. Raises SystemExit with its last words where it fails."""
+    """Start `bough up` until it is ready, and end it. Raises SystemExit with its last output if it fails."""
     command = [sys.executable, *MODULE, "bough.cli.main", "up", "--port", "0", *flags]
     began = time.monotonic()
     pipe, environ = subprocess.PIPE, os.environ | variables
@@ -71,7 +71,7 @@ def started(flags: Iterable[str], **variables: str) -> Start:
 
 
 def put_out_of_the_page_cache(*folders: Path) -> None:
-    """What is written to disk and mapped by no process is read from there again."""
+    """Drop the page cache, except dirty pages and pages mapped by processes."""
     for folder in folders:
         for path in folder.rglob("*"):
             with suppress(OSError):
@@ -84,14 +84,14 @@ def put_out_of_the_page_cache(*folders: Path) -> None:
 
 
 def first_start() -> dict[str, object]:
-    """One with no compiled kernels; the draft may still compile when it is ready."""
+    """Measure a start without compiled kernels; the draft may still be compiling when it is ready."""
     with tempfile.TemporaryDirectory() as folder:
         first = started([], NUMBA_CACHE_DIR=folder)
     return {"first_seconds": round(first.seconds, 2), "first_parts": first.parts}
 
 
 def measured(runs: int, flags: list[str]) -> dict[str, object]:
-    """A cold start and so many warm ones."""
+    """Measure a cold start and `num_runs` warm ones."""
     put_out_of_the_page_cache(demonstration_folder(), Path(numpy.__file__).parents[1])
     cold = started(flags)
     warm = [started(flags) for _ in range(runs)]
@@ -105,7 +105,7 @@ def measured(runs: int, flags: list[str]) -> dict[str, object]:
 
 
 def main() -> None:
-    """Measures, and prints one JSON line."""
+    """Measure and print one JSON line."""
     parser = FlagParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=3, help="warm starts (default 3)")
     which = parser.add_mutually_exclusive_group()

@@ -1,1 +1,1 @@
-"""How close trees that size themselves come to the best fixed size, on simulated workers and on real ones."""
+"""Compares self-sized trees with the best fixed size, on simulated and on real workers."""

@@ -1,4 +1,4 @@
-"""Regret of trees that size themselves against the best fixed size in hindsight.
+"""Measures the regret of self-sized trees against the best fixed size in hindsight.
 
     python -m loadtest.regret
     python -m loadtest.regret --only simulated --regime resident
@@ -24,7 +24,7 @@ from loadtest.regret import real, simulated
 
 
 def main() -> None:
-    """Prints progress, and one JSON line."""
+    """Print progress, and one JSON line."""
     parser = FlagParser(description=__doc__)
     parser.add_argument("--only", choices=("simulated", "real"), help="one of the two")
     parser.add_argument("--regime", action="append", default=[], help="only this one; may be repeated")

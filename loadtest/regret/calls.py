@@ -1,4 +1,4 @@
-"""Calls to the draft and the target of a simulated world, while they are there, and what is true of them."""
+"""Running calls to the draft and the target of a simulated world."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NO_TOKENS = np.zeros(0, np.int32)
 
 @dataclass(slots=True)
 class Growing:
-    """A tree that grows at the simulated draft, and what is true of its nodes."""
+    """A tree growing at the simulated draft, with the outcomes of its nodes."""
 
     law: Law
     seed: int
@@ -35,7 +35,7 @@ class Growing:
     salts: list[int] = field(default_factory=lambda: [0])
 
     def step(self) -> None:
-        """Expands the frontier."""
+        """Expand the frontier."""
         self.num_passes += 1
         frontier, tree = self.grower.frontier(), self.grower.tree
         positions = self.root_position + tree.depths[frontier] + 1
@@ -54,7 +54,7 @@ class Growing:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A session of the world: how certain its text is, and how much of it there is to say."""
+    """A session: its acceptance law and its number of tokens."""
 
     name: str
     seed: int
@@ -65,16 +65,16 @@ class Sample:
 
 @dataclass(slots=True)
 class Verifying:
-    """A call that waits at the simulated target; what `target_worker.scheduler.batching` wants to know of it."""
+    """A call waiting at the simulated target, with the interface of `target_worker.scheduler.batching`."""
 
     sample: Sample
     tree: Tree
     position: int  # of the root
-    num_remaining: int  # tokens of context
+    num_remaining: int  # context tokens still to compute
     may_leave_out: bool
     done: simpy.Event
     arrived: float
-    kept: NDArray[np.intp] = field(default_factory=lambda: np.zeros(1, np.intp))  # nodes of the tree that are swept
+    kept: NDArray[np.intp] = field(default_factory=lambda: np.zeros(1, np.intp))  # nodes that are in the sweep
     num_sweeps_skipped: int = 0
 
     @property
@@ -82,7 +82,7 @@ class Verifying:
         return len(self.kept)
 
     def verdict(self) -> Verdict:
-        """By the text of the law, in the numbers of the whole tree."""
+        """The verdict by the law's text, in node numbers of the whole tree."""
 
         def draw(path: Sequence[int]) -> int:
             return int(self.sample.law.truth(self.sample.seed, np.array([self.position + len(path)]))[0])

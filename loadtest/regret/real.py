@@ -1,4 +1,4 @@
-"""Regret on real models: the demonstration pair on this machine, streamed, resident, throttled, crowded and disturbed.
+"""Measures regret with the demonstration models: streamed, resident, throttled, crowded and disturbed.
 
 Each regime is measured in a process of its own (`loadtest.regret.real_regime`), which a control group may slow down.
 """
@@ -26,16 +26,16 @@ STREAMED = ("--resident-layers", "0")
 
 @dataclass(frozen=True, slots=True)
 class RealRegime:
-    """A way to run the demonstration pair."""
+    """Settings of a run of the demonstration models."""
 
     name: str
     target_flags: tuple[str, ...] = STREAMED
     draft_flags: tuple[str, ...] = ("--drop-layers", SUBSTITUTE_DROPS)
     temperature: float = 0.0
     num_sessions: int = 1
-    read_megabytes_per_second: int = 0  # of the disk; 0 is as fast as it is
+    read_megabytes_per_second: int = 0  # disk limit; 0 is none
     grid: tuple[tuple[int, int], ...] = GRID
-    is_disturbed: bool = False  # another process takes one processor from the middle of every answer on
+    is_disturbed: bool = False  # whether another process uses a processor from the middle of every answer
 
 
 REGIMES = (
@@ -52,7 +52,7 @@ REGIMES = (
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What a regime's process is told."""
+    """The task of a regime's process."""
 
     regime: RealRegime
     num_prompts: int
@@ -63,20 +63,20 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What it answers: seconds a token after the first round, by contestant and prompt."""
+    """A regime's result: seconds per token after the first round, by contestant and prompt."""
 
     self_sized: tuple[float, ...]
     fixed: dict[str, tuple[float, ...]]
     plain: tuple[float, ...]
-    num_unequal: int  # texts that are not those of plain decoding, as far as that went
-    sizes: tuple[int, ...]  # nodes of the trees that were sent self-sized, without the first round of each answer
+    num_unequal: int  # texts that differ from plain decoding, as far as that was run
+    sizes: tuple[int, ...]  # nodes of self-sized trees, without each answer's first round
     round_time_error: float
     token_error: float
     facts: dict[str, Any] = field(default_factory=dict)
 
 
 def run(names: Sequence[str], num_prompts: int, num_tokens: int, plain_tokens: int, seed: int) -> dict[str, Any]:
-    """Figures of all regimes, or of those that are named."""
+    """Run all regimes, or those named, and return their figures."""
     figures = {}
     for regime in REGIMES:
         if names and regime.name not in names:

@@ -1,4 +1,4 @@
-"""One regime on real models, in a process of its own: contestants take turns prompt by prompt. Prints one JSON line.
+"""Measures one regime with real models: contestants take turns prompt by prompt. Prints one JSON line.
 
 The sizer's orchestrator hears of nothing but its own rounds: fixed sizes and plain decoding go through another one at
 the same workers. What is compared is seconds a token after the first round of each answer, which also reads the prompt:
@@ -38,12 +38,12 @@ from loadtest.regret.real import Measured, RealRegime, Task
 from loadtest.sessions.runs import Stream, stream
 
 WARM_TOKENS = 4
-HALF_TOKENS = 6  # of an answer: plain decoding times twelve, and is to be disturbed for half of them
+HALF_TOKENS = 6  # half of the tokens that plain decoding generates; the disturbance begins after them
 OTHER = "orchestrator of fixed sizes"
 
 
 def settings_of(regime: RealRegime) -> Settings:
-    """As `bough up` would run it, but for the regime's flags."""
+    """Settings of `bough up` with the regime's flags."""
     model = str(demonstration_folder())
     return Settings(
         parse(TargetConfig, "target_worker", ["--model", model, *regime.target_flags], {}),
@@ -54,7 +54,7 @@ def settings_of(regime: RealRegime) -> Settings:
 
 @asynccontextmanager
 async def second_orchestrator(cluster: Cluster, config: OrchestratorConfig) -> AsyncIterator[Client]:
-    """Beside the cluster's own, at the same workers; ends with the cluster."""
+    """Start a second orchestrator with the same workers; it ends with the cluster."""
     known = {worker.address for worker in (await _records(cluster))}
     flags = to_flags(replace(config, index_url=cluster.index_url))
     cluster.start(OTHER, [sys.executable, *MODULE, "orchestrator", *flags])
@@ -80,7 +80,7 @@ async def _records(cluster: Cluster) -> list[WorkerRecord]:
 
 
 class Bench:
-    """All that is measured of one regime."""
+    """Measures one regime."""
 
     def __init__(self, task: Task, own: Client, other: Client) -> None:
         self.task, self._own, self._other = task, own, other
@@ -93,7 +93,7 @@ class Bench:
         self.sizes: list[int] = []
 
     async def run(self) -> Measured:
-        """Every contestant on every prompt, in an order that turns."""
+        """Run every contestant on every prompt, in rotating order."""
         grid = self.task.regime.grid
         contestants = {"self": Speculation(), "off": Speculation(disabled=True)}
         contestants |= {
@@ -121,7 +121,7 @@ class Bench:
         return await self._measured()
 
     async def _answers(self, name: str, speculation: Speculation, number: int) -> list[Stream]:
-        """To as many prompts at once as the regime has sessions."""
+        """Answers to as many prompts at once as the regime has sessions."""
         task = self.task
         client = self._own if name == "self" else self._other
         num_tokens = task.plain_tokens if name == "off" else task.num_tokens
@@ -161,7 +161,7 @@ class Bench:
 
 
 async def _disturb(client: Client, is_wanted: bool) -> None:
-    """Another process that computes on one processor, from a few rounds on until it is cancelled."""
+    """Start a process that uses one processor, after a few rounds; it ends when this task is cancelled."""
     if not is_wanted:
         return
     began = (await client.loads()).num_tokens_total
@@ -194,7 +194,7 @@ def _is_unequal(one: Stream, plain: Stream) -> bool:
 
 
 async def measure(task: Task) -> Measured:
-    """Starts everything, measures, ends everything."""
+    """Start everything, measure, and end everything."""
     ensure_demonstration()
     settings = settings_of(task.regime)
     fixed = replace(settings.orchestrator, planner="fixed")
@@ -216,7 +216,7 @@ def _task_from(text: str) -> Task:
 
 
 def main() -> None:
-    """One JSON line, after whatever else is printed."""
+    """Measure and print one JSON line last."""
     began = time.monotonic()
     measured = asyncio.run(measure(_task_from(sys.argv[1])))
     values = asdict(measured)

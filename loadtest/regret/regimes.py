@@ -1,4 +1,4 @@
-"""Situations that a sizer has to cope with, as profiles of simulated workers."""
+"""Situations for sizers, as profiles of simulated workers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NUM_WORDS, FIRST_WORD = 400, 10
 UNCHANGED = Factors()
 GOOD = AcceptanceLaw("by_rank", (load_profile("l40-70b-16bit").acceptance.rows[0],), spread=0.5)
 MEDIUM = load_profile("two-cores").acceptance
-# A draft that is right for a third of tokens, and thinks it is for more.
+# A draft that is right for a third of the tokens, and overconfident.
 WEAK = AcceptanceLaw("by_rank", ((0.35, 0.08, 0.05, 0.03, 0.02, 0.01, 0.01, 0.01),), spread=0.3, overconfidence=1.5)
 HOSTILE = AcceptanceLaw("hostile", ((0.0,) * 8,))
 EASY = AcceptanceLaw("by_rank", ((0.92, 0.03, 0.01, 0.005),), spread=0.3)
@@ -23,27 +23,27 @@ HARD = AcceptanceLaw("by_rank", ((0.3, 0.1, 0.05, 0.03, 0.02, 0.02, 0.01, 0.01),
 
 @dataclass(frozen=True, slots=True)
 class Regime:
-    """A situation, and what changes in the middle of it."""
+    """A situation, and a change in the middle of it."""
 
     name: str
     profile: Profile
-    laws: tuple[AcceptanceLaw, ...]  # of its sessions, all at once
-    change: Factors = UNCHANGED  # from when half of all tokens have come
+    laws: tuple[AcceptanceLaw, ...]  # of its concurrent sessions
+    change: Factors = UNCHANGED  # applied once half of all tokens are generated
 
     @property
     def most_nodes(self) -> int:
-        """Of the grid: what many sessions share needs no trees that would fill it alone several times over."""
+        """The largest size of the grid: with many sessions, larger trees would overfill a shared sweep."""
         return 1 << 30 if len(self.laws) == 1 else 64
 
     def samples(self, seed: int, num_tokens: int) -> list[Sample]:
-        """The sessions' texts of one repeat; another seed makes others."""
+        """The sessions' texts of one repeat, from a seed."""
         return [
             Sample(f"{seed}-{index}", seed * 1000 + index, Law(law, FIRST_WORD, NUM_WORDS), num_tokens)
             for index, law in enumerate(self.laws)
         ]
 
     def factors(self, num_tokens_at: Callable[[], int], num_tokens: int) -> Callable[[], Factors]:
-        """What seconds are multiplied by now, given how many tokens have come and how many will."""
+        """The present factors of seconds, by generated and total tokens."""
         return lambda: self.change if 2 * num_tokens_at() >= num_tokens else UNCHANGED
 
 
@@ -52,7 +52,7 @@ def _target(profile: Profile, **changes: object) -> Profile:
 
 
 def _knee(rows: int, link_seconds: float) -> Profile:
-    """A target that computes so many rows while its weights arrive, and a draft whose steps take little beside."""
+    """A profile with a knee at `rows` rows, and a fast draft."""
     base = load_profile("rtx4090-70b-4bit")
     slope = 0.7 * link_seconds / rows
     target = TargetProfile(
@@ -64,7 +64,7 @@ def _knee(rows: int, link_seconds: float) -> Profile:
 
 
 def regimes() -> tuple[Regime, ...]:
-    """All of them. Each has the name that the result gives its ratio by."""
+    """All regimes, by the names used in results."""
     offloaded, resident = load_profile("two-cores"), load_profile("two-cores-resident")
     far = NetworkProfile(one_way_seconds=0.025)
     experts = Experts(miss_seconds=1.5, num_experts=64, experts_per_token=4)

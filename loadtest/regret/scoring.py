@@ -1,4 +1,4 @@
-"""Ratios, paired by repeat: seconds of the best fixed size in hindsight over seconds self-sized."""
+"""Ratios, paired by repeat, of seconds of the best fixed size in hindsight to seconds self-sized."""
 
 from __future__ import annotations
 
@@ -11,20 +11,19 @@ NUM_BOOTSTRAPS = 2000
 
 
 class Score(NamedTuple):
-    """Of one regime."""
+    """The score of a regime."""
 
-    ratio: float  # geometric mean over the repeats that were scored; above 1 where self-sized trees are faster
-    low: float  # of an interval of 95 %, by bootstrap over these repeats
+    ratio: float  # geometric mean over scored repeats; above 1 if self-sized trees are faster
+    low: float  # end of the 95 % bootstrap interval over these repeats
     high: float
-    best_fixed: str  # the size that was best on the other repeats
+    best_fixed: str  # the best size on the other repeats
     plain_ratio: float  # seconds of plain decoding over seconds self-sized, over all repeats
 
 
 def score(self_sized: Sequence[float], fixed: Mapping[str, Sequence[float]], plain: Sequence[float]) -> Score:
-    """Chooses the best fixed size on the repeats of even number, and scores it on the others.
+    """Choose the best fixed size on even repeats and score it on odd ones, and the other way round.
 
-    Chosen and scored on the same repeats, the best of many would look better than it is (the winner's curse). Then the
-    other way round, so that all repeats are scored.
+    Choosing and scoring on the same repeats would overestimate the best of many sizes (the winner's curse).
     """
     logs: list[float] = []
     names = []
@@ -40,14 +39,14 @@ def score(self_sized: Sequence[float], fixed: Mapping[str, Sequence[float]], pla
 
 
 def interval(logs: Sequence[float], seed: int = 0) -> tuple[float, float]:
-    """Of the geometric mean, at 95 %; the same every time."""
+    """The geometric mean's 95 % bootstrap interval, with a fixed seed."""
     rng = Random(seed)
     means = sorted(math.exp(_mean(rng.choices(logs, k=len(logs)))) for _ in range(NUM_BOOTSTRAPS))
     return means[round(0.025 * NUM_BOOTSTRAPS)], means[round(0.975 * NUM_BOOTSTRAPS) - 1]
 
 
 def geomean(ratios: Sequence[float]) -> float:
-    """Of ratios above 0."""
+    """The geometric mean of positive ratios."""
     return math.exp(_mean([math.log(ratio) for ratio in ratios]))
 
 

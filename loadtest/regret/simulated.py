@@ -1,4 +1,4 @@
-"""Regret in simulated time: every fixed size, plain decoding and the sizer on the same texts."""
+"""Measures regret in simulated time: every fixed size, plain decoding and the sizer on the same texts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from orchestrator.sizing.tree_sizer import TreeSizer
 
 SIZES = (2, 4, 8, 16, 24, 32, 48, 64, 128, 256, 512)
 DEPTHS = (1, 2, 4, 6, 9, 14)
-NO_SHARING = 1 << 30  # a fixed size is that size, however many sessions there are
+NO_SHARING = 1 << 30  # fixed sizes do not shrink with the number of sessions
 PLAIN = Speculation(disabled=True)
 
 Answer = TypeVar("Answer")
@@ -29,7 +29,7 @@ Answer = TypeVar("Answer")
 
 @dataclass(slots=True)
 class TimedSizer:
-    """A sizer, and the seconds that it takes to think: the one thing here that depends on the clock."""
+    """Wraps a sizer and measures its own seconds, the only figure here that depends on the clock."""
 
     sizer: Sizer
     seconds: float = 0.0
@@ -66,16 +66,16 @@ class TimedSizer:
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """How much is run."""
+    """The amount of work to run."""
 
     repeats: int
-    num_tokens: int  # of each session
+    num_tokens: int  # per session
     sizes: tuple[int, ...] = SIZES
     depths: tuple[int, ...] = DEPTHS
 
 
 def seconds_of(regime: Regime, sizer: Sizer, speculation: Speculation, scale: Scale) -> list[float]:
-    """For each repeat the seconds of all its sessions. What the sizer learns it keeps from one repeat to the next."""
+    """Seconds of all sessions of each repeat; the sizer keeps what it learns between repeats."""
     totals = []
     for repeat in range(scale.repeats):
         world = World(regime.profile, sizer, speculation, repeat)
@@ -86,7 +86,7 @@ def seconds_of(regime: Regime, sizer: Sizer, speculation: Speculation, scale: Sc
 
 
 def fixed_sizes(scale: Scale, most: int) -> dict[str, BestFirst]:
-    """The grid: sizes by depths, as far as a depth has nodes to fill it."""
+    """The grid of sizes and depths, without depths that exceed the size."""
     return {
         f"{nodes} nodes, depth {depth}": BestFirst(
             nodes, min(16 if nodes <= 128 else nodes // 8, max(1, nodes // 2)), depth
@@ -99,21 +99,21 @@ def fixed_sizes(scale: Scale, most: int) -> dict[str, BestFirst]:
 
 @dataclass(slots=True)
 class Result:
-    """Of one regime."""
+    """The result of a regime."""
 
     regime: Regime
     score: Score
     sizer: TimedSizer
-    cold_ratio: float  # plain decoding over self-sized in the first repeat, when nothing had been learnt
+    cold_ratio: float  # seconds of plain decoding over self-sized in the first repeat, before anything is learnt
 
     @property
     def token_error(self) -> float:
-        """Of predicted tokens over a run, relative, of all rounds but those that read a prompt."""
+        """Relative error of predicted tokens over a run, without rounds that read a prompt."""
         return _error(self._predicted(), lambda d: d.expected_tokens, lambda d: d.tokens)
 
     @property
     def round_time_error(self) -> float:
-        """Of predicted seconds over a run, likewise."""
+        """Relative error of predicted seconds, likewise."""
         return _error(self._predicted(), lambda d: d.expected.total, lambda d: d.seconds.total)
 
     def _predicted(self) -> list[Decision]:
@@ -123,14 +123,14 @@ class Result:
 def _error(
     decisions: Iterable[Decision], expected: Callable[[Decision], float], real: Callable[[Decision], float]
 ) -> float:
-    """Sum over sum, less 1; 0 where nothing was predicted."""
+    """Sum of predictions over sum of outcomes, minus 1; 0 without predictions."""
     decisions = list(decisions)
     total = sum(map(real, decisions))
     return sum(map(expected, decisions)) / total - 1 if total else 0.0
 
 
 def measure(regime: Regime, scale: Scale) -> Result:
-    """All contestants on one regime."""
+    """Measure all contestants on one regime."""
     plain = seconds_of(regime, FixedSizer(BestFirst(1, 1, 1), NO_SHARING), PLAIN, scale)
     fixed = {
         name: seconds_of(regime, FixedSizer(size, NO_SHARING), Speculation(), scale)
@@ -142,7 +142,7 @@ def measure(regime: Regime, scale: Scale) -> Result:
 
 
 def run(scale: Scale, names: Sequence[str] = ()) -> dict[str, Any]:
-    """Figures of all regimes, or of those that are named."""
+    """Run all regimes, or those named, and return their figures."""
     results = []
     for regime in regimes():
         if names and regime.name not in names:
@@ -161,7 +161,7 @@ def run(scale: Scale, names: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def summary(results: Sequence[Result]) -> dict[str, Any]:
-    """For the JSON line."""
+    """The figures of the JSON line."""
     ratios = {result.regime.name: round(result.score.ratio, 4) for result in results}
     off = [r.score.plain_ratio for r in results if "off" in r.score.best_fixed]
     rounds = sum(result.sizer.num_rounds for result in results)

@@ -1,1 +1,1 @@
-"""`python -m loadtest.served`: what doors cost, how many streams are carried, overload, restarts, a soak."""
+"""`python -m loadtest.served`: overhead of each API, capacity in streams, overload, restarts, and a soak test."""

@@ -1,4 +1,4 @@
-"""The served product end to end: what doors cost, how many streams are carried, overload, restarts, a soak.
+"""End-to-end tests of the served product: API overhead, capacity in streams, overload, restarts, and a soak test.
 
     python -m loadtest.served
     python -m loadtest.served --parts doors carrying
@@ -63,11 +63,11 @@ from loadtest.served.under_ray import Addresses, under_ray
 from loadtest.served.verdict import verdict
 
 PARTS = ("doors", "demonstration", "carrying", "overload", "restarts", "soak")
-SWEEP_SECONDS = 0.05  # of `doors`
+SWEEP_SECONDS = 0.05  # of the part `doors`
 
 
 async def between_doors(addresses: Addresses, arguments: argparse.Namespace, asks: Sequence[Ask]) -> dict[str, Any]:
-    """What each way to one orchestrator adds to gRPC straight to it."""
+    """Measure what each API adds to direct gRPC, at one orchestrator."""
     grpc_door = GrpcDoor(addresses.grpc)
     urls = {"http": addresses.http, "proxy": addresses.proxy}
     http_doors = {name: HttpDoor(url, name) for name, url in urls.items() if url}
@@ -81,7 +81,7 @@ async def between_doors(addresses: Addresses, arguments: argparse.Namespace, ask
 
 
 async def doors(arguments: argparse.Namespace) -> dict[str, Any]:
-    """On simulated workers."""
+    """Compare the APIs with simulated workers."""
     asks = [Ask(f"question {number}", 32, seed=number) for number in range(arguments.requests)]
     with TemporaryDirectory() as folder:
         profile = write_profile(Path(folder), SWEEP_SECONDS)
@@ -94,7 +94,7 @@ async def doors(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 async def demonstration(arguments: argparse.Namespace) -> dict[str, Any]:
-    """On the demonstration models."""
+    """Compare the APIs with the demonstration models."""
     prompts = load_prompts()[: arguments.prompts] * arguments.repeats
     asks = [Ask(text, arguments.answer_tokens) for text in prompts]
     if arguments.proxy:
@@ -105,12 +105,12 @@ async def demonstration(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 async def without_proxy(address: str) -> Addresses:
-    """Of an orchestrator that no Ray Serve stands before."""
+    """Addresses of an orchestrator without Ray Serve."""
     return Addresses(address, await http_url_of(address), "")
 
 
 async def carrying(arguments: argparse.Namespace) -> dict[str, Any]:
-    """One orchestrator, then two."""
+    """Measure the capacity of one orchestrator, and of two."""
     seconds = arguments.carry_seconds
     return {
         "one": await carry(arguments.streams, 1.0, seconds, replicas=1),
@@ -119,7 +119,7 @@ async def carrying(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 async def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Figures by part."""
+    """Run the parts; returns their figures by name."""
     parts = {
         "doors": lambda: doors(arguments),
         "demonstration": lambda: demonstration(arguments),
@@ -142,7 +142,7 @@ def _report(text: str) -> None:
 
 
 def main() -> int:
-    """Prints progress, and one JSON line."""
+    """Print progress, and one JSON line."""
     parser = FlagParser(description=__doc__)
     add = parser.add_argument
     add("--parts", nargs="+", choices=PARTS, default=[*PARTS])

@@ -1,4 +1,4 @@
-"""How many streams an orchestrator carries while its event loop stays prompt, and what a second one adds.
+"""Measures how many streams an orchestrator serves with a responsive event loop, and what a second one adds.
 
 The load, the workers, the index and each orchestrator are processes of their own on one machine. Each one's processor
 time for a round is told, and for how much of the time an orchestrator was ready to run and had no core: on few cores an
@@ -29,22 +29,22 @@ from loadtest.served.streams import Ask, GrpcDoor, closed_loop
 LAG = "bough_event_loop_lag_seconds"
 FIGURE = re.compile(r"^([\w:]+)(?:{([^}]*)})? ([0-9.e+]+)$", re.MULTILINE)
 BOUND = re.compile(r'le="([^"]+)"')
-MOST_LAG_SECONDS = 0.05  # at which the loop has bent
+MOST_LAG_SECONDS = 0.05  # p99 lag from which the event loop counts as overloaded
 ANSWER_TOKENS = 48
-MAX_NODES = 20  # of a tree: 200 of them fill a sweep; the first ones, alone in theirs, would have hundreds
-SETTLE_SECONDS = 5.0  # before anything is read: streams begin at once, which is no steady state
+MAX_NODES = 20  # of a tree: 200 trees fill a sweep; without a limit the first sessions' trees have hundreds
+SETTLE_SECONDS = 5.0  # before measuring, as all streams start at once
 
 
 class Reading(NamedTuple):
-    """What one orchestrator's `/metrics` says."""
+    """A reading of an orchestrator's `/metrics`."""
 
-    lags: dict[float, float]  # how many lags did not pass each bound
+    lags: dict[float, float]  # cumulative counts of lags by bound in seconds
     num_rounds: float
     num_tokens: float
 
     @classmethod
     def of(cls, text: str) -> Reading:
-        """Sums over all labels but the bound."""
+        """Sum a histogram over all labels except the bound."""
         lags, sums = dict[float, float](), defaultdict[str, float](float)
         for name, labels, value in FIGURE.findall(text):
             sums[name] += float(value)
@@ -53,13 +53,13 @@ class Reading(NamedTuple):
         return cls(lags, sums["bough_sizer_rounds_total"], sums["vllm:generation_tokens_total"])
 
     def lag_p99(self, earlier: Reading) -> float:
-        """The bucket's bound that 99 % of the lags since then did not pass."""
+        """Bound of the bucket with the 99th percentile of lags since an earlier reading."""
         counts = {bound: count - earlier.lags.get(bound, 0.0) for bound, count in self.lags.items()}
         return min(bound for bound, count in counts.items() if count >= 0.99 * max(counts.values()))
 
 
 async def carry(numbers: Sequence[int], sweep_seconds: float, seconds: float, replicas: int) -> list[dict[str, Any]]:
-    """For each number of streams what `_step` tells; ends where the loop bends."""
+    """Run `_step` for increasing numbers of streams until the event loop is overloaded."""
     steps: list[dict[str, Any]] = []
     with TemporaryDirectory() as folder:
         profile = write_profile(Path(folder), sweep_seconds, max_nodes=MAX_NODES)
@@ -82,9 +82,9 @@ async def carry(numbers: Sequence[int], sweep_seconds: float, seconds: float, re
 async def _step(
     running: Stack, doors: Sequence[GrpcDoor], urls: Sequence[str], number: int, seconds: float
 ) -> dict[str, Any]:
-    """So many streams at once: lag of the busiest event loop, what was generated, and what that took of the processors.
+    """Run concurrent streams; returns the largest event-loop lag, the generated tokens, and the processor time.
 
-    Figures are of the time from `SETTLE_SECONDS` on while as many run.
+    Figures are of the time after `SETTLE_SECONDS` with all streams running.
     """
     load = asyncio.create_task(
         closed_loop(doors, number, seconds, lambda n: Ask(f"question {n}", ANSWER_TOKENS, seed=n))

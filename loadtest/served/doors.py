@@ -1,4 +1,4 @@
-"""What a door adds to a first token and to each chunk, beside gRPC straight to the orchestrator."""
+"""Measures what each API adds to the first token and to each chunk, relative to direct gRPC."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ NUM_DIGITS = 4
 
 @dataclass(slots=True)
 class Comparison:
-    """Answers by door, in one order for all; a request that failed at any door is in none of them."""
+    """Answers by API in the same order; requests that failed at any API are left out."""
 
     answers: dict[str, list[Answered]]
     failures: list[str] = field(default_factory=list)
-    num_unequal: int = 0  # requests that doors gave different texts for
+    num_unequal: int = 0  # requests whose texts differ between APIs
 
 
 async def compare_doors(doors: Mapping[str, Door], asks: Sequence[Ask], seed: int) -> Comparison:
-    """Every request through every door, one after another, in an order that is drawn anew for each.
+    """Send every request over every API, one after another, in random order.
 
-    Each is asked once beforehand and not counted, so that its prompt's KV is there for all alike.
+    Each request is sent once before without being counted, so that its prompt is cached for all.
     """
     rng = random.Random(seed)
     found = Comparison({name: [] for name in doors})
@@ -45,7 +45,7 @@ async def compare_doors(doors: Mapping[str, Door], asks: Sequence[Ask], seed: in
 
 
 def door_figures(found: Comparison, seed: int) -> dict[str, Any]:
-    """By door, each request paired with the same one over gRPC; 95 % intervals over requests."""
+    """Figures by API, paired by request with direct gRPC; 95 % intervals over requests."""
     direct = found.answers[DIRECT]
     figures: dict[str, Any] = {
         "requests": len(direct),
@@ -64,7 +64,7 @@ def door_figures(found: Comparison, seed: int) -> dict[str, Any]:
 def _beside_direct(answers: Sequence[Answered], direct: Sequence[Answered], seed: int) -> dict[str, Any]:
     pairs = [*zip(answers, direct, strict=True)]
     firsts = [(a.sample.first_token_seconds, d.sample.first_token_seconds) for a, d in pairs]
-    # An answer that came in one piece has no time per token.
+    # An answer with one event has no time per token.
     tokens = [(a.sample.token_seconds, d.sample.token_seconds) for a, d in pairs]
     tokens = [pair for pair in tokens if min(pair) > 0]
     chunks = [(_later(a) - _later(d)) / max(1, a.num_events - 1) for a, d in pairs]
@@ -81,7 +81,7 @@ def _ratio(pairs: Sequence[tuple[float, float]], seed: int) -> dict[str, Any]:
 
 
 def _later(answered: Answered) -> float:
-    """Seconds after the first token."""
+    """Seconds after the first event."""
     return answered.sample.seconds - answered.sample.first_token_seconds
 
 

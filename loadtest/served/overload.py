@@ -1,4 +1,4 @@
-"""What five times too many requests do: goodput beside its peak, and how soon and how the rest is refused."""
+"""Measures five-fold overload: goodput relative to its peak, and refusals."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from loadtest.served.streams import Ask, Door, GrpcDoor, HttpDoor, closed_loop
 RUNNING, WAITING = 16, 16
 SWEEP_SECONDS = 0.2
 ANSWER_TOKENS = 32
-FACTOR = 5.0  # times capacity
+FACTOR = 5.0  # offered load relative to capacity
 
 
 async def open_loop(doors: list[Door], rate: float, seconds: float, seed: int) -> list[Sample]:
-    """Poisson arrivals that wait for nobody; those under way at the end may finish."""
+    """Send requests as a Poisson process; running ones may finish at the end."""
     rng, began, number = random.Random(seed), time.monotonic(), 0
     tasks: list[asyncio.Task[Any]] = []
     while time.monotonic() - began < seconds:
@@ -34,7 +34,7 @@ async def open_loop(doors: list[Door], rate: float, seconds: float, seed: int) -
 
 
 async def overload(seconds: float, seed: int) -> dict[str, Any]:
-    """Capacity by users who wait, then `FACTOR` times as many requests as that, over both doors."""
+    """Measure capacity with a closed loop, and then `FACTOR` times that load over both APIs."""
     with TemporaryDirectory() as folder:
         profile = write_profile(Path(folder), SWEEP_SECONDS, knee_rows=512)
         flags = ["--max-running", str(RUNNING), "--max-waiting", str(WAITING)]

@@ -1,4 +1,4 @@
-"""Profiles of simulated workers whose seconds are round numbers, so that what is measured is all the doors' own."""
+"""Profiles of simulated workers with fixed times, so that measured differences are those of the APIs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def write_profile(
     max_context: int = 8192,
     max_nodes: int = 512,
 ) -> Path:
-    """A sweep takes `sweep_seconds` up to `knee_rows` rows, whoever shares it; a draft step a hundredth of that."""
+    """Write a profile: a sweep of up to `knee_rows` rows takes `sweep_seconds`, a draft step a hundredth of that."""
     profile: dict[str, Any] = {
         "source": f"Made up: sweeps of {sweep_seconds:g} s whatever they compute, to measure what stands before them.",
         "target": {

@@ -1,4 +1,4 @@
-"""Rolling restarts under load: no request may fail, and every text must be that of an undisturbed run."""
+"""Tests rolling restarts under load: no request may fail, and every text must equal that of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from loadtest.served.stack import stack
 SWEEP_SECONDS = 0.1
 ANSWER_TOKENS = 96
 REPLICAS = 2
-PAUSE_SECONDS = 1.0  # between two restarts
+PAUSE_SECONDS = 1.0  # between restarts
 
 
 async def answer(client: Client, number: int) -> tuple[int, ...]:
-    """The tokens of one request of a given number; the same whoever serves it."""
+    """The tokens of the request with this number."""
     prompt = ChatPrompt((Message("user", f"question {number}"),))
     options = GenerateOptions(seed=number, max_tokens=ANSWER_TOKENS, ignore_eos=True)
     tokens: list[int] = []
@@ -32,7 +32,7 @@ async def answer(client: Client, number: int) -> tuple[int, ...]:
 
 
 async def restarts(streams: int, num_prompts: int) -> dict[str, Any]:
-    """Orchestrators, drafts and targets are replaced one after another while `streams` clients ask all the time."""
+    """Replace orchestrators, drafts and targets one after another under the load of `streams` clients."""
     failures: list[str] = []
     unequal = num_answers = 0
     is_over = asyncio.Event()
@@ -45,7 +45,7 @@ async def restarts(streams: int, num_prompts: int) -> dict[str, Any]:
                 nonlocal unequal, num_answers
                 number = first
                 while not is_over.is_set():
-                    addresses = running.addresses("orchestrator")  # as a client that looks the service up has them
+                    addresses = running.addresses("orchestrator")  # as from a service lookup
                     async with Client(*addresses) as own:
                         try:
                             got = await answer(own, number % num_prompts)

@@ -1,4 +1,4 @@
-"""Minutes at a high rate: no error, and nothing that grows: memory, descriptors, tasks, keys of the index, latency."""
+"""Soak test: minutes of load without errors and without growth of memory, descriptors, tasks, keys or latency."""
 
 from __future__ import annotations
 
@@ -21,16 +21,21 @@ from loadtest.served.streams import Ask, Door, GrpcDoor, HttpDoor, closed_loop
 
 SWEEP_SECONDS = 0.02
 ANSWER_TOKENS = 16
-WARM_SHARE = 0.25  # of the time, before anything is compared: caches fill
+WARM_SHARE = 0.25  # share of the time for warm-up, in which caches fill
 SNAPSHOTS = 40
-MOST_GROWTH = {"memory_bytes": 64 * 2**20, "descriptors": 8, "threads": 8, "tasks": 8}  # of a process; more is a leak
+MOST_GROWTH = {
+    "memory_bytes": 64 * 2**20,
+    "descriptors": 8,
+    "threads": 8,
+    "tasks": 8,
+}  # limits of a process; more is a leak
 TASKS = re.compile(r"^bough_event_loop_tasks(?:{.*})? ([0-9.e+]+)$", re.MULTILINE)
 
 Snapshot = dict[str, dict[str, int]]  # by process and figure
 
 
 async def snapshot(running: Stack, url: str) -> Snapshot:
-    """Memory, descriptors and threads by process, tasks of the orchestrator whose door this is, keys of the index."""
+    """Memory, descriptors and threads by process, tasks of the orchestrator, and keys of the index."""
     figures = {}
     for name, process_id in running.process_ids().items():
         status = Path(f"/proc/{process_id}/status").read_text()
@@ -52,12 +57,12 @@ async def snapshot(running: Stack, url: str) -> Snapshot:
 
 
 def tasks_in(metrics: str) -> int:
-    """Tasks of an orchestrator's event loop, from its figures for Prometheus."""
+    """Number of tasks in an orchestrator's event loop, from its metrics."""
     return round(sum(map(float, TASKS.findall(metrics))))
 
 
 def leaks(growth: Snapshot, in_flight: int = 0) -> list[str]:
-    """What grew by more than it may; so many requests are at any time somewhere on their way."""
+    """Figures that grew by more than their limit, which includes `num_running` running requests."""
     return [
         f"{process}: {figure} grew by {more}"
         for process, figures in growth.items()
@@ -67,7 +72,7 @@ def leaks(growth: Snapshot, in_flight: int = 0) -> list[str]:
 
 
 async def soak(seconds: float, users: int) -> dict[str, Any]:
-    """Users who ask again and again, over both doors, for so long."""
+    """Run users in a closed loop over both APIs for the given time."""
     with TemporaryDirectory() as folder:
         async with stack(write_profile(Path(folder), SWEEP_SECONDS), ["--max-running", str(users)]) as running:
             address = running.addresses("orchestrator")[0]
@@ -90,7 +95,7 @@ async def soak(seconds: float, users: int) -> dict[str, Any]:
 
 
 def _latency(samples: list[Sample], began: float, seconds: float) -> dict[str, Any]:
-    """Of the second and the last quarter: a leak of time shows as growth between them."""
+    """Latency in the second and the last quarter, to detect growth."""
     finished = [sample for sample in samples if not sample.error]
     early = [s.seconds for s in finished if 0.25 * seconds <= s.began - began < 0.5 * seconds]
     late = [s.seconds for s in finished if s.began - began >= 0.75 * seconds]
@@ -104,9 +109,9 @@ def _latency(samples: list[Sample], began: float, seconds: float) -> dict[str, A
 
 
 def _growth(snapshots: list[tuple[float, Snapshot]], seconds: float) -> Snapshot:
-    """By process and figure: the last quarter's least over the second quarter's least, as a difference.
+    """Growth by process and figure: the last quarter's minimum less the second quarter's.
 
-    The least of several moments passes over what is only in flight.
+    Minima over several moments leave out what is only in flight.
     """
     early = [figures for moment, figures in snapshots if WARM_SHARE * seconds <= moment < 0.5 * seconds + 1]
     late = [figures for moment, figures in snapshots if moment >= 0.75 * seconds]

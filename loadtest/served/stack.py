@@ -1,4 +1,4 @@
-"""A bough of several replicas of each kind, which can be stopped, replaced and added to while it is under load."""
+"""Several replicas of each kind of process, which can be added, stopped and replaced under load."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ POLL_SECONDS = 0.05
 
 
 class Stack:
-    """Replicas by kind, in the order of their start."""
+    """The running replicas by kind, in order of their start."""
 
     def __init__(self, cluster: Cluster, registry: Registry, flags: dict[str, Sequence[str]]) -> None:
         self.replicas: dict[str, list[tuple[Child, WorkerRecord]]] = {kind: [] for kind in CONFIGS}
@@ -42,20 +42,20 @@ class Stack:
 
     @property
     def index_url(self) -> str:
-        """Where the index is."""
+        """URL of the index."""
         return self._cluster.index_url
 
     def addresses(self, kind: str) -> list[str]:
-        """Where the replicas of a kind answer."""
+        """Addresses of a kind's replicas."""
         return [record.address for _, record in self.replicas[kind]]
 
     @property
     def folder(self) -> Path:
-        """Where its processes log to; gone with it."""
+        """The temporary folder of the processes' logs."""
         return self._cluster.folder
 
     async def http_url(self, key: str = "", certificates: CertificateFiles | None = None) -> str:
-        """Of the first orchestrator's HTTP door, without /v1, once it has met its workers."""
+        """URL, without /v1, of the first orchestrator's HTTP API, once it knows its workers."""
         async with Client(self.addresses("orchestrator")[0], api_key=key, certificates=certificates) as client:
             while True:
                 info = await client.server_info()
@@ -64,7 +64,7 @@ class Stack:
                 await asyncio.sleep(POLL_SECONDS)
 
     async def add(self, kind: str) -> WorkerRecord:
-        """Starts one more; returns when it has registered. Raises RuntimeError where it does not."""
+        """Start a replica; returns when it has registered. Raises RuntimeError if it does not."""
         known = {record.worker_id for record in await self._registry.workers()}
         flags = [*self._flags[kind], "--index-url", self._cluster.index_url]
         config = parse(CONFIGS[kind], MODULES[kind], flags, os.environ)
@@ -80,7 +80,7 @@ class Stack:
         raise RuntimeError(f"{child.name} did not start:\n{child.tail()}")
 
     async def retire(self, kind: str) -> int:
-        """Ends the oldest by SIGTERM and waits until what runs there has finished; its exit status."""
+        """Stop the oldest replica with SIGTERM and wait until it has drained; returns its exit status."""
         child, _ = self.replicas[kind].pop(0)
         child.process.terminate()
         deadline = time.monotonic() + DRAIN_SECONDS
@@ -91,7 +91,7 @@ class Stack:
         return child.process.wait()
 
     def process_ids(self) -> dict[str, int]:
-        """Of everything that runs, the index included."""
+        """Process ids of all processes, the index included."""
         return {child.name: child.process.pid for child in self._cluster.children.values() if not child.has_ended()}
 
 
@@ -103,7 +103,7 @@ async def stack(
     everywhere_flags: Sequence[str] = (),
     worker_flags: Sequence[str] = (),
 ) -> AsyncIterator[Stack]:
-    """Simulated workers of a profile with an index of their own: so many replicas of each kind, ready."""
+    """Run simulated workers of a profile with their own index and the given numbers of replicas."""
     flags: dict[str, Sequence[str]] = {
         "target": ["--simulate", str(profile), *everywhere_flags, *worker_flags],
         "draft": ["--simulate", str(profile), *everywhere_flags, *worker_flags],

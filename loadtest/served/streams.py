@@ -1,4 +1,4 @@
-"""One stream through a door, from an asyncio client, and what it came to."""
+"""Streams over both APIs with asyncio clients, and their samples."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HTTP_LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=512)
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One request, the same through whichever door."""
+    """A request, the same for both APIs."""
 
     text: str
     max_tokens: int
@@ -34,15 +34,15 @@ class Ask:
 
 @dataclass(slots=True)
 class Answered:
-    """A sample, and the text that it brought."""
+    """A sample and the generated text."""
 
     sample: Sample
     text: str = ""
-    num_events: int = 0  # with tokens
+    num_events: int = 0  # events with tokens
 
     @staticmethod
     def of(reading: Reading) -> Answered:
-        """Of a stream that is over."""
+        """The result of a finished stream."""
         return Answered(reading.sample(), reading.text, reading.num_events)
 
 
@@ -50,7 +50,7 @@ Door = Callable[[Ask], Awaitable[Answered]]
 
 
 class GrpcDoor:
-    """The gRPC door without the client's resuming, which would hide what is to be counted."""
+    """A gRPC client without resuming, which would hide failures."""
 
     def __init__(self, address: str) -> None:
         self._address, self._channel = address, open_channel(address)
@@ -76,7 +76,7 @@ class GrpcDoor:
 
 
 class HttpDoor:
-    """`/v1/chat/completions`, streamed, at an orchestrator's own port or behind a proxy."""
+    """A client of `/v1/chat/completions` with streaming, at an orchestrator's port or behind a proxy."""
 
     def __init__(self, url: str, name: str = "http") -> None:
         """`url` is without /v1."""
@@ -110,7 +110,7 @@ class HttpDoor:
 async def closed_loop(
     doors: Sequence[Door], num_users: int, seconds: float, ask_of: Callable[[int], Ask]
 ) -> list[Sample]:
-    """Users who ask again as soon as they have their answer, for so long; users take turns among the doors."""
+    """Run users who send a new request after each answer, distributed among the APIs, for the given time."""
     samples: list[Sample] = []
     began, numbers = time.monotonic(), iter(range(1 << 62))
 

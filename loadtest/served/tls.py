@@ -1,4 +1,4 @@
-"""What TLS adds to a call between processes, beside the same call in plain text.
+"""Measures what TLS adds to a call between processes.
 
     python -m loadtest.served.tls --calls 2000 --machine "two cores of a Zen 4"
 
@@ -43,7 +43,7 @@ WARM_UP_CALLS = 200
 
 
 def make_certificates(folder: Path) -> CertificateFiles:
-    """An authority, and a certificate of this machine by it, as docs/security.md has them made."""
+    """Create an authority and a certificate of this machine with the commands of docs/security.md."""
     key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
     (folder / "tls.ext").write_text("subjectAltName=IP:127.0.0.1")
     for command in (
@@ -58,7 +58,7 @@ def make_certificates(folder: Path) -> CertificateFiles:
 
 @asynccontextmanager
 async def doors(files: CertificateFiles) -> AsyncIterator[dict[str, int]]:
-    """Ports of this process by door."""
+    """Serve all variants in this process; yields their ports."""
     access = Access(tls=Tls(files, is_server=True), peer_names=("process",))
     credentials = {PLAIN: None, "tls": access.door_credentials, "mutual": access.worker_credentials}
     async with AsyncExitStack() as stack:
@@ -80,7 +80,7 @@ def _add(server: grpc.aio.Server) -> None:
 
 
 async def _timed(channel: grpc.aio.Channel) -> float:
-    """Seconds of one call."""
+    """Seconds that a call takes."""
     call = cast(Callable[[bytes], Awaitable[bytes]], channel.unary_unary(METHOD))
     began = time.perf_counter()
     await call(bytes(REQUEST_BYTES))
@@ -88,7 +88,7 @@ async def _timed(channel: grpc.aio.Channel) -> float:
 
 
 async def measure(num_calls: int, seed: int) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Seconds of calls, and of first calls over new connections, by door; the same place in each list is one turn."""
+    """Seconds of calls, and of first calls over new connections, by variant and turn."""
     drawn = random.Random(seed)
     with tempfile.TemporaryDirectory() as folder:
         files = make_certificates(Path(folder))
@@ -117,7 +117,7 @@ async def measure(num_calls: int, seed: int) -> tuple[dict[str, list[float]], di
 def summary(
     calls: Mapping[str, Sequence[float]], first: Mapping[str, Sequence[float]], round_seconds: float, seed: int
 ) -> dict[str, object]:
-    """The JSON line."""
+    """The figures of the JSON line."""
     added = {
         name: [1e6 * (seconds - plain) for seconds, plain in zip(calls[name], calls[PLAIN], strict=True)]
         for name in DOORS

@@ -1,4 +1,4 @@
-"""One machine under Ray Serve, as `make serve` starts it, on free ports: three doors that lead to one orchestrator."""
+"""Runs `make serve` on free ports: one orchestrator with gRPC, its own HTTP port and Serve's proxy."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from loadtest.common.stacks import http_url_of
 
 ROOT = Path(__file__).parent.parent.parent
 HOST = "127.0.0.1"
-READY = "three ways to ask"  # what deploy.up prints, once a request could be served
-START_SECONDS = 900.0  # which a demonstration that is still to be made may take
-STOP_SECONDS = 120.0  # until every replica has drained
+READY = "three ways to ask"  # printed by deploy.up once it can serve requests
+START_SECONDS = 900.0  # includes making the demonstration models
+STOP_SECONDS = 120.0  # limit for draining all replicas
 POLL_SECONDS = 0.2
 
 
 class Addresses(NamedTuple):
-    """Where one orchestrator is asked: gRPC, its own HTTP port, and Serve's proxy."""
+    """Addresses of one orchestrator: gRPC, its own HTTP port, and Serve's proxy."""
 
     grpc: str
     http: str
@@ -35,7 +35,7 @@ class Addresses(NamedTuple):
 
 
 class Machine(NamedTuple):
-    """A configuration for one machine, where its doors will be, and the port of Ray's dashboard."""
+    """A configuration for one machine, its addresses, and the port of Ray's dashboard."""
 
     config: dict[str, Any]
     addresses: Addresses
@@ -49,7 +49,7 @@ async def under_ray(profile: Path | None = None) -> AsyncIterator[Addresses]:
     All that was started ends with the block.
 
     Raises:
-        ConfigError: it ended instead, such as where Ray Serve is not installed; with what it said last.
+        ConfigError: it ended instead, for example without Ray Serve installed; has its last output.
     """
     machine = one_machine()
     async with running(machine, profile):
@@ -58,10 +58,10 @@ async def under_ray(profile: Path | None = None) -> AsyncIterator[Addresses]:
 
 @asynccontextmanager
 async def running(machine: Machine, profile: Path | None = None, folder: Path = ROOT) -> AsyncIterator[str]:
-    """`make serve` with a configuration, started in a folder; gives what it has said once it serves."""
+    """Run `make serve` with a configuration in a folder; yields its output once it serves."""
     with TemporaryDirectory(prefix="bough-served-") as scratch:
         file, log = Path(scratch) / "serve.yaml", Path(scratch) / "serve.log"
-        file.write_text(json.dumps(machine.config))  # which is YAML too
+        file.write_text(json.dumps(machine.config))  # JSON is valid YAML
         command = [sys.executable, "-m", "deploy.up", str(file), "--dashboard-port", str(machine.dashboard_port)]
         process = _start([*command, *(["--simulate", str(profile)] if profile else [])], log, folder)
         try:
@@ -71,8 +71,8 @@ async def running(machine: Machine, profile: Path | None = None, folder: Path = 
 
 
 def one_machine() -> Machine:
-    """The shipped configuration with ports of its own."""
-    try:  # Ray comes with an extra of its own, and most of these load tests go without
+    """The shipped configuration with free ports."""
+    try:  # Ray is an optional dependency that most load tests do not need
         from bough.config.addresses import free_port
         from deploy.check import load
     except ImportError as exc:
@@ -110,7 +110,7 @@ async def _until_ready(process: subprocess.Popen[bytes], log: Path) -> str:
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """SIGTERM lets replicas drain, and then ends the Ray node's processes and no others."""
+    """Send SIGTERM, which drains replicas and then ends the Ray node."""
     process.terminate()
     try:
         process.wait(STOP_SECONDS)

@@ -1,16 +1,16 @@
-"""What all parts together come to: the figures that stand first in the JSON line."""
+"""Summary of all parts: the first figures of the JSON line."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-BESIDE_GRPC = ("demonstration", "doors")  # parts that compare doors; the first that was run is told of
+BESIDE_GRPC = ("demonstration", "doors")  # parts that compare APIs; the first that was run is reported
 HTTP_DOORS = ("http", "proxy")
 
 
 def verdict(parts: Mapping[str, Any], clients: int) -> dict[str, Any]:
-    """Of the figures by part, of which some may not have been run."""
+    """Summarise the figures by part; some parts may be missing."""
     return {
         "ttft_ratio": _ratios(parts, "ttft_ratio"),
         "tpot_ratio": _ratios(parts, "tpot_ratio"),
@@ -23,7 +23,7 @@ def verdict(parts: Mapping[str, Any], clients: int) -> dict[str, Any]:
 
 
 def _ratios(parts: Mapping[str, Any], name: str) -> dict[str, Any] | None:
-    """By door, over direct gRPC."""
+    """Ratios to direct gRPC by API."""
     part = next((each for each in BESIDE_GRPC if each in parts), "")
     doors = {door: parts[part][door][name] for door in HTTP_DOORS if part and door in parts[part]}
     told = {door: {key: each[key] for key in ("geomean", "interval")} for door, each in doors.items() if each}
@@ -31,7 +31,7 @@ def _ratios(parts: Mapping[str, Any], name: str) -> dict[str, Any] | None:
 
 
 def _all(parts: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Figures of each part; of `carrying`, of each of its steps."""
+    """The figures of each part; of `carrying`, those of each step."""
     for figures in parts.values():
         steps = [each for value in figures.values() if isinstance(value, list) for each in value]
         yield from [step for step in steps if isinstance(step, dict)] or [figures]

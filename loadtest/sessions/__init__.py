@@ -1,1 +1,1 @@
-"""Many sessions on one target: their rate, what they share, and what those leave behind that are abandoned."""
+"""Measures many sessions on one target: throughput, sharing, and what abandoned sessions leave behind."""

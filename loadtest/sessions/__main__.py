@@ -1,4 +1,4 @@
-"""Many sessions on one offloaded target: tokens per second by number of sessions, second turns, shared prompts, faults.
+"""Measures many sessions on one offloaded target: throughput, second turns, shared and long prompts, and faults.
 
     python -m loadtest.sessions --faults 100
     python -m loadtest.sessions --sessions 1 2 4 8 --prompts-each 3
@@ -70,16 +70,16 @@ from loadtest.sessions.runs import (
 
 SHARED_SESSIONS = 8
 SECOND_TURNS = 2  # conversations of each kind in a repeat
-OTHERS = 4  # sessions beside a long prompt
+OTHERS = 4  # sessions running during a long prompt
 
 
 class Bench:
-    """One way to run the target, and all that was measured of it."""
+    """Settings of the target, and all measurements with them."""
 
     def __init__(self, settings: Settings, tokenizer: Tokenizer, arguments: argparse.Namespace) -> None:
         self.settings = settings
-        self.rounds_file: Path | None = None  # that all rounds are written to, after every repeat's
-        self.alone: dict[int, Together] = {}  # by the prompt's number
+        self.rounds_file: Path | None = None  # where all rounds are written after every repeat
+        self.alone: dict[int, Together] = {}  # by prompt number
         self.groups: list[Together] = []
         self.turns: dict[str, list[SecondTurn]] = defaultdict(list)
         self.shared: list[SharedPrompt] = []
@@ -96,14 +96,14 @@ class Bench:
         self._options = GenerateOptions(temperature=0.0, max_tokens=arguments.max_tokens, ignore_eos=True)
 
     async def repeat(self, number: int, rng: random.Random) -> None:
-        """Everything once, on processes of its own; of the prompts a share of them alone."""
+        """Measure everything once with new processes, and a share of the prompts alone."""
         share = range(number, len(self._prompts), self._arguments.repeats)
         each = self._arguments.prompts_each
         groups = [(num, range(num * each)) for num in self._arguments.sessions if num > 1]
         runs = [*groups, *((1, (number,)) for number in share)]
         rng.shuffle(runs)
         async with launched(self.settings, lambda _: None) as cluster, Client(cluster.address) as client:
-            await together(client, 1, (0,), self._prompts, GenerateOptions(temperature=0.0, max_tokens=8))  # to warm up
+            await together(client, 1, (0,), self._prompts, GenerateOptions(temperature=0.0, max_tokens=8))  # warm-up
             for num_sessions, numbers in runs:
                 done = await together(client, num_sessions, numbers, self._prompts, self._options)
                 if num_sessions == 1:
@@ -114,16 +114,16 @@ class Bench:
                 print(f"{num_sessions:3} sessions: {rate:.2f} tokens per second", file=sys.stderr, flush=True)
             if self.rounds_file is not None:
                 write_runs(self.rounds_file, [*self.alone.values(), *self.groups])
-            # Each once, and none of the prompts: what one session has computed, another would find.
+            # Each text is used once, as sessions reuse cached prefixes.
             questions = iter([f"Please answer this: {text}" for text in self._texts])
             for kind in ("history", "new") * SECOND_TURNS:
                 self.turns[kind].append(await second_turn(client, next(questions), sends_new=kind == "new"))
             self.shared.append(await shared_prompt(client, self._shared_tokens, self._rests))
-            backwards = self._shared_tokens[::-1]  # which nobody has computed before
+            backwards = self._shared_tokens[::-1]  # not cached
             self.long.append(await long_prompt(client, self._others, backwards, self._options))
 
     def figures(self) -> dict[str, Any]:
-        """For the JSON line."""
+        """The figures of the JSON line."""
         ratios, steady, rates = defaultdict(list), defaultdict(list), defaultdict(list)
         for group in self.groups:
             alone = [self.alone[number] for number in group.numbers]
@@ -143,7 +143,7 @@ class Bench:
         }
 
     def tally(self) -> Tally:
-        """Every session that ran beside others, against the same prompt alone."""
+        """Compare every session that ran with others to the same prompt alone."""
         tally = Tally()
         for group in self.groups:
             for number, each in zip(group.numbers, group.streams, strict=True):
@@ -186,7 +186,7 @@ def _settings(arguments: argparse.Namespace, model: str, target_flags: str) -> S
 
 
 async def measured(arguments: argparse.Namespace, model: str) -> dict[str, Any]:
-    """Figures of every way to run the target; those of the first stand at the top too."""
+    """Figures by settings of the target; those of the first are at the top level as well."""
     files = simulated_tokenizer() if arguments.simulate else load_tokenizer_files(Path(model))
     tokenizer, rng = Tokenizer(files), random.Random(arguments.seed)
     benches = {
@@ -249,7 +249,7 @@ async def _run(arguments: argparse.Namespace, tiny: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Prints progress, and one JSON line."""
+    """Print progress, and one JSON line."""
     arguments = _arguments()
     with TemporaryDirectory(prefix="bough-tiny-") as folder:
         print(json.dumps(asyncio.run(_run(arguments, save_model(Path(folder))))))

@@ -1,4 +1,4 @@
-"""Sessions opened, used and abandoned in every way that there is; and what a process holds before and after.
+"""Opens, uses and abandons sessions in every possible way, and measures what a process holds before and after.
 
     python -m loadtest.sessions.abandon --address 127.0.0.1:7411 --sessions 100000
 
@@ -32,7 +32,7 @@ PROMPT_TOKENS = 6
 
 
 class Holdings(NamedTuple):
-    """What this process holds."""
+    """Resources held by this process."""
 
     tasks: int
     threads: int
@@ -40,20 +40,20 @@ class Holdings(NamedTuple):
 
     @classmethod
     def now(cls) -> Holdings:
-        """After a collection of garbage."""
+        """The present resources, after garbage collection."""
         gc.collect()
         return cls(len(asyncio.all_tasks()), threading.active_count(), len(os.listdir("/proc/self/fd")))
 
 
 class Abandoner:
-    """Opens sessions at one orchestrator."""
+    """Opens and abandons sessions at one orchestrator."""
 
     def __init__(self, address: str, rng: random.Random) -> None:
         self.outcomes: Counter[str] = Counter()
         self._address = address
         self._rng = rng
         self._num = 0
-        # As often as they stand here: most end as they should.
+        # Repeated entries are chosen more often: most sessions end normally.
         self._ways: list[Callable[[Client], Awaitable[str]]] = [
             self._finished,
             self._finished,
@@ -67,7 +67,7 @@ class Abandoner:
         ]
 
     async def run(self, num: int, num_at_once: int) -> None:
-        """So many sessions; returns when all of them are over."""
+        """Run `num` sessions; returns when all are over."""
         left = iter(range(num))
 
         async def work() -> None:
@@ -82,7 +82,7 @@ class Abandoner:
         return TokenPrompt(tuple(self._rng.randrange(250) for _ in range(PROMPT_TOKENS)))
 
     def _named(self, options: GenerateOptions, **names: str) -> GenerateOptions:
-        """With a name that no other session has."""
+        """A session with a unique name."""
         self._num += 1
         return replace(options, **{name: f"{prefix}-{self._num}" for name, prefix in names.items()})  # type: ignore[arg-type]
 
@@ -91,7 +91,7 @@ class Abandoner:
         return "finished" if isinstance(last, Finished) else "unfinished"
 
     async def _kept(self, client: Client) -> str:
-        """Its KV and its entry in the index stay, until others need the room and its time is over."""
+        """A session whose KV and index entry stay until they are evicted or expire."""
         options = self._named(SHORT, session_id="kept")
         last = [event async for event in client.generate(self._prompt(), options)][-1]
         return "kept" if isinstance(last, Finished) else "unfinished"
@@ -122,7 +122,7 @@ class Abandoner:
         options = self._named(LONG, request_id="aborted")
         async for event in client.generate(self._prompt(), options):
             if isinstance(event, Started):
-                with suppress(NotFound):  # it was faster
+                with suppress(NotFound):  # the request had ended already
                     await client.abort(options.request_id)
         return "aborted"
 
@@ -137,7 +137,7 @@ class Abandoner:
 
 
 def main() -> None:
-    """Prints one JSON line."""
+    """Print one JSON line."""
     parser = FlagParser(description=__doc__)
     parser.add_argument("--address", default="127.0.0.1:7411")
     parser.add_argument("--sessions", type=int, default=100_000)

@@ -1,4 +1,4 @@
-"""What `loadtest.sessions --rounds FILE` writes for `loadtest.capacity`: every round of every stream, in seconds."""
+"""The file that `loadtest.sessions --rounds FILE` writes for `loadtest.capacity`: all rounds of all streams."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NANO = 1e9
 
 @dataclass(frozen=True, slots=True)
 class RoundRecord:
-    """A round, in seconds."""
+    """A round; times are in seconds."""
 
     at: float  # since the stream's request
     num_tokens: int
@@ -27,16 +27,16 @@ class RoundRecord:
     draft: float
     network: float
     target: float
-    queue: float  # of target
-    wait: float  # of target, for weights
+    queue: float  # part of `target`
+    wait: float  # part of `target`: waiting for weights
 
 
 @dataclass(frozen=True, slots=True)
 class StreamRecord:
-    """A request, in seconds."""
+    """A request; times are in seconds."""
 
-    prompt: int  # its number
-    began: float  # since the first request of its run
+    prompt: int  # number of the prompt
+    began: float  # since the run's first request
     first_token: float
     latency: float
     prompt_tokens: int
@@ -45,13 +45,13 @@ class StreamRecord:
 
     @property
     def num_tokens(self) -> int:
-        """Of its answer."""
+        """Number of generated tokens."""
         return sum(each.num_tokens for each in self.rounds)
 
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
-    """Sessions that ran at once."""
+    """Sessions that ran concurrently."""
 
     num_sessions: int
     seconds: float
@@ -59,12 +59,12 @@ class RunRecord:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all together."""
+        """Tokens per second of all sessions together."""
         return sum(each.num_tokens for each in self.streams) / self.seconds
 
 
 def record_of(run: Together) -> RunRecord:
-    """Of sessions that ran at once, or of one alone."""
+    """The record of concurrent sessions, or of one alone."""
     start = min(each.began for each in run.streams)
     streams = [_stream(number, each, start) for number, each in zip(run.numbers, run.streams, strict=True)]
     return RunRecord(run.num_sessions, run.seconds, tuple(streams))
@@ -87,16 +87,16 @@ def _round(at: float, tokens: Tokens) -> RoundRecord:
 
 
 def write_runs(path: Path, runs: Iterable[Together]) -> None:
-    """One JSON object, a line for each run."""
+    """Write runs as one JSON object with a line for each run."""
     lines = (json.dumps(asdict(record_of(run))) for run in runs)
     path.write_text('{"runs": [\n' + ",\n".join(lines) + "\n]}\n")
 
 
 def read_runs(path: Path) -> list[RunRecord]:
-    """What `write_runs` wrote.
+    """Read what `write_runs` wrote.
 
     Raises:
-        ConfigError: it is something else.
+        ConfigError: the file is something else.
     """
     try:
         return [_run(each) for each in json.loads(path.read_text())["runs"]]

@@ -1,5 +1,4 @@
-"""What `loadtest.sessions` measures: several sessions at once, second turns, a system prompt that all share, and a long
-prompt beside others' answers."""
+"""The measurements of `loadtest.sessions`: concurrent sessions, second turns, shared prompts and long prompts."""
 
 from __future__ import annotations
 
@@ -15,23 +14,23 @@ from typing import NamedTuple
 from bough.client import Client
 from bough.protocol.generation import ChatPrompt, Finished, GenerateOptions, Message, Prompt, TokenPrompt, Tokens
 
-TURN_TOKENS = 48  # of the answers in a conversation
+TURN_TOKENS = 48  # of an answer in a conversation
 SECOND_QUESTION = "Now say the same in one short sentence."
 
 
 @dataclass(slots=True)
 class Stream:
-    """One request, and the clock beside it."""
+    """A request and its times."""
 
     began: float  # seconds on the monotonic clock
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
-    rounds: list[tuple[float, Tokens]] = field(default_factory=list)  # when they came
+    rounds: list[tuple[float, Tokens]] = field(default_factory=list)  # with their arrival times
     finished: Finished | None = None
 
     @property
     def ended(self) -> float:
-        """When the last token came."""
+        """Arrival time of the last token."""
         return self.rounds[-1][0]
 
     @property
@@ -45,12 +44,12 @@ class Stream:
         return self.finished
 
     def tokens_between(self, begin: float, end: float) -> int:
-        """Tokens that came after `begin` and no later than `end`."""
+        """Number of tokens that arrived after `begin` and until `end`."""
         return sum(len(tokens.token_ids) for moment, tokens in self.rounds if begin < moment <= end)
 
 
 async def stream(client: Client, prompt: Prompt, options: GenerateOptions) -> Stream:
-    """Reads a request to its end."""
+    """Send a request and read it to its end."""
     received = Stream(time.monotonic())
     async for event in client.generate(prompt, options):
         if isinstance(event, Tokens):
@@ -64,11 +63,11 @@ async def stream(client: Client, prompt: Prompt, options: GenerateOptions) -> St
 
 
 class Together(NamedTuple):
-    """Sessions that ran at once, each with one prompt after another."""
+    """Concurrent sessions, each with one prompt after another."""
 
     num_sessions: int
     numbers: tuple[int, ...]  # of all prompts
-    streams: list[Stream]  # in the same order: every session's first one, every session's second one, and so on
+    streams: list[Stream]  # in the same order: all sessions' first ones, all second ones, and so on
     seconds: float  # from the first request to the last token
 
     @property
@@ -77,7 +76,7 @@ class Together(NamedTuple):
 
     @property
     def steady_rate(self) -> float:
-        """Tokens per second from when all had their first token to when the first of them had its last."""
+        """Tokens per second from the time when all have a first token until the first session ends."""
         begin = max(each.rounds[0][0] for each in self.streams[: self.num_sessions])
         end = min(each.ended for each in self.streams[-self.num_sessions :])
         num_tokens = sum(each.tokens_between(begin, end) for each in self.streams)
@@ -87,7 +86,7 @@ class Together(NamedTuple):
 async def together(
     client: Client, num_sessions: int, numbers: Sequence[int], prompts: Sequence[Prompt], options: GenerateOptions
 ) -> Together:
-    """Deals prompts with these numbers to sessions that run at once; a session asks as soon as it has its answer."""
+    """Distribute prompts among concurrent sessions; each sends the next one after its answer."""
 
     async def run(own: Sequence[int]) -> list[Stream]:
         return [await stream(client, prompts[number], options) for number in own]
@@ -100,14 +99,14 @@ async def together(
 
 
 class SecondTurn(NamedTuple):
-    """What the second question of a conversation cost."""
+    """The cost of a conversation's second question."""
 
     sweeps: float  # time to the first token / time of a sweep
-    cached_share: float  # of the first turn's tokens, prompt and answer
+    cached_share: float  # share of the first turn's tokens that were cached
 
 
 async def second_turn(client: Client, question: str, *, sends_new: bool) -> SecondTurn:
-    """Asks, and asks again: with only the new question, or with the whole conversation as most clients do."""
+    """Ask two questions; the second call sends only the new message, or the whole conversation."""
     session_id = f"turns-{uuid.uuid4().hex}"
     options = GenerateOptions(session_id=session_id, temperature=0.0, max_tokens=TURN_TOKENS)
     first_question, second_question = Message("user", question), Message("user", SECOND_QUESTION)
@@ -127,21 +126,21 @@ async def second_turn(client: Client, question: str, *, sends_new: bool) -> Seco
 
 
 def sweep_seconds(alone: Stream) -> float:
-    """What a sweep of one session takes: the median of its rounds after the first, which read the prompt."""
+    """Seconds of one session's sweep: the median over rounds without the first, which reads the prompt."""
     rounds = [tokens.timings for _, tokens in alone.rounds[1:] or alone.rounds]
     return statistics.median((timings.target_ns - timings.queue_ns) / 1e9 for timings in rounds)
 
 
 class SharedPrompt(NamedTuple):
-    """Sessions that begin with the same tokens."""
+    """Sessions with a common prefix."""
 
-    prompt_tokens: int  # of all
-    computed_tokens: int  # of these, not taken from another session
-    times_computed: float  # the shared part: 1 is best
+    prompt_tokens: int  # of all sessions
+    computed_tokens: int  # of these, computed instead of reused
+    times_computed: float  # how often the common prefix was computed; 1 is best
 
 
 async def shared_prompt(client: Client, shared: Sequence[int], rests: Sequence[Sequence[int]]) -> SharedPrompt:
-    """All at once; `rests` are the sessions' own tokens."""
+    """Run sessions with a common prefix concurrently; `rests` are their own tokens."""
     options = GenerateOptions(temperature=0.0, max_tokens=4, ignore_eos=True)
     prompts = [TokenPrompt((*shared, *rest)) for rest in rests]
     streams = await asyncio.gather(*(stream(client, prompt, options) for prompt in prompts))
@@ -152,11 +151,11 @@ async def shared_prompt(client: Client, shared: Sequence[int], rests: Sequence[S
 
 
 class LongPrompt(NamedTuple):
-    """What a prompt costs that is read while others have answers under way."""
+    """The cost of a long prompt during other sessions' answers."""
 
     prompt_tokens: int
-    longest_pause_sweeps: float  # of the others: time between two rounds meanwhile / typical time between two before
-    first_token_sweeps: float  # of the prompt's own
+    longest_pause_sweeps: float  # longest time between two rounds of the others, relative to the typical time before
+    first_token_sweeps: float  # TTFT of the prompt, relative to the same
 
 
 async def long_prompt(

@@ -1,1 +1,1 @@
-"""Sweeps of a target: beside the link, the processor, peers, and what a plan says."""
+"""Compares a target's sweeps with the link, the processor, peers, and plans."""

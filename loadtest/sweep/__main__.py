@@ -1,4 +1,4 @@
-"""How close a sweep comes to what the link and the processor allow, side by side with peers.
+"""Measures how close a sweep comes to the limits of link and processor, and compares it with peers.
 
     python -m loadtest.sweep
 
@@ -41,12 +41,12 @@ from loadtest.sweep.parts import packed_ratio, peak_over_budget, peer_ratios, sw
 from loadtest.sweep.rounds import link_busy_at
 
 SIZES = (1, 64, 256)
-PIPELINE_BYTES = 3_500_000_000  # of all its processes, whose weights and ring leave the page cache little
-SLOW_TURNS = 2  # a slow link is steady
+PIPELINE_BYTES = 3_500_000_000  # memory limit of all processes, which leaves little for the page cache
+SLOW_TURNS = 2  # fewer turns, as a throttled link is steady
 
 
 def main() -> None:
-    """Runs the parts that are asked for, prints their figures, and last all of them in one line."""
+    """Run the requested parts, and print one JSON line."""
     arguments = _arguments()
     ensure_demonstration()
     model = demonstration_folder()

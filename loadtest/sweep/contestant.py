@@ -1,4 +1,4 @@
-"""A contestant of a sweep's comparison: an engine in a process of its own that is asked for sweeps."""
+"""A contestant of the comparison: an engine in its own process."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ SMALL = ["--kv-memory", "200MB", "--max-context", "512", "--max-nodes", "256", "
 
 
 class Contestant:
-    """An engine of `loadtest.sweep.engines` in a process of its own."""
+    """An engine of `loadtest.sweep.engines` in its own process."""
 
     def __init__(self, *words: str, prefix: list[str]) -> None:
         command = [*prefix, sys.executable, "-m", "loadtest.sweep.engines", *words]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self.first_token_seconds = float(self._answer())  # from opening the model
+        self.first_token_seconds = float(self._answer())  # since opening the model
 
     def __enter__(self) -> Contestant:
         return self
@@ -27,13 +27,13 @@ class Contestant:
         self._process.wait(60)
 
     def ask(self, *command: str | int) -> Any:
-        """Sends a command and waits for its answer."""
+        """Send a command and wait for its answer."""
         assert self._process.stdin is not None, "it was opened"
         print(json.dumps(command), file=self._process.stdin, flush=True)
         return self._answer()
 
     def seconds(self, num_tokens: int, repeats: int) -> float:
-        """Of one sweep, of several right after one another, the first of which does not count."""
+        """Seconds of one sweep, from several consecutive ones without the first."""
         sweeps = self.ask("sweep", num_tokens, repeats + 1)[1:]
         return float(sum(sweep["seconds"] for sweep in sweeps) / repeats)
 

@@ -1,4 +1,4 @@
-"""What `loadtest.sweep` compares, each in a process of its own that reads commands from standard input.
+"""The engines that `loadtest.sweep` compares, each in a process that reads commands from standard input.
 
     python -m loadtest.sweep.engines bough --model FOLDER --resident-layers 0 ...
     python -m loadtest.sweep.engines transformers FOLDER
@@ -37,23 +37,23 @@ PROMPT = list(range(100, 164))
 
 
 class Engine(Protocol):
-    """Something that passes tokens through a model."""
+    """An engine that computes passes of a model."""
 
     def first_token(self) -> None:
-        """Makes one from the prompt, when the model has just been opened."""
+        """Generate the first token after the prompt, just after opening the model."""
         ...
 
     def sweep(self, num_tokens: int, repeats: int) -> list[dict[str, float]]:
-        """Seconds and more of `repeats` passes, one right after another."""
+        """Run `repeats` consecutive passes; returns their seconds and further figures."""
         ...
 
     def close(self) -> None:
-        """Ends what the engine has started."""
+        """End the engine's threads and files."""
         ...
 
 
 def random_tree(num_nodes: int, root: int, seed: int) -> Tree:
-    """About as deep as what best-first growth makes: 10 levels with 64 nodes."""
+    """A random tree about as deep as best-first trees: 10 levels with 64 nodes."""
     rng = np.random.default_rng(seed)
     parents = [-1] + [int(rng.integers(0, node)) for node in range(1, num_nodes)]
     tokens = [root] + [1000 + node for node in range(1, num_nodes)]
@@ -61,7 +61,7 @@ def random_tree(num_nodes: int, root: int, seed: int) -> Tree:
 
 
 class Bough:
-    """The target worker as it is, without gRPC."""
+    """The target worker without gRPC."""
 
     def __init__(self, flags: list[str]) -> None:
         self._config = parse(TargetConfig, "bench", flags, {})
@@ -71,11 +71,11 @@ class Bough:
         self._raw_memory: memoryview | None = None
 
     def first_token(self) -> None:
-        """The prompt and the first token come in one sweep."""
+        """Compute the prompt and the first token in one sweep."""
         self.sweep(1, 1)
 
     def sweep(self, num_tokens: int, repeats: int) -> list[dict[str, float]]:
-        """Rounds of one session with trees of `num_tokens` nodes, drawing and committing included."""
+        """Run rounds of one session with trees of `num_tokens` nodes, sampling and commits included."""
         figures = []
         for _ in range(repeats):
             context = Context.of("bench", self._tokens, self._held, len(PROMPT))
@@ -96,11 +96,11 @@ class Bough:
         return figures
 
     def raw(self) -> dict[str, float]:
-        """Reads what crosses the link in a sweep, and computes nothing: the second of two rounds, as in service."""
+        """Read the bytes of a sweep without computing: the second of two rounds, as in service."""
         layers = [self._worker.layers[index] for index in self._worker.streamed_layers]
         if self._raw_memory is None:
             self._raw_memory = large_pages(NUM_RAW_SLABS * max(layer.num_bytes for layer in layers))
-            np.frombuffer(self._raw_memory, np.uint8)[:] = 0  # what is not there yet would be charged to the link
+            np.frombuffer(self._raw_memory, np.uint8)[:] = 0  # touched first: page faults would count as reading
         memory = self._raw_memory
         disk = Disk(extent.file for layer in layers for extent in layer.extents)
         with Ring(layers, disk, NUM_RAW_SLABS, self._config.link_threads, lambda _: memory) as ring:
@@ -115,16 +115,16 @@ class Bough:
         return {"seconds": seconds, "bytes": num_bytes, "processor_seconds": processor_seconds}
 
     def memory(self) -> dict[str, float]:
-        """Bytes: the peak of this process, and what it took before it knew of a model."""
+        """Peak memory of this process in bytes, and its memory before opening the model."""
         return {"peak": _status("VmHWM"), "baseline": self._baseline}
 
     def close(self) -> None:
-        """Ends the worker's threads."""
+        """End the worker's threads."""
         self._worker.close()
 
 
 class Transformers:
-    """The model whole in memory, run by transformers as it comes."""
+    """The whole model in memory, run by transformers."""
 
     def __init__(self, flags: list[str]) -> None:
         from transformers import AutoModelForCausalLM
@@ -133,12 +133,12 @@ class Transformers:
         self._model = AutoModelForCausalLM.from_pretrained(flags[0], dtype=torch.bfloat16)
 
     def first_token(self) -> None:
-        """A forward pass more than it takes, as it is in memory."""
+        """Run a forward pass over the prompt."""
         self.sweep(1, 1)
 
     @torch.inference_mode()
     def sweep(self, num_tokens: int, repeats: int) -> list[dict[str, float]]:
-        """Forward passes of as many tokens after the same prompt."""
+        """Run forward passes of `num_tokens` tokens after the same prompt."""
         figures = []
         for _ in range(repeats):
             cache = self._model(torch.tensor([PROMPT]), use_cache=True).past_key_values
@@ -148,7 +148,7 @@ class Transformers:
         return figures
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Do nothing."""
 
 
 class Accelerate:
@@ -167,12 +167,12 @@ class Accelerate:
         )
 
     def first_token(self) -> None:
-        """The prompt alone."""
+        """Run a forward pass over the prompt."""
         self.sweep(1, 0)
 
     @torch.inference_mode()
     def sweep(self, num_tokens: int, repeats: int) -> list[dict[str, float]]:
-        """Decoding steps after the prompt, of one token each whatever is asked."""
+        """Run decoding steps after the prompt, always of one token."""
         output = self._model(torch.tensor([PROMPT]), use_cache=True)
         figures = []
         for _ in range(repeats):
@@ -188,7 +188,7 @@ class Accelerate:
 
 
 class AirLLM:
-    """AirLLM on the CPU, which reads one layer after another and keeps none."""
+    """AirLLM on the CPU, which reads one layer after another and caches none."""
 
     def __init__(self, flags: list[str]) -> None:
         from airllm import AutoModel
@@ -202,12 +202,12 @@ class AirLLM:
         )
 
     def first_token(self) -> None:
-        """Like every other."""
+        """Generate the first token, like any other."""
         self.sweep(1, 1)
 
     @torch.inference_mode()
     def sweep(self, num_tokens: int, repeats: int) -> list[dict[str, float]]:
-        """First tokens after the prompt, each of which takes one pass over the layers, whatever is asked."""
+        """Generate first tokens after the prompt, each with one pass over the layers."""
         figures = []
         for _ in range(repeats):
             began = time.perf_counter()
@@ -221,7 +221,7 @@ class AirLLM:
 
 
 def _as_hub_names_it(source: Path, folder: Path) -> None:
-    """Links to a model whose files are called as transformers writes them: AirLLM takes their order from the names."""
+    """Link to a model with transformers' file names, from which AirLLM takes the order of shards."""
     index = json.loads((source / INDEX_NAME).read_text())
     files = sorted({*index["weight_map"].values()})
     names = {file: f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i, file in enumerate(files)}
@@ -234,13 +234,13 @@ def _as_hub_names_it(source: Path, folder: Path) -> None:
 
 
 def _busy_seconds() -> float:
-    """Of all processors together since the start of the machine: reading past the page cache is mostly the kernel's."""
+    """Busy seconds of all processors since boot, as direct reads cost mostly kernel time."""
     user, nice, system, _idle, _waiting, irq, softirq, *_ = Path("/proc/stat").read_text().split()[1:9]
     return sum(map(int, (user, nice, system, irq, softirq))) / os.sysconf("SC_CLK_TCK")
 
 
 def _status(name: str) -> int:
-    """Bytes, from /proc/self/status."""
+    """A field of /proc/self/status in bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
 
@@ -254,9 +254,9 @@ ENGINES: dict[str, Callable[[list[str]], Engine]] = {
 
 
 def main() -> None:
-    """Answers commands until standard input ends; ready, with the seconds that it took, after the first token."""
+    """Answer commands until standard input ends; first prints the seconds to the first token."""
     answers = sys.stdout
-    with redirect_stdout(sys.stderr):  # where a library is free to say what it likes
+    with redirect_stdout(sys.stderr):  # libraries may print
         began = time.perf_counter()
         engine = ENGINES[sys.argv[1]](sys.argv[2:])
         engine.first_token()

@@ -1,4 +1,4 @@
-"""What it is worth to read only the experts that a sweep's rows choose, instead of whole layers ahead of it.
+"""Compares reading only the experts that a sweep's rows choose with reading whole layers ahead.
 
     python -m loadtest.sweep.experts --device-memory 1GB
 
@@ -37,7 +37,7 @@ from target_worker.worker import TargetWorker
 
 MODES = "chosen", "all"
 IN_A_ROW = 3
-NUM_TOKENS = 256  # of the tokenizer's, all of bytes
+NUM_TOKENS = 256  # the tokenizer's byte tokens
 
 
 class Swept(NamedTuple):
@@ -49,7 +49,7 @@ class Swept(NamedTuple):
 
 
 def save_mixture(folder: Path, layers: int, experts: int, chosen: int, seed: int) -> None:
-    """Random weights in bfloat16; an expert has 3 MB."""
+    """Write a mixture of experts with random bfloat16 weights; an expert has 3 MB."""
     config = Qwen3MoeConfig(
         vocab_size=262,
         hidden_size=1024,
@@ -63,7 +63,7 @@ def save_mixture(folder: Path, layers: int, experts: int, chosen: int, seed: int
         max_position_embeddings=1024,
         bos_token_id=260,
         eos_token_id=261,
-        initializer_range=0.05,  # of which a router's choices are far from even
+        initializer_range=0.05,  # makes the router's choices uneven
     )
     torch.manual_seed(seed)
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
@@ -71,13 +71,13 @@ def save_mixture(folder: Path, layers: int, experts: int, chosen: int, seed: int
 
 
 def random_tree(num_nodes: int, rng: np.random.Generator) -> Tree:
-    """Of random tokens."""
+    """A tree of random tokens."""
     parents = [-1] + [int(rng.integers(0, node)) for node in range(1, num_nodes)]
     return Tree.of(rng.integers(0, NUM_TOKENS, num_nodes).tolist(), parents, [0.0] * num_nodes)
 
 
 def sweep(worker: TargetWorker, tree: Tree) -> Swept:
-    """Verifies a tree in a session of its own."""
+    """Verify a tree in a new session."""
     context = Context.of("bench", [int(tree.tokens[0])], held=0, prompt_length=1)
     call = VerifyCall(context, 0, 0, tree, SamplingParams(temperature=0.0), max_length=512)
     result = worker.verify(call).result()
@@ -88,7 +88,7 @@ def sweep(worker: TargetWorker, tree: Tree) -> Swept:
 def measure(
     workers: dict[str, TargetWorker], num_tokens: int, warm_up: int, turns: int, seed: int
 ) -> dict[str, list[Swept]]:
-    """Sweeps of one size: by turns IN_A_ROW each, the first of which finds what was read while the others swept."""
+    """Measure sweeps of one size in turns of IN_A_ROW; the first of a turn is not counted."""
     rng = np.random.default_rng([seed, num_tokens])
     swept: dict[str, list[Swept]] = {mode: [] for mode in workers}
     for turn in range(warm_up + turns):
@@ -101,7 +101,7 @@ def measure(
 
 
 def row(swept: dict[str, list[Swept]]) -> dict[str, object]:
-    """Of the JSON line."""
+    """A row of the JSON line."""
     seconds = {mode: statistics.median(s.seconds for s in figures) for mode, figures in swept.items()}
     gigabytes = {mode: statistics.median(s.link_bytes for s in figures) / 1e9 for mode, figures in swept.items()}
     pairs = zip(*(swept[mode] for mode in MODES), strict=True)
@@ -114,7 +114,7 @@ def row(swept: dict[str, list[Swept]]) -> dict[str, object]:
 
 
 def start(folder: Path, mode: str, device_memory: str) -> TargetWorker:
-    """A target that reads so."""
+    """Start a target with this way of reading experts."""
     flags = f"--model {folder} --experts {mode} --device-memory {device_memory} --kv-memory 50MB --max-context 512"
     flags += " --max-nodes 256 --metrics-port -1 --device cpu"
     return TargetWorker(parse(TargetConfig, "bench", flags.split(), {}), f"bench-{mode}")
@@ -123,7 +123,7 @@ def start(folder: Path, mode: str, device_memory: str) -> TargetWorker:
 def run(
     folder: Path, device_memory: str, sizes: Sequence[int], warm_up: int, turns: int, seed: int
 ) -> dict[str, object]:
-    """All sizes; says on the way what comes out."""
+    """Measure all sizes, and print results on the way."""
     by_tokens: dict[str, object] = {}
     with (
         closing(start(folder, MODES[0], device_memory)) as chosen,
@@ -145,7 +145,7 @@ def run(
 
 
 def main() -> None:
-    """Measures and prints."""
+    """Measure and print one JSON line."""
     parser = FlagParser(description=__doc__)
     parser.add_argument("--device-memory", default="1GB", help="of each target, KV and all")
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 4, 16, 64, 256], help="of a sweep")

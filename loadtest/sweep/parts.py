@@ -1,4 +1,4 @@
-"""The parts of `loadtest.sweep`: sweeps beside the link and the processor, peers, packs, and peaks of memory."""
+"""The parts of `loadtest.sweep`: limits of link and processor, peers, packed weights, and peak memory."""
 
 from __future__ import annotations
 
@@ -18,39 +18,39 @@ from loadtest.common.limits import can_limit, drop_cached, limited
 from loadtest.sweep.contestant import SMALL, Contestant
 
 PACKED_SIZES = (1, 16, 64)
-INTERPRETER_BYTES = 600_000_000  # what Python, torch and transformers take before there is a model
-BUDGETS = "0.34GB", "0.5GB", "1GB", "2GB", "4GB"  # the first holds no more than two layers
+INTERPRETER_BYTES = 600_000_000  # memory of Python, torch and transformers without a model
+BUDGETS = "0.34GB", "0.5GB", "1GB", "2GB", "4GB"  # the first holds only two layers
 
 
 class Measured(NamedTuple):
-    """Seconds for one number of tokens, close together in time."""
+    """Seconds for one number of tokens, measured close together in time."""
 
-    raw: float  # read of what crosses the link, mean of before and after
-    reading: float  # of all processors, in such a read
+    raw: float  # reading a sweep's bytes, mean of before and after
+    reading: float  # processor time of such a read
     streamed: float
     resident: float
 
     @property
     def ratio(self) -> float:
-        """To the slower of link and processor."""
+        """Ratio to the slower of link and processor."""
         return self.streamed / max(self.raw, self.resident)
 
     @property
     def work_ratio(self) -> float:
-        """The same where reading costs processor time too."""
+        """The ratio if the processor time of reading counts as well."""
         return self.streamed / max(self.raw, self.resident + self.reading / (os.cpu_count() or 1))
 
 
 class Turn(NamedTuple):
-    """Of new processes."""
+    """Measurements with new processes."""
 
-    by_size: dict[int, list[Measured]]  # number of tokens: one after another
-    transformers: dict[int, float]  # seconds by number of tokens; none for a slow link
-    num_bytes: int  # that cross the link
+    by_size: dict[int, list[Measured]]  # by number of tokens
+    transformers: dict[int, float]  # seconds by number of tokens; empty for a slow link
+    num_bytes: int  # that cross the link in a sweep
 
 
 def sweep_turn(model: Path, memory: int, link_speed: int, sizes: Sequence[int], pairs: int, repeats: int) -> Turn:
-    """Reads, `repeats` sweeps, sweeps in memory, and so on by turns, ending with a read: a disk changes its speed."""
+    """Alternate reads, sweeps and sweeps in memory, ending with a read, as a disk's speed varies."""
     budget = ["--device-memory", str(memory - INTERPRETER_BYTES), "--ring-memory", "256MB"]
     flags, measured = ["bough", "--model", str(model), *SMALL], dict[int, list[Measured]]()
     with ExitStack() as stack:
@@ -75,7 +75,7 @@ def sweep_turn(model: Path, memory: int, link_speed: int, sizes: Sequence[int], 
 def sweep_ratios(
     model: Path, memory: int, link_speed: int, sizes: Sequence[int], turns: int, pairs: int, repeats: int
 ) -> dict[str, Any]:
-    """Streaming within the memory limit, against the bare link and the bare processor, turn by turn.
+    """Ratios of sweeps within the memory limit to the bare link and the bare processor, by turn.
 
     `link_speed` in bytes per second slows the link down; 0 leaves it as it is. Each turn has processes of its own:
     two of one kind differ in speed for as long as they live, by which memory they were given.
@@ -111,12 +111,12 @@ def sweep_ratios(
 
 
 def quartiles(numbers: Sequence[float]) -> list[float]:
-    """The first and the third."""
+    """The first and the third quartile."""
     return [round(float(quartile), 3) for quartile in np.percentile(numbers, (25, 75))]
 
 
 def peer_ratios(model: Path, memory: int, turns: int) -> dict[str, Any]:
-    """Plain decoding within the same memory limit, and from opening the model to the first token."""
+    """Ratios of peers to plain decoding within the same memory limit, and times to the first token."""
     peers = ["accelerate", *(["airllm"] if find_spec("airllm") else [])]
     names = ["bough", "bough from disk", *peers]
     seconds: dict[str, list[float]] = {name: [] for name in names}
@@ -145,7 +145,7 @@ def peer_ratios(model: Path, memory: int, turns: int) -> dict[str, Any]:
 
 
 def packed_ratio(model: Path, packed: Path, slow_link: int, turns: int) -> dict[str, Any]:
-    """A pack against 16 bits over the same slow link; rings are small, lest one be filled in between."""
+    """Ratios of packed weights to 16 bits over the same slow link; small rings, so that none fills between sweeps."""
     if not can_limit():
         return {"packed4_ratio": None}
     with ExitStack() as stack:
@@ -168,7 +168,7 @@ def packed_ratio(model: Path, packed: Path, slow_link: int, turns: int) -> dict[
 
 
 def peak_over_budget(model: Path) -> dict[str, Any]:
-    """Budgets from two layers to everything resident."""
+    """Peak memory minus the budget, for budgets from two layers to the whole model."""
     results = {}
     for budget in BUDGETS:
         with Contestant("bough", "--model", str(model), *SMALL, "--device-memory", budget, prefix=[]) as engine:
@@ -180,5 +180,5 @@ def peak_over_budget(model: Path) -> dict[str, Any]:
 
 
 def tell(text: str) -> None:
-    """Progress, on standard error: standard output is for figures."""
+    """Print progress on standard error."""
     print(text, file=sys.stderr, flush=True)

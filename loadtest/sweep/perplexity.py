@@ -1,4 +1,4 @@
-"""What packing costs in quality: perplexity of a model in 16, 8 and 4 bits, and how often the best token is the same.
+"""Measures the quality of packed weights: perplexity in 16, 8 and 4 bits, and agreement of the best token.
 
     python -m loadtest.sweep.perplexity [MODEL] [--text FILE]
 
@@ -33,18 +33,18 @@ from bough.tokenization.tokenizer import Tokenizer
 from bough.trees.tree import Tree
 
 CPU = torch.device("cpu")
-MAX_TOKEN_CHARACTERS = 16  # on average, of any tokenizer: no more text is read than is wanted
+MAX_TOKEN_CHARACTERS = 16  # upper bound of the average, which limits the text to read
 
 
 class Reading(NamedTuple):
-    """A model's view of some documents."""
+    """A model's predictions for some documents."""
 
     loss: float  # mean negative log-likelihood of a token, in nats
-    best: torch.Tensor  # (num_tokens,) the token that it thinks most likely at each place
+    best: torch.Tensor  # (num_tokens,) likeliest token at each position
 
 
 def read(folder: Path, documents: list[list[int]]) -> Reading:
-    """Runs the documents through a model, each token given those before it."""
+    """Compute a model's predictions for the documents."""
     skeleton = build_skeleton(Checkpoint.open(folder), torch.bfloat16)
     model = ResidentModel(skeleton, CPU)
     slot = KVSlot(skeleton.kv_shape(), max(map(len, documents)), CPU)
@@ -58,7 +58,7 @@ def read(folder: Path, documents: list[list[int]]) -> Reading:
 
 
 def main() -> None:
-    """Prints a table and one JSON line."""
+    """Print a table and one JSON line."""
     parser = FlagParser(description=__doc__)
     parser.add_argument("model", nargs="?", type=Path, help="in 16 bits; SmolLM2 as it is by default")
     parser.add_argument("--text", type=Path)

@@ -1,4 +1,4 @@
-"""How near `bough plan` comes: sweeps as it predicts them, and as they are then measured.
+"""Compares sweeps predicted by `bough plan` with measured ones.
 
     python -m loadtest.sweep.plan
 
@@ -28,14 +28,14 @@ SIZES = (1, 16, 64, 256)
 
 
 def predicted(model: Path, flags: list[str]) -> dict[int, float]:
-    """Seconds of a sweep by its tokens."""
+    """Predicted seconds of a sweep by number of tokens."""
     command = [sys.executable, "-m", "bough.cli", "plan", str(model), *flags, "--json"]
     output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
     return {sweep["tokens"]: sweep["seconds"] for sweep in json.loads(output)["sweeps"]}
 
 
 def compared(model: Path, budget: str, turns: int, repeats: int) -> list[dict[str, object]]:
-    """A row for each number of tokens."""
+    """Compare predictions and measurements; a row for each number of tokens."""
     flags = [*SMALL, "--device-memory", budget]
     plans: dict[int, list[float]] = {size: [] for size in SIZES}
     sweeps: dict[int, list[float]] = {size: [] for size in SIZES}
@@ -57,7 +57,7 @@ def compared(model: Path, budget: str, turns: int, repeats: int) -> list[dict[st
 
 
 def main() -> None:
-    """Prints a line for each budget and size, and one JSON line."""
+    """Print a line for each budget and size, and one JSON line."""
     parser = FlagParser(description=__doc__)
     parser.add_argument("--budgets", nargs="+", default=["0.5GB", "1.5GB", "4GB"], help="--device-memory of each")
     parser.add_argument("--turns", type=int, default=3)

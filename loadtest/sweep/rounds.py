@@ -1,4 +1,4 @@
-"""How busy the link is over consecutive rounds of the whole pipeline, for `loadtest.sweep`.
+"""Measures how busy the link is over consecutive rounds of the whole pipeline, for `loadtest.sweep`.
 
     python -m loadtest.sweep.rounds 64
 
@@ -26,12 +26,15 @@ from bough.protocol.generation import GenerateOptions, Speculation, TextPrompt, 
 from loadtest.common.limits import drop_cached, limited
 
 NUM_ROUNDS = 10
-SIZES = (16, 64)  # nodes of a tree
-MEMORY = {"BOUGH_TARGET_RING_MEMORY": "1GB", "BOUGH_TARGET_KV_MEMORY": "650MB"}  # the ring holds what arrives meanwhile
+SIZES = (16, 64)  # numbers of nodes
+MEMORY = {
+    "BOUGH_TARGET_RING_MEMORY": "1GB",
+    "BOUGH_TARGET_KV_MEMORY": "650MB",
+}  # a ring that holds what arrives during drafting
 
 
 async def link_busy(num_nodes: int) -> dict[str, Any]:
-    """The pipeline as `bough demo` starts it, but for its memory."""
+    """Measure the pipeline as `bough demo` starts it, with other memory settings."""
     os.environ.update(MEMORY)
     rounds: list[Tokens] = []
     async with launched(settings_from(up_arguments()), lambda _: None) as cluster, Client(cluster.address) as client:
@@ -49,9 +52,9 @@ async def link_busy(num_nodes: int) -> dict[str, Any]:
 
 
 def link_busy_at(speeds: Sequence[int], model: Path, memory: int) -> dict[str, Any]:
-    """The pipeline in processes of its own for each speed of the link in bytes per second; 0 is as it comes.
+    """Measure with new processes for each link speed in bytes per second; 0 is unlimited.
 
-    `memory` is what all of them may have together, page cache included; 0 is as much as they like.
+    `memory` is the limit of all processes together, page cache included; 0 is none.
     """
     results: dict[int, dict[int, Any]] = {speed: {} for speed in speeds}
     for speed, num_nodes in itertools.product(speeds, SIZES):

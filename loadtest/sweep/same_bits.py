@@ -1,4 +1,4 @@
-"""Whether a target on the CPU computes at a commit what it computes now, bit for bit, on this machine.
+"""Checks that a target on the CPU computes the same bits as at another commit, on this machine.
 
     python -m loadtest.sweep.same_bits --commit COMMIT [--cases llama bfloat16,mixtral float32]
 
@@ -61,7 +61,7 @@ CASES = tuple(f"{model} {dtype}" for model in MODELS for dtype in ("bfloat16", "
 
 
 def compared(commit: str, cases: Sequence[str], folder: Path) -> list[dict[str, Any]]:
-    """Of each case, how many logits differ between the two trees, and by how much at most."""
+    """Number of differing logits between the two trees of files, and the largest difference, by case."""
     trees = {"then": exported(commit, folder / "tree"), "now": HERE}
     rows = []
     for case in cases:
@@ -77,7 +77,7 @@ def compared(commit: str, cases: Sequence[str], folder: Path) -> list[dict[str, 
 
 
 def exported(commit: str, folder: Path) -> Path:
-    """The repository's files as they were."""
+    """Export the repository's files at a commit."""
     archive = subprocess.run(["git", "archive", commit], cwd=HERE, capture_output=True, check=True).stdout
     with tarfile.open(fileobj=io.BytesIO(archive)) as files:
         files.extractall(folder, filter="data")
@@ -85,7 +85,7 @@ def exported(commit: str, folder: Path) -> Path:
 
 
 def written(name: str, folder: Path) -> None:
-    """One of MODELS."""
+    """Write one of MODELS."""
     torch.manual_seed(0)
     config, bits = MODELS[name]
     if not bits:
@@ -96,17 +96,19 @@ def written(name: str, folder: Path) -> None:
 
 
 def logits(tree: Path, model: Path, dtype: str, out: Path) -> np.ndarray:
-    """What a tree of files makes of a model; its tests say how a target is put together there."""
+    """Compute a model's logits with a tree of files."""
     script = Path(__file__).with_name("sweep_logits.py")
     command = [sys.executable, "-P", str(script), str(model), dtype, str(out)]
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("NUMBA_")}  # this tree's own
+    environ = {
+        name: value for name, value in os.environ.items() if not name.startswith("NUMBA_")
+    }  # without this tree's cache settings
     subprocess.run(command, cwd=tree, env={**environ, "PYTHONPATH": str(tree)}, check=True)
     found: np.ndarray = np.load(out)
     return found
 
 
 def main() -> None:
-    """Prints a line a case, and one JSON line."""
+    """Print a line for each case, and one JSON line."""
     parser = FlagParser(description=__doc__)
     parser.add_argument("--commit", required=True, help="of this repository")
     parser.add_argument("--cases", default=",".join(CASES), help=f"of {', '.join(CASES)}; all by default")

@@ -1,4 +1,4 @@
-"""Writes the logits of a few sweeps on the CPU, of whichever tree of the repository stands first in PYTHONPATH.
+"""Writes the logits of a few sweeps on the CPU, computed by the tree of files that is first in PYTHONPATH.
 
 Run by `loadtest.sweep.same_bits`, as a file, in the tree of another commit as in this one: what it calls was called
 by other names there.
@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 
 NUM_ROWS, NODES = 300, 40
-PROMPTS = (90, 7)  # tokens: over several of attention's blocks, and within one
+PROMPTS = (90, 7)  # tokens: several of attention's blocks, and less than one
 
 
 def found(attribute: str, *modules: str) -> Any:
-    """Of the first of these modules that is there."""
+    """An attribute of the first of these modules that exists."""
     for name in modules:
         try:
             return getattr(import_module(name), attribute)
@@ -28,7 +28,7 @@ def found(attribute: str, *modules: str) -> Any:
 
 
 def logits(folder: Path, dtype_name: str) -> np.ndarray:
-    """(num_rows, vocab_size) float32: of two sessions' trees in one sweep, and of roots when a path is committed."""
+    """Logits (num_rows, vocab_size) float32 of two sessions' trees in one sweep, and of roots after a commit."""
     streamed = found("streamed", "tests.fakes.models", "tests.models")
     batch_of = found("Batch", "bough.model.batch.batch", "bough.model.batch")
     segment = found("Segment", "bough.model.batch.batch", "bough.model.batch")

@@ -1,1 +1,1 @@
-"""Writes docs/benchmarks.md from the runs that stand in docs/benchmarks/."""
+"""Writes docs/benchmarks.md from the runs in docs/benchmarks/."""

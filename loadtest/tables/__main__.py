@@ -14,7 +14,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 
 def main() -> None:
-    """Says what it has written."""
+    """Write the page and print its path."""
     page = DOCS / "benchmarks.md"
     try:
         page.write_text(markdown(read_subjects(DOCS / "benchmarks")))

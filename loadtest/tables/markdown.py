@@ -1,4 +1,4 @@
-"""Shows runs of benchmarks as Markdown: a section a subject, a table a run, and above it how to repeat it."""
+"""Formats runs of benchmarks as Markdown: a section for each subject, and for each run its command and a table."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ REGRET_COLUMNS = (
 
 
 def markdown(subjects: Iterable[Subject]) -> str:
-    """The page."""
+    """The whole page."""
     return "\n\n".join([HEAD, _wrapped(INTRODUCTION), *(_section(subject) for subject in subjects)]) + "\n"
 
 
@@ -54,7 +54,7 @@ def _table(table: Table) -> str:
 
 
 def _of_line(run: Run) -> Table:
-    """What is shown of a benchmark's own JSON line."""
+    """The table for a benchmark's JSON line."""
     line = run.line or {}
     if "real" in line:
         return _regret(line["real"]["details"])

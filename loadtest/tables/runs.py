@@ -23,7 +23,7 @@ SUBJECT_KEYS = {"title", "text", "runs"}
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Cells as they are shown."""
+    """A table of formatted cells."""
 
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -44,7 +44,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What several runs are about."""
+    """A subject with its runs."""
 
     title: str
     text: Sequence[str]
@@ -52,7 +52,7 @@ class Subject:
 
 
 def read_subjects(folder: Path) -> list[Subject]:
-    """All files of a folder in the order of their names; ValueError names file and field of what is wrong."""
+    """Read all files of a folder in order of their names. Raises ValueError with the file and the invalid field."""
     return [_subject(json.loads(file.read_text()), file.name) for file in sorted(folder.glob("*.json"))]
 
 

@@ -1,1 +1,1 @@
-"""`python -m loadtest.tracing`: what traces cost, in time and in processor time."""
+"""`python -m loadtest.tracing` measures the cost of tracing in latency and processor time."""

@@ -1,4 +1,4 @@
-"""What traces cost: three boughs of workers without weights, that differ in nothing else, asked the same in turn.
+"""Measures the cost of tracing: three systems with simulated workers, which differ only in tracing, in turns.
 
     python -m loadtest.tracing
     python -m loadtest.tracing --requests 10 --sweep-seconds 0.2
@@ -47,12 +47,12 @@ ANSWER_TOKENS = 64
 
 @dataclass(slots=True)
 class Sink(grpc.GenericRpcHandler):
-    """A collector that counts bytes and keeps nothing: an answer without fields is a whole one."""
+    """A collector that counts bytes and keeps nothing; its empty answer is valid."""
 
     num_bytes: int = 0
 
     def service(self, handler_call_details: Any) -> Any:
-        """Whatever is exported is taken."""
+        """Accept every export."""
         return grpc.unary_unary_rpc_method_handler(self._export)
 
     async def _export(self, request: bytes, context: Any) -> bytes:
@@ -62,7 +62,7 @@ class Sink(grpc.GenericRpcHandler):
 
 @dataclass(slots=True)
 class Watched:
-    """One bough, its door, and the processor time and rounds of its requests so far."""
+    """A system, its client, and the processor time and rounds of its requests so far."""
 
     cluster: Cluster
     door: GrpcDoor
@@ -87,7 +87,7 @@ def cpu_seconds(process_id: int) -> float:
 
 @asynccontextmanager
 async def watched(profile: Path, endpoint: str) -> AsyncIterator[Watched]:
-    """A bough of its own whose processes all trace to `endpoint`, or not where that is empty."""
+    """Run a system whose processes trace to `endpoint`, or not at all if that is empty."""
     settings = stack_settings(str(profile))
     assert settings.draft is not None
     traced = Settings(
@@ -104,7 +104,7 @@ async def watched(profile: Path, endpoint: str) -> AsyncIterator[Watched]:
 
 
 async def asked_in_turn(boughs: Mapping[str, Watched], asks: Sequence[Ask], seed: int) -> Comparison:
-    """Every bough is asked as often, so that what processes do by themselves is the same for each."""
+    """Send each request to all systems, so that background work is the same for each."""
     rng, found = random.Random(seed), Comparison({name: [] for name in boughs})
     for ask in asks:
         answered = {name: await boughs[name](ask) for name in rng.sample([*boughs], len(boughs))}
@@ -119,7 +119,7 @@ async def asked_in_turn(boughs: Mapping[str, Watched], asks: Sequence[Ask], seed
 
 
 async def measured(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """All figures."""
+    """Measure and return all figures."""
     sink, profile = Sink(), write_profile(folder, arguments.sweep_seconds)
     server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
     server.add_generic_rpc_handlers((sink,))
@@ -132,13 +132,13 @@ async def measured(arguments: argparse.Namespace, folder: Path) -> dict[str, Any
             for name, endpoint in ((DIRECT, ""), ("on", f"http://127.0.0.1:{port}"), ("away", AWAY))
         }
         asks = [Ask(f"Question {number}", ANSWER_TOKENS, seed=number) for number in range(arguments.requests)]
-        for bough in boughs.values():  # what is made at the first use
+        for bough in boughs.values():  # warm-up
             await bough(asks[0])
             bough.num_rounds = 0
         before = {name: bough.cpu_seconds() for name, bough in boughs.items()}
         sent = sink.num_bytes
         found = await asked_in_turn(boughs, asks, arguments.seed)
-        await asyncio.sleep(arguments.settle_seconds)  # the last batch
+        await asyncio.sleep(arguments.settle_seconds)  # for the last batch of spans
         figures = door_figures(found, arguments.seed)
         cpu = {
             "off" if name == DIRECT else name: {
@@ -160,7 +160,7 @@ async def measured(arguments: argparse.Namespace, folder: Path) -> dict[str, Any
 
 
 def main() -> None:
-    """Reads the flags, measures, prints."""
+    """Parse the arguments, measure, and print one JSON line."""
     parser = FlagParser(description=__doc__)
     parser.add_argument("--requests", type=int, default=40, help="asked of each bough (default 40)")
     parser.add_argument("--sweep-seconds", type=float, default=0.05, help="that a simulated sweep takes (default 0.05)")

@@ -39,10 +39,10 @@ class CompiledLayers:
     """Runs a batch through the layers in order, as their weights arrive."""
 
     def __init__(self, skeleton: Skeleton) -> None:
-        """`skeleton` must be of a model for which `bough.model.llama.weights.is_lean` holds."""
+        """`skeleton` must be of a model for which `bough.model.llama.weights.supports_fused_layers` holds."""
         self._layers: Sequence[Any] = skeleton.layers
         self._architecture = skeleton.config.model_type
-        self._sizes, self._rooms = sizes_of(skeleton), Workspace(skeleton, word_rows)
+        self._sizes, self._workspace = sizes_of(skeleton), Workspace(skeleton, word_rows)
         self._vectors: dict[int, Vectors] = {}
         self._weights: dict[LayerAt, LayerWeights] = {}
         self._states: list[_State] = []
@@ -66,9 +66,19 @@ class CompiledLayers:
             self._begin(hidden, batch, rotary)
         weights, num_threads = self._weights_of(index, place), numba.get_num_threads()
         for chunk, state in zip(batch.chunks, self._states, strict=True):
-            room = self._rooms.of(len(state.hidden))._replace(hidden=state.hidden)
+            workspace = self._workspace.of(len(state.hidden))._replace(hidden=state.hidden)
             spans, number = chunk.spans(index)
-            arguments = num_threads, chunk.num_tokens, number, weights, self._sizes, room, spans, state.cos, state.sin
+            arguments = (
+                num_threads,
+                chunk.num_tokens,
+                number,
+                weights,
+                self._sizes,
+                workspace,
+                spans,
+                state.cos,
+                state.sin,
+            )
             taken = counters(num_threads, LOOPS)
             if self._share is None:
                 self._share = pointer(share_layer, taken, 0, *arguments)

@@ -10,29 +10,29 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bough.protocol.cost_curve import CostCurve
-from bough.sizing.division import Price, Rider, divide
+from bough.sizing.division import Price, SweepTree, divide
 from bough.trees.tree import Tree
 
 FREE = CostCurve((1, 1000), (1.0, 1.0))
 LINEAR = CostCurve((1, 1001), (1.0, 101.0))  # a tenth of a second a row
 
 
-def random_rider(random: np.random.Generator, size: int, may_leave_out: bool = True) -> Rider:
+def random_rider(random: np.random.Generator, size: int, may_leave_out: bool = True) -> SweepTree:
     parents = np.array([-1, *(random.integers(0, node) for node in range(1, size))], np.int32)
     log_probs = np.where(parents < 0, 0.0, np.log(random.uniform(0.05, 1.0, size)))
-    return Rider.of(Tree.of([0] * size, parents.tolist(), log_probs.tolist()), may_leave_out)
+    return SweepTree.of(Tree.of([0] * size, parents.tolist(), log_probs.tolist()), may_leave_out)
 
 
-def is_closed(rider: Rider, nodes: np.ndarray) -> bool:
+def is_closed(rider: SweepTree, nodes: np.ndarray) -> bool:
     return 0 in nodes and all(int(rider.parents[node]) in nodes for node in nodes if node)
 
 
-def worth(riders: list[Rider], kept: list[np.ndarray], fixed: int, cost: CostCurve, price: float) -> float:
+def worth(riders: list[SweepTree], kept: list[np.ndarray], fixed: int, cost: CostCurve, price: float) -> float:
     gained = sum(rider.values[nodes].sum() for rider, nodes in zip(riders, kept, strict=True))
     return float(gained - price * cost(fixed + sum(map(len, kept))))
 
 
-def every_way(rider: Rider) -> list[np.ndarray]:
+def every_way(rider: SweepTree) -> list[np.ndarray]:
     """All closed sets that keep the floor."""
     least = set(rider.least().tolist())
     nodes = range(len(rider.values))
@@ -78,19 +78,19 @@ def test_no_other_way_is_worth_more(
 def test_where_rows_cost_nothing_nothing_is_left_out() -> None:
     riders = [random_rider(np.random.default_rng(seed), 40) for seed in range(3)]
     assert [len(nodes) for nodes in divide(riders, 100, FREE, Price(50.0), 1000)] == [40, 40, 40]
-    hopeless = Rider(np.array([1.0, 0.0, 0.0]), np.array([-1, 0, 0], np.int32))
+    hopeless = SweepTree(np.array([1.0, 0.0, 0.0]), np.array([-1, 0, 0], np.int32))
     assert len(divide([hopeless], 0, FREE, Price(50.0, 0.0), 1000)[0]) == 3, "though it is worth nothing either"
 
 
 def test_where_rows_cost_much_each_keeps_a_root_and_its_best_child() -> None:
     tree = Tree.of([0, 1, 2, 3, 4], [-1, 0, 0, 1, 2], [0.0, -2.0, -0.1, 0.0, -0.1])
-    kept = divide([Rider.of(tree, True), Rider.of(Tree.root(7), True)], 0, LINEAR, Price(1e6), 1000)
+    kept = divide([SweepTree.of(tree, True), SweepTree.of(Tree.root(7), True)], 0, LINEAR, Price(1e6), 1000)
     assert [nodes.tolist() for nodes in kept] == [[0, 2], [0]]
 
 
 def test_easy_text_gets_the_rows_that_hard_text_cannot_use() -> None:
-    easy = Rider.of(Tree.of([0] * 16, range(-1, 15), [0.0] + [-0.05] * 15), True)
-    hard = Rider.of(Tree.of([0] * 16, range(-1, 15), [0.0] + [-2.0] * 15), True)
+    easy = SweepTree.of(Tree.of([0] * 16, range(-1, 15), [0.0] + [-0.05] * 15), True)
+    hard = SweepTree.of(Tree.of([0] * 16, range(-1, 15), [0.0] + [-2.0] * 15), True)
     sizes = [len(nodes) for nodes in divide([easy, hard], 0, FREE, Price(1.0), 18)]
     assert sizes == [16, 2]
 
@@ -98,7 +98,7 @@ def test_easy_text_gets_the_rows_that_hard_text_cannot_use() -> None:
 def test_behind_a_step_that_does_not_pay_may_be_one_that_does() -> None:
     """Seconds rise at 5 rows and stay: the first node beyond is not worth it, twelve of them are."""
     cost = CostCurve((4, 5, 100), (1.0, 3.0, 3.0))
-    chain = Rider.of(Tree.of([0] * 17, [-1] + [0] * 16, [0.0] + [-0.7] * 16), True)
+    chain = SweepTree.of(Tree.of([0] * 17, [-1] + [0] * 16, [0.0] + [-0.7] * 16), True)
     (nodes,) = divide([chain], 0, cost, Price(1.5), 1000)
     assert len(nodes) == 17
     (nodes,) = divide([chain], 0, cost, Price(4.0), 1000)

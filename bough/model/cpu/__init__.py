@@ -1,1 +1,1 @@
-"""Kernels for CPUs: products and attention, compiled by numba. Frozen: nothing is tuned here any more."""
+"""Kernels for CPUs: matrix products and attention, compiled by numba. They are not tuned any further."""

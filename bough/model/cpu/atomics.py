@@ -1,4 +1,4 @@
-"""What compiled code of several threads counts and waits with."""
+"""Atomic counters and a lock for compiled code that runs in several threads."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from numba.extending import intrinsic
 from bough.model.cpu.jit import strict_inner
 from bough.model.cpu.llvm_vectors import I32, I64, call, has_feature
 
-APART = 8  # int64 from one counter to the next: two of them do not share a line of memory
-_SPINS = 2000  # looks at what others have done, some tens of microseconds, before the system may run something else
+APART = 8  # distance between counters in int64: no two share a cache line
+_SPINS = 2000  # reads of a counter, some tens of microseconds, before a waiting thread yields
 
 
 def _counter(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
@@ -21,7 +21,7 @@ def _counter(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -
 
 
 def _add_one(_context: Any, counter: Any) -> Any:
-    """What it was before. Who sees it raised sees what was written before."""
+    """Atomically add 1 and return the old value; a thread that reads the new value sees all earlier writes."""
 
     def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         return builder.atomic_rmw("add", _counter(context, builder, signature, values), ir.Constant(I64, 1), "release")
@@ -53,15 +53,15 @@ def _let_others_run(_context: Any) -> Any:
     return numba.types.void(), codegen
 
 
-add_one: Any = intrinsic(_add_one)  # to the first of an array
-seen: Any = intrinsic(_read)  # likewise
+add_one: Any = intrinsic(_add_one)  # to the first entry of an array
+seen: Any = intrinsic(_read)  # atomic read of the first entry of an array
 _pause_once: Any = intrinsic(_pause)
 _yield: Any = intrinsic(_let_others_run)
 
 
 @strict_inner
 def wait_a_moment(spins: Any) -> Any:
-    """Between two looks at a counter, the `spins`th time; how often it has been then."""
+    """Pause between two reads of a counter; `spins` is the number of pauses before. Returns spins + 1."""
     _pause_once()
     if spins > _SPINS:
         _yield()
@@ -70,9 +70,9 @@ def wait_a_moment(spins: Any) -> Any:
 
 @strict_inner
 def hold(lock: Any) -> Any:
-    """Waits for a lock, (2 * APART,) int64 of zeros when new; those who wait get it in turn.
+    """Acquire a lock, (2 * APART,) int64, initially zeros; threads that wait get it in order.
 
-    For a few instructions at a time: it does not sleep.
+    It spins and never sleeps, so the lock must be held for a few instructions only.
     """
     turn, spins = add_one(lock), 0
     while seen(lock[APART:]) != turn:
@@ -81,5 +81,5 @@ def hold(lock: Any) -> Any:
 
 @strict_inner
 def let_go(lock: Any) -> Any:
-    """The next one's turn; what was written under the lock is seen by it."""
+    """Release the lock; the next thread sees all writes made under it."""
     add_one(lock[APART:])

@@ -1,4 +1,4 @@
-"""Tree attention on the CPU, called with tensors: `bough.model.cpu.attention_kernel` computes it."""
+"""Tree attention on the CPU for tensors, computed by `bough.model.cpu.attention_kernel`."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from bough.model.cpu.jit import pointer
 from bough.model.cpu.llvm_vectors import LANES
 from bough.model.cpu.work_stealing import counters
 
-# The types of numbers that the kernel reads; bfloat16 comes as its bits.
+# Types that the kernel reads; bfloat16 is passed as its bits.
 KINDS: dict[torch.dtype, np.uint16 | np.float32] = {torch.bfloat16: np.uint16(0), torch.float32: np.float32(0)}
 _shares: dict[torch.dtype, Any] = {}  # pointers to `share_attention`, by these types
 
 
 def _attend_over(spans: PathSpans, layer: int, num_kv_heads: int, queries: torch.Tensor, *rules: Any) -> torch.Tensor:
-    """queries and out (num_rows, num_heads, head_dim), of the type that slots hold; 0 in rows of no piece."""
+    """Attention (num_rows, num_heads, head_dim) of queries of the same shape; 0 in rows that belong to no piece."""
     num_rows, num_heads, _ = queries.shape
     flat, kind, num_threads = queries.reshape(num_rows, -1).contiguous(), KINDS[queries.dtype], numba.get_num_threads()
     out = torch.zeros(-(-num_rows // LANES), flat.shape[1], LANES)
@@ -37,16 +37,16 @@ def _attend_over(spans: PathSpans, layer: int, num_kv_heads: int, queries: torch
 
 
 def _bits(numbers: torch.Tensor) -> torch.Tensor:
-    """Of a type that numpy has."""
+    """A view with a type that numpy has: bfloat16 as int16."""
     return numbers.view(torch.uint16) if numbers.dtype == torch.bfloat16 else numbers
 
 
 def attend_on_cpu(
     queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, piece: BatchPart, *rules: Any
 ) -> torch.Tensor:
-    """Attention of one piece's rows in float32.
+    """Attention of one piece's rows, computed in float32.
 
-    `rules` are a scale, a window, a softcap and sinks, as in `Rules`, without sinks None.
+    `rules` are scale, window, softcap and sinks, as in `Rules`; sinks may be None.
     queries (num_rows, num_heads, head_dim), keys and values (num_keys, num_kv_heads, head_dim), of any floating types.
     """
     stored_keys, stored_values = (numbers.float().contiguous() for numbers in (keys, values))
@@ -58,7 +58,7 @@ def attend_on_cpu(
 def attend_in_slots(
     chunk: Chunk, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *rules: Any
 ) -> torch.Tensor:
-    """All pieces of a chunk at once on the CPU, where slots hold what the kernel reads; shapes as in `store`."""
+    """Attention of all pieces of a chunk at once, if slots hold a type that the kernel reads; shapes as in `store`."""
     kind = KINDS[keys.dtype]
     spans, number = chunk.spans(layer)
     store(spans, kind, number, *(_bits(numbers).numpy() for numbers in (keys, values)))

@@ -1,9 +1,9 @@
-"""Tree attention on a CPU as one kernel, shaped like the one for GPUs: tiles of rows, and keys block by block.
+"""Tree attention on a CPU in one kernel, with the structure of the Triton kernel: tiles of rows, blocks of keys.
 
-A tile is the query heads of one KV head for some rows of one slot: they are the lanes of vectors. It meets the keys
-that are committed, then those of its rows' own paths behind these, ancestors first; what a row does not see weighs
-exactly 0. A score is one sum over a head's dimensions, a result one sum over keys in the order of their positions. So
-what a row gets depends on its query and its path alone, bit for bit, whatever rows it shares a tile or a batch with.
+A tile is the query heads of one KV head for some rows of one slot; they are the SIMD lanes. It attends to the committed
+keys, then to those on its rows' own paths, ancestors first; keys that a row does not see have weight exactly 0. A score
+is one sum over a head's dimensions, a result one sum over keys in the order of their positions. So a row's result
+depends on its query and its path alone, bit for bit, whatever rows share its tile or batch.
 """
 
 from __future__ import annotations
@@ -25,34 +25,34 @@ from bough.model.cpu.simd import store as put
 from bough.model.cpu.work_stealing import as_thread, take, take_next, wait_for_all
 
 Floats = NDArray[np.float32]
-BLOCK = 16  # keys that are read and widened together, and then met by all lanes of a tile
+BLOCK = 16  # keys that are read and converted to float32 together, for all lanes of a tile
 
 
 class Rules(NamedTuple):
-    """What scores and weights depend on beside queries and keys."""
+    """Parameters of attention besides queries, keys and values."""
 
     num_kv_heads: int
     scale: np.float32
-    window: int  # how far back a row sees; 0 is off
-    softcap: np.float32  # 0 is off
-    sinks: Floats  # (num_heads,) scores that weigh nothing; -inf where there are none
+    window: int  # positions that a row sees, its own included; 0 is unlimited
+    softcap: np.float32  # 0 is none
+    sinks: Floats  # (num_heads,) scores added to the softmax's denominator; -inf where there are none
 
 
 class _Tile(NamedTuple):
-    """The query heads of a KV head for some rows, and the keys that some of these see."""
+    """The query heads of a KV head for some rows, and the keys that at least one of the rows sees."""
 
     begin: int  # first row
     end: int
     kv_head: int
     group: int  # query heads of a KV head
     start: int  # position of the first key
-    num_committed: int  # keys that stand one after another in the slot
-    behind: NDArray[np.int64]  # slot rows of the keys behind these
-    sees: NDArray[np.bool_]  # (slot rows behind, rows) whether a row sees it
+    num_committed: int  # keys that are contiguous in the slot
+    behind: NDArray[np.int64]  # slot rows of the tree's keys
+    sees: NDArray[np.bool_]  # (len(behind), rows) whether a row sees a key of the tree
 
 
 def _as_float(number: Any) -> Any:
-    """float32, or the bits of bfloat16, as float32. Only within kernels."""
+    """Convert a float32, or the bits of a bfloat16, to float32. For kernels only."""
     raise NotImplementedError
 
 
@@ -70,9 +70,9 @@ def _reach(spans: Any, row: Any, window: Any) -> Any:
 
 @strict_inner
 def _behind(spans: Any, piece: Any, begin: Any, end: Any, window: Any, start: Any) -> Any:
-    """Slot rows beyond the base on the rows' paths from position `start` on, and which row sees which of them.
+    """Slot rows beyond the base on the rows' paths, from position `start`, and which row sees which of them.
 
-    All rows' paths begin at one position, so that each one's keys come in the order of their positions.
+    All paths begin at the same position, so that each row meets its keys in the order of their positions.
     """
     first_row, _, base, begin_tail, width, num_keys = spans.ranges[piece]
     num_rows, count = end - begin, 0
@@ -104,7 +104,7 @@ def _tile_of(spans: Any, task: Any, group: Any, window: Any) -> Any:
 
 @strict_inner
 def _read(numbers: Any, tile: Any, begin: Any, end: Any, lines: Any) -> Any:
-    """Puts a tile's keys or values [begin, end), of a slot's numbers (rows, num_kv_heads, head_dim), into lines."""
+    """Copy a tile's keys or values [begin, end) from a slot's `numbers` (rows, num_kv_heads, head_dim) to `lines`."""
     for key in range(begin, end):
         row = tile.start + key if key < tile.num_committed else tile.behind[key - tile.num_committed]
         stored, line = numbers[row, tile.kv_head], lines[key - begin]
@@ -114,7 +114,7 @@ def _read(numbers: Any, tile: Any, begin: Any, end: Any, lines: Any) -> Any:
 
 @strict_inner
 def _lay_out(queries: Any, tile: Any, head_dim: Any, scale: Any, asked: Any) -> Any:
-    """Puts a tile's queries into lanes, (blocks, dimensions, LANES), times `scale`."""
+    """Copy a tile's queries, times `scale`, to `asked` (blocks, dimensions, LANES)."""
     for lane in range((tile.end - tile.begin) * tile.group):
         first = (tile.kv_head * tile.group + lane % tile.group) * head_dim
         query = queries[tile.begin + lane // tile.group, first : first + head_dim]
@@ -125,7 +125,7 @@ def _lay_out(queries: Any, tile: Any, head_dim: Any, scale: Any, asked: Any) -> 
 
 @strict_inner
 def _cap(scores: Any, softcap: Any) -> Any:
-    """softcap * tanh(score / softcap)."""
+    """Replace scores by softcap * tanh(score / softcap)."""
     one, zero, limit = all_lanes(np.float32(1)), all_lanes(np.float32(0)), all_lanes(softcap)
     for block in range(len(scores)):
         for key in range(scores.shape[1]):
@@ -137,7 +137,7 @@ def _cap(scores: Any, softcap: Any) -> Any:
 
 @strict_inner
 def _hide(spans: Any, tile: Any, window: Any, scores: Any) -> Any:
-    """-inf for the scores (blocks, keys, LANES) of whatever a row does not see."""
+    """Set the scores (blocks, keys, LANES) of keys that a row does not see to -inf."""
     for lane in range((tile.end - tile.begin) * tile.group):
         row, here = lane // tile.group, scores[lane // LANES, :, lane % LANES]
         first, length = _reach(spans, tile.begin + row, window)
@@ -152,7 +152,7 @@ def _hide(spans: Any, tile: Any, window: Any, scores: Any) -> Any:
 
 @strict_inner
 def _weigh(scores: Any, totals: Any) -> Any:
-    """Scores (keys, LANES) become weights; `totals` (LANES,), sinks at first, takes the sums of all, key by key."""
+    """Replace scores (keys, LANES) by weights; `totals` (LANES,), initially the sinks, becomes the sum of weights."""
     sinks = peak = load(totals, 0)
     for key in range(len(scores)):
         peak = larger(peak, load(scores, key))
@@ -166,7 +166,7 @@ def _weigh(scores: Any, totals: Any) -> Any:
 
 @strict_inner
 def _put_heads(heads: Any, totals: Any, tile: Any, head_dim: Any, out: Any) -> Any:
-    """Puts sums of weighted values, over the sums of weights, where the rows' heads belong."""
+    """Write a tile's weighted sums of values, divided by the sums of weights, to `out`."""
     for lane in range((tile.end - tile.begin) * tile.group):
         row, first = tile.begin + lane // tile.group, (tile.kv_head * tile.group + lane % tile.group) * head_dim
         head, total = heads[lane // LANES, :, lane % LANES], totals[lane // LANES, lane % LANES]
@@ -181,13 +181,13 @@ def _attend_tile(queries: Any, keys: Any, values: Any, spans: Any, tile: Any, ru
     width, num_blocks = -(-head_dim // LANES) * LANES, -(-(tile.end - tile.begin) * tile.group // LANES)
     lines, totals = np.zeros((BLOCK, width), np.float32), np.empty((num_blocks, LANES), np.float32)
     asked, heads = np.zeros((num_blocks, width, LANES), np.float32), np.zeros((num_blocks, width, LANES), np.float32)
-    room = np.zeros((num_blocks, -(-num_keys // BLOCK) * BLOCK, LANES), np.float32)
-    scores = room[:, :num_keys]
+    padded = np.zeros((num_blocks, -(-num_keys // BLOCK) * BLOCK, LANES), np.float32)
+    scores = padded[:, :num_keys]
     _lay_out(queries, tile, head_dim, rules.scale, asked)
     for begin in range(0, num_keys, BLOCK):
         _read(keys, tile, begin, min(begin + BLOCK, num_keys), lines)
         for block in range(num_blocks):
-            add_products(lines, width, 1, width, asked[block], room[block, begin : begin + BLOCK])
+            add_products(lines, width, 1, width, asked[block], padded[block, begin : begin + BLOCK])
     if rules.softcap > 0:
         _cap(scores, rules.softcap)
     _hide(spans, tile, rules.window, scores)
@@ -205,7 +205,7 @@ def _attend_tile(queries: Any, keys: Any, values: Any, spans: Any, tile: Any, ru
 
 @strict_inner
 def _rows_of(spans: Any, piece: Any, kind: Any, layer: Any, num_kv_heads: Any, head_dim: Any) -> Any:
-    """A piece's keys and its values of one layer, (rows, num_kv_heads, head_dim) each."""
+    """Keys and values of a piece's slot in one layer, (rows, num_kv_heads, head_dim) each."""
     slot = spans.slots[piece]
     keys = layer_rows(slot[0], kind, layer, slot[2], num_kv_heads, head_dim)
     return keys, layer_rows(slot[1], kind, layer, slot[2], num_kv_heads, head_dim)
@@ -215,7 +215,7 @@ def _rows_of(spans: Any, piece: Any, kind: Any, layer: Any, num_kv_heads: Any, h
 def share_attention(
     taken: Any, thread: Any, num_threads: Any, queries: Any, spans: Any, kind: Any, layer: Any, rules: Any, out: Any
 ) -> Any:
-    """A thread's part of `attend`."""
+    """A thread's share of `attend`."""
     num_tasks, num_heads = len(spans.tasks), len(rules.sinks)
     task = take(taken, thread, num_threads, num_tasks)
     while task < num_tasks:
@@ -233,10 +233,10 @@ def attend(
 ) -> Any:
     """Attention of all rows over their slots, a tile at a time.
 
-    `share` is a pointer to `share_attention` (`bough.model.cpu.jit.pointer`). queries (rows, num_heads * head_dim) of
-    the kind that slots hold: float32, or bfloat16 as its bits; `kind` is a number of it. `out` is (blocks, num_heads *
-    head_dim, LANES) float32: rows are lanes, and those of no piece stay as they are. `taken` is a row of
-    `bough.model.cpu.work_stealing.counters`.
+    `share` is a pointer to `share_attention` (`bough.model.cpu.jit.pointer`). `queries` (rows, num_heads * head_dim)
+    have the type of the slots: float32, or bfloat16 as its bits; `kind` is a number of this type. `out` is (blocks,
+    num_heads * head_dim, LANES) float32, its lanes are rows; rows that belong to no piece are left unchanged. `taken`
+    is a row of `bough.model.cpu.work_stealing.counters`.
     """
     for number in numba.prange(num_threads):
         share(taken, as_thread(number), num_threads, queries, spans, kind, layer, rules, out)
@@ -244,7 +244,7 @@ def attend(
 
 @strict
 def store(spans: Any, kind: Any, layer: Any, keys: Any, values: Any) -> Any:
-    """Puts new keys and values, (rows, num_kv_heads, head_dim) each, into the slot rows that take them."""
+    """Write new keys and values, (rows, num_kv_heads, head_dim) each, to their rows in the slots."""
     _, num_kv_heads, head_dim = keys.shape
     for piece in range(len(spans.slots)):
         held_keys, held_values = _rows_of(spans, piece, kind, layer, num_kv_heads, head_dim)

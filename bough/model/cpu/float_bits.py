@@ -1,4 +1,4 @@
-"""Single numbers in compiled code: bfloat16 and float16 as their bits."""
+"""Conversion of single numbers between float32 and the bits of bfloat16 and float16, for compiled code."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from bough.model.cpu.jit import strict_inline
 
 @strict_inline
 def rounded(value: Any) -> Any:
-    """The upper half of a float32's bits, rounded to nearest and even: bfloat16."""
+    """The bits of a float32 rounded to bfloat16, to nearest, ties to even."""
     bits = np.float32(value).view(np.uint32)
     return np.uint16((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16))
 
 
 @strict_inline
 def widened(bits: Any) -> Any:
-    """bfloat16's bits as float32."""
+    """The float32 with these bits of a bfloat16."""
     return np.uint32(np.uint32(bits) << np.uint32(16)).view(np.float32)
 
 
 @strict_inline
 def from_half(bits: Any) -> Any:
-    """float16's bits as float32. Of finite numbers: where those have their largest exponent, float16 has no end."""
+    """The float32 with these bits of a float16, which must be finite."""
     shifted = np.uint32((np.uint32(bits) & np.uint32(0x7FFF)) << np.uint32(13))
-    magnitude = shifted.view(np.float32) * np.float32(2.0**112)  # the difference of the exponents' biases
+    magnitude = shifted.view(np.float32) * np.float32(2.0**112)  # difference of the exponents' biases
     return -magnitude if bits & np.uint16(0x8000) else magnitude

@@ -1,8 +1,8 @@
-"""Products of rows with matrices as a checkpoint keeps them, piece by piece, for compiled code.
+"""Matrix products with weights in their checkpoint layout, for compiled code.
 
-Rows are the lanes of vectors: sixteen of them meet one number of the matrix at a time, which is then read where it
-stands, once for all rows. On few rows that wastes lanes, but reading the matrix from memory takes as long. Each number
-of the result is one sum, added up in the order of its inputs whatever else is computed. Knows no models.
+Rows are the SIMD lanes: sixteen rows are multiplied with one number of the matrix at a time, so the matrix is read in
+place and only once for all rows. Few rows waste lanes, but reading the matrix from memory takes as long. Each result is
+one sum in the order of its inputs, whatever else is computed. This module knows no models.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from bough.model.cpu.llvm_vectors import (
     widened,
 )
 
-WORD_BYTES = 4  # a float32, or two neighbouring bfloat16, which AMD's processors multiply and add at once
-LINE_BYTES = 64  # of memory that arrive together
-GROUP = 16  # outputs that are computed one after another, for all rows
+WORD_BYTES = 4  # a float32, or two neighbouring bfloat16, which AMD's processors multiply and add in one instruction
+LINE_BYTES = 64  # of a cache line
+GROUP = 16  # outputs that are computed together, for all rows
 
 
 def by_lanes(builder: ir.IRBuilder, vectors: Sequence[Any]) -> Any:
-    """One vector of the first lanes of all vectors, then of their second lanes, and so on."""
-    width = 1  # of what stands together
+    """Interleave vectors into one: the first lanes of all vectors, then their second lanes, and so on."""
+    width = 1  # of the interleaved runs so far
     while len(vectors) > 1:
         size = LANES * width
         pairs = [
@@ -64,7 +64,7 @@ def _times(builder: ir.IRBuilder, number: int, size: Any) -> Any:
 
 
 class Tile:
-    """The code for some blocks of rows with some rows of the matrix: all its sums stay in registers."""
+    """Generates code for some blocks of rows times some rows of the matrix; all its sums stay in registers."""
 
     def __init__(self, builder: ir.IRBuilder, num_blocks: int, num_outputs: int, is_bf16: bool) -> None:
         self._builder, self._is_bf16 = builder, is_bf16
@@ -72,20 +72,20 @@ class Tile:
         self._blocks, self._outputs = range(num_blocks), range(num_outputs)
 
     def sums(self, rows: Any, block_bytes: Any, matrix: Any, row_step: Any, row_bytes: Any) -> list[Any]:
-        """Vectors of sums, block by block and in each output by output, line by line of the matrix.
+        """Vectors of sums, ordered by block and then by output; the matrix is read cache line by cache line.
 
-        Rows of the matrix are `row_step` bytes apart; `row_bytes` of each count.
+        Rows of the matrix are `row_step` bytes apart, and `row_bytes` long.
         """
         b, num_sums = self._builder, len(self._blocks) * len(self._outputs)
         blocks = [at(b, rows, _times(b, block, block_bytes)) for block in self._blocks]
         weights = [at(b, matrix, _times(b, output, row_step)) for output in self._outputs]
-        ahead = _times(b, len(self._outputs), row_step)  # what the next tile will want
+        ahead = _times(b, len(self._outputs), row_step)  # offset of the next tile's rows
         entry, line, word, after, done = b.block, *(b.append_basic_block(n) for n in ("line", "word", "after", "done"))
         b.branch(line)
         b.position_at_end(line)
         line_offset, line_sums = b.phi(I64), [b.phi(FLOATS) for _ in range(num_sums)]
         for row in weights:
-            # The first level of caches would wait for fewer lines at a time than memory can send.
+            # The first-level cache supports fewer outstanding lines than memory can deliver.
             prefetch(b, at(b, at(b, row, line_offset), ahead), SECOND_LEVEL)
         next_line = b.add(line_offset, ir.Constant(I64, LINE_BYTES))
         line_end = b.select(b.icmp_signed("<", next_line, row_bytes), next_line, row_bytes)
@@ -116,16 +116,16 @@ class Tile:
         return sums
 
     def _add_words(self, sums: Sequence[Any], inputs: Sequence[Any], places: Sequence[Any]) -> list[Any]:
-        """A word of the rows times those of the matrix, which stand in these places."""
+        """Add the products of the rows' word with the matrix's words at the addresses `places`."""
         b, add = self._builder, dot_pairs if self._is_bf16 else multiply_add
         numbers = [splat(b, b.load(place, typ=I32, align=2)) for place in places]
         pairs = [(some, number) for some in inputs for number in numbers]
         return [add(b, total, *pair) for total, pair in zip(sums, pairs, strict=True)]
 
     def _widened_line(self, weights: Sequence[Any], begin: Any, end: Any) -> Any:
-        """A line of each row of the matrix in float32, where the sums of all its words find it in the nearest cache.
+        """Convert a cache line of each row of the matrix to float32 in scratch memory, which stays in the L1 cache.
 
-        For each row the first numbers of LANES words, then the second ones; what is beyond the line's end is 0.
+        For each row it has the first numbers of LANES words, then the second ones; beyond the line's end it is 0.
         """
         b = self._builder
         scratch, num_bytes = cgutils.alloca_once(b, FLOATS, 2 * len(weights)), b.sub(end, begin)
@@ -145,7 +145,7 @@ class Tile:
         return scratch
 
     def _add_widened(self, sums: Sequence[Any], inputs: Sequence[Any], line: Any) -> list[Any]:
-        """The same, with words of a line that has been widened."""
+        """Like `_add_words`, with words of a converted line."""
         b = self._builder
         for part, numbers in enumerate(zip(*(widened(b, words) for words in inputs), strict=True)):
             places = (ir.Constant(I64, (2 * output + part) * LANES * WORD_BYTES) for output in self._outputs)
@@ -155,7 +155,7 @@ class Tile:
         return list(sums)
 
     def put_rows(self, sums: Sequence[Any], bias: Any, out: Any, out_row_bytes: Any, is_rounded: bool) -> None:
-        """Adds the bias, rounds where bfloat16 is wanted, and stores row by row."""
+        """Add the bias, round to bfloat16 if `is_rounded`, and store by rows."""
         b, size = self._builder, len(self._outputs)
         places = [at(b, bias, ir.Constant(I64, 4 * output)) for output in self._outputs]
         added = [splat(b, b.load(place, typ=ir.FloatType(), align=4)) for place in places]
@@ -168,7 +168,7 @@ class Tile:
                 store(b, part, place)
 
     def add_lanes(self, sums: Sequence[Any], out: Any, out_block_bytes: Any) -> None:
-        """Adds to vectors that stand as the sums do."""
+        """Add the sums to `out`, which has the layout of the sums."""
         b, step = self._builder, LANES * WORD_BYTES
         for index, total in enumerate(sums):
             block, output = divmod(index, len(self._outputs))
@@ -177,7 +177,7 @@ class Tile:
 
 
 def tile_of(num_blocks: int, num_outputs: int) -> Any:
-    """A function that compiled code may call; see `multiply_groups`."""
+    """A tile of `multiply_groups` as a function for compiled code."""
 
     def tile(_context: Any, blocks: Any, block: Any, matrix: Any, output: Any, bias: Any, out: Any) -> Any:
         arguments = blocks, block, matrix, output, bias, out
@@ -213,15 +213,15 @@ def tile_of(num_blocks: int, num_outputs: int) -> Any:
     return intrinsic(tile)
 
 
-# So many sums as registers hold, beside what they are made of. With few outputs, widening rows would take the time.
+# As many sums as fit in registers besides their operands. With fewer outputs, converting rows would dominate.
 _NUM_SUMS, _LEAST_OUTPUTS = NUM_VECTORS // 2, 4
-_OF_1, _OF_2, _OF_4 = (_NUM_SUMS // num_blocks for num_blocks in (1, 2, 4))  # outputs
+_OF_1, _OF_2, _OF_4 = (_NUM_SUMS // num_blocks for num_blocks in (1, 2, 4))  # outputs of a tile
 _tile_1, _tile_2, _tile_4 = tile_of(1, _OF_1), tile_of(2, _OF_2), tile_of(4, _OF_4)
 
 
 @strict_inner
 def lay_out(words: Any, block: Any, blocks: Any) -> Any:
-    """A block of rows, word by word for all of them, from words (rows, words); beyond the last row zeros."""
+    """Transpose a block of `words` (rows, words) to `blocks` (blocks, words, LANES); zeros beyond the last row."""
     begin, num_rows = block * LANES, len(words)
     for word in range(words.shape[1]):
         for lane in range(LANES):
@@ -231,16 +231,16 @@ def lay_out(words: Any, block: Any, blocks: Any) -> Any:
 
 @strict_inner
 def multiply_groups(blocks: Any, matrix: Any, begin: Any, end: Any, bias: Any, out: Any) -> Any:
-    """Rows times groups [begin, end) of a matrix's rows, GROUP in each.
+    """Multiply rows with the groups [begin, end) of a matrix, GROUP outputs each.
 
-    blocks (blocks, words, LANES) of words: float32, or int32 of two bfloat16; matrix (outputs, inputs) of float32, or
-    of bfloat16's bits as uint16. Either `out` is (rows in whole blocks, outputs), float32
-    or bfloat16's bits, and takes sums plus `bias` (outputs,); or (blocks, outputs, LANES) float32, to which sums are
-    added, with None for `bias` and outputs in whole groups.
+    `blocks` is (blocks, words, LANES) of float32, or of int32 with two bfloat16 each; `matrix` is (outputs, inputs) of
+    float32, or of bfloat16's bits as uint16. Either `out` is (rows in whole blocks, outputs) of float32 or bfloat16's
+    bits and is set to sums plus `bias` (outputs,); or it is (blocks, outputs, LANES) float32, sums are added to it,
+    `bias` is None and outputs fill whole groups.
     """
     num_blocks = len(blocks)
     for group in range(begin, end):
-        output = min(group * GROUP, len(matrix) - GROUP)  # the last group may compute again what others did
+        output = min(group * GROUP, len(matrix) - GROUP)  # the last group may overlap the one before
         block = 0
         while _OF_4 >= _LEAST_OUTPUTS and block + 4 <= num_blocks:
             for part in range(0, GROUP, _OF_4):

@@ -1,8 +1,8 @@
-"""Products of rows with matrices in 8 bits, piece by piece, for compiled code.
+"""Matrix products with rows and weights in 8 bits, for compiled code.
 
-Outputs are the lanes of vectors, as a matrix is laid out for it once: what is read is read one line of memory after
-another, and as many rows as there are, and no more, meet it. Products of a line's inputs are added up as whole numbers,
-exactly, then scaled as the rows say, so what becomes of a row depends on the row alone.
+Outputs are the SIMD lanes: a matrix is laid out for this once, is read line by line, and is multiplied with exactly as
+many rows as there are. Products of a line's inputs are summed exactly as integers and then scaled by the row's scale,
+so a row's result depends on the row alone.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from bough.model.cpu.llvm_vectors import (
 )
 from bough.model.cpu.operands import LINE, LINE_WORDS
 
-_WORD = LANES * WORD_BYTES  # bytes from one word of a block, or of a group, to the next
+_WORD = LANES * WORD_BYTES  # bytes between words of a block or a group
 _CODES = LINE // 4 * _WORD  # bytes of a line's codes
 
 
 def _sums(b: ir.IRBuilder, num_rows: int, words: Any, group: Any, group_bytes: Any) -> list[Any]:
-    """A vector of sums for each of some rows, the first of which stands at `words`, with a group of outputs."""
+    """For each of `num_rows` rows, the first at `words`, a vector of its sums with a group of outputs."""
     rows, inputs_end = range(num_rows), b.sub(group_bytes, ir.Constant(I64, _WORD))
 
     def lanes(offset: Any, kind: ir.Type) -> list[Any]:
@@ -100,14 +100,14 @@ def _add_lanes(b: ir.IRBuilder, sums: Sequence[Any], out: Any) -> None:
 
 
 def tile_of(num_rows: int) -> Any:
-    """A function that compiled code may call: some rows with one group of outputs; see `multiply_int8`."""
+    """A function for compiled code: `num_rows` rows times one group of outputs; see `multiply_int8`."""
 
     def tile(_context: Any, rows: Any, row: Any, matrix: Any, group: Any, bias: Any, out: Any) -> Any:
         signature = numba.types.void(rows, row, matrix, group, bias, out)
 
         def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
             def array(place: int) -> tuple[Any, list[Any]]:
-                """Address, and bytes from one entry to the next along each axis."""
+                """Address and strides in bytes of an argument."""
                 return array_of(context, builder, signature.args[place], values[place])[:2]
 
             def entry(begin: Any, stride: Any, index: Any) -> Any:
@@ -137,16 +137,16 @@ def tile_of(num_rows: int) -> Any:
     return intrinsic(tile)
 
 
-# Registers hold a line's sums of so many rows, beside what they are made of; those of lines before are put aside.
-# A tile reads its group once: the more rows it has, the less it asks of memory, and of the caches for each product.
+# Registers hold a line's sums of so many rows besides their operands; sums of earlier lines are kept in memory.
+# A tile reads its group once, so more rows mean less traffic from memory and caches for each product.
 _MOST_ROWS = NUM_VECTORS // 2
 _tile_1, _tile_2, _tile_4, _tile_8, _tile_16 = map(tile_of, (1, 2, 4, 8, LANES))
-_HAS_16, _MOST_WITHOUT = _MOST_ROWS >= LANES, 12  # rows for which others are faster
+_HAS_16, _MOST_WITHOUT = _MOST_ROWS >= LANES, 12  # rows up to which smaller tiles are faster
 
 
 @strict_inner
 def _multiply_some(rows: Any, row: Any, num_left: Any, matrix: Any, group: Any, bias: Any, out: Any) -> Any:
-    """Some of the rows from `row` on, or all that are left; how many."""
+    """Multiply rows from `row` on, as many as a tile takes; returns their number."""
     if _HAS_16 and num_left > _MOST_WITHOUT:
         _tile_16(rows, row, matrix, group, bias, out)
         return 16
@@ -165,7 +165,7 @@ def _multiply_some(rows: Any, row: Any, num_left: Any, matrix: Any, group: Any, 
 
 @strict_inner
 def multiply_int8(rows: Any, num_rows: Any, matrix: Any, begin: Any, end: Any, bias: Any, out: Any) -> Any:
-    """Rows in 8 bits times groups [begin, end) of a matrix in 8 bits; for `out` see `gemm_parallel.multiply`."""
+    """Multiply rows in 8 bits with groups [begin, end) of a matrix in 8 bits; `out` as in `gemm_parallel.multiply`."""
     for group in range(begin, end):
         row = 0
         while row < num_rows:

@@ -1,4 +1,4 @@
-"""Products with a whole matrix, by all threads."""
+"""Products of rows with a whole matrix, shared by all threads."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from bough.model.cpu.jit import strict_inner
 from bough.model.cpu.operands import are_codes, num_outputs_of
 from bough.model.cpu.work_stealing import take, take_next, wait_for_all
 
-PIECES = 8  # of a matrix for each thread, which they take as they come to them
+PIECES = 8  # of a matrix per thread, for work stealing
 
 
 def multiply(rows: Any, num_rows: Any, matrix: Any, begin: int, end: int, bias: Any, out: Any) -> None:
-    """`num_rows` rows times groups [begin, end) of a matrix, GROUP outputs in each. Only within kernels.
+    """Multiply `num_rows` rows with groups [begin, end) of a matrix, GROUP outputs each. For kernels only.
 
-    Either `out` is (rows in whole blocks, outputs), float32 or, in 16 bits, bfloat16's bits, and takes sums plus `bias`
-    (outputs,); or (blocks, outputs, LANES) float32, to which sums are added, with None for `bias`.
+    Either `out` is (rows in whole blocks, outputs) of float32 or, for products in 16 bits, of bfloat16's bits and is
+    set to sums plus `bias` (outputs,); or it is (blocks, outputs, LANES) float32, sums are added to it and `bias` is
+    None.
     """
     raise NotImplementedError
 
@@ -37,19 +38,19 @@ def _multiply(rows, num_rows, matrix, begin, end, bias, out):  # type: ignore[no
 
 @strict_inner
 def num_groups_of(matrix: Any) -> Any:
-    """Groups of its rows."""
+    """Number of groups of a matrix's outputs."""
     return (num_outputs_of(matrix) + GROUP - 1) // GROUP
 
 
 @strict_inner
 def num_pieces_of(num_parts: Any, num_threads: Any) -> Any:
-    """In how many pieces threads take so many parts of a matrix."""
+    """Number of pieces in which threads take `num_parts` parts of a matrix."""
     return min(num_parts, PIECES * num_threads)
 
 
 @strict_inner
 def parts_of(piece: Any, num_pieces: Any, num_parts: Any) -> Any:
-    """Those of a piece, [begin, end)."""
+    """The parts [begin, end) of a piece."""
     return piece * num_parts // num_pieces, (piece + 1) * num_parts // num_pieces
 
 
@@ -57,7 +58,7 @@ def parts_of(piece: Any, num_pieces: Any, num_parts: Any) -> Any:
 def share_product(
     taken: Any, thread: Any, num_threads: Any, rows: Any, num_rows: Any, matrix: Any, bias: Any, out: Any
 ) -> Any:
-    """A thread's part of all groups of a matrix; `taken` is a row of `bough.model.cpu.work_stealing.counters`."""
+    """A thread's share of a product; `taken` is a row of `bough.model.cpu.work_stealing.counters`."""
     num_groups = num_groups_of(matrix)
     num_pieces = num_pieces_of(num_groups, num_threads)
     piece = take(taken, thread, num_threads, num_pieces)

@@ -1,65 +1,65 @@
-"""The only settings with which functions are compiled by numba here: no other file calls `numba.njit`.
+"""The settings with which functions are compiled by numba: no other file calls `numba.njit`.
 
-`strict` functions round as they are written, so that sums keep their order; those with `fastmath` may be added up in
-another. All say which of the two they are: where one did not, numba took it over from whichever function was compiled
-first of those that call it, and sums whose order must not change were put in another. numba is loaded with the first
-function, and never in a process that calls `interpret`.
+`strict` functions round exactly as written, so sums keep their order; `fastmath` functions may reorder sums. Every
+function must state one of the two: otherwise numba takes the setting of whichever caller is compiled first, and sums
+whose order matters may be reordered. numba is loaded with the first function, and never in a process that calls
+`interpret`.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-FASTMATH = {"reassoc", "contract", "nsz", "arcp"}  # infinities and NaN keep their meaning
+FASTMATH = {"reassoc", "contract", "nsz", "arcp"}  # without "nnan" and "ninf": NaN and infinities stay valid
 
 _is_interpreted = False
 
 
 def interpret() -> None:
-    """From now on decorators leave functions as they are: for a process that has no model and must start soon."""
+    """Make the decorators return functions uncompiled, for processes without a model that must start fast."""
     global _is_interpreted
     _is_interpreted = True
 
 
 def compiler_setting(name: str) -> Any:
-    """numba's own setting of this name, such as NUMBA_NUM_THREADS; None where it has its default."""
+    """The value of a numba setting such as NUMBA_NUM_THREADS; None if it is not set."""
     from numba import config
 
     return getattr(config, name)
 
 
 def strict(function: Any) -> Any:
-    """Compiled code that rounds as it is written, and is kept for the next start."""
+    """Compile a function with strict rounding; the code is cached on disk."""
     return _compiled(function, fastmath=False)
 
 
 def strict_parallel(function: Any) -> Any:
-    """The same, with `numba.prange` over threads."""
+    """Like `strict`, with `numba.prange` over threads."""
     return _compiled(function, fastmath=False, parallel=True)
 
 
 def strict_inline(function: Any) -> Any:
-    """The same, written into each function that calls it before that is compiled: for a few operations on numbers."""
+    """Like `strict`, inlined into its callers before compilation: for a few operations on numbers."""
     return _compiled(function, fastmath=False, inline="always")
 
 
 def strict_inner(function: Any) -> Any:
-    """The same, for a function that only compiled ones call: without what lets Python call it, which takes longest."""
+    """Like `strict`, for functions called only by compiled code: without the Python wrapper, which compiles slowly."""
     return _inner(function, fastmath=False)
 
 
 def fastmath(function: Any) -> Any:
-    """Compiled code in which LLVM may add up numbers in any order, always the same for one processor."""
+    """Compile a function whose sums LLVM may reorder; the order is always the same on one processor."""
     return _compiled(function, fastmath=FASTMATH)
 
 
 def fastmath_parallel(function: Any) -> Any:
-    """The same, with `numba.prange` over threads."""
+    """Like `fastmath`, with `numba.prange` over threads."""
     return _compiled(function, fastmath=FASTMATH, parallel=True)
 
 
 def fastmath_inner(function: Any) -> Any:
-    """The same, for a function that only compiled ones call."""
+    """Like `fastmath`, for functions called only by compiled code."""
     return _inner(function, fastmath=FASTMATH)
 
 
@@ -88,10 +88,10 @@ def _njit(function: Any, **options: Any) -> Any:
 
 
 def pointer(function: Any, *arguments: Any) -> Any:
-    """One of these functions, for arguments of these types, as an argument of compiled functions that call it.
+    """A pointer to a function compiled for arguments of these types, to be passed to compiled functions that call it.
 
-    What a compiled function calls by name is compiled into it once more, and three times into a parallel loop. What
-    it calls by a pointer is compiled once. Such a function returns nothing.
+    A function that is called by name is compiled again into each caller, three times into a parallel loop; one that
+    is called by pointer is compiled once. It must return nothing.
     """
     import numba
 

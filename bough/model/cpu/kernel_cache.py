@@ -1,8 +1,8 @@
-"""Where numba keeps what it has compiled: by what stands in the files that it compiled, wherever these are.
+"""Where numba caches compiled code: by the contents of the compiled files, wherever they are.
 
-numba's own place is a file's path, and it looks for changes in a function's own file only. So every clone and every
-worktree compiled the same files anew, for a minute or more, and a function that calls one of another file that has
-changed went on with what had been compiled of the old one.
+numba's default cache is by path and checks only a function's own file for changes. With it every clone would compile
+the same files again, for a minute or more, and a function would go on with old code of a changed function in another
+file.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from numba.core.caching import UserProvidedCacheLocator
 
 from bough.model import compiled_files
 
-KERNELS = Path(__file__).parent  # which compiled functions of all packages call
+KERNELS = Path(__file__).parent  # called by compiled functions of all packages
 
 
 class ByContents(UserProvidedCacheLocator):
-    """A folder within NUMBA_CACHE_DIR, named after a folder of Python files and a hash of all that these may call."""
+    """Locates the cache in NUMBA_CACHE_DIR, in a folder named by a hash of all files that the code may call."""
 
     @classmethod
     def get_suitable_cache_subpath(cls, py_file: str) -> str:
-        """The same for all files of a folder."""
+        """Name of the cache folder, the same for all files of a folder."""
         folder = Path(py_file).absolute().parent
         return f"{folder.name}_{_contents_hash(folder)}"
 
 
 @cache
 def _contents_hash(folder: Path) -> str:
-    """Of the folder's files, of all with compiled functions in its package, and of the kernels that all packages use.
+    """Hash of the folder's files, of its package's files with compiled functions, and of the kernels of this folder.
 
-    They are taken as they were when the first of them was imported.
+    Files are hashed once, when the first of them is imported.
     """
     package = folder
     while (package.parent / "__init__.py").exists():
@@ -47,6 +47,6 @@ def _contents_hash(folder: Path) -> str:
 
 
 def compiled_ground(package: Path) -> str:
-    """What numba tells what it has compiled apart by: its own version, the processor, and a package's files."""
+    """Key of a package's compiled code: numba's version, the processor, and the contents of its files."""
     ground = f"{numba.__version__} {get_host_cpu_name()} {_contents_hash(package)}"
     return hashlib.sha256(ground.encode()).hexdigest()[:12]

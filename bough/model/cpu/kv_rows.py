@@ -1,4 +1,4 @@
-"""Keys and values in a slot's memory, as arrays of compiled code."""
+"""Keys and values in a slot's memory as arrays, for compiled code."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bough.model.cpu.jit import strict_inner
 
 
 def _typed_pointer(_context: Any, address: Any, kind: Any, index: Any) -> Any:
-    """Address of a number with an index, all of one kind."""
+    """Pointer to entry `index` of an array of the type of `kind` at `address`."""
     signature = types.CPointer(kind)(address, kind, index)
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:

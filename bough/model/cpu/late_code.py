@@ -1,12 +1,12 @@
-"""Has numba make machine code only of functions that Python calls, or whose address it takes.
+"""Makes numba generate machine code only for functions that Python calls or whose address is taken.
 
-On its own numba optimises every function together with all that it calls, and makes machine code of both. A function at
-the bottom of five calls then goes through LLVM five times, and all but the last result are thrown away: more than half
-of the time that kernels took to compile. Here what only compiled code calls stays as it is until a function that needs
-machine code takes it in, once, and is optimised as a whole.
+By default numba optimises every function together with its callees, and generates machine code for each. A function at
+the bottom of five calls then goes through LLVM five times, and all but the last result are discarded: more than half
+of the kernels' compile time. Here functions called only by compiled code stay unoptimised until a function that needs
+machine code links them, once, and is optimised as a whole.
 
-This replaces a class within numba, so it is done only with the version that it was tried with; others compile in their
-own way, which takes longer.
+This replaces a class inside numba, so it is used only with the version that it was tested with; with other versions
+compilation takes longer.
 """
 
 # mypy: disable-error-code="no-untyped-call"
@@ -24,21 +24,21 @@ TRIED_VERSION = (0, 68)
 
 
 class _Library(JITCodeLibrary):
-    """A compiled function, which gets its machine code when that is first asked for."""
+    """A compiled function that gets its machine code when it is first needed."""
 
     _has_code = False
 
     def _optimize_functions(self, ll_module: Any) -> None:
-        """Optimises nothing yet: that follows when all is linked."""
+        """Optimise nothing yet: that follows after linking."""
         ll_module.data_layout = self._codegen._data_layout
 
     def finalize(self) -> None:
-        """Ends what may be added; links and optimises nothing yet."""
+        """Close the library for additions; link and optimise nothing yet."""
         self._raise_if_finalized()
         self._finalized = True
 
     def _finalize_final_module(self) -> None:
-        """Makes the machine code, or loads it where a cache had it."""
+        """Generate machine code, or load it from the cache."""
         self._has_code = True
         super()._finalize_final_module()
 
@@ -56,17 +56,17 @@ class _Library(JITCodeLibrary):
         self._finalize_final_module()
 
     def _callees(self, found: dict[Any, None]) -> dict[Any, None]:
-        """All that it calls, each after what that calls in turn: LLVM links only functions that are wanted already."""
+        """All callees, each before its own callees: LLVM links only functions that are already referenced."""
         for library in self._linking_libraries:
             if library not in found:
-                found[library] = None  # calls in a circle end here
+                found[library] = None  # ends recursion at cycles
                 if isinstance(library, _Library) and not library._has_code:
                     library._callees(found)
                 found[library] = found.pop(library)
         return found
 
     def _alone(self) -> Any:
-        """Its LLVM module, which may be linked into many; with what it calls only where it has machine code."""
+        """The LLVM module, linkable into many others; with its callees only if it has machine code."""
         if self._has_code:
             return self._get_module_for_linking()
         if self._shared_module is None:
@@ -77,7 +77,7 @@ class _Library(JITCodeLibrary):
         return self._shared_module
 
     def get_pointer_to_function(self, name: str) -> Any:
-        """Its address, for which there must be machine code; 0 where the function is not its own."""
+        """Address of a function, after generating machine code; 0 if the library does not define it."""
         self._ensure_finalized()
         if not self._has_code and not any(function.name == name for function in self.get_defined_functions()):
             return 0
@@ -86,7 +86,7 @@ class _Library(JITCodeLibrary):
 
     @property
     def has_dynamic_globals(self) -> bool:
-        """Whether it may not be kept in a cache."""
+        """Whether the code depends on addresses of this process, so that it cannot be cached."""
         self._make_code()
         return bool(super().has_dynamic_globals)
 
@@ -99,21 +99,21 @@ class _Codegen(JITCPUCodegen):
     _library_class = _Library
 
     def set_env(self, env_name: str, env: Any) -> None:
-        """Tells machine code where it finds what is Python's; without machine code there is nothing to tell."""
+        """Set the environment pointer of a function, if it has machine code."""
         if self._engine.is_symbol_defined(env_name):
             super().set_env(env_name, env)
 
 
 class Inner(CPUDispatcher):
-    """A function that is compiled for compiled ones alone."""
+    """A function compiled only for calls from compiled code."""
 
     def __call__(self, *arguments: Any) -> Any:
-        """Runs it as Python does; numba's own class would end the process."""
+        """Run the Python function; numba's class would crash without the wrapper."""
         return self.py_func(*arguments)
 
 
 def make_code_late() -> None:
-    """For all that this process compiles from now on."""
+    """Enable this for all further compilation in the process."""
     codegen = cpu_target.target_context.codegen()
     if numba.version_info.short == TRIED_VERSION and not isinstance(codegen, _Codegen):
         codegen.__class__ = _Codegen

@@ -1,8 +1,8 @@
-"""Products of rows with a layer's matrices, in which no row knows of any other.
+"""Batch-invariant linear layers: a row's result does not depend on other rows.
 
-A library's product rounds differently for different numbers of rows, because it goes about them differently. By tiles
-(`bough.model.cpu.gemm`) a row has the same bits alone and among a thousand, at any place. So nothing need be padded for
-the sake of bits. Knows no models.
+A library's product rounds differently for different numbers of rows, because it chooses other algorithms. With the
+tiles of `bough.model.cpu.gemm` a row has the same bits alone and among a thousand, at any place, so nothing needs
+padding for the sake of bits. This module knows no models.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from bough.model.cpu.llvm_vectors import LANES, multiplies_and_adds
 from bough.model.cpu.work_stealing import as_thread, counters
 
 DTYPES = (torch.bfloat16, torch.float32)
-_shares: dict[torch.dtype, Any] = {}  # pointers to `share_product`, by these types
+_shares: dict[torch.dtype, Any] = {}  # pointers to `share_product`, by type
 
 
 def can_multiply(num_inputs: int, dtype: torch.dtype) -> bool:
-    """Whether this processor has what it takes for rows of so many numbers of a type."""
+    """Whether `multiply` supports rows of `num_inputs` numbers of this type on this processor."""
     return dtype in DTYPES and num_inputs * dtype.itemsize % WORD_BYTES == 0 and multiplies_and_adds()
 
 
 def is_left_to_us(rows: torch.Tensor, matrix: torch.Tensor) -> bool:
-    """Whether a product of a fixed number of rows is ours, too, instead of the library's.
+    """Whether `multiply` also computes products of a fixed number of rows, instead of the library.
 
-    In float32 it must be: on processors of Intel's without AVX-512, MKL rounds a row by its place among the others.
-    Otherwise it is where the matrix, (outputs, inputs), need not be copied.
+    In float32 it must: on Intel's processors without AVX-512, MKL's rounding depends on a row's place among the others.
+    In other types it does if the matrix, (outputs, inputs), need not be copied.
     """
     is_possible = rows.device.type == "cpu" and can_multiply(rows.shape[-1], rows.dtype)
     return is_possible and (rows.dtype == torch.float32 or matrix.is_contiguous())
 
 
 def multiply(rows: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """(..., outputs) rows times a matrix, plus bias, rounded once; on the threads that numba has.
+    """Rows times a matrix, plus bias, (..., outputs), rounded once; computed by numba's threads.
 
     rows (..., inputs), matrix (outputs, inputs), bias (outputs,), of one type that `can_multiply` allows. A matrix that
     is not contiguous is copied first.
@@ -66,7 +66,7 @@ def multiply(rows: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None
 
 
 def numbers(tensor: torch.Tensor) -> np.ndarray:
-    """As compiled code reads them: bfloat16 as the uint16 of its bits."""
+    """A tensor as an array for compiled code: bfloat16 as its bits in uint16."""
     return (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
 
 
@@ -74,9 +74,9 @@ def numbers(tensor: torch.Tensor) -> np.ndarray:
 def _multiply(
     share: Any, taken: Any, num_threads: Any, words: Any, blocks: Any, matrix: Any, bias: Any, out: Any
 ) -> Any:
-    """words (rows, words) of float32, or int32 of two bfloat16; `share` is a pointer to `share_product`."""
+    """Multiply `words` (rows, words) of float32, or of int32 with two bfloat16; `share` points to `share_product`."""
     num_blocks = len(blocks)
-    if num_blocks == 1:  # not worth a thread
+    if num_blocks == 1:  # threads would cost more than they save
         lay_out(words, 0, blocks)
     else:
         for block in numba.prange(num_blocks):

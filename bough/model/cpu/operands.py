@@ -1,14 +1,14 @@
-"""What products are made of in layers that are compiled whole: rows in blocks of LANES, and matrices.
+"""Operands of matrix products in compiled layers: rows in blocks of LANES, and matrices, in 16 or 8 bits.
 
 In 16 bits, rows are (blocks, words, LANES) int32, two bfloat16 a word, and matrices (outputs, inputs) of bfloat16's
-bits, as a checkpoint has them. In 8 bits, each line of LINE numbers of a row has a scale, and each output of a matrix:
+bits, as in a checkpoint. In 8 bits, there is a scale for each line of LINE numbers of a row and for each output:
 
-- rows (blocks, lines * LINE_WORDS, LANES) uint32: for each line LINE / 4 words of four codes with their signs, then the
-  bits of a float32, which is the scale, and an int32, which makes up for ZERO in the matrix;
-- matrices (groups, inputs / 4 + 1, LANES) int32: outputs are lanes. Each group has words of four codes without signs,
-  of which ZERO counts as 0, then the bits of the scales.
+- rows (blocks, lines * LINE_WORDS, LANES) uint32: for each line, LINE / 4 words of four signed codes, then the bits of
+  the scale as float32, and an int32 that compensates for the offset ZERO in the matrix;
+- matrices (groups, inputs / 4 + 1, LANES) int32: outputs are lanes. Each group has words of four unsigned codes, where
+  ZERO stands for 0, then the bits of the scales.
 
-The functions are for compiled code, and only there.
+The functions are for compiled code only.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from bough.model.cpu.jit import strict_inner
 from bough.model.cpu.llvm_vectors import LANES, MOST_SIGNED
 from bough.model.cpu.simd import all_lanes, larger, load, magnitude, nearest, pair, store, where_positive
 
-LINE = LINE_BYTES  # numbers that have a scale together, in 8 bits, and that are put together
-MOST = 127  # of a matrix's code with its sign, which is from ZERO
-ZERO = 128  # one factor of the instruction for products of bytes has no sign
+LINE = LINE_BYTES  # numbers that share a scale in 8 bits
+MOST = 127  # largest magnitude of a matrix's code, counted from ZERO
+ZERO = 128  # offset of a matrix's codes: one factor of the byte-product instructions is unsigned
 LINE_WORDS = LINE // 4 + 2
 
 
 def are_codes(rows: Any) -> bool:
-    """Whether rows are in 8 bits, by numba's type of them."""
+    """Whether rows are in 8 bits, by their numba type."""
     return bool(rows.dtype == numba.types.uint32)
 
 
 def is_int8(matrix: Any) -> bool:
-    """Whether a matrix is in 8 bits, or many are, by numba's type."""
+    """Whether a matrix, or a stack of them, is in 8 bits, by its numba type."""
     return bool(matrix.dtype == numba.types.int32)
 
 
@@ -49,7 +49,7 @@ def _put_words(values: Any, words: Any) -> Any:
 
 @strict_inner
 def _put_codes(values: Any, words: Any) -> Any:
-    """A line of numbers, (LINE, LANES), in LINE_WORDS words."""
+    """Quantise a line of numbers, (LINE, LANES), to LINE_WORDS words."""
     zero, peak = all_lanes(np.float32(0)), _peak_of(values)
     factor = where_positive(peak, all_lanes(np.float32(MOST_SIGNED)) / peak, zero)
     total, lowest = all_lanes(np.int32(0)), all_lanes(np.int32(0xFF))
@@ -65,7 +65,7 @@ def _put_codes(values: Any, words: Any) -> Any:
 
 @strict_inner
 def _peak_of(values: Any) -> Any:
-    """What the largest code stands for."""
+    """The magnitude that the largest code represents, by lane."""
     peak = all_lanes(np.float32(0))
     for number in range(LINE):
         peak = larger(peak, magnitude(load(values, number)))
@@ -73,7 +73,7 @@ def _peak_of(values: Any) -> Any:
 
 
 def put(values: Any, rows: Any, block: int, begin: int) -> None:
-    """Puts numbers (count, LANES) where inputs stand from `begin` on, a multiple of LINE: a line, or what is left."""
+    """Write values (count, LANES) to a block's inputs from `begin` on, a multiple of LINE; `count` is at most LINE."""
     raise NotImplementedError
 
 
@@ -85,7 +85,7 @@ def _put(values, rows, block, begin):  # type: ignore[no-untyped-def]  # noqa: A
 
 
 def num_outputs_of(matrix: Any) -> int:
-    """Outputs of a matrix, in 8 bits those that fill its groups."""
+    """Number of outputs of a matrix; in 8 bits rounded up to whole groups."""
     raise NotImplementedError
 
 
@@ -95,7 +95,7 @@ def _num_outputs_of(matrix):  # type: ignore[no-untyped-def]
 
 
 def put_output(matrix: Any, output: int, out: Any) -> None:
-    """One output's numbers, in float32."""
+    """Copy the weights of one output to `out` in float32."""
     raise NotImplementedError
 
 

@@ -1,7 +1,7 @@
-"""Vectors of LANES numbers as values in compiled code: loops over lanes would be compiled number by number.
+"""Vectors of LANES numbers as values in kernels; LLVM would compile loops over lanes number by number.
 
-`load` and `store` move LANES neighbours in memory, a row of an array (rows, LANES) or what follows a number of a row;
-operators and functions compute lane by lane, in float32 or in int32, and no lane knows of another. Only within kernels.
+`load` and `store` move LANES consecutive numbers, a row of an array (rows, LANES) or the numbers from an index of a
+one-dimensional array; operators and functions compute lane by lane, in float32 or int32. For kernels only.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from numba.extending import intrinsic, models, overload, register_model
 from bough.model.cpu import llvm_vectors
 from bough.model.cpu.llvm_vectors import FLOATS, I16, I64, LANES, NUM_VECTORS, WORDS, array_of, at, spaced, splat
 
-SUMS = min(8, NUM_VECTORS // 2)  # vectors of sums that registers hold beside what they are made of
-_BYTES = 4  # of a number
+SUMS = min(8, NUM_VECTORS // 2)  # vectors of sums that fit in registers besides their operands
+_BYTES = 4  # bytes of a number
 
 
 class Lanes(types.Type):
-    """numba's type of such a vector."""
+    """The numba type of a vector."""
 
     def __init__(self, kind: str) -> None:
         super().__init__(f"{LANES} of {kind}")
@@ -30,7 +30,7 @@ class Lanes(types.Type):
 
 _FLOATS, _WORDS, _BITS = Lanes("float32"), Lanes("int32"), Lanes("bfloat16's bits")
 _CODE = {_FLOATS: FLOATS, _WORDS: WORDS, _BITS: ir.VectorType(I16, LANES)}
-Code = Callable[..., Any]  # what writes LLVM's code for an operation, given a builder and values
+Code = Callable[..., Any]  # generates LLVM IR for an operation from a builder and operands
 
 
 @register_model(Lanes)
@@ -141,20 +141,20 @@ def _add_products(_context: Any, numbers: Any, _sum_step: Any, _step: Any, _coun
     return types.void(numbers, types.intp, types.intp, types.intp, vectors, out), codegen
 
 
-# out[j] += vectors[i] * numbers[j * sum_step + i * step] for i from 0 to count, one after the other: of arrays of
-# float32 with nothing between neighbours, given (numbers, sum_step, step, count, vectors, out), SUMS or more in `out`.
+# add_products(numbers, sum_step, step, count, vectors, out): out[j] += vectors[i] * numbers[j * sum_step + i * step]
+# for i = 0 to count - 1, in this order. Arrays are contiguous float32; `out` has SUMS vectors or more.
 add_products: Any = intrinsic(_add_products)
-load: Any = intrinsic(_load_row)  # of an array, from an index on
-store: Any = intrinsic(_store_row)  # into an array of numbers of as many bytes, from an index on
-all_lanes: Any = intrinsic(_same)  # the same number, a float32 or an int32
+load: Any = intrinsic(_load_row)  # load(array, index)
+store: Any = intrinsic(_store_row)  # store(array, index, vector); the array's numbers have 4 bytes
+all_lanes: Any = intrinsic(_same)  # a float32 or int32 in all lanes
 multiply_add: Any = _of_three(_called("fma"))  # first * second + third, rounded once
 larger: Any = _of_two(_called("maxnum"))
 magnitude: Any = _of_one(_called("fabs"))
 square_root: Any = _of_one(_called("sqrt"))
-nearest: Any = _of_one(_nearest, _WORDS)  # whole numbers
-exp_below_zero: Any = _of_one(llvm_vectors.exp_below_zero)  # e to the power of numbers that are not above 0
-pair: Any = _of_two(_pair, _WORDS)  # words of two bfloat16, rounded
-bits: Any = _of_one(llvm_vectors.rounded, _BITS)  # of bfloat16, rounded
+nearest: Any = _of_one(_nearest, _WORDS)  # rounded to int32
+exp_below_zero: Any = _of_one(llvm_vectors.exp_below_zero)  # exp(x) for x <= 0
+pair: Any = _of_two(_pair, _WORDS)  # words of two numbers rounded to bfloat16
+bits: Any = _of_one(llvm_vectors.rounded, _BITS)  # bits of numbers rounded to bfloat16
 where_positive: Any = _of_three(
     lambda builder, numbers, then, otherwise: builder.select(
         builder.fcmp_ordered(">", numbers, ir.Constant(FLOATS, [0.0] * LANES)), then, otherwise
@@ -163,7 +163,7 @@ where_positive: Any = _of_three(
 
 
 def _define(function: Any, of_floats: str | None, of_words: str | None) -> None:
-    """An operator, by methods of LLVM's builder."""
+    """Define an operator on vectors by names of llvmlite builder methods, for float32 and for int32."""
     names = {_FLOATS: of_floats, _WORDS: of_words}
     codes = {
         kind: _of_two(lambda builder, first, second, name=name: getattr(builder, name)(first, second))

@@ -1,4 +1,4 @@
-"""Models of a few thousand random weights, for whose sake kernels are compiled that large ones call as well."""
+"""Models of a few thousand random weights, used to compile the kernels that large models call."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ SIZES: dict[str, Any] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 64,
-    "bos_token_id": None,  # of which defaults would be no tokens of so few
+    "bos_token_id": None,  # the default is beyond this vocabulary
     "eos_token_id": None,
     "pad_token_id": None,
 }
-WHOLE, ATTENTION = LlamaConfig(**SIZES), Olmo2Config(**SIZES)  # layers that are compiled whole, and attention alone
+WHOLE, ATTENTION = LlamaConfig(**SIZES), Olmo2Config(**SIZES)  # with fused layers, and with compiled attention only
 
 
 def write_small(config: PretrainedConfig, folder: Path) -> Path:
-    """A checkpoint with this configuration, in float32; returns the folder."""
+    """Write a float32 checkpoint with random weights; returns the folder."""
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
     return folder

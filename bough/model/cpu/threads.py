@@ -1,4 +1,4 @@
-"""How many threads compute, in every library that has some."""
+"""Number of computing threads in torch and numba."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from bough.model.cpu.jit import compiler_setting
 
 Result = TypeVar("Result")
 SWITCH_SECONDS = 0.0002
-WHOLE = 2  # threads among which torch shares rows without cutting one, whatever their number and size
+WHOLE = 2  # most torch threads with which no row is split, whatever the shapes
 
 
 def compute_with(num_threads: int) -> None:
-    """To be called on the thread that computes: numba's setting is each thread's own.
+    """Set the number of threads; must be called on the thread that computes, as numba's setting is per thread.
 
-    One thread of a process computes, and no other: each thread that calls into OpenMP, as this does, gets a team of its
-    own, and with more threads than processors OpenMP's waiting ones go to sleep instead of spinning, which made sweeps
-    of many small products take up to twice their time. What else computes does so `on_a_passing_thread`.
+    Only one thread of a process may compute: each thread that calls into OpenMP, as this function does, gets its own
+    team, and with more threads than processors OpenMP's waiting threads sleep instead of spinning, so that sweeps of
+    many small products take up to twice as long. Other computations go through `on_a_passing_thread`.
     """
     torch.set_num_threads(num_threads)
     available: int = compiler_setting("NUMBA_NUM_THREADS")
@@ -31,25 +31,24 @@ def compute_with(num_threads: int) -> None:
 
 
 def on_a_passing_thread(function: Callable[[], Result]) -> Result:
-    """What a function returns or raises; if it computes, its team of OpenMP's threads ends with it."""
+    """Run a function on a short-lived thread, so that its OpenMP team ends; returns or raises what it does."""
     with ThreadPoolExecutor(1, thread_name_prefix="passing") as passing:
         return passing.submit(function).result()
 
 
 def hand_over_soon() -> None:
-    """For a process in which one thread computes while others have a little to do now and then: calls, copies.
+    """Shorten the GIL's switch interval, for processes with a computing thread and others for calls and copies.
 
-    Each waits for Python's interpreter until the one that computes has been asked to let go of it: by default for 5 ms,
-    in which nothing is sent, received or copied.
+    By default a waiting thread asks for the GIL after 5 ms, in which nothing is sent, received or copied.
     """
     sys.setswitchinterval(SWITCH_SECONDS)
 
 
 def compute_reproducibly_with(num_threads: int) -> None:
-    """The same, where a number's bits must not depend on its place among others (bough.model.running.batch_invariance).
+    """Like `compute_with`, for batch-invariant bits (`bough.model.running.batch_invariance`).
 
-    torch divides numbers evenly among its threads: three would cut a row, and the numbers at a cut, which do not fill a
-    vector, are rounded otherwise. So it has two at most, but for products (`all_threads`).
+    torch divides numbers evenly among threads: with three it would split a row, and the numbers at the split, which do
+    not fill a vector, are rounded differently. So torch gets two threads at most, except for products (`all_threads`).
     """
     compute_with(num_threads)
     torch.set_num_threads(min(num_threads, WHOLE))
@@ -57,7 +56,7 @@ def compute_reproducibly_with(num_threads: int) -> None:
 
 @contextmanager
 def all_threads() -> Iterator[None]:
-    """As many for torch as numba has, for a while."""
+    """Give torch as many threads as numba within the block."""
     before = torch.get_num_threads()
     torch.set_num_threads(numba.get_num_threads())
     try:

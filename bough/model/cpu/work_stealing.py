@@ -1,9 +1,9 @@
-"""Work that threads take piece by piece, so that one which the system has put aside is not waited for.
+"""Work stealing in parallel loops, so that a preempted thread does not delay the others.
 
-A loop divided evenly lasts as long as the thread that was interrupted most; the reads of a checkpoint interrupt some
-thread hundreds of times in a sweep. Each thread has a share of its own, whose pieces it takes one after another, so
-that what it reads ahead is what it wants next; whoever has finished helps others. Loops follow one another without
-threads being sent away and called together again: a loop is over when its pieces are done, whoever did them.
+An evenly divided loop lasts as long as its most interrupted thread, and reads of a checkpoint interrupt some thread
+hundreds of times in a sweep. Each thread has its own share of pieces and takes them in order, which suits prefetching;
+a thread that has finished helps others. Consecutive loops need no fork and join: a loop is over when all its pieces
+are done, whoever did them.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from bough.model.cpu.jit import strict_inner
 
 
 def counters(num_threads: int, num_loops: int = 1) -> NDArray[np.int64]:
-    """(num_loops, (num_threads + 1) * APART): pieces that are taken of each thread's share, and those that are done.
+    """Counters (num_loops, (num_threads + 1) * APART) of zeros.
 
-    One row for each loop.
+    A row has, for each thread, the number of taken pieces of its share, and last the number of pieces done.
     """
     return np.zeros((num_loops, (num_threads + 1) * APART), np.int64)
 
 
 @strict_inner
 def as_thread(number: Any) -> Any:
-    """What a parallel loop counts, as a number with a sign: what it calls would otherwise be compiled for both."""
+    """Convert a parallel loop's unsigned index to int64, so that callees are not compiled for both types."""
     return np.int64(number)
 
 
 @strict_inner
 def take(taken: Any, thread: Any, num_threads: Any, num_pieces: Any) -> Any:
-    """A piece that nobody has taken yet, of the thread's own share or else of another's; num_pieces for none."""
+    """Take a piece from the thread's own share, or else from another's; returns num_pieces if none is left."""
     for step in range(num_threads):
         owner = (thread + step) % num_threads
         begin, end = owner * num_pieces // num_threads, (owner + 1) * num_pieces // num_threads
@@ -46,14 +46,14 @@ def take(taken: Any, thread: Any, num_threads: Any, num_pieces: Any) -> Any:
 
 @strict_inner
 def take_next(taken: Any, thread: Any, num_threads: Any, num_pieces: Any) -> Any:
-    """Another piece, when the one that was taken is done."""
+    """Mark the current piece as done and take another one."""
     add_one(taken[num_threads * APART :])
     return take(taken, thread, num_threads, num_pieces)
 
 
 @strict_inner
 def wait_for_all(taken: Any, num_threads: Any, num_pieces: Any) -> Any:
-    """Returns when all pieces of a loop are done, by whomever."""
+    """Wait until all pieces of a loop are done."""
     done, spins = taken[num_threads * APART :], 0
     while seen(done) < num_pieces:
         spins = wait_a_moment(spins)

@@ -39,7 +39,7 @@ class LlamaDecoder:
         self._sizes = sizes_of(skeleton)
         self._weights = _load(skeleton, Int8Stack if is_int8 else Stack)
         self._cos = self._sin = np.zeros((0, self._sizes.head_dim), np.float32)
-        self._rooms = Workspace(skeleton, code_rows if is_int8 else word_rows)
+        self._workspace = Workspace(skeleton, code_rows if is_int8 else word_rows)
         self._shares: tuple[Any, Any] | None = None  # pointers to `share_layers` and `share_head`
         self._logits = np.zeros((0, len(self._weights.head_bias)), np.float32)
 
@@ -52,13 +52,13 @@ class LlamaDecoder:
         (chunk,) = batch.chunks
         positions, logit_rows = batch.positions, batch.wanted_rows
         self._know_positions(int(positions.max()) + 1)
-        logits = self._logits_room(num_blocks(len(logit_rows)) * LANES)
+        logits = self._logits_buffer(num_blocks(len(logit_rows)) * LANES)
         num_threads = numba.get_num_threads()
         taken = counters(num_threads, len(self._weights.layers.window) * LOOPS + 2)
-        cos, sin, room = self._cos[positions], self._sin[positions], self._rooms.of(num_blocks(batch.num_rows))
+        cos, sin, workspace = self._cos[positions], self._sin[positions], self._workspace.of(num_blocks(batch.num_rows))
         spans = chunk.spans(0)[0]
         if self._shares is None:
-            self._shares = self._pointers(taken, num_threads, (self._sizes, room, spans, cos, sin), logits)
+            self._shares = self._pointers(taken, num_threads, (self._sizes, workspace, spans, cos, sin), logits)
         run_step(
             *self._shares,
             taken,
@@ -69,7 +69,7 @@ class LlamaDecoder:
             logit_rows,
             *self._weights,
             self._sizes,
-            room,
+            workspace,
             spans,
             logits,
         )
@@ -77,14 +77,23 @@ class LlamaDecoder:
 
     def _pointers(self, taken: Any, num_threads: int, arguments: tuple[Any, ...], logits: Any) -> tuple[Any, Any]:
         """Pointers to the functions that `run_step` calls, compiled for arrays like these."""
-        weights, room = self._weights, arguments[1]
-        head = room.hidden, 1, weights.final_norm, np.float32(0), room.normed, weights.head, weights.head_bias, logits
+        weights, workspace = self._weights, arguments[1]
+        head = (
+            workspace.hidden,
+            1,
+            weights.final_norm,
+            np.float32(0),
+            workspace.normed,
+            weights.head,
+            weights.head_bias,
+            logits,
+        )
         return (
             pointer(share_layers, taken, 0, num_threads, 1, weights.layers, *arguments),
             pointer(share_head, taken, 0, num_threads, *head),
         )
 
-    def _logits_room(self, num_rows: int) -> NDArray[np.float32]:
+    def _logits_buffer(self, num_rows: int) -> NDArray[np.float32]:
         if num_rows > len(self._logits):
             self._logits = np.empty((num_rows, self._logits.shape[1]), np.float32)
         return self._logits[:num_rows]

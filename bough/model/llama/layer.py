@@ -66,7 +66,7 @@ class LayerWorkspace(NamedTuple):
 
 
 @fastmath_inner
-def _place(task: Any, layer: Any, weights: Any, sizes: Any, room: Any, spans: Any, cos: Any, sin: Any) -> Any:
+def _place(task: Any, layer: Any, weights: Any, sizes: Any, workspace: Any, spans: Any, cos: Any, sin: Any) -> Any:
     """Rotate the queries and keys of a KV head, and write its keys and values to the slots."""
     num_heads, num_kv_heads, head_dim = sizes.num_heads, sizes.num_kv_heads, sizes.head_dim
     group, epsilon = num_heads // num_kv_heads, np.float32(sizes.epsilon)
@@ -75,10 +75,10 @@ def _place(task: Any, layer: Any, weights: Any, sizes: Any, room: Any, spans: An
     keys = layer_rows(slot[0], _BITS, layer, slot[2], num_kv_heads, head_dim)
     values = layer_rows(slot[1], _BITS, layer, slot[2], num_kv_heads, head_dim)
     for row in range(first_row, end_row):
-        qkv, stored = room.qkv[row], spans.rows[row]
+        qkv, stored = workspace.qkv[row], spans.rows[row]
         for head in range(kv_head * group, (kv_head + 1) * group):
             begin, end = head * head_dim, (head + 1) * head_dim
-            rotate(qkv[begin:end], weights.query_norm, epsilon, cos[row], sin[row], room.queries[row, begin:end])
+            rotate(qkv[begin:end], weights.query_norm, epsilon, cos[row], sin[row], workspace.queries[row, begin:end])
         begin = (num_heads + kv_head) * head_dim
         key = qkv[begin : begin + head_dim]
         rotate(key, weights.key_norm, epsilon, cos[row], sin[row], keys[stored, kv_head])
@@ -94,7 +94,7 @@ def _share_placing(
     layer: Any,
     weights: Any,
     sizes: Any,
-    room: Any,
+    workspace: Any,
     spans: Any,
     cos: Any,
     sin: Any,
@@ -102,7 +102,7 @@ def _share_placing(
     num_tasks = len(spans.tasks)
     task = take(taken, thread, num_threads, num_tasks)
     while task < num_tasks:
-        _place(task, layer, weights, sizes, room, spans, cos, sin)
+        _place(task, layer, weights, sizes, workspace, spans, cos, sin)
         task = take_next(taken, thread, num_threads, num_tasks)
     wait_for_all(taken, num_threads, num_tasks)
 
@@ -170,7 +170,7 @@ def share_layer(
     layer: Any,
     weights: Any,
     sizes: Any,
-    room: Any,
+    workspace: Any,
     spans: Any,
     cos: Any,
     sin: Any,
@@ -179,15 +179,15 @@ def share_layer(
     me, epsilon = (thread, num_threads), np.float32(sizes.epsilon)
     no_sinks = np.full(sizes.num_heads, -np.inf, np.float32)
     rules = Rules(sizes.num_kv_heads, np.float32(sizes.scale), weights.window, np.float32(0), no_sinks)
-    share_norms(taken[0], *me, room.hidden, weights.attention_norm, epsilon, room.normed)
-    _share_heads(taken[1], *me, weights, room.normed, num_rows, room.qkv)
-    _share_placing(taken[2], *me, layer, weights, sizes, room, spans, cos, sin)
-    share_attention(taken[3], *me, room.queries, spans, _BITS, layer, rules, room.attended)
-    share_laying_out(taken[4], *me, room.attended, room.branch)
-    share_product(taken[5], *me, room.branch, num_rows, weights.out, None, room.hidden)
-    share_norms(taken[6], *me, room.hidden, weights.mlp_norm, epsilon, room.normed)
-    _share_gates(taken[7], *me, weights, room.normed, num_rows, room.gate, room.up, room.gated)
-    share_product(taken[8], *me, room.gated, num_rows, weights.down, None, room.hidden)
+    share_norms(taken[0], *me, workspace.hidden, weights.attention_norm, epsilon, workspace.normed)
+    _share_heads(taken[1], *me, weights, workspace.normed, num_rows, workspace.qkv)
+    _share_placing(taken[2], *me, layer, weights, sizes, workspace, spans, cos, sin)
+    share_attention(taken[3], *me, workspace.queries, spans, _BITS, layer, rules, workspace.attended)
+    share_laying_out(taken[4], *me, workspace.attended, workspace.branch)
+    share_product(taken[5], *me, workspace.branch, num_rows, weights.out, None, workspace.hidden)
+    share_norms(taken[6], *me, workspace.hidden, weights.mlp_norm, epsilon, workspace.normed)
+    _share_gates(taken[7], *me, weights, workspace.normed, num_rows, workspace.gate, workspace.up, workspace.gated)
+    share_product(taken[8], *me, workspace.gated, num_rows, weights.down, None, workspace.hidden)
 
 
 @fastmath_parallel
@@ -199,16 +199,16 @@ def run_layer(
     layer: Any,
     weights: Any,
     sizes: Any,
-    room: Any,
+    workspace: Any,
     spans: Any,
     cos: Any,
     sin: Any,
 ) -> Any:
-    """Run a layer on room.hidden, and write keys and values of all rows to their slots, as layer number `layer`.
+    """Run a layer on workspace.hidden, and write keys and values of all rows to their slots, as layer number `layer`.
 
     `share` is a pointer to `share_layer` (`bough.model.cpu.jit.pointer`); cos and sin are (rows, head_dim) float32;
     `taken` has counters of LOOPS loops (`bough.model.cpu.work_stealing.counters`).
     """
     for number in numba.prange(num_threads):
         thread = as_thread(number)
-        share(taken, thread, num_threads, num_rows, layer, weights, sizes, room, spans, cos, sin)
+        share(taken, thread, num_threads, num_rows, layer, weights, sizes, workspace, spans, cos, sin)

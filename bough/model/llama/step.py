@@ -64,7 +64,7 @@ def share_layers(
     num_rows: Any,
     weights: Any,
     sizes: Any,
-    room: Any,
+    workspace: Any,
     spans: Any,
     cos: Any,
     sin: Any,
@@ -72,7 +72,7 @@ def share_layers(
     """A thread's share of all layers."""
     for layer in range(len(weights.window)):
         counts, own = taken[layer * LOOPS : (layer + 1) * LOOPS], _layer_of(weights, layer)
-        share_layer(counts, thread, num_threads, num_rows, layer, own, sizes, room, spans, cos, sin)
+        share_layer(counts, thread, num_threads, num_rows, layer, own, sizes, workspace, spans, cos, sin)
 
 
 @fastmath_inner
@@ -110,26 +110,26 @@ def run_step(
     head: Any,
     bias: Any,
     sizes: Any,
-    room: Any,
+    workspace: Any,
     spans: Any,
     logits: Any,
 ) -> Any:
     """Compute logits (logit rows in whole blocks, vocab_size) float32; cos and sin are (rows, head_dim) float32.
 
     `layers_share` and `head_share` are pointers to `share_layers` and `share_head` (`bough.model.cpu.jit.pointer`).
-    Keys and values of all rows are written to their slots. `room` has exactly the blocks of the rows; `taken` has
+    Keys and values of all rows are written to their slots. `workspace` has exactly the blocks of the rows; `taken` has
     counters of num_layers * LOOPS + 2 loops (`bough.model.cpu.work_stealing.counters`).
     """
-    _embed(tokens, embeddings, room.hidden)
+    _embed(tokens, embeddings, workspace.hidden)
     for number in numba.prange(num_threads):
         thread = as_thread(number)
-        layers_share(taken, thread, num_threads, len(tokens), layers, sizes, room, spans, cos, sin)
+        layers_share(taken, thread, num_threads, len(tokens), layers, sizes, workspace, spans, cos, sin)
     if len(logit_rows) == 0:
         return
-    wanted = np.zeros((len(logits) // LANES, room.hidden.shape[1], LANES), np.float32)
+    wanted = np.zeros((len(logits) // LANES, workspace.hidden.shape[1], LANES), np.float32)
     for i in range(len(logit_rows)):
-        wanted[i // LANES, :, i % LANES] = room.hidden[logit_rows[i] // LANES, :, logit_rows[i] % LANES]
-    normed, epsilon = room.normed[: len(wanted)], np.float32(sizes.epsilon)
+        wanted[i // LANES, :, i % LANES] = workspace.hidden[logit_rows[i] // LANES, :, logit_rows[i] % LANES]
+    normed, epsilon = workspace.normed[: len(wanted)], np.float32(sizes.epsilon)
     for number in numba.prange(num_threads):
         thread = as_thread(number)
         head_share(taken, thread, num_threads, wanted, len(logit_rows), norm, epsilon, normed, head, bias, logits)

@@ -38,16 +38,16 @@ class Workspace:
         """Allocate one block; `make_rows` allocates rows of products."""
         self._sizes, self._make_rows = sizes_of(skeleton), make_rows
         self._hidden, self._intermediate = int(skeleton.config.hidden_size), int(skeleton.config.intermediate_size)
-        self._room = self._new_room(1)
+        self._buffers = self._allocate(1)
 
     def of(self, blocks: int) -> LayerWorkspace:
         """Buffers for `blocks` blocks of rows; valid until the next call."""
-        most = len(self._room.hidden)
+        most = len(self._buffers.hidden)
         if blocks > most:
-            self._room, most = self._new_room(blocks), blocks
-        return LayerWorkspace._make(part[: len(part) // most * blocks] for part in self._room)
+            self._buffers, most = self._allocate(blocks), blocks
+        return LayerWorkspace._make(part[: len(part) // most * blocks] for part in self._buffers)
 
-    def _new_room(self, blocks: int) -> LayerWorkspace:
+    def _allocate(self, blocks: int) -> LayerWorkspace:
         rows, attended = blocks * LANES, self._sizes.num_heads * self._sizes.head_dim
         qkv = attended + 2 * self._sizes.num_kv_heads * self._sizes.head_dim
         return LayerWorkspace(
