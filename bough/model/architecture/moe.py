@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -126,7 +126,7 @@ class ExpertTable:
 
 
 def experts_forward(
-    self: nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
     """Implements transformers' experts interface: (rows, hidden) in and out, (rows, k) chosen experts and weights.
 
@@ -134,7 +134,7 @@ def experts_forward(
     product has a multiple of EXPERT_ROWS rows, so that a result depends on its row alone. Padding rows get zeros.
     """
     result = torch.zeros_like(hidden_states)
-    choices = _by_expert(top_k_index[: _num_rows.get()], int(self.num_experts))  # type: ignore[arg-type]
+    choices = _by_expert(top_k_index[: _num_rows.get()], int(self.num_experts))
     order: Sequence[int] = tuple(choices)
     if isinstance(self.down_proj, ExpertTable):
         order = self.down_proj.expect(order)
@@ -148,14 +148,14 @@ def experts_forward(
     return result
 
 
-def _of_expert(module: nn.Module, expert: int, rows: torch.Tensor) -> torch.Tensor:
+def _of_expert(module: Any, expert: int, rows: torch.Tensor) -> torch.Tensor:
     """The output of one expert for these rows."""
     padded = rows if rows.requires_grad else nn.functional.pad(rows, (0, 0, 0, -len(rows) % EXPERT_ROWS))
     up = _products(module, "gate_up_proj" if module.has_gate else "up_proj", expert, padded, len(rows))
-    inner = module._apply_gate(up) if module.has_gate else module.act_fn(up)  # type: ignore[operator]
+    inner = module._apply_gate(up) if module.has_gate else module.act_fn(up)
     out = _products(module, "down_proj", expert, inner, len(rows))
-    out = module.post_expert_norm(out) if module.has_post_expert_norm else out  # type: ignore[operator]
-    return out[: len(rows)]
+    normed: torch.Tensor = module.post_expert_norm(out) if module.has_post_expert_norm else out
+    return normed[: len(rows)]
 
 
 def _by_expert(chosen: torch.Tensor, num_experts: int) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
