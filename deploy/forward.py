@@ -48,7 +48,7 @@ class Forwarder:
         is read of a request that it refuses by its head.
         """
         path = str(request.scope["path"]).removeprefix(str(request.scope.get("root_path", "")))
-        url = f"{self._base_url}/{path.lstrip('/')}"
+        url = f"{self._base_url}/{path.removeprefix('/')}"
         headers = [(name, value) for name, value in request.headers.items() if name.lower() not in HOP_BY_HOP]
         query = request.scope.get("query_string", b"").decode("latin-1")
         has_body = "transfer-encoding" in request.headers or request.headers.get("content-length", "0") != "0"

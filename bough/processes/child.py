@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from bough.processes.forked import ForkedProcess
 from bough.registry.records import WorkerRecord
 
 TAIL_LINES = 12  # last lines of a log that errors quote
@@ -53,7 +54,7 @@ class Child:
     command: tuple[str, ...]
     variables: Mapping[str, str]  # environment variables in addition to ours
     log: Path
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | ForkedProcess
     process_name: str  # part of its id in the index
 
     @classmethod
@@ -63,7 +64,7 @@ class Child:
         command: Sequence[str],
         variables: Mapping[str, str],
         log: Path,
-        process: subprocess.Popen[bytes],
+        process: subprocess.Popen[bytes] | ForkedProcess,
     ) -> Child:
         """Wrap a process that was just started and not waited for, so that its id is not reused yet."""
         return cls(name, tuple(command), variables, log, process, process_name(process.pid))

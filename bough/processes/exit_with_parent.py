@@ -11,19 +11,21 @@ from __future__ import annotations
 
 import ctypes
 import os
+import queue
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
+from typing import Any, TypeVar
 
 PR_SET_PDEATHSIG = 1
 MODULE = ("-P", "-m")  # Python flags: -P ignores the working directory, which may hold another copy of `bough`
 
+Result = TypeVar("Result")
 Process = subprocess.Popen[bytes]
 OpenProcess = Callable[[list[str]], Process]  # starts a command line, with any pipes and environment
-
-_STARTER = ThreadPoolExecutor(1, thread_name_prefix="starts-processes")
 
 
 def start(command: Sequence[str], open_process: OpenProcess = subprocess.Popen) -> Process:
@@ -32,7 +34,7 @@ def start(command: Sequence[str], open_process: OpenProcess = subprocess.Popen) 
     `open_process` gets the command line to run, as in `lambda command: subprocess.Popen(command, stdout=log)`; its
     exceptions are raised here.
     """
-    return _STARTER.submit(lambda: open_process(_wrapped(command))).result()
+    return _starter().call(lambda: open_process(_wrapped(command)))
 
 
 def _wrapped(command: Sequence[str]) -> list[str]:
@@ -57,16 +59,65 @@ def run(
         raise
 
 
-def main() -> None:
-    """Ask the kernel for SIGTERM when the parent's thread ends, which survives exec, and exec the command.
+class _Starter:
+    """A daemon thread that starts all children and lasts as long as the process."""
+
+    def __init__(self) -> None:
+        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="starts-processes", daemon=True).start()
+
+    def call(self, function: Callable[[], Result]) -> Result:
+        """Run the function on the starter's thread and return its result."""
+        answer: Future[Result] = Future()
+        self._calls.put((function, answer))
+        return answer.result()
+
+    def _run(self) -> None:
+        while True:
+            function, answer = self._calls.get()
+            try:
+                answer.set_result(function())
+            except BaseException as exc:  # raised in the caller; the thread must not end
+                answer.set_exception(exc)
+            del function, answer  # release references before the next wait
+
+
+_lock = threading.Lock()
+_current: _Starter | None = None
+
+
+def _starter() -> _Starter:
+    """This process's starter, created on first use."""
+    global _current
+    with _lock:
+        _current = _current or _Starter()
+        return _current
+
+
+def _forget() -> None:
+    """Reset after a fork: the child lacks the parent's thread, and the lock may have been held."""
+    global _current, _lock
+    _current, _lock = None, threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forget)
+
+
+def end_with_parent(parent_id: int) -> None:
+    """Ask the kernel for SIGTERM when the parent thread ends.
 
     Raises:
         SystemExit: the parent has ended already.
     """
-    parent_id, command = int(sys.argv[1]), sys.argv[2:]
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent_id:
         raise SystemExit("the parent has ended already")
+
+
+def main() -> None:
+    """Ask for the signal, which survives exec, and exec the command."""
+    parent_id, command = int(sys.argv[1]), sys.argv[2:]
+    end_with_parent(parent_id)
     os.execv(command[0], command)
 
 

@@ -25,8 +25,10 @@ from bough.errors import BoughError, ConfigError, Unauthenticated, Unavailable
 from bough.processes.child import KINDS, Child, end, named
 from bough.processes.compile_once import COMPILING
 from bough.processes.exit_with_parent import MODULE, start
+from bough.processes.forked import ForkedProcess, Preloader, Program
 from bough.processes.signals import cancelled_by_sigterm, signals_ignored
 from bough.registry.registry import Registry
+from bough.runtime.machine import may_be_gpu
 from bough.security.secured import files_towards
 
 POLL_SECONDS = 0.1
@@ -64,6 +66,7 @@ class Cluster:
         self.children: dict[str, Child] = {}
         self.index_url = settings.index_url
         self.address = ""  # of the orchestrator, once it is ready
+        self._preloader: Preloader | None = None  # until it has forked the workers
 
     def start(self, name: str, command: Sequence[str], variables: Mapping[str, str] | None = None) -> Child:
         """Start a process that ends with this one, even if this is killed; `variables` extend our environment."""
@@ -80,8 +83,7 @@ class Cluster:
                     env=os.environ | variables,
                 ),
             )
-        child = self.children[name] = Child.of(name, command, variables, self._log(name), process)
-        return child
+        return self._add(name, command, variables, process)
 
     def restart(self, name: str) -> Child:
         """Start an ended process again with the same command; the orchestrator keeps its port."""
@@ -99,14 +101,46 @@ class Cluster:
         """
         if not self.index_url:
             self.start_index()
+        if not (_may_share_imports(self.settings) and self._start_preloader()):
+            self._start_workers()
+        self._start_service("orchestrator", self.settings.orchestrator)
+
+    def _start_workers(self) -> None:
         if self.settings.draft is None or not _takes_free_memory(self.settings.target):
             self._start_target()
         if self.settings.draft is not None:
             self._start_service(DRAFT, self.settings.draft)
-        self._start_service("orchestrator", self.settings.orchestrator)
 
     def _start_target(self) -> None:
         self._start_service("target_worker", self.settings.target)
+
+    def _start_preloader(self) -> bool:
+        """Start both workers through a preloader; False if the system does not support it."""
+        configs = {"target_worker": self.settings.target, DRAFT: self.settings.draft}
+        programs = [
+            Program(name, tuple(_flags(config)), self._variables(name), str(self._log(name)))
+            for name, config in configs.items()
+            if config is not None
+        ]
+        for program in programs:
+            Path(program.log).touch()
+        try:
+            self._preloader = Preloader(programs, self._log("preload"))
+        except OSError:
+            return False
+        return True
+
+    def _adopt_workers(self) -> None:
+        """Adopt the workers once the preloader has ended; start each on its own if it failed."""
+        preloader = self._preloader
+        if preloader is None or not preloader.has_ended():
+            return
+        self._preloader, forked = None, preloader.forked()
+        for program, process in zip(preloader.programs, forked, strict=False):
+            command = [sys.executable, *MODULE, program.module, *program.arguments]
+            self._add(program.module, command, program.variables, process)
+        if not forked:
+            self._start_workers()
 
     def start_index(self) -> None:
         """Start a Valkey server and set `index_url`."""
@@ -116,6 +150,11 @@ class Cluster:
 
     def stop_all(self) -> None:
         """End all processes, the index last, so that the others can deregister."""
+        if self._preloader is not None:
+            self._preloader.kill()
+            for process in self._preloader.forked():
+                process.kill()
+                process.wait()
         children = list(self.children.values())
         end([child for child in children if child.name != INDEX])
         end([child for child in children if child.name == INDEX])
@@ -138,6 +177,7 @@ class Cluster:
         began = time.monotonic()
         try:
             while missing := await self.missing(registry, draft_may_follow):
+                self._adopt_workers()
                 if DRAFT not in missing and INDEX not in missing and "target_worker" not in self.children:
                     self._start_target()
                 names = tuple(self._described(name, reason) for name, reason in missing.items())
@@ -191,6 +231,8 @@ class Cluster:
     def _described(self, name: str, reason: str) -> str:
         child = self.children.get(name)
         state = reason or (child.last_line() if child is not None and name in KINDS else "")
+        if child is None and self._preloader is not None:
+            state = "importing libraries"
         return f"{named(name)} ({state})" if state else named(name)
 
     def _start_service(self, name: str, config: ServiceConfig) -> Child:
@@ -203,10 +245,28 @@ class Cluster:
     def _log(self, name: str) -> Path:
         return self.folder / f"{name}.log"
 
+    def _add(
+        self,
+        name: str,
+        command: Sequence[str],
+        variables: Mapping[str, str],
+        process: subprocess.Popen[bytes] | ForkedProcess,
+    ) -> Child:
+        child = Child.of(name, command, variables, self._log(name), process)
+        self.children[name] = child
+        return child
+
 
 def _takes_free_memory(target: TargetConfig) -> bool:
     """Whether the target has no memory budget and takes most of the free memory at its start."""
     return target.device_memory == 0 and target.resident_layers != 0 and not target.simulate
+
+
+def _may_share_imports(settings: Settings) -> bool:
+    """Whether both workers run models on CPUs and start together: a process must not fork after using a GPU."""
+    workers = (settings.target, settings.draft)
+    is_on_cpu = all(worker is not None and not worker.simulate and not may_be_gpu(worker.device) for worker in workers)
+    return is_on_cpu and not _takes_free_memory(settings.target)
 
 
 def _flags(config: ServiceConfig) -> list[str]:

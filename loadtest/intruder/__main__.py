@@ -3,7 +3,8 @@
     python -m loadtest.intruder
 
 Starts simulated workers, an index and an orchestrator of its own, with keys for tenants and a secret among processes,
-and then others that speak TLS, and tries, at every call of both doors and of the workers:
+and then others that speak TLS, and tries, at every call of both doors and of the workers, through what Ray Serve's
+proxy forwards to, at ports of metrics, and at an index with a password, alone and behind TLS:
 
 - no key, and keys that are wrong, nearly right, expired, removed while all runs, or shown in another way
 - a tenant's key at workers, the workers' secret at the doors
@@ -30,18 +31,21 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from bough.config.flag_parser import FlagParser
-from loadtest.intruder import strangers, tenants
+from loadtest.intruder import other_doors, strangers, tenants
 from loadtest.intruder.certificates import at_certificates, secured
 from loadtest.intruder.stage import Stage, staged
 from loadtest.intruder.tally import Tally
 
 
-async def intrude(stage: Stage, tally: Tally) -> None:
-    """Make all attempts."""
+async def intrude(stage: Stage, tally: Tally, folder: Path) -> None:
+    """Make all attempts; `folder` is that of the stage."""
     _report("who has no key, or a wrong one")
     await strangers.at_grpc(tally, stage.addresses, stage.secrets)
     await strangers.at_http(tally, stage.url, stage.secrets)
     await strangers.controls(tally, stage.addresses, stage.url, stage.secrets)
+    await other_doors.at_forwarder(tally, stage)
+    await other_doors.at_metrics(tally, stage)
+    await other_doors.at_index(tally, stage, folder)
     _report("who has a key of another tenant")
     doors = tenants.Doors(stage.addresses["orchestrator"], stage.url, stage.figures, stage.secrets)
     await tenants.try_names(tally, doors)
@@ -53,7 +57,7 @@ async def run() -> dict[str, Any]:
     tally = Tally()
     with TemporaryDirectory(prefix="bough-intruder-") as folder:
         async with staged(Path(folder)) as stage:
-            await intrude(stage, tally)
+            await intrude(stage, tally, Path(folder))
         _report("who has no certificate, or a wrong one")
         async with secured(Path(folder)) as bough:
             await at_certificates(tally, bough)

@@ -87,8 +87,8 @@ async def _with_the_workers_secret(tally: Tally, address: str, secrets: Secrets)
                 tally.attempt(f"orchestrator {call.method} with the workers' secret", outcome, REFUSED_GRPC)
 
 
-async def at_http(tally: Tally, url: str, secrets: Secrets) -> None:
-    """Attempt all HTTP paths except health."""
+async def at_http(tally: Tally, url: str, secrets: Secrets, transport: httpx.AsyncBaseTransport | None = None) -> None:
+    """Attempt all HTTP paths except health; over sockets, unless by another transport."""
     shown = {
         **forged(secrets.alice),
         "an expired key": bearer(secrets.expired),
@@ -96,7 +96,7 @@ async def at_http(tally: Tally, url: str, secrets: Secrets) -> None:
         "the workers' secret": bearer(secrets.worker),
         "characters that are none": [(HEADER, "Bearer \xff\xfe")],
     }
-    async with httpx.AsyncClient(base_url=url, timeout=60, trust_env=False, follow_redirects=False) as client:
+    async with httpx.AsyncClient(base_url=url, timeout=60, trust_env=False, transport=transport) as client:
         for method, path in PATHS:
             for how, headers in shown.items():
                 outcome = http_outcome(client, method, path, headers)

@@ -15,8 +15,8 @@ doors           gRPC straight to an orchestrator beside that orchestrator's own 
                 `added_chunk_ms` (medians, with theirs). Ray Serve is started as `make serve` does; --no-proxy leaves
                 it out
 demonstration   the same on the 2 GB demonstration model
-carrying        streams on sweeps of one second until the event loop's p99 lag passes 50 ms, with one orchestrator and
-                with two; the load comes from the same machine
+carrying        streams on sweeps of one second until the event loop's p99 lag passes 50 ms, with one orchestrator,
+                with two, and with one that decodes plainly, without a draft; the load comes from the same machine
 overload        five times as many requests as are served at the peak: `goodput_ratio` (under overload / peak), how
                 soon the rest is refused, and with what delay
 restarts        orchestrators, drafts and targets replaced one after another under load: failed requests, other texts
@@ -110,11 +110,12 @@ async def without_proxy(address: str) -> Addresses:
 
 
 async def carrying(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Measure the capacity of one orchestrator, and of two."""
-    seconds = arguments.carry_seconds
+    """Measure the capacity of one orchestrator, of two, and of one without trees."""
+    settings = arguments.streams, 1.0, arguments.carry_seconds
     return {
-        "one": await carry(arguments.streams, 1.0, seconds, replicas=1),
-        "two": await carry(arguments.streams, 1.0, seconds, replicas=2),
+        "one": await carry(*settings, replicas=1, speculates=True),
+        "two": await carry(*settings, replicas=2, speculates=True),
+        "one_without_trees": await carry(*settings, replicas=1, speculates=False),
     }
 
 

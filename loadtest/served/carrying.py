@@ -58,8 +58,13 @@ class Reading(NamedTuple):
         return min(bound for bound, count in counts.items() if count >= 0.99 * max(counts.values()))
 
 
-async def carry(numbers: Sequence[int], sweep_seconds: float, seconds: float, replicas: int) -> list[dict[str, Any]]:
-    """Run `_step` for increasing numbers of streams until the event loop is overloaded."""
+async def carry(
+    numbers: Sequence[int], sweep_seconds: float, seconds: float, replicas: int, speculates: bool
+) -> list[dict[str, Any]]:
+    """Run `_step` for increasing numbers of streams until the event loop is overloaded.
+
+    Without `speculates` streams need no draft worker, which on few cores is the first to have no time left.
+    """
     steps: list[dict[str, Any]] = []
     with TemporaryDirectory() as folder:
         profile = write_profile(Path(folder), sweep_seconds, max_nodes=MAX_NODES)
@@ -71,7 +76,7 @@ async def carry(numbers: Sequence[int], sweep_seconds: float, seconds: float, re
             doors = [GrpcDoor(address) for address in addresses]
             urls = [await _metrics_url(address) for address in addresses]
             for number in numbers:
-                steps.append(await _step(running, doors, urls, number, seconds))
+                steps.append(await _step(running, doors, urls, number, seconds, speculates))
                 if steps[-1]["loop_lag_p99_seconds"] > MOST_LAG_SECONDS:
                     break
             for door in doors:
@@ -80,14 +85,14 @@ async def carry(numbers: Sequence[int], sweep_seconds: float, seconds: float, re
 
 
 async def _step(
-    running: Stack, doors: Sequence[GrpcDoor], urls: Sequence[str], number: int, seconds: float
+    running: Stack, doors: Sequence[GrpcDoor], urls: Sequence[str], number: int, seconds: float, speculates: bool
 ) -> dict[str, Any]:
     """Run concurrent streams; returns the largest event-loop lag, the generated tokens, and the processor time.
 
     Figures are of the time after `SETTLE_SECONDS` with all streams running.
     """
     load = asyncio.create_task(
-        closed_loop(doors, number, seconds, lambda n: Ask(f"question {n}", ANSWER_TOKENS, seed=n))
+        closed_loop(doors, number, seconds, lambda n: Ask(f"question {n}", ANSWER_TOKENS, n, speculates=speculates))
     )
     await asyncio.sleep(SETTLE_SECONDS)
     process_ids = running.process_ids() | {"load": os.getpid()}

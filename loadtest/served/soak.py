@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import redis.asyncio
 
+from loadtest.common.processor_use import ProcessorUse, processor_use
 from loadtest.common.stacks import http_url_of
 from loadtest.locust.samples import Sample, percentile
 from loadtest.served.profiles import write_profile
@@ -32,6 +33,7 @@ MOST_GROWTH = {
 TASKS = re.compile(r"^bough_event_loop_tasks(?:{.*})? ([0-9.e+]+)$", re.MULTILINE)
 
 Snapshot = dict[str, dict[str, int]]  # by process and figure
+Uses = tuple[float, dict[str, ProcessorUse]]  # at a moment, by process
 
 
 async def snapshot(running: Stack, url: str) -> Snapshot:
@@ -82,16 +84,37 @@ async def soak(seconds: float, users: int) -> dict[str, Any]:
             load = asyncio.create_task(
                 closed_loop(doors, users, seconds, lambda n: Ask(f"question {n}", ANSWER_TOKENS, seed=n))
             )
-            began, snapshots = time.monotonic(), []
+            began, snapshots, uses = time.monotonic(), [], []
             while not load.done():
                 await asyncio.wait({load}, timeout=seconds / SNAPSHOTS)
                 snapshots.append((time.monotonic() - began, await snapshot(running, url)))
+                uses.append((time.monotonic(), {n: processor_use(i) for n, i in running.process_ids().items()}))
             samples = load.result()
             await grpc_door.close()
             await http_door.close()
     growth = _growth(snapshots, seconds)
     leaking = leaks(growth, in_flight=users)
-    return {**_latency(samples, began, seconds), "growth": growth, "leaks": leaking, "users": users}
+    work = _work(samples, uses, began, seconds)
+    latency = _latency(samples, began, seconds)
+    return {**latency, "processor_ms_a_request": work, "growth": growth, "leaks": leaking, "users": users}
+
+
+def _work(samples: list[Sample], uses: list[Uses], began: float, seconds: float) -> dict[str, tuple[float, ...]]:
+    """Processor milliseconds for a request by process, in the second and the last quarter.
+
+    On a machine with other work these tell whether a request costs more than an earlier one, where latency does not.
+    """
+    ends = [sample.began + sample.seconds for sample in samples if not sample.error]
+    told: dict[str, list[float]] = {}
+    for first, last in ((0.25, 0.5), (0.75, 1.0)):
+        within = [use for use in uses if first * seconds <= use[0] - began <= last * seconds]
+        if len(within) < 2:
+            return {}
+        (start, before), (end, after) = within[0], within[-1]
+        number = sum(start <= moment < end for moment in ends) or 1
+        for name in before:
+            told.setdefault(name, []).append(round(1000 * (after[name] - before[name]).ran / number, 2))
+    return {name: tuple(figures) for name, figures in told.items()}
 
 
 def _latency(samples: list[Sample], began: float, seconds: float) -> dict[str, Any]:

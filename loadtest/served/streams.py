@@ -12,7 +12,7 @@ import httpx
 
 from bough.pb import generation_pb2_grpc
 from bough.protocol import codec_generation as wire
-from bough.protocol.generation import ChatPrompt, GenerateOptions, Message
+from bough.protocol.generation import ChatPrompt, GenerateOptions, Message, Speculation
 from bough.rpc.server import open_channel
 from bough.rpc.status_map import to_error
 from loadtest.locust.reading import CHAT_PATH, OK, Reading, chat_body
@@ -30,6 +30,7 @@ class Ask:
     seed: int = 1
     temperature: float = 0.0
     timeout_seconds: float = 600.0
+    speculates: bool = True  # over gRPC only
 
 
 @dataclass(slots=True)
@@ -63,7 +64,11 @@ class GrpcDoor:
     async def __call__(self, ask: Ask) -> Answered:
         """Reads one answer to its end."""
         options = GenerateOptions(
-            temperature=ask.temperature, seed=ask.seed, max_tokens=ask.max_tokens, ignore_eos=True
+            temperature=ask.temperature,
+            seed=ask.seed,
+            max_tokens=ask.max_tokens,
+            ignore_eos=True,
+            speculation=Speculation(disabled=not ask.speculates),
         )
         request = wire.request_to_wire(ChatPrompt((Message("user", ask.text),)), options)
         reading = Reading("grpc")

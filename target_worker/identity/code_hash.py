@@ -29,7 +29,7 @@ DECIDING = modules(
     ("bough.model.batch", "batch gpu_paths path_spans"),
     ("bough.model.checkpoint", "tensor_source"),
     ("bough.model.cpu",
-     "atomics attention_cpu attention_kernel float_bits gemm "
+     "atomics attention_cpu attention_kernel float_bits gemm gemm_few_outputs "
      "gemm_int8 gemm_parallel jit kv_rows late_code linear llvm_vectors operands simd threads work_stealing"),
     ("bough.model.gpu", "attention_triton kernels unpack_triton"),
     ("bough.model.kv", "segment session_kv slot split_layers"),

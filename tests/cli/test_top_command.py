@@ -31,7 +31,15 @@ async def test_it_shows_workers_rates_and_the_last_rounds(tmp_path: Path, capsys
     assert "tokens/s" in second.splitlines()[0]
     for text in (first, second):
         assert text.count("in use") == 2
-        assert "why" in text
+        (head,) = [line for line in text.splitlines() if line.endswith("why")]
+        assert head.partition("=")[2].split() == ["draft", "network", "queue", "sweep", "other", "why"]
+        rounds = text.partition(head)[2].split("\n\n")[0].strip().splitlines()
+        assert rounds
+        for row in rounds:
+            of_round, _, parts = row.partition("=")
+            _, _, accepted, _, tokens, _, seconds = of_round.split()
+            assert int(accepted) == int(tokens) - 1, "the last token of a round is the target's own"
+            assert sum(map(float, parts.split()[:5])) == pytest.approx(float(seconds), abs=0.005)
     assert "\x1b" not in first, "a file is no terminal"
 
 

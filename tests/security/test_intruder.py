@@ -11,14 +11,14 @@ from loadtest.intruder.strangers import at_grpc
 from loadtest.intruder.tally import Tally
 from tests.fakes.stage import Orchestrator
 
-MANY, MANY_CERTIFICATES = 1000, 30
+MANY, MANY_CERTIFICATES = 1500, 30
 
 
 async def test_nobody_gets_in_who_may_not(tmp_path: Path) -> None:
     """`python -m loadtest.intruder`, its first half."""
     tally = Tally()
     async with staged(tmp_path) as stage:
-        await intrude(stage, tally)
+        await intrude(stage, tally, tmp_path)
     assert not tally.admitted
     assert not tally.locked_out
     assert tally.num_attempts > MANY

@@ -14,7 +14,7 @@ from bough.client import Client
 from bough.errors import BoughError, NotFound
 from bough.protocol.decision import Decision
 from bough.protocol.generation import Loads, ServerInfo, WorkerStatus
-from bough.sizing.account import why
+from bough.sizing.account import PART_NAMES, why
 
 CLEAR = "\x1b[H\x1b[2J"  # clears a terminal
 NUM_ROUNDS = 8  # latest rounds shown
@@ -81,11 +81,16 @@ def lines(address: str, now: Snapshot, before: Snapshot | None) -> Iterator[str]
         yield _worker_line(worker, per_second)
     if now.decisions:
         yield ""
-        yield f"{'round':>8}{'nodes':>7}{'expected':>10}{'tokens':>8}{'expected s':>12}{'seconds':>9}  why"
+        parts = "".join(f"{name:>9}" for name in PART_NAMES)
+        yield (
+            f"{'round':>8}{'nodes':>7}{'accepted':>10}{'expected':>10}{'tokens':>8}"
+            f"{'expected s':>12}{'seconds':>9} ={parts}  why"
+        )
         for each in now.decisions[-NUM_ROUNDS:]:
+            parts = "".join(f"{getattr(each.seconds, name):9.3f}" for name in PART_NAMES)
             yield (
-                f"{each.number:8}{each.num_sent:7}{each.expected_tokens:10.2f}{each.tokens:8}"
-                f"{each.expected.total:12.3f}{each.seconds.total:9.3f}  {why(each)}"
+                f"{each.number:8}{each.num_sent:7}{max(0, each.tokens - 1):10}{each.expected_tokens:10.2f}"
+                f"{each.tokens:8}{each.expected.total:12.3f}{each.seconds.total:9.3f} ={parts}  {why(each)}"
             )
 
 

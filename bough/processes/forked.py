@@ -1,0 +1,115 @@
+"""Processes forked by a preloader that has imported their libraries, and then adopted by this process."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from bough.processes.exit_with_parent import MODULE, start
+
+PR_SET_CHILD_SUBREAPER = 36
+PRELOADER = "bough.model.preload"
+POLL_SECONDS = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """The program of a forked process, the same as `python -m MODULE ARGUMENTS`."""
+
+    module: str
+    arguments: tuple[str, ...]
+    variables: Mapping[str, str]  # environment variables in addition to ours
+    log: str
+
+
+class ForkedProcess:
+    """An adopted process, with the methods of `subprocess.Popen`."""
+
+    def __init__(self, process_id: int) -> None:
+        self.pid = process_id
+        self.returncode: int | None = None  # exit status, or the negative number of a signal
+        self._lock = threading.Lock()  # a status can be collected only once
+
+    def poll(self) -> int | None:
+        """The exit status; None while it runs."""
+        with self._lock, suppress(ChildProcessError):
+            if self.returncode is None:
+                ended, status = os.waitpid(self.pid, os.WNOHANG)
+                self.returncode = os.waitstatus_to_exitcode(status) if ended else None
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for the exit status. Raises subprocess.TimeoutExpired after `timeout` seconds."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while (status := self.poll()) is None:
+            if deadline is not None and time.monotonic() >= deadline:
+                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
+            time.sleep(POLL_SECONDS)
+        return status
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal if the process still runs."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        """Send SIGTERM."""
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Send SIGKILL."""
+        self.send_signal(signal.SIGKILL)
+
+
+class Preloader:
+    """A process that imports the libraries of all workers, forks the workers, and ends (see `bough.model.preload`)."""
+
+    def __init__(self, programs: Sequence[Program], log: Path) -> None:
+        """Start the preloader. Raises OSError if the system does not support adopting processes."""
+        self.programs = tuple(programs)
+        _adopt_orphans(True)
+        command = [sys.executable, *MODULE, PRELOADER, *(program.module for program in programs)]
+        with log.open("ab") as stream:
+            self._process = start(
+                command,
+                lambda line: subprocess.Popen(
+                    line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stream, start_new_session=True
+                ),
+            )
+        assert self._process.stdin is not None, "it was opened as a pipe"
+        with suppress(BrokenPipeError), self._process.stdin as stdin:
+            stdin.write(json.dumps([asdict(program) for program in programs]).encode())
+
+    def has_ended(self) -> bool:
+        """Whether it has forked the workers, or failed."""
+        return self._process.poll() is not None
+
+    def kill(self) -> None:
+        """Kill the preloader; workers that it has forked already are adopted."""
+        self._process.kill()
+        self._process.wait()
+
+    def forked(self) -> Sequence[ForkedProcess]:
+        """The forked processes in the order of the programs, or none on failure. Call it once, after it has ended."""
+        assert self._process.stdout is not None, "it was opened as a pipe"
+        with self._process.stdout as stdout:
+            line = stdout.read()
+        _adopt_orphans(False)
+        return [ForkedProcess(process_id) for process_id in json.loads(line)] if line.endswith(b"\n") else []
+
+
+def _adopt_orphans(adopts: bool) -> None:
+    """Set whether this process adopts orphaned grandchildren. Raises OSError if not supported."""
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)
+    if prctl is None or prctl(PR_SET_CHILD_SUBREAPER, int(adopts), 0, 0, 0) != 0:
+        raise OSError("the system does not support PR_SET_CHILD_SUBREAPER")
