@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from itertools import accumulate
-from typing import Any, Protocol
+from itertools import pairwise
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -126,7 +126,7 @@ class ExpertTable:
 
 
 def experts_forward(
-    self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    self: nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
     """Implements transformers' experts interface: (rows, hidden) in and out, (rows, k) chosen experts and weights.
 
@@ -134,7 +134,7 @@ def experts_forward(
     product has a multiple of EXPERT_ROWS rows, so that a result depends on its row alone. Padding rows get zeros.
     """
     result = torch.zeros_like(hidden_states)
-    choices = _by_expert(top_k_index[: _num_rows.get()], int(self.num_experts))
+    choices = _by_expert(top_k_index[: _num_rows.get()], int(self.num_experts))  # type: ignore[arg-type]
     order: Sequence[int] = tuple(choices)
     if isinstance(self.down_proj, ExpertTable):
         order = self.down_proj.expect(order)
@@ -148,28 +148,27 @@ def experts_forward(
     return result
 
 
-def _of_expert(module: Any, expert: int, rows: torch.Tensor) -> torch.Tensor:
+def _of_expert(module: nn.Module, expert: int, rows: torch.Tensor) -> torch.Tensor:
     """The output of one expert for these rows."""
     padded = rows if rows.requires_grad else nn.functional.pad(rows, (0, 0, 0, -len(rows) % EXPERT_ROWS))
     up = _products(module, "gate_up_proj" if module.has_gate else "up_proj", expert, padded, len(rows))
-    inner = module._apply_gate(up) if module.has_gate else module.act_fn(up)
+    inner = module._apply_gate(up) if module.has_gate else module.act_fn(up)  # type: ignore[operator]
     out = _products(module, "down_proj", expert, inner, len(rows))
-    normed: torch.Tensor = module.post_expert_norm(out) if module.has_post_expert_norm else out
-    return normed[: len(rows)]
+    out = module.post_expert_norm(out) if module.has_post_expert_norm else out  # type: ignore[operator]
+    return out[: len(rows)]
 
 
 def _by_expert(chosen: torch.Tensor, num_experts: int) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
     """Experts in order, each with the rows that chose it and the rank of that choice.
 
-    (rows, k) in; numbers from `num_experts` on mean no choice. Waits once for a GPU, whose router must have run.
+    (rows, k) in; numbers from `num_experts` on mean no choice. Waits once for a GPU, whose router must have run, and
+    sends nothing there.
     """
-    numbers = chosen.flatten().cpu()
-    places = torch.argsort(numbers, stable=True)
-    counts = torch.bincount(numbers, minlength=num_experts)[:num_experts].tolist()
-    places = places.to(chosen.device)
-    rows, ranks, ends = places // chosen.shape[1], places % chosen.shape[1], list(accumulate(counts))
-    spans = ((expert, slice(end - count, end)) for expert, (count, end) in enumerate(zip(counts, ends, strict=True)))
-    return {expert: (rows[span], ranks[span]) for expert, span in spans if counts[expert]}
+    numbers, places = torch.sort(chosen.flatten(), stable=True)
+    rows, ranks = places // chosen.shape[1], places % chosen.shape[1]
+    experts = torch.arange(num_experts, device=chosen.device, dtype=numbers.dtype)
+    spans = pairwise((0, *torch.searchsorted(numbers, experts, right=True).tolist()))
+    return {expert: (rows[begin:end], ranks[begin:end]) for expert, (begin, end) in enumerate(spans) if begin < end}
 
 
 def stack_of(module: nn.Module, source: TensorSource | Experts) -> Experts | None:
