@@ -7,7 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, StrictInt, model_validator
 
-from orchestrator.http_api.unsupported import OnlyTrue, Unsupported, must
+from bough.config.json_fields import must
+from orchestrator.http_api.unsupported import OnlyTrue, Unsupported
 
 MAX_REQUEST_ID = 128  # characters of a request's id, before those that make it the answer's
 TextOrTokens = str | tuple[int, ...]

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.admission.entrance import SMALL_BYTES
+from orchestrator.admission.call_limiter import SMALL_BYTES
 from orchestrator.http_api.body import MAX_BODY_BYTES
 from orchestrator.http_api.fields import ChatFields, CompletionFields, MessageFields
 from tests.fakes.http_stack import HttpStack, Json, error_of, http_stack
