@@ -230,7 +230,7 @@ async def serve_worker(
             add_servicer,
             gate,
             max_connection_age=age,
-            doorkeepers=access.doorkeepers,
+            auth_interceptors=access.auth_interceptors,
             credentials=access.worker_credentials,
         )
         await stack.enter_async_context(access.watching())

@@ -14,7 +14,7 @@ from starlette.requests import ClientDisconnect, Request
 from bough.config.json_fields import first_refusal
 from bough.errors import InvalidRequest
 from bough.rpc.status_map import MAX_MESSAGE_BYTES
-from orchestrator.admission.entrance import Entrance
+from orchestrator.admission.call_limiter import CallLimiter
 from orchestrator.http_api.errors import ApiError, shortened
 
 MAX_BODY_BYTES = MAX_MESSAGE_BYTES  # as much as over gRPC
@@ -29,8 +29,8 @@ Fields = TypeVar("Fields", bound=BaseModel)
 class BodyReader:
     """Reads bodies within the shared memory limit."""
 
-    def __init__(self, entrance: Entrance) -> None:
-        self._entrance = entrance
+    def __init__(self, call_limiter: CallLimiter) -> None:
+        self._call_limiter = call_limiter
         self._num_bytes = 0
         self._parsing = asyncio.Lock()  # one large body at a time, as parsing takes CPU time from the streams
 
@@ -57,7 +57,7 @@ class BodyReader:
 
     def _enter(self, entered: ExitStack, method: str, num_bytes: int) -> None:
         try:
-            entered.enter_context(self._entrance.entering(method, num_bytes))
+            entered.enter_context(self._call_limiter.entering(method, num_bytes))
         except InvalidRequest as exc:  # larger than any prompt that fits a context
             raise _too_large(str(exc).replace("message: ", "body: ", 1)) from exc
 

@@ -146,6 +146,8 @@ class GenerationFields(_Fields):
     repetition_penalty: float | None = None
     ignore_eos: StrictBool | None = None
     stop_token_ids: list[StrictInt] | None = None
+    min_tokens: StrictInt | None = None
+    include_stop_str_in_output: StrictBool | None = None
     session_id: str | None = None
     cache_salt: str | None = None
     structured_outputs: StructuredOutputsFields | None = None
@@ -153,9 +155,7 @@ class GenerationFields(_Fields):
     speculation: Annotated[SpeculationFields | None, BeforeValidator(_speculation)] = None
     # vLLM's fields that clients send by default.
     bad_words: Unsupported = None
-    include_stop_str_in_output: Unsupported = None
     length_penalty: Unsupported = None
-    min_tokens: Unsupported = None
     priority: Unsupported = None
     prompt_logprobs: Unsupported = None
     return_token_ids: Unsupported = None
