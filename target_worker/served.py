@@ -32,7 +32,7 @@ class ServedTarget(ABC):
 
     def __init__(self, config: TargetConfig, worker_id: str, model_name: str) -> None:
         self._config, self._worker_id, self._name = config, worker_id, model_name
-        self._metrics_told: tuple[str, ...] = ()
+        self._metrics_note: tuple[str, ...] = ()  # where metrics are served; empty if they are not
         self._metrics = Metrics(model_name)
         self._resources = ExitStack()
 
@@ -49,13 +49,9 @@ class ServedTarget(ABC):
         self._resources.callback(self._metrics.close)
         reached = for_metrics(self._config)
         self._metrics.serve(reached.host, reached.metrics_port, metrics_context(reached))
-        self._metrics_told = metrics_note(metrics_at(reached, self._metrics.port))
+        self._metrics_note = metrics_note(metrics_at(reached, self._metrics.port))
         stage("warming up")
         self._engine.warm_up().result()
-
-    def _metrics_note(self) -> tuple[str, ...]:
-        """Where metrics are served; empty if they are not."""
-        return self._metrics_told
 
     @property
     def metrics_port(self) -> int:

@@ -11,7 +11,6 @@ import grpc
 from bough.pb import target_pb2
 from bough.processes.process import WorkerService
 from bough.protocol import codec
-from bough.simulation.line import Line
 from bough.telemetry.call_context import serving_call
 from bough.telemetry.log_context import log_session
 from target_worker.served import ServedTarget
@@ -26,29 +25,15 @@ class TargetService(WorkerService[ServedTarget]):
         self, request: target_pb2.VerifyRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> target_pb2.VerifyReply:
         """Verify a tree."""
-        with serving_call(self.tracer, "bough.v1.Target/Verify") as span:
-            call = codec.verify_call_from_wire(request, self.worker.vocab_size, self.worker.max_nodes)
-            log_session(call.context.session_id)
-            if call.sampling.grammar:
-                await asyncio.to_thread(self.worker.compile_grammar, call.sampling.grammar)
-            result = await asyncio.wrap_future(self.worker.verify(call))
-            num_nodes, num_accepted = len(call.tree), len(result.verdict.accepted_nodes)
-            span.set({"bough.tree.nodes": num_nodes, "bough.tree.accepted": num_accepted})
-            seconds = result.timings.total_ns / 1e9
-            logger.debug("verified: %d nodes, %d accepted, in %.3f s", num_nodes, num_accepted, seconds)
-            return codec.verify_result_to_wire(result)
-
-
-class SimulatedTargetService(TargetService):
-    """bough.v1.Target behind a simulated network, with the failures of a profile."""
-
-    def __init__(self, line: Line) -> None:
-        super().__init__()
-        self._line = line
-
-    async def Verify(
-        self, request: target_pb2.VerifyRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> target_pb2.VerifyReply:
-        """Verify a tree, or fail as the profile says."""
-        async with self._line.crossed():
-            return await super().Verify(request, context)
+        async with self.crossed():
+            with serving_call(self.tracer, "bough.v1.Target/Verify") as span:
+                call = codec.verify_call_from_wire(request, self.worker.vocab_size, self.worker.max_nodes)
+                log_session(call.context.session_id)
+                if call.sampling.grammar:
+                    await asyncio.to_thread(self.worker.compile_grammar, call.sampling.grammar)
+                result = await asyncio.wrap_future(self.worker.verify(call))
+                num_nodes, num_accepted = len(call.tree), len(result.verdict.accepted_nodes)
+                span.set({"bough.tree.nodes": num_nodes, "bough.tree.accepted": num_accepted})
+                seconds = result.timings.total_ns / 1e9
+                logger.debug("verified: %d nodes, %d accepted, in %.3f s", num_nodes, num_accepted, seconds)
+                return codec.verify_result_to_wire(result)

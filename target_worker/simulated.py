@@ -151,7 +151,7 @@ class SimulatedTarget(ServedTarget):
         """The simulated model, and a note that it is simulated."""
         figures, profile = self._engine.pool.figures(), self._pair.profile.target
         kv = f"KV of {profile.kv_tokens} tokens is counted as {ROW_BYTES // 1024} KB each, and not taken"
-        notes = [*self._pair.notes(), kv, *self._metrics_note()]
+        notes = [*self._pair.notes(), kv, *self._metrics_note]
         return WorkerInfo(
             kind="target",
             worker_id=self._worker_id,

@@ -190,7 +190,7 @@ class TargetWorker(ServedTarget):
         if not self._tiers.is_direct:
             notes.append("reads go through the page cache: the file system refuses O_DIRECT")
         notes.append(f"{self._model.arithmetic}: a row's bits do not depend on what else is in a sweep")
-        notes += self._metrics_note()
+        notes += self._metrics_note
         if unused := self._skeleton.unused:
             notes.append(f"{len(unused)} tensors of the checkpoint have no place in it, such as {unused[0]}")
         return tuple(notes)

@@ -45,7 +45,7 @@ def compile_for_drafts() -> None:
 
 def main() -> None:
     """Takes a minute or two where nothing is in the cache, and seconds where all is."""
-    with ProcessPoolExecutor(2, get_context("spawn")) as processes:
+    with ProcessPoolExecutor(2, get_context("fork")) as processes:  # which have what is imported above
         works = [processes.submit(compile_for, dtype) for dtype in ("bfloat16", "float32")]
         for work in [*works, processes.submit(compile_for_drafts)]:
             work.result()

@@ -1,3 +1,3 @@
-"""The `bough` command; its subcommands are in rooms by subject."""
+"""The `bough` command; its subcommands are in packages by subject."""
 
 import bough.rpc  # noqa: F401  # before grpc, see there

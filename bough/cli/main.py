@@ -11,10 +11,9 @@ from collections.abc import Callable, Coroutine, Sequence
 from bough import __version__
 from bough.cli.closed_pipe import reader_may_leave
 from bough.cli.flags.machine import add_demo, add_pack, add_up
-from bough.cli.flags.planning import add_plan, add_shape
+from bough.cli.flags.planning import add_plan, add_shape, add_simulate
 from bough.cli.flags.reaching import add_address
 from bough.cli.flags.sampling import add_sampling
-from bough.cli.flags.simulation import add_simulate
 from bough.cli.keys import add_keys, keys
 from bough.config.flag_parser import FlagParser
 from bough.errors import BoughError
@@ -39,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         module = (exc.name or "").split(".")[0]
         if module in OURS:
             raise
-        extra = "plan" if module in ("simpy", "matplotlib") else "worker"
+        extra = "plan" if arguments.command == "simulate" or module == "matplotlib" else "worker"
         print(f"error: bough {arguments.command} needs {module}: pip install 'bough[{extra}]'", file=sys.stderr)
         raise SystemExit(2) from exc
     except (KeyboardInterrupt, asyncio.CancelledError):  # Ctrl-C, or SIGTERM as `bough.processes.launch` takes it

@@ -11,7 +11,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from concurrent.futures import Future
-from contextlib import AsyncExitStack, suppress
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, nullcontext, suppress
 from dataclasses import replace
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
@@ -165,7 +165,9 @@ AnyWorker = TypeVar("AnyWorker", bound=Worker)
 class WorkerService(Generic[AnyWorker]):
     """The gRPC calls common to both workers; UNAVAILABLE while the model loads."""
 
-    def __init__(self) -> None:
+    def __init__(self, crossed: Callable[[], AbstractAsyncContextManager[None]] = nullcontext) -> None:
+        """`crossed` is a simulated network around a draft's or target's own call."""
+        self.crossed = crossed
         self.loaded: AnyWorker | None = None
         self.tracer: Tracer = NO_TRACER
 
@@ -228,7 +230,7 @@ async def serve_worker(
             add_servicer,
             gate,
             max_connection_age=age,
-            doorkeepers=access.doorkeepers,
+            auth_interceptors=access.auth_interceptors,
             credentials=access.worker_credentials,
         )
         await stack.enter_async_context(access.watching())

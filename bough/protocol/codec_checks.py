@@ -15,7 +15,7 @@ def require_numbers(prompt: Prompt, options: GenerateOptions) -> None:
     tokens = prompt.token_ids if isinstance(prompt, TokenPrompt) else ()
     speculation = options.speculation
     numbers = (
-        *((name, getattr(options, name), MAX_UINT32) for name in ("top_k", "max_tokens", "logprobs")),
+        *((name, getattr(options, name), MAX_UINT32) for name in ("top_k", "max_tokens", "min_tokens", "logprobs")),
         ("seed", options.seed, MAX_SEED),
         *((f"stop_token_ids[{i}]", token, MAX_UINT32) for i, token in enumerate(options.stop_token_ids)),
         *((f"logit_bias[{token}]", token, MAX_UINT32) for token in options.logit_bias),

@@ -95,9 +95,11 @@ class GenerateOptions:
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     max_tokens: int = 256
+    min_tokens: int = 0  # before which neither a stop token nor a stop text ends the output
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    include_stop: bool = False  # in the text: the stop text or token that ends it
     logprobs: int | None = None
     speculation: Speculation = Speculation()
     continues: bool = False  # append the prompt to the session's tokens

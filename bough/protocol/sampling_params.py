@@ -44,6 +44,7 @@ class SamplingParams:
     logprobs: int | None = None  # number of alternatives to report; None reports no logprobs
     stop_token_ids: frozenset[int] = frozenset()
     grammar: str = ""  # of llguidance, in JSON, which the whole output follows; empty leaves it free
+    min_tokens: int = 0  # of the output, before which stop tokens are not drawn
 
     @property
     def is_greedy(self) -> bool:
@@ -87,8 +88,11 @@ class SamplingParams:
             _require(0 <= token < vocab_size, "logit_bias", token, f"a token id below {vocab_size}")
             is_number = abs(bias) <= 1000 or bias == BANNED
             _require(is_number, f"logit_bias[{token}]", bias, "a number in [-1000, 1000], or -inf to ban it")
-        if sum(bias == BANNED for bias in self.logit_bias.values()) == vocab_size:
+        banned = {token for token, bias in self.logit_bias.items() if bias == BANNED}
+        if len(banned) == vocab_size:
             raise InvalidRequest(f"logit_bias: must leave at least one token, got all {vocab_size} banned")
+        if self.min_tokens and len(banned | self.stop_token_ids) == vocab_size:
+            raise InvalidRequest(f"min_tokens: must be 0 where any token ends the output, got {self.min_tokens}")
         _require(
             self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS,
             "logprobs",
@@ -110,6 +114,7 @@ class StopConditions:
 
     max_tokens: int = 256
     stop: tuple[str, ...] = ()
+    include_stop: bool = False  # in the text, also the stop token's
 
     def validate(self) -> None:
         """Raises InvalidRequest naming the first field out of its range."""

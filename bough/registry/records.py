@@ -205,9 +205,9 @@ def _flag(value: object) -> bool:
 
 
 def _number(value: object) -> float:
-    if type(value) not in (int, float):
+    if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError(f"must be a number, got {value!r}")
-    return float(value)  # type: ignore[arg-type]  # mypy does not follow `type(...) in`
+    return float(value)
 
 
 CHECKS: dict[type, Callable[[object], object]] = {str: _text, int: _count, float: _number, bool: _flag}

@@ -177,12 +177,12 @@ async def serving(
     stalled_seconds: float | None = None,
     grace_seconds: float = 1.0,
     max_connection_age: float = 0.0,
-    doorkeepers: Sequence[grpc.aio.ServerInterceptor] = (),
+    auth_interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
     credentials: grpc.ServerCredentials | None = None,
 ) -> AsyncIterator[Served]:
     """Run a server with health and reflection; NOT_SERVING until `set_ready`. Port 0 takes a free one.
 
-    `doorkeepers` are the first interceptors, after the one that sets the log context. With `credentials` only TLS is
+    `auth_interceptors` come first, after the interceptor that sets the log context. With `credentials` only TLS is
     spoken.
 
     A stream whose reader takes nothing for `stalled_seconds` ends as DEADLINE_EXCEEDED. A connection older than
@@ -194,7 +194,7 @@ async def serving(
     gate = gate or Drainer()
     # without a grace period, an old connection waits for its calls without limit
     age = [("grpc.max_connection_age_ms", round(1000 * max_connection_age))] if max_connection_age else []
-    interceptors = [CallContextInterceptor(), *doorkeepers, ErrorInterceptor(gate, stalled_seconds)]
+    interceptors = [CallContextInterceptor(), *auth_interceptors, ErrorInterceptor(gate, stalled_seconds)]
     options = [*_SERVER_OPTIONS, *_bounds(), *age]
     health_servicer = HealthService()
 

@@ -11,8 +11,8 @@ import grpc
 
 from bough.config.processes import OrchestratorConfig, ServiceConfig
 from bough.errors import ConfigError
+from bough.security.auth_interceptor import AuthInterceptor
 from bough.security.certificates import AUTHORITY, CERT, CLIENT_AUTHORITY, CertificateFiles, Certificates
-from bough.security.doorkeeper import Doorkeeper
 from bough.security.peer_names import PeerNames
 from bough.security.tls import CurrentContext, PeerChannel, Tls, context_to_itself, server_context
 from bough.security.worker_key import WorkerKey
@@ -39,9 +39,9 @@ class Access:
         return () if self.key is None else self.key.credentials
 
     @property
-    def doorkeepers(self) -> Sequence[grpc.aio.ServerInterceptor]:
+    def auth_interceptors(self) -> Sequence[grpc.aio.ServerInterceptor]:
         """Interceptors of a worker's server."""
-        keepers: list[grpc.aio.ServerInterceptor] = [] if self.key is None else [Doorkeeper(self.key.require)]
+        keepers: list[grpc.aio.ServerInterceptor] = [] if self.key is None else [AuthInterceptor(self.key.require)]
         return [*keepers, PeerNames(frozenset(self.peer_names))] if self.peer_names else keepers
 
     @property

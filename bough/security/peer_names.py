@@ -11,7 +11,7 @@ import grpc
 
 from bough.errors import Unauthenticated
 from bough.rpc.status_map import abort
-from bough.security.doorkeeper import OPEN
+from bough.security.auth_interceptor import OPEN
 
 NAMES = ("x509_subject_alternative_name", "x509_common_name")  # of gRPC's authentication context
 

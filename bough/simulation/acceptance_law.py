@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from pydantic import Field
 
-from bough.errors import ConfigError
-from bough.simulation.reading import choice, count, described, number, read_part, refusal
+from bough.simulation.reading import Count, as_written, read, refusal
 from bough.trees.acceptance import Acceptance, acceptance_from
 
 # Acceptance vectors by rank, from Sequoia (arXiv 2402.12374) and its repository.
@@ -34,13 +34,6 @@ def _probs(name: str, value: Any) -> Rows:
             raise refusal(name, value, f"a list of probabilities by rank, or one of {', '.join(PUBLISHED)}")
         return (PUBLISHED[value],)
     return tuple(tuple(row) for row in acceptance_from(name, value).tolist())
-
-
-def _by_rank(name: str, value: Any) -> Rows:
-    rows = _probs(name, value)
-    if len(rows) != 1:
-        raise refusal(name, value, "one list of probabilities by rank; kind by_depth has several")
-    return rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,60 +80,34 @@ def same_shape(first: Acceptance, last: Acceptance) -> tuple[Acceptance, Accepta
     return grown(first), grown(last)
 
 
+VECTORS = {"by_rank": ("vector",), "by_depth": ("vectors",), "drifting": ("first", "last"), "hostile": ()}  # by kind
+
+
+@as_written
 @dataclass(frozen=True, slots=True)
-class _ByRank:
-    kind: str = described(choice("by_rank"))
-    vector: Rows = described(_by_rank)
-    spread: float = described(number(0, 0.99), 0.0)
-    overconfidence: float = described(number(0, 16, above=True), 1.0)
+class _Numbers:
+    """The fields that are no vectors."""
+
+    over_positions: Count = 1
+    spread: Annotated[float, Field(ge=0, le=0.99)] = 0.0
+    overconfidence: Annotated[float, Field(gt=0, le=16)] = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class _ByDepth:
-    kind: str = described(choice("by_depth"))
-    vectors: Rows = described(_probs)
-    spread: float = described(number(0, 0.99), 0.0)
-    overconfidence: float = described(number(0, 16, above=True), 1.0)
-
-
-@dataclass(frozen=True, slots=True)
-class _Drifting:
-    kind: str = described(choice("drifting"))
-    first: Rows = described(_probs)
-    last: Rows = described(_probs)
-    over_positions: int = described(count(1))
-    spread: float = described(number(0, 0.99), 0.0)
-    overconfidence: float = described(number(0, 16, above=True), 1.0)
-
-
-@dataclass(frozen=True, slots=True)
-class _Hostile:
-    kind: str = described(choice("hostile"))
-
-
-def read_acceptance_law(name: str, value: Any) -> AcceptanceLaw:
+def read_acceptance_law(value: Any) -> AcceptanceLaw:
     """Read a JSON object whose `kind` determines its other fields.
 
     Raises:
         ConfigError: names the invalid field.
     """
-    if not isinstance(value, dict):
-        raise refusal(name, value, "an object with a kind: by_rank, by_depth, drifting or hostile")
-    match value.get("kind"):
-        case "by_rank":
-            ranked = read_part(_ByRank, name, value)
-            return AcceptanceLaw("by_rank", ranked.vector, NO_ROWS, 1, ranked.spread, ranked.overconfidence)
-        case "by_depth":
-            deep = read_part(_ByDepth, name, value)
-            return AcceptanceLaw("by_depth", deep.vectors, NO_ROWS, 1, deep.spread, deep.overconfidence)
-        case "drifting":
-            drift = read_part(_Drifting, name, value)
-            positions = drift.over_positions
-            return AcceptanceLaw("drifting", drift.first, drift.last, positions, drift.spread, drift.overconfidence)
-        case "hostile":
-            read_part(_Hostile, name, value)
-            return AcceptanceLaw("hostile", ((0.0,) * HOSTILE_RANKS,))
-        case None:
-            raise ConfigError(f"{name}.kind: missing; must be by_rank, by_depth, drifting or hostile")
-        case other:
-            raise refusal(f"{name}.kind", other, "by_rank, by_depth, drifting or hostile")
+    kind = value.get("kind") if isinstance(value, dict) else None
+    if not isinstance(kind, str) or kind not in VECTORS:
+        raise refusal("acceptance.kind", kind, f"one of {', '.join(VECTORS)}")
+    if (kind == "drifting") != ("over_positions" in value):
+        raise refusal("acceptance.over_positions", value.get("over_positions"), "given where kind is drifting, only")
+    own = {name: given for name, given in value.items() if name not in ("kind", *VECTORS[kind])}
+    numbers = read(_Numbers, "acceptance", own)
+    rows = [_probs(f"acceptance.{name}", value.get(name)) for name in VECTORS[kind]] or [((0.0,) * HOSTILE_RANKS,)]
+    if kind == "by_rank" and len(rows[0]) != 1:
+        raise refusal("acceptance.vector", value["vector"], "one list of probabilities by rank; by_depth has several")
+    first, last = rows[0], rows[1] if len(rows) > 1 else NO_ROWS
+    return AcceptanceLaw(kind, first, last, numbers.over_positions, numbers.spread, numbers.overconfidence)

@@ -7,61 +7,54 @@ all sessions in it, and a call the network's latency. Events scale these during 
 from __future__ import annotations
 
 import importlib.resources
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
-from typing import NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
-from bough.errors import ConfigError
+from pydantic import Field, PlainValidator
+
 from bough.simulation.acceptance_law import AcceptanceLaw, read_acceptance_law
-from bough.simulation.reading import (
-    choice,
-    count,
-    curve,
-    described,
-    number,
-    optional,
-    part,
-    parts,
-    read_part,
-    refusal,
-    text,
-)
+from bough.simulation.reading import Count, Curve, Number, Positive, as_written, read_text, refusal
+
+Jitter = Annotated[float, Field(ge=0, le=2)]  # relative standard deviation, lognormal with mean 1
+Factor = Annotated[float, Field(ge=0, le=1000)]
 
 
+@as_written
 @dataclass(frozen=True, slots=True)
 class Experts:
     """A mixture of experts whose sweeps also read the experts that their rows choose."""
 
-    miss_seconds: float = described(number())  # to read all experts that are not in memory
-    num_experts: int = described(count(1))  # in a layer
-    experts_per_token: int = described(count(1))
+    miss_seconds: Number  # to read all experts that are not in memory
+    num_experts: Count  # in a layer
+    experts_per_token: Count
 
     def seconds(self, num_rows: int) -> float:
         """Seconds to read the experts that `num_rows` rows choose independently."""
         return self.miss_seconds * (1 - (1 - self.experts_per_token / self.num_experts) ** num_rows)
 
 
+@as_written
 @dataclass(frozen=True, slots=True)
 class TargetProfile:
     """Times and limits of a target worker."""
 
-    link_seconds: float = described(number(), 0.0)  # to read the weights in each sweep; 0 is resident
-    compute_base_seconds: float = described(number(), 0.0)
-    compute_row_seconds: float = described(number(), 0.0)
-    compute_curve: tuple[tuple[float, float], ...] = described(curve, ())  # (rows, seconds), instead of base and slope
-    row_step: int = described(count(1), 1)  # rows are padded to multiples of this
-    second_knee_rows: int | None = described(optional(count(1)), None)
-    second_knee_row_seconds: float = described(number(), 0.0)  # additional seconds of each padded row beyond it
-    experts: Experts | None = described(optional(part(Experts)), None)
-    overhead_seconds: float = described(number(), 0.0)
-    jitter: float = described(number(0, 2), 0.0)  # relative standard deviation, lognormal with mean 1
-    max_nodes: int = described(count(1), 512)
-    max_context: int = described(count(2), 4096)
-    max_sweep_rows: int = described(count(1), 1024)
-    kv_tokens: int = described(count(1), 65536)
+    link_seconds: Number = 0.0  # to read the weights in each sweep; 0 is resident
+    compute_base_seconds: Number = 0.0
+    compute_row_seconds: Number = 0.0
+    compute_curve: Curve = ()  # (rows, seconds), instead of base and slope
+    row_step: Count = 1  # rows are padded to multiples of this
+    second_knee_rows: Count | None = None
+    second_knee_row_seconds: Number = 0.0  # additional seconds of each padded row beyond it
+    experts: Experts | None = None
+    overhead_seconds: Number = 0.0
+    jitter: Jitter = 0.0  # relative standard deviation, lognormal with mean 1
+    max_nodes: Count = 512
+    max_context: Annotated[int, Field(ge=2)] = 4096
+    max_sweep_rows: Count = 1024
+    kv_tokens: Count = 65536
 
     def padded(self, num_rows: int) -> int:
         """`num_rows` padded to a multiple of `row_step`."""
@@ -103,14 +96,15 @@ class TargetProfile:
         return low
 
 
+@as_written
 @dataclass(frozen=True, slots=True)
 class DraftProfile:
     """Times of a draft worker; a step serves the frontiers of all sessions that grow at the same time."""
 
-    base_seconds: float = described(number(), 0.0)
-    row_seconds: float = described(number(), 0.0)
-    prefill_token_seconds: float = described(number(), 0.0)
-    jitter: float = described(number(0, 2), 0.0)
+    base_seconds: Number = 0.0
+    row_seconds: Number = 0.0
+    prefill_token_seconds: Number = 0.0
+    jitter: Jitter = 0.0
 
     def step_seconds(self, num_rows: int, factors: Factors | None = None) -> float:
         """Seconds of a step with `num_rows` rows, all sessions together, without jitter."""
@@ -121,26 +115,28 @@ class DraftProfile:
         return self.prefill_token_seconds * num_tokens * (factors.draft if factors else 1.0)
 
 
+@as_written
 @dataclass(frozen=True, slots=True)
 class NetworkProfile:
     """The network between the orchestrator and its workers."""
 
-    one_way_seconds: float = described(number(), 0.0)  # added to each call twice
+    one_way_seconds: Number = 0.0  # added to each call twice
 
     def call_seconds(self, factors: Factors | None = None) -> float:
         """Seconds added to a call, both ways."""
         return 2 * self.one_way_seconds * (factors.network if factors else 1.0)
 
 
+@as_written
 @dataclass(frozen=True, slots=True)
 class Event:
     """Factors that multiply times from a second on; several events make a drift."""
 
-    at_second: float = described(number())
-    link: float = described(number(0, 1000), 1.0)
-    compute: float = described(number(0, 1000), 1.0)
-    draft: float = described(number(0, 1000), 1.0)
-    network: float = described(number(0, 1000), 1.0)
+    at_second: Number
+    link: Factor = 1.0
+    compute: Factor = 1.0
+    draft: Factor = 1.0
+    network: Factor = 1.0
 
 
 class Factors(NamedTuple):
@@ -152,33 +148,35 @@ class Factors(NamedTuple):
     network: float = 1.0
 
 
+@as_written
 @dataclass(frozen=True, slots=True)
 class Failure:
     """An interval in which calls of a worker fail, each with a probability."""
 
-    worker: str = described(choice("target", "draft"))
-    kind: str = described(choice("unavailable", "hang"), "unavailable")
-    at_second: float = described(number(), 0.0)
-    for_seconds: float | None = described(optional(number(above=True)), None)  # None is forever
-    probability: float = described(number(0, 1), 1.0)
+    worker: Literal["target", "draft"]
+    kind: Literal["unavailable", "hang"] = "unavailable"
+    at_second: Number = 0.0
+    for_seconds: Positive | None = None  # None is forever
+    probability: Annotated[float, Field(ge=0, le=1)] = 1.0
 
     def is_active(self, second: float) -> bool:
         """Whether calls may fail at this second."""
         return self.at_second <= second and (self.for_seconds is None or second < self.at_second + self.for_seconds)
 
 
+@as_written
 @dataclass(frozen=True, slots=True)
 class Profile:
     """A target, a draft, their network, the acceptance of guesses, and events and failures during a run."""
 
-    source: str = described(text)  # how the numbers were measured or derived
-    target: TargetProfile = described(part(TargetProfile))
-    draft: DraftProfile = described(part(DraftProfile))
-    acceptance: AcceptanceLaw = described(read_acceptance_law)
-    network: NetworkProfile = described(part(NetworkProfile), NetworkProfile())
-    events: tuple[Event, ...] = described(parts(Event), ())
-    failures: tuple[Failure, ...] = described(parts(Failure), ())
-    clock_scale: float = described(number(above=True), 1.0)  # simulated seconds in a real one
+    source: Annotated[str, Field(min_length=1)]  # how the numbers were measured or derived
+    target: TargetProfile
+    draft: DraftProfile
+    acceptance: Annotated[AcceptanceLaw, PlainValidator(read_acceptance_law)]
+    network: NetworkProfile = NetworkProfile()
+    events: tuple[Event, ...] = ()
+    failures: tuple[Failure, ...] = ()
+    clock_scale: Positive = 1.0  # simulated seconds in a real one
 
     def factors_at(self, second: float) -> Factors:
         """The product of all past events."""
@@ -241,11 +239,7 @@ def parse_profile(content: str) -> Profile:
     Raises:
         ConfigError: it is no JSON object, or a field is invalid.
     """
-    try:
-        value = json.loads(content)
-    except ValueError as exc:
-        raise ConfigError(f"profile: must be a JSON object, got something else: {exc}") from exc
-    profile = read_part(Profile, "", value)
+    profile = read_text(Profile, "", content)
     _check(profile)
     return profile
 

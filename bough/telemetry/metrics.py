@@ -106,10 +106,8 @@ def _bound(server: WSGIServer, context: Callable[[], ssl.SSLContext] | None) -> 
     def tell(_: Any, peer: Any) -> None:
         logger.warning("/metrics could not be served to %s: %s", peer, sys.exception())
 
-    server.get_request = accept  # type: ignore[method-assign]
-    server.service_actions = end_overdue  # type: ignore[method-assign]  # twice a second
-    server.close_request = close  # type: ignore[method-assign, assignment]
-    server.handle_error = tell  # type: ignore[method-assign, assignment]
+    # The server calls service_actions twice a second.
+    vars(server).update(get_request=accept, service_actions=end_overdue, close_request=close, handle_error=tell)
 
 
 def _as_plain_text(app: WSGIApplication) -> WSGIApplication:

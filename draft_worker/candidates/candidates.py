@@ -41,7 +41,8 @@ class Guessing:
     def adjusts(self, vocab_size: int) -> bool:
         """Whether logits of `vocab_size` tokens depend on more than the model."""
         params = self.params
-        return bool(params.has_penalties or params.logit_bias or params.grammar) or 0 < self.vocab_size < vocab_size
+        changes = params.has_penalties or params.logit_bias or params.grammar or params.min_tokens
+        return bool(changes) or 0 < self.vocab_size < vocab_size
 
     def candidates(
         self, values: NDArray[np.float32], tokens: NDArray[np.int32], positions: NDArray[np.int32]

@@ -16,7 +16,7 @@ from draft_worker.candidates.past_tokens import Seen
 def adjust(
     logits: torch.Tensor, guessing: Guessing, past: TokenCounts, paths: NDArray[np.int32], positions: NDArray[np.int32]
 ) -> None:
-    """Apply penalties and bias in place to logits (num_nodes, vocab_size), as decoding would at each node.
+    """Apply penalties, bias and `min_tokens` in place to logits (num_nodes, vocab_size), as decoding at each node.
 
     Paths and positions (num_nodes, width) lead from the root to each node; position -1 marks unused places. Paths and
     `past` may contain tokens that only the target has.
@@ -29,6 +29,11 @@ def adjust(
         columns = torch.tensor([*biases], device=logits.device)
         values = torch.tensor([*biases.values()], dtype=logits.dtype, device=logits.device)
         logits.index_copy_(1, columns, logits.index_select(1, columns) + values)
+    early = positions.max(axis=1) + 1 - guessing.prompt_length < params.min_tokens
+    ends = [token for token in params.stop_token_ids if token < vocab_size]
+    if ends and early.any():
+        rows = torch.from_numpy(np.flatnonzero(early)).to(logits.device)
+        logits[rows[:, None], torch.tensor(ends, device=logits.device)] = -torch.inf
     if guessing.vocab_size:
         logits[:, guessing.vocab_size :] = -torch.inf
 

@@ -106,6 +106,7 @@ def opened(prompt: Prompt, options: GenerateOptions, tokenizer: Tokenizer) -> li
         logit_bias=options.logit_bias,
         logprobs=options.logprobs,
         stop_token_ids=frozenset(options.stop_token_ids),
+        min_tokens=options.min_tokens,
     )
     sampling.validate(VOCAB)
     StopConditions(options.max_tokens, options.stop).validate()

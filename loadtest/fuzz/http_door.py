@@ -124,7 +124,7 @@ class HttpSender:
 
 def _head(method: str, path: str, *lines: bytes) -> bytes:
     first = f"{method} {path} HTTP/1.1".encode("latin-1", "replace")
-    return b"\r\n".join((first, b"host: fuzz", b"content-type: application/json", *lines, b"", b""))
+    return b"\r\n".join((first, b"host: localhost", b"content-type: application/json", *lines, b"", b""))
 
 
 async def _read_hurried(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:

@@ -61,8 +61,9 @@ GRPC: dict[str, tuple[Message, ...]] = {
 COMMON: Json = {
     "model": None, "stream": False, "max_tokens": 2, "temperature": 0.5, "top_p": 0.9, "n": 1, "seed": 7,
     "stop": ["zz"], "logit_bias": {"3": 1.5}, "presence_penalty": 0.1, "frequency_penalty": 0.1, "top_k": 4,
-    "min_p": 0.1, "repetition_penalty": 1.1, "ignore_eos": True, "stop_token_ids": [5], "session_id": "session",
-    "cache_salt": "salt", "speculation": {"enabled": True, "budget": 4, "width": 2, "depth": 2},
+    "min_p": 0.1, "repetition_penalty": 1.1, "ignore_eos": True, "stop_token_ids": [5], "min_tokens": 1,
+    "session_id": "session", "cache_salt": "salt",
+    "speculation": {"enabled": True, "budget": 4, "width": 2, "depth": 2},
     "stream_options": {"include_usage": True}, "user": "u", "metadata": {"a": "b"},
 }  # fmt: skip
 CHAT: Json = {"messages": [{"role": "system", "content": "short"}, {"role": "user", "content": "hi"}]}

@@ -1,6 +1,6 @@
 """Compiles every kernel for GPUs that need not be present, and reports registers, spills and shared memory.
 
-    python -m loadtest.gpu.compile_kernels [--capabilities 80 86 89 90 120]
+    python -m loadtest.gpu.compile_kernels [--capabilities 80 86 89 90 120] [--only bf16]
 
 A line for each, then one JSON line. Exit status 1 where one spills registers to memory or wants more shared memory than
 there is. Speed is for a GPU to say.
@@ -22,7 +22,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import triton
 from triton.backends.compiler import GPUTarget
@@ -39,9 +39,47 @@ _VARYING = ("scale", "window", "tail_width", "zero_offset")
 BLACKWELL = 100  # first capability for which Triton has its own assembler
 
 
+class Heads(NamedTuple):
+    """The parts of a model that its attention kernel is compiled for."""
+
+    group: int  # query heads of a KV head
+    dim: int
+    softcap: float = 0.0
+    has_sinks: bool = False
+
+    def __str__(self) -> str:
+        extras = f"{f', softcap {self.softcap:g}' if self.softcap else ''}{', sinks' if self.has_sinks else ''}"
+        return f"{self.group} heads of {self.dim} a KV head{extras}"
+
+
+FAMILIES = {  # sizes of every family that bough runs
+    Heads(1, 64): "SmolLM2-1.7B",
+    Heads(3, 64): "SmolLM2-135M",
+    Heads(4, 64): "Llama-3.2-1B, Granite-3-2B",
+    Heads(7, 64): "Qwen2.5-0.5B",
+    Heads(8, 64, has_sinks=True): "GPT-OSS",
+    Heads(1, 96): "Phi-3-mini",
+    Heads(1, 128): "Llama-2-7B, OLMo-2-7B, Command-R, Qwen1.5-MoE",
+    Heads(2, 128): "Gemma-3-27B, Qwen3-0.6B",
+    Heads(2, 128, 50.0): "Gemma-2-27B",
+    Heads(3, 128): "Llama-3.2-3B, Phi-4-mini",
+    Heads(4, 128): "Llama-3-8B, Mistral, Mixtral-8x7B, Qwen3-8B, Phi-3-medium, Granite-3-8B",
+    Heads(5, 128): "Qwen2.5-32B, Qwen3-14B, OLMo-2-32B",
+    Heads(6, 128): "Qwen2.5-1.5B, Mixtral-8x22B",
+    Heads(7, 128): "Qwen2.5-7B, Qwen2-57B-MoE",
+    Heads(8, 128): "Llama-2-70B, Llama-3-70B, Qwen2.5-72B, Qwen3-32B, Qwen3-30B-MoE",
+    Heads(9, 128): "StarCoder2-7B",
+    Heads(12, 128): "Mistral-Large, Command-R+, StarCoder2-15B",
+    Heads(16, 128): "Llama-3.1-405B, Qwen3-235B-MoE",
+    Heads(2, 256): "Gemma-3-4B",
+    Heads(2, 256, 50.0): "Gemma-2-9B",
+    Heads(4, 256): "Gemma-3-1B",
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """A kernel with the arguments of its launch for a 70B."""
+    """A kernel with the arguments of its launch."""
 
     name: str
     function: Any
@@ -68,10 +106,10 @@ class Compiled:
 
 
 def kernels() -> Iterator[Kernel]:
-    """All kernels: attention, and unpacking of each format, writing bfloat16 and float16."""
+    """All kernels: attention of every family, and unpacking of each format, writing bfloat16 and float16."""
     for dtype, bits in (("bf16", "i16"), ("fp16", "fp16")):
-        for group, head_dim in ((8, 128), (1, 128), (2, 256)):  # Llama 70B, Llama-2 7B, Gemma
-            yield _attention(dtype, group, head_dim)
+        for heads in FAMILIES:
+            yield _attention(dtype, heads)
         for name, function, constants in _unpacking():
             pointers = {"packed": "*u8", "scales": "*fp16", "out": f"*{bits}"}
             pointers |= dict.fromkeys(("words", "zeros", "group_of"), "*i32")
@@ -81,18 +119,18 @@ def kernels() -> Iterator[Kernel]:
             )
 
 
-def _attention(dtype: str, group: int, head_dim: int) -> Kernel:
-    constants = {"NUM_KV_HEADS": 8, "HEAD_DIM": head_dim, "SOFTCAP": 0.0, "HAS_SINKS": False, "IN_HALVES": True}
-    constants |= attention_triton.tile_constants(group, head_dim, True)
-    pointers = dict.fromkeys(("queries", "keys", "values", "sinks", "out"), f"*{dtype}") | {"scale": "fp32"}
+def _attention(dtype: str, heads: Heads) -> Kernel:
+    constants = {"NUM_KV_HEADS": 8, "HEAD_DIM": heads.dim, "SOFTCAP": heads.softcap, "HAS_SINKS": heads.has_sinks}
+    tile = attention_triton.tile_constants(heads.group, heads.dim, True)
+    pointers = dict.fromkeys(("queries", "keys", "values", "out"), f"*{dtype}")
+    pointers |= {"scale": "fp32", "sinks": "*fp32" if heads.has_sinks else f"*{dtype}"}
     pointers |= dict.fromkeys(("origins", "bases", "lengths", "tails", "tiles"), "*i32")
-    options = attention_triton.launch_options(True)
     return Kernel(
-        f"attention, {group} heads of {head_dim} a KV head, {dtype}",
+        f"attention, {heads}, {dtype}",
         attention_triton._attend,
-        constants,
+        constants | {"IN_HALVES": True} | tile,
         pointers,
-        options,
+        attention_triton.launch_options(tile, True),
         _VARYING,
     )
 
@@ -142,11 +180,11 @@ def main() -> None:
     """Print results as they come, and one JSON line."""
     parser = FlagParser(description=__doc__)
     parser.add_argument("--capabilities", type=int, nargs="+", default=CAPABILITIES)
-    parser.add_argument("--only", default="", help="kernels whose name contains this")
+    parser.add_argument("--only", nargs="+", default=[""], help="kernels whose name contains any of these")
     arguments = parser.parse_args()
     rows = []
     for kernel in kernels():
-        for capability in arguments.capabilities if arguments.only in kernel.name else ():
+        for capability in arguments.capabilities if any(part in kernel.name for part in arguments.only) else ():
             rows.append(compiled(kernel, capability))
             print(rows[-1], flush=True)
     fit = all(row.fits for row in rows)

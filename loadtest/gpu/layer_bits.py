@@ -1,46 +1,120 @@
-"""Checks that a row's products in a large layer have the same bits at any place; part of `loadtest.gpu`.
+"""Checks that a row of a large layer has the same bits at any place in a batch; part of `loadtest.gpu`.
 
-A library chooses how it multiplies by the shapes of a product, and all products of a sweep have one number of rows. So
-a row's result should be the same at any place and beside any neighbours; a product that is cut along its sums among
-processors (stream-K) could round otherwise from one place to another. Other row counts are told for comparison.
+A library chooses how it multiplies by the shapes and the layout of a product, and all products of a sweep have one
+number of rows. So a row's result should be the same at any place and beside any neighbours; a product that is cut along
+its sums among processors (stream-K) could round otherwise from one place to another. Other row counts are told for
+comparison. Weights lie as they do in a sweep: by rows, or by columns as AWQ's and GPTQ's are written out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from bough.model.batch.batch import BatchPart, Segment
+from bough.model.batch.gpu_paths import PathArrays
+from bough.model.cpu.attention_cpu import attend_on_cpu
+from bough.model.gpu.kernels import kernels_on
+from bough.model.kv.session_kv import KVSlot
+from bough.model.running.device import working_on
+from bough.trees.tree import Tree
+from loadtest.gpu.contexts import HEAD_DIM, HEADS, KV_HEADS
 
 OTHER_COUNTS = (1, 64)
+DTYPES = (torch.bfloat16, torch.float16)
+CONTEXT = 90  # keys before a tree: not whole blocks of them
+Compute = Callable[[torch.Tensor], torch.Tensor]
 
 
-def layer_bits(
-    device: torch.device, matrices: Sequence[tuple[int, int]], rows: int, dtype: torch.dtype
-) -> dict[str, Any]:
-    """For matrices (outputs, inputs) and `rows` rows, the number of places at which a row has the same bits."""
-    generator = torch.Generator(device).manual_seed(0)
-    places, equal, compared, others = _places(rows), 0, 0, dict.fromkeys(OTHER_COUNTS, True)
-    for outputs, inputs in matrices:
-        weight = torch.randn((outputs, inputs), generator=generator, device=device, dtype=dtype)
-        row = torch.randn((1, inputs), generator=generator, device=device, dtype=dtype)
-        first: torch.Tensor | None = None
-        for place in places:
-            batch = torch.randn((rows, inputs), generator=generator, device=device, dtype=dtype)
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """A batch of so many rows, of which one is moved about among random ones."""
+
+    device: torch.device
+    num: int
+    dtype: torch.dtype
+    generator: torch.Generator
+
+    def random(self, *shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=self.generator, device=self.device, dtype=self.dtype)
+
+    @property
+    def places(self) -> list[int]:
+        """The ends, and the borders of tiles of several sizes; not row 0, as it is the root of all trees."""
+        borders = {border for border in (15, 16, 63, 64, 127, 128) if border < self.num}
+        return sorted({1, 2, self.num // 2 - 1, self.num // 2, self.num - 1} | borders)
+
+    def results(self, row: torch.Tensor, compute: Compute) -> list[torch.Tensor]:
+        """What becomes of a row (1, inputs) at each place, beside other neighbours each time."""
+        found = []
+        for place in self.places:
+            batch = self.random(self.num, row.shape[1])
             batch[place] = row[0]
-            found = torch.nn.functional.linear(batch, weight)[place]
-            first = found if first is None else first
-            compared, equal = compared + 1, equal + int(torch.equal(found, first))
-        for count in OTHER_COUNTS:
-            alone = torch.nn.functional.linear(row.expand(count, -1).contiguous(), weight)[0]
-            assert first is not None
-            others[count] &= torch.equal(alone, first)
-        del weight
-    return {"rows": rows, "compared": compared, "equal": equal, "equal_at_other_counts": others}
+            found.append(compute(batch)[place].clone())
+        return found
 
 
-def _places(rows: int) -> list[int]:
-    """Places to compare: both ends, and the borders of tiles of several sizes."""
-    return sorted(
-        {0, 1, rows // 2 - 1, rows // 2, rows - 1} | {border for border in (15, 16, 63, 64, 127, 128) if border < rows}
-    )
+def layer_bits(device: torch.device, matrices: Sequence[tuple[int, int]], num_rows: int) -> dict[str, Any]:
+    """How many places gave a row the bits of the first: products with matrices (outputs, inputs), norm, attention."""
+    found: dict[str, list[bool]] = {}
+    others = dict.fromkeys(OTHER_COUNTS, True)
+    generator = torch.Generator(device).manual_seed(0)
+    for dtype in DTYPES:
+        rows, name = _Rows(device, num_rows, dtype, generator), str(dtype).removeprefix("torch.")
+        for layout, is_by_columns in (("rows", False), ("columns", True)):
+            equal = found.setdefault(f"products, {name}, weights by {layout}", [])
+            for outputs, inputs in matrices:
+                weight = rows.random(inputs, outputs).t() if is_by_columns else rows.random(outputs, inputs)
+                equal += _product(rows, weight, others)
+                del weight
+        hidden_size = matrices[0][1]
+        norm = LlamaRMSNorm(hidden_size).to(device, dtype)
+        found[f"norm, {name}"] = _alike(rows.results(rows.random(1, hidden_size), norm))
+        found[f"attention, {name}"] = _alike(_attention(rows))
+    return {
+        "rows": num_rows,
+        "compared": sum(map(len, found.values())),
+        "equal": sum(map(sum, found.values())),
+        "by_kind": {kind: f"{sum(equal)} of {len(equal)}" for kind, equal in found.items()},
+        "equal_at_other_counts": others,
+    }
+
+
+@torch.inference_mode()
+def _product(rows: _Rows, weight: torch.Tensor, others: dict[int, bool]) -> list[bool]:
+    row = rows.random(1, weight.shape[1])
+    found = rows.results(row, lambda batch: torch.nn.functional.linear(batch, weight))
+    for count in OTHER_COUNTS:
+        alone = torch.nn.functional.linear(row.expand(count, -1).contiguous(), weight)[0]
+        others[count] &= torch.equal(alone, found[0])
+    return _alike(found)
+
+
+def _attention(rows: _Rows) -> list[torch.Tensor]:
+    """A child of the root of a tree whose nodes are all such children: its path is the same at each place."""
+    tree = Tree.of([*range(rows.num)], [-1, *[0] * (rows.num - 1)], [0.0] * rows.num)
+    piece = BatchPart(0, Segment.tree(KVSlot.__new__(KVSlot), CONTEXT, tree))
+    paths, kernels = PathArrays.of([piece], [0]).on(rows.device), kernels_on(rows.device)
+    shared = rows.random(2, CONTEXT + 1, KV_HEADS, HEAD_DIM)  # keys and values of the context and the root
+    own, rules, found = rows.random(2, KV_HEADS, HEAD_DIM), (HEAD_DIM**-0.5, 0, 0.0, None), []
+    query = rows.random(HEADS, HEAD_DIM)
+    for place in rows.places:
+        keys, values = held = rows.random(2, CONTEXT + rows.num, KV_HEADS, HEAD_DIM)
+        held[:, : CONTEXT + 1], held[:, CONTEXT + place] = shared, own
+        queries = rows.random(rows.num, HEADS, HEAD_DIM)
+        queries[place] = query
+        with working_on(rows.device):
+            if kernels is not None:
+                out = kernels.attend(queries, keys, values, paths, *rules)
+            else:
+                out = attend_on_cpu(queries, keys, values, piece, *rules)
+        found.append(out[place].clone())
+    return found
+
+
+def _alike(results: Sequence[torch.Tensor]) -> list[bool]:
+    return [torch.equal(result, results[0]) for result in results]

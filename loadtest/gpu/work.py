@@ -117,9 +117,7 @@ WORK: dict[Part, Callable[[Ground], Any]] = {  # likely failures come first, lon
     Part("device", 60): lambda ground: gpu_parts.describe(ground.device),
     Part("attention", 60): lambda ground: gpu_parts.attention(ground.device),
     Part("unpacking", 90): lambda ground: unpacking(ground.device, *ground.sizes.unpacked),
-    Part("layer_bits", 45): lambda ground: layer_bits(
-        ground.device, ground.sizes.matrices, ground.machine.rows, torch.bfloat16
-    ),
+    Part("layer_bits", 45): lambda ground: layer_bits(ground.device, ground.sizes.matrices, ground.machine.rows),
     Part("contexts", 45): lambda ground: contexts(ground.device, *ground.sizes.contexts),
     Part("equality", 90): _equality,
     Part("experts", 60): lambda ground: experts(

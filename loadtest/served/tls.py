@@ -64,8 +64,8 @@ async def doors(files: CertificateFiles) -> AsyncIterator[dict[str, int]]:
     async with AsyncExitStack() as stack:
         ports = {}
         for name, own in credentials.items():
-            keepers = access.doorkeepers if name == "mutual" else ()
-            serves = serving("127.0.0.1", 0, METHOD.split("/")[1], _add, doorkeepers=keepers, credentials=own)
+            keepers = access.auth_interceptors if name == "mutual" else ()
+            serves = serving("127.0.0.1", 0, METHOD.split("/")[1], _add, auth_interceptors=keepers, credentials=own)
             ports[name] = (await stack.enter_async_context(serves)).port
         yield ports
 

@@ -16,8 +16,8 @@ from typing import Any
 
 import grpc
 
+from bough.concurrency.iteration_limiter import IterationLimiter
 from bough.concurrency.tasks import end
-from bough.concurrency.turnstile import Turnstile
 from bough.errors import BoughError, Unavailable
 from bough.processes.compatibility import fetch_tokenizer
 from bough.protocol.generation import WorkerStatus
@@ -47,7 +47,7 @@ class Directory:
         """`access` has the credentials for workers."""
         self.registry, self._access = registry, access
         self.tokenizing = Tokenizing()
-        self.turns = Turnstile(AT_ONCE)  # of all that sessions do between two waits
+        self.limiter = IterationLimiter(AT_ONCE)  # of all that sessions do between two waits
         self.index_problem = ""
         self._targets: dict[str, WorkerHandle[TargetClient]] = {}
         self._drafts: dict[str, WorkerHandle[DraftClient]] = {}
@@ -186,14 +186,14 @@ class Directory:
         """Introduce a new worker; a known worker at the same address has left it."""
         try:
             if record.kind == "target":
-                client = TargetClient(record.address, record.worker_id, self._access, self.turns)
+                client = TargetClient(record.address, record.worker_id, self._access, self.limiter)
                 known = await self._introduce(record, client)
                 known.usual = self._usual
                 await self._read_vocabularies(known, self._drafts.values())
                 self._targets[record.worker_id] = known
                 self.model_names.add(known.info.model_name)
             elif record.kind == "draft":
-                drafting = await self._introduce(record, DraftClient(record.address, self._access, self.turns))
+                drafting = await self._introduce(record, DraftClient(record.address, self._access, self.limiter))
                 await self._read_vocabularies(drafting, self._targets.values())
                 self._drafts[record.worker_id] = drafting
             else:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import grpc
 
-from bough.concurrency.turnstile import Turnstile
+from bough.concurrency.iteration_limiter import IterationLimiter
 from bough.errors import BoughError, PrefixMissing, Unavailable
 from bough.pb import common_pb2, draft_pb2_grpc, target_pb2_grpc
 from bough.protocol import codec
@@ -53,11 +53,15 @@ class WorkerClient:
     """Client of a worker of either kind: address, channel and stub."""
 
     def __init__(
-        self, address: str, make_stub: Callable[[grpc.aio.Channel], Any], access: Access, turns: Turnstile | None
+        self,
+        address: str,
+        make_stub: Callable[[grpc.aio.Channel], Any],
+        access: Access,
+        limiter: IterationLimiter | None,
     ) -> None:
-        """`turns` are shared by all clients of an event loop: sessions whose answers come together go on by them."""
+        """`limiter` is shared by all clients of an event loop; it limits how many sessions continue at once."""
         self.address, self._access, self._make_stub = address, access, make_stub
-        self._turns = turns or Turnstile(AT_ONCE)
+        self._limiter = limiter or IterationLimiter(AT_ONCE)
         self._channel = access.channel(address)
         self._opened = self._channel.current
         self._made = make_stub(self._opened)
@@ -89,7 +93,7 @@ class WorkerClient:
     ) -> Reply:
         """As `_ask`; returns when the event loop has time for what a session makes of an answer."""
         reply = await self._ask(method, request, timeout_seconds, span)
-        await self._turns.turn()
+        await self._limiter.acquire()
         return reply
 
     async def _ask(
@@ -116,8 +120,8 @@ class WorkerClient:
 class DraftClient(WorkerClient):
     """Client of bough.v1.Draft."""
 
-    def __init__(self, address: str, access: Access = OPEN, turns: Turnstile | None = None) -> None:
-        super().__init__(address, draft_pb2_grpc.DraftStub, access, turns)
+    def __init__(self, address: str, access: Access = OPEN, limiter: IterationLimiter | None = None) -> None:
+        super().__init__(address, draft_pb2_grpc.DraftStub, access, limiter)
 
     async def grow(
         self, session: Session, plan: TreePlan, vocab_size: int, timeout_seconds: float
@@ -139,8 +143,10 @@ class DraftClient(WorkerClient):
 class TargetClient(WorkerClient):
     """Client of bough.v1.Target."""
 
-    def __init__(self, address: str, worker_id: str, access: Access = OPEN, turns: Turnstile | None = None) -> None:
-        super().__init__(address, target_pb2_grpc.TargetStub, access, turns)
+    def __init__(
+        self, address: str, worker_id: str, access: Access = OPEN, limiter: IterationLimiter | None = None
+    ) -> None:
+        super().__init__(address, target_pb2_grpc.TargetStub, access, limiter)
         self._worker_id, self._caller = worker_id, uuid.uuid4().hex
 
     async def verify(

@@ -55,7 +55,7 @@ SESSION_HEADER = "x-session-id"
 REQUEST_ID = b"x-request-id"
 _NAME = re.compile(rb"[\x21-\x7e]{1,128}")
 HEALTH, METRICS, DISCOVERY = "/health", "/metrics", "/service-discovery"
-GENERATE, TOKENIZE = "Generate", "Tokenize"  # methods, as `Entrance` counts them
+GENERATE, TOKENIZE = "Generate", "Tokenize"  # methods, as `CallLimiter` counts them
 Endpoint = Callable[[Request, ExitStack], Awaitable[ASGIApp]]
 
 
@@ -73,7 +73,7 @@ def http_app(
     With `has_page` the page at /ui is served too. With `own_name` requests to other host names are refused.
     """
     requests = callers.requests
-    door = _Door(requests, figures, stalled_seconds, BodyReader(requests.entrance))
+    door = _Door(requests, figures, stalled_seconds, BodyReader(requests.call_limiter))
     routes = [
         Route("/v1/chat/completions", _Answered(door.chat, chat.FIELD_NAMES), methods=["POST"]),
         Route("/v1/completions", _Answered(door.completions, completions.FIELD_NAMES), methods=["POST"]),

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import codecs
-import re
 from contextlib import ExitStack
 from http import HTTPStatus
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect, Request
 
+from bough.config.json_fields import first_refusal
 from bough.errors import InvalidRequest
 from bough.rpc.status_map import MAX_MESSAGE_BYTES
-from orchestrator.admission.entrance import Entrance
+from orchestrator.admission.call_limiter import CallLimiter
 from orchestrator.http_api.errors import ApiError, shortened
 
 MAX_BODY_BYTES = MAX_MESSAGE_BYTES  # as much as over gRPC
@@ -29,8 +29,8 @@ Fields = TypeVar("Fields", bound=BaseModel)
 class BodyReader:
     """Reads bodies within the shared memory limit."""
 
-    def __init__(self, entrance: Entrance) -> None:
-        self._entrance = entrance
+    def __init__(self, call_limiter: CallLimiter) -> None:
+        self._call_limiter = call_limiter
         self._num_bytes = 0
         self._parsing = asyncio.Lock()  # one large body at a time, as parsing takes CPU time from the streams
 
@@ -57,7 +57,7 @@ class BodyReader:
 
     def _enter(self, entered: ExitStack, method: str, num_bytes: int) -> None:
         try:
-            entered.enter_context(self._entrance.entering(method, num_bytes))
+            entered.enter_context(self._call_limiter.entering(method, num_bytes))
         except InvalidRequest as exc:  # larger than any prompt that fits a context
             raise _too_large(str(exc).replace("message: ", "body: ", 1)) from exc
 
@@ -122,28 +122,8 @@ def parse(kind: type[Fields], body: bytes) -> Fields:
 
 
 def _refusal(exc: ValidationError) -> ApiError:
-    first: Any = exc.errors(include_url=False)[0]
-    if first["type"] == "json_invalid":
-        return ApiError(HTTPStatus.BAD_REQUEST, f"body: no JSON: {first['ctx']['error']}", code="invalid_json")
-    param = _path(first["loc"])
+    param, problem = first_refusal(exc, shortened)
     if not param:
-        return ApiError(HTTPStatus.BAD_REQUEST, "body: must be a JSON object", code="invalid_json")
-    match first["type"]:
-        case "missing":
-            message = f"{param}: missing; must be given"
-        case "extra_forbidden":
-            message = f"{param}: no such field; must be left out"
-        case "must":
-            message = f"{param}: must {first['msg']}, got {shortened(first['input'])}"
-        case _:
-            must = re.sub("^(Input|List|String) should ", "", first["msg"]).partition(" after validation")[0]
-            message = f"{param}: must {must[:1].lower()}{must[1:]}, got {shortened(first['input'])}"
-    return ApiError(HTTPStatus.BAD_REQUEST, message, param=param)
-
-
-def _path(location: tuple[int | str, ...]) -> str:
-    """A location in a body as a client would write it: messages[0].content."""
-    path = ""
-    for part in location:
-        path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else part
-    return path
+        problem = problem if problem.startswith("no JSON") else "must be a JSON object"
+        return ApiError(HTTPStatus.BAD_REQUEST, f"body: {problem}", code="invalid_json")
+    return ApiError(HTTPStatus.BAD_REQUEST, f"{param}: {problem}", param=param)

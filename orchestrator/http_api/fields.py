@@ -7,7 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, StrictInt, model_validator
 
-from orchestrator.http_api.unsupported import OnlyTrue, Unsupported, must
+from bough.config.json_fields import must
+from orchestrator.http_api.unsupported import OnlyTrue, Unsupported
 
 MAX_REQUEST_ID = 128  # characters of a request's id, before those that make it the answer's
 TextOrTokens = str | tuple[int, ...]
@@ -145,6 +146,8 @@ class GenerationFields(_Fields):
     repetition_penalty: float | None = None
     ignore_eos: StrictBool | None = None
     stop_token_ids: list[StrictInt] | None = None
+    min_tokens: StrictInt | None = None
+    include_stop_str_in_output: StrictBool | None = None
     session_id: str | None = None
     cache_salt: str | None = None
     structured_outputs: StructuredOutputsFields | None = None
@@ -152,9 +155,7 @@ class GenerationFields(_Fields):
     speculation: Annotated[SpeculationFields | None, BeforeValidator(_speculation)] = None
     # vLLM's fields that clients send by default.
     bad_words: Unsupported = None
-    include_stop_str_in_output: Unsupported = None
     length_penalty: Unsupported = None
-    min_tokens: Unsupported = None
     priority: Unsupported = None
     prompt_logprobs: Unsupported = None
     return_token_ids: Unsupported = None

@@ -95,6 +95,8 @@ def _options(
         frequency_penalty=_given(fields.frequency_penalty, defaults.frequency_penalty),
         logit_bias=_logit_bias(fields.logit_bias or {}),
         max_tokens=limits.max_tokens,
+        min_tokens=fields.min_tokens or 0,
+        include_stop=bool(fields.include_stop_str_in_output),
         stop=fields.stop,
         stop_token_ids=tuple(fields.stop_token_ids or ()),
         ignore_eos=bool(fields.ignore_eos),

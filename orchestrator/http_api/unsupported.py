@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, ValidationInfo
-from pydantic_core import PydanticCustomError
+
+from bough.config.json_fields import must
 
 # By field: the accepted values.
 NEUTRAL: Mapping[str, tuple[object, ...]] = {
@@ -21,9 +22,7 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "function_call": ("none", "auto"),
     "functions": ([],),
     "include_reasoning": (True,),
-    "include_stop_str_in_output": (False,),
     "length_penalty": (1,),
-    "min_tokens": (0,),
     "modalities": (["text"],),
     "priority": (0,),
     "prompt_logprobs": (0,),
@@ -36,11 +35,6 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "tools": ([],),
     "use_beam_search": (False,),
 }
-
-
-def must(text: str) -> PydanticCustomError:
-    """The error of a field's value; `text` completes "must ..."."""
-    return PydanticCustomError("must", "{text}", {"text": text})
 
 
 def _unsupported(value: Any, info: ValidationInfo) -> None:

@@ -155,6 +155,8 @@ class Opening:
             return ""
         if options.ignore_eos:
             raise InvalidRequest("ignore_eos: must be false beside a constraint, which the model's own end completes")
+        if options.min_tokens:
+            raise InvalidRequest("min_tokens: must be 0 beside a constraint, which ends where nothing can follow")
         return await self.directory.tokenizing.run(lambda: grammar_of(constraint))
 
     async def _need(
@@ -235,8 +237,11 @@ def _session(
     request: RequestRecord | None,
 ) -> Session:
     sampling = _sampling(options, grammar, target, request)
-    stops = StopConditions(options.max_tokens, options.stop)
+    stops = StopConditions(options.max_tokens, options.stop, options.include_stop)
     stops.validate()
+    if options.min_tokens > options.max_tokens:
+        most = f"must be at most max_tokens, {options.max_tokens}"
+        raise InvalidRequest(f"min_tokens: {most}, got {options.min_tokens}")
     require_sizes(options.speculation, target.info.max_nodes)
     return Session(
         request_id=options.request_id,
@@ -248,7 +253,9 @@ def _session(
         stops=stops,
         # at temperature 0 all schemes accept the same tokens, and the target's allows the likeliest guesses
         speculation=replace(options.speculation, scheme=Scheme.TARGET) if sampling.is_greedy else options.speculation,
-        text=TextStream(target.tokens.decode, options.stop),
+        text=TextStream(
+            target.tokens.decode, options.stop, min_tokens=options.min_tokens, include_stop=options.include_stop
+        ),
         max_context=target.info.max_context,
         target_identity=target.info.identity,
         model_name=target.info.model_name,
@@ -277,6 +284,7 @@ def _sampling(
         logprobs=options.logprobs,
         stop_token_ids=frozenset((*options.stop_token_ids, *own_ends)),
         grammar=grammar,
+        min_tokens=options.min_tokens,
     )
     sampling.validate(target.info.vocab_size)
     if options.resume is not None and options.resume.num_tokens and options.seed is None and request is None:

@@ -74,7 +74,7 @@ class Rounds:
 
     async def _round(self, session: Session, seat: TargetLease, lookup: PromptLookup) -> Tokens:
         """Run one round, with the guesses that are available."""
-        await self.directory.turns.turn()
+        await self.directory.limiter.acquire()
         began_ns = time.perf_counter_ns()
         draft = self._draft(session, seat.target)
         plan = self.sizer.plan(self._situation(session, seat.target, draft))

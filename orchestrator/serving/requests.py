@@ -17,7 +17,7 @@ from bough.telemetry.spans import current_span
 from bough.trees.acceptance import SchemeAcceptance
 from orchestrator.admission.active_streams import Running, Stream
 from orchestrator.admission.admission import Admission, Hold
-from orchestrator.admission.entrance import Entrance
+from orchestrator.admission.call_limiter import CallLimiter
 from orchestrator.admission.size_limits import require_size_for_any
 from orchestrator.cluster.directory import Directory
 from orchestrator.cluster.served_models import largest_context, served_models
@@ -48,7 +48,7 @@ class Requests:
         """`holder_id` identifies this orchestrator in claims of sessions."""
         self.directory = directory
         self.admission = Admission(config.max_running, config.max_waiting)
-        self.entrance = Entrance(self.admission, lambda: largest_context(directory))  # shared by all front doors
+        self.call_limiter = CallLimiter(self.admission, lambda: largest_context(directory))  # shared by all front doors
         self._queue_timeout = config.queue_timeout
         self._stalled_timeout = config.stalled_timeout
         self._claims = Epochs(directory, holder_id)
@@ -128,7 +128,7 @@ class Requests:
         with current_span().child("queue"):
             await self.admission.place(stream.hold, patience)
         with current_span().child("open"):
-            await self.directory.turns.turn()
+            await self.directory.limiter.acquire()
             opened = await self._opening.open(prompt, options, place)
         opened.session.patience, opened.session.trace = patience, current_span()
         await self._endings.done(opened.session.session_id)

@@ -24,9 +24,18 @@ class TextStream:
     Only a bounded window of the last tokens is decoded, so that every token costs the same.
     """
 
-    def __init__(self, decode: Callable[[Sequence[int]], str], stop: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        decode: Callable[[Sequence[int]], str],
+        stop: Sequence[str] = (),
+        *,
+        min_tokens: int = 0,
+        include_stop: bool = False,
+    ) -> None:
+        """A stop text that is complete with the first `min_tokens` tokens ends nothing."""
         self._decode = decode
         self._stop = tuple(stop)
+        self._num_early, self._includes_stop = min_tokens, include_stop  # tokens still to come before any end
         self._window: list[int] = []  # the last tokens; earlier ones no longer affect decoding
         self._num_complete = 0  # tokens of the window that form whole characters, all emitted
         self._num_taken = 0  # characters of the window's text that were emitted
@@ -41,6 +50,7 @@ class TextStream:
     def push(self, token: int) -> TextPiece:
         """Add a token; returns the text that is now certain."""
         self._window.append(token)
+        self._num_early -= 1
         text = self._decode(self._window)
         certain = text.rstrip(REPLACEMENT)
         if len(certain) == len(text):
@@ -83,7 +93,12 @@ class TextStream:
 
     def _emit(self, new: str) -> TextPiece:
         text = self._held + new
-        found = [(text.find(stop), stop) for stop in self._stop if stop in text]
+        new_from = len(self._held)  # what is held back has no stop text that counts
+        found = [
+            (where, stop)
+            for stop in self._stop
+            if self._num_early < 0 and (where := text.find(stop, max(0, new_from - len(stop) + 1))) >= 0
+        ]
         if found:
             where, stop = min(found)
             self._held = ""
@@ -92,7 +107,7 @@ class TextStream:
                 0,
                 0,
             )  # what a token has beyond it is not told either
-            return TextPiece(text[:where], stop)
+            return TextPiece(text[: where + len(stop)] if self._includes_stop else text[:where], stop)
         keep = max((_overlap(text, stop) for stop in self._stop), default=0)
         self._held = text[len(text) - keep :]
         self._num_emitted += len(text) - keep

@@ -204,9 +204,9 @@ class Session:
     def _append(self, token: int) -> str:
         """Commit one token; returns its text, and sets the reason if it ends the output."""
         self.tokens.append(token)
-        if token in self.sampling.stop_token_ids:
+        if token in self.sampling.stop_token_ids and self.num_generated > self.sampling.min_tokens:
             self.finish_reason, self.stop_reason, self.stop_token_id = "stop", str(token), token
-            return ""
+            return self.text.push(token).text if self.stops.include_stop else ""
         piece = self.text.push(token)
         if piece.stop is not None:
             self.finish_reason, self.stop_reason = "stop", piece.stop

@@ -18,9 +18,9 @@ from bough.model.checkpoint.atomic_files import make_folder, replace
 ROOT = Path(__file__).parents[2]
 
 
-def modules(*rooms: tuple[str, str]) -> frozenset[str]:
+def modules(*packages: tuple[str, str]) -> frozenset[str]:
     """Full names of the modules that are listed for each package."""
-    return frozenset(f"{room}.{name}" for room, names in rooms for name in names.split())
+    return frozenset(f"{package}.{name}" for package, names in packages for name in names.split())
 
 
 DECIDING = modules(

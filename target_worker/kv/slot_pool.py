@@ -13,9 +13,9 @@ from bough.errors import Exhausted, NotFound, Preempted
 from bough.model.kv.arena import Arena
 from bough.model.kv.slot import Slot
 from bough.protocol.prefix_hash import BLOCK_TOKENS, common_length, whole_blocks
+from target_worker.kv.admission_order import AdmissionOrder
 from target_worker.kv.session_slot import SessionSlot, SlotState, Text
 from target_worker.kv.slot_index import SlotIndex
-from target_worker.kv.turns import AdmissionOrder
 
 MORE = ", or start with more --kv-memory"
 

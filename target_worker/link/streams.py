@@ -6,7 +6,7 @@ Work is queued, not awaited: each stream runs in the order of calls, and only ev
 from __future__ import annotations
 
 import threading
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 
@@ -99,7 +99,7 @@ class CudaStreams:
         begun, done = _event(), _event()
         with self._lock, torch.cuda.stream(self._copying):
             if after is not None:
-                self._copying.wait_event(after)  # type: ignore[arg-type]  # events of this class are events
+                self._copying.wait_event(cast(torch.cuda.Event, after))
             begun.record(self._copying)
             target.copy_(source, non_blocking=True)
             done.record(self._copying)
@@ -107,7 +107,7 @@ class CudaStreams:
 
     def compute_after(self, event: DeviceEvent) -> None:
         """Make the current stream wait."""
-        torch.cuda.current_stream(self.device).wait_event(event)  # type: ignore[arg-type]
+        torch.cuda.current_stream(self.device).wait_event(cast(torch.cuda.Event, event))
 
     def compute_event(self) -> DeviceEvent:
         """An event on the current stream."""

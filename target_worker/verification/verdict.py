@@ -15,6 +15,7 @@ from bough.model.sampling.sampler import (
     probabilities,
     require_number,
     require_numbers,
+    unending,
 )
 from bough.model.sampling.token_counts import TokenCounts
 from bough.protocol.messages import Verdict, VerifyCall
@@ -42,10 +43,12 @@ def compute_verdict(
     children, logprobs, prompt_length = tree.children(), [], call.context.prompt_length
     counts = TokenCounts.of(held if params.has_penalties else (), prompt_length)
     num_prompt = max(0, prompt_length - len(held))  # of a path: its root may be the prompt's last token
+    first_end = prompt_length + params.min_tokens  # position from which a token may end the text
     if allowed is not None:
         allowed.stand_on(list(map(int, held[prompt_length:])))
 
     def row_after(path: Sequence[int], raw: Row) -> Row:
+        raw = raw if base + len(path) >= first_end else unending(raw, params)
         if not params.has_penalties and allowed is None:
             return adjusted(raw, params, counts)
         tokens = [int(tree.tokens[node]) for node in path]
@@ -66,7 +69,8 @@ def compute_verdict(
 
     def next_token(path: Sequence[int]) -> int:
         position = base + len(path)
-        best = best_after(path) if call.scheme is Scheme.TARGET and params.is_plain_greedy else None
+        is_plain = call.scheme is Scheme.TARGET and params.is_plain_greedy and position >= first_end
+        best = best_after(path) if is_plain else None
         if best is not None:
             require_number(best >= 0, position)
             return best

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
+from urllib.request import urlopen
 
 import pytest
 
@@ -133,7 +134,12 @@ answer = litellm.completion(**asked)
 text = "".join(c.choices[0].delta.content or "" for c in litellm.completion(**asked, stream=True))
 assert text and text == answer.choices[0].message.content
 """
-MODEL = "import sys, openai; print(openai.OpenAI(base_url=sys.argv[1], api_key='none').models.list().data[0].id)"
+
+
+def model_of(served: Served) -> str:
+    """The one that is served there, by its name."""
+    with urlopen(f"{served.base_url}/models", timeout=CALL_SECONDS) as answer:
+        return str(json.load(answer)["data"][0]["id"])
 
 
 @pytest.mark.parametrize(
@@ -145,13 +151,13 @@ MODEL = "import sys, openai; print(openai.OpenAI(base_url=sys.argv[1], api_key='
 )
 def test_libraries_built_on_it(served: Served, code: str) -> None:
     """The same seed gives the same text, streamed or not."""
-    run_python(code, served.base_url, run_python(MODEL, served.base_url).strip())
+    run_python(code, served.base_url, model_of(served))
 
 
 @needs("llm")
 def test_llm(served: Served, tmp_path: Path) -> None:
     """Simon Willison's command, with the model in its extra-openai-models.yaml."""
-    name = run_python(MODEL, served.base_url).strip()
+    name = model_of(served)
     (tmp_path / "extra-openai-models.yaml").write_text(
         f"- model_id: bough\n  model_name: {name}\n  api_base: {served.base_url}\n"
     )

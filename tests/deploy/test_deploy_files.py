@@ -210,6 +210,8 @@ def test_systemd_takes_every_unit(unit: Path, tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     there.write_text(there.read_text().replace("Restart=", "Restarts="))
     assert "Unknown key" in run("systemd-analyze", "verify", str(there)).stderr
+    exposed = run("systemd-analyze", "security", "--offline=true", "--threshold=50", str(unit))
+    assert exposed.returncode == 0, exposed.stdout
 
 
 @pytest.mark.parametrize("unit", [unit for unit in UNITS if "index" not in unit.stem], ids=lambda unit: unit.stem)

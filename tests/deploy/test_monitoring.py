@@ -115,7 +115,7 @@ def prometheus(http_url: str, tmp_path: Path) -> Iterator[str]:
 
 
 @needs_prometheus
-async def test_a_real_prometheus_has_data_for_every_query(http_url: str, prometheus: str) -> None:
+async def test_a_real_prometheus_has_data_for_every_query_and_rule(http_url: str, prometheus: str) -> None:
     """While requests come: a rate of nothing is no data."""
 
     async def asked_again_and_again() -> None:
@@ -127,10 +127,13 @@ async def test_a_real_prometheus_has_data_for_every_query(http_url: str, prometh
     load = asyncio.create_task(asked_again_and_again())
     try:
         async with httpx.AsyncClient(base_url=prometheus) as client, asyncio.timeout(WAIT_SECONDS):
-            missing = expressions()
+            missing = [*expressions(), *re.findall(r"record: (\S+)", (FOLDER / "rules.yml").read_text())]
             while missing:
                 await asyncio.sleep(1)
                 missing = [one for one in missing if not await data_for(client, one)]
+            groups = (await client.get("/api/v1/rules")).json()["data"]["groups"]
+            rules = [rule for group in groups for rule in group["rules"]]
+            assert {rule["name"]: rule.get("lastError") for rule in rules if rule["health"] != "ok"} == {}
     except TimeoutError:
         pytest.fail("\n".join(["no data for", *missing]))
     finally:

@@ -11,6 +11,7 @@ from bough.model.packing.pack import pack
 from tests.conftest import save_model
 from tests.fakes.gpu.device_sweeps import Where, on_the_device, three_sweeps
 from tests.fakes.gpu.pretend import Notes, device, notes, pretending
+from tests.gpu.test_whole_sweeps import in_words
 from tests.model.test_reproducible import FAMILIES
 
 DENSE_LAUNCHES = 57  # of a layer of a Llama and a chunk of rows, in 16 bits, with its share of what is around layers
@@ -54,9 +55,28 @@ def test_a_packed_layer_costs_a_launch_more_for_each_matrix(tiny: Path, tmp_path
     assert sum(packed.launches.values()) <= num_plain + 7 * num_layers
 
 
+@pytest.mark.parametrize(("method", "is_ordered"), [("bough", True), ("awq", True), ("gptq", True), ("gptq", False)])
+def test_a_packed_sweep_waits_once_and_sends_nothing_within_a_layer(
+    method: str, is_ordered: bool, tiny: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / method
+    if method == "bough":
+        pack(str(tiny), 4, folder)
+    else:
+        in_words(folder, method, is_ordered, tiny)
+    seen, _ = counted(folder, Where(), 64, device())
+    assert len(seen.stops) == 1, seen.stops
+    assert not seen.inside
+
+
 @pytest.mark.parametrize("family", ["mixtral", "qwen2 moe, shared expert"])
 @pytest.mark.parametrize("elsewhere", [(), (1,)])
-def test_a_mixture_waits_once_for_each_router(family: str, elsewhere: tuple[int, ...], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("rows", "num_chunks"), [(64, 1), (16, 2)])
+def test_a_mixture_waits_once_for_each_router(
+    family: str, elsewhere: tuple[int, ...], rows: int, num_chunks: int, tmp_path: Path
+) -> None:
+    """For each chunk of rows, and nothing is sent there."""
     folder = save_model(tmp_path / "model", FAMILIES[family])
-    seen, num_layers = counted(folder, Where(expert_slabs=8, elsewhere=elsewhere), 64, device())
-    assert len(seen.stops) <= num_layers + 1, seen.stops
+    seen, num_layers = counted(folder, Where(expert_slabs=8, elsewhere=elsewhere), rows, device())
+    assert len(seen.stops) <= num_layers * num_chunks + 1, seen.stops
+    assert set(seen.inside) == {"tolist"}, "numbers of rows that chose each expert"

@@ -59,14 +59,21 @@ PLACES = {
 }
 
 
+@pytest.fixture(scope="module")
+def in_order(tiny: Path) -> torch.Tensor:
+    """The bits of a sweep whose copies are made as early as may be."""
+    return on_device(tiny, Where(), torch.bfloat16)
+
+
 @pytest.mark.parametrize("name", PLACES)
-def test_bits_do_not_depend_on_where_layers_are_and_when_copies_are_made(name: str, tiny: Path) -> None:
+def test_bits_do_not_depend_on_where_layers_are_and_when_copies_are_made(
+    name: str, tiny: Path, in_order: torch.Tensor
+) -> None:
     """Copies as early as the device may make them, as late, and by chance; races are looked for in all other orders."""
     where = PLACES[name]
-    wanted = on_device(tiny, Where(), torch.bfloat16)
     for chance, seed in ((ALWAYS, 0), (NEVER, 0), (0.6, 1)):
         again = replace(where, chance=chance, seed=seed)
-        assert torch.equal(on_device(tiny, again, torch.bfloat16), wanted), (chance, seed)
+        assert torch.equal(on_device(tiny, again, torch.bfloat16), in_order), (chance, seed)
 
 
 @pytest.mark.parametrize("family", MIXTURES)
@@ -79,16 +86,16 @@ def test_experts_come_to_one_device_beside_whole_layers_on_another(family: str, 
         assert torch.equal(on_device(folder, where, torch.bfloat16), wanted), where
 
 
-def in_words(folder: Path, method: str, is_ordered: bool, source: Path) -> Path:
+def in_words(folder: Path, method: str, is_ordered: bool, source: Path, bits: int = 4) -> Path:
     """The model in a format of others; `is_ordered` inputs are in the order of their groups."""
     make, rng, packed = {"awq": awq, "gptq": gptq}[method], np.random.default_rng(5), {}
     for name, tensor in tensors_of(source).items():
         if "proj" not in name:
             packed[name] = tensor
             continue
-        parts, _ = make(tensor, 4, GROUP, rng, is_ordered)
+        parts, _ = make(tensor, bits, GROUP, rng, is_ordered)
         packed |= {f"{name.removesuffix('.weight')}.{key}": data for key, data in parts.items()}
-    quantization: dict[str, object] = {"quant_method": method, "bits": 4, "group_size": GROUP}
+    quantization: dict[str, object] = {"quant_method": method, "bits": bits, "group_size": GROUP}
     if method == "awq":
         quantization["version"] = "gemm"
     return rewrite(source, folder, packed, quantization)
@@ -100,9 +107,12 @@ def test_bough_s_own_packing(bits: int, tiny: Path, tmp_path: Path) -> None:
     require_close(on_device(tmp_path / "packed", Where(), torch.float32), on_cpu(tmp_path / "packed", torch.float32))
 
 
-@pytest.mark.parametrize(("method", "is_ordered"), [("awq", True), ("gptq", True), ("gptq", False)])
-def test_packings_of_others(method: str, is_ordered: bool, tiny: Path, tmp_path: Path) -> None:
-    folder = in_words(tmp_path / method, method, is_ordered, tiny)
+@pytest.mark.parametrize(
+    ("method", "is_ordered", "bits"),
+    [("awq", True, 4), ("gptq", True, 4), ("gptq", False, 4), ("gptq", True, 8), ("gptq", False, 8)],
+)
+def test_packings_of_others(method: str, is_ordered: bool, bits: int, tiny: Path, tmp_path: Path) -> None:
+    folder = in_words(tmp_path / method, method, is_ordered, tiny, bits)
     require_close(on_device(folder, Where(), torch.float32), on_cpu(folder, torch.float32))
 
 

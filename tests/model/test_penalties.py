@@ -35,6 +35,9 @@ def whole_rows(
         rows -= params.presence_penalty * (counts > 0) + params.frequency_penalty * counts
     for token, bias in params.logit_bias.items():
         rows[:, token : token + 1] += bias
+    for row, text in zip(rows, texts, strict=True):
+        if len(text) - prompt_length < params.min_tokens:
+            row[[token for token in params.stop_token_ids if token < size]] = -np.inf
     if vocab_size:
         rows[:, vocab_size:] = -np.inf
     return rows
@@ -57,6 +60,8 @@ penalties = st.builds(
     presence_penalty=st.sampled_from([0.0, 0.6, -2.0]),
     frequency_penalty=st.sampled_from([0.0, 0.37, -1.1]),
     logit_bias=st.dictionaries(token, st.sampled_from([1.5, -0.1, BANNED]), max_size=4),
+    stop_token_ids=st.frozensets(token, max_size=3),
+    min_tokens=st.sampled_from([0, 0, 1, 3, 20]),
 )
 
 

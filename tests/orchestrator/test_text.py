@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import tokenizers
@@ -18,9 +19,9 @@ def decode(tokens: Sequence[int]) -> str:
     return bytes(tokens).decode("utf-8", errors="replace")
 
 
-def stream(text: str, stop: Sequence[str] = ()) -> tuple[list[str], str | None]:
+def stream(text: str, stop: Sequence[str] = (), **conditions: Any) -> tuple[list[str], str | None]:
     """The pieces of a text sent byte by byte, and the stop text that ended it."""
-    output, pieces = TextStream(decode, stop), []
+    output, pieces = TextStream(decode, stop, **conditions), []
     for token in text.encode():
         piece = output.push(token)
         pieces.append(piece.text)
@@ -47,6 +48,26 @@ def test_a_stop_text_is_found_at_its_first_completion_and_never_shown(text: str,
     seen = text[: min(ends)]
     assert found in stops
     assert "".join(pieces) == seen[: min(seen.find(stop) for stop in stops if stop in seen)]
+
+
+@given(st.text("abc", max_size=30), st.lists(st.text("abc", min_size=1, max_size=4), max_size=3), st.integers(0, 12))
+def test_a_stop_text_that_is_whole_too_early_ends_nothing_and_one_may_be_told(
+    text: str, stops: list[str], min_tokens: int
+) -> None:
+    ends = [
+        (end, text[:end].rfind(stop), stop)
+        for stop in stops
+        for end in range(min_tokens + 1, len(text) + 1)
+        if text[:end].endswith(stop)
+    ]
+    for include_stop in (False, True):
+        pieces, found = stream(text, stops, min_tokens=min_tokens, include_stop=include_stop)
+        if not ends:
+            assert (found, "".join(pieces)) == (None, text)
+            continue
+        first = min(end for end, _, _ in ends)
+        begin, stop = min((begin, stop) for end, begin, stop in ends if end == first)
+        assert (found, "".join(pieces)) == (stop, text[:first] if include_stop else text[:begin])
 
 
 def test_a_beginning_of_a_stop_text_is_held_back_until_it_is_none() -> None:

@@ -36,6 +36,7 @@ WAYS = {
     "distribution, self-sized": Speculation(guess=Guess.DISTRIBUTION),
     "distribution, shape": Speculation(growth=SHAPE, guess=Guess.DISTRIBUTION, lookup=0),
 }
+ENDS = tuple(range(0, 262, 9))
 LETTERS = dict.fromkeys(range(66, 92), 12.0)
 GREEDY = GenerateOptions(max_tokens=24, temperature=0.0, ignore_eos=True)
 SAMPLED = replace(GREEDY, temperature=0.8)
@@ -48,8 +49,10 @@ REQUESTS = {
     "greedy": replace(GREEDY, logprobs=3),
     "greedy, penalties": replace(GREEDY, **PENALTIES, logprobs=0),  # type: ignore[arg-type]
     "greedy, bias and penalties": replace(GREEDY, logit_bias={45: 9.0, 70: 9.0, 71: -100.0}, frequency_penalty=2.0),
-    "greedy, ends by itself": replace(GREEDY, ignore_eos=False, stop_token_ids=tuple(range(0, 262, 9))),
+    "greedy, ends by itself": replace(GREEDY, ignore_eos=False, stop_token_ids=ENDS),
+    "greedy, no end before": replace(GREEDY, ignore_eos=False, stop_token_ids=ENDS, min_tokens=15, include_stop=True),
     "sampled": replace(SAMPLED, seed=1, logprobs=2),
+    "sampled, no end before": replace(SAMPLED, seed=4, stop_token_ids=ENDS, min_tokens=12, logprobs=1),
     "top-k": replace(SAMPLED, seed=2, top_k=5, repetition_penalty=1.3),
     "top-p": replace(SAMPLED, seed=3, top_p=0.7, logit_bias={50: 4.0}, logprobs=1),
     "min-p": replace(SAMPLED, seed=4, min_p=0.1, presence_penalty=0.7, frequency_penalty=0.2),
@@ -144,6 +147,28 @@ async def test_a_stop_text_ends_every_way_at_the_same_place(client: Client, temp
     assert stopped.end == ("stop", stop, "")
     assert stopped.text == whole.text[: whole.text.index(stop)]
     assert whole.token_ids[: len(stopped.token_ids)] == stopped.token_ids
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+async def test_nothing_ends_before_so_many_tokens_any_way_and_then_what_is_drawn_does(
+    client: Client, temperature: float
+) -> None:
+    """Stop tokens are not drawn so early, and neither are they guessed; a stop text that is whole so early is text."""
+    ends = tuple(range(0, 262, 2))  # every other token: without a bound it ends at once
+    logprobs = 0 if temperature else None  # plain greedy decoding looks at the largest logit alone
+    options = replace(GREEDY, temperature=temperature, seed=3, stop_token_ids=ends, logprobs=logprobs)
+    for min_tokens in (1, 10):
+        plain, _ = await require_equal(client, replace(options, min_tokens=min_tokens))
+        assert not set(plain.token_ids[:min_tokens]) & set(ends)
+        assert len(plain.token_ids) >= min_tokens
+        assert plain.end[0] == "stop" or len(plain.token_ids) == options.max_tokens
+    whole, _ = await generate(client, replace(options, min_tokens=24, logit_bias=LETTERS), PLAIN)
+    early = whole.text[2:5]
+    told = replace(options, min_tokens=5, stop_token_ids=(), logit_bias=LETTERS, stop=(early,), include_stop=True)
+    stopped, _ = await require_equal(client, told)
+    if stopped.end[0] == "stop":  # it came again
+        assert stopped.text.endswith(early)
+        assert len(stopped.token_ids) > 5
 
 
 @pytest.mark.parametrize("scheme", [Scheme.WITHOUT_REPLACEMENT, Scheme.TRAVERSAL])

@@ -48,6 +48,7 @@ sampling_params = st.builds(
     logit_bias=st.dictionaries(st.integers(0, VOCAB - 1), BIASES, max_size=3),
     logprobs=st.none() | st.integers(0, 20),
     stop_token_ids=st.frozensets(st.integers(0, VOCAB - 1), max_size=3),
+    min_tokens=st.integers(0, 2**31),
 )
 contexts = st.builds(
     m.Context,

@@ -262,13 +262,13 @@ def test_a_profile_that_is_not_there_is_refused_with_those_that_are(command: lis
 
 
 def test_a_profile_with_a_field_that_does_not_fit_is_refused_by_its_name(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"target\.link_seconds: must be a number of at least 0, got -1"):
+    with pytest.raises(ConfigError, match=r"target\.link_seconds: must be greater than or equal to 0, got -1"):
         simulated_pair(str(write_profile(tmp_path, target={"link_seconds": -1})))
 
 
 def test_a_target_whose_kv_holds_no_session_does_not_start(tmp_path: Path) -> None:
     pair = pair_of(tmp_path, target={"link_seconds": 1, "kv_tokens": 512})
-    with pytest.raises(ConfigError, match=r"target\.kv_tokens: must be more than the nodes of a tree, 512"):
+    with pytest.raises(ConfigError, match=r"target\.kv_tokens: must be more than the nodes of a tree, 512, got 512"):
         SimulatedTarget(parse(TargetConfig, "t", ["--simulate", "p"], {}), "t", pair, SimulatedClock())
 
 

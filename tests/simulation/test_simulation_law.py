@@ -17,7 +17,7 @@ NUM = 200_000
 
 
 def law_of(**fields: object) -> Law:
-    return Law(read_acceptance_law("acceptance", dict(fields)), FIRST_WORD, NUM_WORDS)
+    return Law(read_acceptance_law(dict(fields)), FIRST_WORD, NUM_WORDS)
 
 
 def published(spread: float = 0.0, overconfidence: float = 1.0) -> Law:
@@ -141,7 +141,7 @@ def test_a_drifting_law_goes_from_one_vector_to_the_other() -> None:
 
 
 def test_expected_tokens_are_those_of_the_paper() -> None:
-    measured = read_acceptance_law("a", {"kind": "by_rank", "vector": [c / 667 for c in (423, 72, 38)]})
+    measured = read_acceptance_law({"kind": "by_rank", "vector": [c / 667 for c in (423, 72, 38)]})
     assert expected_tokens_of(measured, 1, 8) == 1.0
     whole = AcceptanceLaw("by_rank", (LLAMA_3_CNN,))
     assert expected_tokens_of(whole, 64, 64) == pytest.approx(5.9166, abs=1e-4)

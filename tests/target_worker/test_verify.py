@@ -138,6 +138,19 @@ def test_a_tree_of_one_node_is_plain_decoding_by_any_scheme(scheme: Scheme, temp
     assert len({verdict.bonus_token for verdict in verdicts}) > 1 or temperature == 0.0
 
 
+@pytest.mark.parametrize("scheme", list(Scheme))
+@pytest.mark.parametrize(("min_tokens", "accepted", "bonus"), [(0, [], 4), (1, [1], 4), (2, [1], 2), (9, [1], 2)])
+def test_no_stop_token_is_drawn_too_early(scheme: Scheme, min_tokens: int, accepted: list[int], bonus: int) -> None:
+    """Also where the largest logit alone is looked at, which is the stop token's everywhere."""
+    logits = np.array([[0.0, 0.1, 5.0, 0.2, 6.0]] * 2)
+    params = SamplingParams(temperature=0.0, stop_token_ids=frozenset({4, 3}), min_tokens=min_tokens)
+    tree = one_level([2], (np.array([2], np.int32), np.ones(1, np.float32)))
+    call = VerifyCall(Context.of("s", [*range(4), 0], 0, 5), 1, 0, tree, params, scheme)
+    for best_after in (lambda _: None, lambda path: int(logits[path[-1]].argmax())):
+        verdict = compute_verdict(call, list(range(4)), lambda path: logits[path[-1]], best_after)
+        assert (list(verdict.accepted_nodes), verdict.bonus_token) == (accepted, bonus)
+
+
 @pytest.mark.parametrize("scheme", SAMPLED)
 def test_at_temperature_0_the_best_token_follows_whatever_was_drawn(scheme: Scheme) -> None:
     rng = np.random.default_rng(2)

@@ -1,4 +1,4 @@
-"""Flags of `bough plan` and `bough shape`."""
+"""Flags of `bough plan`, `bough shape` and `bough simulate`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from bough.cli.flags.reaching import add_address
 from bough.config.processes import PlanConfig
 from bough.trees.tree_plan import Scheme
 
+DEFAULT_MIX = "200:200"
 PLAN_SETTINGS = (
     "draft", "draft_bits", "device", "device_memory", "host_memory", "kv_memory", "kv_sessions", "kv_tier",
     "ring_memory", "resident_devices", "resident_layers", "experts", "max_context", "max_nodes", "max_sweep_tokens",
@@ -35,7 +36,29 @@ def add_shape(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--nodes", type=int, required=True, help="most nodes, the root included")
     parser.add_argument("--levels", type=int, help="most levels, the root's included (any number by default)")
     parser.add_argument("--branch", type=int, help="most children of a node (as many as were measured by default)")
+    parser.add_argument("--plot", metavar="FILE", help="also draw the tree into a PNG file")
     schemes = [scheme.value for scheme in Scheme]
     parser.add_argument("--scheme", choices=schemes, help=f"of --from-live (default {Scheme.TARGET.value})")
     parser.add_argument("--by-depth", action="store_true", help="of --from-live: tell depths apart")
     add_address(parser)
+
+
+def add_simulate(parser: argparse.ArgumentParser) -> None:
+    """Of `bough simulate`; `bough.cli.flags.simulation` reads them."""
+    add = parser.add_argument
+    add("profile", help="name of a shipped profile, or a JSON file; `bough simulate list` names those that are shipped")
+    add("--users", nargs="+", default=["1"], metavar="N", help="at once, 1 to 100000; several are simulated in turn")
+    add("--targets", default="1", help="target workers, 1 or more (default 1)")
+    add("--drafts", default="1", help="draft workers; 0 is plain decoding (default 1)")
+    add(
+        "--mix", default=DEFAULT_MIX, metavar="PROMPT:OUTPUT[:WEIGHT],...",
+        help=f"tokens of prompts and answers, and how often each kind comes (default {DEFAULT_MIX})",
+    )  # fmt: skip
+    add("--think", default="0", metavar="SECONDS", help="mean time from an answer to the next question (default 0)")
+    add("--gather", default="1", metavar="SWEEPS", help="longest wait for sessions that draft (default 1)")
+    add("--nodes", metavar="N", help="trees of this size always, divided among sessions; with --depth")
+    add("--depth", metavar="N", help="levels of these trees below the root")
+    add("--network", metavar="SECONDS", help="one way, instead of the profile's")
+    add("--seed", default="1", help="of chance (default 1)")
+    add("--no-purchases", action="store_true", help="do not work out what to buy next, which takes ten times as long")
+    add("--json", action="store_true", help="print one JSON line instead of a table")

@@ -36,6 +36,8 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
     add("--max-tokens", type=int, default=defaults.max_tokens, help="default 256")
     add("--stop", action="append", default=[], metavar="TEXT", help="ends the output; may be repeated")
     add("--stop-token-id", type=int, action="append", default=[], metavar="TOKEN", help="may be repeated")
+    add("--min-tokens", type=int, default=defaults.min_tokens, help="before which nothing ends the output")
+    add("--include-stop", action="store_true", help="the stop text or token that ends the output is part of it")
     add("--ignore-eos", action="store_true", help="go on past the model's own end")
     add("--json-schema", metavar="FILE", help="the output is JSON that this JSON Schema allows")
     add("--regex", help="the output is a text that this matches as a whole")
@@ -66,6 +68,8 @@ def options_from(arguments: argparse.Namespace) -> GenerateOptions:
         max_tokens=arguments.max_tokens,
         stop=tuple(arguments.stop),
         stop_token_ids=tuple(arguments.stop_token_id),
+        min_tokens=arguments.min_tokens,
+        include_stop=arguments.include_stop,
         ignore_eos=arguments.ignore_eos,
         logprobs=arguments.logprobs,
         speculation=speculation_from(arguments),

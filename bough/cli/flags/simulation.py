@@ -1,4 +1,4 @@
-"""Flags of `bough simulate`, and the scenarios made from them."""
+"""Scenarios from the flags of `bough simulate`."""
 
 from __future__ import annotations
 
@@ -16,29 +16,7 @@ from bough.simulation.scenario import RequestKind, Scenario
 
 MOST_USERS = 100_000
 MOST_WORKERS = 100_000
-DEFAULT_MIX = "200:200"
 _KIND = re.compile(r"([0-9]{1,7}):([0-9]{1,7})(?::([0-9]{1,6}(?:\.[0-9]{1,6})?))?")
-
-
-def add_simulate(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that `scenarios_from` reads."""
-    add = parser.add_argument
-    add("profile", help="name of a shipped profile, or a JSON file; `bough simulate list` names those that are shipped")
-    add("--users", nargs="+", default=["1"], metavar="N", help="at once, 1 to 100000; several are simulated in turn")
-    add("--targets", default="1", help="target workers, 1 or more (default 1)")
-    add("--drafts", default="1", help="draft workers; 0 is plain decoding (default 1)")
-    add(
-        "--mix", default=DEFAULT_MIX, metavar="PROMPT:OUTPUT[:WEIGHT],...",
-        help=f"tokens of prompts and answers, and how often each kind comes (default {DEFAULT_MIX})",
-    )  # fmt: skip
-    add("--think", default="0", metavar="SECONDS", help="mean time from an answer to the next question (default 0)")
-    add("--gather", default="1", metavar="SWEEPS", help="longest wait for sessions that draft (default 1)")
-    add("--nodes", metavar="N", help="trees of this size always, divided among sessions; with --depth")
-    add("--depth", metavar="N", help="levels of these trees below the root")
-    add("--network", metavar="SECONDS", help="one way, instead of the profile's")
-    add("--seed", default="1", help="of chance (default 1)")
-    add("--no-purchases", action="store_true", help="do not work out what to buy next, which takes ten times as long")
-    add("--json", action="store_true", help="print one JSON line instead of a table")
 
 
 def scenarios_from(arguments: argparse.Namespace) -> list[Scenario]:

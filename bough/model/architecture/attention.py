@@ -6,7 +6,7 @@ depends on its query and its path alone, bit for bit, not on the rest of the tre
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import AttentionInterface
@@ -79,7 +79,7 @@ def tree_attention(
     Writes the rows' keys and values into their slots, then attends over the slots. `chunk` comes through the model's
     keyword arguments; the mask is implied by it.
     """
-    layer = int(module.layer_idx)  # type: ignore[arg-type]
+    layer = cast(int, module.layer_idx)
     _require_room(chunk, layer, key, value)
     queries, keys, values = (numbers[0].transpose(0, 1) for numbers in (query, key, value))
     rules = scaling, sliding_window or 0, softcap or 0.0, None if s_aux is None else s_aux.float()

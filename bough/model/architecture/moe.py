@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import pairwise
 from typing import Protocol
 
 import torch
@@ -161,15 +161,14 @@ def _of_expert(module: nn.Module, expert: int, rows: torch.Tensor) -> torch.Tens
 def _by_expert(chosen: torch.Tensor, num_experts: int) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
     """Experts in order, each with the rows that chose it and the rank of that choice.
 
-    (rows, k) in; numbers from `num_experts` on mean no choice. Waits once for a GPU, whose router must have run.
+    (rows, k) in; numbers from `num_experts` on mean no choice. Waits once for a GPU, whose router must have run, and
+    sends nothing there.
     """
-    numbers = chosen.flatten().cpu()
-    places = torch.argsort(numbers, stable=True)
-    counts = torch.bincount(numbers, minlength=num_experts)[:num_experts].tolist()
-    places = places.to(chosen.device)
-    rows, ranks, ends = places // chosen.shape[1], places % chosen.shape[1], list(accumulate(counts))
-    spans = ((expert, slice(end - count, end)) for expert, (count, end) in enumerate(zip(counts, ends, strict=True)))
-    return {expert: (rows[span], ranks[span]) for expert, span in spans if counts[expert]}
+    numbers, places = torch.sort(chosen.flatten(), stable=True)
+    rows, ranks = places // chosen.shape[1], places % chosen.shape[1]
+    experts = torch.arange(num_experts, device=chosen.device, dtype=numbers.dtype)
+    spans = pairwise((0, *torch.searchsorted(numbers, experts, right=True).tolist()))
+    return {expert: (rows[begin:end], ranks[begin:end]) for expert, (begin, end) in enumerate(spans) if begin < end}
 
 
 def stack_of(module: nn.Module, source: TensorSource | Experts) -> Experts | None:

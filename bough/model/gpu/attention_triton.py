@@ -19,7 +19,7 @@ from bough.model.batch.gpu_paths import TILE_ROWS, Paths
 BLOCK = 32  # keys in one step of the online softmax; 64 would exceed the registers
 MIN_DOT = 16  # least rows and columns of a tensor core's tile
 TILE_QUERIES = 64  # most rows times heads of a program, so that its results stay in registers
-NUM_WARPS, NUM_STAGES = 4, 2
+NUM_STAGES = 2
 
 # Arguments that vary between calls must not be specialised on: each specialisation is another program, which may round
 # differently.
@@ -213,7 +213,7 @@ def attend_by_triton(
         HAS_SINKS=sinks is not None,
         IN_HALVES=in_halves,
         **constants,
-        **launch_options(in_halves),
+        **launch_options(constants, in_halves),
     )
     return out
 
@@ -222,6 +222,8 @@ def tile_constants(group: int, head_dim: int, in_halves: bool) -> dict[str, int]
     """Compile-time constants, which depend only on the model: few and many rows use the same program."""
     dim_padded, group_padded = max(MIN_DOT, triton.next_power_of_2(head_dim)), triton.next_power_of_2(group)
     most = min(TILE_QUERIES, TILE_QUERIES * 128 // dim_padded) if in_halves else MIN_DOT
+    if TILE_ROWS * group_padded < most:  # a tile between both sizes would spill registers
+        most = MIN_DOT
     rows = min(TILE_ROWS, max(1, max(most, MIN_DOT) // group_padded))
     return {
         "GROUP": group,
@@ -232,12 +234,16 @@ def tile_constants(group: int, head_dim: int, in_halves: bool) -> dict[str, int]
     }
 
 
-def launch_options(in_halves: bool) -> dict[str, object]:
-    """Compiler options: float32 uses one stage, as its tiles fill the shared memory of a small GPU.
+def launch_options(constants: dict[str, int], in_halves: bool) -> dict[str, object]:
+    """Compiler options, which depend only on the model, as `tile_constants` do.
 
+    No family's kernel spills registers with so many warps (`python -m loadtest.gpu.compile_kernels`): small tiles spill
+    with many warps, large ones with few. Float32 uses one stage, as its tiles fill the shared memory of a small GPU.
     Fusing of products and sums is set, because its default differs between versions of Triton, and with it the bits.
     """
-    return {"num_warps": NUM_WARPS, "num_stages": NUM_STAGES if in_halves else 1, "enable_fp_fusion": True}
+    tile = constants["ROWS"] * constants["GROUP_PADDED"] * constants["DIM_PADDED"]
+    num_warps = min(8, max(1, tile // 512)) if in_halves else 4
+    return {"num_warps": num_warps, "num_stages": NUM_STAGES if in_halves else 1, "enable_fp_fusion": True}
 
 
 def _in_halves(query_dtype: torch.dtype, key_dtype: torch.dtype) -> bool:

@@ -56,6 +56,13 @@ def adjusted(logits: Row, params: SamplingParams, counts: TokenCounts) -> Row:
     return logits
 
 
+def unending(logits: Row, params: SamplingParams) -> Row:
+    """Logits with -inf for the tokens that would end the text."""
+    logits = logits.copy()
+    logits[[*params.stop_token_ids]] = -np.inf
+    return logits
+
+
 def constrained(logits: Row, allowed: NDArray[np.bool_]) -> Row:
     """Logits with -inf for tokens that may not follow; `allowed` is (vocab_size,).
 

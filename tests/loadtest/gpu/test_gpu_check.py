@@ -49,6 +49,13 @@ def test_a_dry_run_goes_through_everything(
     assert [case["kv"] for case in report["equality"]] == ["device", "device", "host"]
     assert len(report["unpacking"]) == 2 * 5, "every format, in both types"
     assert report["layer_bits"]["equal"] == report["layer_bits"]["compared"]
+    assert [kind.split(",")[0] for kind in report["layer_bits"]["by_kind"]] == [
+        "products",
+        "products",
+        "norm",
+        "attention",
+    ] * 2
+    assert "products, float16, weights by columns" in report["layer_bits"]["by_kind"], "as AWQ's and GPTQ's are"
     assert report["contexts"][0]["context"] == 32
     assert report["pinning"]["is_pinned"]
     experts = report["experts"]

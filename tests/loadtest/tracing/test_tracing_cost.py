@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 
 import grpc
+import pytest
 
 from bough.telemetry.otlp import OtlpTracer
 from loadtest.tracing.__main__ import Sink, cpu_seconds, measured
@@ -34,7 +35,8 @@ def test_processor_time_grows() -> None:
         pass
 
 
-async def test_it_tells_what_traces_cost(tmp_path: Path) -> None:
+async def test_it_tells_what_traces_cost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("loadtest.tracing.__main__.ANSWER_TOKENS", 8)
     flags = argparse.Namespace(requests=1, sweep_seconds=0.02, seed=1, settle_seconds=0.0)
     figures = await measured(flags, tmp_path)
     assert (figures["failed"], figures["unequal"], figures["requests"]) == (0, 0, 1)

@@ -76,7 +76,7 @@ async def test_a_client_that_hangs_up_ends_the_call_at_the_target(stage: Stage) 
 
 
 async def test_a_flood_is_refused_before_it_is_decoded(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("orchestrator.admission.entrance.SPARE_CALLS", 0)
+    monkeypatch.setattr("orchestrator.admission.call_limiter.SPARE_CALLS", 0)
     flags = ("--max-running", "1", "--max-waiting", "1")
     async with assembled(config_of(stage, *flags), asyncio.Event()) as orchestrator, client_of(orchestrator) as client:
         await until(lambda: orchestrator.is_ready)

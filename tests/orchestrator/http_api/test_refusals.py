@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.admission.entrance import SMALL_BYTES
+from orchestrator.admission.call_limiter import SMALL_BYTES
 from orchestrator.http_api.body import MAX_BODY_BYTES
 from orchestrator.http_api.fields import ChatFields, CompletionFields, MessageFields
 from tests.fakes.http_stack import HttpStack, Json, error_of, http_stack
@@ -81,8 +81,10 @@ async def door(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[HttpSt
         ("web_search_options", {}),
         ("tools", {}),
         ("tool_choice", {"type": "function", "function": {"name": "x"}}),
-        ("min_tokens", 1),
+        ("min_tokens", 2),
+        ("min_tokens", -1),
         ("min_tokens", False),
+        ("include_stop_str_in_output", 1),
         ("length_penalty", 2),
         ("skip_special_tokens", False),
         ("skip_special_tokens", 1),
@@ -212,6 +214,12 @@ async def test_null_is_told_as_such_where_a_text_must_be(door: HttpStack) -> Non
         for message in (said | {"refusal": "No."}, said | {"content": "No."})
     ]
     assert tokens[0] == tokens[1]
+
+
+async def test_a_form_has_no_least_length(door: HttpStack) -> None:
+    body: Json = {"prompt": "x", "max_tokens": 4, "min_tokens": 2, "response_format": {"type": "json_object"}}
+    status, error = await door.refusal(COMPLETIONS, body)
+    assert (status, error["param"]) == (400, "min_tokens")
 
 
 async def test_a_byte_order_mark_before_json_is_passed_over(door: HttpStack) -> None:

@@ -1,4 +1,4 @@
-"""A turnstile for coroutines of one event loop, so that many that wake at once leave room for everything else."""
+"""Limits how many coroutines continue in one iteration of the event loop, so that bursts delay nothing else."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import asyncio
 from collections import deque
 
 
-class Turnstile:
-    """Lets at most `most` callers through in each iteration of the event loop, first come, first served.
+class IterationLimiter:
+    """Lets at most `most` callers continue in each iteration of the event loop, first come, first served.
 
-    Where fewer come, none of them waits. Where hundreds wake at once, timers, new calls and health checks get their
-    turn after every few, and not after all.
+    Fewer callers never wait. If hundreds wake at once, timers, new calls and health checks run after every few of
+    them instead of after all.
     """
 
     def __init__(self, most: int) -> None:
         self._most = self._num_free = most
         self._waiting: deque[asyncio.Future[None]] = deque()
-        self._is_counting = False  # `_next_iteration` is going to be called
+        self._is_counting = False  # whether `_next_iteration` is scheduled
 
-    async def turn(self) -> None:
-        """Returns when the caller may go on; at once where there is room in this iteration."""
+    async def acquire(self) -> None:
+        """Wait until the caller may continue; returns at once if this iteration's limit is not reached."""
         if not self._is_counting:
             self._is_counting = True
             asyncio.get_running_loop().call_soon(self._next_iteration)
@@ -34,7 +34,7 @@ class Turnstile:
         self._num_free = self._most
         while self._waiting and self._num_free:
             turn = self._waiting.popleft()
-            if not turn.done():  # as it is where its caller was cancelled
+            if not turn.done():  # otherwise the caller was cancelled
                 turn.set_result(None)
                 self._num_free -= 1
         self._is_counting = self._num_free < self._most

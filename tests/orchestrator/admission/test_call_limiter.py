@@ -24,15 +24,15 @@ from bough.protocol.generation import (
 )
 from bough.rpc import server
 from bough.trees.tree_plan import StaticShape
-from orchestrator.admission import entrance as module
+from orchestrator.admission import call_limiter as module
 from orchestrator.admission.admission import Admission
-from orchestrator.admission.entrance import (
+from orchestrator.admission.call_limiter import (
     BYTES_PER_TOKEN,
     MAX_BYTES,
     MAX_OTHER_CALLS,
     SMALL_BYTES,
     SPARE_CALLS,
-    Entrance,
+    CallLimiter,
 )
 from tests.fakes.stage import MAX_CONTEXT, PROMPT, SHORT, Stage, finish, orchestrating, until
 from tests.orchestrator.cluster.test_tokenizing import Held
@@ -160,47 +160,47 @@ async def test_a_prompt_that_fits_nowhere_does_not_wait_for_its_turn(stage: Stag
 # By itself
 
 
-def refused(entrance: Entrance, method: str, num_bytes: int = 0) -> Exhausted:
-    with pytest.raises(Exhausted) as caught, entrance.entering(method, num_bytes):
+def refused(call_limiter: CallLimiter, method: str, num_bytes: int = 0) -> Exhausted:
+    with pytest.raises(Exhausted) as caught, call_limiter.entering(method, num_bytes):
         pass
     return caught.value
 
 
 def test_calls_are_counted_until_they_end() -> None:
-    entrance = Entrance(Admission(2, 3), lambda: 100)
+    call_limiter = CallLimiter(Admission(2, 3), lambda: 100)
     with ExitStack() as inside:
         for _ in range(5 + SPARE_CALLS):
-            inside.enter_context(entrance.entering("Generate", 10))
-        assert refused(entrance, "Generate").retry_seconds is not None
+            inside.enter_context(call_limiter.entering("Generate", 10))
+        assert refused(call_limiter, "Generate").retry_seconds is not None
         for _ in range(MAX_OTHER_CALLS):
-            inside.enter_context(entrance.entering("GetLoads", 0))
-        assert f"{MAX_OTHER_CALLS} calls are being answered" in str(refused(entrance, "Abort"))
-        with entrance.entering("Check", 0), entrance.entering("Watch", 0):
+            inside.enter_context(call_limiter.entering("GetLoads", 0))
+        assert f"{MAX_OTHER_CALLS} calls are being answered" in str(refused(call_limiter, "Abort"))
+        with call_limiter.entering("Check", 0), call_limiter.entering("Watch", 0):
             pass
     for method in ("Generate", "Abort"):
-        with entrance.entering(method, 10):
+        with call_limiter.entering(method, 10):
             pass
 
 
 def test_bytes_of_all_calls_together_are_bounded() -> None:
     size = MAX_BYTES // 10
-    entrance = Entrance(Admission(50, 50), lambda: size)
+    call_limiter = CallLimiter(Admission(50, 50), lambda: size)
     with ExitStack() as inside:
         for _ in range(10):
-            inside.enter_context(entrance.entering("Generate", size))
-        assert refused(entrance, "Generate", size).retry_seconds is not None
-    with entrance.entering("Generate", size):
+            inside.enter_context(call_limiter.entering("Generate", size))
+        assert refused(call_limiter, "Generate", size).retry_seconds is not None
+    with call_limiter.entering("Generate", size):
         pass
 
 
 @pytest.mark.parametrize(("context", "most"), [(0, 10**9), (1000, SMALL_BYTES), (100_000, 100_000 * BYTES_PER_TOKEN)])
 def test_a_message_may_be_as_large_as_a_context_could_need(context: int, most: int) -> None:
-    entrance = Entrance(Admission(1, 1), lambda: context)
+    call_limiter = CallLimiter(Admission(1, 1), lambda: context)
     if context:
-        with entrance.entering("Generate", most):
+        with call_limiter.entering("Generate", most):
             pass
         with pytest.raises(InvalidRequest, match=f"message: must have at most {most} bytes, .* got {most + 1}"):
-            entrance.entering("Generate", most + 1).__enter__()
+            call_limiter.entering("Generate", most + 1).__enter__()
     else:
-        with entrance.entering("Generate", MAX_BYTES):  # nothing is known to judge by yet
+        with call_limiter.entering("Generate", MAX_BYTES):  # nothing is known to judge by yet
             pass

@@ -1,4 +1,4 @@
-"""The turnstile: who wakes together goes on a few at a time, in order, and whoever comes alone does not wait."""
+"""The limiter lets callers that wake together continue a few at a time, in order; a single caller does not wait."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ import asyncio
 from collections import Counter
 from contextlib import suppress
 
-from bough.concurrency.turnstile import Turnstile
+from bough.concurrency.iteration_limiter import IterationLimiter
 
 
 async def test_who_comes_alone_does_not_wait() -> None:
-    """With few streams a turnstile must cost nothing: not even one iteration of the event loop."""
-    turnstile, is_next_iteration = Turnstile(2), asyncio.Event()
+    """With few streams the limiter must cost nothing, not even one iteration of the event loop."""
+    limiter, is_next_iteration = IterationLimiter(2), asyncio.Event()
     asyncio.get_running_loop().call_soon(is_next_iteration.set)
-    await turnstile.turn()
-    await turnstile.turn()
+    await limiter.acquire()
+    await limiter.acquire()
     assert not is_next_iteration.is_set()
 
 
 async def test_a_burst_goes_through_a_few_at_a_time_and_in_order() -> None:
     """Fifty rounds whose verdicts come together must not hold up the event loop until the last of them is done."""
-    turnstile, loop = Turnstile(3), asyncio.get_running_loop()
+    limiter, loop = IterationLimiter(3), asyncio.get_running_loop()
     iteration, passed = 0, list[tuple[int, int]]()
 
     def count() -> None:
@@ -30,7 +30,7 @@ async def test_a_burst_goes_through_a_few_at_a_time_and_in_order() -> None:
             loop.call_soon(count)
 
     async def come(number: int) -> None:
-        await turnstile.turn()
+        await limiter.acquire()
         passed.append((number, iteration))
 
     loop.call_soon(count)
@@ -42,8 +42,8 @@ async def test_a_burst_goes_through_a_few_at_a_time_and_in_order() -> None:
 
 async def test_who_is_cancelled_while_waiting_takes_nobodys_turn() -> None:
     """Clients that hang up in a burst leave their turns to the others."""
-    turnstile = Turnstile(1)
-    tasks = [asyncio.create_task(turnstile.turn()) for _ in range(5)]
+    limiter = IterationLimiter(1)
+    tasks = [asyncio.create_task(limiter.acquire()) for _ in range(5)]
     await asyncio.sleep(0)
     for task in tasks[1:4]:
         task.cancel()
@@ -53,4 +53,4 @@ async def test_who_is_cancelled_while_waiting_takes_nobodys_turn() -> None:
         with suppress(asyncio.CancelledError):
             await task
         assert task.cancelled()
-    await turnstile.turn()
+    await limiter.acquire()

@@ -17,7 +17,7 @@ OPEN = f"/{health.SERVICE_NAME}/"  # health checks of balancers and supervisors 
 
 
 @dataclass(frozen=True, slots=True)
-class Doorkeeper(grpc.aio.ServerInterceptor):
+class AuthInterceptor(grpc.aio.ServerInterceptor):
     """First interceptor of a server; only health is open."""
 
     require: Callable[[Iterable[str | bytes]], object]  # checks all values of `authorization`; raises Unauthenticated

@@ -9,7 +9,7 @@ ASKING_SECONDS = 2.0  # an asking session goes before younger ones for so long; 
 WAITING_SECONDS = 600.0  # for which a session that does not retry is remembered
 
 
-class _Wish(NamedTuple):
+class _Waiting(NamedTuple):
     epoch: int
     asked: float  # seconds on the clock
 
@@ -19,7 +19,7 @@ class AdmissionOrder:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._wishes: dict[str, _Wish] = {}
+        self._wishes: dict[str, _Waiting] = {}
 
     def __contains__(self, session_id: object) -> bool:
         return session_id in self._wishes
@@ -28,7 +28,7 @@ class AdmissionOrder:
         """Record that the session asks for room now."""
         now = self._clock()
         self._wishes = {name: wish for name, wish in self._wishes.items() if now - wish.asked < WAITING_SECONDS}
-        self._wishes[session_id] = _Wish(epoch, now)
+        self._wishes[session_id] = _Waiting(epoch, now)
 
     def leave(self, session_id: str) -> None:
         """Remove a session that has its room or wants none."""

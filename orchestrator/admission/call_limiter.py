@@ -18,7 +18,7 @@ SMALL_BYTES = 256 * 1024  # limit of a message for any context
 ALWAYS_ANSWERED = frozenset({"Check", "Watch"})  # health checks of load balancers
 
 
-class Entrance(Drainer):
+class CallLimiter(Drainer):
     """Limits what is decoded and kept for waiting callers, so that no number of callers exhausts memory."""
 
     def __init__(self, admission: Admission, largest_context: Callable[[], int]) -> None:

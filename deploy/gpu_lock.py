@@ -22,7 +22,7 @@ GPUS = "CUDA_VISIBLE_DEVICES"  # set by Ray in replicas that ask for GPUs
 
 
 @asynccontextmanager
-async def turn(module: str, patience_seconds: float) -> AsyncIterator[int]:
+async def gpu_lock(module: str, patience_seconds: float) -> AsyncIterator[int]:
     """Wait until no earlier program has the GPUs of this replica, or until `patience_seconds` have passed.
 
     Yields a file descriptor for the program to inherit: the lock is held while any process has it open. After the
