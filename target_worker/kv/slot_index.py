@@ -12,6 +12,10 @@ from bough.protocol.prefix_hash import BLOCK_TOKENS, whole_blocks
 from bough.protocol.prefix_index import PrefixIndex, PrefixMatch
 from target_worker.kv.session_slot import SessionSlot, SlotState, Text
 
+# Taking rows looks at every slot. More texts than so many would not be found again much more often, and where they are
+# short a request costs the more, the longer a worker has run.
+MAX_IDLE = 2048
+
 
 def _last_used(session: SessionSlot) -> float:
     return session.last_used
@@ -45,10 +49,14 @@ class SlotIndex:
         self.held[session] = None
 
     def let_go(self, session: SessionSlot) -> None:
-        """End the lease of a slot."""
+        """End the lease of a slot. Of too many idle slots the one unused for longest is evicted."""
         session.become(SlotState.IDLE)
         del self.held[session]
         insort(self._idle, session, key=_last_used)
+        if len(self._idle) > MAX_IDLE:
+            oldest = self._idle[self._idle[0] is session]
+            self.num_evictions += oldest.slot.length > 0
+            self.give_back(oldest)
 
     def touch(self, session: SessionSlot, now: float) -> None:
         """Count a slot as used now."""

@@ -15,6 +15,7 @@ from bough.errors import Exhausted, NotFound, StaleEpoch
 from bough.model.kv.arena import Arena
 from bough.model.kv.kv_arena import KVArena
 from bough.protocol.prefix_hash import BLOCK_TOKENS
+from target_worker.kv import slot_index
 from target_worker.kv.session_slot import SessionSlot, SlotState, Text
 from target_worker.kv.slot_pool import SlotPool
 from tests.fakes.target import CPU, SHAPE, Clock, new_pool
@@ -252,6 +253,32 @@ def test_sessions_that_come_and_go_leave_nothing(pool: SlotPool, clock: Clock) -
     pool.check_integrity()
     figures = pool.figures()
     assert len(pool) <= figures.num_held + figures.num_idle <= ROWS // 60
+
+
+def test_of_too_many_idle_slots_those_unused_for_longest_go(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though there is room: each looks at all of them, so that a worker became slower with every short request."""
+    monkeypatch.setattr(slot_index, "MAX_IDLE", 20)
+    pool = SlotPool(Arena(10_000, 1), 10.0, clock)
+    for number in range(50):
+        clock.now += 1.0
+        name, tokens = f"s{number}", text(40, 1000 * number)
+        session = pool.lease(name, 1, len(tokens), Text(tokens))
+        pool.commit(session, range(len(tokens)), tokens)
+        pool.end_call(session)
+        if number % 2:
+            pool.release(name)
+        if number == 30:
+            twelfth = pool.lease("s12", 1, 40, Text(text(40, 12_000)))  # which is younger than others then
+            assert twelfth.slot.length == 40
+            pool.end_call(twelfth)
+    pool.check_integrity()
+    figures = pool.figures()
+    assert figures.num_held + figures.num_idle < 35
+    assert figures.num_evictions > 15
+    assert pool.get("s12") is not None
+    assert pool.get("s2") is None
+    latest = pool.lease("again", 1, 40, Text(text(40, 49_000)))
+    assert latest.slot.length == 32, "texts that were used last are found"
 
 
 def test_a_lease_takes_no_more_steps_among_hundreds_of_idle_slots() -> None:
