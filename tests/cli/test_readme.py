@@ -78,7 +78,8 @@ def test_python(namespace: str, number: int) -> None:
     block = blocks("python")[number]
     if "from openai" in block:
         pytest.importorskip("openai")
-    assert pasted(namespace, sys.executable, "-c", block).strip()
+    tries = (pasted(namespace, sys.executable, "-c", block).strip() for _ in range(4))
+    assert any(tries), "without a seed a text may end before its first word, but not four times"
 
 
 def test_commands_of_the_shell(namespace: str) -> None:

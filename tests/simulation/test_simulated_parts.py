@@ -42,7 +42,9 @@ def swept_by(pair: SimulatedPair, clock: SimulatedClock, trees: list[Tree], cont
     """What the sweeps of one session after another are measured to take."""
     figures: list[SweepFigures] = []
     pool = SlotPool(Arena(10_000, 1), 60.0, clock.now)
-    engine = SweepEngine(SimulatedSweeper(pair, clock), pool, LIMITS, 10, observe=lambda _, own: figures.append(own))
+    engine = SweepEngine(
+        SimulatedSweeper(pair, clock), pool, LIMITS, 10, observe=lambda *told: figures.append(told[-1])
+    )
     engine.start()
     try:
         for number, tree in enumerate(trees):
