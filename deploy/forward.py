@@ -13,10 +13,11 @@ from starlette.types import Receive, Scope, Send
 
 from bough.runtime.connections import connection_limit
 
-# Headers of one connection. Serve's proxy itself sets the request's id, the server's name and the date.
+# Headers of one connection. The host is passed on: the orchestrator refuses foreign ones where it must. Serve's proxy
+# itself sets the request's id, the server's name and the date.
 HOP_BY_HOP: Final = frozenset(
     {"connection", "expect", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer",
-     "transfer-encoding", "upgrade", "host"}
+     "transfer-encoding", "upgrade"}
 )  # fmt: skip
 NOT_PASSED_BACK: Final = HOP_BY_HOP | {"x-request-id", "date", "server"}
 CONNECT_SECONDS = 5.0  # for a connection to open, and to get its turn where there are too many

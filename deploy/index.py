@@ -76,7 +76,8 @@ class IndexServer:
         """Start the server on `host`, this node's address, unless the settings name another.
 
         Raises:
-        ConfigError: it would be reachable by others without a secret or certificates, or a secret's file is unusable.
+            ConfigError: it would be reachable by others without a secret or certificates, or a secret's file is
+                unusable.
         """
         settings = with_shared(settings, os.environ)
         own = bare(settings.host)

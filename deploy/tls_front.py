@@ -63,19 +63,20 @@ class TlsFront:
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         connection = _Forwarded(asyncio.create_task(self._serve(reader, writer)))
         self._connections.add(connection)
-        connection.task.add_done_callback(lambda _: self._connections.discard(connection))
+        connection.task.add_done_callback(lambda _: self._end(connection, writer))
+
+    def _end(self, connection: _Forwarded, writer: asyncio.StreamWriter) -> None:
+        """Close the peer's connection, also where its task was cancelled before it began."""
+        self._connections.discard(connection)
+        writer.transport.abort()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
+        with suppress(OSError):  # the server has ended; its supervisor checks for that
             inner_reader, inner_writer = await asyncio.open_unix_connection(self._socket)
-        except OSError:  # the server has ended; its supervisor checks for that
-            writer.transport.abort()
-            return
-        try:
-            await asyncio.gather(_pass_on(reader, inner_writer), _pass_on(inner_reader, writer))
-        finally:
-            inner_writer.transport.abort()
-            writer.transport.abort()
+            try:
+                await asyncio.gather(_pass_on(reader, inner_writer), _pass_on(inner_reader, writer))
+            finally:
+                inner_writer.transport.abort()
 
 
 @dataclass(frozen=True, slots=True)

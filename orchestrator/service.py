@@ -13,7 +13,7 @@ from bough.errors import InvalidRequest, Unavailable
 from bough.pb import common_pb2, generation_pb2_grpc
 from bough.pb import generation_pb2 as pb
 from bough.protocol import codec_generation as wire
-from bough.protocol.sampling_params import MAX_BIASES, MAX_STOP_TOKENS, MAX_STOPS
+from bough.protocol.sampling_params import MAX_BIASES, MAX_CHOICES, MAX_STOP_TOKENS, MAX_STOPS
 from bough.rpc.server import Served, service_name, serving
 from bough.security.auth_interceptor import AuthInterceptor, authorization
 from orchestrator.cluster.served_models import largest_context
@@ -94,6 +94,7 @@ def require_counts(request: pb.GenerateRequest, largest_context: int) -> int:
         ("stop", len(request.stop), MAX_STOPS),
         ("stop_token_ids", len(request.stop_token_ids), MAX_STOP_TOKENS),
         ("logit_bias", len(request.logit_bias), MAX_BIASES),
+        ("constraint.choices", len(request.constraint.choices), MAX_CHOICES),
     )
     for name, number, most in counts:
         if number > most:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from itertools import takewhile
 from threading import Lock
+from weakref import WeakValueDictionary
 
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -18,9 +19,20 @@ from numpy.typing import NDArray
 from bough.errors import InvalidRequest
 from bough.tokenization.vocabulary import TokenizerFiles
 
-MAX_COMPILED = 16  # grammars that are kept for the next request with the same
+MAX_COMPILED = 32  # grammars that are kept for the next request with the same, beside those of sessions
 # A hostile grammar takes at most some 40 MB, and a mask some tens of milliseconds.
 LIMITS = LLParserLimits(max_lexer_states=50_000, step_lexer_fuel=200_000, verbose_errors=False)
+
+
+class _Compiled:
+    """A grammar's matcher at the beginning of an output, of which copies are moved along outputs.
+
+    Copies share the states of their lexer, and so its limit: once one has reached it the grammar is compiled anew.
+    """
+
+    def __init__(self, matcher: LLMatcher) -> None:
+        self.matcher = matcher
+        self.is_spent = False
 
 
 class Grammars:
@@ -29,32 +41,34 @@ class Grammars:
     def __init__(self, files: TokenizerFiles, vocab_size: int) -> None:
         self.vocab_size = vocab_size
         self._files = files
-        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._latest: OrderedDict[str, _Compiled] = OrderedDict()
+        self._compiled: WeakValueDictionary[str, _Compiled] = WeakValueDictionary()
         self._lock = Lock()
 
-    def compiled(self, grammar: str) -> LLMatcher:
-        """A matcher at the beginning of an output. The first grammar of all takes a second, others milliseconds.
+    def compiled(self, grammar: str) -> _Compiled:
+        """A grammar that is ready to use. The first grammar of all takes a second, others milliseconds.
 
         Raises:
             InvalidRequest: the model or llguidance cannot follow it.
         """
         with self._lock:
-            matcher = self._compiled.get(grammar)
-        if matcher is None:  # compiled without the lock, so that nobody with another grammar waits
-            matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=LIMITS)
-            _require_working(matcher)
+            compiled = self._compiled.get(grammar)
+        if compiled is None or compiled.is_spent:
+            # Compiled without the lock, so that nobody with another grammar waits.
+            compiled = _Compiled(LLMatcher(self._tokenizer, grammar, log_level=0, limits=LIMITS))
+            require_working(compiled.matcher)
         with self._lock:
-            self._compiled[grammar] = matcher
-            self._compiled.move_to_end(grammar)
-            if len(self._compiled) > MAX_COMPILED:
-                self._compiled.popitem(last=False)
-        return matcher.deep_copy()
+            self._compiled[grammar] = self._latest[grammar] = compiled
+            self._latest.move_to_end(grammar)
+            if len(self._latest) > MAX_COMPILED:
+                self._latest.popitem(last=False)
+        return compiled
 
     def along(self, grammar: str, held: AllowedTokens | None) -> AllowedTokens | None:
         """Those of an output with this grammar: `held` again if they are; None without a grammar."""
         if not grammar:
             return None
-        if held is not None and held.grammar == grammar:
+        if held is not None and held.grammar == grammar and held.is_working:
             return held
         return AllowedTokens(grammar, self.compiled(grammar), self._files.eos_token_ids, self.vocab_size)
 
@@ -70,12 +84,18 @@ class Grammars:
 class AllowedTokens:
     """The tokens that may follow at each place of a tree below an output. For one thread at a time."""
 
-    def __init__(self, grammar: str, matcher: LLMatcher, ends: Sequence[int], vocab_size: int) -> None:
+    def __init__(self, grammar: str, compiled: _Compiled, ends: Sequence[int], vocab_size: int) -> None:
         """`ends` are the tokens that end a text."""
         self.grammar = grammar
-        self._matcher, self._ends, self._vocab_size = matcher, frozenset(ends), vocab_size
+        self._compiled = compiled  # which is found as long as somebody holds it
+        self._matcher, self._ends, self._vocab_size = compiled.matcher.deep_copy(), frozenset(ends), vocab_size
         self._output: list[int] = []  # consumed by the matcher, as is the path below it
         self._path: list[int] = []
+
+    @property
+    def is_working(self) -> bool:
+        """Whether no output has become too complex, after which a matcher answers nothing any more."""
+        return not self._matcher.is_error()
 
     def stand_on(self, output: Sequence[int]) -> None:
         """Continue from an output.
@@ -92,7 +112,7 @@ class AllowedTokens:
         num_followed = self._matcher.try_consume_tokens(new)
         self._output += new[:num_followed]
         if num_followed < len(new):
-            _require_working(self._matcher)
+            self._require_working()
             raise InvalidRequest(
                 f"constraint: must allow the output so far, but its token {len(self._output)}, {new[num_followed]}, "
                 "is not allowed"
@@ -108,11 +128,13 @@ class AllowedTokens:
         inside = list(takewhile(lambda token: token not in self._ends, path))
         if not self._follows(inside):
             return None
+        may_end = self._matcher.is_accepting()
         if len(inside) < len(path):
-            return self._only_ends() if self._matcher.is_accepting() else None
+            return self._ending() if may_end else None
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
-        _require_working(self._matcher)
-        return np.unpackbits(bits, count=self._vocab_size, bitorder="little").view(np.bool_)
+        self._require_working()
+        following = np.unpackbits(bits, count=self._vocab_size, bitorder="little").view(np.bool_)
+        return following | self._ending() if may_end else following & ~self._ending()
 
     def _follows(self, path: Sequence[int]) -> bool:
         """Move the matcher to the end of a path; whether the grammar allows it."""
@@ -122,16 +144,22 @@ class AllowedTokens:
         new = list(path[num_common:])
         num_followed = self._matcher.try_consume_tokens(new)
         self._path = [*path[: num_common + num_followed]]
-        _require_working(self._matcher)
+        self._require_working()
         return num_followed == len(new)
 
-    def _only_ends(self) -> NDArray[np.bool_]:
+    def _ending(self) -> NDArray[np.bool_]:
         allowed = np.zeros(self._vocab_size, np.bool_)
         allowed[[token for token in self._ends if token < self._vocab_size]] = True
         return allowed
 
+    def _require_working(self) -> None:
+        if self._matcher.is_error():
+            self._compiled.is_spent = True
+            require_working(self._matcher)
 
-def _require_working(matcher: LLMatcher) -> None:
+
+def require_working(matcher: LLMatcher) -> None:
+    """Raise InvalidRequest if a grammar cannot be compiled, or an output has become too complex for it."""
     if matcher.is_error():
         raise InvalidRequest(f"constraint: must be a grammar that can be followed: {in_one_line(matcher.get_error())}")
 

@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 import json
+from functools import lru_cache
 
 from llguidance import LLMatcher
 
 from bough.errors import InvalidRequest
 from bough.grammar.allowed_tokens import LIMITS, in_one_line
 from bough.protocol.generation import Constraint
-from bough.protocol.sampling_params import MAX_GRAMMAR
+from bough.protocol.sampling_params import MAX_CHOICES, MAX_GRAMMAR
 
-MAX_CHOICES = 1024
 # Of JSON, wherever it may stand. Without a limit a model may go on with it until its tokens are used up.
 WHITESPACE = r"\n?[ \t]{0,32}"
 
 
+@lru_cache(maxsize=64)  # of the choices of one request, and of those of an application
 def grammar_of(constraint: Constraint) -> str:
     """The grammar, for `SamplingParams.grammar`. A complex one takes up to a second to check.
 
     Raises:
         InvalidRequest: names the field that cannot be used, and why.
     """
+    size = sum(
+        len(text or "") for text in (constraint.json_schema, constraint.regex, constraint.lark, *constraint.choices)
+    )
+    if size > MAX_GRAMMAR:
+        raise InvalidRequest(f"constraint: must be at most {MAX_GRAMMAR} characters, got {size}")
     name, grammar = _written(constraint)
     if len(grammar) > MAX_GRAMMAR:
         raise InvalidRequest(f"constraint.{name}: must be at most {MAX_GRAMMAR} characters, got {len(grammar)}")
@@ -53,7 +59,12 @@ def _of_schema(schema: str) -> str:
         raise InvalidRequest(f"constraint.json_schema: must be JSON, got {schema[:64]!r}: {exc}") from exc
     if not isinstance(parsed, dict):
         raise InvalidRequest(f"constraint.json_schema: must be an object, got {schema[:64]!r}")
-    return LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": WHITESPACE})
+    try:
+        return LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": WHITESPACE})
+    except ValueError as exc:  # numbers, depths and characters that Python's reader lets through
+        raise InvalidRequest(
+            f"constraint.json_schema: must be JSON, got {schema[:64]!r}: {in_one_line(str(exc))}"
+        ) from exc
 
 
 def _alternatives(choices: tuple[str, ...]) -> str:

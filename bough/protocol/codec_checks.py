@@ -37,7 +37,7 @@ def require_texts(prompt: Prompt, options: GenerateOptions) -> None:
     if (constraint := options.constraint) is not None:
         names = ("json_schema", "regex", "lark")
         texts += [(f"constraint.{name}", getattr(constraint, name) or "") for name in names]
-        texts += [(f"constraint.choices[{i}]", choice) for i, choice in enumerate(constraint.choices)]
+        texts.append(("constraint.choices", "".join(constraint.choices)))
     match prompt:
         case TextPrompt(text):
             texts.append(("text", text))

@@ -13,6 +13,7 @@ MAX_BIASES = 1024  # sent with every call to a worker, as stop tokens are
 MAX_STOP_TOKENS = 1024
 MAX_STOPS = 64  # each is searched for in all generated text
 MAX_STOP_LENGTH = 1024  # characters
+MAX_CHOICES = 1024  # of which the output is one
 MAX_GRAMMAR = 128 * 1024  # characters; sent with every call to a worker
 MAX_SEED = 2**64 - 1
 BANNED = -math.inf  # a logit bias
@@ -43,7 +44,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict)  # BANNED excludes a token
     logprobs: int | None = None  # number of alternatives to report; None reports no logprobs
     stop_token_ids: frozenset[int] = frozenset()
-    grammar: str = ""  # of llguidance, in JSON, which the whole output follows; empty leaves it free
+    grammar: str = ""  # of llguidance, as JSON or Lark, which the whole output follows; empty leaves it free
     min_tokens: int = 0  # of the output, before which stop tokens are not drawn
 
     @property

@@ -1,4 +1,4 @@
-"""Ending a process after a fatal error, such as the loss of its GPU."""
+"""Ending a process after a fatal error: the loss of its GPU, or weights that were overwritten while they are served."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ The draft is not run: its guesses are accepted as those of Llama-3-70B-Instruct'
 2402.12374, appendix E), and each level of its tree takes the time that a step of its shape took. What is measured is
 the sweep of the very tree that comes out best; seconds a token are reckoned from both.
 
-That tree is the best of all shapes for these numbers (`optimal_tree.best_size`): what a sizer that knew them could do
+That tree is the best of all shapes for these numbers (`optimal_tree.best_shape`): what a sizer that knew them could do
 at most with one shape for all rounds. An orchestrator's own TreeSizer learns them from its rounds, and is not run here.
 """
 
@@ -70,7 +70,7 @@ def chosen(
     return {
         "bits": bits,
         "layers": num_layers,
-        "by": "best_size over the published acceptance",
+        "by": "best_shape over the published acceptance",
         "nodes": len(tree),
         "levels": max(shape.depths(), default=0),
         "tokens_a_round": round(tokens, 2),

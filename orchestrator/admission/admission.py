@@ -108,6 +108,7 @@ class Admission:
         for hold in self._queue:
             if hold.turn is not None and not hold.turn.done():
                 hold.turn.set_exception(Unavailable(refusal))
+                hold.turn.exception()  # of a request that is not waited for yet nobody asks
 
     def exhausted(self, problem: str, num: int = 1) -> Exhausted:
         """The error for a refused caller of `num` requests, with a retry delay that increases from caller to caller.

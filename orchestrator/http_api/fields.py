@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, StrictInt, model_validator
 
 from bough.config.json_fields import must
+from bough.protocol.sampling_params import MAX_CHOICES
 from orchestrator.http_api.unsupported import OnlyTrue, Unsupported
 
 MAX_REQUEST_ID = 128  # characters of a request's id, before those that make it the answer's
@@ -120,7 +121,7 @@ class StructuredOutputsFields(_Fields):
     json_schema: Annotated[str | None, BeforeValidator(_schema)] = Field(None, alias="json")
     json_object: StrictBool | None = None
     regex: str | None = None
-    choice: list[str] | None = Field(None, min_length=1)
+    choice: list[str] | None = Field(None, min_length=1, max_length=MAX_CHOICES)
     grammar: str | None = None
 
 

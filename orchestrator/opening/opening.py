@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import time
 import uuid
@@ -157,7 +158,7 @@ class Opening:
             raise InvalidRequest("ignore_eos: must be false beside a constraint, which the model's own end completes")
         if options.min_tokens:
             raise InvalidRequest("min_tokens: must be 0 beside a constraint, which ends where nothing can follow")
-        return await self.directory.tokenizing.run(lambda: grammar_of(constraint))
+        return await asyncio.to_thread(grammar_of, constraint)  # not on the threads that tokenize for everybody
 
     async def _need(
         self, tokens: TokenHistory, options: GenerateOptions, session: SessionRecord | None, targets: Targets

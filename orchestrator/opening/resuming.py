@@ -9,12 +9,13 @@ from bough.protocol.codec import require_tokens
 from bough.protocol.generation import GenerateOptions, Resume, Tokens
 from bough.registry.records import RequestRecord
 from orchestrator.sessions.session import Session
+from orchestrator.sessions.transcripts import as_recorded
 
 
 def require_same_request(record: RequestRecord, session: Session) -> None:
     """Raise InvalidRequest if a resumed request differs from the one that was begun."""
     begun = (record.tokens[: record.prompt_length], record.sampling, record.stops)
-    resumed = (tuple(session.tokens[: session.prompt_length]), session.sampling, session.stops)
+    resumed = (tuple(session.tokens[: session.prompt_length]), as_recorded(session.sampling), session.stops)
     for name, was, now in zip(("prompt", "sampling parameters", "stop conditions"), begun, resumed, strict=True):
         if was != now:
             raise InvalidRequest(

@@ -102,11 +102,7 @@ class TextStream:
         if found:
             where, stop = min(found)
             self._held = ""
-            self._window, self._num_complete, self._num_taken = (
-                [],
-                0,
-                0,
-            )  # what a token has beyond it is not told either
+            self._window, self._num_complete, self._num_taken = [], 0, 0  # nothing beyond the stop text is told
             return TextPiece(text[: where + len(stop)] if self._includes_stop else text[:where], stop)
         keep = max((_overlap(text, stop) for stop in self._stop), default=0)
         self._held = text[len(text) - keep :]

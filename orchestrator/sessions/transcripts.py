@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+from dataclasses import replace
+
+from bough.protocol.sampling_params import SamplingParams
 from bough.registry.records import RequestRecord, SessionRecord
 from orchestrator.sessions.session import Session
 
@@ -23,6 +27,12 @@ def session_record(session: Session, target_id: str) -> SessionRecord:
     )
 
 
+def as_recorded(sampling: SamplingParams) -> SamplingParams:
+    """Sampling parameters with a hash in place of a grammar, as it may be long and every round is recorded."""
+    digest = hashlib.blake2b(sampling.grammar.encode(), digest_size=12).hexdigest() if sampling.grammar else ""
+    return replace(sampling, grammar=digest)
+
+
 def request_record(session: Session) -> RequestRecord:
     """The state of the session's request."""
     return RequestRecord(
@@ -31,7 +41,7 @@ def request_record(session: Session) -> RequestRecord:
         session.epoch,
         session.prompt_length,
         session.tokens[:],
-        session.sampling,
+        as_recorded(session.sampling),
         session.stops,
         session.finish_reason,
         session.stop_reason,

@@ -19,24 +19,26 @@ class AdmissionOrder:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._wishes: dict[str, _Waiting] = {}
+        self._waiting: dict[str, _Waiting] = {}
 
     def __contains__(self, session_id: object) -> bool:
-        return session_id in self._wishes
+        return session_id in self._waiting
 
     def ask(self, session_id: str, epoch: int) -> None:
         """Record that the session asks for room now."""
         now = self._clock()
-        self._wishes = {name: wish for name, wish in self._wishes.items() if now - wish.asked < WAITING_SECONDS}
-        self._wishes[session_id] = _Waiting(epoch, now)
+        self._waiting = {name: one for name, one in self._waiting.items() if now - one.asked < WAITING_SECONDS}
+        self._waiting[session_id] = _Waiting(epoch, now)
 
     def leave(self, session_id: str) -> None:
         """Remove a session that has its room or wants none."""
-        self._wishes.pop(session_id, None)
+        self._waiting.pop(session_id, None)
 
     def num_before(self, session_id: str, epoch: int) -> int:
         """The number of older sessions that have asked recently."""
         since = self._clock() - ASKING_SECONDS
         return sum(
-            wish.epoch < epoch and wish.asked > since for name, wish in self._wishes.items() if name != session_id
+            waiting.epoch < epoch and waiting.asked > since
+            for name, waiting in self._waiting.items()
+            if name != session_id
         )

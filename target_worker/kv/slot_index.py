@@ -49,12 +49,13 @@ class SlotIndex:
         self.held[session] = None
 
     def let_go(self, session: SessionSlot) -> None:
-        """End the lease of a slot. Of too many idle slots the one unused for longest is evicted."""
+        """End the lease of a slot. Of too many idle slots another one, unused for longest, is evicted."""
         session.become(SlotState.IDLE)
+        session.allowed = None
         del self.held[session]
         insort(self._idle, session, key=_last_used)
         if len(self._idle) > MAX_IDLE:
-            oldest = self._idle[self._idle[0] is session]
+            oldest = next(idle for idle in self._idle if idle is not session)
             self.num_evictions += oldest.slot.length > 0
             self.give_back(oldest)
 
@@ -69,7 +70,7 @@ class SlotIndex:
         """Prepare an idle slot for another session: keep `length` tokens, resize to `num_rows`; there must be room."""
         if self.sessions.pop(session.session_id, None) is not None:
             self.num_evictions += 1
-        session.epoch, session.last_round, session.last_result = -1, -1, None
+        session.epoch, session.last_round, session.last_result, session.allowed = -1, -1, None, None
         self.roll_back(session, length)
         self.arena.resize(session.slot, num_rows)
 

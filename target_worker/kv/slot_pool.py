@@ -51,7 +51,7 @@ class SlotPool:
         self._step_rows = step_rows
         self._lease_seconds = lease_seconds
         self._clock = clock
-        self._turns = AdmissionOrder(clock)
+        self._order = AdmissionOrder(clock)
         self._num_sent = self._num_computed = self._num_preemptions = 0
 
     def __len__(self) -> int:
@@ -73,7 +73,7 @@ class SlotPool:
 
     def is_waiting(self, session_id: str) -> bool:
         """Whether the session was preempted or could not grow, and has had no room since."""
-        return session_id in self._turns
+        return session_id in self._order
 
     def to_preempt(self, session_id: str, epoch: int, num_rows: int) -> list[SessionSlot]:
         """Sessions in use to preempt so that one may grow to `num_rows`, the youngest first; all younger than it.
@@ -100,7 +100,7 @@ class SlotPool:
         """End the lease of a session in use; it waits for room before all younger ones."""
         self.end_lease(session)
         self._num_preemptions += 1
-        self._turns.ask(session.session_id, session.epoch)
+        self._order.ask(session.session_id, session.epoch)
 
     def lease(self, session_id: str, epoch: int, num_rows: int, text: Text, most_rows: int = 0) -> SessionSlot:
         """Lease the session's slot with room for `num_rows`, holding as much of `text` as is cached; starts a call.
@@ -112,17 +112,17 @@ class SlotPool:
             Preempted: the session was preempted, and there is no room for it yet.
             Exhausted: there is no room. A session that could not grow keeps what it holds.
         """
+        self._expire()  # first, as it may evict the session's own slot
         session = self._kept.sessions.get(session_id)
         if session is not None:
             session.require_epoch(epoch)
-        self._expire()
         if session is None or session.state is SlotState.IDLE:
             self._require_entry(session_id, epoch, num_rows - (session.slot.num_rows if session is not None else 0))
         if session is None:
             session = self._open(session_id, num_rows, text)
         else:
             self._grow(session, epoch, num_rows)
-        self._turns.leave(session_id)
+        self._order.leave(session_id)
         session.most_rows = most_rows
         if epoch > session.epoch:
             session.epoch, session.last_round, session.last_result = epoch, -1, None
@@ -174,7 +174,7 @@ class SlotPool:
         Raises:
             NotFound: the session has no slot.
         """
-        self._turns.leave(session_id)
+        self._order.leave(session_id)
         session = self._kept.sessions.pop(session_id, None)
         if session is None:
             raise NotFound(f"session_id: {session_id!r} has no slot here")
@@ -235,7 +235,7 @@ class SlotPool:
             return
         if not self._kept.make_room(extra, keep=session):
             self.end_call(session)  # keeps what it holds, so that the caller may try again
-            self._turns.ask(session.session_id, epoch)
+            self._order.ask(session.session_id, epoch)
             raise self._exhausted(extra)
         self._kept.arena.resize(session.slot, num_rows)
 
@@ -244,7 +244,7 @@ class SlotPool:
 
         Preempted older sessions come first, and sessions in use must have room for their next step.
         """
-        kept, num_before = self._kept, self._turns.num_before(session_id, epoch)
+        kept, num_before = self._kept, self._order.num_before(session_id, epoch)
         spare = sum(min(self._step_rows, session.num_growing) for session in kept.held)
         if num_before:
             error = Exhausted(f"KV memory: {num_before} sessions that began earlier wait for room; try again{MORE}")
@@ -252,8 +252,8 @@ class SlotPool:
             error = self._exhausted(num_rows, spare)
         else:
             return
-        if session_id in self._turns:
-            self._turns.ask(session_id, epoch)
+        if session_id in self._order:
+            self._order.ask(session_id, epoch)
             raise Preempted(str(error))
         raise error
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from bough.errors import InvalidRequest
 from bough.grammar.allowed_tokens import AllowedTokens
 from bough.model.sampling.sampler import (
     Row,
@@ -56,7 +57,8 @@ def compute_verdict(
         if allowed is None:
             return row
         following = allowed.after(tokens[num_prompt:])
-        assert following is not None, "a path that the grammar forbids is never reached"
+        if following is None:  # no token that was drawn leads here
+            raise InvalidRequest("constraint: must allow every token of a path that is drawn")
         return constrained(row, following)
 
     def target_probs(node: int) -> Row:

@@ -33,7 +33,7 @@ async def test_programs_with_certificates_are_looked_after_and_forwarded_to(inde
         forwarder = orchestrator.forwarder()
         assert forwarder is not None
         app = Starlette(routes=[Route("/{path:path}", forwarder.forward, methods=["GET"])])
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://serve") as client:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1") as client:
             async with asyncio.timeout(30):
                 while (await client.get("/health")).status_code != 200:
                     await asyncio.sleep(0.1)

@@ -97,6 +97,17 @@ def test_after_its_end_only_the_end_may_follow(grammars: Grammars, byte_tokenize
             assert np.count_nonzero(mask) == 1 + (end not in path and len(text) > 2 and not constraint.choices)
 
 
+def test_an_end_that_a_grammar_names_itself_is_none(grammars: Grammars, byte_tokenizer: TokenizerFiles) -> None:
+    """It would end the text where the grammar goes on."""
+    (end,) = byte_tokenizer.eos_token_ids
+    allowed = along(grammars, Constraint(lark=f'start: "a" <[{end}]> "b"'))
+    (letter,) = np.flatnonzero(fresh(grammars, Constraint(choices=("a",)), [])).tolist()
+    mask = allowed.after([letter])
+    assert mask is not None
+    assert not mask.any(), "no token can follow, and none leads to where nothing is known"
+    assert allowed.after([letter, end]) is None
+
+
 def test_an_output_that_breaks_off_elsewhere_is_taken_up_from_there(grammars: Grammars) -> None:
     allowed = along(grammars, PHONE)
     digits = np.flatnonzero(fresh(grammars, PHONE, [])).tolist()
@@ -147,4 +158,8 @@ def test_a_grammar_that_grows_past_its_bounds_ends_its_request_alone(
 
     with pytest.raises(InvalidRequest, match=r"constraint: must be a grammar that can be followed: .*too many states"):
         decode()
+    assert not allowed.is_working
+    again = grammars.along(allowed.grammar, allowed)
+    assert again is not None
+    assert again.after([]) is not None, "another output of the session with this grammar begins anew"
     assert fresh(grammars, PHONE, []) is not None

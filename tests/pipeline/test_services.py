@@ -279,8 +279,10 @@ async def test_health_and_reflection_on_all_three(tiny_cluster: Cluster) -> None
         ("orchestrator", "bough.v1.Generation"),
     ):
         async with open_channel(await worker_address(tiny_cluster, kind)) as channel:
-            assert await is_serving(channel, "", 5.0)
-            assert await is_serving(channel, service, 5.0)
+            assert await is_serving(channel, "", 60.0)
+            async with asyncio.timeout(60.0):
+                while not await is_serving(channel, service, 60.0):  # an orchestrator looks once a second what it has
+                    await asyncio.sleep(0.1)
             stub = reflection_pb2_grpc.ServerReflectionStub(channel)  # type: ignore[no-untyped-call]
             call = stub.ServerReflectionInfo(iter([reflection_pb2.ServerReflectionRequest(list_services="")]))
             names = [s.name async for reply in call for s in reply.list_services_response.service]

@@ -281,6 +281,25 @@ def test_of_too_many_idle_slots_those_unused_for_longest_go(clock: Clock, monkey
     assert latest.slot.length == 32, "texts that were used last are found"
 
 
+def test_a_session_whose_slot_goes_as_it_comes_back_gets_another_one(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slot_index, "MAX_IDLE", 1)
+    pool = SlotPool(Arena(10_000, 1), 10.0, clock)
+    for name in ("idle", "lapsing"):
+        session = pool.lease(name, 1, 40, Text(text(40, 1000 if name == "idle" else 2000)))
+        pool.commit(session, range(40), [*session.slot.tokens, *range(40)])
+        pool.end_call(session)
+        if name == "idle":
+            pool.end_lease(session)
+    clock.now += 20.0  # with the next lease that of "lapsing" ends too, and "idle" is one too many
+    session = pool.lease("idle", 1, 40, Text(text(40, 1000)))
+    assert session.state is SlotState.HELD
+    assert session.slot.num_rows == 40
+    pool.end_call(session)
+    pool.check_integrity()
+
+
 def test_a_lease_takes_no_more_steps_among_hundreds_of_idle_slots() -> None:
     """A worker under load collects idle slots until its memory is full; no request may walk through all of them."""
     few, many = (num_steps_of_a_lease(num_idle, is_full) for num_idle, is_full in ((5, False), (800, False)))

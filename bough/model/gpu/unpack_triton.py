@@ -100,9 +100,8 @@ def unpack_down(  # type: ignore[no-untyped-def]
         inputs = (rows * PER_WORD + i).to(tl.int64)
         if not IS_ORDERED:
             groups = tl.load(group_of + inputs, mask=is_row, other=0)
-            groups = tl.minimum(tl.maximum(groups, 0), num_groups - 1).to(
-                tl.int64
-            )  # an invalid group must not read out of bounds
+            groups = tl.minimum(tl.maximum(groups, 0), num_groups - 1)  # an invalid group must not read out of bounds
+            groups = groups.to(tl.int64)
             scale = tl.load(scales + groups[:, None] * num_outputs + columns[None, :], mask=is_in, other=0.0)
             scale = scale.to(tl.float32)
             places = groups[:, None] * (num_outputs // PER_WORD) + word_columns[None, :]

@@ -67,11 +67,11 @@ def constrained(logits: Row, allowed: NDArray[np.bool_]) -> Row:
     """Logits with -inf for tokens that may not follow; `allowed` is (vocab_size,).
 
     Raises:
-        InvalidRequest: none is left, as a logit bias bans the others.
+        InvalidRequest: none is left, as the others are banned.
     """
     left: Row = np.where(allowed, logits, -np.inf)
     if np.isneginf(left.max()) and not np.isneginf(logits.max()):
-        raise InvalidRequest("logit_bias: must leave a token that the constraint allows, got all of them banned")
+        raise InvalidRequest("constraint: must allow a token that logit_bias and min_tokens leave, got none")
     return left
 
 

@@ -20,7 +20,7 @@ def test_where_nodes_are_free_all_of_them_are_taken_and_drafting_limits_the_leve
     assert found["tokens_a_round"] > 8
     assert found["seconds_a_token"] == pytest.approx((5.6 + found["levels"] * 0.02) / found["tokens_a_round"], rel=1e-3)
     assert found["times_as_fast_as"].keys() == TO_BEAT[16].keys()
-    assert found["by"].startswith("best_size"), "and not an orchestrator's own sizer"
+    assert found["by"].startswith("best_shape"), "and not an orchestrator's own sizer"
     assert found["times_as_fast_as"]["Sequoia's best, L40"] == pytest.approx(0.56 / found["seconds_a_token"], rel=0.02)
 
 
