@@ -67,6 +67,7 @@ async def test_what_is_printed_works_with_a_key_and_not_without(
         assert (await asyncio.to_thread(pasted, plain, tmp_path, key)).returncode != 0
 
 
+@pytest.mark.cluster
 async def test_what_is_printed_works_as_pasted(tmp_path: Path) -> None:
     """On one machine as it comes, under a Ray that the test starts and ends."""
     async with running(one_machine(), PROFILE, tmp_path) as said:

@@ -43,7 +43,6 @@ SAMPLED = replace(GREEDY, temperature=0.8)
 RECORDS = Constraint(
     json_schema='{"type": "array", "items": {"type": "object", "additionalProperties": {"type": "null"}}}'
 )
-WORDS = Constraint(regex=r"([a-f]{3} ){2,4}[xyz]+!")
 PENALTIES = {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.3}
 REQUESTS = {
     "greedy": replace(GREEDY, logprobs=3),
@@ -61,7 +60,6 @@ REQUESTS = {
     ),
     "greedy, JSON": replace(GREEDY, ignore_eos=False, constraint=RECORDS, logprobs=1),
     "sampled, JSON": replace(SAMPLED, ignore_eos=False, seed=6, constraint=RECORDS, frequency_penalty=0.2, top_p=0.9),
-    "greedy, a regular expression": replace(GREEDY, ignore_eos=False, constraint=WORDS),
     "hot": replace(SAMPLED, temperature=1.6, seed=5, stop_token_ids=tuple(range(3, 262, 20))),
 }
 
