@@ -41,25 +41,8 @@ def compute_verdict(
     returns the argmax, -1 if that is not finite, or None if unknown.
     """
     tree, params, base = call.tree, call.sampling, call.context.base_length
-    children, logprobs, prompt_length = tree.children(), [], call.context.prompt_length
-    counts = TokenCounts.of(held if params.has_penalties else (), prompt_length)
-    num_prompt = max(0, prompt_length - len(held))  # of a path: its root may be the prompt's last token
-    first_end = prompt_length + params.min_tokens  # position from which a token may end the text
-    if allowed is not None:
-        allowed.stand_on(list(map(int, held[prompt_length:])))
-
-    def row_after(path: Sequence[int], raw: Row) -> Row:
-        raw = raw if base + len(path) >= first_end else unending(raw, params)
-        if not params.has_penalties and allowed is None:
-            return adjusted(raw, params, counts)
-        tokens = [int(tree.tokens[node]) for node in path]
-        row = adjusted(raw, params, counts.after(tokens, num_prompt) if params.has_penalties else counts)
-        if allowed is None:
-            return row
-        following = allowed.after(tokens[num_prompt:])
-        if following is None:  # no token that was drawn leads here
-            raise InvalidRequest("constraint: must allow every token of a path that is drawn")
-        return constrained(row, following)
+    children, logprobs = tree.children(), []
+    row_after = adjusted_after(call, held, allowed)
 
     def target_probs(node: int) -> Row:
         path = tree.path(node)
@@ -71,7 +54,7 @@ def compute_verdict(
 
     def next_token(path: Sequence[int]) -> int:
         position = base + len(path)
-        is_plain = call.scheme is Scheme.TARGET and params.is_plain_greedy and position >= first_end
+        is_plain = call.scheme is Scheme.TARGET and params.is_plain_greedy and position >= first_end_of(call)
         best = best_after(path) if is_plain else None
         if best is not None:
             require_number(best >= 0, position)
@@ -87,6 +70,41 @@ def compute_verdict(
         return token
 
     return walk(tree, next_token)._replace(logprobs=tuple(logprobs))
+
+
+def first_end_of(call: VerifyCall) -> int:
+    """Position from which a token may end the text."""
+    return call.context.prompt_length + call.sampling.min_tokens
+
+
+def adjusted_after(
+    call: VerifyCall, held: Tokens, allowed: AllowedTokens | None
+) -> Callable[[Sequence[int], Row], Row]:
+    """A function from a path of nodes and the target's raw logits after it to the logits that are drawn from.
+
+    Raises:
+        InvalidRequest: the output so far does not follow the call's grammar.
+    """
+    tree, params, prompt_length = call.tree, call.sampling, call.context.prompt_length
+    counts = TokenCounts.of(held if params.has_penalties else (), prompt_length)
+    num_prompt = max(0, prompt_length - len(held))  # of a path: its root may be the prompt's last token
+    if allowed is not None:
+        allowed.stand_on(list(map(int, held[prompt_length:])))
+
+    def row_after(path: Sequence[int], raw: Row) -> Row:
+        raw = raw if call.context.base_length + len(path) >= first_end_of(call) else unending(raw, params)
+        if not params.has_penalties and allowed is None:
+            return adjusted(raw, params, counts)
+        tokens = [int(tree.tokens[node]) for node in path]
+        row = adjusted(raw, params, counts.after(tokens, num_prompt) if params.has_penalties else counts)
+        if allowed is None:
+            return row
+        following = allowed.after(tokens[num_prompt:])
+        if following is None:  # no token that was drawn leads here
+            raise InvalidRequest("constraint: must allow every token of a path that is drawn")
+        return constrained(row, following)
+
+    return row_after
 
 
 def distributions_after(tree: Tree, scheme: Scheme, target_probs: Callable[[int], Row]) -> Callable[[int, Row], Row]:
