@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from google.protobuf.message import Message
+from grpc_health.v1 import health_pb2
 
 from bough.pb import common_pb2, generation_pb2
 from bough.protocol import codec
@@ -49,6 +50,7 @@ DECISIONS = generation_pb2.GetDecisionsRequest(session_id="session")
 RELEASE = common_pb2.ReleaseRequest(session_id="fuzzed", epoch=1)
 
 SERVICE = "/bough.v1.Generation/"
+HEALTH = "/grpc.health.v1.Health/Check"
 GRPC: dict[str, tuple[Message, ...]] = {
     SERVICE + "Generate": (GENERATE, GENERATE_CHAT, GENERATE_TEXT, GENERATE_RESUME),
     SERVICE + "Abort": (ABORT,),
@@ -56,6 +58,9 @@ GRPC: dict[str, tuple[Message, ...]] = {
     SERVICE + "GetDecisions": (DECISIONS,),
     SERVICE + "GetLoads": (generation_pb2.GetLoadsRequest(),),
     SERVICE + "GetModelInfo": (generation_pb2.GetModelInfoRequest(),),
+    SERVICE + "GetServerInfo": (common_pb2.GetServerInfoRequest(),),
+    SERVICE + "GetAcceptance": (generation_pb2.GetAcceptanceRequest(),),
+    HEALTH: (health_pb2.HealthCheckRequest(service="bough.v1.Generation"),),
 }
 
 COMMON: Json = {

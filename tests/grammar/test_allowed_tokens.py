@@ -134,6 +134,15 @@ def test_masks_are_kept_as_long_as_the_grammar_is_the_same(grammars: Grammars) -
     assert grammars.along("", held) is None
 
 
+def test_tenants_share_no_states_of_a_grammar(grammars: Grammars) -> None:
+    phone = grammar_of(PHONE)
+    own = grammars.compiled(phone, "alice")
+    assert grammars.compiled(phone, "alice") is own
+    assert grammars.compiled(phone, "bob") is not own
+    own.is_spent = True
+    assert grammars.compiled(phone, "alice") is not own
+
+
 def test_what_cannot_be_followed_is_refused_by_name(grammars: Grammars, byte_tokenizer: TokenizerFiles) -> None:
     with pytest.raises(InvalidRequest, match=r"constraint: must be a grammar that can be followed"):
         grammars.compiled("no grammar")
