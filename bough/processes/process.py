@@ -122,23 +122,18 @@ class Worker(Protocol):
     @property
     def metrics_port(self) -> int:
         """The port of /metrics; -1 if not served."""
-        ...
 
     def info(self) -> WorkerInfo:
         """Model, limits and load."""
-        ...
 
     def load(self) -> WorkerLoad:
         """The load to report to the index."""
-        ...
 
     def release(self, session_id: str, epoch: int) -> Future[None]:
         """Forget a session, unless a newer epoch has begun; 0 does not care."""
-        ...
 
     def close(self) -> None:
         """End its threads."""
-        ...
 
 
 @runtime_checkable
@@ -147,7 +142,6 @@ class Draining(Protocol):
 
     def drain(self) -> Future[None]:
         """Refuse new sessions; the future is done when no work remains."""
-        ...
 
 
 @runtime_checkable
@@ -156,7 +150,6 @@ class Watched(Protocol):
 
     def trouble(self) -> str:
         """Why it does not answer; empty if it does."""
-        ...
 
 
 AnyWorker = TypeVar("AnyWorker", bound=Worker)
