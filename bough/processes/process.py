@@ -27,6 +27,7 @@ from bough.processes.child import process_name
 from bough.processes.compatibility import check_compatibility
 from bough.processes.startup import ready, stage
 from bough.protocol import codec
+from bough.protocol.codec_fields import to_fields
 from bough.protocol.messages import WorkerInfo
 from bough.registry.heartbeat import registered
 from bough.registry.records import WorkerLoad, WorkerRecord
@@ -174,7 +175,7 @@ class WorkerService(Generic[AnyWorker]):
         self, request: common_pb2.GetServerInfoRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> common_pb2.WorkerInfo:
         """Model, tokenizer and limits."""
-        return codec.info_to_wire(self.worker.info())
+        return common_pb2.WorkerInfo(**to_fields(self.worker.info()))
 
     async def GetTokenizer(
         self, request: common_pb2.GetTokenizerRequest, context: grpc.aio.ServicerContext[Any, Any]
