@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 from llguidance import LLMatcher
 
@@ -13,13 +13,13 @@ from bough.grammar.allowed_tokens import LIMITS, in_one_line
 from bough.protocol.generation import Constraint
 from bough.protocol.sampling_params import MAX_CHOICES, MAX_GRAMMAR
 
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions  # of types only
+
 # Blanks in JSON, wherever they may stand: without a limit a model may go on with them until its tokens are used up.
-FLEXIBLE = {"whitespace_pattern": r"\n?[ \t]{0,32}"}
-AS_DUMPED = {
-    "whitespace_flexible": False,
-    "item_separator": ", ",
-    "key_separator": ": ",
-}  # by Python and chat templates
+FLEXIBLE: JsonCompileOptions = {"whitespace_pattern": r"\n?[ \t]{0,32}"}
+# As Python and chat templates write JSON.
+AS_DUMPED: JsonCompileOptions = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 ANY_OBJECT = '{"type": "object"}'
 
 
@@ -59,7 +59,7 @@ def _written(constraint: Constraint) -> tuple[str, str]:
     raise InvalidRequest(f"constraint: must have exactly one of {', '.join(names)}, got {given}")
 
 
-def _of_schema(schema: str, spacing: Mapping[str, object] = FLEXIBLE) -> str:
+def _of_schema(schema: str, spacing: JsonCompileOptions = FLEXIBLE) -> str:
     try:
         parsed = json.loads(schema)
     except (ValueError, RecursionError) as exc:
@@ -67,7 +67,7 @@ def _of_schema(schema: str, spacing: Mapping[str, object] = FLEXIBLE) -> str:
     if not isinstance(parsed, dict):
         raise InvalidRequest(f"constraint.json_schema: must be an object, got {schema[:64]!r}")
     try:
-        return LLMatcher.grammar_from_json_schema(schema, overrides=dict(spacing))
+        return LLMatcher.grammar_from_json_schema(schema, overrides=spacing)
     except ValueError as exc:  # numbers, depths and characters that Python's reader lets through
         raise InvalidRequest(
             f"constraint.json_schema: must be JSON, got {schema[:64]!r}: {in_one_line(str(exc))}"
