@@ -34,7 +34,9 @@ def request_to_wire(prompt: g.Prompt, options: g.GenerateOptions) -> pb.Generate
     match prompt:
         case g.TextPrompt(text):
             message.text = text
-        case g.ChatPrompt(messages):
+        case g.ChatPrompt(messages, tools):
+            if tools is not None or any(one.tool_calls or one.tool_call_id for one in messages):
+                raise InvalidRequest("chat.tools: must be left out, tool calls in messages too: they are for HTTP only")
             message.chat.SetInParent()
             message.chat.messages.extend(pb.ChatMessage(role=m.role, content=m.content) for m in messages)
         case g.TokenPrompt(token_ids):

@@ -63,7 +63,7 @@ class Requests:
         self._running = Running()
         self._endings = Endings(directory, self._recorder)
         self._sessions: OrderedDict[str, str] = OrderedDict()  # session ids of the latest requests, by request id
-        self.texts = ModelTexts(directory)
+        self.texts = ModelTexts(directory, config.tool_call_parser)
         self.metrics_url = ""  # of this orchestrator
         self.http_url = ""  # of the OpenAI-compatible API
         self._model_name = ""  # of the target used last

@@ -191,7 +191,7 @@ def test_few_rows_multiply_few_experts() -> None:
     work = Work(1.0, 10, 0, ExpertWork(1.0, 1000, 500, num_experts=100, num_chosen=1, least_rows=16))
     assert work.flops_per_token == 2.0
     assert work.flops(16, 1) == pytest.approx(16 + 16)
-    assert (work.bytes_read(1), work.bytes_unpacked(1)) == (pytest.approx(20), pytest.approx(5))
+    assert (work.bytes_read(1), work.bytes_unpacked_once(1)) == (pytest.approx(20), pytest.approx(5))
     assert work.flops(1008, 1000) == pytest.approx(1008 + 1600, rel=0.01)
     assert work.flops(3200, 3200) == pytest.approx(3200 + 3200)
     assert work.bytes_read(1000) == pytest.approx(1010, rel=0.01)
