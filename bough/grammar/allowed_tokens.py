@@ -16,6 +16,7 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from numpy.typing import NDArray
 
+from bough.concurrency.deep_stack import on_deep_stack
 from bough.errors import InvalidRequest
 from bough.tokenization.vocabulary import TokenizerFiles
 
@@ -57,7 +58,10 @@ class Grammars:
             compiled = self._compiled.get(key)
         if compiled is None or compiled.is_spent:
             # Compiled without the lock, so that nobody with another grammar waits.
-            compiled = _Compiled(LLMatcher(self._tokenizer, grammar, log_level=0, limits=LIMITS))
+            tokenizer = self._tokenizer
+            # llguidance recurses along rules that name one another, and ends the process where the stack ends.
+            matcher = on_deep_stack(lambda: LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS))
+            compiled = _Compiled(matcher)
             require_working(compiled.matcher)
         with self._lock:
             self._compiled[key] = self._latest[key] = compiled
