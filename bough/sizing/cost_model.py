@@ -59,13 +59,14 @@ class SweepModel:
         """Seconds of a chunk's products, padding and unpacking included."""
         seconds = step_seconds(self.work, self.rows.padded(num_tokens), num_tokens, self.speeds)
         unpack = self.speeds.unpack
-        return seconds + (self.work.bytes_unpacked(num_tokens) / unpack.per_second if unpack else 0.0)
+        return seconds + (self.work.bytes_unpacked_by_chunk / unpack.per_second if unpack else 0.0)
 
     def compute_seconds(self, num_tokens: int) -> float:
         """Compute seconds of a sweep: unpacking of weights, all chunks, and hidden states crossing accelerators."""
         whole, rest = divmod(num_tokens, self.rows.most)
         seconds = whole * self.chunk_seconds(self.rows.most) + (self.chunk_seconds(rest) if rest else 0.0)
-        seconds += self.work.bytes_unpacked_once / self.speeds.unpack.per_second if self.speeds.unpack else 0.0
+        unpacked, unpack = self.work.bytes_unpacked_once(num_tokens), self.speeds.unpack
+        seconds += unpacked / unpack.per_second if unpack else 0.0
         return seconds + self.crossing_seconds(num_tokens)
 
     def crossing_seconds(self, num_tokens: int) -> float:

@@ -55,12 +55,12 @@ class Work:
         """Bytes that a chunk with `num_tokens` tokens reads from memory."""
         return self.weight_bytes + (self.experts.share(num_tokens) * self.experts.weight_bytes if self.experts else 0.0)
 
-    def bytes_unpacked(self, num_tokens: int) -> float:
-        """Bytes unpacked for a chunk; `bytes_unpacked_once` is not included."""
-        experts = self.experts.share(num_tokens) * self.experts.unpacked_bytes if self.experts else 0.0
-        return experts + (self.unpacked_bytes if self.is_unpacked_by_chunk else 0)
-
     @property
-    def bytes_unpacked_once(self) -> int:
-        """Bytes unpacked once for a sweep, whatever its rows."""
-        return 0 if self.is_unpacked_by_chunk else self.unpacked_bytes
+    def bytes_unpacked_by_chunk(self) -> int:
+        """Bytes unpacked for every chunk of rows."""
+        return self.unpacked_bytes if self.is_unpacked_by_chunk else 0
+
+    def bytes_unpacked_once(self, num_tokens: int) -> float:
+        """Bytes unpacked once for a sweep: the experts that its tokens choose, and what chunks do not unpack."""
+        experts = self.experts.share(num_tokens) * self.experts.unpacked_bytes if self.experts else 0.0
+        return experts + self.unpacked_bytes - self.bytes_unpacked_by_chunk

@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import torch
 
 from bough.errors import StreamError
-from bough.model.architecture.moe import with_rows
+from bough.model.architecture.moe import has_own_products, routed_together, with_rows
 from bough.model.batch.batch import Batch, Chunk, Segment
 from bough.model.checkpoint.tensor_source import ReusedMemory
 from bough.model.gpu.faults import named_faults
@@ -204,6 +205,12 @@ class StreamedModel:
         return SweepFigures(total_ns, wait_ns, link_ns, link_bytes, ideal_ns, self._kv.num_bytes - kv_bytes)
 
     def _streamed(self, index: int, forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        is_mixture = any(map(has_own_products, self.skeleton.layers[index].modules()))
+
+        def chunk_of(hidden: torch.Tensor, kwargs: dict[str, Any], chunk: Chunk, batch: Batch) -> torch.Tensor:
+            with with_rows(chunk.num_tokens):
+                return forward(hidden[:, chunk.begin : chunk.end], chunk=chunk, **_narrow(kwargs, chunk, batch))
+
         def run(hidden_states: torch.Tensor, batch: Batch, **kwargs: Any) -> torch.Tensor:
             if index >= self._num_computed:
                 return hidden_states
@@ -217,11 +224,8 @@ class StreamedModel:
                 if self._compiled is not None:
                     is_last, rotary = index + 1 == self._num_computed, kwargs["position_embeddings"]
                     return self._compiled.run(index, place, hidden_states, batch, rotary, is_last)
-                parts = []
-                for chunk in batch.chunks:
-                    with with_rows(chunk.num_tokens):
-                        rows = hidden_states[:, chunk.begin : chunk.end]
-                        parts.append(forward(rows, chunk=chunk, **_narrow(kwargs, chunk, batch)))
+                chunks = [partial(chunk_of, hidden_states, kwargs, chunk, batch) for chunk in batch.chunks]
+                parts = routed_together(chunks) if is_mixture else [chunk() for chunk in chunks]
                 out = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
             return out.to(self.device, non_blocking=True) if index + 1 == self._num_computed else out
 

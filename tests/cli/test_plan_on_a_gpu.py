@@ -39,7 +39,7 @@ def planned(folder: Path, *flags: str) -> Any:
 def test_a_second_chunk_of_rows_writes_matrices_out_again(folder: Path) -> None:
     sweep = planned(folder).sweep
     once = sweep.work.unpacked_bytes / 400e9
-    assert sweep.work.bytes_unpacked_once == 0
+    assert sweep.work.bytes_unpacked_once(1) == 0
     for num_tokens, num_chunks in ((1, 1), (256, 1), (257, 2), (768, 3)):
         products = sum(
             sweep.work.flops(256, 256) / 150e12 for _ in range(num_chunks)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -113,6 +114,19 @@ def test_a_worker_s_model_uses_them(model: ResidentModel) -> None:
     model.warm_up(slots[0].memory, run_again)
     assert model.logits(batch).data_ptr() == model.logits(batch).data_ptr(), "in the same place each time"
     torch.testing.assert_close(model.logits(batch), plain, atol=2e-4, rtol=1e-4)
+
+
+def test_every_device_is_captured_in_a_stream_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's default stream for captures is made once in a process: on the second GPU it would capture nothing."""
+    streams, graph = [MagicMock(name="cuda:0"), MagicMock(name="cuda:1")], MagicMock()
+    monkeypatch.setattr(torch.cuda, "Stream", MagicMock(side_effect=streams))
+    for name in ("CUDAGraph", "current_stream", "set_stream", "stream"):
+        monkeypatch.setattr(torch.cuda, name, MagicMock())
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    for capture in (GpuCapture(), GpuCapture()):
+        for _ in range(2):
+            capture(lambda: torch.zeros(1))
+    assert [call.args[2] for call in graph.call_args_list] == [streams[0]] * 2 + [streams[1]] * 2
 
 
 def test_where_no_graph_can_be_captured_steps_go_on_without(

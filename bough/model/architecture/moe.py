@@ -6,17 +6,18 @@ request: views of a slab, or dequantized into the same small scratch memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from bough.model.architecture.side_by_side import ask, is_side_by_side, side_by_side
 from bough.model.checkpoint.checkpoint import TensorPlace
 from bough.model.checkpoint.tensor_source import ReusedMemory, Scratch, Stored, TensorSource, pieces
 from bough.model.cpu.linear import is_left_to_us, multiply
@@ -59,11 +60,9 @@ class ExpertBytes(Protocol):
 
     def expect(self, experts: Sequence[int]) -> Sequence[int]:
         """Announce all experts that the layer's rows have chosen; returns them in the best order to compute."""
-        ...
 
     def of(self, expert: int) -> Sequence[torch.Tensor]:
         """Tensors of an expert, as in `TensorSource.value`."""
-        ...
 
 
 class _AllThere:
@@ -125,27 +124,63 @@ class ExpertTable:
         return pieces(self._experts.parts[expert], self._raw.of(expert), self._dtype, self._memory)
 
 
+class _Routed(NamedTuple):
+    """The rows of a chunk that have come to a layer's experts, without padding."""
+
+    module: nn.Module
+    hidden: torch.Tensor  # (num_rows, hidden_size)
+    chosen: torch.Tensor  # (num_rows, k) experts
+    weights: torch.Tensor  # (num_rows, k)
+    num_padding: int
+
+    def padded(self, result: torch.Tensor) -> torch.Tensor:
+        """The result with zeros for padding."""
+        return nn.functional.pad(result, (0, 0, 0, self.num_padding)) if self.num_padding else result
+
+
 def experts_forward(
     self: nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
     """Implements transformers' experts interface: (rows, hidden) in and out, (rows, k) chosen experts and weights.
 
-    Results are added in the order of experts, in whatever order these are loaded. Except for products of ours, each
-    product has a multiple of EXPERT_ROWS rows, so that a result depends on its row alone. Padding rows get zeros.
+    Padding rows get zeros. Within `routed_together` the experts of all chunks are computed at once.
     """
-    result = torch.zeros_like(hidden_states)
-    choices = _by_expert(top_k_index[: _num_rows.get()], int(self.num_experts))  # type: ignore[arg-type]
+    hidden, chosen, weights = (each[: _num_rows.get()] for each in (hidden_states, top_k_index, top_k_weights))
+    routed = _Routed(self, hidden, chosen, weights, len(hidden_states) - len(hidden))
+    result: torch.Tensor = ask(routed) if is_side_by_side() else _outputs([routed])[0]
+    return result
+
+
+def routed_together(chunks: Sequence[Callable[[], torch.Tensor]]) -> list[torch.Tensor]:
+    """Compute a layer's chunks of rows with one stop for their routers, and each expert once for all of them.
+
+    The host must know which experts to load, and waits for the device to say so.
+    """
+    return side_by_side(chunks, _outputs) if len(chunks) > 1 else [chunk() for chunk in chunks]
+
+
+def _outputs(chunks: Sequence[_Routed]) -> list[torch.Tensor]:
+    """The output of a layer's experts for the rows of each chunk.
+
+    Results are added in the order of experts, in whatever order these are loaded. Except for products of ours, each
+    product has a multiple of EXPERT_ROWS rows, so that a result depends on its row alone.
+    """
+    module, *others = {chunk.module for chunk in chunks}
+    assert not others, "chunks come to the same experts"
+    hidden, chosen, weights = (_joined(list(each), 0) for each in list(zip(*chunks, strict=True))[1:4])
+    result, choices = torch.zeros_like(hidden), _by_expert(chosen, int(module.num_experts))  # type: ignore[arg-type]
     order: Sequence[int] = tuple(choices)
-    if isinstance(self.down_proj, ExpertTable):
-        order = self.down_proj.expect(order)
+    if isinstance(module.down_proj, ExpertTable):
+        order = module.down_proj.expect(order)
     parts = {}
     for expert in order:
         rows, ranks = choices[expert]
-        made = _of_expert(self, expert, hidden_states[rows])
-        parts[expert] = (made * top_k_weights[rows, ranks, None]).to(result.dtype)
+        made = _of_expert(module, expert, hidden[rows])
+        parts[expert] = (made * weights[rows, ranks, None]).to(result.dtype)
     for expert, (rows, _) in choices.items():
         result.index_add_(0, rows, parts[expert])
-    return result
+    own = torch.split(result, [len(chunk.hidden) for chunk in chunks])
+    return [chunk.padded(part) for chunk, part in zip(chunks, own, strict=True)]
 
 
 def _of_expert(module: nn.Module, expert: int, rows: torch.Tensor) -> torch.Tensor:

@@ -57,7 +57,7 @@ class PathArrays(NamedTuple):
             np.repeat(np.array([piece.base for piece in pieces], np.int32), sizes),
             np.concatenate([piece.lengths for piece in pieces]),
             tails,
-            _tiles(sizes),
+            tiles_of(sizes),
         )
 
     def on(self, device: torch.device) -> Paths:
@@ -66,12 +66,12 @@ class PathArrays(NamedTuple):
         return Paths(rows.long(), *others)
 
 
-def _tiles(sizes: Sequence[int]) -> IntArray:
-    """Tiles of pieces that follow one another from row 0."""
+def tiles_of(sizes: Sequence[int]) -> IntArray:
+    """Tiles (num_tiles, 2) of pieces that follow one another from row 0."""
     ends = np.cumsum(sizes)
     pairs = [
         (row, min(row + TILE_ROWS, end))
         for begin, end in zip(ends - sizes, ends, strict=True)
         for row in range(begin, end, TILE_ROWS)
     ]
-    return np.array(pairs, np.int32)
+    return np.array(pairs, np.int32).reshape(-1, 2)

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from bough.model.batch.batch import Batch, Chunk
-from bough.model.batch.gpu_paths import Paths
+from bough.model.batch.gpu_paths import Paths, tiles_of
 from bough.model.kv.session_kv import KVMemory
 from bough.model.loading.loading import Skeleton
 from bough.model.running.device import working_on
@@ -104,13 +104,18 @@ def _num_inputs(num_rows: int) -> int:
 
 
 def _inputs(batch: Batch, num_rows: int) -> np.ndarray:
-    """Inputs of a step, (num_inputs,) int32. Padding repeats the last row, which writes the same values again."""
+    """Inputs of a step, (num_inputs,) int32.
+
+    Padding repeats the last row, which writes the same keys and values again; for that it must attend as that row does,
+    so padding has tiles too.
+    """
     (chunk,) = batch.chunks
     rows, origins, bases, lengths, tails, tiles = chunk.path_arrays()
     columns = np.stack((batch.tokens, batch.positions, rows, origins, bases, lengths))
     padding = num_rows - batch.num_tokens
     columns = np.pad(columns, ((0, 0), (0, padding)), mode="edge")
     tails = np.pad(np.pad(tails, ((0, padding), (0, 0)), mode="edge"), ((0, 0), (0, TAIL_WIDTH - tails.shape[1])))
+    tiles = np.concatenate((tiles, batch.num_tokens + tiles_of([padding])))
     tiles = np.pad(tiles, ((0, num_rows - len(tiles)), (0, 0)))  # empty tiles
     return np.concatenate((columns.ravel(), tiles.ravel(), tails.ravel())).astype(np.int32, copy=False)
 
@@ -120,17 +125,19 @@ class GpuCapture:
 
     def __init__(self) -> None:
         self._pool: Any = None  # torch's handle of that memory
+        self._stream: Any = None  # torch's own would be the same for all devices, and each has memory of cuBLAS
 
     def __call__(self, act: Callable[[], torch.Tensor]) -> Captured:
         """Run `act` a few times, then capture it."""
-        side, graph, own = torch.cuda.Stream(), torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        self._stream = side = self._stream or torch.cuda.Stream()
+        graph, own = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         side.wait_stream(own)
         with torch.cuda.stream(side):
             for _ in range(NUM_WARM_UPS):
                 act()
         own.wait_stream(side)
         try:
-            with torch.cuda.graph(graph, self._pool, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, self._pool, side, capture_error_mode="thread_local"):
                 result = act()
         finally:
             torch.cuda.set_stream(own)  # torch does not restore the stream if a capture fails

@@ -195,7 +195,8 @@ def _sweep_rows(limits: TargetLimits) -> int:
 def layer_activation_bytes(config: PretrainedConfig, shape: KVShape, limits: TargetLimits) -> int:
     """The part of `activation_bytes` on a device with layers but no output head."""
     size, rows, tokens = shape.dtype.itemsize, max(limits.rows, OWN_MOST), _sweep_rows(limits)
-    hidden = tokens * hidden_bytes(config, shape.dtype) * HIDDEN_COPIES
+    num_chosen = int(getattr(config, "num_experts_per_tok", None) or 0)  # outputs of a row's experts, before their sum
+    hidden = tokens * hidden_bytes(config, shape.dtype) * (HIDDEN_COPIES + num_chosen)
     intermediate = rows * int(getattr(config, "intermediate_size", 4 * config.hidden_size)) * size * 4
     attention = 2 * limits.slot_rows * shape.num_kv_heads * shape.head_dim * FLOAT32_BYTES
     return hidden + intermediate + attention

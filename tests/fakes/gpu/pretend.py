@@ -288,9 +288,17 @@ def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
     return launch
 
 
-def attend(queries: torch.Tensor, *others: Any) -> torch.Tensor:
-    """The reference attention in the data type of `queries`; the interpreter would take long for the Triton kernel."""
-    return attention.attend_by_mask(queries, *others).to(queries.dtype)
+def attend(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, paths: Any, *rules: Any) -> torch.Tensor:
+    """The reference attention in the data type of `queries`; the interpreter would take long for the Triton kernel.
+
+    Like the kernel's, its rows that are in no tile are left as they were.
+    """
+    out = torch.full_like(queries, torch.nan)
+    for begin, end in paths.tiles.tolist():
+        if begin < end:
+            out[begin:end] = 0.0
+    in_tiles = out == 0.0
+    return torch.where(in_tiles, attention.attend_by_mask(queries, keys, values, paths, *rules).to(out.dtype), out)
 
 
 @contextmanager
