@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from bough.protocol.decision import Decision, DraftCalibration
+from bough.protocol.decision import Decision
 from bough.protocol.generation import Speculation
 from bough.trees.tree import Tree
 from bough.trees.tree_plan import BestFirst
@@ -44,17 +44,11 @@ class TimedSizer:
 
     def observe(self, session_id: str, outcome: RoundOutcome) -> None:
         self.num_rounds += 1
-        self._timed(lambda: self.sizer.observe(session_id, outcome))
-        self.decisions_made += self.sizer.decisions(session_id)[-1:]
+        if (decision := self._timed(lambda: self.sizer.observe(session_id, outcome))) is not None:
+            self.decisions_made.append(decision)
 
     def forget(self, session_id: str) -> None:
         self.sizer.forget(session_id)
-
-    def decisions(self, session_id: str) -> Sequence[Decision]:
-        return self.sizer.decisions(session_id)
-
-    def calibrations(self) -> tuple[DraftCalibration, ...]:
-        return self.sizer.calibrations()
 
     def _timed(self, work: Callable[[], Answer]) -> Answer:
         began = time.perf_counter()

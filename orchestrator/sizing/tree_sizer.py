@@ -8,19 +8,17 @@ tree where the next node is not worth its time. `observe` learns from the verdic
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from bough.protocol.decision import Decision, DraftCalibration, Mode
+from bough.protocol.decision import Decision, Mode
 from bough.sizing.acceptance_model import with_values
 from bough.sizing.choice import Size, SweepLoad, best_size, cut_size
 from bough.trees.merge import merged, union
 from bough.trees.tree import Tree
 from bough.trees.tree_plan import NO_TREE, BestFirst, Scheme, TreePlan
-from orchestrator.sizing.decision_log import DecisionLog
 from orchestrator.sizing.pairs import FIRST_BOUND, PairKey, Pairs, RoundStats, SessionState
 from orchestrator.sizing.plans import Proposal, RoundOutcome, RoundPlan, Situation, limited, requested_plan, whole
 from orchestrator.sizing.round_times import RoundTimes
@@ -58,7 +56,7 @@ class TreeSizer:
     def __init__(self, default: BestFirst, max_depth: int) -> None:
         """`default` completes sizes that requests fix in part, and is the least width; `max_depth` limits all trees."""
         self._default, self._max_depth = default, max_depth
-        self._pairs, self._times, self._log = Pairs(), RoundTimes(), DecisionLog()
+        self._pairs, self._times = Pairs(), RoundTimes()
         self._sessions: dict[str, SessionState] = {}
         self._pending: dict[str, _Pending] = {}
 
@@ -118,7 +116,6 @@ class TreeSizer:
                 stats.note_steps(outcome.grown.timings.num_passes)
             pending.decision.draft_id = pending.situation.draft.worker_id if pending.situation.draft else ""
         pending.decision.settle(len(outcome.tokens), outcome.result, outcome.grown, outcome.timings)
-        self._log.add(session_id, pending.decision)
         decision = pending.decision
         if decision.mode is Mode.PROBE and decision.tokens > decision.plain_rate * decision.seconds.total:
             session.pair.probing.paid()
@@ -128,14 +125,6 @@ class TreeSizer:
         """Drop a session's state; what its pair of models has learnt stays."""
         self._sessions.pop(session_id, None)
         self._pending.pop(session_id, None)
-
-    def decisions(self, session_id: str) -> Sequence[Decision]:
-        """The latest rounds of a session, oldest first."""
-        return self._log.of(session_id)
-
-    def calibrations(self) -> tuple[DraftCalibration, ...]:
-        """Accuracy of predictions by draft worker."""
-        return self._log.calibrations()
 
     def _session(self, situation: Situation) -> SessionState:
         """The state of a session, created again after a failover to other models."""

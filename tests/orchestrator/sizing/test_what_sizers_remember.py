@@ -138,8 +138,8 @@ def test_what_is_kept_is_bounded() -> None:
             sizer.forget(facts.session_id)
     assert len(sizer._pairs._pairs) == MAX_PAIRS
     assert len(sizer._times._targets._times) == len(sizer._times._drafts._times) == MAX_WORKERS
-    assert len(sizer._log._sessions) == MAX_SESSIONS
-    assert len(sizer.calibrations()) <= MAX_SESSIONS
+    assert len(world.log._sessions) == MAX_SESSIONS
+    assert len(world.log.calibrations()) <= MAX_SESSIONS
     assert len(sizer._sessions) == 200
     assert not sizer._pending
 
@@ -147,7 +147,7 @@ def test_what_is_kept_is_bounded() -> None:
 def test_a_long_session_keeps_its_last_rounds() -> None:
     world = MadeRounds(sweep=STEEP)
     world.play(MAX_ROUNDS + 50)
-    decisions = world.sizer.decisions("s")
+    decisions = world.log.of("s")
     assert len(decisions) == MAX_ROUNDS
     assert [decision.number for decision in decisions] == list(range(51, MAX_ROUNDS + 51))
 
@@ -158,7 +158,7 @@ def test_a_session_that_has_ended_leaves_its_decisions_and_nothing_else() -> Non
     world.sizer.forget("s")
     assert isinstance(world.sizer, TreeSizer)
     assert (world.sizer._sessions, world.sizer._pending) == ({}, {})
-    assert len(world.sizer.decisions("s")) == len(world.sizer.decisions("")) == 3
+    assert len(world.log.of("s")) == len(world.log.of("")) == 3
     world.sizer.forget("s")
     world.sizer.forget("never was")
 
@@ -172,8 +172,7 @@ def test_a_round_that_is_planned_twice_or_ends_after_its_session_does_no_harm() 
     world.sizer.plan(world.base)
     world.sizer.propose("s", played.drafted, Tree.root(ROOT))
     world.sizer.forget("s")
-    world.sizer.observe("s", played.outcome)
-    assert len(world.sizer.decisions("s")) == 1
+    assert world.sizer.observe("s", played.outcome) is None
 
 
 def test_decisions_say_what_was_decided_expected_and_found() -> None:
@@ -192,7 +191,7 @@ def test_decisions_say_what_was_decided_expected_and_found() -> None:
     assert decision.expected.sweep == pytest.approx(STEEP(played.num_nodes), rel=0.01)
     assert decision.expected.network == pytest.approx(0.04, rel=0.01)
     assert decision.expected.total == pytest.approx(decision.seconds.total, rel=0.3)
-    (calibration,) = world.sizer.calibrations()
+    (calibration,) = world.log.calibrations()
     assert calibration.draft_id == "draft"
     assert calibration.expected_tokens == pytest.approx(calibration.realised_tokens, rel=0.2)
     assert calibration.expected_seconds == pytest.approx(calibration.realised_seconds, rel=0.1)
