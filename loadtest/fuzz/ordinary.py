@@ -74,10 +74,20 @@ COMMON: Json = {
 CHAT: Json = {"messages": [{"role": "system", "content": "short"}, {"role": "user", "content": "hi"}]}
 PARTS: Json = {"messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}], "max_tokens": 2}
 COMPLETION: Json = {"prompt": "a few words", "logprobs": 1, "max_tokens": 2}
+BOUND: Json = {"prompt": "a", "max_tokens": 2, "structured_outputs": {"regex": "(a|b){1,3}"}}
+SCHEMA: Json = {
+    "type": "json_schema",
+    "json_schema": {"name": "x", "schema": {"type": "object", "properties": {"a": {}}}},
+}
 TOKENS: Json = {"prompt": [1, 2, 3], "echo": True, "max_tokens": 2}
 BODIES: dict[str, tuple[Json, ...]] = {
-    "/v1/chat/completions": (CHAT | COMMON | {"logprobs": True, "top_logprobs": 1}, PARTS, CHAT | {"max_tokens": 1}),
-    "/v1/completions": (COMPLETION | COMMON, TOKENS, COMPLETION),
+    "/v1/chat/completions": (
+        CHAT | COMMON | {"logprobs": True, "top_logprobs": 1},
+        PARTS,
+        CHAT | {"max_tokens": 1},
+        CHAT | {"response_format": SCHEMA},
+    ),
+    "/v1/completions": (COMPLETION | COMMON, TOKENS, COMPLETION, BOUND),
     "/tokenize": ({"prompt": "words", "return_token_strs": True}, CHAT),
     "/detokenize": ({"tokens": [1, 2, 3]},),
 }
