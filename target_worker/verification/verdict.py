@@ -21,6 +21,7 @@ from bough.model.sampling.sampler import (
 from bough.model.sampling.token_counts import TokenCounts
 from bough.protocol.messages import Verdict, VerifyCall
 from bough.protocol.prefix_hash import Tokens
+from bough.protocol.sampling_params import PositionLogprobs
 from bough.trees.tree import Tree
 from bough.trees.tree_plan import Scheme
 from target_worker.verification.traversal import Traversal
@@ -78,7 +79,7 @@ def _of_given(call: VerifyCall, logits_after: Callable[[Sequence[int]], Row]) ->
     """The verdict on a chain of given tokens: their log-probabilities, and as the bonus token the likeliest."""
     tokens, num_top = call.tree.tokens.tolist(), call.sampling.logprobs or 0
     rows = (logits_after(range(node)) for node in range(1, len(tokens) + 1))
-    logprobs = []
+    logprobs: list[PositionLogprobs] = []
     for token, row in zip([*tokens[1:], None], rows, strict=True):
         require_numbers(row, call.context.base_length + len(logprobs) + 1)
         if token is not None:
