@@ -39,6 +39,7 @@ KEY_FILE_VARIABLE = "BOUGH_WORKER_KEY_FILE"
 CERT_VARIABLE, TLS_KEY_VARIABLE, AUTHORITY_VARIABLE = "BOUGH_TLS_CERT", "BOUGH_TLS_KEY", "BOUGH_TLS_CA"
 ADVERTISE_AUTO = "auto"
 PLANNERS = ("self", "fixed")
+ANY_TOOL_FORMAT, TOOL_FORMATS = "auto", ("hermes", "llama3_json", "mistral")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -268,9 +269,7 @@ class OrchestratorConfig(ServiceConfig):
         "with --otlp-endpoint: share of requests to trace, unless the caller's traceparent decides",
     )
     metrics_port: int = setting(0, number(int, -1, 65535), "port of /metrics; 0 takes a free one, -1 serves none")
-    http_port: int = setting(
-        0, number(int, -1, 65535), "port of the OpenAI-compatible HTTP API; 0 takes a free one, -1 serves none"
-    )
+    http_port: int = setting(0, number(int, -1, 65535), "port of OpenAI's API over HTTP; 0: a free one, -1: none")
     keys: str = setting(
         "", str, "file of API keys, as `bough keys add` writes it: clients must present one; reloaded when it changes "
         "and at SIGHUP"
@@ -288,8 +287,9 @@ class OrchestratorConfig(ServiceConfig):
         "auto", one_of("auto", "yes", "no"), "serve a live page at /ui of the HTTP port; auto is on loopback only"
     )
     max_running: int = setting(64, parse_count, "requests that run at once; others wait")
-    max_waiting: int = setting(
-        256, number(int, 0), "requests that may wait; one more is RESOURCE_EXHAUSTED, with a retry delay"
+    max_waiting: int = setting(256, number(int, 0), "requests that may wait; one more is refused with a retry delay")
+    tool_call_parser: str = setting(
+        ANY_TOOL_FORMAT, one_of(ANY_TOOL_FORMAT, *TOOL_FORMATS), "how models spell tool calls; auto: by chat template"
     )
     queue_timeout: float = setting(
         600.0, parse_seconds, "seconds that a request may wait in all, to be admitted and then for a KV slot"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 from llguidance import LLMatcher
 
@@ -12,8 +13,14 @@ from bough.grammar.allowed_tokens import LIMITS, in_one_line
 from bough.protocol.generation import Constraint
 from bough.protocol.sampling_params import MAX_CHOICES, MAX_GRAMMAR
 
-# Of JSON, wherever it may stand. Without a limit a model may go on with it until its tokens are used up.
-WHITESPACE = r"\n?[ \t]{0,32}"
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions  # of types only
+
+# Blanks in JSON, wherever they may stand: without a limit a model may go on with them until its tokens are used up.
+FLEXIBLE: JsonCompileOptions = {"whitespace_pattern": r"\n?[ \t]{0,32}"}
+# As Python and chat templates write JSON.
+AS_DUMPED: JsonCompileOptions = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+ANY_OBJECT = '{"type": "object"}'
 
 
 @lru_cache(maxsize=64)  # of the choices of one request, and of those of an application
@@ -52,7 +59,7 @@ def _written(constraint: Constraint) -> tuple[str, str]:
     raise InvalidRequest(f"constraint: must have exactly one of {', '.join(names)}, got {given}")
 
 
-def _of_schema(schema: str) -> str:
+def _of_schema(schema: str, spacing: JsonCompileOptions = FLEXIBLE) -> str:
     try:
         parsed = json.loads(schema)
     except (ValueError, RecursionError) as exc:
@@ -60,11 +67,16 @@ def _of_schema(schema: str) -> str:
     if not isinstance(parsed, dict):
         raise InvalidRequest(f"constraint.json_schema: must be an object, got {schema[:64]!r}")
     try:
-        return LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": WHITESPACE})
+        return LLMatcher.grammar_from_json_schema(schema, overrides=spacing)
     except ValueError as exc:  # numbers, depths and characters that Python's reader lets through
         raise InvalidRequest(
             f"constraint.json_schema: must be JSON, got {schema[:64]!r}: {in_one_line(str(exc))}"
         ) from exc
+
+
+def embedded_schema(schema: str) -> str:
+    """A JSON Schema that `grammar_of` accepts, for `%json` in a rule of Lark; the JSON is as Python writes it."""
+    return json.dumps(json.loads(_of_schema(schema, AS_DUMPED))["grammars"][0]["json_schema"], ensure_ascii=False)
 
 
 def _alternatives(choices: tuple[str, ...]) -> str:

@@ -41,9 +41,12 @@ def require_texts(prompt: Prompt, options: GenerateOptions) -> None:
     match prompt:
         case TextPrompt(text):
             texts.append(("text", text))
-        case ChatPrompt(messages):
+        case ChatPrompt(messages, tools):
             for i, message in enumerate(messages):
                 texts += [(f"messages[{i}].role", message.role), (f"messages[{i}].content", message.content)]
+                texts += [(f"messages[{i}].tool_calls", f"{call.name}{call.arguments}") for call in message.tool_calls]
+            for i, function in enumerate(tools.functions if tools else ()):
+                texts.append((f"tools[{i}].function", f"{function.description or ''}{function.parameters}"))
     for name, text in texts:
         require_text(name, text)
 

@@ -34,7 +34,9 @@ def request_to_wire(prompt: g.Prompt, options: g.GenerateOptions) -> pb.Generate
     match prompt:
         case g.TextPrompt(text):
             message.text = text
-        case g.ChatPrompt(messages):
+        case g.ChatPrompt(messages, tools):
+            if tools is not None or any(one.tool_calls or one.tool_call_id for one in messages):
+                raise InvalidRequest("chat.tools: must be left out, tool calls in messages too: they are for HTTP only")
             message.chat.SetInParent()
             message.chat.messages.extend(pb.ChatMessage(role=m.role, content=m.content) for m in messages)
         case g.TokenPrompt(token_ids):
@@ -108,26 +110,6 @@ def models_to_wire(models: Sequence[g.ModelInfo]) -> pb.ModelInfo:
 def models_from_wire(message: pb.ModelInfo) -> tuple[g.ModelInfo, ...]:
     """All listed models; the message's own model where an older orchestrator lists none."""
     return tuple(read(model, g.ModelInfo) for model in message.models or [message])
-
-
-def server_info_to_wire(info: g.ServerInfo) -> pb.ServerInfo:
-    """The message of an orchestrator's description."""
-    return pb.ServerInfo(**to_fields(info))
-
-
-def server_info_from_wire(message: pb.ServerInfo) -> g.ServerInfo:
-    """The description of a message."""
-    return read(message, g.ServerInfo)
-
-
-def loads_to_wire(loads: g.Loads) -> pb.Loads:
-    """The message of an orchestrator's load."""
-    return pb.Loads(**to_fields(loads))
-
-
-def loads_from_wire(message: pb.Loads) -> g.Loads:
-    """The load of a message."""
-    return read(message, g.Loads)
 
 
 def acceptance_to_wire(counted: Sequence[SchemeAcceptance], drafts: Sequence[DraftCalibration]) -> pb.Acceptance:

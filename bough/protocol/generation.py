@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import NamedTuple
 
 from bough.protocol.messages import RoundTimings, WorkerInfo
@@ -13,11 +14,55 @@ from bough.trees.tree_plan import Growth, Guess, Scheme
 
 
 @dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call of a function that an assistant made."""
+
+    call_id: str
+    name: str
+    arguments: str  # a JSON object, as text
+
+
+@dataclass(frozen=True, slots=True)
+class Function:
+    """A function that the model may call."""
+
+    name: str
+    parameters: str  # JSON Schema of its arguments, as text
+    description: str | None = None
+    is_strict: bool = False  # its arguments follow the schema also where the model decides whether to call it
+
+
+class ToolChoice(Enum):
+    """Whether the model calls functions."""
+
+    NONE = "none"
+    AUTO = "auto"
+    REQUIRED = "required"
+
+
+@dataclass(frozen=True, slots=True)
+class Tools:
+    """What the model may call, and whether it does."""
+
+    functions: tuple[Function, ...]
+    choice: ToolChoice = ToolChoice.AUTO
+    named: str = ""  # with REQUIRED: the only function that may be called
+    allows_several: bool = True  # calls in one answer
+
+    @property
+    def must_call(self) -> bool:
+        """Whether the answer must be a call, or several."""
+        return self.choice is ToolChoice.REQUIRED
+
+
+@dataclass(frozen=True, slots=True)
 class Message:
     """One message of a conversation."""
 
-    role: str  # "system", "user", "assistant"
+    role: str  # "system", "user", "assistant"; "tool" over HTTP
     content: str
+    tool_calls: tuple[ToolCall, ...] = ()  # of an assistant; over HTTP only
+    tool_call_id: str = ""  # the call that a message of role "tool" answers
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +77,7 @@ class ChatPrompt:
     """A conversation to answer."""
 
     messages: tuple[Message, ...]
+    tools: Tools | None = None  # over HTTP only
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import cache, cached_property
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
@@ -16,6 +18,7 @@ import jinja2.sandbox
 from bough.errors import InvalidRequest
 
 Messages = Sequence[tuple[str, str]]  # role and content of each
+Objects = Sequence[Mapping[str, object]]  # messages, or tools, with all fields that a template may read
 
 _MARK = "Zyx"  # a placeholder answer that templates neither change nor contain
 _QUESTION, _OTHER_TURN = ("user", "Tsr"), [("user", "Wvu")]
@@ -29,6 +32,7 @@ class ChatTemplate:
     """Renders conversations; without a valid template, every call raises InvalidRequest with the reason."""
 
     def __init__(self, source: str, bos_token: str, eos_token: str) -> None:
+        self.source = source
         self._special = {"bos_token": bos_token, "eos_token": eos_token}
         self._template: jinja2.Template | None = None
         self._problem = "this model has no chat template"
@@ -38,15 +42,25 @@ class ChatTemplate:
             except jinja2.TemplateError as exc:
                 self._problem = f"this model's chat template cannot be read: {exc}"
 
+    @cached_property
+    def variables(self) -> frozenset[str]:
+        """The variables that it reads, such as "messages" and, where it knows tools, "tools"."""
+        if self._template is None:
+            return frozenset()
+        return frozenset(jinja2.meta.find_undeclared_variables(_environment().parse(self.source)))
+
     def render(self, messages: Messages) -> str:
         """Render a conversation up to the start of the assistant's answer."""
+        return self.render_objects([{"role": role, "content": content} for role, content in messages])
+
+    def render_objects(self, messages: Objects, tools: Objects = ()) -> str:
+        """Render a conversation as `render` does, with the tools that the assistant may call."""
         if self._template is None:
             raise InvalidRequest(f"chat: {self._problem}; the prompt must be `text` or `token_ids`")
         try:
+            # Templates are written for transformers, which gives None where there are none.
             return self._template.render(
-                messages=[{"role": role, "content": content} for role, content in messages],
-                add_generation_prompt=True,
-                **self._special,
+                messages=messages, tools=tools or None, documents=None, add_generation_prompt=True, **self._special
             )
         except (jinja2.TemplateError, TypeError) as exc:
             raise InvalidRequest(f"chat: the model's chat template rejects these messages: {exc}") from exc
@@ -94,6 +108,11 @@ class _GenerationTag(jinja2.ext.Extension):
 
 
 def _compile(source: str) -> jinja2.Template:
+    return _environment().from_string(source)
+
+
+@cache
+def _environment() -> jinja2.Environment:
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _GenerationTag]
     )
@@ -103,5 +122,16 @@ def _compile(source: str) -> jinja2.Template:
 
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    environment.filters["tojson"] = lambda value, **_: json.dumps(value, ensure_ascii=False)
-    return environment.from_string(source)
+    environment.filters["tojson"] = _to_json
+    return environment
+
+
+def _to_json(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """JSON as transformers writes it for templates: not escaped for HTML, as jinja2's own filter does."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

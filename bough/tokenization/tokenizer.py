@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
+from typing import NamedTuple
 
 import tokenizers
 
 from bough.errors import InvalidRequest
-from bough.tokenization.chat_template import ChatTemplate, Messages
+from bough.tokenization.chat_template import ChatTemplate, Messages, Objects
 from bough.tokenization.vocabulary import TokenizerFiles
 
 MAX_ID = 2**32 - 1  # largest token id that the library accepts
@@ -26,13 +27,20 @@ def _byte_characters() -> dict[str, int]:
 _BYTES = _byte_characters()
 
 
+class AddedToken(NamedTuple):
+    """A token that stands for a whole text."""
+
+    token_id: int
+    is_special: bool  # left out of decoded text
+
+
 class Tokenizer:
     """Converts text to tokens and back."""
 
     def __init__(self, files: TokenizerFiles) -> None:
         self.files = files
         self._tokenizer = tokenizers.Tokenizer.from_buffer(files.tokenizer_json)
-        self._template = ChatTemplate(files.chat_template, files.bos_token, files.eos_token)
+        self.template = ChatTemplate(files.chat_template, files.bos_token, files.eos_token)
 
     @cached_property
     def longest_token(self) -> int:
@@ -60,7 +68,11 @@ class Tokenizer:
 
     def encode_chat(self, messages: Messages) -> list[int]:
         """Tokens of a conversation of (role, content) pairs, up to the start of the assistant's answer."""
-        return self._plain(self._template.render(messages))
+        return self._plain(self.template.render(messages))
+
+    def encode_objects(self, messages: Objects, tools: Objects) -> list[int]:
+        """Tokens as `encode_chat` has them, of messages with further fields and of tools that may be called."""
+        return self._plain(self.template.render_objects(messages, tools))
 
     def encode_turn(self, messages: Messages) -> list[int]:
         """Tokens that continue a conversation after an assistant's answer with these messages.
@@ -68,11 +80,20 @@ class Tokenizer:
         They begin with the end-of-turn token, if the template has one. Raises InvalidRequest if the template cannot
         render a turn by itself.
         """
-        return self.encode_more(self._template.render_turn(messages), before="x")
+        return self.encode_more(self.template.render_turn(messages), before="x")
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of the tokens without special tokens; incomplete characters become U+FFFD."""
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
+
+    def decode_showing(self, token_ids: Sequence[int], shown: Mapping[int, str]) -> str:
+        """Text as `decode` gives it, with the spellings of some special tokens."""
+        text, begin = "", 0
+        for index, token_id in enumerate(token_ids):
+            if token_id in shown:
+                text += self.decode(token_ids[begin:index]) + shown[token_id]
+                begin = index + 1
+        return text + self.decode(token_ids[begin:])
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes of one token, which may be part of a character; empty for an unused id.
@@ -80,7 +101,7 @@ class Tokenizer:
         Special tokens are spelled out.
         """
         token = (self._tokenizer.id_to_token(token_id) if 0 <= token_id <= MAX_ID else None) or ""
-        if token in self._added:
+        if token in self.added_tokens:
             return token.encode()
         if self._is_byte_level:
             return bytes(_BYTES[character] for character in token if character in _BYTES)
@@ -89,9 +110,10 @@ class Tokenizer:
         return token.replace("\u2581", " ").encode()
 
     @cached_property
-    def _added(self) -> frozenset[str]:
-        """The spellings of added tokens, special ones included."""
-        return frozenset(token.content for token in self._tokenizer.get_added_tokens_decoder().values())
+    def added_tokens(self) -> dict[str, AddedToken]:
+        """Tokens that are whole texts apart from the vocabulary's, special ones included, by their spelling."""
+        added = self._tokenizer.get_added_tokens_decoder()
+        return {token.content: AddedToken(token_id, token.special) for token_id, token in added.items()}
 
     @cached_property
     def _is_byte_level(self) -> bool:

@@ -24,7 +24,13 @@ TINY = LlamaConfig(
     eos_token_id=261,
     initializer_range=0.3,  # large enough that a random model's choices are not all ties
 )
-CHAT_TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
+CHAT_TEMPLATE = (
+    "{% for t in tools or [] %}{{ t.function | tojson }}\n{% endfor %}"
+    "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}"
+    '{% for call in m.tool_calls or [] %}{{ \'<tool_call>\n{"name": "\' + call.function.name + \'", "arguments": \' }}'
+    "{{ call.function.arguments | tojson }}{{ '}\n</tool_call>' }}{% endfor %}"
+    "{{ '\n' }}{% endfor %}assistant:"
+)
 
 
 def save_tokenizer(folder: Path, swapped: bool = False) -> None:

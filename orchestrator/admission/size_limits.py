@@ -35,9 +35,14 @@ def require_size(prompt: Prompt, tokenizer: Tokenizer, max_context: int) -> None
     match prompt:
         case TextPrompt(text):
             _require_fit("text", len(text), "characters", most, max_context)
-        case ChatPrompt(messages):
+        case ChatPrompt(messages, tools):
             _require_fit("chat.messages", len(messages), "messages", max_context, max_context)
-            _require_fit("chat.messages", sum(len(m.content) for m in messages), "characters", most, max_context)
+            calls = sum(len(call.arguments) for m in messages for call in m.tool_calls)
+            size = calls + sum(len(m.content) for m in messages)
+            _require_fit("chat.messages", size, "characters", most, max_context)
+            if tools is not None:
+                size = sum(len(function.parameters) + len(function.description or "") for function in tools.functions)
+                _require_fit("chat.tools", size, "characters", most, max_context)
             for index, message in enumerate(messages):
                 if len(message.role) > MAX_NAME_LENGTH:
                     raise InvalidRequest(

@@ -25,7 +25,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from bough import __version__
 from bough.errors import InvalidRequest, NotFound, Unavailable
-from bough.protocol.generation import ModelInfo, Prompt, TextPrompt, TokenPrompt
+from bough.protocol.generation import ModelInfo, Prompt, TextPrompt, TokenPrompt, ToolChoice
 from bough.registry.records import WorkerRecord
 from bough.telemetry.call_context import TRACEPARENT, set_caller_traceparent
 from bough.telemetry.log_context import LogContext, set_log_context
@@ -47,6 +47,7 @@ from orchestrator.http_api.guard import Guard, HostGuard, tenant_of
 from orchestrator.http_api.options import RequestedOutput, choices
 from orchestrator.http_api.rounds import cluster_told, decisions_told
 from orchestrator.http_api.spelling import Spell
+from orchestrator.http_api.tool_fields import tools_of
 from orchestrator.http_api.ui import FILES, page_routes
 from orchestrator.serving.requests import Requests
 from orchestrator.serving.tenants import Callers, Tenant
@@ -114,11 +115,14 @@ class _Door:
     async def chat(self, request: Request, entered: ExitStack) -> ASGIApp:
         """/v1/chat/completions."""
         fields = await self.bodies.read(request, ChatFields, entered, GENERATE)
-        prompts = (chat.chat_prompt(fields.messages),)
+        tools = tools_of(fields.tools, fields.tool_choice, fields.parallel_tool_calls)
+        prompts = (chat.chat_prompt(fields.messages, tools),)
         head = _head("chatcmpl", fields)
         limits, most = chat.chat_limits(fields), tenant_of(request).most_at_once
         wanted = choices(fields, prompts, limits, head.answer_id, _session_id(request, fields), most)
-        answer = chat.ChatAnswer(head, len(wanted), _telling(fields), self._spell(wanted))
+        called = tools if tools is not None and tools.choice is not ToolChoice.NONE else None
+        formats = self.requests.texts.tool_format
+        answer = chat.ChatAnswer(head, len(wanted), _telling(fields), self._spell(wanted), called, formats)
         return self._exchange(tenant_of(request), wanted, answer, fields, chat.FIELD_NAMES | constraint_names(fields))
 
     async def completions(self, request: Request, entered: ExitStack) -> ASGIApp:

@@ -2,23 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
-from bough.protocol.generation import ChatPrompt, Event, Finished, Message, Started, Tokens
+from bough.protocol.generation import ChatPrompt, Event, Finished, Message, Started, Tokens, Tools
 from bough.protocol.sampling_params import UNLIMITED
 from orchestrator.http_api.answer import Answer, Head, StreamTelling
 from orchestrator.http_api.errors import Json, invalid
 from orchestrator.http_api.fields import ChatFields, MessageFields
 from orchestrator.http_api.options import RequestLimits
 from orchestrator.http_api.spelling import Spell, chat_logprobs
+from orchestrator.http_api.tool_calls import ChoiceCalls
+from orchestrator.http_api.tool_fields import tool_call
+from orchestrator.tools.tool_format import ToolFormat
 
 # Names of gRPC fields as clients of this API know them, for error messages.
-FIELD_NAMES = {"chat.messages": "messages", "chat": "messages", "prompt": "messages", "logprobs": "top_logprobs"}
+FIELD_NAMES = {
+    "chat.messages": "messages",
+    "chat.tools": "tools",
+    "chat": "messages",
+    "prompt": "messages",
+    "logprobs": "top_logprobs",
+}
+Formats = Callable[[str], ToolFormat]  # takes a model's name
 
 
-def chat_prompt(messages: list[MessageFields]) -> ChatPrompt:
-    """The conversation as a prompt; OpenAI's role "developer" is "system" to chat templates."""
-    return ChatPrompt(tuple(Message("system" if m.role == "developer" else m.role, m.content) for m in messages))
+def chat_prompt(messages: list[MessageFields], tools: Tools | None = None) -> ChatPrompt:
+    """The conversation as a prompt; OpenAI's role "developer" is "system" to chat templates.
+
+    Raises:
+        ApiError: names the invalid field.
+    """
+    return ChatPrompt(tuple(_message(index, fields) for index, fields in enumerate(messages)), tools)
+
+
+def _message(index: int, fields: MessageFields) -> Message:
+    calls, call_id = tuple(map(tool_call, fields.tool_calls or ())), fields.tool_call_id or ""
+    if calls and fields.role != "assistant":
+        raise invalid(f"messages[{index}].tool_calls", [call.name for call in calls], "be left out of such a role")
+    if (fields.role == "tool") != bool(call_id):
+        must = "be the id of the call that is answered" if fields.role == "tool" else "be left out of such a role"
+        raise invalid(f"messages[{index}].tool_call_id", call_id, must)
+    return Message("system" if fields.role == "developer" else fields.role, fields.content, calls, call_id)
 
 
 def chat_limits(fields: ChatFields) -> RequestLimits:
@@ -42,35 +66,67 @@ class ChatAnswer(Answer):
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
-    def __init__(self, head: Head, num_choices: int, telling: StreamTelling, spell: Spell | None) -> None:
+    def __init__(
+        self,
+        head: Head,
+        num_choices: int,
+        telling: StreamTelling,
+        spell: Spell | None,
+        tools: Tools | None = None,
+        formats: Formats | None = None,
+    ) -> None:
+        """`formats` is given with tools that may be called."""
         super().__init__(head, num_choices, num_choices, telling, spell)
         self._logprobs: list[list[Json]] = [[] for _ in self.choices]
+        self._tools, self._formats = tools, formats
+        self._calls: dict[int, ChoiceCalls] = {}  # by choice
 
     def _told(self, index: int, event: Event) -> Iterator[Json]:
         match event:
             case Started():
+                self._look_for_calls(index, event.model_name)
                 yield _delta(index, {"role": "assistant", "content": ""})
             case Tokens():
                 logprobs = self._spelled(index, event)
-                if event.text or logprobs or self.telling.continuous_usage:
-                    yield _delta(index, {"content": event.text}, logprobs)
+                deltas = [*self._deltas(index, event.text)]
+                if not deltas and (logprobs or self.telling.continuous_usage):
+                    deltas = [{"content": ""}]
+                for delta in deltas:
+                    yield _delta(index, delta, logprobs)
+                    logprobs = []
             case Finished():
-                if event.text:
-                    yield _delta(index, {"content": event.text})
-                choice = self.choices[index]
-                ending = {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
-                yield _delta(index, {}) | ending
+                for delta in self._deltas(index, event.text, is_end=True):
+                    yield _delta(index, delta)
+                yield _delta(index, {}) | self._ending(index)
+
+    def _look_for_calls(self, index: int, model: str) -> None:
+        if self._tools is not None and self._formats is not None and model:  # none if aborted before it was known
+            known = self._formats(model)
+            choice_id = f"{self.head.answer_id}/{index}"
+            self._calls[index] = ChoiceCalls(known.parser(self._tools), known, choice_id)
+
+    def _deltas(self, index: int, text: str, *, is_end: bool = False) -> Iterator[Json]:
+        """What a text adds to the message of a choice."""
+        calls = self._calls.get(index)
+        if calls is not None:
+            yield from calls.deltas(text, is_end=is_end)
+        elif text:
+            yield {"content": text}
+
+    def _ending(self, index: int) -> Json:
+        """Why a choice ended: by calls only if it ended by itself, and with the last of them."""
+        choice, calls = self.choices[index], self._calls.get(index)
+        is_call = choice.finish_reason == "stop" and calls is not None and calls.is_whole
+        reason = "tool_calls" if is_call else choice.finish_reason
+        return {"finish_reason": reason, "stop_reason": choice.stop_reason}
 
     def _choice(self, index: int) -> Json:
         choice = self.choices[index]
         told = None if self._token_bytes is None else {"content": self._logprobs[index], "refusal": None}
-        return {
-            "index": index,
-            "message": {"role": "assistant", "content": choice.text, "refusal": None},
-            "logprobs": told,
-            "finish_reason": choice.finish_reason,
-            "stop_reason": choice.stop_reason,
-        }
+        calls = self._calls.get(index)
+        said = {"content": choice.text} if calls is None else calls.message()
+        message = {"role": "assistant", "refusal": None} | said
+        return {"index": index, "message": message, "logprobs": told} | self._ending(index)
 
     def _spelled(self, index: int, event: Tokens) -> list[Json]:
         if self._token_bytes is None:

@@ -11,6 +11,7 @@ from orchestrator.http_api.errors import Json, invalid
 from orchestrator.http_api.fields import CompletionFields, TextOrTokens, TokenizeFields
 from orchestrator.http_api.options import RequestLimits
 from orchestrator.http_api.spelling import Spell, TokensSpelled, completion_logprobs
+from orchestrator.http_api.tool_fields import tools_of
 
 DEFAULT_MAX_TOKENS = 16  # as at OpenAI
 
@@ -31,7 +32,11 @@ def tokenized_prompt(fields: TokenizeFields) -> Prompt:
     if fields.add_special_tokens is not None and fields.add_special_tokens is not adds:
         must = f"be left out, or be {str(adds).lower()}: prompts are not read otherwise"
         raise invalid("add_special_tokens", fields.add_special_tokens, must)
-    return TextPrompt(fields.prompt or "") if fields.messages is None else chat_prompt(fields.messages)
+    if fields.messages is None:
+        if fields.tools:
+            raise invalid("tools", [tool.function.name for tool in fields.tools], "be left out beside prompt")
+        return TextPrompt(fields.prompt or "")
+    return chat_prompt(fields.messages, tools_of(fields.tools, None, None))
 
 
 def completion_limits(fields: CompletionFields) -> RequestLimits:

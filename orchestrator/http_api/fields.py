@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, StrictInt, model_validator
+from pydantic import BeforeValidator, Field, StrictBool, StrictInt, model_validator
 
 from bough.config.json_fields import must
 from bough.protocol.sampling_params import MAX_CHOICES
+from orchestrator.http_api.base_fields import Fields, Ignored
+from orchestrator.http_api.tool_fields import CallList, ToolChoiceField, ToolList
 from orchestrator.http_api.unsupported import OnlyTrue, Unsupported
 
 MAX_REQUEST_ID = 128  # characters of a request's id, before those that make it the answer's
@@ -65,22 +67,9 @@ def _schema(value: Any) -> Any:
 
 
 Texts = Annotated[tuple[str, ...], BeforeValidator(_texts)]
-Ignored = Any  # accepted; has no influence on the answer
 
 
-class _Fields(BaseModel):
-    """Refuses unknown fields by name, so that a misspelt field is not ignored silently."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, frozen=True)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_nulls(cls, data: Any) -> Any:
-        """Drop nulls: some clients send every field they know, with null for those not set."""
-        return {name: value for name, value in data.items() if value is not None} if isinstance(data, dict) else data
-
-
-class StreamOptions(_Fields):
+class StreamOptions(Fields):
     """What a stream reports besides its text."""
 
     include_usage: StrictBool | None = None
@@ -89,7 +78,7 @@ class StreamOptions(_Fields):
     include_obfuscation: Ignored = None
 
 
-class SpeculationFields(_Fields):
+class SpeculationFields(Fields):
     """Speculation settings, which change the speed and not the answer."""
 
     enabled: StrictBool | None = None
@@ -99,7 +88,7 @@ class SpeculationFields(_Fields):
     lookup: StrictInt | None = None
 
 
-class JsonSchemaFields(_Fields):
+class JsonSchemaFields(Fields):
     """A JSON Schema that the answer follows. It always does, whether `strict` or not."""
 
     name: Ignored = None
@@ -108,14 +97,14 @@ class JsonSchemaFields(_Fields):
     json_schema: Annotated[str, BeforeValidator(_schema)] = Field("{}", alias="schema")
 
 
-class ResponseFormatFields(_Fields):
+class ResponseFormatFields(Fields):
     """What the answer must be, as OpenAI's clients say it."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFields | None = None
 
 
-class StructuredOutputsFields(_Fields):
+class StructuredOutputsFields(Fields):
     """What the answer must be, as vLLM's clients say it: exactly one of these."""
 
     json_schema: Annotated[str | None, BeforeValidator(_schema)] = Field(None, alias="json")
@@ -125,7 +114,7 @@ class StructuredOutputsFields(_Fields):
     grammar: str | None = None
 
 
-class GenerationFields(_Fields):
+class GenerationFields(Fields):
     """Fields common to chat and text completions."""
 
     model: str | None = None
@@ -177,11 +166,12 @@ class GenerationFields(_Fields):
     prediction: Ignored = None
 
 
-class MessageFields(_Fields):
+class MessageFields(Fields):
     """One message of a conversation; ignored fields are those of answers that OpenAI's clients send back."""
 
-    role: Literal["system", "developer", "user", "assistant"]
-    tool_calls: Unsupported = None  # before the content, which is null beside them: the first error is told
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    tool_calls: CallList | None = None
+    tool_call_id: str | None = None
     function_call: Unsupported = None
     content: Annotated[str, BeforeValidator(_content)]
     name: Ignored = None
@@ -194,12 +184,16 @@ class MessageFields(_Fields):
     @model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, data: Any) -> Any:
-        """Drop nulls but of the content: where a refusal stands beside it, as in OpenAI's answers, that was said."""
+        """Drop nulls but of the content: beside calls it is empty, and a refusal, as in OpenAI's answers, was said."""
         if not isinstance(data, dict):
             return data
         given = {name: value for name, value in data.items() if value is not None}
-        if data.get("content") is None and data.get("role") == "assistant" and "refusal" in given:
-            return given | {"content": given["refusal"]}
+        if (
+            data.get("content") is None
+            and data.get("role") == "assistant"
+            and ("refusal" in given or given.get("tool_calls"))
+        ):
+            return given | {"content": given.get("refusal", "")}
         return given | {"content": data["content"]} if "content" in data else given
 
 
@@ -210,8 +204,9 @@ class ChatFields(GenerationFields):
     max_completion_tokens: StrictInt | None = None
     logprobs: StrictBool | None = None
     top_logprobs: StrictInt | None = None
-    tools: Unsupported = None
-    tool_choice: Unsupported = None
+    tools: ToolList | None = None
+    tool_choice: ToolChoiceField | None = None
+    parallel_tool_calls: StrictBool | None = None
     functions: Unsupported = None
     function_call: Unsupported = None
     modalities: Unsupported = None
@@ -236,7 +231,7 @@ class CompletionFields(GenerationFields):
     suffix: Unsupported = None
 
 
-class TokenizeFields(_Fields):
+class TokenizeFields(Fields):
     """Body of /tokenize: a text or a conversation."""
 
     model: str | None = None
@@ -247,10 +242,10 @@ class TokenizeFields(_Fields):
     add_generation_prompt: Unsupported = None
     continue_final_message: Unsupported = None
     chat_template_kwargs: Unsupported = None
-    tools: Unsupported = None
+    tools: ToolList | None = None
 
 
-class DetokenizeFields(_Fields):
+class DetokenizeFields(Fields):
     """Body of /detokenize."""
 
     model: str | None = None

@@ -30,9 +30,6 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "return_tokens_as_token_ids": (False,),
     "skip_special_tokens": (True,),
     "suffix": ("",),
-    "tool_calls": ([],),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
     "use_beam_search": (False,),
 }
 

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 import time
 import uuid
 from collections.abc import Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 from bough.config.processes import OrchestratorConfig
 from bough.errors import InvalidRequest, NotFound, StaleEpoch, Unavailable
-from bough.grammar.grammar import grammar_of
 from bough.protocol.generation import GenerateOptions, Prompt, Tokens
 from bough.protocol.messages import WorkerInfo, weights_differ
 from bough.protocol.prefix_hash import BLOCK_TOKENS, TokenHistory, block_hashes, common_length
@@ -27,6 +26,7 @@ from orchestrator.cluster.served_models import Targets, targets_for
 from orchestrator.cluster.worker_clients import TargetClient
 from orchestrator.cluster.worker_handle import WorkerHandle
 from orchestrator.opening.epochs import Epochs
+from orchestrator.opening.output_form import OutputForm, output_form
 from orchestrator.opening.prompt import continued_prompt, next_prompt, whole_prompt
 from orchestrator.opening.recorder import Recorder
 from orchestrator.opening.resuming import require_resume, require_same_request, resume
@@ -34,6 +34,11 @@ from orchestrator.opening.target_lease import TargetLease
 from orchestrator.sessions.detokenizer import TextStream
 from orchestrator.sessions.session import Session
 from orchestrator.sessions.transcripts import request_record
+
+AS_ASKED = (  # options that are sampling parameters of the same names
+    "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+    "logit_bias", "logprobs", "min_tokens",
+)  # fmt: skip
 
 
 class Opened(NamedTuple):
@@ -91,11 +96,11 @@ class Opening:
         require_size(prompt, largest.tokens, largest.info.max_context)
         tokens = await self.directory.tokenizing.run(lambda: TokenHistory(self._tokens(prompt, options, past, largest)))
         require_room(tokens, largest.info.max_context)
-        grammar = await self._grammar(options)
+        form = await output_form(prompt, options, largest.tokens, self.config.tool_call_parser)
         need = await self._need(tokens, options, past.session, targets)
         target = _quickest(targets, need)
         seat = place.enter_context(TargetLease(target))  # at once, so that concurrent requests see each other
-        session, unseen = _session(tokens, options, grammar, target, past.request), None
+        session, unseen = _session(tokens, options, form, target, past.request), None
         session.weights_hash = past.weights_hash or target.info.weights_hash
         if options.resume is not None:
             if past.request is not None:
@@ -149,16 +154,6 @@ class Opening:
             )
         require_vocabulary(past.session.tokens, target.info.vocab_size, options.session_id)
         return continued_prompt(past.session.tokens, prompt, target.tokens, target.info.vocab_size)
-
-    async def _grammar(self, options: GenerateOptions) -> str:
-        """The grammar of the output; empty if it is free."""
-        if (constraint := options.constraint) is None:
-            return ""
-        if options.ignore_eos:
-            raise InvalidRequest("ignore_eos: must be false beside a constraint, which the model's own end completes")
-        if options.min_tokens:
-            raise InvalidRequest("min_tokens: must be 0 beside a constraint, which ends where nothing can follow")
-        return await asyncio.to_thread(grammar_of, constraint)  # not on the threads that tokenize for everybody
 
     async def _need(
         self, tokens: TokenHistory, options: GenerateOptions, session: SessionRecord | None, targets: Targets
@@ -233,11 +228,11 @@ def _session_id(options: GenerateOptions, request: RequestRecord | None) -> str:
 def _session(
     tokens: TokenHistory,
     options: GenerateOptions,
-    grammar: str,
+    form: OutputForm,
     target: WorkerHandle[TargetClient],
     request: RequestRecord | None,
 ) -> Session:
-    sampling = _sampling(options, grammar, target, request)
+    sampling = _sampling(options, form.grammar, target, request)
     stops = StopConditions(options.max_tokens, options.stop, options.include_stop)
     stops.validate()
     if options.min_tokens > options.max_tokens:
@@ -255,7 +250,10 @@ def _session(
         # at temperature 0 all schemes accept the same tokens, and the target's allows the likeliest guesses
         speculation=replace(options.speculation, scheme=Scheme.TARGET) if sampling.is_greedy else options.speculation,
         text=TextStream(
-            target.tokens.decode, options.stop, min_tokens=options.min_tokens, include_stop=options.include_stop
+            partial(target.tokens.decode_showing, shown=form.shown) if form.shown else target.tokens.decode,
+            options.stop,
+            min_tokens=options.min_tokens,
+            include_stop=options.include_stop,
         ),
         max_context=target.info.max_context,
         target_identity=target.info.identity,
@@ -273,19 +271,10 @@ def _sampling(
     if seed is None:
         seed = secrets.randbits(64) if request is None else request.sampling.seed
     sampling = SamplingParams(
-        temperature=options.temperature,
-        top_k=options.top_k,
-        top_p=options.top_p,
-        min_p=options.min_p,
         seed=seed,
-        repetition_penalty=options.repetition_penalty,
-        presence_penalty=options.presence_penalty,
-        frequency_penalty=options.frequency_penalty,
-        logit_bias=options.logit_bias,
-        logprobs=options.logprobs,
         stop_token_ids=frozenset((*options.stop_token_ids, *own_ends)),
         grammar=grammar,
-        min_tokens=options.min_tokens,
+        **{name: getattr(options, name) for name in AS_ASKED},
     )
     sampling.validate(target.info.vocab_size)
     if options.resume is not None and options.resume.num_tokens and options.seed is None and request is None:

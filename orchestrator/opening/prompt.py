@@ -8,10 +8,13 @@ from bough.errors import InvalidRequest
 from bough.protocol.codec import require_tokens
 from bough.protocol.generation import ChatPrompt, Prompt, TextPrompt, TokenPrompt
 from bough.tokenization.tokenizer import Tokenizer
+from orchestrator.tools.tool_prompt import has_tools, tool_prompt
 
 
 def whole_prompt(prompt: Prompt, tokenizer: Tokenizer, vocab_size: int) -> list[int]:
     """Tokens of a prompt that begins a text. Raises InvalidRequest."""
+    if isinstance(prompt, ChatPrompt) and has_tools(prompt):
+        return tool_prompt(prompt, tokenizer)
     return _tokens(prompt, tokenizer.encode, tokenizer.encode_chat, vocab_size)
 
 

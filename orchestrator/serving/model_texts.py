@@ -16,6 +16,8 @@ from orchestrator.cluster.served_models import targets_for
 from orchestrator.cluster.worker_clients import TargetClient
 from orchestrator.cluster.worker_handle import WorkerHandle
 from orchestrator.opening.prompt import whole_prompt
+from orchestrator.tools.formats import format_of
+from orchestrator.tools.tool_format import ToolFormat
 
 
 class PromptRead(NamedTuple):
@@ -30,6 +32,7 @@ class ModelTexts:
     """Tokenizes for models by name; the empty name means the only served model."""
 
     directory: Directory
+    tool_call_parser: str  # as configured
     _turn: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(1))  # one thread is left to requests
 
     async def tokens(self, prompt: Prompt, model: str) -> PromptRead:
@@ -66,6 +69,10 @@ class ModelTexts:
             if target.info.model_name == model:
                 return target.tokens
         return self._target(model).tokens
+
+    def tool_format(self, model: str) -> ToolFormat:
+        """How a model calls tools. Raises as `tokens` does."""
+        return format_of(self.tool_call_parser, self.tokenizer(model).template)
 
     def _target(self, model: str) -> WorkerHandle[TargetClient]:
         return targets_for(self.directory, GenerateOptions(model=model), None, None)[0]

@@ -63,7 +63,7 @@ class Requests:
         self._running = Running()
         self._endings = Endings(directory, self._recorder)
         self._sessions: OrderedDict[str, str] = OrderedDict()  # session ids of the latest requests, by request id
-        self.texts = ModelTexts(directory)
+        self.texts = ModelTexts(directory, config.tool_call_parser)
         self.metrics_url = ""  # of this orchestrator
         self.http_url = ""  # of the OpenAI-compatible API
         self._model_name = ""  # of the target used last
@@ -280,7 +280,7 @@ class Requests:
         Raises:
             NotFound: nothing is remembered of it.
         """
-        decisions = self.sizer.decisions(name) or self.sizer.decisions(self._sessions.get(name, name))
+        decisions = self.sizer.log.of(name) or self.sizer.log.of(self._sessions.get(name, name))
         if not decisions:
             raise NotFound(f"session_id: must be a session or request with recent rounds here, got {name!r}")
         return decisions
@@ -291,7 +291,7 @@ class Requests:
 
     def calibrations(self) -> tuple[DraftCalibration, ...]:
         """Expected and realised tokens and seconds by draft worker."""
-        return self.sizer.calibrations()
+        return self.sizer.log.calibrations()
 
     def _note(self, session: Session, model_name: str) -> None:
         self._model_name = model_name

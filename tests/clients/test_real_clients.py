@@ -5,6 +5,7 @@ Each runs in a process of its own: what it imports, patches and warns of is not 
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -19,6 +20,9 @@ from typing import NamedTuple
 from urllib.request import urlopen
 
 import pytest
+
+from bough.client import Client
+from bough.processes.launch import Cluster
 
 ROOT = Path(__file__).parents[2]
 START_SECONDS = 60.0
@@ -116,6 +120,67 @@ print(text)
 def test_openai(served: Served) -> None:
     """Models, chat whole and streamed, log-probabilities, several choices, completions, and errors by their class."""
     assert run_python(OPENAI, served.base_url).strip()
+
+
+TOOLS = """
+import json, sys
+import openai
+client = openai.OpenAI(base_url=sys.argv[1], api_key="none", max_retries=0)
+schema = {"type": "object", "properties": {"at": {"enum": ["Rom", "Ulm"]}}, "required": ["at"],
+          "additionalProperties": False}
+question = {"role": "user", "content": "Sky?"}
+asked = dict(model=client.models.list().data[0].id, seed=3, messages=[question], parallel_tool_calls=False,
+             tools=[{"type": "function", "function": {"name": "sky", "parameters": schema}}])
+
+message = client.chat.completions.create(**asked, tool_choice="required").choices[0].message
+(call,) = message.tool_calls
+assert call.type == "function" and call.function.name == "sky", call
+assert json.loads(call.function.arguments)["at"] in ("Rom", "Ulm"), call
+
+with client.chat.completions.stream(**asked, tool_choice="required") as stream:
+    kinds = {event.type for event in stream}
+    final = stream.get_final_completion().choices[0]
+assert "tool_calls.function.arguments.delta" in kinds, kinds
+assert final.finish_reason == "tool_calls" and final.message.tool_calls[0].function.name == "sky"
+assert final.message.tool_calls[0].function.arguments == call.function.arguments
+
+asked["messages"] += [message, {"role": "tool", "tool_call_id": call.id, "content": "Blue."}]
+answer = client.chat.completions.create(**asked, tool_choice="none", max_completion_tokens=4)
+assert answer.choices[0].message.tool_calls is None and answer.usage.prompt_tokens_details.cached_tokens > 0
+"""
+LANGCHAIN_TOOLS = """
+import sys
+from langchain_core.messages import HumanMessage, ToolMessage
+from langchain_core.tools import tool
+from langchain_openai import ChatOpenAI
+
+@tool
+def sky(at: bool) -> str:
+    "The sky."
+    return "Blue."
+
+chat = ChatOpenAI(base_url=sys.argv[1], api_key="none", model=sys.argv[2], seed=3, max_completion_tokens=120)
+messages = [HumanMessage("Sky?")]
+answer = chat.bind_tools([sky], tool_choice="sky", strict=True).invoke(messages)
+(call,) = answer.tool_calls
+assert call["name"] == "sky" and isinstance(call["args"]["at"], bool), answer
+messages += [answer, ToolMessage(sky.invoke(call["args"]), tool_call_id=call["id"])]
+assert chat.bind_tools([sky], tool_choice="none").invoke(messages).usage_metadata["output_tokens"] > 0
+"""
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        pytest.param(TOOLS, marks=needs("openai"), id="openai"),
+        pytest.param(LANGCHAIN_TOOLS, marks=needs("langchain_openai"), id="langchain-openai"),
+    ],
+)
+async def test_tools_are_called_and_their_results_taken(tiny_cluster: Cluster, code: str) -> None:
+    """Whole and streamed, by a model whose weights are random: that what it calls is valid is the grammar's doing."""
+    async with Client(tiny_cluster.address) as client:
+        url, (model,) = (await client.server_info()).http_url, await client.models()
+    await asyncio.to_thread(run_python, code, f"{url}/v1", model.model_name)
 
 
 LANGCHAIN = """

@@ -19,6 +19,11 @@ from tests.fakes.http_stack import HttpStack, Json, error_of, http_stack
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 USER: Json = {"role": "user", "content": "x"}
+BOT: Json = {"role": "assistant", "content": "x"}
+TOOL: Json = {"type": "function", "function": {"name": "f", "parameters": {}}}
+CALL: Json = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+ODD: Json = {"name": "f", "arguments": "[1]"}
+LIST: Json = {"name": "f", "parameters": {"type": "array"}}
 SHORT: Json = {"max_tokens": 1, "speculation": False}
 FUZZ = settings(max_examples=120, derandomize=True)
 
@@ -35,7 +40,13 @@ async def door(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[HttpSt
         ("messages", []),
         ("messages", "x"),
         ("messages", None),
-        ("messages[0].role", [{"role": "tool", "content": "x"}]),
+        ("messages[0].role", [{"role": "function", "content": "x"}]),
+        ("messages[0].tool_call_id", [{"role": "tool", "content": "x"}]),
+        ("messages[0].tool_call_id", [USER | {"tool_call_id": "call_1"}]),
+        ("messages[0].tool_calls", [USER | {"tool_calls": [CALL]}]),
+        ("messages[1].tool_calls", [USER, {"role": "assistant", "content": None, "tool_calls": [CALL]}]),
+        ("messages[0].tool_calls[0].function.arguments", [BOT | {"tool_calls": [CALL | {"function": ODD}]}]),
+        ("messages[0].tool_calls", [BOT | {"tool_calls": [CALL] * 129}]),
         ("messages[0].content", [{"role": "user"}]),
         ("messages[0].content", [{"role": "assistant", "content": None}]),
         ("messages[1].content", [USER, {"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]),
@@ -71,8 +82,19 @@ async def door(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[HttpSt
         ("speculation.speed", {"speed": 1}),
         ("session_id", "x" * 10_000),
         ("temprature", 1),
-        ("tools", [{"type": "function"}]),
+        ("tools[0].function", [{"type": "function"}]),
+        ("tools[0].type", [TOOL | {"type": "web_search"}]),
+        ("tools[0].function.name", [{"type": "function", "function": {"name": "two words"}}]),
+        ("tools[1].function.name", [TOOL, TOOL]),
+        ("tools[0].function.parameters", [{"type": "function", "function": LIST}]),
+        ("tools[0].function.parametres", [{"type": "function", "function": {"name": "f", "parametres": {}}}]),
+        ("tools", [{"type": "function", "function": {"name": "f", "description": "x" * 132_000}}]),
+        ("tools", [TOOL] * 129),
+        ("tools", [TOOL]),  # the template knows none
         ("tool_choice", "required"),
+        ("tool_choice", "any"),
+        ("tool_choice", {"type": "function"}),
+        ("parallel_tool_calls", 1),
         ("functions", [{}]),
         ("response_format", {"type": "structural_tag"}),
         ("structured_outputs", {"regex": "a", "choice": ["b"]}),

@@ -1,0 +1,130 @@
+"""Fields about tools: what may be called, whether it is to be, and calls in earlier messages."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import BeforeValidator, Field, StrictBool
+
+from bough.config.json_fields import must
+from bough.protocol.generation import Function, ToolCall, ToolChoice, Tools
+from bough.protocol.sampling_params import MAX_GRAMMAR
+from orchestrator.http_api.base_fields import Fields, Ignored
+from orchestrator.http_api.errors import invalid
+
+MAX_TOOLS = 128  # as at OpenAI
+MAX_TOOLS_CHARACTERS = MAX_GRAMMAR  # of all descriptions and schemas together
+MAX_CALLS = 128  # in one message
+FUNCTION_NAME = (
+    r"^[A-Za-z0-9_.:/-]{1,128}$"  # all that needs no escapes in JSON and that servers of tools have as names
+)
+NO_PARAMETERS = '{"type": "object", "properties": {}, "additionalProperties": false}'
+
+
+def _parameters(value: Any) -> Any:
+    """Accept the JSON Schema of an object, which need not say that it is one."""
+    if not isinstance(value, dict):
+        raise must("be a JSON Schema")
+    schema = value if "type" in value else {"type": "object"} | value
+    if schema["type"] != "object":
+        raise must('be a JSON Schema of type "object"')
+    return json.dumps(schema, ensure_ascii=False)
+
+
+def _arguments(value: Any) -> Any:
+    """Accept the text of a JSON object; an empty text is as good as an empty object."""
+    try:
+        parsed = json.loads(value or "{}")
+    except (TypeError, ValueError, RecursionError):
+        parsed = None
+    if not isinstance(value, str) or not isinstance(parsed, dict):
+        raise must("be the text of a JSON object")
+    return value or "{}"
+
+
+class Choice(NamedTuple):
+    """Whether functions are to be called, and perhaps which."""
+
+    choice: ToolChoice
+    named: str = ""
+
+
+def _choice(value: Any) -> Any:
+    """Accept a mode, or an object that names a function."""
+    match value:
+        case "none" | "auto" | "required":
+            return Choice(ToolChoice(value))
+        case {"type": "function", "function": {"name": str(name), **more}, **others} if not more and not others:
+            return Choice(ToolChoice.REQUIRED, name)
+    raise must('be none, auto, required, or {"type": "function", "function": {"name": ...}}')
+
+
+class FunctionFields(Fields):
+    """A function that may be called."""
+
+    name: Annotated[str, Field(pattern=FUNCTION_NAME)]
+    description: str | None = None
+    parameters: Annotated[str, BeforeValidator(_parameters)] = NO_PARAMETERS
+    strict: StrictBool | None = None
+
+
+class ToolFields(Fields):
+    """A tool; there is one type."""
+
+    type: Literal["function"]
+    function: FunctionFields
+
+
+class CalledFields(Fields):
+    """The function of a call, and with what it was called."""
+
+    name: Annotated[str, Field(pattern=FUNCTION_NAME)]
+    arguments: Annotated[str, BeforeValidator(_arguments)] = "{}"
+
+
+class ToolCallFields(Fields):
+    """A call that an assistant made."""
+
+    id: str = ""
+    type: Literal["function"] = "function"
+    function: CalledFields
+    index: Ignored = None  # of streams, which some clients leave in what they send back
+
+
+ToolList = Annotated[list[ToolFields], Field(max_length=MAX_TOOLS)]
+CallList = Annotated[list[ToolCallFields], Field(max_length=MAX_CALLS)]
+ToolChoiceField = Annotated[Choice, BeforeValidator(_choice)]
+
+
+def tools_of(given: list[ToolFields] | None, chosen: Choice | None, parallel: bool | None) -> Tools | None:
+    """The tools of a request; None without any.
+
+    Raises:
+        ApiError: names the invalid field.
+    """
+    choice, named = chosen or Choice(ToolChoice.AUTO)
+    if not given:
+        if choice is ToolChoice.REQUIRED:
+            raise invalid("tool_choice", named or choice.value, "be left out, none or auto without tools")
+        return None
+    functions = tuple(
+        Function(tool.function.name, tool.function.parameters, tool.function.description, bool(tool.function.strict))
+        for tool in given
+    )
+    names = [function.name for function in functions]
+    for index, name in enumerate(names):
+        if name in names[:index]:
+            raise invalid(f"tools[{index}].function.name", name, "be another than those of the tools before it")
+    if named and named not in names:
+        raise invalid("tool_choice.function.name", named, f"be one of {', '.join(names)[:256]}")
+    size = sum(len(function.parameters) + len(function.description or "") for function in functions)
+    if size > MAX_TOOLS_CHARACTERS:
+        must_be = f"have at most {MAX_TOOLS_CHARACTERS} characters of descriptions and parameters"
+        raise invalid("tools", size, must_be)
+    return Tools(functions, choice, named, parallel is not False)
+
+
+def tool_call(fields: ToolCallFields) -> ToolCall:
+    """A call of an earlier message."""
+    return ToolCall(fields.id, fields.function.name, fields.function.arguments)

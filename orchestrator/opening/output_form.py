@@ -1,0 +1,51 @@
+"""What an output must be, and which special tokens its text shows."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from bough.errors import InvalidRequest
+from bough.grammar.grammar import grammar_of
+from bough.protocol.generation import ChatPrompt, GenerateOptions, Prompt, ToolChoice, Tools
+from bough.tokenization.tokenizer import Tokenizer
+from orchestrator.tools.formats import format_of
+
+
+class OutputForm(NamedTuple):
+    """The grammar of an output, empty if it is free, and the special tokens that are part of its text."""
+
+    grammar: str
+    shown: Mapping[int, str]
+
+
+async def output_form(prompt: Prompt, options: GenerateOptions, tokenizer: Tokenizer, tool_format: str) -> OutputForm:
+    """The form that a request demands, with the format of tool calls that is configured.
+
+    Raises:
+        InvalidRequest: names the field that demands what cannot be had.
+    """
+    tools = prompt.tools if isinstance(prompt, ChatPrompt) else None
+    form = OutputForm("", {})
+    # Grammars are not made on the threads that tokenize for everybody.
+    if tools is not None and tools.choice is not ToolChoice.NONE:
+        if options.constraint is not None:
+            raise InvalidRequest("constraint: must be left out beside tools, unless tool_choice is none")
+        form = await asyncio.to_thread(_of_tools, tools, tokenizer, tool_format)
+    elif options.constraint is not None:
+        form = OutputForm(await asyncio.to_thread(grammar_of, options.constraint), {})
+    if form.grammar and options.ignore_eos:
+        raise InvalidRequest("ignore_eos: must be false beside a constraint, which the model's own end completes")
+    if form.grammar and options.min_tokens:
+        raise InvalidRequest("min_tokens: must be 0 beside a constraint, which ends where nothing can follow")
+    return form
+
+
+def _of_tools(tools: Tools, tokenizer: Tokenizer, tool_format: str) -> OutputForm:
+    """Where the model decides whether to call, its output is free unless arguments or the number of calls are not."""
+    known = format_of(tool_format, tokenizer.template)
+    named = {i: function for i, function in enumerate(tools.functions) if tools.named in ("", function.name)}
+    is_free = not tools.must_call and tools.allows_several and not any(f.is_strict for f in named.values())
+    grammar = "" if is_free else known.grammar(named, tools, tokenizer.added_tokens)
+    return OutputForm(grammar, known.shown(tokenizer.added_tokens))

@@ -1,0 +1,152 @@
+"""Finds the calls of tools in a text as it is generated, and what of it is not part of any."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import NamedTuple
+
+from orchestrator.tools.call_object import ArgumentsText, CallBegun, CallObject
+
+
+class ContentText(NamedTuple):
+    """Text that is not part of a call."""
+
+    text: str
+
+
+Piece = ContentText | CallBegun | ArgumentsText
+
+
+@dataclass(frozen=True, slots=True)
+class CallSpelling:
+    """How calls, which are JSON objects, stand in a text. Blanks may stand anywhere between their parts."""
+
+    mark: str  # which begins one call, or all
+    end: str = ""  # text after the last call of a mark; empty if there is none
+    opening: str = ""  # between the mark and the first call, where it is not left out
+    separator: str = ""  # between calls of one mark; empty if a mark has one call
+    may_lack_mark: bool = False  # a call of a known function may begin the text without a mark
+
+
+class _In(Enum):
+    CONTENT = auto()
+    OPENING = auto()  # between a mark and the first call
+    CALL = auto()
+    CLOSING = auto()  # between a call and the next, or the end
+
+
+class CallParser:
+    """Reads one output. Pieces are told once they are certain; joined they are the same in whatever parts it came.
+
+    Content has no blanks at its end where there are calls.
+    """
+
+    def __init__(self, spelling: CallSpelling, names: Collection[str]) -> None:
+        """`names` are those of the functions that may be called."""
+        self._spelling, self._names = spelling, frozenset(names)
+        self._in = _In.CONTENT
+        self._text = ""  # not read yet
+        self._skipped = ""  # blanks, mark and opening before a call of which nothing is told yet
+        self._call = CallObject()
+        self._is_marked = False
+        self._has_begun = False  # something else than blanks has been told
+        self.is_in_call = False  # a call has been told that is not complete
+
+    def push(self, text: str) -> list[Piece]:
+        """Read a further piece of the text."""
+        self._text += text
+        readers = {
+            _In.CONTENT: self._read_content,
+            _In.OPENING: self._read_opening,
+            _In.CALL: self._read_call,
+            _In.CLOSING: self._read_closing,
+        }
+        pieces: list[Piece] = []
+        while self._text and (more := readers[self._in]()) is not None:
+            pieces += more
+        return pieces
+
+    def finish(self) -> list[Piece]:
+        """What remains at the end of the text, which may be cut off anywhere."""
+        rest = self._skipped + self._call.raw if self._in is _In.CALL and not self.is_in_call else ""
+        rest += self._skipped if self._in is _In.OPENING else ""
+        rest += self._text if self._in in (_In.CONTENT, _In.OPENING) else ""
+        return self._content(rest)
+
+    def _read_content(self) -> list[Piece] | None:
+        """Read up to a mark; None if nothing more is certain."""
+        text, mark = self._text, self._spelling.mark
+        blanks = len(text) - len(text.lstrip())
+        if self._spelling.may_lack_mark and not self._has_begun and text[blanks : blanks + 1] == "{":
+            self._begin_call(text[:blanks], text[blanks:], is_marked=False)
+            return []
+        begin = text.find(mark)
+        certain = text[: begin if begin >= 0 else len(text) - _overlap(text, mark)].rstrip()
+        self._text = text[len(certain) :]
+        if begin >= 0:
+            end = begin + len(mark)
+            self._skipped, self._text, self._in = text[len(certain) : end], text[end:], _In.OPENING
+        elif not certain:
+            return None
+        return self._content(certain)
+
+    def _read_opening(self) -> list[Piece] | None:
+        """Read from a mark to the call after it."""
+        rest = self._text.lstrip()
+        opening = self._spelling.opening
+        if opening and rest.startswith(opening):
+            rest = rest.removeprefix(opening).lstrip()
+        if not rest:
+            return None
+        if rest.startswith("{"):
+            self._begin_call(self._skipped + self._text[: len(self._text) - len(rest)], rest, is_marked=True)
+            return []
+        content, self._skipped, self._in = self._skipped, "", _In.CONTENT  # the mark was no mark
+        return self._content(content)
+
+    def _begin_call(self, skipped: str, rest: str, *, is_marked: bool) -> None:
+        self._skipped, self._text, self._is_marked = skipped, rest, is_marked
+        self._call, self._in = CallObject(), _In.CALL
+
+    def _read_call(self) -> list[Piece]:
+        """Read what has come of a call."""
+        call = self._call
+        self._text = self._text[call.push(self._text) :]
+        is_other = not self._is_marked and call.name is not None and call.name not in self._names
+        if call.is_malformed or is_other:
+            self._in = _In.CONTENT
+            return [] if self.is_in_call else self._content(self._skipped + call.raw)
+        told: list[Piece] = [*call.told()]
+        self._has_begun = self._has_begun or bool(told)
+        self.is_in_call = (self.is_in_call or bool(told)) and not call.is_complete
+        if call.is_complete:
+            self._skipped, self._in = "", _In.CLOSING
+        return told
+
+    def _read_closing(self) -> list[Piece] | None:
+        """Read from a call to the next, or to the end of the calls."""
+        rest, end, separator = self._text.lstrip(), self._spelling.end, self._spelling.separator
+        following = rest.removeprefix(separator).lstrip() if separator else ""
+        if following.startswith("{"):
+            self._begin_call("", following, is_marked=True)
+            return []
+        if end and rest.startswith(end):
+            self._text, self._in = rest.removeprefix(end), _In.CONTENT
+            return []
+        if not rest or end.startswith(rest) or (separator and not following):
+            return None
+        self._in = _In.CONTENT
+        return []
+
+    def _content(self, text: str) -> list[Piece]:
+        if not text or (self._has_begun and not text.strip() and self._in is _In.CONTENT and self._call.is_complete):
+            return []
+        self._has_begun = self._has_begun or bool(text.strip())
+        return [ContentText(text)]
+
+
+def _overlap(text: str, mark: str) -> int:
+    """Length of the longest end of a text with which a mark may begin."""
+    return next((n for n in range(min(len(text), len(mark) - 1), 0, -1) if text.endswith(mark[:n])), 0)

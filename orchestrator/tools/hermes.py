@@ -1,0 +1,17 @@
+"""Hermes' format, which Qwen 2.5 and 3 and many others took over: `<tool_call>{"name", "arguments"}</tool_call>`."""
+
+from __future__ import annotations
+
+from orchestrator.tools.call_parser import CallSpelling
+from orchestrator.tools.tool_format import CallRules, ToolFormat
+
+_CALL = r'mark "\n" call "\n" end'
+_OPENED = r'opened "\n" call "\n" end'
+
+HERMES = ToolFormat(
+    name="hermes",
+    spelling=CallSpelling(mark="<tool_call>", end="</tool_call>"),
+    arguments_key="arguments",
+    demanded=CallRules(one=_CALL, several=rf'{_CALL} ("\n" {_CALL})*'),
+    allowed=CallRules(one=f"free | {_OPENED}", several=f"({_OPENED})* free"),
+)

@@ -1,0 +1,73 @@
+"""Conversations with tools as a chat template reads them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+from bough.errors import InvalidRequest
+from bough.protocol.generation import ChatPrompt, Function, Message
+from bough.tokenization.chat_template import ChatTemplate
+from bough.tokenization.tokenizer import Tokenizer
+
+Fields = dict[str, object]
+
+
+def has_tools(prompt: ChatPrompt) -> bool:
+    """Whether there are functions, or calls of them or answers to such calls among the messages."""
+    return prompt.tools is not None or any(m.tool_calls or m.role == "tool" for m in prompt.messages)
+
+
+def tool_prompt(prompt: ChatPrompt, tokenizer: Tokenizer) -> list[int]:
+    """Tokens of a conversation with tools, up to the start of the assistant's answer.
+
+    Raises:
+        InvalidRequest: the model's chat template would leave out a part of it, or rejects it.
+    """
+    for index, message in enumerate(prompt.messages):
+        _require_known(index, message, tokenizer.template)
+    functions = prompt.tools.functions if prompt.tools else ()
+    names = {call.call_id: call.name for message in prompt.messages for call in message.tool_calls}
+    return tokenizer.encode_objects([_message(m, names) for m in prompt.messages], [_function(f) for f in functions])
+
+
+def _require_known(index: int, message: Message, template: ChatTemplate) -> None:
+    """Refuse what a template that does not mention it would drop in silence."""
+    if message.tool_calls and "tool_calls" not in template.source:
+        name, what = "tool_calls", "be left out, as this model's chat template does not know calls of tools"
+    elif message.role == "tool" and "tool" not in template.source:
+        name, what = "role", "be another than tool, which this model's chat template does not know"
+    else:
+        return
+    raise InvalidRequest(f"chat.messages[{index}].{name}: must {what}")
+
+
+def _message(message: Message, names: Mapping[str, str]) -> Fields:
+    """A message with the fields that templates read; `names` are those of the functions called, by the calls' ids."""
+    fields: Fields = {"role": message.role, "content": message.content}
+    if message.tool_calls:  # templates ask whether the field is there
+        fields["tool_calls"] = [
+            {
+                "id": call.call_id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": _object(call.arguments)},
+            }
+            for call in message.tool_calls
+        ]
+    if message.tool_call_id:
+        fields["tool_call_id"] = message.tool_call_id
+        if message.tool_call_id in names:  # some templates need it, which OpenAI's clients do not send
+            fields["name"] = names[message.tool_call_id]
+    return fields
+
+
+def _function(function: Function) -> Fields:
+    described = {} if function.description is None else {"description": function.description}
+    told: Fields = {"name": function.name, **described, "parameters": _object(function.parameters)}
+    return {"type": "function", "function": told}
+
+
+def _object(text: str) -> object:
+    """A JSON object that has been checked at the door."""
+    value: object = json.loads(text)
+    return value

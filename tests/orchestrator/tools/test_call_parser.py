@@ -1,0 +1,107 @@
+"""Calls are found in a text the same way in whatever pieces it comes, and nothing else of it is lost."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from typing import NamedTuple
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orchestrator.tools.call_object import ArgumentsText, CallBegun
+from orchestrator.tools.call_parser import CallParser, ContentText
+from orchestrator.tools.formats import FORMATS
+
+
+class Read(NamedTuple):
+    """What a parser has told, joined."""
+
+    content: str
+    calls: list[tuple[str, str]]
+    is_cut: bool  # in a call
+
+
+def read(format_name: str, pieces: list[str]) -> Read:
+    parser = CallParser(FORMATS[format_name].spelling, ["f", "get_time"])
+    content, calls = "", list[tuple[str, str]]()
+    told = [piece for text in pieces for piece in parser.push(text)] + parser.finish()
+    for piece in told:
+        match piece:
+            case ContentText(text):
+                content += text
+            case CallBegun(name):
+                calls.append((name, ""))
+            case ArgumentsText(text):
+                calls[-1] = calls[-1][0], calls[-1][1] + text
+    return Read(content, calls, parser.is_in_call)
+
+
+F = '{"name": "f", "arguments": {"a": [1, "}\\"]"]}}'
+T = '{"arguments": {}, "name": "get_time"}'
+P = '{"name": "f", "parameters": {"a": 1}}'
+A = '{"a": [1, "}\\"]"]}'
+BOTH = [("f", A), ("get_time", "{}")]
+
+TEXTS = [
+    ("hermes", "Hello <b> there\n", Read("Hello <b> there\n", [], False)),
+    ("hermes", f"<tool_call>\n{F}\n</tool_call>", Read("", [("f", A)], False)),
+    ("hermes", f"I see.\n<tool_call>\n{F}\n</tool_call>", Read("I see.", [("f", A)], False)),
+    ("hermes", f"<tool_call>{F}</tool_call>\n<tool_call>\n{T}</tool_call>\n", Read("", BOTH, False)),
+    ("hermes", f"<tool_call>{F}</tool_call> Done. ", Read(" Done.", [("f", A)], False)),
+    ("hermes", "a <tool_call> is <tool_call", Read("a <tool_call> is <tool_call", [], False)),
+    ("hermes", '<tool_call>{"name": 3}', Read('<tool_call>{"name": 3}', [], False)),
+    ("hermes", '<tool_call>{"arguments": {}}</tool_call>', Read('<tool_call>{"arguments": {}}</tool_call>', [], False)),
+    ("hermes", '<tool_call>{"name": "f"}</tool_call>', Read("", [("f", "{}")], False)),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "x', Read("", [("f", '{"a": "x')], True)),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1}\n</tool_call>', Read("", [("f", '{"a": 1}')], False)),
+    ("hermes", '<tool_call>{"name": "f", "arguments": null , "id": 1.5}', Read("", [("f", "null")], False)),
+    ("llama3_json", P, Read("", [("f", '{"a": 1}')], False)),
+    ("llama3_json", f"\n {P}; {P}", Read("", [("f", '{"a": 1}')] * 2, False)),
+    ("llama3_json", f"<|python_tag|>{P}", Read("", [("f", '{"a": 1}')], False)),
+    ("llama3_json", f"Calling <|python_tag|> {P}\n", Read("Calling", [("f", '{"a": 1}')], False)),
+    ("llama3_json", '{"name": "Ann", "parameters": {}}', Read('{"name": "Ann", "parameters": {}}', [], False)),
+    ("llama3_json", '{"city": "Rome"} is it', Read('{"city": "Rome"} is it', [], False)),
+    ("llama3_json", f"See {P}", Read(f"See {P}", [], False)),
+    ("llama3_json", "", Read("", [], False)),
+    ("mistral", f"[TOOL_CALLS][{F}]", Read("", [("f", A)], False)),
+    ("mistral", f"Well, [TOOL_CALLS] [{F}, {T}]", Read("Well,", BOTH, False)),
+    ("mistral", f"[TOOL_CALLS]{F}", Read("", [("f", A)], False)),
+    ("mistral", "[TOOL_CALLS][1]", Read("[TOOL_CALLS][1]", [], False)),
+    ("mistral", "[TOOL_CALLS", Read("[TOOL_CALLS", [], False)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("format_name", "text", "expected"), TEXTS)
+def test_calls_are_found_in_whatever_pieces_a_text_comes(format_name: str, text: str, expected: Read) -> None:
+    assert read(format_name, [text]) == expected
+    assert read(format_name, list(text)) == expected
+    for size in (2, 3, 7):
+        assert read(format_name, [text[i : i + size] for i in range(0, len(text), size)]) == expected
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-99, 99) | st.text(max_size=6),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=6,
+)
+OBJECTS = st.dictionaries(st.text(max_size=4), JSON, max_size=3)
+
+
+@given(st.sampled_from(sorted(FORMATS)), OBJECTS, st.booleans(), st.lists(st.integers(0, 200), max_size=4))
+def test_arguments_come_out_as_they_were_written(
+    format_name: str, arguments: dict[str, object], is_ascii: bool, cuts: list[int]
+) -> None:
+    known = FORMATS[format_name]
+    written = json.dumps(arguments, ensure_ascii=is_ascii, indent=2 if len(cuts) == 3 else None)
+    spelling = known.spelling
+    call = f'{{"name": "f", "{known.arguments_key}": {written}}}'
+    text = f"{spelling.mark}{spelling.opening}{call}{spelling.end}"
+    ends = sorted({0, len(text), *(min(cut, len(text)) for cut in cuts)})
+    assert read(format_name, [text[a:b] for a, b in pairwise(ends)]) == Read("", [("f", written)], False)
+
+
+@given(st.sampled_from(sorted(FORMATS)), st.text(alphabet='<>tool_cal/[]TOL_CS{}":,; \nnamef|py', max_size=60))
+def test_no_text_is_an_error(format_name: str, text: str) -> None:
+    assert read(format_name, list(text)) == read(format_name, [text])
