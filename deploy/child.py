@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from bough.processes import exit_with_parent
-from bough.processes.child import Child
+from bough.processes.child import Child, process_name
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ def start(
         logger.warning("niceness %d is not allowed here; RAY_worker_niceness=%d would give it", niceness, niceness)
     except ProcessLookupError:
         pass
-    return Child.of(name, command, variables, Path(stream.name), process)
+    return Child(name, tuple(command), variables, Path(stream.name), process, process_name(process.pid))
 
 
 def describe_end(child: Child) -> str:

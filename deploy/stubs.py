@@ -5,7 +5,7 @@ from __future__ import annotations
 import grpc
 
 from bough.pb import common_pb2, draft_pb2_grpc, generation_pb2, generation_pb2_grpc, target_pb2_grpc
-from bough.protocol import codec, codec_generation
+from bough.protocol.codec_fields import read
 from bough.protocol.generation import Loads
 from bough.protocol.messages import WorkerInfo
 from bough.rpc.status_map import to_error
@@ -21,7 +21,7 @@ async def get_loads(channel: grpc.aio.Channel, address: str, timeout_seconds: fl
         reply = await stub.GetLoads(generation_pb2.GetLoadsRequest(), timeout=timeout_seconds, metadata=shown)
     except grpc.aio.AioRpcError as exc:
         raise to_error(exc, address) from exc
-    return codec_generation.loads_from_wire(reply)
+    return read(reply, Loads)
 
 
 async def get_worker_info(
@@ -34,4 +34,4 @@ async def get_worker_info(
         reply = await stub.GetServerInfo(request, timeout=timeout_seconds, metadata=shown)
     except grpc.aio.AioRpcError as exc:
         raise to_error(exc, address) from exc
-    return codec.info_from_wire(reply)
+    return read(reply, WorkerInfo)

@@ -6,12 +6,10 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import suppress
-from queue import Empty, SimpleQueue
 from threading import Thread
-from typing import Any
 
 from bough.concurrency.futures import PendingCalls, settle
+from bough.concurrency.inbox import Inbox
 from bough.config.processes import DraftConfig
 from bough.errors import Exhausted, Unavailable
 from bough.grammar.allowed_tokens import Grammars
@@ -40,8 +38,7 @@ class ServedDraft(ABC):
         self._metrics = MetricsServer()
         self._metrics_note: tuple[str, ...] = ()  # where metrics are served; empty if they are not
         self._is_draining = False
-        self._inbox: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._is_over = False
+        self._inbox = Inbox("the draft worker is being shut down")
 
     def _start_thread(self, model_name: str, prepare: Callable[[], None] = lambda: None) -> None:
         """Start the thread, which first calls `prepare`, and serve metrics.
@@ -78,7 +75,7 @@ class ServedDraft(ABC):
         except Exhausted as exc:
             settle(request.future, exc)
             return request.future
-        self._post(request.future, lambda: self._start(request))
+        self._inbox.post(request.future, lambda: self._start(request))
         return request.future
 
     def release(self, session_id: str, epoch: int = 0) -> Future[None]:
@@ -92,7 +89,7 @@ class ServedDraft(ABC):
             self._engine.release(session_id, epoch)
             settle(future, None)
 
-        self._post(future, release)
+        self._inbox.post(future, release)
         return future
 
     def drain(self) -> Future[None]:
@@ -136,28 +133,6 @@ class ServedDraft(ABC):
     def info(self) -> WorkerInfo:
         """Model, limits and load."""
 
-    def _post(self, future: Future[Any], act: Callable[[], None]) -> None:
-        """Run `act` on the thread; errors go to the future."""
-
-        def run() -> None:
-            try:
-                if self._is_over:
-                    raise Unavailable("the draft worker is being shut down")
-                act()
-            except Exception as exc:
-                settle(future, exc)
-
-        self._inbox.put(run)
-        if self._is_over:
-            self._refuse_commands()
-
-    def _refuse_commands(self) -> None:
-        """Refuse commands that come after the thread has ended; any thread, each command is taken once."""
-        with suppress(Empty):
-            while True:
-                if (command := self._inbox.get_nowait()) is not None:
-                    command()
-
     def _start(self, request: Request) -> None:
         if self._is_draining and request.call.context.session_id not in self._engine.pool:
             settle(request.future, Unavailable("this draft worker is draining: new sessions must go to another one"))
@@ -166,24 +141,7 @@ class ServedDraft(ABC):
 
     def _work(self) -> None:
         """Loop of the thread: queued commands, then a draft step for all growing trees."""
-        while True:
-            for command in self._commands():
-                if command is not None:
-                    command()
-                    continue
-                self._engine.close()
-                self._is_over = True
-            if self._is_over:
-                self._refuse_commands()
-                return
+        while self._inbox.run(lambda: 0.0 if self._engine.is_growing or self._engine.can_go_ahead else None):
             self._engine.step()
-
-    def _commands(self) -> list[Callable[[], None] | None]:
-        """All queued commands; waits for one if there is nothing else to do."""
-        is_busy = self._engine.is_growing or self._engine.can_go_ahead
-        commands = [] if is_busy else [self._inbox.get()]
-        try:
-            while True:
-                commands.append(self._inbox.get_nowait())
-        except Empty:
-            return commands
+        self._engine.close()
+        self._inbox.end()

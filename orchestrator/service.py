@@ -13,6 +13,7 @@ from bough.errors import InvalidRequest, Unavailable
 from bough.pb import common_pb2, generation_pb2_grpc
 from bough.pb import generation_pb2 as pb
 from bough.protocol import codec_generation as wire
+from bough.protocol.codec_fields import to_fields
 from bough.protocol.sampling_params import MAX_BIASES, MAX_CHOICES, MAX_STOP_TOKENS, MAX_STOPS
 from bough.rpc.server import Served, service_name, serving
 from bough.security.auth_interceptor import AuthInterceptor, authorization
@@ -61,11 +62,11 @@ class GenerationService:
 
     async def GetServerInfo(self, request: common_pb2.GetServerInfoRequest, context: Context) -> pb.ServerInfo:
         """This orchestrator and its workers."""
-        return wire.server_info_to_wire(self._requests.server_info())
+        return pb.ServerInfo(**to_fields(self._requests.server_info()))
 
     async def GetLoads(self, request: pb.GetLoadsRequest, context: Context) -> pb.Loads:
         """Current load."""
-        return wire.loads_to_wire(self._requests.loads())
+        return pb.Loads(**to_fields(self._requests.loads()))
 
     async def GetAcceptance(self, request: pb.GetAcceptanceRequest, context: Context) -> pb.Acceptance:
         """Which guesses were accepted."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib
 import signal
 import sys
 from collections.abc import Callable, Coroutine, Sequence
@@ -14,12 +15,27 @@ from bough.cli.flags.machine import add_demo, add_pack, add_up
 from bough.cli.flags.planning import add_plan, add_shape, add_simulate
 from bough.cli.flags.reaching import add_address
 from bough.cli.flags.sampling import add_sampling
-from bough.cli.keys import add_keys, keys
+from bough.cli.keys import add_keys
 from bough.config.flag_parser import FlagParser
 from bough.errors import BoughError
 
 OURS = frozenset({"", "bough", "draft_worker", "orchestrator", "target_worker"})  # not installable modules
 COMPUTING = frozenset({"pack", "plan", "shape", "simulate"})  # commands that do not await
+MODULES = {  # each has a function of the command's name
+    "chat": "generation.generate",
+    "demo": "machine.demo",
+    "doctor": "inspection.doctor",
+    "explain": "inspection.explain",
+    "generate": "generation.generate",
+    "keys": "keys",
+    "pack": "pack",
+    "plan": "planning.plan",
+    "shape": "planning.shape",
+    "simulate": "planning.simulate",
+    "top": "inspection.top",
+    "up": "machine.up",
+}
+
 Command = Callable[[argparse.Namespace], Coroutine[None, None, int]]
 
 
@@ -52,30 +68,7 @@ def _interrupt(*_: object) -> None:
 
 def _command(name: str) -> Command:
     """Import and return a command, so that each command imports only what it needs."""
-    if name == "demo":
-        from bough.cli.machine.demo import demo as command
-    elif name == "up":
-        from bough.cli.machine.up import up as command
-    elif name == "doctor":
-        from bough.cli.inspection.doctor import doctor as command
-    elif name == "pack":
-        from bough.cli.pack import pack as command
-    elif name == "plan":
-        from bough.cli.planning.plan import plan as command
-    elif name == "shape":
-        from bough.cli.planning.shape import shape as command
-    elif name == "simulate":
-        from bough.cli.planning.simulate import simulate as command
-    elif name == "explain":
-        from bough.cli.inspection.explain import explain as command
-    elif name == "keys":
-        command = keys
-    elif name == "top":
-        from bough.cli.inspection.top import top as command
-    elif name == "chat":
-        from bough.cli.generation.generate import chat as command
-    else:
-        from bough.cli.generation.generate import generate as command
+    command: Command = getattr(importlib.import_module(f"bough.cli.{MODULES[name]}"), name)
     return command
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
-from types import TracebackType
 from typing import Any, TypeVar
 
 import grpc
@@ -22,6 +21,7 @@ from bough.pb import common_pb2, generation_pb2_grpc
 from bough.pb import generation_pb2 as pb
 from bough.protocol import codec_generation as wire
 from bough.protocol import generation as g
+from bough.protocol.codec_fields import read
 from bough.protocol.decision import Decision, DraftCalibration
 from bough.rpc.status_map import to_error
 from bough.security.bearer import credentials, require_key
@@ -73,9 +73,7 @@ class Client:
     async def __aenter__(self) -> Client:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def close(self) -> None:
@@ -139,11 +137,11 @@ class Client:
     async def server_info(self) -> g.ServerInfo:
         """Information about the orchestrator and its workers."""
         reply = await self._ask(lambda stub: stub.GetServerInfo, common_pb2.GetServerInfoRequest())
-        return wire.server_info_from_wire(reply)
+        return read(reply, g.ServerInfo)
 
     async def loads(self) -> g.Loads:
         """The current load."""
-        return wire.loads_from_wire(await self._ask(lambda stub: stub.GetLoads, pb.GetLoadsRequest()))
+        return read(await self._ask(lambda stub: stub.GetLoads, pb.GetLoadsRequest()), g.Loads)
 
     async def acceptance(self) -> tuple[SchemeAcceptance, ...]:
         """Acceptance counts by scheme, depth and rank, for `bough.trees.acceptance`."""

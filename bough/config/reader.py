@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, Field, field, fields, replace
 from typing import Any, NoReturn, TypeVar
 
 from bough.config.flag_parser import FlagParser
-from bough.config.service_links import is_service_link
 from bough.errors import ConfigError
 
 ENV_PREFIX = "BOUGH"
+# Kubernetes and Docker describe each Service in the environment of all containers: one named `bough-orchestrator` by
+# BOUGH_ORCHESTRATOR_SERVICE_HOST=10.0.0.1, BOUGH_ORCHESTRATOR_PORT=tcp://10.0.0.1:7411 and more.
+SERVICE_LINK = re.compile(
+    r"\w+_SERVICE_(HOST|PORT(_\w+)?)=.*|\w+_PORT(_\d+_(TCP|UDP|SCTP)(_\w+)?=|=(tcp|udp|sctp)://).*"
+)
 
 Config = TypeVar("Config")
 
@@ -91,7 +96,11 @@ def _choose_one(name: str, other: str, named: dict[str, Any], flagged: dict[str,
 def _from_environment(cls: type, service: str, environ: Mapping[str, str]) -> dict[str, Any]:
     known = {variable(service, f.name): f for f in _fields(cls)}
     prefix = variable(service, "")
-    ours = {name: text for name, text in environ.items() if name.startswith(prefix) and not is_service_link(name, text)}
+    ours = {
+        name: text
+        for name, text in environ.items()
+        if name.startswith(prefix) and not SERVICE_LINK.fullmatch(f"{name}={text}")
+    }
     for name in ours:
         if name not in known:
             raise ConfigError(f"{name}: no such setting; must be one of {', '.join(sorted(known))}")

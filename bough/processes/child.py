@@ -57,18 +57,6 @@ class Child:
     process: subprocess.Popen[bytes] | ForkedProcess
     process_name: str  # part of its id in the index
 
-    @classmethod
-    def of(
-        cls,
-        name: str,
-        command: Sequence[str],
-        variables: Mapping[str, str],
-        log: Path,
-        process: subprocess.Popen[bytes] | ForkedProcess,
-    ) -> Child:
-        """Wrap a process that was just started and not waited for, so that its id is not reused yet."""
-        return cls(name, tuple(command), variables, log, process, process_name(process.pid))
-
     @property
     def title(self) -> str:
         """Its name for display."""

@@ -10,6 +10,7 @@ import grpc
 from bough.errors import PairingError
 from bough.pb import common_pb2, draft_pb2_grpc, target_pb2_grpc
 from bough.protocol import codec
+from bough.protocol.codec_fields import read
 from bough.protocol.messages import WorkerInfo
 from bough.registry.records import WorkerRecord
 from bough.registry.registry import Registry
@@ -66,7 +67,7 @@ async def _compare_weights(record: WorkerRecord, mine: WorkerInfo, access: Acces
             request = common_pb2.GetServerInfoRequest()
             stub = target_pb2_grpc.TargetStub(channel)
             call = stub.GetServerInfo(request, timeout=PEER_TIMEOUT_SECONDS, metadata=access.credentials)
-            theirs = codec.info_from_wire(await call)
+            theirs = read(await call, WorkerInfo)
     except grpc.aio.AioRpcError as exc:
         logger.warning(
             "cannot fetch the weights' hash of %s at %s: %s", record.worker_id, record.address, exc.details()

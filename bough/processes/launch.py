@@ -22,7 +22,7 @@ from bough.config.addresses import free_port
 from bough.config.processes import DraftConfig, OrchestratorConfig, ServiceConfig, TargetConfig, to_flags
 from bough.config.reader import variable
 from bough.errors import BoughError, ConfigError, Unauthenticated, Unavailable
-from bough.processes.child import KINDS, Child, end, named
+from bough.processes.child import KINDS, Child, end, named, process_name
 from bough.processes.compile_once import COMPILING
 from bough.processes.exit_with_parent import MODULE, start
 from bough.processes.forked import ForkedProcess, Preloader, Program
@@ -252,7 +252,7 @@ class Cluster:
         variables: Mapping[str, str],
         process: subprocess.Popen[bytes] | ForkedProcess,
     ) -> Child:
-        child = Child.of(name, command, variables, self._log(name), process)
+        child = Child(name, tuple(command), variables, self._log(name), process, process_name(process.pid))
         self.children[name] = child
         return child
 

@@ -27,6 +27,7 @@ from bough.processes.child import process_name
 from bough.processes.compatibility import check_compatibility
 from bough.processes.startup import ready, stage
 from bough.protocol import codec
+from bough.protocol.codec_fields import to_fields
 from bough.protocol.messages import WorkerInfo
 from bough.registry.heartbeat import registered
 from bough.registry.records import WorkerLoad, WorkerRecord
@@ -122,23 +123,18 @@ class Worker(Protocol):
     @property
     def metrics_port(self) -> int:
         """The port of /metrics; -1 if not served."""
-        ...
 
     def info(self) -> WorkerInfo:
         """Model, limits and load."""
-        ...
 
     def load(self) -> WorkerLoad:
         """The load to report to the index."""
-        ...
 
     def release(self, session_id: str, epoch: int) -> Future[None]:
         """Forget a session, unless a newer epoch has begun; 0 does not care."""
-        ...
 
     def close(self) -> None:
         """End its threads."""
-        ...
 
 
 @runtime_checkable
@@ -147,7 +143,6 @@ class Draining(Protocol):
 
     def drain(self) -> Future[None]:
         """Refuse new sessions; the future is done when no work remains."""
-        ...
 
 
 @runtime_checkable
@@ -156,7 +151,6 @@ class Watched(Protocol):
 
     def trouble(self) -> str:
         """Why it does not answer; empty if it does."""
-        ...
 
 
 AnyWorker = TypeVar("AnyWorker", bound=Worker)
@@ -181,7 +175,7 @@ class WorkerService(Generic[AnyWorker]):
         self, request: common_pb2.GetServerInfoRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> common_pb2.WorkerInfo:
         """Model, tokenizer and limits."""
-        return codec.info_to_wire(self.worker.info())
+        return common_pb2.WorkerInfo(**to_fields(self.worker.info()))
 
     async def GetTokenizer(
         self, request: common_pb2.GetTokenizerRequest, context: grpc.aio.ServicerContext[Any, Any]

@@ -114,16 +114,6 @@ def verify_result_from_wire(message: target_pb2.VerifyReply) -> m.VerifyResult:
     return m.VerifyResult(read(message, m.Verdict), **from_fields(message, m.VerifyResult, "verdict"))
 
 
-def info_to_wire(info: m.WorkerInfo) -> common_pb2.WorkerInfo:
-    """The message of a worker's description."""
-    return common_pb2.WorkerInfo(**to_fields(info))
-
-
-def info_from_wire(message: common_pb2.WorkerInfo) -> m.WorkerInfo:
-    """The description of a message."""
-    return read(message, m.WorkerInfo)
-
-
 def tokenizer_to_wire(files: TokenizerFiles) -> Iterator[common_pb2.TokenizerChunk]:
     """Chunks of the tokenizer; the first also carries the small fields."""
     data, small = files.tokenizer_json, to_fields(files, "tokenizer_json")

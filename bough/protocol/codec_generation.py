@@ -112,26 +112,6 @@ def models_from_wire(message: pb.ModelInfo) -> tuple[g.ModelInfo, ...]:
     return tuple(read(model, g.ModelInfo) for model in message.models or [message])
 
 
-def server_info_to_wire(info: g.ServerInfo) -> pb.ServerInfo:
-    """The message of an orchestrator's description."""
-    return pb.ServerInfo(**to_fields(info))
-
-
-def server_info_from_wire(message: pb.ServerInfo) -> g.ServerInfo:
-    """The description of a message."""
-    return read(message, g.ServerInfo)
-
-
-def loads_to_wire(loads: g.Loads) -> pb.Loads:
-    """The message of an orchestrator's load."""
-    return pb.Loads(**to_fields(loads))
-
-
-def loads_from_wire(message: pb.Loads) -> g.Loads:
-    """The load of a message."""
-    return read(message, g.Loads)
-
-
 def acceptance_to_wire(counted: Sequence[SchemeAcceptance], drafts: Sequence[DraftCalibration]) -> pb.Acceptance:
     """The message of all that was counted."""
     schemes = [

@@ -18,12 +18,10 @@ class Holder(Protocol):
     @property
     def wanted_tokens(self) -> int:
         """Tokens of its text and its next tree."""
-        ...
 
     @property
     def final_tokens(self) -> int:
         """Tokens of its complete text."""
-        ...
 
 
 class SlotMemory:

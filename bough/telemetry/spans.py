@@ -49,37 +49,29 @@ class Span(Protocol):
     @property
     def is_recorded(self) -> bool:
         """Whether the span is exported."""
-        ...
 
     @property
     def trace_id(self) -> str:
         """32 hexadecimal digits; empty if not recorded."""
-        ...
 
     @property
     def metadata(self) -> Metadata:
         """Metadata for calls within the span, so that the callee's spans become its children."""
-        ...
 
     def child(self, name: str, attributes: Attributes = NO_ATTRIBUTES) -> Span:
         """A child span that begins now."""
-        ...
 
     def call(self, method: str, address: str) -> Span:
         """A child span for a gRPC call that begins now."""
-        ...
 
     def set(self, attributes: Attributes) -> None:
         """Set attributes."""
-        ...
 
     def event(self, name: str, attributes: Attributes = NO_ATTRIBUTES) -> None:
         """Record an event within the span."""
-        ...
 
     def add(self, spans: Sequence[FinishedSpan]) -> None:
         """Add child spans recorded by threads."""
-        ...
 
     def __enter__(self) -> Span: ...
 
@@ -128,7 +120,6 @@ class Tracer(Protocol):
 
         Without a valid one it begins a new trace, or is `NO_SPAN` if not sampled.
         """
-        ...
 
 
 class _NoTracer:

@@ -88,7 +88,6 @@ class Answer(Protocol):
         Raises:
             InvalidRequest, Unavailable: nothing can be chosen.
         """
-        ...
 
 
 @strict

@@ -27,15 +27,12 @@ class Stepping(Protocol):
 
     def advance(self) -> bool:
         """Continue as far as possible without the model; returns whether a step is needed."""
-        ...
 
     def segments(self) -> list[Segment]:
         """Rows of the step."""
-        ...
 
     def learn(self, answer: Answer) -> None:
         """Store the step's answer about the wanted nodes."""
-        ...
 
 
 class Draft(Protocol):
@@ -43,7 +40,6 @@ class Draft(Protocol):
 
     def ask(self, parts: Sequence[Stepping]) -> Sequence[Answer]:
         """Run one draft step for all parts; the answers are valid until the next step."""
-        ...
 
 
 class GrowJob:

@@ -74,12 +74,9 @@ class Grower(Protocol):
 
     def frontier(self) -> NDArray[np.intp]:
         """Nodes to expand next, ascending; empty when the tree is done. Parents are expanded before their children."""
-        ...
 
     def take(self, frontier: NDArray[np.intp], candidates: Candidates) -> None:
         """Continue with the candidates after the frontier's nodes, in their order."""
-        ...
 
     def finished(self) -> Tree:
         """The tree, once the frontier is empty."""
-        ...

@@ -31,7 +31,6 @@ class DraftModel(Protocol):
 
     def logits(self, batch: Batch) -> torch.Tensor:
         """Logits (num_logit_rows, vocab_size) float32, which the caller may change; valid until the next call."""
-        ...
 
 
 class Largest(NamedTuple):

@@ -4,13 +4,14 @@
 
 A random Llama of 70B's shape streams from pinned memory, in 4 and in 16 bits; a small one is compared with plain
 decoding bit for bit, and a mixture whose experts come when they are chosen with one whose layers come whole; drafts of
-1B's and 8B's shapes are timed; layers and a draft are tried on a second GPU, where there is one; the trees that are
-worth most by published acceptance are swept; and the demonstration runs with all its processes.
+1B's and 8B's shapes are timed; layers and a draft are tried on a second GPU, where there is one; the trees that the
+orchestrator's sizer chooses for published acceptance are swept; and the demonstration runs with all its processes.
 
-Installs nothing: it takes what a target worker takes, with torch for CUDA and a C compiler, and as much of the host's
-memory as is free. It ends within `--seconds`, with tables and one JSON line: each part has a time of its own, and one
-that fails, hangs or ends its process is told under `failed`, beside what the others found. Exit status 2 where there is
-no GPU, 1 where something did not hold. `--dry-run-on-cpu` does everything in miniature on the CPU, so that the check
+Installs nothing: it takes what a target worker and `bough plan` take, with torch for CUDA and a C compiler, and as much
+of the host's memory as is free. It ends within `--seconds`, with tables and one JSON line: each part has a time of its
+own, and one that fails, hangs or ends its process is told under `failed`, beside what the others found. A part's
+figures are printed as JSON when it ends, so that they are there even if the whole is stopped. Exit status 2 where there
+is no GPU, 1 where something did not hold. `--dry-run-on-cpu` does everything in miniature on the CPU, so that the check
 itself can be checked: its figures mean nothing.
 """
 
@@ -20,10 +21,12 @@ import argparse
 import json
 import math
 import shutil
+import signal
 import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +88,7 @@ def holds(report: Mapping[str, Any], on_gpu: bool) -> bool:
     rows = report.get("sweeps", [])
     smallest = min((row["tokens"] for row in rows), default=0)
     is_fast = (
-        all(row["link_efficiency"] >= LEAST_EFFICIENCY for row in rows if row["tokens"] == smallest)
+        all(row["link_efficiency"] >= LEAST_EFFICIENCY for row in rows if row["tokens"] == smallest and row["link_gb"])
         and all(memory["unpinned_gb"] == 0 for memory in report.get("memory", []))
         and all(row["graph_ms"] is not None for row in report.get("draft", []))
     )
@@ -98,8 +101,12 @@ def main() -> None:
     if not arguments.dry_run_on_cpu and not torch.cuda.is_available():
         print("error: torch finds no GPU here; --dry-run-on-cpu tries the check itself, in miniature", file=sys.stderr)
         raise SystemExit(2)
+    if find_spec("simpy") is None:
+        print("error: simpy is missing, in which the sizer is tried; pip install '.[worker,plan]'", file=sys.stderr)
+        raise SystemExit(2)
     sizes = MINIATURE if arguments.dry_run_on_cpu else REAL
     began = time.perf_counter()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that it clears up
     folder = Path(tempfile.mkdtemp(prefix="bough-gpu-check-", dir=arguments.folder or _roomy(sizes)))
     try:
         report = check(folder, arguments)

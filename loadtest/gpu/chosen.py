@@ -1,29 +1,34 @@
-"""Sweeps the tree that is best for published acceptance on this machine; part of `python -m loadtest.gpu`.
+"""Sweeps the trees that an orchestrator would send on this machine, for published acceptance; part of `loadtest.gpu`.
 
-The draft is not run: its guesses are accepted as those of Llama-3-70B-Instruct's 8B draft were (Sequoia, arXiv
-2402.12374, appendix E), and each level of its tree takes the time that a step of its shape took. What is measured is
-the sweep of the very tree that comes out best; seconds a token are reckoned from both.
-
-That tree is the best of all shapes for these numbers (`optimal_tree.best_shape`): what a sizer that knew them could do
-at most with one shape for all rounds. An orchestrator's own TreeSizer learns them from its rounds, and is not run here.
+The sizer is the orchestrator's own, with its defaults. It learns from the rounds of one long text in simulated time
+(`loadtest.regret.world`): a target answers with the seconds that sweeps took here, a draft with the seconds of a step
+that was timed here, and guesses are accepted as those of Llama-3-70B-Instruct's 8B draft were (Sequoia, arXiv
+2402.12374, appendix E), at all positions alike. A tree of the size that the sizer comes to is then swept; seconds a
+token are reckoned from that sweep and from what the text's later rounds took and gave.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from statistics import mean
+from typing import Any, NamedTuple
 
-import numpy as np
-
-from bough.trees.acceptance import acceptance_from
-from bough.trees.optimal_tree import best_shape, expected_tokens
+from bough.config.processes import OrchestratorConfig
+from bough.protocol.decision import Decision
+from bough.protocol.generation import Speculation
+from bough.simulation.acceptance_law import PUBLISHED, AcceptanceLaw
+from bough.simulation.law import Law
+from bough.simulation.profile import DraftProfile, Profile, TargetProfile
+from bough.sizing.row_counts import RowCounts
 from bough.trees.tree import Tree
-from bough.trees.tree_plan import StaticShape
+from bough.trees.tree_plan import BestFirst
+from loadtest.regret.calls import Sample
+from loadtest.regret.regimes import FIRST_WORD, NUM_WORDS
+from loadtest.regret.world import World
+from orchestrator.sizing.plans import Proposal, RoundOutcome
+from orchestrator.sizing.tree_sizer import TreeSizer
 
-PUBLISHED = Path(__file__).parent.parent / "data" / "acceptance-published.json"
-LEVELS = 24  # most levels of a tree, the orchestrator's default
+ACCEPTANCE = "llama-3-70b-8b-cnn-dailymail"
 LAYERS_OF_70B = 80
 TO_BEAT = {  # published seconds per token of a 70B, by the bits of its weights
     16: {
@@ -42,41 +47,101 @@ TO_BEAT = {  # published seconds per token of a 70B, by the bits of its weights
 }
 
 
+class SweepSeconds(NamedTuple):
+    """Seconds of a measured sweep."""
+
+    total: float
+    waiting: float  # of those, for layers
+
+
+class _Round(NamedTuple):
+    tree: Tree  # as sent
+    decision: Decision
+
+
+class _WatchedSizer(TreeSizer):
+    """The sizer with an orchestrator's defaults, which keeps its rounds."""
+
+    def __init__(self) -> None:
+        config = OrchestratorConfig()
+        super().__init__(BestFirst(config.budget, config.width, config.depth), config.max_depth)
+        self.rounds: list[_Round] = []
+        self._sent = Tree.root(0)
+
+    def propose(self, session_id: str, drafted: Tree, looked_up: Tree) -> Proposal:
+        proposal = super().propose(session_id, drafted, looked_up)
+        self._sent = proposal.tree
+        return proposal
+
+    def observe(self, session_id: str, outcome: RoundOutcome) -> Decision | None:
+        decision = super().observe(session_id, outcome)
+        assert decision is not None, "all rounds are planned"
+        self.rounds.append(_Round(self._sent, decision))
+        return decision
+
+
 def chosen(
     bits: int,
     num_layers: int,
-    seconds_by_tokens: Mapping[int, float],
+    swept: Mapping[int, SweepSeconds],
+    rows: RowCounts,
     step_seconds: float,
+    num_tokens: int,
     sweep: Callable[[Tree], float],
 ) -> dict[str, Any]:
-    """The best tree and its predicted seconds per token; `sweep` sweeps a tree and returns the seconds.
+    """The tree that the sizer settles on and its seconds per token; `sweep` sweeps a tree and returns the seconds.
 
-    Only a target with a 70B's `num_layers` is compared with published figures.
+    `swept` are measured sweeps by tokens, `rows` how these were padded; the text has `num_tokens`. Only a target with a
+    70B's `num_layers` is compared with published figures.
     """
-    acceptance = acceptance_from(PUBLISHED.name, json.loads(PUBLISHED.read_text()))
-    sizes = sorted(seconds_by_tokens)
-
-    def seconds_of(shape: StaticShape) -> float:
-        swept = float(np.interp(shape.budget, sizes, [seconds_by_tokens[size] for size in sizes]))
-        return swept + max(shape.depths()) * step_seconds
-
-    shapes = [best_shape(acceptance, nodes, levels) for nodes in sizes for levels in range(1, LEVELS + 1)]
-    shape = max(shapes, key=lambda one: expected_tokens(one, acceptance) / seconds_of(one))
-    tree = Tree.of([*range(shape.budget)], [-1, *shape.parents], [0.0] * shape.budget)
-    tokens, draft_seconds = expected_tokens(shape, acceptance), max(shape.depths(), default=0) * step_seconds
-    sweep_seconds = sweep(tree)
+    settled = _settled_rounds(_profile(swept, rows, step_seconds), num_tokens)
+    tree = sorted((each.tree for each in settled), key=len)[len(settled) // 2]
+    tokens, draft_seconds = (
+        mean(values) for values in zip(*((d.tokens, d.seconds.draft) for _, d in settled), strict=True)
+    )
+    sweep_seconds = sweep(Tree.of(range(len(tree)), tree.parents.tolist(), [0.0] * len(tree)))  # tokens of any model
     seconds = (draft_seconds + sweep_seconds) / tokens
     compared = TO_BEAT[bits] if num_layers == LAYERS_OF_70B else {}
     return {
         "bits": bits,
         "layers": num_layers,
-        "by": "best_shape over the published acceptance",
+        "by": "the orchestrator's sizer, over the published acceptance",
         "nodes": len(tree),
-        "levels": max(shape.depths(), default=0),
+        "levels": int(tree.depths().max()),
         "tokens_a_round": round(tokens, 2),
         "draft_seconds": round(draft_seconds, 4),
         "sweep_seconds": round(sweep_seconds, 4),
+        "sweep_expected_seconds": round(mean(d.expected.sweep for _, d in settled), 4),
         "seconds_a_token": round(seconds, 4),
-        "plain_seconds_a_token": round(seconds_by_tokens[sizes[0]], 4),
+        "plain_seconds_a_token": round(swept[min(swept)].total, 4),
         "times_as_fast_as": {name: round(theirs / seconds, 2) for name, theirs in compared.items()},
     }
+
+
+def _settled_rounds(profile: Profile, num_tokens: int) -> Sequence[_Round]:
+    """The later half of a text's rounds, without the last, which may be cut off."""
+    sizer = _WatchedSizer()
+    text = Sample("text", 0, Law(profile.acceptance, FIRST_WORD, NUM_WORDS), num_tokens)
+    World(profile, sizer, Speculation(), seed=0).run([text])
+    return sizer.rounds[len(sizer.rounds) // 2 : -1]
+
+
+def _profile(swept: Mapping[int, SweepSeconds], rows: RowCounts, step_seconds: float) -> Profile:
+    """Simulated workers that take the measured seconds.
+
+    A sweep that waited for layers took as long as its link; the rest is what it computed.
+    """
+    computed: dict[int, float] = {}
+    for tokens, seconds in sorted(swept.items()):
+        computed[rows.padded(tokens)] = max(0.0, seconds.total - seconds.waiting, *computed.values())
+    if len(computed) == 1:  # twice the rows are twice the work
+        ((least, seconds_of_least),) = computed.items()
+        computed[2 * least] = 2 * seconds_of_least
+    target = TargetProfile(
+        link_seconds=min((s.total for s in swept.values() if s.waiting > 0), default=0.0),
+        compute_curve=tuple(computed.items()),
+        row_step=rows.step,
+        max_nodes=max(swept),
+    )
+    law = AcceptanceLaw("by_rank", (PUBLISHED[ACCEPTANCE],))
+    return Profile("measured by loadtest.gpu", target, DraftProfile(base_seconds=step_seconds), law)

@@ -60,6 +60,7 @@ def results_of(
                 while left:
                     part = left.pop(0)
                     found[part.name] = worker.result(part, ends)
+                    print(json.dumps({part.name: found[part.name]}), flush=True)
             except PartError as exc:
                 if part.name == READY:  # a restart would fail as well
                     part = left.pop(0)

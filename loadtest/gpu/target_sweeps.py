@@ -15,10 +15,11 @@ from bough.model.batch.batch import Batch, Segment
 from bough.model.checkpoint.checkpoint import Checkpoint
 from bough.model.kv.session_kv import KVSlot
 from bough.model.packing.pack import pack
+from bough.model.sizes.memory_budget import GPU_SHARE, whole_device_bytes
 from bough.sizing.placement import Tier
 from bough.trees.tree import Tree
 from loadtest.common.inline_streams import InlineStreams
-from loadtest.gpu.chosen import chosen
+from loadtest.gpu.chosen import SweepSeconds, chosen
 from loadtest.gpu.random_models import Machine, layers_without_disk, repeated, streamed, write_random
 from loadtest.gpu.sizes import Sizes
 from target_worker.link.streams import CudaStreams, DeviceStreams
@@ -76,7 +77,7 @@ def sweeps(timed: Sweeps, sizes: Sizes, bits: int, rate: float) -> list[dict[str
             "link_gb": round(placement.link_bytes / 1e9, 3),
             "seconds": round(seconds, 4),
             "ideal_seconds": round(ideal, 4),
-            "link_efficiency": round(ideal / seconds, 3),
+            "link_efficiency": round(ideal / seconds, 3) if ideal else None,  # nothing streams
             "waiting_for_layers_seconds": round(waiting, 4),
         }
         rows.append(row)
@@ -116,24 +117,25 @@ def big_model(
     rate: float,
     step_seconds: float | None,
 ) -> dict[str, Any]:
-    """Measure sweeps of the target with as many layers as both memories hold, and of the best tree.
+    """Measure sweeps of the target with as many layers as both memories hold, and of a tree that the sizer chooses.
 
-    The draft takes `step_seconds` for each level of the tree; if that is unknown, no tree is chosen.
+    The draft takes `step_seconds` for each level of a tree; if that is unknown, no tree is chosen.
     """
     wanted, num_rows = min(num_asked, sizes.max_layers), CONTEXT + max(sizes.trees)
     num_layers = layers_without_disk(repeated(source, wanted, folder / f"{bits}-asked"), machine, num_rows)
     if num_layers < wanted:
         print(f"{bits} bits: {num_layers} of {wanted} layers, as the two memories hold no more", flush=True)
     if machine.device.type != "cpu":
-        all_memory = torch.cuda.get_device_properties(machine.device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, machine.device_memory / all_memory), machine.device)
+        share = machine.device_memory / GPU_SHARE / whole_device_bytes(machine.device)
+        torch.cuda.set_per_process_memory_fraction(min(1.0, share), machine.device)
         torch.cuda.reset_peak_memory_stats(machine.device)
     with streamed(repeated(source, num_layers, folder / f"{bits}-run"), machine, num_rows) as model:
         timed = Sweeps(model, num_rows)
         rows, best = sweeps(timed, sizes, bits, rate), []
         if step_seconds is not None:
-            by_tokens = {row["tokens"]: row["seconds"] for row in rows}
-            best.append(chosen(bits, num_layers, by_tokens, step_seconds, timed.seconds))
+            swept = {row["tokens"]: SweepSeconds(row["seconds"], row["waiting_for_layers_seconds"]) for row in rows}
+            text = sizes.text_tokens
+            best.append(chosen(bits, num_layers, swept, model.rows, step_seconds, text, timed.seconds))
         return {"sweeps": rows, "memory": [{"bits": bits, **_memory(model, machine)}], "chosen": best}
 
 

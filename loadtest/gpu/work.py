@@ -17,6 +17,7 @@ import torch
 
 from bough.config.flag_parser import FlagParser
 from bough.model.gpu.ready import make_ready
+from bough.model.sizes.memory_budget import GPU_SHARE, free_device_bytes
 from bough.runtime.machine import default_budget, free_memory
 from loadtest.gpu import parts as gpu_parts
 from loadtest.gpu.contexts import contexts
@@ -50,6 +51,13 @@ class Ground:
     def machine(self) -> Machine:
         """The machine with new streams."""
         return Machine(self.device, new_streams(self.device), self.device_memory, 0, 1)
+
+    @property
+    def layer_memory(self) -> int:
+        """What of `device_memory` a target would take: the rest is for the allocator's rounding."""
+        if self.device.type == "cpu":
+            return self.device_memory
+        return int(GPU_SHARE * min(self.device_memory, free_device_bytes(self.device)))
 
     @property
     def second(self) -> torch.device | None:
@@ -100,7 +108,7 @@ def _big(bits: int) -> Callable[[Ground], Found]:
             sizes.target, folder, ground.device, bits
         )  # before free memory is measured, as the folder may be in memory
         host = ground.host_memory or default_budget(free_memory())
-        machine = Machine(ground.device, new_streams(ground.device), ground.device_memory, host, sizes.max_resident)
+        machine = Machine(ground.device, new_streams(ground.device), ground.layer_memory, host, sizes.max_resident)
         return big_model(bits, source, machine, sizes, folder, ground.layers, rate, _step_seconds(ground.found))
 
     return run

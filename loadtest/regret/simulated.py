@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from bough.protocol.decision import Decision, DraftCalibration
+from bough.protocol.decision import Decision
 from bough.protocol.generation import Speculation
 from bough.trees.tree import Tree
 from bough.trees.tree_plan import BestFirst
 from loadtest.regret.regimes import Regime, regimes
-from loadtest.regret.scoring import Score, geomean, score
+from loadtest.regret.scoring import Score, geomean, round_time_error, score, token_error
 from loadtest.regret.world import World
 from orchestrator.sizing.fixed_sizer import FixedSizer
 from orchestrator.sizing.plans import Proposal, RoundOutcome, RoundPlan, Situation, Sizer
@@ -44,17 +44,11 @@ class TimedSizer:
 
     def observe(self, session_id: str, outcome: RoundOutcome) -> None:
         self.num_rounds += 1
-        self._timed(lambda: self.sizer.observe(session_id, outcome))
-        self.decisions_made += self.sizer.decisions(session_id)[-1:]
+        if (decision := self._timed(lambda: self.sizer.observe(session_id, outcome))) is not None:
+            self.decisions_made.append(decision)
 
     def forget(self, session_id: str) -> None:
         self.sizer.forget(session_id)
-
-    def decisions(self, session_id: str) -> Sequence[Decision]:
-        return self.sizer.decisions(session_id)
-
-    def calibrations(self) -> tuple[DraftCalibration, ...]:
-        return self.sizer.calibrations()
 
     def _timed(self, work: Callable[[], Answer]) -> Answer:
         began = time.perf_counter()
@@ -109,24 +103,12 @@ class Result:
     @property
     def token_error(self) -> float:
         """Relative error of predicted tokens over a run, without rounds that read a prompt."""
-        return _error(self._predicted(), lambda d: d.expected_tokens, lambda d: d.tokens)
+        return token_error(self.sizer.decisions_made)
 
     @property
     def round_time_error(self) -> float:
         """Relative error of predicted seconds, likewise."""
-        return _error(self._predicted(), lambda d: d.expected.total, lambda d: d.seconds.total)
-
-    def _predicted(self) -> list[Decision]:
-        return [d for d in self.sizer.decisions_made if d.expected.sweep and d.num_context < 16]
-
-
-def _error(
-    decisions: Iterable[Decision], expected: Callable[[Decision], float], real: Callable[[Decision], float]
-) -> float:
-    """Sum of predictions over sum of outcomes, minus 1; 0 without predictions."""
-    decisions = list(decisions)
-    total = sum(map(real, decisions))
-    return sum(map(expected, decisions)) / total - 1 if total else 0.0
+        return round_time_error(self.sizer.decisions_made)
 
 
 def measure(regime: Regime, scale: Scale) -> Result:

@@ -14,6 +14,7 @@ from bough.concurrency.iteration_limiter import IterationLimiter
 from bough.errors import BoughError, PrefixMissing, Unavailable
 from bough.pb import common_pb2, draft_pb2_grpc, target_pb2_grpc
 from bough.protocol import codec
+from bough.protocol.codec_fields import read
 from bough.protocol.messages import Context, GrowCall, GrowResult, VerifyCall, VerifyResult, WorkerInfo
 from bough.protocol.prefix_hash import prefix_hash
 from bough.rpc.status_map import to_error
@@ -81,7 +82,7 @@ class WorkerClient:
     async def info(self) -> WorkerInfo:
         """What the worker serves."""
         request = common_pb2.GetServerInfoRequest()
-        return codec.info_from_wire(await self._ask(self._stub.GetServerInfo, request, INFO_TIMEOUT_SECONDS))
+        return read(await self._ask(self._stub.GetServerInfo, request, INFO_TIMEOUT_SECONDS), WorkerInfo)
 
     async def release(self, session_id: str, epoch: int) -> None:
         """Release a session, unless it has a newer epoch; epoch 0 always releases."""

@@ -35,6 +35,11 @@ from orchestrator.sessions.detokenizer import TextStream
 from orchestrator.sessions.session import Session
 from orchestrator.sessions.transcripts import request_record
 
+AS_ASKED = (  # options that are sampling parameters of the same names
+    "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+    "logit_bias", "logprobs", "min_tokens",
+)  # fmt: skip
+
 
 class Opened(NamedTuple):
     """A session that may run, unless it is finished already."""
@@ -266,19 +271,10 @@ def _sampling(
     if seed is None:
         seed = secrets.randbits(64) if request is None else request.sampling.seed
     sampling = SamplingParams(
-        temperature=options.temperature,
-        top_k=options.top_k,
-        top_p=options.top_p,
-        min_p=options.min_p,
         seed=seed,
-        repetition_penalty=options.repetition_penalty,
-        presence_penalty=options.presence_penalty,
-        frequency_penalty=options.frequency_penalty,
-        logit_bias=options.logit_bias,
-        logprobs=options.logprobs,
         stop_token_ids=frozenset((*options.stop_token_ids, *own_ends)),
         grammar=grammar,
-        min_tokens=options.min_tokens,
+        **{name: getattr(options, name) for name in AS_ASKED},
     )
     sampling.validate(target.info.vocab_size)
     if options.resume is not None and options.resume.num_tokens and options.seed is None and request is None:

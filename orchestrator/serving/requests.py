@@ -280,7 +280,7 @@ class Requests:
         Raises:
             NotFound: nothing is remembered of it.
         """
-        decisions = self.sizer.decisions(name) or self.sizer.decisions(self._sessions.get(name, name))
+        decisions = self.sizer.log.of(name) or self.sizer.log.of(self._sessions.get(name, name))
         if not decisions:
             raise NotFound(f"session_id: must be a session or request with recent rounds here, got {name!r}")
         return decisions
@@ -291,7 +291,7 @@ class Requests:
 
     def calibrations(self) -> tuple[DraftCalibration, ...]:
         """Expected and realised tokens and seconds by draft worker."""
-        return self.sizer.calibrations()
+        return self.sizer.log.calibrations()
 
     def _note(self, session: Session, model_name: str) -> None:
         self._model_name = model_name

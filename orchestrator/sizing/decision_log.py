@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
 
 from bough.protocol.decision import Decision, DraftCalibration
 from orchestrator.sizing.acceptance_counts import HALF_LIFE_ROUNDS
@@ -15,42 +17,13 @@ MAX_DRAFTS = 64  # limit of draft workers
 DECAY = 0.5 ** (1 / HALF_LIFE_ROUNDS)
 
 
-@dataclass(slots=True)
-class _Sums:
-    """Decayed sums over rounds with one draft worker's trees."""
-
-    num_rounds: int = 0
-    weight: float = 0.0
-    expected_tokens: float = 0.0
-    realised_tokens: float = 0.0
-    expected_seconds: float = 0.0
-    realised_seconds: float = 0.0
-
-    def add(self, decision: Decision) -> None:
-        self.num_rounds += 1
-        self.weight = DECAY * self.weight + 1
-        self.expected_tokens = DECAY * self.expected_tokens + decision.expected_tokens
-        self.realised_tokens = DECAY * self.realised_tokens + decision.tokens
-        self.expected_seconds = DECAY * self.expected_seconds + decision.expected.total
-        self.realised_seconds = DECAY * self.realised_seconds + decision.seconds.total
-
-    def report(self, draft_id: str) -> DraftCalibration:
-        return DraftCalibration(
-            draft_id,
-            self.num_rounds,
-            self.expected_tokens / self.weight,
-            self.realised_tokens / self.weight,
-            self.expected_seconds / self.weight,
-            self.realised_seconds / self.weight,
-        )
-
-
 class DecisionLog:
     """Bounded log: the least recently used sessions, rounds and workers are dropped."""
 
     def __init__(self) -> None:
         self._sessions: OrderedDict[str, deque[Decision]] = OrderedDict()
-        self._drafts: OrderedDict[str, _Sums] = OrderedDict()
+        # By draft worker: rounds, and decayed sums over them (5,): weight, then what a DraftCalibration has means of.
+        self._drafts: OrderedDict[str, tuple[int, NDArray[np.float64]]] = OrderedDict()
 
     def add(self, session_id: str, decision: Decision) -> None:
         """Log a round. It counts as a prediction if a draft was asked and a sweep was predicted."""
@@ -60,8 +33,10 @@ class DecisionLog:
         if len(self._sessions) > MAX_SESSIONS:
             self._sessions.popitem(last=False)
         if decision.draft_id and decision.num_grown > 1 and decision.expected.sweep:
-            self._drafts.setdefault(decision.draft_id, _Sums()).add(decision)
-            self._drafts.move_to_end(decision.draft_id)
+            num_rounds, sums = self._drafts.pop(decision.draft_id, (0, np.zeros(5)))
+            tokens, seconds = (decision.expected_tokens, decision.tokens), (decision.expected, decision.seconds)
+            sums = DECAY * sums + (1.0, *tokens, *(each.total for each in seconds))
+            self._drafts[decision.draft_id] = num_rounds + 1, sums
             if len(self._drafts) > MAX_DRAFTS:
                 self._drafts.popitem(last=False)
 
@@ -73,4 +48,7 @@ class DecisionLog:
 
     def calibrations(self) -> tuple[DraftCalibration, ...]:
         """Accuracy of predictions by draft worker."""
-        return tuple(sums.report(draft_id) for draft_id, sums in self._drafts.items())
+        return tuple(
+            DraftCalibration(draft_id, num_rounds, *(sums[1:] / sums[0]).tolist())
+            for draft_id, (num_rounds, sums) in self._drafts.items()
+        )

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
-from bough.protocol.decision import Decision, DraftCalibration, Mode
+from bough.protocol.decision import Decision, Mode
 from bough.trees.merge import merged
 from bough.trees.tree import Tree
 from bough.trees.tree_plan import BestFirst, TreePlan
-from orchestrator.sizing.decision_log import DecisionLog
 from orchestrator.sizing.plans import Proposal, RoundOutcome, RoundPlan, Situation, limited, requested_plan, whole
 
 MIN_SHARE = 4  # limit below which sharing does not shrink a tree
@@ -26,7 +23,6 @@ class FixedSizer:
         self._size, self._sweep_nodes = size, sweep_nodes
         self._plans: dict[str, tuple[RoundPlan, Decision]] = {}
         self._num_rounds: dict[str, int] = {}
-        self._log = DecisionLog()
 
     def plan(self, situation: Situation) -> RoundPlan:
         """The configured size with the request's overrides; no tree if nothing is left to guess."""
@@ -54,23 +50,14 @@ class FixedSizer:
         return Proposal(tree, False, np.arange(len(drafted)))
 
     def observe(self, session_id: str, outcome: RoundOutcome) -> Decision | None:
-        """Log the round; nothing is learnt. None if it had no plan."""
+        """Return the round's record; nothing is learnt. None if it had no plan."""
         if session_id not in self._plans:
             return None
         _, decision = self._plans.pop(session_id)
         decision.settle(len(outcome.tokens), outcome.result, outcome.grown, outcome.timings)
-        self._log.add(session_id, decision)
         return decision
 
     def forget(self, session_id: str) -> None:
         """Drop the state of a session whose request has ended."""
         self._plans.pop(session_id, None)
         self._num_rounds.pop(session_id, None)
-
-    def decisions(self, session_id: str) -> Sequence[Decision]:
-        """The latest rounds of a session, oldest first."""
-        return self._log.of(session_id)
-
-    def calibrations(self) -> tuple[DraftCalibration, ...]:
-        """Accuracy of predictions by draft worker."""
-        return self._log.calibrations()

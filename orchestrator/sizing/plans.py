@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bough.protocol.cost_curve import CostCurve
-from bough.protocol.decision import Decision, DraftCalibration
+from bough.protocol.decision import Decision
 from bough.protocol.generation import Speculation
 from bough.protocol.messages import GrowResult, RoundTimings, VerifyResult
 from bough.trees.merge import merged
@@ -83,27 +83,15 @@ class Sizer(Protocol):
 
     def plan(self, situation: Situation) -> RoundPlan:
         """Plan how to grow the next tree."""
-        ...
 
     def propose(self, session_id: str, drafted: Tree, looked_up: Tree) -> Proposal:
         """Choose the part of the grown tree and the looked-up guesses that is worth verifying."""
-        ...
 
     def observe(self, session_id: str, outcome: RoundOutcome) -> Decision | None:
         """Learn from a round; returns its record, or None if it had no plan."""
-        ...
 
     def forget(self, session_id: str) -> None:
         """Drop the state of a session whose request has ended."""
-        ...
-
-    def decisions(self, session_id: str) -> Sequence[Decision]:
-        """The latest rounds of a session; an empty id means the session active last."""
-        ...
-
-    def calibrations(self) -> tuple[DraftCalibration, ...]:
-        """Accuracy of predictions by draft worker."""
-        ...
 
 
 def whole(drafted: Tree, looked_up: Tree) -> Proposal:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from bough.protocol.decision import Decision, DraftCalibration, Mode
+from bough.protocol.decision import Decision, Mode
 from bough.trees.tree import Tree
+from orchestrator.sizing.decision_log import DecisionLog
 from orchestrator.sizing.plans import Proposal, RoundOutcome, RoundPlan, Situation, Sizer
 
 NODE_BOUNDS = tuple(float(2**power) for power in range(11))
@@ -71,12 +72,12 @@ class RoundTotals:
 
 
 class MeasuredSizer:
-    """Wraps a sizer: sums up its rounds and the time that it takes."""
+    """Wraps a sizer: sums up and logs its rounds, and measures the time that it takes."""
 
     def __init__(self, sizer: Sizer) -> None:
         self._sizer = sizer
         self._deciding: dict[str, float] = {}  # the sizer's seconds in the current round, by session
-        self.totals = RoundTotals()
+        self.totals, self.log = RoundTotals(), DecisionLog()
 
     def plan(self, situation: Situation) -> RoundPlan:
         """As `Sizer.plan`."""
@@ -96,20 +97,13 @@ class MeasuredSizer:
         self.totals.plan_seconds.add(self._deciding.pop(session_id))
         if decision is not None:
             self.totals.add(decision)
+            self.log.add(session_id, decision)
         return decision
 
     def forget(self, session_id: str) -> None:
         """As `Sizer.forget`."""
         self._deciding.pop(session_id, None)
         self._sizer.forget(session_id)
-
-    def decisions(self, session_id: str) -> Sequence[Decision]:
-        """As `Sizer.decisions`."""
-        return self._sizer.decisions(session_id)
-
-    def calibrations(self) -> tuple[DraftCalibration, ...]:
-        """As `Sizer.calibrations`."""
-        return self._sizer.calibrations()
 
     @contextmanager
     def _timed(self, session_id: str) -> Iterator[None]:

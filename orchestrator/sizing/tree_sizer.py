@@ -8,20 +8,18 @@ tree where the next node is not worth its time. `observe` learns from the verdic
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from bough.protocol.decision import Decision, DraftCalibration, Mode
+from bough.protocol.decision import Decision, Mode
 from bough.sizing.acceptance_model import with_values
 from bough.sizing.choice import Size, SweepLoad, best_size, cut_size
 from bough.trees.merge import merged, union
 from bough.trees.tree import Tree
 from bough.trees.tree_plan import NO_TREE, BestFirst, Scheme, TreePlan
-from orchestrator.sizing.decision_log import DecisionLog
-from orchestrator.sizing.pairs import FIRST_BOUND, PairKey, Pairs, RoundStats, SessionState
+from orchestrator.sizing.pairs import FIRST_BOUND, PairKey, Pairs, RoundStats, SessionState, Trust
 from orchestrator.sizing.plans import Proposal, RoundOutcome, RoundPlan, Situation, limited, requested_plan, whole
 from orchestrator.sizing.round_times import RoundTimes
 
@@ -50,6 +48,17 @@ class _Pending:
     grown_values: NDArray[np.float64] | None = None  # and of all guesses, looked-up ones included
     sent_values: NDArray[np.float64] = field(default_factory=lambda: np.ones(1))
     places: NDArray[np.intp] = field(default_factory=lambda: np.zeros(1, np.intp))
+    trust: float = 1.0  # accepted over expected guesses of trees like this one
+
+    @property
+    def expected_guesses(self) -> float:
+        """Guesses expected to be accepted, by the calibrated probability of each."""
+        return float(self.sent_values[1:].sum())
+
+    @property
+    def expected_tokens(self) -> float:
+        """Expected tokens of the round, by what such expectations have come to."""
+        return 1.0 + self.trust * self.expected_guesses
 
 
 class TreeSizer:
@@ -58,7 +67,7 @@ class TreeSizer:
     def __init__(self, default: BestFirst, max_depth: int) -> None:
         """`default` completes sizes that requests fix in part, and is the least width; `max_depth` limits all trees."""
         self._default, self._max_depth = default, max_depth
-        self._pairs, self._times, self._log = Pairs(), RoundTimes(), DecisionLog()
+        self._pairs, self._times = Pairs(), RoundTimes()
         self._sessions: dict[str, SessionState] = {}
         self._pending: dict[str, _Pending] = {}
 
@@ -102,7 +111,7 @@ class TreeSizer:
         kept = order[:most]
         pending.grown_values, pending.sent_values = values, values[kept]
         pending.places = _places(kept, len(both))[: len(drafted)]
-        self._expect(pending, values[kept], len(both))
+        self._expect(session, pending, len(both))
         return Proposal(_reordered(both, kept), pending.load is not None, pending.places)
 
     def observe(self, session_id: str, outcome: RoundOutcome) -> Decision | None:
@@ -111,14 +120,14 @@ class TreeSizer:
         if pending is None or session is None:
             return None
         self._times.observe(pending.situation, outcome)
-        pending.decision.expected_tokens -= float(pending.sent_values[list(outcome.result.left_out_nodes)].sum())
+        pending.sent_values[list(outcome.result.left_out_nodes)] = 0.0
+        pending.decision.expected_tokens = pending.expected_tokens
         self._learn_guesses(session, pending, outcome)
         if outcome.grown is not None and pending.plan.asks_draft:
             for stats in (session.stats, session.pair.stats):
                 stats.note_steps(outcome.grown.timings.num_passes)
             pending.decision.draft_id = pending.situation.draft.worker_id if pending.situation.draft else ""
         pending.decision.settle(len(outcome.tokens), outcome.result, outcome.grown, outcome.timings)
-        self._log.add(session_id, pending.decision)
         decision = pending.decision
         if decision.mode is Mode.PROBE and decision.tokens > decision.plain_rate * decision.seconds.total:
             session.pair.probing.paid()
@@ -128,14 +137,6 @@ class TreeSizer:
         """Drop a session's state; what its pair of models has learnt stays."""
         self._sessions.pop(session_id, None)
         self._pending.pop(session_id, None)
-
-    def decisions(self, session_id: str) -> Sequence[Decision]:
-        """The latest rounds of a session, oldest first."""
-        return self._log.of(session_id)
-
-    def calibrations(self) -> tuple[DraftCalibration, ...]:
-        """Accuracy of predictions by draft worker."""
-        return self._log.calibrations()
 
     def _session(self, situation: Situation) -> SessionState:
         """The state of a session, created again after a failover to other models."""
@@ -165,7 +166,8 @@ class TreeSizer:
     def _decided(self, situation: Situation, session: SessionState, load: SweepLoad) -> _Pending:
         """Compare drafting with plain decoding, and set the prices."""
         most = min(MOST_NODES, situation.target.max_nodes)
-        plain = best_size(session.stats.looked_up, load, 0.0, np.arange(1, 2 + min(situation.lookup, most - 1)))
+        sizes = np.arange(1, 2 + min(situation.lookup, most - 1))
+        plain = best_size(session.stats.looked_up, load, 0.0, sizes, session.pair.lookup_trust.factor)
         best, mode, growth = plain, Mode.LOOKUP, PROBE
         drafting = plain
         if situation.draft is not None and (most_drafted := min(most, situation.draft.max_nodes)) > 1:
@@ -207,25 +209,27 @@ class TreeSizer:
             depth = depth if price else UNKNOWN.depth
         return BestFirst(budget, width, speculation.depth or depth, step_price=price, seconds=free_seconds)
 
-    def _expect(self, pending: _Pending, kept: NDArray[np.float64], num_grown: int) -> None:
-        decision = pending.decision
-        decision.num_grown, decision.num_sent = num_grown, len(kept)
-        decision.expected_tokens = float(kept.sum())
+    def _expect(self, session: SessionState, pending: _Pending, num_grown: int) -> None:
+        decision, num_sent = pending.decision, len(pending.sent_values)
+        decision.num_grown, decision.num_sent = num_grown, num_sent
+        pending.trust = _trust(session, pending).ratio
+        decision.expected_tokens = pending.expected_tokens
         load = pending.load or self._times.load(pending.situation)
         if load is not None:
-            decision.expected.sweep = load.expected_sweep(len(kept)) + self._times.beside_sweep(pending.situation)
+            decision.expected.sweep = load.expected_sweep(num_sent) + self._times.beside_sweep(pending.situation)
 
     def _learn_guesses(self, session: SessionState, pending: _Pending, outcome: RoundOutcome) -> None:
         drafted, before, values = pending.drafted, pending.values, pending.grown_values
         if drafted is None or before is None or values is None:
             return
+        if len(pending.sent_values) > 1:
+            _trust(session, pending).observe(pending.expected_guesses, len(outcome.tokens) - 1)
         if len(drafted) > 1:
             is_verified = pending.places >= 0
             if outcome.result.left_out_nodes:
                 is_verified &= ~np.isin(pending.places, outcome.result.left_out_nodes)
             pair = session.pair
             pair.acceptance.observe(drafted, drafted.along(outcome.tokens), is_verified, session.bias)
-            pair.trust.observe(pending.decision.expected_tokens - 1, len(outcome.tokens) - 1)
             # Values are computed with the updated model; otherwise a first surprise would bias the profile for long.
             drafted_values = pair.acceptance.values(drafted, session.bias)
             values = values * _change(before, drafted_values, len(values))
@@ -235,6 +239,12 @@ class TreeSizer:
         for stats in (session.stats, session.pair.stats):
             profile = stats.drafted if pending.plan.asks_draft else stats.looked_up
             profile.observe(values)
+
+
+def _trust(session: SessionState, pending: _Pending) -> Trust:
+    """The trust in trees such as the pending one."""
+    has_drafted = pending.drafted is not None and len(pending.drafted) > 1
+    return session.pair.trust if has_drafted else session.pair.lookup_trust
 
 
 def _plan_of(situation: Situation, number: int, mode: Mode, growth: BestFirst) -> tuple[RoundPlan, Decision]:

@@ -10,9 +10,9 @@ import torch
 from target_worker.experts.expert_cache import Expert
 from target_worker.link.copy_stats import CopyStats
 from target_worker.link.device_ring import HostSide
-from target_worker.link.layer_extents import DEVICE_ALIGNMENT
 from target_worker.link.streams import DeviceEvent, DeviceStreams
 
+SLAB_ALIGNMENT = 512  # bytes, as torch allocates: a library may choose a product's kernel, and its bits, by alignment
 PREFETCH_BYTES = 64 * 1000**2  # limit of queued copies when another prefetch is queued: a demand load waits behind them
 
 
@@ -31,12 +31,16 @@ class ExpertCopies:
         streams: DeviceStreams,
         traffic: CopyStats,
     ) -> None:
-        """`numbers` are the experts' layer numbers in `host`; `shifts` are their byte offsets in a slab."""
+        """`numbers` are the experts' layer numbers in `host`; `shifts` are their byte offsets in a slab.
+
+        `slab_bytes` is a multiple of SLAB_ALIGNMENT.
+        """
+        assert slab_bytes % SLAB_ALIGNMENT == 0, "experts are read in whole blocks of a disk"
         self._host = host
         self._numbers = dict(numbers)
         self._streams = streams
         self._shifts = dict(shifts)
-        slab_bytes += DEVICE_ALIGNMENT
+        slab_bytes += SLAB_ALIGNMENT
         self._slabs = streams.device_memory(num_slabs * slab_bytes).view(num_slabs, slab_bytes)
         self._traffic = traffic
         self._on_their_way: dict[int, DeviceEvent] = {}  # by slab: copies that the compute stream does not wait for yet

@@ -33,15 +33,12 @@ class KVHome(Protocol):
     @property
     def num_bytes(self) -> int:
         """Bytes copied between host and devices since the start."""
-        ...
 
     def sweep(self, batch: Batch) -> AbstractContextManager[Batch]:
         """Yield the batch with its KV where layers read it; when the block ends, slots hold the added rows."""
-        ...
 
     def layer(self, index: int) -> AbstractContextManager[None]:
         """A layer's attention must be queued within the block; layers come in order from 0."""
-        ...
 
 
 class KVInPlace:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from types import TracebackType
 from typing import Protocol
 
 import torch
@@ -25,15 +24,12 @@ class HostSide(Protocol):
 
     def layer(self, index: int) -> AbstractContextManager[torch.Tensor]:
         """Yield a layer's bytes (uint8, host memory), valid until the block ends."""
-        ...
 
     def stays(self, index: int) -> bool:
         """Whether the layer's bytes stay valid after the block."""
-        ...
 
     def restart(self) -> None:
         """Start again with the first layer."""
-        ...
 
 
 class DeviceRing:
@@ -72,9 +68,7 @@ class DeviceRing:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         with self._state:
             self._is_closed = True
             self._state.notify_all()

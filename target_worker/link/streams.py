@@ -18,15 +18,12 @@ class DeviceEvent(Protocol):
 
     def query(self) -> bool:
         """Whether it is reached."""
-        ...
 
     def synchronize(self) -> None:
         """Block the calling thread until it is reached."""
-        ...
 
     def elapsed_time(self, end_event: Any) -> float:
         """Milliseconds from this event to a later one of the same stream; both must be reached."""
-        ...
 
 
 class Copy(NamedTuple):
@@ -42,34 +39,27 @@ class DeviceStreams(Protocol):
     @property
     def unpinned_bytes(self) -> int:
         """Bytes of `host_memory` that are not pinned, so that copies go through a staging buffer."""
-        ...
 
     def host_memory(self, num_bytes: int) -> memoryview:
         """Allocate page-aligned host memory, pinned if the system allows it; valid until `close`.
 
         A copy must lie within one allocation.
         """
-        ...
 
     def device_memory(self, num_bytes: int) -> torch.Tensor:
         """Allocate (num_bytes,) uint8 on the device."""
-        ...
 
     def copy(self, source: torch.Tensor, target: torch.Tensor, after: DeviceEvent | None) -> Copy:
         """Queue a copy between host and device that begins once `after` is reached."""
-        ...
 
     def compute_after(self, event: DeviceEvent) -> None:
         """Make computation queued from now on wait for `event`."""
-        ...
 
     def compute_event(self) -> DeviceEvent:
         """An event after all computation queued so far."""
-        ...
 
     def close(self) -> None:
         """Wait for queued work and free the host memory."""
-        ...
 
 
 class CudaStreams:

@@ -17,17 +17,14 @@ class Waiting(Protocol):
     @property
     def num_remaining(self) -> int:
         """Tokens of the context still to be computed."""
-        ...
 
     @property
     def num_nodes(self) -> int:
         """Nodes of the tree, which follows the context."""
-        ...
 
     @property
     def num_sweeps_skipped(self) -> int:
         """Consecutive sweeps without a part of this call."""
-        ...
 
 
 AnyWaiting = TypeVar("AnyWaiting", bound=Waiting)

@@ -6,16 +6,13 @@ All slots and the model belong to this thread; services send it commands through
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
-from contextvars import copy_context
-from typing import Any
 
 from bough.concurrency.futures import PendingCalls, settle
+from bough.concurrency.inbox import Inbox
 from bough.errors import AcceleratorFull, BoughError, StaleEpoch, Unavailable
 from bough.model.sizes.target_limits import TargetLimits
 from bough.protocol.cost_curve import CostCurve
@@ -71,8 +68,7 @@ class SweepEngine:
         self._batch_delay = BatchDelay(patience)
         self._calls = CallQueue(pool, limits, self._batch_delay.left)
         self._price = TokenPrice()
-        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._is_over = False
+        self._inbox = Inbox(SHUT_DOWN)
         self._idle_since = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="sweep", daemon=True)
 
@@ -93,7 +89,7 @@ class SweepEngine:
                 self.cost = self._times.curve()
             settle(future, None)
 
-        self._post(future, run)
+        self._inbox.post(future, run)
         return future
 
     def stop(self) -> None:
@@ -127,7 +123,7 @@ class SweepEngine:
         except BoughError as exc:
             settle(future, exc)
             return future
-        self._post(future, lambda: self._admit(call, future, arrived_ns))
+        self._inbox.post(future, lambda: self._admit(call, future, arrived_ns))
         return future
 
     def release(self, session_id: str, epoch: int = 0) -> Future[None]:
@@ -146,37 +142,13 @@ class SweepEngine:
             self.pool.release(session_id)
             settle(future, None)
 
-        self._post(future, run)
+        self._inbox.post(future, run)
         return future
 
     def drain(self) -> Future[None]:
         """Refuse new sessions from now on; done when all calls are answered."""
         self._calls.is_draining = True
         return self._unanswered.when_idle()
-
-    def _post(self, future: Future[Any], act: Callable[[], None]) -> None:
-        """Run `act` on the sweep thread; errors go to the future."""
-
-        context = copy_context()  # of the calling request, for logs and traces
-
-        def run() -> None:
-            try:
-                if self._is_over:
-                    raise Unavailable(SHUT_DOWN)
-                context.run(act)
-            except Exception as exc:
-                settle(future, exc)
-
-        self._inbox.put(run)
-        if self._is_over:
-            self._refuse_commands()
-
-    def _refuse_commands(self) -> None:
-        """Refuse commands that come after the thread has ended; any thread, each command is taken once."""
-        with suppress(queue.Empty):
-            while True:
-                if (command := self._inbox.get_nowait()) is not None:
-                    command()
 
     # Everything below runs on the sweep thread.
 
@@ -185,21 +157,15 @@ class SweepEngine:
             if parts := self._prepare():
                 self._sweep(parts)
         self._calls.drop_all(Unavailable(SHUT_DOWN))
-        self._is_over = True
-        self._refuse_commands()
+        self._inbox.end()
 
     def _run_commands(self) -> bool:
         """Run queued commands, waiting for some while there is nothing to sweep; False if told to stop."""
         self._calls.drop_unwanted()  # first, as new calls may need their slots
-        while True:
-            seconds = self._batch_delay.seconds(time.perf_counter(), self._calls.by_caller()) if self._calls else None
-            try:
-                command = self._inbox.get(timeout=seconds)
-            except queue.Empty:
-                return True
-            if command is None:
-                return False
-            command()
+        return self._inbox.run(self._wait_seconds)
+
+    def _wait_seconds(self) -> float | None:
+        return self._batch_delay.seconds(time.perf_counter(), self._calls.by_caller()) if self._calls else None
 
     def _admit(self, call: VerifyCall, future: Future[VerifyResult], arrived_ns: int) -> None:
         if future.cancelled():

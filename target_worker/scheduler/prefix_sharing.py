@@ -20,12 +20,10 @@ class PrefixSharing(Waiting, Protocol):
     @property
     def text(self) -> Text:
         """All tokens before the tree."""
-        ...
 
     @property
     def num_cached(self) -> int:
         """Leading tokens whose keys and values are cached."""
-        ...
 
 
 AnySharing = TypeVar("AnySharing", bound=PrefixSharing)

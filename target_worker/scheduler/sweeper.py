@@ -31,11 +31,9 @@ class Sweeper(Protocol):
 
         Verdicts are available until the next sweep.
         """
-        ...
 
     def warm_up(self, slot: Slot) -> SweepPrior | None:
         """Run a first pass over rows of a slot, which compiles and allocates; raises errors of `bough.errors`.
 
         Returns what sweeps are expected to take; None if unknown.
         """
-        ...

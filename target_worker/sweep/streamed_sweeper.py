@@ -30,16 +30,13 @@ class SweepModel(Protocol):
 
     def sweep(self, batch: Batch) -> tuple[torch.Tensor, SweepFigures]:
         """Logits (num_logit_rows, vocab_size), on the model's device until the next sweep, and where the time went."""
-        ...
 
     @property
     def best(self) -> torch.Tensor | None:
         """`best_tokens` of the last sweep's logits; None if these are on the host."""
-        ...
 
     def warm_up(self, slot: Slot) -> SweepPrior | None:
         """As `Sweeper.warm_up`."""
-        ...
 
 
 class StreamedSweeper:

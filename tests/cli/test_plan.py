@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,7 +16,7 @@ from transformers import GptOssConfig, LlamaConfig, MixtralConfig, PretrainedCon
 from bough.cli.main import argument_parser, main
 from bough.cli.planning.plan import settings_from
 from bough.cli.planning.plan_model import make_plan
-from bough.cli.plots.plotting import text_plot
+from bough.cli.planning.text_plot import text_plot
 from bough.errors import CheckpointError, ConfigError
 from bough.model.architecture.architecture import load_config
 from bough.model.checkpoint.checkpoint import Checkpoint
@@ -294,29 +293,6 @@ def test_a_model_that_is_nowhere_is_refused(tmp_path: Path, monkeypatch: pytest.
         find_config(str(tmp_path))
     with pytest.raises(CheckpointError, match="must be a folder that exists"):
         find_config(str(tmp_path / "missing"))
-
-
-def test_a_png_without_matplotlib_names_the_extra(
-    llama_70b: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real = builtins.__import__
-
-    def refuse(name: str, *rest: Any) -> Any:
-        if name.split(".")[0] == "matplotlib":
-            raise ImportError(name)
-        return real(name, *rest)
-
-    monkeypatch.setattr(builtins, "__import__", refuse)
-    with pytest.raises(SystemExit) as ended:
-        main(["plan", llama_70b, *ELSEWHERE, "--png", "plot.png"])
-    assert ended.value.code == 2
-    assert "bough[plan]" in capsys.readouterr().err
-
-
-def test_a_png_is_drawn(llama_70b: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("matplotlib")
-    run(capsys, llama_70b, *ELSEWHERE, "--bits", "4", "--png", str(tmp_path / "plot.png"))
-    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_tables_and_a_plot(llama_70b: str, tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,6 @@ import pytest
 
 from bough.cli.main import argument_parser, main
 from bough.cli.planning.shape import shape
-from bough.cli.plots.shape_plot import places_across
 from bough.client import Client
 from bough.processes.launch import Cluster
 from bough.protocol.generation import Finished, GenerateOptions, Speculation, TextPrompt
@@ -65,22 +64,6 @@ def test_by_depth(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file.write_text("[[0.5, 0.25], [0.75], [0]]")
     report = run(capsys, "--vector", str(file), "--nodes", "9")
     assert (report["parents"], report["expected_tokens"]) == ([0, 0, 1, 2], 1 + 0.75 * 1.75)
-
-
-def test_a_plot_is_drawn(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    for nodes in ("1", "64"):
-        file = tmp_path / f"{nodes}.png"
-        run(capsys, "--vector", MEASURED, "--nodes", nodes, "--levels", "10", "--plot", str(file))
-        assert file.read_bytes().startswith(b"\x89PNG")
-    nowhere = str(tmp_path / "missing" / "plot.png")
-    with pytest.raises(SystemExit):
-        main(["shape", "--vector", MEASURED, "--nodes", "4", "--plot", nowhere])
-    assert f"--plot: {nowhere} cannot be written" in capsys.readouterr().err
-
-
-def test_parents_stand_above_the_middle_of_their_children() -> None:
-    assert places_across(StaticShape((0, 0, 1, 1, 2))) == [1.25, 0.5, 2.0, 0.0, 1.0, 2.0]
 
 
 @pytest.mark.parametrize(

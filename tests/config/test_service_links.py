@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from bough.config.processes import DraftConfig, OrchestratorConfig, TargetConfig, parse
-from bough.config.service_links import is_service_link
 from bough.errors import ConfigError
 
 
@@ -46,10 +45,6 @@ def test_every_process_starts_beside_services_of_its_name() -> None:
     assert parse(TargetConfig, "target_worker", ["--model", "m"], SERVICES) == TargetConfig(model="m")
 
 
-def test_every_one_of_them_is_known_by_its_form() -> None:
-    assert [name for name, value in SERVICES.items() if not is_service_link(name, value)] == []
-
-
 def test_settings_are_read_beside_them() -> None:
     environ = SERVICES | {"BOUGH_ORCHESTRATOR_PORT": "7500", "BOUGH_ORCHESTRATOR_METRICS_PORT": "-1"}
     config = parse(OrchestratorConfig, "orchestrator", [], environ)
@@ -61,17 +56,9 @@ def test_settings_are_read_beside_them() -> None:
     [
         ("BOUGH_ORCHESTRATOR_PROT", "7411"),
         ("BOUGH_ORCHESTRATOR_PORTS", "tcp://10.0.0.1:7411"),
-        ("BOUGH_ORCHESTRATOR_SERVICE_HOST", "my-machine"),
-        ("BOUGH_ORCHESTRATOR_SERVICE_PORT", "grpc"),
-        ("BOUGH_ORCHESTRATOR_SERVICE_PORT", "70000"),
         ("BOUGH_ORCHESTRATOR_SERVICE_NAME", "10.0.0.1"),
         ("BOUGH_ORCHESTRATOR_PORT", "http://10.0.0.1:7411"),
-        ("BOUGH_ORCHESTRATOR_PORT", "tcp://my-machine:7411"),
-        ("BOUGH_ORCHESTRATOR_PORT_7411_TCP", "tcp://10.0.0.1:7412"),
-        ("BOUGH_ORCHESTRATOR_PORT_7411_TCP", "udp://10.0.0.1:7411"),
-        ("BOUGH_ORCHESTRATOR_PORT_7411_TCP_PROTO", "udp"),
-        ("BOUGH_ORCHESTRATOR_PORT_7411_TCP_PORT", "7412"),
-        ("BOUGH_ORCHESTRATOR_PORT_7411_TCP_ADDR", "my-machine"),
+        ("BOUGH_ORCHESTRATOR_PORT_GRPC_TCP", "tcp://10.0.0.1:7411"),
         ("BOUGH_ORCHESTRATOR_HOSTS", "10.0.0.1"),
     ],
 )

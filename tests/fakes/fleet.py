@@ -20,6 +20,7 @@ from bough.config.processes import OrchestratorConfig, parse
 from bough.errors import Exhausted, NotFound, Preempted, PrefixMissing, StaleEpoch, Unavailable
 from bough.pb import common_pb2, draft_pb2, draft_pb2_grpc, generation_pb2_grpc, target_pb2, target_pb2_grpc
 from bough.protocol import codec
+from bough.protocol.codec_fields import to_fields
 from bough.protocol.messages import GrowResult, Timings, VerifyCall, VerifyResult, WorkerInfo
 from bough.protocol.prefix_hash import prefix_hash
 from bough.registry.heartbeat import registered
@@ -84,7 +85,7 @@ class FakeWorker:
             MAX_CONTEXT, MAX_NODES, 8, bough_version=__version__, arithmetic=self.arithmetic,
             weights_hash=self.weights_hash,
         )  # fmt: skip
-        return codec.info_to_wire(info)
+        return common_pb2.WorkerInfo(**to_fields(info))
 
     async def GetTokenizer(self, request: Any, context: Any) -> AsyncIterator[common_pb2.TokenizerChunk]:
         for chunk in codec.tokenizer_to_wire(self.tokenizer):

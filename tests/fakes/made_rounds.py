@@ -20,6 +20,7 @@ from bough.trees.tree import Tree
 from bough.trees.tree_plan import BestFirst, TreePlan
 from draft_worker.growth.best_first import BestFirstGrower
 from draft_worker.growth.grower import Candidates
+from orchestrator.sizing.decision_log import DecisionLog
 from orchestrator.sizing.plans import Proposal, RoundOutcome, RoundPlan, Situation, Sizer, WorkerFacts
 from orchestrator.sizing.tree_sizer import TreeSizer
 from target_worker.verification.verify import walk
@@ -80,6 +81,7 @@ class MadeRounds:
     other_trees: int = 0
     draft_fails: bool = False
     base: Situation = field(default_factory=situation)
+    log: DecisionLog = field(default_factory=DecisionLog)
     rng: np.random.Generator = field(init=False)
 
     def __post_init__(self) -> None:
@@ -95,16 +97,19 @@ class MadeRounds:
         """Play `num_rounds` rounds, each in the base situation with `changes`."""
         return [self.round(replace(self.base, **changes)) for _ in range(num_rounds)]
 
-    def round(self, facts: Situation, tree: Tree | None = None, left_out: Sequence[int] = ()) -> Played:
+    def round(
+        self, facts: Situation, tree: Tree | None = None, left_out: Sequence[int] = (), looked_up: Tree | None = None
+    ) -> Played:
         """Play a round; the draft answers with `tree` if it is given. The target leaves out the nodes `left_out`."""
         plan = self.sizer.plan(facts)
         grown = self.grown(plan.tree, tree) if plan.asks_draft and not self.draft_fails else None
         drafted = grown.tree if grown is not None else Tree.root(ROOT)
-        proposal = self.sizer.propose(facts.session_id, drafted, Tree.root(ROOT))
+        proposal = self.sizer.propose(facts.session_id, drafted, looked_up or Tree.root(ROOT))
         outcome = self.outcome(facts, proposal, grown, tuple(left_out))
-        self.sizer.observe(facts.session_id, outcome)
-        decisions = self.sizer.decisions(facts.session_id)
-        return Played(plan, drafted, proposal, outcome, decisions[-1] if decisions else None)
+        decision = self.sizer.observe(facts.session_id, outcome)
+        if decision is not None:
+            self.log.add(facts.session_id, decision)
+        return Played(plan, drafted, proposal, outcome, decision)
 
     def grown(self, plan: TreePlan, tree: Tree | None = None) -> GrowResult:
         """The draft's answer: the tree that the plan asks for, or `tree`, as if grown in one step."""

@@ -72,7 +72,7 @@ class Stack:
             engine.pool.check_integrity()
             settle(future, None)
 
-        engine._post(future, check)
+        engine._inbox.post(future, check)
         future.result(timeout=60)
 
 

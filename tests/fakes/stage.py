@@ -18,6 +18,7 @@ from bough.errors import Unavailable
 from bough.pb import common_pb2, target_pb2, target_pb2_grpc
 from bough.processes.launch import Cluster, Settings
 from bough.protocol import codec
+from bough.protocol.codec_fields import to_fields
 from bough.protocol.generation import Finished, GenerateOptions, Prompt, TextPrompt
 from bough.protocol.messages import WorkerInfo
 from bough.registry.heartbeat import registered
@@ -75,7 +76,7 @@ class FakeTarget(target_pb2_grpc.TargetServicer):
             max_nodes=8,
             max_sessions=99,
         )
-        return codec.info_to_wire(info)
+        return common_pb2.WorkerInfo(**to_fields(info))
 
     async def GetTokenizer(
         self, request: common_pb2.GetTokenizerRequest, context: Context

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from loadtest.common.inline_streams import InlineStreams
+from target_worker.experts.expert_copies import ExpertCopies
+from target_worker.link.copy_stats import CopyStats
 from tests.fakes.gpu.device_sweeps import Where, on_cpu, on_the_device, three_sweeps
 from tests.fakes.gpu.pretend import device, notes, pretending
 from tests.gpu.test_whole_sweeps import require_close
@@ -49,3 +53,10 @@ def test_what_comes_of_it_is_the_same(tiny: Path, tmp_path: Path) -> None:
         assert not notes.order.races
     assert torch.equal(*found)
     require_close(found[0], on_cpu(tiny, torch.float32))
+
+
+def test_slabs_of_experts_are_aligned_as_whole_layers_are() -> None:
+    """A library that chooses kernels by alignment then gives the same bits for either."""
+    host: Any = None
+    copies = ExpertCopies(host, {}, {}, 4096, 3, InlineStreams(), CopyStats())
+    assert copies._slabs.stride(0) % 512 == 0

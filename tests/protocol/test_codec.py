@@ -15,11 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bough.errors import InvalidRequest
-from bough.pb import draft_pb2, generation_pb2
+from bough.pb import common_pb2, draft_pb2, generation_pb2
 from bough.protocol import codec
 from bough.protocol import codec_generation as wg
 from bough.protocol import generation as g
 from bough.protocol import messages as m
+from bough.protocol.codec_fields import read, to_fields
 from bough.protocol.codec_trees import growth_to_wire
 from bough.protocol.cost_curve import CostCurve
 from bough.protocol.decision import Decision, DraftCalibration, Mode, RoundSeconds
@@ -230,18 +231,18 @@ def test_descriptions_survive_the_wire() -> None:
     info = m.WorkerInfo(
         "draft", "id", "name", "words", "f", "t", 9, 8, 7, 6, 5, 40, 30, 2, 4, ("a", "b"), 3, "0.1", "64 rows", COST
     )
-    assert codec.info_from_wire(codec.info_to_wire(info)) == info
+    assert read(common_pb2.WorkerInfo(**to_fields(info)), m.WorkerInfo) == info
     server = g.ServerInfo(
         (g.WorkerStatus("a:1", info, "p"),), "index", "url", 1, "0.1", True, "http://a:2/metrics", "http://a:3"
     )
-    assert wg.server_info_from_wire(wg.server_info_to_wire(server)) == server
+    assert read(generation_pb2.ServerInfo(**to_fields(server)), g.ServerInfo) == server
     model = g.ModelInfo("n", "d", "f", "t", 9, 8, (1, 2))
     models = (model, replace(model, model_name="o", max_context=7))
     message = wg.models_to_wire(models)
     assert wg.models_from_wire(message) == models
     assert (message.model_name, message.max_context) == ("n", 8), "a client that knows one model reads the first"
     loads = g.Loads(1, 2, 3, 4)
-    assert wg.loads_from_wire(wg.loads_to_wire(loads)) == loads
+    assert read(generation_pb2.Loads(**to_fields(loads)), g.Loads) == loads
 
 
 @given(st.binary(max_size=3_000_000))

@@ -183,7 +183,7 @@ def test_a_measured_sizer_decides_as_the_sizer_does_and_adds_up() -> None:
     assert len(proposals[0].tree) == len(proposals[1].tree) == 1
     decision = sizer.observe("s", outcome_of(1, [7]))
     assert decision is not None
-    assert list(sizer.decisions("s")) == [decision]
+    assert list(sizer.log.of("s")) == [decision]
     assert decision.tokens == 1
     assert sizer.totals.rounds == {Mode.DRAFT: 1}
     assert sum(sizer.totals.plan_seconds.counts) == 1

@@ -24,7 +24,6 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     texts = {setting.name: setting.metadata["help"] for setting in fields(PlanConfig)}
     for name in PLAN_SETTINGS:
         parser.add_argument("--" + name.replace("_", "-"), help=texts[name])
-    parser.add_argument("--png", metavar="FILE", help="also draw the plot into a file")
     parser.add_argument("--json", action="store_true", help="print one JSON line instead of tables")
 
 
@@ -36,7 +35,6 @@ def add_shape(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--nodes", type=int, required=True, help="most nodes, the root included")
     parser.add_argument("--levels", type=int, help="most levels, the root's included (any number by default)")
     parser.add_argument("--branch", type=int, help="most children of a node (as many as were measured by default)")
-    parser.add_argument("--plot", metavar="FILE", help="also draw the tree into a PNG file")
     schemes = [scheme.value for scheme in Scheme]
     parser.add_argument("--scheme", choices=schemes, help=f"of --from-live (default {Scheme.TARGET.value})")
     parser.add_argument("--by-depth", action="store_true", help="of --from-live: tell depths apart")

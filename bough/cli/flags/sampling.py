@@ -9,6 +9,11 @@ from bough.cli.flags.speculation import add_speculation, speculation_from
 from bough.errors import ConfigError
 from bough.protocol.generation import Constraint, GenerateOptions
 
+AS_GIVEN = (  # flags whose values are the options of the same names
+    "model", "temperature", "top_k", "top_p", "min_p", "seed", "repetition_penalty", "presence_penalty",
+    "frequency_penalty", "max_tokens", "min_tokens", "include_stop", "ignore_eos", "logprobs",
+)  # fmt: skip
+
 
 def add_sampling(parser: argparse.ArgumentParser) -> None:
     """Of `bough generate` and `bough chat`."""
@@ -55,25 +60,12 @@ def options_from(arguments: argparse.Namespace) -> GenerateOptions:
     """
     return GenerateOptions(
         session_id=arguments.session,
-        model=arguments.model,
-        temperature=arguments.temperature,
-        top_k=arguments.top_k,
-        top_p=arguments.top_p,
-        min_p=arguments.min_p,
-        seed=arguments.seed,
-        repetition_penalty=arguments.repetition_penalty,
-        presence_penalty=arguments.presence_penalty,
-        frequency_penalty=arguments.frequency_penalty,
         logit_bias=dict(arguments.logit_bias),
-        max_tokens=arguments.max_tokens,
         stop=tuple(arguments.stop),
         stop_token_ids=tuple(arguments.stop_token_id),
-        min_tokens=arguments.min_tokens,
-        include_stop=arguments.include_stop,
-        ignore_eos=arguments.ignore_eos,
-        logprobs=arguments.logprobs,
         speculation=speculation_from(arguments),
         constraint=_constraint(arguments),
+        **{name: getattr(arguments, name) for name in AS_GIVEN},
     )
 
 

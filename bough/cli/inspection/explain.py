@@ -9,7 +9,7 @@ from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from bough.cli.flags.reaching import client_from
-from bough.cli.plots.plotting import require_matplotlib
+from bough.cli.inspection.decision_plot import require_matplotlib, save_decisions
 from bough.errors import NotFound
 from bough.protocol.decision import Decision, Mode
 from bough.sizing.account import PART_NAMES, Account, account, why
@@ -28,8 +28,6 @@ async def explain(arguments: argparse.Namespace) -> int:
         require_matplotlib("--plot")
     decisions = await _decisions(arguments)
     if arguments.plot:
-        from bough.cli.plots.decision_plot import save_decisions
-
         save_decisions(decisions, _title(arguments.session), "--plot", arguments.plot)
     if arguments.json:
         print(json.dumps(as_json(arguments.session, decisions)))

@@ -5,23 +5,17 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from pathlib import Path
 
 from bough.cli.flags.planning import PLAN_SETTINGS
 from bough.cli.planning.plan_model import make_plan
-from bough.cli.planning.plan_report import as_json, plotted_tokens, print_report
-from bough.cli.plots.plotting import require_matplotlib, save_png
+from bough.cli.planning.plan_report import as_json, print_report
 from bough.config.processes import PlanConfig, parse
 from bough.errors import ConfigError
 
 
 async def plan(arguments: argparse.Namespace) -> int:
     """Print a plan as tables and a plot, or as one JSON line."""
-    if arguments.png:
-        require_matplotlib("--png")
     result = make_plan(settings_from(arguments))
-    if arguments.png:
-        save_png(result.sweep, plotted_tokens(result.sweep), Path(result.model).name, arguments.png)
     if arguments.json:
         print(json.dumps(as_json(result)))
     else:

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from bough.cli.planning.plan_model import Plan
-from bough.cli.plots.plotting import text_plot
+from bough.cli.planning.text_plot import text_plot
 from bough.sizing.cost_model import Purchase, Speed, SweepModel
 from bough.sizing.placement import Tier, gigabytes
 

@@ -12,19 +12,15 @@ import numpy as np
 
 from bough.cli.flags.reaching import client_from
 from bough.cli.flags.speculation import MOST_NODES
-from bough.cli.plots.plotting import require_matplotlib
-from bough.cli.plots.shape_plot import save_shape
 from bough.errors import ConfigError
 from bough.trees.acceptance import Acceptance, acceptance_from, by_depth_and_rank, by_rank
-from bough.trees.optimal_tree import best_chains, best_shape, expected_tokens, node_values
+from bough.trees.optimal_tree import best_chains, best_shape, expected_tokens
 from bough.trees.tree_plan import Scheme, StaticShape
 
 
 async def shape(arguments: argparse.Namespace) -> int:
     """Print the shape as one JSON line."""
     _require_sizes(arguments)
-    if arguments.plot:
-        require_matplotlib("--plot")
     acceptance = await live(arguments) if arguments.from_live else read_acceptance(arguments.vector)
     acceptance = acceptance[:, : arguments.branch]
     levels = min(arguments.levels or arguments.nodes, arguments.nodes)
@@ -32,9 +28,6 @@ async def shape(arguments: argparse.Namespace) -> int:
     best = best_shape(acceptance, arguments.nodes, levels)
     seconds = time.perf_counter() - began
     report = described(best, acceptance)
-    if arguments.plot:
-        title = f"{best.budget} nodes, {report['levels']} levels: {report['expected_tokens']:.2f} tokens a round"
-        save_shape(best, node_values(best, acceptance), title, "--plot", arguments.plot)
     print(json.dumps({**report, "acceptance": acceptance.tolist(), "search_seconds": seconds}))
     return 0
 

@@ -60,11 +60,9 @@ class ExpertBytes(Protocol):
 
     def expect(self, experts: Sequence[int]) -> Sequence[int]:
         """Announce all experts that the layer's rows have chosen; returns them in the best order to compute."""
-        ...
 
     def of(self, expert: int) -> Sequence[torch.Tensor]:
         """Tensors of an expert, as in `TensorSource.value`."""
-        ...
 
 
 class _AllThere:

@@ -36,11 +36,9 @@ class Scratch(Protocol):
 
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Allocate an uninitialised tensor."""
-        ...
 
     def write(self, how: Callable[[], object]) -> None:
         """Fill what was allocated: now, and in reused memory again whenever the source bytes have been read again."""
-        ...
 
 
 class FreshMemory:
@@ -94,20 +92,16 @@ class TensorSource(Protocol):
     @property
     def places(self) -> tuple[TensorPlace, ...]:
         """The tensors that the value is made from."""
-        ...
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the value."""
-        ...
 
     def scratch_bytes(self, dtype: torch.dtype) -> int:
         """Bytes that `value` takes in a ReusedMemory."""
-        ...
 
     def value(self, raw: Sequence[torch.Tensor], dtype: torch.dtype, scratch: Scratch) -> torch.Tensor:
         """Make the value from the bytes of `places`, each (num_bytes,) uint8 on the value's device."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

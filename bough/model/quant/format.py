@@ -31,25 +31,20 @@ class QuantFormat(Protocol):
     @property
     def method(self) -> str:
         """Its `quant_method`."""
-        ...
 
     @property
     def bits(self) -> int:
         """Bits of every weight; 0 if they differ."""
-        ...
 
     @classmethod
     def of(cls, fields: Mapping[str, Any], where: str) -> QuantFormat:
         """Read `quantization_config`, which is at `where`. Raises CheckpointError for unsupported variants."""
-        ...
 
     def weight_name(self, tensor: str) -> str | None:
         """The weight that a tensor of integers belongs to; None for other tensors."""
-        ...
 
     def source(self, tensor: str, tensors: PackedTensors) -> TensorSource:
         """Take the tensors of a weight whose integers are `tensor`. Raises CheckpointError."""
-        ...
 
 
 class PackedTensors:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 from pathlib import Path
 
@@ -19,6 +21,31 @@ def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytes
         gpu_check.main()
     assert ended.value.code == 2
     assert "error: torch finds no GPU here" in capsys.readouterr().err
+
+
+def test_what_is_missing_for_the_sizer_is_named_at_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gpu_check, "find_spec", lambda _: None)
+    monkeypatch.setattr(sys, "argv", ["gpu_check", "--dry-run-on-cpu"])
+    with pytest.raises(SystemExit) as ended:
+        gpu_check.main()
+    assert ended.value.code == 2
+    assert "error: simpy is missing" in capsys.readouterr().err
+
+
+def test_it_clears_up_where_it_is_stopped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A test process would go on holding the GPU, and gigabytes in memory."""
+    monkeypatch.setattr(sys, "argv", ["gpu_check", "--dry-run-on-cpu", "--folder", str(tmp_path)])
+    monkeypatch.setattr(gpu_check, "check", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(SystemExit) as ended:
+            gpu_check.main()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert ended.value.code == 128 + signal.SIGTERM
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_part_that_is_not_there_is_refused_by_name(
@@ -38,7 +65,11 @@ def test_a_dry_run_goes_through_everything(
     with pytest.raises(SystemExit) as ended:
         gpu_check.main()
     assert ended.value.code == 0
-    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    *printed, last = capsys.readouterr().out.splitlines()
+    report, by_part = json.loads(last), dict[str, object]()
+    for line in printed:
+        by_part |= json.loads(line) if line.startswith('{"') else {}
+    assert by_part["unpacking"] == report["unpacking"], "each part's figures as soon as they are there"
     assert report["ok"]
     assert report["is_dry_run"]
     assert [case["layers"] for case in report["equality"]] == [
@@ -82,6 +113,10 @@ def test_a_dry_run_goes_through_everything(
         wrong = {"is_same": False, "is_close": False, "equal": 0, "compared": 1}
         assert not gpu_check.holds({**report, part: wrong}, on_gpu=False), part
     assert not gpu_check.holds(report, on_gpu=True), "a GPU's steps are graphs"
+    streamed = [{"tokens": 1, "link_efficiency": 0.95, "link_gb": 9.0}]
+    resident = [{"tokens": 1, "link_efficiency": None, "link_gb": 0.0}]
+    for rows, is_fast in ((streamed, True), (resident, True), ([streamed[0] | {"link_efficiency": 0.5}], False)):
+        assert gpu_check.holds({**report, "draft": [], "sweeps": rows}, on_gpu=True) == is_fast, rows
     assert report["failed"] == {}
     assert {(row["bits"], row["tokens"]) for row in report["sweeps"]} == {(16, 1), (16, 8), (4, 1), (4, 8)}
     assert all(row["layers"] == {"resident": 2, "elsewhere": 0, "host": 3, "disk": 0} for row in report["sweeps"])

@@ -96,9 +96,9 @@ def test_decisions_are_recorded_as_fixed_or_off_and_forgotten_sessions_count_ane
     world = MadeRounds(new_fixed())
     world.play(2)
     world.round(replace(world.base, speculation=Speculation(disabled=True)))
-    decisions = world.sizer.decisions("s")
+    decisions = world.log.of("s")
     assert [(each.number, each.mode) for each in decisions] == [(1, Mode.FIXED), (2, Mode.FIXED), (3, Mode.OFF)]
     assert all(each.tokens >= 1 and each.seconds.sweep >= 1.0 for each in decisions)
-    assert world.sizer.calibrations() == (), "it predicts nothing"
+    assert world.log.calibrations() == (), "it predicts nothing"
     world.sizer.forget("s")
     assert world.play(1)[0].decision.number == 1  # type: ignore[union-attr]

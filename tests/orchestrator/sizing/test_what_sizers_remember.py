@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from bough.protocol.decision import Mode
@@ -64,6 +65,28 @@ def test_nodes_that_the_target_left_out_are_missing_and_not_rejected() -> None:
     assert cut[1] == pytest.approx(whole[1], abs=0.1), "children of the root were right both times"
     assert cut[2] > values_of(new_sizer())[2], "right where it was looked at: no reason to think less of what is below"
     assert whole[3] > 0.8
+
+
+def test_guesses_that_are_never_right_are_expected_less_often_and_looked_up_ones_apart_from_the_drafts() -> None:
+    """Their probabilities come from elsewhere and stay as they are."""
+    sure = Tree.of([ROOT, 1, 2], [-1, 0, 1], [0.0, -0.2, -0.2])
+    world = MadeRounds(true=(), draft_fails=True)
+    expected = [expected_tokens(world, sure) for _ in range(12)]
+    assert expected[0] == pytest.approx(1 + np.exp(-0.2) + np.exp(-0.4))
+    assert expected == sorted(expected, reverse=True)
+    assert expected[-1] < 1.2
+    assert expected_tokens(world, sure, "other") < 1.2, "a new session begins with what others have taught"
+    world.draft_fails = False
+    drafted = world.round(world.base, sure).decision
+    assert drafted is not None
+    assert drafted.expected_tokens > 2.4, "the draft has not been wrong yet"
+
+
+def expected_tokens(world: MadeRounds, looked_up: Tree, session_id: str = "s") -> float:
+    """What a round with looked-up guesses was expected to come to."""
+    decision = world.round(replace(world.base, lookup=2, session_id=session_id), looked_up=looked_up).decision
+    assert decision is not None
+    return decision.expected_tokens
 
 
 def test_a_session_that_moves_to_other_models_begins_anew_and_back_again_knows_its_pair() -> None:
@@ -138,8 +161,8 @@ def test_what_is_kept_is_bounded() -> None:
             sizer.forget(facts.session_id)
     assert len(sizer._pairs._pairs) == MAX_PAIRS
     assert len(sizer._times._targets._times) == len(sizer._times._drafts._times) == MAX_WORKERS
-    assert len(sizer._log._sessions) == MAX_SESSIONS
-    assert len(sizer.calibrations()) <= MAX_SESSIONS
+    assert len(world.log._sessions) == MAX_SESSIONS
+    assert len(world.log.calibrations()) <= MAX_SESSIONS
     assert len(sizer._sessions) == 200
     assert not sizer._pending
 
@@ -147,7 +170,7 @@ def test_what_is_kept_is_bounded() -> None:
 def test_a_long_session_keeps_its_last_rounds() -> None:
     world = MadeRounds(sweep=STEEP)
     world.play(MAX_ROUNDS + 50)
-    decisions = world.sizer.decisions("s")
+    decisions = world.log.of("s")
     assert len(decisions) == MAX_ROUNDS
     assert [decision.number for decision in decisions] == list(range(51, MAX_ROUNDS + 51))
 
@@ -158,7 +181,7 @@ def test_a_session_that_has_ended_leaves_its_decisions_and_nothing_else() -> Non
     world.sizer.forget("s")
     assert isinstance(world.sizer, TreeSizer)
     assert (world.sizer._sessions, world.sizer._pending) == ({}, {})
-    assert len(world.sizer.decisions("s")) == len(world.sizer.decisions("")) == 3
+    assert len(world.log.of("s")) == len(world.log.of("")) == 3
     world.sizer.forget("s")
     world.sizer.forget("never was")
 
@@ -172,8 +195,7 @@ def test_a_round_that_is_planned_twice_or_ends_after_its_session_does_no_harm() 
     world.sizer.plan(world.base)
     world.sizer.propose("s", played.drafted, Tree.root(ROOT))
     world.sizer.forget("s")
-    world.sizer.observe("s", played.outcome)
-    assert len(world.sizer.decisions("s")) == 1
+    assert world.sizer.observe("s", played.outcome) is None
 
 
 def test_decisions_say_what_was_decided_expected_and_found() -> None:
@@ -192,7 +214,7 @@ def test_decisions_say_what_was_decided_expected_and_found() -> None:
     assert decision.expected.sweep == pytest.approx(STEEP(played.num_nodes), rel=0.01)
     assert decision.expected.network == pytest.approx(0.04, rel=0.01)
     assert decision.expected.total == pytest.approx(decision.seconds.total, rel=0.3)
-    (calibration,) = world.sizer.calibrations()
+    (calibration,) = world.log.calibrations()
     assert calibration.draft_id == "draft"
     assert calibration.expected_tokens == pytest.approx(calibration.realised_tokens, rel=0.2)
     assert calibration.expected_seconds == pytest.approx(calibration.realised_seconds, rel=0.1)

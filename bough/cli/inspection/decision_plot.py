@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from bough.cli.plots.plotting import save_figure
+from bough.errors import ConfigError
 from bough.protocol.decision import Decision, Mode
 from bough.sizing.account import PART_NAMES
 
@@ -19,6 +19,18 @@ COLOURS = {
     Mode.FIXED: "tab:grey",
     Mode.OFF: "lightgrey",
 }
+
+
+def require_matplotlib(flag: str) -> None:
+    """Check for matplotlib before the work whose result is plotted.
+
+    Raises:
+        ConfigError: matplotlib is not installed; names the flag that needs it.
+    """
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as exc:
+        raise ConfigError(f"{flag}: matplotlib is not installed: pip install 'bough[plan]'") from exc
 
 
 def save_decisions(decisions: Sequence[Decision], title: str, flag: str, file: str) -> None:
@@ -41,7 +53,10 @@ def save_decisions(decisions: Sequence[Decision], title: str, flag: str, file: s
     for axes in (sizes, tokens, seconds):
         axes.grid(alpha=0.3)
         axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize="small")
-    save_figure(figure, flag, file)
+    try:
+        figure.savefig(file, format="png", dpi=150)
+    except OSError as exc:
+        raise ConfigError(f"{flag}: {file} cannot be written: {exc}") from exc
 
 
 def _draw_sizes(axes: Axes, decisions: Sequence[Decision]) -> None:

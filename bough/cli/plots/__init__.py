@@ -1,1 +1,0 @@
-"""Plots as text and as PNG."""
