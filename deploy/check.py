@@ -158,7 +158,7 @@ def _check_proxy(schema: ServeDeploySchema, orchestrator: OrchestratorConfig) ->
     program, options = f"{Role.ORCHESTRATOR.value}.user_config.program", schema.http_options
     if uses_haproxy() and (options.ssl_certfile or orchestrator.tls_cert):
         raise ConfigError(
-            f"{HAPROXY}: must be 0 with http_options.ssl_certfile or {program}.tls_cert, got 1: Ray's HAProxy has no TLS"
+            f"{HAPROXY}: must be 0 with http_options.ssl_certfile or {program}.tls_cert, got 1: Ray has no TLS there"
         )
     if orchestrator.tls_client_ca:
         raise ConfigError(

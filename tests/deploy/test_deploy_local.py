@@ -124,11 +124,11 @@ def test_a_profile_that_is_none_and_a_port_in_use_are_named_before_anything_is_s
 def test_haproxy_is_there_its_ports_are_free_and_nobody_expects_tls_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray would say each in a log alone, with no HTTP port open."""
     monkeypatch.setenv("RAY_SERVE_ENABLE_HA_PROXY", "1")
-    with pytest.raises(ConfigError, match="RAY_SERVE_ENABLE_HA_PROXY: must be 0 with http_options.ssl_certfile"):
+    with pytest.raises(ConfigError, match=r"RAY_SERVE_ENABLE_HA_PROXY: must be 0 with http_options\.ssl_certfile"):
         check(CONFIG | {"http_options": {"host": "127.0.0.1", "ssl_certfile": "c.pem", "ssl_keyfile": "c.key"}})
     check(CONFIG)
     monkeypatch.setattr(haproxy, "RAY_SERVE_HAPROXY_BINARY_PATH", "/nowhere/haproxy")
-    with pytest.raises(ConfigError, match="must have an HAProxy to run: .*'/nowhere/haproxy'"):
+    with pytest.raises(ConfigError, match=r"must have an HAProxy to run: .*'/nowhere/haproxy'"):
         local.require_haproxy()
     with socket.socket() as other:
         other.bind((local.HOST, 0))
