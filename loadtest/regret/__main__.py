@@ -10,7 +10,7 @@ Ends with one JSON line. Ratios are seconds for equal tokens of the best fixed s
 chosen on half of the repeats and scored on the other half, over seconds self-sized: above 1 self-sized is faster.
 
 off_penalty         of simulated regimes where plain decoding was best: 1 - its seconds / seconds self-sized, the worst
-token_error         of tokens that rounds were expected to come to: over all rounds expected / real - 1
+token_error         of tokens expected of rounds that read no prompt: over all rounds expected / real - 1
 round_time_error    of their seconds, likewise
 plan_seconds        that the sizer itself takes for a round
 """

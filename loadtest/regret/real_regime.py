@@ -15,10 +15,12 @@ import os
 import statistics
 import sys
 import time
+import uuid
 from collections import defaultdict
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 from bough.cli.machine.up import ensure_demonstration
@@ -29,12 +31,14 @@ from bough.errors import BoughError
 from bough.model.checkpoint.tokenizer_files import load_tokenizer_files
 from bough.processes.exit_with_parent import MODULE
 from bough.processes.launch import Cluster, Settings, launched
+from bough.protocol.decision import Decision
 from bough.protocol.generation import GenerateOptions, Speculation, TokenPrompt
 from bough.registry.records import WorkerRecord
 from bough.registry.registry import Registry
 from bough.tokenization.tokenizer import Tokenizer
 from loadtest.common.prompts import load_prompts
 from loadtest.regret.real import Measured, RealRegime, Task
+from loadtest.regret.scoring import round_time_error, token_error
 from loadtest.sessions.runs import Stream, stream
 
 WARM_TOKENS = 4
@@ -91,6 +95,7 @@ class Bench:
         self.seconds: dict[str, list[float]] = defaultdict(list)
         self.num_unequal = 0
         self.sizes: list[int] = []
+        self.decisions: list[Decision] = []
 
     async def run(self) -> Measured:
         """Run every contestant on every prompt, in rotating order."""
@@ -118,7 +123,7 @@ class Bench:
             self.num_unequal += sum(
                 _is_unequal(one, its) for each in others for one, its in zip(each, plain, strict=True)
             )
-        return await self._measured()
+        return self._measured()
 
     async def _answers(self, name: str, speculation: Speculation, number: int) -> list[Stream]:
         """Answers to as many prompts at once as the regime has sessions."""
@@ -136,14 +141,17 @@ class Bench:
         prompts = self.prompts[first : first + task.regime.num_sessions]
         disturbing = asyncio.create_task(_disturb(client, self.task.regime.is_disturbed))
         try:
-            return list(await asyncio.gather(*(stream(client, prompt, options) for prompt in prompts)))
+            requests = [replace(options, request_id=uuid.uuid4().hex) for _ in prompts]
+            answers = list(await asyncio.gather(*map(partial(stream, client), prompts, requests)))
         finally:
             disturbing.cancel()
             await asyncio.wait({disturbing})
+        if name == "self":
+            for request in requests:
+                self.decisions += await client.decisions(request.request_id)
+        return answers
 
-    async def _measured(self) -> Measured:
-        decisions = [d for d in await self._own.decisions() if d.expected.sweep and d.num_context < 16]
-        (report,) = await self._own.calibrations() or (None,)
+    def _measured(self) -> Measured:
         fixed = {name: tuple(seconds) for name, seconds in self.seconds.items() if name not in ("self", "off")}
         return Measured(
             tuple(self.seconds["self"]),
@@ -151,10 +159,10 @@ class Bench:
             tuple(self.seconds["off"]),
             self.num_unequal,
             tuple(self.sizes),
-            report.expected_seconds / report.realised_seconds - 1 if report else 0.0,
-            report.expected_tokens / report.realised_tokens - 1 if report else 0.0,
+            round_time_error(self.decisions),
+            token_error(self.decisions),
             {
-                "orchestrator_seconds": round(statistics.median([d.seconds.other for d in decisions] or [0.0]), 5),
+                "orchestrator_seconds": round(statistics.median([d.seconds.other for d in self.decisions]), 5),
                 "load_average": round(os.getloadavg()[0], 1),
             },
         )

@@ -1,13 +1,16 @@
-"""Ratios, paired by repeat, of seconds of the best fixed size in hindsight to seconds self-sized."""
+"""Ratios, paired by repeat, of seconds of the best fixed size in hindsight to seconds self-sized; prediction errors."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from random import Random
 from typing import NamedTuple
 
+from bough.protocol.decision import Decision
+
 NUM_BOOTSTRAPS = 2000
+MOST_CONTEXT = 16  # rows besides the tree; rounds with more read a prompt
 
 
 class Score(NamedTuple):
@@ -56,3 +59,21 @@ def _mean_log(seconds: Sequence[float]) -> float:
 
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
+
+
+def token_error(decisions: Iterable[Decision]) -> float:
+    """Relative error of the tokens predicted for rounds that read no prompt; 0 without predictions."""
+    return _error(decisions, lambda d: d.expected_tokens, lambda d: d.tokens)
+
+
+def round_time_error(decisions: Iterable[Decision]) -> float:
+    """Relative error of the seconds predicted for rounds that read no prompt; 0 without predictions."""
+    return _error(decisions, lambda d: d.expected.total, lambda d: d.seconds.total)
+
+
+def _error(
+    decisions: Iterable[Decision], expected: Callable[[Decision], float], real: Callable[[Decision], float]
+) -> float:
+    predicted = [d for d in decisions if d.is_predicted and d.num_context < MOST_CONTEXT]
+    total = sum(map(real, predicted))
+    return sum(map(expected, predicted)) / total - 1 if total else 0.0

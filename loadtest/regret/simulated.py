@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -13,7 +13,7 @@ from bough.protocol.generation import Speculation
 from bough.trees.tree import Tree
 from bough.trees.tree_plan import BestFirst
 from loadtest.regret.regimes import Regime, regimes
-from loadtest.regret.scoring import Score, geomean, score
+from loadtest.regret.scoring import Score, geomean, round_time_error, score, token_error
 from loadtest.regret.world import World
 from orchestrator.sizing.fixed_sizer import FixedSizer
 from orchestrator.sizing.plans import Proposal, RoundOutcome, RoundPlan, Situation, Sizer
@@ -103,24 +103,12 @@ class Result:
     @property
     def token_error(self) -> float:
         """Relative error of predicted tokens over a run, without rounds that read a prompt."""
-        return _error(self._predicted(), lambda d: d.expected_tokens, lambda d: d.tokens)
+        return token_error(self.sizer.decisions_made)
 
     @property
     def round_time_error(self) -> float:
         """Relative error of predicted seconds, likewise."""
-        return _error(self._predicted(), lambda d: d.expected.total, lambda d: d.seconds.total)
-
-    def _predicted(self) -> list[Decision]:
-        return [d for d in self.sizer.decisions_made if d.expected.sweep and d.num_context < 16]
-
-
-def _error(
-    decisions: Iterable[Decision], expected: Callable[[Decision], float], real: Callable[[Decision], float]
-) -> float:
-    """Sum of predictions over sum of outcomes, minus 1; 0 without predictions."""
-    decisions = list(decisions)
-    total = sum(map(real, decisions))
-    return sum(map(expected, decisions)) / total - 1 if total else 0.0
+        return round_time_error(self.sizer.decisions_made)
 
 
 def measure(regime: Regime, scale: Scale) -> Result:

@@ -21,8 +21,8 @@ DECAY = 0.5 ** (1 / HALF_LIFE_ROUNDS)
 MOST_LEVELS = 32  # levels with their own statistics; deeper ones count with the last
 PRIOR_WEIGHT, PRIOR_MARGIN = 0.5, 0.7  # prior of a level's ratio of gain to bound
 FIRST_BOUND = 1.0  # most tokens that the step from the root can gain
-PRIOR_ACCEPTED = 4.0  # pseudo-count of accepted and expected tokens
-TRUST_DECAY = 0.5 ** (1 / 10)
+PRIOR_ACCEPTED = 2.0  # pseudo-count of accepted and expected tokens
+TRUST_DECAY = 0.5 ** (1 / 20)
 LEAST_MARGIN, MOST_MARGIN = 0.02, 1.5
 PRIOR_LOOKUP_GAIN = 0.02  # tokens for each doubling of the looked-up guesses: most texts repeat little at first
 FIRST_PROBE, LAST_PROBE = 8, 256  # rounds without a drafted tree between probes: initially, and at most
@@ -88,19 +88,24 @@ class Margin:
 class Trust:
     """The ratio of accepted to expected tokens in a pair's latest rounds.
 
-    It corrects expectations that are far off sooner than the calibration of an overconfident draft does.
+    It corrects expectations that are far off sooner than the calibration of single guesses does.
     """
 
     def __init__(self) -> None:
         self._accepted = self._expected = PRIOR_ACCEPTED
 
     @property
+    def ratio(self) -> float:
+        """Accepted over expected tokens: the factor of a grown tree's expectation."""
+        return self._accepted / self._expected
+
+    @property
     def factor(self) -> float:
-        """Factor for the expected tokens of trees, at most 1."""
-        return min(1.0, self._accepted / self._expected)
+        """Factor for the gains of tree sizes to choose from, at most 1: luck must not make trees grow."""
+        return min(1.0, self.ratio)
 
     def observe(self, expected: float, accepted: int) -> None:
-        """Add a drafted tree's expected and accepted tokens, both without the bonus token."""
+        """Add a tree's expected and accepted tokens, both without the bonus token."""
         self._accepted = PRIOR_ACCEPTED + TRUST_DECAY * (self._accepted - PRIOR_ACCEPTED) + accepted
         self._expected = PRIOR_ACCEPTED + TRUST_DECAY * (self._expected - PRIOR_ACCEPTED) + expected
 
@@ -158,7 +163,8 @@ class Pair:
 
     acceptance: AcceptanceModel = field(default_factory=AcceptanceModel)
     margin: Margin = field(default_factory=Margin)
-    trust: Trust = field(default_factory=Trust)
+    trust: Trust = field(default_factory=Trust)  # in trees with drafted nodes
+    lookup_trust: Trust = field(default_factory=Trust)  # in trees of looked-up nodes only
     stats: RoundStats = field(default_factory=RoundStats)
     probing: Probing = field(default_factory=Probing)
 

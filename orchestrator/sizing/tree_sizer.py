@@ -19,7 +19,7 @@ from bough.sizing.choice import Size, SweepLoad, best_size, cut_size
 from bough.trees.merge import merged, union
 from bough.trees.tree import Tree
 from bough.trees.tree_plan import NO_TREE, BestFirst, Scheme, TreePlan
-from orchestrator.sizing.pairs import FIRST_BOUND, PairKey, Pairs, RoundStats, SessionState
+from orchestrator.sizing.pairs import FIRST_BOUND, PairKey, Pairs, RoundStats, SessionState, Trust
 from orchestrator.sizing.plans import Proposal, RoundOutcome, RoundPlan, Situation, limited, requested_plan, whole
 from orchestrator.sizing.round_times import RoundTimes
 
@@ -48,6 +48,17 @@ class _Pending:
     grown_values: NDArray[np.float64] | None = None  # and of all guesses, looked-up ones included
     sent_values: NDArray[np.float64] = field(default_factory=lambda: np.ones(1))
     places: NDArray[np.intp] = field(default_factory=lambda: np.zeros(1, np.intp))
+    trust: float = 1.0  # accepted over expected guesses of trees like this one
+
+    @property
+    def expected_guesses(self) -> float:
+        """Guesses expected to be accepted, by the calibrated probability of each."""
+        return float(self.sent_values[1:].sum())
+
+    @property
+    def expected_tokens(self) -> float:
+        """Expected tokens of the round, by what such expectations have come to."""
+        return 1.0 + self.trust * self.expected_guesses
 
 
 class TreeSizer:
@@ -100,7 +111,7 @@ class TreeSizer:
         kept = order[:most]
         pending.grown_values, pending.sent_values = values, values[kept]
         pending.places = _places(kept, len(both))[: len(drafted)]
-        self._expect(pending, values[kept], len(both))
+        self._expect(session, pending, len(both))
         return Proposal(_reordered(both, kept), pending.load is not None, pending.places)
 
     def observe(self, session_id: str, outcome: RoundOutcome) -> Decision | None:
@@ -109,7 +120,8 @@ class TreeSizer:
         if pending is None or session is None:
             return None
         self._times.observe(pending.situation, outcome)
-        pending.decision.expected_tokens -= float(pending.sent_values[list(outcome.result.left_out_nodes)].sum())
+        pending.sent_values[list(outcome.result.left_out_nodes)] = 0.0
+        pending.decision.expected_tokens = pending.expected_tokens
         self._learn_guesses(session, pending, outcome)
         if outcome.grown is not None and pending.plan.asks_draft:
             for stats in (session.stats, session.pair.stats):
@@ -154,7 +166,8 @@ class TreeSizer:
     def _decided(self, situation: Situation, session: SessionState, load: SweepLoad) -> _Pending:
         """Compare drafting with plain decoding, and set the prices."""
         most = min(MOST_NODES, situation.target.max_nodes)
-        plain = best_size(session.stats.looked_up, load, 0.0, np.arange(1, 2 + min(situation.lookup, most - 1)))
+        sizes = np.arange(1, 2 + min(situation.lookup, most - 1))
+        plain = best_size(session.stats.looked_up, load, 0.0, sizes, session.pair.lookup_trust.factor)
         best, mode, growth = plain, Mode.LOOKUP, PROBE
         drafting = plain
         if situation.draft is not None and (most_drafted := min(most, situation.draft.max_nodes)) > 1:
@@ -196,25 +209,27 @@ class TreeSizer:
             depth = depth if price else UNKNOWN.depth
         return BestFirst(budget, width, speculation.depth or depth, step_price=price, seconds=free_seconds)
 
-    def _expect(self, pending: _Pending, kept: NDArray[np.float64], num_grown: int) -> None:
-        decision = pending.decision
-        decision.num_grown, decision.num_sent = num_grown, len(kept)
-        decision.expected_tokens = float(kept.sum())
+    def _expect(self, session: SessionState, pending: _Pending, num_grown: int) -> None:
+        decision, num_sent = pending.decision, len(pending.sent_values)
+        decision.num_grown, decision.num_sent = num_grown, num_sent
+        pending.trust = _trust(session, pending).ratio
+        decision.expected_tokens = pending.expected_tokens
         load = pending.load or self._times.load(pending.situation)
         if load is not None:
-            decision.expected.sweep = load.expected_sweep(len(kept)) + self._times.beside_sweep(pending.situation)
+            decision.expected.sweep = load.expected_sweep(num_sent) + self._times.beside_sweep(pending.situation)
 
     def _learn_guesses(self, session: SessionState, pending: _Pending, outcome: RoundOutcome) -> None:
         drafted, before, values = pending.drafted, pending.values, pending.grown_values
         if drafted is None or before is None or values is None:
             return
+        if len(pending.sent_values) > 1:
+            _trust(session, pending).observe(pending.expected_guesses, len(outcome.tokens) - 1)
         if len(drafted) > 1:
             is_verified = pending.places >= 0
             if outcome.result.left_out_nodes:
                 is_verified &= ~np.isin(pending.places, outcome.result.left_out_nodes)
             pair = session.pair
             pair.acceptance.observe(drafted, drafted.along(outcome.tokens), is_verified, session.bias)
-            pair.trust.observe(pending.decision.expected_tokens - 1, len(outcome.tokens) - 1)
             # Values are computed with the updated model; otherwise a first surprise would bias the profile for long.
             drafted_values = pair.acceptance.values(drafted, session.bias)
             values = values * _change(before, drafted_values, len(values))
@@ -224,6 +239,12 @@ class TreeSizer:
         for stats in (session.stats, session.pair.stats):
             profile = stats.drafted if pending.plan.asks_draft else stats.looked_up
             profile.observe(values)
+
+
+def _trust(session: SessionState, pending: _Pending) -> Trust:
+    """The trust in trees such as the pending one."""
+    has_drafted = pending.drafted is not None and len(pending.drafted) > 1
+    return session.pair.trust if has_drafted else session.pair.lookup_trust
 
 
 def _plan_of(situation: Situation, number: int, mode: Mode, growth: BestFirst) -> tuple[RoundPlan, Decision]:

@@ -55,7 +55,7 @@ class PinnedMemory:
                 error,
             )
             with contextlib.suppress(RuntimeError):
-                torch.zeros(1, device=self._device)  # clear CUDA's error state, which the next launch would report
+                torch.zeros(1, device=self._device).add_(1)  # CUDA keeps the error for whoever next launches a kernel
 
     def close(self) -> None:
         """Unpin all memory; no copy may be in flight."""

@@ -79,6 +79,8 @@ class StreamedModel:
             with working_on(where):
                 bind_resident(skeleton, slots, where)
         move_buffers(skeleton.model, device)
+        if self._host_embeddings is not None:
+            move_buffers(self._host_embeddings, CPU)  # such as what Gemma's are multiplied by
         for index, where in tiers.elsewhere.items():
             move_buffers(skeleton.layers[index], where)
         if tiers.experts is not None:

@@ -97,12 +97,14 @@ class MadeRounds:
         """Play `num_rounds` rounds, each in the base situation with `changes`."""
         return [self.round(replace(self.base, **changes)) for _ in range(num_rounds)]
 
-    def round(self, facts: Situation, tree: Tree | None = None, left_out: Sequence[int] = ()) -> Played:
+    def round(
+        self, facts: Situation, tree: Tree | None = None, left_out: Sequence[int] = (), looked_up: Tree | None = None
+    ) -> Played:
         """Play a round; the draft answers with `tree` if it is given. The target leaves out the nodes `left_out`."""
         plan = self.sizer.plan(facts)
         grown = self.grown(plan.tree, tree) if plan.asks_draft and not self.draft_fails else None
         drafted = grown.tree if grown is not None else Tree.root(ROOT)
-        proposal = self.sizer.propose(facts.session_id, drafted, Tree.root(ROOT))
+        proposal = self.sizer.propose(facts.session_id, drafted, looked_up or Tree.root(ROOT))
         outcome = self.outcome(facts, proposal, grown, tuple(left_out))
         decision = self.sizer.observe(facts.session_id, outcome)
         if decision is not None:

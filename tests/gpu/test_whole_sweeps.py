@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from pathlib import Path
 
@@ -34,6 +35,14 @@ def require_close(mine: torch.Tensor, theirs: torch.Tensor) -> None:
 def test_every_family_gives_what_the_cpu_gives(family: str, tmp_path: Path) -> None:
     """On a device whose memory is NaN wherever nobody has written."""
     folder = save_model(tmp_path / "model", FAMILIES[family])
+    require_close(on_device(folder, Where(), torch.float32), on_cpu(folder, torch.float32))
+
+
+def test_embeddings_that_stay_on_the_host_are_scaled_there(tmp_path: Path) -> None:
+    """Gemma's are, where its head is a matrix of its own."""
+    config = copy.deepcopy(FAMILIES["gemma3, local and global"])
+    config.tie_word_embeddings = False
+    folder = save_model(tmp_path / "model", config)
     require_close(on_device(folder, Where(), torch.float32), on_cpu(folder, torch.float32))
 
 

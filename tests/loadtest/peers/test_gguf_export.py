@@ -9,11 +9,12 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from gguf import GGMLQuantizationType, GGUFReader
+from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter
 from safetensors.torch import save_file
 
 from bough.errors import ConfigError
 from bough.model.checkpoint.checkpoint import INDEX_NAME
+from loadtest.peers import gguf as peer_gguf
 from loadtest.peers.gguf import IN_LAYER, export, permuted
 
 HIDDEN, HEADS, KV_HEADS, INNER, VOCAB, NUM_LAYERS = 64, 4, 2, 96, 40, 3
@@ -46,6 +47,19 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config))
     return folder
+
+
+@pytest.fixture
+def few_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tokenizer of three tokens in place of the package's, whose 49,152 take seconds to read and to write."""
+    writer = GGUFWriter(file := tmp_path / "tokenizer.gguf", "llama")
+    writer.add_token_list(["<s>", "a", "b"])
+    writer.add_eos_token_id(2)
+    writer.add_chat_template("{{ messages }}")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    monkeypatch.setattr(peer_gguf, "_tokenizer_file", lambda: file)
 
 
 def stored(folder: Path, name: str) -> torch.Tensor:
@@ -93,6 +107,7 @@ def test_rows_that_are_no_heads_are_refused() -> None:
         permuted(np.zeros((9, 2)), 3)
 
 
+@pytest.mark.usefixtures("few_tokens")
 def test_layers_are_taken_in_order_and_values_are_exact(checkpoint: Path, tmp_path: Path) -> None:
     file = tmp_path / "some.gguf"
     export(checkpoint, file, (0, 2), "bf16")
@@ -121,10 +136,24 @@ def test_layers_are_taken_in_order_and_values_are_exact(checkpoint: Path, tmp_pa
     assert settings["llama.block_count"] == 2
     assert settings["llama.attention.head_count_kv"] == KV_HEADS
     assert settings["llama.rope.dimension_count"] == HIDDEN // HEADS
-    assert reader.fields["tokenizer.ggml.eos_token_id"].contents() == 2
-    assert "<|im_start|>" in reader.fields["tokenizer.chat_template"].contents()
+    tokenizer = {name: field.contents() for name, field in reader.fields.items() if name.startswith("tokenizer.")}
+    assert tokenizer == {
+        "tokenizer.ggml.tokens": ["<s>", "a", "b"],
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.chat_template": "{{ messages }}",
+    }
 
 
+def test_the_tokenizer_is_that_of_the_package(tmp_path: Path) -> None:
+    writer = GGUFWriter(tmp_path / "tokenizer.gguf", "llama")
+    peer_gguf._add_tokenizer(writer)
+    (fields,) = writer.kv_data
+    assert len(fields["tokenizer.ggml.tokens"].value) == 49152
+    assert fields["tokenizer.ggml.eos_token_id"].value == 2
+    assert "<|im_start|>" in fields["tokenizer.chat_template"].value
+
+
+@pytest.mark.usefixtures("few_tokens")
 @pytest.mark.parametrize(("format_name", "largest_error"), [("f16", 0.0), ("q4_0", 0.5)])
 def test_other_formats(checkpoint: Path, tmp_path: Path, format_name: str, largest_error: float) -> None:
     from gguf.quants import dequantize
@@ -137,6 +166,7 @@ def test_other_formats(checkpoint: Path, tmp_path: Path, format_name: str, large
     assert np.abs(dequantize(tensor.data, tensor.tensor_type) - wanted).max() <= largest_error
 
 
+@pytest.mark.usefixtures("few_tokens")
 def test_weights_that_are_not_in_bfloat16_are_refused(checkpoint: Path, tmp_path: Path) -> None:
     for file in checkpoint.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())

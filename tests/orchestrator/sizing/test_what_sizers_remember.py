@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from bough.protocol.decision import Mode
@@ -64,6 +65,28 @@ def test_nodes_that_the_target_left_out_are_missing_and_not_rejected() -> None:
     assert cut[1] == pytest.approx(whole[1], abs=0.1), "children of the root were right both times"
     assert cut[2] > values_of(new_sizer())[2], "right where it was looked at: no reason to think less of what is below"
     assert whole[3] > 0.8
+
+
+def test_guesses_that_are_never_right_are_expected_less_often_and_looked_up_ones_apart_from_the_drafts() -> None:
+    """Their probabilities come from elsewhere and stay as they are."""
+    sure = Tree.of([ROOT, 1, 2], [-1, 0, 1], [0.0, -0.2, -0.2])
+    world = MadeRounds(true=(), draft_fails=True)
+    expected = [expected_tokens(world, sure) for _ in range(12)]
+    assert expected[0] == pytest.approx(1 + np.exp(-0.2) + np.exp(-0.4))
+    assert expected == sorted(expected, reverse=True)
+    assert expected[-1] < 1.2
+    assert expected_tokens(world, sure, "other") < 1.2, "a new session begins with what others have taught"
+    world.draft_fails = False
+    drafted = world.round(world.base, sure).decision
+    assert drafted is not None
+    assert drafted.expected_tokens > 2.4, "the draft has not been wrong yet"
+
+
+def expected_tokens(world: MadeRounds, looked_up: Tree, session_id: str = "s") -> float:
+    """What a round with looked-up guesses was expected to come to."""
+    decision = world.round(replace(world.base, lookup=2, session_id=session_id), looked_up=looked_up).decision
+    assert decision is not None
+    return decision.expected_tokens
 
 
 def test_a_session_that_moves_to_other_models_begins_anew_and_back_again_knows_its_pair() -> None:
