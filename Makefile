@@ -13,8 +13,8 @@ help:  ## list the commands
 demo: $(READY)  ## the whole pipeline on a real model: build, start, generate with trees, in sizes, and without, compare
 	@$(BIN)/bough demo
 
-serve: $(READY)  ## the demonstration under Ray Serve, until Ctrl-C; SIMULATE=PROFILE without weights, PORT=N for HTTP
-	@$(BIN)/python -m deploy.up $(if $(SIMULATE),--simulate $(SIMULATE)) $(if $(PORT),--port $(PORT))
+serve: $(READY)  ## the demonstration under Ray Serve, until Ctrl-C; SIMULATE=PROFILE without weights, PORT=N, HAPROXY=1 for HTTP
+	@$(BIN)/python -m deploy.up $(if $(SIMULATE),--simulate $(SIMULATE)) $(if $(PORT),--port $(PORT)) $(if $(HAPROXY),--haproxy)
 
 # Three tests at once on two processors: many wait for processes to start and end. All compute with as many threads as there
 # are processors, so threads that wait make room sooner than in service (docs/decisions/022-threads.md).

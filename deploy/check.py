@@ -6,6 +6,7 @@ would refuse. --ray also checks that the cluster has the resources which the dep
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -38,6 +39,7 @@ from deploy.settings import (
 IMPORT_PATH = "deploy.app:build"
 PER_REPLICA = "deploy.policies:PerReplica"
 PORTS = ("port", "http_port", "metrics_port")
+HAPROXY = "RAY_SERVE_ENABLE_HA_PROXY"  # Ray's variable, on every node
 DRAIN_MARGIN_SECONDS = 10.0  # that a replica needs beyond its program's own time to drain
 DICTS: Mapping[str, type[BaseModel]] = {  # fields that Serve takes as plain mappings, and checks later
     "autoscaling_config": AutoscalingConfig,
@@ -154,6 +156,10 @@ def _check_proxy(schema: ServeDeploySchema, orchestrator: OrchestratorConfig) ->
     if schema.proxy_location is ProxyLocation.Disabled:
         return
     program, options = f"{Role.ORCHESTRATOR.value}.user_config.program", schema.http_options
+    if uses_haproxy() and (options.ssl_certfile or orchestrator.tls_cert):
+        raise ConfigError(
+            f"{HAPROXY}: must be 0 with http_options.ssl_certfile or {program}.tls_cert, got 1: Ray has no TLS there"
+        )
     if orchestrator.tls_client_ca:
         raise ConfigError(
             f"proxy_location: must be Disabled with {program}.tls_client_ca, got {schema.proxy_location.value}: "
@@ -171,6 +177,11 @@ def _check_proxy(schema: ServeDeploySchema, orchestrator: OrchestratorConfig) ->
             f"http_options.ssl_certfile: missing; must be given, and ssl_keyfile, with {program}.tls_cert: otherwise "
             "keys and texts cross the network to Serve's proxy as they are"
         )
+
+
+def uses_haproxy() -> bool:
+    """Whether Ray Serve runs HAProxy here in place of its own HTTP proxy."""
+    return os.environ.get(HAPROXY) == "1"
 
 
 def _check_deployment(role: Role, deployment: Mapping[str, Any]) -> None:

@@ -22,7 +22,7 @@ from bough.config.addresses import bound
 from bough.config.processes import ServiceConfig
 from bough.errors import BoughError, ConfigError, Unauthenticated, Unavailable
 from bough.simulation.profile import load_profile
-from deploy.check import check, load, orchestrator_of, require_resources
+from deploy.check import HAPROXY, check, load, orchestrator_of, require_resources, uses_haproxy
 from deploy.endpoints import HOST, Endpoints, http_port
 from deploy.settings import DEMONSTRATION, INDEX, INDEX_PORT, Role
 
@@ -31,6 +31,7 @@ START_SECONDS = 120.0  # for the dashboard to answer
 STOP_SECONDS = 60.0  # for all replicas to drain
 OBJECT_STORE_BYTES = 100 * 1000**2  # the least that Ray takes: nothing of ours goes through it
 OF_ALL = frozenset(f.name for f in fields(ServiceConfig))  # settings that a worker without weights has, too
+HAPROXY_PORTS = {"RAY_SERVE_HAPROXY_STATS_PORT": "8404", "RAY_SERVE_HAPROXY_METRICS_PORT": "9101"}  # Ray's defaults
 NUM_RESOURCES = 8  # of each kind that a deployment asks for: more than it needs, as there is one node only
 
 
@@ -52,6 +53,8 @@ def run(file: Path, simulate: str, port: int | None, dashboard_port: int) -> Non
     adapt(config, simulate, port)
     check(config)
     endpoints = Endpoints.of(config)
+    if uses_haproxy():
+        require_haproxy()
     require_free_ports(config, dashboard_port)
     if _uses_demonstration(config):
         ensure_demonstration()
@@ -86,11 +89,23 @@ def require_free_ports(config: Mapping[str, Any], dashboard_port: int) -> None:
         else:
             program = settings.get("program", {})
             ports |= {f"{name}.user_config.program.{key}": program.get(key, 0) for key in ("port", "http_port")}
+    if uses_haproxy():
+        ports |= {name: int(os.environ.get(name, default)) for name, default in HAPROXY_PORTS.items()}
     for where, port in ports.items():
         try:
             bound(HOST, max(port, 0)).close()
         except OSError as exc:
             raise ConfigError(f"{where}: must be a free port, got {port} ({exc.strerror})") from exc
+
+
+def require_haproxy() -> None:
+    """Raise ConfigError where Ray finds no HAProxy: it would serve without any HTTP port, and say so in a log alone."""
+    from ray.serve._private.haproxy import get_haproxy_binary  # loads jinja2, for those who use it
+
+    try:
+        get_haproxy_binary()
+    except FileNotFoundError as exc:
+        raise ConfigError(f"--haproxy (or {HAPROXY}): must have an HAProxy to run: {exc}") from exc
 
 
 @contextmanager

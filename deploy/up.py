@@ -1,7 +1,7 @@
 """`python -m deploy.up [FILE]` (`make serve`): run bough under Ray Serve on this machine until Ctrl-C.
 
 Starts a Ray node that ends with this process, deploys the configuration, waits until it can serve a request, and
-prints three example calls. `--simulate PROFILE` does it without weights.
+prints three example calls. `--simulate PROFILE` does it without weights, `--haproxy` leads HTTP past Ray's own proxy.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ ENVIRONMENT = {  # Ray reads them when it is imported
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_raylet_start_wait_time_s": "240",
     "RAY_gcs_server_port_wait_time_s": "240",
+    "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "2",  # until an HAProxy of this machine knows that a replica ends
     "RAY_AUTH_MODE": "token",  # calls to a Ray node can run code there; Ray makes ~/.ray/auth_token
 }
 
@@ -33,7 +34,10 @@ def main() -> int:
     parser.add_argument("--simulate", metavar="PROFILE", default="", help="workers without weights, as for `bough up`")
     parser.add_argument("--port", type=int, help="of HTTP, instead of what the file says; `make serve PORT=N`")
     parser.add_argument("--dashboard-port", type=int, default=DASHBOARD_PORT, help=f"default {DASHBOARD_PORT}")
+    parser.add_argument("--haproxy", action="store_true", help="HTTP comes in through HAProxy; `make serve HAPROXY=1`")
     arguments = parser.parse_args()
+    if arguments.haproxy:
+        os.environ["RAY_SERVE_ENABLE_HA_PROXY"] = "1"
     prepare_environment()
     try:
         try:

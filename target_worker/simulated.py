@@ -95,6 +95,10 @@ def link_bytes(target: TargetProfile, num_rows: int) -> int:
 def verdict_by(law: Law, job: VerifyJob) -> Verdict:
     """Accept the law's text as far as the tree contains it, with the next token as bonus."""
     call, tree = job.call, job.tree
+    if call.is_given:
+        raise InvalidRequest(
+            "prompt_logprobs: must be left out, as simulated workers know no probabilities of a prompt"
+        )
     first = call.context.base_length + 1  # position of what follows the root
     seed = text_seed(call.sampling)
     text = law.truth(seed, np.arange(first, first + int(tree.depths().max()) + 1)).tolist()

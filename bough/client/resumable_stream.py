@@ -28,6 +28,7 @@ class ResumableStream:
         self._is_started = False
         self._is_broken = False
         self._num_calls = 0
+        self._num_prompt = self._num_prompt_seen = 0  # tokens with log-probabilities, of this call and of all
         self._seams: list[str] = []
 
     def next_options(self) -> g.GenerateOptions:
@@ -42,15 +43,28 @@ class ResumableStream:
         """The event for the caller; None for a repeated Started."""
         match event:
             case g.Started():
-                self._is_broken = False
+                self._is_broken, self._num_prompt = False, 0
                 is_first, self._is_started = not self._is_started, True
                 return event if is_first else None
+            case g.PromptLogprobs():
+                return self._new_of_prompt(event)
             case g.Tokens():
                 self._token_ids += event.token_ids
                 self._num_seen += len(event.token_ids)
                 return event
             case g.Finished():
                 return replace(event, warnings=(*self._seams, *event.warnings))
+
+    def _new_of_prompt(self, event: g.PromptLogprobs) -> g.PromptLogprobs | None:
+        """What of it an earlier call has not reported; None if nothing."""
+        num_known = min(max(0, self._num_prompt_seen - self._num_prompt), len(event.token_ids))
+        self._num_prompt += len(event.token_ids)
+        self._num_prompt_seen = max(self._num_prompt_seen, self._num_prompt)
+        num_new = len(event.token_ids) - num_known
+        if not num_new:
+            return None
+        logprobs = event.logprobs[max(0, len(event.logprobs) - num_new) :]
+        return g.PromptLogprobs(event.token_ids[num_known:], logprobs)
 
     def broke(self, exc: BoughError) -> None:
         """Record that a call has failed; the first failure after each start adds a warning to Finished."""

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from bough.pb import common_pb2 as bough_dot_pb_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x62ough/pb/target.proto\x12\x08\x62ough.v1\x1a\x15\x62ough/pb/common.proto\"\xbe\x02\n\rVerifyRequest\x12\"\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x11.bough.v1.Context\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\r\n\x05round\x18\x03 \x01(\x04\x12\x1c\n\x04tree\x18\x04 \x01(\x0b\x32\x0e.bough.v1.Tree\x12*\n\x08sampling\x18\x05 \x01(\x0b\x32\x18.bough.v1.SamplingParams\x12,\n\x06scheme\x18\x06 \x01(\x0e\x32\x1c.bough.v1.VerificationScheme\x12\x12\n\nmax_length\x18\x07 \x01(\r\x12\x0e\n\x06\x63\x61ller\x18\x08 \x01(\t\x12\x13\n\x0bnum_running\x18\t \x01(\r\x12\x11\n\tworker_id\x18\n \x01(\t\x12\x15\n\rmay_leave_out\x18\x0b \x01(\x08\x12\x10\n\x08reserves\x18\x0c \x01(\x08\"\x98\x02\n\x0bVerifyReply\x12\x16\n\x0e\x61\x63\x63\x65pted_nodes\x18\x01 \x03(\r\x12\x13\n\x0b\x62onus_token\x18\x02 \x01(\x05\x12,\n\x08logprobs\x18\x03 \x03(\x0b\x32\x1a.bough.v1.PositionLogprobs\x12\x13\n\x0bheld_length\x18\x04 \x01(\r\x12\"\n\x07timings\x18\x05 \x01(\x0b\x32\x11.bough.v1.Timings\x12\x15\n\rcached_length\x18\x06 \x01(\r\x12\x16\n\x0eleft_out_nodes\x18\x07 \x03(\r\x12!\n\x04\x63ost\x18\x08 \x01(\x0b\x32\x13.bough.v1.CostCurve\x12\x10\n\x08num_rows\x18\t \x01(\r\x12\x11\n\tnum_trees\x18\n \x01(\r2\x91\x02\n\x06Target\x12\x38\n\x06Verify\x12\x17.bough.v1.VerifyRequest\x1a\x15.bough.v1.VerifyReply\x12;\n\x07Release\x12\x18.bough.v1.ReleaseRequest\x1a\x16.bough.v1.ReleaseReply\x12\x45\n\rGetServerInfo\x12\x1e.bough.v1.GetServerInfoRequest\x1a\x14.bough.v1.WorkerInfo\x12I\n\x0cGetTokenizer\x12\x1d.bough.v1.GetTokenizerRequest\x1a\x18.bough.v1.TokenizerChunk0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x62ough/pb/target.proto\x12\x08\x62ough.v1\x1a\x15\x62ough/pb/common.proto\"\xd0\x02\n\rVerifyRequest\x12\"\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x11.bough.v1.Context\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\r\n\x05round\x18\x03 \x01(\x04\x12\x1c\n\x04tree\x18\x04 \x01(\x0b\x32\x0e.bough.v1.Tree\x12*\n\x08sampling\x18\x05 \x01(\x0b\x32\x18.bough.v1.SamplingParams\x12,\n\x06scheme\x18\x06 \x01(\x0e\x32\x1c.bough.v1.VerificationScheme\x12\x12\n\nmax_length\x18\x07 \x01(\r\x12\x0e\n\x06\x63\x61ller\x18\x08 \x01(\t\x12\x13\n\x0bnum_running\x18\t \x01(\r\x12\x11\n\tworker_id\x18\n \x01(\t\x12\x15\n\rmay_leave_out\x18\x0b \x01(\x08\x12\x10\n\x08reserves\x18\x0c \x01(\x08\x12\x10\n\x08is_given\x18\r \x01(\x08\"\x98\x02\n\x0bVerifyReply\x12\x16\n\x0e\x61\x63\x63\x65pted_nodes\x18\x01 \x03(\r\x12\x13\n\x0b\x62onus_token\x18\x02 \x01(\x05\x12,\n\x08logprobs\x18\x03 \x03(\x0b\x32\x1a.bough.v1.PositionLogprobs\x12\x13\n\x0bheld_length\x18\x04 \x01(\r\x12\"\n\x07timings\x18\x05 \x01(\x0b\x32\x11.bough.v1.Timings\x12\x15\n\rcached_length\x18\x06 \x01(\r\x12\x16\n\x0eleft_out_nodes\x18\x07 \x03(\r\x12!\n\x04\x63ost\x18\x08 \x01(\x0b\x32\x13.bough.v1.CostCurve\x12\x10\n\x08num_rows\x18\t \x01(\r\x12\x11\n\tnum_trees\x18\n \x01(\r2\x91\x02\n\x06Target\x12\x38\n\x06Verify\x12\x17.bough.v1.VerifyRequest\x1a\x15.bough.v1.VerifyReply\x12;\n\x07Release\x12\x18.bough.v1.ReleaseRequest\x1a\x16.bough.v1.ReleaseReply\x12\x45\n\rGetServerInfo\x12\x1e.bough.v1.GetServerInfoRequest\x1a\x14.bough.v1.WorkerInfo\x12I\n\x0cGetTokenizer\x12\x1d.bough.v1.GetTokenizerRequest\x1a\x18.bough.v1.TokenizerChunk0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,9 +33,9 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'bough.pb.target_pb2', _glob
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_VERIFYREQUEST']._serialized_start=59
-  _globals['_VERIFYREQUEST']._serialized_end=377
-  _globals['_VERIFYREPLY']._serialized_start=380
-  _globals['_VERIFYREPLY']._serialized_end=660
-  _globals['_TARGET']._serialized_start=663
-  _globals['_TARGET']._serialized_end=936
+  _globals['_VERIFYREQUEST']._serialized_end=395
+  _globals['_VERIFYREPLY']._serialized_start=398
+  _globals['_VERIFYREPLY']._serialized_end=678
+  _globals['_TARGET']._serialized_start=681
+  _globals['_TARGET']._serialized_end=954
 # @@protoc_insertion_point(module_scope)

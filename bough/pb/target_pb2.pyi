@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class VerifyRequest(_message.Message):
-    __slots__ = ("context", "epoch", "round", "tree", "sampling", "scheme", "max_length", "caller", "num_running", "worker_id", "may_leave_out", "reserves")
+    __slots__ = ("context", "epoch", "round", "tree", "sampling", "scheme", "max_length", "caller", "num_running", "worker_id", "may_leave_out", "reserves", "is_given")
     CONTEXT_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
@@ -21,6 +21,7 @@ class VerifyRequest(_message.Message):
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     MAY_LEAVE_OUT_FIELD_NUMBER: _ClassVar[int]
     RESERVES_FIELD_NUMBER: _ClassVar[int]
+    IS_GIVEN_FIELD_NUMBER: _ClassVar[int]
     context: _common_pb2.Context
     epoch: int
     round: int
@@ -33,7 +34,8 @@ class VerifyRequest(_message.Message):
     worker_id: str
     may_leave_out: bool
     reserves: bool
-    def __init__(self, context: _Optional[_Union[_common_pb2.Context, _Mapping]] = ..., epoch: _Optional[int] = ..., round: _Optional[int] = ..., tree: _Optional[_Union[_common_pb2.Tree, _Mapping]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., scheme: _Optional[_Union[_common_pb2.VerificationScheme, str]] = ..., max_length: _Optional[int] = ..., caller: _Optional[str] = ..., num_running: _Optional[int] = ..., worker_id: _Optional[str] = ..., may_leave_out: _Optional[bool] = ..., reserves: _Optional[bool] = ...) -> None: ...
+    is_given: bool
+    def __init__(self, context: _Optional[_Union[_common_pb2.Context, _Mapping]] = ..., epoch: _Optional[int] = ..., round: _Optional[int] = ..., tree: _Optional[_Union[_common_pb2.Tree, _Mapping]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., scheme: _Optional[_Union[_common_pb2.VerificationScheme, str]] = ..., max_length: _Optional[int] = ..., caller: _Optional[str] = ..., num_running: _Optional[int] = ..., worker_id: _Optional[str] = ..., may_leave_out: _Optional[bool] = ..., reserves: _Optional[bool] = ..., is_given: _Optional[bool] = ...) -> None: ...
 
 class VerifyReply(_message.Message):
     __slots__ = ("accepted_nodes", "bonus_token", "logprobs", "held_length", "timings", "cached_length", "left_out_nodes", "cost", "num_rows", "num_trees")

@@ -18,7 +18,7 @@ from bough.protocol.codec_trees import (
     tree_to_wire,
 )
 from bough.tokenization.vocabulary import TokenizerFiles
-from bough.trees.tree_plan import Guess, TreePlan, require_growth
+from bough.trees.tree_plan import Guess, Scheme, TreePlan, require_growth
 
 TOKENIZER_CHUNK_BYTES = 1024 * 1024
 MAX_NAME_LENGTH = 256  # characters of a session's or request's name
@@ -100,6 +100,8 @@ def verify_call_from_wire(message: target_pb2.VerifyRequest, vocab_size: int, ma
         scheme=scheme,
         **from_fields(message, m.VerifyCall, "context", "tree", "scheme"),
     )
+    if call.is_given and (scheme is not Scheme.TARGET or not tree.is_chain):
+        raise InvalidRequest("is_given: must be false unless the tree is a chain, and the scheme target")
     call.sampling.validate(vocab_size)
     return call
 

@@ -8,6 +8,7 @@ from bough.protocol.sampling_params import MAX_SEED
 from bough.trees.tree_plan import require_growth
 
 MAX_UINT32 = 2**32 - 1
+_NUMBERS = ("top_k", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs")
 
 
 def require_numbers(prompt: Prompt, options: GenerateOptions) -> None:
@@ -15,7 +16,7 @@ def require_numbers(prompt: Prompt, options: GenerateOptions) -> None:
     tokens = prompt.token_ids if isinstance(prompt, TokenPrompt) else ()
     speculation = options.speculation
     numbers = (
-        *((name, getattr(options, name), MAX_UINT32) for name in ("top_k", "max_tokens", "min_tokens", "logprobs")),
+        *((name, getattr(options, name), MAX_UINT32) for name in _NUMBERS),
         ("seed", options.seed, MAX_SEED),
         *((f"stop_token_ids[{i}]", token, MAX_UINT32) for i, token in enumerate(options.stop_token_ids)),
         *((f"logit_bias[{token}]", token, MAX_UINT32) for token in options.logit_bias),
@@ -23,7 +24,7 @@ def require_numbers(prompt: Prompt, options: GenerateOptions) -> None:
         *((f"token_ids[{i}]", token, MAX_UINT32) for i, token in enumerate(tokens)),
     )
     for name, value, most in numbers:
-        least = 1 if name == "max_tokens" else 0
+        least = 1 if name == "max_tokens" and options.prompt_logprobs is None else 0
         if value is not None and not least <= value <= most:
             raise InvalidRequest(f"{name}: must be {least} to {most}, got {value}")
     if speculation.growth is not None:

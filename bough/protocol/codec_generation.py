@@ -89,6 +89,8 @@ def event_to_wire(event: g.Event) -> pb.GenerateEvent:
     match event:
         case g.Started():
             return pb.GenerateEvent(started=to_fields(event))
+        case g.PromptLogprobs():
+            return pb.GenerateEvent(prompt_logprobs=to_fields(event))
         case g.Tokens():
             return pb.GenerateEvent(tokens=to_fields(event))
         case g.Finished():
@@ -99,6 +101,8 @@ def event_from_wire(message: pb.GenerateEvent) -> g.Event:
     """The event of a message, of any kind."""
     if message.HasField("started"):
         return read(message.started, g.Started)
+    if message.HasField("prompt_logprobs"):
+        return read(message.prompt_logprobs, g.PromptLogprobs)
     return read(message.tokens, g.Tokens) if message.HasField("tokens") else read(message.finished, g.Finished)
 
 

@@ -153,6 +153,7 @@ class GenerateOptions:
     model: str = ""  # its name; empty is the session's model, or else the only one served
     cache_salt: str = ""  # cached prefixes are shared only among requests with the same salt
     constraint: Constraint | None = None  # on the output
+    prompt_logprobs: int | None = None  # alternatives to report for each token of the prompt; None reports nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +200,15 @@ class Tokens:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """Log-probabilities of a part of the prompt, in order; the first token, which follows nothing, has none."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[PositionLogprobs, ...]
+    begins: tuple[int, ...] = field(default=(), compare=False, repr=False)  # as of `Tokens`, in the prompt's text
+
+
+@dataclass(frozen=True, slots=True)
 class Usage:
     """Token counts of a request."""
 
@@ -235,7 +245,7 @@ class Finished:
     stop_token_id: int | None = None  # that was matched; None for a stop text or a limit
 
 
-Event = Started | Tokens | Finished
+Event = Started | PromptLogprobs | Tokens | Finished
 
 
 @dataclass(frozen=True, slots=True)

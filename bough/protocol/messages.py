@@ -93,6 +93,7 @@ class VerifyCall:
     worker_id: str = ""  # id that the worker must have, as addresses can be reused; "" is any
     may_leave_out: bool = False  # the target may skip nodes that are not worth their time in a shared sweep
     reserves: bool = False  # lease a KV slot before replying which part of the context is missing
+    is_given: bool = False  # the tree is a chain of tokens that count as accepted; their log-probabilities are wanted
 
 
 class Verdict(NamedTuple):

@@ -117,9 +117,9 @@ class StopConditions:
     stop: tuple[str, ...] = ()
     include_stop: bool = False  # in the text, also the stop token's
 
-    def validate(self) -> None:
+    def validate(self, least_tokens: int = 1) -> None:
         """Raises InvalidRequest naming the first field out of its range."""
-        _require(self.max_tokens >= 1, "max_tokens", self.max_tokens, "1 or more")
+        _require(self.max_tokens >= least_tokens, "max_tokens", self.max_tokens, f"{least_tokens} or more")
         _require_number("stop", len(self.stop), MAX_STOPS)
         for index, text in enumerate(self.stop):
             _require(text != "", f"stop[{index}]", text, "a non-empty text")

@@ -41,6 +41,16 @@ class Tree:
         """A tree of its root alone; verifying it is plain decoding."""
         return cls.of([token], [-1], [0.0])
 
+    @classmethod
+    def chain(cls, tokens: Sequence[int]) -> Tree:
+        """A tree of one path; of its tokens nothing is said."""
+        return cls.of(tokens, range(-1, len(tokens) - 1), [0.0] * len(tokens))
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether each node follows the one before it."""
+        return bool(np.array_equal(self.parents, np.arange(-1, len(self) - 1)))
+
     def __len__(self) -> int:
         return len(self.tokens)
 

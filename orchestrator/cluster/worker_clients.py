@@ -195,6 +195,7 @@ class TargetClient(WorkerClient):
                 self._worker_id,
                 proposal.may_leave_out,
                 reserves,
+                proposal.is_given,
             )
             request = codec.verify_call_to_wire(verify)
             with session.span.call("bough.v1.Target/Verify", self.address) as span:

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from bough.protocol.generation import Event, Finished, Prompt, Started, TextPrompt, TokenPrompt, Tokens
+from bough.protocol.generation import Event, Finished, Prompt, PromptLogprobs, Started, TextPrompt, TokenPrompt, Tokens
 from orchestrator.http_api.answer import Answer, Head, StreamTelling
 from orchestrator.http_api.chat import chat_prompt
 from orchestrator.http_api.errors import Json, invalid
 from orchestrator.http_api.fields import CompletionFields, TextOrTokens, TokenizeFields
 from orchestrator.http_api.options import RequestLimits
-from orchestrator.http_api.spelling import Spell, TokensSpelled, completion_logprobs
+from orchestrator.http_api.spelling import Spell, TokensSpelled, completion_logprobs, prompt_logprobs
 from orchestrator.http_api.tool_fields import tools_of
 
 DEFAULT_MAX_TOKENS = 16  # as at OpenAI
 
 # Names of gRPC fields as clients of this API know them, for error messages.
-FIELD_NAMES = {"text": "prompt", "token_ids.ids": "prompt", "token_ids": "prompt"}
+FIELD_NAMES = {"text": "prompt", "token_ids.ids": "prompt", "token_ids": "prompt", "prompt_logprobs": "echo"}
 
 
 def text_prompt(prompt: TextOrTokens) -> Prompt:
@@ -41,9 +41,11 @@ def tokenized_prompt(fields: TokenizeFields) -> Prompt:
 
 def completion_limits(fields: CompletionFields) -> RequestLimits:
     """Limits of the request. Raises ApiError naming the invalid field."""
-    if fields.echo and fields.logprobs is not None:
-        raise invalid("echo", True, "be left out with logprobs, as a prompt's are not returned")
-    return RequestLimits(DEFAULT_MAX_TOKENS if fields.max_tokens is None else fields.max_tokens, fields.logprobs)
+    of_prompt = fields.logprobs if fields.echo else None
+    if fields.max_tokens == 0 and of_prompt is None:
+        raise invalid("max_tokens", 0, "be 1 or more, but with echo and logprobs")
+    most = DEFAULT_MAX_TOKENS if fields.max_tokens is None else fields.max_tokens
+    return RequestLimits(most, fields.logprobs, of_prompt)
 
 
 class CompletionAnswer(Answer):
@@ -70,6 +72,10 @@ class CompletionAnswer(Answer):
                 if echo := self._echoes[index]:
                     self.choices[index].texts.append(echo)
                     yield _entry(index, echo)
+            case PromptLogprobs() if self._token_bytes is not None:
+                spelled = prompt_logprobs(event, self._token_bytes)
+                self._logprobs[index].extend(spelled)
+                yield _entry(index, "", spelled)
             case Tokens():
                 logprobs = self._spelled(index, event)
                 if event.text or logprobs or self.telling.continuous_usage:
@@ -88,7 +94,8 @@ class CompletionAnswer(Answer):
     def _spelled(self, index: int, event: Tokens) -> TokensSpelled | None:
         if self._token_bytes is None:
             return None
-        spelled = completion_logprobs(event.logprobs, event.begins, self._token_bytes)
+        begins = [begin + len(self._echoes[index]) for begin in event.begins]
+        spelled = completion_logprobs(event.logprobs, begins, self._token_bytes)
         self._logprobs[index].extend(spelled)
         return spelled
 

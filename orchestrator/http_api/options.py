@@ -33,6 +33,7 @@ class RequestLimits:
 
     max_tokens: int
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
 
 def choices(
@@ -101,6 +102,7 @@ def _options(
         stop_token_ids=tuple(fields.stop_token_ids or ()),
         ignore_eos=bool(fields.ignore_eos),
         logprobs=limits.logprobs,
+        prompt_logprobs=limits.prompt_logprobs,
         speculation=_speculation(fields.speculation or SpeculationFields()),
         model=fields.model or "",
         cache_salt=fields.cache_salt or "",

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from bough.protocol.generation import PromptLogprobs
 from bough.protocol.sampling_params import PositionLogprobs, TokenLogprob
 from orchestrator.http_api.errors import Json
 
@@ -29,8 +30,8 @@ class TokensSpelled(NamedTuple):
     """Four lists with an entry for each token, as in `choices[].logprobs` of a completion."""
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]  # None for a prompt's first token
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]  # of the token's text in the whole text, in characters
 
     def extend(self, more: TokensSpelled) -> None:
@@ -51,6 +52,16 @@ def completion_logprobs(
         spelled.token_logprobs.append(finite(at.token.logprob))
         spelled.top_logprobs.append(_by_text(at, token_bytes))
         spelled.text_offset.append(begin)
+    return spelled
+
+
+def prompt_logprobs(event: PromptLogprobs, token_bytes: TokenBytes) -> TokensSpelled:
+    """Entries of a prompt's tokens; its first has no log-probability."""
+    first = len(event.token_ids) - len(event.logprobs)
+    spelled = TokensSpelled([], [], [], [])
+    for token_id, begin in zip(event.token_ids[:first], event.begins, strict=False):
+        spelled.extend(TokensSpelled([_text(token_bytes(token_id))], [None], [None], [begin]))
+    spelled.extend(completion_logprobs(event.logprobs, event.begins[first:], token_bytes))
     return spelled
 
 

@@ -16,7 +16,7 @@ from bough.errors import InvalidRequest, NotFound, StaleEpoch, Unavailable
 from bough.protocol.generation import GenerateOptions, Prompt, Tokens
 from bough.protocol.messages import WorkerInfo, weights_differ
 from bough.protocol.prefix_hash import BLOCK_TOKENS, TokenHistory, block_hashes, common_length
-from bough.protocol.sampling_params import SamplingParams, StopConditions
+from bough.protocol.sampling_params import MAX_LOGPROBS, SamplingParams, StopConditions
 from bough.registry.records import RequestRecord, SessionRecord
 from bough.trees.tree_plan import Scheme
 from orchestrator.admission.size_limits import require_room, require_size, require_sizes
@@ -234,7 +234,9 @@ def _session(
 ) -> Session:
     sampling = _sampling(options, form.grammar, target, request)
     stops = StopConditions(options.max_tokens, options.stop, options.include_stop)
-    stops.validate()
+    stops.validate(least_tokens=1 if options.prompt_logprobs is None else 0)
+    if options.prompt_logprobs is not None and not 0 <= options.prompt_logprobs <= MAX_LOGPROBS:
+        raise InvalidRequest(f"prompt_logprobs: must be 0 to {MAX_LOGPROBS}, got {options.prompt_logprobs}")
     if options.min_tokens > options.max_tokens:
         most = f"must be at most max_tokens, {options.max_tokens}"
         raise InvalidRequest(f"min_tokens: {most}, got {options.min_tokens}")
@@ -260,6 +262,7 @@ def _session(
         model_name=target.info.model_name,
         model_identity=target.info.model_identity,
         cache_salt=options.cache_salt,
+        prompt_logprobs=options.prompt_logprobs,
     )
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from bough.config.processes import OrchestratorConfig
 from bough.errors import BoughError, InvalidRequest, InvalidTree, Unavailable
-from bough.protocol.generation import Tokens
+from bough.protocol.generation import PromptLogprobs, Tokens
 from bough.protocol.messages import GrowResult, RoundTimings, VerifyResult
 from bough.telemetry.log_context import log_session
 from bough.trees.suffix_automaton import LookupLimits
@@ -22,6 +22,7 @@ from orchestrator.opening.recorder import Recorder
 from orchestrator.opening.target_lease import TargetLease
 from orchestrator.rounds.failover import Failover
 from orchestrator.rounds.prompt_lookup import Acceptance, PromptLookup, assumed_probability
+from orchestrator.rounds.prompt_scoring import scored_prompt
 from orchestrator.sessions.session import Session, verified_part
 from orchestrator.sessions.transcripts import request_record, session_record
 from orchestrator.sizing.acceptance_counts import AcceptanceCounter
@@ -46,8 +47,8 @@ class Rounds:
     acceptance: AcceptanceCounter
     lookups: Acceptance = field(default_factory=lambda: Acceptance(assumed_probability))  # shared by all sessions
 
-    async def run(self, session: Session, seat: TargetLease) -> AsyncGenerator[Tokens]:
-        """Run rounds of a session until it is finished.
+    async def run(self, session: Session, seat: TargetLease) -> AsyncGenerator[Tokens | PromptLogprobs]:
+        """Run rounds of a session until it is finished, after those that score its prompt, if that is asked for.
 
         A draft's failure costs a round its guesses, except for those from the session's own text. A target's failure
         costs the time to continue, possibly at another target, to which the lease moves.
@@ -57,6 +58,12 @@ class Rounds:
             Exhausted: no KV slot became free in time.
             StaleEpoch: another orchestrator has the session.
         """
+        if session.prompt_logprobs is not None:
+            async for scores in scored_prompt(session, seat, self.failover, session.prompt_logprobs):
+                yield scores
+            if not session.stops.max_tokens:
+                session.finish_reason = "length"
+            self.record(session, seat.target)
         lookup = PromptLookup(self.lookups)
         known = session.tokens[:] if self._num_lookup(session) else ()
         async with lookup.reading(known, self.directory.tokenizing.run):

@@ -11,7 +11,7 @@ from bough import __version__
 from bough.config.processes import OrchestratorConfig
 from bough.errors import BoughError, Exhausted, InvalidRequest, NotFound, StaleEpoch, Unavailable
 from bough.protocol.decision import Decision, DraftCalibration
-from bough.protocol.generation import Event, GenerateOptions, Loads, ModelInfo, Prompt, ServerInfo, Started
+from bough.protocol.generation import Event, GenerateOptions, Loads, ModelInfo, Prompt, ServerInfo, Started, Tokens
 from bough.protocol.messages import PROTOCOL_VERSION
 from bough.telemetry.spans import current_span
 from bough.trees.acceptance import SchemeAcceptance
@@ -143,9 +143,9 @@ class Requests:
             yield Started(session.request_id, session.prompt_length, session.sampling.seed, model_name, num_seen)
             if opened.unseen is not None:
                 yield opened.unseen
-            while (tokens := await stream.before_end(anext(rounds, None))) is not None:
-                self._num_tokens += len(tokens.token_ids)
-                yield tokens
+            while (event := await stream.before_end(anext(rounds, None))) is not None:
+                self._num_tokens += len(event.token_ids) if isinstance(event, Tokens) else 0
+                yield event
             if not session.is_finished:
                 session.finish_reason = "abort"
                 self._rounds.record(session, seat.target)

@@ -58,6 +58,7 @@ class Session:
     target_held: int = 0  # tokens that the target is assumed to hold
     draft_held: int = 0
     draft_id: str = ""  # worker asked last
+    prompt_logprobs: int | None = None  # alternatives to report for each token of the prompt, before any round
     cache_salt: str = ""  # KV is shared only with sessions of the same salt
     born_us: int = 0  # when the session's first request began, as an epoch
     num_replayed: int = 0  # output tokens from before the request was resumed

@@ -63,6 +63,7 @@ class Proposal(NamedTuple):
     tree: Tree
     may_leave_out: bool  # whether the target may cut it further if others share its sweep
     places: NDArray[np.intp]  # (num_drafted,) number of each drafted node in the tree; -1 for those cut
+    is_given: bool = False  # its tokens are the prompt's, whose log-probabilities are wanted
 
 
 @dataclass(frozen=True, slots=True)

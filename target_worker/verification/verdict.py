@@ -21,6 +21,7 @@ from bough.model.sampling.sampler import (
 from bough.model.sampling.token_counts import TokenCounts
 from bough.protocol.messages import Verdict, VerifyCall
 from bough.protocol.prefix_hash import Tokens
+from bough.protocol.sampling_params import PositionLogprobs
 from bough.trees.tree import Tree
 from bough.trees.tree_plan import Scheme
 from target_worker.verification.traversal import Traversal
@@ -40,6 +41,8 @@ def compute_verdict(
     Scheme.TRAVERSAL for all with nodes below them. If only the largest logit matters, `best_after` is called first: it
     returns the argmax, -1 if that is not finite, or None if unknown.
     """
+    if call.is_given:
+        return _of_given(call, logits_after)
     tree, params, base = call.tree, call.sampling, call.context.base_length
     children, logprobs = tree.children(), []
     row_after = adjusted_after(call, held, allowed)
@@ -70,6 +73,18 @@ def compute_verdict(
         return token
 
     return walk(tree, next_token)._replace(logprobs=tuple(logprobs))
+
+
+def _of_given(call: VerifyCall, logits_after: Callable[[Sequence[int]], Row]) -> Verdict:
+    """The verdict on a chain of given tokens: their log-probabilities, and as the bonus token the likeliest."""
+    tokens, num_top = call.tree.tokens.tolist(), call.sampling.logprobs or 0
+    rows = (logits_after(range(node)) for node in range(1, len(tokens) + 1))
+    logprobs: list[PositionLogprobs] = []
+    for token, row in zip([*tokens[1:], None], rows, strict=True):
+        require_numbers(row, call.context.base_length + len(logprobs) + 1)
+        if token is not None:
+            logprobs.append(position_logprobs(row, token, num_top))
+    return Verdict(tuple(range(1, len(tokens))), int(row.argmax()), tuple(logprobs))
 
 
 def first_end_of(call: VerifyCall) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -15,6 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from bough.cli.main import main
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -58,11 +61,12 @@ def namespace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         process.wait(30)
 
 
-def pasted(namespace: str, *command: str) -> str:
+def pasted(namespace: str, *command: str, typed: str = "") -> str:
     """What a command prints that is run beside the server."""
     done = subprocess.run(
-        [*IN_NAMESPACE, namespace, *command], capture_output=True, text=True, timeout=CALL_SECONDS, env=ENVIRONMENT
-    )
+        [*IN_NAMESPACE, namespace, *command],
+        input=typed, capture_output=True, text=True, timeout=CALL_SECONDS, env=ENVIRONMENT,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -83,11 +87,38 @@ def test_python(namespace: str, number: int) -> None:
 
 
 def test_commands_of_the_shell(namespace: str) -> None:
-    """Those that ask a running bough; each is the README's own line."""
-    lines = [line.split("  ")[0] for line in README.splitlines() if line.startswith("bough ")]
-    for start in ("bough generate", "bough doctor", "bough explain"):
-        (line,) = [line for line in lines if line.startswith(start)]
-        assert pasted(namespace, "bash", "-c", line).strip(), line
+    """Those that ask a running bough; each is the README's own line. `bough top` would not end by itself."""
+    for name, more in (("generate", ""), ("chat", ""), ("doctor", ""), ("top", " --count 1"), ("explain", "")):
+        said = pasted(namespace, "bash", "-c", line_of(name) + more, typed="Hello\n" if name == "chat" else "")
+        assert said.strip(), name
+
+
+def line_of(command: str) -> str:
+    """The README's line with a command of bough's, without what it says of it."""
+    (line,) = [line.split("  ")[0] for line in README.splitlines() if line.startswith(f"bough {command} ")]
+    return line
+
+
+@pytest.mark.parametrize(
+    ("command", "more", "expected"),
+    [
+        (
+            "plan",
+            "--device-memory 24GB --host-memory 128GB --host-link-speed 25 --compute-speed 80 --json",
+            "tokens_per_second",
+        ),
+        ("simulate", "--no-purchases", "10"),
+        ("pack", "", "use it as --target"),
+    ],
+)
+def test_commands_that_ask_nobody(
+    command: str, more: str, expected: str, tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With a model in place of FOLDER, and what makes each quick: speeds that are given, and no purchases."""
+    line = re.sub(r"\bFOLDER\w*", str(tiny), line_of(command)).replace("SMALLER", str(tmp_path / "smaller"))
+    with pytest.raises(SystemExit, match="0"):
+        main(shlex.split(f"{line} {more}")[1:])
+    assert expected in "".join(capsys.readouterr())
 
 
 def test_pages_that_the_readme_names_exist() -> None:

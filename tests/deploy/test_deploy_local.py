@@ -15,10 +15,12 @@ import pytest
 
 pytest.importorskip("ray")
 
+from ray.serve._private import haproxy
+
 from bough.cli.inspection.ray_dashboard import Application, Node, RayDashboard
 from bough.errors import ConfigError, Unavailable
 from deploy import local
-from deploy.check import load
+from deploy.check import check, load
 from deploy.endpoints import Endpoints
 
 CONFIG = load(Path(__file__).parent.parent.parent / "deploy" / "one-machine.yaml")
@@ -117,6 +119,26 @@ def test_a_profile_that_is_none_and_a_port_in_use_are_named_before_anything_is_s
         port = other.getsockname()[1]
         with pytest.raises(ConfigError, match=rf"--port \(or http_options.port\): must be a free port, got {port}"):
             local.run(file, "l40-70b-4bit", port, 0)
+
+
+def test_haproxy_is_there_its_ports_are_free_and_nobody_expects_tls_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray would say each in a log alone, with no HTTP port open."""
+    monkeypatch.setenv("RAY_SERVE_ENABLE_HA_PROXY", "1")
+    with pytest.raises(ConfigError, match=r"RAY_SERVE_ENABLE_HA_PROXY: must be 0 with http_options\.ssl_certfile"):
+        check(CONFIG | {"http_options": {"host": "127.0.0.1", "ssl_certfile": "c.pem", "ssl_keyfile": "c.key"}})
+    check(CONFIG)
+    monkeypatch.setattr(haproxy, "RAY_SERVE_HAPROXY_BINARY_PATH", "/nowhere/haproxy")
+    with pytest.raises(ConfigError, match=r"must have an HAProxy to run: .*'/nowhere/haproxy'"):
+        local.require_haproxy()
+    with socket.socket() as other:
+        other.bind((local.HOST, 0))
+        other.listen()
+        port = other.getsockname()[1]
+        monkeypatch.setenv("RAY_SERVE_HAPROXY_STATS_PORT", str(port))
+        config = with_orchestrator(port=0) | {"http_options": {"port": 0}}
+        config["applications"][0]["deployments"][0]["user_config"]["port"] = 0
+        with pytest.raises(ConfigError, match=f"RAY_SERVE_HAPROXY_STATS_PORT: must be a free port, got {port}"):
+            local.require_free_ports(config, 0)
 
 
 def with_orchestrator(**program: Any) -> dict[str, Any]:

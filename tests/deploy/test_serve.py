@@ -9,13 +9,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+import httpx
 import pytest
 
 pytest.importorskip("ray")
 
+from bough.client import Client
+from bough.config.addresses import free_port
 from bough.security.api_keys import hash_of, new_key
 from bough.security.private_files import write_private
-from loadtest.served.under_ray import one_machine, running
+from deploy.local import HAPROXY_PORTS
+from loadtest.served.under_ray import HOST, Addresses, one_machine, running
 from tests.fakes.certificates import Authority
 from tests.fakes.supervised import PROFILE
 
@@ -68,9 +72,17 @@ async def test_what_is_printed_works_with_a_key_and_not_without(
 
 
 @pytest.mark.cluster
-async def test_what_is_printed_works_as_pasted(tmp_path: Path) -> None:
-    """On one machine as it comes, under a Ray that the test starts and ends."""
-    async with running(one_machine(), PROFILE, tmp_path) as said:
+@pytest.mark.parametrize("with_haproxy", [False, True], ids=["serve", "haproxy"])
+async def test_what_is_printed_works_as_pasted(
+    with_haproxy: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On one machine as it comes, under a Ray that the test starts and ends; and with HAProxy for HTTP."""
+    machine = one_machine()
+    if with_haproxy:
+        monkeypatch.setenv("RAY_SERVE_ENABLE_HA_PROXY", "1")
+        for name in HAPROXY_PORTS:
+            monkeypatch.setenv(name, str(free_port(HOST)))
+    async with running(machine, PROFILE, tmp_path) as said:
         *calls, doctor = calls_of(said)
         done = await asyncio.gather(*(asyncio.to_thread(pasted, call, tmp_path) for call in (*calls, doctor)))
         assert len(done) == 4
@@ -78,3 +90,16 @@ async def test_what_is_printed_works_as_pasted(tmp_path: Path) -> None:
             assert one.returncode == 0, one.stdout + one.stderr
         assert '"finish_reason"' in done[0].stdout
         assert "all is well" in done[-1].stdout, done[-1].stdout
+        await hung_up(machine.addresses)
+
+
+async def hung_up(addresses: Addresses) -> None:
+    """A client that leaves in the middle of its answer ends its request at the orchestrator."""
+    body = {"prompt": "Why", "max_tokens": 1000, "ignore_eos": True, "stream": True}
+    async with Client(addresses.grpc) as client, httpx.AsyncClient(trust_env=False) as http:
+        async with asyncio.timeout(CALL_SECONDS):
+            async with http.stream("POST", f"{addresses.proxy}/v1/completions", json=body) as answer:
+                assert "error" not in await anext(answer.aiter_lines())
+                assert (await client.loads()).num_requests_running == 1
+            while (await client.loads()).num_requests_running:
+                await asyncio.sleep(0.1)

@@ -17,10 +17,12 @@ from bough.client import Client
 from bough.errors import BoughError, InvalidRequest, NotFound
 from bough.protocol.generation import (
     ChatPrompt,
+    Event,
     Finished,
     GenerateOptions,
     Message,
     Prompt,
+    PromptLogprobs,
     Started,
     TextPrompt,
     Tokens,
@@ -91,9 +93,11 @@ class Answer:
                 print(f"warning: {warning}", file=sys.stderr)
         return answer
 
-    def add(self, event: Started | Tokens | Finished) -> str:
+    def add(self, event: Event) -> str:
         """Add an event and return its text."""
         match event:
+            case PromptLogprobs():
+                return ""
             case Started():
                 self.started = event
                 return ""

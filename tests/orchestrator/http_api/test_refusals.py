@@ -218,7 +218,7 @@ async def test_what_says_nothing_new_is_accepted(door: HttpStack, field: str, va
 )
 async def test_a_field_of_completions_is_named_too(door: HttpStack, field: str, value: Any) -> None:
     name = field.partition("[")[0]
-    several = {"prompt": ["x", "y"]} if name in ("n", "session_id") else {"prompt": "x"}
+    several = {"prompt": ["x", "y"]} if name in ("n", "session_id") else {"prompt": "x y"}
     body = several | SHORT | {name: value} | ({"logprobs": 1} if name == "echo" else {})
     status, error = await door.refusal(COMPLETIONS, body)
     assert (status, error["type"]) == (400, "invalid_request_error"), error

@@ -1,0 +1,70 @@
+"""Has the target tell the log-probabilities of a prompt's tokens, which go to it as trees of one path."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import numpy as np
+
+from bough.errors import BoughError
+from bough.protocol.generation import PromptLogprobs
+from bough.protocol.prefix_hash import TokenHistory
+from bough.trees.tree import Tree
+from bough.trees.tree_plan import Scheme
+from orchestrator.opening.target_lease import TargetLease
+from orchestrator.rounds.failover import Failover
+from orchestrator.sessions.detokenizer import TextStream
+from orchestrator.sessions.session import Session
+from orchestrator.sizing.plans import Proposal
+
+
+async def scored_prompt(
+    session: Session, seat: TargetLease, failover: Failover, num_top: int
+) -> AsyncIterator[PromptLogprobs]:
+    """Yield the log-probabilities of a session's prompt, a tree's worth at a time, each with `num_top` alternatives.
+
+    The whole prompt is computed, whatever the target holds of it. Afterwards the target holds all of it.
+
+    Raises:
+        BoughError: what a round raises, or the target does not score given tokens.
+    """
+    prompt = [*session.tokens[: session.prompt_length]]
+    text = TextStream(seat.target.tokens.decode)
+    session.target_held = session.cached_tokens = 0
+    yield PromptLogprobs(tuple(prompt[:1]), (), _begins(text, prompt[:1]))
+    num_scored = 1
+    while num_scored < len(prompt):
+        # The last token that was scored is the root, as its keys and values count as not held.
+        chain = prompt[num_scored - 1 : num_scored - 1 + max(2, seat.target.info.max_nodes)]
+        proposal = Proposal(Tree.chain(chain), False, np.zeros(0, np.intp), is_given=True)
+        with _standing_at(session, num_scored, num_top):
+            result, _ = await failover.verify(session, seat, proposal, Scheme.TARGET)
+            session.round += 1
+        if len(result.verdict.logprobs) != len(chain) - 1:
+            raise BoughError("prompt_logprobs: must be left out, as this target worker is older and reports none")
+        num_scored += len(chain) - 1
+        session.target_held = min(result.held_length, num_scored - 1)
+        yield PromptLogprobs(tuple(chain[1:]), result.verdict.logprobs, _begins(text, chain[1:]))
+
+
+@contextmanager
+def _standing_at(session: Session, length: int, num_top: int) -> Iterator[None]:
+    """The session as if its prompt had `length` tokens."""
+    before = session.tokens, session.sampling
+    session.tokens = TokenHistory(session.tokens[:length])
+    session.sampling = replace(session.sampling, logprobs=num_top)
+    try:
+        yield
+    finally:
+        session.tokens, session.sampling = before
+
+
+def _begins(text: TextStream, tokens: list[int]) -> tuple[int, ...]:
+    """Where in the prompt's text each token begins."""
+    begins = []
+    for token in tokens:
+        begins.append(text.length)
+        text.push(token)
+    return tuple(begins)
