@@ -59,13 +59,13 @@ class ServedDraft(ABC):
         """Limit of nodes of a tree."""
         return self._config.max_nodes
 
-    def compile_grammar(self, grammar: str) -> None:
+    def compile_grammar(self, call: GrowCall) -> None:
         """Compile the grammar of a call, so that no draft step waits for it; may take a second, on any thread.
 
         Raises:
             InvalidRequest: it cannot be followed.
         """
-        self.grammars.compiled(grammar)
+        self.grammars.compiled(call.sampling.grammar, call.context.cache_salt)
 
     def grow(self, call: GrowCall) -> Future[GrowResult]:
         """Queue a call; the future raises InvalidRequest or PrefixMissing. A cancelled call ends at the next step."""

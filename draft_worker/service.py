@@ -30,7 +30,7 @@ class DraftService(WorkerService[ServedDraft]):
                 call = codec.grow_call_from_wire(request, self.worker.vocab_size, self.worker.max_nodes)
                 log_session(call.context.session_id)
                 if call.sampling.grammar:
-                    await asyncio.to_thread(self.worker.compile_grammar, call.sampling.grammar)
+                    await asyncio.to_thread(self.worker.compile_grammar, call)
                 result = await asyncio.wrap_future(self.worker.grow(call))
                 span.set({"bough.tree.nodes": len(result.tree), "bough.draft.warm_nodes": result.num_warm_nodes})
                 logger.debug("grown: %d nodes in %.3f s", len(result.tree), result.timings.total_ns / 1e9)

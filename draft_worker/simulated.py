@@ -15,7 +15,7 @@ from bough.config.reader import at_most
 from bough.errors import ConfigError
 from bough.model.kv.arena import Arena
 from bough.model.sampling.draft_sampler import GREEDY_TOKENS, greedy_weights
-from bough.protocol.messages import WorkerInfo
+from bough.protocol.messages import GrowCall, WorkerInfo
 from bough.runtime.kv_budget import MOST_BYTES
 from bough.simulation.clock import SimulatedClock
 from bough.simulation.hashing import key_of, mixed
@@ -106,6 +106,9 @@ class SimulatedDraftWorker(ServedDraft):
         self._engine = DraftEngine(draft, self.vocab_size, config.branch, pool, ahead_steps, scalings)
         self._name = config.model_name or f"{pair.name}-draft"
         self._start_thread(self._name)
+
+    def compile_grammar(self, call: GrowCall) -> None:
+        """Do nothing: the target refuses a grammar, and guesses that follow none are of no use to it."""
 
     @property
     def max_nodes(self) -> int:

@@ -58,13 +58,13 @@ class ServedTarget(ABC):
         """Port of /metrics; -1 if not served."""
         return self._metrics.port
 
-    def compile_grammar(self, grammar: str) -> None:
+    def compile_grammar(self, call: VerifyCall) -> None:
         """Compile the grammar of a call, so that no sweep waits for it; may take a second, on any thread.
 
         Raises:
             InvalidRequest: it cannot be followed.
         """
-        self.grammars.compiled(grammar)
+        self.grammars.compiled(call.sampling.grammar, call.context.cache_salt)
 
     def verify(self, call: VerifyCall) -> Future[VerifyResult]:
         """Queue a call for the next sweep with room.

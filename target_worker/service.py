@@ -30,7 +30,7 @@ class TargetService(WorkerService[ServedTarget]):
                 call = codec.verify_call_from_wire(request, self.worker.vocab_size, self.worker.max_nodes)
                 log_session(call.context.session_id)
                 if call.sampling.grammar:
-                    await asyncio.to_thread(self.worker.compile_grammar, call.sampling.grammar)
+                    await asyncio.to_thread(self.worker.compile_grammar, call)
                 result = await asyncio.wrap_future(self.worker.verify(call))
                 num_nodes, num_accepted = len(call.tree), len(result.verdict.accepted_nodes)
                 span.set({"bough.tree.nodes": num_nodes, "bough.tree.accepted": num_accepted})

@@ -16,7 +16,7 @@ from bough.model.kv.arena import Arena
 from bough.model.kv.slot import Slot
 from bough.model.sizes.target_limits import TargetLimits
 from bough.protocol.cost_curve import CostCurve
-from bough.protocol.messages import Verdict, WorkerInfo
+from bough.protocol.messages import Verdict, VerifyCall, WorkerInfo
 from bough.protocol.sampling_params import PositionLogprobs, TokenLogprob
 from bough.simulation.clock import SimulatedClock
 from bough.simulation.hashing import key_of
@@ -128,7 +128,7 @@ def position_logprobs(law: Law, seed: int, position: int, num_top: int) -> Posit
 class SimulatedTarget(ServedTarget):
     """A target with a profile's limits, or the settings' where those are lower and not defaults."""
 
-    def compile_grammar(self, grammar: str) -> None:
+    def compile_grammar(self, call: VerifyCall) -> None:
         """Raises InvalidRequest: the text is the law's, whatever is asked."""
         raise InvalidRequest("constraint: must be left out, as simulated workers say words that mean nothing")
 

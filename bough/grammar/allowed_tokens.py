@@ -16,6 +16,7 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from numpy.typing import NDArray
 
+from bough.concurrency.deep_stack import on_deep_stack
 from bough.errors import InvalidRequest
 from bough.tokenization.vocabulary import TokenizerFiles
 
@@ -27,7 +28,8 @@ LIMITS = LLParserLimits(max_lexer_states=50_000, step_lexer_fuel=200_000, verbos
 class _Compiled:
     """A grammar's matcher at the beginning of an output, of which copies are moved along outputs.
 
-    Copies share the states of their lexer, and so its limit: once one has reached it the grammar is compiled anew.
+    Copies share the states of their lexer, and so its limit: once one has reached it the grammar is compiled anew, and
+    others with it end as they need a new state. So they are shared only where prefixes are: among calls of one salt.
     """
 
     def __init__(self, matcher: LLMatcher) -> None:
@@ -41,36 +43,40 @@ class Grammars:
     def __init__(self, files: TokenizerFiles, vocab_size: int) -> None:
         self.vocab_size = vocab_size
         self._files = files
-        self._latest: OrderedDict[str, _Compiled] = OrderedDict()
-        self._compiled: WeakValueDictionary[str, _Compiled] = WeakValueDictionary()
+        self._latest: OrderedDict[tuple[str, str], _Compiled] = OrderedDict()  # by salt and grammar
+        self._compiled: WeakValueDictionary[tuple[str, str], _Compiled] = WeakValueDictionary()
         self._lock = Lock()
 
-    def compiled(self, grammar: str) -> _Compiled:
+    def compiled(self, grammar: str, cache_salt: str = "") -> _Compiled:
         """A grammar that is ready to use. The first grammar of all takes a second, others milliseconds.
 
         Raises:
             InvalidRequest: the model or llguidance cannot follow it.
         """
+        key = cache_salt, grammar
         with self._lock:
-            compiled = self._compiled.get(grammar)
+            compiled = self._compiled.get(key)
         if compiled is None or compiled.is_spent:
             # Compiled without the lock, so that nobody with another grammar waits.
-            compiled = _Compiled(LLMatcher(self._tokenizer, grammar, log_level=0, limits=LIMITS))
+            tokenizer = self._tokenizer
+            # llguidance recurses along rules that name one another, and ends the process where the stack ends.
+            matcher = on_deep_stack(lambda: LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS))
+            compiled = _Compiled(matcher)
             require_working(compiled.matcher)
         with self._lock:
-            self._compiled[grammar] = self._latest[grammar] = compiled
-            self._latest.move_to_end(grammar)
+            self._compiled[key] = self._latest[key] = compiled
+            self._latest.move_to_end(key)
             if len(self._latest) > MAX_COMPILED:
                 self._latest.popitem(last=False)
         return compiled
 
-    def along(self, grammar: str, held: AllowedTokens | None) -> AllowedTokens | None:
+    def along(self, grammar: str, held: AllowedTokens | None, cache_salt: str = "") -> AllowedTokens | None:
         """Those of an output with this grammar: `held` again if they are; None without a grammar."""
         if not grammar:
             return None
         if held is not None and held.grammar == grammar and held.is_working:
             return held
-        return AllowedTokens(grammar, self.compiled(grammar), self._files.eos_token_ids, self.vocab_size)
+        return AllowedTokens(grammar, self.compiled(grammar, cache_salt), self._files.eos_token_ids, self.vocab_size)
 
     @cached_property
     def _tokenizer(self) -> LLTokenizer:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from llguidance import LLMatcher
 
+from bough.concurrency.deep_stack import on_deep_stack
 from bough.errors import InvalidRequest
 from bough.grammar.allowed_tokens import LIMITS, in_one_line
 from bough.protocol.generation import Constraint
@@ -38,7 +39,8 @@ def grammar_of(constraint: Constraint) -> str:
     name, grammar = _written(constraint)
     if len(grammar) > MAX_GRAMMAR:
         raise InvalidRequest(f"constraint.{name}: must be at most {MAX_GRAMMAR} characters, got {len(grammar)}")
-    is_error, messages = LLMatcher.validate_grammar_with_warnings(grammar, limits=LIMITS)
+    # llguidance recurses along rules that name one another, and ends the process where the stack ends
+    is_error, messages = on_deep_stack(lambda: LLMatcher.validate_grammar_with_warnings(grammar, limits=LIMITS))
     if is_error:
         raise InvalidRequest(f"constraint.{name}: must be one that can be followed: {in_one_line(messages[0])}")
     return grammar

@@ -79,7 +79,8 @@ class ModelDraft:
             return
         paths, positions = session.explored.path_tokens(wanted), session.path_positions(wanted)
         adjust(logits, session.guessing, session.past, paths, positions)
-        session.allowed = allowed = self._grammars.along(session.guessing.params.grammar, session.allowed)
+        grammar, salt = session.guessing.params.grammar, session.cache_salt
+        session.allowed = allowed = self._grammars.along(grammar, session.allowed, salt)
         if allowed is not None:
             prompt_length = session.guessing.prompt_length
             allowed.stand_on(session.tokens[prompt_length:])

@@ -6,12 +6,14 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from statistics import fmean
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 NUM_RESAMPLES = 4000
 INTERVAL = (2.5, 97.5)  # percent
+
+Value = TypeVar("Value")
 
 
 def geometric_mean(values: Sequence[float]) -> float:
@@ -41,7 +43,7 @@ def ratio(ours: Sequence[float], theirs: Sequence[float], seed: int, num_digits:
 
 
 def interval(
-    values: Sequence[float], statistic: Callable[[Sequence[float]], float], seed: int, num_digits: int = 3
+    values: Sequence[Value], statistic: Callable[[Sequence[Value]], float], seed: int, num_digits: int = 3
 ) -> list[float]:
     """The 95 % bootstrap interval of a statistic of some values."""
     rng = random.Random(seed)

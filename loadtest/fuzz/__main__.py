@@ -1,7 +1,7 @@
 """Sends malformed messages, and checks that nothing crashes, hangs or leaks, and that valid requests are still exact.
 
     python -m loadtest.fuzz --messages 1000000 --seed 1
-    python -m loadtest.fuzz --messages 20000 --sockets 0.5
+    python -m loadtest.fuzz --messages 1000000 --sockets 1 --minutes 10
 
 Starts an index, an orchestrator and simulated workers of its own. A share of the messages goes over real sockets to
 both of the orchestrator's doors, many on a connection: bodies, heads, chunks that end half-way, protobufs, frames of
@@ -10,7 +10,8 @@ Prints progress on standard error and ends with one JSON line, and exit status 1
 
 messages        all of them; `layers` has how many each layer got: `http`, `grpc` and `http2 frames` are real sockets
 problems        what should not have been, with how often: no status in time, status 500, INTERNAL or UNKNOWN, an
-                error that is none of bough's own or is as long as its message, a process that has ended; none is right
+                error that is none of bough's own or is as long as its message, a process that has ended, an error in a
+                log, a record in the index that does not expire; none is right
 examples        of their messages
 answers         by layer and status
 growth          of the orchestrator and the workers from a tenth of the messages on: memory, descriptors, threads, tasks
@@ -22,6 +23,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import os
 import sys
 import time
@@ -64,7 +66,10 @@ async def run(arguments: argparse.Namespace) -> dict[str, Any]:
     num_sent = round(arguments.messages * arguments.sockets)
     began = time.monotonic()
     with TemporaryDirectory() as folder:
-        figures = await at_sockets(Path(folder), num_sent, arguments.seed, _report) if num_sent else Figures()
+        most_seconds = 60 * arguments.minutes
+        figures = Figures()
+        if num_sent:
+            figures = await at_sockets(Path(folder), num_sent, arguments.seed, _report, most_seconds)
     outcomes = figures.outcomes
     outcomes.add(in_process(arguments.messages - num_sent, arguments.seed))
     return {
@@ -96,6 +101,7 @@ def main() -> int:
     add = parser.add_argument
     add("--messages", type=int, default=1_000_000)
     add("--sockets", type=float, default=SOCKET_SHARE, help="share of them that goes over real sockets")
+    add("--minutes", type=float, default=math.inf, help="after which no more go over sockets")
     add("--seed", type=int, default=1)
     figures = asyncio.run(run(parser.parse_args()))
     print(json.dumps(figures))

@@ -12,7 +12,7 @@ import grpc
 from bough.rpc.server import open_channel
 from bough.rpc.status_map import ERROR_KEY, MAX_MESSAGE_BYTES, STATUS_OF
 from loadtest.fuzz.mutation import Mutator
-from loadtest.fuzz.ordinary import GRPC, SERVICE
+from loadtest.fuzz.ordinary import GRPC, HEALTH, SERVICE
 from loadtest.fuzz.outcomes import ANSWER_SECONDS, Outcomes
 
 LAYER, FRAMES = "grpc", "http2 frames"
@@ -23,6 +23,17 @@ NUM_TYPES = 12  # types of frames, unknown ones included
 MOST_FRAMES = 12  # in a burst, before a ping
 PATIENCE_SECONDS = 0.5
 OWN_PING = b"are you?"
+MOST_CALLS = 8  # at once on a channel
+NO_METHODS = ("/x", SERVICE + "Other", "/bough.v1.Target/Verify", SERVICE + "Generate/Generate", "/" + "y" * 3000)
+# of which gRPC's own code gives the status
+OWN_CODES = dict.fromkeys(NO_METHODS, "CANCELLED") | {HEALTH: "NOT_FOUND"}
+NAMES = ("authorization", "traceparent", "tracestate", "x-request-id", "bough-error", "user-agent", "x", "baggage")
+BINARY_NAMES = ("x-bin", "grpc-trace-bin", "grpc-tags-bin", "bough-error-bin")
+VALUES = (
+    "", "Bearer", "Bearer ", "Bearer sk-bough-x", "Basic eA==", "Bearer " + "k" * 2000, "k" * 20_000, "=;,",
+    "00-" + "0" * 32 + "-" + "0" * 16 + "-01", "00-" + "a" * 32 + "-" + "b" * 16 + "-01", "ff-zz", "a=b," * 300,
+    "%00%ff",
+)  # fmt: skip
 
 
 class GrpcSender:
@@ -37,27 +48,46 @@ class GrpcSender:
         await self._channel.close()
 
     async def send(self) -> None:
-        """Send one call and wait for its first reply or status."""
+        """Send some calls at once and wait for the first reply or the status of each."""
+        await asyncio.gather(*(self._call() for _ in range(self._mutator.rng.randint(1, MOST_CALLS))))
+
+    async def _call(self) -> None:
+        rng = self._mutator.rng
         method = self._mutator.pick([*GRPC])
-        given = self._mutator.pick(GRPC[method])
-        data = self._mutator.garbage() if self._mutator.rng.random() < 0.1 else self._mutator.message(given)
+        data = (
+            self._mutator.garbage() if rng.random() < 0.1 else self._mutator.message(self._mutator.pick(GRPC[method]))
+        )
         data = data[:MAX_MESSAGE_BYTES]  # our channel's limit
+        headers = self._headers() if rng.random() < 0.3 else ()
+        if rng.random() < 0.02:
+            method = self._mutator.pick(NO_METHODS)
         ask: Any = self._channel.unary_stream(method)
-        call = ask(data, timeout=ANSWER_SECONDS)
+        call = ask(data, timeout=ANSWER_SECONDS, metadata=headers)
         try:
             await call.read()
             call.cancel()
         except grpc.aio.AioRpcError as exc:
-            self._note(exc, data)
+            self._note(exc, data, OWN_CODES.get(method, ""), is_large=bool(headers))
             return
         self._outcomes.answered(LAYER, "OK")
 
-    def _note(self, exc: grpc.aio.AioRpcError, data: bytes) -> None:
-        name = str(dict(tuple(exc.trailing_metadata() or ())).get(ERROR_KEY))
-        if NAMES_OF_ERRORS.get(name) is exc.code() and exc.details():
-            self._outcomes.answered(LAYER, exc.code().name)
+    def _headers(self) -> tuple[tuple[str, str | bytes], ...]:
+        headers: list[tuple[str, str | bytes]] = []
+        for _ in range(self._mutator.rng.randint(1, 4)):
+            if self._mutator.rng.random() < 0.3:
+                headers.append((self._mutator.pick(BINARY_NAMES), self._mutator.garbage(2000)))
+            else:
+                headers.append((self._mutator.pick(NAMES), self._mutator.pick(VALUES)))
+        return tuple(headers)
+
+    def _note(self, exc: grpc.aio.AioRpcError, data: bytes, own_code: str, *, is_large: bool) -> None:
+        """Record a status: one of bough's, or what gRPC itself says, `own_code`, or of headers that are too large."""
+        code, name = exc.code(), str(dict(tuple(exc.trailing_metadata() or ())).get(ERROR_KEY))
+        is_grpcs = code.name == own_code or (is_large and "metadata size" in str(exc.details()))
+        if is_grpcs or (NAMES_OF_ERRORS.get(name) is code and exc.details()):
+            self._outcomes.answered(LAYER, code.name)
         else:
-            problem = f"grpc: {exc.code().name}, which is none of bough's own: {str(exc.details())[:100]}"
+            problem = f"grpc: {code.name}, which is none of bough's own: {str(exc.details())[:100]}"
             self._outcomes.failed(LAYER, problem, data)
 
 

@@ -1,4 +1,4 @@
-"""Malformed HTTP over raw sockets: bodies, headers, chunks and bytes, many on a connection."""
+"""Malformed HTTP over raw sockets: bodies, headers, chunks and bytes, many on a connection, several at once."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from loadtest.fuzz.ordinary import BODIES, PATHS
 from loadtest.fuzz.outcomes import ANSWER_SECONDS, Outcomes
 
 LAYER = "http"
+MOST_PIPELINED = 16  # messages sent before the first answer is read
 PATIENCE_SECONDS = 0.2  # wait for an answer to a possibly incomplete message, before closing our side
 HEAD_END = b"\r\n\r\n"
 METHODS = ("GET", "POST", "POST", "PUT", "DELETE", "HEAD", "OPTIONS", "PATCH", "CONNECT", "TRACE", "get", "G\x00T", "")
@@ -34,6 +35,13 @@ class Sent(NamedTuple):
     is_whole: bool
 
 
+class Answer(NamedTuple):
+    """The status of an answer, and whether the server closes the connection after it."""
+
+    status: str
+    is_last: bool
+
+
 class HttpSender:
     """Sends malformed HTTP over one connection at a time."""
 
@@ -44,22 +52,47 @@ class HttpSender:
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
     async def send(self) -> None:
-        """Send one message and record the outcome."""
-        sent = self._made()
+        """Send a pipeline, which an incomplete message may end, and record the outcome of each message."""
+        pipeline = [self._made()]
+        while pipeline[-1].is_whole and len(pipeline) < MOST_PIPELINED and self._mutator.rng.random() < 0.95:
+            pipeline.append(self._made())
+        if self._streams is None and not await self._connect(pipeline[0].data):
+            return
+        writer = self._streams[1] if self._streams else None
+        with suppress(OSError):
+            if writer is not None:
+                writer.write(b"".join(sent.data for sent in pipeline))
+                await writer.drain()
+        for sent in pipeline:
+            await self._record(sent)
+            if self._streams is None:  # messages after the last answer are none of the server's
+                return
+
+    async def _connect(self, data: bytes) -> bool:
+        try:
+            self._streams = await asyncio.open_connection(self._host, self._port)
+        except OSError as exc:
+            self._outcomes.failed(LAYER, f"http: no connection: {exc.strerror}", data)
+            return False
+        return True
+
+    async def _record(self, sent: Sent) -> None:
+        """Read the answer to a message that has been sent, and record it."""
+        answer = Answer("closed", is_last=True)
         try:
             async with asyncio.timeout(ANSWER_SECONDS):
-                status = await self._answer(sent)
+                with suppress(OSError, asyncio.IncompleteReadError):
+                    answer = await self._answer(sent)
         except TimeoutError:
             self._outcomes.failed(LAYER, f"http: no status in {ANSWER_SECONDS:g} s", sent.data)
             await self.close()
             return
-        except OSError as exc:
-            self._outcomes.failed(LAYER, f"http: no connection: {exc.strerror}", sent.data)
-            return
-        if status == "500" or (status == "closed" and sent.is_whole):
-            self._outcomes.failed(LAYER, f"http: {status}", sent.data)
+        if answer.status == "500" or (answer.status == "closed" and sent.is_whole):
+            self._outcomes.failed(LAYER, f"http: {answer.status}", sent.data)
         else:
-            self._outcomes.answered(LAYER, status)
+            self._outcomes.answered(LAYER, answer.status)
+        if answer.is_last or not sent.is_whole:
+            await self.close()
 
     async def close(self) -> None:
         """Close the connection, if there is one."""
@@ -67,21 +100,13 @@ class HttpSender:
             self._streams[1].transport.abort()
             self._streams = None
 
-    async def _answer(self, sent: Sent) -> str:
+    async def _answer(self, sent: Sent) -> Answer:
         if self._streams is None:
-            self._streams = await asyncio.open_connection(self._host, self._port)
+            raise ConnectionResetError
         reader, writer = self._streams
-        status = "closed"
-        with suppress(OSError, asyncio.IncompleteReadError):
-            writer.write(sent.data)
-            await writer.drain()
-            if sent.is_whole:
-                status = await _read_answer(reader)
-            else:
-                status = _status(await _read_hurried(reader, writer))
-        if status == "closed" or not sent.is_whole:
-            await self.close()
-        return status
+        if sent.is_whole:
+            return await _read_answer(reader)
+        return Answer(_status(await _read_hurried(reader, writer)), is_last=True)
 
     def _made(self) -> Sent:
         rng = self._mutator.rng
@@ -136,8 +161,8 @@ async def _read_hurried(reader: asyncio.StreamReader, writer: asyncio.StreamWrit
     return await reader.readuntil(HEAD_END)
 
 
-async def _read_answer(reader: asyncio.StreamReader) -> str:
-    """Read one answer to its end; returns its status."""
+async def _read_answer(reader: asyncio.StreamReader) -> Answer:
+    """Read one answer to its end."""
     head = await reader.readuntil(HEAD_END)
     headers = dict(line.lower().split(": ", 1) for line in head.decode("latin-1").split("\r\n") if ": " in line)
     if "chunked" in headers.get("transfer-encoding", ""):
@@ -146,7 +171,7 @@ async def _read_answer(reader: asyncio.StreamReader) -> str:
         await reader.readline()
     else:
         await reader.readexactly(int(headers.get("content-length", "0")))
-    return _status(head)
+    return Answer(_status(head), headers.get("connection") == "close")
 
 
 def _status(head: bytes) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from google.protobuf.message import Message
+from grpc_health.v1 import health_pb2
 
 from bough.pb import common_pb2, generation_pb2
 from bough.protocol import codec
@@ -49,6 +50,7 @@ DECISIONS = generation_pb2.GetDecisionsRequest(session_id="session")
 RELEASE = common_pb2.ReleaseRequest(session_id="fuzzed", epoch=1)
 
 SERVICE = "/bough.v1.Generation/"
+HEALTH = "/grpc.health.v1.Health/Check"
 GRPC: dict[str, tuple[Message, ...]] = {
     SERVICE + "Generate": (GENERATE, GENERATE_CHAT, GENERATE_TEXT, GENERATE_RESUME),
     SERVICE + "Abort": (ABORT,),
@@ -56,6 +58,9 @@ GRPC: dict[str, tuple[Message, ...]] = {
     SERVICE + "GetDecisions": (DECISIONS,),
     SERVICE + "GetLoads": (generation_pb2.GetLoadsRequest(),),
     SERVICE + "GetModelInfo": (generation_pb2.GetModelInfoRequest(),),
+    SERVICE + "GetServerInfo": (common_pb2.GetServerInfoRequest(),),
+    SERVICE + "GetAcceptance": (generation_pb2.GetAcceptanceRequest(),),
+    HEALTH: (health_pb2.HealthCheckRequest(service="bough.v1.Generation"),),
 }
 
 COMMON: Json = {
@@ -69,10 +74,20 @@ COMMON: Json = {
 CHAT: Json = {"messages": [{"role": "system", "content": "short"}, {"role": "user", "content": "hi"}]}
 PARTS: Json = {"messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}], "max_tokens": 2}
 COMPLETION: Json = {"prompt": "a few words", "logprobs": 1, "max_tokens": 2}
+BOUND: Json = {"prompt": "a", "max_tokens": 2, "structured_outputs": {"regex": "(a|b){1,3}"}}
+SCHEMA: Json = {
+    "type": "json_schema",
+    "json_schema": {"name": "x", "schema": {"type": "object", "properties": {"a": {}}}},
+}
 TOKENS: Json = {"prompt": [1, 2, 3], "echo": True, "max_tokens": 2}
 BODIES: dict[str, tuple[Json, ...]] = {
-    "/v1/chat/completions": (CHAT | COMMON | {"logprobs": True, "top_logprobs": 1}, PARTS, CHAT | {"max_tokens": 1}),
-    "/v1/completions": (COMPLETION | COMMON, TOKENS, COMPLETION),
+    "/v1/chat/completions": (
+        CHAT | COMMON | {"logprobs": True, "top_logprobs": 1},
+        PARTS,
+        CHAT | {"max_tokens": 1},
+        CHAT | {"response_format": SCHEMA},
+    ),
+    "/v1/completions": (COMPLETION | COMMON, TOKENS, COMPLETION, BOUND),
     "/tokenize": ({"prompt": "words", "return_token_strs": True}, CHAT),
     "/detokenize": ({"tokens": [1, 2, 3]},),
 }

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import re
+import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -10,6 +14,7 @@ from pathlib import Path
 from typing import Protocol
 
 import httpx
+import redis.asyncio
 
 from bough.client import Client
 from bough.errors import BoughError
@@ -25,12 +30,15 @@ from loadtest.served.soak import Snapshot, leaks, snapshot
 from loadtest.served.stack import Stack, stack
 
 SWEEP_SECONDS = 0.001
-MAX_CONTEXT = 512  # ends answers without a limit
+MAX_CONTEXT = 96  # ends answers without a limit
+MAX_NODES = 8  # of trees, which are no part of this
 SHARES = {http_door.LAYER: 0.6, grpc_door.LAYER: 0.3, grpc_door.FRAMES: 0.1}
-SENDERS = {http_door.LAYER: 12, grpc_door.LAYER: 6, grpc_door.FRAMES: 3}  # at once
+SENDERS = {http_door.LAYER: 24, grpc_door.LAYER: 6, grpc_door.FRAMES: 12}  # at once
 NUM_PROCESSES = 4
-BATCH = 3000  # messages between two checks of the processes
+BATCH = 5000  # messages between two checks of the processes
 SETTLE_SECONDS = 30.0
+ERRORS = re.compile(r"^(?:.* (?:ERROR|CRITICAL) .*|\w[\w.]*(?:Error|Exception)\b.*)$", re.MULTILINE)
+UNREADABLE = "grpc._cython.cygrpc: Invalid encoding"  # gRPC's line on a header that is no text, which it leaves out
 PROMPT, MAX_TOKENS = "the ordinary request", 24
 
 Report = Callable[[str], None]
@@ -77,10 +85,12 @@ class Ordinary:
         return tokens, response.json()["choices"][0]["text"]
 
 
-async def at_sockets(folder: Path, num_messages: int, seed: int, report: Report) -> Figures:
-    """Send messages to an orchestrator with simulated workers."""
-    figures = Figures()
-    async with stack(write_profile(folder, SWEEP_SECONDS, max_context=MAX_CONTEXT)) as running:
+async def at_sockets(
+    folder: Path, num_messages: int, seed: int, report: Report, most_seconds: float = math.inf
+) -> Figures:
+    """Send messages to an orchestrator with simulated workers; after `most_seconds` no batch is begun."""
+    figures, ends = Figures(), time.monotonic() + most_seconds
+    async with stack(write_profile(folder, SWEEP_SECONDS, max_context=MAX_CONTEXT, max_nodes=MAX_NODES)) as running:
         ordinary = Ordinary(
             running.addresses("orchestrator")[0], await http_url_of(running.addresses("orchestrator")[0])
         )
@@ -97,7 +107,12 @@ async def at_sockets(folder: Path, num_messages: int, seed: int, report: Report)
             if batch == num_batches // 10 or not first:
                 first = now
             figures.growth = _growth(first, now)
-            report(f"{figures.outcomes.num_messages} over sockets, {dict(figures.outcomes.problems)}")
+            megabytes = {name: round(each["memory_bytes"] / 1e6) for name, each in figures.growth.items()}
+            report(f"{figures.outcomes.num_messages} over sockets, {dict(figures.outcomes.problems)}, MB: {megabytes}")
+            if time.monotonic() > ends:
+                break
+        figures.outcomes.problems.update(_logged(running))
+        figures.outcomes.problems.update(await _everlasting(running))
         await _settled(running, ordinary, first, figures)
     return figures
 
@@ -133,6 +148,22 @@ async def _look(running: Stack, ordinary: Ordinary, wanted: Sequence[object], fi
     except (BoughError, httpx.HTTPError) as exc:
         figures.is_exact = False
         figures.outcomes.problems[f"the ordinary request: {type(exc).__name__}: {exc}"] += 1
+
+
+def _logged(running: Stack) -> Counter[str]:
+    """Errors in the processes' logs: what goes wrong without showing in a status."""
+    logs = {
+        child.name: child.log.read_text(errors="replace") for kind in running.replicas.values() for child, _ in kind
+    }
+    lines = ((name, line) for name, text in logs.items() for line in ERRORS.findall(text) if UNREADABLE not in line)
+    return Counter(f"the log of {name}: {line[:200]}" for name, line in lines)
+
+
+async def _everlasting(running: Stack) -> Counter[str]:
+    """Records of sessions and requests in the index that do not expire by themselves."""
+    async with redis.asyncio.Redis.from_url(running.index_url) as index:
+        names = [name.decode(errors="replace") async for name in index.scan_iter(count=1000)]
+        return Counter([re.sub(r"[^:]*$", "*", n) for n in names if await index.ttl(n) == -1])
 
 
 async def _settled(running: Stack, ordinary: Ordinary, first: Snapshot, figures: Figures) -> None:

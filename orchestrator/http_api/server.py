@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager, contextmanager
 from http import HTTPStatus
 from typing import Any, cast
 
+import h11
 import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -122,6 +123,16 @@ class _Protocol(H11Protocol):
                 timer.cancel()
         elif self.timeout_keep_alive_task is None:
             self.timeout_keep_alive_task = timer
+
+    def send_400_response(self, msg: str) -> None:
+        """End also a request whose body this is, and close without a word where its own answer has begun."""
+        if self.cycle is not None:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            super().send_400_response(msg)
+        else:
+            self.transport.close()
 
     def timeout_keep_alive_handler(self) -> None:
         """Abort: closing would wait for the peer to read what was sent."""

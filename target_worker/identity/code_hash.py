@@ -25,7 +25,7 @@ def modules(*packages: tuple[str, str]) -> frozenset[str]:
 
 DECIDING = modules(
     ("bough.grammar", "allowed_tokens"),
-    ("bough.model.architecture", "architecture attention moe"),
+    ("bough.model.architecture", "architecture attention moe side_by_side"),
     ("bough.model.batch", "batch gpu_paths path_spans"),
     ("bough.model.checkpoint", "tensor_source"),
     ("bough.model.cpu",

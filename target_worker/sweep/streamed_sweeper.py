@@ -54,7 +54,8 @@ class StreamedSweeper:
 
         def verdict_on(job: VerifyJob) -> Verdict:
             call, rows = replace(job.call, tree=job.tree), own[id(job)]
-            job.session.allowed = allowed = self._grammars.along(call.sampling.grammar, job.session.allowed)
+            grammar, salt = call.sampling.grammar, call.context.cache_salt
+            job.session.allowed = allowed = self._grammars.along(grammar, job.session.allowed, salt)
             return compute_verdict(call, job.text.tokens, rows.after, rows.best_after, allowed)
 
         return Swept(figures, verdict_on)

@@ -134,6 +134,28 @@ def test_masks_are_kept_as_long_as_the_grammar_is_the_same(grammars: Grammars) -
     assert grammars.along("", held) is None
 
 
+def test_tenants_share_no_states_of_a_grammar(grammars: Grammars) -> None:
+    phone = grammar_of(PHONE)
+    own = grammars.compiled(phone, "alice")
+    assert grammars.compiled(phone, "alice") is own
+    assert grammars.compiled(phone, "bob") is not own
+    own.is_spent = True
+    assert grammars.compiled(phone, "alice") is not own
+
+
+def test_rules_that_name_one_another_in_a_long_chain_do_not_end_the_process(grammars: Grammars) -> None:
+    """llguidance recursed along them until its stack was used up, which ended the process for everybody."""
+    rules = [f"a{number:x}:a{number + 1:x}" for number in range(10_000)]
+    lark = "\n".join(["start:a0", *rules, f'a{len(rules):x}:"x"'])
+    refs = [f'"{number}":{{"allOf":[{{"$ref":"#/$defs/{number + 1}"}}]}}' for number in range(2500)]
+    schema = f'{{"$ref":"#/$defs/0","$defs":{{{",".join(refs)},"{len(refs)}":{{"type":"null"}}}}}}'
+    for constraint in (Constraint(lark=lark), Constraint(json_schema=schema)):
+        allowed = along(grammars, constraint)
+        mask = allowed.after([])
+        assert mask is not None
+        assert mask.any()
+
+
 def test_what_cannot_be_followed_is_refused_by_name(grammars: Grammars, byte_tokenizer: TokenizerFiles) -> None:
     with pytest.raises(InvalidRequest, match=r"constraint: must be a grammar that can be followed"):
         grammars.compiled("no grammar")

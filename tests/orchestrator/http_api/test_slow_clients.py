@@ -156,3 +156,28 @@ def test_connections_leave_half_of_the_descriptors_to_others(monkeypatch: pytest
     for soft, most in ((1024, 512), (10**6, connections.MAX_CONNECTIONS), (-1, connections.MAX_CONNECTIONS)):
         monkeypatch.setattr(connections.resource, "getrlimit", lambda _, soft=soft: (soft, soft))
         assert server.most_connections() == most
+
+
+@pytest.mark.parametrize("path", ["/quick", "/slow"])
+async def test_a_body_that_breaks_off_amid_its_request_is_refused_once(
+    port: int, app: App, path: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    head = f"POST {path} HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n1\r\nx\r\n"
+    reader, writer = await connected(port, head.encode() + b"zz\r\n")
+    said = await until_closed(reader, writer)
+    app.may_answer.set()
+    await asyncio.sleep(0)  # the request goes on, and its answer goes nowhere
+    assert said.startswith(b"HTTP/1.1 400 "), said
+    assert said.count(b"HTTP/1.1") == 1
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+async def test_a_body_that_breaks_off_after_its_answer_closes_the_connection(
+    port: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    head = b"POST /quick HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n1\r\nx\r\n"
+    reader, writer = await connected(port, head)
+    assert b"200 OK" in await answer(reader)
+    writer.write(b"zz\r\n")
+    assert await until_closed(reader, writer) == b""
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
