@@ -4,6 +4,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+# Bytecode is written even where the environment says not to: each of hundreds of processes would compile torch again.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo serve test test-fast check loadtest bench-docs proto clean help
 

@@ -30,6 +30,6 @@ def build(args: dict[str, Any]) -> serve.Application:
     settings = read_fields(AppSettings, args, "args")
     index = settings.index_url or serve.deployment(name=INDEX, user_config={}, **OPTIONS)(IndexReplica).bind()
     workers = [serve.deployment(name=Role.TARGET.value, **OPTIONS)(TargetReplica).bind(index)]
-    if settings.has_drafts:
+    if settings.drafts:
         workers.append(serve.deployment(name=Role.DRAFT.value, **OPTIONS)(DraftReplica).bind(index))
     return serve.deployment(name=Role.ORCHESTRATOR.value, **OPTIONS)(OrchestratorReplica).bind(index, workers)

@@ -126,7 +126,7 @@ def _check_application(application: Mapping[str, Any]) -> None:
     known = [*DEPLOYMENTS]
     if args.index_url:
         known.remove(INDEX)
-    if not args.has_drafts:
+    if not args.drafts:
         known.remove(Role.DRAFT.value)
     given = {deployment["name"]: deployment for deployment in application.get("deployments", ())}
     for name in given:

@@ -23,7 +23,7 @@ from bough.config.processes import ServiceConfig
 from bough.errors import BoughError, ConfigError, Unauthenticated, Unavailable
 from bough.simulation.profile import load_profile
 from deploy.check import HAPROXY, check, load, orchestrator_of, require_resources, uses_haproxy
-from deploy.doors import HOST, Doors, http_port
+from deploy.endpoints import HOST, Endpoints, http_port
 from deploy.settings import DEMONSTRATION, INDEX, INDEX_PORT, Role
 
 POLL_SECONDS = 1.0
@@ -52,14 +52,14 @@ def run(file: Path, simulate: str, port: int | None, dashboard_port: int) -> Non
     config = load(file)
     adapt(config, simulate, port)
     check(config)
-    doors = Doors.of(config)
+    endpoints = Endpoints.of(config)
     if uses_haproxy():
         require_haproxy()
     require_free_ports(config, dashboard_port)
     if _uses_demonstration(config):
         ensure_demonstration()
     with ray_node(config, dashboard_port) as dashboard:
-        serve(config, dashboard, doors)
+        serve(config, dashboard, endpoints)
 
 
 def adapt(config: dict[str, Any], simulate: str, port: int | None) -> None:
@@ -133,26 +133,26 @@ def ray_node(config: Mapping[str, Any], dashboard_port: int) -> Iterator[RayDash
         ray.shutdown()
 
 
-def serve(config: Mapping[str, Any], dashboard: RayDashboard, doors: Doors) -> None:
+def serve(config: Mapping[str, Any], dashboard: RayDashboard, endpoints: Endpoints) -> None:
     """Deploy, and watch until a signal. Raise ConfigError where Serve gives the deployment up."""
     require_resources(config, _nodes_when_known(dashboard))
     dashboard.deploy(config)
     said, is_ready = "", False
     while True:
         try:
-            waiting = waits_for(dashboard.applications(), doors)
+            waiting = waits_for(dashboard.applications(), endpoints)
         except Unavailable as exc:  # replicas work without the dashboard
             waiting = str(exc)
         if not waiting and not is_ready:
             is_ready = True
-            print(doors.how_to_ask(dashboard.url), flush=True)
+            print(endpoints.how_to_ask(dashboard.url), flush=True)
         elif waiting and waiting != said:
             print(f"waiting: {waiting}", file=sys.stderr, flush=True)
         said = waiting
         time.sleep(POLL_SECONDS)
 
 
-def waits_for(applications: Sequence[Application], doors: Doors) -> str:
+def waits_for(applications: Sequence[Application], endpoints: Endpoints) -> str:
     """Return why no request can be served yet, empty if one can. Raise ConfigError where none ever will."""
     for application in applications:
         if application.status == "DEPLOY_FAILED":
@@ -162,12 +162,12 @@ def waits_for(applications: Sequence[Application], doors: Doors) -> str:
         return ", ".join(f"{each.name} ({each.message or each.status.lower()})" for each in unhealthy)
     if not applications or any(application.status != "RUNNING" for application in applications):
         return "Serve to take the application in"
-    return asyncio.run(_unused_workers(doors))
+    return asyncio.run(_unused_workers(endpoints))
 
 
-async def _unused_workers(doors: Doors) -> str:
+async def _unused_workers(endpoints: Endpoints) -> str:
     """Return what the orchestrator waits for."""
-    async with doors.client() as client:
+    async with endpoints.client() as client:
         try:
             problems = find_problems(await client.server_info())
         except Unauthenticated:  # it requires a key, so it is up

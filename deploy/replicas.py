@@ -21,8 +21,8 @@ from deploy.supervisor import Supervisor
 INDEX_SECONDS = 120.0  # a replica waits this long for the index to be placed
 ASK_SECONDS = 5.0
 CLOSED = (
-    "this orchestrator is being started anew, or has no door for HTTP that Serve's proxy may lead to: with "
-    "--tls-client-ca clients show their certificates at the door itself"
+    "this orchestrator is being started anew, or has no HTTP port that Serve's proxy may lead to: with "
+    "--tls-client-ca clients show their certificates there themselves"
 )
 
 IndexOf: TypeAlias = "DeploymentHandle | str"  # the index's deployment, or its URL

@@ -12,7 +12,7 @@ from enum import Enum
 from typing import Any, TypeVar
 
 from bough.config.cache_paths import demonstration_folder
-from bough.config.parsers import number, parse_port, parse_seconds
+from bough.config.parsers import number, parse_port, parse_seconds, parse_switch
 from bough.config.processes import DraftConfig, OrchestratorConfig, ServiceConfig, TargetConfig
 from bough.config.reader import parse, setting
 from bough.errors import ConfigError
@@ -118,11 +118,7 @@ class AppSettings:
     index_url: str = setting(
         "", str, "an index of your own; $NAME is the value of that variable on each node. Empty deploys one"
     )
-    drafts: str = setting("yes", lambda text: _yes_or_no(text), "no leaves out the draft workers")
-
-    @property
-    def has_drafts(self) -> bool:
-        return self.drafts == "yes"
+    drafts: bool = setting(True, parse_switch, "no leaves out the draft workers")
 
 
 def read_program(role: Role, user_config: Mapping[str, Any], where: str = "user_config") -> ProgramSettings:
@@ -219,10 +215,3 @@ def _variable(where: str, value: Any) -> str:
 
 def _unknown(where: str, known: Sequence[str]) -> ConfigError:
     return ConfigError(f"{where}: no such setting; must be one of {', '.join(known)}")
-
-
-def _yes_or_no(text: str) -> str:
-    answer = {"true": "yes", "false": "no"}.get(text.lower(), text.lower())
-    if answer not in ("yes", "no"):
-        raise ValueError("must be yes or no")
-    return answer

@@ -8,17 +8,23 @@ import os
 import secrets
 import tempfile
 import time
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import replace
-from typing import IO
+from typing import IO, TypeVar
+
+import grpc
 
 from bough.config.addresses import bare, free_port, joined
 from bough.config.processes import OrchestratorConfig, ServiceConfig, parse
 from bough.errors import BoughError, ConfigError, Unauthenticated, Unavailable
+from bough.pb import common_pb2, draft_pb2_grpc, generation_pb2, generation_pb2_grpc, target_pb2_grpc
 from bough.processes.child import Child
+from bough.protocol.codec_fields import read
 from bough.protocol.generation import Loads
 from bough.protocol.messages import WorkerInfo
 from bough.rpc.server import is_serving
+from bough.rpc.status_map import to_error
 from bough.security.access import Access
 from deploy.child import describe_end, python, start, stop
 from deploy.forward import Forwarder
@@ -27,9 +33,10 @@ from deploy.index import IndexPlace
 from deploy.ports import until_free
 from deploy.progress import Progress
 from deploy.settings import ProgramSettings, Role
-from deploy.stubs import get_loads, get_worker_info
 
 logger = logging.getLogger(__name__)
+
+Reply = TypeVar("Reply")
 
 POLL_SECONDS = 0.1
 CALL_SECONDS = 5.0  # within which a program must answer a health check
@@ -141,12 +148,21 @@ class Supervisor:
 
     async def loads(self) -> Loads:
         """Return an orchestrator's load."""
-        return await get_loads(self._channel.current, self.address, CALL_SECONDS, self._access.credentials)
+        stub = generation_pb2_grpc.GenerationStub(self._channel.current)
+        return read(await self._ask(stub.GetLoads, generation_pb2.GetLoadsRequest()), Loads)
 
     async def info(self) -> WorkerInfo:
         """Return a worker's load."""
-        channel, shown = self._channel.current, self._access.credentials
-        return await get_worker_info(channel, self.role, self.address, CALL_SECONDS, shown)
+        is_target, channel = self.role is Role.TARGET, self._channel.current
+        stub = target_pb2_grpc.TargetStub(channel) if is_target else draft_pb2_grpc.DraftStub(channel)
+        return read(await self._ask(stub.GetServerInfo, common_pb2.GetServerInfoRequest()), WorkerInfo)
+
+    async def _ask(self, method: Callable[..., Awaitable[Reply]], request: object) -> Reply:
+        """Call the program. Raises the error that its status, or a timeout, maps to."""
+        try:
+            return await method(request, timeout=CALL_SECONDS, metadata=self._access.credentials)
+        except grpc.aio.AioRpcError as exc:
+            raise to_error(exc, self.address) from exc
 
     async def stop(self) -> None:
         """Let the program drain for as long as its own settings say, and end it."""

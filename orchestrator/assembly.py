@@ -26,7 +26,7 @@ from bough.security.keyring import Keyring
 from bough.telemetry.metrics import MetricsServer, metrics_url
 from bough.telemetry.tracing import tracing
 from orchestrator.cluster.directory import POLL_SECONDS, Directory
-from orchestrator.http_door import http_door
+from orchestrator.http_service import serving_http
 from orchestrator.service import serving_generation
 from orchestrator.serving.requests import Requests
 from orchestrator.serving.tenants import Callers
@@ -43,7 +43,7 @@ class Stopped(Unavailable):
 
 @dataclass(frozen=True, slots=True)
 class Orchestrator:
-    """The parts of a listening orchestrator. A further front door needs only `callers`."""
+    """The parts of a listening orchestrator. A further API needs only `callers`."""
 
     config: OrchestratorConfig
     worker_id: str
@@ -67,8 +67,8 @@ class Orchestrator:
     async def serve(self, stop: asyncio.Event) -> None:
         """Register the orchestrator in the index until `stop` is set, then drain it.
 
-        New requests through any front door are then refused as Unavailable; running ones have `drain_seconds` to
-        finish. Front doors should stay open until this returns, so that clients get these answers.
+        New requests through any API are then refused as Unavailable; running ones have `drain_seconds` to
+        finish. APIs should stay open until this returns, so that clients get these answers.
         """
         address = advertised(self.config, self.port)
         record = WorkerRecord("orchestrator", self.worker_id, address, metrics=self.metrics_address)
@@ -110,8 +110,8 @@ async def assembled(config: OrchestratorConfig, stop: asyncio.Event) -> AsyncIte
                     requests.running(),
                     callers.watching(),
                     access.watching(),
-                    serving_generation(config, callers, access.door_credentials) as served,
-                    http_door(config, callers, metrics.registry, access.door_context),
+                    serving_generation(config, callers, access.api_credentials) as served,
+                    serving_http(config, callers, metrics.registry, access.api_context),
                 ):
                     metrics_address = metrics_at(for_metrics(config), metrics.port)
                     yield Orchestrator(

@@ -55,14 +55,14 @@ class Access:
         return None if self.tls is None else server_context(self.tls, lambda now: now.authority)
 
     @property
-    def door_credentials(self) -> grpc.ServerCredentials | None:
+    def api_credentials(self) -> grpc.ServerCredentials | None:
         """Credentials of an orchestrator's gRPC server; None is no TLS."""
-        return None if self.tls is None else self.tls.server_credentials(_clients_of_doors)
+        return None if self.tls is None else self.tls.server_credentials(_clients_of_apis)
 
     @property
-    def door_context(self) -> CurrentContext | None:
+    def api_context(self) -> CurrentContext | None:
         """TLS context of an orchestrator's HTTP server; None is no TLS."""
-        return None if self.tls is None else server_context(self.tls, _clients_of_doors)
+        return None if self.tls is None else server_context(self.tls, _clients_of_apis)
 
     @property
     def own_context(self) -> CurrentContext | None:
@@ -128,8 +128,8 @@ def certificate_files(config: ServiceConfig) -> CertificateFiles:
     return files
 
 
-def _clients_of_doors(now: Certificates) -> bytes:
-    """Authorities whose certificates a front door accepts; the supervisor's is one, as it calls the doors too.
+def _clients_of_apis(now: Certificates) -> bytes:
+    """Authorities whose certificates a API accepts; the supervisor's is one, as it calls the APIs too.
 
     Without an authority of the processes, that is the process's own certificate, without those of authorities that
     follow it: they vouch for others, too.

@@ -1,4 +1,4 @@
-"""Authenticates callers of front doors by a file of keys, which is reloaded when it changes."""
+"""Authenticates callers of APIs by a file of keys, which is reloaded when it changes."""
 
 from __future__ import annotations
 

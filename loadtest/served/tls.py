@@ -60,7 +60,7 @@ def make_certificates(folder: Path) -> CertificateFiles:
 async def doors(files: CertificateFiles) -> AsyncIterator[dict[str, int]]:
     """Serve all variants in this process; yields their ports."""
     access = Access(tls=Tls(files, is_server=True), peer_names=("process",))
-    credentials = {PLAIN: None, "tls": access.door_credentials, "mutual": access.worker_credentials}
+    credentials = {PLAIN: None, "tls": access.api_credentials, "mutual": access.worker_credentials}
     async with AsyncExitStack() as stack:
         ports = {}
         for name, own in credentials.items():

@@ -74,20 +74,20 @@ def http_app(
     With `has_page` the page at /ui is served too. With `own_name` requests to other host names are refused.
     """
     requests = callers.requests
-    door = _Door(requests, figures, stalled_seconds, BodyReader(requests.call_limiter))
+    api = _Api(requests, figures, stalled_seconds, BodyReader(requests.call_limiter))
     routes = [
-        Route("/v1/chat/completions", _Answered(door.chat, chat.FIELD_NAMES), methods=["POST"]),
-        Route("/v1/completions", _Answered(door.completions, completions.FIELD_NAMES), methods=["POST"]),
-        Route("/v1/models", _Answered(door.models), methods=["GET"]),
-        Route("/v1/models/{model:path}", _Answered(door.model), methods=["GET"]),
-        Route("/tokenize", _Answered(door.tokenize, completions.FIELD_NAMES), methods=["POST"]),
-        Route("/detokenize", _Answered(door.detokenize), methods=["POST"]),
-        Route(HEALTH, _Answered(door.health), methods=["GET"]),
-        Route(METRICS, _Answered(door.metrics), methods=["GET"]),
-        Route(DISCOVERY, _Answered(door.service_discovery), methods=["GET"]),
-        Route("/decisions/{name}", _Answered(door.decisions), methods=["GET"]),
-        Route("/cluster", _Answered(door.cluster), methods=["GET"]),
-        Route("/version", _Answered(door.version), methods=["GET"]),
+        Route("/v1/chat/completions", _Answered(api.chat, chat.FIELD_NAMES), methods=["POST"]),
+        Route("/v1/completions", _Answered(api.completions, completions.FIELD_NAMES), methods=["POST"]),
+        Route("/v1/models", _Answered(api.models), methods=["GET"]),
+        Route("/v1/models/{model:path}", _Answered(api.model), methods=["GET"]),
+        Route("/tokenize", _Answered(api.tokenize, completions.FIELD_NAMES), methods=["POST"]),
+        Route("/detokenize", _Answered(api.detokenize), methods=["POST"]),
+        Route(HEALTH, _Answered(api.health), methods=["GET"]),
+        Route(METRICS, _Answered(api.metrics), methods=["GET"]),
+        Route(DISCOVERY, _Answered(api.service_discovery), methods=["GET"]),
+        Route("/decisions/{name}", _Answered(api.decisions), methods=["GET"]),
+        Route("/cluster", _Answered(api.cluster), methods=["GET"]),
+        Route("/version", _Answered(api.version), methods=["GET"]),
     ]
     handlers = {HTTPException: _refused}
     open_paths = {HEALTH, METRICS, DISCOVERY} if has_open_figures else {HEALTH}
@@ -103,7 +103,7 @@ def http_app(
 
 
 @dataclass(frozen=True, slots=True)
-class _Door:
+class _Api:
     """The endpoints: decode, call, encode."""
 
     requests: Requests

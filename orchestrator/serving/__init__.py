@@ -1,1 +1,1 @@
-"""Requests from admission to release, for all front doors."""
+"""Requests from admission to release, for all APIs."""

@@ -1,4 +1,4 @@
-"""Requests from admission to release; called by all front doors."""
+"""Requests from admission to release; called by all APIs."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Requests:
         """`holder_id` identifies this orchestrator in claims of sessions."""
         self.directory = directory
         self.admission = Admission(config.max_running, config.max_waiting)
-        self.call_limiter = CallLimiter(self.admission, lambda: largest_context(directory))  # shared by all front doors
+        self.call_limiter = CallLimiter(self.admission, lambda: largest_context(directory))  # shared by all APIs
         self._queue_timeout = config.queue_timeout
         self._stalled_timeout = config.stalled_timeout
         self._claims = Epochs(directory, holder_id)
@@ -182,7 +182,7 @@ class Requests:
         """Refuse new and queued requests with this text, and let running ones finish in time.
 
         Queued requests have lost nothing, and may be served elsewhere. Requests that do not finish in time end as
-        Unavailable at any front door, and their resources are freed.
+        Unavailable at any API, and their resources are freed.
         """
         self.admission.close(refusal)
         cut_off = Unavailable(f"{refusal}; this call was cut off, and can be resumed there")

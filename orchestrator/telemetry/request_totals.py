@@ -36,7 +36,7 @@ class RequestTotals:
 
 @dataclass(slots=True)
 class RequestWatch:
-    """Measures one request as seen by its front door, and adds it to `totals`."""
+    """Measures one request as seen by its API, and adds it to `totals`."""
 
     totals: RequestTotals
     clock: Callable[[], float] = time.monotonic

@@ -68,6 +68,6 @@ def _function(function: Function) -> Fields:
 
 
 def _object(text: str) -> object:
-    """A JSON object that has been checked at the door."""
+    """A JSON object that has been checked on arrival."""
     value: object = json.loads(text)
     return value

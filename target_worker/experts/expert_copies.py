@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import TracebackType
 
 import torch
 
@@ -49,9 +48,7 @@ class ExpertCopies:
     def __enter__(self) -> ExpertCopies:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Nothing to do: closing the streams waits for queued copies."""
 
     @property

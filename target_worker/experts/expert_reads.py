@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from types import TracebackType
 
 import torch
 
@@ -52,9 +51,7 @@ class ExpertReads:
         )
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._threads.shutdown(cancel_futures=True)
         self._prefetching.shutdown(cancel_futures=True)
         self._disk.close()

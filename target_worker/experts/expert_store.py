@@ -8,7 +8,6 @@ layers: large trees, which use nearly all experts, find them there, while single
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 from typing import NamedTuple, Protocol
 
 import torch
@@ -25,36 +24,27 @@ class ExpertLoader(Protocol):
 
     def __enter__(self) -> ExpertLoader:
         """Open files or streams."""
-        ...
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Stop loading."""
-        ...
 
     @property
     def is_direct(self) -> bool:
         """Whether all reads bypass the page cache."""
-        ...
 
     @property
     def device(self) -> torch.device:
         """The device of the slabs."""
-        ...
 
     @property
     def max_prefetches(self) -> int:
         """How many prefetches may start now without delaying demand loads."""
-        ...
 
     def require_unchanged(self) -> None:
         """As `Disk.require_unchanged`."""
-        ...
 
     def begin(self) -> None:
         """Start a layer's turn. All computation with slabs given up from now on has been queued before."""
-        ...
 
     def load(self, expert: Expert, slab: int, is_prefetch: bool) -> None:
         """Start loading `expert` into `slab`.
@@ -62,19 +52,15 @@ class ExpertLoader(Protocol):
         Raises:
             StreamError: as `arrived`, if the error is known at once.
         """
-        ...
 
     def promote(self, expert: Expert, slab: int) -> bool:
         """Promote a prefetch to a demand load; False if it failed and must be issued again."""
-        ...
 
     def is_there(self, slab: int) -> bool:
         """Whether `arrived` would return without waiting."""
-        ...
 
     def leave(self, slab: int) -> None:
         """Return when nothing writes to the slab any more."""
-        ...
 
     def arrived(self, expert: Expert, slab: int) -> torch.Tensor:
         """The slab's bytes (uint8), complete for any computation queued from now on.
@@ -82,12 +68,10 @@ class ExpertLoader(Protocol):
         Raises:
             StreamError: reading failed, or the checksum is wrong.
         """
-        ...
 
     @property
     def wait_ns(self) -> int:
         """Time for which computation has waited since the start."""
-        ...
 
 
 class _Asked(NamedTuple):
@@ -117,10 +101,8 @@ class ExpertStore:
         self._loader.__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._loader.__exit__(kind, error, trace)
+    def __exit__(self, *_: object) -> None:
+        self._loader.__exit__()
 
     @property
     def is_direct(self) -> bool:

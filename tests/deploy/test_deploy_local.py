@@ -21,7 +21,7 @@ from bough.cli.inspection.ray_dashboard import Application, Node, RayDashboard
 from bough.errors import ConfigError, Unavailable
 from deploy import local
 from deploy.check import check, load
-from deploy.doors import Doors
+from deploy.endpoints import Endpoints
 
 CONFIG = load(Path(__file__).parent.parent.parent / "deploy" / "one-machine.yaml")
 NODE = Node("127.0.0.1", True, {"index": 1, "target_gpu": 1, "draft_gpu": 1, "orchestrator": 1})
@@ -58,7 +58,7 @@ def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def serve(nodes: list[Any], applications: list[Any]) -> None:
-    local.serve(CONFIG, cast(RayDashboard, Dashboard(nodes, applications)), Doors.of(CONFIG))
+    local.serve(CONFIG, cast(RayDashboard, Dashboard(nodes, applications)), Endpoints.of(CONFIG))
 
 
 def test_a_dashboard_that_does_not_answer_once_ends_nothing(capsys: pytest.CaptureFixture[str]) -> None:
@@ -157,7 +157,7 @@ def test_calls_show_what_the_doors_ask_for(monkeypatch: pytest.MonkeyPatch) -> N
     assert config["http_options"] | {"host": ""} == {
         "host": "", "port": 8443, "ssl_certfile": "c.pem", "ssl_keyfile": "c.key",
     }  # fmt: skip
-    said = Doors.of(config).how_to_ask("http://127.0.0.1:8265")
+    said = Endpoints.of(config).how_to_ask("http://127.0.0.1:8265")
     for call in (
         "ready; with a key of yours in BOUGH_API_KEY, three ways to ask, from another terminal:",
         'curl --cacert ca.pem -N https://127.0.0.1:8443/v1/chat/completions -H "authorization: Bearer $BOUGH_API_KEY"',
@@ -168,7 +168,7 @@ def test_calls_show_what_the_doors_ask_for(monkeypatch: pytest.MonkeyPatch) -> N
     ):
         assert call in said
     own = with_orchestrator(tls_client_ca="clients.pem", http_port=8001) | {"proxy_location": "Disabled"}
-    said = Doors.of(own).how_to_ask("")
+    said = Endpoints.of(own).how_to_ask("")
     assert "curl --cacert ca.pem --cert c.pem --key c.key -N https://127.0.0.1:8001/v1/chat" in said
     assert "openai" not in said, "it takes a client of httpx for that"
 
@@ -177,7 +177,7 @@ def test_doors_that_clients_could_not_find_are_refused() -> None:
     for program in ({"port": 0}, {"http_port": 0}):
         (name,) = program
         with pytest.raises(ConfigError, match=rf"Orchestrator\.user_config\.program\.{name}: must be fixed, .*got 0"):
-            Doors.of(with_orchestrator(**program) | {"proxy_location": "Disabled"})
+            Endpoints.of(with_orchestrator(**program) | {"proxy_location": "Disabled"})
 
 
 def test_workers_without_weights_keep_what_guards_them() -> None:

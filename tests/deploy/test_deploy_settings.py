@@ -66,7 +66,7 @@ def test_what_cannot_be_used_is_refused_by_its_name(user_config: dict[str, objec
 
 
 def test_arguments_and_the_index_have_settings_too() -> None:
-    assert read_fields(AppSettings, {"drafts": False}, "args").has_drafts is False
+    assert read_fields(AppSettings, {"drafts": False}, "args").drafts is False
     assert read_fields(IndexSettings, {"port": 7000}, "Index").port == 7000
     for cls, values, text in (
         (AppSettings, {"index": "redis://x"}, "args.index: no such setting"),

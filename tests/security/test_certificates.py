@@ -190,7 +190,7 @@ async def test_a_process_is_found_by_its_new_certificate_where_there_is_no_autho
         return replace(Authority().files(tmp_path, hosts=["127.0.0.1"]), authority="")
 
     access = Access(tls=Tls(renewed(), is_server=True))
-    async with serving("127.0.0.1", 0, "service", lambda _: None, credentials=access.door_credentials) as served:
+    async with serving("127.0.0.1", 0, "service", lambda _: None, credentials=access.api_credentials) as served:
         async with access.own_channel(f"127.0.0.1:{served.port}").opened() as first:
             assert await is_serving(first, "", 10.0)
         peer = access.own_channel(f"127.0.0.1:{served.port}")
@@ -206,7 +206,7 @@ async def test_a_process_that_asks_clients_for_certificates_is_found_by_its_own(
     with Path(files.cert).open("ab") as chain:
         chain.write(AUTHORITY.certificate)  # as those that come with their intermediate authorities
     access = Access(tls=Tls(files, is_server=True))
-    async with serving("127.0.0.1", 0, "service", lambda _: None, credentials=access.door_credentials) as served:
+    async with serving("127.0.0.1", 0, "service", lambda _: None, credentials=access.api_credentials) as served:
         address = f"127.0.0.1:{served.port}"
         async with access.own_channel(address).opened() as channel:
             assert await is_serving(channel, "", 10.0)
@@ -214,14 +214,14 @@ async def test_a_process_that_asks_clients_for_certificates_is_found_by_its_own(
         assert (await status_of(address, "", others)).startswith("UNAVAILABLE"), "its own, and not its authority's"
         own = ["--tls-cert", files.cert, "--tls-key", files.key]
         assert await asyncio.to_thread(main, [address, *own]) == 0, "as a container's health check asks"
-    assert access.door_context is not None
+    assert access.api_context is not None
     assert access.own_context is not None
 
     async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(await reader.read(1))
         writer.close()
 
-    async with await asyncio.start_server(echo, "127.0.0.1", 0, ssl=access.door_context()) as server:
+    async with await asyncio.start_server(echo, "127.0.0.1", 0, ssl=access.api_context()) as server:
         port = server.sockets[0].getsockname()[1]
         reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=access.own_context())
         writer.write(b"a")

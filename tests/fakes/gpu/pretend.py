@@ -34,6 +34,7 @@ ASKING = {"_local_scalar_dense", "nonzero", "equal", "is_nonzero", "masked_selec
 MAKING = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 VIEWING = {"view", "slice", "select", "unsqueeze", "expand", "t", "transpose", "alias", "detach", "permute", "split"}
 VIEWING |= {"squeeze", "as_strided", "split_with_sizes", "_unsafe_view", "unbind", "chunk", "diagonal", "unfold"}
+UNCOUNTED = VIEWING | MAKING
 WHOLE = {"linear", "matmul", "pad"}  # one launch on a GPU, although torch could decompose them
 
 
@@ -153,6 +154,24 @@ def device(index: int = 0) -> torch.device:
     return torch.device(NAME, index)
 
 
+def tensors_in(values: Any) -> list[torch.Tensor]:
+    """The tensors among an operator's operands, which are nested in lists at most; torch's tree_leaves takes longer."""
+    if isinstance(values, torch.Tensor):
+        return [values]
+    if isinstance(values, dict):
+        values = values.values()
+    elif not isinstance(values, tuple | list):
+        return []
+    return [tensor for value in values for tensor in tensors_in(value)]
+
+
+def _raw_of_all(values: Any) -> Any:
+    """`raw` of all of an operator's operands."""
+    if isinstance(values, tuple | list):
+        return [_raw_of_all(value) for value in values]
+    return raw(values)
+
+
 def raw(value: Any) -> Any:
     """The CPU tensor that stands for a tensor on the device; any other value unchanged."""
     return value.raw if isinstance(value, Pretended) else value
@@ -161,13 +180,12 @@ def raw(value: Any) -> Any:
 def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operator; if it reads or makes tensors on the device, check and record it."""
     name, where = func.overloadpacket.__name__, kwargs.get("device")
-    tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+    tensors = tensors_in((args, kwargs))
     mine = [x for x in tensors if isinstance(x, Pretended)]
     makes_mine = where is not None and torch.device(where).type == NAME
     if not mine and not makes_mine:
         return func(*args, **kwargs)
-    is_composite = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
-    if is_composite and name not in WHOLE:
+    if name not in WHOLE and _is_composite(func):
         with _Making():
             taken_apart = func.decompose(*args, **kwargs)
         if taken_apart is not NotImplemented:
@@ -175,7 +193,13 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if name in {"_to_copy", "copy_"} and (made := _copied(func, name, args, kwargs)) is not None:
         return made
     _refuse_mixing(func, name, mine, [x for x in tensors if not isinstance(x, Pretended) and x.dim()])
-    return _launched(func, name, args, kwargs, makes_mine)
+    return _launched(func, name, args, kwargs, mine, makes_mine)
+
+
+@cache
+def _is_composite(func: Any) -> bool:
+    has_kernel: bool = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+    return has_kernel
 
 
 def _copied(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -222,19 +246,18 @@ def _refuse_mixing(func: Any, name: str, mine: list[Pretended], others: list[tor
     raise RuntimeError(f"{func}: Expected all tensors to be on the same device, but found {sorted(places)}")
 
 
-def _launched(func: Any, name: str, args: Any, kwargs: dict[str, Any], makes_mine: bool) -> Any:
-    raws = {key: raw(value) for key, value in kwargs.items()}
-    index = next((x.device.index for x in tree_leaves((args, kwargs)) if isinstance(x, Pretended)), 0)
+def _launched(func: Any, name: str, args: Any, kwargs: dict[str, Any], mine: list[Pretended], makes_mine: bool) -> Any:
+    raws = {key: _raw_of_all(value) for key, value in kwargs.items()}
+    index = mine[0].device.index if mine else 0
     if name in ASKING:
         notes.stop(name, index)
     if makes_mine:
         index, raws["device"] = torch.device(kwargs["device"]).index or 0, torch.device("cpu")
-    out = func(*tree_map(raw, args), **tree_map(raw, raws))
+    out = func(*_raw_of_all(args), **raws)
     written = _written(func, args, kwargs)
-    if name not in VIEWING | MAKING:
+    if name not in UNCOUNTED:
         notes.launches[name] += 1
-        read = [raw(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Pretended)]
-        notes.order.computes(read, [raw(x) for x in written], index)
+        notes.order.computes([x.raw for x in mine], [raw(x) for x in written], index)
     if name in MAKING and out.dtype != torch.bool and out.is_contiguous():
         out.flatten().view(torch.uint8).fill_(UNWRITTEN)
     if written and isinstance(out, torch.Tensor):
@@ -243,14 +266,24 @@ def _launched(func: Any, name: str, args: Any, kwargs: dict[str, Any], makes_min
     def wrapped(x: Any) -> Any:
         return Pretended(x, index) if isinstance(x, torch.Tensor) and not isinstance(x, Pretended) else x
 
-    return tree_map(wrapped, out)
+    return wrapped(out) if isinstance(out, torch.Tensor) else tree_map(wrapped, out)
 
 
 def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Any]:
     """The operands that an operator writes to."""
-    named = func._schema.arguments
-    given = [*zip(named, args, strict=False), *((a, kwargs[a.name]) for a in named if a.name in kwargs)]
-    return [value for a, value in given if a.alias_info is not None and a.alias_info.is_write]
+    places = _places_written(func)
+    return [
+        args[place] if place < len(args) else kwargs[name]
+        for place, name in places
+        if place < len(args) or name in kwargs
+    ]
+
+
+@cache
+def _places_written(func: Any) -> tuple[tuple[int, str], ...]:
+    """Place and name of each such operand: a schema's arguments are made anew whenever they are asked for."""
+    named = enumerate(func._schema.arguments)
+    return tuple((place, a.name) for place, a in named if a.alias_info is not None and a.alias_info.is_write)
 
 
 class _Making(TorchDispatchMode):

@@ -11,7 +11,7 @@ import pytest
 
 from bough.config.processes import OrchestratorConfig, parse
 from orchestrator.http_api.ui import FILES, FOLDER
-from orchestrator.http_door import has_page
+from orchestrator.http_service import has_page
 from tests.fakes.http_stack import HttpStack, http_stack
 
 CHAT = "/v1/chat/completions"

@@ -1,4 +1,4 @@
-"""Opens the HTTP front door besides gRPC, if configured."""
+"""Opens the HTTP API besides gRPC, if configured."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def has_page(config: OrchestratorConfig) -> bool:
 
 
 @asynccontextmanager
-async def http_door(
+async def serving_http(
     config: OrchestratorConfig, callers: Callers, figures: CollectorRegistry, tls: CurrentContext | None = None
 ) -> AsyncIterator[None]:
     """Serve the OpenAI-compatible API during the block, with `figures` at /metrics; with `tls` by HTTPS only.

@@ -21,7 +21,7 @@ PROGRAM = f"{Role.ORCHESTRATOR.value}.user_config.program"
 
 
 @dataclass(frozen=True, slots=True)
-class Doors:
+class Endpoints:
     """The orchestrator's addresses for clients."""
 
     orchestrator: OrchestratorConfig
@@ -29,7 +29,7 @@ class Doors:
     base: str  # URL for OpenAI's clients
 
     @classmethod
-    def of(cls, config: Mapping[str, Any]) -> Doors:
+    def of(cls, config: Mapping[str, Any]) -> Endpoints:
         """Return the addresses. Raise ConfigError, naming the setting, for a port that is not fixed."""
         orchestrator = orchestrator_of(config, os.environ)
         port, scheme = http_port(config), "https" if orchestrator.tls_cert else "http"
