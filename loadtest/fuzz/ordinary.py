@@ -80,14 +80,14 @@ SCHEMA: Json = {
     "json_schema": {"name": "x", "schema": {"type": "object", "properties": {"a": {}}}},
 }
 TOKENS: Json = {"prompt": [1, 2, 3], "echo": True, "max_tokens": 2}
-BODIES: dict[str, tuple[Json, ...]] = {
+BODIES: dict[str, tuple[Json, ...]] = {  # of each the last one is answered by simulated workers
     "/v1/chat/completions": (
         CHAT | COMMON | {"logprobs": True, "top_logprobs": 1},
         PARTS,
-        CHAT | {"max_tokens": 1},
         CHAT | {"response_format": SCHEMA},
+        CHAT | {"max_tokens": 1},
     ),
-    "/v1/completions": (COMPLETION | COMMON, TOKENS, COMPLETION, BOUND),
+    "/v1/completions": (COMPLETION | COMMON, TOKENS, BOUND, COMPLETION),
     "/tokenize": ({"prompt": "words", "return_token_strs": True}, CHAT),
     "/detokenize": ({"tokens": [1, 2, 3]},),
 }

@@ -129,9 +129,9 @@ class _Protocol(H11Protocol):
         if self.cycle is not None:
             self.cycle.disconnected = True
             self.cycle.message_event.set()
-        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+        try:
             super().send_400_response(msg)
-        else:
+        except h11.LocalProtocolError:  # the answer has begun, or is to HEAD and has no body
             self.transport.close()
 
     def timeout_keep_alive_handler(self) -> None:

@@ -158,11 +158,11 @@ def test_connections_leave_half_of_the_descriptors_to_others(monkeypatch: pytest
         assert server.most_connections() == most
 
 
-@pytest.mark.parametrize("path", ["/quick", "/slow"])
+@pytest.mark.parametrize(("method", "path"), [("POST", "/quick"), ("POST", "/slow"), ("HEAD", "/slow")])
 async def test_a_body_that_breaks_off_amid_its_request_is_refused_once(
-    port: int, app: App, path: str, caplog: pytest.LogCaptureFixture
+    port: int, app: App, method: str, path: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    head = f"POST {path} HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n1\r\nx\r\n"
+    head = f"{method} {path} HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n1\r\nx\r\n"
     reader, writer = await connected(port, head.encode() + b"zz\r\n")
     said = await until_closed(reader, writer)
     app.may_answer.set()
