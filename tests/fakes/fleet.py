@@ -21,8 +21,9 @@ from bough.errors import Exhausted, NotFound, Preempted, PrefixMissing, StaleEpo
 from bough.pb import common_pb2, draft_pb2, draft_pb2_grpc, generation_pb2_grpc, target_pb2, target_pb2_grpc
 from bough.protocol import codec
 from bough.protocol.codec_fields import to_fields
-from bough.protocol.messages import GrowResult, Timings, VerifyCall, VerifyResult, WorkerInfo
+from bough.protocol.messages import GrowResult, Timings, Verdict, VerifyCall, VerifyResult, WorkerInfo
 from bough.protocol.prefix_hash import prefix_hash
+from bough.protocol.sampling_params import PositionLogprobs, TokenLogprob
 from bough.registry.heartbeat import registered
 from bough.registry.records import WorkerRecord
 from bough.registry.registry import Registry
@@ -139,7 +140,7 @@ class FakeTarget(FakeWorker):
         def draw(path: Sequence[int]) -> int:
             return self.law.next_token([*tokens, *(int(call.tree.tokens[node]) for node in path)], call.sampling.seed)
 
-        verdict = walk(call.tree, draw)
+        verdict = given(call.tree) if call.is_given else walk(call.tree, draw)
         self.held[name] = [*tokens, int(call.tree.tokens[0]), *verdict.tokens_of(call.tree)[:-1]]
         result = VerifyResult(verdict, len(self.held[name]), Timings(), call.context.context_start)
         self.answers[key] = result
@@ -192,6 +193,13 @@ class FakeDraft(FakeWorker):
     async def Release(self, request: common_pb2.ReleaseRequest, context: Any) -> common_pb2.ReleaseReply:
         self.held.pop(request.session_id, None)
         return common_pb2.ReleaseReply()
+
+
+def given(tree: Tree) -> Verdict:
+    """The verdict on a chain of given tokens, all of which have the same log-probability."""
+    tokens = tree.tokens.tolist()[1:]
+    logprobs = tuple(PositionLogprobs(TokenLogprob(token, -1.0)) for token in tokens)
+    return Verdict(tuple(range(1, len(tokens) + 1)), 0, logprobs)
 
 
 async def _nothing(call: VerifyCall) -> None:
