@@ -83,6 +83,7 @@ class Answer(ABC):
         """`spell` is given if log-probabilities are reported."""
         self.head, self.telling = head, telling
         self.model = ""  # known once a request has started
+        self.num_entries = 0  # of prompts' tokens, by which the whole may be megabytes
         self._token_bytes: TokenBytes | None = None
         self._spell = spell
         self.choices = [Choice() for _ in range(num_choices)]

@@ -134,7 +134,7 @@ class _Api:
         wanted = choices(fields, prompts, limits, head.answer_id, _session_id(request, fields), most)
         echoes = [await self._echo(one, fields.model or "") if fields.echo else "" for one in prompts]
         answer = completions.CompletionAnswer(
-            head, echoes, len(wanted) // len(prompts), _telling(fields), self._spell(wanted)
+            head, echoes, len(wanted) // len(prompts), _telling(fields), self._spell(wanted), limits.prompt_logprobs
         )
         names = completions.FIELD_NAMES | constraint_names(fields)
         return self._exchange(tenant_of(request), wanted, answer, fields, names)

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from http import HTTPStatus
 
 from bough.protocol.generation import Event, Finished, Prompt, PromptLogprobs, Started, TextPrompt, TokenPrompt, Tokens
 from orchestrator.http_api.answer import Answer, Head, StreamTelling
 from orchestrator.http_api.chat import chat_prompt
-from orchestrator.http_api.errors import Json, invalid
+from orchestrator.http_api.errors import ApiError, Json, invalid
 from orchestrator.http_api.fields import CompletionFields, TextOrTokens, TokenizeFields
 from orchestrator.http_api.options import RequestLimits
 from orchestrator.http_api.spelling import Spell, TokensSpelled, completion_logprobs, prompt_logprobs
 from orchestrator.http_api.tool_fields import tools_of
 
 DEFAULT_MAX_TOKENS = 16  # as at OpenAI
+ENTRIES_PER_TOKEN = 4  # in the lists of an answer, beside those of the alternatives
+MAX_ENTRIES = 1_500_000  # of all prompts' tokens in one answer, which take some 100 MB, and 100 MB more when written
 
 # Names of gRPC fields as clients of this API know them, for error messages.
 FIELD_NAMES = {"text": "prompt", "token_ids.ids": "prompt", "token_ids": "prompt", "prompt_logprobs": "echo"}
@@ -60,15 +63,18 @@ class CompletionAnswer(Answer):
         choices_per_prompt: int,
         telling: StreamTelling,
         spell: Spell | None,
+        prompt_logprobs: int | None = None,
     ) -> None:
         """`echoes` are the texts that the choices of each prompt begin with."""
         super().__init__(head, len(echoes) * choices_per_prompt, choices_per_prompt, telling, spell)
         self._echoes = [echo for echo in echoes for _ in range(choices_per_prompt)]
         self._logprobs = [TokensSpelled([], [], [], []) for _ in self.choices]
+        self._prompt_logprobs = prompt_logprobs
 
     def _told(self, index: int, event: Event) -> Iterator[Json]:
         match event:
             case Started():
+                self._count(index, event.prompt_tokens)
                 if echo := self._echoes[index]:
                     self.choices[index].texts.append(echo)
                     yield _entry(index, echo)
@@ -84,6 +90,16 @@ class CompletionAnswer(Answer):
                 choice = self.choices[index]
                 ending = {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
                 yield _entry(index, event.text) | ending
+
+    def _count(self, index: int, prompt_tokens: int) -> None:
+        """Count the entries of a prompt's tokens, at its first choice for all. Raises ApiError for too many."""
+        if self._prompt_logprobs is None or index % self._choices_per_prompt:
+            return
+        self.num_entries += self._choices_per_prompt * prompt_tokens * (self._prompt_logprobs + ENTRIES_PER_TOKEN)
+        if self.num_entries > MAX_ENTRIES:
+            size = f"n x tokens of the prompts x (logprobs + {ENTRIES_PER_TOKEN})"
+            message = f"echo: {size} must be at most {MAX_ENTRIES}, got {self.num_entries} or more"
+            raise ApiError(HTTPStatus.BAD_REQUEST, message, param="echo")
 
     def _choice(self, index: int) -> Json:
         choice = self.choices[index]

@@ -9,11 +9,11 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequen
 from contextlib import AbstractContextManager, aclosing, suppress
 from dataclasses import dataclass
 
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from bough.concurrency.tasks import end
-from bough.protocol.generation import Event, Started
+from bough.protocol.generation import Event, PromptLogprobs, Started
 from orchestrator.http_api.answer import Answer
 from orchestrator.http_api.errors import Json, api_error
 from orchestrator.http_api.merging import Indexed, merged
@@ -26,6 +26,8 @@ STREAM_HEADERS = [
 ]
 KEEP_ALIVE = b": keep-alive\n\n"
 DONE = b"data: [DONE]\n\n"
+MANY_ENTRIES = 10_000  # which take some 10 ms to write
+_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +53,17 @@ class Exchange:
                 async with aclosing(merged(streams, SILENT_SECONDS)) as events:
                     async for one in events:
                         if one is not None:
-                            self.answer.chunks(*one)
-            response = JSONResponse(self.answer.whole())
+                            await self._chunks(one)
+            response = await self._response()
         except Exception as exc:  # every error becomes a status here
             response = api_error(exc, self.field_names).response()
         await response(scope, receive, send)
+
+    async def _response(self) -> Response:
+        whole = self.answer.whole()
+        if self.answer.num_entries < MANY_ENTRIES:
+            return JSONResponse(whole)
+        return Response(await asyncio.to_thread(_in_steps, whole), media_type="application/json")
 
     async def _stream(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Stream the answer. An error before the first byte becomes a status, a later one an event."""
@@ -80,7 +88,7 @@ class Exchange:
             async with aclosing(merged(streams, SILENT_SECONDS)) as events:
                 await writer.begin(await self._opened(events))
                 async for one in events:
-                    await writer.write(KEEP_ALIVE if one is None else self._data(one))
+                    await writer.write(KEEP_ALIVE if one is None else await self._data(one))
         await writer.write(b"".join(map(_data, self.answer.last_chunks())))
 
     async def _opened(self, events: AsyncGenerator[Indexed | None]) -> bytes:
@@ -91,14 +99,22 @@ class Exchange:
             one = await anext(events)
             if one is None:
                 return beginning + KEEP_ALIVE
-            beginning += self._data(one)
+            beginning += await self._data(one)
             num_waiting -= isinstance(one.event, Started)
             if time.monotonic() > deadline:
                 break
         return beginning
 
-    def _data(self, one: Indexed) -> bytes:
-        return b"".join(map(_data, self.answer.chunks(*one)))
+    async def _data(self, one: Indexed) -> bytes:
+        chunks = await self._chunks(one)
+        if isinstance(one.event, PromptLogprobs):
+            return await asyncio.to_thread(lambda: b"".join(_data(chunk, _in_steps) for chunk in chunks))
+        return b"".join(map(_data, chunks))
+
+    async def _chunks(self, one: Indexed) -> list[Json]:
+        if isinstance(one.event, PromptLogprobs):  # of hundreds of tokens, each perhaps with dozens of alternatives
+            return await asyncio.to_thread(self.answer.chunks, *one)
+        return self.answer.chunks(*one)
 
 
 class _Stalled(Exception):
@@ -138,8 +154,20 @@ class _Writer:
             raise _Stalled from exc
 
 
-def _data(value: Json) -> bytes:
-    return b"data: " + json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+def _at_once(value: Json) -> bytes:
+    return _ENCODER.encode(value).encode()
+
+
+def _in_steps(value: Json) -> bytes:
+    """As `_at_once`, but slower and letting other threads run meanwhile."""
+    written = bytearray()
+    for part in _ENCODER.iterencode(value):
+        written += part.encode()
+    return bytes(written)
+
+
+def _data(value: Json, encode: Callable[[Json], bytes] = _at_once) -> bytes:
+    return b"data: " + encode(value) + b"\n\n"
 
 
 async def _unless_gone(receive: Receive, work: Coroutine[None, None, None]) -> None:

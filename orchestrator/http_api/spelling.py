@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -79,4 +80,4 @@ def finite(logprob: float) -> float:
 
 
 def _text(data: bytes) -> str:
-    return data.decode(errors="replace")
+    return sys.intern(data.decode(errors="replace"))  # one object for the many entries of a token
