@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from itertools import takewhile
 from typing import NamedTuple
 
 import tokenizers
@@ -95,6 +96,15 @@ class Tokenizer:
                 begin = index + 1
         return text + self.decode(token_ids[begin:])
 
+    def num_added(self, token_ids: Sequence[int]) -> int:
+        """How many of a prompt's first tokens `encode` adds itself, rather than reads in a text."""
+        added = zip(token_ids, self._added_to_texts, strict=False)
+        return len([*takewhile(lambda pair: pair[0] == pair[1], added)])
+
+    def decode_prompt(self, token_ids: Sequence[int]) -> str:
+        """The text that is read as these tokens: special ones are spelled out, unless `encode` adds them."""
+        return self.decode_showing(token_ids[self.num_added(token_ids) :], self.special_tokens)
+
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes of one token, which may be part of a character; empty for an unused id.
 
@@ -114,6 +124,15 @@ class Tokenizer:
         """Tokens that are whole texts apart from the vocabulary's, special ones included, by their spelling."""
         added = self._tokenizer.get_added_tokens_decoder()
         return {token.content: AddedToken(token_id, token.special) for token_id, token in added.items()}
+
+    @cached_property
+    def special_tokens(self) -> dict[int, str]:
+        """The spellings of the tokens that are left out of decoded text."""
+        return {token.token_id: text for text, token in self.added_tokens.items() if token.is_special}
+
+    @cached_property
+    def _added_to_texts(self) -> list[int]:
+        return self.encode("")
 
     @cached_property
     def _is_byte_level(self) -> bool:

@@ -221,7 +221,7 @@ class _Api:
             case TextPrompt(text):
                 return text
             case TokenPrompt(token_ids):
-                return await self.requests.texts.text(token_ids, model)
+                return await self.requests.texts.prompt(token_ids, model)
         raise AssertionError(f"{type(prompt)} is no prompt of a completion")
 
     def _card(self, model: ModelInfo) -> Json:

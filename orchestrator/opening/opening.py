@@ -237,6 +237,8 @@ def _session(
     stops.validate(least_tokens=1 if options.prompt_logprobs is None else 0)
     if options.prompt_logprobs is not None and not 0 <= options.prompt_logprobs <= MAX_LOGPROBS:
         raise InvalidRequest(f"prompt_logprobs: must be 0 to {MAX_LOGPROBS}, got {options.prompt_logprobs}")
+    if options.prompt_logprobs is not None and target.info.max_nodes == 1:
+        raise InvalidRequest("prompt_logprobs: must be left out, as this target's trees have one node (--max-nodes)")
     if options.min_tokens > options.max_tokens:
         most = f"must be at most max_tokens, {options.max_tokens}"
         raise InvalidRequest(f"min_tokens: {most}, got {options.min_tokens}")

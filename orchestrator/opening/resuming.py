@@ -34,7 +34,8 @@ def resume(session: Session, options: GenerateOptions, wanted: Resume, record: R
     """
     recorded = () if record is None else record.tokens[record.prompt_length :]
     seen = _seen(wanted, recorded, session.request_id)
-    is_believed = recorded[: len(seen)] == seen and options.logprobs is None  # log-probabilities are not recorded
+    reports_none = options.logprobs is None and options.prompt_logprobs is None  # log-probabilities are not recorded
+    is_believed = recorded[: len(seen)] == seen and reports_none
     unseen = session.replay(recorded if is_believed and len(recorded) > len(seen) else seen, len(seen))
     if session.num_replayed < len(seen):
         most = session.num_replayed

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
-from bough.errors import BoughError
+from bough.errors import InvalidRequest
 from bough.protocol.generation import PromptLogprobs
 from bough.protocol.prefix_hash import TokenHistory
+from bough.tokenization.tokenizer import Tokenizer
 from bough.trees.tree import Tree
 from bough.trees.tree_plan import Scheme
 from orchestrator.opening.target_lease import TargetLease
@@ -28,25 +30,28 @@ async def scored_prompt(
     The whole prompt is computed, whatever the target holds of it. Afterwards the target holds all of it.
 
     Raises:
-        BoughError: what a round raises, or the target does not score given tokens.
+        InvalidRequest: the target does not score given tokens.
+        BoughError: what a round raises.
     """
     prompt = [*session.tokens[: session.prompt_length]]
-    text = TextStream(seat.target.tokens.decode)
+    tokenizer = seat.target.tokens
+    begins = await failover.directory.tokenizing.run(lambda: token_begins(tokenizer, prompt))
     session.target_held = session.cached_tokens = 0
-    yield PromptLogprobs(tuple(prompt[:1]), (), _begins(text, prompt[:1]))
+    yield PromptLogprobs(tuple(prompt[:1]), (), begins[:1])
     num_scored = 1
     while num_scored < len(prompt):
         # The last token that was scored is the root, as its keys and values count as not held.
-        chain = prompt[num_scored - 1 : num_scored - 1 + max(2, seat.target.info.max_nodes)]
+        chain = prompt[num_scored - 1 : num_scored - 1 + seat.target.info.max_nodes]
         proposal = Proposal(Tree.chain(chain), False, np.zeros(0, np.intp), is_given=True)
         with _standing_at(session, num_scored, num_top):
             result, _ = await failover.verify(session, seat, proposal, Scheme.TARGET)
             session.round += 1
-        if len(result.verdict.logprobs) != len(chain) - 1:
-            raise BoughError("prompt_logprobs: must be left out, as this target worker is older and reports none")
-        num_scored += len(chain) - 1
+        if [at.token.token_id for at in result.verdict.logprobs] != chain[1:]:
+            raise InvalidRequest("prompt_logprobs: must be left out, as this target worker is older and reports none")
+        scored = slice(num_scored, num_scored + len(chain) - 1)
+        num_scored = scored.stop
         session.target_held = min(result.held_length, num_scored - 1)
-        yield PromptLogprobs(tuple(chain[1:]), result.verdict.logprobs, _begins(text, chain[1:]))
+        yield PromptLogprobs(tuple(chain[1:]), result.verdict.logprobs, begins[scored])
 
 
 @contextmanager
@@ -61,10 +66,12 @@ def _standing_at(session: Session, length: int, num_top: int) -> Iterator[None]:
         session.tokens, session.sampling = before
 
 
-def _begins(text: TextStream, tokens: list[int]) -> tuple[int, ...]:
-    """Where in the prompt's text each token begins."""
-    begins = []
-    for token in tokens:
+def token_begins(tokenizer: Tokenizer, prompt: Sequence[int]) -> tuple[int, ...]:
+    """Where each token of a prompt begins in the text that `decode_prompt` gives; what is added to it takes no room."""
+    text = TextStream(partial(tokenizer.decode_showing, shown=tokenizer.special_tokens))
+    num_added = tokenizer.num_added(prompt)
+    begins = [0] * num_added
+    for token in prompt[num_added:]:
         begins.append(text.length)
         text.push(token)
     return tuple(begins)

@@ -58,7 +58,7 @@ class Rounds:
             Exhausted: no KV slot became free in time.
             StaleEpoch: another orchestrator has the session.
         """
-        if session.prompt_logprobs is not None:
+        if session.prompt_logprobs is not None and not session.is_finished:  # else its client has seen them all
             async for scores in scored_prompt(session, seat, self.failover, session.prompt_logprobs):
                 yield scores
             if not session.stops.max_tokens:

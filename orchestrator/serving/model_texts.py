@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -54,11 +54,21 @@ class ModelTexts:
 
     async def text(self, token_ids: Sequence[int], model: str) -> str:
         """Decode tokens, without special ones. Raises as `tokens` does."""
-        target = self._target(model)
+        return await self._decoded(token_ids, self._target(model), Tokenizer.decode)
 
+    async def prompt(self, token_ids: Sequence[int], model: str) -> str:
+        """The text that is read as these tokens, with the special ones that are written in it. Raises as `tokens`."""
+        return await self._decoded(token_ids, self._target(model), Tokenizer.decode_prompt)
+
+    async def _decoded(
+        self,
+        token_ids: Sequence[int],
+        target: WorkerHandle[TargetClient],
+        decode: Callable[[Tokenizer, Sequence[int]], str],
+    ) -> str:
         def decoded() -> str:
             require_tokens("tokens", token_ids, target.info.vocab_size)
-            return target.tokens.decode(token_ids)
+            return decode(target.tokens, token_ids)
 
         async with self._turn:
             return await self.directory.tokenizing.run(decoded)

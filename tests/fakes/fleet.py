@@ -21,8 +21,9 @@ from bough.errors import Exhausted, NotFound, Preempted, PrefixMissing, StaleEpo
 from bough.pb import common_pb2, draft_pb2, draft_pb2_grpc, generation_pb2_grpc, target_pb2, target_pb2_grpc
 from bough.protocol import codec
 from bough.protocol.codec_fields import to_fields
-from bough.protocol.messages import GrowResult, Timings, VerifyCall, VerifyResult, WorkerInfo
+from bough.protocol.messages import GrowResult, Timings, Verdict, VerifyCall, VerifyResult, WorkerInfo
 from bough.protocol.prefix_hash import prefix_hash
+from bough.protocol.sampling_params import PositionLogprobs, TokenLogprob
 from bough.registry.heartbeat import registered
 from bough.registry.records import WorkerRecord
 from bough.registry.registry import Registry
@@ -75,6 +76,7 @@ class FakeWorker:
     def __init__(self, worker_id: str, tokenizer: TokenizerFiles, fingerprint: str = "fake") -> None:
         self.worker_id, self.tokenizer, self.fingerprint = worker_id, tokenizer, fingerprint
         self.arithmetic, self.model_name, self.weights_hash = "", "fake", ""
+        self.max_nodes = MAX_NODES
         self.law = Law(Tokenizer(tokenizer))
         self.held: dict[str, list[int]] = {}
         self.released: list[str] = []
@@ -82,7 +84,7 @@ class FakeWorker:
     async def GetServerInfo(self, request: Any, context: Any) -> common_pb2.WorkerInfo:
         info = WorkerInfo(
             self.kind, self.worker_id, self.model_name, "a fake", self.fingerprint, self.tokenizer.fingerprint, VOCAB,
-            MAX_CONTEXT, MAX_NODES, 8, bough_version=__version__, arithmetic=self.arithmetic,
+            MAX_CONTEXT, self.max_nodes, 8, bough_version=__version__, arithmetic=self.arithmetic,
             weights_hash=self.weights_hash,
         )  # fmt: skip
         return common_pb2.WorkerInfo(**to_fields(info))
@@ -110,6 +112,7 @@ class FakeTarget(FakeWorker):
         self.epochs: dict[str, int] = {}
         self.answers: dict[tuple[str, int, int], VerifyResult] = {}
         self.num_slots = 1000
+        self.knows_given = True  # otherwise it is of a version that verifies chains of given tokens like any tree
         self.gave_way: set[str] = set()  # preempted sessions that wait for a slot
         self.asked_for_room: list[str] = []  # sessions that asked to reserve a slot, without sending their context
         self.before: Callable[[VerifyCall], Awaitable[None]] = _nothing
@@ -140,6 +143,10 @@ class FakeTarget(FakeWorker):
             return self.law.next_token([*tokens, *(int(call.tree.tokens[node]) for node in path)], call.sampling.seed)
 
         verdict = walk(call.tree, draw)
+        if call.is_given:
+            verdict = (
+                given(call.tree) if self.knows_given else verdict._replace(logprobs=sure(verdict.tokens_of(call.tree)))
+            )
         self.held[name] = [*tokens, int(call.tree.tokens[0]), *verdict.tokens_of(call.tree)[:-1]]
         result = VerifyResult(verdict, len(self.held[name]), Timings(), call.context.context_start)
         self.answers[key] = result
@@ -192,6 +199,16 @@ class FakeDraft(FakeWorker):
     async def Release(self, request: common_pb2.ReleaseRequest, context: Any) -> common_pb2.ReleaseReply:
         self.held.pop(request.session_id, None)
         return common_pb2.ReleaseReply()
+
+
+def given(tree: Tree) -> Verdict:
+    """The verdict on a chain of given tokens."""
+    return Verdict(tuple(range(1, len(tree))), 0, sure(tree.tokens.tolist()[1:]))
+
+
+def sure(tokens: Sequence[int]) -> tuple[PositionLogprobs, ...]:
+    """Log-probabilities of tokens, each of which is certain."""
+    return tuple(PositionLogprobs(TokenLogprob(token, 0.0)) for token in tokens)
 
 
 async def _nothing(call: VerifyCall) -> None:
