@@ -129,7 +129,7 @@ def certificate_files(config: ServiceConfig) -> CertificateFiles:
 
 
 def _clients_of_apis(now: Certificates) -> bytes:
-    """Authorities whose certificates a API accepts; the supervisor's is one, as it calls the APIs too.
+    """Authorities whose certificates an API accepts; the supervisor's is one, as it calls the APIs too.
 
     Without an authority of the processes, that is the process's own certificate, without those of authorities that
     follow it: they vouch for others, too.

@@ -36,6 +36,7 @@ def _arguments(value: Any) -> Any:
     """Accept the text of a JSON object; an empty text is as good as an empty object."""
     try:
         parsed = json.loads(value or "{}")
+        json.dumps(parsed, ensure_ascii=False).encode()  # half of an escaped pair of surrogates is no text
     except (TypeError, ValueError, RecursionError):
         parsed = None
     if not isinstance(value, str) or not isinstance(parsed, dict):

@@ -36,9 +36,13 @@ async def output_form(prompt: Prompt, options: GenerateOptions, tokenizer: Token
     elif options.constraint is not None:
         form = OutputForm(await asyncio.to_thread(grammar_of, options.constraint), {})
     if form.grammar and options.ignore_eos:
-        raise InvalidRequest("ignore_eos: must be false beside a constraint, which the model's own end completes")
+        raise InvalidRequest(
+            "ignore_eos: must be false beside a constraint or demanded calls of tools, which the model's end completes"
+        )
     if form.grammar and options.min_tokens:
-        raise InvalidRequest("min_tokens: must be 0 beside a constraint, which ends where nothing can follow")
+        raise InvalidRequest(
+            "min_tokens: must be 0 beside a constraint or demanded calls of tools, which end where nothing can follow"
+        )
     return form
 
 

@@ -86,36 +86,40 @@ class CallObject:
         self.raw = ""  # all its text so far
         self.is_complete = False
         self.is_malformed = False  # it is no object that could be a call
+        self.is_told = False  # that it has begun
         self.name: str | None = None
         self._at = _At.OPEN
         self._value: _Value | None = None  # or key, that is being read
         self._key: str | None = None
-        self._is_told = self._has_arguments = False
+        self._has_arguments = False
         self._untold = ""  # of the arguments
 
     def push(self, text: str) -> int:
-        """Read a piece; returns how many characters of it belong to the object."""
+        """Read a piece, up to the end of the name if that is in it; returns how many characters of it were read.
+
+        What is read does not depend on the pieces: a caller that wants no call of this name has the text after it.
+        """
         index = 0
         while index < len(text) and not self.is_complete and not self.is_malformed:
             if self._value is None:
                 index += self._step(text[index])
                 continue
             end = self._value.push(text, index)
-            if self._at is _At.VALUE and self._key in ARGUMENTS:
+            if self._at is _At.VALUE and self._key in ARGUMENTS and not self._has_arguments:
                 self._untold += text[index:end]
             index = end
-            if self._value.is_whole:
-                self._end_value(self._value.text)
+            if self._value.is_whole and self._end_value(self._value.text):
+                break
         self.raw += text[:index]
         return index
 
     def told(self) -> list[CallBegun | ArgumentsText]:
         """What has become certain since the last time."""
         pieces: list[CallBegun | ArgumentsText] = []
-        if self.name is None or self.is_malformed:
+        if self.name is None:
             return pieces
-        if not self._is_told:
-            pieces, self._is_told = [CallBegun(self.name)], True
+        if not self.is_told:
+            pieces, self.is_told = [CallBegun(self.name)], True
         if self.is_complete and not self._has_arguments:
             self._untold, self._has_arguments = "{}", True
         if self._untold:
@@ -150,17 +154,20 @@ class CallObject:
                 return 0
         return 1
 
-    def _end_value(self, text: str) -> None:
+    def _end_value(self, text: str) -> bool:
+        """Take a whole key or value; returns whether it is the name. Of keys that come twice the first counts."""
         self._value = None
         if self._at is _At.KEY:
             self._at, self._key = _At.COLON, _string(text)
-            return
+            return False
         self._at = _At.NEXT
-        if self._key == NAME:
-            self.name = _string(text)
-            self.is_malformed = not self.name
-        elif self._key in ARGUMENTS:
+        if self._key == NAME and self.name is None:
+            self.name = _string(text) or None
+            self.is_malformed = self.name is None
+            return not self.is_malformed
+        if self._key in ARGUMENTS:
             self._has_arguments = True
+        return False
 
     def _end(self) -> None:
         self.is_malformed = self.name is None

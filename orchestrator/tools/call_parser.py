@@ -52,7 +52,7 @@ class CallParser:
         self._call = CallObject()
         self._is_marked = False
         self._has_begun = False  # something else than blanks has been told
-        self.is_in_call = False  # a call has been told that is not complete
+        self.is_in_call = False  # the call that was told last is not complete
 
     def push(self, text: str) -> list[Piece]:
         """Read a further piece of the text."""
@@ -70,7 +70,7 @@ class CallParser:
 
     def finish(self) -> list[Piece]:
         """What remains at the end of the text, which may be cut off anywhere."""
-        rest = self._skipped + self._call.raw if self._in is _In.CALL and not self.is_in_call else ""
+        rest = self._skipped + self._call.raw if self._in is _In.CALL and not self._call.is_told else ""
         rest += self._skipped if self._in is _In.OPENING else ""
         rest += self._text if self._in in (_In.CONTENT, _In.OPENING) else ""
         return self._content(rest)
@@ -114,13 +114,15 @@ class CallParser:
         """Read what has come of a call."""
         call = self._call
         self._text = self._text[call.push(self._text) :]
-        is_other = not self._is_marked and call.name is not None and call.name not in self._names
-        if call.is_malformed or is_other:
+        if not self._is_marked and call.name is not None and call.name not in self._names:
             self._in = _In.CONTENT
-            return [] if self.is_in_call else self._content(self._skipped + call.raw)
+            return self._content(self._skipped + call.raw)
         told: list[Piece] = [*call.told()]
-        self._has_begun = self._has_begun or bool(told)
-        self.is_in_call = (self.is_in_call or bool(told)) and not call.is_complete
+        if call.is_told:
+            self._has_begun, self.is_in_call = True, not call.is_complete
+        if call.is_malformed:
+            self._in = _In.CONTENT
+            return told if call.is_told else self._content(self._skipped + call.raw)
         if call.is_complete:
             self._skipped, self._in = "", _In.CLOSING
         return told

@@ -24,11 +24,26 @@ def tool_prompt(prompt: ChatPrompt, tokenizer: Tokenizer) -> list[int]:
     Raises:
         InvalidRequest: the model's chat template would leave out a part of it, or rejects it.
     """
+    functions = prompt.tools.functions if prompt.tools else ()
+    if functions:
+        require_tools(tokenizer.template)
+    names: dict[str, str] = {}  # of the functions called so far, by the calls' ids, which clients may use again
+    messages = []
     for index, message in enumerate(prompt.messages):
         _require_known(index, message, tokenizer.template)
-    functions = prompt.tools.functions if prompt.tools else ()
-    names = {call.call_id: call.name for message in prompt.messages for call in message.tool_calls}
-    return tokenizer.encode_objects([_message(m, names) for m in prompt.messages], [_function(f) for f in functions])
+        names |= {call.call_id: call.name for call in message.tool_calls}
+        messages.append(_message(message, names))
+    return tokenizer.encode_objects(messages, [_function(f) for f in functions])
+
+
+def require_tools(template: ChatTemplate) -> None:
+    """Refuse tools with a template that would leave them out.
+
+    Raises:
+        InvalidRequest: the template does not know tools.
+    """
+    if "tools" not in template.variables:
+        raise InvalidRequest("chat.tools: must be left out, as this model's chat template does not know tools")
 
 
 def _require_known(index: int, message: Message, template: ChatTemplate) -> None:

@@ -23,6 +23,7 @@ BOT: Json = {"role": "assistant", "content": "x"}
 TOOL: Json = {"type": "function", "function": {"name": "f", "parameters": {}}}
 CALL: Json = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 ODD: Json = {"name": "f", "arguments": "[1]"}
+HALF_A_PAIR: Json = {"name": "f", "arguments": '{"a": "\\ud83d"}'}
 LIST: Json = {"name": "f", "parameters": {"type": "array"}}
 SHORT: Json = {"max_tokens": 1, "speculation": False}
 FUZZ = settings(max_examples=120, derandomize=True)
@@ -46,6 +47,7 @@ async def door(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[HttpSt
         ("messages[0].tool_calls", [USER | {"tool_calls": [CALL]}]),
         ("messages[1].tool_calls", [USER, {"role": "assistant", "content": None, "tool_calls": [CALL]}]),
         ("messages[0].tool_calls[0].function.arguments", [BOT | {"tool_calls": [CALL | {"function": ODD}]}]),
+        ("messages[0].tool_calls[0].function.arguments", [BOT | {"tool_calls": [CALL | {"function": HALF_A_PAIR}]}]),
         ("messages[0].tool_calls", [BOT | {"tool_calls": [CALL] * 129}]),
         ("messages[0].content", [{"role": "user"}]),
         ("messages[0].content", [{"role": "assistant", "content": None}]),

@@ -57,6 +57,12 @@ TEXTS = [
     ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "x', Read("", [("f", '{"a": "x')], True)),
     ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1}\n</tool_call>', Read("", [("f", '{"a": 1}')], False)),
     ("hermes", '<tool_call>{"name": "f", "arguments": null , "id": 1.5}', Read("", [("f", "null")], False)),
+    ("hermes", '<tool_call>{"name": "f" is it', Read("is it", [("f", "")], True)),
+    ("hermes", '<tool_call>{"name": "f", "arguments": } so', Read("} so", [("f", "")], True)),
+    ("hermes", '<tool_call>{"name": "f" x<tool_call>{"bad": } a', Read('x<tool_call>{"bad": } a', [("f", "")], True)),
+    ("hermes", f'<tool_call>{{"name": "f" x<tool_call>{F}', Read("x", [("f", ""), ("f", A)], False)),
+    ("hermes", '<tool_call>{"name": "f", "name": "g", "arguments": 1, "arguments": 2}', Read("", [("f", "1")], False)),
+    ("llama3_json", f'{{"name": "A", <|python_tag|>{P}', Read('{"name": "A",', [("f", '{"a": 1}')], False)),
     ("llama3_json", P, Read("", [("f", '{"a": 1}')], False)),
     ("llama3_json", f"\n {P}; {P}", Read("", [("f", '{"a": 1}')] * 2, False)),
     ("llama3_json", f"<|python_tag|>{P}", Read("", [("f", '{"a": 1}')], False)),
@@ -102,6 +108,15 @@ def test_arguments_come_out_as_they_were_written(
     assert read(format_name, [text[a:b] for a, b in pairwise(ends)]) == Read("", [("f", written)], False)
 
 
-@given(st.sampled_from(sorted(FORMATS)), st.text(alphabet='<>tool_cal/[]TOL_CS{}":,; \nnamef|py', max_size=60))
-def test_no_text_is_an_error(format_name: str, text: str) -> None:
-    assert read(format_name, list(text)) == read(format_name, [text])
+FRAGMENTS = [
+    *{known.spelling.mark for known in FORMATS.values()}, *{known.spelling.end for known in FORMATS.values()},
+    '{"name": "f"', '{"name": "g"', '"name": "f"', ', "arguments": ', ', "parameters": ', "{}", '{"a": "}"}', F, T, P,
+    "{", "}", "[", "]", ",", ";", ":", '"', "\\", " ", "\n", "x", "<tool_", "call>",
+]  # fmt: skip
+
+
+@given(st.sampled_from(sorted(FORMATS)), st.lists(st.sampled_from(FRAGMENTS), max_size=12))
+def test_what_is_told_of_a_text_does_not_depend_on_its_pieces(format_name: str, pieces: list[str]) -> None:
+    whole = read(format_name, ["".join(pieces)])
+    assert read(format_name, pieces) == whole
+    assert read(format_name, list("".join(pieces))) == whole

@@ -232,6 +232,19 @@ def test_templates_are_given_tools_calls_and_answers(name: str) -> None:
     assert '"$ref": "#/$defs/N"' in text
 
 
+def test_an_id_that_comes_again_is_of_the_call_before_the_answer() -> None:
+    """Clients that send one request id in every turn get the same ids of calls in every turn."""
+    model = model_of("mistral")
+    messages = list(QUESTION)
+    for name in ("weather", "count"):
+        called = Message("assistant", "", (ToolCall("call12345", name, "{}"),))
+        messages += [called, Message("tool", f"{name} says.", (), "call12345")]
+    tokens = whole_prompt(ChatPrompt(tuple(messages), TOOLS), model.tokens, 270)
+    text = b"".join(map(model.tokens.token_bytes, tokens)).decode()
+    assert "weather says. by weather" in text
+    assert "count says. by count" in text
+
+
 def test_what_a_template_would_leave_out_is_refused() -> None:
     tokens = Tokenizer(tokenizer_with(NO_TOOLS, []))
     call = ToolCall("a", "f", "{}")
@@ -239,6 +252,9 @@ def test_what_a_template_would_leave_out_is_refused() -> None:
         whole_prompt(ChatPrompt((*QUESTION, Message("assistant", "", (call,)))), tokens, 270)
     with pytest.raises(InvalidRequest, match=r"chat\.messages\[0\]\.role: must be another than tool, which this"):
         whole_prompt(ChatPrompt((Message("tool", "x", (), "a"),)), tokens, 270)
+    for choice in (ToolChoice.AUTO, ToolChoice.NONE):
+        with pytest.raises(InvalidRequest, match=r"chat\.tools: must be left out, as this model's chat template"):
+            whole_prompt(ChatPrompt(QUESTION, replace(TOOLS, choice=choice)), tokens, 270)
     llama = model_of("llama3_json").tokens
     with pytest.raises(InvalidRequest, match="rejects these messages: This model only supports single tool-calls"):
         whole_prompt(ChatPrompt((*QUESTION, Message("assistant", "", (call, call)))), llama, 270)
