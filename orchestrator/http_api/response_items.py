@@ -85,7 +85,7 @@ class MessageItem(Item):
 
     def _with(self, *parts: Json) -> Json:
         told: Json = {"id": self.item_id, "type": "message", "status": self.status, "role": "assistant"}
-        return told | {"content": parts}
+        return told | {"content": [*parts]}
 
     def _event(self, kind: str, **fields: object) -> ItemEvent:
         return ItemEvent(kind, {"item_id": self.item_id, "content_index": 0} | fields)

@@ -61,7 +61,7 @@ class HttpStack:
         return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
 
     async def events(self, path: str, body: Json) -> list[Json]:
-        """All typed events of a streamed answer; asserts that each is named as its type, and that nothing else comes."""
+        """All typed events of a streamed answer; asserts that each is named as its type says, and no more."""
         async with self.client.stream("POST", path, json=body | {"stream": True}) as response:
             assert response.status_code == 200, await response.aread()
             told = [block.split("\n") for block in "".join([t async for t in response.aiter_text()]).split("\n\n")]

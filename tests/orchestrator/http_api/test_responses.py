@@ -240,7 +240,6 @@ async def test_an_aborted_request_is_a_cancelled_response(door: HttpStack) -> No
         ("metadata.a", {"a": 1}),
         ("text.format.type", {"format": {"type": "grammar"}}),
         ("text.format", {"format": {"type": "json_schema", "name": "x"}}),
-        ("text.format", {"format": {"type": "json_object"}}),  # of simulated workers
         ("response_format", {"type": "text"}),
         ("tools[0].type", [{"type": "web_search"}]),
         ("tools[0].name", [{"type": "function"}]),
@@ -281,6 +280,13 @@ async def test_a_field_that_cannot_be_used_is_named(door: HttpStack, field: str,
 async def test_what_says_nothing_new_is_accepted(door: HttpStack, asked: Json) -> None:
     response = await door.answer(PATH, BODY | {"max_output_tokens": 1} | asked)
     require_openai_form([{"type": "response.incomplete", "sequence_number": 0, "response": response}])
+
+
+async def test_workers_without_a_choice_of_words_refuse_a_form(door: HttpStack) -> None:
+    asked = {"input": "x", "text": {"format": {"type": "json_object"}}}
+    assert (await door.refusal(PATH, asked))[1]["param"] == "text.format"
+    error = (await door.events(PATH, asked))[-1]["response"]["error"]
+    assert (error["code"], error["param"]) == ("invalid_prompt", "text.format")
 
 
 async def test_responses_are_not_kept(door: HttpStack) -> None:
