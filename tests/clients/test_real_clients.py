@@ -288,6 +288,11 @@ asked = dict(model="openai/" + sys.argv[2], api_base=sys.argv[1], api_key="none"
 answer = litellm.completion(**asked)
 text = "".join(c.choices[0].delta.content or "" for c in litellm.completion(**asked, stream=True))
 assert text and text == answer.choices[0].message.content
+asked = {name: asked[name] for name in ("model", "api_base", "api_key")} | {"input": "Why is the sky blue?"}
+response = litellm.responses(**asked, max_output_tokens=16, extra_body={"seed": 3})
+assert response.output[0].content[0].text == text, (response, text)
+kinds = [event.type.value for event in litellm.responses(**asked, max_output_tokens=16, stream=True)]
+assert kinds[0] == "response.created" and kinds[-1].startswith("response."), kinds
 """
 
 
