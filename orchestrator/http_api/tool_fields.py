@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BeforeValidator, Field, StrictBool
@@ -19,6 +20,7 @@ MAX_CALLS = 128  # in one message
 FUNCTION_NAME = (
     r"^[A-Za-z0-9_.:/-]{1,128}$"  # all that needs no escapes in JSON and that servers of tools have as names
 )
+_FUNCTION = '{"type": "function", "function": {"name": ...}}'
 NO_PARAMETERS = '{"type": "object", "properties": {}, "additionalProperties": false}'
 
 
@@ -45,20 +47,36 @@ def _arguments(value: Any) -> Any:
 
 
 class Choice(NamedTuple):
-    """Whether functions are to be called, and perhaps which."""
+    """Whether functions are to be called, and perhaps which, by the fields that name them."""
 
     choice: ToolChoice
-    named: str = ""
+    allowed: Mapping[str, str] = {}  # names by field
 
 
 def _choice(value: Any) -> Any:
-    """Accept a mode, or an object that names a function."""
+    """Accept a mode, an object that names a function, or one that names all that may be called."""
     match value:
         case "none" | "auto" | "required":
             return Choice(ToolChoice(value))
+        case {"type": "function"} if name := _named(value):
+            return Choice(ToolChoice.REQUIRED, {"tool_choice.function.name": name})
+        case {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": list(tools), **more}, **others}:
+            place = "tool_choice.allowed_tools.tools"
+            names = {f"{place}[{index}].function.name": _named(tool) for index, tool in enumerate(tools)}
+            if mode in ("auto", "required") and names and all(names.values()) and not (more or others):
+                return Choice(ToolChoice(mode), names)
+    raise must(
+        f'be none, auto, required, {_FUNCTION}, or {{"type": "allowed_tools", "allowed_tools": {{"mode": "auto" or '
+        f'"required", "tools": [{_FUNCTION}, ...]}}}}'
+    )
+
+
+def _named(value: Any) -> str:
+    """The name in an object that only says which function is meant; empty if it is none."""
+    match value:
         case {"type": "function", "function": {"name": str(name), **more}, **others} if not more and not others:
-            return Choice(ToolChoice.REQUIRED, name)
-    raise must('be none, auto, required, or {"type": "function", "function": {"name": ...}}')
+            return name
+    return ""
 
 
 class FunctionFields(Fields):
@@ -104,10 +122,11 @@ def tools_of(given: list[ToolFields] | None, chosen: Choice | None, parallel: bo
     Raises:
         ApiError: names the invalid field.
     """
-    choice, named = chosen or Choice(ToolChoice.AUTO)
+    choice, allowed = chosen or Choice(ToolChoice.AUTO)
     if not given:
-        if choice is ToolChoice.REQUIRED:
-            raise invalid("tool_choice", named or choice.value, "be left out, none or auto without tools")
+        if choice is ToolChoice.REQUIRED or allowed:
+            wanted = ", ".join(allowed.values()) or choice.value
+            raise invalid("tool_choice", wanted, "be left out, none or auto without tools")
         return None
     functions = tuple(
         Function(tool.function.name, tool.function.parameters, tool.function.description, bool(tool.function.strict))
@@ -117,13 +136,14 @@ def tools_of(given: list[ToolFields] | None, chosen: Choice | None, parallel: bo
     for index, name in enumerate(names):
         if name in names[:index]:
             raise invalid(f"tools[{index}].function.name", name, "be another than those of the tools before it")
-    if named and named not in names:
-        raise invalid("tool_choice.function.name", named, f"be one of {', '.join(names)[:256]}")
+    for field, name in allowed.items():
+        if name not in names:
+            raise invalid(field, name, f"be one of {', '.join(names)[:256]}")
     size = sum(len(function.parameters) + len(function.description or "") for function in functions)
     if size > MAX_TOOLS_CHARACTERS:
         must_be = f"have at most {MAX_TOOLS_CHARACTERS} characters of descriptions and parameters"
         raise invalid("tools", size, must_be)
-    return Tools(functions, choice, named, parallel is not False)
+    return Tools(functions, choice, tuple(allowed.values()), parallel is not False)
 
 
 def tool_call(fields: ToolCallFields) -> ToolCall:

@@ -19,12 +19,13 @@ def call_grammar(
     arguments_key: str,
     functions: Mapping[int, Function],
     must_call: bool,
+    is_alone: bool,
     added_tokens: Mapping[str, AddedToken],
 ) -> str:
     """The grammar that begins with `start`, which may refer to these rules: `call`, an object; `mark` and `end`.
 
-    Without `must_call` also to `free`, text with neither, and `opened`, such text up to and with a mark; and only
-    functions that are strict have the arguments of their schema, others any object.
+    If calls do not stand alone also to `free`, text with neither, and `opened`, such text up to and with a mark.
+    Without `must_call` only functions that are strict have the arguments of their schema, others any object.
 
     Raises:
         InvalidRequest: names the function whose schema cannot be followed.
@@ -32,12 +33,14 @@ def call_grammar(
     rules = [f"start: {start}", "call: " + " | ".join(f"call_{index}" for index in functions)]
     for index, function in functions.items():
         is_free = not must_call and not function.is_strict
-        head = json.dumps(f'{{"name": {json.dumps(function.name)}, "{arguments_key}": ')
+        # Piece by piece, as JSON of another schema may begin with the same: the lexer does not go back.
+        pieces = "{", '"name"', ":", " ", json.dumps(function.name), ",", " ", f'"{arguments_key}"', ":", " "
+        head = " ".join(map(json.dumps, pieces))
         schema = embedded_schema(ANY_OBJECT) if is_free else _schema(index, function)
         rules += [f'call_{index}: {head} args_{index} "}}"', f"args_{index}: %json {schema}"]
     rules += [f"mark: {_text(spelling.mark, added_tokens)}"]
     rules += [f"end: {_text(spelling.end, added_tokens)}"] if spelling.end else []
-    if not must_call:
+    if not is_alone:
         rules += _free(spelling, added_tokens)
     try:
         return grammar_of(Constraint(lark="\n".join(rules)))

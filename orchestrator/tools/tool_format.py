@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from bough.grammar.grammar import either
 from bough.protocol.generation import Function, Tools
 from bough.tokenization.tokenizer import AddedToken
 from orchestrator.tools.call_grammar import call_grammar
@@ -40,12 +41,24 @@ class ToolFormat:
         """A parser of one output."""
         return CallParser(self.spelling, [function.name for function in tools.functions])
 
-    def grammar(self, functions: Mapping[int, Function], tools: Tools, added_tokens: Mapping[str, AddedToken]) -> str:
+    def grammar(
+        self,
+        functions: Mapping[int, Function],
+        tools: Tools,
+        added_tokens: Mapping[str, AddedToken],
+        otherwise: str = "",
+    ) -> str:
         """The grammar of an output with calls of these functions, which are numbered as the request's.
+
+        `otherwise` is the grammar of an output without calls, if there may be one; without it that is any text.
 
         Raises:
             InvalidRequest: names the function whose schema cannot be followed.
         """
-        rules = self.demanded if tools.must_call else self.allowed
+        is_alone = tools.must_call or bool(otherwise)  # no text beside calls
+        rules = self.demanded if is_alone else self.allowed
         start = rules.several if tools.allows_several else rules.one
-        return call_grammar(start, self.spelling, self.arguments_key, functions, tools.must_call, added_tokens)
+        calls = call_grammar(
+            start, self.spelling, self.arguments_key, functions, tools.must_call, is_alone, added_tokens
+        )
+        return either(calls, otherwise) if otherwise and not tools.must_call else calls

@@ -169,9 +169,42 @@ async def test_a_demand_for_calls_allows_nothing_else(name: str, has_tokens: boo
         single, _ = await model.form(replace(MUST, allows_several=False))
         assert not model.allows(single, written(name, ROME, TWO))
         assert model.allows(single, written(name, ROME))
-    named, _ = await model.form(replace(MUST, named="count"))
-    assert model.allows(named, written(name, TWO))
-    assert not model.allows(named, written(name, ROME))
+    for choice in (ToolChoice.REQUIRED, ToolChoice.AUTO):
+        named, _ = await model.form(replace(TOOLS, choice=choice, allowed=("count",)))
+        assert model.allows(named, written(name, TWO))
+        assert not model.allows(named, written(name, ROME))
+        assert model.allows(named, "Hello") is (choice is ToolChoice.AUTO)
+
+
+PERSON = (
+    '{"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"], '
+    '"additionalProperties": false}'
+)
+FORMS = [
+    (Constraint(json_schema=COUNT), '{"n": 7}', '{"n": "7"}'),
+    (Constraint(json_schema=PERSON), '{"name": "we"}', '{"name": 1}'),  # begins as a call does
+    (Constraint(regex="[a-c]+/"), "abc/", "abd/"),
+    (Constraint(choices=("yes", "no")), "no", "nope"),
+    (Constraint(lark='start: call "!"\ncall: /[x-z]+/'), "xyz!", "xyz"),  # with names that grammars of calls have too
+]
+
+
+@pytest.mark.parametrize("name", TOOL_FORMATS)
+async def test_what_is_no_call_has_the_form_that_is_asked_for(name: str) -> None:
+    model = model_of(name)
+    for constraint, right, wrong in FORMS:
+        grammar, _ = await model.form(STRICT, constraint=constraint)
+        for text, is_allowed in (
+            (right, True),
+            (wrong, False),
+            (written(name, ROME), True),
+            (written(name, OSLO), False),
+            (written(name, WORD), True),  # not strict
+            (right + written(name, ROME), False),
+            (written(name, ROME) + right, False),
+        ):
+            assert model.allows(grammar, text) is is_allowed, text
+        assert not model.allows((await model.form(MUST, constraint=constraint))[0], right)
 
 
 @pytest.mark.parametrize("has_tokens", [True, False])
@@ -276,8 +309,9 @@ async def test_what_cannot_be_had_is_named() -> None:
         with pytest.raises(InvalidRequest, match=f"^{name}: must be "):
             await model.form(MUST, **options)
         await model.form(TOOLS, **options)
-    with pytest.raises(InvalidRequest, match=r"^constraint: must be left out beside tools"):
-        await model.form(TOOLS, constraint=Constraint(regex="a"))
+    large = Constraint(json_schema=half.parameters)
+    with pytest.raises(InvalidRequest, match=r"^constraint: must be at most 131072 characters with tools, got"):
+        await model.form(Tools((replace(half, is_strict=True),)), constraint=large)
     assert (await model.form(replace(TOOLS, choice=ToolChoice.NONE), constraint=Constraint(regex="a")))[0]
 
 
