@@ -91,10 +91,13 @@ def either(first: str, second: str) -> str:
 
 
 def _part(grammar: str) -> dict[str, object]:
-    """A grammar as part of one of several."""
-    if not grammar.startswith("{"):
-        return {"lark_grammar": grammar}
-    return dict(json.loads(grammar)["grammars"][0])
+    """A grammar as part of one of several, in all of which JSON is as Python writes it: the lexer does not go back."""
+    part: dict[str, object] = {"lark_grammar": grammar}
+    if grammar.startswith("{"):
+        part = json.loads(grammar)["grammars"][0]
+    if isinstance(schema := part.get("json_schema"), dict):
+        schema["x-guidance"] = AS_DUMPED
+    return part
 
 
 def embedded_schema(schema: str) -> str:

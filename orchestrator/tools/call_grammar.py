@@ -34,7 +34,7 @@ def call_grammar(
     for index, function in functions.items():
         is_free = not must_call and not function.is_strict
         # Piece by piece, as JSON of another schema may begin with the same: the lexer does not go back.
-        pieces = "{", '"name"', ":", " ", json.dumps(function.name), ",", " ", f'"{arguments_key}"', ":", " "
+        pieces = "{", '"name"', ": ", json.dumps(function.name), ", ", f'"{arguments_key}"', ": "
         head = " ".join(map(json.dumps, pieces))
         schema = embedded_schema(ANY_OBJECT) if is_free else _schema(index, function)
         rules += [f'call_{index}: {head} args_{index} "}}"', f"args_{index}: %json {schema}"]
