@@ -48,7 +48,7 @@ def _of_tools(tools: Tools, tokenizer: Tokenizer, tool_format: str, demanded: st
 
     If that is nothing, it is free unless it matters what is called, with which arguments or how often.
     """
-    known = format_of(tool_format, tokenizer.template)
+    known = format_of(tool_format, tokenizer.tool_template)
     named = {i: f for i, f in enumerate(tools.functions) if not tools.allowed or f.name in tools.allowed}
     is_limited = tools.must_call or bool(tools.allowed) or not tools.allows_several
     is_free = not (is_limited or demanded or any(f.is_strict for f in named.values()))
