@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from orchestrator.http_api.errors import Json
-from orchestrator.tools.call_object import ArgumentsText, CallBegun
 from orchestrator.tools.call_parser import CallParser, ContentText, Piece
+from orchestrator.tools.call_reader import ArgumentsText, CallBegun
 from orchestrator.tools.tool_format import ToolFormat
 
 

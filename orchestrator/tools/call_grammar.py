@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from functools import partial
 from itertools import groupby
 
 from bough.errors import InvalidRequest
-from bough.grammar.grammar import ANY_OBJECT, embedded_schema, grammar_of
+from bough.grammar.grammar import grammar_of
 from bough.protocol.generation import Constraint, Function
 from bough.tokenization.tokenizer import AddedToken
 from orchestrator.tools.call_parser import CallSpelling
+from orchestrator.tools.call_syntax import CallSyntax, written
 
 
 def call_grammar(
     start: str,
     spelling: CallSpelling,
-    arguments_key: str,
+    syntax: CallSyntax,
     functions: Mapping[int, Function],
     must_call: bool,
     is_alone: bool,
@@ -31,15 +33,17 @@ def call_grammar(
         InvalidRequest: names the function whose schema cannot be followed.
     """
     rules = [f"start: {start}", "call: " + " | ".join(f"call_{index}" for index in functions)]
+    write = partial(written, added_tokens=added_tokens)
     for index, function in functions.items():
-        is_free = not must_call and not function.is_strict
-        # Piece by piece, as JSON of another schema may begin with the same: the lexer does not go back.
-        pieces = "{", '"name"', ": ", json.dumps(function.name), ", ", f'"{arguments_key}"', ": "
-        head = " ".join(map(json.dumps, pieces))
-        schema = embedded_schema(ANY_OBJECT) if is_free else _schema(index, function)
-        rules += [f'call_{index}: {head} args_{index} "}}"', f"args_{index}: %json {schema}"]
-    rules += [f"mark: {_text(spelling.mark, added_tokens)}"]
-    rules += [f"end: {_text(spelling.end, added_tokens)}"] if spelling.end else []
+        follows_schema = must_call or function.is_strict
+        try:
+            if follows_schema:
+                grammar_of(Constraint(json_schema=function.parameters))
+            rules += syntax.rules(f"call_{index}", function, write, follows_schema=follows_schema)
+        except InvalidRequest as exc:
+            raise _renamed(exc, f"chat.tools[{index}].function.parameters") from exc
+    rules += [f"mark: {write(spelling.mark)}"]
+    rules += [f"end: {write(spelling.end)}"] if spelling.end else []
     if not is_alone:
         rules += _free(spelling, added_tokens)
     try:
@@ -48,25 +52,9 @@ def call_grammar(
         raise _renamed(exc, "chat.tools") from exc
 
 
-def _schema(index: int, function: Function) -> str:
-    """The schema of a function's arguments, for a rule."""
-    name = f"chat.tools[{index}].function.parameters"
-    try:
-        grammar_of(Constraint(json_schema=function.parameters))
-    except InvalidRequest as exc:
-        raise _renamed(exc, name) from exc
-    return embedded_schema(function.parameters)
-
-
 def _renamed(exc: InvalidRequest, name: str) -> InvalidRequest:
     """The refusal of a constraint as one of another field."""
     return InvalidRequest(f"{name}: {str(exc).partition(': ')[2]}")
-
-
-def _text(text: str, added_tokens: Mapping[str, AddedToken]) -> str:
-    """The one token of a text where the vocabulary has one: models were trained with it."""
-    token = added_tokens.get(text)
-    return json.dumps(text) if token is None else f"<[{token.token_id}]>"
 
 
 def _free(spelling: CallSpelling, added_tokens: Mapping[str, AddedToken]) -> list[str]:
