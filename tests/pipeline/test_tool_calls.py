@@ -14,7 +14,9 @@ from tokenizers import pre_tokenizers
 from bough.client import Client
 from bough.errors import InvalidRequest
 from bough.processes.launch import Cluster
-from bough.protocol.generation import ChatPrompt, Function, Message, Tools
+from bough.protocol.generation import ChatPrompt, Function, Message, ToolChoice, Tools
+from orchestrator.http_api.tool_calls import ChoiceCalls
+from orchestrator.tools.qwen3_coder import QWEN3_CODER
 
 Json = dict[str, Any]
 
@@ -159,6 +161,21 @@ async def test_beside_a_form_the_answer_is_a_call_or_of_the_form(http: httpx.Asy
         message, _ = await streamed(http, body | likely)
         assert without_ids(message) == without_ids(choice["message"])
     assert kinds == {"tool_calls", "stop"}
+
+
+async def test_trees_change_nothing_of_arguments_between_tags(http: httpx.AsyncClient) -> None:
+    """The model's template has no tags, so their grammar is demanded as such."""
+    schema = SCHEMA | {"properties": {"why": {"type": "string", "maxLength": 6}} | SCHEMA["properties"]}
+    schema["required"] = ["why", "at", "n"]
+    tools = Tools((Function("sky", json.dumps(schema)),), ToolChoice.REQUIRED, (), allows_several=False)
+    body: Json = {"messages": [USER], "structured_outputs": {}, "seed": 4, "max_tokens": 250}
+    body["structured_outputs"]["grammar"] = QWEN3_CODER.grammar({0: tools.functions[0]}, tools, {})
+    text = (await choice_of(http, body))["message"]["content"]
+    assert (await choice_of(http, body | PLAIN))["message"]["content"] == text
+    calls = ChoiceCalls(QWEN3_CODER.parser(tools), QWEN3_CODER, "id")
+    assert [*calls.deltas(text, is_end=True)]
+    (call,) = calls.message()["tool_calls"]
+    jsonschema.validate(json.loads(call["function"]["arguments"]), schema)
 
 
 async def test_choices_log_probabilities_and_limits_beside_calls(http: httpx.AsyncClient) -> None:
