@@ -16,19 +16,16 @@ _TYPES = {
     bool: "boolean", type(None): "null", int: "number", float: "number", str: "string", list: "array", dict: "object"
 }  # fmt: skip
 _AS_PYTHON_WRITES = {"True": "true", "False": "false", "None": "null"}  # as some templates do
-_MAX_DEPTH = 16  # of references and alternatives in one another
-_MAX_BRANCHES = 128
+_MAX_DEPTH = 8  # of references and alternatives in one another
+_MAX_BRANCHES = 64
 
 
-def argument_types(parameters: str) -> dict[str, frozenset[str]]:
-    """The types of JSON that each argument may have, as far as a schema tells them; integers are numbers."""
-    root = json.loads(parameters)
-    properties = root.get("properties")
-    types = {
-        key: [types_of(branch) for branch in branches(schema, root)]
-        for key, schema in (properties.items() if isinstance(properties, dict) else ())
-    }
-    return {key: frozenset().union(*found) for key, found in types.items() if all(found)}
+def argument_types(parameters: Schema, key: str) -> frozenset[str] | None:
+    """The types of JSON that an argument may have, None if the schema does not tell; integers are numbers."""
+    properties = parameters.get("properties")
+    schema = properties.get(key) if isinstance(properties, dict) else None
+    types = [types_of(branch) for branch in branches(schema, parameters)]
+    return frozenset[str]().union(*types) if all(types) else None
 
 
 def json_text(value: str, types: frozenset[str] | None) -> str:
@@ -84,9 +81,10 @@ def _alternatives(schema: Schema, root: Schema) -> list[Schema]:
     """What one of a schema's references or alternatives stands for, each with what stands beside it."""
     for key in ALTERNATIVES:
         given = schema.get(key)
-        within = [_referred(given, root)] if key == "$ref" else given
-        is_list = isinstance(within, list) and all(isinstance(one, dict) for one in within)
-        if is_list and (len(within) == 1 or key in ("anyOf", "oneOf")):
+        if key == "$ref":
+            given = [_referred(given, root)]
+        within = [one for one in given if isinstance(one, dict)] if isinstance(given, list) else []
+        if within and len(within) == len(given) and (len(within) == 1 or key in ("anyOf", "oneOf")):
             beside = {name: value for name, value in schema.items() if name != key}
             return [beside | one for one in within]
     return []

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from bough.grammar.grammar import ANY_OBJECT
 from bough.protocol.generation import Function
-from orchestrator.tools.argument_types import TEXT, argument_types, json_text
+from orchestrator.tools.argument_types import TEXT, Schema, argument_types, json_text
 from orchestrator.tools.call_reader import CallReader, overlap
 from orchestrator.tools.call_syntax import Write
 from orchestrator.tools.named_call import NamedCall, NamedSyntax
@@ -61,8 +61,8 @@ class TaggedCall(NamedCall):
         self._syntax, self._schemas = syntax, schemas
         self._closing = syntax.after_value.strip()
         self._separator = "{"
-        self._types: Mapping[str, frozenset[str]] = {}  # of JSON, that an argument may have
-        self._value_types: frozenset[str] | None = None  # of the argument that is being read; None if not known
+        self._schema: Schema = {}
+        self._types: frozenset[str] | None = None  # of JSON, that the value may have; None if they are not known
         self._value = ""  # what has come of it, unless it is a text
 
     def _read_arguments(self, text: str) -> int | None:
@@ -72,7 +72,7 @@ class TaggedCall(NamedCall):
             return end
         if self.name is None:
             self.name = self._called
-            self._types = argument_types(self._schemas.get(self.name, ANY_OBJECT))
+            self._schema = json.loads(self._schemas.get(self.name, ANY_OBJECT))
         if text[:end].endswith(syntax.before_key):
             self._step = self._read_key
             return end
@@ -86,9 +86,9 @@ class TaggedCall(NamedCall):
         if end < 0:
             return None
         key = text[:end].strip()
-        self._value, self._value_types = "", self._types.get(key)
+        self._value, self._types = "", argument_types(self._schema, key)
         self._untold += f"{self._separator}{json.dumps(key, ensure_ascii=False)}: "
-        self._untold += '"' if self._value_types == TEXT else ""
+        self._untold += '"' if self._types == TEXT else ""
         self._separator = ", "
         self._expected, self._step = after, self._read_break
         return end
@@ -106,12 +106,12 @@ class TaggedCall(NamedCall):
         value = text[:end]
         if is_whole and self._syntax.after_value.startswith("\n"):
             value = value.removesuffix("\n")
-        if self._value_types == TEXT:
+        if self._types == TEXT:
             self._untold += json.dumps(value, ensure_ascii=False)[1:-1]
         else:
             self._value += value
         if is_whole:
-            self._untold += '"' if self._value_types == TEXT else json_text(self._value, self._value_types)
+            self._untold += '"' if self._types == TEXT else json_text(self._value, self._types)
             self._expected, self._step = [self._closing], self._read_arguments
         return end if end or is_whole else None
 
