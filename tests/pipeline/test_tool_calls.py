@@ -15,7 +15,7 @@ from bough.client import Client
 from bough.errors import InvalidRequest
 from bough.processes.launch import Cluster
 from bough.protocol.generation import ChatPrompt, Function, Message, ToolChoice, Tools
-from orchestrator.http_api.tool_calls import ChoiceCalls
+from orchestrator.tools.call_reader import ArgumentsText
 from orchestrator.tools.qwen3_coder import QWEN3_CODER
 
 Json = dict[str, Any]
@@ -165,17 +165,14 @@ async def test_beside_a_form_the_answer_is_a_call_or_of_the_form(http: httpx.Asy
 
 async def test_trees_change_nothing_of_arguments_between_tags(http: httpx.AsyncClient) -> None:
     """The model's template has no tags, so their grammar is demanded as such."""
-    schema = SCHEMA | {"properties": {"why": {"type": "string", "maxLength": 6}} | SCHEMA["properties"]}
-    schema["required"] = ["why", "at", "n"]
-    tools = Tools((Function("sky", json.dumps(schema)),), ToolChoice.REQUIRED, (), allows_several=False)
-    body: Json = {"messages": [USER], "structured_outputs": {}, "seed": 4, "max_tokens": 250}
-    body["structured_outputs"]["grammar"] = QWEN3_CODER.grammar({0: tools.functions[0]}, tools, {})
+    schema: Json = {"type": "object", "properties": {"a": {"type": "string", "maxLength": 5}}, "required": ["a"]}
+    tools = Tools((Function("f", json.dumps(schema)),), ToolChoice.REQUIRED, (), allows_several=False)
+    grammar = QWEN3_CODER.grammar({0: tools.functions[0]}, tools, {})
+    body: Json = {"messages": [USER], "structured_outputs": {"grammar": grammar}, "seed": 4, "max_tokens": 150}
     text = (await choice_of(http, body))["message"]["content"]
     assert (await choice_of(http, body | PLAIN))["message"]["content"] == text
-    calls = ChoiceCalls(QWEN3_CODER.parser(tools), QWEN3_CODER, "id")
-    assert [*calls.deltas(text, is_end=True)]
-    (call,) = calls.message()["tool_calls"]
-    jsonschema.validate(json.loads(call["function"]["arguments"]), schema)
+    pieces = QWEN3_CODER.parser(tools).push(text)
+    jsonschema.validate(json.loads("".join(piece.text for piece in pieces if isinstance(piece, ArgumentsText))), schema)
 
 
 async def test_choices_log_probabilities_and_limits_beside_calls(http: httpx.AsyncClient) -> None:
@@ -200,7 +197,7 @@ async def test_choices_log_probabilities_and_limits_beside_calls(http: httpx.Asy
 async def test_what_cannot_be_called_is_named(http: httpx.AsyncClient) -> None:
     odd = {"type": "function", "function": {"name": "odd", "parameters": {"not": {}}}}
     call = {"id": "a", "type": "function", "function": {"name": "now", "arguments": "{"}}
-    cases = [
+    cases: list[tuple[Json, str]] = [
         ({"tool_choice": {"type": "function", "function": {"name": "sun"}}}, "tool_choice.function.name"),
         ({"tools": [], "tool_choice": "required"}, "tool_choice"),
         ({"tools": [*TOOLS, odd], "tool_choice": "required"}, "tools[2].function.parameters"),
