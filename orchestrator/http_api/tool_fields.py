@@ -12,7 +12,7 @@ from bough.config.json_fields import must
 from bough.protocol.generation import Function, ToolCall, ToolChoice, Tools
 from bough.protocol.sampling_params import MAX_GRAMMAR
 from orchestrator.http_api.base_fields import Fields, Ignored
-from orchestrator.http_api.errors import invalid
+from orchestrator.http_api.errors import Json, invalid
 
 MAX_TOOLS = 128  # as at OpenAI
 MAX_TOOLS_CHARACTERS = MAX_GRAMMAR  # of all descriptions and schemas together
@@ -34,7 +34,7 @@ def _parameters(value: Any) -> Any:
     return json.dumps(schema, ensure_ascii=False)
 
 
-def _arguments(value: Any) -> Any:
+def arguments_text(value: Any) -> Any:
     """Accept the text of a JSON object; an empty text is as good as an empty object."""
     try:
         parsed = json.loads(value or "{}")
@@ -47,24 +47,29 @@ def _arguments(value: Any) -> Any:
 
 
 class Choice(NamedTuple):
-    """Whether functions are to be called, and perhaps which, by the fields that name them."""
+    """Whether functions are to be called, and perhaps which."""
 
     choice: ToolChoice
-    allowed: Mapping[str, str] = {}  # names by field
+    allowed: Mapping[str, str] = {}  # their names, by the fields that name them; without any it is all functions
+    given: Json | str = "auto"  # as the request says it
 
 
 def _choice(value: Any) -> Any:
     """Accept a mode, an object that names a function, or one that names all that may be called."""
     match value:
         case "none" | "auto" | "required":
-            return Choice(ToolChoice(value))
+            return Choice(ToolChoice(value), given=value)
         case {"type": "function"} if name := _named(value):
-            return Choice(ToolChoice.REQUIRED, {"tool_choice.function.name": name})
-        case {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": list(tools), **more}, **others}:
+            return Choice(ToolChoice.REQUIRED, {"tool_choice.function.name": name}, value)
+        case {
+            "type": "allowed_tools",
+            "allowed_tools": {"mode": "auto" | "required" as mode, "tools": [_, *_] as tools, **more},
+            **others,
+        }:
             place = "tool_choice.allowed_tools.tools"
             names = {f"{place}[{index}].function.name": _named(tool) for index, tool in enumerate(tools)}
-            if mode in ("auto", "required") and names and all(names.values()) and not (more or others):
-                return Choice(ToolChoice(mode), names)
+            if all(names.values()) and not (more or others):
+                return Choice(ToolChoice(mode), names, value)
     raise must(
         f'be none, auto, required, {_FUNCTION}, or {{"type": "allowed_tools", "allowed_tools": {{"mode": "auto" or '
         f'"required", "tools": [{_FUNCTION}, ...]}}}}'
@@ -99,7 +104,7 @@ class CalledFields(Fields):
     """The function of a call, and with what it was called."""
 
     name: Annotated[str, Field(pattern=FUNCTION_NAME)]
-    arguments: Annotated[str, BeforeValidator(_arguments)] = "{}"
+    arguments: Annotated[str, BeforeValidator(arguments_text)] = "{}"
 
 
 class ToolCallFields(Fields):
@@ -116,26 +121,29 @@ CallList = Annotated[list[ToolCallFields], Field(max_length=MAX_CALLS)]
 ToolChoiceField = Annotated[Choice, BeforeValidator(_choice)]
 
 
-def tools_of(given: list[ToolFields] | None, chosen: Choice | None, parallel: bool | None) -> Tools | None:
-    """The tools of a request; None without any.
+def functions_in(tools: list[ToolFields] | None) -> dict[str, FunctionFields]:
+    """The functions of a chat's tools, by their fields."""
+    return {f"tools[{index}].function": tool.function for index, tool in enumerate(tools or ())}
+
+
+def tools_of(given: Mapping[str, FunctionFields], chosen: Choice | None, parallel: bool | None) -> Tools | None:
+    """The tools of a request, from its functions by their fields; None without any.
 
     Raises:
         ApiError: names the invalid field.
     """
-    choice, allowed = chosen or Choice(ToolChoice.AUTO)
+    choice, allowed, wanted = chosen or Choice(ToolChoice.AUTO)
     if not given:
         if choice is ToolChoice.REQUIRED or allowed:
-            wanted = ", ".join(allowed.values()) or choice.value
             raise invalid("tool_choice", wanted, "be left out, none or auto without tools")
         return None
     functions = tuple(
-        Function(tool.function.name, tool.function.parameters, tool.function.description, bool(tool.function.strict))
-        for tool in given
+        Function(fields.name, fields.parameters, fields.description, bool(fields.strict)) for fields in given.values()
     )
     names = [function.name for function in functions]
-    for index, name in enumerate(names):
+    for index, (field, name) in enumerate(zip(given, names, strict=True)):
         if name in names[:index]:
-            raise invalid(f"tools[{index}].function.name", name, "be another than those of the tools before it")
+            raise invalid(f"{field}.name", name, "be another than those of the tools before it")
     for field, name in allowed.items():
         if name not in names:
             raise invalid(field, name, f"be one of {', '.join(names)[:256]}")
