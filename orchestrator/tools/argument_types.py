@@ -81,10 +81,9 @@ def _alternatives(schema: Schema, root: Schema) -> list[Schema]:
     """What one of a schema's references or alternatives stands for, each with what stands beside it."""
     for key in ALTERNATIVES:
         given = schema.get(key)
-        if key == "$ref":
-            given = [_referred(given, root)]
-        within = [one for one in given if isinstance(one, dict)] if isinstance(given, list) else []
-        if within and len(within) == len(given) and (len(within) == 1 or key in ("anyOf", "oneOf")):
+        listed = [_referred(given, root)] if key == "$ref" else given if isinstance(given, list) else []
+        within = [one for one in listed if isinstance(one, dict)]
+        if within and len(within) == len(listed) and (len(within) == 1 or key in ("anyOf", "oneOf")):
             beside = {name: value for name, value in schema.items() if name != key}
             return [beside | one for one in within]
     return []
