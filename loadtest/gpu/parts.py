@@ -68,7 +68,7 @@ def device_milliseconds(act: Callable[[], object], device: torch.device) -> floa
         act()
     ended.record()
     _finish(device)
-    return round(begun.elapsed_time(ended) / REPEATS, 4)
+    return round(float(begun.elapsed_time(ended)) / REPEATS, 4)
 
 
 def _finish(device: torch.device) -> None:
