@@ -69,7 +69,7 @@ def test_what_was_found_is_there_when_it_is_cut_off(
     rows = [{"tokens": 1, "link_efficiency": 0.9, "link_gb": 9.0}]
 
     def cut_off(*arguments: Any) -> None:
-        arguments[-1]({"device": "a GPU", "target 4": {"sweeps": rows}}, {"attention": "wrong"})
+        arguments[-1]({"device": {"device": "a GPU"}, "target 4": {"sweeps": rows}}, {"attention": "wrong"})
         raise SystemExit(128 + signal.SIGTERM)
 
     file = tmp_path / "report.json"
@@ -78,7 +78,7 @@ def test_what_was_found_is_there_when_it_is_cut_off(
     with pytest.raises(SystemExit):
         gpu_check.main()
     report = json.loads(file.read_text())
-    assert report["sweeps"] == rows
+    assert (report["device"], report["sweeps"]) == ("a GPU", rows)
     assert (report["failed"], report["is_cut_off"], report["ok"]) == ({"attention": "wrong"}, True, False)
     monkeypatch.setattr(sys, "argv", ["gpu_check", "--report", str(tmp_path / "nowhere" / "report.json")])
     with pytest.raises(SystemExit):
@@ -111,6 +111,7 @@ def test_a_dry_run_goes_through_everything(
     assert by_part["unpacking"] == report["unpacking"], "each part's figures as soon as they are there"
     assert report["ok"]
     assert report["is_dry_run"]
+    assert (report["device"], report["machine"]["torch"]) == ("cpu", torch.__version__)
     assert [case["layers"] for case in report["equality"]] == [
         {"resident": 1, "elsewhere": 0, "host": 5, "disk": 0},
         {"resident": 1, "elsewhere": 0, "host": 1, "disk": 4},
