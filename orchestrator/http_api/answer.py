@@ -36,6 +36,7 @@ class Choice:
 
     prompt_tokens: int = 0
     num_tokens: int = 0
+    reasoning_tokens: int | None = None  # of these; None if the model marks no thoughts
     texts: list[str] = field(default_factory=list)
     finished: Finished | None = None
 
@@ -142,6 +143,9 @@ class Answer(ABC):
             "completion_tokens": completion_tokens,
             "total_tokens": prompt_tokens + completion_tokens,
         }
+        thought = [choice.reasoning_tokens for choice in self.choices if choice.reasoning_tokens is not None]
+        if thought:
+            usage["completion_tokens_details"] = {"reasoning_tokens": sum(thought)}
         ends = [choice.finished for choice in firsts if choice.finished]
         if len(ends) == len(firsts):  # unknown before
             usage["prompt_tokens_details"] = {"cached_tokens": sum(one.usage.cached_tokens for one in ends)}

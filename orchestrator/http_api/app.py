@@ -116,13 +116,14 @@ class _Api:
         """/v1/chat/completions."""
         fields = await self.bodies.read(request, ChatFields, entered, GENERATE)
         tools = tools_of(fields.tools, fields.tool_choice, fields.parallel_tool_calls)
-        prompts = (chat.chat_prompt(fields.messages, tools),)
+        prompts = (chat.chat_prompt(fields.messages, tools, fields.chat_template_kwargs, fields.reasoning_effort),)
         head = _head("chatcmpl", fields)
         limits, most = chat.chat_limits(fields), tenant_of(request).most_at_once
         wanted = choices(fields, prompts, limits, head.answer_id, _session_id(request, fields), most)
         called = tools if tools is not None and tools.choice is not ToolChoice.NONE else None
         formats = self.requests.texts.tool_format
-        answer = chat.ChatAnswer(head, len(wanted), _telling(fields), self._spell(wanted), called, formats)
+        has_thoughts, spell = fields.include_reasoning is not False, self._spell(wanted)
+        answer = chat.ChatAnswer(head, len(wanted), _telling(fields), spell, called, formats, has_thoughts)
         return self._exchange(tenant_of(request), wanted, answer, fields, chat.FIELD_NAMES | constraint_names(fields))
 
     async def completions(self, request: Request, entered: ExitStack) -> ASGIApp:

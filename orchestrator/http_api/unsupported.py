@@ -16,12 +16,10 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "add_special_tokens": (False,),  # of a chat, whose template has them
     "bad_words": ([],),
     "best_of": (1,),
-    "chat_template_kwargs": ({},),
     "continue_final_message": (False,),
     "echo": (False,),
     "function_call": ("none", "auto"),
     "functions": ([],),
-    "include_reasoning": (True,),
     "length_penalty": (1,),
     "modalities": (["text"],),
     "priority": (0,),

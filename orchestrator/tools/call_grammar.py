@@ -35,8 +35,8 @@ def call_grammar(
         head = json.dumps(f'{{"name": {json.dumps(function.name)}, "{arguments_key}": ')
         schema = embedded_schema(ANY_OBJECT) if is_free else _schema(index, function)
         rules += [f'call_{index}: {head} args_{index} "}}"', f"args_{index}: %json {schema}"]
-    rules += [f"mark: {_text(spelling.mark, added_tokens)}"]
-    rules += [f"end: {_text(spelling.end, added_tokens)}"] if spelling.end else []
+    rules += [f"mark: {token_or_text(spelling.mark, added_tokens)}"]
+    rules += [f"end: {token_or_text(spelling.end, added_tokens)}"] if spelling.end else []
     if not must_call:
         rules += _free(spelling, added_tokens)
     try:
@@ -60,7 +60,7 @@ def _renamed(exc: InvalidRequest, name: str) -> InvalidRequest:
     return InvalidRequest(f"{name}: {str(exc).partition(': ')[2]}")
 
 
-def _text(text: str, added_tokens: Mapping[str, AddedToken]) -> str:
+def token_or_text(text: str, added_tokens: Mapping[str, AddedToken]) -> str:
     """The one token of a text where the vocabulary has one: models were trained with it."""
     token = added_tokens.get(text)
     return json.dumps(text) if token is None else f"<[{token.token_id}]>"
@@ -69,7 +69,7 @@ def _text(text: str, added_tokens: Mapping[str, AddedToken]) -> str:
 def _free(spelling: CallSpelling, added_tokens: Mapping[str, AddedToken]) -> list[str]:
     """Rules of text without a mark. Tokens of whole texts are no part of regular expressions."""
     others = sorted(token.token_id for text, token in added_tokens.items() if text not in (spelling.mark, spelling.end))
-    tokens = f" | <[{_ranges(others)}]>" if others else ""
+    tokens = f" | <[{ranges(others)}]>" if others else ""
     opened = "spelled | free mark" if spelling.mark in added_tokens else "spelled"
     return [
         f"free: (TEXT{tokens})*",
@@ -80,7 +80,7 @@ def _free(spelling: CallSpelling, added_tokens: Mapping[str, AddedToken]) -> lis
     ]
 
 
-def _ranges(numbers: list[int]) -> str:
-    """Sorted numbers as ranges: 1-3,7-7."""
+def ranges(numbers: list[int]) -> str:
+    """Sorted numbers as the ranges of `<[...]>`: 1-3,7-7."""
     runs = [[number for _, number in run] for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])]
     return ",".join(f"{run[0]}-{run[-1]}" for run in runs)
