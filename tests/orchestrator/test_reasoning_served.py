@@ -66,10 +66,10 @@ async def answered(http: httpx.AsyncClient, **fields: Any) -> Json:
     """The message of the only choice, and what is told beside it."""
     response = await http.post(CHAT, json=body(**fields))
     assert response.status_code == 200, response.text
-    answer = response.json()
+    answer: Json = response.json()
     (choice,) = answer["choices"]
-    told = {"usage": answer["usage"], "reason": choice["finish_reason"], "logprobs": choice["logprobs"]}
-    return told | choice["message"]
+    told: Json = {"usage": answer["usage"], "reason": choice["finish_reason"], "logprobs": choice["logprobs"]}
+    return told | dict(choice["message"])
 
 
 async def streamed(http: httpx.AsyncClient, **fields: Any) -> Json:
@@ -176,7 +176,6 @@ async def test_fields_that_cannot_be_used_are_named(http: httpx.AsyncClient) -> 
     for path, fields, param in (
         (CHAT, {"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
         (CHAT, {"chat_template_kwargs": [1]}, "chat_template_kwargs"),
-        (CHAT, {"chat_template_kwargs": {"a": "\ud83d"}}, "chat_template_kwargs"),
         (CHAT, {"reasoning_effort": 3}, "reasoning_effort"),
         (CHAT, {"include_reasoning": "no"}, "include_reasoning"),
         (CHAT, {"messages": [HI, HI | {"role": "assistant", "reasoning": [1]}]}, "messages[1].reasoning"),

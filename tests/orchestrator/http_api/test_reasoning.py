@@ -18,7 +18,7 @@ Json = dict[str, Any]
 
 INSIDE, BEFORE = (Thoughts("<think>", "</think>", one) for one in (Beginning.INSIDE, Beginning.BEFORE))
 CALL = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
-CALLED = {"tools": Tools((Function("f", "{}"),)), "formats": lambda _: HERMES}
+CALLED: Json = {"tools": Tools((Function("f", "{}"),)), "formats": lambda _: HERMES}
 QUIET = StreamTelling()
 LOGPROB = PositionLogprobs(TokenLogprob(0, -0.5), ())
 

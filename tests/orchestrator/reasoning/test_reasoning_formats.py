@@ -117,8 +117,10 @@ def grammars_of(tokenizer: Tokenizer) -> Grammars:
     return Grammars(tokenizer.files, 270)
 
 
-async def form(template: str, constraint: Constraint | None, tools: Tools | None = None, **tokens: bool) -> str:
-    tokenizer, prompt = tokenizer_of(template, **tokens), ChatPrompt(ASKED.messages, tools)
+async def form(
+    template: str, constraint: Constraint | None, tools: Tools | None = None, *, has_tokens: bool = True
+) -> str:
+    tokenizer, prompt = tokenizer_of(template, has_tokens=has_tokens), ChatPrompt(ASKED.messages, tools)
     found = thoughts_of(prompt, whole_prompt(prompt, tokenizer, 300), tokenizer, "auto")
     return (await output_form(prompt, GenerateOptions(constraint=constraint), tokenizer, "auto", found)).grammar
 
@@ -149,7 +151,7 @@ async def test_a_form_is_that_of_what_follows_the_thoughts(
 ) -> None:
     after = Constraint(constraint.json_schema, constraint.regex, constraint.choices, constraint.lark, True)
     tokens = {"has_tokens": has_tokens}
-    opened, may_open = await form(R1, after, **tokens), await form(QWEN, after, **tokens)
+    opened, may_open = await form(R1, after, has_tokens=has_tokens), await form(QWEN, after, has_tokens=has_tokens)
     for thought in ("", "Hm, 1 < 2.\n", "</thi", "a <other> b <think>", "</s", "[THINK]" + bad):
         for end in ("</think>", "<🐾/think>", "</thi🐾nk>\n", "</think>\n\n"):
             for answer, is_good in ((good, True), (bad, False), ("\n\n\n" + good, False), ("", False)):
