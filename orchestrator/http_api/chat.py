@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from bough.protocol.generation import ChatPrompt, Event, Finished, Message, Started, Tokens, Tools
 from bough.protocol.sampling_params import UNLIMITED
-from bough.tokenization.template_variables import EFFORT
-from orchestrator.http_api.answer import Answer, Head, StreamTelling
+from orchestrator.http_api.answer import Completion, Head, StreamTelling
+from orchestrator.http_api.constraint import constraint_of
 from orchestrator.http_api.errors import Json, invalid
 from orchestrator.http_api.fields import ChatFields, MessageFields
 from orchestrator.http_api.options import RequestLimits
-from orchestrator.http_api.reasoning import ChoiceReasoning, reasoning_fields, reasoning_in
+from orchestrator.http_api.reasoning import ChoiceReasoning, reasoning_fields, reasoning_in, template_kwargs
 from orchestrator.http_api.spelling import Spell, chat_logprobs
-from orchestrator.http_api.tool_calls import ChoiceCalls
+from orchestrator.http_api.tool_calls import ChoiceCalls, Formats, calls_in
 from orchestrator.http_api.tool_fields import tool_call
-from orchestrator.tools.tool_format import ToolFormat
 
 # Names of gRPC fields as clients of this API know them, for error messages.
 FIELD_NAMES = {
@@ -28,25 +26,21 @@ FIELD_NAMES = {
     "prompt": "messages",
     "logprobs": "top_logprobs",
 }
-Formats = Callable[[str], ToolFormat]  # takes a model's name
 
 
 def chat_prompt(
     messages: list[MessageFields],
     tools: Tools | None = None,
-    template_kwargs: Mapping[str, Any] | None = None,
+    variables: Mapping[str, Any] | None = None,
     effort: str | None = None,
 ) -> ChatPrompt:
     """The conversation as a prompt; OpenAI's role "developer" is "system" to chat templates.
 
-    Its `reasoning_effort` is one of their variables, if it is not among those that are given.
-
     Raises:
         ApiError: names the invalid field.
     """
-    kwargs = ({} if effort is None else {EFFORT: effort}) | dict(template_kwargs or {})
     said = tuple(_message(index, fields) for index, fields in enumerate(messages))
-    return ChatPrompt(said, tools, json.dumps(kwargs, ensure_ascii=False) if kwargs else "")
+    return ChatPrompt(said, tools, template_kwargs(variables, effort))
 
 
 def _message(index: int, fields: MessageFields) -> Message:
@@ -73,10 +67,12 @@ def chat_limits(fields: ChatFields) -> RequestLimits:
     most = newer if newer is not None else older
     if fields.top_logprobs and not fields.logprobs:
         raise invalid("top_logprobs", fields.top_logprobs, "be left out unless logprobs is true")
-    return RequestLimits(UNLIMITED if most is None else most, (fields.top_logprobs or 0) if fields.logprobs else None)
+    logprobs = (fields.top_logprobs or 0) if fields.logprobs else None
+    most = UNLIMITED if most is None else most
+    return RequestLimits(most, logprobs, num_choices=fields.n, constraint=constraint_of(fields))
 
 
-class ChatAnswer(Answer):
+class ChatAnswer(Completion):
     """An answer to a conversation."""
 
     whole_object = "chat.completion"
@@ -88,22 +84,23 @@ class ChatAnswer(Answer):
         num_choices: int,
         telling: StreamTelling,
         spell: Spell | None,
-        tools: Tools | None = None,
-        formats: Formats | None = None,
+        tools: Tools | None,
+        formats: Formats,
         has_reasoning: bool = True,
     ) -> None:
-        """`formats` is given with tools that may be called; without `has_reasoning` thoughts are left out."""
+        """Without `has_reasoning` thoughts are left out."""
         super().__init__(head, num_choices, num_choices, telling, spell)
         self._logprobs: list[list[Json]] = [[] for _ in self.choices]
         self._tools, self._formats = tools, formats
-        self._calls: dict[int, ChoiceCalls] = {}  # by choice
+        self._calls: dict[int, ChoiceCalls | None] = {}  # by choice
         self._has_reasoning = has_reasoning
         self._reasoning: dict[int, ChoiceReasoning | None] = {}  # by choice
 
     def _told(self, index: int, event: Event) -> Iterator[Json]:
         match event:
             case Started():
-                self._look_for_calls(index, event.model_name)
+                choice_id = f"{self.head.answer_id}/{index}"
+                self._calls[index] = calls_in(choice_id, self._tools, self._formats, event.model_name)
                 self._reasoning[index] = reasoning_in(event.thoughts)
                 yield _delta(index, {"role": "assistant", "content": ""})
             case Tokens():
@@ -118,12 +115,6 @@ class ChatAnswer(Answer):
                 for delta in self._deltas(index, (event.text,), is_end=True):
                     yield _delta(index, delta)
                 yield _delta(index, {}) | self._ending(index)
-
-    def _look_for_calls(self, index: int, model: str) -> None:
-        if self._tools is not None and self._formats is not None and model:  # none if aborted before it was known
-            known = self._formats(model)
-            choice_id = f"{self.head.answer_id}/{index}"
-            self._calls[index] = ChoiceCalls(known.parser(self._tools), known, choice_id)
 
     def _deltas(self, index: int, texts: Sequence[str], *, is_end: bool = False) -> Iterator[Json]:
         """What the texts of tokens add to the message of a choice."""

@@ -1,11 +1,14 @@
-"""Thoughts in the answer to a conversation."""
+"""Thoughts in the answer to a conversation, and what a request says of them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import json
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from bough.protocol.thoughts import Thoughts
+from bough.tokenization.template_variables import EFFORT
 from orchestrator.http_api.errors import Json
 from orchestrator.reasoning.parser import Parted, ReasoningParser
 
@@ -35,6 +38,12 @@ class ChoiceReasoning:
         self.thoughts += parted.thoughts
         self.content += parted.content
         return parted
+
+
+def template_kwargs(given: Mapping[str, Any] | None, effort: str | None) -> str:
+    """Variables of a chat template as JSON; `effort` is one of them, if it is not among those that are given."""
+    kwargs = ({} if effort is None else {EFFORT: effort}) | dict(given or {})
+    return json.dumps(kwargs, ensure_ascii=False) if kwargs else ""
 
 
 def reasoning_in(thoughts: Thoughts | None) -> ChoiceReasoning | None:

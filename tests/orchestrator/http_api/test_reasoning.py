@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
+from pydantic import TypeAdapter
 
 from bough.protocol.generation import Event, Finished, Function, SpeculationMetrics, Started, Tokens, Tools, Usage
 from bough.protocol.messages import RoundTimings
 from bough.protocol.sampling_params import PositionLogprobs, TokenLogprob
 from bough.protocol.thoughts import Beginning, Thoughts
 from orchestrator.http_api.answer import Head, StreamTelling
+from orchestrator.http_api.body import parse
 from orchestrator.http_api.chat import ChatAnswer
+from orchestrator.http_api.response_fields import ResponseFields
+from orchestrator.http_api.response_input import conversation
+from orchestrator.http_api.responses import ResponseAnswer, repeated
 from orchestrator.tools.hermes import HERMES
 
 Json = dict[str, Any]
 
 INSIDE, BEFORE = (Thoughts("<think>", "</think>", one) for one in (Beginning.INSIDE, Beginning.BEFORE))
 CALL = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
-CALLED: Json = {"tools": Tools((Function("f", "{}"),)), "formats": lambda _: HERMES}
+CALLED: Json = {"tools": Tools((Function("f", "{}"),))}
 QUIET = StreamTelling()
 LOGPROB = PositionLogprobs(TokenLogprob(0, -0.5), ())
 
@@ -38,6 +44,7 @@ def answered(
     said: list[Event], telling: StreamTelling = QUIET, *, has_logprobs: bool = False, **how: Any
 ) -> tuple[Json, list[Json]]:
     """The whole answer, and the chunks of its stream."""
+    how = {"tools": None, "formats": lambda _: HERMES} | how
     answer = ChatAnswer(Head("id", 1), 1, telling, (lambda _: lambda _: b"x") if has_logprobs else None, **how)
     chunks = [chunk for event in said for chunk in answer.chunks(0, event)]
     return answer.whole(), chunks
@@ -111,3 +118,53 @@ def test_calls_are_looked_for_after_the_thoughts_alone() -> None:
     assert thought["choices"][0]["finish_reason"] == "stop"
     assert thought["choices"][0]["message"]["content"] is None
     assert "tool_calls" not in thought["choices"][0]["message"]
+
+
+def response_events(said: list[Event], **how: Any) -> list[Json]:
+    """The events of a response's stream."""
+    fields = parse(ResponseFields, b'{"input": "x"}')
+    tools, spell = how.get("tools"), (lambda _: lambda _: b"x")
+    answer = ResponseAnswer(Head("resp_1", 1), repeated(fields, tools), spell, tools, lambda _: HERMES)
+    return [*(chunk for event in said for chunk in answer.chunks(0, event)), *answer.last_chunks()]
+
+
+def test_a_response_has_its_thoughts_as_a_first_item() -> None:
+    for calls in ({}, CALLED):
+        said = events(BEFORE, ["<think>", "Hm", ", so."], [" ", "</think>", "\n\nIt", " is"], [" 4."])
+        told = response_events(said, **calls)
+        thought, message = told[-1]["response"]["output"]
+        assert (thought["type"], thought["status"]) == ("reasoning", "completed")
+        assert thought["content"] == [{"type": "reasoning_text", "text": "Hm, so."}]
+        assert (message["type"], message["content"][0]["text"]) == ("message", "It is 4.")
+        assert len(message["content"][0]["logprobs"]) == 3, "of its own tokens"
+        assert told[-1]["response"]["usage"]["output_tokens_details"] == {"reasoning_tokens": 5}
+        deltas = [event["delta"] for event in told if event["type"] == "response.reasoning_text.delta"]
+        assert "".join(deltas) == "Hm, so."
+        indices = [event["output_index"] for event in told if "output_index" in event]
+        assert indices == sorted(indices)
+        require_openai_form(told)
+    (cut,) = response_events(events(INSIDE, ["Hm"], rest=" <"))[-1]["response"]["output"]
+    assert cut["content"][0]["text"] == "Hm <"
+    thought, call = response_events(events(INSIDE, [f"Hm</think>{CALL}"]), **CALLED)[-1]["response"]["output"]
+    assert (thought["content"][0]["text"], call["name"]) == ("Hm", "f")
+    (plain,) = response_events(events(BEFORE, ["4", "."]))[-1]["response"]["output"]
+    assert len(plain["content"][0]["logprobs"]) == 2
+
+
+def require_openai_form(told: list[Json]) -> None:
+    """Each event is, strictly, what OpenAI's package expects of its type."""
+    responses = pytest.importorskip("openai.types.responses", reason="extra `clients`")
+    adapter = TypeAdapter(responses.ResponseStreamEvent)
+    for event in told:
+        adapter.validate_python(event, strict=True)
+
+
+def test_items_of_reasoning_are_thoughts_of_the_next_message_of_the_assistant() -> None:
+    thought = {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm"}]}
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+    said = [{"role": "user", "content": "x"}, thought, {"role": "assistant", "content": "4"}, thought, call]
+    asked = {"input": said, "reasoning": {"effort": "low"}, "chat_template_kwargs": {"a": 1}}
+    prompt, _ = conversation(parse(ResponseFields, json.dumps(asked).encode()), None)
+    assert [message.reasoning for message in prompt.messages] == ["", "Hm", "Hm"]
+    assert prompt.messages[2].tool_calls
+    assert json.loads(prompt.chat_template_kwargs) == {"reasoning_effort": "low", "a": 1}
