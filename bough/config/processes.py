@@ -39,7 +39,8 @@ KEY_FILE_VARIABLE = "BOUGH_WORKER_KEY_FILE"
 CERT_VARIABLE, TLS_KEY_VARIABLE, AUTHORITY_VARIABLE = "BOUGH_TLS_CERT", "BOUGH_TLS_KEY", "BOUGH_TLS_CA"
 ADVERTISE_AUTO = "auto"
 PLANNERS = ("self", "fixed")
-ANY_TOOL_FORMAT, TOOL_FORMATS = "auto", ("hermes", "llama3_json", "mistral")
+ANY_TOOL_FORMAT = "auto"
+TOOL_FORMATS = "hermes", "llama3_json", "mistral", "qwen3_coder", "seed_oss", "glm45", "glm47"
 ANY_REASONING, REASONING_FORMATS = "auto", ("deepseek_r1", "deepseek_v3", "glm45", "mistral", "qwen3")
 
 

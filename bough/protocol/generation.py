@@ -47,7 +47,7 @@ class Tools:
 
     functions: tuple[Function, ...]
     choice: ToolChoice = ToolChoice.AUTO
-    named: str = ""  # with REQUIRED: the only function that may be called
+    allowed: tuple[str, ...] = ()  # names of the only functions that may be called; empty allows all
     allows_several: bool = True  # calls in one answer
 
     @property

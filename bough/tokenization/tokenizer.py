@@ -42,6 +42,9 @@ class Tokenizer:
         self.files = files
         self._tokenizer = tokenizers.Tokenizer.from_buffer(files.tokenizer_json)
         self.template = ChatTemplate(files.chat_template, files.bos_token, files.eos_token)
+        self.tool_template = self.template
+        if files.tool_template:
+            self.tool_template = ChatTemplate(files.tool_template, files.bos_token, files.eos_token)
 
     @cached_property
     def longest_token(self) -> int:
@@ -73,7 +76,8 @@ class Tokenizer:
 
     def encode_objects(self, messages: Objects, tools: Objects, variables: Variables = NONE) -> list[int]:
         """Tokens as `encode_chat` has them, of messages with further fields and of tools that may be called."""
-        return self._plain(self.template.render_objects(messages, tools, variables))
+        template = self.tool_template if tools else self.template
+        return self._plain(template.render_objects(messages, tools, variables))
 
     def encode_turn(self, messages: Messages, variables: Variables = NONE) -> list[int]:
         """Tokens that continue a conversation after an assistant's answer with these messages.

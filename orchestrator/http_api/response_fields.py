@@ -125,13 +125,28 @@ def _function(value: Any) -> Any:
 
 
 def _choice(value: Any) -> Any:
-    """Accept a mode, or an object that names a function."""
+    """Accept a mode, an object that names a function, or one that names all that may be called."""
     match value:
         case "none" | "auto" | "required":
-            return Choice(ToolChoice(value))
+            return Choice(ToolChoice(value), given=value)
+        case {"type": "function"} if name := _named(value):
+            return Choice(ToolChoice.REQUIRED, {"tool_choice.name": name}, value)
+        case {"type": "allowed_tools", "mode": "auto" | "required" as mode, "tools": [_, *_] as tools, **more}:
+            names = {f"tool_choice.tools[{index}].name": _named(tool) for index, tool in enumerate(tools)}
+            if all(names.values()) and not more:
+                return Choice(ToolChoice(mode), names, value)
+    raise must(
+        'be none, auto, required, {"type": "function", "name": ...}, or {"type": "allowed_tools", "mode": "auto" or '
+        '"required", "tools": [{"type": "function", "name": ...}, ...]}'
+    )
+
+
+def _named(value: Any) -> str:
+    """The name in an object that only says which function is meant; empty if it is none."""
+    match value:
         case {"type": "function", "name": str(name), **more} if not more:
-            return Choice(ToolChoice.REQUIRED, name)
-    raise must('be none, auto, required, or {"type": "function", "name": ...}')
+            return name
+    return ""
 
 
 def _kept(_: Any) -> Any:

@@ -16,9 +16,8 @@ from orchestrator.http_api.response_fields import ResponseFields, TextFormatFiel
 from orchestrator.http_api.response_items import CallItem, Item, ItemEvent, MessageItem, ReasoningItem
 from orchestrator.http_api.spelling import Spell, chat_logprobs
 from orchestrator.http_api.tool_calls import ChoiceCalls, Formats, calls_in
-from orchestrator.http_api.tool_fields import Choice
-from orchestrator.tools.call_object import ArgumentsText, CallBegun
 from orchestrator.tools.call_parser import ContentText, Piece
+from orchestrator.tools.call_reader import ArgumentsText, CallBegun
 
 STATUSES: Mapping[str | None, str] = {
     None: "in_progress",
@@ -44,7 +43,7 @@ def repeated(fields: ResponseFields, tools: Tools | None) -> Json:
         "store": False,
         "temperature": defaults.temperature if fields.temperature is None else fields.temperature,
         "text": {"format": _format(fields.text.format if fields.text else None)},
-        "tool_choice": "auto" if chosen is None else _choice(chosen),
+        "tool_choice": "auto" if chosen is None else chosen.given,
         "tools": [_function(function) for function in tools.functions] if tools else [],
         "top_logprobs": fields.top_logprobs or 0,
         "top_p": defaults.top_p if fields.top_p is None else fields.top_p,
@@ -60,10 +59,6 @@ def _format(wanted: TextFormatFields | None) -> Json:
         return {"type": wanted.type}
     told: Json = {"name": wanted.name or "", "description": wanted.description, "strict": wanted.strict is not False}
     return {"type": wanted.type, "schema": json.loads(wanted.json_schema)} | told
-
-
-def _choice(chosen: Choice) -> Json | str:
-    return {"type": "function", "name": chosen.named} if chosen.named else chosen.choice.value
 
 
 def _function(function: Function) -> Json:

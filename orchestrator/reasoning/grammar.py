@@ -9,7 +9,8 @@ from bough.errors import InvalidRequest
 from bough.protocol.sampling_params import MAX_GRAMMAR
 from bough.protocol.thoughts import Beginning, Thoughts
 from bough.tokenization.tokenizer import AddedToken
-from orchestrator.tools.call_grammar import ranges, token_or_text
+from orchestrator.tools.call_grammar import ranges
+from orchestrator.tools.call_syntax import written
 
 
 def after_thoughts(field: str, grammar: str, thoughts: Thoughts, added_tokens: Mapping[str, AddedToken]) -> str:
@@ -24,11 +25,11 @@ def after_thoughts(field: str, grammar: str, thoughts: Thoughts, added_tokens: M
     if thoughts.beginning is Beginning.AFTER:
         return grammar
     others = ranges(sorted(token.token_id for text, token in added_tokens.items() if text != thoughts.end))
-    end = f" | TEXT? {token_or_text(thoughts.end, added_tokens)}" if thoughts.end in added_tokens else ""
+    end = f" | TEXT? {written(thoughts.end, added_tokens)}" if thoughts.end in added_tokens else ""
     after = "thoughts GAP @answer"
     rules = [
         f"start: {after}" if thoughts.beginning is Beginning.INSIDE else f"start: @answer | GAP begin {after}",
-        f"begin: {token_or_text(thoughts.begin, added_tokens)}",
+        f"begin: {written(thoughts.begin, added_tokens)}",
         f"thoughts: (TEXT? <[{others}]>)* (spelled{end})" if others else f"thoughts: spelled{end}",
         r"GAP: /\n{0,2}/",
         r"TEXT: /(.|\n)+/",

@@ -26,12 +26,13 @@ def tool_prompt(prompt: ChatPrompt, tokenizer: Tokenizer) -> list[int]:
         InvalidRequest: the model's chat template would leave out a part of it, or rejects it.
     """
     functions = prompt.tools.functions if prompt.tools else ()
+    template = tokenizer.tool_template if functions else tokenizer.template
     if functions:
-        require_tools(tokenizer.template)
+        require_tools(template)
     names: dict[str, str] = {}  # of the functions called so far, by the calls' ids, which clients may use again
     messages = []
     for index, message in enumerate(prompt.messages):
-        _require_known(index, message, tokenizer.template)
+        _require_known(index, message, template)
         names |= {call.call_id: call.name for call in message.tool_calls}
         messages.append(_message(message, names))
     variables = template_variables(prompt.chat_template_kwargs)

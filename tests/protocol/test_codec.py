@@ -251,7 +251,7 @@ def test_descriptions_survive_the_wire() -> None:
 
 @given(st.binary(max_size=3_000_000))
 def test_a_tokenizer_is_sent_in_pieces_that_fit_a_message(data: bytes) -> None:
-    files = TokenizerFiles(data, "template", (1, 2), "<s>", "</s>")
+    files = TokenizerFiles(data, "template", (1, 2), "<s>", "</s>", "another")
     chunks = list(codec.tokenizer_to_wire(files))
     assert all(chunk.ByteSize() < 2_000_000 for chunk in chunks)
     assert codec.tokenizer_from_wire(chunks) == files

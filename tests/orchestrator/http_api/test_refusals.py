@@ -21,6 +21,7 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 USER: Json = {"role": "user", "content": "x"}
 BOT: Json = {"role": "assistant", "content": "x"}
 TOOL: Json = {"type": "function", "function": {"name": "f", "parameters": {}}}
+NAMED: Json = {"type": "function", "function": {"name": "f"}}
 CALL: Json = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 ODD: Json = {"name": "f", "arguments": "[1]"}
 HALF_A_PAIR: Json = {"name": "f", "arguments": '{"a": "\\ud83d"}'}
@@ -97,6 +98,10 @@ async def door(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[HttpSt
         ("tool_choice", "required"),
         ("tool_choice", "any"),
         ("tool_choice", {"type": "function"}),
+        ("tool_choice", {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}}),
+        ("tool_choice", {"type": "allowed_tools", "allowed_tools": {"mode": "none", "tools": [NAMED]}}),
+        ("tool_choice", {"type": "allowed_tools", "mode": "auto", "tools": [NAMED]}),
+        ("tool_choice", {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [NAMED]}}),  # no tools
         ("parallel_tool_calls", 1),
         ("functions", [{}]),
         ("response_format", {"type": "structural_tag"}),
