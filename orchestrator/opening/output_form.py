@@ -9,7 +9,10 @@ from typing import NamedTuple
 from bough.errors import InvalidRequest
 from bough.grammar.grammar import grammar_of
 from bough.protocol.generation import ChatPrompt, GenerateOptions, Prompt, ToolChoice, Tools
+from bough.protocol.thoughts import Thoughts
 from bough.tokenization.tokenizer import Tokenizer
+from orchestrator.reasoning.formats import shown
+from orchestrator.reasoning.grammar import after_thoughts
 from orchestrator.tools.formats import format_of
 
 
@@ -20,8 +23,10 @@ class OutputForm(NamedTuple):
     shown: Mapping[int, str]
 
 
-async def output_form(prompt: Prompt, options: GenerateOptions, tokenizer: Tokenizer, tool_format: str) -> OutputForm:
-    """The form that a request demands, with the format of tool calls that is configured.
+async def output_form(
+    prompt: Prompt, options: GenerateOptions, tokenizer: Tokenizer, tool_format: str, thoughts: Thoughts | None = None
+) -> OutputForm:
+    """The form that a request demands, with the format of tool calls that is configured, after thoughts if it has any.
 
     Raises:
         InvalidRequest: names the field that demands what cannot be had.
@@ -40,7 +45,13 @@ async def output_form(prompt: Prompt, options: GenerateOptions, tokenizer: Token
         raise InvalidRequest(
             "min_tokens: must be 0 beside a constraint or demanded calls of tools, which end where nothing can follow"
         )
-    return form
+    if thoughts is None:
+        return form
+    grammar = form.grammar
+    if grammar and (options.constraint is None or options.constraint.after_reasoning):
+        field = "chat.tools" if options.constraint is None else "constraint"
+        grammar = after_thoughts(field, grammar, thoughts, tokenizer.added_tokens)
+    return OutputForm(grammar, {**shown(thoughts, tokenizer), **form.shown})
 
 
 def _of_tools(tools: Tools, tokenizer: Tokenizer, tool_format: str, demanded: str) -> OutputForm:

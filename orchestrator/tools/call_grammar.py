@@ -60,7 +60,7 @@ def _renamed(exc: InvalidRequest, name: str) -> InvalidRequest:
 def _free(spelling: CallSpelling, added_tokens: Mapping[str, AddedToken]) -> list[str]:
     """Rules of text without a mark. Tokens of whole texts are no part of regular expressions."""
     others = sorted(token.token_id for text, token in added_tokens.items() if text not in (spelling.mark, spelling.end))
-    tokens = f" | <[{_ranges(others)}]>" if others else ""
+    tokens = f" | <[{ranges(others)}]>" if others else ""
     opened = "spelled | free mark" if spelling.mark in added_tokens else "spelled"
     return [
         f"free: (TEXT{tokens})*",
@@ -71,7 +71,7 @@ def _free(spelling: CallSpelling, added_tokens: Mapping[str, AddedToken]) -> lis
     ]
 
 
-def _ranges(numbers: list[int]) -> str:
-    """Sorted numbers as ranges: 1-3,7-7."""
+def ranges(numbers: list[int]) -> str:
+    """Sorted numbers as the ranges of `<[...]>`: 1-3,7-7."""
     runs = [[number for _, number in run] for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])]
     return ",".join(f"{run[0]}-{run[-1]}" for run in runs)
