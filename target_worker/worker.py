@@ -10,7 +10,6 @@ from pathlib import Path
 import numba
 import torch
 
-from bough import __version__
 from bough.config.processes import TargetConfig
 from bough.grammar.allowed_tokens import Grammars
 from bough.model.architecture.architecture import load_config
@@ -137,32 +136,17 @@ class TargetWorker(ServedTarget):
 
     def info(self) -> WorkerInfo:
         """Model, limits and load."""
-        figures = self._engine.pool.figures()
         # the first two decide the order of sums, the third which tokens a grammar allows
         libraries = f"torch {torch.__version__}, numba {numba.__version__}, llguidance {version('llguidance')}"
         ground = self._model.arithmetic, self._devices_in_words(), libraries, f"code {code_hash()}"
-        return WorkerInfo(
-            kind="target",
-            worker_id=self._worker_id,
-            model_name=self._name,
+        return self._info(
             model_description=self._skeleton.describe(),
             model_fingerprint=self._fingerprint,
-            tokenizer_fingerprint=self.tokenizer.fingerprint,
-            vocab_size=self.vocab_size,
             max_context=self._limits.max_context,
-            max_nodes=self._config.max_nodes,
             max_sessions=self._num_rows // self._limits.slot_rows,
-            num_sessions=figures.num_sessions,
-            kv_bytes=figures.num_bytes,
-            kv_used_bytes=figures.held_bytes,
-            num_waiting=self._engine.num_waiting,
-            num_running=self._engine.num_running,
-            num_passes=self._engine.num_passes,
             link_bytes_per_pass=self._placement.link_bytes,
             notes=self._notes(),
-            bough_version=__version__,
             arithmetic=", ".join(ground),
-            cost=self._engine.cost,
             weights_hash=self._weights_hash.value,
         )
 

@@ -17,12 +17,13 @@ import grpc
 
 from bough.client.resumable_stream import ResumableStream, RetryWindow
 from bough.errors import BoughError, ConfigError, Exhausted, NotFound, Unavailable
-from bough.pb import common_pb2, generation_pb2_grpc
+from bough.pb import common_pb2
 from bough.pb import generation_pb2 as pb
 from bough.protocol import codec_generation as wire
 from bough.protocol import generation as g
 from bough.protocol.codec_fields import read
 from bough.protocol.decision import Decision, DraftCalibration
+from bough.rpc.services import GENERATION, stub_of
 from bough.rpc.status_map import to_error
 from bough.security.bearer import credentials, require_key
 from bough.security.certificates import CertificateFiles
@@ -191,9 +192,9 @@ class _Server:
         return self.channel.address
 
     @property
-    def stub(self) -> generation_pb2_grpc.GenerationStub:
+    def stub(self) -> Any:
         """A stub on the current channel."""
-        return generation_pb2_grpc.GenerationStub(self.channel.current)
+        return stub_of(GENERATION, self.channel.current)
 
     async def generate(self, prompt: g.Prompt, options: g.GenerateOptions) -> AsyncGenerator[g.Event]:
         """The events of one call. Raises Unavailable if it ends before Finished."""

@@ -8,12 +8,13 @@ import logging
 import grpc
 
 from bough.errors import PairingError
-from bough.pb import common_pb2, draft_pb2_grpc, target_pb2_grpc
+from bough.pb import common_pb2
 from bough.protocol import codec
 from bough.protocol.codec_fields import read
 from bough.protocol.messages import WorkerInfo
 from bough.registry.records import WorkerRecord
 from bough.registry.registry import Registry
+from bough.rpc.services import DRAFT, TARGET, stub_of
 from bough.security.access import OPEN, Access
 from bough.tokenization.vocabulary import TokenizerFiles, first_difference
 
@@ -24,8 +25,7 @@ PEER_TIMEOUT_SECONDS = 10.0
 
 async def fetch_tokenizer(channel: grpc.aio.Channel, kind: str, access: Access = OPEN) -> TokenizerFiles:
     """Fetch the tokenizer of a draft or target worker. Raises grpc.aio.AioRpcError."""
-    stub = draft_pb2_grpc.DraftStub(channel) if kind == "draft" else target_pb2_grpc.TargetStub(channel)
-    call = stub.GetTokenizer(
+    call = stub_of(DRAFT if kind == "draft" else TARGET, channel).GetTokenizer(
         common_pb2.GetTokenizerRequest(), timeout=PEER_TIMEOUT_SECONDS, metadata=access.credentials
     )
     return codec.tokenizer_from_wire([chunk async for chunk in call])
@@ -65,9 +65,9 @@ async def _compare_weights(record: WorkerRecord, mine: WorkerInfo, access: Acces
     try:
         async with access.channel(record.address).opened() as channel:
             request = common_pb2.GetServerInfoRequest()
-            stub = target_pb2_grpc.TargetStub(channel)
-            call = stub.GetServerInfo(request, timeout=PEER_TIMEOUT_SECONDS, metadata=access.credentials)
-            theirs = read(await call, WorkerInfo)
+            ask = stub_of(TARGET, channel).GetServerInfo
+            reply = await ask(request, timeout=PEER_TIMEOUT_SECONDS, metadata=access.credentials)
+            theirs = read(reply, WorkerInfo)
     except grpc.aio.AioRpcError as exc:
         logger.warning(
             "cannot fetch the weights' hash of %s at %s: %s", record.worker_id, record.address, exc.details()

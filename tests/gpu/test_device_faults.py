@@ -17,7 +17,7 @@ import torch
 from bough.errors import AcceleratorFull, AcceleratorLost
 from bough.model.gpu import faults
 from bough.model.kv.kv_arena import KVArena
-from bough.processes.process import watch
+from bough.processes.worker_process import watch
 from bough.rpc.status_map import ERROR_NAMES
 from bough.runtime.fatal_exit import EXIT_LOST
 from bough.sizing.row_counts import RowCounts
