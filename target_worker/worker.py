@@ -41,7 +41,7 @@ from bough.protocol.messages import WorkerInfo
 from bough.sizing.placement import Placement, Tier, gigabytes
 from target_worker.identity.code_hash import code_hash
 from target_worker.identity.weights_hash import WeightsHash
-from target_worker.kv.kv_offload import KVHome, KVInPlace, OffloadedKV, memory_on_host
+from target_worker.kv.kv_offload import KVHome, OffloadedKV, memory_on_host
 from target_worker.kv.slot_pool import SlotPool
 from target_worker.link.layer_extents import LayerExperts, plan_apart, plan_layer, sizes_apart
 from target_worker.link.streams import DeviceStreams
@@ -189,7 +189,7 @@ class TargetWorker(ServedTarget):
         shape, num_rows = self._skeleton.kv_shape(), self._num_rows
         num_bytes = num_rows * shape.row_bytes
         logger.info("KV of %d tokens, %.2f GB on the %s", num_rows, num_bytes / 1e9, self._config.kv_tier)
-        home: KVHome = KVInPlace()
+        home = KVHome()
         self._kv_streams = self._streams_for_kv()
         if self._kv_streams:
             elsewhere = {layer: self._kv_streams[device] for layer, device in self._elsewhere.items()}
