@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import grpc
 
@@ -49,29 +51,27 @@ async def check_compatibility(
 
 
 async def _compare_tokenizers(record: WorkerRecord, kind: str, mine: TokenizerFiles, access: Access) -> None:
-    try:
-        async with access.channel(record.address).opened() as channel:
-            theirs = await fetch_tokenizer(channel, record.kind, access)
-    except grpc.aio.AioRpcError as exc:
-        logger.warning("cannot fetch the tokenizer of %s at %s: %s", record.worker_id, record.address, exc.details())
-        return
-    draft, target = (mine, theirs) if kind == "draft" else (theirs, mine)
-    difference = first_difference(draft.vocabulary, target.vocabulary)
-    if difference is not None:
-        raise PairingError(f"tokenizer: must equal that of {record.worker_id} at {record.address}: {difference}")
+    async with _reaching(record, "tokenizer", access) as channel:
+        theirs = await fetch_tokenizer(channel, record.kind, access)
+        draft, target = (mine, theirs) if kind == "draft" else (theirs, mine)
+        difference = first_difference(draft.vocabulary, target.vocabulary)
+        if difference is not None:
+            raise PairingError(f"tokenizer: must equal that of {record.worker_id} at {record.address}: {difference}")
 
 
 async def _compare_weights(record: WorkerRecord, mine: WorkerInfo, access: Access) -> None:
+    async with _reaching(record, "weights' hash", access) as channel:
+        ask, request = stub_of(TARGET, channel).GetServerInfo, common_pb2.GetServerInfoRequest()
+        reply = await ask(request, timeout=PEER_TIMEOUT_SECONDS, metadata=access.credentials)
+        if contradiction := mine.contradiction(read(reply, WorkerInfo)):
+            raise PairingError(f"{contradiction}; must be the same files, or in different namespaces (--namespace)")
+
+
+@asynccontextmanager
+async def _reaching(record: WorkerRecord, what: str, access: Access) -> AsyncIterator[grpc.aio.Channel]:
+    """A channel to a worker; the block ends with a warning if the worker does not answer."""
     try:
         async with access.channel(record.address).opened() as channel:
-            request = common_pb2.GetServerInfoRequest()
-            ask = stub_of(TARGET, channel).GetServerInfo
-            reply = await ask(request, timeout=PEER_TIMEOUT_SECONDS, metadata=access.credentials)
-            theirs = read(reply, WorkerInfo)
+            yield channel
     except grpc.aio.AioRpcError as exc:
-        logger.warning(
-            "cannot fetch the weights' hash of %s at %s: %s", record.worker_id, record.address, exc.details()
-        )
-        return
-    if contradiction := mine.contradiction(theirs):
-        raise PairingError(f"{contradiction}; must be the same files, or in different namespaces (--namespace)")
+        logger.warning("cannot fetch the %s of %s at %s: %s", what, record.worker_id, record.address, exc.details())
