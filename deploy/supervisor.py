@@ -14,6 +14,7 @@ from typing import IO, Any
 
 import grpc
 
+from bough.concurrency.stall_timer import StallTimer
 from bough.config.addresses import bare, free_port, joined
 from bough.config.processes import OrchestratorConfig, ServiceConfig, parse
 from bough.errors import BoughError, ConfigError, Unauthenticated, Unavailable
@@ -31,7 +32,6 @@ from deploy.forward import Forwarder
 from deploy.gpu_lock import gpu_lock
 from deploy.index import IndexPlace
 from deploy.ports import until_free
-from deploy.progress import Progress
 from deploy.settings import ProgramSettings, Role
 
 logger = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ class Supervisor:
         self._index_url = index.url_for(config)
         self._port = config.port or free_port(self.host)
         self.http_port = _http_port(config, self.host)  # -1 where HTTP is off
-        self._progress = Progress()
+        self._stall = StallTimer()
         self._own_key = _key_of_its_own(config)
         if self._own_key is not None:
             config = replace(config, worker_key_file=self._own_key.name)
@@ -189,10 +189,11 @@ class Supervisor:
             return ""
         info = await self.info()
         now = self._answered = time.monotonic()
-        seconds = self._progress.stalled_seconds(info, now)
+        num_calls = info.num_waiting + info.num_running
+        seconds = self._stall.seconds(num_calls > 0, info.num_passes, now)
         if seconds < self.settings.supervision.stall_seconds:
             return ""
-        return f"has {info.num_waiting + info.num_running} calls, and no pass has ended for {seconds:.0f} s"
+        return f"has {num_calls} calls, and no pass has ended for {seconds:.0f} s"
 
     def _flags(self) -> list[str]:
         flags = [*self._given_flags(), "--port", str(self._port)]
