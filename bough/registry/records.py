@@ -6,13 +6,13 @@ Stored bytes are not trusted: a malformed record reads as None.
 from __future__ import annotations
 
 import json
+from collections import abc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cache
-from typing import Annotated, Any, TypeVar
+from types import NoneType
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 import numpy as np
-from pydantic import Field, TypeAdapter
 
 from bough.errors import InvalidRequest
 from bough.protocol.prefix_hash import prefix_hash
@@ -23,15 +23,14 @@ MAX_TOKEN = 2**31
 TOKEN_BYTES = 4  # transcripts are little-endian int32
 
 Value = TypeVar("Value")
-Count = Annotated[int, Field(ge=0, lt=MAX_EPOCH)]
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerLoad:
     """The load of a worker; zeros if it does not report one."""
 
-    kv_bytes: Count = 0  # capacity of the KV cache
-    kv_used_bytes: Count = 0
+    kv_bytes: int = 0  # capacity of the KV cache
+    kv_used_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +60,11 @@ class SessionRecord:
     session_id: str
     target_id: str
     draft_id: str
-    epoch: Count
-    target_length: Count  # tokens that the target is believed to have cached
-    draft_length: Count  # the same of the draft
+    epoch: int
+    target_length: int  # tokens that the target is believed to have cached
+    draft_length: int  # the same of the draft
     tokens: Sequence[int]
-    born_us: Count = 0  # start of its first request, in microseconds on the clock of epochs
+    born_us: int = 0  # start of its first request, in microseconds on the clock of epochs
     model_name: str = ""  # public name
     model_identity: str = ""  # of the targets at which the session may continue
     weights_hash: str = ""  # of those targets; empty if unknown
@@ -79,8 +78,7 @@ class SessionRecord:
         """Parse a record; None if malformed, or if the transcript does not match its length and hash."""
 
         def read(stored: Mapping[str, Any]) -> SessionRecord:
-            record = _parsed(cls, {**stored, "session_id": session_id, "tokens": ()})
-            return replace(record, tokens=_unsealed(stored, transcript))
+            return _parsed(cls, stored, session_id=session_id, tokens=_unsealed(stored, transcript))
 
         return _read(data, read)
 
@@ -91,8 +89,8 @@ class RequestRecord:
 
     request_id: str
     session_id: str
-    epoch: Count
-    prompt_length: Count
+    epoch: int
+    prompt_length: int
     tokens: Sequence[int]  # prompt and output
     sampling: SamplingParams
     stops: StopConditions
@@ -111,13 +109,12 @@ class RequestRecord:
         """Parse a record; None if malformed, or if the transcript does not match its length and hash."""
 
         def read(stored: Mapping[str, Any]) -> RequestRecord:
-            record = _parsed(cls, {**stored, "request_id": request_id, "tokens": ()})
             tokens = _unsealed(stored, transcript)
-            if record.prompt_length > len(tokens):
-                raise ValueError(f"prompt_length: must be at most {len(tokens)}, got {record.prompt_length}")
-            record.sampling.validate(MAX_TOKEN)
-            record.stops.validate(least_tokens=0)
-            return replace(record, tokens=tokens)
+            _count(stored["prompt_length"], len(tokens) + 1)
+            seed = _count(stored["sampling"]["seed"], 2**64)
+            sampling = _parsed(SamplingParams, stored["sampling"], seed=seed)
+            sampling.validate(MAX_TOKEN)
+            return _parsed(cls, stored, request_id=request_id, tokens=tokens, sampling=sampling)
 
         return _read(data, read)
 
@@ -145,25 +142,70 @@ def _sealed(record: SessionRecord | RequestRecord, id_name: str) -> str:
 
 def _unsealed(stored: Mapping[str, Any], transcript: bytes) -> tuple[int, ...]:
     """The tokens of a transcript; raises ValueError if it does not match the record's length and hash."""
+    size = TOKEN_BYTES * _count(stored["num_tokens"], MAX_TOKEN)
+    if len(transcript) != size:
+        raise ValueError(f"transcript: must be {size} bytes, got {len(transcript)}")
     tokens = tuple(np.frombuffer(transcript, dtype="<i4").tolist())
-    is_whole = len(tokens) == stored["num_tokens"] and prefix_hash(tokens) == stored["prefix_hash"]
-    if not is_whole or min(tokens, default=0) < 0:
-        raise ValueError("transcript: tokens do not match the recorded length and hash")
+    if prefix_hash(tokens) != stored["prefix_hash"] or min(tokens, default=0) < 0:
+        raise ValueError("transcript: tokens do not match the recorded hash")
     return tokens
 
 
-def _parsed(kind: type[Value], stored: Mapping[str, Any]) -> Value:
-    """A dataclass from its stored fields; what is not there has its default. Raises ValueError."""
-    return _reader(kind).validate_json(json.dumps(stored), strict=True)
+def _parsed(kind: type[Value], stored: Mapping[str, Any], **known: Any) -> Value:
+    """A dataclass from its stored fields; what is not there has its default."""
+    if not isinstance(stored, dict):
+        raise ValueError(f"must be an object, got {stored!r}")
+    hints = get_type_hints(kind)
+    read = {name: _checked(hints[name], stored[name]) for name in hints if name in stored and name not in known}
+    return kind(**read, **known)
 
 
-@cache
-def _reader(kind: type[Value]) -> TypeAdapter[Value]:
-    return TypeAdapter(kind)
+def _checked(hint: Any, value: Any) -> Any:
+    """A stored value as what a field is annotated with. Raises ValueError, TypeError or AttributeError."""
+    parts = get_args(hint)
+    if NoneType in parts:
+        return None if value is None else _checked(parts[0], value)
+    match get_origin(hint) or hint:
+        case origin if origin in (tuple, frozenset):
+            return origin(_checked(parts[0], one) for one in value)
+        case abc.Mapping:
+            return {parts[0](key): _checked(parts[1], one) for key, one in value.items()}
+        case kind if kind in CHECKS:
+            return CHECKS[kind](value)
+        case kind:
+            return _parsed(kind, value)
 
 
 def _read(data: bytes, make: Callable[[Mapping[str, Any]], Value]) -> Value | None:
     try:
         return make(json.loads(data))
-    except (ValueError, TypeError, LookupError, RecursionError, InvalidRequest):
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError, InvalidRequest):
         return None
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"must be text, got {value!r}")
+    value.encode()  # raises for unpaired surrogates, which could not be sent
+    return value
+
+
+def _count(value: object, limit: int = MAX_EPOCH) -> int:
+    if type(value) is not int or not 0 <= value < limit:
+        raise ValueError(f"must be an integer from 0 to {limit - 1}, got {value!r}")
+    return value
+
+
+def _flag(value: object) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"must be true or false, got {value!r}")
+    return value
+
+
+def _number(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"must be a number, got {value!r}")
+    return float(value)
+
+
+CHECKS: dict[type, Callable[[object], object]] = {str: _text, int: _count, float: _number, bool: _flag}

@@ -16,8 +16,8 @@ GENERATION: ServiceDescriptor = generation_pb2.DESCRIPTOR.services_by_name["Gene
 TARGET: ServiceDescriptor = target_pb2.DESCRIPTOR.services_by_name["Target"]
 
 
-def stub_of(service: ServiceDescriptor, channel: grpc.aio.Channel) -> Any:
-    """The methods of a service, by name, as calls over a channel."""
+def stub_of(service: ServiceDescriptor, channel: Any) -> Any:
+    """The methods of a service, by name, as calls over a channel of `grpc` or `grpc.aio`."""
     calls = {}
     for method in service.methods:
         is_stream, path = method.server_streaming, f"/{service.full_name}/{method.name}"
