@@ -91,7 +91,7 @@ class TargetWorker(ServedTarget):
         if self._device.type == "cpu":
             packing = self._skeleton.quantization
             is_whole = supports_fused_layers(self._skeleton, self._device) and (
-                packing is None or packing.method == "bough"
+                packing is None or not packing.is_transposed
             )
             compile_target(
                 config.dtype,
@@ -173,7 +173,9 @@ class TargetWorker(ServedTarget):
         return own + "".join(f", layers {layers} on {name}" for name, layers in sorted(kinds.items()))
 
     def _notes(self) -> tuple[str, ...]:
-        notes = [self._memory_in_words, *([self._conversion] if self._conversion else [])]
+        quantization = self._skeleton.quantization
+        said = self._memory_in_words, self._conversion, quantization.note if quantization is not None else ""
+        notes = [note for note in said if note]
         if self._experts:
             notes.append(f"experts come when rows choose them: {gigabytes(self._placement.expert_bytes)} in all")
         if self._device.type != "cpu":
