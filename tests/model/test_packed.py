@@ -28,12 +28,15 @@ from bough.model.packing import shard_writer as packing
 from bough.model.packing.pack import pack
 from bough.model.quant.awq import AwqFormat
 from bough.model.quant.bough_format import BoughFormat, Packed
+from bough.model.quant.compressed_tensors import CompressedTensorsFormat
 from bough.model.quant.format import PackedTensors, QuantFormat
+from bough.model.quant.fp8 import Fp8Format
 from bough.model.quant.gptq import GptqFormat
 from bough.model.quant.quantize import GROUP_SIZES, quantize
 from bough.model.running.runner import ResidentModel
 from tests.conftest import TINY, save_model
 from tests.fakes.models import plain_logits, streamed
+from tests.fakes.published_formats import INT4, compressed
 
 TOKENS = [5, 6, 7, 200, 31]
 MIXTRAL = MixtralConfig(
@@ -211,6 +214,14 @@ def raw_parts(source: TensorSource) -> list[torch.Tensor]:
         ("auto-gptq", GptqFormat(4, zero_offset=1)),
         ("auto-gptq-desc-act", GptqFormat(4, zero_offset=1)),
         ("autoawq", AwqFormat()),
+        (
+            "compressed-tensors",
+            CompressedTensorsFormat.of(compressed("pack-quantized", {**INT4, "symmetric": False}), ""),
+        ),
+        (
+            "compressed-tensors-fp8",
+            Fp8Format.of({"weight_block_size": [64, 64]}, ""),
+        ),
     ],
 )
 def test_layers_packed_by_the_libraries_themselves(name: str, quantization: QuantFormat) -> None:
