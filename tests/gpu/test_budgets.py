@@ -67,7 +67,7 @@ def test_a_packed_sweep_waits_once_and_sends_nothing_within_a_layer(
     if method == "bough":
         pack(str(tiny), 4, folder)
     elif method in FORMATS:
-        folder, _ = stored_as(method, tiny, folder, torch.float32)
+        folder, _ = stored_as(method, tiny, tmp_path, torch.float32)
     else:
         in_words(folder, method, is_ordered, tiny)
     seen, _ = counted(folder, Where(), 64, device())

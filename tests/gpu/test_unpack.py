@@ -191,7 +191,6 @@ class Traffic:
         ),  # its groups' from a cache
         ("awq", lambda rng: awq(rng, 256, 256, 128), 3.0),
         ("words", lambda rng: by_rows(rng, (256, 256), WORDS, 4, (1, 128), BF16, zeros=True), 3.0),
-        ("e4m3", lambda rng: by_rows(rng, (256, 256), FLOAT8, 8, (128, 128), F32), 3.1),
     ],
 )
 def test_a_weight_costs_less_than_three_bytes_of_traffic(

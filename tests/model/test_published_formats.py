@@ -66,14 +66,13 @@ def test_a_weight_has_the_bits_of_its_documented_layout(name: str, dtype: torch.
     assert torch.equal(value, stored.value.to(dtype))
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", ["W4A16, by g_idx", "W8A16", "int8", "FP8, tensors"])
 def test_a_model_says_what_it_says_written_out(name: str, tiny: Path, tmp_path: Path) -> None:
     """Plain and with trees, streamed and from memory, in the same bits."""
     packed, plain = stored_as(name, tiny, tmp_path, torch.bfloat16)
     wanted = on_cpu(plain, torch.bfloat16)
     assert torch.equal(on_cpu(packed, torch.bfloat16), wanted)
     with streamed(packed, torch.bfloat16, max_resident=4) as model:
-        assert not model.tiers.streamed
         assert torch.equal(three_sweeps(model, CPU).float(), wanted)
 
 

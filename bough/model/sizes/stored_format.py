@@ -83,6 +83,8 @@ class Packing:
         scheme = self.schemes.scheme(_stored_modules(name.removesuffix(".weight")))
         if scheme is None:
             return None
+        if name.endswith(".gate_up_proj"):  # of experts, stored as two matrices each
+            shape = torch.Size((2 * shape[0], shape[1] // 2, shape[2]))
         scale_bytes = dtype.itemsize if self.schemes.method == "compressed-tensors" else FP8_SCALE_BYTES
         group_size = -1 if scheme.strategy in ("tensor", "channel", "") else scheme.size[1]
         method = next(method for method, dtype in BY_ROWS.items() if dtype == scheme.dtype)
