@@ -28,7 +28,7 @@ def first_refusal(error: ValidationError, shown: Callable[[object], str] = repr)
         case "must":
             problem = f"must {first['msg']}, got {shown(first['input'])}"
         case _:
-            must = re.sub("^(Input|List|String) should ", "", first["msg"]).partition(" after validation")[0]
+            must = re.sub("^(Input|List|String|Dictionary) should ", "", first["msg"]).partition(" after validation")[0]
             problem = f"must {must[:1].lower()}{must[1:]}, got {shown(first['input'])}"
     return _path(first["loc"]), problem
 

@@ -22,11 +22,14 @@ from bough.tokenization.tokenizer import Tokenizer
 from loadtest.fuzz import ordinary
 from loadtest.fuzz.mutation import Json, Mutator
 from orchestrator.admission.size_limits import require_size, require_sizes, require_texts
-from orchestrator.http_api import chat, completions
+from orchestrator.http_api import chat, completions, response_input
 from orchestrator.http_api.body import parse
 from orchestrator.http_api.errors import ApiError
 from orchestrator.http_api.fields import ChatFields, CompletionFields, DetokenizeFields, TokenizeFields
 from orchestrator.http_api.options import RequestedOutput, choices
+from orchestrator.http_api.response_fields import ResponseFields
+from orchestrator.http_api.responses import repeated
+from orchestrator.http_api.tool_fields import tools_of
 from orchestrator.opening.prompt import next_prompt, whole_prompt
 from orchestrator.service import require_counts
 
@@ -56,6 +59,7 @@ def all_layers() -> list[Layer]:
     ]
     http = [
         Layer("chat", _bodies("/v1/chat/completions"), lambda data: chat_body(data, tokenizer)),
+        Layer("responses", _bodies("/v1/responses"), lambda data: response_body(data, tokenizer)),
         Layer("completions", _bodies("/v1/completions"), lambda data: completion_body(data, tokenizer)),
         Layer("tokenize", _bodies("/tokenize"), lambda data: parse(TokenizeFields, data)),
         Layer("detokenize", _bodies("/detokenize"), lambda data: parse(DetokenizeFields, data)),
@@ -143,6 +147,16 @@ def chat_body(data: bytes, tokenizer: Tokenizer) -> object:
     fields = parse(ChatFields, data)
     prompts = (chat.chat_prompt(fields.messages),)
     return _opened(choices(fields, prompts, chat.chat_limits(fields), "id", fields.session_id or ""), tokenizer)
+
+
+def response_body(data: bytes, tokenizer: Tokenizer) -> object:
+    """Decode a response's body."""
+    fields = parse(ResponseFields, data)
+    tools = tools_of(response_input.functions_in(fields), fields.tool_choice, fields.parallel_tool_calls)
+    prompt, _ = response_input.conversation(fields, tools)
+    repeated(fields, tools)
+    limits = response_input.response_limits(fields)
+    return _opened(choices(fields, (prompt,), limits, "id", fields.session_id or ""), tokenizer)
 
 
 def completion_body(data: bytes, tokenizer: Tokenizer) -> object:

@@ -63,13 +63,27 @@ GRPC: dict[str, tuple[Message, ...]] = {
     HEALTH: (health_pb2.HealthCheckRequest(service="bough.v1.Generation"),),
 }
 
-COMMON: Json = {
-    "model": None, "stream": False, "max_tokens": 2, "temperature": 0.5, "top_p": 0.9, "n": 1, "seed": 7,
+COMMON_TO_ALL: Json = {
+    "model": None, "stream": False, "temperature": 0.5, "top_p": 0.9, "seed": 7,
     "stop": ["zz"], "logit_bias": {"3": 1.5}, "presence_penalty": 0.1, "frequency_penalty": 0.1, "top_k": 4,
     "min_p": 0.1, "repetition_penalty": 1.1, "ignore_eos": True, "stop_token_ids": [5], "min_tokens": 1,
     "session_id": "session", "cache_salt": "salt",
     "speculation": {"enabled": True, "budget": 4, "width": 2, "depth": 2},
-    "stream_options": {"include_usage": True}, "user": "u", "metadata": {"a": "b"},
+    "user": "u", "metadata": {"a": "b"},
+}  # fmt: skip
+COMMON: Json = COMMON_TO_ALL | {"max_tokens": 2, "n": 1, "stream_options": {"include_usage": True}}
+RESPONSE: Json = {
+    "input": [
+        {"role": "user", "content": [{"type": "input_text", "text": "hi"}]},
+        {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c", "output": "x"},
+        {"type": "reasoning", "id": "r", "summary": []},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "a", "annotations": []}]},
+    ],
+    "instructions": "short", "max_output_tokens": 2, "include": ["message.output_text.logprobs"], "top_logprobs": 1,
+    "tools": [{"type": "function", "name": "f", "parameters": {"type": "object"}, "strict": True}],
+    "tool_choice": {"type": "function", "name": "f"}, "parallel_tool_calls": False, "reasoning": {"effort": "low"},
+    "text": {"format": {"type": "text"}, "verbosity": "low"}, "truncation": "disabled", "store": False,
 }  # fmt: skip
 CHAT: Json = {"messages": [{"role": "system", "content": "short"}, {"role": "user", "content": "hi"}]}
 PARTS: Json = {"messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}], "max_tokens": 2}
@@ -88,11 +102,17 @@ BODIES: dict[str, tuple[Json, ...]] = {  # of each the last one is answered by s
         CHAT | {"max_tokens": 1},
     ),
     "/v1/completions": (COMPLETION | COMMON, TOKENS, BOUND, COMPLETION),
+    "/v1/responses": (
+        RESPONSE | COMMON_TO_ALL,
+        {"input": "hi", "text": {"format": SCHEMA["json_schema"] | {"type": "json_schema"}}},
+        {"input": [{"role": "user", "content": "hi"}], "max_output_tokens": 1},
+    ),
     "/tokenize": ({"prompt": "words", "return_token_strs": True}, CHAT),
     "/detokenize": ({"tokens": [1, 2, 3]},),
 }
 PATHS = (
-    "/health", "/metrics", "/version", "/v1/models", "/v1/models/x", "/cluster", "/decisions/request", "/ui",
+    "/health", "/metrics", "/version", "/v1/models", "/v1/models/x", "/v1/responses/x", "/cluster", "/ui",
     "/ui/app.js", "/service-discovery", "/nothing", "/v1/chat/completions", "*", "//", "/%00", "/%ff%fe", "/..%2f..",
+    "/decisions/request",
     "/decisions/%0d%0aX:%20y", "/v1/models/" + "x" * 3000, "http://elsewhere/health", "/health?" + "a=b&" * 500,
 )  # fmt: skip

@@ -51,9 +51,9 @@ TARGET = _calls(target_pb2, "Target", Verify=ordinary.VERIFY, Release=RELEASE)
 DRAFT = _calls(draft_pb2, "Draft", Grow=ordinary.GROW, Release=RELEASE)
 SERVICES = {"orchestrator": GENERATION, "target": TARGET, "draft": DRAFT}
 GET_PATHS = (
-    "/v1/models", "/v1/models/x", "/metrics", "/service-discovery", "/cluster", "/version", "/decisions/request",
-    "/decisions/alice::request", "/nothing", "/health/", "//health", "/HEALTH", "/health/../v1/models",
-    "/health%2f..%2fv1/models", "/ui/../cluster",
+    "/v1/models", "/v1/models/x", "/v1/responses/x", "/metrics", "/service-discovery", "/cluster", "/version",
+    "/decisions/request", "/decisions/alice::request", "/nothing", "/health/", "//health", "/HEALTH",
+    "/health/../v1/models", "/health%2f..%2fv1/models", "/ui/../cluster",
 )  # fmt: skip
 PATHS: Sequence[tuple[str, str]] = (
     *(("POST", path) for path in ordinary.BODIES),

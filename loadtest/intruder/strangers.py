@@ -115,6 +115,7 @@ async def controls(tally: Tally, addresses: Mapping[str, str], url: str, secrets
                 is_let_in = outcome not in (*REFUSED_GRPC, "UNAVAILABLE", "INTERNAL", "DEADLINE_EXCEEDED")
                 tally.control(f"{kind} {call.method}", outcome, [outcome] if is_let_in else [])
     async with httpx.AsyncClient(base_url=url, timeout=60, trust_env=False) as client:
-        for method, path in (("POST", "/v1/completions"), ("POST", "/v1/chat/completions"), ("GET", "/v1/models")):
+        paths = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
+        for method, path in (*(("POST", path) for path in paths), ("GET", "/v1/models")):
             outcome = await http_outcome(client, method, path, bearer(secrets.bob))
             tally.control(f"{method} {path}", outcome, ["200"])

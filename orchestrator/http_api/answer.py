@@ -1,4 +1,4 @@
-"""What chat and text completions have in common: ids, usage, and speculation metrics."""
+"""What all answers have in common, and what completions have: ids, usage, and speculation metrics."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
+from typing import NamedTuple
 
 from bough.protocol.generation import Event, Finished, SpeculationMetrics, Started, Tokens
-from orchestrator.http_api.errors import Json
+from orchestrator.http_api.errors import ApiError, Json
 from orchestrator.http_api.rounds import round_of
 from orchestrator.http_api.spelling import Spell, TokenBytes
 
@@ -71,17 +72,25 @@ class Choice:
         return self.finished.stop_reason or None if token_id is None else token_id
 
 
+class Counts(NamedTuple):
+    """Tokens of an answer so far; choices of one prompt count it once."""
+
+    prompt: int
+    cached: int | None  # of the prompt; None before it is known
+    completion: int
+
+
 class Answer(ABC):
-    """An answer in progress. Events go in; chunks of a stream come out, or the whole at the end."""
+    """An answer in progress. Events go in; chunks of a stream come out, or the whole at the end.
 
-    whole_object: str
-    chunk_object: str
+    A chunk that has a `type` is an event of that name.
+    """
 
-    def __init__(
-        self, head: Head, num_choices: int, choices_per_prompt: int, telling: StreamTelling, spell: Spell | None
-    ) -> None:
+    stream_end = b"data: [DONE]\n\n"
+
+    def __init__(self, head: Head, num_choices: int, choices_per_prompt: int, spell: Spell | None) -> None:
         """`spell` is given if log-probabilities are reported."""
-        self.head, self.telling = head, telling
+        self.head = head
         self.model = ""  # known once a request has started
         self.num_entries = 0  # of prompts' tokens, by which the whole may be megabytes
         self._token_bytes: TokenBytes | None = None
@@ -91,19 +100,61 @@ class Answer(ABC):
 
     def chunks(self, index: int, event: Event) -> list[Json]:
         """The chunks that an event of one choice adds to the stream."""
-        choice = self.choices[index]
-        choice.observe(event)
+        self.choices[index].observe(event)
         if isinstance(event, Started):
             self.model = event.model_name
             self._token_bytes = self._spell(event.model_name) if self._spell else None
-        chunks = [self._chunk([one]) for one in self._told(index, event)]
-        if self.telling.rounds and isinstance(event, Tokens) and event.num_nodes > 0:
-            chunks = chunks or [self._chunk([])]  # a round may end within a character
-            chunks[0]["metrics"] = {"round": round_of(event)}
-        return chunks
+        return self._added(index, event)
 
+    @abstractmethod
     def last_chunks(self) -> Iterator[Json]:
         """The chunks after those of all choices."""
+
+    def failed(self, error: ApiError) -> Iterator[Json]:
+        """The chunks after which a stream that has begun ends with an error."""
+        yield error.body()
+
+    @abstractmethod
+    def whole(self) -> Json:
+        """The answer as one object, once all choices are finished."""
+
+    @abstractmethod
+    def _added(self, index: int, event: Event) -> list[Json]:
+        """The chunks for an event that has been observed."""
+
+    def _counts(self) -> Counts:
+        firsts = self.choices[:: self._choices_per_prompt]
+        ends = [choice.finished for choice in firsts if choice.finished]
+        cached = sum(end.usage.cached_tokens for end in ends) if len(ends) == len(firsts) else None
+        prompt = sum(choice.prompt_tokens for choice in firsts)
+        return Counts(prompt, cached, sum(choice.num_tokens for choice in self.choices))
+
+    def _figures(self) -> Json:
+        """What is told once, at the end; each warning once, whichever choice it is of."""
+        ends = [choice.finished for choice in self.choices if choice.finished]
+        metrics = {"speculative_decoding": speculative_decoding(end.speculation for end in ends)}
+        warnings = list(dict.fromkeys(text for end in ends for text in end.warnings))
+        return {"usage": self._usage(), "metrics": metrics} | ({"warnings": warnings} if warnings else {})
+
+    @abstractmethod
+    def _usage(self) -> Json:
+        """Tokens so far, as the API spells them."""
+
+
+class Completion(Answer):
+    """An answer of choices, as those to chats and texts."""
+
+    whole_object: str
+    chunk_object: str
+
+    def __init__(
+        self, head: Head, num_choices: int, choices_per_prompt: int, telling: StreamTelling, spell: Spell | None
+    ) -> None:
+        super().__init__(head, num_choices, choices_per_prompt, spell)
+        self.telling = telling
+
+    def last_chunks(self) -> Iterator[Json]:
+        """Usage, if it is asked for."""
         if self.telling.usage:
             yield self._frame(self.chunk_object) | {"choices": []} | self._figures()
 
@@ -111,6 +162,13 @@ class Answer(ABC):
         """The answer as one object, once all choices are finished."""
         choices = [self._choice(index) for index in range(len(self.choices))]
         return self._frame(self.whole_object) | {"choices": choices} | self._figures()
+
+    def _added(self, index: int, event: Event) -> list[Json]:
+        chunks = [self._chunk([one]) for one in self._told(index, event)]
+        if self.telling.rounds and isinstance(event, Tokens) and event.num_nodes > 0:
+            chunks = chunks or [self._chunk([])]  # a round may end within a character
+            chunks[0]["metrics"] = {"round": round_of(event)}
+        return chunks
 
     @abstractmethod
     def _told(self, index: int, event: Event) -> Iterator[Json]:
@@ -133,26 +191,13 @@ class Answer(ABC):
         return chunk
 
     def _usage(self) -> Json:
-        """Tokens so far; choices of one prompt count it once."""
-        firsts = self.choices[:: self._choices_per_prompt]
-        prompt_tokens = sum(choice.prompt_tokens for choice in firsts)
-        completion_tokens = sum(choice.num_tokens for choice in self.choices)
+        prompt, cached, completion = self._counts()
         usage: Json = {
-            "prompt_tokens": prompt_tokens,
-            "completion_tokens": completion_tokens,
-            "total_tokens": prompt_tokens + completion_tokens,
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
         }
-        ends = [choice.finished for choice in firsts if choice.finished]
-        if len(ends) == len(firsts):  # unknown before
-            usage["prompt_tokens_details"] = {"cached_tokens": sum(one.usage.cached_tokens for one in ends)}
-        return usage
-
-    def _figures(self) -> Json:
-        """What is told once, at the end; each warning once, whichever choice it is of."""
-        ends = [choice.finished for choice in self.choices if choice.finished]
-        metrics = {"speculative_decoding": speculative_decoding(end.speculation for end in ends)}
-        warnings = list(dict.fromkeys(text for end in ends for text in end.warnings))
-        return {"usage": self._usage(), "metrics": metrics} | ({"warnings": warnings} if warnings else {})
+        return usage if cached is None else usage | {"prompt_tokens_details": {"cached_tokens": cached}}
 
 
 def speculative_decoding(runs: Iterable[SpeculationMetrics]) -> Json:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
@@ -15,21 +14,18 @@ from typing import Any
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
-from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from bough import __version__
 from bough.errors import InvalidRequest, NotFound, Unavailable
-from bough.protocol.generation import ModelInfo, Prompt, TextPrompt, TokenPrompt, ToolChoice
+from bough.protocol.generation import ModelInfo, Prompt, TextPrompt, TokenPrompt
 from bough.registry.records import WorkerRecord
-from bough.telemetry.call_context import TRACEPARENT, set_caller_traceparent
-from bough.telemetry.log_context import LogContext, set_log_context
-from orchestrator.http_api import chat, completions
+from orchestrator.http_api import chat, completions, response_input
 from orchestrator.http_api.answer import Answer, Head, StreamTelling
 from orchestrator.http_api.body import BodyReader
 from orchestrator.http_api.constraint import constraint_names
@@ -40,21 +36,23 @@ from orchestrator.http_api.fields import (
     CompletionFields,
     DetokenizeFields,
     GenerationFields,
+    RequestFields,
     StreamOptions,
     TokenizeFields,
 )
 from orchestrator.http_api.guard import Guard, HostGuard, tenant_of
 from orchestrator.http_api.options import RequestedOutput, choices
+from orchestrator.http_api.request_ids import RequestIds
+from orchestrator.http_api.response_fields import NOT_KEPT, ResponseFields
+from orchestrator.http_api.responses import ResponseAnswer, repeated
 from orchestrator.http_api.rounds import cluster_told, decisions_told
 from orchestrator.http_api.spelling import Spell
-from orchestrator.http_api.tool_fields import tools_of
+from orchestrator.http_api.tool_fields import functions_in, tools_of
 from orchestrator.http_api.ui import FILES, page_routes
 from orchestrator.serving.requests import Requests
 from orchestrator.serving.tenants import Callers, Tenant
 
 SESSION_HEADER = "x-session-id"
-REQUEST_ID = b"x-request-id"
-_NAME = re.compile(rb"[\x21-\x7e]{1,128}")
 HEALTH, METRICS, DISCOVERY = "/health", "/metrics", "/service-discovery"
 GENERATE, TOKENIZE = "Generate", "Tokenize"  # methods, as `CallLimiter` counts them
 Endpoint = Callable[[Request, ExitStack], Awaitable[ASGIApp]]
@@ -77,6 +75,8 @@ def http_app(
     api = _Api(requests, figures, stalled_seconds, BodyReader(requests.call_limiter))
     routes = [
         Route("/v1/chat/completions", _Answered(api.chat, chat.FIELD_NAMES), methods=["POST"]),
+        Route("/v1/responses", _Answered(api.responses, response_input.FIELD_NAMES), methods=["POST"]),
+        Route("/v1/responses/{response_id:path}", _Answered(api.response), methods=["GET", "POST", "DELETE"]),
         Route("/v1/completions", _Answered(api.completions, completions.FIELD_NAMES), methods=["POST"]),
         Route("/v1/models", _Answered(api.models), methods=["GET"]),
         Route("/v1/models/{model:path}", _Answered(api.model), methods=["GET"]),
@@ -94,7 +94,7 @@ def http_app(
     if has_page:  # its own requests carry the key that is typed in there
         routes += page_routes()
         open_paths |= FILES.keys()
-    layers = [Middleware(_RequestIds), Middleware(Guard, callers=callers, open_paths=open_paths)]
+    layers = [Middleware(RequestIds), Middleware(Guard, callers=callers, open_paths=open_paths)]
     if own_name is not None:
         layers.insert(1, Middleware(HostGuard, own_name=own_name))
     app = Starlette(routes=routes, exception_handlers=handlers, middleware=layers)
@@ -115,28 +115,44 @@ class _Api:
     async def chat(self, request: Request, entered: ExitStack) -> ASGIApp:
         """/v1/chat/completions."""
         fields = await self.bodies.read(request, ChatFields, entered, GENERATE)
-        tools = tools_of(fields.tools, fields.tool_choice, fields.parallel_tool_calls)
+        tools = tools_of(functions_in(fields.tools), fields.tool_choice, fields.parallel_tool_calls)
         prompts = (chat.chat_prompt(fields.messages, tools),)
-        head = _head("chatcmpl", fields)
+        head = _head("chatcmpl-", fields)
         limits, most = chat.chat_limits(fields), tenant_of(request).most_at_once
         wanted = choices(fields, prompts, limits, head.answer_id, _session_id(request, fields), most)
-        called = tools if tools is not None and tools.choice is not ToolChoice.NONE else None
         formats = self.requests.texts.tool_format
-        answer = chat.ChatAnswer(head, len(wanted), _telling(fields), self._spell(wanted), called, formats)
-        return self._exchange(tenant_of(request), wanted, answer, fields, chat.FIELD_NAMES | constraint_names(fields))
+        answer = chat.ChatAnswer(head, len(wanted), _telling(fields), self._spell(wanted), tools, formats)
+        names = chat.FIELD_NAMES | constraint_names(fields.structured_outputs)
+        return self._exchange(tenant_of(request), wanted, answer, fields, names)
+
+    async def responses(self, request: Request, entered: ExitStack) -> ASGIApp:
+        """/v1/responses."""
+        fields = await self.bodies.read(request, ResponseFields, entered, GENERATE)
+        tools = tools_of(response_input.functions_in(fields), fields.tool_choice, fields.parallel_tool_calls)
+        prompt, names = response_input.conversation(fields, tools)
+        head, limits = _head("resp_", fields), response_input.response_limits(fields)
+        wanted = choices(fields, (prompt,), limits, head.answer_id, _session_id(request, fields))
+        answer = ResponseAnswer(
+            head, repeated(fields, tools), self._spell(wanted), tools, self.requests.texts.tool_format
+        )
+        return self._exchange(tenant_of(request), wanted, answer, fields, names)
+
+    async def response(self, request: Request, entered: ExitStack) -> Response:
+        """A response of before, which is not kept."""
+        raise NotFound(f"response_id: {request.path_params['response_id']!r} is not here: {NOT_KEPT}")
 
     async def completions(self, request: Request, entered: ExitStack) -> ASGIApp:
         """/v1/completions."""
         fields = await self.bodies.read(request, CompletionFields, entered, GENERATE)
         prompts = tuple(map(completions.text_prompt, fields.prompt))
-        head = _head("cmpl", fields)
+        head = _head("cmpl-", fields)
         limits, most = completions.completion_limits(fields), tenant_of(request).most_at_once
         wanted = choices(fields, prompts, limits, head.answer_id, _session_id(request, fields), most)
         echoes = [await self._echo(one, fields.model or "") if fields.echo else "" for one in prompts]
         answer = completions.CompletionAnswer(
             head, echoes, len(wanted) // len(prompts), _telling(fields), self._spell(wanted), limits.prompt_logprobs
         )
-        names = completions.FIELD_NAMES | constraint_names(fields)
+        names = completions.FIELD_NAMES | constraint_names(fields.structured_outputs)
         return self._exchange(tenant_of(request), wanted, answer, fields, names)
 
     async def models(self, request: Request, entered: ExitStack) -> Response:
@@ -204,7 +220,7 @@ class _Api:
         tenant: Tenant,
         wanted: tuple[RequestedOutput, ...],
         answer: Answer,
-        fields: GenerationFields,
+        fields: RequestFields,
         field_names: Mapping[str, str],
     ) -> Exchange:
         streams = partial(tenant.together, wanted)
@@ -229,8 +245,8 @@ class _Api:
         return card | {"max_model_len": model.max_context}
 
 
-def _head(kind: str, fields: GenerationFields) -> Head:
-    return Head(f"{kind}-{fields.request_id or uuid.uuid4().hex}", int(time.time()))
+def _head(kind: str, fields: RequestFields) -> Head:
+    return Head(f"{kind}{fields.request_id or uuid.uuid4().hex}", int(time.time()))
 
 
 def _telling(fields: GenerationFields) -> StreamTelling:
@@ -238,7 +254,7 @@ def _telling(fields: GenerationFields) -> StreamTelling:
     return StreamTelling(bool(given.include_usage), bool(given.continuous_usage_stats), bool(given.include_rounds))
 
 
-def _session_id(request: Request, fields: GenerationFields) -> str:
+def _session_id(request: Request, fields: RequestFields) -> str:
     """The session id in the body or the header. Raises ApiError if they differ."""
     of_body, of_header = fields.session_id or "", request.headers.get(SESSION_HEADER, "")
     if of_body and of_header and of_body != of_header:
@@ -276,24 +292,3 @@ async def _refused(request: Request, exc: Exception) -> Response:
     status = HTTPStatus(exc.status_code)
     message = f"{request.method} {request.url.path}: {status.phrase.lower()}; docs/http-api.md has what is served"
     return ApiError(status, message, code=status.name.lower()).response()
-
-
-@dataclass(frozen=True, slots=True)
-class _RequestIds:
-    """Adds `x-request-id` to every answer, the client's own if valid, and notes it and the client's trace for logs."""
-
-    app: ASGIApp
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
-        given = dict(scope.get("headers", ())).get(REQUEST_ID, b"")
-        name = given if _NAME.fullmatch(given) else uuid.uuid4().hex.encode()
-        set_log_context(LogContext(http_request_id=name.decode()))
-        set_caller_traceparent(Headers(scope=scope).getlist(TRACEPARENT))
-
-        async def send_named(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                message["headers"] = [*message.get("headers", ()), (REQUEST_ID, name)]
-            await send(message)
-
-        await self.app(scope, receive, send_named)

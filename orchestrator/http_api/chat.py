@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from bough.protocol.generation import ChatPrompt, Event, Finished, Message, Started, Tokens, Tools
 from bough.protocol.sampling_params import UNLIMITED
-from orchestrator.http_api.answer import Answer, Head, StreamTelling
+from orchestrator.http_api.answer import Completion, Head, StreamTelling
+from orchestrator.http_api.constraint import constraint_of
 from orchestrator.http_api.errors import Json, invalid
 from orchestrator.http_api.fields import ChatFields, MessageFields
 from orchestrator.http_api.options import RequestLimits
 from orchestrator.http_api.spelling import Spell, chat_logprobs
-from orchestrator.http_api.tool_calls import ChoiceCalls
+from orchestrator.http_api.tool_calls import ChoiceCalls, Formats, calls_in
 from orchestrator.http_api.tool_fields import tool_call
-from orchestrator.tools.tool_format import ToolFormat
 
 # Names of gRPC fields as clients of this API know them, for error messages.
 FIELD_NAMES = {
@@ -23,7 +23,6 @@ FIELD_NAMES = {
     "prompt": "messages",
     "logprobs": "top_logprobs",
 }
-Formats = Callable[[str], ToolFormat]  # takes a model's name
 
 
 def chat_prompt(messages: list[MessageFields], tools: Tools | None = None) -> ChatPrompt:
@@ -57,10 +56,12 @@ def chat_limits(fields: ChatFields) -> RequestLimits:
     most = newer if newer is not None else older
     if fields.top_logprobs and not fields.logprobs:
         raise invalid("top_logprobs", fields.top_logprobs, "be left out unless logprobs is true")
-    return RequestLimits(UNLIMITED if most is None else most, (fields.top_logprobs or 0) if fields.logprobs else None)
+    logprobs = (fields.top_logprobs or 0) if fields.logprobs else None
+    most = UNLIMITED if most is None else most
+    return RequestLimits(most, logprobs, num_choices=fields.n, constraint=constraint_of(fields))
 
 
-class ChatAnswer(Answer):
+class ChatAnswer(Completion):
     """An answer to a conversation."""
 
     whole_object = "chat.completion"
@@ -72,19 +73,19 @@ class ChatAnswer(Answer):
         num_choices: int,
         telling: StreamTelling,
         spell: Spell | None,
-        tools: Tools | None = None,
-        formats: Formats | None = None,
+        tools: Tools | None,
+        formats: Formats,
     ) -> None:
-        """`formats` is given with tools that may be called."""
         super().__init__(head, num_choices, num_choices, telling, spell)
         self._logprobs: list[list[Json]] = [[] for _ in self.choices]
         self._tools, self._formats = tools, formats
-        self._calls: dict[int, ChoiceCalls] = {}  # by choice
+        self._calls: dict[int, ChoiceCalls | None] = {}  # by choice
 
     def _told(self, index: int, event: Event) -> Iterator[Json]:
         match event:
             case Started():
-                self._look_for_calls(index, event.model_name)
+                choice_id = f"{self.head.answer_id}/{index}"
+                self._calls[index] = calls_in(choice_id, self._tools, self._formats, event.model_name)
                 yield _delta(index, {"role": "assistant", "content": ""})
             case Tokens():
                 logprobs = self._spelled(index, event)
@@ -98,12 +99,6 @@ class ChatAnswer(Answer):
                 for delta in self._deltas(index, event.text, is_end=True):
                     yield _delta(index, delta)
                 yield _delta(index, {}) | self._ending(index)
-
-    def _look_for_calls(self, index: int, model: str) -> None:
-        if self._tools is not None and self._formats is not None and model:  # none if aborted before it was known
-            known = self._formats(model)
-            choice_id = f"{self.head.answer_id}/{index}"
-            self._calls[index] = ChoiceCalls(known.parser(self._tools), known, choice_id)
 
     def _deltas(self, index: int, text: str, *, is_end: bool = False) -> Iterator[Json]:
         """What a text adds to the message of a choice."""

@@ -6,13 +6,14 @@ from collections.abc import Iterator, Sequence
 from http import HTTPStatus
 
 from bough.protocol.generation import Event, Finished, Prompt, PromptLogprobs, Started, TextPrompt, TokenPrompt, Tokens
-from orchestrator.http_api.answer import Answer, Head, StreamTelling
+from orchestrator.http_api.answer import Completion, Head, StreamTelling
 from orchestrator.http_api.chat import chat_prompt
+from orchestrator.http_api.constraint import constraint_of
 from orchestrator.http_api.errors import ApiError, Json, invalid
 from orchestrator.http_api.fields import CompletionFields, TextOrTokens, TokenizeFields
 from orchestrator.http_api.options import RequestLimits
 from orchestrator.http_api.spelling import Spell, TokensSpelled, completion_logprobs, prompt_logprobs
-from orchestrator.http_api.tool_fields import tools_of
+from orchestrator.http_api.tool_fields import functions_in, tools_of
 
 DEFAULT_MAX_TOKENS = 16  # as at OpenAI
 ENTRIES_PER_TOKEN = 4  # in the lists of an answer, beside those of the alternatives
@@ -39,7 +40,7 @@ def tokenized_prompt(fields: TokenizeFields) -> Prompt:
         if fields.tools:
             raise invalid("tools", [tool.function.name for tool in fields.tools], "be left out beside prompt")
         return TextPrompt(fields.prompt or "")
-    return chat_prompt(fields.messages, tools_of(fields.tools, None, None))
+    return chat_prompt(fields.messages, tools_of(functions_in(fields.tools), None, None))
 
 
 def completion_limits(fields: CompletionFields) -> RequestLimits:
@@ -48,10 +49,10 @@ def completion_limits(fields: CompletionFields) -> RequestLimits:
     if fields.max_tokens == 0 and of_prompt is None:
         raise invalid("max_tokens", 0, "be 1 or more, but with echo and logprobs")
     most = DEFAULT_MAX_TOKENS if fields.max_tokens is None else fields.max_tokens
-    return RequestLimits(most, fields.logprobs, of_prompt)
+    return RequestLimits(most, fields.logprobs, of_prompt, fields.n, constraint_of(fields))
 
 
-class CompletionAnswer(Answer):
+class CompletionAnswer(Completion):
     """An answer to one or several prompts."""
 
     whole_object = chunk_object = "text_completion"

@@ -10,23 +10,32 @@ ANY_OBJECT = Constraint(json_schema='{"type": "object"}')
 
 
 def constraint_of(fields: GenerationFields) -> Constraint | None:
-    """The constraint of a request's output; None leaves it free.
+    """The constraint of a completion's output; None leaves it free.
 
     Raises:
         ApiError: names the invalid field.
     """
-    wanted, vllm = fields.response_format, fields.structured_outputs
+    wanted = None if fields.response_format is None else _of_format(fields.response_format)
+    return one_constraint("response_format", wanted, fields.structured_outputs)
+
+
+def one_constraint(field: str, wanted: Constraint | None, vllm: StructuredOutputsFields | None) -> Constraint | None:
+    """The constraint that this field demands, or vLLM's. Raises ApiError if both do, or vLLM's is invalid."""
     if vllm is None:
-        return None if wanted is None else _of_format(wanted)
-    if wanted is not None and wanted.type != "text":
-        raise invalid("structured_outputs", vllm.model_fields_set, "be left out beside response_format")
+        return wanted
+    if wanted is not None:
+        raise invalid("structured_outputs", vllm.model_fields_set, f"be left out beside {field}")
     return _of_structure(vllm)
 
 
-def constraint_names(fields: GenerationFields) -> dict[str, str]:
+def constraint_names(
+    vllm: StructuredOutputsFields | None,
+    field: str = "response_format",
+    schema: str = "response_format.json_schema.schema",
+) -> dict[str, str]:
     """Names that the client knows, by those of `Constraint`, for error messages."""
-    if fields.structured_outputs is None:
-        return {"constraint.json_schema": "response_format.json_schema.schema", "constraint": "response_format"}
+    if vllm is None:
+        return {"constraint.json_schema": schema, "constraint": field}
     spelled = {"json_schema": "json", "choices": "choice", "lark": "grammar", "regex": "regex"}
     names = {f"constraint.{ours}": f"structured_outputs.{theirs}" for ours, theirs in spelled.items()}
     return names | {"constraint": "structured_outputs"}

@@ -119,12 +119,12 @@ def api_error(exc: Exception, names: Mapping[str, str]) -> ApiError:
 
 
 def _renamed(message: str, names: Mapping[str, str]) -> tuple[str, str | None]:
-    """Replace the field name at the start of a message by its HTTP name; returns that too."""
+    """Replace the longest known name with which a message begins by its HTTP name; returns the field's name too."""
     match = _FIELD.match(message)
     if match is None:
         return message, None
     field = match[1]
-    path, root = field.partition("[")[0], re.split(r"[.\[]", field, maxsplit=1)[0]
-    known = next((name for name in (path, root) if name in names), None)
-    renamed = field if known is None else names[known] + field.removeprefix(known)
+    beginnings = [name for name in names if field.startswith(name) and field[len(name) : len(name) + 1] in ("", *".[")]
+    known = max(beginnings, key=len, default="")
+    renamed = names.get(known, "") + field.removeprefix(known)
     return f"{renamed}: {message[match.end() :]}", renamed

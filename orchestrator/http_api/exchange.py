@@ -25,7 +25,6 @@ STREAM_HEADERS = [
     (b"x-accel-buffering", b"no"),  # otherwise nginx would buffer the stream
 ]
 KEEP_ALIVE = b": keep-alive\n\n"
-DONE = b"data: [DONE]\n\n"
 MANY_ENTRIES = 10_000  # which take some 10 ms to write
 _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 
@@ -79,8 +78,8 @@ class Exchange:
                 if not writer.has_begun:
                     await error.response()(scope, receive, send)
                     return
-                await writer.write(_data(error.body()))
-            await writer.write(DONE)
+                await writer.write(b"".join(map(_data, self.answer.failed(error))))
+            await writer.write(self.answer.stream_end)
             await writer.end()
 
     async def _written(self, writer: _Writer) -> None:
@@ -167,7 +166,9 @@ def _in_steps(value: Json) -> bytes:
 
 
 def _data(value: Json, encode: Callable[[Json], bytes] = _at_once) -> bytes:
-    return b"data: " + encode(value) + b"\n\n"
+    kind = value.get("type")
+    name = f"event: {kind}\n".encode() if kind else b""
+    return name + b"data: " + encode(value) + b"\n\n"
 
 
 async def _unless_gone(receive: Receive, work: Coroutine[None, None, None]) -> None:

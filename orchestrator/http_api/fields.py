@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, StrictBool, StrictInt, model_validator
@@ -40,18 +41,22 @@ def _is_tokens(value: list[Any]) -> bool:
     return all(type(one) is int and one >= 0 for one in value)
 
 
-def _content(value: Any) -> Any:
-    """Accept a text, or a list of text parts, which are concatenated."""
+def parts_text(value: Any, keys: Mapping[str, str]) -> Any:
+    """Accept a text, or a list of parts whose texts are concatenated; `keys` has the key of its text for each type."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
-        raise must("be a text or a list of parts of type text")
+        raise must(f"be a text or a list of parts of type {next(iter(keys))}")
     for part in value:
-        if not isinstance(part, dict) or part.get("type") not in ("text", "input_text"):
-            raise must("have parts of type text only: this model reads nothing else")
-        if not isinstance(part.get("text"), str):
+        if not isinstance(part, dict) or part.get("type") not in keys:
+            raise must(f"have parts of type {' or '.join(keys)} only: this model reads nothing else")
+        if not isinstance(part.get(keys[part["type"]]), str):
             raise must("have a text in each part")
-    return "".join(part["text"] for part in value)
+    return "".join(part[keys[part["type"]]] for part in value)
+
+
+def _content(value: Any) -> Any:
+    return parts_text(value, {"text": "text", "input_text": "text"})
 
 
 def _speculation(value: Any) -> Any:
@@ -59,7 +64,7 @@ def _speculation(value: Any) -> Any:
     return {"enabled": value} if isinstance(value, bool) else value
 
 
-def _schema(value: Any) -> Any:
+def schema_text(value: Any) -> Any:
     """Accept a JSON Schema as an object, or as the text of one."""
     if not isinstance(value, dict | str):
         raise must("be a JSON Schema, or the text of one")
@@ -94,7 +99,7 @@ class JsonSchemaFields(Fields):
     name: Ignored = None
     description: Ignored = None
     strict: Ignored = None
-    json_schema: Annotated[str, BeforeValidator(_schema)] = Field("{}", alias="schema")
+    json_schema: Annotated[str, BeforeValidator(schema_text)] = Field("{}", alias="schema")
 
 
 class ResponseFormatFields(Fields):
@@ -107,30 +112,26 @@ class ResponseFormatFields(Fields):
 class StructuredOutputsFields(Fields):
     """What the answer must be, as vLLM's clients say it: exactly one of these."""
 
-    json_schema: Annotated[str | None, BeforeValidator(_schema)] = Field(None, alias="json")
+    json_schema: Annotated[str | None, BeforeValidator(schema_text)] = Field(None, alias="json")
     json_object: StrictBool | None = None
     regex: str | None = None
     choice: list[str] | None = Field(None, min_length=1, max_length=MAX_CHOICES)
     grammar: str | None = None
 
 
-class GenerationFields(Fields):
-    """Fields common to chat and text completions."""
+class RequestFields(Fields):
+    """Fields common to all that generate."""
 
     model: str | None = None
     stream: StrictBool | None = None
-    stream_options: StreamOptions | None = None
-    max_tokens: StrictInt | None = None
     temperature: float | None = None
     top_p: float | None = None
-    n: StrictInt | None = None
+    # Extensions by bough, in responses also those of chat.
     seed: StrictInt | None = None
     stop: Texts = ()
     logit_bias: dict[str, float] | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    response_format: ResponseFormatFields | None = None
-    # Extensions by bough.
     top_k: StrictInt | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
@@ -144,23 +145,33 @@ class GenerationFields(Fields):
     request_id: Annotated[str, Field(max_length=MAX_REQUEST_ID)] | None = None
     speculation: Annotated[SpeculationFields | None, BeforeValidator(_speculation)] = None
     # vLLM's fields that clients send by default.
-    bad_words: Unsupported = None
-    length_penalty: Unsupported = None
     priority: Unsupported = None
-    prompt_logprobs: Unsupported = None
-    return_token_ids: Unsupported = None
-    return_tokens_as_token_ids: Unsupported = None
     skip_special_tokens: Unsupported = None
-    spaces_between_special_tokens: Ignored = None
-    use_beam_search: Unsupported = None
     user: Ignored = None
     metadata: Ignored = None
     store: Ignored = None
     service_tier: Ignored = None
-    parallel_tool_calls: Ignored = None
     prompt_cache_key: Ignored = None
     prompt_cache_retention: Ignored = None
     safety_identifier: Ignored = None
+
+
+class GenerationFields(RequestFields):
+    """Fields common to chat and text completions."""
+
+    stream_options: StreamOptions | None = None
+    max_tokens: StrictInt | None = None
+    n: StrictInt | None = None
+    response_format: ResponseFormatFields | None = None
+    # vLLM's fields that clients send by default.
+    bad_words: Unsupported = None
+    length_penalty: Unsupported = None
+    prompt_logprobs: Unsupported = None
+    return_token_ids: Unsupported = None
+    return_tokens_as_token_ids: Unsupported = None
+    spaces_between_special_tokens: Ignored = None
+    use_beam_search: Unsupported = None
+    parallel_tool_calls: Ignored = None
     verbosity: Ignored = None
     reasoning_effort: Ignored = None
     prediction: Ignored = None

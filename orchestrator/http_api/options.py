@@ -8,11 +8,10 @@ from http import HTTPStatus
 from typing import NamedTuple, TypeVar
 
 from bough.protocol.codec_checks import require_numbers
-from bough.protocol.generation import GenerateOptions, Prompt, Speculation, TextPrompt
+from bough.protocol.generation import Constraint, GenerateOptions, Prompt, Speculation, TextPrompt
 from bough.protocol.sampling_params import MAX_SEED
-from orchestrator.http_api.constraint import constraint_of
 from orchestrator.http_api.errors import ApiError, invalid
-from orchestrator.http_api.fields import GenerationFields, SpeculationFields
+from orchestrator.http_api.fields import RequestFields, SpeculationFields
 
 MAX_CHOICES = 128  # limit of choices over all prompts of a request
 Value = TypeVar("Value")
@@ -29,15 +28,17 @@ class RequestedOutput(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """Limits of a request, which chat and text completions spell differently."""
+    """What the APIs spell differently of a request's limits."""
 
     max_tokens: int
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    num_choices: int | None = None  # of each prompt
+    constraint: Constraint | None = None
 
 
 def choices(
-    fields: GenerationFields,
+    fields: RequestFields,
     prompts: tuple[Prompt, ...],
     limits: RequestLimits,
     answer_id: str,
@@ -49,7 +50,7 @@ def choices(
     Raises:
         ApiError, InvalidRequest: names the invalid field.
     """
-    num = _num_choices(fields.n, len(prompts), most_at_once)
+    num = _num_choices(limits.num_choices, len(prompts), most_at_once)
     if session_id and num * len(prompts) > 1:
         raise invalid("session_id", session_id, "be left out with several choices, as each is a session of its own")
     seed = _seed(fields.seed)
@@ -80,7 +81,7 @@ def _num_choices(num: int | None, num_prompts: int, most_at_once: int) -> int:
 
 
 def _options(
-    fields: GenerationFields, limits: RequestLimits, request_id: str, session_id: str, seed: int | None
+    fields: RequestFields, limits: RequestLimits, request_id: str, session_id: str, seed: int | None
 ) -> GenerateOptions:
     defaults = GenerateOptions()
     return GenerateOptions(
@@ -106,7 +107,7 @@ def _options(
         speculation=_speculation(fields.speculation or SpeculationFields()),
         model=fields.model or "",
         cache_salt=fields.cache_salt or "",
-        constraint=constraint_of(fields),
+        constraint=limits.constraint,
     )
 
 

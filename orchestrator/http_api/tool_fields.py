@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BeforeValidator, Field, StrictBool
@@ -32,7 +33,7 @@ def _parameters(value: Any) -> Any:
     return json.dumps(schema, ensure_ascii=False)
 
 
-def _arguments(value: Any) -> Any:
+def arguments_text(value: Any) -> Any:
     """Accept the text of a JSON object; an empty text is as good as an empty object."""
     try:
         parsed = json.loads(value or "{}")
@@ -81,7 +82,7 @@ class CalledFields(Fields):
     """The function of a call, and with what it was called."""
 
     name: Annotated[str, Field(pattern=FUNCTION_NAME)]
-    arguments: Annotated[str, BeforeValidator(_arguments)] = "{}"
+    arguments: Annotated[str, BeforeValidator(arguments_text)] = "{}"
 
 
 class ToolCallFields(Fields):
@@ -98,8 +99,13 @@ CallList = Annotated[list[ToolCallFields], Field(max_length=MAX_CALLS)]
 ToolChoiceField = Annotated[Choice, BeforeValidator(_choice)]
 
 
-def tools_of(given: list[ToolFields] | None, chosen: Choice | None, parallel: bool | None) -> Tools | None:
-    """The tools of a request; None without any.
+def functions_in(tools: list[ToolFields] | None) -> dict[str, FunctionFields]:
+    """The functions of a chat's tools, by their fields."""
+    return {f"tools[{index}].function": tool.function for index, tool in enumerate(tools or ())}
+
+
+def tools_of(given: Mapping[str, FunctionFields], chosen: Choice | None, parallel: bool | None) -> Tools | None:
+    """The tools of a request, from its functions by their fields; None without any.
 
     Raises:
         ApiError: names the invalid field.
@@ -110,13 +116,12 @@ def tools_of(given: list[ToolFields] | None, chosen: Choice | None, parallel: bo
             raise invalid("tool_choice", named or choice.value, "be left out, none or auto without tools")
         return None
     functions = tuple(
-        Function(tool.function.name, tool.function.parameters, tool.function.description, bool(tool.function.strict))
-        for tool in given
+        Function(fields.name, fields.parameters, fields.description, bool(fields.strict)) for fields in given.values()
     )
     names = [function.name for function in functions]
-    for index, name in enumerate(names):
+    for index, (field, name) in enumerate(zip(given, names, strict=True)):
         if name in names[:index]:
-            raise invalid(f"tools[{index}].function.name", name, "be another than those of the tools before it")
+            raise invalid(f"{field}.name", name, "be another than those of the tools before it")
     if named and named not in names:
         raise invalid("tool_choice.function.name", named, f"be one of {', '.join(names)[:256]}")
     size = sum(len(function.parameters) + len(function.description or "") for function in functions)

@@ -14,9 +14,11 @@ from bough.config.json_fields import must
 NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "add_generation_prompt": (True,),
     "add_special_tokens": (False,),  # of a chat, whose template has them
+    "background": (False,),
     "bad_words": ([],),
     "best_of": (1,),
     "chat_template_kwargs": ({},),
+    "context_management": ([],),
     "continue_final_message": (False,),
     "echo": (False,),
     "function_call": ("none", "auto"),
@@ -30,6 +32,7 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "return_tokens_as_token_ids": (False,),
     "skip_special_tokens": (True,),
     "suffix": ("",),
+    "truncation": ("disabled",),
     "use_beam_search": (False,),
 }
 

@@ -122,6 +122,59 @@ def test_openai(served: Served) -> None:
     assert run_python(OPENAI, served.base_url).strip()
 
 
+RESPONSES = """
+import sys
+import openai
+client = openai.OpenAI(base_url=sys.argv[1], api_key="none", max_retries=0)
+model = client.models.list().data[0].id
+extra = {"seed": 7}
+asked = dict(model=model, input="Why is the sky blue?", temperature=0.8, max_output_tokens=24, extra_body=extra)
+
+whole = client.responses.create(**asked, include=["message.output_text.logprobs"], top_logprobs=2)
+chat = client.chat.completions.create(
+    model=model, messages=[{"role": "user", "content": asked["input"]}], temperature=0.8, max_tokens=24, seed=7
+)
+text = whole.output_text
+assert text and text == chat.choices[0].message.content, (text, chat)
+assert len(whole.output[0].content[0].logprobs) == whole.usage.output_tokens == chat.usage.completion_tokens
+assert all(len(each.top_logprobs) == 2 for each in whole.output[0].content[0].logprobs)
+
+events = list(client.responses.create(**asked, stream=True))
+assert "".join(e.delta for e in events if e.type == "response.output_text.delta") == text, "streamed and whole differ"
+assert events[-1].response.output_text == text and events[-1].response.usage.input_tokens_details.cached_tokens >= 0
+with client.responses.stream(model=model, input="Sky?", max_output_tokens=500, extra_body=extra | {"stop": [" "]}) as s:
+    done = [event for event in s if event.type == "response.output_text.done"]
+    assert s.get_final_response().output_text == done[0].text and s.get_final_response().status == "completed"
+
+said = [{"role": "user", "content": "Why?"}, *whole.output, {"role": "user", "content": "And at night?"}]
+again = client.responses.create(model=model, input=said, instructions="Be short.", max_output_tokens=4)
+assert again.usage.input_tokens > whole.usage.input_tokens
+
+for wanted, param, call in (
+    (openai.NotFoundError, "model", lambda: client.responses.create(**asked | {"model": "no-such-model"})),
+    (openai.BadRequestError, "input", lambda: client.responses.create(**asked | {"input": []})),
+    (openai.BadRequestError, "tools[0].type", lambda: client.responses.create(**asked, tools=[{"type": "web_search"}])),
+    (openai.BadRequestError, "previous_response_id", lambda: client.responses.create(**asked, previous_response_id="")),
+    (openai.NotFoundError, "response_id", lambda: client.responses.retrieve(whole.id)),
+    (openai.NotFoundError, "response_id", lambda: client.responses.cancel(whole.id)),
+    (openai.NotFoundError, "response_id", lambda: client.responses.delete(whole.id)),
+):
+    try:
+        call()
+    except wanted as exc:
+        assert exc.body["param"] == param, exc.body
+    else:
+        raise AssertionError(f"{param} was taken")
+print(text)
+"""
+
+
+@needs("openai")
+def test_openai_responses(served: Served) -> None:
+    """The same text as by chat, whole, streamed and by the package's own accumulator; and errors by their class."""
+    assert run_python(RESPONSES, served.base_url).strip()
+
+
 TOOLS = """
 import json, sys
 import openai
@@ -148,6 +201,35 @@ asked["messages"] += [message, {"role": "tool", "tool_call_id": call.id, "conten
 answer = client.chat.completions.create(**asked, tool_choice="none", max_completion_tokens=4)
 assert answer.choices[0].message.tool_calls is None and answer.usage.prompt_tokens_details.cached_tokens > 0
 """
+RESPONSE_TOOLS = """
+import json, sys
+import openai
+client = openai.OpenAI(base_url=sys.argv[1], api_key="none", max_retries=0)
+schema = {"type": "object", "properties": {"at": {"enum": ["Rom", "Ulm"]}}, "required": ["at"],
+          "additionalProperties": False}
+said = [{"role": "user", "content": "Sky?"}]
+asked = dict(model=client.models.list().data[0].id, extra_body={"seed": 3}, parallel_tool_calls=False,
+             tools=[{"type": "function", "name": "sky", "parameters": schema, "strict": True}])
+
+response = client.responses.create(**asked, input=said, tool_choice="required")
+(call,) = response.output
+assert call.type == "function_call" and call.name == "sky", call
+assert json.loads(call.arguments)["at"] in ("Rom", "Ulm"), call
+
+with client.responses.stream(**asked, input=said, tool_choice={"type": "function", "name": "sky"}) as stream:
+    kinds = {event.type for event in stream}
+    final = stream.get_final_response()
+assert "response.function_call_arguments.delta" in kinds, kinds
+assert final.output[0].arguments == call.arguments and final.status == "completed"
+
+said += [*response.output, {"type": "function_call_output", "call_id": call.call_id, "output": "Blue."}]
+answer = client.responses.create(**asked, input=said, tool_choice="none", max_output_tokens=4)
+assert answer.output[0].type == "message" and answer.usage.input_tokens_details.cached_tokens > 0
+
+text = {"format": {"type": "json_schema", "name": "at", "schema": schema}}
+formed = client.responses.create(model=asked["model"], input="Sky?", text=text)
+assert json.loads(formed.output_text)["at"] in ("Rom", "Ulm"), formed
+"""
 LANGCHAIN_TOOLS = """
 import sys
 from langchain_core.messages import HumanMessage, ToolMessage
@@ -159,13 +241,15 @@ def sky(at: bool) -> str:
     "The sky."
     return "Blue."
 
-chat = ChatOpenAI(base_url=sys.argv[1], api_key="none", model=sys.argv[2], seed=3, max_completion_tokens=120)
-messages = [HumanMessage("Sky?")]
-answer = chat.bind_tools([sky], tool_choice="sky", strict=True).invoke(messages)
-(call,) = answer.tool_calls
-assert call["name"] == "sky" and isinstance(call["args"]["at"], bool), answer
-messages += [answer, ToolMessage(sky.invoke(call["args"]), tool_call_id=call["id"])]
-assert chat.bind_tools([sky], tool_choice="none").invoke(messages).usage_metadata["output_tokens"] > 0
+for by_responses in (False, True):
+    chat = ChatOpenAI(base_url=sys.argv[1], api_key="none", model=sys.argv[2], extra_body={"seed": 3},
+                      max_completion_tokens=120, use_responses_api=by_responses)
+    messages = [HumanMessage("Sky?")]
+    answer = chat.bind_tools([sky], tool_choice="sky", strict=True).invoke(messages)
+    (call,) = answer.tool_calls
+    assert call["name"] == "sky" and isinstance(call["args"]["at"], bool), answer
+    messages += [answer, ToolMessage(sky.invoke(call["args"]), tool_call_id=call["id"])]
+    assert chat.bind_tools([sky], tool_choice="none").invoke(messages).usage_metadata["output_tokens"] > 0
 """
 
 
@@ -173,6 +257,7 @@ assert chat.bind_tools([sky], tool_choice="none").invoke(messages).usage_metadat
     "code",
     [
         pytest.param(TOOLS, marks=needs("openai"), id="openai"),
+        pytest.param(RESPONSE_TOOLS, marks=needs("openai"), id="openai-responses"),
         pytest.param(LANGCHAIN_TOOLS, marks=needs("langchain_openai"), id="langchain-openai"),
     ],
 )
@@ -186,10 +271,15 @@ async def test_tools_are_called_and_their_results_taken(tiny_cluster: Cluster, c
 LANGCHAIN = """
 import sys
 from langchain_openai import ChatOpenAI
-chat = ChatOpenAI(base_url=sys.argv[1], api_key="none", model=sys.argv[2], max_completion_tokens=16, seed=3)
-answer = chat.invoke("Why is the sky blue?")
-assert answer.usage_metadata["output_tokens"] == 16, answer
-assert "".join(piece.text for piece in chat.stream("Why is the sky blue?")) == answer.text
+texts = set()
+for by_responses in (False, True):
+    chat = ChatOpenAI(base_url=sys.argv[1], api_key="none", model=sys.argv[2], max_completion_tokens=16,
+                      extra_body={"seed": 3}, use_responses_api=by_responses)
+    answer = chat.invoke("Why is the sky blue?")
+    assert answer.usage_metadata["output_tokens"] == 16, answer
+    assert "".join(piece.text for piece in chat.stream("Why is the sky blue?")) == answer.text
+    texts.add(answer.text)
+assert len(texts) == 1, texts
 """
 LITELLM = """
 import sys, litellm

@@ -60,6 +60,16 @@ class HttpStack:
         assert lines[-1] == "data: [DONE]"
         return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
 
+    async def events(self, path: str, body: Json) -> list[Json]:
+        """All typed events of a streamed answer; asserts that each is named as its type says, and no more."""
+        async with self.client.stream("POST", path, json=body | {"stream": True}) as response:
+            assert response.status_code == 200, await response.aread()
+            told = [block.split("\n") for block in "".join([t async for t in response.aiter_text()]).split("\n\n")]
+        assert told.pop() == [""]
+        events = [json.loads(lines[-1].removeprefix("data: ")) for lines in told if lines != [": keep-alive"]]
+        assert [lines[0] for lines in told if lines != [": keep-alive"]] == [f"event: {e['type']}" for e in events]
+        return events
+
 
 def error_of(response: httpx.Response) -> Json:
     """The error object of an answer; asserts that it has OpenAI's form."""

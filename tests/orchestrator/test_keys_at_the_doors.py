@@ -136,10 +136,19 @@ async def test_a_key_opens_both_doors_as_its_clients_have_it(door: Guarded, monk
 @pytest.mark.parametrize("headers", [{}, {"authorization": "Bearer sk-nobody"}, {"authorization": ALICE}])
 async def test_nothing_over_http_is_answered_without_a_key(door: Guarded, headers: dict[str, str]) -> None:
     """But health; also no path that is not there, and before a body is read."""
-    asked = [("POST", path) for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")]
+    paths = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/responses/x/cancel", "/tokenize")
+    asked = [("POST", path) for path in (*paths, "/detokenize")] + [("DELETE", "/v1/responses/x")]
     asked += [
         ("GET", path)
-        for path in ("/v1/models", "/v1/models/fake", "/metrics", "/service-discovery", "/version", "/nothing")
+        for path in (
+            "/v1/models",
+            "/v1/models/fake",
+            "/v1/responses/x",
+            "/metrics",
+            "/service-discovery",
+            "/version",
+            "/nothing",
+        )
     ]
     async with door.http() as client:
         for method, path in asked:

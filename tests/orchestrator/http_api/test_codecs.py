@@ -33,6 +33,7 @@ from orchestrator.http_api.errors import ApiError, api_error, shortened
 from orchestrator.http_api.fields import ChatFields, CompletionFields
 from orchestrator.http_api.options import RequestedOutput, choices
 from orchestrator.http_api.spelling import chat_logprobs, completion_logprobs
+from orchestrator.tools.hermes import HERMES
 
 SNOWMAN = "☃".encode()
 WORDS = [b" a", b"b", SNOWMAN[:1], SNOWMAN[1:]]
@@ -125,7 +126,7 @@ def ended(text: str = "", reason: str = "stop") -> Finished:
 
 
 def test_text_that_was_held_back_comes_before_the_end() -> None:
-    answer = ChatAnswer(Head("id", 1), 1, StreamTelling(), None)
+    answer = ChatAnswer(Head("id", 1), 1, StreamTelling(), None, None, lambda _: HERMES)
     tokens = Tokens((1,), (False,), ("x",), (), 1, 0, RoundTimings())
     for event in (Started("r", 5, 1, "m"), tokens, replace(tokens, texts=("",))):
         last = answer.chunks(0, event)

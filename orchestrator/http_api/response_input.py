@@ -1,0 +1,116 @@
+"""/v1/responses: from the items of a conversation, and what else its fields ask for, to a request."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from bough.protocol.generation import ChatPrompt, Constraint, Message, ToolCall, Tools
+from bough.protocol.sampling_params import UNLIMITED
+from orchestrator.http_api.constraint import ANY_OBJECT, constraint_names, one_constraint
+from orchestrator.http_api.errors import invalid
+from orchestrator.http_api.options import RequestLimits
+from orchestrator.http_api.response_fields import (
+    CallItem,
+    MessageItem,
+    OutputItem,
+    ReasoningItem,
+    ResponseFields,
+    TextFormatFields,
+)
+from orchestrator.http_api.tool_fields import MAX_CALLS, FunctionFields
+
+LOGPROBS = "message.output_text.logprobs"  # among `include`
+
+# Names of gRPC fields as clients of this API know them, for error messages.
+FIELD_NAMES = {
+    "chat.messages": "input",
+    "chat.tools": "tools",
+    "chat": "input",
+    "prompt": "input",
+    "logprobs": "top_logprobs",
+    "max_tokens": "max_output_tokens",
+}
+
+
+class Conversation(NamedTuple):
+    """The items of a request as a prompt."""
+
+    prompt: ChatPrompt
+    field_names: dict[str, str]  # as `FIELD_NAMES`, with the field that each message is from
+
+
+def conversation(fields: ResponseFields, tools: Tools | None) -> Conversation:
+    """The prompt of a request: the instructions first, and calls as part of the assistant's message before them.
+
+    Raises:
+        ApiError: names the invalid field.
+    """
+    messages: list[Message] = []
+    origins: list[str] = []  # of each message
+    if fields.instructions is not None:
+        messages, origins = [Message("system", fields.instructions)], ["instructions"]
+    for index, item in enumerate(fields.input):
+        match item:
+            case MessageItem():
+                messages.append(Message("system" if item.role == "developer" else item.role, item.content))
+            case OutputItem():
+                messages.append(Message("tool", item.output, tool_call_id=item.call_id))
+            case CallItem():
+                if not messages or messages[-1].role != "assistant":
+                    messages.append(Message("assistant", ""))
+                messages[-1] = _with_call(messages[-1], item, index)
+            case ReasoningItem():  # of no consequence: templates have no place for it
+                pass
+        origins += [f"input[{index}]"] * (len(messages) - len(origins))
+    if not messages:
+        raise invalid("input", [item.type for item in fields.input], "have more than reasoning")
+    return Conversation(ChatPrompt(tuple(messages), tools), _names(fields, messages, origins))
+
+
+def _with_call(message: Message, item: CallItem, index: int) -> Message:
+    calls = (*message.tool_calls, ToolCall(item.call_id, item.name, item.arguments))
+    if len(calls) > MAX_CALLS:
+        raise invalid(f"input[{index}]", item.type, f"be one of at most {MAX_CALLS} calls that follow one another")
+    return replace(message, tool_calls=calls)
+
+
+def _names(fields: ResponseFields, messages: Sequence[Message], origins: Sequence[str]) -> dict[str, str]:
+    names = FIELD_NAMES | constraint_names(fields.structured_outputs, "text.format", "text.format.schema")
+    for index, (message, origin) in enumerate(zip(messages, origins, strict=True)):
+        names[f"chat.messages[{index}]"] = origin
+        if message.role == "tool" or message.tool_calls:  # which the item's type says
+            inner = "role" if message.role == "tool" else "tool_calls"
+            names[f"chat.messages[{index}].{inner}"] = f"{origin}.type"
+    if fields.instructions is not None:
+        names["chat.messages[0].content"] = "instructions"
+    return names | {f"chat.{field}.function": field for field in functions_in(fields)}
+
+
+def functions_in(fields: ResponseFields) -> dict[str, FunctionFields]:
+    """The functions of a request, by their fields."""
+    return {f"tools[{index}]": tool for index, tool in enumerate(fields.tools or ())}
+
+
+def response_limits(fields: ResponseFields) -> RequestLimits:
+    """Limits of the request; by default the answer may fill the context, as at OpenAI.
+
+    Raises:
+        ApiError: names the invalid field.
+    """
+    has_logprobs = LOGPROBS in (fields.include or ())
+    if fields.top_logprobs and not has_logprobs:
+        raise invalid("top_logprobs", fields.top_logprobs, f"be left out unless include has {LOGPROBS}")
+    wanted = _constraint(fields.text.format) if fields.text is not None and fields.text.format is not None else None
+    return RequestLimits(
+        UNLIMITED if fields.max_output_tokens is None else fields.max_output_tokens,
+        (fields.top_logprobs or 0) if has_logprobs else None,
+        constraint=one_constraint("text.format", wanted, fields.structured_outputs),
+    )
+
+
+def _constraint(wanted: TextFormatFields) -> Constraint | None:
+    if wanted.json_schema is not None:
+        return Constraint(json_schema=wanted.json_schema)
+    return ANY_OBJECT if wanted.type == "json_object" else None

@@ -1,0 +1,423 @@
+"""/v1/responses over a real server, and its codec alone: the same requests as /v1/chat/completions, told otherwise."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from functools import cache
+from http import HTTPStatus
+from typing import Any, get_args
+
+import pytest
+
+from bough.errors import InvalidRequest
+from bough.protocol.generation import (
+    ChatPrompt,
+    Event,
+    Finished,
+    Function,
+    Message,
+    SpeculationMetrics,
+    Started,
+    Tokens,
+    ToolCall,
+    Tools,
+    Usage,
+)
+from bough.protocol.messages import RoundTimings
+from bough.protocol.sampling_params import PositionLogprobs, TokenLogprob
+from orchestrator.http_api.answer import Head
+from orchestrator.http_api.body import parse
+from orchestrator.http_api.errors import ApiError, api_error
+from orchestrator.http_api.response_fields import ResponseFields
+from orchestrator.http_api.response_input import conversation, functions_in, response_limits
+from orchestrator.http_api.responses import ResponseAnswer, repeated
+from orchestrator.http_api.tool_fields import tools_of
+from orchestrator.tools.hermes import HERMES
+from tests.fakes.http_stack import HttpStack, Json, error_of, http_stack
+
+PATH, CHAT = "/v1/responses", "/v1/chat/completions"
+QUESTION = "Why is the sky blue?"
+BODY: Json = {"input": QUESTION, "max_output_tokens": 12, "temperature": 0.8, "seed": 3, "ignore_eos": True}
+CHAT_BODY: Json = {"messages": [{"role": "user", "content": QUESTION}], "max_tokens": 12} | {
+    name: BODY[name] for name in ("temperature", "seed", "ignore_eos")
+}
+LOGPROBS: Json = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
+TOOL: Json = {"type": "function", "name": "f", "description": "F.", "parameters": {"type": "object"}, "strict": True}
+CALL: Json = {"type": "function_call", "call_id": "call_1", "name": "f", "arguments": "{}"}
+RETURNED: Json = {"type": "function_call_output", "call_id": "call_1", "output": "x"}
+THOUGHT: Json = {"type": "reasoning", "id": "rs_1", "summary": []}
+USER: Json = {"role": "user", "content": "x"}
+
+
+@pytest.fixture(scope="module")
+async def door(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[HttpStack]:
+    async with http_stack(tmp_path_factory.mktemp("responses")) as running:
+        yield running
+
+
+@cache
+def event_types() -> dict[str, Any]:
+    """The classes of OpenAI's package for the events of a stream, by the events' types."""
+    responses = pytest.importorskip("openai.types.responses", reason="extra `clients`")
+    kinds = get_args(get_args(responses.ResponseStreamEvent)[0])
+    return {get_args(kind.model_fields["type"].annotation)[0]: kind for kind in kinds}
+
+
+def require_openai_form(events: list[Json]) -> None:
+    """Each event is, strictly, what OpenAI's package expects of its type, and they are numbered."""
+    for number, event in enumerate(events):
+        assert event["sequence_number"] == number
+        event_types()[event["type"]].model_validate(event, strict=True)
+
+
+def text_of(response: Json) -> str:
+    return "".join(part["text"] for item in response["output"] for part in item.get("content", []))
+
+
+def kinds_of(events: list[Json]) -> list[str]:
+    """Their types, without the repetitions of deltas."""
+    kinds = [event["type"].removeprefix("response.") for event in events]
+    return [kind for before, kind in zip(["", *kinds], kinds, strict=False) if kind != before]
+
+
+async def test_the_text_is_that_of_a_chat_with_the_same_seed_streamed_or_not(door: HttpStack) -> None:
+    chat = await door.answer(CHAT, CHAT_BODY)
+    expected = chat["choices"][0]["message"]["content"]
+    for speculation in ({"speculation": False}, {"speculation": {"budget": 8, "width": 2, "depth": 3}}):
+        response = await door.answer(PATH, BODY | speculation)
+        assert text_of(response) == expected
+        events = await door.events(PATH, BODY | speculation)
+        assert "".join(e["delta"] for e in events if e["type"] == "response.output_text.delta") == expected
+        assert text_of(events[-1]["response"]) == expected
+    assert response["usage"]["input_tokens"] == chat["usage"]["prompt_tokens"]
+
+
+async def test_a_whole_response_has_what_clients_read(door: HttpStack) -> None:
+    asked = {"instructions": "Be short.", "metadata": {"a": "b"}, "user": "u", "model": "quick"}
+    response = await door.answer(PATH, BODY | asked)
+    assert response["id"].startswith("resp_")
+    assert (response["object"], response["error"], response["store"]) == ("response", None, False)
+    assert (response["status"], response["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
+    assert {name: response[name] for name in asked} == asked
+    (item,) = response["output"]
+    assert (item["type"], item["role"], item["status"]) == ("message", "assistant", "incomplete")
+    usage = response["usage"]
+    assert (usage["output_tokens"], usage["total_tokens"]) == (12, usage["input_tokens"] + 12)
+    assert 0 <= usage["input_tokens_details"]["cached_tokens"] < usage["input_tokens"]
+    assert usage["output_tokens_details"] == {"reasoning_tokens": 0}
+    assert response["metrics"]["speculative_decoding"]["num_spec_steps"] > 0
+    require_openai_form([{"type": "response.incomplete", "sequence_number": 0, "response": response}])
+
+
+async def test_a_stop_text_completes_a_response(door: HttpStack) -> None:
+    words = text_of(await door.answer(PATH, BODY)).split()
+    response = await door.answer(PATH, BODY | {"stop": words[3]})
+    assert (response["status"], text_of(response).split()) == ("completed", words[:3])
+    assert response["completed_at"] >= response["created_at"]
+    assert response["output"][0]["status"] == "completed"
+    events = await door.events(PATH, BODY | {"stop": words[3]})
+    assert events[-1]["type"] == "response.completed"
+    require_openai_form(events)
+
+
+async def test_a_stream_tells_of_its_items_in_order(door: HttpStack) -> None:
+    events = await door.events(PATH, BODY | LOGPROBS)
+    require_openai_form(events)
+    assert kinds_of(events) == [
+        "created", "in_progress", "output_item.added", "content_part.added", "output_text.delta", "output_text.done",
+        "content_part.done", "output_item.done", "incomplete",
+    ]  # fmt: skip
+    begun, response = events[0]["response"], events[-1]["response"]
+    assert (begun["status"], begun["output"], begun["usage"], begun["model"]) == ("in_progress", [], None, "quick")
+    (item,) = response["output"]
+    assert {event["item_id"] for event in events if "item_id" in event} == {item["id"]}
+    told = [entry for event in events if event["type"].endswith("text.delta") for entry in event["logprobs"]]
+    (part,) = item["content"]
+    assert told == part["logprobs"]
+    assert len(told) == 12
+    assert all(len(entry["top_logprobs"]) == 2 for entry in told)
+    assert "".join(entry["token"] for entry in told) == part["text"]
+    whole = await door.answer(PATH, BODY | LOGPROBS)
+    assert whole["output"][0]["content"] == item["content"]
+
+
+async def test_a_conversation_is_the_prompt_that_a_chat_has(door: HttpStack) -> None:
+    """Whatever form its items have."""
+    said = [
+        {"role": "system", "content": "a"},
+        {"role": "user", "content": "bc"},
+        {"role": "assistant", "content": "d"},
+    ]
+    expected = await door.answer(CHAT, CHAT_BODY | {"messages": [*said, *CHAT_BODY["messages"]]})
+    items: list[Json] = [
+        {"role": "user", "content": [{"type": "input_text", "text": "b"}, {"type": "input_text", "text": "c"}]},
+        THOUGHT,
+        {"type": "message", "id": "msg_1", "status": "completed", "role": "assistant", "phase": None}
+        | {"content": [{"type": "output_text", "text": "d", "annotations": [], "logprobs": []}]},
+        {"type": "message", "role": "user", "content": QUESTION},
+    ]
+    for asked in ({"instructions": "a", "input": items}, {"input": [{"role": "developer", "content": "a"}, *items]}):
+        response = await door.answer(PATH, BODY | asked)
+        assert text_of(response) == expected["choices"][0]["message"]["content"]
+        assert response["usage"]["input_tokens"] == expected["usage"]["prompt_tokens"]
+
+
+async def test_a_reader_that_leaves_in_the_middle_frees_its_place(door: HttpStack) -> None:
+    endless = BODY | {"max_output_tokens": 4000, "stream": True}
+    async with door.client.stream("POST", PATH, json=endless) as response:
+        async for line in response.aiter_lines():
+            if line == "event: response.output_text.delta":
+                break
+    while door.stack.requests.loads().num_requests_running:
+        await asyncio.sleep(0.01)
+
+
+async def broken_by(door: HttpStack, end: Any, **asked: Any) -> list[Json]:
+    """The events of an endless stream at whose first text `end` is called with its id."""
+    events: list[Json] = []
+    body = BODY | {"max_output_tokens": 4000, "stream": True} | asked
+    async with door.client.stream("POST", PATH, json=body) as response:
+        async for line in response.aiter_lines():
+            if line.startswith("data: "):
+                events.append(json.loads(line.removeprefix("data: ")))
+                if events[-1]["type"] == "response.content_part.added":
+                    await asyncio.to_thread(lambda: None)
+                    await end(events[0]["response"]["id"])
+    require_openai_form(events)
+    return events
+
+
+async def test_an_error_half_way_is_the_last_event(door: HttpStack) -> None:
+    async def close(_: str) -> None:
+        await door.stack.requests.close_session("closed half-way")
+
+    last = (await broken_by(door, close, session_id="closed half-way"))[-1]
+    assert (last["type"], last["response"]["status"]) == ("response.failed", "failed")
+    error = last["response"]["error"]
+    assert (error["code"], error["param"], error["type"]) == ("server_error", "session_id", "conflict_error")
+    assert last["response"]["output"][0]["status"] == "incomplete"
+
+
+async def test_an_aborted_request_is_a_cancelled_response(door: HttpStack) -> None:
+    async def abort(response_id: str) -> None:
+        door.stack.requests.abort(response_id)
+
+    last = (await broken_by(door, abort))[-1]
+    assert (last["type"], last["response"]["status"]) == ("response.incomplete", "cancelled")
+    assert last["response"]["incomplete_details"] is None
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("input", []),
+        ("input", 7),
+        ("input", None),
+        ("input[0]", ["x"]),
+        ("input[0].type", [{"type": "web_search_call", "id": "ws_1"}]),
+        ("input[0].type", [{"type": "item_reference", "id": "msg_1"}]),
+        ("input[0].type", [{"type": 7}]),
+        ("input[0].role", [{"role": "tool", "content": "x"}]),
+        ("input[1].content", [USER, {"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]),
+        ("input[0].contents", [USER | {"contents": "x"}]),
+        ("input[0].call_id", [CALL | {"call_id": ""}]),
+        ("input[0].arguments", [CALL | {"arguments": "[1]"}]),
+        ("input[0].output", [RETURNED | {"output": {}}]),
+        ("input[128]", [CALL] * 129),
+        ("input[1].type", [USER, CALL]),  # the template knows no calls
+        ("input[1].type", [USER, RETURNED]),
+        ("input", [THOUGHT]),
+        ("instructions", ["x"]),
+        ("max_output_tokens", 0),
+        ("max_tokens", 3),
+        ("n", 2),
+        ("top_logprobs", 2),
+        ("include[0]", ["everything"]),
+        ("temperature", -1),
+        ("metadata", {str(number): "x" for number in range(17)}),
+        ("metadata.a", {"a": 1}),
+        ("text.format.type", {"format": {"type": "grammar"}}),
+        ("text.format", {"format": {"type": "json_schema", "name": "x"}}),
+        ("response_format", {"type": "text"}),
+        ("tools[0].type", [{"type": "web_search"}]),
+        ("tools[0].name", [{"type": "function"}]),
+        ("tools[0].parameters", [TOOL | {"parameters": {"type": "array"}}]),
+        ("tools[1].name", [TOOL, TOOL]),
+        ("tools", [TOOL]),  # the template knows none
+        ("tool_choice", "required"),
+        ("tool_choice", {"type": "web_search"}),
+        ("previous_response_id", "resp_1"),
+        ("conversation", {"id": "conv_1"}),
+        ("background", True),
+        ("truncation", "auto"),
+        ("prompt", {"id": "pmpt_1"}),
+        ("reasoning.efort", {"efort": "low"}),
+        ("stream_options.include_usage", {"include_usage": True}),
+        ("min_tokens", 13),
+    ],
+)
+async def test_a_field_that_cannot_be_used_is_named(door: HttpStack, field: str, value: Any) -> None:
+    name = field.partition(".")[0].partition("[")[0]
+    for stream in (False, True):
+        status, error = await door.refusal(PATH, BODY | {"ignore_eos": None, "stream": stream, name: value})
+        assert (status, error["type"], error["param"]) == (400, "invalid_request_error", field), error
+        assert error["message"].startswith(f"{field}: "), error
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"store": True, "service_tier": "auto", "prompt_cache_key": "k", "safety_identifier": "s", "max_tool_calls": 1},
+        {"reasoning": {"effort": "low", "summary": "auto"}, "include": ["reasoning.encrypted_content"]},
+        {"text": {"format": {"type": "text"}, "verbosity": "low"}, "stream_options": {"include_obfuscation": False}},
+        {"truncation": "disabled", "background": False, "parallel_tool_calls": True, "top_logprobs": 0},
+        {"tools": [], "tool_choice": "auto"},
+        dict.fromkeys(name for name in ResponseFields.model_fields if name not in BODY),
+    ],
+)
+async def test_what_says_nothing_new_is_accepted(door: HttpStack, asked: Json) -> None:
+    response = await door.answer(PATH, BODY | {"max_output_tokens": 1} | asked)
+    require_openai_form([{"type": "response.incomplete", "sequence_number": 0, "response": response}])
+
+
+async def test_workers_without_a_choice_of_words_refuse_a_form(door: HttpStack) -> None:
+    asked = {"input": "x", "text": {"format": {"type": "json_object"}}}
+    assert (await door.refusal(PATH, asked))[1]["param"] == "text.format"
+    error = (await door.events(PATH, asked))[-1]["response"]["error"]
+    assert (error["code"], error["param"]) == ("invalid_prompt", "text.format")
+
+
+async def test_responses_are_not_kept(door: HttpStack) -> None:
+    response_id = (await door.answer(PATH, BODY | {"max_output_tokens": 1}))["id"]
+    for method, path in (("GET", ""), ("DELETE", ""), ("POST", "/cancel"), ("GET", "/input_items")):
+        answer = await door.client.request(method, f"{PATH}/{response_id}{path}")
+        error = error_of(answer)
+        assert (answer.status_code, error["param"], error["code"]) == (404, "response_id", "not_found")
+        assert "send the items of the conversation so far as input" in error["message"]
+    refusal = await door.refusal(PATH, BODY | {"model": "gpt-9"})
+    assert (refusal[0], refusal[1]["code"]) == (404, "model_not_found")
+
+
+def asked_for(**fields: Any) -> tuple[ResponseFields, Tools | None]:
+    given = parse(ResponseFields, json.dumps({"input": "x"} | fields).encode())
+    return given, tools_of(functions_in(given), given.tool_choice, given.parallel_tool_calls)
+
+
+def test_calls_are_part_of_the_message_before_them() -> None:
+    said = [USER, {"role": "assistant", "content": "Let me see."}, CALL, CALL | {"call_id": "call_2"}, RETURNED, CALL]
+    prompt, names = conversation(*asked_for(input=said, instructions="i", tools=[TOOL]))
+    one, two = ToolCall("call_1", "f", "{}"), ToolCall("call_2", "f", "{}")
+    assert prompt == ChatPrompt(
+        (
+            Message("system", "i"),
+            Message("user", "x"),
+            Message("assistant", "Let me see.", (one, two)),
+            Message("tool", "x", (), "call_1"),
+            Message("assistant", "", (one,)),
+        ),
+        Tools((Function("f", '{"type": "object"}', "F.", is_strict=True),)),
+    )
+    for field, known in (
+        ("chat.messages[0].content", "instructions"),
+        ("chat.messages[2].content", "input[1].content"),
+        ("chat.messages[2].tool_calls", "input[1].type"),
+        ("chat.messages[3].role", "input[4].type"),
+        ("chat.messages[4].content", "input[5].content"),
+        ("chat.tools[0].function.parameters", "tools[0].parameters"),
+        ("constraint.json_schema", "text.format.schema"),
+    ):
+        assert names_to(field, names) == known
+
+
+def names_to(field: str, names: dict[str, str]) -> str | None:
+    return api_error(InvalidRequest(f"{field}: must be another"), names).param
+
+
+def tokens(text: str, *logprobs: PositionLogprobs) -> Tokens:
+    return Tokens((1,), (False,), (text,), logprobs, 1, 0, RoundTimings())
+
+
+def ended(reason: str = "stop") -> Finished:
+    return Finished(reason, "", "", Usage(5, 7, 2), SpeculationMetrics(3, 10, 4, 2.0, (1, 0, 2), 0), RoundTimings(), ())
+
+
+def streamed(*events: Event, **fields: Any) -> tuple[list[Json], Json]:
+    """The events of a response in a format whose calls are marked, and the whole."""
+    given, tools = asked_for(**fields)
+    spell = (lambda _: [b"a", b"b"].__getitem__) if response_limits(given).logprobs is not None else None
+    answer = ResponseAnswer(Head("resp_1", 1), repeated(given, tools), spell, tools, lambda _: HERMES)
+    told = [json.loads(json.dumps(chunk)) for event in events for chunk in answer.chunks(0, event)]
+    told += [json.loads(json.dumps(chunk)) for chunk in answer.last_chunks()]
+    require_openai_form(told)
+    return told, answer.whole()
+
+
+def test_calls_are_items_beside_messages() -> None:
+    pieces = ["Well. ", '<tool_call>\n{"name": "f", "arg', 'uments": {"a', '": 1}}\n</tool_call>']
+    events, response = streamed(Started("r", 5, 1, "m"), *map(tokens, [*pieces, pieces[1], pieces[2] + pieces[3]]),
+                                ended(), tools=[TOOL], tool_choice="auto")  # fmt: skip
+    message, first, second = response["output"]
+    assert message["content"][0]["text"] == "Well."
+    assert [call["arguments"] for call in (first, second)] == ['{"a": 1}'] * 2
+    assert [item["status"] for item in response["output"]] == ["completed"] * 3
+    assert len({first["call_id"], second["call_id"], first["id"], second["id"]}) == 4
+    assert events[-1]["response"]["output"] == response["output"]
+    call = ["output_item.added", "function_call_arguments.delta", "function_call_arguments.done", "output_item.done"]
+    text = ["output_text.delta", "output_text.done"]
+    assert kinds_of(events) == [
+        "created", "in_progress", "output_item.added", "content_part.added", *text, "content_part.done",
+        "output_item.done", *call, *call, "completed",
+    ]  # fmt: skip
+    deltas = [event for event in events if event["type"].endswith("arguments.delta")]
+    assert "".join(event["delta"] for event in deltas if event["item_id"] == first["id"]) == '{"a": 1}'
+    assert [event["output_index"] for event in deltas] == sorted(event["output_index"] for event in deltas)
+
+
+def test_a_call_that_is_cut_off_is_incomplete() -> None:
+    _, response = streamed(
+        Started("r", 5, 1, "m"), tokens('<tool_call>{"name": "f", "arguments": {"a'), ended("length"), tools=[TOOL]
+    )
+    (call,) = response["output"]
+    assert (call["status"], call["arguments"], response["status"]) == ("incomplete", '{"a', "incomplete")
+
+
+def test_without_text_there_is_an_empty_message() -> None:
+    events, response = streamed(Started("r", 5, 1, "m"), ended())
+    assert text_of(response) == ""
+    assert len(response["output"]) == 1
+    assert response["usage"]["input_tokens_details"]["cached_tokens"] == 2
+    assert events[-1]["type"] == "response.completed"
+
+
+def test_log_probabilities_of_tokens_whose_text_comes_late_are_told_with_it() -> None:
+    at = [PositionLogprobs(TokenLogprob(token, -0.5), ()) for token in (0, 1)]
+    events, response = streamed(
+        Started("r", 5, 1, "m"), tokens("", at[0]), tokens("ab"), tokens("", at[1]), ended(), **LOGPROBS
+    )
+    told = [entry["token"] for entry in response["output"][0]["content"][0]["logprobs"]]
+    assert told == ["a", "b"]
+    assert [[entry["token"] for entry in event["logprobs"]] for event in events if "delta" in event] == [["a"]]
+
+
+def test_what_is_asked_for_is_repeated() -> None:
+    schema = {"type": "object", "properties": {"a": {}}}
+    form = {"type": "json_schema", "name": "n", "schema": schema, "strict": True}
+    named = {"type": "function", "name": "f"}
+    _, response = streamed(Started("r", 5, 1, "m"), ended(), tools=[TOOL], tool_choice=named, text={"format": form},
+                           parallel_tool_calls=False, top_p=0.5, max_output_tokens=9)  # fmt: skip
+    assert response["text"]["format"].items() >= form.items()
+    assert (response["tools"], response["tool_choice"]) == ([TOOL], named)
+    assert (response["parallel_tool_calls"], response["top_p"], response["max_output_tokens"]) == (False, 0.5, 9)
+
+
+def test_an_error_before_the_start_is_told_of_a_response_too() -> None:
+    """As clients put a response together from the event by which it was created."""
+    given, tools = asked_for(model="m")
+    answer = ResponseAnswer(Head("resp_1", 1), repeated(given, tools), None, tools, lambda _: HERMES)
+    error = ApiError(HTTPStatus.TOO_MANY_REQUESTS, "requests: too many", "rate_limit_error")
+    events = [*answer.failed(error)]
+    require_openai_form(events)
+    assert kinds_of(events) == ["created", "in_progress", "failed"]
+    assert events[-1]["response"]["error"]["code"] == "rate_limit_exceeded"
