@@ -146,9 +146,9 @@ def _unpacking() -> Iterator[tuple[str, Any, dict[str, Any]]]:
         yield name, unpack_triton.unpack_down, constants
     yield "awq", unpack_triton.unpack_across, {"ROWS": unpack_triton.TILE_ROWS, "COLUMNS": columns}
     for name, bits, kind in (("compressed-tensors", 4, "UNSIGNED"), ("int8", 8, "SIGNED"), ("fp8", 8, "E4M3")):
-        constants = {"BITS": bits, "KIND": kind, "HAS_ZEROS": bits == 4, "IS_ORDERED": True}
-        constants |= {"ROWS": unpack_triton.TILE_ROWS, "COLUMNS": columns}
-        yield name, unpack_triton.unpack_along, constants
+        layout = {"BITS": bits, "KIND": kind, "HAS_ZEROS": bits == 4, "IS_ORDERED": True}
+        tile = {"ROWS": unpack_triton.TILE_ROWS, "COLUMNS": columns}
+        yield name, unpack_triton.unpack_along, layout | tile
 
 
 def compiled(kernel: Kernel, capability: int) -> Compiled:

@@ -154,21 +154,14 @@ def write_out(
 ) -> None:
     """Fill `out` by a kernel if there is one, otherwise by `by_torch`, which returns some rows in float32."""
     if out.device.type != "cpu" or out.dtype not in KERNEL_DTYPES:
-        write_blocks(out, by_torch)
+        step = max(BLOCK_ELEMENTS // out.shape[1] // BLOCK_ROWS, 1) * BLOCK_ROWS
+        for begin in range(0, len(out), step):
+            rows = slice(begin, min(begin + step, len(out)))
+            out[rows] = by_torch(rows)
         return
     is_bf16 = out.dtype == torch.bfloat16
     target = out.view(torch.uint16) if is_bf16 else out
     kernel(*(_array(x) if isinstance(x, torch.Tensor) else x for x in inputs), target.numpy(), is_bf16)
-
-
-def write_blocks(
-    out: torch.Tensor, by_torch: Callable[[slice], torch.Tensor], most_elements: int = BLOCK_ELEMENTS
-) -> None:
-    """Fill `out` some rows at a time."""
-    step = max(most_elements // out.shape[1] // BLOCK_ROWS, 1) * BLOCK_ROWS
-    for begin in range(0, len(out), step):
-        rows = slice(begin, min(begin + step, len(out)))
-        out[rows] = by_torch(rows)
 
 
 def _array(values: torch.Tensor) -> np.ndarray[Any, Any]:

@@ -10,24 +10,26 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numba
+import numpy as np
 import torch
 
 from bough.errors import CheckpointError
 from bough.model.checkpoint.checkpoint import TensorPlace
 from bough.model.checkpoint.tensor_source import VALUE_DTYPES, Scratch, room_bytes, typed
+from bough.model.cpu.float_bits import rounded
+from bough.model.cpu.jit import strict_parallel
 from bough.model.gpu.kernels import kernels_on
 from bough.model.quant.format import (
-    BLOCK_ELEMENTS,
     PackedTensors,
     read_integers,
     require_matrix,
     require_shape,
     unless_in_order,
-    write_blocks,
+    write_out,
 )
 
 WORDS, INT8, FLOAT8 = "I32", "I8", "F8_E4M3"  # dtypes of numbers: unsigned in words of 32 bits, or one in each byte
-CPU_BLOCK_ELEMENTS = 1 << 18  # about what a processor's own cache holds in float32
 UNSET = -1  # in group indices: there are none
 SPARE = (  # endings of tensors that are for activations and caches, or of a symmetric weight's zero points
     *(f".{of}_{what}" for of in ("input", "output", "q", "k", "v") for what in ("scale", "zero_point", "global_scale")),
@@ -75,7 +77,7 @@ class Scheme:
         whole = dict.fromkeys(((1, 1), (), (1,)), (outputs, inputs))
         rows = dict.fromkeys(((outputs,), (outputs, 1)), (1, inputs))
         height, width = self.size
-        blocks = {(-(-outputs // height), -(-inputs // width)): self.size}
+        blocks: dict[tuple[int, ...], tuple[int, int]] = {(-(-outputs // height), -(-inputs // width)): self.size}
         return {"tensor": whole, "channel": rows, "": rows | whole}.get(self.strategy, blocks)
 
     def _groups(
@@ -158,25 +160,47 @@ class Scaled:
         groups: torch.Tensor | None,
         out: torch.Tensor,
     ) -> None:
-        """Dequantize by torch."""
-        (num_outputs, num_inputs), (height, width), num_groups = out.shape, self.block, scales.shape[1]
-        is_words, outputs = numbers.dtype == torch.int32, torch.arange(num_outputs, device=out.device)
+        """Dequantize on a CPU, or by torch."""
+        (num_outputs, num_inputs), (height, width), device = out.shape, self.block, out.device
+        is_words, rows_of = numbers.dtype == torch.int32, torch.arange(num_outputs, device=device) // height
         middle = 1 << (self.bits - 1) if is_words else 0
-        zero = _unpacked(zeros.t(), self.bits).t().float() if zeros is not None else scales.new_full((), middle)
-        zero = zero[:num_outputs] if zeros is not None else zero.expand(num_outputs, num_groups)
-        if groups is None and num_inputs % width:
-            groups = torch.arange(num_inputs, device=out.device) // width
-        order = slice(None) if groups is None else groups.long().clamp(0, num_groups - 1)
+        zero = _unpacked(zeros.t(), self.bits).t() if zeros is not None else scales.new_full((1, 1), middle)
+        zero = zero[:num_outputs].float().expand(num_outputs, scales.shape[1]).contiguous()
+        places = torch.arange(num_inputs, device=device) // width if groups is None else groups.long()
+        places = places.clamp(0, scales.shape[1] - 1)  # the file may have changed, and kernels rely on this
 
         def by_torch(rows: slice) -> torch.Tensor:
             values = (_unpacked(numbers[rows], self.bits) if is_words else numbers[rows]).float()
-            by_group = values if groups is not None else values.unflatten(1, (num_groups, -1))
-            scale, own_zero = scales[outputs[rows] // height][:, order], zero[rows][:, order]
-            if groups is None:
-                scale, own_zero = scale[:, :, None], own_zero[:, :, None]
-            return by_group.sub_(own_zero).mul_(scale).view(values.shape)
+            return values.sub_(zero[rows][:, places]).mul_(scales[rows_of[rows]][:, places])
 
-        write_blocks(out, by_torch, CPU_BLOCK_ELEMENTS if out.device.type == "cpu" else BLOCK_ELEMENTS)
+        table = torch.arange(256, dtype=torch.uint8)  # the value of each number
+        table = (table if is_words else table.view(numbers.dtype)).float()
+        write_out(
+            out, _unpack_along, by_torch, numbers.view(torch.uint8), table, zero, scales, rows_of, places, self.bits
+        )
+
+
+@strict_parallel
+def _unpack_along(
+    numbers: Any, table: Any, zeros: Any, scales: Any, row_of: Any, group_of: Any, bits: Any, out: Any, is_bf16: Any
+) -> Any:
+    """Dequantize numbers (outputs, inputs * bits / 8) uint8, of the values in table (256,), to out (outputs, inputs).
+
+    Their zeros are (outputs, groups), their scales (blocks of outputs, groups), by row_of and group_of.
+    """
+    num_outputs, num_inputs = out.shape
+    is_half, mask = np.uint64(bits == 4), np.uint64((1 << bits) - 1)
+    for n in numba.prange(num_outputs):
+        own, own_zeros, own_scales, target = numbers[n], zeros[n], scales[row_of[n]], out[n]
+        for i in range(num_inputs):
+            k = np.uint64(i)  # unsigned, or each index would be looked at for being negative
+            number = (np.uint64(own[k >> is_half]) >> (np.uint64(4) * (k & is_half))) & mask
+            group = np.uint64(group_of[k])
+            value = (table[number] - own_zeros[group]) * own_scales[group]
+            if is_bf16:
+                target[k] = rounded(value)
+            else:
+                target[k] = value
 
 
 def _unpacked(words: torch.Tensor, bits: int) -> torch.Tensor:
