@@ -26,7 +26,7 @@ class SweepLoad:
     curve: CostCurve  # seconds of the sweep by rows
     num_context: int = 0  # context rows of the session itself
     num_trees: int = 1  # sessions that share the sweep, this one included
-    other_rows: int = 0  # recent rows of the other sessions, trees and contexts
+    other_rows: int | None = 0  # recent rows of the other sessions, trees and contexts; None is as many each as its own
     fixed_seconds: float = 0.0  # network, queue and other time that does not depend on the tree
 
     def seconds_if_all(self, num_nodes: NDArray[np.int64]) -> FloatArray:
@@ -44,7 +44,8 @@ class SweepLoad:
 
     def expected_sweep(self, num_nodes: int) -> float:
         """Seconds of the sweep with a tree of `num_nodes` nodes and the recent rows of the others."""
-        return self.curve(self.num_context + self.other_rows + num_nodes)
+        others = (self.num_trees - 1) * num_nodes if self.other_rows is None else self.other_rows
+        return self.curve(self.num_context + others + num_nodes)
 
 
 class Size(NamedTuple):

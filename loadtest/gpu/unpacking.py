@@ -10,7 +10,7 @@ import torch
 from bough.model.checkpoint.tensor_source import FreshMemory, ReusedMemory
 from bough.model.quant.quantize import GROUP_SIZES
 from bough.model.quant.samples import PackedFormat, PackedSample
-from loadtest.gpu.parts import milliseconds
+from loadtest.gpu.parts import device_milliseconds
 
 GROUP = 128  # the group size of most public checkpoints
 LAYER_WEIGHTS = 855_638_016  # weights in a layer of a 70B
@@ -52,7 +52,7 @@ def _row(
         memory.begin()
         large.source.value(raw, dtype, memory)
 
-    ms = milliseconds(write_out, device)
+    ms = device_milliseconds(write_out, device)
     weights = int(np.prod(large.source.shape))
     return {
         "format": name,

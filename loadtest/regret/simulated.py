@@ -64,14 +64,17 @@ class Scale:
 
     repeats: int
     num_tokens: int  # per session
+    more_repeats: int = 0  # of the sizer alone, after the others, by which its predictions are judged too
     sizes: tuple[int, ...] = SIZES
     depths: tuple[int, ...] = DEPTHS
 
 
-def seconds_of(regime: Regime, sizer: Sizer, speculation: Speculation, scale: Scale) -> list[float]:
+def seconds_of(
+    regime: Regime, sizer: Sizer, speculation: Speculation, scale: Scale, repeats: range | None = None
+) -> list[float]:
     """Seconds of all sessions of each repeat; the sizer keeps what it learns between repeats."""
     totals = []
-    for repeat in range(scale.repeats):
+    for repeat in repeats or range(scale.repeats):
         world = World(regime.profile, sizer, speculation, repeat)
         num_tokens = scale.num_tokens * len(regime.laws)
         world.factors = regime.factors(lambda world=world: world.num_tokens, num_tokens)  # type: ignore[misc]
@@ -120,6 +123,7 @@ def measure(regime: Regime, scale: Scale) -> Result:
     }
     sizer = TimedSizer(TreeSizer(BestFirst(64, 16, 7), max_depth=24))
     self_sized = seconds_of(regime, sizer, Speculation(), scale)
+    seconds_of(regime, sizer, Speculation(), scale, range(scale.repeats, scale.repeats + scale.more_repeats))
     return Result(regime, score(self_sized, {"off": plain, **fixed}, plain), sizer, plain[0] / self_sized[0])
 
 

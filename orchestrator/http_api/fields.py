@@ -48,7 +48,7 @@ def parts_text(value: Any, keys: Mapping[str, str]) -> Any:
     if not isinstance(value, list):
         raise must(f"be a text or a list of parts of type {next(iter(keys))}")
     for part in value:
-        if not isinstance(part, dict) or part.get("type") not in keys:
+        if not isinstance(part, dict) or part.get("type") not in tuple(keys):
             raise must(f"have parts of type {' or '.join(keys)} only: this model reads nothing else")
         if not isinstance(part.get(keys[part["type"]]), str):
             raise must("have a text in each part")

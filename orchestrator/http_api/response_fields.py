@@ -99,6 +99,12 @@ def _item(value: Any) -> Any:
     return (_ITEMS.get(kind, _OtherItem) if isinstance(kind, str) else _OtherItem).model_validate(value)
 
 
+def _schema(value: Any) -> Any:
+    if not isinstance(value, dict):
+        raise must("be a JSON Schema")
+    return schema_text(value)
+
+
 def _input(value: Any) -> Any:
     """Accept a text as the only message, a user's."""
     if isinstance(value, str):
@@ -143,7 +149,7 @@ class TextFormatFields(Fields):
     name: str | None = None
     description: str | None = None
     strict: StrictBool | None = None
-    json_schema: Annotated[str | None, BeforeValidator(schema_text)] = Field(None, alias="schema")
+    json_schema: Annotated[str | None, BeforeValidator(_schema)] = Field(None, alias="schema")
 
     @model_validator(mode="after")
     def _require_schema(self) -> TextFormatFields:

@@ -12,7 +12,7 @@ from orchestrator.sizing.worker_times import NANO, ByWorker, DraftTimes, TargetT
 
 HIDDEN_FROM = 0.25  # of a sweep; calls with a longer queueing time wait for another sweep to end
 SHARE_OF_WAIT = 0.9  # of that wait, that may be spent drafting
-SMALL_CONTEXT = 16  # tokens; a draft that reads more spends its time on something else than its tree
+SMALL_CONTEXT = 16  # tokens; a round with more reads a prompt, and its times say little about the next round's
 FIRST_STEPS = 4  # of a tree, before any was observed
 
 
@@ -43,7 +43,7 @@ class RoundTimes:
         if times.curve is None:
             return None
         num_running = situation.target.num_running
-        others, rows = (round(times.other_trees.median), round(times.other_rows.median)) if num_running > 1 else (0, 0)
+        others, rows = (round(times.other_trees.median), times.other_rows_known) if num_running > 1 else (0, 0)
         fixed = times.network.median + times.beside.median + times.orchestrator.median
         fixed += times.queue.median if num_running > 1 else 0.0
         if self._is_hidden(situation):
@@ -95,9 +95,10 @@ class RoundTimes:
         times.orchestrator.add(max(0, others_ns) * NANO)
         if result.timings.num_passes != 1 or result.num_rows == 0:
             return  # a prompt over several sweeps, or a target that reports no figures
-        own_rows = outcome.num_nodes - len(result.left_out_nodes) + situation.num_context
-        times.other_rows.add(max(0, result.num_rows - own_rows))
         times.other_trees.add(max(0, result.num_trees - 1))
+        if situation.num_context <= SMALL_CONTEXT:  # sessions that begin together read all their prompts in one sweep
+            own_rows = outcome.num_nodes - len(result.left_out_nodes) + situation.num_context
+            times.other_rows.add(max(0, result.num_rows - own_rows))
         if times.curve is not None:
             sweep = (timings.target_ns - timings.queue_ns) * NANO
             times.beside.add(sweep - times.curve(result.num_rows))

@@ -28,6 +28,11 @@ class RecentMedian:
         self.median = default  # before the first sample
         self._values: deque[float] = deque(maxlen=NUM_RECENT)
 
+    @property
+    def is_known(self) -> bool:
+        """Whether there is a sample."""
+        return bool(self._values)
+
     def add(self, value: float) -> None:
         """Add a sample."""
         self._values.append(value)
@@ -66,6 +71,11 @@ class TargetTimes(_ReportedTimes):
     orchestrator: RecentMedian = field(default_factory=lambda: RecentMedian(0.0))  # of a round, outside calls
     other_rows: RecentMedian = field(default_factory=lambda: RecentMedian(0.0))  # rows of other sessions in a sweep
     other_trees: RecentMedian = field(default_factory=lambda: RecentMedian(0.0))
+
+    @property
+    def other_rows_known(self) -> int | None:
+        """Rows of other sessions to expect in a sweep; None before a round that read no prompt."""
+        return round(self.other_rows.median) if self.other_rows.is_known else None
 
 
 @dataclass(slots=True)

@@ -71,7 +71,9 @@ def by_autoawq(file: str) -> None:
 def by_compressed_tensors(file: str, format_: str, scales: torch.Tensor, **weights: object) -> None:
     """What compressed-tensors makes of its own tensors again."""
     library = importlib.import_module("compressed_tensors.quantization")
-    compressor = importlib.import_module("compressed_tensors.compressors").BaseCompressor.get_value_from_registry(format_)
+    compressor = importlib.import_module("compressed_tensors.compressors").BaseCompressor.get_value_from_registry(
+        format_
+    )
     scheme = library.QuantizationScheme(targets=["Linear"], weights=library.QuantizationArgs(**weights))
     zeros = quantised(True)[2] - 8
     values = {

@@ -130,6 +130,24 @@ async def test_calls_and_their_results_are_the_history_of_the_next_answer(http: 
         assert without_ids((await choice_of(http, body | PLAIN))["message"]) == without_ids(second["message"])
 
 
+async def test_a_response_calls_as_a_chat_does(http: httpx.AsyncClient) -> None:
+    called = require_call(await choice_of(http, ONE))["function"]
+    tools = [{"type": "function"} | tool["function"] for tool in TOOLS]
+    body: Json = {"input": [USER], "tools": tools, "parallel_tool_calls": False, "seed": 1}
+    response = (
+        await http.post("/v1/responses", json=body | {"tool_choice": {"type": "function", "name": "sky"}})
+    ).json()
+    (call,) = response["output"]
+    assert {name: call[name] for name in called} == called
+    body["input"] += [call, {"type": "function_call_output", "call_id": call["call_id"], "output": "Sunny."}]
+    answer = (await http.post("/v1/responses", json=body | {"tool_choice": "none", "max_output_tokens": 8})).json()
+    assert [item["type"] for item in answer["output"]] == ["message"]
+    assert answer["usage"]["input_tokens_details"]["cached_tokens"] >= response["usage"]["input_tokens"] - BLOCK
+    flat = [tools[0] | {"parameters": {"type": "object", "properties": {"a": {"pattern": "(?=a)"}}}}]
+    error = (await http.post("/v1/responses", json=body | {"tools": flat, "tool_choice": "required"})).json()["error"]
+    assert error["param"] == "tools[0].parameters", error
+
+
 async def test_where_the_model_decides_trees_change_nothing_either(http: httpx.AsyncClient) -> None:
     body = ONE | {"tool_choice": "auto", "max_tokens": 24}
     auto = await choice_of(http, body)

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -58,15 +59,43 @@ def test_a_part_that_is_not_there_is_refused_by_name(
     assert told.endswith("got drafts\n")
 
 
+def test_what_was_found_is_there_when_it_is_cut_off(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """In the middle of a part, such as by whoever lends the machine."""
+
+    rows = [{"tokens": 1, "link_efficiency": 0.9, "link_gb": 9.0}]
+
+    def cut_off(*arguments: Any) -> None:
+        arguments[-1]({"device": "a GPU", "target 4": {"sweeps": rows}}, {"attention": "wrong"})
+        raise SystemExit(128 + signal.SIGTERM)
+
+    file = tmp_path / "report.json"
+    monkeypatch.setattr(sys, "argv", ["gpu_check", "--dry-run-on-cpu", "--report", str(file)])
+    monkeypatch.setattr(gpu_check, "results_of", cut_off)
+    with pytest.raises(SystemExit):
+        gpu_check.main()
+    report = json.loads(file.read_text())
+    assert report["sweeps"] == rows
+    assert (report["failed"], report["is_cut_off"], report["ok"]) == ({"attention": "wrong"}, True, False)
+    monkeypatch.setattr(sys, "argv", ["gpu_check", "--report", str(tmp_path / "nowhere" / "report.json")])
+    with pytest.raises(SystemExit):
+        gpu_check.main()
+    assert "--report must be in a folder that exists, got" in capsys.readouterr().err
+
+
 def test_a_dry_run_goes_through_everything(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["gpu_check", "--dry-run-on-cpu", "--folder", str(tmp_path)])
+    (models := tmp_path / "models").mkdir()
+    told = tmp_path / "report.json"
+    monkeypatch.setattr(sys, "argv", ["gpu_check", "--dry-run-on-cpu", "--folder", str(models), "--report", str(told)])
     with pytest.raises(SystemExit) as ended:
         gpu_check.main()
     assert ended.value.code == 0
     *printed, last = capsys.readouterr().out.splitlines()
     report, by_part = json.loads(last), dict[str, object]()
+    assert json.loads(told.read_text()) == report
     for line in printed:
         by_part |= json.loads(line) if line.startswith('{"') else {}
     assert by_part["unpacking"] == report["unpacking"], "each part's figures as soon as they are there"
@@ -120,4 +149,4 @@ def test_a_dry_run_goes_through_everything(
     assert report["failed"] == {}
     assert {(row["bits"], row["tokens"]) for row in report["sweeps"]} == {(16, 1), (16, 8), (4, 1), (4, 8)}
     assert all(row["layers"] == {"resident": 2, "elsewhere": 0, "host": 3, "disk": 0} for row in report["sweeps"])
-    assert not list(tmp_path.iterdir()), "it clears up"
+    assert not list(models.iterdir()), "it clears up"

@@ -52,6 +52,7 @@ async def door(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[HttpSt
         ("messages[0].content", [{"role": "user"}]),
         ("messages[0].content", [{"role": "assistant", "content": None}]),
         ("messages[1].content", [USER, {"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]),
+        ("messages[0].content", [{"role": "user", "content": [{"type": ["text"], "text": "x"}]}]),
         ("messages[0].tool_calls", [USER | {"tool_calls": [{"id": "1"}]}]),
         ("messages[1].tool_calls", [USER, {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}]),
         ("temperature", "hot"),

@@ -96,10 +96,8 @@ def test_other_sessions_rows_and_tokens_count_while_they_are_there() -> None:
 def test_rows_that_were_left_out_and_contexts_are_no_others() -> None:
     times = RoundTimes()
     for _ in range(8):
-        made = outcome(
-            rows=56, trees=2
-        )  # 30 of another session; of 10 nodes 4 were left out, 20 tokens of context beside
-        times.observe(facts(2, num_context=20), replace(made, result=replace(made.result, left_out_nodes=(6, 7, 8, 9))))
+        made = outcome(rows=46, trees=2)  # 30 of another session; of 10 nodes 4 were left out, 10 of context beside
+        times.observe(facts(2, num_context=10), replace(made, result=replace(made.result, left_out_nodes=(6, 7, 8, 9))))
     load = times.load(facts(2))
     assert load is not None
     assert load.other_rows == 30
@@ -128,8 +126,21 @@ def test_a_verdict_of_several_sweeps_says_nothing_of_one() -> None:
         times.observe(facts(2), several)
     load = times.load(facts(2))
     assert load is not None
-    assert (load.other_rows, load.num_trees) == (0, 1)
+    assert (load.other_rows, load.num_trees) == (None, 1)
+    assert load.expected_sweep(7) == CURVE(7), "nothing is known of others"
     assert load.fixed_seconds < 0.1
+
+
+def test_prompts_that_are_read_together_are_not_expected_again() -> None:
+    times = RoundTimes()
+    times.observe(facts(16, num_context=300), outcome(rows=4000, trees=16))
+    load = times.load(facts(16))
+    assert load is not None
+    assert load.expected_sweep(5) == CURVE(16 * 5), "before a round without a prompt the others' trees are as one's own"
+    times.observe(facts(16), outcome(rows=70, trees=16))
+    load = times.load(facts(16))
+    assert load is not None
+    assert load.other_rows == 60
 
 
 def test_a_change_of_the_network_is_followed_within_five_rounds() -> None:
