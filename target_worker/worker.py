@@ -11,12 +11,14 @@ import numba
 import torch
 
 from bough.config.processes import TargetConfig
+from bough.errors import AcceleratorFull, ConfigError
 from bough.grammar.allowed_tokens import Grammars
 from bough.model.architecture.architecture import load_config
 from bough.model.checkpoint.checkpoint import Checkpoint
 from bough.model.checkpoint.tokenizer_files import load_tokenizer_files
 from bough.model.cpu.kernel_cache import compiled_ground
 from bough.model.cpu.threads import compute_reproducibly_with, hand_over_soon, on_a_passing_thread
+from bough.model.gpu.faults import named_faults
 from bough.model.gpu.ready import make_ready
 from bough.model.kv.kv_arena import KVArena
 from bough.model.kv.split_layers import split_memory
@@ -90,7 +92,7 @@ class TargetWorker(ServedTarget):
         if self._device.type == "cpu":
             packing = self._skeleton.quantization
             is_whole = supports_fused_layers(self._skeleton, self._device) and (
-                packing is None or packing.method == "bough"
+                packing is None or not packing.is_transposed
             )
             compile_target(
                 config.dtype,
@@ -99,10 +101,22 @@ class TargetWorker(ServedTarget):
             )
         stage("reading weights")
         try:
-            self._start()
+            self._start_within_memory()
         except BaseException:
             self.close()
             raise
+
+    def _start_within_memory(self) -> None:
+        """As `_start`. Raises ConfigError where a GPU has less memory than was reckoned: others took some meanwhile."""
+        try:
+            with named_faults(self._device, tuple(dict.fromkeys(self._elsewhere.values()))):
+                self._start()
+        except AcceleratorFull as exc:
+            told = gigabytes(self._config.device_memory) if self._config.device_memory else "none"
+            raise ConfigError(
+                f"--device-memory: must be less than what is free on {self._device}, got {told}: {exc}; give a smaller "
+                "one, or a smaller --kv-memory, or --device-reserve for others"
+            ) from exc
 
     def _start(self) -> None:
         """Allocate memory, and start the link and the sweep thread."""
@@ -157,7 +171,9 @@ class TargetWorker(ServedTarget):
         return own + "".join(f", layers {layers} on {name}" for name, layers in sorted(kinds.items()))
 
     def _notes(self) -> tuple[str, ...]:
-        notes = [self._memory_in_words, *([self._conversion] if self._conversion else [])]
+        quantization = self._skeleton.quantization
+        said = self._memory_in_words, self._conversion, quantization.note if quantization is not None else ""
+        notes = [note for note in said if note]
         if self._experts:
             notes.append(f"experts come when rows choose them: {gigabytes(self._placement.expert_bytes)} in all")
         if self._device.type != "cpu":

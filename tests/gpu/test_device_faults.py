@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from bough.errors import AcceleratorFull, AcceleratorLost
+from bough.config.processes import TargetConfig
+from bough.errors import AcceleratorFull, AcceleratorLost, ConfigError
 from bough.model.gpu import faults
 from bough.model.kv.kv_arena import KVArena
 from bough.processes.worker_process import watch
@@ -28,6 +29,7 @@ from target_worker.scheduler.engine import STILL_SECONDS, SweepEngine
 from target_worker.sweep.streamed_model import StreamedModel
 from target_worker.sweep.streamed_sweeper import StreamedSweeper
 from target_worker.verification.logit_rows import RowReader
+from target_worker.worker import TargetWorker
 from tests.fakes.gpu.device_sweeps import Where, on_the_device, three_sweeps
 from tests.fakes.gpu.pretend import device, pretending
 from tests.fakes.models import CPU
@@ -237,3 +239,20 @@ def test_a_sweep_counts_the_layers_that_it_begins(tiny: Path) -> None:
         three_sweeps(model, device())
         assert isinstance(model, StreamedModel)
         assert model.num_layers_begun == 3 * len(model.tiers.layers)
+
+
+def test_memory_that_runs_out_at_the_start_names_the_flag(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others may have taken some since it was asked for."""
+    worker = TargetWorker.__new__(TargetWorker)
+    monkeypatch.setattr(worker, "_device", torch.device("cuda", 0), raising=False)
+    monkeypatch.setattr(worker, "_elsewhere", {}, raising=False)
+    monkeypatch.setattr(worker, "_config", TargetConfig(model="m"), raising=False)
+
+    def start() -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nAdvice")
+
+    monkeypatch.setattr(worker, "_start", start)
+    with pytest.raises(
+        ConfigError, match=r"^--device-memory: must be less than .* cuda:0, got none: .* 2\.00 GiB\.; give"
+    ):
+        worker._start_within_memory()
