@@ -9,6 +9,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,13 +19,13 @@ from bough.config.processes import TargetConfig
 from bough.errors import AcceleratorFull, AcceleratorLost, ConfigError
 from bough.model.gpu import faults
 from bough.model.kv.kv_arena import KVArena
-from bough.processes.process import watch
+from bough.processes.worker_process import watch
 from bough.rpc.status_map import ERROR_NAMES
 from bough.runtime.fatal_exit import EXIT_LOST
 from bough.sizing.row_counts import RowCounts
 from target_worker.link import direct_io
-from target_worker.scheduler.engine import SweepEngine
-from target_worker.scheduler.stall_watch import STILL_SECONDS, StallWatch
+from target_worker.scheduler import engine as scheduling
+from target_worker.scheduler.engine import STILL_SECONDS, SweepEngine
 from target_worker.sweep.streamed_model import StreamedModel
 from target_worker.sweep.streamed_sweeper import StreamedSweeper
 from target_worker.verification.logit_rows import RowReader
@@ -195,19 +196,22 @@ def test_a_read_that_fails_once_is_made_again(monkeypatch: pytest.MonkeyPatch, t
         os.close(descriptor)
 
 
-def test_a_sweep_that_gets_no_further_is_noticed() -> None:
+def test_a_sweep_that_gets_no_further_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, done = Clock(), [0]
-    stillness = StallWatch(lambda: done[0], clock)
-    for is_running in (False, True):
-        assert stillness.trouble(is_running) == ""
+    sweeper = StreamedSweeper(FakeModel(), NO_GRAMMARS)
+    engine = SweepEngine(sweeper, new_pool(Clock()), LIMITS, 100, progress=lambda: done[0])
+    monkeypatch.setattr(scheduling, "time", SimpleNamespace(monotonic=clock))
+    for engine.num_running in (0, 1):
+        assert engine.trouble() == ""
     clock.now += STILL_SECONDS - 1
-    assert stillness.trouble(True) == ""
+    assert engine.trouble() == ""
     clock.now += 2
-    assert stillness.trouble(True).startswith("a sweep has made no progress for 121 seconds")
+    assert engine.trouble().startswith("a sweep has made no progress for 121 seconds")
     done[0] += 1
-    assert stillness.trouble(True) == ""
+    assert engine.trouble() == ""
     clock.now += 2 * STILL_SECONDS
-    assert stillness.trouble(False) == "", "nobody asks for anything"
+    engine.num_running = 0
+    assert engine.trouble() == "", "nobody asks for anything"
 
 
 async def test_health_says_so_while_it_lasts() -> None:

@@ -116,6 +116,8 @@ def build_skeleton(checkpoint: Checkpoint, dtype: torch.dtype, keep_layers: tupl
     """
     config = load_config(checkpoint.folder)
     quantization = format_of(config, checkpoint.folder)
+    if quantization is not None and quantization.note:
+        logger.warning("%s: %s", checkpoint.folder, quantization.note)
     there = checkpoint.kept_layers if checkpoint.kept_layers is not None else tuple(range(config.num_hidden_layers))
     kept = keep_layers if keep_layers is not None else there
     cut_layers(config, kept)
