@@ -39,7 +39,9 @@ KEY_FILE_VARIABLE = "BOUGH_WORKER_KEY_FILE"
 CERT_VARIABLE, TLS_KEY_VARIABLE, AUTHORITY_VARIABLE = "BOUGH_TLS_CERT", "BOUGH_TLS_KEY", "BOUGH_TLS_CA"
 ADVERTISE_AUTO = "auto"
 PLANNERS = ("self", "fixed")
-ANY_TOOL_FORMAT, TOOL_FORMATS = "auto", ("hermes", "llama3_json", "mistral")
+ANY_TOOL_FORMAT = "auto"
+TOOL_FORMATS = "hermes", "llama3_json", "mistral", "qwen3_coder", "seed_oss", "glm45", "glm47"
+ANY_REASONING, REASONING_FORMATS = "auto", ("deepseek_r1", "deepseek_v3", "glm45", "mistral", "qwen3")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -260,13 +262,9 @@ class OrchestratorConfig(ServiceConfig):
         60.0, parse_seconds, "seconds that a running request waits for a target to come back or another to take over"
     )
     session_idle_seconds: float = setting(24 * 3600.0, parse_seconds, "seconds a session is kept after its last use")
-    session_max_seconds: float = setting(
-        7 * 24 * 3600.0, parse_seconds, "seconds that a session is kept after its first request"
-    )
+    session_max_seconds: float = setting(7 * 24 * 3600.0, parse_seconds, "the same after its first request")
     trace_sample: float = setting(
-        1.0,
-        number(float, 0, 1),
-        "with --otlp-endpoint: share of requests to trace, unless the caller's traceparent decides",
+        1.0, number(float, 0, 1), "with --otlp-endpoint: share of requests to trace, if no traceparent decides"
     )
     metrics_port: int = setting(0, number(int, -1, 65535), "port of /metrics; 0 takes a free one, -1 serves none")
     http_port: int = setting(0, number(int, -1, 65535), "port of OpenAI's API over HTTP; 0: a free one, -1: none")
@@ -290,6 +288,9 @@ class OrchestratorConfig(ServiceConfig):
     max_waiting: int = setting(256, number(int, 0), "requests that may wait; one more is refused with a retry delay")
     tool_call_parser: str = setting(
         ANY_TOOL_FORMAT, one_of(ANY_TOOL_FORMAT, *TOOL_FORMATS), "how models spell tool calls; auto: by chat template"
+    )
+    reasoning_parser: str = setting(
+        ANY_REASONING, one_of(ANY_REASONING, "none", *REASONING_FORMATS), "how models mark thoughts; auto: by template"
     )
     queue_timeout: float = setting(
         600.0, parse_seconds, "seconds that a request may wait in all, to be admitted and then for a KV slot"

@@ -76,6 +76,30 @@ def _of_schema(schema: str, spacing: JsonCompileOptions = FLEXIBLE) -> str:
         ) from exc
 
 
+def either(first: str, second: str) -> str:
+    """The grammar of outputs that follow one of two grammars.
+
+    Raises:
+        InvalidRequest: it is too large.
+    """
+    start = {"lark_grammar": "start: @first | @second"}
+    grammars = [start, _part(first) | {"name": "first"}, _part(second) | {"name": "second"}]
+    grammar = json.dumps({"grammars": grammars}, ensure_ascii=False)
+    if len(grammar) > MAX_GRAMMAR:
+        raise InvalidRequest(f"constraint: must be at most {MAX_GRAMMAR} characters with tools, got {len(grammar)}")
+    return grammar
+
+
+def _part(grammar: str) -> dict[str, object]:
+    """A grammar as part of one of several, in all of which JSON is as Python writes it: the lexer does not go back."""
+    part: dict[str, object] = {"lark_grammar": grammar}
+    if grammar.startswith("{"):
+        part = json.loads(grammar)["grammars"][0]
+    if isinstance(schema := part.get("json_schema"), dict):
+        schema["x-guidance"] = AS_DUMPED
+    return part
+
+
 def embedded_schema(schema: str) -> str:
     """A JSON Schema that `grammar_of` accepts, for `%json` in a rule of Lark; the JSON is as Python writes it."""
     return json.dumps(json.loads(_of_schema(schema, AS_DUMPED))["grammars"][0]["json_schema"], ensure_ascii=False)

@@ -230,18 +230,20 @@ class GetTokenizerRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class TokenizerChunk(_message.Message):
-    __slots__ = ("tokenizer_json", "chat_template", "eos_token_ids", "bos_token", "eos_token")
+    __slots__ = ("tokenizer_json", "chat_template", "eos_token_ids", "bos_token", "eos_token", "tool_template")
     TOKENIZER_JSON_FIELD_NUMBER: _ClassVar[int]
     CHAT_TEMPLATE_FIELD_NUMBER: _ClassVar[int]
     EOS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     BOS_TOKEN_FIELD_NUMBER: _ClassVar[int]
     EOS_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    TOOL_TEMPLATE_FIELD_NUMBER: _ClassVar[int]
     tokenizer_json: bytes
     chat_template: str
     eos_token_ids: _containers.RepeatedScalarFieldContainer[int]
     bos_token: str
     eos_token: str
-    def __init__(self, tokenizer_json: _Optional[bytes] = ..., chat_template: _Optional[str] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., bos_token: _Optional[str] = ..., eos_token: _Optional[str] = ...) -> None: ...
+    tool_template: str
+    def __init__(self, tokenizer_json: _Optional[bytes] = ..., chat_template: _Optional[str] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., bos_token: _Optional[str] = ..., eos_token: _Optional[str] = ..., tool_template: _Optional[str] = ...) -> None: ...
 
 class ReleaseRequest(_message.Message):
     __slots__ = ("session_id", "epoch")

@@ -42,8 +42,10 @@ def require_texts(prompt: Prompt, options: GenerateOptions) -> None:
     match prompt:
         case TextPrompt(text):
             texts.append(("text", text))
-        case ChatPrompt(messages, tools):
+        case ChatPrompt(messages, tools, kwargs):
+            texts.append(("chat.chat_template_kwargs", kwargs))
             for i, message in enumerate(messages):
+                texts.append((f"messages[{i}].reasoning", message.reasoning))
                 texts += [(f"messages[{i}].role", message.role), (f"messages[{i}].content", message.content)]
                 texts += [(f"messages[{i}].tool_calls", f"{call.name}{call.arguments}") for call in message.tool_calls]
             for i, function in enumerate(tools.functions if tools else ()):

@@ -34,11 +34,14 @@ def request_to_wire(prompt: g.Prompt, options: g.GenerateOptions) -> pb.Generate
     match prompt:
         case g.TextPrompt(text):
             message.text = text
-        case g.ChatPrompt(messages, tools):
+        case g.ChatPrompt(messages, tools, kwargs):
             if tools is not None or any(one.tool_calls or one.tool_call_id for one in messages):
                 raise InvalidRequest("chat.tools: must be left out, tool calls in messages too: they are for HTTP only")
             message.chat.SetInParent()
-            message.chat.messages.extend(pb.ChatMessage(role=m.role, content=m.content) for m in messages)
+            message.chat.chat_template_kwargs = kwargs
+            message.chat.messages.extend(
+                pb.ChatMessage(role=m.role, content=m.content, reasoning=m.reasoning) for m in messages
+            )
         case g.TokenPrompt(token_ids):
             message.token_ids.SetInParent()
             message.token_ids.ids.extend(token_ids)
@@ -77,7 +80,8 @@ def _prompt_from_wire(message: pb.GenerateRequest) -> g.Prompt:
         case "text":
             return g.TextPrompt(message.text)
         case "chat":
-            return g.ChatPrompt(tuple(g.Message(m.role, m.content) for m in message.chat.messages))
+            said = tuple(g.Message(m.role, m.content, reasoning=m.reasoning) for m in message.chat.messages)
+            return g.ChatPrompt(said, chat_template_kwargs=message.chat.chat_template_kwargs)
         case "token_ids":
             return g.TokenPrompt(tuple(message.token_ids.ids))
         case _:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from bough.protocol.messages import RoundTimings, WorkerInfo
 from bough.protocol.sampling_params import PositionLogprobs
+from bough.protocol.thoughts import Thoughts
 from bough.trees.tree import Tree
 from bough.trees.tree_plan import Growth, Guess, Scheme
 
@@ -46,7 +47,7 @@ class Tools:
 
     functions: tuple[Function, ...]
     choice: ToolChoice = ToolChoice.AUTO
-    named: str = ""  # with REQUIRED: the only function that may be called
+    allowed: tuple[str, ...] = ()  # names of the only functions that may be called; empty allows all
     allows_several: bool = True  # calls in one answer
 
     @property
@@ -63,6 +64,7 @@ class Message:
     content: str
     tool_calls: tuple[ToolCall, ...] = ()  # of an assistant; over HTTP only
     tool_call_id: str = ""  # the call that a message of role "tool" answers
+    reasoning: str = ""  # an assistant's thoughts before what it said
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +80,7 @@ class ChatPrompt:
 
     messages: tuple[Message, ...]
     tools: Tools | None = None  # over HTTP only
+    chat_template_kwargs: str = ""  # variables of the chat template, as the text of a JSON object; empty is none
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,12 +112,13 @@ class Speculation:
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """What the whole output must be, by exactly one of these."""
+    """What the whole output must be, by exactly one of the first four."""
 
     json_schema: str | None = None  # a JSON Schema, as JSON text
     regex: str | None = None  # which matches all of it
     choices: tuple[str, ...] = ()  # of which it is one
     lark: str | None = None  # a grammar in llguidance's dialect of Lark
+    after_reasoning: bool = False  # the thoughts with which an answer to a chat begins are not part of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +169,7 @@ class Started:
     seed: int
     model_name: str
     resumed_tokens: int = 0  # output tokens generated before this stream
+    thoughts: Thoughts | None = field(default=None, compare=False, repr=False)  # only in the orchestrator
 
 
 class VerifiedTree(NamedTuple):
@@ -176,16 +181,13 @@ class VerifiedTree(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """The outcome of one round; sequences have one entry for each token.
-
-    `num_nodes` is 0 for tokens that a resumed request generated earlier and its client has not received.
-    """
+    """The outcome of one round; sequences have one entry for each token."""
 
     token_ids: tuple[int, ...]
     drafted: tuple[bool, ...]  # true for accepted draft tokens, false for bonus tokens
     texts: tuple[str, ...]  # text completed by each token
     logprobs: tuple[PositionLogprobs, ...]  # empty if not requested
-    num_nodes: int  # of the verified tree
+    num_nodes: int  # of the verified tree; 0 for tokens that a resumed request generated earlier, unseen by its client
     tree_depth: int
     timings: RoundTimings
     num_lookup: int = 0  # how many of the last drafted tokens came from prompt lookup alone

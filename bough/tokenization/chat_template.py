@@ -9,6 +9,7 @@ from datetime import datetime
 from functools import cache, cached_property
 
 import jinja2
+import jinja2.defaults
 import jinja2.ext
 import jinja2.meta
 import jinja2.nodes
@@ -19,6 +20,13 @@ from bough.errors import InvalidRequest
 
 Messages = Sequence[tuple[str, str]]  # role and content of each
 Objects = Sequence[Mapping[str, object]]  # messages, or tools, with all fields that a template may read
+Variables = Mapping[str, object]  # further ones that a request sets, such as "enable_thinking"
+NONE: Variables = {}
+# Variables that are the server's, or its template language's: no request may set them.
+RESERVED = frozenset(
+    {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "bos_token", "eos_token"}
+    | {"raise_exception", "strftime_now", *jinja2.defaults.DEFAULT_NAMESPACE}
+)
 
 _MARK = "Zyx"  # a placeholder answer that templates neither change nor contain
 _QUESTION, _OTHER_TURN = ("user", "Tsr"), [("user", "Wvu")]
@@ -49,23 +57,23 @@ class ChatTemplate:
             return frozenset()
         return frozenset(jinja2.meta.find_undeclared_variables(_environment().parse(self.source)))
 
-    def render(self, messages: Messages) -> str:
+    def render(self, messages: Messages, variables: Variables = NONE) -> str:
         """Render a conversation up to the start of the assistant's answer."""
-        return self.render_objects([{"role": role, "content": content} for role, content in messages])
+        return self.render_objects([{"role": role, "content": content} for role, content in messages], (), variables)
 
-    def render_objects(self, messages: Objects, tools: Objects = ()) -> str:
+    def render_objects(self, messages: Objects, tools: Objects = (), variables: Variables = NONE) -> str:
         """Render a conversation as `render` does, with the tools that the assistant may call."""
         if self._template is None:
             raise InvalidRequest(f"chat: {self._problem}; the prompt must be `text` or `token_ids`")
         try:
             # Templates are written for transformers, which gives None where there are none.
-            return self._template.render(
-                messages=messages, tools=tools or None, documents=None, add_generation_prompt=True, **self._special
-            )
-        except (jinja2.TemplateError, TypeError) as exc:
-            raise InvalidRequest(f"chat: the model's chat template rejects these messages: {exc}") from exc
+            own = {"messages": messages, "tools": tools or None, "documents": None, "add_generation_prompt": True}
+            return self._template.render({**variables, **own, **self._special})
+        except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as exc:
+            what = "these messages, or what chat_template_kwargs says" if variables else "these messages"
+            raise InvalidRequest(f"chat: the model's chat template rejects {what}: {exc}") from exc
 
-    def render_turn(self, messages: Messages) -> str:
+    def render_turn(self, messages: Messages, variables: Variables = NONE) -> str:
         """Render the text between an assistant's answer and the next one, with `messages` in between.
 
         It is extracted from a made-up conversation, which is correct if that text does not depend on the history and
@@ -76,15 +84,15 @@ class ChatTemplate:
         """
         mark = _mark_beside([content for _, content in messages])
         once: Messages = [_QUESTION, ("assistant", mark)]
-        before, after = self._around(mark, once, messages)
-        _, after_more = self._around(mark, [_QUESTION, ("assistant", "Qpo"), *once], messages)
-        before_other, _ = self._around(mark, once, _OTHER_TURN)
+        before, after = self._around(mark, once, messages, variables)
+        _, after_more = self._around(mark, [_QUESTION, ("assistant", "Qpo"), *once], messages, variables)
+        before_other, _ = self._around(mark, once, _OTHER_TURN, variables)
         if after != after_more or before != before_other:
             raise InvalidRequest(_CANNOT_CONTINUE)
         return after
 
-    def _around(self, mark: str, history: Messages, messages: Messages) -> tuple[str, str]:
-        before, found, after = self.render([*history, *messages]).rpartition(mark)
+    def _around(self, mark: str, history: Messages, messages: Messages, variables: Variables) -> tuple[str, str]:
+        before, found, after = self.render([*history, *messages], variables).rpartition(mark)
         if not found or mark in before:
             raise InvalidRequest(_CANNOT_CONTINUE)
         return before, after

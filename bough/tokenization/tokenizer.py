@@ -12,7 +12,7 @@ from typing import NamedTuple
 import tokenizers
 
 from bough.errors import InvalidRequest
-from bough.tokenization.chat_template import ChatTemplate, Messages, Objects
+from bough.tokenization.chat_template import NONE, ChatTemplate, Messages, Objects, Variables
 from bough.tokenization.vocabulary import TokenizerFiles
 
 MAX_ID = 2**32 - 1  # largest token id that the library accepts
@@ -42,6 +42,9 @@ class Tokenizer:
         self.files = files
         self._tokenizer = tokenizers.Tokenizer.from_buffer(files.tokenizer_json)
         self.template = ChatTemplate(files.chat_template, files.bos_token, files.eos_token)
+        self.tool_template = self.template
+        if files.tool_template:
+            self.tool_template = ChatTemplate(files.tool_template, files.bos_token, files.eos_token)
 
     @cached_property
     def longest_token(self) -> int:
@@ -67,21 +70,22 @@ class Tokenizer:
             )
         return tokens[len(known) :]
 
-    def encode_chat(self, messages: Messages) -> list[int]:
+    def encode_chat(self, messages: Messages, variables: Variables = NONE) -> list[int]:
         """Tokens of a conversation of (role, content) pairs, up to the start of the assistant's answer."""
-        return self._plain(self.template.render(messages))
+        return self._plain(self.template.render(messages, variables))
 
-    def encode_objects(self, messages: Objects, tools: Objects) -> list[int]:
+    def encode_objects(self, messages: Objects, tools: Objects, variables: Variables = NONE) -> list[int]:
         """Tokens as `encode_chat` has them, of messages with further fields and of tools that may be called."""
-        return self._plain(self.template.render_objects(messages, tools))
+        template = self.tool_template if tools else self.template
+        return self._plain(template.render_objects(messages, tools, variables))
 
-    def encode_turn(self, messages: Messages) -> list[int]:
+    def encode_turn(self, messages: Messages, variables: Variables = NONE) -> list[int]:
         """Tokens that continue a conversation after an assistant's answer with these messages.
 
         They begin with the end-of-turn token, if the template has one. Raises InvalidRequest if the template cannot
         render a turn by itself.
         """
-        return self.encode_more(self.template.render_turn(messages), before="x")
+        return self.encode_more(self.template.render_turn(messages, variables), before="x")
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of the tokens without special tokens; incomplete characters become U+FFFD."""

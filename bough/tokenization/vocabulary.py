@@ -18,6 +18,7 @@ class TokenizerFiles:
     eos_token_ids: tuple[int, ...]
     bos_token: str = ""
     eos_token: str = ""
+    tool_template: str = ""  # the chat template where there are tools, if that is another
 
     @cached_property
     def vocabulary(self) -> tuple[str, ...]:

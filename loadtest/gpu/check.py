@@ -1,6 +1,6 @@
 """Checks the GPU path on a machine with a GPU: exactness, memory limits, and speed relative to the link.
 
-    python -m loadtest.gpu [--layers 80] [--device-memory 24GB]
+    python -m loadtest.gpu [--layers 80] [--device-memory 24GB] [--report FILE]
 
 A random Llama of 70B's shape streams from pinned memory, in 4 and in 16 bits; a small one is compared with plain
 decoding bit for bit, and a mixture whose experts come when they are chosen with one whose layers come whole; drafts of
@@ -9,8 +9,9 @@ orchestrator's sizer chooses for published acceptance are swept; and the demonst
 
 Installs nothing: it takes what a target worker and `bough plan` take, with torch for CUDA and a C compiler, and as much
 of the host's memory as is free. It ends within `--seconds`, with tables and one JSON line: each part has a time of its
-own, and one that fails, hangs or ends its process is told under `failed`, beside what the others found. A part's
-figures are printed as JSON when it ends, so that they are there even if the whole is stopped. Exit status 2 where there
+own, and one that fails, hangs or ends its process is told under `failed`, beside what it and the others found. Parts
+that tell most come first. A part's figures are printed as JSON when it ends, and with `--report` the whole report is
+written anew whenever there is more of it, so that figures are there even if all is stopped. Exit status 2 where there
 is no GPU, 1 where something did not hold. `--dry-run-on-cpu` does everything in miniature on the CPU, so that the check
 itself can be checked: its figures mean nothing.
 """
@@ -59,16 +60,31 @@ def check(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     seconds = arguments.seconds
     if arguments.dry_run_on_cpu:  # times are meaningless there
         wanted, seconds = [part._replace(seconds=math.inf) for part in wanted], math.inf
-    found, failed = results_of(wanted, command, seconds)
-    report = merged(found) | {"layers_asked": arguments.layers, "failed": failed}
-    return report | {"ok": not failed and holds(report, on_gpu=not arguments.dry_run_on_cpu)}
+
+    def report_of(found: dict[str, Any], failed: dict[str, str]) -> dict[str, Any]:
+        report = merged(found) | {"layers_asked": arguments.layers, "failed": failed}
+        return report | {"ok": not failed and holds(report, on_gpu=not arguments.dry_run_on_cpu)}
+
+    def note(found: dict[str, Any], failed: dict[str, str]) -> None:
+        write(arguments.report, report_of(found, failed) | {"is_cut_off": True})
+
+    return report_of(*results_of(wanted, command, seconds, note))
+
+
+def write(file: Path | None, report: Mapping[str, Any]) -> None:
+    """Write the report, if it is wanted, in place of the one before."""
+    if file is not None:
+        part = file.with_suffix(".part")
+        part.write_text(json.dumps(report))
+        part.rename(file)
 
 
 def merged(found: Mapping[str, Any]) -> dict[str, Any]:
     """Merge the parts' results by subject."""
     report: dict[str, Any] = {}
     for name, value in found.items():
-        for subject, figures in value.items() if name == "copying" or name.startswith("target ") else [(name, value)]:
+        has_subjects = name in ("device", "copying") or name.startswith("target ")
+        for subject, figures in value.items() if has_subjects else [(name, value)]:
             if figures is not None:
                 report[subject] = report.get(subject, []) + figures if isinstance(figures, list) else figures
     return report
@@ -114,6 +130,7 @@ def main() -> None:
         shutil.rmtree(folder)
     print(table(report))
     report |= {"is_dry_run": arguments.dry_run_on_cpu, "seconds": round(time.perf_counter() - began, 1)}
+    write(arguments.report, report)
     print(json.dumps(report))
     raise SystemExit(0 if report["ok"] else 1)
 
@@ -135,9 +152,12 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--parts", default="", help=f"of {', '.join(part.name for part in WORK)}; all by default")
     parser.add_argument("--folder", type=Path, help="for the models; memory where it has room by default")
+    parser.add_argument("--report", type=Path, help="file for the report, as JSON, from the first part on")
     parser.add_argument("--dry-run-on-cpu", action="store_true", help="in miniature, to try the check itself")
     told = parser.parse_args()
     unknown = set(filter(None, told.parts.split(","))) - {part.name for part in WORK}
     if unknown:
         parser.error(f"--parts must be of {', '.join(part.name for part in WORK)}, got {', '.join(sorted(unknown))}")
+    if told.report and not told.report.parent.is_dir():
+        parser.error(f"--report must be in a folder that exists, got {told.report}")
     return told

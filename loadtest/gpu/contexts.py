@@ -14,7 +14,7 @@ from bough.model.batch.gpu_paths import PathArrays
 from bough.model.gpu.kernels import kernels_on
 from bough.model.kv.session_kv import KVSlot
 from bough.trees.tree import Tree
-from loadtest.gpu.parts import milliseconds
+from loadtest.gpu.parts import device_milliseconds
 
 HEADS, KV_HEADS, HEAD_DIM = 64, 8, 128  # a 70B's
 
@@ -33,5 +33,5 @@ def contexts(device: torch.device, rows: Sequence[int], lengths: Sequence[int]) 
             piece = BatchPart(0, Segment.tree(KVSlot.__new__(KVSlot), length, tree))
             paths = PathArrays.of([piece], [0]).on(device)
             act = partial(attend, queries, keys, values, paths, HEAD_DIM**-0.5, 0, 0.0, None)
-            found.append({"rows": count, "context": length, "ms": milliseconds(act, device)})
+            found.append({"rows": count, "context": length, "ms": device_milliseconds(act, device)})
     return found

@@ -2,14 +2,17 @@
 
 A library chooses how it multiplies by the shapes and the layout of a product, and all products of a sweep have one
 number of rows. So a row's result should be the same at any place and beside any neighbours; a product that is cut along
-its sums among processors (stream-K) could round otherwise from one place to another. Other row counts are told for
-comparison. Weights lie as they do in a sweep: by rows, or by columns as AWQ's and GPTQ's are written out.
+its sums among processors (split-K, stream-K) could round otherwise from one place to another. torch's setting against
+that is tried too, and what it costs. Other row counts are told for comparison. Weights lie as they do in a sweep: by
+rows, or by columns as AWQ's and GPTQ's are written out; with a bias libraries use other kernels than without.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,10 +22,12 @@ from bough.model.batch.batch import BatchPart, Segment
 from bough.model.batch.gpu_paths import PathArrays
 from bough.model.cpu.attention_cpu import attend_on_cpu
 from bough.model.gpu.kernels import kernels_on
+from bough.model.gpu.ready import settle_sums
 from bough.model.kv.session_kv import KVSlot
 from bough.model.running.device import working_on
 from bough.trees.tree import Tree
 from loadtest.gpu.contexts import HEAD_DIM, HEADS, KV_HEADS
+from loadtest.gpu.parts import device_milliseconds
 
 OTHER_COUNTS = (1, 64)
 DTYPES = (torch.bfloat16, torch.float16)
@@ -81,17 +86,47 @@ def layer_bits(device: torch.device, matrices: Sequence[tuple[int, int]], num_ro
         "equal": sum(map(sum, found.values())),
         "by_kind": {kind: f"{sum(equal)} of {len(equal)}" for kind, equal in found.items()},
         "equal_at_other_counts": others,
+        "with_undivided_sums": _with_undivided_sums(_Rows(device, num_rows, DTYPES[0], generator), matrices),
     }
 
 
 @torch.inference_mode()
 def _product(rows: _Rows, weight: torch.Tensor, others: dict[int, bool]) -> list[bool]:
-    row = rows.random(1, weight.shape[1])
-    found = rows.results(row, lambda batch: torch.nn.functional.linear(batch, weight))
-    for count in OTHER_COUNTS:
-        alone = torch.nn.functional.linear(row.expand(count, -1).contiguous(), weight)[0]
-        others[count] &= torch.equal(alone, found[0])
-    return _alike(found)
+    """Without a bias and with one."""
+    row, equal = rows.random(1, weight.shape[1]), list[bool]()
+    for bias in (None, rows.random(len(weight))):
+        product = partial(torch.nn.functional.linear, weight=weight, bias=bias)
+        found = rows.results(row, product)
+        for count in OTHER_COUNTS:
+            others[count] &= torch.equal(product(row.expand(count, -1).contiguous())[0], found[0])
+        equal += _alike(found)
+    return equal
+
+
+def _with_undivided_sums(rows: _Rows, matrices: Sequence[tuple[int, int]]) -> dict[str, Any]:
+    """Equal places where cuBLAS must not cut sums, and milliseconds of all products so and as they are in a sweep."""
+    equal, ms = list[bool](), {True: 0.0, False: 0.0}
+    for outputs, inputs in matrices:
+        weight, batch = rows.random(outputs, inputs), rows.random(rows.num, inputs)
+        for may_divide in ms:
+            try:
+                with _sums(may_divide):
+                    product = partial(torch.nn.functional.linear, batch, weight)
+                    ms[may_divide] += device_milliseconds(product, rows.device)
+                    equal += [] if may_divide else _product(rows, weight, dict.fromkeys(OTHER_COUNTS, True))
+            except (RuntimeError, TypeError) as exc:  # of a version or a GPU for which it cannot be set
+                return {"error": str(exc)}
+    return {"equal": f"{sum(equal)} of {len(equal)}", "ms": round(ms[False], 3), "ms_in_a_sweep": round(ms[True], 3)}
+
+
+@contextmanager
+def _sums(may_divide: bool) -> Iterator[None]:
+    """Products in bfloat16 with the leave to cut sums within the block, or without."""
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = (False, may_divide)
+    try:
+        yield
+    finally:
+        settle_sums()
 
 
 def _attention(rows: _Rows) -> list[torch.Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -22,6 +23,8 @@ from bough.model.kv.session_kv import KVSlot
 from bough.model.loading.loading import build_skeleton
 from bough.model.running.device import working_on
 from bough.model.running.runner import ResidentModel
+from bough.model.sizes.memory_budget import free_device_bytes
+from bough.runtime.machine import free_memory, usable_cpus
 from bough.sizing.placement import Tier
 from bough.trees.tree import Tree
 from loadtest.gpu.random_models import Machine, planned, repeated, streamed, write_random
@@ -30,6 +33,7 @@ from target_worker.link.streams import DeviceStreams
 from target_worker.sweep.streamed_model import StreamedModel
 
 REPEATS = 20
+HEAD_START_CYCLES = 100_000_000  # for which a GPU waits, some 50 ms, while the host launches what is to be timed
 TREE, BASE, NUM_ROWS = 40, 70, 160
 DRAFT_FRONTIERS, DRAFT_CONTEXT = ((1,), (5,), (16,), (40,), (3, 9)), 512  # rows of each session in a step
 CLOSE = 0.02  # tolerance of attention in bfloat16, whose resolution is 0.004 to 0.016 there
@@ -39,6 +43,18 @@ CLOSE_LOGITS = 0.05  # tolerance relative to the largest logit, as other row cou
 def describe(device: torch.device) -> str:
     """The device's name."""
     return "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device)
+
+
+def machine_of(device: torch.device) -> dict[str, Any]:
+    """The device's name, and what else figures and bits depend on."""
+    found: dict[str, Any] = {"torch": torch.__version__, "cpus": usable_cpus(), "free_host_gb": free_memory() // 10**9}
+    if device.type != "cpu":
+        found |= {
+            "triton": importlib.metadata.version("triton"),
+            "capability": "{}.{}".format(*torch.cuda.get_device_capability(device)),
+            "free_device_gb": free_device_bytes(device) // 10**9,
+        }
+    return {"device": describe(device), "machine": found}
 
 
 def milliseconds(act: Callable[[], object], device: torch.device) -> float:
@@ -52,6 +68,22 @@ def milliseconds(act: Callable[[], object], device: torch.device) -> float:
         act()
     _finish(device)
     return round((time.perf_counter() - began) / repeats * 1e3, 3)
+
+
+def device_milliseconds(act: Callable[[], object], device: torch.device) -> float:
+    """Milliseconds that a GPU computes one call, averaged over several; the host's for launching it are left out."""
+    if device.type == "cpu":
+        return milliseconds(act, device)
+    for _ in range(3):
+        act()
+    begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(HEAD_START_CYCLES)
+    begun.record()
+    for _ in range(REPEATS):
+        act()
+    ended.record()
+    _finish(device)
+    return round(float(begun.elapsed_time(ended)) / REPEATS, 4)
 
 
 def _finish(device: torch.device) -> None:
@@ -79,7 +111,7 @@ def attention(device: torch.device) -> dict[str, Any]:
         return {
             "largest_difference": round(difference, 6),
             "is_close": difference < CLOSE,
-            "kernel_ms": milliseconds(kernel, device),
+            "kernel_ms": device_milliseconds(kernel, device),
             "by_mask_ms": milliseconds(by_mask, device),
         }
 

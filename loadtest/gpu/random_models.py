@@ -17,6 +17,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from bough.model.checkpoint.checkpoint import INDEX_NAME, Checkpoint
 from bough.model.loading.default_settings import CPU_ROWS, GPU_ROWS
 from bough.model.loading.loading import Skeleton, build_skeleton
+from bough.model.quant.bough_format import PACKED_SUFFIX, SCALES_SUFFIX
+from bough.model.quant.quantize import GROUP_SIZES
 from bough.model.running.host_embeddings import host_bytes
 from bough.model.sizes.memory_budget import activation_bytes, resident_bytes, unpacking_bytes
 from bough.model.sizes.target_limits import TargetLimits
@@ -47,8 +49,11 @@ class Machine:
         return CPU_ROWS if self.device.type == "cpu" else GPU_ROWS
 
 
-def write_random(folder: Path, config: LlamaConfig, device: torch.device) -> Checkpoint:
-    """Write a model of random bfloat16 weights, one file for each layer and one for the rest."""
+def write_random(folder: Path, config: LlamaConfig, device: torch.device, is_packed: bool = False) -> Checkpoint:
+    """Write a model of random bfloat16 weights, one file for each layer and one for the rest.
+
+    With `is_packed` its layers' matrices are random in bough's 4 bits, as packing a layer of a 70B takes long.
+    """
     with init_empty_weights():
         model = AutoModelForCausalLM.from_config(config)
     files: dict[str, dict[str, torch.Tensor]] = {}
@@ -58,14 +63,30 @@ def write_random(folder: Path, config: LlamaConfig, device: torch.device) -> Che
         value = torch.ones(shape) if len(shape) == 1 else torch.randn(shape, device=device, dtype=torch.bfloat16) * 0.03
         if name != "lm_head.weight" or not config.tie_word_embeddings:
             file = f"layer-{layer[2]}.safetensors" if layer else "rest.safetensors"
-            files.setdefault(file, {})[name] = value.to(torch.bfloat16).cpu()
+            tensors = files.setdefault(file, {})
+            if is_packed and layer and len(shape) == 2:
+                tensors |= _packed(name, *shape, device)
+            else:
+                tensors[name] = value.to(torch.bfloat16).cpu()
     folder.mkdir(parents=True)
     for file, tensors in files.items():
         save_file(tensors, folder / file, metadata={"format": "pt"})
     index = {"metadata": {}, "weight_map": {name: file for file, tensors in files.items() for name in tensors}}
     (folder / INDEX_NAME).write_text(json.dumps(index))
     config.save_pretrained(folder)
+    if is_packed:
+        told = json.loads((folder / "config.json").read_text())
+        told["quantization_config"] = {"quant_method": "bough", "bits": 4, "group_size": GROUP_SIZES[4]}
+        (folder / "config.json").write_text(json.dumps(told))
     return Checkpoint.open(folder)
+
+
+def _packed(name: str, outputs: int, inputs: int, device: torch.device) -> dict[str, torch.Tensor]:
+    """A matrix in bough's 4 bits, of numbers of about the size of those in 16."""
+    numbers = torch.randint(0, 256, (outputs, inputs // 2), dtype=torch.uint8, device=device)
+    scales = torch.rand(outputs, inputs // GROUP_SIZES[4], device=device) * 0.008
+    both = torch.stack((scales, -7.5 * scales)).half()  # scales and offsets
+    return {name + PACKED_SUFFIX: numbers.cpu(), name + SCALES_SUFFIX: both.cpu()}
 
 
 def repeated(checkpoint: Checkpoint, num_layers: int, folder: Path) -> Checkpoint:

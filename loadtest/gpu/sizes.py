@@ -48,7 +48,7 @@ REAL = Sizes(
     num_compared=40,
     mixture=Mixture(layers=8, experts=64, chosen=8),
     drafts={"1B": _llama(2048, 8192, 32, 8, 16, 128_256), "8B": _llama(4096, 14336, 32, 8, 32, 128_256)},
-    trees=(1, 64, 256, 512, 768),
+    trees=(1, 256, 768, 64, 512),
     text_tokens=2000,
     copy_bytes=1 << 30,
     unpacked=((1024, 8192), (28672, 8192)),

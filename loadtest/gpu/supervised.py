@@ -38,17 +38,24 @@ class PartError(Exception):
     """A part has failed or has taken too long."""
 
 
+Keep = Callable[[Any], None]  # keeps what a part has found so far, or in the end
+
+
 def say(part: str, **result: Any) -> None:
-    """Print a part's result: a value, or an error, after which the process ends."""
+    """Print a part's result: a value, what it has found so far, or an error, after which the process ends."""
     print(MARK + json.dumps({"part": part, **result}), flush=True)
 
 
 def results_of(
-    parts: Sequence[Part], command: Callable[[Sequence[str], dict[str, Any]], Sequence[str]], seconds: float
+    parts: Sequence[Part],
+    command: Callable[[Sequence[str], dict[str, Any]], Sequence[str]],
+    seconds: float,
+    note: Callable[[dict[str, Any], dict[str, str]], None] = lambda *_: None,
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Run all parts; returns results by part, and errors of the failed parts, within about `seconds`.
 
-    `command` starts a process that runs parts by name; it is given the results so far.
+    `command` starts a process that runs parts by name; it is given the results so far. What a failed part had found
+    until then is a result too. `note` is called with both whenever there is more of them.
     """
     ends, left = monotonic() + seconds, list(parts)
     found, failed = dict[str, Any](), dict[str, str]()
@@ -59,12 +66,18 @@ def results_of(
                 worker.result(part, ends)
                 while left:
                     part = left.pop(0)
-                    found[part.name] = worker.result(part, ends)
+
+                    def keep(value: Any, name: str = part.name) -> None:
+                        found[name] = value
+                        note(found, failed)
+
+                    keep(worker.result(part, ends, keep))
                     print(json.dumps({part.name: found[part.name]}), flush=True)
             except PartError as exc:
                 if part.name == READY:  # a restart would fail as well
                     part = left.pop(0)
                 failed[part.name] = str(exc)
+                note(found, failed)
                 print(f"{part.name}: {exc}", flush=True)
     return found, failed | {part.name: "not begun: the time was over" for part in left}
 
@@ -99,8 +112,8 @@ class _Worker:
                 self._lines.put(line.rstrip("\n"))
         self._lines.put(None)
 
-    def result(self, part: Part, ends: float) -> Any:
-        """The result of the next part. Raises PartError."""
+    def result(self, part: Part, ends: float, keep: Keep = lambda _: None) -> Any:
+        """The result of the next part; `keep` is called with what it has found so far. Raises PartError."""
         began = monotonic()
         limit = max(0.0, min(part.seconds, ends - began))
         while True:
@@ -113,7 +126,11 @@ class _Worker:
                 raise PartError(f"its process ended with status {self._process.wait()}: {last}")
             if line.startswith(MARK):
                 self._last.clear()
-                return self._value(part, json.loads(line.removeprefix(MARK)))
+                told = json.loads(line.removeprefix(MARK))
+                if "so_far" not in told:
+                    return self._value(part, told)
+                keep(told["so_far"])
+                continue
             self._last.append(line)
             print(line, flush=True)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import shutil
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,6 @@ from transformers import LlamaConfig
 from bough.model.batch.batch import Batch, Segment
 from bough.model.checkpoint.checkpoint import Checkpoint
 from bough.model.kv.session_kv import KVSlot
-from bough.model.packing.pack import pack
 from bough.model.sizes.memory_budget import GPU_SHARE, whole_device_bytes
 from bough.sizing.placement import Tier
 from bough.trees.tree import Tree
@@ -22,10 +23,12 @@ from loadtest.common.inline_streams import InlineStreams
 from loadtest.gpu.chosen import SweepSeconds, chosen
 from loadtest.gpu.random_models import Machine, layers_without_disk, repeated, streamed, write_random
 from loadtest.gpu.sizes import Sizes
+from loadtest.gpu.supervised import Keep
 from target_worker.link.streams import CudaStreams, DeviceStreams
 from target_worker.sweep.streamed_model import StreamedModel
 
 CONTEXT, REPEATS = 256, 3
+LONG_SECONDS = 2.0  # of a sweep that is repeated once
 
 
 def random_tree(size: int, vocab_size: int, seed: int = 0) -> Tree:
@@ -57,14 +60,16 @@ class Sweeps:
         """Seconds of one sweep, and seconds of waiting for layers in it."""
         model = self.model
         batch = Batch([Segment.tree(self._slot, CONTEXT, tree)], model.rows, model.device)
+        first = time.perf_counter()
         model.sweep(batch)  # warm-up: compiles kernels and fills the ring
         began = time.perf_counter()
-        figures = [model.sweep(batch)[1] for _ in range(REPEATS)]
-        seconds = (time.perf_counter() - began) / REPEATS
-        return seconds, sum(f.wait_ns for f in figures) / REPEATS / 1e9
+        repeats = REPEATS if began - first < LONG_SECONDS else 1
+        figures = [model.sweep(batch)[1] for _ in range(repeats)]
+        seconds = (time.perf_counter() - began) / repeats
+        return seconds, sum(f.wait_ns for f in figures) / repeats / 1e9
 
 
-def sweeps(timed: Sweeps, sizes: Sizes, bits: int, rate: float) -> list[dict[str, Any]]:
+def sweeps(timed: Sweeps, sizes: Sizes, bits: int, rate: float, tell: Keep) -> list[dict[str, Any]]:
     """Seconds of a sweep by tokens, compared with the time of its bytes at `rate` bytes per second."""
     placement, rows = timed.model.tiers.placement, []
     ideal = placement.link_bytes / rate
@@ -81,6 +86,7 @@ def sweeps(timed: Sweeps, sizes: Sizes, bits: int, rate: float) -> list[dict[str
             "waiting_for_layers_seconds": round(waiting, 4),
         }
         rows.append(row)
+        tell({"sweeps": rows})
         print(row, flush=True)
     return rows
 
@@ -94,17 +100,12 @@ def release(device: torch.device) -> None:
 
 def write_big(config: LlamaConfig, folder: Path, device: torch.device, bits: int) -> Checkpoint:
     """Write the one layer of the 70B-shaped target in 16 or 4 bits, unless it exists."""
-    plain, wanted = folder / "16", folder / str(bits)
-    for path, write in (
-        (plain, lambda to: write_random(to, config, device)),
-        (wanted, lambda to: pack(str(plain), bits, to)),
-    ):
-        if not path.exists():
-            part = path.with_suffix(".part")
-            shutil.rmtree(part, ignore_errors=True)  # left over from a killed process
-            write(part)
-            part.rename(path)
-    return Checkpoint.open(wanted)
+    path, part = folder / str(bits), folder / f"{bits}.part"
+    if not path.exists():
+        shutil.rmtree(part, ignore_errors=True)  # left over from a killed process
+        write_random(part, config, device, is_packed=bits == 4)
+        part.rename(path)
+    return Checkpoint.open(path)
 
 
 def big_model(
@@ -116,6 +117,7 @@ def big_model(
     num_asked: int,
     rate: float,
     step_seconds: float | None,
+    tell: Keep,
 ) -> dict[str, Any]:
     """Measure sweeps of the target with as many layers as both memories hold, and of a tree that the sizer chooses.
 
@@ -125,18 +127,30 @@ def big_model(
     num_layers = layers_without_disk(repeated(source, wanted, folder / f"{bits}-asked"), machine, num_rows)
     if num_layers < wanted:
         print(f"{bits} bits: {num_layers} of {wanted} layers, as the two memories hold no more", flush=True)
-    if machine.device.type != "cpu":
-        share = machine.device_memory / GPU_SHARE / whole_device_bytes(machine.device)
-        torch.cuda.set_per_process_memory_fraction(min(1.0, share), machine.device)
-        torch.cuda.reset_peak_memory_stats(machine.device)
-    with streamed(repeated(source, num_layers, folder / f"{bits}-run"), machine, num_rows) as model:
+    checkpoint = repeated(source, num_layers, folder / f"{bits}-run")
+    with _limited(machine), streamed(checkpoint, machine, num_rows) as model:
         timed = Sweeps(model, num_rows)
-        rows, best = sweeps(timed, sizes, bits, rate), []
+        rows, best = sweeps(timed, sizes, bits, rate, tell), []
         if step_seconds is not None:
             swept = {row["tokens"]: SweepSeconds(row["seconds"], row["waiting_for_layers_seconds"]) for row in rows}
             text = sizes.text_tokens
             best.append(chosen(bits, num_layers, swept, model.rows, step_seconds, text, timed.seconds))
         return {"sweeps": rows, "memory": [{"bits": bits, **_memory(model, machine)}], "chosen": best}
+
+
+@contextmanager
+def _limited(machine: Machine) -> Iterator[None]:
+    """Let torch have no more of the GPU within the block than a card of that size has."""
+    if machine.device.type == "cpu":
+        yield
+        return
+    share = machine.device_memory / GPU_SHARE / whole_device_bytes(machine.device)
+    torch.cuda.set_per_process_memory_fraction(min(1.0, share), machine.device)
+    torch.cuda.reset_peak_memory_stats(machine.device)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, machine.device)
 
 
 def _memory(model: StreamedModel, machine: Machine) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import torch
 from bough.model.checkpoint.tensor_source import FreshMemory, ReusedMemory
 from bough.model.quant.quantize import GROUP_SIZES
 from bough.model.quant.samples import PackedFormat, PackedSample
-from loadtest.gpu.parts import milliseconds
+from loadtest.gpu.parts import device_milliseconds
 
 GROUP = 128  # the group size of most public checkpoints
 LAYER_WEIGHTS = 855_638_016  # weights in a layer of a 70B
@@ -24,6 +24,9 @@ FORMATS = (
     PackedFormat("gptq", 4, GROUP),
     PackedFormat("gptq", 4, GROUP, is_ordered=False),
     PackedFormat("awq", 4, GROUP),
+    PackedFormat("compressed-tensors", 4, GROUP),
+    PackedFormat("int8", 8, -1),
+    PackedFormat("fp8", 8, GROUP),
 )
 
 
@@ -49,7 +52,7 @@ def _row(
         memory.begin()
         large.source.value(raw, dtype, memory)
 
-    ms = milliseconds(write_out, device)
+    ms = device_milliseconds(write_out, device)
     weights = int(np.prod(large.source.shape))
     return {
         "format": name,

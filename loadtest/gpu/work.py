@@ -10,6 +10,7 @@ import gc
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from loadtest.gpu.pipeline import pipeline
 from loadtest.gpu.random_models import Machine
 from loadtest.gpu.second_gpu import second_gpu
 from loadtest.gpu.sizes import MINIATURE, REAL, Sizes
-from loadtest.gpu.supervised import READY, Part, say
+from loadtest.gpu.supervised import READY, Keep, Part, say
 from loadtest.gpu.target_sweeps import big_model, new_streams, release, write_big
 from loadtest.gpu.unpacking import unpacking
 
@@ -46,6 +47,7 @@ class Ground:
     device_memory: int
     host_memory: int  # bytes; 0 is most of the free memory
     found: Found = field(default_factory=dict)  # by part
+    tell: Keep = lambda _: None  # what a part has found so far
 
     @property
     def machine(self) -> Machine:
@@ -87,6 +89,7 @@ def _drafts(ground: Ground) -> list[Mapping[str, Any]]:
             if place is not None:
                 steps = gpu_parts.draft_steps(place, config, ground.folder / f"draft {name} {place.index}")
                 rows += [{"draft": name, "on": str(place), **row} for row in steps]
+                ground.tell(rows)
                 gc.collect()
                 release(place)
     return rows
@@ -109,7 +112,8 @@ def _big(bits: int) -> Callable[[Ground], Found]:
         )  # before free memory is measured, as the folder may be in memory
         host = ground.host_memory or default_budget(free_memory())
         machine = Machine(ground.device, new_streams(ground.device), ground.layer_memory, host, sizes.max_resident)
-        return big_model(bits, source, machine, sizes, folder, ground.layers, rate, _step_seconds(ground.found))
+        step_seconds = _step_seconds(ground.found)
+        return big_model(bits, source, machine, sizes, folder, ground.layers, rate, step_seconds, ground.tell)
 
     return run
 
@@ -121,27 +125,32 @@ def _step_seconds(found: Found) -> float | None:
     return float(rows[-1]["graph_ms"] or rows[-1]["eager_ms"]) / 1e3 if rows else None
 
 
-WORK: dict[Part, Callable[[Ground], Any]] = {  # likely failures come first, long parts last
-    Part("device", 60): lambda ground: gpu_parts.describe(ground.device),
+# What tells most comes first: kernels, equal bits, and the target in 4 bits; a machine may be lent for a few minutes.
+WORK: dict[Part, Callable[[Ground], Any]] = {
+    Part("device", 60): lambda ground: gpu_parts.machine_of(ground.device),
     Part("attention", 60): lambda ground: gpu_parts.attention(ground.device),
     Part("unpacking", 90): lambda ground: unpacking(ground.device, *ground.sizes.unpacked),
     Part("layer_bits", 45): lambda ground: layer_bits(ground.device, ground.sizes.matrices, ground.machine.rows),
-    Part("contexts", 45): lambda ground: contexts(ground.device, *ground.sizes.contexts),
     Part("equality", 90): _equality,
+    Part("draft", 100): _drafts,  # before the targets, whose trees are chosen by a draft's steps
+    Part("target 4", 160): _big(4),
+    Part("copying", 45): _copying,
+    Part("contexts", 45): lambda ground: contexts(ground.device, *ground.sizes.contexts),
     Part("experts", 60): lambda ground: experts(
         ground.device, ground.sizes.mixture, ground.folder / "mixture", new_streams
     ),
     Part("second_gpu", 60): _second_gpu,
-    Part("draft", 100): _drafts,
-    Part("copying", 45): _copying,
-    Part("target 4", 160): _big(4),
     Part("pipeline", 160): lambda ground: pipeline(ground.device),
     Part("target 16", 240): _big(16),
 }
 
 
+def _say_so_far(name: str, value: Any) -> None:
+    say(name, so_far=value)
+
+
 def main() -> None:
-    """Run the parts named on standard input, until one fails."""
+    """Run the parts that `--parts` names, until one fails."""
     parser = FlagParser(description=__doc__)
     parser.add_argument("--parts", required=True, help="names, with commas between them")
     parser.add_argument("--folder", type=Path, required=True, help="for models; found.json there is what was found")
@@ -157,6 +166,7 @@ def main() -> None:
     say(READY)
     work = {part.name: act for part, act in WORK.items()}
     for name in told.parts.split(","):
+        ground.tell = partial(_say_so_far, name)
         try:
             found[name] = work[name](ground)
         except Exception as exc:

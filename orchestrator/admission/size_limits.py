@@ -38,7 +38,7 @@ def require_size(prompt: Prompt, tokenizer: Tokenizer, max_context: int) -> None
         case ChatPrompt(messages, tools):
             _require_fit("chat.messages", len(messages), "messages", max_context, max_context)
             calls = sum(len(call.arguments) for m in messages for call in m.tool_calls)
-            size = calls + sum(len(m.content) for m in messages)
+            size = calls + sum(len(m.content) + len(m.reasoning) for m in messages)
             _require_fit("chat.messages", size, "characters", most, max_context)
             if tools is not None:
                 size = sum(len(function.parameters) + len(function.description or "") for function in tools.functions)

@@ -37,6 +37,7 @@ class Choice:
 
     prompt_tokens: int = 0
     num_tokens: int = 0
+    reasoning_tokens: int | None = None  # of these; None if the model marks no thoughts
     texts: list[str] = field(default_factory=list)
     finished: Finished | None = None
 
@@ -197,6 +198,9 @@ class Completion(Answer):
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
         }
+        thought = [choice.reasoning_tokens for choice in self.choices if choice.reasoning_tokens is not None]
+        if thought:
+            usage["completion_tokens_details"] = {"reasoning_tokens": sum(thought)}
         return usage if cached is None else usage | {"prompt_tokens_details": {"cached_tokens": cached}}
 
 

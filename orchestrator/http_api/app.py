@@ -116,12 +116,13 @@ class _Api:
         """/v1/chat/completions."""
         fields = await self.bodies.read(request, ChatFields, entered, GENERATE)
         tools = tools_of(functions_in(fields.tools), fields.tool_choice, fields.parallel_tool_calls)
-        prompts = (chat.chat_prompt(fields.messages, tools),)
+        prompts = (chat.chat_prompt(fields.messages, tools, fields.chat_template_kwargs, fields.reasoning_effort),)
         head = _head("chatcmpl-", fields)
         limits, most = chat.chat_limits(fields), tenant_of(request).most_at_once
         wanted = choices(fields, prompts, limits, head.answer_id, _session_id(request, fields), most)
         formats = self.requests.texts.tool_format
-        answer = chat.ChatAnswer(head, len(wanted), _telling(fields), self._spell(wanted), tools, formats)
+        has_thoughts, spell = fields.include_reasoning is not False, self._spell(wanted)
+        answer = chat.ChatAnswer(head, len(wanted), _telling(fields), spell, tools, formats, has_thoughts)
         names = chat.FIELD_NAMES | constraint_names(fields.structured_outputs)
         return self._exchange(tenant_of(request), wanted, answer, fields, names)
 

@@ -39,8 +39,11 @@ def tokenized_prompt(fields: TokenizeFields) -> Prompt:
     if fields.messages is None:
         if fields.tools:
             raise invalid("tools", [tool.function.name for tool in fields.tools], "be left out beside prompt")
+        if fields.chat_template_kwargs:
+            raise invalid("chat_template_kwargs", fields.chat_template_kwargs, "be left out beside prompt")
         return TextPrompt(fields.prompt or "")
-    return chat_prompt(fields.messages, tools_of(functions_in(fields.tools), None, None))
+    tools = tools_of(functions_in(fields.tools), None, None)
+    return chat_prompt(fields.messages, tools, fields.chat_template_kwargs)
 
 
 def completion_limits(fields: CompletionFields) -> RequestLimits:

@@ -6,7 +6,7 @@ from bough.protocol.generation import Constraint
 from orchestrator.http_api.errors import invalid
 from orchestrator.http_api.fields import GenerationFields, ResponseFormatFields, StructuredOutputsFields
 
-ANY_OBJECT = Constraint(json_schema='{"type": "object"}')
+ANY_OBJECT = Constraint(json_schema='{"type": "object"}', after_reasoning=True)
 
 
 def constraint_of(fields: GenerationFields) -> Constraint | None:
@@ -45,7 +45,7 @@ def _of_format(wanted: ResponseFormatFields) -> Constraint | None:
     if wanted.type == "json_schema":
         if wanted.json_schema is None:
             raise invalid("response_format.json_schema", None, "be given with type json_schema")
-        return Constraint(json_schema=wanted.json_schema.json_schema)
+        return Constraint(json_schema=wanted.json_schema.json_schema, after_reasoning=True)
     if wanted.json_schema is not None:
         raise invalid("response_format.json_schema", {}, "be left out unless type is json_schema")
     return None if wanted.type == "text" else ANY_OBJECT
@@ -59,4 +59,4 @@ def _of_structure(wanted: StructuredOutputsFields) -> Constraint:
         )
     if wanted.json_object:
         return ANY_OBJECT
-    return Constraint(wanted.json_schema, wanted.regex, tuple(wanted.choice or ()), wanted.grammar)
+    return Constraint(wanted.json_schema, wanted.regex, tuple(wanted.choice or ()), wanted.grammar, True)

@@ -14,6 +14,7 @@ from orchestrator.http_api.base_fields import Fields, Ignored
 from orchestrator.http_api.tool_fields import CallList, ToolChoiceField, ToolList
 from orchestrator.http_api.unsupported import OnlyTrue, Unsupported
 
+MAX_EFFORT = 32  # characters of `reasoning_effort`, of which templates know different ones
 MAX_REQUEST_ID = 128  # characters of a request's id, before those that make it the answer's
 TextOrTokens = str | tuple[int, ...]
 
@@ -71,6 +72,7 @@ def schema_text(value: Any) -> Any:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
+Effort = Annotated[str, Field(min_length=1, max_length=MAX_EFFORT)]
 Texts = Annotated[tuple[str, ...], BeforeValidator(_texts)]
 
 
@@ -188,21 +190,23 @@ class MessageFields(Fields):
     name: Ignored = None
     refusal: Ignored = None
     annotations: Ignored = None
-    reasoning: Ignored = None
-    reasoning_content: Ignored = None
+    reasoning: str | None = None  # as current clients send back what an assistant thought
+    reasoning_content: str | None = None  # as older ones do
     audio: Unsupported = None
 
     @model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, data: Any) -> Any:
-        """Drop nulls but of the content: beside calls it is empty, and a refusal, as in OpenAI's answers, was said."""
+        """Drop nulls but of the content, which is empty beside calls or thoughts; a refusal, as OpenAI's, was said."""
         if not isinstance(data, dict):
             return data
         given = {name: value for name, value in data.items() if value is not None}
         if (
             data.get("content") is None
             and data.get("role") == "assistant"
-            and ("refusal" in given or given.get("tool_calls"))
+            and (
+                "refusal" in given or any(given.get(name) for name in ("tool_calls", "reasoning", "reasoning_content"))
+            )
         ):
             return given | {"content": given.get("refusal", "")}
         return given | {"content": data["content"]} if "content" in data else given
@@ -224,11 +228,12 @@ class ChatFields(GenerationFields):
     audio: Unsupported = None
     web_search_options: Unsupported = None
     echo: Unsupported = None
-    include_reasoning: Unsupported = None
+    include_reasoning: StrictBool | None = None
     add_special_tokens: Unsupported = None
     add_generation_prompt: Unsupported = None
     continue_final_message: Unsupported = None
-    chat_template_kwargs: Unsupported = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: Effort | None = None
 
 
 class CompletionFields(GenerationFields):
@@ -252,7 +257,7 @@ class TokenizeFields(Fields):
     add_special_tokens: StrictBool | None = None
     add_generation_prompt: Unsupported = None
     continue_final_message: Unsupported = None
-    chat_template_kwargs: Unsupported = None
+    chat_template_kwargs: dict[str, Any] | None = None
     tools: ToolList | None = None
 
 

@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field, StrictBool, StrictInt, model_valida
 from bough.config.json_fields import must
 from bough.protocol.generation import ToolChoice
 from orchestrator.http_api.base_fields import Fields, Ignored
-from orchestrator.http_api.fields import RequestFields, parts_text, schema_text
+from orchestrator.http_api.fields import Effort, RequestFields, parts_text, schema_text
 from orchestrator.http_api.tool_fields import FUNCTION_NAME, MAX_TOOLS, Choice, FunctionFields, arguments_text
 from orchestrator.http_api.unsupported import Unsupported
 
@@ -28,6 +28,10 @@ def _said(value: Any) -> Any:
 
 def _output(value: Any) -> Any:
     return parts_text(value, {"input_text": "text"})
+
+
+def _thought(value: Any) -> Any:
+    return parts_text(value, {"reasoning_text": "text"})
 
 
 class MessageItem(Fields):
@@ -72,7 +76,7 @@ class ReasoningItem(Fields):
     id: Ignored = None
     status: Ignored = None
     summary: Ignored = None
-    content: Ignored = None
+    content: Annotated[str, BeforeValidator(_thought)] = ""
     encrypted_content: Ignored = None
 
 
@@ -121,13 +125,28 @@ def _function(value: Any) -> Any:
 
 
 def _choice(value: Any) -> Any:
-    """Accept a mode, or an object that names a function."""
+    """Accept a mode, an object that names a function, or one that names all that may be called."""
     match value:
         case "none" | "auto" | "required":
-            return Choice(ToolChoice(value))
+            return Choice(ToolChoice(value), given=value)
+        case {"type": "function"} if name := _named(value):
+            return Choice(ToolChoice.REQUIRED, {"tool_choice.name": name}, value)
+        case {"type": "allowed_tools", "mode": "auto" | "required" as mode, "tools": [_, *_] as tools, **more}:
+            names = {f"tool_choice.tools[{index}].name": _named(tool) for index, tool in enumerate(tools)}
+            if all(names.values()) and not more:
+                return Choice(ToolChoice(mode), names, value)
+    raise must(
+        'be none, auto, required, {"type": "function", "name": ...}, or {"type": "allowed_tools", "mode": "auto" or '
+        '"required", "tools": [{"type": "function", "name": ...}, ...]}'
+    )
+
+
+def _named(value: Any) -> str:
+    """The name in an object that only says which function is meant; empty if it is none."""
+    match value:
         case {"type": "function", "name": str(name), **more} if not more:
-            return Choice(ToolChoice.REQUIRED, name)
-    raise must('be none, auto, required, or {"type": "function", "name": ...}')
+            return name
+    return ""
 
 
 def _kept(_: Any) -> Any:
@@ -168,7 +187,7 @@ class TextFields(Fields):
 class ReasoningFields(Fields):
     """How much the model is to think, and what is told of it."""
 
-    effort: Ignored = None
+    effort: Effort | None = None
     summary: Ignored = None
     generate_summary: Ignored = None
     context: Ignored = None
@@ -192,6 +211,7 @@ class ResponseFields(RequestFields):
     tool_choice: Annotated[Choice, BeforeValidator(_choice)] | None = None
     parallel_tool_calls: StrictBool | None = None
     reasoning: ReasoningFields | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     include: (
         list[
             Literal[

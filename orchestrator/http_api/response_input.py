@@ -11,6 +11,7 @@ from bough.protocol.sampling_params import UNLIMITED
 from orchestrator.http_api.constraint import ANY_OBJECT, constraint_names, one_constraint
 from orchestrator.http_api.errors import invalid
 from orchestrator.http_api.options import RequestLimits
+from orchestrator.http_api.reasoning import template_kwargs
 from orchestrator.http_api.response_fields import (
     CallItem,
     MessageItem,
@@ -25,6 +26,7 @@ LOGPROBS = "message.output_text.logprobs"  # among `include`
 
 # Names of gRPC fields as clients of this API know them, for error messages.
 FIELD_NAMES = {
+    "chat.chat_template_kwargs": "chat_template_kwargs",
     "chat.messages": "input",
     "chat.tools": "tools",
     "chat": "input",
@@ -49,24 +51,29 @@ def conversation(fields: ResponseFields, tools: Tools | None) -> Conversation:
     """
     messages: list[Message] = []
     origins: list[str] = []  # of each message
+    thoughts = ""  # of the assistant, before its next message
     if fields.instructions is not None:
         messages, origins = [Message("system", fields.instructions)], ["instructions"]
     for index, item in enumerate(fields.input):
         match item:
             case MessageItem():
-                messages.append(Message("system" if item.role == "developer" else item.role, item.content))
+                role, reasoning = item.role, thoughts if item.role == "assistant" else ""
+                messages.append(Message("system" if role == "developer" else role, item.content, reasoning=reasoning))
+                thoughts = ""
             case OutputItem():
                 messages.append(Message("tool", item.output, tool_call_id=item.call_id))
             case CallItem():
-                if not messages or messages[-1].role != "assistant":
-                    messages.append(Message("assistant", ""))
+                if thoughts or not messages or messages[-1].role != "assistant":
+                    messages.append(Message("assistant", "", reasoning=thoughts))
+                    thoughts = ""
                 messages[-1] = _with_call(messages[-1], item, index)
-            case ReasoningItem():  # of no consequence: templates have no place for it
-                pass
+            case ReasoningItem():
+                thoughts += item.content
         origins += [f"input[{index}]"] * (len(messages) - len(origins))
     if not messages:
         raise invalid("input", [item.type for item in fields.input], "have more than reasoning")
-    return Conversation(ChatPrompt(tuple(messages), tools), _names(fields, messages, origins))
+    kwargs = template_kwargs(fields.chat_template_kwargs, fields.reasoning.effort if fields.reasoning else None)
+    return Conversation(ChatPrompt(tuple(messages), tools, kwargs), _names(fields, messages, origins))
 
 
 def _with_call(message: Message, item: CallItem, index: int) -> Message:
@@ -112,5 +119,5 @@ def response_limits(fields: ResponseFields) -> RequestLimits:
 
 def _constraint(wanted: TextFormatFields) -> Constraint | None:
     if wanted.json_schema is not None:
-        return Constraint(json_schema=wanted.json_schema)
+        return Constraint(json_schema=wanted.json_schema, after_reasoning=True)
     return ANY_OBJECT if wanted.type == "json_object" else None

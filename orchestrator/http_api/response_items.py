@@ -92,6 +92,44 @@ class MessageItem(Item):
 
 
 @dataclass(slots=True)
+class ReasoningItem(Item):
+    """Thoughts, whose content is one part. Their tokens have no log-probabilities in a response."""
+
+    prefix = "rs"
+
+    def told(self) -> Json:
+        """The thoughts as JSON."""
+        return self._with(self._part())
+
+    def begun(self) -> Iterator[ItemEvent]:
+        """The events of new thoughts and their part."""
+        yield ItemEvent("output_item.added", {"item": self._with()})
+        yield self._event("content_part.added", part=self._part())
+
+    def added(self, text: str, _: list[Json]) -> ItemEvent:
+        """Add a further piece; returns the event of it."""
+        self.text += text
+        return self._event("reasoning_text.delta", delta=text)
+
+    def ended(self, status: str, _: list[Json]) -> Iterator[ItemEvent]:
+        """The events of the ends of text, part and thoughts."""
+        self.status = status
+        yield self._event("reasoning_text.done", text=self.text)
+        yield self._event("content_part.done", part=self._part())
+        yield ItemEvent("output_item.done", {"item": self.told()})
+
+    def _part(self) -> Json:
+        return {"type": "reasoning_text", "text": self.text}
+
+    def _with(self, *parts: Json) -> Json:
+        told: Json = {"id": self.item_id, "type": "reasoning", "status": self.status, "summary": []}
+        return told | {"content": [*parts]}
+
+    def _event(self, kind: str, **fields: object) -> ItemEvent:
+        return ItemEvent(kind, {"item_id": self.item_id, "content_index": 0} | fields)
+
+
+@dataclass(slots=True)
 class CallItem(Item):
     """A call of a function, whose text is that of the arguments. Its tokens have no log-probabilities in a response."""
 

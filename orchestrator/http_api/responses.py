@@ -5,19 +5,19 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from http import HTTPStatus
 
 from bough.protocol.generation import Event, Finished, Function, GenerateOptions, Started, Tokens, Tools
 from orchestrator.http_api.answer import Answer, Head
 from orchestrator.http_api.errors import ApiError, Json
+from orchestrator.http_api.reasoning import ChoiceReasoning, reasoning_in
 from orchestrator.http_api.response_fields import ResponseFields, TextFormatFields
-from orchestrator.http_api.response_items import CallItem, Item, ItemEvent, MessageItem
+from orchestrator.http_api.response_items import CallItem, Item, ItemEvent, MessageItem, ReasoningItem
 from orchestrator.http_api.spelling import Spell, chat_logprobs
 from orchestrator.http_api.tool_calls import ChoiceCalls, Formats, calls_in
-from orchestrator.http_api.tool_fields import Choice
-from orchestrator.tools.call_object import ArgumentsText, CallBegun
 from orchestrator.tools.call_parser import ContentText, Piece
+from orchestrator.tools.call_reader import ArgumentsText, CallBegun
 
 STATUSES: Mapping[str | None, str] = {
     None: "in_progress",
@@ -39,11 +39,11 @@ def repeated(fields: ResponseFields, tools: Tools | None) -> Json:
         "model": fields.model or "",
         "parallel_tool_calls": fields.parallel_tool_calls is not False,
         "previous_response_id": None,
-        "reasoning": {"effort": None, "summary": None},
+        "reasoning": {"effort": fields.reasoning.effort if fields.reasoning else None, "summary": None},
         "store": False,
         "temperature": defaults.temperature if fields.temperature is None else fields.temperature,
         "text": {"format": _format(fields.text.format if fields.text else None)},
-        "tool_choice": "auto" if chosen is None else _choice(chosen),
+        "tool_choice": "auto" if chosen is None else chosen.given,
         "tools": [_function(function) for function in tools.functions] if tools else [],
         "top_logprobs": fields.top_logprobs or 0,
         "top_p": defaults.top_p if fields.top_p is None else fields.top_p,
@@ -59,10 +59,6 @@ def _format(wanted: TextFormatFields | None) -> Json:
         return {"type": wanted.type}
     told: Json = {"name": wanted.name or "", "description": wanted.description, "strict": wanted.strict is not False}
     return {"type": wanted.type, "schema": json.loads(wanted.json_schema)} | told
-
-
-def _choice(chosen: Choice) -> Json | str:
-    return {"type": "function", "name": chosen.named} if chosen.named else chosen.choice.value
 
 
 def _function(function: Function) -> Json:
@@ -86,6 +82,7 @@ class ResponseAnswer(Answer):
         self._request = request
         self._tools, self._formats = tools, formats
         self._calls: ChoiceCalls | None = None
+        self._reasoning: ChoiceReasoning | None = None
         self._items: list[Item] = []
         self._num_events = 0
         self._logprobs: list[Json] = []  # of tokens whose text has not come
@@ -118,21 +115,30 @@ class ResponseAnswer(Answer):
         match event:
             case Started():
                 self._calls = calls_in(self.head.answer_id, self._tools, self._formats, event.model_name)
+                self._reasoning = reasoning_in(event.thoughts)
                 return [*self._begun()]
             case Tokens():
                 if self._token_bytes is not None:
                     self._logprobs += chat_logprobs(event.logprobs, self._token_bytes)
-                return [*self._said(event.text)]
+                return [*self._said(event.texts)]
             case Finished():
-                return [*self._said(event.text, is_end=True), *self._ended()]
+                return [*self._said((event.text,), is_end=True), *self._ended()]
         return []
 
     def _begun(self) -> Iterator[Json]:
         for kind in ("created", "in_progress"):
             yield self._event(kind, {"response": self._told("in_progress")})
 
-    def _said(self, text: str, *, is_end: bool = False) -> Iterator[Json]:
-        """What a further piece of the text, or the last, adds to the items."""
+    def _said(self, texts: Sequence[str], *, is_end: bool = False) -> Iterator[Json]:
+        """What the texts of further tokens, or the last text, add to the items."""
+        text = "".join(texts)
+        if self._reasoning is not None:
+            thoughts, text = self._reasoning.part(texts, is_end=is_end)
+            self._count_thoughts(self._reasoning.num_tokens)
+            if thoughts:
+                if not self._items:
+                    yield from self._begin(ReasoningItem(self._item_id(ReasoningItem)))
+                yield self._item_event(self._items[-1].added(thoughts, []))
         pieces: Iterable[Piece] = [ContentText(text)] if text else []
         if self._calls is not None:
             pieces = self._calls.pieces(text, is_end=is_end)
@@ -148,6 +154,12 @@ class ResponseAnswer(Answer):
                     yield from self._begin(CallItem(self._item_id(CallItem), call_id=call_id, name=name))
                 case ArgumentsText(more):
                     yield from self._add(more)
+
+    def _count_thoughts(self, num: int) -> None:
+        """Note that so many tokens are thoughts, whose log-probabilities are left out."""
+        choice = self.choices[0]
+        del self._logprobs[: num - (choice.reasoning_tokens or 0)]
+        choice.reasoning_tokens = num
 
     def _ended(self) -> Iterator[Json]:
         """The end of the last item; without any there is an empty message."""
@@ -166,8 +178,10 @@ class ResponseAnswer(Answer):
 
     def _end_item(self, status: str) -> Iterator[Json]:
         if self._items and self._items[-1].is_open:
-            logprobs, self._logprobs = self._logprobs, []
-            yield from map(self._item_event, self._items[-1].ended(status, logprobs))
+            item, logprobs = self._items[-1], self._logprobs
+            if not isinstance(item, ReasoningItem):  # those that are left after thoughts are the next item's
+                self._logprobs = []
+            yield from map(self._item_event, item.ended(status, logprobs))
 
     def _item_id(self, kind: type[Item]) -> str:
         digest = hashlib.blake2b(f"{self.head.answer_id}/{len(self._items)}".encode(), digest_size=16).hexdigest()
@@ -203,6 +217,6 @@ class ResponseAnswer(Answer):
             "input_tokens": prompt,
             "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": prompt - cached},
             "output_tokens": completion,
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": self.choices[0].reasoning_tokens or 0},
             "total_tokens": prompt + completion,
         }

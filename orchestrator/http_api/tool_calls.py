@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 from bough.protocol.generation import ToolChoice, Tools
 from orchestrator.http_api.errors import Json
-from orchestrator.tools.call_object import ArgumentsText, CallBegun
 from orchestrator.tools.call_parser import CallParser, ContentText, Piece
+from orchestrator.tools.call_reader import ArgumentsText, CallBegun
 from orchestrator.tools.tool_format import ToolFormat
 
 Formats = Callable[[str], ToolFormat]  # takes a model's name

@@ -12,7 +12,7 @@ from bough.config.json_fields import must
 from bough.protocol.generation import Function, ToolCall, ToolChoice, Tools
 from bough.protocol.sampling_params import MAX_GRAMMAR
 from orchestrator.http_api.base_fields import Fields, Ignored
-from orchestrator.http_api.errors import invalid
+from orchestrator.http_api.errors import Json, invalid
 
 MAX_TOOLS = 128  # as at OpenAI
 MAX_TOOLS_CHARACTERS = MAX_GRAMMAR  # of all descriptions and schemas together
@@ -20,6 +20,7 @@ MAX_CALLS = 128  # in one message
 FUNCTION_NAME = (
     r"^[A-Za-z0-9_.:/-]{1,128}$"  # all that needs no escapes in JSON and that servers of tools have as names
 )
+_FUNCTION = '{"type": "function", "function": {"name": ...}}'
 NO_PARAMETERS = '{"type": "object", "properties": {}, "additionalProperties": false}'
 
 
@@ -49,17 +50,38 @@ class Choice(NamedTuple):
     """Whether functions are to be called, and perhaps which."""
 
     choice: ToolChoice
-    named: str = ""
+    allowed: Mapping[str, str] = {}  # their names, by the fields that name them; without any it is all functions
+    given: Json | str = "auto"  # as the request says it
 
 
 def _choice(value: Any) -> Any:
-    """Accept a mode, or an object that names a function."""
+    """Accept a mode, an object that names a function, or one that names all that may be called."""
     match value:
         case "none" | "auto" | "required":
-            return Choice(ToolChoice(value))
+            return Choice(ToolChoice(value), given=value)
+        case {"type": "function"} if name := _named(value):
+            return Choice(ToolChoice.REQUIRED, {"tool_choice.function.name": name}, value)
+        case {
+            "type": "allowed_tools",
+            "allowed_tools": {"mode": "auto" | "required" as mode, "tools": [_, *_] as tools, **more},
+            **others,
+        }:
+            place = "tool_choice.allowed_tools.tools"
+            names = {f"{place}[{index}].function.name": _named(tool) for index, tool in enumerate(tools)}
+            if all(names.values()) and not (more or others):
+                return Choice(ToolChoice(mode), names, value)
+    raise must(
+        f'be none, auto, required, {_FUNCTION}, or {{"type": "allowed_tools", "allowed_tools": {{"mode": "auto" or '
+        f'"required", "tools": [{_FUNCTION}, ...]}}}}'
+    )
+
+
+def _named(value: Any) -> str:
+    """The name in an object that only says which function is meant; empty if it is none."""
+    match value:
         case {"type": "function", "function": {"name": str(name), **more}, **others} if not more and not others:
-            return Choice(ToolChoice.REQUIRED, name)
-    raise must('be none, auto, required, or {"type": "function", "function": {"name": ...}}')
+            return name
+    return ""
 
 
 class FunctionFields(Fields):
@@ -110,10 +132,10 @@ def tools_of(given: Mapping[str, FunctionFields], chosen: Choice | None, paralle
     Raises:
         ApiError: names the invalid field.
     """
-    choice, named = chosen or Choice(ToolChoice.AUTO)
+    choice, allowed, wanted = chosen or Choice(ToolChoice.AUTO)
     if not given:
-        if choice is ToolChoice.REQUIRED:
-            raise invalid("tool_choice", named or choice.value, "be left out, none or auto without tools")
+        if choice is ToolChoice.REQUIRED or allowed:
+            raise invalid("tool_choice", wanted, "be left out, none or auto without tools")
         return None
     functions = tuple(
         Function(fields.name, fields.parameters, fields.description, bool(fields.strict)) for fields in given.values()
@@ -122,13 +144,14 @@ def tools_of(given: Mapping[str, FunctionFields], chosen: Choice | None, paralle
     for index, (field, name) in enumerate(zip(given, names, strict=True)):
         if name in names[:index]:
             raise invalid(f"{field}.name", name, "be another than those of the tools before it")
-    if named and named not in names:
-        raise invalid("tool_choice.function.name", named, f"be one of {', '.join(names)[:256]}")
+    for field, name in allowed.items():
+        if name not in names:
+            raise invalid(field, name, f"be one of {', '.join(names)[:256]}")
     size = sum(len(function.parameters) + len(function.description or "") for function in functions)
     if size > MAX_TOOLS_CHARACTERS:
         must_be = f"have at most {MAX_TOOLS_CHARACTERS} characters of descriptions and parameters"
         raise invalid("tools", size, must_be)
-    return Tools(functions, choice, named, parallel is not False)
+    return Tools(functions, choice, tuple(allowed.values()), parallel is not False)
 
 
 def tool_call(fields: ToolCallFields) -> ToolCall:

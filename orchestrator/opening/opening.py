@@ -31,6 +31,7 @@ from orchestrator.opening.prompt import continued_prompt, next_prompt, whole_pro
 from orchestrator.opening.recorder import Recorder
 from orchestrator.opening.resuming import require_resume, require_same_request, resume
 from orchestrator.opening.target_lease import TargetLease
+from orchestrator.reasoning.formats import thoughts_of
 from orchestrator.sessions.detokenizer import TextStream
 from orchestrator.sessions.session import Session
 from orchestrator.sessions.transcripts import request_record
@@ -96,12 +97,13 @@ class Opening:
         require_size(prompt, largest.tokens, largest.info.max_context)
         tokens = await self.directory.tokenizing.run(lambda: TokenHistory(self._tokens(prompt, options, past, largest)))
         require_room(tokens, largest.info.max_context)
-        form = await output_form(prompt, options, largest.tokens, self.config.tool_call_parser)
+        thoughts = thoughts_of(prompt, tokens, largest.tokens, self.config.reasoning_parser)
+        form = await output_form(prompt, options, largest.tokens, self.config.tool_call_parser, thoughts)
         need = await self._need(tokens, options, past.session, targets)
         target = _quickest(targets, need)
         seat = place.enter_context(TargetLease(target))  # at once, so that concurrent requests see each other
         session, unseen = _session(tokens, options, form, target, past.request), None
-        session.weights_hash = past.weights_hash or target.info.weights_hash
+        session.weights_hash, session.thoughts = past.weights_hash or target.info.weights_hash, thoughts
         if options.resume is not None:
             if past.request is not None:
                 require_same_request(past.request, session)

@@ -9,7 +9,10 @@ from typing import NamedTuple
 from bough.errors import InvalidRequest
 from bough.grammar.grammar import grammar_of
 from bough.protocol.generation import ChatPrompt, GenerateOptions, Prompt, ToolChoice, Tools
+from bough.protocol.thoughts import Thoughts
 from bough.tokenization.tokenizer import Tokenizer
+from orchestrator.reasoning.formats import shown
+from orchestrator.reasoning.grammar import after_thoughts
 from orchestrator.tools.formats import format_of
 
 
@@ -20,21 +23,20 @@ class OutputForm(NamedTuple):
     shown: Mapping[int, str]
 
 
-async def output_form(prompt: Prompt, options: GenerateOptions, tokenizer: Tokenizer, tool_format: str) -> OutputForm:
-    """The form that a request demands, with the format of tool calls that is configured.
+async def output_form(
+    prompt: Prompt, options: GenerateOptions, tokenizer: Tokenizer, tool_format: str, thoughts: Thoughts | None = None
+) -> OutputForm:
+    """The form that a request demands, with the format of tool calls that is configured, after thoughts if it has any.
 
     Raises:
         InvalidRequest: names the field that demands what cannot be had.
     """
     tools = prompt.tools if isinstance(prompt, ChatPrompt) else None
-    form = OutputForm("", {})
     # Grammars are not made on the threads that tokenize for everybody.
+    demanded = await asyncio.to_thread(grammar_of, options.constraint) if options.constraint is not None else ""
+    form = OutputForm(demanded, {})
     if tools is not None and tools.choice is not ToolChoice.NONE:
-        if options.constraint is not None:
-            raise InvalidRequest("constraint: must be left out beside tools, unless tool_choice is none")
-        form = await asyncio.to_thread(_of_tools, tools, tokenizer, tool_format)
-    elif options.constraint is not None:
-        form = OutputForm(await asyncio.to_thread(grammar_of, options.constraint), {})
+        form = await asyncio.to_thread(_of_tools, tools, tokenizer, tool_format, demanded)
     if form.grammar and options.ignore_eos:
         raise InvalidRequest(
             "ignore_eos: must be false beside a constraint or demanded calls of tools, which the model's end completes"
@@ -43,13 +45,23 @@ async def output_form(prompt: Prompt, options: GenerateOptions, tokenizer: Token
         raise InvalidRequest(
             "min_tokens: must be 0 beside a constraint or demanded calls of tools, which end where nothing can follow"
         )
-    return form
+    if thoughts is None:
+        return form
+    grammar = form.grammar
+    if grammar and (options.constraint is None or options.constraint.after_reasoning):
+        field = "chat.tools" if options.constraint is None else "constraint"
+        grammar = after_thoughts(field, grammar, thoughts, tokenizer.added_tokens)
+    return OutputForm(grammar, {**shown(thoughts, tokenizer), **form.shown})
 
 
-def _of_tools(tools: Tools, tokenizer: Tokenizer, tool_format: str) -> OutputForm:
-    """Where the model decides whether to call, its output is free unless arguments or the number of calls are not."""
-    known = format_of(tool_format, tokenizer.template)
-    named = {i: function for i, function in enumerate(tools.functions) if tools.named in ("", function.name)}
-    is_free = not tools.must_call and tools.allows_several and not any(f.is_strict for f in named.values())
-    grammar = "" if is_free else known.grammar(named, tools, tokenizer.added_tokens)
+def _of_tools(tools: Tools, tokenizer: Tokenizer, tool_format: str, demanded: str) -> OutputForm:
+    """The form of an output that is calls, or where the model decides, what is demanded otherwise.
+
+    If that is nothing, it is free unless it matters what is called, with which arguments or how often.
+    """
+    known = format_of(tool_format, tokenizer.tool_template)
+    named = {i: f for i, f in enumerate(tools.functions) if not tools.allowed or f.name in tools.allowed}
+    is_limited = tools.must_call or bool(tools.allowed) or not tools.allows_several
+    is_free = not (is_limited or demanded or any(f.is_strict for f in named.values()))
+    grammar = "" if is_free else known.grammar(named, tools, tokenizer.added_tokens, demanded)
     return OutputForm(grammar, known.shown(tokenizer.added_tokens))

@@ -7,13 +7,15 @@ from collections.abc import Callable, Sequence
 from bough.errors import InvalidRequest
 from bough.protocol.codec import require_tokens
 from bough.protocol.generation import ChatPrompt, Prompt, TextPrompt, TokenPrompt
+from bough.tokenization.chat_template import Variables
+from bough.tokenization.template_variables import template_variables
 from bough.tokenization.tokenizer import Tokenizer
-from orchestrator.tools.tool_prompt import has_tools, tool_prompt
+from orchestrator.tools.tool_prompt import has_fields, tool_prompt
 
 
 def whole_prompt(prompt: Prompt, tokenizer: Tokenizer, vocab_size: int) -> list[int]:
     """Tokens of a prompt that begins a text. Raises InvalidRequest."""
-    if isinstance(prompt, ChatPrompt) and has_tools(prompt):
+    if isinstance(prompt, ChatPrompt) and has_fields(prompt):
         return tool_prompt(prompt, tokenizer)
     return _tokens(prompt, tokenizer.encode, tokenizer.encode_chat, vocab_size)
 
@@ -36,16 +38,17 @@ def continued_prompt(history: Sequence[int], prompt: Prompt, tokenizer: Tokenize
 def _tokens(
     prompt: Prompt,
     encode: Callable[[str], list[int]],
-    encode_messages: Callable[[list[tuple[str, str]]], list[int]],
+    encode_messages: Callable[[list[tuple[str, str]], Variables], list[int]],
     vocab_size: int,
 ) -> list[int]:
     match prompt:
         case TextPrompt(text):
             tokens = encode(text)
-        case ChatPrompt(messages):
+        case ChatPrompt(messages, _, kwargs):
             if not messages:
                 raise InvalidRequest("chat.messages: must have at least one message, got none")
-            tokens = encode_messages([(message.role, message.content) for message in messages])
+            said = [(message.role, message.content) for message in messages]
+            tokens = encode_messages(said, template_variables(kwargs))
         case TokenPrompt(token_ids):
             require_tokens("token_ids.ids", token_ids, vocab_size)
             tokens = list(token_ids)

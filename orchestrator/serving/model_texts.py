@@ -82,7 +82,7 @@ class ModelTexts:
 
     def tool_format(self, model: str) -> ToolFormat:
         """How a model calls tools. Raises as `tokens` does."""
-        return format_of(self.tool_call_parser, self.tokenizer(model).template)
+        return format_of(self.tool_call_parser, self.tokenizer(model).tool_template)
 
     def _target(self, model: str) -> WorkerHandle[TargetClient]:
         return targets_for(self.directory, GenerateOptions(model=model), None, None)[0]

@@ -11,7 +11,7 @@ from bough import __version__
 from bough.config.processes import OrchestratorConfig
 from bough.errors import BoughError, Exhausted, InvalidRequest, NotFound, StaleEpoch, Unavailable
 from bough.protocol.decision import Decision, DraftCalibration
-from bough.protocol.generation import Event, GenerateOptions, Loads, ModelInfo, Prompt, ServerInfo, Started, Tokens
+from bough.protocol.generation import Event, GenerateOptions, Loads, ModelInfo, Prompt, ServerInfo, Tokens
 from bough.protocol.messages import PROTOCOL_VERSION
 from bough.telemetry.spans import current_span
 from bough.trees.acceptance import SchemeAcceptance
@@ -139,8 +139,8 @@ class Requests:
         rounds = self._rounds.run(session, seat)
         try:
             num_seen = session.num_replayed - len(opened.unseen.token_ids if opened.unseen else ())
-            self._note(session, model_name := seat.target.info.model_name)
-            yield Started(session.request_id, session.prompt_length, session.sampling.seed, model_name, num_seen)
+            self._note(session, seat.target.info.model_name)
+            yield session.started(num_seen)
             if opened.unseen is not None:
                 yield opened.unseen
             while (event := await stream.before_end(anext(rounds, None))) is not None:

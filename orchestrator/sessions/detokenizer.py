@@ -104,15 +104,12 @@ class TextStream:
             self._held = ""
             self._window, self._num_complete, self._num_taken = [], 0, 0  # nothing beyond the stop text is told
             return TextPiece(text[: where + len(stop)] if self._includes_stop else text[:where], stop)
-        keep = max((_overlap(text, stop) for stop in self._stop), default=0)
+        keep = max((overlap(text, stop) for stop in self._stop), default=0)
         self._held = text[len(text) - keep :]
         self._num_emitted += len(text) - keep
         return TextPiece(text[: len(text) - keep], None)
 
 
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest suffix of `text` that is a proper prefix of `stop`."""
-    for length in range(min(len(text), len(stop) - 1), 0, -1):
-        if text.endswith(stop[:length]):
-            return length
-    return 0
+def overlap(text: str, mark: str) -> int:
+    """Length of the longest end of a text with which a mark may begin."""
+    return next((n for n in range(min(len(text), len(mark) - 1), 0, -1) if text.endswith(mark[:n])), 0)

@@ -24,6 +24,7 @@ from bough.protocol.generation import (
 from bough.protocol.messages import RoundTimings, VerifyResult, WorkerInfo, weights_differ
 from bough.protocol.prefix_hash import TokenHistory
 from bough.protocol.sampling_params import UNLIMITED, SamplingParams, StopConditions
+from bough.protocol.thoughts import Thoughts
 from bough.telemetry.spans import NO_SPAN, Span
 from bough.trees.tree import Tree
 from orchestrator.sessions.deadline import Deadline
@@ -59,6 +60,7 @@ class Session:
     draft_held: int = 0
     draft_id: str = ""  # worker asked last
     prompt_logprobs: int | None = None  # alternatives to report for each token of the prompt, before any round
+    thoughts: Thoughts | None = None  # how the output marks them; None if they are not looked for
     cache_salt: str = ""  # KV is shared only with sessions of the same salt
     born_us: int = 0  # when the session's first request began, as an epoch
     num_replayed: int = 0  # output tokens from before the request was resumed
@@ -224,6 +226,12 @@ class Session:
         if not self.num_more_warnings:
             return self.warnings
         return [*self.warnings, f"{self.num_more_warnings} more warnings came after these {len(self.warnings)}"]
+
+    def started(self, num_seen: int) -> Started:
+        """The first event, for a client that has seen so many tokens of the output."""
+        return Started(
+            self.request_id, self.prompt_length, self.sampling.seed, self.model_name, num_seen, self.thoughts
+        )
 
     def finished(self) -> Finished:
         """The last event."""

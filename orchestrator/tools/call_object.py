@@ -3,70 +3,44 @@
 from __future__ import annotations
 
 import json
-import re
+from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import Enum, auto
-from typing import NamedTuple
+
+from bough.grammar.grammar import ANY_OBJECT, embedded_schema
+from bough.protocol.generation import Function
+from orchestrator.tools.call_reader import CallReader
+from orchestrator.tools.call_syntax import Write
+from orchestrator.tools.json_value import JsonValue
 
 NAME, ARGUMENTS = "name", ("arguments", "parameters")  # keys of a call
-_IN_STRING = re.compile(r'[^"\\]*')
-_INSIDE = re.compile(r'[^"{}\[\]]*')  # of an object or array, outside of strings
-_PRIMITIVE = re.compile(r"[^\s,}\]]*")
 
 
-class CallBegun(NamedTuple):
-    """The name of a call is known."""
+@dataclass(frozen=True, slots=True)
+class ObjectSyntax:
+    """A call that is an object, with the key that templates write for the arguments; any of `ARGUMENTS` is read."""
 
-    name: str
+    arguments_key: str
 
+    @property
+    def texts(self) -> Sequence[str]:
+        """Texts that are the same in every call, which may be tokens."""
+        return ()
 
-class ArgumentsText(NamedTuple):
-    """A further piece of the arguments of the call that began last."""
+    def reader(self, functions: Sequence[Function]) -> CallReader:
+        """Reads one call, perhaps of one of these functions."""
+        return CallObject()
 
-    text: str
+    def rules(self, name: str, function: Function, write: Write, *, follows_schema: bool) -> list[str]:
+        """The rule of this name and those that it needs: a call with arguments of the schema, or with any.
 
-
-class _Value:
-    """Finds the end of a JSON value whose text comes piece by piece."""
-
-    def __init__(self, first: str) -> None:
-        """`first` is its first character, which is pushed too."""
-        self.is_whole = False
-        self.text = ""
-        self._depth = 0
-        self._in_string = self._escaped = False
-        self._is_primitive = first not in '"{['  # a number, or true, false, null
-
-    def push(self, text: str, begin: int) -> int:
-        """Read from `begin`; returns where what belongs to the value ends."""
-        end = begin
-        while end < len(text) and not self.is_whole:
-            end = self._string(text, end) if self._in_string else self._outside(text, end)
-        self.text += text[begin:end]
-        return end
-
-    def _string(self, text: str, begin: int) -> int:
-        if self._escaped:
-            self._escaped = False
-            return begin + 1
-        end = _end(_IN_STRING, text, begin)
-        if end == len(text):
-            return end
-        self._escaped = text[end] == "\\"
-        self._in_string = self._escaped
-        self.is_whole = not self._in_string and self._depth == 0
-        return end + 1
-
-    def _outside(self, text: str, begin: int) -> int:
-        end = _end(_PRIMITIVE if self._is_primitive else _INSIDE, text, begin)
-        if end == len(text):
-            return end
-        if self._is_primitive:
-            self.is_whole = True
-            return end
-        self._in_string = text[end] == '"'
-        self._depth += (text[end] in "{[") - (text[end] in "}]")
-        self.is_whole = self._depth == 0 and not self._in_string
-        return end + 1
+        Raises:
+            InvalidRequest: the schema cannot be followed.
+        """
+        # Piece by piece, as JSON of another schema may begin with the same: the lexer does not go back.
+        pieces = "{", '"name"', ": ", json.dumps(function.name), ", ", f'"{self.arguments_key}"', ": "
+        schema = embedded_schema(function.parameters if follows_schema else ANY_OBJECT)
+        return [f'{name}: {" ".join(map(json.dumps, pieces))} {name}_args "}}"', f"{name}_args: %json {schema}"]
 
 
 class _At(Enum):
@@ -79,25 +53,20 @@ class _At(Enum):
     NEXT = auto()
 
 
-class CallObject:
-    """A call whose text comes piece by piece, of which as much is told as is certain."""
+class CallObject(CallReader):
+    """A call that is an object."""
 
     def __init__(self) -> None:
-        self.raw = ""  # all its text so far
-        self.is_complete = False
-        self.is_malformed = False  # it is no object that could be a call
-        self.is_told = False  # that it has begun
-        self.name: str | None = None
+        super().__init__()
         self._at = _At.OPEN
-        self._value: _Value | None = None  # or key, that is being read
+        self._value: JsonValue | None = None  # or key, that is being read
         self._key: str | None = None
         self._has_arguments = False
-        self._untold = ""  # of the arguments
 
     def push(self, text: str) -> int:
-        """Read a piece, up to the end of the name if that is in it; returns how many characters of it were read.
+        """Read a piece, up to the end of the name if that is in it.
 
-        What is read does not depend on the pieces: a caller that wants no call of this name has the text after it.
+        A caller that wants no call of this name so has the text after it, whatever the pieces are.
         """
         index = 0
         while index < len(text) and not self.is_complete and not self.is_malformed:
@@ -113,20 +82,6 @@ class CallObject:
         self.raw += text[:index]
         return index
 
-    def told(self) -> list[CallBegun | ArgumentsText]:
-        """What has become certain since the last time."""
-        pieces: list[CallBegun | ArgumentsText] = []
-        if self.name is None:
-            return pieces
-        if not self.is_told:
-            pieces, self.is_told = [CallBegun(self.name)], True
-        if self.is_complete and not self._has_arguments:
-            self._untold, self._has_arguments = "{}", True
-        if self._untold:
-            pieces.append(ArgumentsText(self._untold))
-            self._untold = ""
-        return pieces
-
     def _step(self, character: str) -> int:
         """Read a character outside of keys and values; 0 if it is not part of what is read here."""
         if character.isspace():
@@ -141,10 +96,10 @@ class CallObject:
             case _At.NEXT, "}":
                 self._end()
             case _At.KEY, '"':
-                self._value = _Value(character)
+                self._value = JsonValue(character)
                 return 0
             case _At.VALUE, _ if character not in ",:}]":
-                self._value = _Value(character)
+                self._value = JsonValue(character)
                 return 0
             case _At.NEXT, _ if self._has_arguments:  # a brace forgotten, as small models do
                 self._end()
@@ -172,12 +127,8 @@ class CallObject:
     def _end(self) -> None:
         self.is_malformed = self.name is None
         self.is_complete = not self.is_malformed
-
-
-def _end(pattern: re.Pattern[str], text: str, begin: int) -> int:
-    """Where a match at `begin` ends; the patterns match always, if only nothing."""
-    match = pattern.match(text, begin)
-    return begin if match is None else match.end()
+        if not self._has_arguments:
+            self._untold = "{}"
 
 
 def _string(text: str) -> str | None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import NamedTuple
 
-from orchestrator.tools.call_object import ArgumentsText, CallBegun, CallObject
+from orchestrator.sessions.detokenizer import overlap
+from orchestrator.tools.call_reader import ArgumentsText, CallBegun, CallReader
 
 
 class ContentText(NamedTuple):
@@ -21,13 +22,13 @@ Piece = ContentText | CallBegun | ArgumentsText
 
 @dataclass(frozen=True, slots=True)
 class CallSpelling:
-    """How calls, which are JSON objects, stand in a text. Blanks may stand anywhere between their parts."""
+    """How calls stand in a text. Blanks may stand anywhere between their parts."""
 
     mark: str  # which begins one call, or all
     end: str = ""  # text after the last call of a mark; empty if there is none
     opening: str = ""  # between the mark and the first call, where it is not left out
-    separator: str = ""  # between calls of one mark; empty if a mark has one call
-    may_lack_mark: bool = False  # a call of a known function may begin the text without a mark
+    separator: str = ""  # between calls of one mark, which are objects; empty if a mark has one call
+    may_lack_mark: bool = False  # a call of a known function, an object, may begin the text without a mark
 
 
 class _In(Enum):
@@ -43,13 +44,13 @@ class CallParser:
     Content has no blanks at its end where there are calls.
     """
 
-    def __init__(self, spelling: CallSpelling, names: Collection[str]) -> None:
-        """`names` are those of the functions that may be called."""
-        self._spelling, self._names = spelling, frozenset(names)
+    def __init__(self, spelling: CallSpelling, names: Collection[str], read: Callable[[], CallReader]) -> None:
+        """`names` are those of the functions that may be called; `read` gives a reader of one call."""
+        self._spelling, self._names, self._reader = spelling, frozenset(names), read
         self._in = _In.CONTENT
         self._text = ""  # not read yet
         self._skipped = ""  # blanks, mark and opening before a call of which nothing is told yet
-        self._call = CallObject()
+        self._call = read()
         self._is_marked = False
         self._has_begun = False  # something else than blanks has been told
         self.is_in_call = False  # the call that was told last is not complete
@@ -70,10 +71,10 @@ class CallParser:
 
     def finish(self) -> list[Piece]:
         """What remains at the end of the text, which may be cut off anywhere."""
-        rest = self._skipped + self._call.raw if self._in is _In.CALL and not self._call.is_told else ""
-        rest += self._skipped if self._in is _In.OPENING else ""
-        rest += self._text if self._in in (_In.CONTENT, _In.OPENING) else ""
-        return self._content(rest)
+        if self._in is _In.CALL and not self._call.is_told:
+            return self._content(self._skipped + self._call.raw + self._text)
+        rest = self._skipped if self._in is _In.OPENING else ""
+        return self._content(rest + self._text if self._in in (_In.CONTENT, _In.OPENING) else rest)
 
     def _read_content(self) -> list[Piece] | None:
         """Read up to a mark; None if nothing more is certain."""
@@ -83,7 +84,7 @@ class CallParser:
             self._begin_call(text[:blanks], text[blanks:], is_marked=False)
             return []
         begin = text.find(mark)
-        certain = text[: begin if begin >= 0 else len(text) - _overlap(text, mark)].rstrip()
+        certain = text[: begin if begin >= 0 else len(text) - overlap(text, mark)].rstrip()
         self._text = text[len(certain) :]
         if begin >= 0:
             end = begin + len(mark)
@@ -100,20 +101,18 @@ class CallParser:
             rest = rest.removeprefix(opening).lstrip()
         if not rest:
             return None
-        if rest.startswith("{"):
-            self._begin_call(self._skipped + self._text[: len(self._text) - len(rest)], rest, is_marked=True)
-            return []
-        content, self._skipped, self._in = self._skipped, "", _In.CONTENT  # the mark was no mark
-        return self._content(content)
+        self._begin_call(self._skipped + self._text[: len(self._text) - len(rest)], rest, is_marked=True)
+        return []
 
     def _begin_call(self, skipped: str, rest: str, *, is_marked: bool) -> None:
         self._skipped, self._text, self._is_marked = skipped, rest, is_marked
-        self._call, self._in = CallObject(), _In.CALL
+        self._call, self._in = self._reader(), _In.CALL
 
-    def _read_call(self) -> list[Piece]:
-        """Read what has come of a call."""
+    def _read_call(self) -> list[Piece] | None:
+        """Read what has come of a call; None if more of it must come."""
         call = self._call
-        self._text = self._text[call.push(self._text) :]
+        num_read = call.push(self._text)
+        self._text = self._text[num_read:]
         if not self._is_marked and call.name is not None and call.name not in self._names:
             self._in = _In.CONTENT
             return self._content(self._skipped + call.raw)
@@ -125,7 +124,8 @@ class CallParser:
             return told if call.is_told else self._content(self._skipped + call.raw)
         if call.is_complete:
             self._skipped, self._in = "", _In.CLOSING
-        return told
+            return told
+        return told or ([] if num_read else None)
 
     def _read_closing(self) -> list[Piece] | None:
         """Read from a call to the next, or to the end of the calls."""
@@ -147,8 +147,3 @@ class CallParser:
             return []
         self._has_begun = self._has_begun or bool(text.strip())
         return [ContentText(text)]
-
-
-def _overlap(text: str, mark: str) -> int:
-    """Length of the longest end of a text with which a mark may begin."""
-    return next((n for n in range(min(len(text), len(mark) - 1), 0, -1) if text.endswith(mark[:n])), 0)

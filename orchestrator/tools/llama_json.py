@@ -5,6 +5,7 @@ Its templates refuse a message of several calls, so that is never demanded; what
 
 from __future__ import annotations
 
+from orchestrator.tools.call_object import ObjectSyntax
 from orchestrator.tools.call_parser import CallSpelling
 from orchestrator.tools.tool_format import CallRules, ToolFormat
 
@@ -13,7 +14,7 @@ _CALL_OR_TEXT = r"mark? call | (/\s*[^{\s](.|\n)*/ free)?"
 LLAMA_JSON = ToolFormat(
     name="llama3_json",
     spelling=CallSpelling(mark="<|python_tag|>", separator=";", may_lack_mark=True),
-    arguments_key="parameters",
+    syntax=ObjectSyntax("parameters"),
     demanded=CallRules(one="call", several="call"),
     allowed=CallRules(one=_CALL_OR_TEXT, several=_CALL_OR_TEXT),
 )

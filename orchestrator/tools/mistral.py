@@ -1,8 +1,13 @@
-"""Mistral's format until 2024: `[TOOL_CALLS][{"name", "arguments"}, ...]` at the end of a message."""
+"""Mistral's formats, at the end of a message: `[TOOL_CALLS][{"name", "arguments"}, ...]`, and that of later models.
+
+That is `[TOOL_CALLS]name[ARGS]{...}` for each call.
+"""
 
 from __future__ import annotations
 
+from orchestrator.tools.call_object import ObjectSyntax
 from orchestrator.tools.call_parser import CallSpelling
+from orchestrator.tools.named_call import NamedSyntax
 from orchestrator.tools.tool_format import CallRules, ToolFormat
 
 _ONE = '" "? "[" call "]"'
@@ -11,9 +16,18 @@ _SEVERAL = '" "? "[" call (", " call)* "]"'
 MISTRAL = ToolFormat(
     name="mistral",
     spelling=CallSpelling(mark="[TOOL_CALLS]", end="]", opening="[", separator=","),
-    arguments_key="arguments",
+    syntax=ObjectSyntax("arguments"),
     demanded=CallRules(one=f"mark {_ONE}", several=f"mark {_SEVERAL}"),
     allowed=CallRules(one=f"free | opened {_ONE}", several=f"free | opened {_SEVERAL}"),
     id_prefix="",
     id_length=9,  # its templates refuse others
+)
+MISTRAL_NAMED = ToolFormat(
+    name="mistral",
+    spelling=CallSpelling(mark="[TOOL_CALLS]"),
+    syntax=NamedSyntax(after_name="[ARGS]"),
+    demanded=CallRules(one="mark call", several="(mark call)+"),
+    allowed=CallRules(one="free | opened call", several="free | opened call (mark call)*"),
+    id_prefix="",
+    id_length=9,
 )

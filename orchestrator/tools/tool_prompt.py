@@ -1,4 +1,4 @@
-"""Conversations with tools as a chat template reads them."""
+"""Conversations with tools, or with thoughts of earlier answers, as a chat template reads them."""
 
 from __future__ import annotations
 
@@ -8,32 +8,35 @@ from collections.abc import Mapping
 from bough.errors import InvalidRequest
 from bough.protocol.generation import ChatPrompt, Function, Message
 from bough.tokenization.chat_template import ChatTemplate
+from bough.tokenization.template_variables import template_variables
 from bough.tokenization.tokenizer import Tokenizer
 
 Fields = dict[str, object]
 
 
-def has_tools(prompt: ChatPrompt) -> bool:
-    """Whether there are functions, or calls of them or answers to such calls among the messages."""
-    return prompt.tools is not None or any(m.tool_calls or m.role == "tool" for m in prompt.messages)
+def has_fields(prompt: ChatPrompt) -> bool:
+    """Whether there is more than roles and contents: functions, calls of them, answers to such calls, or thoughts."""
+    return prompt.tools is not None or any(m.tool_calls or m.role == "tool" or m.reasoning for m in prompt.messages)
 
 
 def tool_prompt(prompt: ChatPrompt, tokenizer: Tokenizer) -> list[int]:
-    """Tokens of a conversation with tools, up to the start of the assistant's answer.
+    """Tokens of a conversation that has more than roles and contents, up to the start of the assistant's answer.
 
     Raises:
         InvalidRequest: the model's chat template would leave out a part of it, or rejects it.
     """
     functions = prompt.tools.functions if prompt.tools else ()
+    template = tokenizer.tool_template if functions else tokenizer.template
     if functions:
-        require_tools(tokenizer.template)
+        require_tools(template)
     names: dict[str, str] = {}  # of the functions called so far, by the calls' ids, which clients may use again
     messages = []
     for index, message in enumerate(prompt.messages):
-        _require_known(index, message, tokenizer.template)
+        _require_known(index, message, template)
         names |= {call.call_id: call.name for call in message.tool_calls}
         messages.append(_message(message, names))
-    return tokenizer.encode_objects(messages, [_function(f) for f in functions])
+    variables = template_variables(prompt.chat_template_kwargs)
+    return tokenizer.encode_objects(messages, [_function(f) for f in functions], variables)
 
 
 def require_tools(template: ChatTemplate) -> None:
@@ -60,6 +63,8 @@ def _require_known(index: int, message: Message, template: ChatTemplate) -> None
 def _message(message: Message, names: Mapping[str, str]) -> Fields:
     """A message with the fields that templates read; `names` are those of the functions called, by the calls' ids."""
     fields: Fields = {"role": message.role, "content": message.content}
+    if message.reasoning:  # by either name templates may read it
+        fields |= {"reasoning_content": message.reasoning, "reasoning": message.reasoning}
     if message.tool_calls:  # templates ask whether the field is there
         fields["tool_calls"] = [
             {

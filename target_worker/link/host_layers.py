@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 
 import torch
@@ -11,7 +12,7 @@ from bough.runtime.host_memory import in_pieces
 from target_worker.link.direct_io import Allocate, Disk, Slab
 from target_worker.link.disk_ring import LinkFigures, Ring
 from target_worker.link.disk_stats import DiskStats
-from target_worker.link.layer_extents import LayerExtents
+from target_worker.link.layer_extents import Each, LayerExtents
 
 PIECE_BYTES = 2 * 1000**3  # limit of one allocation
 
@@ -78,6 +79,15 @@ class HostLayers:
             ring = Ring(streamed, self._disk, self._num_slabs, self._num_threads, self._allocate, self._traffic)
             self._ring = self._resources.enter_context(ring)
 
+    def verify(self) -> None:
+        """Verify the resident layers' checksums by several threads, before one thread does at each one's first use.
+
+        Raises:
+            StreamError: one is wrong.
+        """
+        for index, slab in self._slabs.items():
+            self._check_at_once(index, slab.bytes)
+
     def _memory(self, sizes: Sequence[int]) -> Iterator[memoryview]:
         """Yield memory of each size, several from one allocation: pinning has a cost for each and may fail for some."""
         for run in in_pieces(sizes, PIECE_BYTES):
@@ -94,7 +104,7 @@ class HostLayers:
         """
         layer = self._layers[index]
         self._disk.load([layer], [slab], self._num_threads)
-        self._check(index, slab.bytes)
+        self._check_at_once(index, slab.bytes)
         return slab.bytes[: layer.num_bytes]
 
     @contextmanager
@@ -127,7 +137,12 @@ class HostLayers:
         """Counters since the start."""
         return self._ring.figures() if self._ring is not None else LinkFigures.of(self._traffic, 0)
 
-    def _check(self, index: int, slab: torch.Tensor) -> None:
+    def _check_at_once(self, index: int, slab: torch.Tensor) -> None:
         if index in self._unseen:
-            self._layers[index].verify(slab, self._checksums)
+            with ThreadPoolExecutor(self._num_threads, thread_name_prefix="checksums") as threads:
+                self._check(index, slab, threads.map)
+
+    def _check(self, index: int, slab: torch.Tensor, each: Each = map) -> None:
+        if index in self._unseen:
+            self._layers[index].verify(slab, self._checksums, each)
             self._unseen.discard(index)

@@ -87,7 +87,8 @@ class CudaStreams:
     def copy(self, source: torch.Tensor, target: torch.Tensor, after: DeviceEvent | None) -> Copy:
         """Queue a copy on the copy stream."""
         begun, done = _event(), _event()
-        with self._lock, torch.cuda.stream(self._copying):
+        # The first of these restores the caller's device without making a context there, of hundreds of megabytes.
+        with self._lock, torch.cuda.device(self.device), torch.cuda.stream(self._copying):
             if after is not None:
                 self._copying.wait_event(cast(torch.cuda.Event, after))
             begun.record(self._copying)

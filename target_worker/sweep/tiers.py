@@ -100,6 +100,8 @@ class Tiers:
             if self._streams is not None:
                 self._upload(self._streams)
             self._host.fill()
+            if self._streams is not None:
+                self._host.verify()
             if self.experts is not None:
                 self._resources.enter_context(self.experts)
             if self._streams is not None and self.placement.streamed:

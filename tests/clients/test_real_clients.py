@@ -83,7 +83,8 @@ import openai
 client = openai.OpenAI(base_url=sys.argv[1], api_key="none", max_retries=0)
 model = client.models.list().data[0].id
 question = [{"role": "user", "content": "Why is the sky blue?"}]
-asked = dict(model=model, messages=question, seed=7, temperature=0.8, max_completion_tokens=24)
+asked = dict(model=model, messages=question, seed=7, temperature=0.8, max_completion_tokens=24, reasoning_effort="none",
+             extra_body={"chat_template_kwargs": {"enable_thinking": False}})
 
 whole = client.chat.completions.create(**asked, logprobs=True, top_logprobs=2)
 text = whole.choices[0].message.content

@@ -38,9 +38,10 @@ def test_every_family_gives_what_the_cpu_gives(family: str, tmp_path: Path) -> N
     require_close(on_device(folder, Where(), torch.float32), on_cpu(folder, torch.float32))
 
 
-def test_embeddings_that_stay_on_the_host_are_scaled_there(tmp_path: Path) -> None:
-    """Gemma's are, where its head is a matrix of its own."""
-    config = copy.deepcopy(FAMILIES["gemma3, local and global"])
+@pytest.mark.parametrize("family", ["gemma2, soft-capping, alternating windows", "gemma3, local and global"])
+def test_embeddings_that_stay_on_the_host_are_scaled_there(family: str, tmp_path: Path) -> None:
+    """Gemma's are, by the root of the hidden size, where its head is a matrix of its own."""
+    config = copy.deepcopy(FAMILIES[family])
     config.tie_word_embeddings = False
     folder = save_model(tmp_path / "model", config)
     require_close(on_device(folder, Where(), torch.float32), on_cpu(folder, torch.float32))

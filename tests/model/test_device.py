@@ -56,6 +56,20 @@ def test_without_a_gpu_auto_is_the_cpu_and_workers_refuse_to_be_told_otherwise(n
         DraftWorker(parse(DraftConfig, "d", flags, {}), "d")
 
 
+@pytest.mark.parametrize("is_here", [False, True])
+def test_a_gpu_that_torch_cannot_use_is_told(
+    is_here: bool, no_gpu: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A build of torch for CPUs, or a driver that is too old: a 70B would crawl, and nobody would know why."""
+    monkeypatch.setattr(bough.model.running.device, "may_be_gpu", lambda _: is_here)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert choose_device("auto") == torch.device("cpu")
+    told = "--device: auto is the CPU, although this machine has a GPU: torch finds none" in caplog.text
+    assert told == is_here
+    assert choose_device("cpu") == torch.device("cpu")
+    assert len(caplog.records) == is_here, "who asks for the CPU knows"
+
+
 def test_host_memory_means_nothing_on_the_cpu(tiny: Path) -> None:
     flags = ["--model", str(tiny), "--device", "cpu", "--host-memory", "1GB"]
     with pytest.raises(ConfigError, match=r"--host-memory: must be left out on the CPU, .* got 1\.00 GB"):

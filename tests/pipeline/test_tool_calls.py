@@ -9,11 +9,14 @@ from typing import Any
 import httpx
 import jsonschema
 import pytest
+from tokenizers import pre_tokenizers
 
 from bough.client import Client
 from bough.errors import InvalidRequest
 from bough.processes.launch import Cluster
-from bough.protocol.generation import ChatPrompt, Function, Message, Tools
+from bough.protocol.generation import ChatPrompt, Function, Message, ToolChoice, Tools
+from orchestrator.tools.call_reader import ArgumentsText
+from orchestrator.tools.qwen3_coder import QWEN3_CODER
 
 Json = dict[str, Any]
 
@@ -37,6 +40,9 @@ ONE: Json = {
     "parallel_tool_calls": False,
     "seed": 1,
 }
+ALLOWED = "tool_choice.allowed_tools.tools"
+UNKNOWN: Json = {"mode": "required", "tools": [{"type": "function", "function": {"name": n}} for n in ("now", "sun")]}
+CHARACTERS = sorted(pre_tokenizers.ByteLevel.alphabet())  # the vocabulary of the model
 ARGUMENTS = "messages[1].tool_calls[0].function.arguments"
 BLOCK = 32  # tokens of a prompt that another session's keys and values serve for
 PLAIN = {"speculation": False}
@@ -156,6 +162,37 @@ async def test_where_the_model_decides_trees_change_nothing_either(http: httpx.A
     assert (without_ids(message), reason) == (without_ids(auto["message"]), auto["finish_reason"])
 
 
+async def test_beside_a_form_the_answer_is_a_call_or_of_the_form(http: httpx.AsyncClient) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "sky", "schema": SCHEMA}}
+    allowed = {"mode": "auto", "tools": [ONE["tool_choice"]]}
+    body = ONE | {"tool_choice": {"type": "allowed_tools", "allowed_tools": allowed}, "response_format": form}
+    kinds = set()
+    for first, seed in (("<", 1), ("{", 2)):
+        likely = {"logit_bias": {CHARACTERS.index(first): 20}, "seed": seed}
+        choice = await choice_of(http, body | likely)
+        kinds.add(choice["finish_reason"])
+        if choice["finish_reason"] == "tool_calls":
+            require_call(choice)
+        else:
+            jsonschema.validate(json.loads(choice["message"]["content"]), SCHEMA)
+        assert without_ids((await choice_of(http, body | likely | PLAIN))["message"]) == without_ids(choice["message"])
+        message, _ = await streamed(http, body | likely)
+        assert without_ids(message) == without_ids(choice["message"])
+    assert kinds == {"tool_calls", "stop"}
+
+
+async def test_trees_change_nothing_of_arguments_between_tags(http: httpx.AsyncClient) -> None:
+    """The model's template has no tags, so their grammar is demanded as such."""
+    schema: Json = {"type": "object", "properties": {"a": {"type": "string", "maxLength": 5}}, "required": ["a"]}
+    tools = Tools((Function("f", json.dumps(schema)),), ToolChoice.REQUIRED, (), allows_several=False)
+    grammar = QWEN3_CODER.grammar({0: tools.functions[0]}, tools, {})
+    body: Json = {"messages": [USER], "structured_outputs": {"grammar": grammar}, "seed": 4, "max_tokens": 150}
+    text = (await choice_of(http, body))["message"]["content"]
+    assert (await choice_of(http, body | PLAIN))["message"]["content"] == text
+    pieces = QWEN3_CODER.parser(tools).push(text)
+    jsonschema.validate(json.loads("".join(piece.text for piece in pieces if isinstance(piece, ArgumentsText))), schema)
+
+
 async def test_choices_log_probabilities_and_limits_beside_calls(http: httpx.AsyncClient) -> None:
     answer = await answered(http, ONE | {"n": 2, "logprobs": True, "tool_choice": "required"})
     ids = set()
@@ -178,12 +215,12 @@ async def test_choices_log_probabilities_and_limits_beside_calls(http: httpx.Asy
 async def test_what_cannot_be_called_is_named(http: httpx.AsyncClient) -> None:
     odd = {"type": "function", "function": {"name": "odd", "parameters": {"not": {}}}}
     call = {"id": "a", "type": "function", "function": {"name": "now", "arguments": "{"}}
-    cases = [
+    cases: list[tuple[Json, str]] = [
         ({"tool_choice": {"type": "function", "function": {"name": "sun"}}}, "tool_choice.function.name"),
         ({"tools": [], "tool_choice": "required"}, "tool_choice"),
         ({"tools": [*TOOLS, odd], "tool_choice": "required"}, "tools[2].function.parameters"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),
+        ({"tool_choice": {"type": "allowed_tools", "allowed_tools": UNKNOWN}}, f"{ALLOWED}[1].function.name"),
+        ({"structured_outputs": {"regex": "[a"}}, "structured_outputs.regex"),
         ({"min_tokens": 2}, "min_tokens"),
         ({"ignore_eos": True}, "ignore_eos"),
         ({"messages": [USER, {"role": "assistant", "tool_calls": [call]}]}, ARGUMENTS),

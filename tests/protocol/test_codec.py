@@ -132,11 +132,13 @@ options = st.builds(
         st.none() | st.integers(0, 9),
     ),
     continues=st.booleans(),
+    constraint=st.none() | st.builds(g.Constraint, regex=st.text(max_size=3), after_reasoning=st.booleans()),
     resume=st.none() | st.builds(g.Resume, st.integers(0, 9), st.lists(st.integers(0, 9), max_size=3).map(tuple)),
 )
+messages = st.builds(g.Message, st.text(), st.text(), reasoning=st.text())
 prompts = st.one_of(
     st.builds(g.TextPrompt, st.text()),
-    st.builds(g.ChatPrompt, st.lists(st.builds(g.Message, st.text(), st.text()), max_size=2).map(tuple)),
+    st.builds(g.ChatPrompt, st.lists(messages, max_size=2).map(tuple), chat_template_kwargs=st.text(max_size=5)),
     st.builds(g.TokenPrompt, st.lists(st.integers(0, 9), max_size=4).map(tuple)),
 )
 
@@ -179,6 +181,8 @@ def test_numbers_that_no_message_can_carry_are_refused_by_name(options: dict[str
     [
         (g.TextPrompt("caf\udce9"), {}, "text: "),
         (g.ChatPrompt((g.Message("user", "a"), g.Message("user", "caf\udce9"))), {}, r"messages\[1\]\.content: "),
+        (g.ChatPrompt((g.Message("user", "a", reasoning="caf\udce9"),)), {}, r"messages\[0\]\.reasoning: "),
+        (g.ChatPrompt((), chat_template_kwargs="caf\udce9"), {}, r"chat\.chat_template_kwargs: "),
         (g.TextPrompt("a"), {"stop": ("b", "caf\udce9")}, r"stop\[1\]: "),
         (g.TextPrompt("a"), {"session_id": "caf\udce9"}, "session_id: "),
     ],
@@ -247,7 +251,7 @@ def test_descriptions_survive_the_wire() -> None:
 
 @given(st.binary(max_size=3_000_000))
 def test_a_tokenizer_is_sent_in_pieces_that_fit_a_message(data: bytes) -> None:
-    files = TokenizerFiles(data, "template", (1, 2), "<s>", "</s>")
+    files = TokenizerFiles(data, "template", (1, 2), "<s>", "</s>", "another")
     chunks = list(codec.tokenizer_to_wire(files))
     assert all(chunk.ByteSize() < 2_000_000 for chunk in chunks)
     assert codec.tokenizer_from_wire(chunks) == files
@@ -287,7 +291,7 @@ def test_sizes_and_names_out_of_range_are_refused_by_name() -> None:
 def test_generated_code_is_fresh(tmp_path: Path) -> None:
     """`make proto` after a change of a .proto file was forgotten."""
     (tmp_path / "bough" / "pb").mkdir(parents=True)
-    outputs = [f"--{kind}_out={tmp_path}" for kind in ("python", "pyi", "grpc_python")]
+    outputs = [f"--{kind}_out={tmp_path}" for kind in ("python", "pyi")]
     files = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "proto").glob("*.proto"))
     command = [sys.executable, "-m", "grpc_tools.protoc", "-Ibough/pb=proto", *outputs, *files]
     subprocess.run(command, cwd=ROOT, check=True)

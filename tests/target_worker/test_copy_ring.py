@@ -14,6 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bough.errors import StreamError
 from bough.model.batch.batch import Batch, Segment
+from bough.model.checkpoint.checkpoint import Checkpoint
+from bough.model.loading.loading import verify
 from bough.model.packing.pack import pack
 from bough.sizing.placement import Tier
 from bough.trees.tree import Tree
@@ -22,6 +24,7 @@ from target_worker.link.device_ring import DeviceRing
 from tests.conftest import TINY, save_model
 from tests.fakes.gpu.late_device import FakeStreams
 from tests.fakes.models import new_slot, plain_logits, streamed
+from tests.model.test_packed import flip
 
 INDICES = (0, 2, 3, 5, 6)  # the others are resident
 SIZE = 1000
@@ -188,3 +191,28 @@ def test_a_layer_asks_the_device_for_no_number(tiny: Path, tmp_path: Path, bits:
             model.sweep(batch)
     assert "linear" in recorded.names
     assert not recorded.names & STOPPING
+
+
+@pytest.mark.parametrize("max_resident", [0, 4])
+def test_packed_layers_that_stay_are_checked_at_the_start_by_several_threads(
+    max_resident: int, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One thread would be at a large model's for seconds of the first sweep."""
+    folder, checked_by = tmp_path / "packed", set[str]()
+
+    def noted(*arguments: Any) -> None:
+        checked_by.add(threading.current_thread().name.rpartition("_")[0])
+        verify(*arguments)
+
+    monkeypatch.setattr("target_worker.link.layer_extents.verify", noted)
+    pack(str(tiny), 4, folder)
+    with streamed(folder, torch.float32, 16, max_resident, InlineStreams(), 4) as model:
+        assert checked_by == {"checksums"}
+        plain_logits(model, [1, 2])
+        assert checked_by == {"checksums"}, "and not again"
+    flip(Checkpoint.open(folder).tensors["model.layers.2.mlp.up_proj.weight.packed"])
+    with (
+        pytest.raises(StreamError, match=r"layers\.2\.mlp\.up_proj\.weight\.packed .*checksum"),
+        streamed(folder, torch.float32, 16, max_resident, InlineStreams(), 4),
+    ):
+        pass

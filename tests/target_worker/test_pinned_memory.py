@@ -83,6 +83,27 @@ def test_a_piece_that_is_refused_serves_unpinned_beside_others(
     assert cudart.unpinned == [cudart.asked[0], cudart.asked[2]]
 
 
+def test_a_copy_is_queued_within_its_own_gpu(cudart_of: Callable[..., Cudart], monkeypatch: pytest.MonkeyPatch) -> None:
+    """`torch.cuda.stream` alone sets the thread's first GPU again, and CUDA makes a context there."""
+    cudart_of()
+    entered: list[object] = []
+
+    def enter(what: object) -> nullcontext[None]:
+        entered.append(what)
+        return nullcontext()
+
+    second, stream = torch.device("cuda", 1), SimpleNamespace(wait_event=entered.append)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _: stream)
+    monkeypatch.setattr(torch.cuda, "Event", lambda **_: SimpleNamespace(record=lambda _: None))
+    monkeypatch.setattr(torch.cuda, "stream", enter)
+    streams = CudaStreams(second)
+    monkeypatch.setattr(torch.cuda, "device", enter)
+    source, target = torch.ones(2), torch.empty(2)
+    streams.copy(source, target, None)
+    assert entered == [second, stream]
+    assert torch.equal(source, target)
+
+
 def test_memory_is_asked_for_near_the_gpu(
     cudart_of: Callable[..., Cudart], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

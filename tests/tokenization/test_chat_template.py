@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -121,3 +123,29 @@ def test_text_that_goes_on_has_no_second_beginning(tmp_path: Path) -> None:
     tokenizer = Tokenizer(TokenizerFiles(files.tokenizer_json, LLAMA_3, (), "<s>"))
     assert tokenizer.encode_more("and on") == tokenizer.encode("and on")
     assert tokenizer.decode(tokenizer.encode_more("b", before="a")) == "b"
+
+
+TOOL_USE = "{% for t in tools %}{{ t.name }} {% endfor %}{% for m in messages %}{{ m.content }}{% endfor %}"
+
+
+@pytest.mark.parametrize("in_config", [True, False])
+def test_of_templates_by_name_the_one_for_tools_is_used_with_tools(tmp_path: Path, in_config: bool) -> None:
+    """As transformers chooses; they are listed in the configuration, or are files beside it."""
+    save_tokenizer(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(NUMBERED)
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text(TOOL_USE)
+    if in_config:
+        shutil.rmtree(tmp_path / "additional_chat_templates")
+        (tmp_path / "chat_template.jinja").unlink()
+        config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+        config["chat_template"] = [
+            {"name": name, "template": source}
+            for name, source in (("default", NUMBERED), ("tool_use", TOOL_USE), ("rag", "{{ documents }}"))
+        ]
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer = Tokenizer(load_tokenizer_files(tmp_path))
+    messages = [{"role": "user", "content": "Hi"}]
+    assert tokenizer.decode(tokenizer.encode_objects(messages, [])) == "1. Hi\n"
+    assert tokenizer.decode(tokenizer.encode_objects(messages, [{"name": "sky"}])) == "sky Hi"
+    assert tokenizer.decode(tokenizer.encode_chat([("user", "Hi")])) == "1. Hi\n"

@@ -20,6 +20,7 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
     defaults = GenerateOptions()
     add = parser.add_argument
     add("--system", default="", help="system message")
+    add("--chat-template-kwargs", default="", metavar="JSON", help="variables of the template: '{\"thinking\": true}'")
     add("--model", default="", help="its name, where several are served (bough doctor lists them)")
     add("--session", default="", help="keep KV under this name for the next turn")
     add("--temperature", type=float, default=defaults.temperature, help="0 is greedy (default 1)")

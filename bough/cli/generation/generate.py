@@ -32,7 +32,8 @@ from bough.protocol.generation import (
 async def generate(arguments: argparse.Namespace) -> int:
     """Answer one prompt, streamed as text or as one JSON line."""
     text = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
-    prompt: Prompt = TextPrompt(text) if arguments.raw else ChatPrompt((*_system(arguments), Message("user", text)))
+    said, kwargs = (*_system(arguments), Message("user", text)), arguments.chat_template_kwargs
+    prompt: Prompt = TextPrompt(text) if arguments.raw else ChatPrompt(said, chat_template_kwargs=kwargs)
     async with client_from(arguments) as client:
         answer = await Answer.read(client, prompt, options_from(arguments), is_shown=not arguments.json)
     if arguments.json:
@@ -51,7 +52,7 @@ async def chat(arguments: argparse.Namespace) -> int:
             if not line.strip():
                 continue
             question = Message("user", line.rstrip("\r\n"))
-            answer = await next_turn(client, history, question, options)
+            answer = await next_turn(client, history, question, options, arguments.chat_template_kwargs)
             history += (question, Message("assistant", answer.text))
         if not arguments.session:
             with suppress(BoughError):  # the session then expires by itself
@@ -59,15 +60,18 @@ async def chat(arguments: argparse.Namespace) -> int:
     return 0
 
 
-async def next_turn(client: Client, history: list[Message], question: Message, options: GenerateOptions) -> Answer:
+async def next_turn(
+    client: Client, history: list[Message], question: Message, options: GenerateOptions, template_kwargs: str = ""
+) -> Answer:
     """The answer to a question; the history is sent only if the session cannot be continued."""
+    turn = ChatPrompt((question,), chat_template_kwargs=template_kwargs)
     if any(message.role == "assistant" for message in history):
         continuing = replace(options, continues=True)
         try:
-            return await Answer.read(client, ChatPrompt((question,)), continuing, is_shown=True)
+            return await Answer.read(client, turn, continuing, is_shown=True)
         except (NotFound, InvalidRequest):  # forgotten, or the model's template cannot be continued
             pass
-    return await Answer.read(client, ChatPrompt((*history, question)), options, is_shown=True)
+    return await Answer.read(client, replace(turn, messages=(*history, question)), options, is_shown=True)
 
 
 class Answer:

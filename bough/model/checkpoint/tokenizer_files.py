@@ -27,5 +27,13 @@ def load_tokenizer_files(folder: Path) -> TokenizerFiles:
         eos |= set(configured if isinstance(configured, list) else [configured]) - {None}
     except OSError:
         pass  # the file is optional
-    template = tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else ""
-    return TokenizerFiles(data, template, tuple(sorted(eos)), tokenizer.bos_token or "", tokenizer.eos_token or "")
+    given = tokenizer.chat_template  # one, or several by name
+    templates = given if isinstance(given, dict) else {"default": given or ""}
+    return TokenizerFiles(
+        data,
+        templates.get("default", ""),
+        tuple(sorted(eos)),
+        tokenizer.bos_token or "",
+        tokenizer.eos_token or "",
+        templates.get("tool_use", ""),
+    )

@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
 from bough.errors import ConfigError
 from bough.model.cpu.llvm_vectors import has_feature, multiplies_pairs
+from bough.runtime.machine import may_be_gpu
+
+logger = logging.getLogger(__name__)
 
 
 def choose_device(name: str) -> torch.device:
     """The device of a setting, "auto", "cpu", "cuda" or "cuda:1"; `auto` is the first GPU, or the CPU if there is none.
 
+    A machine whose GPU torch cannot use computes on its CPU with a warning, as the settings do not say which was meant.
+
     Raises:
         ConfigError: the device does not exist.
     """
-    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+    if name == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
         why = "finds none" if torch.version.cuda else f"{torch.__version__} is a build without CUDA"
-        raise ConfigError(f"--device: must be cpu or auto, as torch {why}, got {name}")
+        if name != "auto":
+            raise ConfigError(f"--device: must be cpu or auto, as torch {why}, got {name}")
+        if may_be_gpu(name):
+            logger.warning("--device: auto is the CPU, although this machine has a GPU: torch %s", why)
+        return torch.device("cpu")
     index = 0 if name == "auto" else torch.device(name).index or 0
     count = torch.cuda.device_count()
     if index >= count:

@@ -26,6 +26,8 @@ for part in parts:
         say(part, error="RuntimeError: wrong")
         raise SystemExit(1)
     if part == "hangs":
+        say(part, so_far=[1])
+        say(part, so_far=[1, 2])
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
         open(os.environ["CHILD"], "w").write(str(child.pid))
         time.sleep(60)
@@ -36,11 +38,18 @@ for part in parts:
 """
 
 
-def run(names: Sequence[str], seconds: float, limit: float = 30) -> tuple[dict[str, Any], dict[str, str]]:
+def run(
+    names: Sequence[str], seconds: float, limit: float = 30, noted: list[tuple[int, int]] | None = None
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """`noted` gets the numbers of parts that have found something, and that have failed, whenever these are told."""
+
+    def note(found: dict[str, Any], failed: dict[str, str]) -> None:
+        (noted if noted is not None else []).append((len(found), len(failed)))
+
     def command(parts: Sequence[str], found: dict[str, Any]) -> list[str]:
         return [sys.executable, "-c", WORKER, "+".join(found), *parts]
 
-    return results_of([Part(name, 2.0 if name == "hangs" else limit) for name in names], command, seconds)
+    return results_of([Part(name, 2.0 if name == "hangs" else limit) for name in names], command, seconds, note)
 
 
 def is_running(pid: int) -> bool:
@@ -54,10 +63,15 @@ def test_what_fails_costs_nobody_else(
 ) -> None:
     monkeypatch.setenv("CHILD", str(tmp_path / "child"))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
-    found, failed = run(["a", "b", "fails", "c", "hangs", "d", "dies", "e"], 600)
-    assert list(found) == ["a", "b", "c", "d", "e"]
+    noted: list[tuple[int, int]] = []
+    found, failed = run(["a", "b", "fails", "c", "hangs", "d", "dies", "e"], 600, noted=noted)
+    assert list(found) == ["a", "b", "c", "hangs", "d", "e"]
+    assert found["hangs"] == [1, 2], "what it had found until then"
+    assert noted == [(1, 0), (2, 0), (2, 1), (3, 1), (4, 1), (4, 1), (4, 2), (5, 2), (5, 3), (6, 3)]
     assert found["a"]["by"] == found["b"]["by"] != found["c"]["by"], "a process goes on while nothing fails"
-    assert [found[name]["found"] for name in "bcde"] == ["", "a+b", "a+b+c", "a+b+c+d"], "it is told what there is"
+    assert [found[name]["found"] for name in "bcde"] == ["", "a+b", "a+b+c+hangs", "a+b+c+hangs+d"], (
+        "it is told what there is"
+    )
     assert failed["fails"] == "RuntimeError: wrong"
     assert failed["hangs"] == "no result within 2 seconds"
     assert failed["dies"] == (

@@ -21,6 +21,7 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 USER: Json = {"role": "user", "content": "x"}
 BOT: Json = {"role": "assistant", "content": "x"}
 TOOL: Json = {"type": "function", "function": {"name": "f", "parameters": {}}}
+NAMED: Json = {"type": "function", "function": {"name": "f"}}
 CALL: Json = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 ODD: Json = {"name": "f", "arguments": "[1]"}
 HALF_A_PAIR: Json = {"name": "f", "arguments": '{"a": "\\ud83d"}'}
@@ -97,6 +98,10 @@ async def door(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[HttpSt
         ("tool_choice", "required"),
         ("tool_choice", "any"),
         ("tool_choice", {"type": "function"}),
+        ("tool_choice", {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}}),
+        ("tool_choice", {"type": "allowed_tools", "allowed_tools": {"mode": "none", "tools": [NAMED]}}),
+        ("tool_choice", {"type": "allowed_tools", "mode": "auto", "tools": [NAMED]}),
+        ("tool_choice", {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [NAMED]}}),  # no tools
         ("parallel_tool_calls", 1),
         ("functions", [{}]),
         ("response_format", {"type": "structural_tag"}),
@@ -114,7 +119,11 @@ async def door(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[HttpSt
         ("skip_special_tokens", False),
         ("skip_special_tokens", 1),
         ("continue_final_message", True),
-        ("chat_template_kwargs", {"enable_thinking": False}),
+        ("chat_template_kwargs", {"messages": []}),
+        ("chat_template_kwargs", "{}"),
+        ("include_reasoning", 0),
+        ("reasoning_effort", ""),
+        ("messages[0].reasoning", [BOT | {"reasoning": {}}]),
         ("add_special_tokens", True),
         ("bad_words", ["no"]),
         ("echo", True),
@@ -179,6 +188,7 @@ async def test_null_is_as_good_as_left_out(door: HttpStack) -> None:
         ("add_generation_prompt", True),
         ("continue_final_message", False),
         ("chat_template_kwargs", {}),
+        ("chat_template_kwargs", {"enable_thinking": False}),
         ("messages", [{"role": "developer", "content": "Be short."}, USER]),
         ("messages", [USER | {"name": "ann", "tool_calls": []}]),
         ("messages", [USER | {"content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]),
@@ -189,6 +199,8 @@ async def test_null_is_as_good_as_left_out(door: HttpStack) -> None:
         ("bad_words", []),
         ("echo", False),
         ("include_reasoning", True),
+        ("include_reasoning", False),
+        ("messages", [USER, BOT | {"content": None, "reasoning": "Hm."}, USER]),
         ("priority", 0),
         ("prompt_logprobs", 0),
         ("return_token_ids", False),

@@ -44,6 +44,7 @@ CHAT_BODY: Json = {"messages": [{"role": "user", "content": QUESTION}], "max_tok
     name: BODY[name] for name in ("temperature", "seed", "ignore_eos")
 }
 LOGPROBS: Json = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
+NAMED: Json = {"type": "function", "name": "f"}
 TOOL: Json = {"type": "function", "name": "f", "description": "F.", "parameters": {"type": "object"}, "strict": True}
 CALL: Json = {"type": "function_call", "call_id": "call_1", "name": "f", "arguments": "{}"}
 RETURNED: Json = {"type": "function_call_output", "call_id": "call_1", "output": "x"}
@@ -250,6 +251,8 @@ async def test_an_aborted_request_is_a_cancelled_response(door: HttpStack) -> No
         ("tools", [TOOL]),  # the template knows none
         ("tool_choice", "required"),
         ("tool_choice", {"type": "web_search"}),
+        ("tool_choice", {"type": "allowed_tools", "mode": "auto", "tools": []}),
+        ("tool_choice", {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "function": {}}]}),
         ("previous_response_id", "resp_1"),
         ("conversation", {"id": "conv_1"}),
         ("background", True),
@@ -403,10 +406,11 @@ def test_log_probabilities_of_tokens_whose_text_comes_late_are_told_with_it() ->
     assert [[entry["token"] for entry in event["logprobs"]] for event in events if "delta" in event] == [["a"]]
 
 
-def test_what_is_asked_for_is_repeated() -> None:
+@pytest.mark.parametrize("more", [{}, {"type": "allowed_tools", "mode": "auto", "tools": [NAMED]}])
+def test_what_is_asked_for_is_repeated(more: Json) -> None:
     schema = {"type": "object", "properties": {"a": {}}}
     form = {"type": "json_schema", "name": "n", "schema": schema, "strict": True}
-    named = {"type": "function", "name": "f"}
+    named = more or NAMED
     _, response = streamed(Started("r", 5, 1, "m"), ended(), tools=[TOOL], tool_choice=named, text={"format": form},
                            parallel_tool_calls=False, top_p=0.5, max_output_tokens=9)  # fmt: skip
     assert response["text"]["format"].items() >= form.items()

@@ -10,9 +10,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.tools.call_object import ArgumentsText, CallBegun
-from orchestrator.tools.call_parser import CallParser, ContentText
+from bough.protocol.generation import Function, Tools
+from orchestrator.tools.call_object import ObjectSyntax
+from orchestrator.tools.call_parser import ContentText
+from orchestrator.tools.call_reader import ArgumentsText, CallBegun
 from orchestrator.tools.formats import FORMATS
+from orchestrator.tools.mistral import MISTRAL_NAMED
+from orchestrator.tools.tagged_call import TaggedSyntax
+
+KNOWN = {"mistral_named" if known is MISTRAL_NAMED else known.name: known for known in FORMATS}
+SCHEMA = (
+    '{"type": "object", "properties": {"s": {"type": "string"}, "n": {"type": "integer"}, "o": {"type": "object"}, '
+    '"b": {"anyOf": [{"$ref": "#/$defs/B"}, {"type": "null"}]}, "e": {"enum": ["x", 5]}, "u": {}, '
+    '"t": {"type": ["string", "null"], "description": "a text"}}, "$defs": {"B": {"const": true}}}'
+)
+TOOLS = Tools((Function("f", SCHEMA), Function("get_time", '{"type": "object", "properties": 3}')))
 
 
 class Read(NamedTuple):
@@ -24,7 +36,7 @@ class Read(NamedTuple):
 
 
 def read(format_name: str, pieces: list[str]) -> Read:
-    parser = CallParser(FORMATS[format_name].spelling, ["f", "get_time"])
+    parser = KNOWN[format_name].parser(TOOLS)
     content, calls = "", list[tuple[str, str]]()
     told = [piece for text in pieces for piece in parser.push(text)] + parser.finish()
     for piece in told:
@@ -43,6 +55,16 @@ T = '{"arguments": {}, "name": "get_time"}'
 P = '{"name": "f", "parameters": {"a": 1}}'
 A = '{"a": [1, "}\\"]"]}'
 BOTH = [("f", A), ("get_time", "{}")]
+
+NOW = "<tool_call>\n<function=get_time>\n</function>\n</tool_call>"
+QWEN_VALUES = {"s": 'a\n b "<', "n": "12", "o": '{"a": 1}', "b": "True", "e": "5", "u": "[1]", "v": "NaN", "t": "5"}
+QWEN_TAGS = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in QWEN_VALUES.items())
+QWEN = f"<tool_call>\n<function=f>\n{QWEN_TAGS}</function>\n</tool_call>"
+TYPED = '{"s": "a\\n b \\"<", "n": 12, "o": {"a": 1}, "b": true, "e": 5, "u": [1], "v": "NaN", "t": "5"}'
+
+CODER = "<tool_call><function=f>"
+SEED = "<seed:tool_call><function=f><parameter=s>\na\n</parameter></function></seed:tool_call>"
+GLM = "<tool_call>f\n<arg_key>s</arg_key>\n<arg_value>1</arg_value>\n</tool_call>\n<tool_call>get_time\n</tool_call>"
 
 TEXTS = [
     ("hermes", "Hello <b> there\n", Read("Hello <b> there\n", [], False)),
@@ -76,6 +98,26 @@ TEXTS = [
     ("mistral", f"[TOOL_CALLS]{F}", Read("", [("f", A)], False)),
     ("mistral", "[TOOL_CALLS][1]", Read("[TOOL_CALLS][1]", [], False)),
     ("mistral", "[TOOL_CALLS", Read("[TOOL_CALLS", [], False)),
+    ("mistral_named", f"So [TOOL_CALLS]f[ARGS]{A}[TOOL_CALLS]get_time[ARGS] {{}}", Read("So", BOTH, False)),
+    ("mistral_named", "[TOOL_CALLS]f[ARG S]{}", Read("[TOOL_CALLS]f[ARG S]{}", [], False)),
+    ("mistral_named", "[TOOL_CALLS]f[ARGS]1", Read("[TOOL_CALLS]f[ARGS]1", [], False)),
+    ("mistral_named", '[TOOL_CALLS]f[ARGS]{"a": ', Read("", [("f", '{"a": ')], True)),
+    ("mistral_named", "[TOOL_CALLS]f", Read("[TOOL_CALLS]f", [], False)),
+    ("qwen3_coder", f"Hm.\n{QWEN}", Read("Hm.", [("f", TYPED)], False)),
+    ("qwen3_coder", QWEN.replace("\n", ""), Read("", [("f", TYPED.replace("a\\n b ", "a b "))], False)),
+    ("qwen3_coder", f"{NOW}\n{NOW} Done.", Read(" Done.", [("get_time", "{}")] * 2, False)),
+    ("qwen3_coder", QWEN[:70], Read("", [("f", '{"s": "a\\n b \\"<"')], True)),
+    ("qwen3_coder", "<tool_call>\n<function=f>x", Read("<tool_call>\n<function=f>x", [], False)),
+    ("qwen3_coder", "<tool_call>\n<function", Read("<tool_call>\n<function", [], False)),
+    ("qwen3_coder", f"<tool_call>{F}</tool_call>", Read(f"<tool_call>{F}</tool_call>", [], False)),
+    ("qwen3_coder", f"<tool_call><function= >{NOW}", Read("<tool_call><function= >", [("get_time", "{}")], False)),
+    ("qwen3_coder", f"{CODER}<parameter=s>\n</parameter></function> x", Read(" x", [("f", '{"s": ""}')], False)),
+    ("qwen3_coder", f"{CODER}<parameter=n>\n4\n</parameter> x", Read(" x", [("f", '{"n": 4')], True)),
+    ("seed_oss", SEED, Read("", [("f", '{"s": "\\na\\n"}')], False)),
+    ("glm45", f"Yes\n{GLM}", Read("Yes", [("f", '{"s": "1"}'), ("get_time", "{}")], False)),
+    ("glm45", "<tool_call>and so", Read("<tool_call>and so", [], False)),
+    ("glm47", GLM.replace("\n", ""), Read("", [("f", '{"s": "1"}'), ("get_time", "{}")], False)),
+    ("glm47", "<tool_call>f</tool_cal", Read("<tool_call>f</tool_cal", [], False)),
 ]  # fmt: skip
 
 
@@ -95,27 +137,47 @@ JSON = st.recursive(
 OBJECTS = st.dictionaries(st.text(max_size=4), JSON, max_size=3)
 
 
-@given(st.sampled_from(sorted(FORMATS)), OBJECTS, st.booleans(), st.lists(st.integers(0, 200), max_size=4))
+@given(st.sampled_from([*KNOWN][:4]), OBJECTS, st.booleans(), st.lists(st.integers(0, 200), max_size=4))
 def test_arguments_come_out_as_they_were_written(
     format_name: str, arguments: dict[str, object], is_ascii: bool, cuts: list[int]
 ) -> None:
-    known = FORMATS[format_name]
+    known = KNOWN[format_name]
     written = json.dumps(arguments, ensure_ascii=is_ascii, indent=2 if len(cuts) == 3 else None)
     spelling = known.spelling
-    call = f'{{"name": "f", "{known.arguments_key}": {written}}}'
+    call = f"f[ARGS]{written}"
+    if isinstance(known.syntax, ObjectSyntax):
+        call = f'{{"name": "f", "{known.syntax.arguments_key}": {written}}}'
     text = f"{spelling.mark}{spelling.opening}{call}{spelling.end}"
     ends = sorted({0, len(text), *(min(cut, len(text)) for cut in cuts)})
     assert read(format_name, [text[a:b] for a, b in pairwise(ends)]) == Read("", [("f", written)], False)
 
 
+VALUES = st.dictionaries(st.sampled_from("sno"), st.text(max_size=9).filter(lambda text: "</" not in text), max_size=3)
+
+
+@given(st.sampled_from([*KNOWN][4:]), VALUES, st.lists(st.integers(0, 200), max_size=4))
+def test_texts_between_tags_come_out_as_they_were_written(name: str, texts: dict[str, str], cuts: list[int]) -> None:
+    known = KNOWN[name]
+    tags = known.syntax
+    assert isinstance(tags, TaggedSyntax)
+    values = {key: text if key == "s" else json.dumps([text]) for key, text in texts.items()}
+    written = "".join(f"{tags.before_key}{k}{tags.after_key}{v}{tags.after_value}" for k, v in values.items())
+    text = f"{known.spelling.mark}{tags.before_name}f{tags.after_name}{written}{tags.end}{known.spelling.end}"
+    ends = sorted({0, len(text), *(min(cut, len(text)) for cut in cuts)})
+    content, [(_, arguments)], is_cut = read(name, [text[a:b] for a, b in pairwise(ends)])
+    assert (content, is_cut) == ("", False)
+    assert json.loads(arguments) == {key: value if key == "s" else json.loads(value) for key, value in values.items()}
+
+
 FRAGMENTS = [
-    *{known.spelling.mark for known in FORMATS.values()}, *{known.spelling.end for known in FORMATS.values()},
+    *{known.spelling.mark for known in FORMATS}, *{known.spelling.end for known in FORMATS},
+    *{text for known in FORMATS for text in known.syntax.texts}, "f", "s", "n", "f[ARGS]{", "<parameter=s>", "</par",
     '{"name": "f"', '{"name": "g"', '"name": "f"', ', "arguments": ', ', "parameters": ', "{}", '{"a": "}"}', F, T, P,
     "{", "}", "[", "]", ",", ";", ":", '"', "\\", " ", "\n", "x", "<tool_", "call>",
 ]  # fmt: skip
 
 
-@given(st.sampled_from(sorted(FORMATS)), st.lists(st.sampled_from(FRAGMENTS), max_size=12))
+@given(st.sampled_from([*KNOWN]), st.lists(st.sampled_from(FRAGMENTS), max_size=12))
 def test_what_is_told_of_a_text_does_not_depend_on_its_pieces(format_name: str, pieces: list[str]) -> None:
     whole = read(format_name, ["".join(pieces)])
     assert read(format_name, pieces) == whole

@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from typing import NamedTuple
 
 import pytest
-from tokenizers import AddedToken, decoders, models, pre_tokenizers
-from tokenizers import Tokenizer as HFTokenizer
 
 from bough.config.processes import TOOL_FORMATS
 from bough.errors import InvalidRequest
-from bough.grammar.allowed_tokens import Grammars
 from bough.protocol.generation import (
     ChatPrompt,
     Constraint,
     Function,
-    GenerateOptions,
     Message,
     ToolCall,
     ToolChoice,
@@ -25,52 +20,16 @@ from bough.protocol.generation import (
 )
 from bough.tokenization.chat_template import ChatTemplate
 from bough.tokenization.tokenizer import Tokenizer
-from bough.tokenization.vocabulary import TokenizerFiles
-from orchestrator.opening.output_form import output_form
 from orchestrator.opening.prompt import whole_prompt
 from orchestrator.sessions.detokenizer import TextStream
-from orchestrator.tools.call_object import ArgumentsText, CallBegun
 from orchestrator.tools.call_parser import ContentText
+from orchestrator.tools.call_reader import ArgumentsText, CallBegun
 from orchestrator.tools.formats import FORMATS, format_of
+from orchestrator.tools.mistral import MISTRAL_NAMED
+from tests.fakes.tool_models import QUESTION, model_of, tokenizer_with
+from tests.fakes.tool_templates import KIMI, NO_TOOLS, SPECIAL, TEMPLATES, TOKENS, written
 
-# As checkpoints have them, shortened.
-HERMES = (
-    "{%- if tools %}<tools>{% for tool in tools %}\n{{ tool | tojson }}{% endfor %}\n</tools>\n"
-    "<tool_call>\n{\"name\": <function-name>, \"arguments\": <args-json-object>}\n</tool_call>\n{% endif %}"
-    "{%- for m in messages %}<|im_start|>{{ m.role }}{% if m.content %}\n{{ m.content }}{% endif %}"
-    "{%- for call in m.tool_calls %}\n<tool_call>\n{\"name\": \"{{ call.function.name }}\", \"arguments\": "
-    "{{ call.function.arguments | tojson }}}\n</tool_call>{% endfor %}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
-)  # fmt: skip
-LLAMA = (
-    "{%- if custom_tools is defined %}{%- set tools = custom_tools %}{%- endif %}"
-    "{%- if not tools is defined %}{%- set tools = none %}{%- endif %}"
-    "{%- if tools is not none %}Respond in the format {\"name\": function name, \"parameters\": dictionary}.\n"
-    "{%- for t in tools %}{{ t | tojson(indent=4) }}\n{% endfor %}{%- endif %}"
-    "{%- for m in messages %}{%- if 'tool_calls' in m %}{%- if m.tool_calls | length > 1 %}"
-    "{{- raise_exception('This model only supports single tool-calls at once!') }}{%- endif %}"
-    "{\"name\": \"{{ m.tool_calls[0].function.name }}\", \"parameters\": "
-    "{{ m.tool_calls[0].function.arguments | tojson }}}<|eot_id|>"
-    "{%- elif m.role == 'tool' %}ipython: {{ m.content | tojson }}<|eot_id|>"
-    "{%- else %}{{ m.role }}: {{ m.content }}<|eot_id|>{%- endif %}{%- endfor %}assistant: "
-)  # fmt: skip
-MISTRAL = (
-    "{%- for m in messages %}{%- if m.role == 'user' %}{%- if tools is not none and loop.last %}[AVAILABLE_TOOLS] "
-    "{{- tools | tojson }}[/AVAILABLE_TOOLS]{%- endif %}[INST]{{ m.content }}[/INST]"
-    "{%- elif m.tool_calls is defined %}[TOOL_CALLS] [{%- for call in m.tool_calls %}{{ (call.function | tojson)[:-1] "
-    "}}"
-    "{%- if call.id | length < 9 %}{{ raise_exception('Tool call IDs should have length >= 9!') }}{%- endif %}"
-    ", \"id\": \"{{ call.id[-9:] }}\"}{%- endfor %}]</s>"
-    "{%- elif m.role == 'tool' %}[TOOL_RESULTS] {{ m.content }} by {{ m.name }}[/TOOL_RESULTS]"
-    "{%- else %}{{ m.content }}</s>{%- endif %}{%- endfor %}"
-)  # fmt: skip
-TEMPLATES = {"hermes": HERMES, "llama3_json": LLAMA, "mistral": MISTRAL}
-NO_TOOLS = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
-QWEN_CODER = HERMES + "<function=example>"
-MARKS = {
-    "hermes": ["<tool_call>", "</tool_call>"],  # tokens, but not special ones
-    "llama3_json": ["<|python_tag|>"],
-    "mistral": ["[TOOL_CALLS]"],
-}
+KNOWN = {"mistral_named" if known is MISTRAL_NAMED else known.name: known for known in FORMATS}
 
 CITY = (
     '{"type": "object", "properties": {"city": {"enum": ["Rome"]}}, "required": ["city"], '
@@ -84,74 +43,30 @@ FUNCTIONS = (Function("weather", CITY, "Tells the weather."), Function("count", 
 TOOLS = Tools(FUNCTIONS)
 MUST = replace(TOOLS, choice=ToolChoice.REQUIRED)
 STRICT = Tools((replace(FUNCTIONS[0], is_strict=True), FUNCTIONS[1]))
-QUESTION = (Message("user", "Weather?"),)
-
-
-def tokenizer_with(template: str, tokens: list[str], is_special: bool = True) -> TokenizerFiles:
-    """Of bytes, with an end and other tokens of whole texts."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = HFTokenizer(models.BPE(vocab={character: index for index, character in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    tokenizer.add_special_tokens(["</s>", "<think>"])
-    tokenizer.add_tokens([AddedToken(token, special=is_special, normalized=False) for token in tokens])
-    return TokenizerFiles(tokenizer.to_str().encode(), template, (256,), "", "</s>")
-
-
-class Model(NamedTuple):
-    """A tokenizer whose template has a format."""
-
-    files: TokenizerFiles
-    tokens: Tokenizer
-
-    async def form(self, tools: Tools, **options: object) -> tuple[str, dict[int, str]]:
-        prompt = ChatPrompt(QUESTION, tools)
-        grammar, shown = await output_form(prompt, GenerateOptions(**options), self.tokens, "auto")  # type: ignore[arg-type]
-        return grammar, dict(shown)
-
-    def allows(self, grammar: str, text: str) -> bool:
-        """Whether a text may be a whole output."""
-        allowed = Grammars(self.files, 270).along(grammar, None)
-        assert allowed is not None
-        mask = allowed.after(self.tokens.encode_more(text))
-        return mask is not None and bool(mask[256])
-
-
-def model_of(name: str, *, has_tokens: bool = True) -> Model:
-    files = tokenizer_with(TEMPLATES[name], MARKS[name] if has_tokens else [], is_special=name != "hermes")
-    return Model(files, Tokenizer(files))
-
-
-def written(name: str, *calls: str) -> str:
-    """Calls as the family's template writes them."""
-    match name:
-        case "hermes":
-            return "\n".join(f"<tool_call>\n{call}\n</tool_call>" for call in calls)
-        case "mistral":
-            return f"[TOOL_CALLS] [{', '.join(calls)}]"
-    return calls[0].replace("arguments", "parameters")
 
 
 ROME, OSLO = (f'{{"name": "weather", "arguments": {{"city": "{city}"}}}}' for city in ("Rome", "Oslo"))
 TWO, WORD = '{"name": "count", "arguments": {"n": 2}}', '{"name": "count", "arguments": {"n": "two"}}'
 
 
-@pytest.mark.parametrize("name", TOOL_FORMATS)
+@pytest.mark.parametrize("name", KNOWN)
 def test_a_template_tells_its_format_unless_one_is_named(name: str) -> None:
-    assert format_of("auto", ChatTemplate(TEMPLATES[name], "", "")).name == name
-    assert format_of("hermes", ChatTemplate(QWEN_CODER, "", "")) is FORMATS["hermes"]
+    template, known = ChatTemplate(TEMPLATES[name], "", ""), KNOWN[name]
+    assert format_of("auto", template) is format_of(known.name, template) is known
+    assert format_of("hermes", template).name == "hermes"
     with pytest.raises(
-        InvalidRequest, match=r"chat\.tools: .* in none of the known ways, hermes, llama3_json, mistral"
+        InvalidRequest, match=r"chat\.tools: .* in none of the known ways, hermes, llama3_json, mistral, qwen3_coder, "
     ):
-        format_of("auto", ChatTemplate(QWEN_CODER, "", ""))
+        format_of("auto", ChatTemplate(KIMI, "", ""))
     for source in (NO_TOOLS, "", "{% if"):
         with pytest.raises(
             InvalidRequest, match=r"chat\.tools: must be left out, as this model's chat template does not"
         ):
-            format_of(name, ChatTemplate(source, "", ""))
+            format_of(known.name, ChatTemplate(source, "", ""))
 
 
 @pytest.mark.parametrize("has_tokens", [True, False])
-@pytest.mark.parametrize("name", TOOL_FORMATS)
+@pytest.mark.parametrize("name", KNOWN)
 async def test_a_demand_for_calls_allows_nothing_else(name: str, has_tokens: bool) -> None:
     model = model_of(name, has_tokens=has_tokens)
     grammar, _ = await model.form(MUST)
@@ -169,13 +84,46 @@ async def test_a_demand_for_calls_allows_nothing_else(name: str, has_tokens: boo
         single, _ = await model.form(replace(MUST, allows_several=False))
         assert not model.allows(single, written(name, ROME, TWO))
         assert model.allows(single, written(name, ROME))
-    named, _ = await model.form(replace(MUST, named="count"))
-    assert model.allows(named, written(name, TWO))
-    assert not model.allows(named, written(name, ROME))
+    for choice in (ToolChoice.REQUIRED, ToolChoice.AUTO):
+        named, _ = await model.form(replace(TOOLS, choice=choice, allowed=("count",)))
+        assert model.allows(named, written(name, TWO))
+        assert not model.allows(named, written(name, ROME))
+        assert model.allows(named, "Hello") is (choice is ToolChoice.AUTO)
+
+
+PERSON = (
+    '{"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"], '
+    '"additionalProperties": false}'
+)
+FORMS = [
+    (Constraint(json_schema=COUNT), '{"n": 7}', '{"n": "7"}'),
+    (Constraint(json_schema=PERSON), '{"name": "we"}', '{"name": 1}'),  # begins as a call does
+    (Constraint(regex="[a-c]+/"), "abc/", "abd/"),
+    (Constraint(choices=("yes", "no")), "no", "nope"),
+    (Constraint(lark='start: call "!"\ncall: /[x-z]+/'), "xyz!", "xyz"),  # with names that grammars of calls have too
+]
+
+
+@pytest.mark.parametrize("name", KNOWN)
+async def test_what_is_no_call_has_the_form_that_is_asked_for(name: str) -> None:
+    model = model_of(name)
+    for constraint, right, wrong in FORMS:
+        grammar, _ = await model.form(STRICT, constraint=constraint)
+        for text, is_allowed in (
+            (right, True),
+            (wrong, False),
+            (written(name, ROME), True),
+            (written(name, OSLO), False),
+            (written(name, WORD), True),  # not strict
+            (right + written(name, ROME), False),
+            (written(name, ROME) + right, False),
+        ):
+            assert model.allows(grammar, text) is is_allowed, text
+        assert not model.allows((await model.form(MUST, constraint=constraint))[0], right)
 
 
 @pytest.mark.parametrize("has_tokens", [True, False])
-@pytest.mark.parametrize("name", TOOL_FORMATS)
+@pytest.mark.parametrize("name", KNOWN)
 async def test_strict_functions_are_called_as_they_must_be_where_the_model_decides(name: str, has_tokens: bool) -> None:
     model = model_of(name, has_tokens=has_tokens)
     assert (await model.form(TOOLS))[0] == "", "free"
@@ -191,24 +139,24 @@ async def test_strict_functions_are_called_as_they_must_be_where_the_model_decid
         (written(name, '{"name": "others", "arguments": {}}'), False),
     ):
         assert model.allows(grammar, text) is is_allowed, text
-    if name == "hermes":
+    if name not in ("llama3_json", "mistral", "mistral_named"):
         assert model.allows(grammar, f"{written(name, ROME)}\n{written(name, TWO)} Done.")
     single, _ = await model.form(replace(TOOLS, allows_several=False))
     assert model.allows(single, written(name, WORD))
     assert name == "llama3_json" or not model.allows(single, written(name, ROME, TWO))
 
 
-@pytest.mark.parametrize("name", TOOL_FORMATS)
+@pytest.mark.parametrize("name", KNOWN)
 async def test_marks_that_text_leaves_out_reach_the_parser(name: str) -> None:
     """Special tokens are part of the text only where they are a mark; others are left out as ever."""
     model = model_of(name)
     _, shown = await model.form(TOOLS)
-    assert set(shown.values()) == (set() if name == "hermes" else set(MARKS[name]))
+    assert set(shown.values()) == (set(TOKENS[name]) if name in SPECIAL else set())
     stream = TextStream(lambda tokens: model.tokens.decode_showing(tokens, shown))
     output = model.tokens.encode_more(
         "Wél<think>l, " + (written(name, ROME) if name != "llama3_json" else f"<|python_tag|>{ROME}")
     )
-    parser = FORMATS[name].parser(TOOLS)
+    parser = KNOWN[name].parser(TOOLS)
     pieces = [piece for token in output for piece in parser.push(stream.push(token).text)]
     pieces += parser.push(stream.finish()) + parser.finish()
     assert "".join(p.text for p in pieces if isinstance(p, ContentText)) == "Wéll,"
@@ -216,7 +164,7 @@ async def test_marks_that_text_leaves_out_reach_the_parser(name: str) -> None:
     assert json.loads("".join(p.text for p in pieces if isinstance(p, ArgumentsText))) == {"city": "Rome"}
 
 
-@pytest.mark.parametrize("name", TOOL_FORMATS)
+@pytest.mark.parametrize("name", KNOWN)
 def test_templates_are_given_tools_calls_and_answers(name: str) -> None:
     model = model_of(name)
     call, answer = ToolCall("call12345", "weather", '{"city":"Rome"}'), Message("tool", "Sunny.", (), "call12345")
@@ -224,7 +172,7 @@ def test_templates_are_given_tools_calls_and_answers(name: str) -> None:
     text = model.tokens.template.render([("user", "Weather?")])
     for prompt in (ChatPrompt(messages, TOOLS), ChatPrompt((*messages, *QUESTION), TOOLS)):
         text = b"".join(map(model.tokens.token_bytes, whole_prompt(prompt, model.tokens, 270))).decode()
-        assert '"arguments": {"city": "Rome"}' in text or '"parameters": {"city": "Rome"}' in text, text
+        assert written(name, ROME).removesuffix("}]") in text, "as it must be called, but for ids of Mistral's"
         assert "Sunny." in text
         assert "by weather" in text or name != "mistral"
     assert '"description": "Tells the weather."' in text
@@ -276,10 +224,11 @@ async def test_what_cannot_be_had_is_named() -> None:
         with pytest.raises(InvalidRequest, match=f"^{name}: must be "):
             await model.form(MUST, **options)
         await model.form(TOOLS, **options)
-    with pytest.raises(InvalidRequest, match=r"^constraint: must be left out beside tools"):
-        await model.form(TOOLS, constraint=Constraint(regex="a"))
+    large = Constraint(json_schema=half.parameters)
+    with pytest.raises(InvalidRequest, match=r"^constraint: must be at most 131072 characters with tools, got"):
+        await model.form(Tools((replace(half, is_strict=True),)), constraint=large)
     assert (await model.form(replace(TOOLS, choice=ToolChoice.NONE), constraint=Constraint(regex="a")))[0]
 
 
 def test_every_format_that_can_be_named_is_there() -> None:
-    assert tuple(FORMATS) == TOOL_FORMATS
+    assert {known.name for known in FORMATS} == set(TOOL_FORMATS)

@@ -1,0 +1,44 @@
+"""Grammars of outputs whose thoughts are free, and of which another grammar has what follows them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+from bough.errors import InvalidRequest
+from bough.protocol.sampling_params import MAX_GRAMMAR
+from bough.protocol.thoughts import Beginning, Thoughts
+from bough.tokenization.tokenizer import AddedToken
+from orchestrator.tools.call_grammar import ranges
+from orchestrator.tools.call_syntax import written
+
+
+def after_thoughts(field: str, grammar: str, thoughts: Thoughts, added_tokens: Mapping[str, AddedToken]) -> str:
+    """The grammar of an output whose thoughts are free, and the rest of which has this grammar, that `field` demands.
+
+    Thoughts are text up to the mark of their end, whether that is one token or spelled with several. They must end if
+    the prompt has opened them; else there may be none. After them there may be two line breaks, as models write them.
+
+    Raises:
+        InvalidRequest: the grammar would be too large.
+    """
+    if thoughts.beginning is Beginning.AFTER:
+        return grammar
+    others = ranges(sorted(token.token_id for text, token in added_tokens.items() if text != thoughts.end))
+    end = f" | TEXT? {written(thoughts.end, added_tokens)}" if thoughts.end in added_tokens else ""
+    after = "thoughts GAP @answer"
+    rules = [
+        f"start: {after}" if thoughts.beginning is Beginning.INSIDE else f"start: @answer | GAP begin {after}",
+        f"begin: {written(thoughts.begin, added_tokens)}",
+        f"thoughts: (TEXT? <[{others}]>)* (spelled{end})" if others else f"thoughts: spelled{end}",
+        r"GAP: /\n{0,2}/",
+        r"TEXT: /(.|\n)+/",
+        rf"spelled[lazy]: /(.|\n)*/ {json.dumps(thoughts.end)}",
+    ]
+    parts = json.loads(grammar) if grammar.startswith("{") else {"grammars": [{"lark_grammar": grammar}]}
+    parts["grammars"][0]["name"] = "answer"
+    parts["grammars"].insert(0, {"name": "output", "lark_grammar": "\n".join(rules)})
+    joined = json.dumps(parts, ensure_ascii=False)
+    if len(joined) > MAX_GRAMMAR:
+        raise InvalidRequest(f"{field}: must make a grammar of at most {MAX_GRAMMAR} characters, got {len(joined)}")
+    return joined

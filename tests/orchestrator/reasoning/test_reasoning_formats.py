@@ -1,0 +1,205 @@
+"""Where thoughts begin is told by the prompt, and a grammar starts where they end."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as HFTokenizer
+
+from bough.config.processes import REASONING_FORMATS
+from bough.errors import InvalidRequest
+from bough.grammar.allowed_tokens import Grammars
+from bough.protocol.generation import (
+    ChatPrompt,
+    Constraint,
+    Function,
+    GenerateOptions,
+    Message,
+    Prompt,
+    TextPrompt,
+    ToolChoice,
+    Tools,
+)
+from bough.protocol.thoughts import Beginning, Thoughts
+from bough.tokenization.tokenizer import Tokenizer
+from bough.tokenization.vocabulary import TokenizerFiles
+from orchestrator.opening.output_form import output_form
+from orchestrator.opening.prompt import whole_prompt
+from orchestrator.reasoning.formats import FORMATS, thoughts_of
+
+# What checkpoints' templates say of thoughts, shortened.
+SAID = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+R1 = SAID.replace("m.content", "m.content.split('</think>')[-1]") + "<｜Assistant｜><think>\n"
+V3 = SAID + "<｜Assistant｜>{{ '<think>' if thinking is defined and thinking else '</think>' }}"
+QWQ = SAID + "<|im_start|>assistant\n<think>\n"
+QWEN = (
+    SAID.replace("{{ m.role", "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}{{m.role")
+    + "{% if tools %}{{ tools | tojson }}<tool_call>\n{\"name\": ..., \"arguments\": ...}\n</tool_call>{% endif %}"
+    "<|im_start|>assistant\n{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n"
+    "{% endif %}"
+)  # fmt: skip
+GLM = SAID + "<|assistant|>{% if enable_thinking is defined and not enable_thinking %}\n<think></think>{% endif %}"
+MAGISTRAL = "Think first: [THINK]...[/THINK]\n" + SAID + "[/INST]"
+PLAIN = SAID + "assistant: "
+NO_SWITCH = '{"enable_thinking": false}'
+ASKED = ChatPrompt((Message("user", "What is <think>?</think>"),))
+
+
+@cache
+def tokenizer_of(template: str, *, has_tokens: bool = True, is_special: bool = False) -> Tokenizer:
+    """Of bytes, with an end at 256, another token, and perhaps the marks."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = HFTokenizer(models.BPE(vocab={character: index for index, character in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer.add_special_tokens(["</s>"])
+    marks = ["<think>", "</think>", "[THINK]", "[/THINK]"] if has_tokens else []
+    tokenizer.add_tokens([AddedToken(text, special=is_special, normalized=False) for text in ("<other>", *marks)])
+    return Tokenizer(TokenizerFiles(tokenizer.to_str().encode(), template, (256,), "", "</s>"))
+
+
+def thoughts(template: str, kwargs: str = "", named: str = "auto", prompt: Prompt = ASKED, **tokens: bool) -> Thoughts:
+    tokenizer = tokenizer_of(template, **tokens)
+    if isinstance(prompt, ChatPrompt):
+        prompt = ChatPrompt(prompt.messages, prompt.tools, kwargs)
+    found = thoughts_of(prompt, whole_prompt(prompt, tokenizer, 300), tokenizer, named)
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("has_tokens", [True, False])
+@pytest.mark.parametrize(
+    ("template", "kwargs", "beginning"),
+    [
+        (R1, "", Beginning.INSIDE),
+        (QWQ, "", Beginning.INSIDE),
+        (V3, "", Beginning.AFTER),
+        (V3, '{"thinking": true}', Beginning.INSIDE),
+        (V3, '{"reasoning_effort": "high"}', Beginning.INSIDE),
+        (QWEN, "", Beginning.BEFORE),
+        (QWEN, NO_SWITCH, Beginning.AFTER),
+        (QWEN, '{"reasoning_effort": "none"}', Beginning.AFTER),
+        (GLM, "", Beginning.BEFORE),
+        (GLM, NO_SWITCH, Beginning.AFTER),
+        (MAGISTRAL, "", Beginning.BEFORE),
+    ],
+)
+def test_the_prompt_tells_where_an_answer_begins(
+    template: str, kwargs: str, beginning: Beginning, has_tokens: bool
+) -> None:
+    found = thoughts(template, kwargs, has_tokens=has_tokens)
+    assert found.beginning is beginning
+    assert (found.begin, found.end) == (("[THINK]", "[/THINK]") if template == MAGISTRAL else ("<think>", "</think>"))
+
+
+def test_a_parser_may_be_named_and_other_prompts_have_none() -> None:
+    assert set(FORMATS) == set(REASONING_FORMATS)
+    assert thoughts(PLAIN, named="deepseek_r1").beginning is Beginning.INSIDE
+    assert thoughts(QWEN, NO_SWITCH, named="deepseek_r1").beginning is Beginning.AFTER
+    assert thoughts(PLAIN, named="qwen3").beginning is Beginning.BEFORE
+    assert thoughts(R1, named="mistral") == Thoughts("[THINK]", "[/THINK]", Beginning.BEFORE)
+    for prompt, template, named in ((ASKED, PLAIN, "auto"), (ASKED, R1, "none"), (TextPrompt("<think>"), R1, "auto")):
+        tokenizer = tokenizer_of(template)
+        assert thoughts_of(prompt, whole_prompt(prompt, tokenizer, 300), tokenizer, named) is None
+
+
+def test_earlier_thoughts_reach_templates_that_read_them() -> None:
+    messages = (Message("user", "Hi"), Message("assistant", "4", reasoning="2 + 2"), Message("user", "So?"))
+    read, unread = (tokenizer_of(template).decode(whole_prompt(ChatPrompt(messages), tokenizer_of(template), 300)) for
+                    template in (QWEN, PLAIN))  # fmt: skip
+    assert "<think>2 + 2</think>assistant: 4\n" in read
+    assert "2 + 2" not in unread
+
+
+@cache
+def grammars_of(tokenizer: Tokenizer) -> Grammars:
+    return Grammars(tokenizer.files, 270)
+
+
+async def form(
+    template: str, constraint: Constraint | None, tools: Tools | None = None, *, has_tokens: bool = True
+) -> str:
+    tokenizer, prompt = tokenizer_of(template, has_tokens=has_tokens), ChatPrompt(ASKED.messages, tools)
+    found = thoughts_of(prompt, whole_prompt(prompt, tokenizer, 300), tokenizer, "auto")
+    return (await output_form(prompt, GenerateOptions(constraint=constraint), tokenizer, "auto", found)).grammar
+
+
+def allows(grammar: str, text: str, template: str, **tokens: bool) -> bool:
+    """Whether a text, in which 🐾 parts what are tokens otherwise, may be a whole output."""
+    tokenizer = tokenizer_of(template, **tokens)
+    allowed = grammars_of(tokenizer).along(grammar, None)
+    assert allowed is not None
+    mask = allowed.after([token for part in text.split("🐾") for token in tokenizer.encode_more(part)])
+    return mask is not None and bool(mask[256])
+
+
+WORD, NUMBER, LARK = (
+    Constraint(regex="[a-z]+"),
+    Constraint(json_schema='{"type": "integer"}'),
+    Constraint(lark='start: x\nx: "b"'),
+)
+YES = Constraint(choices=("yes", "no"))
+
+
+@pytest.mark.parametrize("has_tokens", [True, False])
+@pytest.mark.parametrize(
+    ("constraint", "good", "bad"), [(WORD, "ab", "a1"), (NUMBER, "12", '"1"'), (LARK, "b", "x"), (YES, "no", "noo")]
+)
+async def test_a_form_is_that_of_what_follows_the_thoughts(
+    constraint: Constraint, good: str, bad: str, has_tokens: bool
+) -> None:
+    after = Constraint(constraint.json_schema, constraint.regex, constraint.choices, constraint.lark, True)
+    tokens = {"has_tokens": has_tokens}
+    opened, may_open = await form(R1, after, has_tokens=has_tokens), await form(QWEN, after, has_tokens=has_tokens)
+    for thought in ("", "Hm, 1 < 2.\n", "</thi", "a <other> b <think>", "</s", "[THINK]" + bad):
+        for end in ("</think>", "<🐾/think>", "</thi🐾nk>\n", "</think>\n\n"):
+            for answer, is_good in ((good, True), (bad, False), ("\n\n\n" + good, False), ("", False)):
+                if end.endswith("\n") and answer.startswith("\n"):
+                    continue
+                assert allows(opened, thought + end + answer, R1, **tokens) is is_good, thought + end + answer
+                assert allows(may_open, "<think>" + thought + end + answer, QWEN, **tokens) is is_good
+        assert not allows(opened, thought + bad, R1, **tokens)
+        assert not allows(may_open, "<think>" + thought + bad, QWEN, **tokens)
+    assert allows(may_open, good, QWEN, **tokens)
+    assert not allows(may_open, bad, QWEN, **tokens)
+    assert not allows(opened, "Hm.</think>" + bad + "</think>" + good, R1, **tokens), "the first mark is the end"
+
+
+async def test_a_form_without_thoughts_is_that_of_the_whole_output() -> None:
+    alone = await form(PLAIN, WORD)
+    after = Constraint(regex="[a-z]+", after_reasoning=True)
+    assert await form(PLAIN, after) == alone
+    assert await form(R1, WORD) == alone, "asked for over gRPC, where thoughts are not parted"
+    assert await form(V3, after) == alone, "the prompt has ended them"
+    with pytest.raises(InvalidRequest, match="constraint: must make a grammar of at most 131072 characters, got 1"):
+        await form(R1, Constraint(lark='start: "a"\n' + "// é\n" * 26_000, after_reasoning=True))
+
+
+async def test_calls_that_are_demanded_come_after_the_thoughts() -> None:
+    tools = Tools((Function("f", '{"type": "object", "additionalProperties": false}'),), ToolChoice.REQUIRED)
+    grammar = await form(QWEN, None, tools)
+    call = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+    for text, is_good in (
+        (call, True), (f"<think>\nWell.\n</think>\n\n{call}", True), ("<think>\nWell.\n</think>\n\nNo.", False),
+        (f"<think>{call}", False), ("No.", False), (f"<think>{call}</think>{call}", True),
+    ):  # fmt: skip
+        assert allows(grammar, text, QWEN) is is_good, text
+
+
+async def test_beside_a_form_what_follows_the_thoughts_is_a_call_or_has_it() -> None:
+    tools = Tools((Function("f", '{"type": "object", "additionalProperties": false}'),))
+    grammar = await form(QWEN, Constraint(json_schema='{"type": "integer"}', after_reasoning=True), tools)
+    call = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+    for answer, is_good in ((call, True), ("12", True), ("No.", False), (f"{call}12", False)):
+        for before in ("", "<think>\nWell.\n</think>\n\n"):
+            assert allows(grammar, before + answer, QWEN) is is_good, before + answer
+
+
+async def test_marks_that_are_special_tokens_are_part_of_a_chat_s_text() -> None:
+    for is_special in (True, False):
+        tokenizer = tokenizer_of(MAGISTRAL, is_special=is_special)
+        found = thoughts_of(ASKED, whole_prompt(ASKED, tokenizer, 300), tokenizer, "auto")
+        shown = (await output_form(ASKED, GenerateOptions(), tokenizer, "auto", found)).shown
+        text = tokenizer.decode_showing(tokenizer.encode_more("[THINK]Hm.[/THINK]4<other>"), shown)
+        assert text == "[THINK]Hm.[/THINK]4" + ("" if is_special else "<other>")
