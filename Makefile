@@ -41,7 +41,7 @@ bench-docs: $(READY)  ## write docs/benchmarks.md from the runs in docs/benchmar
 	@$(BIN)/python -m loadtest.tables
 
 proto: $(READY)  ## regenerate bough/pb from proto/
-	@$(BIN)/python -m grpc_tools.protoc -Ibough/pb=proto --python_out=. --pyi_out=. --grpc_python_out=. proto/*.proto
+	@$(BIN)/python -m grpc_tools.protoc -Ibough/pb=proto --python_out=. --pyi_out=. proto/*.proto
 
 clean:  ## remove the virtual environment and caches of tools
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

@@ -11,12 +11,15 @@ from dataclasses import MISSING, Field, dataclass, fields
 from enum import Enum
 from typing import Any, TypeVar
 
+from google.protobuf.descriptor import ServiceDescriptor
+
 from bough.config.cache_paths import demonstration_folder
 from bough.config.parsers import number, parse_port, parse_seconds, parse_switch
 from bough.config.processes import DraftConfig, OrchestratorConfig, ServiceConfig, TargetConfig
 from bough.config.reader import parse, setting
 from bough.errors import ConfigError
 from bough.registry.registry import Quota
+from bough.rpc.services import DRAFT, GENERATION, TARGET
 
 INDEX_PORT = 7412  # not 6379, which Ray's own GCS listens on
 STOP_SECONDS = 45.0  # for a replica to drain: the program's own 25 s, and its exit
@@ -44,9 +47,9 @@ class Role(Enum):
         return {Role.TARGET: TargetConfig, Role.DRAFT: DraftConfig, Role.ORCHESTRATOR: OrchestratorConfig}[self]
 
     @property
-    def service(self) -> str:
-        """Full name of its gRPC service."""
-        return "bough.v1.Generation" if self is Role.ORCHESTRATOR else f"bough.v1.{self.value}"
+    def service(self) -> ServiceDescriptor:
+        """Its gRPC service."""
+        return {Role.TARGET: TARGET, Role.DRAFT: DRAFT, Role.ORCHESTRATOR: GENERATION}[self]
 
     @property
     def settings(self) -> frozenset[str]:
@@ -56,9 +59,8 @@ class Role(Enum):
 
 INDEX = "Index"
 INDEX_SETTINGS = ("host", "port", "memory", "worker_key_file", "tls_cert", "tls_key", "tls_ca", "insecure")
-LEAST_INDEX_MB = (
-    3 * Quota().max_bytes // 2**20 + 1
-)  # of sessions and of requests; strings that grow take half as much more
+# For the quota of sessions and that of requests; strings that grow take half as much more.
+LEAST_INDEX_MB = 3 * Quota().max_bytes // 2**20 + 1
 DEPLOYMENTS = (INDEX, *(role.value for role in Role))
 
 

@@ -8,22 +8,23 @@ import os
 import secrets
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import replace
-from typing import IO, TypeVar
+from typing import IO, Any
 
 import grpc
 
+from bough.concurrency.stall_timer import StallTimer
 from bough.config.addresses import bare, free_port, joined
 from bough.config.processes import OrchestratorConfig, ServiceConfig, parse
 from bough.errors import BoughError, ConfigError, Unauthenticated, Unavailable
-from bough.pb import common_pb2, draft_pb2_grpc, generation_pb2, generation_pb2_grpc, target_pb2_grpc
+from bough.pb import common_pb2, generation_pb2
 from bough.processes.child import Child
 from bough.protocol.codec_fields import read
 from bough.protocol.generation import Loads
 from bough.protocol.messages import WorkerInfo
 from bough.rpc.server import is_serving
+from bough.rpc.services import stub_of
 from bough.rpc.status_map import to_error
 from bough.security.access import Access
 from deploy.child import describe_end, python, start, stop
@@ -31,12 +32,9 @@ from deploy.forward import Forwarder
 from deploy.gpu_lock import gpu_lock
 from deploy.index import IndexPlace
 from deploy.ports import until_free
-from deploy.progress import Progress
 from deploy.settings import ProgramSettings, Role
 
 logger = logging.getLogger(__name__)
-
-Reply = TypeVar("Reply")
 
 POLL_SECONDS = 0.1
 CALL_SECONDS = 5.0  # within which a program must answer a health check
@@ -57,7 +55,7 @@ class Supervisor:
         self._index_url = index.url_for(config)
         self._port = config.port or free_port(self.host)
         self.http_port = _http_port(config, self.host)  # -1 where HTTP is off
-        self._progress = Progress()
+        self._stall = StallTimer()
         self._own_key = _key_of_its_own(config)
         if self._own_key is not None:
             config = replace(config, worker_key_file=self._own_key.name)
@@ -98,7 +96,7 @@ class Supervisor:
         supervision = self.settings.supervision
         self._child = child = await self._started()
         deadline = time.monotonic() + supervision.start_seconds
-        service = "" if self.role is Role.ORCHESTRATOR else self.role.service
+        service = "" if self.role is Role.ORCHESTRATOR else self.role.service.full_name
         while not await is_serving(self._channel.current, service, CALL_SECONDS):
             if child.has_ended():
                 raise ConfigError(describe_end(child))
@@ -148,19 +146,17 @@ class Supervisor:
 
     async def loads(self) -> Loads:
         """Return an orchestrator's load."""
-        stub = generation_pb2_grpc.GenerationStub(self._channel.current)
-        return read(await self._ask(stub.GetLoads, generation_pb2.GetLoadsRequest()), Loads)
+        return read(await self._ask("GetLoads", generation_pb2.GetLoadsRequest()), Loads)
 
     async def info(self) -> WorkerInfo:
         """Return a worker's load."""
-        is_target, channel = self.role is Role.TARGET, self._channel.current
-        stub = target_pb2_grpc.TargetStub(channel) if is_target else draft_pb2_grpc.DraftStub(channel)
-        return read(await self._ask(stub.GetServerInfo, common_pb2.GetServerInfoRequest()), WorkerInfo)
+        return read(await self._ask("GetServerInfo", common_pb2.GetServerInfoRequest()), WorkerInfo)
 
-    async def _ask(self, method: Callable[..., Awaitable[Reply]], request: object) -> Reply:
+    async def _ask(self, method: str, request: object) -> Any:
         """Call the program. Raises the error that its status, or a timeout, maps to."""
+        call = getattr(stub_of(self.role.service, self._channel.current), method)
         try:
-            return await method(request, timeout=CALL_SECONDS, metadata=self._access.credentials)
+            return await call(request, timeout=CALL_SECONDS, metadata=self._access.credentials)
         except grpc.aio.AioRpcError as exc:
             raise to_error(exc, self.address) from exc
 
@@ -193,10 +189,11 @@ class Supervisor:
             return ""
         info = await self.info()
         now = self._answered = time.monotonic()
-        seconds = self._progress.stalled_seconds(info, now)
+        num_calls = info.num_waiting + info.num_running
+        seconds = self._stall.seconds(num_calls > 0, info.num_passes, now)
         if seconds < self.settings.supervision.stall_seconds:
             return ""
-        return f"has {info.num_waiting + info.num_running} calls, and no pass has ended for {seconds:.0f} s"
+        return f"has {num_calls} calls, and no pass has ended for {seconds:.0f} s"
 
     def _flags(self) -> list[str]:
         flags = [*self._given_flags(), "--port", str(self._port)]

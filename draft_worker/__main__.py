@@ -2,45 +2,25 @@
 
 from __future__ import annotations
 
-import os
-import sys
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from bough.config.processes import DraftConfig, parse
+from bough.config.processes import DraftConfig
 from bough.model.cpu import jit
-from bough.pb import draft_pb2, draft_pb2_grpc
-from bough.processes.process import new_worker_id, run, serve_worker
-from bough.processes.startup import stage
-from bough.rpc.server import service_name
-from bough.telemetry.logs import configure_logging
+from bough.processes.process import run
+from bough.processes.worker_process import serve_worker
+from bough.rpc.services import DRAFT
 
 if TYPE_CHECKING:
+    from bough.processes.worker_process import Parts
     from draft_worker.served import ServedDraft
-    from draft_worker.service import DraftService
-
-    Parts = tuple[DraftService, Callable[[], ServedDraft]]  # the servicer, and a function that loads the worker
 
 
 async def main() -> None:
     """Read the settings and serve."""
-    config = parse(DraftConfig, "draft_worker", sys.argv[1:], os.environ)
-    configure_logging(config)
-    stage("importing libraries")
-    worker_id = new_worker_id("draft")
-    servicer, load = simulated_parts(config, worker_id) if config.simulate else model_parts(config, worker_id)
-    await serve_worker(
-        config,
-        "draft",
-        worker_id,
-        service_name(draft_pb2.DESCRIPTOR, "Draft"),
-        servicer,
-        draft_pb2_grpc.add_DraftServicer_to_server,
-        load,
-    )
+    await serve_worker(DraftConfig, DRAFT, model_parts, simulated_parts)
 
 
-def model_parts(config: DraftConfig, worker_id: str) -> Parts:
+def model_parts(config: DraftConfig, worker_id: str) -> Parts[ServedDraft]:
     """The parts of a worker with a model; imports torch."""
     from bough.model.architecture.light_imports import import_transformers
 
@@ -51,7 +31,7 @@ def model_parts(config: DraftConfig, worker_id: str) -> Parts:
     return DraftService(), lambda: DraftWorker(config, worker_id)
 
 
-def simulated_parts(config: DraftConfig, worker_id: str) -> Parts:
+def simulated_parts(config: DraftConfig, worker_id: str) -> Parts[ServedDraft]:
     """The parts of a simulated worker, which has no weights; imports no torch and no numba.
 
     Raises:

@@ -3,53 +3,44 @@
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Future
 from threading import Thread
+from typing import Any
 
 from bough.concurrency.futures import PendingCalls, settle
 from bough.concurrency.inbox import Inbox
 from bough.config.processes import DraftConfig
 from bough.errors import Exhausted, Unavailable
-from bough.grammar.allowed_tokens import Grammars
-from bough.processes.process import for_metrics, metrics_at
+from bough.processes.worker_process import ServedWorker
 from bough.protocol.messages import GrowCall, GrowResult, WorkerInfo
 from bough.registry.records import WorkerLoad
-from bough.security.access import metrics_context
-from bough.telemetry.metrics import MetricsServer, metrics_note
+from bough.telemetry.metrics import MetricsServer
 from bough.telemetry.spans import noted_spans
-from bough.tokenization.vocabulary import TokenizerFiles
 from draft_worker.engine.engine import DraftEngine, Request
 from draft_worker.metrics import DraftCollector, Figures
 
 
-class ServedDraft(ABC):
+class ServedDraft(ServedWorker[DraftConfig]):
     """Grows the trees of all concurrent calls in the same draft steps. Subclasses supply the draft and `info`."""
 
-    tokenizer: TokenizerFiles
-    vocab_size: int
-    grammars: Grammars
+    kind = "draft"
     _engine: DraftEngine
 
-    def __init__(self, config: DraftConfig, worker_id: str) -> None:
-        self._config, self._worker_id = config, worker_id
+    def __init__(self, config: DraftConfig, worker_id: str, name: str) -> None:
+        super().__init__(config, worker_id, name, MetricsServer())
         self._unanswered = PendingCalls(config.max_waiting)
-        self._metrics = MetricsServer()
-        self._metrics_note: tuple[str, ...] = ()  # where metrics are served; empty if they are not
         self._is_draining = False
         self._inbox = Inbox("the draft worker is being shut down")
 
-    def _start_thread(self, model_name: str, prepare: Callable[[], None] = lambda: None) -> None:
+    def _start_thread(self, prepare: Callable[[], None] = lambda: None) -> None:
         """Start the thread, which first calls `prepare`, and serve metrics.
 
         Raises:
             ConfigError: the port for metrics is in use.
         """
-        self._metrics.registry.register(DraftCollector(model_name, self._figures))
-        reached = for_metrics(self._config)
-        self._metrics.serve(reached.host, reached.metrics_port, metrics_context(reached))
-        self._metrics_note = metrics_note(metrics_at(reached, self._metrics.port))
+        self._metrics.registry.register(DraftCollector(self._name, self._figures))
+        self._serve_metrics()
         self._inbox.put(prepare)
         self._thread = Thread(target=self._work, name="draft", daemon=True)  # so that a failing process can end
         self._thread.start()
@@ -58,14 +49,6 @@ class ServedDraft(ABC):
     def max_nodes(self) -> int:
         """Limit of nodes of a tree."""
         return self._config.max_nodes
-
-    def compile_grammar(self, call: GrowCall) -> None:
-        """Compile the grammar of a call, so that no draft step waits for it; may take a second, on any thread.
-
-        Raises:
-            InvalidRequest: it cannot be followed.
-        """
-        self.grammars.compiled(call.sampling.grammar, call.context.cache_salt)
 
     def grow(self, call: GrowCall) -> Future[GrowResult]:
         """Queue a call; the future raises InvalidRequest or PrefixMissing. A cancelled call ends at the next step."""
@@ -105,13 +88,7 @@ class ServedDraft(ABC):
 
     def load(self) -> WorkerLoad:
         """Load of the worker, for the index."""
-        pool = self._engine.pool
-        return WorkerLoad(len(pool), pool.num_bytes, self._engine.kv_used_bytes)
-
-    @property
-    def metrics_port(self) -> int:
-        """Port of /metrics; -1 if not served."""
-        return self._metrics.port
+        return WorkerLoad(self._engine.pool.num_bytes, self._engine.kv_used_bytes)
 
     def _figures(self) -> Figures:
         engine, pool = self._engine, self._engine.pool
@@ -129,9 +106,18 @@ class ServedDraft(ABC):
             step_seconds=engine.step_seconds,
         )
 
-    @abstractmethod
-    def info(self) -> WorkerInfo:
-        """Model, limits and load."""
+    def _info(self, **own: Any) -> WorkerInfo:
+        """As `ServedWorker._info`, with the engine's load."""
+        engine, pool = self._engine, self._engine.pool
+        return super()._info(
+            num_sessions=len(pool),
+            kv_bytes=pool.num_bytes,
+            kv_used_bytes=engine.kv_used_bytes,
+            num_waiting=len(self._unanswered),
+            num_passes=engine.num_passes,
+            cost=engine.cost,
+            **own,
+        )
 
     def _start(self, request: Request) -> None:
         if self._is_draining and request.call.context.session_id not in self._engine.pool:

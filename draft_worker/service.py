@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 
 from bough.pb import draft_pb2
-from bough.processes.process import WorkerService
+from bough.processes.worker_process import WorkerService
 from bough.protocol import codec
 from bough.telemetry.call_context import serving_call
 from bough.telemetry.log_context import log_session

@@ -9,13 +9,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from bough import __version__
 from bough.config.processes import DraftConfig
 from bough.config.reader import at_most
 from bough.errors import ConfigError
 from bough.model.kv.arena import Arena
 from bough.model.sampling.draft_sampler import GREEDY_TOKENS, greedy_weights
-from bough.protocol.messages import GrowCall, WorkerInfo
+from bough.protocol.messages import GrowCall, VerifyCall, WorkerInfo
 from bough.runtime.kv_budget import MOST_BYTES
 from bough.simulation.clock import SimulatedClock
 from bough.simulation.hashing import key_of, mixed
@@ -90,7 +89,7 @@ class SimulatedDraftWorker(ServedDraft):
 
     def __init__(self, config: DraftConfig, worker_id: str, pair: SimulatedPair, clock: SimulatedClock) -> None:
         """Raises ConfigError if --kv-memory does not hold a session."""
-        super().__init__(config, worker_id)
+        super().__init__(config, worker_id, config.model_name or f"{pair.name}-draft")
         self._pair = pair
         self.tokenizer, self.vocab_size = pair.tokenizer, pair.vocab_size
         num_rows, max_positions = (config.kv_memory or MOST_BYTES) // ROW_BYTES, pair.profile.target.max_context
@@ -104,10 +103,9 @@ class SimulatedDraftWorker(ServedDraft):
         pool = SessionPool(arena, self._window, ahead_steps * MAX_ROWS)
         draft, scalings = SimulatedDraft(pair, clock), TemperatureScalings(config.sharpness)
         self._engine = DraftEngine(draft, self.vocab_size, config.branch, pool, ahead_steps, scalings)
-        self._name = config.model_name or f"{pair.name}-draft"
-        self._start_thread(self._name)
+        self._start_thread()
 
-    def compile_grammar(self, call: GrowCall) -> None:
+    def compile_grammar(self, call: GrowCall | VerifyCall) -> None:
         """Do nothing: the target refuses a grammar, and guesses that follow none are of no use to it."""
 
     @property
@@ -117,24 +115,11 @@ class SimulatedDraftWorker(ServedDraft):
 
     def info(self) -> WorkerInfo:
         """The simulated model, and a note that it is simulated."""
-        pool = self._engine.pool
-        return WorkerInfo(
-            kind="draft",
-            worker_id=self._worker_id,
-            model_name=self._name,
+        return self._info(
             model_description="simulated draft",
             model_fingerprint=self._pair.fingerprint,
-            tokenizer_fingerprint=self.tokenizer.fingerprint,
-            vocab_size=self.vocab_size,
             max_context=self._window.max_context,
             max_nodes=self.max_nodes,
-            max_sessions=pool.num_bytes // (self._window.max_rows * ROW_BYTES),
-            num_sessions=len(pool),
-            kv_bytes=pool.num_bytes,
-            kv_used_bytes=self._engine.kv_used_bytes,
-            num_waiting=len(self._unanswered),
-            num_passes=self._engine.num_passes,
+            max_sessions=self._engine.pool.num_bytes // (self._window.max_rows * ROW_BYTES),
             notes=(*self._pair.notes(), *self._engine.scalings.notes(), *self._metrics_note),
-            bough_version=__version__,
-            cost=self._engine.cost,
         )

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import torch
 
-from bough import __version__
 from bough.config.processes import DraftConfig
 from bough.errors import ConfigError
 from bough.grammar.allowed_tokens import Grammars
@@ -49,11 +48,10 @@ class DraftWorker(ServedDraft):
     """Grows trees with a resident model."""
 
     def __init__(self, config: DraftConfig, worker_id: str) -> None:
-        super().__init__(config, worker_id)
         checkpoint = Checkpoint.open(config.model)
+        super().__init__(config, worker_id, config.model_name or checkpoint.folder.name)
         self.tokenizer = load_tokenizer_files(checkpoint.folder)
         self._fingerprint = checkpoint.fingerprint()
-        self._name = config.model_name or checkpoint.folder.name
         device = choose_device(config.device)
         make_ready(device)
         self._ahead_steps = num_steps(config.ahead_steps, device.type)
@@ -78,7 +76,7 @@ class DraftWorker(ServedDraft):
         self.grammars = Grammars(self.tokenizer, self.vocab_size)
         draft, scalings = ModelDraft(self._model, self.grammars), TemperatureScalings(config.sharpness)
         self._engine = DraftEngine(draft, self.vocab_size, config.branch, pool, self._ahead_steps, scalings)
-        self._start_thread(self._name, lambda: compute_with(config.threads))
+        self._start_thread(lambda: compute_with(config.threads))
 
     def info(self) -> WorkerInfo:
         """Model, limits and load."""
@@ -99,25 +97,13 @@ class DraftWorker(ServedDraft):
             *self._metrics_note,
             *([] if device.type == "cpu" else [f"computes on {device}, {torch.cuda.get_device_name(device)}"]),
         )
-        return WorkerInfo(
-            kind="draft",
-            worker_id=self._worker_id,
-            model_name=self._name,
+        return self._info(
             model_description=self._model.describe(),
             model_fingerprint=self._fingerprint,
-            tokenizer_fingerprint=self.tokenizer.fingerprint,
-            vocab_size=self.vocab_size,
             max_context=self._max_context,
             max_nodes=self._config.max_nodes,
             max_sessions=self._engine.pool.num_bytes // self._session_bytes,
-            num_sessions=len(self._engine.pool),
-            kv_bytes=self._engine.pool.num_bytes,
-            kv_used_bytes=self._engine.kv_used_bytes,
-            num_waiting=len(self._unanswered),
-            num_passes=self._engine.num_passes,
             notes=notes,
-            bough_version=__version__,
-            cost=self._engine.cost,
         )
 
     def _kv_memory(self) -> int:

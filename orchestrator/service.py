@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, aclosing
+from functools import partial
 from typing import Any
 
 import grpc
 
 from bough.config.processes import OrchestratorConfig
 from bough.errors import InvalidRequest, Unavailable
-from bough.pb import common_pb2, generation_pb2_grpc
+from bough.pb import common_pb2
 from bough.pb import generation_pb2 as pb
 from bough.protocol import codec_generation as wire
 from bough.protocol.codec_fields import to_fields
 from bough.protocol.sampling_params import MAX_BIASES, MAX_CHOICES, MAX_STOP_TOKENS, MAX_STOPS
-from bough.rpc.server import Served, service_name, serving
+from bough.rpc.server import Served, serving
+from bough.rpc.services import GENERATION, add_service
 from bough.security.auth_interceptor import AuthInterceptor, authorization
 from orchestrator.cluster.served_models import largest_context
 from orchestrator.serving.tenants import Callers, Tenant
@@ -111,8 +113,8 @@ def serving_generation(
     return serving(
         config.host,
         config.port,
-        service_name(pb.DESCRIPTOR, "Generation"),
-        lambda server: generation_pb2_grpc.add_GenerationServicer_to_server(service, server),
+        GENERATION.full_name,
+        partial(add_service, GENERATION, service),
         requests.call_limiter,
         config.stalled_timeout,
         max_connection_age=config.max_connection_age,

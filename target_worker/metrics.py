@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -16,7 +15,6 @@ from target_worker.kv.slot_pool import PoolFigures
 from target_worker.scheduler.sweep_figures import SweepFigures
 
 NANO = 1e-9
-NUM_RECENT = 32  # sweeps
 ROWS = tuple(2**power for power in range(13))  # upper bounds of the buckets of `bough_sweep_rows`
 CALLS = tuple(2**power for power in range(9))  # of those of `bough_sweep_calls`
 
@@ -71,7 +69,6 @@ class Metrics(MetricsServer):
     def __init__(self, model_name: str) -> None:
         super().__init__()
         self._model_name = model_name
-        self._recent: deque[float] = deque(maxlen=NUM_RECENT)  # seconds of the latest sweeps
         self._bytes = self._counter("bough_link_bytes", "Bytes of weights that crossed the link")
         self._link = self._counter("bough_link_seconds", "Time during which the link carried weights")
         self._ideal = self._counter("bough_link_ideal_seconds", "The same bytes at the best speed the link has shown")
@@ -103,13 +100,7 @@ class Metrics(MetricsServer):
         self._tokens.inc(num_tokens)
         self._rows.labels(self._model_name).observe(num_tokens)
         self._calls.labels(self._model_name).observe(num_calls)
-        self._recent.append(figures.total_ns * NANO)
         self._efficiency.set(min(1.0, figures.link_ideal_ns / figures.total_ns))
-
-    def recent_seconds(self) -> tuple[float, ...]:
-        """Shortest, median and longest of the latest sweeps; empty before the first. Any thread."""
-        seconds = sorted(self._recent)
-        return (seconds[0], seconds[len(seconds) // 2], seconds[-1]) if seconds else ()
 
     def _counter(self, name: str, text: str) -> Counter:
         return Counter(name, text, ["model_name"], registry=self.registry).labels(self._model_name)

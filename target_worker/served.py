@@ -2,38 +2,31 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import ExitStack
+from typing import Any
 
 from bough.config.processes import TargetConfig
 from bough.errors import Unavailable
-from bough.grammar.allowed_tokens import Grammars
-from bough.processes.process import for_metrics, metrics_at
 from bough.processes.startup import stage
+from bough.processes.worker_process import ServedWorker
 from bough.protocol.messages import VerifyCall, VerifyResult, WorkerInfo
 from bough.registry.records import WorkerLoad
-from bough.security.access import metrics_context
-from bough.telemetry.metrics import metrics_note
-from bough.tokenization.vocabulary import TokenizerFiles
 from target_worker.metrics import Load, Metrics
 from target_worker.scheduler.engine import SweepEngine
 
 
-class ServedTarget(ABC):
+class ServedTarget(ServedWorker[TargetConfig]):
     """An engine and its metrics, closed once. Subclasses supply the sweeper and `info`."""
 
-    tokenizer: TokenizerFiles
-    vocab_size: int
+    kind = "target"
     max_nodes: int  # nodes of a tree
-    grammars: Grammars
     _engine: SweepEngine
+    _metrics: Metrics
 
-    def __init__(self, config: TargetConfig, worker_id: str, model_name: str) -> None:
-        self._config, self._worker_id, self._name = config, worker_id, model_name
-        self._metrics_note: tuple[str, ...] = ()  # where metrics are served; empty if they are not
-        self._metrics = Metrics(model_name)
+    def __init__(self, config: TargetConfig, worker_id: str, name: str) -> None:
+        super().__init__(config, worker_id, name, Metrics(name))
         self._resources = ExitStack()
 
     def _start_engine(self, prepare: Callable[[], None] = lambda: None) -> None:
@@ -47,24 +40,9 @@ class ServedTarget(ABC):
         self._engine.start(prepare)
         self._resources.callback(self._engine.stop)
         self._resources.callback(self._metrics.close)
-        reached = for_metrics(self._config)
-        self._metrics.serve(reached.host, reached.metrics_port, metrics_context(reached))
-        self._metrics_note = metrics_note(metrics_at(reached, self._metrics.port))
+        self._serve_metrics()
         stage("warming up")
         self._engine.warm_up().result()
-
-    @property
-    def metrics_port(self) -> int:
-        """Port of /metrics; -1 if not served."""
-        return self._metrics.port
-
-    def compile_grammar(self, call: VerifyCall) -> None:
-        """Compile the grammar of a call, so that no sweep waits for it; may take a second, on any thread.
-
-        Raises:
-            InvalidRequest: it cannot be followed.
-        """
-        self.grammars.compiled(call.sampling.grammar, call.context.cache_salt)
 
     def verify(self, call: VerifyCall) -> Future[VerifyResult]:
         """Queue a call for the next sweep with room.
@@ -94,12 +72,23 @@ class ServedTarget(ABC):
 
     def load(self) -> WorkerLoad:
         """Load of the worker, for the index."""
-        info = self.info()
-        return WorkerLoad(info.num_sessions, info.kv_bytes, info.kv_used_bytes, self._metrics.recent_seconds())
+        figures = self._engine.pool.figures()
+        return WorkerLoad(figures.num_bytes, figures.held_bytes)
 
-    @abstractmethod
-    def info(self) -> WorkerInfo:
-        """Model, limits and load."""
+    def _info(self, **own: Any) -> WorkerInfo:
+        """As `ServedWorker._info`, with the engine's load."""
+        engine, figures = self._engine, self._engine.pool.figures()
+        return super()._info(
+            max_nodes=self.max_nodes,
+            num_sessions=figures.num_sessions,
+            kv_bytes=figures.num_bytes,
+            kv_used_bytes=figures.held_bytes,
+            num_waiting=engine.num_waiting,
+            num_running=engine.num_running,
+            num_passes=engine.num_passes,
+            cost=engine.cost,
+            **own,
+        )
 
     def _load(self) -> Load:
         return Load(self._engine.pool.figures(), self._engine.num_running, self._engine.num_waiting)

@@ -8,7 +8,6 @@ from random import Random
 
 import numpy as np
 
-from bough import __version__
 from bough.config.processes import TargetConfig
 from bough.config.reader import at_most
 from bough.errors import InvalidRequest
@@ -16,7 +15,7 @@ from bough.model.kv.arena import Arena
 from bough.model.kv.slot import Slot
 from bough.model.sizes.target_limits import TargetLimits
 from bough.protocol.cost_curve import CostCurve
-from bough.protocol.messages import Verdict, VerifyCall, WorkerInfo
+from bough.protocol.messages import GrowCall, Verdict, VerifyCall, WorkerInfo
 from bough.protocol.sampling_params import PositionLogprobs, TokenLogprob
 from bough.simulation.clock import SimulatedClock
 from bough.simulation.hashing import key_of
@@ -128,7 +127,7 @@ def position_logprobs(law: Law, seed: int, position: int, num_top: int) -> Posit
 class SimulatedTarget(ServedTarget):
     """A target with a profile's limits, or the settings' where those are lower and not defaults."""
 
-    def compile_grammar(self, call: VerifyCall) -> None:
+    def compile_grammar(self, call: GrowCall | VerifyCall) -> None:
         """Raises InvalidRequest: the text is the law's, whatever is asked."""
         raise InvalidRequest("constraint: must be left out, as simulated workers say words that mean nothing")
 
@@ -153,30 +152,15 @@ class SimulatedTarget(ServedTarget):
 
     def info(self) -> WorkerInfo:
         """The simulated model, and a note that it is simulated."""
-        figures, profile = self._engine.pool.figures(), self._pair.profile.target
+        profile = self._pair.profile.target
         kv = f"KV of {profile.kv_tokens} tokens is counted as {ROW_BYTES // 1024} KB each, and not taken"
-        notes = [*self._pair.notes(), kv, *self._metrics_note]
-        return WorkerInfo(
-            kind="target",
-            worker_id=self._worker_id,
-            model_name=self._name,
+        return self._info(
             model_description="simulated target",
             model_fingerprint=self._pair.fingerprint,
-            tokenizer_fingerprint=self.tokenizer.fingerprint,
-            vocab_size=self.vocab_size,
             max_context=self._limits.max_context,
-            max_nodes=self.max_nodes,
             max_sessions=profile.kv_tokens // self._limits.slot_rows,
-            num_sessions=figures.num_sessions,
-            kv_bytes=figures.num_bytes,
-            kv_used_bytes=figures.held_bytes,
-            num_waiting=self._engine.num_waiting,
-            num_running=self._engine.num_running,
-            num_passes=self._engine.num_passes,
             link_bytes_per_pass=link_bytes(profile, 1),
-            notes=tuple(notes),
-            bough_version=__version__,
+            notes=(*self._pair.notes(), kv, *self._metrics_note),
             arithmetic="simulated: text by seed and position",
-            cost=self._engine.cost,
             weights_hash=self._pair.fingerprint,  # there are no other bytes of it
         )

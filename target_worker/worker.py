@@ -10,14 +10,15 @@ from pathlib import Path
 import numba
 import torch
 
-from bough import __version__
 from bough.config.processes import TargetConfig
+from bough.errors import AcceleratorFull, ConfigError
 from bough.grammar.allowed_tokens import Grammars
 from bough.model.architecture.architecture import load_config
 from bough.model.checkpoint.checkpoint import Checkpoint
 from bough.model.checkpoint.tokenizer_files import load_tokenizer_files
 from bough.model.cpu.kernel_cache import compiled_ground
 from bough.model.cpu.threads import compute_reproducibly_with, hand_over_soon, on_a_passing_thread
+from bough.model.gpu.faults import named_faults
 from bough.model.gpu.ready import make_ready
 from bough.model.kv.kv_arena import KVArena
 from bough.model.kv.split_layers import split_memory
@@ -42,7 +43,7 @@ from bough.protocol.messages import WorkerInfo
 from bough.sizing.placement import Placement, Tier, gigabytes
 from target_worker.identity.code_hash import code_hash
 from target_worker.identity.weights_hash import WeightsHash
-from target_worker.kv.kv_offload import KVHome, KVInPlace, OffloadedKV, memory_on_host
+from target_worker.kv.kv_offload import KVHome, OffloadedKV, memory_on_host
 from target_worker.kv.slot_pool import SlotPool
 from target_worker.link.layer_extents import LayerExperts, plan_apart, plan_layer, sizes_apart
 from target_worker.link.streams import DeviceStreams
@@ -91,7 +92,7 @@ class TargetWorker(ServedTarget):
         if self._device.type == "cpu":
             packing = self._skeleton.quantization
             is_whole = supports_fused_layers(self._skeleton, self._device) and (
-                packing is None or packing.method == "bough"
+                packing is None or not packing.is_transposed
             )
             compile_target(
                 config.dtype,
@@ -100,10 +101,22 @@ class TargetWorker(ServedTarget):
             )
         stage("reading weights")
         try:
-            self._start()
+            self._start_within_memory()
         except BaseException:
             self.close()
             raise
+
+    def _start_within_memory(self) -> None:
+        """As `_start`. Raises ConfigError where a GPU has less memory than was reckoned: others took some meanwhile."""
+        try:
+            with named_faults(self._device, tuple(dict.fromkeys(self._elsewhere.values()))):
+                self._start()
+        except AcceleratorFull as exc:
+            told = gigabytes(self._config.device_memory) if self._config.device_memory else "none"
+            raise ConfigError(
+                f"--device-memory: must be less than what is free on {self._device}, got {told}: {exc}; give a smaller "
+                "one, or a smaller --kv-memory, or --device-reserve for others"
+            ) from exc
 
     def _start(self) -> None:
         """Allocate memory, and start the link and the sweep thread."""
@@ -137,32 +150,17 @@ class TargetWorker(ServedTarget):
 
     def info(self) -> WorkerInfo:
         """Model, limits and load."""
-        figures = self._engine.pool.figures()
         # the first two decide the order of sums, the third which tokens a grammar allows
         libraries = f"torch {torch.__version__}, numba {numba.__version__}, llguidance {version('llguidance')}"
         ground = self._model.arithmetic, self._devices_in_words(), libraries, f"code {code_hash()}"
-        return WorkerInfo(
-            kind="target",
-            worker_id=self._worker_id,
-            model_name=self._name,
+        return self._info(
             model_description=self._skeleton.describe(),
             model_fingerprint=self._fingerprint,
-            tokenizer_fingerprint=self.tokenizer.fingerprint,
-            vocab_size=self.vocab_size,
             max_context=self._limits.max_context,
-            max_nodes=self._config.max_nodes,
             max_sessions=self._num_rows // self._limits.slot_rows,
-            num_sessions=figures.num_sessions,
-            kv_bytes=figures.num_bytes,
-            kv_used_bytes=figures.held_bytes,
-            num_waiting=self._engine.num_waiting,
-            num_running=self._engine.num_running,
-            num_passes=self._engine.num_passes,
             link_bytes_per_pass=self._placement.link_bytes,
             notes=self._notes(),
-            bough_version=__version__,
             arithmetic=", ".join(ground),
-            cost=self._engine.cost,
             weights_hash=self._weights_hash.value,
         )
 
@@ -173,7 +171,9 @@ class TargetWorker(ServedTarget):
         return own + "".join(f", layers {layers} on {name}" for name, layers in sorted(kinds.items()))
 
     def _notes(self) -> tuple[str, ...]:
-        notes = [self._memory_in_words, *([self._conversion] if self._conversion else [])]
+        quantization = self._skeleton.quantization
+        said = self._memory_in_words, self._conversion, quantization.note if quantization is not None else ""
+        notes = [note for note in said if note]
         if self._experts:
             notes.append(f"experts come when rows choose them: {gigabytes(self._placement.expert_bytes)} in all")
         if self._device.type != "cpu":
@@ -205,7 +205,7 @@ class TargetWorker(ServedTarget):
         shape, num_rows = self._skeleton.kv_shape(), self._num_rows
         num_bytes = num_rows * shape.row_bytes
         logger.info("KV of %d tokens, %.2f GB on the %s", num_rows, num_bytes / 1e9, self._config.kv_tier)
-        home: KVHome = KVInPlace()
+        home = KVHome()
         self._kv_streams = self._streams_for_kv()
         if self._kv_streams:
             elsewhere = {layer: self._kv_streams[device] for layer, device in self._elsewhere.items()}

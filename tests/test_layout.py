@@ -108,7 +108,7 @@ def test_messages_of_the_wire_stay_at_the_wire() -> None:
         uses_messages = any(name.startswith("bough.pb") for name in imports(path))
         at_the_wire = path.name in {
             "codec.py", "codec_trees.py", "codec_generation.py", "client.py", "service.py",
-            "worker_clients.py", "compatibility.py", "process.py", "launch.py", "__main__.py",
+            "worker_clients.py", "compatibility.py", "worker_process.py", "services.py",
         } or path.parent.name == "pb"  # fmt: skip
         assert at_the_wire or not uses_messages, path
 

@@ -9,20 +9,21 @@ async with Client("127.0.0.1:7411") as client:
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import Any, TypeVar
+from typing import Any
 
 import grpc
 
 from bough.client.resumable_stream import ResumableStream, RetryWindow
-from bough.errors import BoughError, ConfigError, Exhausted, NotFound, Unavailable
-from bough.pb import common_pb2, generation_pb2_grpc
+from bough.errors import ConfigError, Exhausted, NotFound, Unavailable
+from bough.pb import common_pb2
 from bough.pb import generation_pb2 as pb
 from bough.protocol import codec_generation as wire
 from bough.protocol import generation as g
 from bough.protocol.codec_fields import read
 from bough.protocol.decision import Decision, DraftCalibration
+from bough.rpc.services import GENERATION, stub_of
 from bough.rpc.status_map import to_error
 from bough.security.bearer import credentials, require_key
 from bough.security.certificates import CertificateFiles
@@ -35,8 +36,6 @@ DEFAULT_OPTIONS = g.GenerateOptions()
 INFO_TIMEOUT_SECONDS = 10.0
 PATIENCE_SECONDS = 60.0
 START_PATIENCE_SECONDS = 3.0  # the same limit before any orchestrator has answered
-
-Reply = TypeVar("Reply")
 
 
 class Client:
@@ -115,7 +114,7 @@ class Client:
         request, problem = pb.AbortRequest(request_id=request_id), None
         for server in self._servers:
             try:
-                await server.call(server.stub.Abort, request)
+                await server.call("Abort", request)
                 return
             except (NotFound, Unavailable) as exc:
                 problem = exc if problem is None or isinstance(exc, NotFound) else problem
@@ -124,11 +123,11 @@ class Client:
 
     async def close_session(self, session_id: str) -> None:
         """Close a session; a request running in it ends with StaleEpoch. Raises NotFound."""
-        await self._ask(lambda stub: stub.CloseSession, pb.CloseSessionRequest(session_id=session_id))
+        await self._ask("CloseSession", pb.CloseSessionRequest(session_id=session_id))
 
     async def models(self) -> tuple[g.ModelInfo, ...]:
         """All served models by name, at least one. Raises Unavailable if there is none."""
-        return wire.models_from_wire(await self._ask(lambda stub: stub.GetModelInfo, pb.GetModelInfoRequest()))
+        return wire.models_from_wire(await self._ask("GetModelInfo", pb.GetModelInfoRequest()))
 
     async def model_info(self) -> g.ModelInfo:
         """The served model; the first by name if there are several."""
@@ -136,20 +135,20 @@ class Client:
 
     async def server_info(self) -> g.ServerInfo:
         """Information about the orchestrator and its workers."""
-        reply = await self._ask(lambda stub: stub.GetServerInfo, common_pb2.GetServerInfoRequest())
+        reply = await self._ask("GetServerInfo", common_pb2.GetServerInfoRequest())
         return read(reply, g.ServerInfo)
 
     async def loads(self) -> g.Loads:
         """The current load."""
-        return read(await self._ask(lambda stub: stub.GetLoads, pb.GetLoadsRequest()), g.Loads)
+        return read(await self._ask("GetLoads", pb.GetLoadsRequest()), g.Loads)
 
     async def acceptance(self) -> tuple[SchemeAcceptance, ...]:
         """Acceptance counts by scheme, depth and rank, for `bough.trees.acceptance`."""
-        return wire.acceptance_from_wire(await self._ask(lambda stub: stub.GetAcceptance, pb.GetAcceptanceRequest()))
+        return wire.acceptance_from_wire(await self._ask("GetAcceptance", pb.GetAcceptanceRequest()))
 
     async def calibrations(self) -> tuple[DraftCalibration, ...]:
         """Predicted and real outcomes of each draft worker's trees."""
-        return wire.calibrations_from_wire(await self._ask(lambda stub: stub.GetAcceptance, pb.GetAcceptanceRequest()))
+        return wire.calibrations_from_wire(await self._ask("GetAcceptance", pb.GetAcceptanceRequest()))
 
     async def decisions(self, session_id: str = "") -> tuple[Decision, ...]:
         """The decisions about a session's last trees, oldest first.
@@ -160,18 +159,18 @@ class Client:
             NotFound: the orchestrator has no decisions of it.
         """
         request = pb.GetDecisionsRequest(session_id=session_id)
-        return wire.decisions_from_wire(await self._ask(lambda stub: stub.GetDecisions, request))
+        return wire.decisions_from_wire(await self._ask("GetDecisions", request))
 
-    async def _ask(self, method: Callable[[Any], Callable[..., Awaitable[Reply]]], request: object) -> Reply:
-        """Call the server in use, and the others in turn while they are Unavailable."""
+    async def _ask(self, method: str, request: object) -> Any:
+        """Call a method of the server in use, and of the others in turn while they are Unavailable."""
         for _ in self._servers[1:]:
             server = self._servers[0]
             try:
-                return await server.call(method(server.stub), request)
+                return await server.call(method, request)
             except Unavailable:
                 self._turn_from(server)
         server = self._servers[0]
-        return await server.call(method(server.stub), request)
+        return await server.call(method, request)
 
     def _turn_from(self, server: _Server) -> None:
         """Use another server for the next call, unless another stream has switched already."""
@@ -190,14 +189,11 @@ class _Server:
     def address(self) -> str:
         return self.channel.address
 
-    @property
-    def stub(self) -> generation_pb2_grpc.GenerationStub:
-        """A stub on the current channel."""
-        return generation_pb2_grpc.GenerationStub(self.channel.current)
-
     async def generate(self, prompt: g.Prompt, options: g.GenerateOptions) -> AsyncGenerator[g.Event]:
         """The events of one call. Raises Unavailable if it ends before Finished."""
-        call = self.stub.Generate(wire.request_to_wire(prompt, options), metadata=self._metadata)
+        call = stub_of(GENERATION, self.channel.current).Generate(
+            wire.request_to_wire(prompt, options), metadata=self._metadata
+        )
         try:
             async for message in call:
                 event = wire.event_from_wire(message)
@@ -205,17 +201,15 @@ class _Server:
                 if isinstance(event, g.Finished):
                     return
         except grpc.aio.AioRpcError as exc:
-            raise self._error(exc) from exc
+            raise to_error(exc, self.address) from exc
         finally:
             call.cancel()
         raise Unavailable(f"{self.address} ended the stream before its last event")
 
-    async def call(self, method: Callable[..., Awaitable[Reply]], request: object) -> Reply:
+    async def call(self, method: str, request: object) -> Any:
         """A unary call."""
+        call = getattr(stub_of(GENERATION, self.channel.current), method)
         try:
-            return await method(request, timeout=INFO_TIMEOUT_SECONDS, metadata=self._metadata)
+            return await call(request, timeout=INFO_TIMEOUT_SECONDS, metadata=self._metadata)
         except grpc.aio.AioRpcError as exc:
-            raise self._error(exc) from exc
-
-    def _error(self, exc: grpc.aio.AioRpcError) -> BoughError:
-        return to_error(exc, self.address)
+            raise to_error(exc, self.address) from exc

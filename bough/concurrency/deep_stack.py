@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 STACK_BYTES = 512 * 2**20  # of addresses; only what is used takes memory
@@ -16,19 +16,11 @@ _starting = threading.Lock()  # the size of stacks is the process's
 
 def on_deep_stack(work: Callable[[], Result]) -> Result:
     """Call `work` on a thread of its own with a stack of STACK_BYTES, and return or raise what it does."""
-    future: Future[Result] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(work())
-        except BaseException as exc:  # the caller's to handle
-            future.set_exception(exc)
-
-    thread = threading.Thread(target=run, name="deep-stack", daemon=True)
-    with _starting:
-        usual = threading.stack_size(STACK_BYTES)
-        try:
-            thread.start()
-        finally:
-            threading.stack_size(usual)
-    return future.result()
+    with ThreadPoolExecutor(1, "deep-stack") as threads:
+        with _starting:
+            usual = threading.stack_size(STACK_BYTES)
+            try:
+                future = threads.submit(work)  # starts the thread
+            finally:
+                threading.stack_size(usual)
+        return future.result()

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import grpc
 
 from bough.errors import PairingError
-from bough.pb import common_pb2, draft_pb2_grpc, target_pb2_grpc
+from bough.pb import common_pb2
 from bough.protocol import codec
 from bough.protocol.codec_fields import read
 from bough.protocol.messages import WorkerInfo
 from bough.registry.records import WorkerRecord
 from bough.registry.registry import Registry
+from bough.rpc.services import DRAFT, TARGET, stub_of
 from bough.security.access import OPEN, Access
 from bough.tokenization.vocabulary import TokenizerFiles, first_difference
 
@@ -24,8 +27,7 @@ PEER_TIMEOUT_SECONDS = 10.0
 
 async def fetch_tokenizer(channel: grpc.aio.Channel, kind: str, access: Access = OPEN) -> TokenizerFiles:
     """Fetch the tokenizer of a draft or target worker. Raises grpc.aio.AioRpcError."""
-    stub = draft_pb2_grpc.DraftStub(channel) if kind == "draft" else target_pb2_grpc.TargetStub(channel)
-    call = stub.GetTokenizer(
+    call = stub_of(DRAFT if kind == "draft" else TARGET, channel).GetTokenizer(
         common_pb2.GetTokenizerRequest(), timeout=PEER_TIMEOUT_SECONDS, metadata=access.credentials
     )
     return codec.tokenizer_from_wire([chunk async for chunk in call])
@@ -49,29 +51,27 @@ async def check_compatibility(
 
 
 async def _compare_tokenizers(record: WorkerRecord, kind: str, mine: TokenizerFiles, access: Access) -> None:
-    try:
-        async with access.channel(record.address).opened() as channel:
-            theirs = await fetch_tokenizer(channel, record.kind, access)
-    except grpc.aio.AioRpcError as exc:
-        logger.warning("cannot fetch the tokenizer of %s at %s: %s", record.worker_id, record.address, exc.details())
-        return
-    draft, target = (mine, theirs) if kind == "draft" else (theirs, mine)
-    difference = first_difference(draft.vocabulary, target.vocabulary)
-    if difference is not None:
-        raise PairingError(f"tokenizer: must equal that of {record.worker_id} at {record.address}: {difference}")
+    async with _reaching(record, "tokenizer", access) as channel:
+        theirs = await fetch_tokenizer(channel, record.kind, access)
+        draft, target = (mine, theirs) if kind == "draft" else (theirs, mine)
+        difference = first_difference(draft.vocabulary, target.vocabulary)
+        if difference is not None:
+            raise PairingError(f"tokenizer: must equal that of {record.worker_id} at {record.address}: {difference}")
 
 
 async def _compare_weights(record: WorkerRecord, mine: WorkerInfo, access: Access) -> None:
+    async with _reaching(record, "weights' hash", access) as channel:
+        ask, request = stub_of(TARGET, channel).GetServerInfo, common_pb2.GetServerInfoRequest()
+        reply = await ask(request, timeout=PEER_TIMEOUT_SECONDS, metadata=access.credentials)
+        if contradiction := mine.contradiction(read(reply, WorkerInfo)):
+            raise PairingError(f"{contradiction}; must be the same files, or in different namespaces (--namespace)")
+
+
+@asynccontextmanager
+async def _reaching(record: WorkerRecord, what: str, access: Access) -> AsyncIterator[grpc.aio.Channel]:
+    """A channel to a worker; the block ends with a warning if the worker does not answer."""
     try:
         async with access.channel(record.address).opened() as channel:
-            request = common_pb2.GetServerInfoRequest()
-            stub = target_pb2_grpc.TargetStub(channel)
-            call = stub.GetServerInfo(request, timeout=PEER_TIMEOUT_SECONDS, metadata=access.credentials)
-            theirs = read(await call, WorkerInfo)
+            yield channel
     except grpc.aio.AioRpcError as exc:
-        logger.warning(
-            "cannot fetch the weights' hash of %s at %s: %s", record.worker_id, record.address, exc.details()
-        )
-        return
-    if contradiction := mine.contradiction(theirs):
-        raise PairingError(f"{contradiction}; must be the same files, or in different namespaces (--namespace)")
+        logger.warning("cannot fetch the %s of %s at %s: %s", what, record.worker_id, record.address, exc.details())

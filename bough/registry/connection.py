@@ -160,25 +160,16 @@ def _require_files(url: str) -> None:
 
 def _client(address: IndexAddress) -> redis.asyncio.Redis | redis.asyncio.RedisCluster:
     """Raises ValueError, TypeError or RedisError for an invalid URL."""
-    retry = Retry(NoBackoff(), 1)  # one retry, for a connection that the server has closed
-    password = _PasswordOfFile(address.password_file) if address.password_file else None
+    settings: dict[str, Any] = {
+        "max_connections": MAX_CONNECTIONS,
+        "socket_timeout": TIMEOUT_SECONDS,
+        "socket_connect_timeout": TIMEOUT_SECONDS,
+        "retry": Retry(NoBackoff(), 1),  # one retry, for a connection that the server has closed
+        "credential_provider": _PasswordOfFile(address.password_file) if address.password_file else None,
+    }
     if address.is_cluster:
-        return redis.asyncio.RedisCluster.from_url(
-            address.url,
-            max_connections=MAX_CONNECTIONS,
-            socket_timeout=TIMEOUT_SECONDS,
-            socket_connect_timeout=TIMEOUT_SECONDS,
-            retry=retry,
-            credential_provider=password,
-        )
-    pool = redis.asyncio.ConnectionPool.from_url(
-        address.url,
-        max_connections=MAX_CONNECTIONS,
-        socket_timeout=TIMEOUT_SECONDS,
-        socket_connect_timeout=TIMEOUT_SECONDS,
-        retry=retry,
-        credential_provider=password,
-    )
+        return redis.asyncio.RedisCluster.from_url(address.url, **settings)
+    pool = redis.asyncio.ConnectionPool.from_url(address.url, **settings)
     if pool.connection_class is redis.asyncio.SSLConnection:
         pool.connection_class = _CurrentTls
     pool.make_connection()  # type: ignore[no-untyped-call]  # validates the settings without connecting

@@ -29,10 +29,8 @@ Value = TypeVar("Value")
 class WorkerLoad:
     """The load of a worker; zeros if it does not report one."""
 
-    num_sessions: int = 0  # sessions with a KV slot
     kv_bytes: int = 0  # capacity of the KV cache
     kv_used_bytes: int = 0
-    sweep_seconds: tuple[float, ...] = ()  # minimum, median and maximum of recent sweeps or draft steps
 
 
 @dataclass(frozen=True, slots=True)

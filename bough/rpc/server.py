@@ -231,11 +231,6 @@ def _bounds() -> list[tuple[str, int]]:
     ]
 
 
-def service_name(descriptor: Any, name: str) -> str:
-    """Full name of a service in a generated module."""
-    return str(descriptor.services_by_name[name].full_name)
-
-
 async def is_serving(channel: grpc.aio.Channel, service: str, timeout_seconds: float) -> bool:
     """Ask grpc.health.v1; any error means False."""
     stub = health_pb2_grpc.HealthStub(channel)

@@ -12,7 +12,6 @@ import random
 from bisect import insort
 from dataclasses import replace
 from functools import partial
-from typing import cast
 
 import simpy
 
@@ -162,10 +161,10 @@ class _Simulation:
         """Distribute the KV memory of a target after a change, preempting sessions if needed."""
         resumed, preempted = target.slots.settle()
         for session in preempted:
-            self._put_back(cast(Session, session), target)
+            self._put_back(session, target)
         for session in resumed:
-            cast(Session, session).enter("place", self._env.now)
-        self._send_round(cast(list[Session], resumed))
+            session.enter("place", self._env.now)
+        self._send_round(resumed)
 
     def _put_back(self, session: Session, target: Target) -> None:
         """Queue a preempted session again, before all younger ones."""

@@ -3,25 +3,12 @@
 from __future__ import annotations
 
 from bisect import insort
-from typing import Protocol
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from bough.simulation.capacity_workers import Session
 
 STEP_TOKENS = 256  # growth of a slot, as in target_worker.kv.slot_pool
-
-
-class Holder(Protocol):
-    """A session with a slot."""
-
-    number: int  # of its request; older ones are smaller
-    slot_tokens: int  # capacity of its slot
-    gives_way: bool  # it must leave its slot before its next round
-
-    @property
-    def wanted_tokens(self) -> int:
-        """Tokens of its text and its next tree."""
-
-    @property
-    def final_tokens(self) -> int:
-        """Tokens of its complete text."""
 
 
 class SlotMemory:
@@ -29,24 +16,24 @@ class SlotMemory:
 
     def __init__(self, num_tokens: int) -> None:
         self.free_tokens = self._num_tokens = num_tokens
-        self._running: list[Holder] = []  # oldest first
-        self._growing: list[Holder] = []  # sessions waiting for room, oldest first
+        self._running: list[Session] = []  # oldest first
+        self._growing: list[Session] = []  # sessions waiting for room, oldest first
 
-    def fits(self, session: Holder) -> bool:
+    def fits(self, session: Session) -> bool:
         """Whether a new session can enter without making a running one wait, now or at its next growth step."""
         spare = sum(min(STEP_TOKENS, max(0, each.final_tokens - each.slot_tokens)) for each in self._running)
         return not self._growing and self._missing(session) + spare <= self.free_tokens
 
-    def enter(self, session: Holder) -> None:
+    def enter(self, session: Session) -> None:
         """Give a session that fits its first slot."""
         insort(self._running, session, key=_age)
         self._take(session)
 
-    def has_room(self, session: Holder) -> bool:
+    def has_room(self, session: Session) -> bool:
         """Whether there is room for its next round; waiting sessions come first."""
         return self._missing(session) <= (0 if self._growing else self.free_tokens)
 
-    def grow(self, session: Holder) -> bool:
+    def grow(self, session: Session) -> bool:
         """Grow its slot for the next round and return True, or let it wait for `settle`."""
         if not self.has_room(session):
             insort(self._growing, session, key=_age)
@@ -54,7 +41,7 @@ class SlotMemory:
         self._take(session)
         return True
 
-    def leave(self, session: Holder) -> None:
+    def leave(self, session: Session) -> None:
         """Free a session's slot."""
         self._running.remove(session)
         if session in self._growing:
@@ -62,13 +49,13 @@ class SlotMemory:
         self.free_tokens += session.slot_tokens
         session.slot_tokens, session.gives_way = 0, False
 
-    def settle(self) -> tuple[list[Holder], list[Holder]]:
+    def settle(self) -> tuple[list[Session], list[Session]]:
         """Returns waiting sessions that now have room, and sessions preempted for them.
 
         A session in a round is not preempted at once: `gives_way` is set, and the others wait for it.
         """
-        resumed: list[Holder] = []
-        preempted: list[Holder] = []
+        resumed: list[Session] = []
+        preempted: list[Session] = []
         while self._growing:
             first, youngest = self._growing[0], self._running[-1]
             if self._missing(first) <= self.free_tokens:
@@ -85,16 +72,16 @@ class SlotMemory:
             session.gives_way = False
         return resumed, preempted
 
-    def _missing(self, session: Holder) -> int:
+    def _missing(self, session: Session) -> int:
         steps = -(-session.wanted_tokens // STEP_TOKENS) * STEP_TOKENS
         wanted = min(steps, max(session.wanted_tokens, session.final_tokens), self._num_tokens)
         return max(0, wanted - session.slot_tokens)
 
-    def _take(self, session: Holder) -> None:
+    def _take(self, session: Session) -> None:
         missing = self._missing(session)
         self.free_tokens -= missing
         session.slot_tokens += missing
 
 
-def _age(session: Holder) -> int:
+def _age(session: Session) -> int:
     return session.number

@@ -106,17 +106,6 @@ class Law:
         tokens[right, true_ranks[right]] = self.truth(seed, np.asarray(positions)[right])
         return Candidates(tokens, self._stated(self._probs(self._stated_vectors, levels, positions, rows)))
 
-    def true_ranks(
-        self, seed: int, positions: NDArray[np.integer], depths: NDArray[np.integer] | int = 0
-    ) -> NDArray[np.int64]:
-        """(n,) rank of the true token among the candidates on the true path; `num_ranks` if it is not among them."""
-        levels = mixed(_LEVEL, seed, positions, _ON_PATH)
-        probs = self._probs(self._vectors, levels, positions, np.broadcast_to(depths, np.shape(positions)))
-        ranks: NDArray[np.int64] = (probs.cumsum(axis=1) <= uniforms(mixed(_RANK, seed, positions))[:, None]).sum(
-            axis=1
-        )
-        return ranks
-
     def _probs(
         self,
         vectors: tuple[FloatArray, FloatArray],

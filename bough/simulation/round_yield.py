@@ -7,7 +7,6 @@ exactly the best shape. Values are binned by logarithm, so that each level of a 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cached_property
 
 import numpy as np
@@ -55,10 +54,6 @@ class RoundYield:
     def expected_tokens(self, nodes: int, depth: int) -> float:
         """Expected tokens of a round, the bonus token included."""
         return 1.0 + float(self.depth_probs(nodes, depth).sum())
-
-    def table(self, sizes: Sequence[int], depths: Sequence[int]) -> FloatArray:
-        """(num_sizes, num_depths) expected tokens."""
-        return np.array([[self.expected_tokens(nodes, depth) for depth in depths] for nodes in sizes])
 
     @cached_property
     def is_worthless(self) -> bool:

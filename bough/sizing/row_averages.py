@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Sequence
 from statistics import median
 
 import numpy as np
 from numpy.typing import NDArray
 
 from bough.protocol.cost_curve import CostCurve
+from bough.trees.acceptance import falling
 
 FLAT = CostCurve((1, 2), (1.0, 1.0))
 WINDOW = 32  # most samples of a bucket
@@ -179,17 +179,5 @@ class RowAverages:
                     trust /= 1 + (self._buckets[number].distance(common) / HALF_WEIGHT_DISTANCE) ** 2
                 ratio = (size * mean + trust * common) / (size + trust)
             values.append(shape + ratio)
-        return list(places), [value - shape for value, shape in zip(_rising(values, sizes), shapes, strict=True)]
-
-
-def _rising(values: Sequence[float], weights: Sequence[float]) -> list[float]:
-    """Isotonic (non-decreasing) regression by pooling adjacent violators."""
-    pools: list[tuple[float, float, int]] = []  # mean, weight, number of values
-    for value, weight in zip(values, weights, strict=True):
-        mean, total, count = value, float(weight), 1
-        while pools and pools[-1][0] > mean:
-            before, of_before, num_before = pools.pop()
-            mean = (before * of_before + mean * total) / (of_before + total)
-            total, count = total + of_before, count + num_before
-        pools.append((mean, total, count))
-    return [mean for mean, _, count in pools for _ in range(count)]
+        rising = [-value for value in falling([-value for value in values], sizes)]
+        return list(places), [value - shape for value, shape in zip(rising, shapes, strict=True)]

@@ -21,7 +21,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from bough import __version__
 from bough.telemetry.call_context import TRACEPARENT
-from bough.telemetry.spans import NO_ATTRIBUTES, NO_SPAN, Attributes, FinishedSpan, Metadata, Span
+from bough.telemetry.spans import NO_ATTRIBUTES, NO_SPAN, Attributes, FinishedSpan, Metadata, Span, Tracer
 
 EXPORT_LOGGER = "opentelemetry.exporter.otlp.proto.grpc.exporter"  # failed calls to the collector
 BATCH_LOGGER = "opentelemetry.sdk._shared_internal"  # dropped spans
@@ -30,7 +30,7 @@ PROPAGATOR = TraceContextTextMapPropagator()
 GONE = (GeneratorExit, asyncio.CancelledError)  # raised in a block whose result nobody waits for
 
 
-class OtlpTracer:
+class OtlpTracer(Tracer):
     """Creates spans and exports them in batches. Without a collector, spans are lost and a log line appears at times.
 
     The export queue is bounded; further spans are dropped.
@@ -74,7 +74,7 @@ class OtlpTracer:
             closing.join(patience_seconds)
 
 
-class OtlpSpan:
+class OtlpSpan(Span):
     """A `Span` that is exported when it ends."""
 
     is_recorded = True

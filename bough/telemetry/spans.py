@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from types import MappingProxyType, TracebackType
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 Value = str | bool | int | float | Sequence[str]
 Attributes = Mapping[str, Value]
@@ -40,29 +40,31 @@ def note_span(
         spans.append(FinishedSpan(name, began_ns, time.perf_counter_ns() if ended_ns is None else ended_ns, attributes))
 
 
-class Span(Protocol):
-    """A period of one request, which ends with its `with` block and the block's error.
+class Span:
+    """A period of one request, which ends with its `with` block and the block's error. This one is not traced.
 
     Attributes are ids and numbers, never content: prompts, texts and keys stay out of traces.
     """
 
-    @property
-    def is_recorded(self) -> bool:
-        """Whether the span is exported."""
+    is_recorded = False  # whether the span is exported
 
     @property
     def trace_id(self) -> str:
         """32 hexadecimal digits; empty if not recorded."""
+        return ""
 
     @property
     def metadata(self) -> Metadata:
         """Metadata for calls within the span, so that the callee's spans become its children."""
+        return ()
 
     def child(self, name: str, attributes: Attributes = NO_ATTRIBUTES) -> Span:
         """A child span that begins now."""
+        return self
 
     def call(self, method: str, address: str) -> Span:
         """A child span for a gRPC call that begins now."""
+        return self
 
     def set(self, attributes: Attributes) -> None:
         """Set attributes."""
@@ -73,61 +75,28 @@ class Span(Protocol):
     def add(self, spans: Sequence[FinishedSpan]) -> None:
         """Add child spans recorded by threads."""
 
-    def __enter__(self) -> Span: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None: ...
-
-
-class _NoSpan:
-    """Span of a request that is not traced."""
-
-    is_recorded, trace_id, metadata = False, "", ()
-
-    def child(self, name: str, attributes: Attributes = NO_ATTRIBUTES) -> Span:
-        return self
-
-    def call(self, method: str, address: str) -> Span:
-        return self
-
-    def set(self, attributes: Attributes) -> None:
-        pass
-
-    def event(self, name: str, attributes: Attributes = NO_ATTRIBUTES) -> None:
-        pass
-
-    def add(self, spans: Sequence[FinishedSpan]) -> None:
-        pass
-
     def __enter__(self) -> Span:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        pass
+        """End the span."""
 
 
-NO_SPAN: Span = _NoSpan()
-
-
-class Tracer(Protocol):
-    """Creates the spans of requests that enter a process."""
+class Tracer:
+    """Creates the spans of requests that enter a process. This one traces nothing."""
 
     def serve(self, name: str, traceparent: str) -> Span:
         """A span for work of this process, within the caller's span that `traceparent` (W3C) names.
 
         Without a valid one it begins a new trace, or is `NO_SPAN` if not sampled.
         """
-
-
-class _NoTracer:
-    def serve(self, name: str, traceparent: str) -> Span:
         return NO_SPAN
 
 
-NO_TRACER: Tracer = _NoTracer()
+NO_SPAN = Span()
+NO_TRACER = Tracer()
 
 _span: ContextVar[Span] = ContextVar("span", default=NO_SPAN)
 _finished: ContextVar[list[FinishedSpan] | None] = ContextVar("spans", default=None)

@@ -73,24 +73,25 @@ def _row(name: str, row: list[object]) -> list[float]:
 
 
 def smoothed(acceptance: Acceptance, weights: FloatArray | None = None) -> Acceptance:
-    """Isotonic (non-increasing) regression of each row in weighted least squares, by pooling adjacent violators.
+    """Each row's isotonic (non-increasing) regression in weighted least squares.
 
     `weights` has the shape of `acceptance` and is above 0; equal weights preserve each row's sum.
     """
     weights = np.ones_like(acceptance) if weights is None else weights
-    return np.stack([_pooled(row, weight) for row, weight in zip(acceptance, weights, strict=True)])
+    return np.array([falling(*rows) for rows in zip(acceptance.tolist(), weights.tolist(), strict=True)])
 
 
-def _pooled(row: FloatArray, weights: FloatArray) -> FloatArray:
-    pools: list[tuple[float, float, int]] = []  # mean, weight, ranks
-    for mean, weight in zip(row.tolist(), weights.tolist(), strict=True):
+def falling(values: Sequence[float], weights: Sequence[float]) -> list[float]:
+    """Isotonic (non-increasing) regression by pooling adjacent violators."""
+    pools: list[tuple[float, float, int]] = []  # mean, weight, number of values
+    for mean, weight in zip(values, weights, strict=True):
         size = 1
         while pools and pools[-1][0] < mean:
             before, before_weight, before_size = pools.pop()
             mean = (before * before_weight + mean * weight) / (before_weight + weight)
             weight, size = weight + before_weight, size + before_size
         pools.append((mean, weight, size))
-    return np.repeat([mean for mean, _, _ in pools], [size for _, _, size in pools])
+    return [mean for mean, _, size in pools for _ in range(size)]
 
 
 def by_rank(counted: SchemeAcceptance) -> Acceptance:

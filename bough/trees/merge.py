@@ -24,8 +24,8 @@ def merged(tree: Tree, other: Tree, budget: int) -> Tree:
     if tree.tokens[0] != other.tokens[0]:
         raise InvalidTree(f"tree.tokens[0]: must be the same in both trees, got {tree.tokens[0]} and {other.tokens[0]}")
     both = union(tree, other)
-    if tree.draft_probs is None:
-        return _best_first(both).trimmed(budget)
+    if tree.draft_probs is None:  # parents stay first when sorted, as no child scores higher than its parent
+        return both.only(np.argsort(-both.scores(), kind="stable")).trimmed(budget)
     draws = np.arange(1, len(tree), dtype=np.int32) if tree.draws is None else tree.draws
     return replace(both, draft_probs=tree.draft_probs, draws=draws)
 
@@ -49,11 +49,3 @@ def union(tree: Tree, other: Tree) -> Tree:
             log_probs[place] = max(log_probs[place], log_prob)
         places.append(place)
     return Tree.of(tokens, parents, np.minimum(log_probs, 0.0).tolist())  # validation tolerates rounding above 0
-
-
-def _best_first(tree: Tree) -> Tree:
-    """The same tree with nodes sorted by score; parents stay first, as no child scores higher than its parent."""
-    order = np.argsort(-tree.scores(), kind="stable")
-    places = np.argsort(order)
-    parents = np.where(tree.parents[order] < 0, -1, places[tree.parents[order]]).astype(np.int32)
-    return Tree(tree.tokens[order], parents, tree.log_probs[order])

@@ -123,7 +123,7 @@ class Tree:
         return self if len(self) <= budget else self.only(best_nodes(self.scores(), budget))
 
     def only(self, nodes: NDArray[np.intp]) -> Tree:
-        """The tree of these ascending nodes, whose parents must be among them; sampled trees cannot be cut."""
+        """The tree of these nodes in this order, with parents before their children; sampled trees cannot be cut."""
         assert self.draft_probs is None, "a sampled tree cannot be cut: the rest would not be a sample"
         new_index = np.full(len(self), -1, dtype=np.int32)
         new_index[nodes] = np.arange(len(nodes), dtype=np.int32)

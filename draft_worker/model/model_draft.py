@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from bough.grammar.allowed_tokens import Grammars
 from bough.model.batch.batch import Batch
 from bough.model.gpu.faults import named_faults
 from bough.model.kv.segment import Segment
+from bough.model.running.runner import ResidentModel
 from draft_worker.candidates.candidates import Guessing
 from draft_worker.candidates.constrain import constrain
 from draft_worker.candidates.penalties import adjust
@@ -22,15 +23,6 @@ from draft_worker.engine.job import Stepping
 from draft_worker.growth.grower import Candidates
 
 NUM_CONSIDERED = 256  # largest logits of a row
-
-
-class DraftModel(Protocol):
-    """Runs packed batches: a resident model, or a fake."""
-
-    device: torch.device
-
-    def logits(self, batch: Batch) -> torch.Tensor:
-        """Logits (num_logit_rows, vocab_size) float32, which the caller may change; valid until the next call."""
 
 
 class Largest(NamedTuple):
@@ -47,7 +39,7 @@ class Largest(NamedTuple):
 class ModelDraft:
     """A Draft that runs a model."""
 
-    def __init__(self, model: DraftModel, grammars: Grammars) -> None:
+    def __init__(self, model: ResidentModel, grammars: Grammars) -> None:
         self._model, self._grammars, self._vocab_size = model, grammars, grammars.vocab_size
 
     def ask(self, parts: Sequence[Stepping]) -> list[Largest]:

@@ -83,7 +83,8 @@ def merged(found: Mapping[str, Any]) -> dict[str, Any]:
     """Merge the parts' results by subject."""
     report: dict[str, Any] = {}
     for name, value in found.items():
-        for subject, figures in value.items() if name == "copying" or name.startswith("target ") else [(name, value)]:
+        has_subjects = name in ("device", "copying") or name.startswith("target ")
+        for subject, figures in value.items() if has_subjects else [(name, value)]:
             if figures is not None:
                 report[subject] = report.get(subject, []) + figures if isinstance(figures, list) else figures
     return report

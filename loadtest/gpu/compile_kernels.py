@@ -111,7 +111,7 @@ def kernels() -> Iterator[Kernel]:
         for heads in FAMILIES:
             yield _attention(dtype, heads)
         for name, function, constants in _unpacking():
-            pointers = {"packed": "*u8", "scales": "*fp16", "out": f"*{bits}"}
+            pointers = {"packed": "*u8", "numbers": "*u8", "scales": "*fp16", "out": f"*{bits}"}
             pointers |= dict.fromkeys(("words", "zeros", "group_of"), "*i32")
             options = {"num_warps": unpack_triton.NUM_WARPS, "enable_fp_fusion": False}
             yield Kernel(
@@ -145,6 +145,10 @@ def _unpacking() -> Iterator[tuple[str, Any, dict[str, Any]]]:
         constants = {"BITS": 4, "IS_ORDERED": is_ordered, "ROWS": words, "COLUMNS": columns}
         yield name, unpack_triton.unpack_down, constants
     yield "awq", unpack_triton.unpack_across, {"ROWS": unpack_triton.TILE_ROWS, "COLUMNS": columns}
+    for name, bits, kind in (("compressed-tensors", 4, "UNSIGNED"), ("int8", 8, "SIGNED"), ("fp8", 8, "E4M3")):
+        layout = {"BITS": bits, "KIND": kind, "HAS_ZEROS": bits == 4, "IS_ORDERED": True}
+        tile = {"ROWS": unpack_triton.TILE_ROWS, "COLUMNS": columns}
+        yield name, unpack_triton.unpack_along, layout | tile
 
 
 def compiled(kernel: Kernel, capability: int) -> Compiled:

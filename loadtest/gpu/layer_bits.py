@@ -109,10 +109,13 @@ def _with_undivided_sums(rows: _Rows, matrices: Sequence[tuple[int, int]]) -> di
     for outputs, inputs in matrices:
         weight, batch = rows.random(outputs, inputs), rows.random(rows.num, inputs)
         for may_divide in ms:
-            with _sums(may_divide):
-                product = partial(torch.nn.functional.linear, batch, weight)
-                ms[may_divide] += device_milliseconds(product, rows.device)
-                equal += [] if may_divide else _product(rows, weight, dict.fromkeys(OTHER_COUNTS, True))
+            try:
+                with _sums(may_divide):
+                    product = partial(torch.nn.functional.linear, batch, weight)
+                    ms[may_divide] += device_milliseconds(product, rows.device)
+                    equal += [] if may_divide else _product(rows, weight, dict.fromkeys(OTHER_COUNTS, True))
+            except (RuntimeError, TypeError) as exc:  # of a version or a GPU for which it cannot be set
+                return {"error": str(exc)}
     return {"equal": f"{sum(equal)} of {len(equal)}", "ms": round(ms[False], 3), "ms_in_a_sweep": round(ms[True], 3)}
 
 

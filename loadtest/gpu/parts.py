@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -22,6 +23,8 @@ from bough.model.kv.session_kv import KVSlot
 from bough.model.loading.loading import build_skeleton
 from bough.model.running.device import working_on
 from bough.model.running.runner import ResidentModel
+from bough.model.sizes.memory_budget import free_device_bytes
+from bough.runtime.machine import free_memory, usable_cpus
 from bough.sizing.placement import Tier
 from bough.trees.tree import Tree
 from loadtest.gpu.random_models import Machine, planned, repeated, streamed, write_random
@@ -40,6 +43,18 @@ CLOSE_LOGITS = 0.05  # tolerance relative to the largest logit, as other row cou
 def describe(device: torch.device) -> str:
     """The device's name."""
     return "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device)
+
+
+def machine_of(device: torch.device) -> dict[str, Any]:
+    """The device's name, and what else figures and bits depend on."""
+    found: dict[str, Any] = {"torch": torch.__version__, "cpus": usable_cpus(), "free_host_gb": free_memory() // 10**9}
+    if device.type != "cpu":
+        found |= {
+            "triton": importlib.metadata.version("triton"),
+            "capability": "{}.{}".format(*torch.cuda.get_device_capability(device)),
+            "free_device_gb": free_device_bytes(device) // 10**9,
+        }
+    return {"device": describe(device), "machine": found}
 
 
 def milliseconds(act: Callable[[], object], device: torch.device) -> float:

@@ -26,6 +26,7 @@ def pipeline(device: torch.device) -> dict[str, Any]:
         done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=SECONDS, check=False)
     except subprocess.TimeoutExpired:
         return {"is_same": False, "error": f"no answer within {SECONDS} seconds"}
-    if done.returncode not in (0, 1):
+    *_, last = ["", *done.stdout.splitlines()]
+    if done.returncode not in (0, 1) or not last.startswith("{"):  # 1 is Python's own status too, of a missing package
         return {"is_same": False, "error": done.stderr[-500:]}
-    return {"is_same": done.returncode == 0, **json.loads(done.stdout.splitlines()[-1])}
+    return {"is_same": done.returncode == 0, **json.loads(last)}

@@ -24,6 +24,9 @@ FORMATS = (
     PackedFormat("gptq", 4, GROUP),
     PackedFormat("gptq", 4, GROUP, is_ordered=False),
     PackedFormat("awq", 4, GROUP),
+    PackedFormat("compressed-tensors", 4, GROUP),
+    PackedFormat("int8", 8, -1),
+    PackedFormat("fp8", 8, GROUP),
 )
 
 

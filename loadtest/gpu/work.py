@@ -127,7 +127,7 @@ def _step_seconds(found: Found) -> float | None:
 
 # What tells most comes first: kernels, equal bits, and the target in 4 bits; a machine may be lent for a few minutes.
 WORK: dict[Part, Callable[[Ground], Any]] = {
-    Part("device", 60): lambda ground: gpu_parts.describe(ground.device),
+    Part("device", 60): lambda ground: gpu_parts.machine_of(ground.device),
     Part("attention", 60): lambda ground: gpu_parts.attention(ground.device),
     Part("unpacking", 90): lambda ground: unpacking(ground.device, *ground.sizes.unpacked),
     Part("layer_bits", 45): lambda ground: layer_bits(ground.device, ground.sizes.matrices, ground.machine.rows),

@@ -14,10 +14,10 @@ import httpx
 
 from bough.client import Client
 from bough.errors import BoughError
-from bough.pb import generation_pb2_grpc
 from bough.protocol import codec_generation
 from bough.protocol.generation import Finished, GenerateOptions, Prompt, Resume, TokenPrompt, Tokens
 from bough.rpc.server import open_channel
+from bough.rpc.services import GENERATION, stub_of
 from bough.rpc.status_map import to_error
 from loadtest.intruder.callers import bearer
 from loadtest.intruder.strangers import Secrets
@@ -96,7 +96,7 @@ class Doors:
     async def raw(self, key: str, prompt: Prompt, options: GenerateOptions) -> None:
         """Make a call without the client's checks. Raises BoughError."""
         async with open_channel(self.grpc) as channel:
-            stub = generation_pb2_grpc.GenerationStub(channel)
+            stub = stub_of(GENERATION, channel)
             message = codec_generation.request_to_wire(prompt, options)
             try:
                 async for _ in stub.Generate(message, metadata=tuple(bearer(key)), timeout=60):

@@ -12,9 +12,9 @@ from typing import Protocol, cast
 import grpc
 import requests
 
-from bough.pb import generation_pb2_grpc
 from bough.protocol import codec_generation as wire
 from bough.protocol.generation import ChatPrompt, GenerateOptions, Message
+from bough.rpc.services import GENERATION, stub_of
 from bough.rpc.status_map import to_error
 from loadtest.locust.mix import Question
 from loadtest.locust.reading import CHAT_PATH, OK, Reading, chat_body
@@ -60,7 +60,7 @@ class GrpcDoor:
         """`started` is the moment from which samples count, on the monotonic clock."""
         self._address, self._timeout_seconds, self._started = address, timeout_seconds, started
         self._channel = grpc.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1)])
-        self._stub = generation_pb2_grpc.GenerationStub(self._channel)
+        self._stub = stub_of(GENERATION, self._channel)
 
     def close(self) -> None:
         """Ends the connection."""

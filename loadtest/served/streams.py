@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 import grpc
 import httpx
 
-from bough.pb import generation_pb2_grpc
 from bough.protocol import codec_generation as wire
 from bough.protocol.generation import ChatPrompt, GenerateOptions, Message, Speculation
 from bough.rpc.server import open_channel
+from bough.rpc.services import GENERATION, stub_of
 from bough.rpc.status_map import to_error
 from loadtest.locust.reading import CHAT_PATH, OK, Reading, chat_body
 from loadtest.locust.samples import Sample
@@ -55,7 +55,7 @@ class GrpcDoor:
 
     def __init__(self, address: str) -> None:
         self._address, self._channel = address, open_channel(address)
-        self._stub = generation_pb2_grpc.GenerationStub(self._channel)
+        self._stub = stub_of(GENERATION, self._channel)
 
     async def close(self) -> None:
         """Ends the connection."""

@@ -9,14 +9,16 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import grpc
+from google.protobuf.descriptor import ServiceDescriptor
 
 from bough.concurrency.iteration_limiter import IterationLimiter
 from bough.errors import BoughError, PrefixMissing, Unavailable
-from bough.pb import common_pb2, draft_pb2_grpc, target_pb2_grpc
+from bough.pb import common_pb2
 from bough.protocol import codec
 from bough.protocol.codec_fields import read
 from bough.protocol.messages import Context, GrowCall, GrowResult, VerifyCall, VerifyResult, WorkerInfo
 from bough.protocol.prefix_hash import prefix_hash
+from bough.rpc.services import DRAFT, TARGET, stub_of
 from bough.rpc.status_map import to_error
 from bough.security.access import OPEN, Access
 from bough.telemetry.call_context import carried
@@ -56,23 +58,23 @@ class WorkerClient:
     def __init__(
         self,
         address: str,
-        make_stub: Callable[[grpc.aio.Channel], Any],
+        service: ServiceDescriptor,
         access: Access,
         limiter: IterationLimiter | None,
     ) -> None:
         """`limiter` is shared by all clients of an event loop; it limits how many sessions continue at once."""
-        self.address, self._access, self._make_stub = address, access, make_stub
+        self.address, self._access, self._service = address, access, service
         self._limiter = limiter or IterationLimiter(AT_ONCE)
         self._channel = access.channel(address)
         self._opened = self._channel.current
-        self._made = make_stub(self._opened)
+        self._made = stub_of(service, self._opened)
 
     @property
     def _stub(self) -> Any:
         """The stub for the next call; a new one after this process's certificate has changed."""
         if self._opened is not self._channel.current:
             self._opened = self._channel.current
-            self._made = self._make_stub(self._opened)
+            self._made = stub_of(self._service, self._opened)
         return self._made
 
     async def close(self) -> None:
@@ -122,7 +124,7 @@ class DraftClient(WorkerClient):
     """Client of bough.v1.Draft."""
 
     def __init__(self, address: str, access: Access = OPEN, limiter: IterationLimiter | None = None) -> None:
-        super().__init__(address, draft_pb2_grpc.DraftStub, access, limiter)
+        super().__init__(address, DRAFT, access, limiter)
 
     async def grow(
         self, session: Session, plan: TreePlan, vocab_size: int, timeout_seconds: float
@@ -147,7 +149,7 @@ class TargetClient(WorkerClient):
     def __init__(
         self, address: str, worker_id: str, access: Access = OPEN, limiter: IterationLimiter | None = None
     ) -> None:
-        super().__init__(address, target_pb2_grpc.TargetStub, access, limiter)
+        super().__init__(address, TARGET, access, limiter)
         self._worker_id, self._caller = worker_id, uuid.uuid4().hex
 
     async def verify(

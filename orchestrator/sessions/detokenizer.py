@@ -110,9 +110,6 @@ class TextStream:
         return TextPiece(text[: len(text) - keep], None)
 
 
-def overlap(text: str, stop: str) -> int:
-    """Length of the longest suffix of `text` that is a proper prefix of `stop`."""
-    for length in range(min(len(text), len(stop) - 1), 0, -1):
-        if text.endswith(stop[:length]):
-            return length
-    return 0
+def overlap(text: str, mark: str) -> int:
+    """Length of the longest end of a text with which a mark may begin."""
+    return next((n for n in range(min(len(text), len(mark) - 1), 0, -1) if text.endswith(mark[:n])), 0)

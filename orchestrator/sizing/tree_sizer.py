@@ -112,7 +112,7 @@ class TreeSizer:
         pending.grown_values, pending.sent_values = values, values[kept]
         pending.places = _places(kept, len(both))[: len(drafted)]
         self._expect(session, pending, len(both))
-        return Proposal(_reordered(both, kept), pending.load is not None, pending.places)
+        return Proposal(both.only(kept), pending.load is not None, pending.places)
 
     def observe(self, session_id: str, outcome: RoundOutcome) -> Decision | None:
         """Learn a round's times and outcomes; returns the round's record, or None if it had no plan."""
@@ -272,10 +272,3 @@ def _places(kept: NDArray[np.intp], num_nodes: int) -> NDArray[np.intp]:
     places = np.full(num_nodes, -1, np.intp)
     places[kept] = np.arange(len(kept))
     return places
-
-
-def _reordered(tree: Tree, kept: NDArray[np.intp]) -> Tree:
-    """The tree of the nodes `kept`, in this order, with parents before children."""
-    places = _places(kept, len(tree))
-    parents = np.where(tree.parents[kept] < 0, -1, places[tree.parents[kept]]).astype(np.int32)
-    return Tree(tree.tokens[kept], parents, tree.log_probs[kept])

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import NamedTuple
 
-from orchestrator.tools.call_reader import ArgumentsText, CallBegun, CallReader, overlap
+from orchestrator.sessions.detokenizer import overlap
+from orchestrator.tools.call_reader import ArgumentsText, CallBegun, CallReader
 
 
 class ContentText(NamedTuple):

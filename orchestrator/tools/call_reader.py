@@ -47,8 +47,3 @@ class CallReader(ABC):
             pieces.append(ArgumentsText(self._untold))
             self._untold = ""
         return pieces
-
-
-def overlap(text: str, mark: str) -> int:
-    """Length of the longest end of a text with which a mark may begin."""
-    return next((n for n in range(min(len(text), len(mark) - 1), 0, -1) if text.endswith(mark[:n])), 0)

@@ -8,7 +8,7 @@ import torch
 
 from target_worker.experts.expert_cache import Expert
 from target_worker.link.copy_stats import CopyStats
-from target_worker.link.device_ring import HostSide
+from target_worker.link.host_layers import HostLayers
 from target_worker.link.streams import DeviceEvent, DeviceStreams
 
 SLAB_ALIGNMENT = 512  # bytes, as torch allocates: a library may choose a product's kernel, and its bits, by alignment
@@ -22,7 +22,7 @@ class ExpertCopies:
 
     def __init__(
         self,
-        host: HostSide,
+        host: HostLayers,
         numbers: Mapping[Expert, int],
         shifts: Mapping[Expert, int],
         slab_bytes: int,

@@ -35,7 +35,7 @@ DECIDING = modules(
     ("bough.model.kv", "segment session_kv slot split_layers"),
     ("bough.model.llama", "layer rows weights workspace"),
     ("bough.model.loading", "late_writes loading weight_map"),
-    ("bough.model.quant", "awq bough_format format formats gptq quantize"),
+    ("bough.model.quant", "awq bough_format compressed_tensors format formats fp8 gptq quantize scaled"),
     ("bough.model.running", "batch_invariance host_embeddings"),
     ("bough.model.sampling", "sampler token_counts"),
     ("bough.model.sizes", "target_limits"),

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import NamedTuple, Protocol, cast
+from typing import NamedTuple, cast
 
 import torch
 
@@ -27,31 +27,20 @@ from target_worker.link.host_layers import PIECE_BYTES
 from target_worker.link.streams import DeviceEvent, DeviceStreams
 
 
-class KVHome(Protocol):
-    """Where a sweep finds its KV."""
+class KVHome:
+    """Where a sweep finds its KV: in the slots themselves."""
 
     @property
     def num_bytes(self) -> int:
         """Bytes copied between host and devices since the start."""
+        return 0
 
     def sweep(self, batch: Batch) -> AbstractContextManager[Batch]:
         """Yield the batch with its KV where layers read it; when the block ends, slots hold the added rows."""
-
-    def layer(self, index: int) -> AbstractContextManager[None]:
-        """A layer's attention must be queued within the block; layers come in order from 0."""
-
-
-class KVInPlace:
-    """KV read from the slots themselves."""
-
-    num_bytes = 0
-
-    def sweep(self, batch: Batch) -> AbstractContextManager[Batch]:
-        """Return the batch unchanged."""
         return nullcontext(batch)
 
     def layer(self, index: int) -> AbstractContextManager[None]:
-        """Nothing to do."""
+        """A layer's attention must be queued within the block; layers come in order from 0."""
         return nullcontext()
 
 
@@ -122,7 +111,7 @@ class _Stage:
         self._last = self._streams.copy(source, target, after).done
 
 
-class OffloadedKV:
+class OffloadedKV(KVHome):
     """A stage for each device that computes layers."""
 
     def __init__(

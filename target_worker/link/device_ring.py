@@ -9,27 +9,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from typing import Protocol
+from contextlib import contextmanager
 
 import torch
 
 from target_worker.link.copy_stats import CopyStats
 from target_worker.link.disk_ring import LinkFigures
+from target_worker.link.host_layers import HostLayers
 from target_worker.link.streams import Copy, DeviceEvent, DeviceStreams
-
-
-class HostSide(Protocol):
-    """Supplies the layers' bytes in host memory."""
-
-    def layer(self, index: int) -> AbstractContextManager[torch.Tensor]:
-        """Yield a layer's bytes (uint8, host memory), valid until the block ends."""
-
-    def stays(self, index: int) -> bool:
-        """Whether the layer's bytes stay valid after the block."""
-
-    def restart(self) -> None:
-        """Start again with the first layer."""
 
 
 class DeviceRing:
@@ -42,7 +29,7 @@ class DeviceRing:
         self,
         indices: Sequence[int],
         sizes: Sequence[int],
-        source: HostSide,
+        source: HostLayers,
         streams: DeviceStreams,
         num_slabs: int,
         traffic: CopyStats | None = None,

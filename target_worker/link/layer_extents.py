@@ -13,9 +13,9 @@ import torch
 from bough.errors import CheckpointError, StreamError
 from bough.model.architecture.moe import stack_of
 from bough.model.checkpoint.checkpoint import TensorPlace
-from bough.model.checkpoint.tensor_source import ReusedMemory, crc32
+from bough.model.checkpoint.tensor_source import ReusedMemory
 from bough.model.loading.late_writes import LateWrites, can_wait
-from bough.model.loading.loading import ParameterSlot, require_checksum
+from bough.model.loading.loading import ParameterSlot, verify
 from bough.sizing.placement import ExpertSizes, SeparateExperts
 
 ALIGNMENT = 4096  # of offsets, lengths and addresses: what O_DIRECT requires on all common file systems
@@ -126,7 +126,7 @@ class LayerExtents:
         """
 
         def check(place: TensorPlace) -> None:
-            require_checksum(place, crc32(self.bytes_of(place, slab)), checksums)
+            verify(place, self.bytes_of(place, slab), checksums)
 
         try:
             for _ in each(check, self.begins):

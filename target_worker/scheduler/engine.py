@@ -13,6 +13,7 @@ from concurrent.futures import Future
 
 from bough.concurrency.futures import PendingCalls, settle
 from bough.concurrency.inbox import Inbox
+from bough.concurrency.stall_timer import StallTimer
 from bough.errors import AcceleratorFull, BoughError, StaleEpoch, Unavailable
 from bough.model.sizes.target_limits import TargetLimits
 from bough.protocol.cost_curve import CostCurve
@@ -26,13 +27,13 @@ from target_worker.scheduler.prefix_sharing import choose_shared
 from target_worker.scheduler.price import TokenPrice
 from target_worker.scheduler.request_queue import CallQueue
 from target_worker.scheduler.row_division import expected_tokens, make_fit, share_rows
-from target_worker.scheduler.stall_watch import StallWatch
 from target_worker.scheduler.sweep_figures import SweepFigures
 from target_worker.scheduler.sweeper import Sweeper, Swept
 
 logger = logging.getLogger(__name__)
 
 NANO = 1e-9
+STILL_SECONDS = 120.0  # without progress, after which a sweep has stalled: no layer takes as long on a useful machine
 SHUT_DOWN = "the target worker is being shut down"
 
 
@@ -64,7 +65,7 @@ class SweepEngine:
         self._times = SweepTimes(sweeper.rows.step, limits.max_sweep_tokens)
         self.cost: CostCurve | None = None  # seconds of a sweep by rows; readable by any thread
         self._most_tokens = limits.max_sweep_tokens  # limit of a sweep; lowered when memory ran out
-        self._stall_watch = StallWatch(progress) if progress else None
+        self._stall, self._progress = StallTimer(), progress
         self._batch_delay = BatchDelay(patience)
         self._calls = CallQueue(pool, limits, self._batch_delay.left)
         self._price = TokenPrice()
@@ -109,7 +110,12 @@ class SweepEngine:
 
     def trouble(self) -> str:
         """Why a sweep does not proceed; empty if it does. Only one thread may call this."""
-        return self._stall_watch.trouble(self.num_running > 0) if self._stall_watch else ""
+        if self._progress is None:
+            return ""
+        seconds = self._stall.seconds(self.num_running > 0, self._progress(), time.monotonic())
+        if seconds < STILL_SECONDS:
+            return ""
+        return f"a sweep has made no progress for {seconds:.0f} seconds: a disk or a device hangs"
 
     def verify(self, call: VerifyCall) -> Future[VerifyResult]:
         """Queue a call; any thread. The future raises errors of `bough.errors`.

@@ -7,36 +7,21 @@ tokens as it would have computed; or if, by predicted sweep times, all such call
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple
 
 from bough.protocol.prefix_hash import common_length, whole_blocks
-from target_worker.kv.session_slot import Text
-from target_worker.scheduler.batching import Part, Waiting, choose
-
-
-class PrefixSharing(Waiting, Protocol):
-    """A waiting call with its text."""
-
-    @property
-    def text(self) -> Text:
-        """All tokens before the tree."""
-
-    @property
-    def num_cached(self) -> int:
-        """Leading tokens whose keys and values are cached."""
-
-
-AnySharing = TypeVar("AnySharing", bound=PrefixSharing)
+from target_worker.scheduler.batching import Part, choose
+from target_worker.scheduler.job import VerifyJob
 
 
 class _Follower(NamedTuple):
     """A call that could wait for another's work."""
 
-    job: PrefixSharing
-    leader: PrefixSharing
+    job: VerifyJob
+    leader: VerifyJob
     num_common: int  # common leading tokens, in whole blocks
 
-    def gain(self, parts: dict[int, Part[AnySharing]]) -> int:
+    def gain(self, parts: dict[int, Part[VerifyJob]]) -> int:
         """Tokens that it can copy after a sweep of `parts`."""
         part = parts.get(id(self.leader))
         reached = self.leader.num_cached + (part.num_context if part is not None else 0)
@@ -44,12 +29,12 @@ class _Follower(NamedTuple):
 
 
 def choose_shared(
-    jobs: Sequence[AnySharing],
+    jobs: Sequence[VerifyJob],
     max_tokens: int,
     knee: float,
     min_tokens: int,
     sweep_seconds: Callable[[int], float],
-) -> list[Part[AnySharing]]:
+) -> list[Part[VerifyJob]]:
     """As `choose`, but common prefixes of at least `min_tokens` tokens are computed once.
 
     `sweep_seconds` predicts the time of a sweep from its number of tokens.
@@ -66,9 +51,9 @@ def choose_shared(
     return alone
 
 
-def _followers(jobs: Sequence[PrefixSharing], min_tokens: int) -> list[_Follower]:
+def _followers(jobs: Sequence[VerifyJob], min_tokens: int) -> list[_Follower]:
     """Calls that share a long prefix with one that is further ahead or came earlier."""
-    leaders: list[PrefixSharing] = []
+    leaders: list[VerifyJob] = []
     followers = []
     for job in sorted((job for job in jobs if job.num_remaining), key=lambda job: -job.num_cached):
         tokens = job.text.array
@@ -84,8 +69,8 @@ def _followers(jobs: Sequence[PrefixSharing], min_tokens: int) -> list[_Follower
 
 def _content(
     followers: Sequence[_Follower],
-    parts: Sequence[Part[AnySharing]],
-    alone: Sequence[Part[AnySharing]],
+    parts: Sequence[Part[VerifyJob]],
+    alone: Sequence[Part[VerifyJob]],
     sweep_seconds: Callable[[int], float],
 ) -> list[_Follower]:
     """Followers whose answer is not delayed by skipping a sweep of `parts`; `alone` is the sweep without waiting."""

@@ -26,7 +26,7 @@ from bough.model.sizes.model_sizes import chosen_share
 from bough.protocol.cost_curve import CostCurve
 from bough.sizing.sweep_times import SweepPrior, expert_volume
 from bough.trees.tree import Tree
-from target_worker.kv.kv_offload import KVHome, KVInPlace
+from target_worker.kv.kv_offload import KVHome
 from target_worker.link.disk_ring import BestSpeed
 from target_worker.link.layer_extents import MaterializedLayer
 from target_worker.scheduler.sweep_figures import SweepFigures
@@ -56,7 +56,7 @@ class StreamedModel:
     ) -> None:
         """`kv` says where sweeps find keys and values; by default in the slots."""
         self.skeleton = skeleton
-        self._kv = kv or KVInPlace()
+        self._kv = kv or KVHome()
         self.tiers = tiers
         self.rows = make_reproducible(skeleton, rows, device)
         is_whole = self.rows.step < self.rows.most and supports_fused_layers(skeleton, device)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Protocol
 
 import torch
 
@@ -12,37 +11,19 @@ from bough.grammar.allowed_tokens import Grammars
 from bough.model.batch.batch import Batch
 from bough.model.kv.slot import Slot
 from bough.protocol.messages import Verdict
-from bough.sizing.row_counts import RowCounts
 from bough.sizing.sweep_times import SweepPrior
 from target_worker.scheduler.batching import Part
 from target_worker.scheduler.job import VerifyJob
-from target_worker.scheduler.sweep_figures import SweepFigures
 from target_worker.scheduler.sweeper import Swept
+from target_worker.sweep.streamed_model import StreamedModel
 from target_worker.verification.logit_rows import LogitRows, RowReader
 from target_worker.verification.verdict import compute_verdict
-
-
-class SweepModel(Protocol):
-    """Runs packed batches: a streamed model, or a fake."""
-
-    rows: RowCounts
-    device: torch.device
-
-    def sweep(self, batch: Batch) -> tuple[torch.Tensor, SweepFigures]:
-        """Logits (num_logit_rows, vocab_size), on the model's device until the next sweep, and where the time went."""
-
-    @property
-    def best(self) -> torch.Tensor | None:
-        """`best_tokens` of the last sweep's logits; None if these are on the host."""
-
-    def warm_up(self, slot: Slot) -> SweepPrior | None:
-        """As `Sweeper.warm_up`."""
 
 
 class StreamedSweeper:
     """Sweeps with a model, and gives verdicts from its logits."""
 
-    def __init__(self, model: SweepModel, grammars: Grammars) -> None:
+    def __init__(self, model: StreamedModel, grammars: Grammars) -> None:
         self._model, self._grammars, self._reader = model, grammars, RowReader()
         self.rows = model.rows
 
@@ -68,5 +49,5 @@ class StreamedSweeper:
         return {id(job): LogitRows(*pair, self._reader) for job, pair in zip(jobs, pairs, strict=True)}
 
     def warm_up(self, slot: Slot) -> SweepPrior | None:
-        """As `Sweeper.warm_up`."""
+        """Run a first pass over rows of a slot, as `Sweeper.warm_up`."""
         return self._model.warm_up(slot)

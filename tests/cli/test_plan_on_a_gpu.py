@@ -94,6 +94,10 @@ def test_a_draft_that_cannot_stay_packed_is_refused(tmp_path: Path, folder: Path
         PackedFormat("gptq", 8, -1),
         PackedFormat("gptq", 4, 64, is_ordered=False),
         PackedFormat("awq", 4, 128),
+        PackedFormat("compressed-tensors", 4, 128),
+        PackedFormat("compressed-tensors", 8, 64, is_ordered=False),
+        PackedFormat("int8", 8, -1),
+        PackedFormat("fp8", 8, 128),
     ],
     ids=str,
 )

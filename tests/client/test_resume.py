@@ -11,10 +11,11 @@ import pytest
 
 from bough.client import Client
 from bough.errors import ConfigError, InvalidRequest, StaleEpoch, Unavailable
-from bough.pb import generation_pb2, generation_pb2_grpc
+from bough.pb import generation_pb2
 from bough.protocol import codec_generation as wire
 from bough.protocol.generation import GenerateOptions, Resume, Started, TextPrompt
 from bough.rpc.server import serving
+from bough.rpc.services import GENERATION, add_service
 from tests.fakes.fleet import Fleet
 from tests.fakes.streams import OPTIONS, expected, once, read, read_rounds, renamed, until
 
@@ -235,7 +236,7 @@ async def test_a_stream_that_breaks_after_a_long_sweep_is_gone_on_with(fakes: Fl
     assert seen.token_ids == expected(fakes)
 
 
-class AlwaysBreaking(generation_pb2_grpc.GenerationServicer):
+class AlwaysBreaking:
     """An orchestrator whose streams begin, and no more."""
 
     async def Generate(self, request: generation_pb2.GenerateRequest, context: object) -> AsyncIterator[object]:
@@ -247,7 +248,7 @@ async def test_a_request_that_always_breaks_is_given_up() -> None:
     """That its stream begins again is no sign of anything to come."""
 
     def add(server: grpc.aio.Server) -> None:
-        generation_pb2_grpc.add_GenerationServicer_to_server(AlwaysBreaking(), server)
+        add_service(GENERATION, AlwaysBreaking(), server)
 
     async with (
         serving("127.0.0.1", 0, "bough.v1.Generation", add, grace_seconds=0.0) as served,

@@ -1,7 +1,8 @@
-"""Writes the layers that tests/model/test_packed.py reads, with the packers that community checkpoints are made by.
+"""Writes the layers that tests/model/test_packed.py reads, with the packers that published checkpoints are made by.
 
-    pip install --no-deps --target LIBS auto-gptq==0.7.1 && pip download --no-deps --no-binary :all: autoawq==0.2.9
-    PYTHONPATH=LIBS:AUTOAWQ_SOURCES python tests/data/pack_layers.py
+    pip install --no-deps --target LIBS auto-gptq==0.7.1 compressed-tensors==0.20.0 loguru
+    pip download --no-deps --no-binary :all: autoawq==0.2.9
+    PYTHONPATH=LIBS:AUTOAWQ_SOURCES python tests/data/pack_layers.py [FILE ...]
 
 Each file has a layer's tensors as such a checkpoint has them, and in `weight` what the library itself multiplies by.
 """
@@ -67,13 +68,48 @@ def by_autoawq(file: str) -> None:
     save(file, tensors, unpacked.T)
 
 
+def by_compressed_tensors(file: str, format_: str, scales: torch.Tensor, **weights: object) -> None:
+    """What compressed-tensors makes of its own tensors again."""
+    library = importlib.import_module("compressed_tensors.quantization")
+    compressor = importlib.import_module("compressed_tensors.compressors").BaseCompressor.get_value_from_registry(
+        format_
+    )
+    scheme = library.QuantizationScheme(targets=["Linear"], weights=library.QuantizationArgs(**weights))
+    zeros = quantised(True)[2] - 8
+    values = {
+        "weight": quantised(True)[0].weight.data,
+        "weight_scale": scales,
+        "weight_zero_point": zeros.to(torch.int8),
+    }
+    if scheme.weights.symmetric:
+        del values["weight_zero_point"]
+    tensors = compressor.compress(values, scheme)
+    save(file, tensors, compressor.decompress(tensors, scheme)["weight"])
+
+
 def save(file: str, tensors: dict[str, torch.Tensor], weight: torch.Tensor) -> None:
     """Beside this script."""
     named = {f"layer.{name}": tensor.contiguous() for name, tensor in tensors.items() if tensor is not None}
     save_file({**named, "weight": weight.contiguous()}, HERE / file)
 
 
+WRITERS = {
+    "auto-gptq": lambda file: by_auto_gptq(file, True),
+    "auto-gptq-desc-act": lambda file: by_auto_gptq(file, False),
+    "autoawq": by_autoawq,
+    "compressed-tensors": lambda file: by_compressed_tensors(
+        file, "pack-quantized", quantised(True)[1], num_bits=4, symmetric=False, strategy="group", group_size=GROUP
+    ),
+    "compressed-tensors-fp8": lambda file: by_compressed_tensors(
+        file,
+        "float-quantized",
+        torch.linspace(0.005, 0.01, 4).half().view(2, 2),
+        type="float",
+        strategy="block",
+        block_structure=[64, 64],
+    ),
+}
+
 if __name__ == "__main__":
-    by_auto_gptq("auto-gptq.safetensors", True)
-    by_auto_gptq("auto-gptq-desc-act.safetensors", False)
-    by_autoawq("autoawq.safetensors")
+    for name in sys.argv[1:] or WRITERS:
+        WRITERS[name](f"{name}.safetensors")

@@ -223,6 +223,14 @@ def test_units_start_programs_and_give_them_their_time_to_drain(unit: Path) -> N
     assert int(seconds) >= config.drain_seconds + 10
 
 
+@pytest.mark.parametrize("unit", ["bough-target", "bough-draft"])
+def test_units_of_workers_hide_no_gpu(unit: str) -> None:
+    """A rule for any device, which older systemds take ProtectClock for, forbids all others (systemd/systemd#18142)."""
+    text = (SYSTEMD / f"{unit}.service").read_text()
+    assert not re.findall(r"^(?:ProtectClock|PrivateDevices|DeviceAllow|DevicePolicy)=.*", text, re.MULTILINE)
+    assert re.findall(r"^ExecStartPre=-\+/usr/bin/nvidia-modprobe -u -c 0$", text, re.MULTILINE)
+
+
 def test_variables_in_the_guide_are_settings() -> None:
     """Those of docs/deployment.md, as they stand there."""
     text = Path("docs/deployment.md").read_text()

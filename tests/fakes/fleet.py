@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -18,7 +19,7 @@ import grpc
 from bough import __version__
 from bough.config.processes import OrchestratorConfig, parse
 from bough.errors import Exhausted, NotFound, Preempted, PrefixMissing, StaleEpoch, Unavailable
-from bough.pb import common_pb2, draft_pb2, draft_pb2_grpc, generation_pb2_grpc, target_pb2, target_pb2_grpc
+from bough.pb import common_pb2, draft_pb2, target_pb2
 from bough.protocol import codec
 from bough.protocol.codec_fields import to_fields
 from bough.protocol.messages import GrowResult, Timings, Verdict, VerifyCall, VerifyResult, WorkerInfo
@@ -28,6 +29,7 @@ from bough.registry.heartbeat import registered
 from bough.registry.records import WorkerRecord
 from bough.registry.registry import Registry
 from bough.rpc.server import serving
+from bough.rpc.services import DRAFT, GENERATION, TARGET, add_service
 from bough.tokenization.tokenizer import Tokenizer
 from bough.tokenization.vocabulary import TokenizerFiles
 from bough.trees.tree import Tree
@@ -250,10 +252,9 @@ class Fleet:
 
     async def worker(self, worker: FakeTarget | FakeDraft, port: int = 0) -> Process:
         """Serve and register a worker."""
-        is_target = isinstance(worker, FakeTarget)
-        add = target_pb2_grpc.add_TargetServicer_to_server if is_target else draft_pb2_grpc.add_DraftServicer_to_server
+        add = partial(add_service, TARGET if isinstance(worker, FakeTarget) else DRAFT, worker)
         process = await self._process()
-        await process.serve(worker.kind.title(), lambda server: add(worker, server), port)
+        await process.serve(worker.kind.title(), add, port)
         record = WorkerRecord(worker.kind, worker.worker_id, process.address)
         await process.stack.enter_async_context(registered(self.registry, lambda: record))
         return process
@@ -277,9 +278,9 @@ class Fleet:
         process = await self._process()
         await process.stack.enter_async_context(directory.running())
         await process.stack.enter_async_context(requests.running())
-        await process.serve("Generation", lambda s: generation_pb2_grpc.add_GenerationServicer_to_server(service, s))
+        await process.serve("Generation", partial(add_service, GENERATION, service))
         async with asyncio.timeout(20):
-            while directory.num_targets < num_targets:
+            while sum(target.is_usable for target in directory.targets) < num_targets:
                 await asyncio.sleep(0.02)
         return requests, process
 

@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from bough.config.processes import DraftConfig, OrchestratorConfig, TargetConfig, parse
 from bough.processes.launch import Settings
 from bough.simulation.acceptance_law import AcceptanceLaw
 from bough.simulation.clock import SimulatedClock
+from bough.simulation.law import Law
 from bough.simulation.pair import SimulatedPair, simulated_pair
 from bough.trees.acceptance import smoothed
 from bough.trees.optimal_tree import best_shape, expected_tokens
@@ -69,3 +71,10 @@ def expected_tokens_of(law: AcceptanceLaw, nodes: int, levels: int) -> float:
     acceptance = smoothed(law.acceptance())
     shape = best_shape(acceptance, nodes, levels)
     return expected_tokens(shape, acceptance) if shape.parents else 1.0
+
+
+def true_ranks(law: Law, seed: int, positions: NDArray[np.integer], depth: int = 0) -> NDArray[np.integer]:
+    """(n,) rank of the true token among the candidates on the true path; `num_ranks` if it is not among them."""
+    tokens = law.candidates(seed, np.ones(len(positions), np.bool_), positions, depths=depth).tokens
+    is_true = tokens == law.truth(seed, positions)[:, None]
+    return np.where(is_true.any(axis=1), is_true.argmax(axis=1), law.num_ranks)

@@ -11,19 +11,20 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from transformers import LlamaConfig
 
 from bough.concurrency.futures import settle
 from bough.config.processes import DraftConfig, OrchestratorConfig, TargetConfig, parse
-from bough.pb import draft_pb2, draft_pb2_grpc, generation_pb2, generation_pb2_grpc, target_pb2, target_pb2_grpc
 from bough.processes.launch import Cluster, Settings
 from bough.registry.heartbeat import registered
 from bough.registry.records import WorkerRecord
 from bough.registry.registry import Registry
 from bough.rpc.drain import SessionGate
-from bough.rpc.server import service_name, serving
+from bough.rpc.server import serving
+from bough.rpc.services import DRAFT, GENERATION, TARGET, add_service
 from bough.simulation.clock import SimulatedClock
 from bough.simulation.pair import SimulatedPair
 from draft_worker.service import DraftService
@@ -130,20 +131,15 @@ async def _around(
         directory = Directory(registry)
         requests = Requests(config, directory, "orchestrator")
         services = {
-            "target": (target_pb2, target_pb2_grpc.add_TargetServicer_to_server, target_service),
-            "draft": (draft_pb2, draft_pb2_grpc.add_DraftServicer_to_server, draft_service),
-            "orchestrator": (
-                generation_pb2,
-                generation_pb2_grpc.add_GenerationServicer_to_server,
-                GenerationService(Callers(requests)),
-            ),
+            "target": (TARGET, target_service),
+            "draft": (DRAFT, draft_service),
+            "orchestrator": (GENERATION, GenerationService(Callers(requests))),
         }
         addresses = {}
-        for kind, (module, add, service) in services.items():
-            name = service_name(module.DESCRIPTOR, "Generation" if kind == "orchestrator" else kind.capitalize())
+        for kind, (service, servicer) in services.items():
             gate = None if kind == "orchestrator" else SessionGate("Verify", "Grow")
             served = await exits.enter_async_context(
-                serving("127.0.0.1", 0, name, lambda server, add=add, service=service: add(service, server), gate)
+                serving("127.0.0.1", 0, service.full_name, partial(add_service, service, servicer), gate)
             )
             addresses[kind] = f"127.0.0.1:{served.port}"
             if kind != "orchestrator":

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from bough.client import Client
 from bough.config.processes import OrchestratorConfig, TargetConfig, parse
 from bough.errors import Unavailable
-from bough.pb import common_pb2, target_pb2, target_pb2_grpc
+from bough.pb import common_pb2, target_pb2
 from bough.processes.launch import Cluster, Settings
 from bough.protocol import codec
 from bough.protocol.codec_fields import to_fields
@@ -24,7 +25,8 @@ from bough.protocol.messages import WorkerInfo
 from bough.registry.heartbeat import registered
 from bough.registry.records import WorkerRecord
 from bough.registry.registry import Registry
-from bough.rpc.server import Served, service_name, serving
+from bough.rpc.server import Served, serving
+from bough.rpc.services import TARGET, add_service
 from bough.tokenization.vocabulary import TokenizerFiles
 from orchestrator.assembly import assembled
 from orchestrator.serving.requests import Requests
@@ -50,7 +52,7 @@ def tokenizer_files() -> TokenizerFiles:
 
 
 @dataclass
-class FakeTarget(target_pb2_grpc.TargetServicer):
+class FakeTarget:
     """Servicer of bough.v1.Target that answers every call with the same token, once `may_answer` is set."""
 
     may_answer: asyncio.Event = field(default_factory=asyncio.Event)
@@ -127,11 +129,10 @@ async def staged(folder: Path, max_connection_age: float = 0.0) -> AsyncIterator
     cluster.start_index()
     registry, target = Registry(cluster.index_url), FakeTarget()
     target.may_answer.set()
-    name = service_name(target_pb2.DESCRIPTOR, "Target")
     try:
         await registry.wait()
-        add = target_pb2_grpc.add_TargetServicer_to_server
-        serves = serving("127.0.0.1", 0, name, lambda server: add(target, server), None, None, 0.0, max_connection_age)
+        add = partial(add_service, TARGET, target)
+        serves = serving("127.0.0.1", 0, TARGET.full_name, add, None, None, 0.0, max_connection_age)
         async with serves as served:
             record = WorkerRecord("target", "target-fake", f"127.0.0.1:{served.port}")
             async with registered(registry, lambda: record):

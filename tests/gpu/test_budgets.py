@@ -11,7 +11,9 @@ from bough.model.packing.pack import pack
 from tests.conftest import save_model
 from tests.fakes.gpu.device_sweeps import Where, on_the_device, three_sweeps
 from tests.fakes.gpu.pretend import Notes, device, notes, pretending
+from tests.fakes.published_formats import FORMATS
 from tests.gpu.test_whole_sweeps import in_words
+from tests.model.test_published_formats import stored_as
 from tests.model.test_reproducible import FAMILIES
 
 DENSE_LAUNCHES = 57  # of a layer of a Llama and a chunk of rows, in 16 bits, with its share of what is around layers
@@ -55,13 +57,17 @@ def test_a_packed_layer_costs_a_launch_more_for_each_matrix(tiny: Path, tmp_path
     assert sum(packed.launches.values()) <= num_plain + 7 * num_layers
 
 
-@pytest.mark.parametrize(("method", "is_ordered"), [("bough", True), ("awq", True), ("gptq", True), ("gptq", False)])
+@pytest.mark.parametrize(
+    ("method", "is_ordered"), [("bough", True), ("awq", True), ("gptq", True), ("gptq", False), ("FP8, blocks", True)]
+)
 def test_a_packed_sweep_waits_once_and_sends_nothing_within_a_layer(
     method: str, is_ordered: bool, tiny: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / method
     if method == "bough":
         pack(str(tiny), 4, folder)
+    elif method in FORMATS:
+        folder, _ = stored_as(method, tiny, tmp_path, torch.float32)
     else:
         in_words(folder, method, is_ordered, tiny)
     seen, _ = counted(folder, Where(), 64, device())

@@ -9,24 +9,27 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from bough.errors import AcceleratorFull, AcceleratorLost
+from bough.config.processes import TargetConfig
+from bough.errors import AcceleratorFull, AcceleratorLost, ConfigError
 from bough.model.gpu import faults
 from bough.model.kv.kv_arena import KVArena
-from bough.processes.process import watch
+from bough.processes.worker_process import watch
 from bough.rpc.status_map import ERROR_NAMES
 from bough.runtime.fatal_exit import EXIT_LOST
 from bough.sizing.row_counts import RowCounts
 from target_worker.link import direct_io
-from target_worker.scheduler.engine import SweepEngine
-from target_worker.scheduler.stall_watch import STILL_SECONDS, StallWatch
+from target_worker.scheduler import engine as scheduling
+from target_worker.scheduler.engine import STILL_SECONDS, SweepEngine
 from target_worker.sweep.streamed_model import StreamedModel
 from target_worker.sweep.streamed_sweeper import StreamedSweeper
 from target_worker.verification.logit_rows import RowReader
+from target_worker.worker import TargetWorker
 from tests.fakes.gpu.device_sweeps import Where, on_the_device, three_sweeps
 from tests.fakes.gpu.pretend import device, pretending
 from tests.fakes.models import CPU
@@ -193,19 +196,22 @@ def test_a_read_that_fails_once_is_made_again(monkeypatch: pytest.MonkeyPatch, t
         os.close(descriptor)
 
 
-def test_a_sweep_that_gets_no_further_is_noticed() -> None:
+def test_a_sweep_that_gets_no_further_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, done = Clock(), [0]
-    stillness = StallWatch(lambda: done[0], clock)
-    for is_running in (False, True):
-        assert stillness.trouble(is_running) == ""
+    sweeper = StreamedSweeper(FakeModel(), NO_GRAMMARS)
+    engine = SweepEngine(sweeper, new_pool(Clock()), LIMITS, 100, progress=lambda: done[0])
+    monkeypatch.setattr(scheduling, "time", SimpleNamespace(monotonic=clock))
+    for engine.num_running in (0, 1):
+        assert engine.trouble() == ""
     clock.now += STILL_SECONDS - 1
-    assert stillness.trouble(True) == ""
+    assert engine.trouble() == ""
     clock.now += 2
-    assert stillness.trouble(True).startswith("a sweep has made no progress for 121 seconds")
+    assert engine.trouble().startswith("a sweep has made no progress for 121 seconds")
     done[0] += 1
-    assert stillness.trouble(True) == ""
+    assert engine.trouble() == ""
     clock.now += 2 * STILL_SECONDS
-    assert stillness.trouble(False) == "", "nobody asks for anything"
+    engine.num_running = 0
+    assert engine.trouble() == "", "nobody asks for anything"
 
 
 async def test_health_says_so_while_it_lasts() -> None:
@@ -233,3 +239,20 @@ def test_a_sweep_counts_the_layers_that_it_begins(tiny: Path) -> None:
         three_sweeps(model, device())
         assert isinstance(model, StreamedModel)
         assert model.num_layers_begun == 3 * len(model.tiers.layers)
+
+
+def test_memory_that_runs_out_at_the_start_names_the_flag(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others may have taken some since it was asked for."""
+    worker = TargetWorker.__new__(TargetWorker)
+    monkeypatch.setattr(worker, "_device", torch.device("cuda", 0), raising=False)
+    monkeypatch.setattr(worker, "_elsewhere", {}, raising=False)
+    monkeypatch.setattr(worker, "_config", TargetConfig(model="m"), raising=False)
+
+    def start() -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nAdvice")
+
+    monkeypatch.setattr(worker, "_start", start)
+    with pytest.raises(
+        ConfigError, match=r"^--device-memory: must be less than .* cuda:0, got none: .* 2\.00 GiB\.; give"
+    ):
+        worker._start_within_memory()

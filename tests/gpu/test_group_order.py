@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 from bough.errors import CheckpointError
 from bough.model.checkpoint.checkpoint import Checkpoint, TensorPlace
 from bough.model.loading.loading import build_skeleton
-from bough.model.quant.gptq import Gptq, unless_in_order
+from bough.model.quant.format import unless_in_order
+from bough.model.quant.gptq import Gptq
 from tests.gpu.test_whole_sweeps import in_words
 
 

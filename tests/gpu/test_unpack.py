@@ -11,14 +11,17 @@ import torch
 import triton.runtime.interpreter as interpreter
 
 from bough.model.checkpoint.checkpoint import TensorPlace
-from bough.model.checkpoint.tensor_source import FreshMemory, TensorSource
+from bough.model.checkpoint.tensor_source import FreshMemory, TensorSource, typed
 from bough.model.gpu import unpack_triton
 from bough.model.quant.awq import Awq
 from bough.model.quant.bough_format import Packed
 from bough.model.quant.gptq import Gptq
+from bough.model.quant.scaled import FLOAT8, INT8, WORDS, Scaled
+from tests.fakes.gpu.unpacking import NAMES
 
 CPU = torch.device("cpu")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+BF16, F32 = torch.bfloat16, torch.float32
 
 
 def place(name: str, array: np.ndarray) -> TensorPlace:
@@ -63,10 +66,43 @@ def awq(rng: np.random.Generator, inputs: int, outputs: int, group: int) -> tupl
     return Awq(place("w", integers), place("z", zeros), place("s", scales)), raws(integers, zeros, scales)
 
 
+def by_rows(
+    rng: np.random.Generator,
+    shape: tuple[int, int],
+    dtype: str,
+    bits: int,
+    block: tuple[int, int],
+    scale_dtype: torch.dtype,
+    zeros: bool = False,
+    order: bool = False,
+) -> tuple[TensorSource, list[torch.Tensor]]:
+    (outputs, inputs), (height, width) = shape, block
+    num_groups = -(-inputs // width)
+    numbers = torch.from_numpy(rng.integers(0, 256, (outputs, inputs * bits // 8)).astype(np.uint8))
+    if dtype == FLOAT8:
+        numbers[numbers & 0x7F == 0x7F] = 0x80  # equal numbers may be none with different bits
+    numbers = numbers.view({WORDS: torch.int32, INT8: torch.int8, FLOAT8: torch.float8_e4m3fn}[dtype])
+    scales = torch.from_numpy(rng.uniform(-1, 1, (-(-outputs // height), num_groups))).to(scale_dtype)
+    groups = torch.from_numpy(rng.permutation(np.arange(inputs) // width).astype(np.int32))
+    extra = torch.from_numpy(words(rng, -(-outputs * bits // 32), num_groups))
+    tensors = [numbers, scales, *([extra] if zeros else []), *([groups] if order else [])]
+    places = [TensorPlace("", Path(), 0, t.nbytes, NAMES[t.dtype], tuple(t.shape)) for t in tensors]
+    own_groups = places[-1] if order else None
+    source = Scaled(places[0], places[1], places[2] if zeros else None, own_groups, bits, block)
+    return source, [tensor.contiguous().view(torch.uint8).flatten() for tensor in tensors]
+
+
 def by_kernel(source: TensorSource, raw: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
     """As `packed` calls it for a GPU."""
-    tensors = [r.view(t).view(p.shape) for r, p, t in zip(raw, source.places, map(_type, source.places), strict=True)]
-    out = torch.full((source.shape if isinstance(source, Packed) else source.shape[::-1]), torch.nan, dtype=dtype)
+    tensors = [typed(*part) for part in zip(raw, source.places, strict=True)]
+    by_rows = isinstance(source, Packed | Scaled)
+    out = torch.full((source.shape if by_rows else source.shape[::-1]), torch.nan, dtype=dtype)
+    if isinstance(source, Scaled):
+        numbers, scales, *others = tensors
+        order = others.pop() if source.groups else None
+        zeros = others.pop() if source.zeros else None
+        unpack_triton.write_along(numbers, scales, zeros, order, source.bits, source.block, out)
+        return out
     if isinstance(source, Packed):
         unpack_triton.write_own(*tensors, source.bits, out)
         return out
@@ -77,10 +113,6 @@ def by_kernel(source: TensorSource, raw: list[torch.Tensor], dtype: torch.dtype)
     groups = tensors[3] if source.groups else None
     unpack_triton.write_down(*tensors[:3], groups, source.bits, source.zero_offset, out)
     return out.t()
-
-
-def _type(where: TensorPlace) -> torch.dtype:
-    return {"U8": torch.uint8, "I8": torch.int8, "I32": torch.int32, "F16": torch.float16}[where.dtype]
 
 
 CASES: dict[str, Any] = {
@@ -95,6 +127,14 @@ CASES: dict[str, Any] = {
     "gptq, groups of no whole words": lambda rng: gptq(rng, 24, 16, 12, 4, False, 1),
     "awq": lambda rng: awq(rng, 96, 136, 32),
     "awq, groups of an odd number of eights": lambda rng: awq(rng, 48, 8, 24),
+    "words": lambda rng: by_rows(rng, (36, 192), WORDS, 4, (1, 64), BF16),
+    "words with zeros": lambda rng: by_rows(rng, (36, 192), WORDS, 4, (1, 64), BF16, zeros=True),
+    "words in an order of their own": lambda rng: by_rows(rng, (20, 128), WORDS, 4, (1, 32), F32, True, True),
+    "words of bytes": lambda rng: by_rows(rng, (9, 96), WORDS, 8, (1, 96), F32, zeros=True),
+    "int8": lambda rng: by_rows(rng, (9, 100), INT8, 8, (1, 100), torch.float16),
+    "e4m3, blocks that are cut off": lambda rng: by_rows(rng, (70, 200), FLOAT8, 8, (32, 128), F32),
+    "e4m3, groups of odd sizes": lambda rng: by_rows(rng, (5, 60), FLOAT8, 8, (4, 20), BF16),
+    "e4m3, one scale": lambda rng: by_rows(rng, (5, 60), FLOAT8, 8, (5, 60), F32),
 }
 
 
@@ -150,6 +190,7 @@ class Traffic:
             5.2,
         ),  # its groups' from a cache
         ("awq", lambda rng: awq(rng, 256, 256, 128), 3.0),
+        ("words", lambda rng: by_rows(rng, (256, 256), WORDS, 4, (1, 128), BF16, zeros=True), 3.0),
     ],
 )
 def test_a_weight_costs_less_than_three_bytes_of_traffic(

@@ -49,6 +49,7 @@ def community(name: str) -> Callable[[Path, Path], Path]:
 
 
 FORMATS = {"safetensors": plain, "gptq": community("auto-gptq"), "awq": community("autoawq")}
+FORMATS |= {name: community(name) for name in ("compressed-tensors", "compressed-tensors-fp8")}
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -28,12 +28,15 @@ from bough.model.packing import shard_writer as packing
 from bough.model.packing.pack import pack
 from bough.model.quant.awq import AwqFormat
 from bough.model.quant.bough_format import BoughFormat, Packed
+from bough.model.quant.compressed_tensors import CompressedTensorsFormat
 from bough.model.quant.format import PackedTensors, QuantFormat
+from bough.model.quant.fp8 import Fp8Format
 from bough.model.quant.gptq import GptqFormat
 from bough.model.quant.quantize import GROUP_SIZES, quantize
 from bough.model.running.runner import ResidentModel
 from tests.conftest import TINY, save_model
 from tests.fakes.models import plain_logits, streamed
+from tests.fakes.published_formats import INT4, compressed
 
 TOKENS = [5, 6, 7, 200, 31]
 MIXTRAL = MixtralConfig(
@@ -211,6 +214,14 @@ def raw_parts(source: TensorSource) -> list[torch.Tensor]:
         ("auto-gptq", GptqFormat(4, zero_offset=1)),
         ("auto-gptq-desc-act", GptqFormat(4, zero_offset=1)),
         ("autoawq", AwqFormat()),
+        (
+            "compressed-tensors",
+            CompressedTensorsFormat.of(compressed("pack-quantized", {**INT4, "symmetric": False}), ""),
+        ),
+        (
+            "compressed-tensors-fp8",
+            Fp8Format.of({"weight_block_size": [64, 64]}, ""),
+        ),
     ],
 )
 def test_layers_packed_by_the_libraries_themselves(name: str, quantization: QuantFormat) -> None:
@@ -270,7 +281,7 @@ def test_community_checkpoints_load_as_they_are(
     [
         (
             {"quant_method": "mxfp4"},
-            "quant_method: must be one of bough, gptq, awq, or left out for 16 bits, got 'mxfp4'",
+            "quant_method: must be one of bough, gptq, awq, compressed-tensors, fp8, or left out for .*, got 'mxfp4'",
         ),
         ({"quant_method": "gptq", "bits": 3}, "bits: must be 4 or 8, got 3"),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version: must be 'gemm', got 'gemv'"),
@@ -381,8 +392,8 @@ def test_tensors_of_any_data_type_are_copied(tiny: Path, tmp_path: Path) -> None
 
 def test_a_tensor_of_a_data_type_that_is_not_known_is_named(tiny: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(tiny, tmp_path / "model"))
-    with_a_tensor(folder, "scale", torch.ones(4).to(torch.float8_e4m3fn))
-    with pytest.raises(CheckpointError, match=r"tensor scale must be stored as one of BF16, .* got F8_E4M3"):
+    with_a_tensor(folder, "scale", torch.ones(4).to(torch.float8_e5m2))
+    with pytest.raises(CheckpointError, match=r"tensor scale must be stored as one of BF16, .* got F8_E5M2"):
         pack(str(folder), 4, tmp_path / "packed")
 
 

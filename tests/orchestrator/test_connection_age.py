@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from bough.pb import generation_pb2, generation_pb2_grpc
+from bough.pb import generation_pb2
 from bough.protocol import codec_generation as wire
 from bough.protocol.generation import Finished, GenerateOptions, Started, TextPrompt, Tokens
 from bough.rpc.server import open_channel
+from bough.rpc.services import GENERATION, stub_of
 from orchestrator.service import GenerationService
 from tests.fakes.stage import TOKEN, FakeTarget, orchestrating, staged
 
@@ -42,7 +43,7 @@ async def test_a_stream_outlives_its_connections_age_and_new_calls_go_over_anoth
         open_channel(orchestrator.address) as channel,
     ):
         stage.target.sweep_seconds = 0.05
-        stub = generation_pb2_grpc.GenerationStub(channel)
+        stub = stub_of(GENERATION, channel)
         call = stub.Generate(wire.request_to_wire(TextPrompt("hello"), options))
         events = []
         async for message in call:

@@ -18,7 +18,7 @@ import pytest
 
 from bough.client import Client
 from bough.errors import BoughError, Unavailable
-from bough.processes.process import drain_worker
+from bough.processes.worker_process import drain_worker
 from bough.protocol.generation import Finished, GenerateOptions, Speculation, TextPrompt, Tokens
 from bough.rpc.drain import BETWEEN_CALLS_SECONDS, Drainer, SessionGate
 from bough.rpc.server import is_serving, open_channel, serving

@@ -23,10 +23,10 @@ from bough.client import Client
 from bough.config.processes import OrchestratorConfig, parse
 from bough.errors import BoughError, Exhausted, InvalidRequest, NotFound, Unauthenticated
 from bough.pb import generation_pb2 as pb
-from bough.pb import generation_pb2_grpc
 from bough.protocol import codec_generation as wire
 from bough.protocol.generation import Finished, GenerateOptions, Resume, Started, TextPrompt
 from bough.rpc.server import is_serving, open_channel
+from bough.rpc.services import GENERATION, stub_of
 from bough.rpc.status_map import to_error
 from bough.security.api_keys import hash_of
 from orchestrator.assembly import Orchestrator, assembled
@@ -314,7 +314,7 @@ async def refusal(call: Awaitable[object]) -> BoughError:
 async def raw(door: Guarded, key: str, options: GenerateOptions) -> list[pb.GenerateEvent]:
     """One call without the client's own resuming."""
     async with open_channel(door.address) as channel:
-        stub = generation_pb2_grpc.GenerationStub(channel)
+        stub = stub_of(GENERATION, channel)
         call = stub.Generate(wire.request_to_wire(PROMPT, options), metadata=(("authorization", f"Bearer {key}"),))
         try:
             return [event async for event in call]

@@ -14,8 +14,8 @@ import pytest
 
 from bough.client import Client
 from bough.pb import generation_pb2 as pb
-from bough.pb import generation_pb2_grpc
 from bough.processes.launch import Cluster, Settings
+from bough.rpc.services import GENERATION, stub_of
 from orchestrator.telemetry.request_trace import hashed
 from tests.conftest import pipeline
 from tests.fakes.collector import CLIENT, SERVER, Collector, Seen, collecting
@@ -38,7 +38,7 @@ class Traced:
         """One request over gRPC."""
         request = pb.GenerateRequest(request_id=request_id, text=PROMPT, max_tokens=12, ignore_eos=True, **fields)
         async with grpc.aio.insecure_channel(self.cluster.address) as channel:
-            call = generation_pb2_grpc.GenerationStub(channel).Generate(request, metadata=metadata)
+            call = stub_of(GENERATION, channel).Generate(request, metadata=metadata)
             return [event async for event in call]
 
     async def http(self) -> httpx.AsyncClient:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -17,7 +18,7 @@ import draft_worker.__main__
 import target_worker.__main__
 from bough.client import Client
 from bough.errors import AlreadyRunning, BoughError, InvalidRequest, NotFound
-from bough.pb import common_pb2, draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
+from bough.pb import common_pb2, draft_pb2, target_pb2
 from bough.processes import process
 from bough.processes.compatibility import fetch_tokenizer
 from bough.processes.launch import Cluster
@@ -34,6 +35,7 @@ from bough.protocol.generation import (
 from bough.protocol.prefix_hash import block_hashes, prefix_hash
 from bough.registry.registry import Registry
 from bough.rpc.server import is_serving, open_channel
+from bough.rpc.services import DRAFT, TARGET, stub_of
 from bough.rpc.status_map import HASH_KEY, LENGTH_KEY, MAX_MESSAGE_BYTES
 from bough.tokenization.tokenizer import Tokenizer
 from bough.trees.tree_plan import Scheme
@@ -60,15 +62,15 @@ async def worker_address(cluster: Cluster, kind: str) -> str:
 
 
 @pytest.fixture
-async def target(tiny_cluster: Cluster) -> AsyncIterator[target_pb2_grpc.TargetStub]:
+async def target(tiny_cluster: Cluster) -> AsyncIterator[Any]:
     async with open_channel(await worker_address(tiny_cluster, "target")) as channel:
-        yield target_pb2_grpc.TargetStub(channel)
+        yield stub_of(TARGET, channel)
 
 
 @pytest.fixture
-async def draft(tiny_cluster: Cluster) -> AsyncIterator[draft_pb2_grpc.DraftStub]:
+async def draft(tiny_cluster: Cluster) -> AsyncIterator[Any]:
     async with open_channel(await worker_address(tiny_cluster, "draft")) as channel:
-        yield draft_pb2_grpc.DraftStub(channel)
+        yield stub_of(DRAFT, channel)
 
 
 async def finish(client: Client, prompt: object, options: GenerateOptions = SHORT) -> Finished:
@@ -116,7 +118,7 @@ async def test_a_message_over_the_limit(client: Client) -> None:
     assert (await finish(client, PROMPT)).finish_reason == "length"
 
 
-async def test_requests_and_sessions_that_are_not_there(client: Client, target: target_pb2_grpc.TargetStub) -> None:
+async def test_requests_and_sessions_that_are_not_there(client: Client, target: Any) -> None:
     with pytest.raises(NotFound, match="request_id: 'nobody' is not running"):
         await client.abort("nobody")
     with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -154,9 +156,7 @@ def wire_tree(tokens: list[int], parents: list[int]) -> common_pb2.Tree:
         ({"sampling": common_pb2.SamplingParams()}, "top_p: must .* got 0.0"),
     ],
 )
-async def test_trees_and_contexts_that_make_no_sense(
-    target: target_pb2_grpc.TargetStub, changes: dict[str, object], message: str
-) -> None:
+async def test_trees_and_contexts_that_make_no_sense(target: Any, changes: dict[str, object], message: str) -> None:
     with pytest.raises(grpc.aio.AioRpcError, match=message) as caught:
         await target.Verify(verify_request(**changes))
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
@@ -203,7 +203,7 @@ def sampled_tree(drawn_from: list[int], draws: list[int]) -> common_pb2.Tree:
     ],
 )
 async def test_trees_that_were_not_sampled_as_the_scheme_says(
-    target: target_pb2_grpc.TargetStub, scheme: common_pb2.VerificationScheme, tree: common_pb2.Tree, message: str
+    target: Any, scheme: common_pb2.VerificationScheme, tree: common_pb2.Tree, message: str
 ) -> None:
     with pytest.raises(grpc.aio.AioRpcError, match=message) as caught:
         await target.Verify(verify_request(tree=tree, scheme=scheme))
@@ -211,9 +211,7 @@ async def test_trees_that_were_not_sampled_as_the_scheme_says(
 
 
 @pytest.mark.parametrize("scheme", [common_pb2.WITHOUT_REPLACEMENT, common_pb2.TRAVERSAL])
-async def test_sampled_trees_are_verified_by_their_schemes(
-    target: target_pb2_grpc.TargetStub, scheme: common_pb2.VerificationScheme
-) -> None:
+async def test_sampled_trees_are_verified_by_their_schemes(target: Any, scheme: common_pb2.VerificationScheme) -> None:
     """At temperature 0 the answer is the target's own, whatever was drawn; a tree of one node needs no sample."""
     sampling = verify_request().sampling
     plain = await target.Verify(verify_request(scheme=scheme))
@@ -229,7 +227,7 @@ async def test_sampled_trees_are_verified_by_their_schemes(
     await target.Release(common_pb2.ReleaseRequest(session_id="bad-input"))
 
 
-async def test_an_unknown_session_is_told_what_is_held(target: target_pb2_grpc.TargetStub) -> None:
+async def test_an_unknown_session_is_told_what_is_held(target: Any) -> None:
     context = common_pb2.Context(session_id="unknown", context_start=7, prefix_hash=1)
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await target.Verify(verify_request(context=context))
@@ -240,7 +238,7 @@ async def test_an_unknown_session_is_told_what_is_held(target: target_pb2_grpc.T
         await target.Release(common_pb2.ReleaseRequest(session_id="unknown"))  # it has taken no slot
 
 
-async def test_a_call_that_is_meant_for_another_worker_is_refused(target: target_pb2_grpc.TargetStub) -> None:
+async def test_a_call_that_is_meant_for_another_worker_is_refused(target: Any) -> None:
     """It was at this address before, perhaps with another model: a connection goes to whoever is there now."""
     with pytest.raises(grpc.aio.AioRpcError, match="at this address, got 'target-1-a'") as caught:
         await target.Verify(verify_request(worker_id="target-1-a"))
@@ -250,7 +248,7 @@ async def test_a_call_that_is_meant_for_another_worker_is_refused(target: target
     await target.Release(common_pb2.ReleaseRequest(session_id="bad-input"))
 
 
-async def test_a_draft_refuses_sizes_that_make_no_sense(draft: draft_pb2_grpc.DraftStub) -> None:
+async def test_a_draft_refuses_sizes_that_make_no_sense(draft: Any) -> None:
     good = verify_request()
     request = draft_pb2.GrowRequest(
         context=good.context,
@@ -424,14 +422,13 @@ async def test_heartbeats_tell_how_busy_a_worker_is_and_rounds_which_prefixes_it
             target = next(record for record in await registry.workers() if record.kind == "target")
             fingerprint = (await client.model_info()).model_fingerprint
             found = await registry.find_prefixes(fingerprint, block_hashes(tokens), [target.worker_id])
-            if found and target.load.sweep_seconds:
+            if found and target.load.kv_used_bytes:
                 break
             await asyncio.sleep(0.05)
     await registry.close()
     assert done.usage.prompt_tokens == len(tokens)
     assert found == {target.worker_id: 3}
-    shortest, median, longest = target.load.sweep_seconds
-    assert 0 < shortest <= median <= longest
+    assert 0 < target.load.kv_used_bytes <= target.load.kv_bytes
 
 
 async def test_a_target_that_streams_its_layers_starts_before_the_draft(tiny_cluster: Cluster) -> None:

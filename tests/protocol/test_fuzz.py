@@ -21,11 +21,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bough.client import Client
-from bough.pb import common_pb2, draft_pb2, generation_pb2, target_pb2, target_pb2_grpc
+from bough.pb import common_pb2, draft_pb2, generation_pb2, target_pb2
 from bough.protocol import codec
 from bough.protocol.generation import Finished, GenerateOptions, TokenPrompt, Tokens
 from bough.protocol.messages import Context, VerifyCall
 from bough.protocol.sampling_params import SamplingParams
+from bough.rpc.services import TARGET, stub_of
 from bough.rpc.status_map import ERROR_KEY, MAX_MESSAGE_BYTES, STATUS_OF
 from bough.trees.tree import Tree
 from loadtest.fuzz.ordinary import GENERATE, GENERATE_CHAT, GROW, GROW_CHAINS, RELEASE, VERIFY
@@ -269,7 +270,7 @@ async def bonus_token(channel: grpc.aio.Channel, step: Step) -> int:
     call = VerifyCall(context, step.epoch, step.round, Tree.root(TEXT[step.length]), SamplingParams(temperature=0.0))
     request = codec.verify_call_to_wire(replace(call, max_length=step.max_length))
     request.context.prefix_hash ^= not step.is_right
-    reply = await target_pb2_grpc.TargetStub(channel).Verify(request, timeout=TIMEOUT_SECONDS)
+    reply = await stub_of(TARGET, channel).Verify(request, timeout=TIMEOUT_SECONDS)
     return int(reply.bonus_token)
 
 

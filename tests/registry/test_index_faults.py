@@ -23,7 +23,7 @@ from bough.registry.records import RequestRecord, SessionRecord, WorkerLoad, Wor
 from bough.registry.registry import Registry
 from tests.fakes.index_server import SERVERS, Server, connected, make_certificate, served, tls_in_front_of
 
-WORKER = WorkerRecord("target", "t1", "127.0.0.1:9", WorkerLoad(2, 1000, 300, (0.5,)))
+WORKER = WorkerRecord("target", "t1", "127.0.0.1:9", WorkerLoad(1000, 300))
 SESSION = SessionRecord("s", "t1", "d1", 5, 2, 2, (1, 2, 3))
 REQUEST = RequestRecord(
     "r", "s", 5, 2, (1, 2, 3), SamplingParams(logit_bias={3: 1.0, 4: BANNED}), StopConditions(9, ("x",))

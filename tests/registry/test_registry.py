@@ -20,7 +20,7 @@ from bough.registry.records import RequestRecord, SessionRecord, WorkerLoad, Wor
 from bough.registry.registry import Registry
 from tests.fakes.index_server import SERVERS, Server, connected, served
 
-WORKER = WorkerRecord("draft", "draft-1", "127.0.0.1:9", WorkerLoad(2, 1000, 300, (0.5, 0.75, 2.0)))
+WORKER = WorkerRecord("draft", "draft-1", "127.0.0.1:9", WorkerLoad(1000, 300))
 SESSION = SessionRecord("s", "t1", "d1", 5, 2, 2, (1, 2, 3))
 REQUEST = RequestRecord("r", "s", 5, 2, (1, 2, 3), SamplingParams(), StopConditions())
 
@@ -65,7 +65,7 @@ async def test_a_registered_worker_stays_until_it_leaves_and_tells_its_present_l
     present = WORKER
     async with registered(registry, lambda: present):
         assert await registry.workers() == [WORKER]
-        present = replace(WORKER, load=WorkerLoad(num_sessions=7))
+        present = replace(WORKER, load=WorkerLoad(kv_used_bytes=7))
         await until_there(registry, present)
     assert await registry.workers() == []
 

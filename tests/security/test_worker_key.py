@@ -16,11 +16,12 @@ import pytest
 from bough.client import Client
 from bough.config.processes import OrchestratorConfig, TargetConfig, parse
 from bough.errors import ConfigError, Unauthenticated
-from bough.pb import common_pb2, target_pb2_grpc
+from bough.pb import common_pb2
 from bough.processes.launch import Cluster, Settings
 from bough.protocol.generation import Finished, GenerateOptions, TextPrompt
 from bough.protocol.messages import WorkerInfo
 from bough.rpc.server import is_serving, open_channel
+from bough.rpc.services import TARGET, stub_of
 from bough.security.access import Access
 from bough.security.worker_key import WorkerKey
 from orchestrator.assembly import assembled
@@ -115,7 +116,7 @@ async def test_a_target_answers_its_own_orchestrator_and_nobody_else(tmp_path: P
 async def refuses_strangers(address: str) -> None:
     """But tells its health."""
     async with open_channel(address) as channel:
-        stub = target_pb2_grpc.TargetStub(channel)
+        stub = stub_of(TARGET, channel)
         for shown in ((), (("authorization", f"Bearer {OTHER}"),)):
             with pytest.raises(grpc.aio.AioRpcError) as refused:
                 await stub.GetServerInfo(common_pb2.GetServerInfoRequest(), metadata=shown)

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from bough.errors import StreamError
 from bough.model.batch.batch import Batch, Segment
 from bough.model.checkpoint.checkpoint import Checkpoint
-from bough.model.checkpoint.tensor_source import crc32
+from bough.model.loading.loading import verify
 from bough.model.packing.pack import pack
 from bough.sizing.placement import Tier
 from bough.trees.tree import Tree
@@ -197,14 +197,14 @@ def test_a_layer_asks_the_device_for_no_number(tiny: Path, tmp_path: Path, bits:
 def test_packed_layers_that_stay_are_checked_at_the_start_by_several_threads(
     max_resident: int, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At a gigabyte a second, a large model's would take most of a minute of the first sweep."""
+    """One thread would be at a large model's for seconds of the first sweep."""
     folder, checked_by = tmp_path / "packed", set[str]()
 
-    def noted(data: torch.Tensor) -> int:
+    def noted(*arguments: Any) -> None:
         checked_by.add(threading.current_thread().name.rpartition("_")[0])
-        return crc32(data)
+        verify(*arguments)
 
-    monkeypatch.setattr("target_worker.link.layer_extents.crc32", noted)
+    monkeypatch.setattr("target_worker.link.layer_extents.verify", noted)
     pack(str(tiny), 4, folder)
     with streamed(folder, torch.float32, 16, max_resident, InlineStreams(), 4) as model:
         assert checked_by == {"checksums"}

@@ -28,8 +28,9 @@ from target_worker.kv.slot_pool import SlotPool
 from target_worker.scheduler.engine import SweepEngine
 from target_worker.scheduler.price import TokenPrice
 from target_worker.scheduler.row_division import may_leave_out
-from target_worker.sweep.streamed_model import SweepFigures
-from target_worker.sweep.streamed_sweeper import StreamedSweeper, SweepModel
+from target_worker.scheduler.sweep_figures import SweepFigures
+from target_worker.sweep.streamed_model import StreamedModel
+from target_worker.sweep.streamed_sweeper import StreamedSweeper
 from tests.fakes.models import streamed
 from tests.fakes.target import CPU, LIMITS, NO_GRAMMARS, Clock, FakeModel, new_pool, verify_call
 
@@ -40,7 +41,7 @@ DEAR = SweepFigures(1_000_000_000, 0, 0, 0, 0)  # a second for every sweep, all 
 class Gated:
     """Holds an engine's sweeps until calls have come that are to share the next one."""
 
-    def __init__(self, model: SweepModel, pool: SlotPool, limits: TargetLimits) -> None:
+    def __init__(self, model: FakeModel | StreamedModel, pool: SlotPool, limits: TargetLimits) -> None:
         self._sweep, self._began, self._gate = model.sweep, threading.Semaphore(0), threading.Event()
         self._gate.set()
         self.num_rows: list[int] = []
@@ -72,7 +73,7 @@ class Gated:
 
 
 @contextmanager
-def gated(model: SweepModel, pool: SlotPool, limits: TargetLimits = LIMITS) -> Iterator[Gated]:
+def gated(model: FakeModel | StreamedModel, pool: SlotPool, limits: TargetLimits = LIMITS) -> Iterator[Gated]:
     """With its thread running."""
     gate = Gated(model, pool, limits)
     gate.engine.start()

@@ -23,7 +23,7 @@ from target_worker.kv.slot_pool import SlotPool
 from target_worker.scheduler.engine import SweepEngine
 from target_worker.scheduler.sweep_figures import SweepFigures
 from target_worker.sweep.streamed_model import StreamedModel
-from target_worker.sweep.streamed_sweeper import StreamedSweeper, SweepModel
+from target_worker.sweep.streamed_sweeper import StreamedSweeper
 from tests.fakes.models import streamed
 from tests.fakes.target import CPU, NO_GRAMMARS, Clock, FakeModel, new_pool, verify_call
 
@@ -162,7 +162,7 @@ class Recording:
         return logits, figures
 
 
-def engine_of(model: SweepModel, streamed_model: StreamedModel) -> SweepEngine:
+def engine_of(model: Recording, streamed_model: StreamedModel) -> SweepEngine:
     limits = TargetLimits(rows=16, max_sweep_tokens=256, max_nodes=32, max_context=200)
     shape = streamed_model.skeleton.kv_shape()
     arena = KVArena(shape, shape.empty(700, CPU))

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from concurrent.futures import Future
+from functools import partial
 
 import grpc
 import pytest
 
-from bough.pb import target_pb2, target_pb2_grpc
 from bough.protocol import codec
 from bough.protocol.messages import VerifyCall, VerifyResult
-from bough.rpc.server import open_channel, service_name, serving
+from bough.rpc.server import open_channel, serving
+from bough.rpc.services import TARGET, add_service, stub_of
 from target_worker.service import TargetService
 from tests.fakes.target import verify_call
 
@@ -39,12 +40,10 @@ async def until_cancelled(worker: SlowWorker) -> None:
 async def test_a_call_whose_caller_has_gone_is_cancelled(how: str) -> None:
     worker, servicer = SlowWorker(), TargetService()
     servicer.loaded = worker  # type: ignore[assignment]
-    name = service_name(target_pb2.DESCRIPTOR, "Target")
-    add = target_pb2_grpc.add_TargetServicer_to_server
-    async with serving("127.0.0.1", 0, name, lambda server: add(servicer, server)) as served:
+    async with serving("127.0.0.1", 0, TARGET.full_name, partial(add_service, TARGET, servicer)) as served:
         channel = open_channel(f"127.0.0.1:{served.port}")
         request = codec.verify_call_to_wire(verify_call("a", [1, 2]))
-        call = target_pb2_grpc.TargetStub(channel).Verify(request, timeout=2.0 if how == "deadline" else 30)
+        call = stub_of(TARGET, channel).Verify(request, timeout=2.0 if how == "deadline" else 30)
         if how != "deadline":
             while not worker.futures:
                 await asyncio.sleep(0.01)

@@ -72,14 +72,6 @@ def test_sweeps_are_counted_and_served() -> None:
     }
 
 
-def test_the_last_sweeps_are_told_in_three_numbers() -> None:
-    metrics = Metrics("tiny")
-    assert metrics.recent_seconds() == ()
-    for seconds in [9] * 10 + [4] * 20 + [3, 5] * 6:
-        metrics.observe(1, 1, SweepFigures(seconds * 1_000_000_000, 0, 0, 0, 0))
-    assert metrics.recent_seconds() == (3.0, 4.0, 5.0)
-
-
 def test_no_port_is_no_server() -> None:
     metrics = Metrics("tiny")
     metrics.serve("127.0.0.1", -1)

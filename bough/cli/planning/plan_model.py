@@ -94,7 +94,8 @@ def make_plan(settings: PlanConfig) -> Plan:
     device_type = "cuda" if is_gpu else "cpu"
     settings = settled(settings, config, device_type)
     shapes = model_shapes(config, folder, settings.dtype, settings.bits, settings.rows, device_type)
-    device, host = _device_budget(settings, is_gpu), _host_budget(settings, is_gpu)
+    _require_budgets(settings, is_gpu)
+    device, host = device_budget(settings, find_device(is_gpu)), host_budget(settings, is_gpu)
     settings = with_kv_memory(settings, shapes.kv, max_positions(config), device, host)
     fixed = shapes.fixed(settings, is_gpu)
     allowed = budgets(settings, shapes.layer_bytes, device, host)
@@ -133,16 +134,11 @@ def make_plan(settings: PlanConfig) -> Plan:
     )
 
 
-def _device_budget(settings: PlanConfig, is_gpu: bool) -> int:
-    if is_gpu and not has_gpu() and not settings.device_memory:
-        raise ConfigError("--device-memory: missing; must be a size such as 24GB, as this machine has no gpu")
-    return device_budget(settings, find_device(is_gpu))
-
-
-def _host_budget(settings: PlanConfig, is_gpu: bool) -> int:
-    if is_gpu and not has_gpu() and not settings.host_memory:
-        raise ConfigError("--host-memory: missing; must be a size such as 128GB, as this machine has no gpu")
-    return host_budget(settings, is_gpu)
+def _require_budgets(settings: PlanConfig, is_gpu: bool) -> None:
+    """Raise ConfigError for a GPU that is not here and whose machine's memory is not told."""
+    for flag, given, size in (("device", settings.device_memory, 24), ("host", settings.host_memory, 128)):
+        if is_gpu and not has_gpu() and not given:
+            raise ConfigError(f"--{flag}-memory: missing; must be a size such as {size}GB, as this machine has no gpu")
 
 
 def find_speeds(settings: PlanConfig, shapes: ModelShapes, placement: Placement, folder: Path, is_gpu: bool) -> Speeds:

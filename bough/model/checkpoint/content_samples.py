@@ -2,7 +2,7 @@
 
 Training changes nearly every number of a tensor, so a few samples suffice. Their number is limited, so that starts stay
 fast, and their places follow from the tensor's name, so that they are the same on every machine. This module uses no
-torch and no checkpoint folders: a tensor is a name and a byte range of a file.
+torch and no checkpoint folders.
 """
 
 from __future__ import annotations
@@ -13,26 +13,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from bough.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from bough.model.checkpoint.checkpoint import TensorPlace
 
 SAMPLE_BYTES = 4096
 NUM_SAMPLES = 2048  # of a checkpoint, but at least one of each tensor
 NUM_THREADS = 8  # concurrent random reads
-
-
-class Stored(Protocol):
-    """A tensor's location: `num_bytes` at `offset` of `file`."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def file(self) -> Path: ...
-    @property
-    def offset(self) -> int: ...
-    @property
-    def num_bytes(self) -> int: ...
 
 
 class Sample(NamedTuple):
@@ -44,7 +34,7 @@ class Sample(NamedTuple):
     num_bytes: int
 
 
-def samples_digest(tensors: Iterable[Stored], num_samples: int = NUM_SAMPLES) -> str:
+def samples_digest(tensors: Iterable[TensorPlace], num_samples: int = NUM_SAMPLES) -> str:
     """Hash of `num_samples` samples, at least one of every tensor, independent of the order of tensors.
 
     Raises:
@@ -59,7 +49,7 @@ def samples_digest(tensors: Iterable[Stored], num_samples: int = NUM_SAMPLES) ->
     return digest.hexdigest()
 
 
-def samples_of(tensor: Stored, num: int) -> list[Sample]:
+def samples_of(tensor: TensorPlace, num: int) -> list[Sample]:
     """One sample in each of `num` equal sections of a tensor; a short tensor is one sample."""
     if tensor.num_bytes <= num * SAMPLE_BYTES:
         return [Sample(tensor.name, tensor.file, tensor.offset, tensor.num_bytes)]

@@ -20,6 +20,7 @@ STORED_DTYPES = {
     "F16": torch.float16,
     "F32": torch.float32,
     "F64": torch.float64,
+    "F8_E4M3": torch.float8_e4m3fn,
     "I8": torch.int8,
     "U8": torch.uint8,
     "I16": torch.int16,

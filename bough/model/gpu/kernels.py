@@ -19,6 +19,7 @@ class Kernels(NamedTuple):
     write_own: Callable[..., None]
     write_down: Callable[..., None]
     write_across: Callable[..., None]
+    write_along: Callable[..., None]
 
 
 def kernels_on(device: torch.device) -> Kernels | None:
@@ -38,5 +39,5 @@ def of_gpus() -> Kernels | None:
             exc,
         )
         return None
-    unpack = unpack_triton.write_own, unpack_triton.write_down, unpack_triton.write_across
-    return Kernels(attention_triton.attend_by_triton, *unpack)
+    names = Kernels._fields[1:]
+    return Kernels(attention_triton.attend_by_triton, *(getattr(unpack_triton, name) for name in names))

@@ -1,9 +1,9 @@
-"""Dequantization of 4- and 8-bit weights on a GPU: one Triton kernel for each format.
+"""Dequantization of 4- and 8-bit weights on a GPU: one Triton kernel for each layout.
 
 Results have the bits of the torch code in `bough.model.quant`: an integer of at most 8 bits times a scale of 11 bits is
-exact in float32, so the only rounding is that to the output type. A tile reads its packed bytes and its scales once,
-except where GPTQ's inputs are not in the order of their groups: then every input reads the scales of its group, which
-stay in the GPU's cache.
+exact in float32, so the only rounding is that to the output type; of a wider scale the product is rounded to float32
+first. A tile reads its packed bytes and its scales once, except where inputs are not in the order of their groups: then
+every input reads the scales of its group, which stay in the GPU's cache.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import triton.language as tl
 
 NUM_WARPS = 4
 TILE_BYTES = 4096  # packed bytes of a tile in bough's format
-TILE_ROWS, TILE_COLUMNS = 32, 128  # inputs (at most) and outputs of a tile in GPTQ's and AWQ's formats
+TILE_ROWS, TILE_COLUMNS = 32, 128  # inputs (at most) and outputs of a tile in GPTQ's and AWQ's formats; else reversed
+LEAST_COLUMNS = 32  # inputs of a tile within one group, below which each input's group is looked up
 NIBBLES = 8  # 4-bit values in a word
 
 
@@ -143,6 +144,62 @@ def unpack_across(  # type: ignore[no-untyped-def]
     tl.store(out + cells, _rounded(value, IS_BF16, out), mask=is_row[:, None] & is_column[None, :])
 
 
+@triton.jit
+def _from_e4m3(bits):  # type: ignore[no-untyped-def]
+    """The float32 of E4M3 numbers, by way of float16, whose exponent has one bit more; any GPU can do this."""
+    half = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.int16).to(tl.float16, bitcast=True)
+    return tl.where((bits & 0x7F) == 0x7F, float("nan"), half.to(tl.float32) * 256.0)
+
+
+@triton.jit
+def unpack_along(  # type: ignore[no-untyped-def]
+    numbers,  # (num_outputs, num_inputs * BITS / 8) uint8
+    zeros,  # (num_outputs / (32 / BITS), rounded up, num_groups) int32; unused without HAS_ZEROS
+    scales,  # (num_outputs / height, rounded up, num_groups)
+    group_of,  # (num_inputs,) int32; unused with IS_ORDERED
+    out,  # (num_outputs, num_inputs)
+    num_outputs,
+    num_inputs,
+    num_groups,
+    height,  # outputs that share a scale
+    group_size,  # used with IS_ORDERED
+    BITS: tl.constexpr,
+    KIND: tl.constexpr,  # UNSIGNED, SIGNED or E4M3
+    HAS_ZEROS: tl.constexpr,
+    IS_ORDERED: tl.constexpr,  # all inputs of a tile are in the same group
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    IS_BF16: tl.constexpr,
+):
+    PER_BYTE: tl.constexpr = 8 // BITS
+    PER_WORD: tl.constexpr = 32 // BITS
+    MASK: tl.constexpr = (1 << BITS) - 1
+    rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    columns = (tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
+    bytes_ = (tl.program_id(1) * (COLUMNS // PER_BYTE) + tl.arange(0, COLUMNS // PER_BYTE))[None, :]
+    is_row, is_column, num_bytes = rows < num_outputs, columns < num_inputs, num_inputs // PER_BYTE
+    value = tl.load(numbers + rows * num_bytes + bytes_, mask=is_row & (bytes_ < num_bytes), other=0).to(tl.int32)
+    if BITS == 4:
+        value = tl.interleave(value & MASK, value >> 4)
+    if IS_ORDERED:
+        group, is_in = tl.program_id(1) * COLUMNS // group_size, is_row
+    else:
+        group, is_in = tl.load(group_of + columns, mask=is_column, other=0), is_row & is_column
+        group = tl.minimum(tl.maximum(group, 0), num_groups - 1)  # an invalid group must not read out of bounds
+    scale = tl.load(scales + rows // height * num_groups + group, mask=is_in, other=0.0).to(tl.float32)
+    if KIND == "E4M3":
+        value = _from_e4m3(value)
+    elif KIND == "SIGNED":
+        value = value.to(tl.int8).to(tl.float32)
+    elif HAS_ZEROS:
+        word = tl.load(zeros + rows // PER_WORD * num_groups + group, mask=is_in, other=0)
+        value = (value - ((word >> (BITS * (rows % PER_WORD)).to(tl.int32)) & MASK)).to(tl.float32)
+    else:
+        value = (value - (1 << (BITS - 1))).to(tl.float32)
+    cells = rows * num_inputs + columns
+    tl.store(out + cells, _rounded(value * scale, IS_BF16, out), mask=is_row & is_column)
+
+
 def write_own(packed: torch.Tensor, scales: torch.Tensor, bits: int, out: torch.Tensor) -> None:
     """Dequantize bough's format.
 
@@ -195,6 +252,37 @@ def write_across(words: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor,
     constants = {"ROWS": rows, "COLUMNS": TILE_COLUMNS}
     numbers = num_inputs, num_outputs, group_size
     unpack_across[grid](words, zeros, scales, _bits(out), *numbers, **constants, **_options(out))
+
+
+def write_along(
+    numbers: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    groups: torch.Tensor | None,
+    bits: int,
+    block: tuple[int, int],
+    out: torch.Tensor,
+) -> None:
+    """Dequantize numbers by rows, as `bough.model.quant.scaled`.
+
+    numbers (outputs, inputs) int8 or float8_e4m3fn, or (outputs, inputs * bits / 32) int32; scales (blocks, groups) for
+    blocks of `block` outputs and inputs; zeros (outputs * bits / 32, groups) int32, None if there are none; `groups`
+    (inputs,) int32 has each input's group, None if they are in order; out (outputs, inputs).
+    """
+    (num_outputs, num_inputs), (height, group_size) = out.shape, block
+    kind = {torch.int32: "UNSIGNED", torch.int8: "SIGNED", torch.float8_e4m3fn: "E4M3"}[numbers.dtype]
+    columns = TILE_COLUMNS if scales.shape[1] == 1 else min(TILE_COLUMNS, group_size & -group_size)
+    is_ordered = groups is None and columns >= LEAST_COLUMNS
+    packed = numbers.view(torch.uint8)
+    if not is_ordered:
+        columns = TILE_COLUMNS
+        groups = torch.arange(num_inputs, device=out.device).int() // group_size if groups is None else groups
+    grid = (triton.cdiv(num_outputs, TILE_ROWS), triton.cdiv(num_inputs, columns))
+    constants = {"BITS": bits, "KIND": kind, "HAS_ZEROS": zeros is not None, "IS_ORDERED": is_ordered}
+    constants |= {"ROWS": TILE_ROWS, "COLUMNS": columns}
+    numbers_ = num_outputs, num_inputs, scales.shape[1], height, group_size
+    others = packed if zeros is None else zeros, scales, packed if is_ordered else groups
+    unpack_along[grid](packed, *others, _bits(out), *numbers_, **constants, **_options(out))
 
 
 def _tile_rows(group_size: int) -> int:

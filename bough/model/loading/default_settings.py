@@ -18,6 +18,7 @@ from bough.sizing.placement import gigabytes
 
 CPU_DTYPE = "bfloat16"  # what our kernels are for; on a GPU the default is the checkpoint's dtype
 CPU_ROWS, GPU_ROWS = 64, 256  # a GPU reads weights once for each chunk, which takes most of the time for 64 rows
+SCALES = ("scales", "_scale", "_scale_inv")  # endings of the names of tensors that are no weights
 WORTH_SAYING = 0.01  # share of the weights; norms and routers may have another dtype than matrices
 
 Settings = TypeVar("Settings", bound=TargetConfig)
@@ -43,7 +44,7 @@ def conversion(places: Iterable[TensorPlace], dtype: torch.dtype) -> str:
     """A note about weights that are computed in another dtype than they are stored in; empty if there are none."""
     sizes = Counter[str]()
     for place in places:
-        if place.dtype in VALUE_DTYPES and not place.name.endswith("scales"):
+        if place.dtype in VALUE_DTYPES and not place.name.endswith(SCALES):
             sizes[place.dtype] += place.num_bytes
     others = {name: size for name, size in sizes.items() if STORED_DTYPES[name] != dtype}
     if sum(others.values()) <= WORTH_SAYING * sum(sizes.values()):

@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from bough.model.checkpoint.tensor_source import ReusedMemory, crc32
+from bough.model.checkpoint.tensor_source import ReusedMemory
 from bough.model.loading.loading import (
     ParameterSlot,
     Skeleton,
     bind_resident,
     move_buffers,
     read_place,
-    require_checksum,
+    verify,
 )
 
 _WRITES = "_bough_writes"  # attribute of a module: functions that write its matrix
@@ -57,7 +57,7 @@ def bind_packed(skeleton: Skeleton, device: torch.device) -> None:
     for slot in late:
         scratch, raw = ReusedMemory(memory), [read_place(place) for place in slot.source.places]
         for place, data in zip(slot.source.places, raw, strict=True):
-            require_checksum(place, crc32(data), skeleton.checksums)
+            verify(place, data, skeleton.checksums)
         slot.bind([data.to(device) for data in raw], skeleton.dtype, scratch)
         LateWrites(slot.module, tuple(scratch.writes)).register()
 

@@ -39,11 +39,12 @@ def logical_sources(checkpoint: Checkpoint, quantization: QuantFormat | None) ->
     """The values of a checkpoint by name; packed ones under the name of their weight."""
     left = dict(checkpoint.tensors)
     sources: dict[str, TensorSource] = {}
+    spare = quantization.spare if quantization is not None else ()
     if quantization is not None:
-        for name in list(left):
-            if (weight := quantization.weight_name(name)) is not None:
+        for name, place in checkpoint.tensors.items():
+            if (weight := quantization.weight_name(place)) is not None:
                 sources[weight] = quantization.source(name, PackedTensors(left))
-    sources.update({name: Stored(place) for name, place in left.items()})
+    sources.update({name: Stored(place) for name, place in left.items() if not name.endswith(spare)})
     return {_own_name(name): source for name, source in sources.items()}
 
 

@@ -21,11 +21,11 @@ from transformers.core_model_loading import MergeModulelist, WeightConverter
 from bough.errors import CheckpointError, ConfigError
 from bough.model.architecture.moe import Experts
 from bough.model.checkpoint.checkpoint import Checkpoint, TensorPlace
-from bough.model.checkpoint.tensor_source import STORED_DTYPES, Joined, Stored, TensorSource, typed
-from bough.model.loading.loading import ParameterSlot, build_skeleton, read_place
+from bough.model.checkpoint.tensor_source import STORED_DTYPES, Joined, Stored, TensorSource
+from bough.model.loading.late_writes import can_wait, is_late
+from bough.model.loading.loading import ParameterSlot, build_skeleton
 from bough.model.packing.shard_writer import SHARD_BYTES, ShardWriter, shards_of
-from bough.model.quant.bough_format import PACKED_SUFFIX, SCALES_SUFFIX
-from bough.model.quant.quantize import GROUP_SIZES, SCALE_BYTES, quantize
+from bough.model.quant.quantize import GROUP_SIZES, RANGE, SCALE_BYTES, Layout
 from bough.sizing.placement import gigabytes
 
 logger = logging.getLogger(__name__)
@@ -48,16 +48,11 @@ def pack(model: str, bits: int, folder: Path, shard_bytes: int = SHARD_BYTES) ->
     _require_copyable(checkpoint)
     tensors = LayerTensors.of((slot for slots in skeleton.layer_slots for slot in slots), GROUP_SIZES[bits])
     tensors.require_worth(model)
-    packed = set(tensors.packed)
-    origin = {"bits": bits, "group_size": GROUP_SIZES[bits], "source": checkpoint.fingerprint()}
-    written = ShardWriter.begin(folder, checkpoint, origin)
-    written.write_all(
-        "packed",
-        shards_of(list(checkpoint.tensors.values()), shard_bytes),
-        num_bytes=lambda place: packed_bytes(place.shape, bits) if place in packed else place.num_bytes,
-        convert=lambda place: dict(_tensors(place, bits, place in packed)),
-    )
-    written.finish(checkpoint, {"bits": bits, "group_size": GROUP_SIZES[bits]})
+    layout = Layout(bits, GROUP_SIZES[bits])
+    written = ShardWriter.begin(folder, checkpoint, {**layout._asdict(), "source": checkpoint.fingerprint()})
+    layouts = dict.fromkeys((place.name for place in tensors.packed), layout)
+    written.write_all("packed", shards_of(list(checkpoint.tensors.values()), shard_bytes), layouts, RANGE)
+    written.finish(checkpoint, layout._asdict())
 
 
 def _require_copyable(checkpoint: Checkpoint) -> None:
@@ -145,18 +140,14 @@ def _names(places: Sequence[TensorPlace]) -> str:
 
 def is_packed(module: nn.Module, name: str, shape: Sequence[int], bits: int) -> bool:
     """Whether `pack` packs a parameter, by architecture alone; `name` is its name in its layer."""
-    is_linear, is_stack = _is_linear(module, name.rpartition(".")[2]), len(shape) == 3
+    is_linear, is_stack = is_late(module, name.rpartition(".")[2]), len(shape) == 3
     return (is_linear or (is_stack and _is_stacked_here(module, name))) and shape[-1] % GROUP_SIZES[bits] == 0
 
 
 def matrices_of(slot: ParameterSlot) -> Iterator[TensorPlace]:
     """Tensors of a parameter that can be packed: matrices of linear layers, and of experts."""
-    if _is_linear(slot.module, slot.key) or isinstance(slot.source, Experts):
+    if can_wait(slot) or isinstance(slot.source, Experts):
         yield from (place for place in _stored(slot.source) if len(place.shape) == 2)
-
-
-def _is_linear(module: nn.Module, key: str) -> bool:
-    return isinstance(module, nn.Linear) and key == "weight"
 
 
 def _is_stacked_here(module: nn.Module, name: str) -> bool:
@@ -184,12 +175,3 @@ def packed_bytes(shape: Sequence[int], bits: int) -> int:
     """Bytes of a packed matrix, or of a stack of equal ones."""
     size = math.prod(shape)
     return size * bits // 8 + size // GROUP_SIZES[bits] * SCALE_BYTES[bits]
-
-
-def _tensors(place: TensorPlace, bits: int, is_packed: bool) -> list[tuple[str, torch.Tensor]]:
-    """The tensors that are written for a tensor."""
-    value = typed(read_place(place), place)
-    if not is_packed:
-        return [(place.name, value)]
-    packed, scales = quantize(value, bits)
-    return [(place.name + PACKED_SUFFIX, packed), (place.name + SCALES_SUFFIX, scales)]

@@ -25,8 +25,8 @@ from bough.model.loading.loading import build_skeleton, read_place
 from bough.model.packing.bit_allocation import LAYOUTS, Option, choose
 from bough.model.packing.pack import LayerTensors
 from bough.model.packing.shard_writer import SHARD_BYTES, ShardWriter, shards_of
-from bough.model.quant.bough_format import MIXED, PACKED_SUFFIX, SCALES_SUFFIX
-from bough.model.quant.quantize import SHRUNKEN, Layout, quantize, rounding_error
+from bough.model.quant.bough_format import MIXED
+from bough.model.quant.quantize import SHRUNKEN, Layout, rounding_error
 
 SAMPLE_ROWS = 256  # of a matrix, on which a layout's error is measured
 
@@ -72,22 +72,13 @@ def pack_draft(
     layouts = _chosen(written, matrices, bits)
     places = dict.fromkeys(place for slot in slots for place in slot.source.places)
     shared = dict.fromkeys(place for slot in skeleton.resident_slots for place in slot.source.places)
-    written.write_all(
-        "draft",
-        shards_of([*places, *(shared if is_whole else ())], shard_bytes),
-        num_bytes=lambda place: _num_bytes(place, layouts.get(place.name)),
-        convert=lambda place: _tensors(place.name, _read(place), layouts.get(place.name)),
-    )
+    written.write_all("draft", shards_of([*places, *(shared if is_whole else ())], shard_bytes), layouts, SHRUNKEN)
     borrowed = () if is_whole else tuple(place.name for place in shared)
     SharedWeights(_reference(model), fingerprint, kept, borrowed).save(folder)
     written.finish(checkpoint, {"bits": MIXED}, leave_out=(EXPANSION_NAME,))
     weights = sum(math.prod(place.shape) for place in matrices.values())
     packed_bits = sum(math.prod(p.shape) * layouts[name].bits_per_weight for name, p in matrices.items())
     return Written(sum(written.manifest["shards"].values()), packed_bits / weights, layouts)
-
-
-def _read(place: TensorPlace) -> torch.Tensor:
-    return typed(read_place(place), place)
 
 
 def _layouts(place: TensorPlace) -> list[Layout]:
@@ -103,7 +94,7 @@ def _chosen(
     """A layout for each matrix, chosen once and stored in the manifest of the run."""
     if "layouts" not in written.manifest:
         bar = tqdm(matrices.items(), desc="measuring", unit=" matrices")
-        options = {name: _options(place, _read(place)) for name, place in bar}
+        options = {name: _options(place, typed(read_place(place), place)) for name, place in bar}
         weights = sum(math.prod(place.shape) for place in matrices.values())
         written.manifest["layouts"] = choose(options, bits, weights)
         written.save()
@@ -117,18 +108,6 @@ def _options(place: TensorPlace, value: torch.Tensor) -> list[Option]:
         Option(layout, value.numel() * layout.bits_per_weight, rounding_error(some, layout, SHRUNKEN))
         for layout in _layouts(place)
     ]
-
-
-def _num_bytes(place: TensorPlace, layout: Layout | None) -> int:
-    return place.num_bytes if layout is None else int(math.prod(place.shape) * layout.bits_per_weight) // 8
-
-
-def _tensors(name: str, value: torch.Tensor, layout: Layout | None) -> dict[str, torch.Tensor]:
-    """The tensors that are written for a tensor; without a layout it is copied."""
-    if layout is None:
-        return {name: value.contiguous()}
-    packed, scales = quantize(value, *layout, SHRUNKEN)
-    return {name + PACKED_SUFFIX: packed, name + SCALES_SUFFIX: scales}
 
 
 def _reference(model: str) -> str:

@@ -7,6 +7,7 @@ written last; without it a folder is no model.
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import sys
 import zlib
@@ -24,7 +25,10 @@ from bough.errors import CheckpointError, ConfigError
 from bough.model.checkpoint.atomic_files import is_taken, make_folder, replace
 from bough.model.checkpoint.checkpoint import INDEX_NAME, Checkpoint, TensorPlace, read_header
 from bough.model.checkpoint.pack_manifest import MANIFEST_NAME, read_manifest
-from bough.model.checkpoint.tensor_source import STORED_DTYPES, crc32
+from bough.model.checkpoint.tensor_source import STORED_DTYPES, crc32, typed
+from bough.model.loading.loading import read_place
+from bough.model.quant.bough_format import PACKED_SUFFIX, SCALES_SUFFIX
+from bough.model.quant.quantize import Layout, quantize
 
 FORMAT = 2  # 2: 4 bits with offsets
 SHARD_BYTES = 1_000_000_000
@@ -65,23 +69,20 @@ class ShardWriter:
         self,
         kind: str,
         shards: Sequence[Sequence[TensorPlace]],
-        num_bytes: Callable[[TensorPlace], int],
-        convert: Callable[[TensorPlace], Mapping[str, torch.Tensor]],
+        layouts: Mapping[str, Layout],
+        ranges: Sequence[float],
     ) -> None:
         """Write missing and damaged shards, whose names begin with `kind`.
 
         Existing shards are first compared with their checksums, so that a continued or repairing run ends with a
-        complete folder.
-
-        Args:
-            num_bytes: bytes written for a tensor of the source.
-            convert: tensors written for it, by name.
+        complete folder. Matrices in `layouts` are packed, with `ranges` as in `quantize`; other tensors are copied.
 
         Raises:
             CheckpointError: the source cannot be read.
             ConfigError: the folder cannot be written to, or has no room.
         """
-        total = sum(num_bytes(place) for places in shards for place in places)
+        sizes = {place: _num_bytes(place, layouts.get(place.name)) for places in shards for place in places}
+        total = sum(sizes.values())
         self.require_room(total)
         with tqdm(total=total, unit="B", unit_scale=True, desc=self.path.name) as progress:
             for number, places in enumerate(shards):
@@ -93,8 +94,8 @@ class ShardWriter:
                 progress.total = total
                 tensors: dict[str, torch.Tensor] = {}
                 for place in places:
-                    tensors.update(convert(place))
-                    progress.update(num_bytes(place))
+                    tensors.update(_tensors(place, layouts.get(place.name), ranges))
+                    progress.update(sizes[place])
                 self.write_shard(name, tensors)
 
     def has(self, name: str, count: Callable[[int], object]) -> bool:
@@ -161,6 +162,20 @@ class ShardWriter:
         config = json.loads((source.folder / "config.json").read_text())
         config["quantization_config"] = {"quant_method": "bough", **quantization}
         replace(self.path / "config.json", lambda partial: partial.write_text(json.dumps(config, indent=2)))
+
+
+def _num_bytes(place: TensorPlace, layout: Layout | None) -> int:
+    """Bytes that are written for a tensor."""
+    return place.num_bytes if layout is None else int(math.prod(place.shape) * layout.bits_per_weight) // 8
+
+
+def _tensors(place: TensorPlace, layout: Layout | None, ranges: Sequence[float]) -> dict[str, torch.Tensor]:
+    """The tensors that are written for a tensor; without a layout it is copied."""
+    value = typed(read_place(place), place)
+    if layout is None:
+        return {place.name: value.contiguous()}
+    packed, scales = quantize(value, *layout, ranges)
+    return {place.name + PACKED_SUFFIX: packed, place.name + SCALES_SUFFIX: scales}
 
 
 def _checksum(place: TensorPlace, count: Callable[[int], object]) -> int:

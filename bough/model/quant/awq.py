@@ -25,6 +25,9 @@ class AwqFormat:
 
     bits: int = 4
     method = "awq"
+    is_transposed = True
+    spare = ()
+    note = ""
 
     @classmethod
     def of(cls, fields: Mapping[str, Any], where: str) -> AwqFormat:
@@ -36,9 +39,9 @@ class AwqFormat:
     def __str__(self) -> str:
         return f"{self.bits} bits ({self.method})"
 
-    def weight_name(self, tensor: str) -> str | None:
+    def weight_name(self, place: TensorPlace) -> str | None:
         """X.weight for "X.qweight"."""
-        return tensor.removesuffix(".qweight") + ".weight" if tensor.endswith(".qweight") else None
+        return place.name.removesuffix(".qweight") + ".weight" if place.name.endswith(".qweight") else None
 
     def source(self, tensor: str, tensors: PackedTensors) -> Awq:
         """Take integers, zeros and scales. Raises CheckpointError."""

@@ -30,6 +30,9 @@ class BoughFormat:
 
     bits: int
     method = "bough"
+    is_transposed = False
+    spare = ()
+    note = ""
 
     @classmethod
     def of(cls, fields: Mapping[str, Any], where: str) -> BoughFormat:
@@ -39,9 +42,9 @@ class BoughFormat:
     def __str__(self) -> str:
         return f"{self.bits or MIXED} bits ({self.method})"
 
-    def weight_name(self, tensor: str) -> str | None:
+    def weight_name(self, place: TensorPlace) -> str | None:
         """X for "X.packed"."""
-        return tensor.removesuffix(PACKED_SUFFIX) if tensor.endswith(PACKED_SUFFIX) else None
+        return place.name.removesuffix(PACKED_SUFFIX) if place.name.endswith(PACKED_SUFFIX) else None
 
     def source(self, tensor: str, tensors: PackedTensors) -> Packed:
         """Take integers and scales. Raises CheckpointError."""

@@ -1,6 +1,6 @@
 """Protocol of quantized formats, and what they share.
 
-In every format a weight is (integer - zero point) * scale of its group, computed in float32 and rounded to the compute
+In every format a weight is (number - zero point) * scale of its group, computed in float32 and rounded to the compute
 dtype, so that a packed model gives the same bits as the same model stored dequantized. A format is one file: how its
 `quantization_config` is read, which tensors belong to a weight, and how they are dequantized.
 """
@@ -36,15 +36,27 @@ class QuantFormat(Protocol):
     def bits(self) -> int:
         """Bits of every weight; 0 if they differ."""
 
+    @property
+    def is_transposed(self) -> bool:
+        """Whether values are transposes of contiguous matrices."""
+
+    @property
+    def spare(self) -> tuple[str, ...]:
+        """Endings of the names of tensors that say nothing about weights and are not read."""
+
+    @property
+    def note(self) -> str:
+        """What the configuration asks for and is not done; empty if nothing."""
+
     @classmethod
     def of(cls, fields: Mapping[str, Any], where: str) -> QuantFormat:
         """Read `quantization_config`, which is at `where`. Raises CheckpointError for unsupported variants."""
 
-    def weight_name(self, tensor: str) -> str | None:
-        """The weight that a tensor of integers belongs to; None for other tensors."""
+    def weight_name(self, place: TensorPlace) -> str | None:
+        """The weight whose numbers a tensor has; None for other tensors."""
 
     def source(self, tensor: str, tensors: PackedTensors) -> TensorSource:
-        """Take the tensors of a weight whose integers are `tensor`. Raises CheckpointError."""
+        """Take the tensors of a weight whose numbers are `tensor`. Raises CheckpointError."""
 
 
 class PackedTensors:
@@ -58,14 +70,14 @@ class PackedTensors:
         return name in self._remaining
 
     def take(self, name: str, dtypes: Collection[str], beside: TensorPlace | None = None) -> TensorPlace:
-        """Take one of the tensors of a weight whose integers are `beside`.
+        """Take one of the tensors of a weight whose numbers are `beside`.
 
         Raises:
             CheckpointError: it is missing, or has another dtype.
         """
         place = self._remaining.pop(name, None)
         if place is None:
-            assert beside is not None, "integers are there: they are what is asked for first"
+            assert beside is not None, "numbers are there: they are what is asked for first"
             raise CheckpointError(f"{beside.file}: tensor {name}, which belongs to {beside.name}, is missing")
         if place.dtype not in dtypes:
             raise CheckpointError(f"{place.file}: tensor {name} must be {' or '.join(dtypes)}, got {place.dtype}")
@@ -100,6 +112,41 @@ def require_groups(scales: TensorPlace, inputs: int, num_groups: int) -> None:
             f"{scales.file}: tensor {scales.name} must have groups of equal size for {inputs} inputs, "
             f"got shape {list(scales.shape)}"
         )
+
+
+def read_integers(place: TensorPlace) -> np.ndarray[Any, Any]:
+    """A small tensor of integers, read from its file.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    dtype = np.int64 if place.dtype == "I64" else np.int32
+    try:
+        numbers = np.fromfile(place.file, dtype, place.num_bytes // dtype().itemsize, offset=place.offset)
+    except OSError as exc:
+        raise CheckpointError(f"{place.file}: tensor {place.name} cannot be read: {exc}") from exc
+    if numbers.nbytes < place.num_bytes:
+        count = place.num_bytes // dtype().itemsize
+        raise CheckpointError(f"{place.file}: tensor {place.name} ends after {len(numbers)} of {count}")
+    return numbers
+
+
+def unless_in_order(groups: TensorPlace, num_groups: int) -> TensorPlace | None:
+    """None if the group indices are those of consecutive groups of equal size, which need no lookup.
+
+    Raises:
+        CheckpointError: the indices cannot be read, or are out of range.
+    """
+    numbers = read_integers(groups)
+    wrong = numbers[(numbers < 0) | (numbers >= num_groups)]
+    if len(wrong):
+        raise CheckpointError(
+            f"{groups.file}: tensor {groups.name}: groups must be 0 to {num_groups - 1}, got {wrong[0]}"
+        )
+    if num_groups < 1 or len(numbers) % num_groups:
+        return groups
+    in_order = np.arange(len(numbers)) // (len(numbers) // num_groups)
+    return None if np.array_equal(numbers, in_order) else groups
 
 
 def write_out(

@@ -10,10 +10,14 @@ from transformers import PretrainedConfig
 from bough.errors import CheckpointError
 from bough.model.quant.awq import AwqFormat
 from bough.model.quant.bough_format import BoughFormat
+from bough.model.quant.compressed_tensors import CompressedTensorsFormat
 from bough.model.quant.format import QuantFormat
+from bough.model.quant.fp8 import Fp8Format
 from bough.model.quant.gptq import GptqFormat
 
-FORMATS: dict[str, type[QuantFormat]] = {each.method: each for each in (BoughFormat, GptqFormat, AwqFormat)}
+FORMATS: dict[str, type[QuantFormat]] = {
+    each.method: each for each in (BoughFormat, GptqFormat, AwqFormat, CompressedTensorsFormat, Fp8Format)
+}
 
 
 def format_of(config: PretrainedConfig, folder: Path) -> QuantFormat | None:

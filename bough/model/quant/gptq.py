@@ -16,7 +16,15 @@ from bough.model.checkpoint.tensor_source import VALUE_DTYPES, Scratch, room_byt
 from bough.model.cpu.float_bits import rounded
 from bough.model.cpu.jit import strict_parallel
 from bough.model.gpu.kernels import kernels_on
-from bough.model.quant.format import PackedTensors, bits_of, require_groups, require_matrix, require_shape, write_out
+from bough.model.quant.format import (
+    PackedTensors,
+    bits_of,
+    require_groups,
+    require_matrix,
+    require_shape,
+    unless_in_order,
+    write_out,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +34,9 @@ class GptqFormat:
     bits: int
     zero_offset: int = 0  # 1 if the file stores zero - 1, as version 1 of the format does
     method = "gptq"
+    is_transposed = True
+    spare = ()
+    note = ""
 
     @classmethod
     def of(cls, fields: Mapping[str, Any], where: str) -> GptqFormat:
@@ -36,9 +47,9 @@ class GptqFormat:
     def __str__(self) -> str:
         return f"{self.bits} bits ({self.method})"
 
-    def weight_name(self, tensor: str) -> str | None:
+    def weight_name(self, place: TensorPlace) -> str | None:
         """X.weight for "X.qweight"."""
-        return tensor.removesuffix(".qweight") + ".weight" if tensor.endswith(".qweight") else None
+        return place.name.removesuffix(".qweight") + ".weight" if place.name.endswith(".qweight") else None
 
     def source(self, tensor: str, tensors: PackedTensors) -> Gptq:
         """Take integers, zeros, scales, and group indices if there are any. Raises CheckpointError."""
@@ -62,29 +73,6 @@ class GptqFormat:
             return source
         require_shape(groups, (inputs,))
         return replace(source, groups=unless_in_order(groups, num_groups))
-
-
-def unless_in_order(groups: TensorPlace, num_groups: int) -> TensorPlace | None:
-    """None if the group indices are those of consecutive groups of equal size, which need no lookup.
-
-    Raises:
-        CheckpointError: the indices cannot be read, or are out of range.
-    """
-    try:
-        numbers = np.fromfile(groups.file, np.int32, groups.shape[0], offset=groups.offset)
-    except OSError as exc:
-        raise CheckpointError(f"{groups.file}: tensor {groups.name} cannot be read: {exc}") from exc
-    if len(numbers) < groups.shape[0]:
-        raise CheckpointError(f"{groups.file}: tensor {groups.name} ends after {len(numbers)} of {groups.shape[0]}")
-    wrong = numbers[(numbers < 0) | (numbers >= num_groups)]
-    if len(wrong):
-        raise CheckpointError(
-            f"{groups.file}: tensor {groups.name}: groups must be 0 to {num_groups - 1}, got {wrong[0]}"
-        )
-    if num_groups < 1 or len(numbers) % num_groups:
-        return groups
-    in_order = np.arange(len(numbers)) // (len(numbers) // num_groups)
-    return None if np.array_equal(numbers, in_order) else groups
 
 
 @strict_parallel

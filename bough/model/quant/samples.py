@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,11 @@ from bough.model.quant.awq import Awq
 from bough.model.quant.bough_format import Packed
 from bough.model.quant.gptq import Gptq
 from bough.model.quant.quantize import GROUP_SIZES
+from bough.model.quant.scaled import FLOAT8, INT8, WORDS, Scaled
 
 KINDS = {"uint8": "U8", "int8": "I8", "int32": "I32", "float16": "F16"}
+BY_ROWS = {"compressed-tensors": WORDS, "int8": INT8, "fp8": FLOAT8}  # methods of `Scaled`, and their numbers' dtypes
+E4M3_NAN = 0x7F
 WORD_BITS = 32
 
 
@@ -26,7 +29,7 @@ WORD_BITS = 32
 class PackedFormat:
     """How a matrix is stored."""
 
-    method: str  # bough, gptq or awq
+    method: str  # bough, gptq, awq, or one of BY_ROWS
     bits: int
     group_size: int  # inputs that share a scale; -1 is all
     is_ordered: bool = True  # GPTQ: groups are consecutive
@@ -50,14 +53,22 @@ class PackedFormat:
             kinds, own_group = 2 if self.bits == 4 else 1, GROUP_SIZES[self.bits]
             return _sample(lambda w, s: Packed(w, s, self.bits), packed, scales(kinds, outputs, inputs // own_group))
         per_word, num_groups = WORD_BITS // self.bits, inputs // group
+        order = rng.permutation(np.arange(inputs) // group).astype(np.int32)
+        orders = () if self.is_ordered else (order,)
+        if self.method in BY_ROWS:
+            dtype = BY_ROWS[self.method]
+            numbers = rng.integers(0, E4M3_NAN, (outputs, inputs * self.bits // 8), np.uint8)
+
+            def by_rows(numbers: TensorPlace, scales: TensorPlace, groups: TensorPlace | None = None) -> Scaled:
+                return Scaled(replace(numbers, dtype=dtype), scales, None, groups, self.bits, (1, group))
+
+            packed = numbers.view(np.int32) if dtype == WORDS else numbers
+            return _sample(by_rows, packed, scales(outputs, -(-inputs // group)), *orders)
         zeros, own_scales = words(num_groups, outputs // per_word), scales(num_groups, outputs)
         if self.method == "awq":
             return _sample(Awq, words(inputs, outputs // per_word), zeros, own_scales)
         parts = words(inputs // per_word, outputs), zeros, own_scales
-        if self.is_ordered:
-            return _sample(lambda w, z, s: Gptq(w, z, s, None, self.bits, 1), *parts)
-        order = rng.permutation(np.arange(inputs) // group).astype(np.int32)
-        return _sample(lambda w, z, s, g: Gptq(w, z, s, g, self.bits, 1), *parts, order)
+        return _sample(lambda w, z, s, g=None: Gptq(w, z, s, g, self.bits, 1), *parts, *orders)
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,7 +58,7 @@ def row_counts(
     linears = (*_linears(layers), model.get_output_embeddings())
     is_ours = (
         device_type == "cpu"
-        and (quantization is None or quantization.method == "bough")
+        and (quantization is None or not quantization.is_transposed)
         and all(can_multiply(module.in_features, dtype) and _is_usual(module, dtype) for module in linears)
         and not _others(layers)
     )

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from bough.model.architecture.moe import has_own_products
 from bough.model.batch.batch import Batch, Chunk
 from bough.model.batch.gpu_paths import Paths, tiles_of
 from bough.model.kv.session_kv import KVMemory
@@ -146,7 +147,14 @@ class GpuCapture:
 
 
 def graphed_steps(skeleton: Skeleton, memory: KVMemory, device: torch.device, capture: Capture) -> GraphedSteps | None:
-    """Capture a model's steps; None, with a warning, if that is not possible."""
+    """Capture a model's steps; None, with a warning, if that is not possible.
+
+    A mixture's are not tried: its host waits for each router, and after a capture that failed torch's allocator may
+    behave as if it went on.
+    """
+    if any(map(has_own_products, skeleton.model.modules())):
+        logger.info("draft steps are launched kernel by kernel: a mixture's experts wait for its routers")
+        return None
     try:
         with working_on(device), torch.inference_mode():
             return GraphedSteps(skeleton, memory, device, capture)

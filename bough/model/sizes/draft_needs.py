@@ -32,7 +32,7 @@ def draft_needs(config: DraftConfig) -> DraftNeeds:
     text: dict[str, Any] = whole.get("text_config") or whole
     size = DTYPE_BYTES.get(config.dtype, AUTO_BYTES)
     quantization = whole.get("quantization_config") or text.get("quantization_config") or {}
-    unpacked = 8 * size / (quantization.get("bits") or quantization.get("w_bit") or PACKED_BITS)
+    unpacked = 8 * size / _least_bits(quantization)
     unpacked, largest = (1.0, unpacked) if config.bits == "4" else (unpacked, 0.0)  # only the largest is written out
     kept = _kept_layers(checkpoint, int(text.get("num_hidden_layers", 1)))
     weights = sum(
@@ -47,6 +47,14 @@ def draft_needs(config: DraftConfig) -> DraftNeeds:
     row_bytes = 2 * len(kept) * int(text.get("num_key_value_heads") or heads) * head_dim * size
     positions = int(text.get("max_position_embeddings") or config.max_context)
     return DraftNeeds(int(weights), (min(config.max_context, positions) + MAX_EXPANSIONS) * row_bytes)
+
+
+def _least_bits(quantization: dict[str, Any]) -> int:
+    """The fewest bits in which a configuration says that weights are packed."""
+    groups = (group.get("weights") or {} for group in (quantization.get("config_groups") or {}).values())
+    named = (quantization, *groups)
+    found = [bits for fields in named for key in ("bits", "w_bit", "num_bits") if type(bits := fields.get(key)) is int]
+    return min(found, default=8 if quantization.get("quant_method") == "fp8" else PACKED_BITS)
 
 
 def _kept_layers(checkpoint: Checkpoint, num_layers: int) -> set[int]:

@@ -44,7 +44,7 @@ class ModelShapes:
     resident_bytes: int  # embeddings, final norm and output head, each tensor once
     host_bytes: int  # of these, kept in host memory
     scratch_bytes: int  # largest scratch memory of a layer
-    packing: PackedFormat | None  # None if unpacked
+    packing: PackedFormat | None  # of the largest packed matrix; None if none is packed
     matrices: tuple[tuple[int, int], ...]  # (outputs, inputs) of the products of the largest layer
     rows: RowCounts  # of a chunk
     work: Work
@@ -67,6 +67,7 @@ class _Parameter:
     stored_bytes: int
     scratch_bytes: int
     value_bytes: int
+    packing: PackedFormat | None  # None if unpacked
     unpacked_bytes: int
     flops: float  # of one token
     num_experts: int  # of a stack that is read expert by expert; otherwise 0
@@ -115,11 +116,16 @@ def model_shapes(
     stored = dtype if bits == 16 else _stored_dtype(config, dtype)
     model, by_matrix = build_empty(config, dtype), device_type != "cpu"
     layers = list(model.get_decoder().layers)
-    parameters = [list(_parameters(layer, packing, stored, dtype, chosen_share(config))) for layer in layers]
+    prefix = next(name for name, module in model.named_modules() if module is model.get_decoder().layers)
+    share = chosen_share(config)
+    parameters = [
+        list(_parameters(f"{prefix}.{index}", layer, packing, stored, dtype, share))
+        for index, layer in enumerate(layers)
+    ]
     sizes = tuple(sum(p.stored_bytes for p in layer) for layer in parameters)
     largest = parameters[sizes.index(max(sizes))]
     return ModelShapes(
-        description=describe(model, dtype) + (f", {packing.bits} bits ({packing.method})" if packing else ""),
+        description=describe(model, dtype) + (f", {packing.description}" if packing else ""),
         config=config,
         kv=KVShape.of(config, dtype),
         layer_bytes=sizes,
@@ -127,7 +133,7 @@ def model_shapes(
         resident_bytes=_outside_bytes(model, layers),
         host_bytes=_host_bytes(model, device_type),
         scratch_bytes=max(_scratch_bytes(layer, by_matrix) for layer in parameters),
-        packing=packing.format if packing else None,
+        packing=max((p for layer in parameters for p in layer), key=lambda p: p.unpacked_bytes).packing,
         matrices=tuple((p.shape[-2], p.shape[-1]) for p in largest if len(p.shape) >= 2),
         rows=row_counts(model, None if bits else format_of(config, folder), dtype, rows, device_type),
         work=_work(config, parameters, _head_bytes(model), dtype, by_matrix),
@@ -188,25 +194,32 @@ def _stored_dtype(config: PretrainedConfig, default: torch.dtype) -> torch.dtype
 
 
 def _parameters(
-    layer: nn.Module, packing: Packing | None, stored: torch.dtype, dtype: torch.dtype, expert_share: float
+    name: str,
+    layer: nn.Module,
+    packing: Packing | None,
+    stored: torch.dtype,
+    dtype: torch.dtype,
+    expert_share: float,
 ) -> Iterator[_Parameter]:
-    for module_name, module in layer.named_modules():
+    """The parameters of a layer named `name`."""
+    for module_name, module in layer.named_modules(prefix=name):
         buffers = ((k, b) for k, b in module._buffers.items() if k not in module._non_persistent_buffers_set)
         for key, parameter in (*module._parameters.items(), *buffers):
             if parameter is None:
                 continue
             shape, is_stack = parameter.shape, parameter.dim() == 3
-            is_packed = packing is not None and packing.has(f"{module_name}.{key}", module, parameter)
+            packed = packing.of_parameter(f"{module_name}.{key}", module, parameter, stored) if packing else None
             value = parameter.numel() * dtype.itemsize
-            is_view = not is_packed and stored == dtype
+            is_view = packed is None and stored == dtype
             # Experts are dequantized one at a time, first in parts if they are no views, which are then concatenated.
             room = room_bytes(shape[1:] if is_stack else shape, dtype) * (1 if is_view or not is_stack else 2)
             yield _Parameter(
                 shape,
-                packing.num_bytes(shape) if packing and is_packed else parameter.numel() * stored.itemsize,
+                packed[1] if packed else parameter.numel() * stored.itemsize,
                 room if is_stack or not is_view else 0,
                 value,
-                value if is_packed else 0,
+                packed[0] if packed else None,
+                value if packed else 0,
                 2.0 * parameter.numel() * (expert_share if is_stack else 1) if parameter.dim() >= 2 else 0.0,
                 shape[0] if is_stack and has_own_products(module) else 0,
                 is_late(module, key),

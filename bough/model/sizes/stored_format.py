@@ -13,11 +13,15 @@ from transformers import PretrainedConfig
 
 from bough.errors import CheckpointError
 from bough.model.packing.pack import is_packed, packed_bytes
+from bough.model.quant.bough_format import BoughFormat
+from bough.model.quant.compressed_tensors import CompressedTensorsFormat
 from bough.model.quant.formats import format_of
+from bough.model.quant.fp8 import Fp8Format
 from bough.model.quant.quantize import GROUP_SIZES
-from bough.model.quant.samples import PackedFormat
+from bough.model.quant.samples import BY_ROWS, PackedFormat
 
 SCALE_BYTES, INDEX_BYTES = 2, 4
+FP8_SCALE_BYTES = 4  # as DeepSeek stores them; Qwen's have 2, of a part in ten thousand
 COMMUNITY_GROUP = 128  # default of GPTQ and AWQ if config.json has none
 
 
@@ -25,16 +29,10 @@ COMMUNITY_GROUP = 128  # default of GPTQ and AWQ if config.json has none
 class Packing:
     """How the matrices of layers are stored."""
 
-    method: str
-    bits: int
-    group_size: int  # inputs that share a scale; -1 is all
+    description: str
+    common: PackedFormat | None  # of all matrices; None if each has its own scheme
     kept: tuple[str, ...] = ()  # modules that stay in 16 bits
-    is_ordered: bool = True  # as in `PackedFormat`
-
-    @property
-    def format(self) -> PackedFormat:
-        """The format of one matrix."""
-        return PackedFormat(self.method, self.bits, self.group_size, self.is_ordered)
+    schemes: CompressedTensorsFormat | Fp8Format | None = None
 
     @classmethod
     def of(cls, config: PretrainedConfig, folder: Path, bits: int) -> Packing | None:
@@ -44,10 +42,13 @@ class Packing:
             CheckpointError: the configuration's packing is not supported.
         """
         if bits:
-            return cls("bough", bits, GROUP_SIZES[bits]) if bits in GROUP_SIZES else None
+            own = PackedFormat("bough", bits, GROUP_SIZES[bits]) if bits in GROUP_SIZES else None
+            return cls(str(BoughFormat(bits)), own) if own else None
         quantization = format_of(config, folder)
         if quantization is None:
             return None
+        if isinstance(quantization, CompressedTensorsFormat | Fp8Format):
+            return cls(str(quantization), None, schemes=quantization)
         if not quantization.bits:
             raise CheckpointError(
                 f"model: must not be a draft of mixed bits, whose weights are dequantized when loaded, got {folder}; "
@@ -59,23 +60,49 @@ class Packing:
         if quantization.method == "bough":
             group_size = GROUP_SIZES[quantization.bits]
         kept = tuple(fields.get("modules_to_not_convert") or ())
-        return cls(quantization.method, quantization.bits, group_size, kept, not fields.get("desc_act"))
+        common = PackedFormat(quantization.method, quantization.bits, group_size, not fields.get("desc_act"))
+        return cls(str(quantization), common, kept)
 
-    def has(self, name: str, module: nn.Module, parameter: torch.Tensor) -> bool:
-        """Whether a parameter is packed, by its name in the layer: a matrix of a linear layer, or of experts.
+    def of_parameter(
+        self, name: str, module: nn.Module, parameter: torch.Tensor, dtype: torch.dtype
+    ) -> tuple[PackedFormat, int] | None:
+        """A parameter's format and bytes, by its name in the model; None if it is not packed. `dtype` is the others'.
 
-        For bough's format this is what `bough pack` does, which excludes checkpoints with all experts in one tensor.
+        Packed are matrices of linear layers, and of experts. For bough's format this is what `bough pack` does, which
+        excludes checkpoints with all experts in one tensor.
         """
-        if self.method == "bough":
-            return is_packed(module, name, parameter.shape, self.bits)
-        is_matrix = (isinstance(module, nn.Linear) and parameter.dim() == 2) or parameter.dim() == 3
-        return is_matrix and not any(kept in name for kept in self.kept)
+        shape, common = parameter.shape, self.common
+        if common is not None and common.method == "bough":
+            is_ours = is_packed(module, name, shape, common.bits)
+            return (common, packed_bytes(shape, common.bits)) if is_ours else None
+        if not (isinstance(module, nn.Linear) and parameter.dim() == 2) and parameter.dim() != 3:
+            return None
+        if common is not None:
+            return None if any(kept in name for kept in self.kept) else (common, _community_bytes(common, shape))
+        assert self.schemes is not None, "matrices have a common format, or schemes"
+        scheme = self.schemes.scheme(_stored_modules(name.removesuffix(".weight")))
+        if scheme is None:
+            return None
+        if name.endswith(".gate_up_proj"):  # of experts, stored as two matrices each
+            shape = torch.Size((2 * shape[0], shape[1] // 2, shape[2]))
+        scale_bytes = dtype.itemsize if self.schemes.method == "compressed-tensors" else FP8_SCALE_BYTES
+        group_size = -1 if scheme.strategy in ("tensor", "channel", "") else scheme.size[1]
+        method = next(method for method, dtype in BY_ROWS.items() if dtype == scheme.dtype)
+        return PackedFormat(method, scheme.bits, group_size, scheme.is_ordered), scheme.num_bytes(shape, scale_bytes)
 
-    def num_bytes(self, shape: torch.Size) -> int:
-        """Bytes of integers and scales; for GPTQ and AWQ also zeros, and for GPTQ group indices."""
-        if self.method == "bough":
-            return packed_bytes(shape, self.bits)
-        size, num_inputs = math.prod(shape), shape[-1]
-        num_groups = size // (num_inputs if self.group_size < 0 else self.group_size)
-        index = num_inputs * INDEX_BYTES * math.prod(shape[:-2]) if self.method == "gptq" else 0
-        return size * self.bits // 8 + num_groups * SCALE_BYTES + num_groups * self.bits // 8 + index
+
+def _stored_modules(name: str) -> tuple[str, ...]:
+    """Names of a module in a checkpoint: an expert's own for a stack of experts, of a gate joined with its projection.
+
+    Where experts have other names than these, a pattern for them does not match.
+    """
+    first = name.replace(".experts.", ".experts.0.").replace(".gate_up_proj", ".gate_proj")
+    return (name,) if first == name else (name, first, first.replace(".gate_proj", ".up_proj"))
+
+
+def _community_bytes(stored: PackedFormat, shape: torch.Size) -> int:
+    """Bytes of GPTQ's or AWQ's integers, scales and zeros, and of GPTQ's group indices."""
+    size, num_inputs = math.prod(shape), shape[-1]
+    num_groups = size // (num_inputs if stored.group_size < 0 else stored.group_size)
+    index = num_inputs * INDEX_BYTES * math.prod(shape[:-2]) if stored.method == "gptq" else 0
+    return size * stored.bits // 8 + num_groups * SCALE_BYTES + num_groups * stored.bits // 8 + index

@@ -344,7 +344,7 @@ def pretending(attends: Callable[..., torch.Tensor] = attend, unpacking: ModuleT
     device()
     notes.begin()
     with ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
-        unpack = unpacking.write_own, unpacking.write_down, unpacking.write_across
+        unpack = [getattr(unpacking, name) for name in kernels.Kernels._fields[1:]]
         patch.setattr(kernels, "of_gpus", lambda: kernels.Kernels(*map(kernel, (attends, *unpack))))
         stack.enter_context(_Sending())
         stack.enter_context(_Making())

@@ -13,8 +13,10 @@ from bough.model.checkpoint.checkpoint import TensorPlace
 from bough.model.quant.awq import Awq
 from bough.model.quant.bough_format import Packed
 from bough.model.quant.gptq import Gptq
+from bough.model.quant.scaled import Scaled
 
 NAMES = {torch.uint8: "U8", torch.int8: "I8", torch.int32: "I32", torch.float16: "F16"}
+NAMES |= {torch.float8_e4m3fn: "F8_E4M3", torch.bfloat16: "BF16", torch.float32: "F32"}
 
 
 def write_own(packed: torch.Tensor, scales: torch.Tensor, bits: int, out: torch.Tensor) -> None:
@@ -42,9 +44,24 @@ def write_across(words: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor,
     _write(Awq(_place(words), _place(zeros), _place(scales)), out, words, zeros, scales)
 
 
+def write_along(
+    numbers: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    groups: torch.Tensor | None,
+    bits: int,
+    block: tuple[int, int],
+    out: torch.Tensor,
+) -> None:
+    """As `bough.model.gpu.unpack_triton.write_along`."""
+    tensors = [tensor for tensor in (numbers, scales, zeros, groups) if tensor is not None]
+    own_zeros, own_groups = (None if tensor is None else _place(tensor) for tensor in (zeros, groups))
+    _write(Scaled(_place(numbers), _place(scales), own_zeros, own_groups, bits, block), out, *tensors)
+
+
 def _place(tensor: torch.Tensor) -> TensorPlace:
     return TensorPlace("", Path(), 0, tensor.nbytes, NAMES[tensor.dtype], tuple(tensor.shape))
 
 
-def _write(source: Packed | Gptq | Awq, out: torch.Tensor, *tensors: torch.Tensor) -> None:
+def _write(source: Packed | Gptq | Awq | Scaled, out: torch.Tensor, *tensors: torch.Tensor) -> None:
     source._write([tensor.contiguous().view(torch.uint8).flatten() for tensor in tensors], out)

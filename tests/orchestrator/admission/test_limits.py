@@ -14,7 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
 
 from bough.errors import DeadlineExceeded, Exhausted, InvalidRequest, StaleEpoch, Unavailable
-from bough.pb import generation_pb2, generation_pb2_grpc
+from bough.pb import generation_pb2
 from bough.protocol import codec_generation as wire
 from bough.protocol.generation import (
     ChatPrompt,
@@ -27,6 +27,7 @@ from bough.protocol.generation import (
     Usage,
 )
 from bough.rpc.server import open_channel
+from bough.rpc.services import GENERATION, stub_of
 from bough.rpc.status_map import DETAILS_KEY, ERROR_KEY, MAX_MESSAGE_BYTES, to_error
 from tests.fakes.stage import (
     LONG,
@@ -61,7 +62,7 @@ async def test_the_request_too_many_is_refused_at_once_and_told_when_to_come_bac
         assert caught.value.retry_seconds is not None
         assert caught.value.retry_seconds >= 1.0
         async with open_channel(orchestrator.address) as channel:
-            call = generation_pb2_grpc.GenerationStub(channel).Generate(request())
+            call = stub_of(GENERATION, channel).Generate(request())
             assert await call.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
             status = await rpc_status.aio.from_call(call)
         info = error_details_pb2.RetryInfo()
@@ -162,7 +163,7 @@ def test_details_that_cannot_be_read_are_no_delay(details: bytes | str | None) -
 async def test_a_deadline_ends_the_request_and_frees_everything(stage: Stage, orchestrator: Orchestrator) -> None:
     stage.target.may_answer.clear()
     async with open_channel(orchestrator.address) as channel:
-        call = generation_pb2_grpc.GenerationStub(channel).Generate(request(), timeout=2.0)
+        call = stub_of(GENERATION, channel).Generate(request(), timeout=2.0)
         assert await call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     await until(lambda: stage.target.cancelled == stage.target.released == stage.target.asked != [])
     assert stage.target.time_limits[0] < 5.0  # the target was told too, not 600 s
@@ -199,7 +200,7 @@ async def test_a_client_that_goes_without_a_word_frees_everything(
     """Whether it goes in the middle of the first sweep or later."""
     stage.target.sweep_seconds = 0.005
     channel = open_channel(orchestrator.address)
-    call = generation_pb2_grpc.GenerationStub(channel).Generate(request())
+    call = stub_of(GENERATION, channel).Generate(request())
     for _ in range(num_events):
         await call.read()
     stage.target.may_answer.clear()
@@ -237,7 +238,7 @@ async def test_rounds_stand_still_for_a_client_that_has_stopped_reading(
 ) -> None:
     """What runs ahead is what fits the client's window and gRPC's buffers, and no more however long it sleeps."""
     async with slow_channel(orchestrator.address) as channel:
-        call = generation_pb2_grpc.GenerationStub(channel).Generate(request(WORDY))
+        call = stub_of(GENERATION, channel).Generate(request(WORDY))
         await call.read()
         before = -1
         while before < stage.target.num_verified:
@@ -257,7 +258,7 @@ async def test_a_stalled_stream_is_ended_and_holds_nothing(stage: Stage, session
         slow_channel(orchestrator.address) as channel,
     ):
         wordy = wire.request_to_wire(TokenPrompt((1, 2)), replace(WORDY, session_id=session_id))
-        call = generation_pb2_grpc.GenerationStub(channel).Generate(wordy)
+        call = stub_of(GENERATION, channel).Generate(wordy)
         await call.read()
         await until(lambda: stage.target.asked)
         await eventually(orchestrator, running=0, waiting=0)
@@ -277,7 +278,7 @@ async def test_a_stalled_stream_is_ended_and_holds_nothing(stage: Stage, session
 
 async def test_a_slow_but_steady_reader_is_left_alone(stage: Stage) -> None:
     async with orchestrating(stage, "--stalled-timeout", "5") as orchestrator, slow_channel(orchestrator.address) as ch:
-        call = generation_pb2_grpc.GenerationStub(ch).Generate(request(replace(WORDY, max_tokens=1000)))
+        call = stub_of(GENERATION, ch).Generate(request(replace(WORDY, max_tokens=1000)))
         assert await count_to_the_end(call, pause_seconds=0.006) == 1002
 
 
@@ -349,7 +350,7 @@ async def test_a_message_over_the_limit_is_refused_by_a_text_that_names_it(orche
         await finish(orchestrator, TextPrompt("x" * (MAX_MESSAGE_BYTES + 1)))
     async with grpc.aio.insecure_channel(orchestrator.address) as channel:
         large = generation_pb2.GenerateRequest(text="x" * (MAX_MESSAGE_BYTES + 1))
-        call = generation_pb2_grpc.GenerationStub(channel).Generate(large)
+        call = stub_of(GENERATION, channel).Generate(large)
         assert await call.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert str(MAX_MESSAGE_BYTES) in await call.details()
     assert (await finish(orchestrator)).usage.completion_tokens == 3

@@ -22,8 +22,8 @@ from tests.fakes.streams import OPTIONS, once, read, until
 SYSTEM = tuple(index % 200 for index in range(100))  # three blocks, and a little more
 TURN = GenerateOptions(seed=3, max_tokens=20, ignore_eos=True)
 LINK_BOUND = CostCurve((1, 256, 1024), (1.0, 1.0, 4.0))  # up to 256 rows a sweep costs what one does
-BUSY = WorkerLoad(num_sessions=4, kv_bytes=1000, kv_used_bytes=500)
-FULL = WorkerLoad(num_sessions=8, kv_bytes=1000, kv_used_bytes=990)
+BUSY = WorkerLoad(kv_bytes=1000, kv_used_bytes=500)
+FULL = WorkerLoad(kv_bytes=1000, kv_used_bytes=990)
 
 
 def seconds(worker_id: str, need: Need, num_running: int = 0, load: WorkerLoad = WorkerLoad()) -> float:  # noqa: B008

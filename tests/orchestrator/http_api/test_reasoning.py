@@ -85,6 +85,10 @@ def test_thoughts_are_a_field_of_their_own_whole_and_streamed(
     message = joined(chunks)
     assert message["content"] == (content or "")
     assert message.get("reasoning") == message.get("reasoning_content") == reasoning
+    chat = pytest.importorskip("openai.types.chat", reason="extra `clients`")
+    assert chat.ChatCompletion.model_validate(whole).choices[0].message.reasoning == reasoning
+    for chunk in chunks:
+        chat.ChatCompletionChunk.model_validate(chunk)
 
 
 def test_without_thoughts_asked_for_they_are_left_out_and_counted() -> None:

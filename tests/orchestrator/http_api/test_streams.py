@@ -17,8 +17,8 @@ from prometheus_client import CollectorRegistry
 
 from bough.errors import ConfigError, Unavailable
 from bough.pb import generation_pb2 as pb
-from bough.pb.generation_pb2_grpc import GenerationStub
 from bough.rpc.server import open_channel
+from bough.rpc.services import GENERATION, stub_of
 from orchestrator.admission.admission import Admission
 from orchestrator.http_api import body, exchange
 from orchestrator.http_api.app import http_app
@@ -116,7 +116,7 @@ async def test_a_session_that_has_a_request_running_is_in_conflict_with_another(
         assert error["message"].startswith("session_id: 'busy' has a request running; wait for its end")
         async with open_channel(door.stack.addresses["orchestrator"]) as channel:
             request = pb.GenerateRequest(text="x", session_id="busy")
-            assert await GenerationStub(channel).Generate(request).code() is grpc.StatusCode.ABORTED
+            assert await stub_of(GENERATION, channel).Generate(request).code() is grpc.StatusCode.ABORTED
     await until_running(door, 0)
 
 

@@ -187,6 +187,15 @@ async def test_calls_that_are_demanded_come_after_the_thoughts() -> None:
         assert allows(grammar, text, QWEN) is is_good, text
 
 
+async def test_beside_a_form_what_follows_the_thoughts_is_a_call_or_has_it() -> None:
+    tools = Tools((Function("f", '{"type": "object", "additionalProperties": false}'),))
+    grammar = await form(QWEN, Constraint(json_schema='{"type": "integer"}', after_reasoning=True), tools)
+    call = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+    for answer, is_good in ((call, True), ("12", True), ("No.", False), (f"{call}12", False)):
+        for before in ("", "<think>\nWell.\n</think>\n\n"):
+            assert allows(grammar, before + answer, QWEN) is is_good, before + answer
+
+
 async def test_marks_that_are_special_tokens_are_part_of_a_chat_s_text() -> None:
     for is_special in (True, False):
         tokenizer = tokenizer_of(MAGISTRAL, is_special=is_special)

@@ -1,0 +1,20 @@
+"""Detects work that has stalled: a read that hangs raises no error."""
+
+from __future__ import annotations
+
+
+class StallTimer:
+    """Measures for how long there has been work to do and none was done; who has nothing to do never stalls."""
+
+    def __init__(self) -> None:
+        self._num_done = -1
+        self._since: float | None = None  # when work was first seen, if none has been done since
+
+    def seconds(self, is_busy: bool, num_done: int, now: float) -> float:
+        """Seconds, up to `now`, for which there was work and the counter `num_done` has not changed; 0 without work."""
+        if not is_busy or num_done != self._num_done:
+            self._num_done, self._since = num_done, now if is_busy else None
+            return 0.0
+        if self._since is None:
+            self._since = now
+        return now - self._since

@@ -1,0 +1,163 @@
+"""Weights in the format of the library compressed-tensors, as llm-compressor writes them: integers or E4M3 numbers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from bough.errors import CheckpointError
+from bough.model.checkpoint.checkpoint import TensorPlace
+from bough.model.quant.format import PackedTensors
+from bough.model.quant.scaled import FLOAT8, INT8, SPARE, WORDS, Scaled, Scheme, block_size, unquantized
+
+PACKED, INTEGERS, FLOATS, NAIVE = "pack-quantized", "int-quantized", "float-quantized", "naive-quantized"
+PATTERN, CLASS = "re:", "Linear"  # of targets: the beginning of a regular expression, and the class of every matrix
+SCHEME_FIELDS = ("targets", "weights", "input_activations", "output_activations", "format")
+WEIGHT_FIELDS = (
+    *("num_bits", "type", "symmetric", "group_size", "strategy", "block_structure", "dynamic", "actorder"),
+    *("scale_dtype", "zp_dtype", "observer", "observer_kwargs"),  # which say how the weights were made
+)
+
+
+@dataclass(frozen=True, slots=True)
+class CompressedTensorsFormat:
+    """The schemes of a checkpoint's groups of modules."""
+
+    schemes: tuple[tuple[str, Scheme], ...]  # by target, the more specific first
+    ignored: tuple[str, ...]  # targets whose modules are stored unquantized
+    note: str
+    method = "compressed-tensors"
+    is_transposed = False
+    spare = SPARE
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Any], where: str) -> CompressedTensorsFormat:
+        """Read `quantization_config`. Raises CheckpointError."""
+        _require_plain(fields, where)
+        groups = fields.get("config_groups")
+        if not isinstance(groups, Mapping) or not groups:
+            raise CheckpointError(f"{where}.config_groups: must be groups of modules by name, got {groups!r}")
+        schemes, changed = list[tuple[str, Scheme]](), set[str]()
+        for name, group in groups.items():
+            at = f"{where}.config_groups.{name}"
+            _require_known(group, SCHEME_FIELDS, at)
+            changed.update(key for key in ("input_activations", "output_activations") if group.get(key))
+            if group.get("weights"):
+                own, common = (group.get("format"), f"{at}.format"), (fields.get("format"), f"{where}.format")
+                scheme = _scheme(group["weights"], *(own if own[0] else common), f"{at}.weights")
+                schemes += [(target, scheme) for target in _targets(group.get("targets"), f"{at}.targets")]
+        if not schemes:
+            raise CheckpointError(f"{where}.config_groups: must have a group with weights, got {', '.join(groups)}")
+        if fields.get("kv_cache_scheme"):
+            changed.add("kv_cache_scheme")
+        ignored = _targets(fields.get("ignore") or [], f"{where}.ignore")
+        return cls(tuple(sorted(schemes, key=_rank)), ignored, unquantized(changed))
+
+    @property
+    def bits(self) -> int:
+        """Bits of every weight; 0 if they differ."""
+        first, *others = {scheme.bits for _, scheme in self.schemes}
+        return 0 if others else first
+
+    def __str__(self) -> str:
+        return f"{self.bits or 'mixed'} bits ({self.method})"
+
+    def weight_name(self, place: TensorPlace) -> str | None:
+        """X.weight for "X.weight_packed", and for "X.weight" in 8 bits."""
+        if place.name.endswith(".weight_packed"):
+            return place.name.removesuffix("_packed")
+        return place.name if place.name.endswith(".weight") and place.dtype in (INT8, FLOAT8) else None
+
+    def source(self, tensor: str, tensors: PackedTensors) -> Scaled:
+        """Take numbers, scales, and what else the module's scheme asks for. Raises CheckpointError."""
+        module, weight = tensor.rpartition(".")[0], tensor.removesuffix("_packed")
+        scheme = next((scheme for target, scheme in self.schemes if _matches(target, module)), None)
+        if scheme is None:
+            raise CheckpointError(f"config.json: quantization_config.config_groups has no target for tensor {tensor}")
+        return scheme.source(tensor, (f"{weight}_scale",), tensors)
+
+    def scheme(self, modules: Collection[str]) -> Scheme | None:
+        """The scheme of a module with one of these names according to config.json; None for unquantized ones."""
+        if any(_matches(target, module) for target in self.ignored for module in modules):
+            return None
+        found = (scheme for target, scheme in self.schemes if any(_matches(target, module) for module in modules))
+        return next(found, None)
+
+
+def _require_plain(fields: Mapping[str, Any], where: str) -> None:
+    """Refuse what changes values beyond numbers and scales."""
+    sparsity = fields.get("sparsity_config") or {}
+    if sparsity.get("format", "dense") != "dense":
+        raise CheckpointError(f"{where}.sparsity_config.format: must be 'dense', got {sparsity['format']!r}")
+    for name in ("transform_config", "moe_sparsity_config"):
+        if fields.get(name):
+            raise CheckpointError(f"{where}.{name}: must be empty, got {fields[name]!r}")
+
+
+def _require_known(fields: object, names: Collection[str], where: str) -> None:
+    if not isinstance(fields, Mapping):
+        raise CheckpointError(f"{where}: must be an object, got {fields!r}")
+    if unknown := sorted(set(fields) - set(names)):
+        raise CheckpointError(f"{where}: must have no fields but {', '.join(names)}, got {', '.join(unknown)}")
+
+
+def _scheme(weights: Any, format_: object, format_where: str, where: str) -> Scheme:
+    """The scheme of a group's weights, which are stored in `format_`."""
+    _require_known(weights, WEIGHT_FIELDS, where)
+    _require_one_of(format_, (PACKED, INTEGERS, FLOATS, NAIVE), format_where)
+    kind, bits, is_symmetric = weights.get("type", "int"), weights.get("num_bits", 8), weights.get("symmetric", True)
+    types = {PACKED: ("int",), INTEGERS: ("int",), FLOATS: ("float",), NAIVE: ("int", "float")}
+    _require_one_of(kind, types[str(format_)], f"{where}.type")
+    dtype = FLOAT8 if kind == "float" else WORDS if format_ == PACKED else INT8
+    _require_one_of(bits, (8,) if dtype == FLOAT8 else (4, 8), f"{where}.num_bits")
+    _require_one_of(is_symmetric, (True, False) if dtype == WORDS else (True,), f"{where}.symmetric")
+    _require_one_of(weights.get("dynamic", False), (False,), f"{where}.dynamic")
+    strategy, size = _strategy(weights, where)
+    strategies = ["group", "channel", *(["tensor"] if is_symmetric else []), *(["block"] if dtype != WORDS else [])]
+    _require_one_of(strategy, strategies, f"{where}.strategy")
+    is_ordered = str(weights.get("actorder")).lower() not in ("group", "dynamic", "true")
+    return Scheme(dtype, bits if dtype == WORDS else 8, strategy, size, is_symmetric, is_ordered)
+
+
+def _strategy(weights: Mapping[str, Any], at: str) -> tuple[str, tuple[int, int]]:
+    """What shares a scale, and the outputs and inputs of a group or block."""
+    size, blocks = weights.get("group_size"), weights.get("block_structure")
+    by_size = "tensor" if size is None else "channel" if size == -1 else "group"
+    strategy = str(weights.get("strategy") or by_size).lower()
+    if strategy == "group":
+        if type(size) is not int or size < 1:
+            raise CheckpointError(f"{at}.group_size: must be at least 1, got {size!r}")
+        return strategy, (1, size)
+    return strategy, block_size(blocks, f"{at}.block_structure") if strategy == "block" else (1, 1)
+
+
+def _require_one_of(value: object, allowed: Collection[object], where: str) -> None:
+    if value not in allowed:
+        raise CheckpointError(f"{where}: must be {' or '.join(map(repr, allowed))}, got {value!r}")
+
+
+def _targets(found: Any, where: str) -> tuple[str, ...]:
+    """Names, patterns and classes of modules."""
+    if not isinstance(found, list) or not all(isinstance(target, str) for target in found):
+        raise CheckpointError(f"{where}: must be a list of modules, got {found!r}")
+    for target in found:
+        if target.startswith(PATTERN):
+            try:
+                re.compile(target.removeprefix(PATTERN))
+            except re.error as exc:
+                raise CheckpointError(f"{where}: must be regular expressions after re:, got {target!r}: {exc}") from exc
+    return tuple(found)
+
+
+def _rank(entry: tuple[str, object]) -> tuple[int, str]:
+    """The order in which the library looks for a module's target: its name, a pattern, its class."""
+    target, _ = entry
+    return (2 if target == CLASS else int(target.startswith(PATTERN)), target)
+
+
+def _matches(target: str, module: str) -> bool:
+    if target.startswith(PATTERN):
+        return re.match(target.removeprefix(PATTERN), module) is not None
+    return target in (module, CLASS)

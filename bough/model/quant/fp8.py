@@ -1,0 +1,57 @@
+"""FP8 checkpoints as DeepSeek and Qwen publish them: E4M3 numbers with a scale for each block, row or matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from bough.errors import CheckpointError
+from bough.model.checkpoint.checkpoint import TensorPlace
+from bough.model.quant.format import PackedTensors
+from bough.model.quant.scaled import FLOAT8, SPARE, Scaled, Scheme, block_size, unquantized
+
+SCALE_NAMES = ("weight_scale_inv", "weight_scale")  # both are what numbers are multiplied by
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Format:
+    """E4M3 weights."""
+
+    stored: Scheme
+    kept: tuple[str, ...]  # modules that are stored unquantized, with all within them
+    note: str
+    method = "fp8"
+    bits = 8
+    is_transposed = False
+    spare = SPARE
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Any], where: str) -> Fp8Format:
+        """Read `quantization_config`. Raises CheckpointError."""
+        for name, supported in (("fmt", "e4m3"), ("expert_dtype", "fp8")):
+            if (found := fields.get(name) or supported) != supported:
+                raise CheckpointError(f"{where}.{name}: must be {supported!r}, got {found!r}")
+        blocks = fields.get("weight_block_size")
+        size = block_size(blocks, f"{where}.weight_block_size") if blocks is not None else (1, 1)
+        scheme = Scheme(FLOAT8, 8, "block" if blocks is not None else "", size)
+        kept = fields.get("modules_to_not_convert") or fields.get("ignored_layers") or ()
+        changed = [key for key in ("activation_scheme", "kv_cache_scheme") if fields.get(key)]
+        return cls(scheme, tuple(kept), unquantized(changed))
+
+    def __str__(self) -> str:
+        return f"{self.bits} bits ({self.method})"
+
+    def weight_name(self, place: TensorPlace) -> str | None:
+        """X.weight for "X.weight" of E4M3 numbers."""
+        return place.name if place.name.endswith(".weight") and place.dtype == FLOAT8 else None
+
+    def source(self, tensor: str, tensors: PackedTensors) -> Scaled:
+        """Take numbers and scales. Raises CheckpointError."""
+        names = [tensor.removesuffix("weight") + name for name in SCALE_NAMES]
+        return self.stored.source(tensor, names, tensors)
+
+    def scheme(self, modules: Collection[str]) -> Scheme | None:
+        """The scheme of a module with one of these names according to config.json; None for unquantized ones."""
+        is_kept = any(f".{kept}." in f".{module}." for kept in self.kept for module in modules)
+        return None if is_kept else self.stored

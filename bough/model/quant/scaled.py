@@ -1,0 +1,228 @@
+"""Weights of 4 or 8 bits by rows, with a scale for each group, row or block, or for the whole matrix.
+
+compressed-tensors and the FP8 checkpoints of DeepSeek and Qwen store weights so; a file of each reads config.json.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numba
+import numpy as np
+import torch
+
+from bough.errors import CheckpointError
+from bough.model.checkpoint.checkpoint import TensorPlace
+from bough.model.checkpoint.tensor_source import VALUE_DTYPES, Scratch, room_bytes, typed
+from bough.model.cpu.float_bits import rounded
+from bough.model.cpu.jit import strict_parallel
+from bough.model.gpu.kernels import kernels_on
+from bough.model.quant.format import (
+    PackedTensors,
+    read_integers,
+    require_matrix,
+    require_shape,
+    unless_in_order,
+    write_out,
+)
+
+WORDS, INT8, FLOAT8 = "I32", "I8", "F8_E4M3"  # dtypes of numbers: unsigned in words of 32 bits, or one in each byte
+UNSET = -1  # in group indices: there are none
+SPARE = (  # endings of tensors that are for activations and caches, or of a symmetric weight's zero points
+    *(f".{of}_{what}" for of in ("input", "output", "q", "k", "v") for what in ("scale", "zero_point", "global_scale")),
+    ".activation_scale",
+    ".weight_zero_point",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """How a weight is stored, according to config.json."""
+
+    dtype: str  # of the tensor with its numbers: WORDS, INT8 or FLOAT8
+    bits: int  # of a number
+    strategy: str  # what has its own scale: "tensor", "channel" (an output), "block", "group"; "": tensor or channel
+    size: tuple[int, int] = (1, 1)  # outputs and inputs of a block or group
+    is_symmetric: bool = True  # zero points are 0, or the middle of unsigned numbers
+    is_ordered: bool = True  # a group's inputs are consecutive
+
+    def source(self, tensor: str, scale_names: Sequence[str], tensors: PackedTensors) -> Scaled:
+        """Take the tensors of a weight whose numbers are `tensor`; the first of its `scale_names` that is there.
+
+        Raises:
+            CheckpointError: one is missing, or has another dtype or shape.
+        """
+        numbers = tensors.take(tensor, (self.dtype,))
+        require_matrix(numbers)
+        scales = tensors.take(next((n for n in scale_names if n in tensors), scale_names[0]), VALUE_DTYPES, numbers)
+        outputs, inputs = Scaled(numbers, scales, None, None, self.bits, (1, 1)).shape
+        base, blocks = tensor.removesuffix("_packed"), self._blocks(outputs, inputs)
+        if scales.shape not in blocks:
+            require_shape(scales, next(reversed(blocks)))
+        block = blocks[scales.shape]
+        num_groups = -(-inputs // block[1])
+        _require_stored_shape(f"{base}_shape", [outputs, inputs], tensors)
+        zeros = None
+        if not self.is_symmetric:
+            zeros = tensors.take(f"{base}_zero_point", (WORDS,), numbers)
+            require_shape(zeros, (-(-outputs * self.bits // 32), num_groups))
+        groups = self._groups(f"{base}_g_idx", numbers, inputs, num_groups, tensors)
+        return Scaled(numbers, scales, zeros, groups, self.bits, block)
+
+    def _blocks(self, outputs: int, inputs: int) -> dict[tuple[int, ...], tuple[int, int]]:
+        """Shapes that scales may have, the usual one last, and how many outputs and inputs then share a scale."""
+        whole = dict.fromkeys(((1, 1), (), (1,)), (outputs, inputs))
+        rows = dict.fromkeys(((outputs,), (outputs, 1)), (1, inputs))
+        height, width = self.size
+        blocks: dict[tuple[int, ...], tuple[int, int]] = {(-(-outputs // height), -(-inputs // width)): self.size}
+        return {"tensor": whole, "channel": rows, "": rows | whole}.get(self.strategy, blocks)
+
+    def _groups(
+        self, name: str, numbers: TensorPlace, inputs: int, num_groups: int, tensors: PackedTensors
+    ) -> TensorPlace | None:
+        """The group of each input, if they are not consecutive."""
+        if self.is_ordered and name not in tensors:
+            return None
+        groups = tensors.take(name, ("I32",), numbers)
+        require_shape(groups, (inputs,))
+        return None if UNSET in read_integers(groups) else unless_in_order(groups, num_groups)
+
+    def num_bytes(self, shape: Sequence[int], scale_bytes: int) -> int:
+        """Bytes of a matrix (outputs, inputs), or of a stack of equal ones, and of all that belongs to it."""
+        outputs, inputs = shape[-2:]
+        height, width = next(reversed(self._blocks(outputs, inputs).values()))
+        num_groups = -(-inputs // width)
+        each = outputs * inputs * (self.bits if self.dtype == WORDS else 8) // 8
+        each += -(-outputs // height) * num_groups * scale_bytes
+        each += 0 if self.is_symmetric else -(-outputs * self.bits // 32) * 4 * num_groups
+        each += 0 if self.is_ordered else 4 * inputs
+        return math.prod(shape[:-2]) * each
+
+
+def _require_stored_shape(name: str, shape: list[int], tensors: PackedTensors) -> None:
+    """Compare the shape that a checkpoint states with that of the numbers, which must fill their words."""
+    if name not in tensors:
+        return
+    place = tensors.take(name, ("I32", "I64"))
+    if (found := read_integers(place).tolist()) != shape:
+        raise CheckpointError(f"{place.file}: tensor {name} must be {shape}, as its numbers are, got {found}")
+
+
+@dataclass(frozen=True, slots=True)
+class Scaled:
+    """A weight of numbers by rows: (number - zero) * scale."""
+
+    numbers: TensorPlace  # (outputs, inputs) INT8 or FLOAT8, or (outputs, words) WORDS, their lowest bits first
+    scales: TensorPlace  # one for each block, by rows
+    zeros: TensorPlace | None  # (words, groups) WORDS along outputs; None: 0, or the middle of unsigned numbers
+    groups: TensorPlace | None  # (inputs,) I32: group of each input; None if consecutive
+    bits: int
+    block: tuple[int, int]  # outputs and inputs that share a scale
+
+    @property
+    def places(self) -> tuple[TensorPlace, ...]:
+        return tuple(place for place in (self.numbers, self.scales, self.zeros, self.groups) if place is not None)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        outputs, elements = self.numbers.shape
+        return (outputs, elements * (32 // self.bits if self.numbers.dtype == WORDS else 1))
+
+    def scratch_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of the whole value."""
+        return room_bytes(self.shape, dtype)
+
+    def value(self, raw: Sequence[torch.Tensor], dtype: torch.dtype, scratch: Scratch) -> torch.Tensor:
+        """Dequantize."""
+        out = scratch.take(self.shape, dtype)
+        scratch.write(lambda: self._write(raw, out))
+        return out
+
+    def _write(self, raw: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+        height, width = self.block
+        numbers, scales, *others = (typed(*part) for part in zip(raw, self.places, strict=True))
+        scales = scales.view(-(-out.shape[0] // height), -(-out.shape[1] // width))
+        groups = others.pop() if self.groups else None
+        zeros = others.pop() if self.zeros else None
+        if kernels := kernels_on(out.device):
+            kernels.write_along(numbers, scales, zeros, groups, self.bits, self.block, out)
+        else:
+            self._write_without(numbers, scales.float(), zeros, groups, out)
+
+    def _write_without(
+        self,
+        numbers: torch.Tensor,
+        scales: torch.Tensor,
+        zeros: torch.Tensor | None,
+        groups: torch.Tensor | None,
+        out: torch.Tensor,
+    ) -> None:
+        """Dequantize on a CPU, or by torch."""
+        (num_outputs, num_inputs), (height, width), device = out.shape, self.block, out.device
+        is_words, rows_of = numbers.dtype == torch.int32, torch.arange(num_outputs, device=device) // height
+        middle = 1 << (self.bits - 1) if is_words else 0
+        zero = _unpacked(zeros.t(), self.bits).t() if zeros is not None else scales.new_full((1, 1), middle)
+        zero = zero[:num_outputs].float().expand(num_outputs, scales.shape[1]).contiguous()
+        places = torch.arange(num_inputs, device=device) // width if groups is None else groups.long()
+        places = places.clamp(0, scales.shape[1] - 1)  # the file may have changed, and kernels rely on this
+
+        def by_torch(rows: slice) -> torch.Tensor:
+            values = (_unpacked(numbers[rows], self.bits) if is_words else numbers[rows]).float()
+            return values.sub_(zero[rows][:, places]).mul_(scales[rows_of[rows]][:, places])
+
+        table = torch.arange(256, dtype=torch.uint8)  # the value of each number
+        table = (table if is_words else table.view(numbers.dtype)).float()
+        write_out(
+            out, _unpack_along, by_torch, numbers.view(torch.uint8), table, zero, scales, rows_of, places, self.bits
+        )
+
+
+@strict_parallel
+def _unpack_along(
+    numbers: Any, table: Any, zeros: Any, scales: Any, row_of: Any, group_of: Any, bits: Any, out: Any, is_bf16: Any
+) -> Any:
+    """Dequantize numbers (outputs, inputs * bits / 8) uint8, of the values in table (256,), to out (outputs, inputs).
+
+    Their zeros are (outputs, groups), their scales (blocks of outputs, groups), by row_of and group_of.
+    """
+    num_outputs, num_inputs = out.shape
+    is_half, mask = np.uint64(bits == 4), np.uint64((1 << bits) - 1)
+    for n in numba.prange(num_outputs):
+        own, own_zeros, own_scales, target = numbers[n], zeros[n], scales[row_of[n]], out[n]
+        for i in range(num_inputs):
+            k = np.uint64(i)  # unsigned, or each index would be looked at for being negative
+            number = (np.uint64(own[k >> is_half]) >> (np.uint64(4) * (k & is_half))) & mask
+            group = np.uint64(group_of[k])
+            value = (table[number] - own_zeros[group]) * own_scales[group]
+            if is_bf16:
+                target[k] = rounded(value)
+            else:
+                target[k] = value
+
+
+def _unpacked(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """The unsigned numbers of words (rows, n) int32, uint8."""
+    bytes_ = words.contiguous().view(torch.uint8)
+    return bytes_ if bits == 8 else torch.stack((bytes_ & 15, bytes_ >> 4), dim=2).flatten(1)
+
+
+def block_size(found: Any, where: str) -> tuple[int, int]:
+    """Outputs and inputs of a block, which a configuration has as [128, 128], or "128x128"."""
+    parts = found.split("x") if isinstance(found, str) else found
+    numbers = [int(part) for part in parts if str(part).isdecimal()] if isinstance(parts, list | tuple) else []
+    if len(numbers) != 2 or len(parts) != 2 or min(numbers) < 1:
+        raise CheckpointError(f"{where}: must be the outputs and inputs of a block, such as [128, 128], got {found!r}")
+    return numbers[0], numbers[1]
+
+
+def unquantized(changed: Collection[str]) -> str:
+    """The note about fields of config.json that quantize something other than weights."""
+    if not changed:
+        return ""
+    return (
+        f"weights are read exactly as stored; what {' and '.join(sorted(changed))} of its config.json would quantize "
+        "beside them, as other software may, stays in the compute dtype"
+    )

@@ -1,0 +1,45 @@
+"""The services of `proto/` as gRPC takes them, made from their descriptors: stubs for clients, handlers for servers."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import grpc
+from google.protobuf.descriptor import ServiceDescriptor
+from google.protobuf.message_factory import GetMessageClass
+
+from bough.pb import draft_pb2, generation_pb2, target_pb2
+
+DRAFT: ServiceDescriptor = draft_pb2.DESCRIPTOR.services_by_name["Draft"]
+GENERATION: ServiceDescriptor = generation_pb2.DESCRIPTOR.services_by_name["Generation"]
+TARGET: ServiceDescriptor = target_pb2.DESCRIPTOR.services_by_name["Target"]
+
+
+def stub_of(service: ServiceDescriptor, channel: Any) -> Any:
+    """The methods of a service, by name, as calls over a channel of `grpc` or `grpc.aio`."""
+    calls = {}
+    for method in service.methods:
+        is_stream, path = method.server_streaming, f"/{service.full_name}/{method.name}"
+        calls[method.name] = (channel.unary_stream if is_stream else channel.unary_unary)(
+            path,
+            request_serializer=GetMessageClass(method.input_type).SerializeToString,
+            response_deserializer=GetMessageClass(method.output_type).FromString,
+            _registered_method=True,
+        )
+    return SimpleNamespace(**calls)
+
+
+def add_service(service: ServiceDescriptor, servicer: object, server: grpc.aio.Server) -> None:
+    """Have a server answer those methods of a service that `servicer` has, by the same names."""
+    handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
+    for method in service.methods:
+        make = grpc.unary_stream_rpc_method_handler if method.server_streaming else grpc.unary_unary_rpc_method_handler
+        if (answer := getattr(servicer, method.name, None)) is not None:
+            handlers[method.name] = make(
+                answer,
+                request_deserializer=GetMessageClass(method.input_type).FromString,
+                response_serializer=GetMessageClass(method.output_type).SerializeToString,
+            )
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service.full_name, handlers),))
+    server.add_registered_method_handlers(service.full_name, handlers)

@@ -1,0 +1,131 @@
+"""Weights in the formats of published checkpoints, packed element by element, and the values that they stand for.
+
+Nothing here is bough's own: layouts are as the libraries compressed-tensors and transformers document them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+GROUP, BLOCK = 32, (40, 48)  # blocks of which the last ones are cut off
+
+
+class Stored(NamedTuple):
+    """A matrix."""
+
+    tensors: dict[str, torch.Tensor]  # by what follows the module's name
+    value: torch.Tensor  # (outputs, inputs) float32
+
+
+Store = Callable[[int, int, np.random.Generator], Stored]
+
+
+def words(
+    bits: int, group: int, symmetric: bool = True, ordered: bool = True, dtype: torch.dtype = torch.bfloat16
+) -> Store:
+    """Unsigned integers in words along a row, and zero points in words along outputs; a `group` of 0 is a row."""
+
+    def store(outputs: int, inputs: int, rng: np.random.Generator) -> Stored:
+        size, per_word = group or inputs, 32 // bits
+        groups = np.arange(inputs) // size
+        groups = groups if ordered else rng.permutation(groups)
+        numbers = rng.integers(0, 2**bits, (outputs, inputs))
+        zeros = rng.integers(0, 2**bits, (outputs, inputs // size))
+        zeros = np.full_like(zeros, 2 ** (bits - 1)) if symmetric else zeros
+        scales = scales_of(rng, (outputs, inputs // size), dtype, 0.3 / 2**bits)
+        packed = np.zeros((outputs, inputs // per_word), np.uint32)
+        for k in range(inputs):
+            packed[:, k // per_word] |= numbers[:, k].astype(np.uint32) << np.uint32(bits * (k % per_word))
+        packed_zeros = np.zeros((-(-outputs // per_word), inputs // size), np.uint32)
+        for n in range(outputs):
+            packed_zeros[n // per_word] |= zeros[n].astype(np.uint32) << np.uint32(bits * (n % per_word))
+        tensors = {
+            "weight_packed": torch.from_numpy(packed.view(np.int32)),
+            "weight_scale": scales,
+            "weight_shape": torch.tensor([outputs, inputs]),
+        }
+        if not symmetric:
+            tensors["weight_zero_point"] = torch.from_numpy(packed_zeros.view(np.int32))
+        if not ordered:
+            tensors["weight_g_idx"] = torch.from_numpy(groups.astype(np.int32))
+        value = (numbers - zeros[:, groups]).astype(np.float32) * scales.float().numpy()[:, groups]
+        return Stored(tensors, torch.from_numpy(value))
+
+    return store
+
+
+def bytes_(kind: torch.dtype, scale: str, name: str = "weight_scale", dtype: torch.dtype = torch.float32) -> Store:
+    """Numbers in bytes, E4M3 or int8, with one `scale` for all, for each channel, or for each block."""
+
+    def store(outputs: int, inputs: int, rng: np.random.Generator) -> Stored:
+        bits = rng.integers(0, 256, (outputs, inputs)).astype(np.uint8)
+        if kind == torch.float8_e4m3fn:
+            bits[bits & 0x7F == 0x7F] = 0  # no numbers
+        numbers = e4m3(bits) if kind == torch.float8_e4m3fn else bits.view(np.int8).astype(np.float32)
+        height, width = {"tensor": (outputs, inputs), "channel": (1, inputs), "block": BLOCK}[scale]
+        shape = -(-outputs // height), -(-inputs // width)
+        scales = scales_of(rng, shape, dtype, 0.3 / (448 if kind == torch.float8_e4m3fn else 128))
+        each = scales.float().numpy()[np.arange(outputs)[:, None] // height, np.arange(inputs)[None, :] // width]
+        tensors = {"weight": torch.from_numpy(bits).view(kind), name: scales if scale != "tensor" else scales.view(())}
+        return Stored(tensors, torch.from_numpy(numbers * each))
+
+    return store
+
+
+def e4m3(bits: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """The values of E4M3 numbers, from sign, exponent and fraction."""
+    exponent, fraction = (bits >> 3) & 15, (bits & 7) / 8
+    magnitude = np.where(exponent > 0, 2.0 ** (exponent.astype(int) - 7) * (1 + fraction), 2.0**-6 * fraction)
+    return np.where(bits >> 7, -magnitude, magnitude).astype(np.float32)
+
+
+def scales_of(rng: np.random.Generator, shape: tuple[int, ...], dtype: torch.dtype, largest: float) -> torch.Tensor:
+    return torch.from_numpy(rng.uniform(largest / 10, largest, shape)).to(dtype)
+
+
+def compressed(format_: str, weights: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """A `quantization_config` of one group."""
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
+    common = {"quant_method": "compressed-tensors", "format": format_, "quantization_status": "compressed"}
+    return {**common, "config_groups": {"group_0": group}, "ignore": ["lm_head"], "kv_cache_scheme": None, **more}
+
+
+INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": GROUP}
+INT8 = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
+FLOAT8 = {"num_bits": 8, "type": "float", "symmetric": True}
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
+E4M3 = torch.float8_e4m3fn
+FORMATS: dict[str, tuple[dict[str, Any], Store]] = {
+    "W4A16": (compressed("pack-quantized", INT4), words(4, GROUP)),
+    "W4A16, asymmetric": (
+        compressed("pack-quantized", {**INT4, "symmetric": False}),
+        words(4, GROUP, False, dtype=torch.float32),
+    ),
+    "W4A16, by g_idx": (
+        compressed("pack-quantized", {**INT4, "symmetric": False, "actorder": "group"}),
+        words(4, GROUP, False, False, torch.float32),
+    ),
+    "W4A16, channels": (
+        compressed("pack-quantized", {"num_bits": 4, "strategy": "channel"}),
+        words(4, 0, dtype=torch.float32),
+    ),
+    "W8A16": (compressed("pack-quantized", {**INT4, "num_bits": 8}), words(8, GROUP, dtype=torch.float16)),
+    "W8A16, asymmetric channels": (
+        compressed("pack-quantized", {**INT8, "symmetric": False}),
+        words(8, 0, symmetric=False),
+    ),
+    "int8": (compressed("int-quantized", INT8), bytes_(torch.int8, "channel", dtype=torch.bfloat16)),
+    "FP8, tensors": (compressed("naive-quantized", {**FLOAT8, "strategy": "tensor"}), bytes_(E4M3, "tensor")),
+    "FP8, channels": (compressed("float-quantized", {**FLOAT8, "strategy": "channel"}), bytes_(E4M3, "channel")),
+    "FP8, blocks": (
+        compressed("float-quantized", {**FLOAT8, "strategy": "block", "block_structure": list(BLOCK)}),
+        bytes_(E4M3, "block", dtype=torch.bfloat16),
+    ),
+    "DeepSeek": ({**FP8, "weight_block_size": list(BLOCK)}, bytes_(E4M3, "block", "weight_scale_inv")),
+    "fp8, tensors": (FP8, bytes_(E4M3, "tensor", dtype=torch.bfloat16)),
+    "fp8, channels": (FP8, bytes_(E4M3, "channel", "weight_scale_inv")),
+}
