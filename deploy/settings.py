@@ -59,9 +59,8 @@ class Role(Enum):
 
 INDEX = "Index"
 INDEX_SETTINGS = ("host", "port", "memory", "worker_key_file", "tls_cert", "tls_key", "tls_ca", "insecure")
-LEAST_INDEX_MB = (
-    3 * Quota().max_bytes // 2**20 + 1
-)  # of sessions and of requests; strings that grow take half as much more
+# For the quota of sessions and that of requests; strings that grow take half as much more.
+LEAST_INDEX_MB = 3 * Quota().max_bytes // 2**20 + 1
 DEPLOYMENTS = (INDEX, *(role.value for role in Role))
 
 

@@ -35,9 +35,8 @@ def read_address(url: str) -> IndexAddress:
     if is_cluster:
         url = scheme.removesuffix(CLUSTER) + separator + rest
     parts = urlsplit(url)
-    if parts.scheme != "unix" and (
-        "@" in parts.path or "#" in url
-    ):  # redis-py would read part of the password as the port
+    if parts.scheme != "unix" and ("@" in parts.path or "#" in url):
+        # redis-py would read part of the password as the port.
         raise ValueError("must not have / or # before @, or # anywhere")
     query = parse_qsl(parts.query, keep_blank_values=True)
     for name, _ in query:

@@ -131,16 +131,8 @@ class CapacityReport:
 
     def as_json(self) -> dict[str, Any]:
         """The content of the JSON line, with numbers to five digits."""
-
-        def plain(value: Any) -> Any:
-            if isinstance(value, Percentiles):
-                return {name: plain(each) for name, each in value._asdict().items()}
-            if isinstance(value, dict):
-                return {name: plain(each) for name, each in value.items()}
-            return float(f"{value:.5g}") if isinstance(value, float) else value
-
-        names = self.__dataclass_fields__
-        return {name: plain(getattr(self, name)) for name in names} | {"bottleneck": self.bottleneck}
+        fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return {name: rounded(value) for name, value in fields.items()} | {"bottleneck": self.bottleneck}
 
 
 class Purchase(NamedTuple):
@@ -152,8 +144,11 @@ class Purchase(NamedTuple):
     user_gain: float  # in tokens per second of one user, waiting included
     p95_latency_gain: float  # relative reduction of the 95th percentile
 
-    def as_json(self) -> dict[str, float | str]:
-        """The content of the JSON line."""
-        return {
-            name: float(f"{value:.5g}") if isinstance(value, float) else value for name, value in self._asdict().items()
-        }
+
+def rounded(value: Any) -> Any:
+    """A value for JSON, with numbers to five digits."""
+    if isinstance(value, Percentiles | Purchase):
+        value = value._asdict()
+    if isinstance(value, dict):
+        return {name: rounded(each) for name, each in value.items()}
+    return float(f"{value:.5g}") if isinstance(value, float) else value

@@ -104,11 +104,6 @@ class Directory:
         return self._targets.get(worker_id) or self._drafts.get(worker_id)
 
     @property
-    def num_targets(self) -> int:
-        """Number of usable targets."""
-        return sum(known.is_usable for known in self._targets.values())
-
-    @property
     def has_target(self) -> bool:
         """Whether a request could be served now."""
         return any(known.is_usable for known in self._targets.values())

@@ -17,18 +17,14 @@ class Place:
     """A waiting session's place."""
 
     epoch: int  # a time: when its request began, or was moved
-    _is_first: asyncio.Event = field(default_factory=asyncio.Event)
-
-    def told(self, is_first: bool) -> None:
-        """Set whether no older session waits."""
-        (self._is_first.set if is_first else self._is_first.clear)()
+    is_first: asyncio.Event = field(default_factory=asyncio.Event)  # set while no older session waits
 
     async def first(self, deadline: float) -> None:
         """Wait until no older session waits. Raises Exhausted at `deadline`, in seconds on the monotonic clock."""
         seconds = deadline - time.monotonic()
         try:
             async with asyncio.timeout(seconds if seconds < float("inf") else None):
-                await self._is_first.wait()
+                await self.is_first.wait()
         except TimeoutError as exc:
             raise Exhausted("no KV slot came free in time (--queue-timeout)") from exc
 
@@ -58,4 +54,4 @@ class SlotQueue:
 
     def _tell(self) -> None:
         for index, place in enumerate(self._places):
-            place.told(index == 0)
+            (place.is_first.clear if index else place.is_first.set)()

@@ -27,10 +27,7 @@ from target_worker.link.layer_extents import plan_layer
 from target_worker.sweep.streamed_model import StreamedModel
 from target_worker.sweep.tiers import Tiers
 
-LAYERS = {
-    "whole": WHOLE,
-    "attention": ATTENTION,
-}  # compile whole layers, or only their attention and products
+LAYERS = {"whole": WHOLE, "attention": ATTENTION}  # compile whole layers, or only their attention and products
 WEIGHTS: dict[str, tuple[int, ...]] = {"plain": (), "packed": (4, 8)}  # bits of bough's own format
 
 

@@ -280,7 +280,7 @@ class Fleet:
         await process.stack.enter_async_context(requests.running())
         await process.serve("Generation", partial(add_service, GENERATION, service))
         async with asyncio.timeout(20):
-            while directory.num_targets < num_targets:
+            while sum(target.is_usable for target in directory.targets) < num_targets:
                 await asyncio.sleep(0.02)
         return requests, process
 

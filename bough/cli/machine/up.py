@@ -131,14 +131,8 @@ def simulated_settings(arguments: argparse.Namespace) -> Settings:
 
 
 def _orchestrator_config(arguments: argparse.Namespace, has_draft: bool) -> OrchestratorConfig:
-    flags = [
-        "--draft",
-        "workers" if has_draft else NO_DRAFT,
-        "--port",
-        str(arguments.port),
-        *_given("--planner", arguments.planner),
-        *_given("--http-port", arguments.http_port),
-    ]
+    flags = ["--draft", "workers" if has_draft else NO_DRAFT, "--port", str(arguments.port)]
+    flags += [*_given("--planner", arguments.planner), *_given("--http-port", arguments.http_port)]
     config = parse(OrchestratorConfig, "orchestrator", flags, os.environ)
     if config.http_port == 0:  # fixed here, so that it stays the same after a restart
         return replace(config, http_port=free_port(config.host, HTTP_PORT))
@@ -162,10 +156,7 @@ def _draft_config(
     flags += [*_given("--device", arguments.draft_device), *_given("--dtype", arguments.draft_dtype)]
     flags += [*_given("--bits", arguments.draft_bits), *_given("--ahead-steps", arguments.ahead_steps)]
     if "BOUGH_DRAFT_MAX_CONTEXT" not in os.environ:
-        flags += [
-            "--max-context",
-            str(target.max_context),
-        ]  # with a smaller context it would see only part of long sessions
+        flags += ["--max-context", str(target.max_context)]  # with less it would see only part of long sessions
     config = parse(DraftConfig, "draft_worker", flags, os.environ)
     if config.ahead_steps < 0 and _gpu(config.device) == _gpu(target.device):
         return replace(config, ahead_steps=0)  # they would delay the target's sweeps

@@ -9,7 +9,7 @@ from typing import Any
 from bough.cli.flags.simulation import scenarios_from
 from bough.errors import ConfigError
 from bough.simulation.profile import load_profile, shipped_profiles
-from bough.simulation.scenario import CapacityReport, Purchase, Scenario
+from bough.simulation.scenario import CapacityReport, Purchase, Scenario, rounded
 
 LIST = "list"
 
@@ -58,7 +58,7 @@ def _run(scenario: Scenario, *, with_purchases: bool) -> tuple[CapacityReport, l
 
 
 def _as_json(report: CapacityReport, bought: list[Purchase]) -> dict[str, Any]:
-    return report.as_json() | {"purchases": [each.as_json() for each in bought]}
+    return report.as_json() | {"purchases": [rounded(each) for each in bought]}
 
 
 def _workers(report: CapacityReport) -> str:
