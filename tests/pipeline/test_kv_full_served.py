@@ -35,7 +35,7 @@ async def requests_at(cluster: Cluster) -> AsyncIterator[Requests]:
         stack.push_async_callback(registry.close)
         await stack.enter_async_context(directory.running())
         await stack.enter_async_context(requests.running())
-        await until(lambda: directory.num_targets == 1)
+        await until(lambda: len(list(directory.targets)) == 1)
         yield requests
 
 

@@ -35,6 +35,7 @@ OTHERS = modules(
     ("bough.sizing", "flops other_devices placement row_averages sweep_times"),
     ("bough.telemetry", "spans"),
     ("bough.tokenization", "vocabulary"),
+    ("bough.trees", "acceptance"),
     ("target_worker.experts", "expert_cache expert_copies expert_reads"),
     ("target_worker.kv", "kv_offload session_slot"),
     ("target_worker.link",
