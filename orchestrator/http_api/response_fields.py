@@ -235,6 +235,7 @@ class ResponseFields(RequestFields):
         ]
         | None
     ) = None
+    user: Annotated[str, Field(max_length=512)] | None = None  # told again in each response
     stream_options: ResponseStreamOptions | None = None
     previous_response_id: Annotated[None, BeforeValidator(_kept)] = None
     conversation: Annotated[None, BeforeValidator(_kept)] = None

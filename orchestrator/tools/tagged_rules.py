@@ -66,7 +66,7 @@ def value_rules(name: str, schema: object, root: Schema, after_value: str, write
 
 def _text(schema: Schema, closing: str) -> str:
     """A terminal of texts of a schema in which there is nothing that would end them."""
-    if odd := [key for key in ALTERNATIVES if key in schema]:
+    if odd := [key for key in (*ALTERNATIVES, "enum") if key in schema]:  # an enum that allows nothing
         raise InvalidRequest(f"constraint: must have no such {odd[0]} of an argument that may be a text")
     terms = [f"/(.|\\n){{{schema.get('minLength', 0)},{schema.get('maxLength', '')}}}/"]
     if pattern := schema.get("pattern"):

@@ -240,6 +240,8 @@ async def test_an_aborted_request_is_a_cancelled_response(door: HttpStack) -> No
         ("temperature", -1),
         ("metadata", {str(number): "x" for number in range(17)}),
         ("metadata.a", {"a": 1}),
+        ("user", {"id": 1}),
+        ("user", "x" * 513),
         ("text.format.type", {"format": {"type": "grammar"}}),
         ("text.format", {"format": {"type": "json_schema", "name": "x"}}),
         ("text.format.schema", {"format": {"type": "json_schema", "schema": "{"}}),

@@ -87,6 +87,7 @@ async def test_arguments_follow_their_schema_and_are_read_as_they_were_meant(nam
         ({"properties": {"a": {"allOf": [{"type": "string"}, {"minLength": 1}]}}}, "allOf"),
         ({"properties": {"a": {"$ref": "#/$defs/A"}}, "$defs": {"A": {"anyOf": [{"$ref": "#/$defs/A"}] * 9}}}, "anyOf"),
         ({"properties": {"a": {"type": "strin"}}}, ""),
+        ({"properties": {"a": {"enum": []}}}, "enum"),
     ],
 )
 async def test_what_tags_cannot_say_is_refused_by_name(schema: dict[str, Any], field: str) -> None:
@@ -119,3 +120,10 @@ def test_types_are_found_wherever_a_schema_has_them() -> None:
 def test_a_schema_that_goes_round_in_circles_takes_no_time() -> None:
     circle = {"anyOf": [{"$ref": "#/$defs/A"}] * 100}
     assert argument_types({"properties": {"a": circle}, "$defs": {"A": circle}}, "a") is None
+
+
+def test_a_schema_of_many_values_none_of_which_is_allowed_takes_no_time() -> None:
+    """References multiply: 300 in each of three lists were 27 million empty enums, read on the event loop."""
+    lists = {f"L{level}": {"anyOf": [{"$ref": f"#/$defs/L{level + 1}"}] * 300} for level in range(3)}
+    schema = {"properties": {"a": {"$ref": "#/$defs/L0"}}, "$defs": lists | {"L3": {"enum": []}}}
+    assert argument_types(schema, "a") is None
