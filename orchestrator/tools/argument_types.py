@@ -66,9 +66,9 @@ def _split(schema: object, root: Schema, depth: int) -> Iterator[Schema]:
     elif isinstance(values := [schema["const"]] if "const" in schema else schema.get("enum"), list):
         texts = [value for value in values if isinstance(value, str)]
         others = [value for value in values if not isinstance(value, str)]
-        parts = [part for part in (texts, others) if part]
+        lists: list[list[Any]] = [part for part in (texts, others) if part]
         # An empty enum is a branch too: else many of them would be searched in vain for the first.
-        yield from ({"enum": part} for part in parts or [[]])
+        yield from ({"enum": part} for part in lists or [[]])
     else:
         named = schema.get("type", [name for key, name in _IMPLIED.items() if key in schema][:1])
         names = [name for name in (named if isinstance(named, list) else [named]) if isinstance(name, str)]
