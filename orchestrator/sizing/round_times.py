@@ -89,8 +89,9 @@ class RoundTimes:
         times, result, timings = self._targets.of(situation.target.worker_id), outcome.result, outcome.timings
         times.update(situation.target.worker_id, result.cost)
         times.network.add(outcome.target_network_ns * NANO)
-        times.queue.add(timings.queue_ns * NANO)
-        times.drafting.add((timings.draft_ns + outcome.draft_network_ns) * NANO)
+        if situation.num_context <= SMALL_CONTEXT:  # a session that begins waits for a sweep that began without it
+            times.queue.add(timings.queue_ns * NANO)
+            times.drafting.add((timings.draft_ns + outcome.draft_network_ns) * NANO)
         others_ns = timings.total_ns - timings.draft_ns - timings.network_ns - timings.target_ns
         times.orchestrator.add(max(0, others_ns) * NANO)
         if result.timings.num_passes != 1 or result.num_rows == 0:
