@@ -71,19 +71,7 @@ class Cluster:
     def start(self, name: str, command: Sequence[str], variables: Mapping[str, str] | None = None) -> Child:
         """Start a process that ends with this one, even if this is killed; `variables` extend our environment."""
         variables = variables or {}
-        with self._log(name).open("ab") as stream:
-            process = start(
-                command,
-                lambda line: subprocess.Popen(
-                    line,
-                    stdin=subprocess.DEVNULL,
-                    stdout=stream,
-                    stderr=stream,
-                    start_new_session=True,
-                    env=os.environ | variables,
-                ),
-            )
-        return self._add(name, command, variables, process)
+        return self._add(name, command, variables, open_process(command, self._log(name), variables))
 
     def restart(self, name: str) -> Child:
         """Start an ended process again with the same command; the orchestrator keeps its port."""
@@ -255,6 +243,24 @@ class Cluster:
         child = Child(name, tuple(command), variables, self._log(name), process, process_name(process.pid))
         self.children[name] = child
         return child
+
+
+def open_process(
+    command: Sequence[str], log: Path, variables: Mapping[str, str]
+) -> subprocess.Popen[bytes] | ForkedProcess:
+    """Start a process of a cluster; its output is appended to the log."""
+    with log.open("ab") as stream:
+        return start(
+            command,
+            lambda line: subprocess.Popen(
+                line,
+                stdin=subprocess.DEVNULL,
+                stdout=stream,
+                stderr=stream,
+                start_new_session=True,
+                env=os.environ | variables,
+            ),
+        )
 
 
 def _takes_free_memory(target: TargetConfig) -> bool:
