@@ -46,6 +46,7 @@ class ForkServer:
         program = program_of(command, log, variables)
         if program is None or surroundings() != self._surroundings:
             return launch_process(command, log, variables)
+        log.touch()
         with self._lock:
             adopt_orphans(True)
             try:
@@ -104,7 +105,7 @@ def main() -> None:
         importlib.import_module(name)
     gc.collect()
     gc.freeze()
-    assert len(os.listdir("/proc/self/task")) == 1, "a process must not fork once it has threads"
+    assert threading.active_count() == 1, "a process must not fork once it has threads of its own"
     while line := sys.stdin.readline():
         if (forked := os.fork()) == 0:
             between = os.getpid()
