@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import subprocess
 import sys
 import tempfile
@@ -22,9 +21,9 @@ from bough.config.addresses import free_port
 from bough.config.processes import DraftConfig, OrchestratorConfig, ServiceConfig, TargetConfig, to_flags
 from bough.config.reader import variable
 from bough.errors import BoughError, ConfigError, Unauthenticated, Unavailable
-from bough.processes.child import KINDS, Child, end, named, process_name
+from bough.processes.child import KINDS, Child, end, named, open_process, process_name
 from bough.processes.compile_once import COMPILING
-from bough.processes.exit_with_parent import MODULE, start
+from bough.processes.exit_with_parent import MODULE
 from bough.processes.forked import ForkedProcess, Preloader, Program
 from bough.processes.signals import cancelled_by_sigterm, signals_ignored
 from bough.registry.registry import Registry
@@ -243,24 +242,6 @@ class Cluster:
         child = Child(name, tuple(command), variables, self._log(name), process, process_name(process.pid))
         self.children[name] = child
         return child
-
-
-def open_process(
-    command: Sequence[str], log: Path, variables: Mapping[str, str]
-) -> subprocess.Popen[bytes] | ForkedProcess:
-    """Start a process of a cluster; its output is appended to the log."""
-    with log.open("ab") as stream:
-        return start(
-            command,
-            lambda line: subprocess.Popen(
-                line,
-                stdin=subprocess.DEVNULL,
-                stdout=stream,
-                stderr=stream,
-                start_new_session=True,
-                env=os.environ | variables,
-            ),
-        )
 
 
 def _takes_free_memory(target: TargetConfig) -> bool:

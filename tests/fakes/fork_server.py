@@ -20,9 +20,9 @@ from itertools import pairwise
 from pathlib import Path
 
 from bough.processes import launch
+from bough.processes.child import open_process as launch_process
 from bough.processes.exit_with_parent import start
 from bough.processes.forked import ForkedProcess, Program, adopt_orphans, become
-from bough.processes.launch import open_process as launch_process
 
 MODULES = (
     *("target_worker.service", "target_worker.simulated", "draft_worker.service", "draft_worker.simulated"),

@@ -20,8 +20,8 @@ from bough.config.processes import DraftConfig, OrchestratorConfig, TargetConfig
 from bough.errors import Unauthenticated, Unavailable
 from bough.health.probe import status_of
 from bough.processes import launch
+from bough.processes.child import open_process as launch_process
 from bough.processes.launch import Cluster, Settings, launched
-from bough.processes.launch import open_process as launch_process
 from bough.protocol.generation import Finished, GenerateOptions, Speculation, Started, TextPrompt, Tokens
 from bough.rpc.server import open_channel
 from bough.security.access import Access
