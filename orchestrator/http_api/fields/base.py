@@ -25,9 +25,11 @@ class Fields(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _of_consequence(cls, data: Any) -> Any:
+        return cls._kept(data) if isinstance(data, dict) else data
+
+    @classmethod
+    def _kept(cls, data: dict[str, Any]) -> dict[str, Any]:
         """Drop what changes nothing, and nulls: some clients send every field they know, null where none is set."""
-        if not isinstance(data, dict):
-            return data
         given = {name: value for name, value in data.items() if value is not None and name not in cls.ignored}
         for name, neutral in cls.neutral.items():
             if name in given:

@@ -184,12 +184,11 @@ class MessageFields(Fields):
     ignored = frozenset({"name", "refusal", "annotations"})
     neutral: ClassVar[Neutral] = {"function_call": (), "audio": ()}
 
-    @model_validator(mode="before")
     @classmethod
-    def _of_consequence(cls, data: Any) -> Any:
+    def _kept(cls, data: dict[str, Any]) -> dict[str, Any]:
         """As of all fields, but no content is empty beside calls or thoughts; a refusal, as OpenAI's, was said."""
-        given = super()._of_consequence(data)
-        if not isinstance(data, dict) or "content" in given:
+        given = super()._kept(data)
+        if "content" in given:
             return given
         refusal, is_assistant = data.get("refusal"), data.get("role") == "assistant"
         has_more = any(data.get(name) for name in ("tool_calls", "reasoning", "reasoning_content"))

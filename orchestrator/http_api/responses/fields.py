@@ -139,7 +139,7 @@ class TextFormatFields(Fields):
 class TextFields(Fields):
     """What the answer must be, and how long."""
 
-    format: TextFormatFields = TextFormatFields(type="text")
+    format: TextFormatFields = TextFormatFields(type="text", schema=None)
     ignored = frozenset({"verbosity"})
 
 
