@@ -62,5 +62,4 @@ def _written_by(template: str) -> ReasoningFormat | None:
 def shown(thoughts: Thoughts | None, tokenizer: Tokenizer) -> Mapping[int, str]:
     """The marks that are special tokens, which decoded text would leave out."""
     marks = (thoughts.begin, thoughts.end) if thoughts is not None else ()
-    added = tokenizer.added_tokens
-    return {added[mark].token_id: mark for mark in marks if mark in added and added[mark].is_special}
+    return {token_id: text for token_id, text in tokenizer.special_tokens.items() if text in marks}
