@@ -100,8 +100,9 @@ class ChatAnswer(Completion):
         match event:
             case Started():
                 choice_id = f"{self.head.answer_id}/{index}"
-                self._calls[index] = calls_in(choice_id, self._tools, self._formats, event.model_name)
-                self._reasoning[index] = reasoning_in(event.thoughts)
+                calls = calls_in(choice_id, self._tools, self._formats, event.model_name)
+                self._calls[index] = calls
+                self._reasoning[index] = reasoning_in(event.thoughts, has_calls=calls is not None)
                 yield _delta(index, {"role": "assistant", "content": ""})
             case Tokens():
                 logprobs = self._spelled(index, event)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bough.protocol.thoughts import Thoughts
+from bough.protocol.thoughts import Channels, Thoughts
 from bough.tokenization.template_variables import EFFORT
 from orchestrator.http_api.errors import Json
+from orchestrator.reasoning.harmony import HarmonyParser
 from orchestrator.reasoning.parser import Parted, ReasoningParser
 
 
@@ -17,7 +18,7 @@ from orchestrator.reasoning.parser import Parted, ReasoningParser
 class ChoiceReasoning:
     """The thoughts of one choice, and the text after them, in which calls are looked for."""
 
-    parser: ReasoningParser
+    parser: ReasoningParser | HarmonyParser
     thoughts: str = ""
     content: str = ""
     _num_before_content: int = 0  # tokens
@@ -26,6 +27,10 @@ class ChoiceReasoning:
     def num_tokens(self) -> int:
         """Tokens of the thoughts so far, marks included."""
         return self._num_before_content if self.parser.has_thoughts else 0
+
+    def groups(self, texts: Sequence[str]) -> Sequence[Sequence[str]]:
+        """What may be parted at once: each text by itself where thoughts may also come after content."""
+        return [(text,) for text in texts] if isinstance(self.parser, HarmonyParser) else [texts]
 
     def part(self, texts: Iterable[str], *, is_end: bool = False) -> Parted:
         """Part the texts of further tokens; at the end, of what was held back."""
@@ -46,8 +51,10 @@ def template_kwargs(given: Mapping[str, Any] | None, effort: str | None) -> str:
     return json.dumps(kwargs, ensure_ascii=False) if kwargs else ""
 
 
-def reasoning_in(thoughts: Thoughts | None) -> ChoiceReasoning | None:
-    """The thoughts that a choice may have; None if its model has none."""
+def reasoning_in(thoughts: Thoughts | Channels | None, *, has_calls: bool) -> ChoiceReasoning | None:
+    """The thoughts that a choice may have, in which calls are looked for or not; None if its model has none."""
+    if isinstance(thoughts, Channels):
+        return ChoiceReasoning(HarmonyParser(thoughts, has_calls=has_calls))
     return None if thoughts is None else ChoiceReasoning(ReasoningParser(thoughts))
 
 

@@ -115,12 +115,13 @@ class ResponseAnswer(Answer):
         match event:
             case Started():
                 self._calls = calls_in(self.head.answer_id, self._tools, self._formats, event.model_name)
-                self._reasoning = reasoning_in(event.thoughts)
+                self._reasoning = reasoning_in(event.thoughts, has_calls=self._calls is not None)
                 return [*self._begun()]
             case Tokens():
                 if self._token_bytes is not None:
                     self._logprobs += chat_logprobs(event.logprobs, self._token_bytes)
-                return [*self._said(event.texts)]
+                groups = (event.texts,) if self._reasoning is None else self._reasoning.groups(event.texts)
+                return [added for texts in groups for added in self._said(texts)]
             case Finished():
                 return [*self._said((event.text,), is_end=True), *self._ended()]
         return []
@@ -136,7 +137,7 @@ class ResponseAnswer(Answer):
             thoughts, text = self._reasoning.part(texts, is_end=is_end)
             self._count_thoughts(self._reasoning.num_tokens)
             if thoughts:
-                if not self._items:
+                if not self._items or not isinstance(self._items[-1], ReasoningItem):
                     yield from self._begin(ReasoningItem(self._item_id(ReasoningItem)))
                 yield self._item_event(self._items[-1].added(thoughts, []))
         pieces: Iterable[Piece] = [ContentText(text)] if text else []

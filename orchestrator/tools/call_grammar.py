@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import groupby
 
@@ -32,7 +32,19 @@ def call_grammar(
     Raises:
         InvalidRequest: names the function whose schema cannot be followed.
     """
-    rules = [f"start: {start}", "call: " + " | ".join(f"call_{index}" for index in functions)]
+    rules = [f"start: {start}", *call_rules(syntax, functions, must_call, added_tokens)]
+    rules += [f"mark: {written(spelling.mark, added_tokens)}"]
+    rules += [f"end: {written(spelling.end, added_tokens)}"] if spelling.end else []
+    if not is_alone:
+        rules += _free(spelling, added_tokens)
+    return checked("chat.tools", rules)
+
+
+def call_rules(
+    syntax: CallSyntax, functions: Mapping[int, Function], must_call: bool, added_tokens: Mapping[str, AddedToken]
+) -> list[str]:
+    """The rule `call`, of a call of any of the functions, and those that it needs. Raises as `call_grammar`."""
+    rules = ["call: " + " | ".join(f"call_{index}" for index in functions)]
     write = partial(written, added_tokens=added_tokens)
     for index, function in functions.items():
         follows_schema = must_call or function.is_strict
@@ -42,14 +54,15 @@ def call_grammar(
             rules += syntax.rules(f"call_{index}", function, write, follows_schema=follows_schema)
         except InvalidRequest as exc:
             raise _renamed(exc, f"chat.tools[{index}].function.parameters") from exc
-    rules += [f"mark: {write(spelling.mark)}"]
-    rules += [f"end: {write(spelling.end)}"] if spelling.end else []
-    if not is_alone:
-        rules += _free(spelling, added_tokens)
+    return rules
+
+
+def checked(field: str, rules: Sequence[str]) -> str:
+    """The grammar of these rules. Raises InvalidRequest, naming the field, if it cannot be followed."""
     try:
         return grammar_of(Constraint(lark="\n".join(rules)))
     except InvalidRequest as exc:
-        raise _renamed(exc, "chat.tools") from exc
+        raise _renamed(exc, field) from exc
 
 
 def _renamed(exc: InvalidRequest, name: str) -> InvalidRequest:

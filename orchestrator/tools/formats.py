@@ -9,6 +9,7 @@ from bough.config.processes import ANY_TOOL_FORMAT, TOOL_FORMATS
 from bough.errors import InvalidRequest
 from bough.tokenization.chat_template import ChatTemplate
 from orchestrator.tools.glm import GLM45, GLM47
+from orchestrator.tools.harmony import HARMONY
 from orchestrator.tools.hermes import HERMES
 from orchestrator.tools.llama_json import LLAMA_JSON
 from orchestrator.tools.mistral import MISTRAL, MISTRAL_NAMED
@@ -26,6 +27,7 @@ _SIGNS = {
     SEED_OSS: (r"<seed:tool_call>.*<function=.*<parameter=", r"<tool_call>"),
     GLM45: (r"<tool_call>.*<arg_key>", r"</arg_key><arg_value>"),
     GLM47: (r"<tool_call>.*</arg_key><arg_value>", r"<function="),
+    HARMONY: (r"<\|channel\|>commentary", r"<tool_call>"),
 }
 FORMATS = tuple(_SIGNS)
 

@@ -1,0 +1,121 @@
+"""Parts OpenAI's harmony format: messages in channels are thoughts, content or calls of tools."""
+
+from __future__ import annotations
+
+import re
+from enum import Enum, auto
+
+from bough.protocol.thoughts import Channels
+from orchestrator.reasoning.parser import Parted
+from orchestrator.sessions.detokenizer import overlap
+from orchestrator.tools.harmony import CALL, CHANNEL, END, MESSAGE, RECIPIENT, RETURN, START
+
+_BODY_ENDS = END, CALL, RETURN, START, CHANNEL
+_HEADER_BEGINS = CHANNEL, MESSAGE, START, "to="
+_CHANNEL, _RECIPIENT = re.compile(re.escape(CHANNEL) + r"\s*(\w+)"), re.compile(r"\bto=([^\s<]+)")
+
+
+class _In(Enum):
+    BEGINNING = auto()  # the first header, unless what comes is no header
+    HEADER = auto()
+    THOUGHTS = auto()
+    CONTENT = auto()
+    BEFORE_CALL = auto()  # whether the body is an object is not certain
+    CALL = auto()
+
+
+class HarmonyParser:
+    """Reads one output. What is certain is told; joined, it is the same in whatever pieces the text came.
+
+    Calls are part of the content, as `orchestrator.tools.harmony.HARMONY` reads them. Where none are looked for, and
+    where a tool is none of the request's, what is said to it counts as thoughts. An output without headers is content.
+    """
+
+    def __init__(self, channels: Channels, *, has_calls: bool) -> None:
+        self._header, self._has_calls = channels.header, has_calls
+        self._name = ""  # of the function that is called
+        self._in = _In.BEGINNING
+        self._text = ""  # not told yet
+        self._gap = dict.fromkeys((_In.THOUGHTS, _In.CONTENT), "")  # before the next message of a kind
+        self.has_thoughts = False
+        self.is_before_content = True
+        if MESSAGE in channels.header:
+            header, _, self._text = channels.header.partition(MESSAGE)
+            self._begin_body(header)
+
+    def push(self, text: str) -> Parted:
+        """Read a further piece of the text."""
+        self._text += text
+        thoughts, content = "", ""
+        while (read := self._read()) is not None:
+            thoughts, content = thoughts + read.thoughts, content + read.content
+        return Parted(thoughts, content)
+
+    def finish(self) -> Parted:
+        """What remains at the end of the text, which may be cut off anywhere; a header that was cut off is none."""
+        rest, self._text = self._text, ""
+        is_header = self._in in (_In.HEADER, _In.BEGINNING) and CHANNEL in rest
+        if self._in is _In.BEGINNING and not is_header:
+            self._in = _In.CONTENT
+        is_open = self._in in (_In.THOUGHTS, _In.CONTENT, _In.CALL) and bool(rest)
+        return self._told(rest) if is_open else Parted("", "")
+
+    def _read(self) -> Parted | None:
+        """Read what is certain; None if more must come."""
+        if self._in is _In.BEGINNING:
+            text = self._text.lstrip()
+            if not text or any(mark.startswith(text) for mark in _HEADER_BEGINS):
+                return None
+            self._in = _In.HEADER if text.startswith(_HEADER_BEGINS) else _In.CONTENT
+            self.is_before_content = self._in is _In.HEADER
+        if self._in is _In.HEADER:
+            header, found, rest = self._text.partition(MESSAGE)
+            if not found:
+                return None
+            self._text = rest
+            self._begin_body(self._header + header)
+        if self._in is _In.BEFORE_CALL:
+            return self._read_call_begin()
+        return self._read_body()
+
+    def _begin_body(self, header: str) -> None:
+        channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)
+        self._header = ""
+        if recipient is not None:
+            self._name = recipient[1].removeprefix(RECIPIENT)
+            is_call = self._has_calls and recipient[1].startswith(RECIPIENT)
+            self._in = _In.BEFORE_CALL if is_call else _In.THOUGHTS
+        else:
+            self._in = _In.THOUGHTS if channel is not None and channel[1] == "analysis" else _In.CONTENT
+        self.has_thoughts = self.has_thoughts or self._in is _In.THOUGHTS
+        self.is_before_content = self.is_before_content and self._in is _In.THOUGHTS
+
+    def _read_call_begin(self) -> Parted | None:
+        """Begin a call if its body is an object; what else is said to a function counts as thoughts."""
+        body = self._text.lstrip()
+        if not body:
+            return None
+        self._in = _In.CALL if body.startswith("{") else _In.THOUGHTS
+        self.has_thoughts = self.has_thoughts or self._in is _In.THOUGHTS
+        return Parted("", f"{CALL}{self._name}{MESSAGE}") if self._in is _In.CALL else Parted("", "")
+
+    def _read_body(self) -> Parted | None:
+        begins = [begin for mark in _BODY_ENDS if (begin := self._text.find(mark)) >= 0]
+        if not begins:
+            certain = len(self._text) - max(overlap(self._text, mark) for mark in _BODY_ENDS)
+            told, self._text = self._text[:certain], self._text[certain:]
+            return self._told(told) if told else None
+        told, rest = self._text[: min(begins)], self._text[min(begins) :]
+        parted = self._told(told)
+        for kind in self._gap.keys() & {self._in}:
+            self._gap[kind] = "\n"
+        self._in, self._text = _In.HEADER, rest
+        for mark in (END, CALL, RETURN):
+            self._text = self._text.removeprefix(mark)
+        return parted
+
+    def _told(self, text: str) -> Parted:
+        """A piece of a body, after a line break if messages of its kind came before."""
+        if text and self._in in self._gap:
+            text, self._gap[self._in] = self._gap[self._in] + text, ""
+        return Parted(text, "") if self._in is _In.THOUGHTS else Parted("", text)
