@@ -8,9 +8,8 @@ from enum import Enum, auto
 from bough.protocol.thoughts import Channels
 from orchestrator.reasoning.parser import Parted
 from orchestrator.sessions.detokenizer import overlap
-from orchestrator.tools.harmony import CALL, CHANNEL, END, MESSAGE, RECIPIENT, RETURN, START
+from orchestrator.tools.harmony import CALL, CHANNEL, CONSTRAIN, MARKS, MESSAGE, RECIPIENT, START
 
-_BODY_ENDS = END, CALL, RETURN, START, CHANNEL
 _HEADER_BEGINS = CHANNEL, MESSAGE, START, "to="
 _CHANNEL, _RECIPIENT = re.compile(re.escape(CHANNEL) + r"\s*(\w+)"), re.compile(r"\bto=([^\s<]+)")
 
@@ -54,8 +53,7 @@ class HarmonyParser:
     def finish(self) -> Parted:
         """What remains at the end of the text, which may be cut off anywhere; a header that was cut off is none."""
         rest, self._text = self._text, ""
-        is_header = self._in in (_In.HEADER, _In.BEGINNING) and CHANNEL in rest
-        if self._in is _In.BEGINNING and not is_header:
+        if self._in is _In.BEGINNING and not any(mark in rest for mark in MARKS):
             self._in = _In.CONTENT
         is_open = self._in in (_In.THOUGHTS, _In.CONTENT, _In.CALL) and bool(rest)
         return self._told(rest) if is_open else Parted("", "")
@@ -100,18 +98,19 @@ class HarmonyParser:
         return Parted("", f"{CALL}{self._name}{MESSAGE}") if self._in is _In.CALL else Parted("", "")
 
     def _read_body(self) -> Parted | None:
-        begins = [begin for mark in _BODY_ENDS if (begin := self._text.find(mark)) >= 0]
-        if not begins:
-            certain = len(self._text) - max(overlap(self._text, mark) for mark in _BODY_ENDS)
-            told, self._text = self._text[:certain], self._text[certain:]
-            return self._told(told) if told else None
-        told, rest = self._text[: min(begins)], self._text[min(begins) :]
-        parted = self._told(told)
-        for kind in self._gap.keys() & {self._in}:
-            self._gap[kind] = "\n"
-        self._in, self._text = _In.HEADER, rest
-        for mark in (END, CALL, RETURN):
-            self._text = self._text.removeprefix(mark)
+        text = self._text
+        found = min(((begin, mark) for mark in MARKS if (begin := text.find(mark)) >= 0), default=None)
+        if found is None:
+            certain = len(text) - max(overlap(text, mark) for mark in MARKS)
+            self._text = text[certain:]
+            return self._told(text[:certain]) if certain else None
+        begin, mark = found
+        parted, is_kept = self._told(text[:begin]), mark in (START, CHANNEL)  # of the next header
+        self._text = text[begin if is_kept else begin + len(mark) :]
+        if mark not in (MESSAGE, CONSTRAIN):  # which end nothing, and should not be there
+            if self._in in self._gap:
+                self._gap[self._in] = "\n"
+            self._in = _In.HEADER
         return parted
 
     def _told(self, text: str) -> Parted:

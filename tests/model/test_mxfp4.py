@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, Mxfp4Config
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from bough.client import Client
 from bough.errors import CheckpointError, ConfigError
 from bough.model.architecture.moe import Experts
 from bough.model.batch.batch import Batch, Segment
@@ -24,16 +25,19 @@ from bough.model.loading.weight_map import logical_sources
 from bough.model.packing.pack import pack
 from bough.model.quant.mxfp4 import Mxfp4Format
 from bough.model.running.runner import ResidentModel
+from bough.protocol.generation import Finished, GenerateOptions, Speculation, TokenPrompt, Tokens
 from bough.trees.tree import Tree
 from tests.fakes.gpu.device_sweeps import Where, on_cpu, on_device, three_sweeps
 from tests.fakes.models import CPU, new_slot, streamed
 from tests.fakes.published_formats import mxfp4
+from tests.fakes.stack import stack
 from tests.gpu.test_whole_sweeps import require_close
-from tests.model.test_experts import answer, plan_of, start
+from tests.model.test_experts import plan_of
 from tests.model.test_packed import raw_parts, rewrite, save_model, tensors_of
 from tests.model.test_published_formats import require_same_sizes
 from tests.model.test_reproducible import FAMILIES
 
+PROMPT = list(range(20, 44))
 GPT_OSS = FAMILIES["gpt-oss, sinks, alternating windows"]
 AS_PUBLISHED: dict[str, object] = {
     "quant_method": "mxfp4",
@@ -46,9 +50,9 @@ AS_PUBLISHED: dict[str, object] = {
 }
 
 
-def published(folder: Path) -> tuple[Path, Path]:
+def published(folder: Path, seed: int = 5) -> tuple[Path, Path]:
     """A small gpt-oss as OpenAI publishes it, and the same model written out."""
-    source, rng = save_model(folder / "model", GPT_OSS), np.random.default_rng(5)
+    source, rng = save_model(folder / "model", GPT_OSS), np.random.default_rng(seed)
     packed = plain = tensors_of(source)
     for name in [name for name in plain if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
         experts, inputs, outputs = plain[name].shape
@@ -109,27 +113,45 @@ def test_a_device_s_kernel_writes_experts(both: tuple[Path, Path]) -> None:
     require_close(on_device(both[0], where, torch.float32), on_cpu(both[0], torch.float32))
 
 
-def test_it_says_what_transformers_says_and_plain_decoding_too(both: tuple[Path, Path]) -> None:
-    """A tree that holds the continuation among wrong guesses is accepted along it; a target says its tokens."""
+@pytest.fixture(scope="module")
+def said(both: tuple[Path, Path]) -> list[int]:
+    """What transformers' model says after PROMPT."""
     reference = AutoModelForCausalLM.from_pretrained(
         both[0], dtype=torch.float32, quantization_config=Mxfp4Config(dequantize=True)
     )
-    prompt = list(range(20, 44))
-    said = reference.generate(
-        torch.tensor([prompt]), max_new_tokens=9, do_sample=False, eos_token_id=None, pad_token_id=0
-    )[0, len(prompt) :].tolist()
-    tokens, parents = [prompt[-1]], [-1]
+    prompt = torch.tensor([PROMPT])
+    output = reference.generate(prompt, max_new_tokens=9, do_sample=False, eos_token_id=None, pad_token_id=0)
+    tokens: list[int] = output[0, len(PROMPT) :].tolist()
+    return tokens
+
+
+def test_a_tree_is_accepted_along_what_transformers_says(both: tuple[Path, Path], said: list[int]) -> None:
+    tokens, parents = [PROMPT[-1]], [-1]
     for token in said[:-1]:
         parents += [max(0, len(tokens) - 1)] * 2
         tokens += [(token + 1) % 256, token]
     tree = Tree.of(tokens, parents, [0.0] * len(tokens))
     with streamed(both[0], torch.float32, expert_slabs=4) as model:
         slot = new_slot(model)
-        context = Segment.context(slot, 0, prompt[:-1])
-        logits = model.sweep(Batch([context, Segment.tree(slot, len(prompt) - 1, tree)], model.rows, CPU))[0]
+        context = Segment.context(slot, 0, PROMPT[:-1])
+        logits = model.sweep(Batch([context, Segment.tree(slot, len(PROMPT) - 1, tree)], model.rows, CPU))[0]
     assert [int(logits[node].argmax()) for node in tree.path(len(tokens) - 1)] == said
-    with closing(start(both[0], "--dtype float32 --resident-layers 0")) as worker:
-        assert [answer(worker, prompt + said[:count]) for count in range(3)] == said[:3]
+
+
+async def test_a_target_and_a_draft_of_it_say_what_plain_decoding_and_transformers_say(
+    both: tuple[Path, Path], said: list[int], tmp_path: Path
+) -> None:
+    draft = published(tmp_path, seed=6)[0]
+    options = GenerateOptions(max_tokens=len(said), temperature=0.0, ignore_eos=True)
+    async with stack(tmp_path, model=both[0], draft_model=draft) as running:
+        assert any("experts come when rows choose them" in note for note in running.target.info().notes)
+        async with Client(running.addresses["orchestrator"]) as client:
+            for disabled in (False, True):
+                how = replace(options, speculation=Speculation(disabled=disabled))
+                events = [event async for event in client.generate(TokenPrompt(tuple(PROMPT)), how)]
+                assert [token for event in events if isinstance(event, Tokens) for token in event.token_ids] == said
+                (end,) = (event for event in events if isinstance(event, Finished))
+                assert (end.speculation.num_draft_tokens == 0) is disabled
 
 
 def test_a_draft_of_it_without_layers_written_out_or_not(both: tuple[Path, Path]) -> None:

@@ -90,6 +90,8 @@ OUTPUTS: dict[str, tuple[str, str, str, tuple[str, str] | None]] = {
     "no messages at all": ("2 < 3 <|", "", "2 < 3 <|", None),
     "cut off in thoughts": ("<|channel|>analysis<|message|>Hm <|", "Hm <|", "", None),
     "cut off in a header": (f"{THOUGHT}<|end|><|start|>assis", "Hm, 2 < 3.", "", None),
+    "cut off in the first header": ("<|start|>assistant", "", "", None),
+    "marks out of place": (f"{FINAL}4<|constrain|>2<|message|>.", "", "42.", None),
     "nothing": ("", "", "", None),
 }  # fmt: skip
 
