@@ -41,8 +41,7 @@ ADVERTISE_AUTO = "auto"
 PLANNERS = ("self", "fixed")
 ANY_TOOL_FORMAT = "auto"
 TOOL_FORMATS = "hermes", "llama3_json", "mistral", "qwen3_coder", "seed_oss", "glm45", "glm47", "openai"
-ANY_REASONING = "auto"
-REASONING_FORMATS = "deepseek_r1", "deepseek_v3", "glm45", "mistral", "openai_gptoss", "qwen3"
+ANY_REASONING, REASONING_FORMATS = "auto", ("deepseek_r1", "deepseek_v3", "glm45", "mistral", "openai_gptoss", "qwen3")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

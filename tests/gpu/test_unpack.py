@@ -94,9 +94,9 @@ def by_rows(
 
 
 def mxfp4(rng: np.random.Generator, outputs: int, inputs: int) -> tuple[TensorSource, list[torch.Tensor]]:
-    """With every exponent of a number, the smallest of which is no normal one."""
+    """With exponents from the smallest, which is no normal number's, to where float16 ends."""
     numbers = rng.integers(0, 256, (outputs, inputs // 2)).astype(np.uint8)
-    exponents = rng.integers(0, 255, (outputs, inputs // 32)).astype(np.uint8)
+    exponents = rng.integers(0, 141, (outputs, inputs // 32)).astype(np.uint8)
     exponents[0, 0] = 0
     places = replace(place("w", numbers), dtype=FLOAT4), replace(place("s", exponents), dtype=EXPONENTS)
     return Scaled(*places, None, None, 4, (1, 32)), raws(numbers, exponents)

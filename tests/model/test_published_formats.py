@@ -228,7 +228,7 @@ def test_what_a_configuration_may_not_ask_for_is_named(quantization: dict[str, A
     [
         ("W4A16", "scale", None, r"x\.weight_scale, which belongs to x\.weight_packed, is missing"),
         ("W4A16", "scale", lambda t: t[:, :1], r"weight_scale must have shape \[100, 3\], got \[100, 1\]"),
-        ("W4A16", "scale", torch.Tensor.int, r"weight_scale must be BF16 or F16 or F32, got I32"),
+        ("W4A16", "scale", torch.Tensor.int, r"weight_scale must be BF16 or F16 or F32 or F8_E8M0, got I32"),
         ("W4A16", "shape", lambda t: t - 1, r"weight_shape must be \[100, 96\], as its numbers are, got \[99, 95\]"),
         ("W4A16, asymmetric", "zero_point", None, r"x\.weight_zero_point, which belongs to .* is missing"),
         ("W4A16, asymmetric", "zero_point", lambda t: t[1:], r"zero_point must have shape \[13, 3\], got \[12, 3\]"),
