@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Generic, TypeVar
@@ -30,24 +31,26 @@ class WatchedFiles(Generic[Value]):
             ConfigError: the files are not usable.
         """
         self._name, self._paths, self._load = name, tuple(paths), load
+        self._lock = threading.Lock()  # or the last to end, not the last to begin, would tell what is in the files
         self._stamps = self._stamps_now()  # taken before reading, so that changes during reading are noticed
         self.value = load()
 
     def refresh(self, *, is_forced: bool = False) -> None:
-        """Reload changed files; if they are not usable, the previous value stays in force."""
-        stamps = self._stamps_now()
-        if stamps == self._stamps and not is_forced:
-            return
-        self._stamps = stamps
-        try:
-            self.value = self._load()
-        except ConfigError as exc:
-            logger.error("%s; what was read before stays in force", exc)
-            return
-        except Exception:  # later changes must still be noticed
-            logger.exception("%s cannot be read; what was read before stays in force", self._name)
-            return
-        logger.info("%s has been read again", self._name)
+        """Reload changed files; if they are not usable, the previous value stays in force. Any thread."""
+        with self._lock:
+            stamps = self._stamps_now()
+            if stamps == self._stamps and not is_forced:
+                return
+            self._stamps = stamps
+            try:
+                self.value = self._load()
+            except ConfigError as exc:
+                logger.error("%s; what was read before stays in force", exc)
+                return
+            except Exception:  # later changes must still be noticed
+                logger.exception("%s cannot be read; what was read before stays in force", self._name)
+                return
+            logger.info("%s has been read again", self._name)
 
     @asynccontextmanager
     async def watched(self) -> AsyncIterator[None]:

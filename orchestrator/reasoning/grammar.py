@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from bough.grammar.grammar import before
 from bough.protocol.thoughts import Beginning, Channels, Thoughts
 from bough.tokenization.tokenizer import AddedToken
-from orchestrator.tools.call_grammar import ranges
 from orchestrator.tools.call_syntax import written
 from orchestrator.tools.harmony import MESSAGE, messages_grammar
+from orchestrator.tools.tool_format import ranges
 
 
 def after_thoughts(

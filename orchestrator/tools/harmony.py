@@ -15,11 +15,10 @@ from functools import partial
 from bough.grammar.grammar import ANY_OBJECT, before, embedded_schema
 from bough.protocol.generation import Function, Tools
 from bough.tokenization.tokenizer import AddedToken
-from orchestrator.tools.call_grammar import call_rules, checked
 from orchestrator.tools.call_parser import CallSpelling
 from orchestrator.tools.call_syntax import Write, written
 from orchestrator.tools.named_call import NamedSyntax
-from orchestrator.tools.tool_format import CallRules, ToolFormat
+from orchestrator.tools.tool_format import CallRules, ToolFormat, checked
 
 START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
 END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"  # of a message, of one that is a call, and of the last
@@ -56,8 +55,8 @@ class HarmonyFormat(ToolFormat):
         otherwise: str = "",
     ) -> str:
         """As `ToolFormat.grammar`, of all messages. There is never more than one call."""
-        calls = call_rules(self.syntax, functions, tools.must_call, added_tokens)
-        last = "call" if tools.must_call else "call | answer"
+        calls = [*self._calls(functions, tools, partial(written, added_tokens=added_tokens))]
+        last = self.rules.one if tools.must_call else self.rules.free_or_one
         return messages_grammar("chat.tools", last, calls, "" if tools.must_call else otherwise, added_tokens)
 
 
@@ -90,6 +89,6 @@ HARMONY = HarmonyFormat(
     name="openai",
     spelling=CallSpelling(mark=CALL),
     syntax=HarmonySyntax(after_name=MESSAGE),
-    demanded=CallRules("call", "call"),
-    allowed=CallRules("call", "call"),
+    rules=CallRules("call", "call", "call | answer", "call | answer"),
+    signs=(r"<\|channel\|>commentary", r"<tool_call>"),
 )

@@ -11,7 +11,7 @@ from bough.errors import CheckpointError
 from bough.model.architecture.moe import Experts
 from bough.model.checkpoint.checkpoint import TensorPlace
 from bough.model.checkpoint.tensor_source import Transposed, parts_of
-from bough.model.quant.format import PackedTensors, require_shape
+from bough.model.quant.format import PackedTensors, module_names, require_shape
 from bough.model.quant.scaled import EXPONENTS, FLOAT4, Scaled, Scheme
 
 BLOCKS, SCALES = "_blocks", "_scales"  # endings of the names of tensors
@@ -33,10 +33,7 @@ class Mxfp4Format:
     @classmethod
     def of(cls, fields: Mapping[str, Any], where: str) -> Mxfp4Format:
         """Read `quantization_config`. Raises CheckpointError."""
-        kept = fields.get("modules_to_not_convert") or []
-        if not isinstance(kept, list) or not all(isinstance(module, str) for module in kept):
-            raise CheckpointError(f"{where}.modules_to_not_convert: must be a list of modules, got {kept!r}")
-        return cls(tuple(kept))
+        return cls(module_names(fields.get("modules_to_not_convert") or (), f"{where}.modules_to_not_convert"))
 
     def __str__(self) -> str:
         return f"{self.bits} bits ({self.method})"

@@ -24,9 +24,9 @@ from bough.protocol.generation import (
 from bough.protocol.thoughts import Channels
 from bough.tokenization.tokenizer import Tokenizer
 from bough.tokenization.vocabulary import TokenizerFiles
-from orchestrator.http_api.answer import Head
-from orchestrator.http_api.response_fields import ResponseFields
-from orchestrator.http_api.responses import ResponseAnswer, repeated
+from orchestrator.http_api.answers.answer import Head
+from orchestrator.http_api.responses.answer import ResponseAnswer, repeated
+from orchestrator.http_api.responses.fields import ResponseFields
 from orchestrator.opening.output_form import OutputForm, output_form
 from orchestrator.opening.prompt import whole_prompt
 from orchestrator.reasoning.formats import thoughts_of
