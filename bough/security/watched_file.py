@@ -12,13 +12,14 @@ from typing import Generic, TypeVar
 
 from bough.concurrency.tasks import end
 from bough.errors import ConfigError
-from bough.security.private_files import Stamp, read_private, stamp_of
+from bough.security.private_files import read_private
 
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 1.0
 
 Value = TypeVar("Value")
+Stamp = tuple[int, int, int, int]  # changes whenever a file's contents or mode change, or another file replaces it
 
 
 class WatchedFiles(Generic[Value]):
@@ -85,6 +86,7 @@ class WatchedFile(WatchedFiles[Value]):
 
 def _stamp(path: str) -> Stamp | None:
     try:
-        return stamp_of(os.stat(path))
+        status = os.stat(path)
     except OSError:
         return None
+    return status.st_dev, status.st_ino, status.st_size, status.st_ctime_ns
