@@ -30,7 +30,7 @@ def require_matplotlib(flag: str) -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError as exc:
-        raise ConfigError(f"{flag}: matplotlib is not installed: pip install 'bough[plan]'") from exc
+        raise ConfigError(f"{flag}: matplotlib is not installed: pip install '.[plan]'") from exc
 
 
 def save_decisions(decisions: Sequence[Decision], title: str, flag: str, file: str) -> None:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from bough.cli.machine.machine_division import divided
-from bough.cli.machine.progress import Progress, tell
+from bough.cli.machine.progress import Progress, activation, tell
 from bough.config.addresses import free_port
 from bough.config.cache_paths import DEMONSTRATION_COPIES, SUBSTITUTE_DROPS, demonstration_folder, is_written
 from bough.config.processes import DraftConfig, OrchestratorConfig, TargetConfig, parse
@@ -52,7 +52,7 @@ async def up(arguments: argparse.Namespace) -> int:
         print(f"ready: {cluster.address} (index {index}; logs in {cluster.folder})")
         authority = files_towards(settings.orchestrator).authority
         known = f" {AUTHORITY} {authority}" if authority else ""
-        print(f'try: bough generate --address {cluster.address}{known} "Why is the sky blue?"')
+        print(f'try{activation()}: bough generate --address {cluster.address}{known} "Why is the sky blue?"')
         orchestrator, host = cluster.settings.orchestrator, cluster.address.rpartition(":")[0]
         if orchestrator.http_port > 0:
             scheme = "https" if orchestrator.tls_cert else "http"

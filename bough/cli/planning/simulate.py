@@ -46,7 +46,7 @@ def _require_simpy() -> None:
     try:
         import simpy  # noqa: F401
     except ImportError as exc:
-        raise ConfigError("simulate: simpy is not installed: pip install 'bough[plan]'") from exc
+        raise ConfigError("simulate: simpy is not installed: pip install '.[plan]'") from exc
 
 
 def _run(scenario: Scenario, *, with_purchases: bool) -> tuple[CapacityReport, list[Purchase]]:
