@@ -53,8 +53,8 @@ def draft_needs(config: DraftConfig) -> DraftNeeds:
 def _least_bits(quantization: dict[str, Any]) -> int:
     """The fewest bits in which a configuration says that weights are packed."""
     groups = (group.get("weights") or {} for group in (quantization.get("config_groups") or {}).values())
-    named = (quantization, *groups)
-    found = [bits for fields in named for key in ("bits", "w_bit", "num_bits") if type(bits := fields.get(key)) is int]
+    values = (fields.get(key) for fields in (quantization, *groups) for key in ("bits", "w_bit", "num_bits"))
+    found = [bits for bits in values if type(bits) is int and bits > 0]  # others are refused when the draft is loaded
     return min(found, default=8 if quantization.get("quant_method") == "fp8" else PACKED_BITS)
 
 
