@@ -1,4 +1,4 @@
-"""Dequantization of 4- and 8-bit weights on a GPU: one Triton kernel for each layout.
+"""Dequantization of weights of few bits on a GPU: one Triton kernel for each layout.
 
 Results have the bits of the torch code in `bough.model.quant`: an integer of at most 8 bits times a scale of 11 bits is
 exact in float32, so the only rounding is that to the output type; of a wider scale the product is rounded to float32
@@ -20,7 +20,7 @@ NIBBLES = 8  # 4-bit values in a word
 
 
 @triton.jit
-def _rounded(value, IS_BF16: tl.constexpr, out):  # type: ignore[no-untyped-def]
+def rounded(value, IS_BF16: tl.constexpr, out):  # type: ignore[no-untyped-def]
     """Convert to the type of `out`: bfloat16 as bits rounded to nearest even; Triton's interpreter does not round."""
     if IS_BF16:
         bits = value.to(tl.int32, bitcast=True)
@@ -45,14 +45,14 @@ def unpack_own(  # type: ignore[no-untyped-def]
     tile, is_in = groups[:, None] * HALF + columns[None, :], is_there[:, None]
     numbers = tl.load(packed + tile, mask=is_in, other=0)
     if IS_WHOLE:
-        tl.store(out + tile, _rounded(numbers.to(tl.float32) * scale, IS_BF16, out), mask=is_in)
+        tl.store(out + tile, rounded(numbers.to(tl.float32) * scale, IS_BF16, out), mask=is_in)
     else:
         offset = tl.load(scales + num_groups + groups, mask=is_there, other=0.0).to(tl.float32)[:, None]
         low = (numbers & 15).to(tl.float32) * scale + offset
         high = (numbers >> 4).to(tl.float32) * scale + offset
         begin = out + groups[:, None] * (2 * HALF) + columns[None, :]
-        tl.store(begin, _rounded(low, IS_BF16, out), mask=is_in)
-        tl.store(begin + HALF, _rounded(high, IS_BF16, out), mask=is_in)
+        tl.store(begin, rounded(low, IS_BF16, out), mask=is_in)
+        tl.store(begin + HALF, rounded(high, IS_BF16, out), mask=is_in)
 
 
 @triton.jit
@@ -110,7 +110,7 @@ def unpack_down(  # type: ignore[no-untyped-def]
             zero = (((_spread(zero, PER_WORD) >> shifts[None, :]) & MASK) + zero_offset).to(tl.float32)
         value = (((tile >> (BITS * i)) & MASK).to(tl.float32) - zero) * scale
         cells = inputs[:, None] * num_outputs + columns[None, :]
-        tl.store(out + cells, _rounded(value, IS_BF16, out), mask=is_in)
+        tl.store(out + cells, rounded(value, IS_BF16, out), mask=is_in)
 
 
 @triton.jit
@@ -141,7 +141,7 @@ def unpack_across(  # type: ignore[no-untyped-def]
     integers = ((_spread(tile, 8) >> shifts[None, :]) & 15).to(tl.float32)
     value = (integers - zero[None, :]) * scale[None, :]
     cells = rows[:, None] * num_outputs + columns[None, :]
-    tl.store(out + cells, _rounded(value, IS_BF16, out), mask=is_row[:, None] & is_column[None, :])
+    tl.store(out + cells, rounded(value, IS_BF16, out), mask=is_row[:, None] & is_column[None, :])
 
 
 @triton.jit
@@ -197,7 +197,7 @@ def unpack_along(  # type: ignore[no-untyped-def]
     else:
         value = (value - (1 << (BITS - 1))).to(tl.float32)
     cells = rows * num_inputs + columns
-    tl.store(out + cells, _rounded(value * scale, IS_BF16, out), mask=is_row & is_column)
+    tl.store(out + cells, rounded(value * scale, IS_BF16, out), mask=is_row & is_column)
 
 
 def write_own(packed: torch.Tensor, scales: torch.Tensor, bits: int, out: torch.Tensor) -> None:
@@ -210,7 +210,7 @@ def write_own(packed: torch.Tensor, scales: torch.Tensor, bits: int, out: torch.
     tile = TILE_BYTES // group_bytes
     grid = (triton.cdiv(num_groups, tile),)
     constants = {"HALF": group_bytes, "IS_WHOLE": bits == 8, "TILE": tile}
-    unpack_own[grid](packed, scales, _bits(out), num_groups, **constants, **_options(out))
+    unpack_own[grid](packed, scales, bits_of(out), num_groups, **constants, **options(out))
 
 
 def write_down(
@@ -237,7 +237,7 @@ def write_down(
     grid = (triton.cdiv(num_inputs // per_word, rows), triton.cdiv(num_outputs, TILE_COLUMNS))
     numbers = num_inputs, num_outputs, group_size, zero_offset, len(scales)
     constants = {"BITS": bits, "IS_ORDERED": is_ordered, "ROWS": rows, "COLUMNS": TILE_COLUMNS}
-    unpack_down[grid](words, zeros, scales, groups, _bits(out), *numbers, **constants, **_options(out))
+    unpack_down[grid](words, zeros, scales, groups, bits_of(out), *numbers, **constants, **options(out))
 
 
 def write_across(words: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
@@ -251,7 +251,7 @@ def write_across(words: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor,
     grid = (triton.cdiv(num_inputs, rows), triton.cdiv(num_outputs, TILE_COLUMNS))
     constants = {"ROWS": rows, "COLUMNS": TILE_COLUMNS}
     numbers = num_inputs, num_outputs, group_size
-    unpack_across[grid](words, zeros, scales, _bits(out), *numbers, **constants, **_options(out))
+    unpack_across[grid](words, zeros, scales, bits_of(out), *numbers, **constants, **options(out))
 
 
 def write_along(
@@ -282,7 +282,7 @@ def write_along(
     constants |= {"ROWS": TILE_ROWS, "COLUMNS": columns}
     numbers_ = num_outputs, num_inputs, scales.shape[1], height, group_size
     others = packed if zeros is None else zeros, scales, packed if is_ordered else groups
-    unpack_along[grid](packed, *others, _bits(out), *numbers_, **constants, **_options(out))
+    unpack_along[grid](packed, *others, bits_of(out), *numbers_, **constants, **options(out))
 
 
 def _tile_rows(group_size: int) -> int:
@@ -290,10 +290,10 @@ def _tile_rows(group_size: int) -> int:
     return min(TILE_ROWS, group_size & -group_size)
 
 
-def _bits(out: torch.Tensor) -> torch.Tensor:
+def bits_of(out: torch.Tensor) -> torch.Tensor:
     return out.view(torch.int16) if out.dtype == torch.bfloat16 else out
 
 
-def _options(out: torch.Tensor) -> dict[str, object]:
+def options(out: torch.Tensor) -> dict[str, object]:
     """Compiler options: products and sums are not fused, as in the reference; the default differs between versions."""
     return {"IS_BF16": out.dtype == torch.bfloat16, "num_warps": NUM_WARPS, "enable_fp_fusion": False}

@@ -8,11 +8,13 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from bough.errors import CheckpointError
+from bough.model.checkpoint.gguf_file import is_gguf
 from bough.model.quant.awq import AwqFormat
 from bough.model.quant.bough_format import BoughFormat
 from bough.model.quant.compressed_tensors import CompressedTensorsFormat
 from bough.model.quant.format import QuantFormat
 from bough.model.quant.fp8 import Fp8Format
+from bough.model.quant.gguf import GgufFormat
 from bough.model.quant.gptq import GptqFormat
 
 FORMATS: dict[str, type[QuantFormat]] = {
@@ -31,6 +33,8 @@ def format_of(config: PretrainedConfig, folder: Path) -> QuantFormat | None:
         return None
     fields: dict[str, Any] = entry if isinstance(entry, dict) else entry.to_dict()
     method, where = str(fields.get("quant_method", "")), f"{folder / 'config.json'}: quantization_config"
+    if is_gguf(folder):
+        return GgufFormat.of(fields, where)
     if method not in FORMATS:
         raise CheckpointError(
             f"{where}.quant_method: must be one of {', '.join(FORMATS)}, or left out for 16 bits, got {method!r}"
