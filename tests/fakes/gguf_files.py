@@ -137,8 +137,8 @@ def add_fields(writer: GGUFWriter, config: dict[str, Any], changed: dict[str, An
     }
     if head_dim := config.get("head_dim"):
         fields |= {"attention.key_length": head_dim, "attention.value_length": head_dim}
-    if config.get("num_experts"):
-        fields |= {"expert_count": config["num_experts"], "expert_used_count": config["num_experts_per_tok"]}
+    if count := config.get("num_experts") or config.get("num_local_experts"):
+        fields |= {"expert_count": count, "expert_used_count": config["num_experts_per_tok"]}
         fields["expert_feed_forward_length"] = config["moe_intermediate_size"]
     if writer.arch.startswith("gemma"):
         fields["attention.sliding_window"] = config["sliding_window"]

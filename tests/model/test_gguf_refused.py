@@ -44,7 +44,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"rope.scaling.type": "longrope"}, r"rope\.scaling\.type must be none, linear or yarn, got 'longrope'"),
         ({"rope.scaling.type": "linear"}, r"rope\.scaling\.factor must be a number, got None"),
         ({"feed_forward_length": 128}, r"tensor blk\.0\.ffn_gate\.weight has shape \[96, 64\], but"),
-        ({"block_count": 3}, r"tensor blk\.2\.attn_norm\.weight, which is .*layers\.2\.input_layernorm.*, is missing"),
+        ({"block_count": 3}, r"tensor blk\.2\.attn_q\.weight, which is .*layers\.2\.self_attn\.q_proj.*, is missing"),
     ],
 )
 def test_a_field_that_cannot_be_followed_is_named(fields: dict[str, Any], message: str, tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -74,6 +74,16 @@ def read_gguf(file: Path) -> GgufHeader:
     Raises:
         CheckpointError: a file is missing, damaged or truncated, or has tensors of unsupported types.
     """
+    header = _kept(file)
+    if not isinstance(header.fields.get("general.architecture"), str):
+        raise header.refusal("has no field general.architecture")
+    if (count := header.fields.get("split.count") or 1) > 1:
+        parts = [_kept(part).tensors for part in _others(file, count)]
+        return replace(header, tensors={name: each for part in (header.tensors, *parts) for name, each in part.items()})
+    return header
+
+
+def _kept(file: Path) -> GgufHeader:
     try:
         status = file.stat()
     except OSError as exc:
@@ -81,16 +91,12 @@ def read_gguf(file: Path) -> GgufHeader:
     return _read(file, status.st_mtime_ns, status.st_size)
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=32)
 def _read(file: Path, _mtime_ns: int, size: int) -> GgufHeader:
     """Kept, as a header with a large vocabulary takes a second."""
     reader = _opened(file)
     fields = {name: field.contents() for name, field in reader.fields.items() if not _is_list_of_tokens(name, field)}
-    if not isinstance(fields.get("general.architecture"), str):
-        raise CheckpointError(f"{file}: has no field general.architecture")
     tensors = {tensor.name: tensor for tensor in _tensors(file, size, reader)}
-    if (count := fields.get("split.count") or 1) > 1:
-        tensors |= _other_tensors(file, count)
     return GgufHeader(file, fields, tensors, int(reader.data_offset))
 
 
@@ -136,18 +142,13 @@ def _tensors(file: Path, size: int, reader: GGUFReader) -> list[GgufTensor]:
     return tensors
 
 
-def _other_tensors(file: Path, count: int) -> dict[str, GgufTensor]:
-    """The tensors of a split model's other files, which are beside the first."""
+def _others(file: Path, count: int) -> list[Path]:
+    """A split model's other files, which are beside the first."""
     found = OF_SEVERAL.search(file.name)
     if found is None or int(found[1]) != count:
         raise CheckpointError(
             f"{file}: is one of {count} files of a split model; must be the first one, named ...-00001-of-{count:05d}"
             f"{SUFFIX}, with the others beside it"
         )
-    tensors: dict[str, GgufTensor] = {}
-    for number in range(2, count + 1):
-        part = file.with_name(f"{file.name[: found.start()]}-{number:05d}-of-{count:05d}{SUFFIX}")
-        if not part.is_file():
-            raise CheckpointError(f"{part}: this file of the split model is missing")
-        tensors |= {tensor.name: tensor for tensor in _tensors(part, part.stat().st_size, _opened(part))}
-    return tensors
+    start = file.name[: found.start()]
+    return [file.with_name(f"{start}-{number:05d}-of-{count:05d}{SUFFIX}") for number in range(2, count + 1)]

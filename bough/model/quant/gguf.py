@@ -20,7 +20,7 @@ from bough.model.quant.ggml_blocks import Blocks
 
 EXPERTS = re.compile(r"(.*\.experts)\.(gate_up|down)_proj")  # parameters that have all experts of a layer
 LAYER = re.compile(r"\d+")
-HEAD = "output.weight"  # absent if it is the embeddings
+HEAD = "lm_head.weight"  # has no tensor if it is the embeddings
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class GgufFormat:
                 if tensor in sources:
                     kinds.add(_kind(tensor))
                     found |= dict(_by_expert(name, sources[tensor]))
-                elif tensor != HEAD:
+                elif parameter != HEAD:
                     raise CheckpointError(f"{file}: tensor {tensor}, which is {parameter}, is missing")
         for tensor in sources:
             if _kind(tensor) not in kinds:
