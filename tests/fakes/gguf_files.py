@@ -12,7 +12,7 @@ import gguf
 import numpy as np
 import numpy.typing as npt
 import torch
-from gguf import GGMLQuantizationType, GGUFWriter
+from gguf import GGMLQuantizationType, GGUFValueType, GGUFWriter
 from transformers import AutoTokenizer
 
 from loadtest.peers.gguf import IN_LAYER, OUTSIDE, permuted
@@ -145,16 +145,16 @@ def add_fields(writer: GGUFWriter, config: dict[str, Any], changed: dict[str, An
     for name in ("attn_logit_softcapping", "final_logit_softcapping"):
         if config.get(name):
             fields[name] = float(config[name])
+    kinds = {int: GGUFValueType.UINT32, float: GGUFValueType.FLOAT32, str: GGUFValueType.STRING}
     for name, value in (fields | changed).items():
         if value is not None:
-            add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}[type(value)]
-            add(f"{writer.arch}.{name}", value)
+            writer.add_key_value(f"{writer.arch}.{name}", value, kinds[type(value)])
 
 
 def add_tokenizer(writer: GGUFWriter, source: Path) -> None:
     """A folder's tokenizer of bytes."""
     tokenizer = AutoTokenizer.from_pretrained(source)
-    vocabulary = sorted(tokenizer.get_vocab(), key=tokenizer.get_vocab().get)
+    vocabulary = [token for _, token in sorted((index, token) for token, index in tokenizer.get_vocab().items())]
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list(vocabulary)
     writer.add_token_scores([0.0] * len(vocabulary))

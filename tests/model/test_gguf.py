@@ -100,8 +100,7 @@ def test_rows_of_a_head() -> None:
     assert file_rows(np.arange(5), 1).tolist() == [0, 1, 2, 3, 4]
 
 
-@pytest.mark.parametrize("kind", ["Q8_0", "F16"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "kind"), [*((name, "Q8_0") for name in MODELS), ("llama", "F16"), ("gemma3", "BF16")])
 def test_a_model_says_what_its_values_say_in_a_folder(name: str, kind: str, tmp_path: Path) -> None:
     """Its configuration included, as the folder has the original one."""
     source, file = save_model(tmp_path / "source", MODELS[name]), tmp_path / "model.gguf"

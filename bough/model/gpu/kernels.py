@@ -41,4 +41,4 @@ def of_gpus() -> Kernels | None:
         )
         return None
     own = [getattr(unpack_triton, name) for name in Kernels._fields[1:-1]]
-    return Kernels(attention_triton.attend_by_triton, *own, blocks_triton.write_blocks)
+    return Kernels(*(attention_triton.attend_by_triton, *own, blocks_triton.write_blocks))

@@ -130,7 +130,8 @@ class _Table(NamedTuple):
         found = (blocks[..., at].short() >> shifts.short()) & low_mask
         if high_mask:
             found |= ((blocks[..., high_at].short() >> high_shifts.short()) & high_mask) << bits
-        return (found ^ flip).sub_(center).float()
+        numbers: torch.Tensor = (found ^ flip) - center
+        return numbers.float()
 
 
 class _Tables(NamedTuple):
@@ -145,9 +146,9 @@ class _Tables(NamedTuple):
     @cache
     def of(cls, kind: str) -> _Tables:
         type_, (count, num_bytes) = TYPES[kind], BLOCKS[kind]
-        each = ((type_.numbers, count), (type_.scales, type_.num_groups), (type_.mins, type_.num_groups))
         layout = [num_bytes, type_.scale, type_.offset, type_.scales.low.bits, type_.mins.low.bits]
-        return cls(*(_Table.of(*one) for one in each), np.array(layout))
+        scales, mins = (_Table.of(numbers, type_.num_groups) for numbers in (type_.scales, type_.mins))
+        return cls(_Table.of(type_.numbers, count), scales, mins, np.array(layout))
 
 
 def file_rows(rows: Any, half: int) -> Any:
@@ -245,13 +246,14 @@ class Blocks:
     def _by_torch(self, data: torch.Tensor, rows: slice) -> torch.Tensor:
         tables, type_ = _Tables.of(self.kind), TYPES[self.kind]
         order = file_rows(torch.arange(rows.start, rows.stop, device=data.device), self.half)
-        blocks = data[order].unflatten(1, (-1, BLOCKS[self.kind][1]))
+        blocks = data[order].view(len(order), -1, BLOCKS[self.kind][1])
 
         def half(at: int) -> torch.Tensor:
             return blocks[..., at : at + 2].contiguous().view(torch.float16).float()
 
         scales = half(type_.scale) * (tables.scales.by_torch(blocks) if type_.scales.low.bits else 1)
-        values = tables.numbers.by_torch(blocks).unflatten(2, (type_.num_groups, -1)) * scales[..., None]
+        numbers = tables.numbers.by_torch(blocks).view(*blocks.shape[:2], type_.num_groups, -1)
+        values: torch.Tensor = numbers * scales[..., None]
         if type_.offset >= 0:
             offsets = half(type_.offset) * (-tables.mins.by_torch(blocks) if type_.mins.low.bits else 1)
             values += offsets[..., None]

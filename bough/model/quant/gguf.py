@@ -166,6 +166,7 @@ class Converted:
 
     def _write(self, stored: torch.Tensor, out: torch.Tensor) -> None:
         if self.half > 1:
-            out.unflatten(0, (-1, 2, self.half)).copy_(stored.unflatten(0, (-1, self.half, 2)).transpose(1, 2))
+            pairs = stored.view(-1, self.half, 2, *self.shape[1:])
+            out.view(-1, 2, self.half, *self.shape[1:]).copy_(pairs.transpose(1, 2))
         else:
             out.copy_(stored.float() + self.offset)
