@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from bough.cli.machine.progress import activation
 from bough.client import Client
 from bough.config.processes import OrchestratorConfig
 from bough.errors import ConfigError
@@ -58,6 +59,7 @@ class Endpoints:
             base=self.base,
             address=self.address,
             dashboard=dashboard_url,
+            activation=activation(),
             ready="ready; with a key of yours in BOUGH_API_KEY," if has_keys else "ready;",
             header=' -H "authorization: Bearer $BOUGH_API_KEY"' if has_keys else "",
             api_key='os.environ["BOUGH_API_KEY"]' if has_keys else '"none"',
@@ -88,7 +90,7 @@ for chunk in client.chat.completions.create(model=model, messages=messages, max_
 
 """
 TEXT = (
-    """{ready} three ways to ask, from another terminal:
+    """{ready} three ways to ask, from another terminal{activation}:
 
 curl{curl} -N {base}/chat/completions{header} -H 'content-type: application/json' \\
   -d '{{"messages": [{{"role": "user", "content": "Why is the sky blue?"}}], "max_tokens": 64, "stream": true}}'

@@ -32,6 +32,7 @@ STOP_SECONDS = 60.0  # for all replicas to drain
 OBJECT_STORE_BYTES = 100 * 1000**2  # the least that Ray takes: nothing of ours goes through it
 OF_ALL = frozenset(f.name for f in fields(ServiceConfig))  # settings that a worker without weights has, too
 HAPROXY_PORTS = {"RAY_SERVE_HAPROXY_STATS_PORT": "8404", "RAY_SERVE_HAPROXY_METRICS_PORT": "9101"}  # Ray's defaults
+HAPROXY_SCRIPT = Path(__file__).with_name("haproxy.sh")
 NUM_RESOURCES = 8  # of each kind that a deployment asks for: more than it needs, as there is one node only
 
 
@@ -54,7 +55,7 @@ def run(file: Path, simulate: str, port: int | None, dashboard_port: int) -> Non
     check(config)
     endpoints = Endpoints.of(config)
     if uses_haproxy():
-        require_haproxy()
+        tether_haproxy()
     require_free_ports(config, dashboard_port)
     if _uses_demonstration(config):
         ensure_demonstration()
@@ -98,14 +99,18 @@ def require_free_ports(config: Mapping[str, Any], dashboard_port: int) -> None:
             raise ConfigError(f"{where}: must be a free port, got {port} ({exc.strerror})") from exc
 
 
-def require_haproxy() -> None:
-    """Raise ConfigError where Ray finds no HAProxy: it would serve without any HTTP port, and say so in a log alone."""
+def tether_haproxy() -> None:
+    """Have Ray run HAProxy through a script by which it ends with Ray's process.
+
+    Raise ConfigError where Ray finds no HAProxy: it would serve without any HTTP port, and say so in a log alone.
+    """
     from ray.serve._private.haproxy import get_haproxy_binary  # loads jinja2, for those who use it
 
     try:
-        get_haproxy_binary()
+        os.environ["BOUGH_HAPROXY"] = get_haproxy_binary()
     except FileNotFoundError as exc:
         raise ConfigError(f"--haproxy (or {HAPROXY}): must have an HAProxy to run: {exc}") from exc
+    os.environ |= {"BOUGH_PYTHON": sys.executable, "RAY_SERVE_HAPROXY_BINARY_PATH": str(HAPROXY_SCRIPT)}
 
 
 @contextmanager

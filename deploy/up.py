@@ -43,7 +43,7 @@ def main() -> int:
         try:
             from deploy.local import Stopped, run
         except ImportError as exc:
-            raise ConfigError(f"Ray Serve is not installed ({exc}); must be: pip install 'bough[serve]'") from exc
+            raise ConfigError(f"Ray Serve is not installed ({exc}); must be: pip install '.[serve]'") from exc
         try:
             run(arguments.file, arguments.simulate, arguments.port, arguments.dashboard_port)
         except Stopped:

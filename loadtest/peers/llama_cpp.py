@@ -1,6 +1,6 @@
 """Compares bough with llama.cpp on a CPU: the same weights and prompts, streamed from disk and in memory.
 
-    pip install 'bough[peer]'
+    pip install '.[peer]'
     python -m loadtest.peers.llama_cpp
     python -m loadtest.peers.llama_cpp --prompts 4 --tokens 32 --peer-python OTHER_ENVIRONMENT/bin/python
 

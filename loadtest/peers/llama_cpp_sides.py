@@ -50,7 +50,7 @@ def require_peer(python: str) -> None:
     except (OSError, subprocess.CalledProcessError) as exc:
         raise PeerError(
             "--peer-python: must be a Python that can import xllamacpp, such as that of an environment in which "
-            f"`pip install 'bough[peer]'` was run, got {python}"
+            f"`pip install '.[peer]'` was run, got {python}"
         ) from exc
 
 

@@ -76,7 +76,7 @@ def one_machine() -> Machine:
         from bough.config.addresses import free_port
         from deploy.check import load
     except ImportError as exc:
-        raise ConfigError(f"Ray Serve is not installed ({exc}); must be: pip install 'bough[serve]'") from exc
+        raise ConfigError(f"Ray Serve is not installed ({exc}); must be: pip install '.[serve]'") from exc
     config = load(ROOT / "deploy" / "one-machine.yaml")
     grpc_port, proxy_port, index_port, dashboard_port = (free_port(HOST) for _ in range(4))
     config["http_options"]["port"] = proxy_port

@@ -9,8 +9,8 @@ from bough.errors import InvalidRequest
 from bough.protocol.sampling_params import MAX_GRAMMAR
 from bough.protocol.thoughts import Beginning, Thoughts
 from bough.tokenization.tokenizer import AddedToken
-from orchestrator.tools.call_grammar import ranges
 from orchestrator.tools.call_syntax import written
+from orchestrator.tools.tool_format import ranges
 
 
 def after_thoughts(field: str, grammar: str, thoughts: Thoughts, added_tokens: Mapping[str, AddedToken]) -> str:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import io
+import sys
+from pathlib import Path
 
-from bough.cli.machine.progress import ERASE_LINE, Progress
+import pytest
+
+from bough.cli.machine.progress import ERASE_LINE, Progress, activation
 from bough.processes.launch import Waiting
 
 
@@ -44,3 +48,16 @@ def test_a_line_does_not_wrap() -> None:
     stream = Terminal()
     Progress(stream)(Waiting(("x" * 1000,), 1.0))
     assert len(stream.getvalue()) < 1000
+
+
+def test_who_has_not_activated_the_environment_is_told_how(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`make serve` is run without; the calls that it prints would not be found, or by another Python."""
+    python = tmp_path / "python"
+    monkeypatch.setattr(sys, "executable", str(python))
+    monkeypatch.setenv("PATH", "")
+    assert activation() == "", "an environment that has nothing to activate"
+    (tmp_path / "activate").touch()
+    python.touch(0o755)
+    assert activation() == f" (after `source {tmp_path}/activate`)"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert activation() == ""

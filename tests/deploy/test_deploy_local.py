@@ -5,8 +5,13 @@ from __future__ import annotations
 import asyncio
 import copy
 import os
+import select
+import shutil
 import signal
 import socket
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -129,7 +134,7 @@ def test_haproxy_is_there_its_ports_are_free_and_nobody_expects_tls_of_it(monkey
     check(CONFIG)
     monkeypatch.setattr(haproxy, "RAY_SERVE_HAPROXY_BINARY_PATH", "/nowhere/haproxy")
     with pytest.raises(ConfigError, match=r"must have an HAProxy to run: .*'/nowhere/haproxy'"):
-        local.require_haproxy()
+        local.tether_haproxy()
     with socket.socket() as other:
         other.bind((local.HOST, 0))
         other.listen()
@@ -139,6 +144,23 @@ def test_haproxy_is_there_its_ports_are_free_and_nobody_expects_tls_of_it(monkey
         config["applications"][0]["deployments"][0]["user_config"]["port"] = 0
         with pytest.raises(ConfigError, match=f"RAY_SERVE_HAPROXY_STATS_PORT: must be a free port, got {port}"):
             local.require_free_ports(config, 0)
+
+
+def test_haproxy_ends_with_the_process_that_starts_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a Ray node is killed, Ray's own HAProxy goes on and holds the ports."""
+    for name in ("BOUGH_HAPROXY", "BOUGH_PYTHON", "RAY_SERVE_HAPROXY_BINARY_PATH"):
+        monkeypatch.setenv(name, "")
+    monkeypatch.setattr(haproxy, "RAY_SERVE_HAPROXY_BINARY_PATH", shutil.which("sleep"))
+    local.tether_haproxy()
+    started = ["sh", "-c", '"$RAY_SERVE_HAPROXY_BINARY_PATH" 60 & echo $!; wait']
+    with subprocess.Popen(started, stdout=subprocess.PIPE, text=True) as ray:
+        assert ray.stdout is not None
+        name = Path(f"/proc/{ray.stdout.readline().strip()}/comm")
+        while name.read_text() != "sleep\n":
+            time.sleep(0.01)
+        ray.kill()
+        is_closed, _, _ = select.select([ray.stdout], [], [], 30.0)  # its end closes the last copy of the pipe
+        assert is_closed
 
 
 def with_orchestrator(**program: Any) -> dict[str, Any]:
@@ -152,6 +174,7 @@ def test_calls_show_what_the_doors_ask_for(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("BOUGH_TLS_CERT", "c.pem")
     monkeypatch.setenv("BOUGH_TLS_KEY", "c.key")
     monkeypatch.setenv("BOUGH_TLS_CA", "ca.pem")
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent))
     config = with_orchestrator(keys="keys.jsonl")
     local.adapt(config, "", 8443)
     assert config["http_options"] | {"host": ""} == {

@@ -146,7 +146,7 @@ def test_a_process_without_the_packages_names_the_extra(kind: str) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 2
     assert "--otlp-endpoint: must be empty where" in done.stderr
-    assert "pip install 'bough[tracing]'" in done.stderr
+    assert "pip install '.[tracing]'" in done.stderr
 
 
 @pytest.mark.parametrize(

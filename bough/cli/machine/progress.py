@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+from pathlib import Path
 from typing import TextIO
 
 from bough.processes.launch import Waiting
@@ -36,6 +37,13 @@ class Progress:
         """Erase the line from a terminal."""
         if self._is_terminal:
             print(ERASE_LINE, end="", file=self._stream, flush=True)
+
+
+def activation() -> str:
+    """How a terminal comes to find the commands `bough` and `python` that are shown to a user; empty if it does."""
+    script = Path(sys.executable).with_name("activate")
+    is_found = not script.exists() or shutil.which("python") == sys.executable
+    return "" if is_found else f" (after `source {script}`)"
 
 
 def tell(text: str) -> None:

@@ -9,10 +9,11 @@ from typing import Any
 
 from bough.errors import CheckpointError
 from bough.model.checkpoint.checkpoint import TensorPlace
-from bough.model.quant.format import PackedTensors
+from bough.model.quant.format import PackedTensors, module_names
 from bough.model.quant.scaled import FLOAT8, INT8, SPARE, WORDS, Scaled, Scheme, block_size, unquantized
 
 PACKED, INTEGERS, FLOATS, NAIVE = "pack-quantized", "int-quantized", "float-quantized", "naive-quantized"
+DENSE = "dense"  # the only layout of zeros: each has its number
 PATTERN, CLASS = "re:", "Linear"  # of targets: the beginning of a regular expression, and the class of every matrix
 SCHEME_FIELDS = ("targets", "weights", "input_activations", "output_activations", "format")
 WEIGHT_FIELDS = (
@@ -89,8 +90,8 @@ class CompressedTensorsFormat:
 def _require_plain(fields: Mapping[str, Any], where: str) -> None:
     """Refuse what changes values beyond numbers and scales."""
     sparsity = fields.get("sparsity_config") or {}
-    if sparsity.get("format", "dense") != "dense":
-        raise CheckpointError(f"{where}.sparsity_config.format: must be 'dense', got {sparsity['format']!r}")
+    found = sparsity.get("format", DENSE) if isinstance(sparsity, Mapping) else sparsity
+    _require_one_of(found, (DENSE,), f"{where}.sparsity_config.format")
     for name in ("transform_config", "moe_sparsity_config"):
         if fields.get(name):
             raise CheckpointError(f"{where}.{name}: must be empty, got {fields[name]!r}")
@@ -138,17 +139,16 @@ def _require_one_of(value: object, allowed: Collection[object], where: str) -> N
         raise CheckpointError(f"{where}: must be {' or '.join(map(repr, allowed))}, got {value!r}")
 
 
-def _targets(found: Any, where: str) -> tuple[str, ...]:
+def _targets(found: object, where: str) -> tuple[str, ...]:
     """Names, patterns and classes of modules."""
-    if not isinstance(found, list) or not all(isinstance(target, str) for target in found):
-        raise CheckpointError(f"{where}: must be a list of modules, got {found!r}")
-    for target in found:
+    targets = module_names(found, where)
+    for target in targets:
         if target.startswith(PATTERN):
             try:
                 re.compile(target.removeprefix(PATTERN))
             except re.error as exc:
                 raise CheckpointError(f"{where}: must be regular expressions after re:, got {target!r}: {exc}") from exc
-    return tuple(found)
+    return targets
 
 
 def _rank(entry: tuple[str, object]) -> tuple[int, str]:

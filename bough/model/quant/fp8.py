@@ -8,10 +8,11 @@ from typing import Any
 
 from bough.errors import CheckpointError
 from bough.model.checkpoint.checkpoint import TensorPlace
-from bough.model.quant.format import PackedTensors
+from bough.model.quant.format import PackedTensors, module_names
 from bough.model.quant.scaled import FLOAT8, SPARE, Scaled, Scheme, block_size, unquantized
 
 SCALE_NAMES = ("weight_scale_inv", "weight_scale")  # both are what numbers are multiplied by
+KEPT_NAMES = ("modules_to_not_convert", "ignored_layers")  # in config.json
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +36,10 @@ class Fp8Format:
         blocks = fields.get("weight_block_size")
         size = block_size(blocks, f"{where}.weight_block_size") if blocks is not None else (1, 1)
         scheme = Scheme(FLOAT8, 8, "block" if blocks is not None else "", size)
-        kept = fields.get("modules_to_not_convert") or fields.get("ignored_layers") or ()
+        name = next((name for name in KEPT_NAMES if fields.get(name)), KEPT_NAMES[0])
+        kept = module_names(fields.get(name) or (), f"{where}.{name}")
         changed = [key for key in ("activation_scheme", "kv_cache_scheme") if fields.get(key)]
-        return cls(scheme, tuple(kept), unquantized(changed))
+        return cls(scheme, kept, unquantized(changed))
 
     def __str__(self) -> str:
         return f"{self.bits} bits ({self.method})"

@@ -18,11 +18,11 @@ import torch
 
 from bough.model.checkpoint.checkpoint import TensorPlace
 from bough.model.checkpoint.gguf_file import BLOCKS
-from bough.model.checkpoint.tensor_source import Scratch, room_bytes, typed
+from bough.model.checkpoint.tensor_source import typed
 from bough.model.cpu.float_bits import from_half, rounded
 from bough.model.cpu.jit import strict_inline, strict_parallel
 from bough.model.gpu.kernels import kernels_on
-from bough.model.quant.format import write_out
+from bough.model.quant.format import Dequantized, write_out
 
 
 class Part(NamedTuple):
@@ -201,7 +201,7 @@ def _unpack_blocks(
 
 
 @dataclass(frozen=True, slots=True)
-class Blocks:
+class Blocks(Dequantized):
     """A weight in blocks by rows."""
 
     place: TensorPlace  # (rows, bytes of a row) U8
@@ -218,20 +218,13 @@ class Blocks:
         values, block_bytes = BLOCKS[self.kind]
         return (rows, num_bytes // block_bytes * values)
 
-    def scratch_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes of the whole value."""
-        return room_bytes(self.shape, dtype)
-
-    def value(self, raw: Sequence[torch.Tensor], dtype: torch.dtype, scratch: Scratch) -> torch.Tensor:
-        """Dequantize."""
-        out = scratch.take(self.shape, dtype)
-        scratch.write(lambda: self.write(raw[0], out))
-        return out
-
     @property
     def is_by_rows(self) -> bool:
         """Whether any rows of the value can be made of the same rows of the tensor."""
         return self.half == 1
+
+    def _write(self, raw: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+        self.write(raw[0], out)
 
     def write(self, data: torch.Tensor, out: torch.Tensor) -> None:
         """Dequantize the tensor's bytes."""

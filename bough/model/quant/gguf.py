@@ -14,8 +14,8 @@ from bough.errors import CheckpointError
 from bough.model.checkpoint.checkpoint import TensorPlace
 from bough.model.checkpoint.gguf_config import METHOD, ROPE_FACTORS
 from bough.model.checkpoint.gguf_file import BLOCKS, PLAIN
-from bough.model.checkpoint.tensor_source import Scratch, TensorSource, room_bytes, typed
-from bough.model.quant.format import PackedTensors
+from bough.model.checkpoint.tensor_source import TensorSource, typed
+from bough.model.quant.format import Dequantized, PackedTensors
 from bough.model.quant.ggml_blocks import Blocks
 
 EXPERTS = re.compile(r"(.*\.experts)\.(gate_up|down)_proj")  # parameters that have all experts of a layer
@@ -139,7 +139,7 @@ def _by_expert(name: str, source: TensorSource) -> Iterator[tuple[str, TensorSou
 
 
 @dataclass(frozen=True, slots=True)
-class Converted:
+class Converted(Dequantized):
     """A plain tensor whose rows are in the order of `ggml_blocks.file_rows`, or to whose values a number is added."""
 
     place: TensorPlace
@@ -154,17 +154,8 @@ class Converted:
     def shape(self) -> tuple[int, ...]:
         return self.place.shape
 
-    def scratch_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes of the whole value."""
-        return room_bytes(self.shape, dtype)
-
-    def value(self, raw: Sequence[torch.Tensor], dtype: torch.dtype, scratch: Scratch) -> torch.Tensor:
-        """A copy, added to in float32."""
-        out = scratch.take(self.shape, dtype)
-        scratch.write(lambda: self._write(typed(raw[0], self.place), out))
-        return out
-
-    def _write(self, stored: torch.Tensor, out: torch.Tensor) -> None:
+    def _write(self, raw: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+        stored = typed(raw[0], self.place)
         if self.half > 1:
             pairs = stored.view(-1, self.half, 2, *self.shape[1:])
             out.view(-1, 2, self.half, *self.shape[1:]).copy_(pairs.transpose(1, 2))

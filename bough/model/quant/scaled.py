@@ -16,11 +16,12 @@ import torch
 
 from bough.errors import CheckpointError
 from bough.model.checkpoint.checkpoint import TensorPlace
-from bough.model.checkpoint.tensor_source import VALUE_DTYPES, Scratch, room_bytes, typed
+from bough.model.checkpoint.tensor_source import VALUE_DTYPES, typed
 from bough.model.cpu.float_bits import rounded
 from bough.model.cpu.jit import strict_parallel
 from bough.model.gpu.kernels import kernels_on
 from bough.model.quant.format import (
+    Dequantized,
     PackedTensors,
     read_integers,
     require_matrix,
@@ -107,12 +108,13 @@ def _require_stored_shape(name: str, shape: list[int], tensors: PackedTensors) -
     if name not in tensors:
         return
     place = tensors.take(name, ("I32", "I64"))
+    require_shape(place, (len(shape),))
     if (found := read_integers(place).tolist()) != shape:
         raise CheckpointError(f"{place.file}: tensor {name} must be {shape}, as its numbers are, got {found}")
 
 
 @dataclass(frozen=True, slots=True)
-class Scaled:
+class Scaled(Dequantized):
     """A weight of numbers by rows: (number - zero) * scale."""
 
     numbers: TensorPlace  # (outputs, inputs) INT8 or FLOAT8, or (outputs, words) WORDS, their lowest bits first
@@ -130,16 +132,6 @@ class Scaled:
     def shape(self) -> tuple[int, ...]:
         outputs, elements = self.numbers.shape
         return (outputs, elements * (32 // self.bits if self.numbers.dtype == WORDS else 1))
-
-    def scratch_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes of the whole value."""
-        return room_bytes(self.shape, dtype)
-
-    def value(self, raw: Sequence[torch.Tensor], dtype: torch.dtype, scratch: Scratch) -> torch.Tensor:
-        """Dequantize."""
-        out = scratch.take(self.shape, dtype)
-        scratch.write(lambda: self._write(raw, out))
-        return out
 
     def _write(self, raw: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         height, width = self.block

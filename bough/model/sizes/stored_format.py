@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,14 +19,15 @@ from bough.model.checkpoint.tensor_source import STORED_DTYPES
 from bough.model.packing.pack import is_packed, packed_bytes
 from bough.model.quant.bough_format import BoughFormat
 from bough.model.quant.compressed_tensors import CompressedTensorsFormat
-from bough.model.quant.formats import format_of
+from bough.model.quant.format import module_names
+from bough.model.quant.formats import fields_of, format_of, where_in
 from bough.model.quant.fp8 import Fp8Format
 from bough.model.quant.gguf import GgufFormat
 from bough.model.quant.quantize import GROUP_SIZES
 from bough.model.quant.samples import BY_ROWS, PackedFormat
 
 SCALE_BYTES, INDEX_BYTES = 2, 4
-FP8_SCALE_BYTES = 4  # as DeepSeek stores them; Qwen's have 2, of a part in ten thousand
+FP8_SCALE_BYTES = 4  # as DeepSeek stores them; Qwen's have 2, which is a ten-thousandth less for the whole weight
 COMMUNITY_GROUP = 128  # default of GPTQ and AWQ if config.json has none
 
 
@@ -61,12 +63,10 @@ class Packing:
                 f"model: must not be a draft of mixed bits, whose weights are dequantized when loaded, got {folder}; "
                 "use --drop-layers of its target, or the target itself"
             )
-        entry = config.quantization_config
-        fields: dict[str, Any] = entry if isinstance(entry, dict) else entry.to_dict()
-        group_size = int(fields.get("group_size") or fields.get("q_group_size") or COMMUNITY_GROUP)
-        if quantization.method == "bough":
-            group_size = GROUP_SIZES[quantization.bits]
-        kept = tuple(fields.get("modules_to_not_convert") or ())
+        fields, where = fields_of(config), where_in(folder)
+        is_own = quantization.method == "bough"
+        group_size = GROUP_SIZES[quantization.bits] if is_own else _group_size(fields, where)
+        kept = module_names(fields.get("modules_to_not_convert") or (), f"{where}.modules_to_not_convert")
         common = PackedFormat(quantization.method, quantization.bits, group_size, not fields.get("desc_act"))
         return cls(str(quantization), common, kept)
 
@@ -96,7 +96,7 @@ class Packing:
             shape = torch.Size((2 * shape[0], shape[1] // 2, shape[2]))
         scale_bytes = dtype.itemsize if self.schemes.method == "compressed-tensors" else FP8_SCALE_BYTES
         group_size = -1 if scheme.strategy in ("tensor", "channel", "") else scheme.size[1]
-        method = next(method for method, dtype in BY_ROWS.items() if dtype == scheme.dtype)
+        method = next(method for method, stored in BY_ROWS.items() if stored == scheme.dtype)
         return PackedFormat(method, scheme.bits, group_size, scheme.is_ordered), scheme.num_bytes(shape, scale_bytes)
 
     def _in_file(self, name: str, dtype: torch.dtype) -> tuple[PackedFormat | None, int] | None:
@@ -109,6 +109,15 @@ class Packing:
         kind, num_bytes = places[0].dtype, sum(place.num_bytes for place in places)
         values, block_bytes = BLOCKS.get(kind, (0, 0))
         return PackedFormat(kind, 8 * block_bytes // values, values) if values else None, num_bytes
+
+
+def _group_size(fields: Mapping[str, Any], where: str) -> int:
+    """Inputs that share a scale; -1 for all. Raises CheckpointError."""
+    name = "group_size" if fields.get("group_size") else "q_group_size"
+    found = str(fields.get(name) or COMMUNITY_GROUP)
+    if found != "-1" and not (found.isdecimal() and int(found)):
+        raise CheckpointError(f"{where}.{name}: must be -1, or at least 1, got {fields[name]!r}")
+    return int(found)
 
 
 def _stored_modules(name: str) -> tuple[str, ...]:

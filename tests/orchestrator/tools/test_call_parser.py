@@ -14,8 +14,7 @@ from bough.protocol.generation import Function, Tools
 from orchestrator.tools.call_object import ObjectSyntax
 from orchestrator.tools.call_parser import ContentText
 from orchestrator.tools.call_reader import ArgumentsText, CallBegun
-from orchestrator.tools.formats import FORMATS
-from orchestrator.tools.mistral import MISTRAL_NAMED
+from orchestrator.tools.formats import FORMATS, MISTRAL_NAMED
 from orchestrator.tools.tagged_call import TaggedSyntax
 
 KNOWN = {"mistral_named" if known is MISTRAL_NAMED else known.name: known for known in FORMATS}

@@ -24,8 +24,7 @@ from orchestrator.opening.prompt import whole_prompt
 from orchestrator.sessions.detokenizer import TextStream
 from orchestrator.tools.call_parser import ContentText
 from orchestrator.tools.call_reader import ArgumentsText, CallBegun
-from orchestrator.tools.formats import FORMATS, format_of
-from orchestrator.tools.mistral import MISTRAL_NAMED
+from orchestrator.tools.formats import FORMATS, MISTRAL_NAMED, format_of
 from tests.fakes.tool_models import QUESTION, model_of, tokenizer_with
 from tests.fakes.tool_templates import KIMI, NO_TOOLS, SPECIAL, TEMPLATES, TOKENS, written
 
