@@ -23,7 +23,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from bough import __version__
 from bough.errors import InvalidRequest, NotFound, Unavailable
-from bough.protocol.generation import ModelInfo, Prompt, TextPrompt, TokenPrompt
+from bough.protocol.generation import ModelInfo, TextPrompt, TokenPrompt
 from bough.registry.records import WorkerRecord
 from orchestrator.http_api import chat, completions
 from orchestrator.http_api.answers.answer import Answer, Head
@@ -89,7 +89,6 @@ def http_app(
         Route("/cluster", _Answered(api.cluster), methods=["GET"]),
         Route("/version", _Answered(api.version), methods=["GET"]),
     ]
-    handlers = {HTTPException: _refused}
     open_paths = {HEALTH, METRICS, DISCOVERY} if has_open_figures else {HEALTH}
     if has_page:  # its own requests carry the key that is typed in there
         routes += page_routes()
@@ -97,7 +96,7 @@ def http_app(
     layers = [Middleware(RequestIds), Middleware(Guard, callers=callers, open_paths=open_paths)]
     if own_name is not None:
         layers.insert(1, Middleware(HostGuard, own_name=own_name))
-    app = Starlette(routes=routes, exception_handlers=handlers, middleware=layers)
+    app = Starlette(routes=routes, exception_handlers={HTTPException: _refused}, middleware=layers)
     app.router.redirect_slashes = False  # after a redirect, clients that post would follow with GET, or not at all
     return app
 
@@ -121,9 +120,9 @@ class _Api:
         head = _head("chatcmpl-", fields)
         limits, most = chat.chat_limits(fields), tenant_of(request).most_at_once
         wanted = choices(fields, prompts, limits, head.answer_id, _session_id(request, fields), most)
-        formats = self.requests.texts.tool_format
-        telling, spell = fields.stream_options, self._spell(wanted)
-        answer = chat.ChatAnswer(head, len(wanted), telling, spell, tools, formats, fields.include_reasoning)
+        spell, formats = self._spell(wanted), self.requests.texts.tool_format
+        has_reasoning, options = fields.include_reasoning, fields.stream_options
+        answer = chat.ChatAnswer(head, len(wanted), options, spell, tools, formats, has_reasoning)
         names = chat.FIELD_NAMES | constraint_names(fields.structured_outputs)
         return self._exchange(tenant_of(request), wanted, answer, fields, names)
 
@@ -238,13 +237,10 @@ class _Api:
             return None
         return lambda model: self.requests.texts.tokenizer(model).token_bytes
 
-    async def _echo(self, prompt: Prompt, model: str) -> str:
-        match prompt:
-            case TextPrompt(text):
-                return text
-            case TokenPrompt(token_ids):
-                return await self.requests.texts.prompt(token_ids, model)
-        raise AssertionError(f"{type(prompt)} is no prompt of a completion")
+    async def _echo(self, prompt: TextPrompt | TokenPrompt, model: str) -> str:
+        return (
+            prompt.text if isinstance(prompt, TextPrompt) else await self.requests.texts.prompt(prompt.token_ids, model)
+        )
 
     def _card(self, model: ModelInfo) -> Json:
         card: Json = {"id": model.model_name, "object": "model", "created": self.born, "owned_by": "bough"}

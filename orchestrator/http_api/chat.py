@@ -57,11 +57,10 @@ def chat_limits(fields: ChatFields) -> RequestLimits:
     newer, older = fields.max_completion_tokens, fields.max_tokens
     if newer is not None and older is not None and newer != older:
         raise invalid("max_completion_tokens", newer, f"be equal to max_tokens, {older}, or one of them left out")
-    most = newer if newer is not None else older
+    most = next((given for given in (newer, older) if given is not None), UNLIMITED)
     if fields.top_logprobs and not fields.logprobs:
         raise invalid("top_logprobs", fields.top_logprobs, "be left out unless logprobs is true")
     logprobs = fields.top_logprobs if fields.logprobs else None
-    most = UNLIMITED if most is None else most
     return RequestLimits(most, logprobs, num_choices=fields.n, constraint=response_constraint(fields))
 
 

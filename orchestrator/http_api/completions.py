@@ -23,7 +23,7 @@ MAX_ENTRIES = 1_500_000  # of all prompts' tokens in one answer, which take some
 FIELD_NAMES = {"text": "prompt", "token_ids.ids": "prompt", "token_ids": "prompt", "prompt_logprobs": "echo"}
 
 
-def text_prompt(prompt: TextOrTokens) -> Prompt:
+def text_prompt(prompt: TextOrTokens) -> TextPrompt | TokenPrompt:
     """One prompt of the request."""
     return TextPrompt(prompt) if isinstance(prompt, str) else TokenPrompt(prompt)
 

@@ -21,12 +21,6 @@ class Indexed(NamedTuple):
     event: Event
 
 
-class _Ended(NamedTuple):
-    """The end of a stream, possibly with an error."""
-
-    error: Exception | None
-
-
 @contextmanager
 def scored_first(tenant: Tenant, wanted: Sequence[RequestedOutput]) -> Iterator[list[AsyncGenerator[Event]]]:
     """The streams of all requests; where one scores its prompt, the prompt's others begin after the scores.
@@ -81,7 +75,7 @@ async def merged(streams: Sequence[AsyncGenerator[Event]], silent_seconds: float
     Each stream is read by its own task, at most one event ahead. The first error ends all streams and is raised;
     closing this generator ends them too.
     """
-    queue: asyncio.Queue[Indexed | _Ended] = asyncio.Queue(maxsize=1)
+    queue: asyncio.Queue[Indexed | Exception | None] = asyncio.Queue(maxsize=1)  # a stream ends with the latter two
     tasks = [asyncio.create_task(_read(index, stream, queue)) for index, stream in enumerate(streams)]
     num_open = len(tasks)
     try:
@@ -94,15 +88,15 @@ async def merged(streams: Sequence[AsyncGenerator[Event]], silent_seconds: float
                 continue
             if isinstance(item, Indexed):
                 yield item
-            elif item.error is not None:
-                raise item.error
+            elif item is not None:
+                raise item
             else:
                 num_open -= 1
     finally:
         await end(*tasks)
 
 
-async def _read(index: int, stream: AsyncGenerator[Event], queue: asyncio.Queue[Indexed | _Ended]) -> None:
+async def _read(index: int, stream: AsyncGenerator[Event], queue: asyncio.Queue[Indexed | Exception | None]) -> None:
     error: Exception | None = None
     try:
         async with aclosing(stream):
@@ -110,4 +104,4 @@ async def _read(index: int, stream: AsyncGenerator[Event], queue: asyncio.Queue[
                 await queue.put(Indexed(index, event))
     except Exception as exc:  # raised by the reader of the merged stream
         error = exc
-    await queue.put(_Ended(error))
+    await queue.put(error)

@@ -11,6 +11,7 @@ from bough.errors import InvalidRequest
 from bough.tokenization.chat_template import ChatTemplate
 from orchestrator.tools.call_object import ObjectSyntax
 from orchestrator.tools.call_parser import CallSpelling
+from orchestrator.tools.harmony import HARMONY
 from orchestrator.tools.named_call import NamedSyntax
 from orchestrator.tools.tagged_call import TaggedSyntax
 from orchestrator.tools.tool_format import CallRules, ToolFormat
@@ -116,7 +117,7 @@ GLM47 = replace(
     signs=(r"<tool_call>.*</arg_key><arg_value>", r"<function="),
 )
 
-FORMATS = HERMES, LLAMA_JSON, MISTRAL, MISTRAL_NAMED, QWEN3_CODER, SEED_OSS, GLM45, GLM47
+FORMATS = HERMES, LLAMA_JSON, MISTRAL, MISTRAL_NAMED, QWEN3_CODER, SEED_OSS, GLM45, GLM47, HARMONY
 
 
 def format_of(named: str, template: ChatTemplate) -> ToolFormat:

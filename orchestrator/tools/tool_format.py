@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -76,10 +76,7 @@ class ToolFormat:
         lines = [f"start: {start}", *self._calls(functions, tools, write), f"mark: {write(self.spelling.mark)}"]
         lines += [f"end: {write(self.spelling.end)}"] if self.spelling.end else []
         lines += [] if is_alone else self._free(added_tokens)
-        try:
-            calls = grammar_of(Constraint(lark="\n".join(lines)))
-        except InvalidRequest as exc:
-            raise _renamed(exc, "chat.tools") from exc
+        calls = checked("chat.tools", lines)
         return either(calls, otherwise) if otherwise and not tools.must_call else calls
 
     def _calls(self, functions: Mapping[int, Function], tools: Tools, write: Write) -> Iterator[str]:
@@ -105,6 +102,14 @@ class ToolFormat:
             "opened: spelled | free mark" if mark in added_tokens else "opened: spelled",
             f"spelled[lazy]: ANY {json.dumps(mark)}",
         ]
+
+
+def checked(field: str, rules: Sequence[str]) -> str:
+    """The grammar of these rules. Raises InvalidRequest, naming the field, if it cannot be followed."""
+    try:
+        return grammar_of(Constraint(lark="\n".join(rules)))
+    except InvalidRequest as exc:
+        raise _renamed(exc, field) from exc
 
 
 def _renamed(exc: InvalidRequest, name: str) -> InvalidRequest:

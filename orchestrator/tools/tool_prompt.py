@@ -65,6 +65,8 @@ def _message(message: Message, names: Mapping[str, str]) -> Fields:
     fields: Fields = {"role": message.role, "content": message.content}
     if message.reasoning:  # by either name templates may read it
         fields |= {"reasoning_content": message.reasoning, "reasoning": message.reasoning}
+        if not (message.content and message.tool_calls):  # beside which gpt-oss's template refuses it
+            fields["thinking"] = message.reasoning
     if message.tool_calls:  # templates ask whether the field is there
         fields["tool_calls"] = [
             {

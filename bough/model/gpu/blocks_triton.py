@@ -12,7 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
-from bough.model.gpu.unpack_triton import bits_of, options, rounded
+from bough.model.gpu.number_formats_triton import rounded
+from bough.model.gpu.unpack_triton import bits_of, options
 
 TILE_NUMBERS = 4096  # of a tile
 

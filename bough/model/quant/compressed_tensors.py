@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bough.errors import CheckpointError
+from bough.model.architecture.moe import Experts
 from bough.model.checkpoint.checkpoint import TensorPlace
 from bough.model.quant.format import PackedTensors, module_names
 from bough.model.quant.scaled import FLOAT8, INT8, SPARE, WORDS, Scaled, Scheme, block_size, unquantized
@@ -71,7 +72,7 @@ class CompressedTensorsFormat:
             return place.name.removesuffix("_packed")
         return place.name if place.name.endswith(".weight") and place.dtype in (INT8, FLOAT8) else None
 
-    def source(self, tensor: str, tensors: PackedTensors) -> Scaled:
+    def source(self, tensor: str, tensors: PackedTensors) -> Scaled | Experts:
         """Take numbers, scales, and what else the module's scheme asks for. Raises CheckpointError."""
         module, weight = tensor.rpartition(".")[0], tensor.removesuffix("_packed")
         scheme = next((scheme for target, scheme in self.schemes if _matches(target, module)), None)

@@ -15,8 +15,9 @@ import numpy as np
 import torch
 
 from bough.errors import CheckpointError
+from bough.model.architecture.moe import AnySource
 from bough.model.checkpoint.checkpoint import TensorPlace
-from bough.model.checkpoint.tensor_source import Scratch, TensorSource, room_bytes
+from bough.model.checkpoint.tensor_source import Scratch, room_bytes
 
 KERNEL_DTYPES = (torch.bfloat16, torch.float32)  # dtypes that CPU kernels write; others use torch
 
@@ -56,7 +57,7 @@ class QuantFormat(Protocol):
     def weight_name(self, place: TensorPlace) -> str | None:
         """The weight whose numbers a tensor has; None for other tensors."""
 
-    def source(self, tensor: str, tensors: PackedTensors) -> TensorSource:
+    def source(self, tensor: str, tensors: PackedTensors) -> AnySource:
         """Take the tensors of a weight whose numbers are `tensor`. Raises CheckpointError."""
 
 

@@ -59,13 +59,13 @@ class GgufFormat:
             return Converted(place, half, -1.0 if self._has_offset(place) else 0.0)
         return _blocks(place, half)
 
-    def named(self, sources: Mapping[str, TensorSource], parameters: Collection[str]) -> dict[str, TensorSource]:
+    def named(self, sources: Mapping[str, Any], parameters: Collection[str]) -> dict[str, Any]:
         """Sources by names of parameters instead of tensors; of experts one for each.
 
         Raises:
             CheckpointError: a tensor is missing, or has no place.
         """
-        found, kinds = dict[str, TensorSource](), set[str]()
+        found, kinds = dict[str, Any](), set[str]()
         file = next(iter(sources.values())).places[0].file
         for parameter in parameters:
             for tensor, name in self.tensors_of(parameter):

@@ -23,11 +23,13 @@ from bough.model.quant.format import module_names
 from bough.model.quant.formats import fields_of, format_of, where_in
 from bough.model.quant.fp8 import Fp8Format
 from bough.model.quant.gguf import GgufFormat
+from bough.model.quant.mxfp4 import Mxfp4Format
 from bough.model.quant.quantize import GROUP_SIZES
 from bough.model.quant.samples import BY_ROWS, PackedFormat
 
 SCALE_BYTES, INDEX_BYTES = 2, 4
-FP8_SCALE_BYTES = 4  # as DeepSeek stores them; Qwen's have 2, which is a ten-thousandth less for the whole weight
+# FP8 as DeepSeek stores it; Qwen's have 2, which is a ten-thousandth less for the whole weight.
+OWN_SCALE_BYTES = {"fp8": 4, "mxfp4": 1}
 COMMUNITY_GROUP = 128  # default of GPTQ and AWQ if config.json has none
 
 
@@ -38,7 +40,7 @@ class Packing:
     description: str
     common: PackedFormat | None  # of all matrices; None if each has its own scheme
     kept: tuple[str, ...] = ()  # modules that stay in 16 bits
-    schemes: CompressedTensorsFormat | Fp8Format | None = None
+    schemes: CompressedTensorsFormat | Fp8Format | Mxfp4Format | None = None
     file: tuple[GgufFormat, dict[str, TensorPlace]] | None = None  # of GGUF, which tells every tensor's size
 
     @classmethod
@@ -54,7 +56,7 @@ class Packing:
         quantization = format_of(config, folder)
         if quantization is None:
             return None
-        if isinstance(quantization, CompressedTensorsFormat | Fp8Format):
+        if isinstance(quantization, CompressedTensorsFormat | Fp8Format | Mxfp4Format):
             return cls(str(quantization), None, schemes=quantization)
         if isinstance(quantization, GgufFormat):
             return cls(str(quantization), None, file=(quantization, Checkpoint.open(folder).tensors))
@@ -92,9 +94,11 @@ class Packing:
         scheme = self.schemes.scheme(_stored_modules(name.removesuffix(".weight")))
         if scheme is None:
             return None
-        if name.endswith(".gate_up_proj"):  # of experts, stored as two matrices each
+        if getattr(module, "is_transposed", False):
+            shape = torch.Size((*shape[:-2], shape[-1], shape[-2]))
+        elif name.endswith(".gate_up_proj"):  # of experts, stored as two matrices each
             shape = torch.Size((2 * shape[0], shape[1] // 2, shape[2]))
-        scale_bytes = dtype.itemsize if self.schemes.method == "compressed-tensors" else FP8_SCALE_BYTES
+        scale_bytes = OWN_SCALE_BYTES.get(self.schemes.method, dtype.itemsize)
         group_size = -1 if scheme.strategy in ("tensor", "channel", "") else scheme.size[1]
         method = next(method for method, stored in BY_ROWS.items() if stored == scheme.dtype)
         return PackedFormat(method, scheme.bits, group_size, scheme.is_ordered), scheme.num_bytes(shape, scale_bytes)

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from bough.protocol.generation import Started, ToolChoice, Tools
+from bough.protocol.thoughts import Channels
+from orchestrator.reasoning.harmony import HarmonyParser
 from orchestrator.reasoning.parser import ReasoningParser
 from orchestrator.tools.call_parser import ContentText, Piece
 from orchestrator.tools.call_reader import ArgumentsText, CallBegun
@@ -40,9 +42,13 @@ class Said:
         self.content: list[str] = []
         self.calls: list[Call] = []
         self._choice_id = choice_id
-        self._reasoning = None if started.thoughts is None else ReasoningParser(started.thoughts)
         self._num_before_content = 0  # tokens
-        may_call = tools is not None and tools.choice is not ToolChoice.NONE and started.model_name
+        may_call = tools is not None and tools.choice is not ToolChoice.NONE and bool(started.model_name)
+        self._reasoning: ReasoningParser | HarmonyParser | None = None
+        if isinstance(started.thoughts, Channels):
+            self._reasoning = HarmonyParser(started.thoughts, has_calls=may_call)
+        elif started.thoughts is not None:
+            self._reasoning = ReasoningParser(started.thoughts)
         self._format = formats(started.model_name) if may_call else None
         self._parser = self._format.parser(tools) if self._format is not None and tools is not None else None
 
@@ -63,11 +69,16 @@ class Said:
 
     def pieces(self, texts: Sequence[str], *, is_end: bool = False) -> Iterator[ThoughtText | Piece]:
         """What the texts of further tokens, or the last text, add; each piece is noted as it is given out."""
+        # Of messages thoughts may also come after content, so that the order within one round matters.
+        each = [(text,) for text in texts] if isinstance(self._reasoning, HarmonyParser) else [texts]
+        return self._noted([piece for group in each for piece in self._found(group, is_end=is_end)])
+
+    def _found(self, texts: Sequence[str], *, is_end: bool) -> list[ThoughtText | Piece]:
         thoughts, text = self._parted(texts, is_end=is_end)
         pieces: Iterable[Piece] = [ContentText(text)] if text else []
         if self._parser is not None:
             pieces = (*self._parser.push(text), *(self._parser.finish() if is_end else ()))
-        return self._noted([*([ThoughtText(thoughts)] if thoughts else []), *pieces])
+        return [*([ThoughtText(thoughts)] if thoughts else []), *pieces]
 
     def _parted(self, texts: Sequence[str], *, is_end: bool) -> tuple[str, str]:
         if self._reasoning is None:

@@ -17,7 +17,6 @@ from orchestrator.http_api.fields.errors import ApiError, invalid
 from orchestrator.http_api.fields.generation import RequestFields
 
 MAX_CHOICES = 128  # limit of choices over all prompts of a request
-_SEED_RANGE = MAX_SEED + 1
 _LOWEST_SEED = -(2**63)  # OpenAI's seeds are signed
 
 
@@ -127,7 +126,7 @@ def _seed(seed: int | None) -> int | None:
         return None
     if not _LOWEST_SEED <= seed <= MAX_SEED:
         raise invalid("seed", seed, f"be {_LOWEST_SEED} to {MAX_SEED}")
-    return seed % _SEED_RANGE
+    return seed % (MAX_SEED + 1)
 
 
 def _derived_seed(seed: int | None, index: int) -> int | None:
