@@ -75,7 +75,9 @@ def _listener(host: str, port: int) -> socket.socket:
         listener.listen(NUM_PENDING)
     except OSError as exc:
         listener.close()
-        raise ConfigError(f"--http-port: cannot listen on {host}:{port}: {exc}; 0 takes a free one") from exc
+        raise ConfigError(
+            f"--http-port: cannot listen on {host}:{port}: {exc}; --host must be this machine's, 0 takes a free port"
+        ) from exc
     return listener
 
 
