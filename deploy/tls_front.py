@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any, TypeVar, cast
 
 from bough.errors import ConfigError
 from bough.runtime.connections import Connection, connection_limit
 from bough.security.handshakes import Handshakes
 
 PIECE_BYTES = 65536
+
+Result = TypeVar("Result")
 
 
 def most_connections() -> int:
@@ -23,13 +26,19 @@ def most_connections() -> int:
 
 
 class TlsFront:
-    """Forwards connections from a TLS port to a Unix socket."""
+    """Forwards connections from a TLS port to a Unix socket, on a thread and an event loop of its own.
+
+    Ray's loops are uvloop's, whose `start_tls` loses the handshake's first bytes where they have come before it.
+    """
 
     def __init__(self, socket: Path, context: Callable[[], ssl.SSLContext]) -> None:
         """Forward to `socket`; `context` returns a new object once the certificates have changed."""
         self._socket, self._server = socket, cast(asyncio.Server | None, None)
         self._connections: set[Connection] = set()  # handshakes included
         self._handshakes = Handshakes(self._protocol, context, self._connections, most_connections)
+        self._loop = asyncio.SelectorEventLoop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="tls-front", daemon=True)
+        self._thread.start()
 
     async def listen(self, host: str, port: int) -> None:
         """Listen; each connection gets the certificates of its time.
@@ -38,7 +47,7 @@ class TlsFront:
         ConfigError: the port is in use.
         """
         try:
-            self._server = await asyncio.get_running_loop().create_server(self._handshakes, host, port)
+            self._server = await self._there(self._loop.create_server(self._handshakes, host, port))
         except OSError as exc:
             raise ConfigError(f"port: must be free at {host}, got {port} ({exc.strerror})") from exc
 
@@ -49,13 +58,23 @@ class TlsFront:
         return int(self._server.sockets[0].getsockname()[1])
 
     async def close(self) -> None:
-        """Close the port and the connections."""
+        """Close the port and the connections, and end the thread."""
+        await self._there(self._close())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        await asyncio.to_thread(self._thread.join)
+        self._loop.close()
+
+    async def _close(self) -> None:
         if self._server is not None:
             self._server.close()
         for connection in [*self._connections]:
             connection.abort()
         while self._connections:
             await asyncio.sleep(0)
+
+    async def _there(self, call: Coroutine[Any, Any, Result]) -> Result:
+        """Run the call on the front's own loop."""
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call, self._loop))
 
     def _protocol(self) -> asyncio.Protocol:
         return asyncio.StreamReaderProtocol(asyncio.StreamReader(), self._accept)

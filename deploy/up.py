@@ -22,6 +22,11 @@ ENVIRONMENT = {  # Ray reads them when it is imported
     "RAY_raylet_start_wait_time_s": "240",
     "RAY_gcs_server_port_wait_time_s": "240",
     "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "2",  # until an HAProxy of this machine knows that a replica ends
+    # What replicas run waits on sockets alone: it needs no thread beside the one that Ray's calls come in on.
+    "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
+    "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
+    "RAY_SERVE_LOG_TO_STDERR": "0",  # files have it
+    "RAY_SERVE_USE_GRPC_BY_DEFAULT": "1",  # between proxy and replicas, in the place of calls of actors
     "RAY_AUTH_MODE": "token",  # calls to a Ray node can run code there; Ray makes ~/.ray/auth_token
 }
 

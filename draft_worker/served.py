@@ -18,7 +18,7 @@ from bough.registry.records import WorkerLoad
 from bough.telemetry.metrics import MetricsServer
 from bough.telemetry.spans import noted_spans
 from draft_worker.engine.engine import DraftEngine, Request
-from draft_worker.metrics import DraftCollector, Figures
+from draft_worker.metrics import DraftCollector
 
 
 class ServedDraft(ServedWorker[DraftConfig]):
@@ -39,7 +39,7 @@ class ServedDraft(ServedWorker[DraftConfig]):
         Raises:
             ConfigError: the port for metrics is in use.
         """
-        self._metrics.registry.register(DraftCollector(self._name, self._figures))
+        self._metrics.registry.register(DraftCollector(self._name, self._engine, lambda: len(self._unanswered)))
         self._serve_metrics()
         self._inbox.put(prepare)
         self._thread = Thread(target=self._work, name="draft", daemon=True)  # so that a failing process can end
@@ -76,7 +76,6 @@ class ServedDraft(ServedWorker[DraftConfig]):
         return future
 
     def drain(self) -> Future[None]:
-        """Refuse new sessions from now on; done when all calls are answered."""
         self._is_draining = True
         return self._unanswered.when_idle()
 
@@ -87,27 +86,9 @@ class ServedDraft(ServedWorker[DraftConfig]):
         self._metrics.close()
 
     def load(self) -> WorkerLoad:
-        """Load of the worker, for the index."""
         return WorkerLoad(self._engine.pool.num_bytes, self._engine.kv_used_bytes)
 
-    def _figures(self) -> Figures:
-        engine, pool = self._engine, self._engine.pool
-        num_running = engine.num_growing
-        return Figures(
-            num_running=num_running,
-            num_waiting=max(0, len(self._unanswered) - num_running),
-            num_sessions=len(pool),
-            kv_bytes=pool.num_bytes,
-            kv_used_bytes=engine.kv_used_bytes,
-            num_trees=engine.num_trees,
-            num_nodes=engine.num_nodes,
-            num_warm_trees=engine.num_warm_trees,
-            num_steps=engine.num_passes,
-            step_seconds=engine.step_seconds,
-        )
-
     def _info(self, **own: Any) -> WorkerInfo:
-        """As `ServedWorker._info`, with the engine's load."""
         engine, pool = self._engine, self._engine.pool
         return super()._info(
             num_sessions=len(pool),

@@ -79,7 +79,6 @@ class DraftWorker(ServedDraft):
         self._start_thread(lambda: compute_with(config.threads))
 
     def info(self) -> WorkerInfo:
-        """Model, limits and load."""
         dropped, device = self._config.drop_layers, self._model.device
         notes = (
             *([f"substitute draft: layers {', '.join(map(str, dropped))} left out"] if dropped else []),

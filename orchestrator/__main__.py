@@ -11,9 +11,9 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from bough.config.processes import OrchestratorConfig, parse
-from bough.processes.process import run, stop_event
+from bough.processes.process import Stopped, run, stop_event
 from bough.telemetry.logs import configure_logging
-from orchestrator.assembly import Stopped, assembled
+from orchestrator.assembly import assembled
 
 
 async def main() -> None:

@@ -7,15 +7,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing, suppress
 from dataclasses import dataclass
 
 from bough import __version__
-from bough.concurrency.tasks import end
 from bough.config.processes import OrchestratorConfig
-from bough.errors import Unavailable
-from bough.processes.process import advertised, for_metrics, metrics_at, new_worker_id, with_advertised_host
+from bough.processes.process import (
+    advertised,
+    for_metrics,
+    metrics_at,
+    new_worker_id,
+    unless_stopped,
+    with_advertised_host,
+)
 from bough.registry.heartbeat import registered
 from bough.registry.records import WorkerRecord
 from bough.registry.registry import Registry
@@ -35,10 +40,6 @@ from orchestrator.telemetry.metrics import OrchestratorCollector
 logger = logging.getLogger(__name__)
 
 DRAINING = "this orchestrator is draining; ask another orchestrator"
-
-
-class Stopped(Unavailable):
-    """The orchestrator was told to stop before the index answered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +100,7 @@ async def assembled(config: OrchestratorConfig, stop: asyncio.Event) -> AsyncIte
     worker_id = new_worker_id("orchestrator")
     try:
         async with tracing(config, "orchestrator", worker_id, config.trace_sample) as tracer:
-            await _unless_stopped(stop, registry.wait())
+            await unless_stopped(stop, registry.wait())
             config = await with_advertised_host(config)
             directory = Directory(registry, access)
             requests = Requests(config, directory, worker_id)
@@ -129,15 +130,3 @@ def serve_metrics(config: OrchestratorConfig, requests: Requests) -> MetricsServ
     metrics.serve(served.host, config.metrics_port, metrics_context(config))
     requests.metrics_url = metrics_url(metrics_at(served, metrics.port))
     return metrics
-
-
-async def _unless_stopped(stop: asyncio.Event, step: Awaitable[None]) -> None:
-    """Await a step of the start. Raises Stopped if `stop` is set before it is done."""
-    working, told = asyncio.ensure_future(step), asyncio.create_task(stop.wait())
-    try:
-        await asyncio.wait({working, told}, return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise Stopped("the orchestrator was told to stop before the index answered")
-        await working
-    finally:
-        await end(working, told)

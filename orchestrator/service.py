@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, aclosing
 from functools import partial
@@ -15,6 +16,7 @@ from bough.pb import common_pb2
 from bough.pb import generation_pb2 as pb
 from bough.protocol import codec_generation as wire
 from bough.protocol.codec_fields import to_fields
+from bough.protocol.generation import PromptLogprobs
 from bough.protocol.sampling_params import MAX_BIASES, MAX_CHOICES, MAX_STOP_TOKENS, MAX_STOPS
 from bough.rpc.server import Served, serving
 from bough.rpc.services import GENERATION, add_service
@@ -46,7 +48,10 @@ class GenerationService:
         tenant = self._tenant(context)
         async with aclosing(tenant.generate(prompt, options, context.time_remaining())) as events:
             async for event in events:
-                yield wire.event_to_wire(event)
+                if isinstance(event, PromptLogprobs):  # of hundreds of tokens, each perhaps with dozens of alternatives
+                    yield await asyncio.to_thread(wire.event_to_wire, event)
+                else:
+                    yield wire.event_to_wire(event)
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortReply:
         """End a request."""

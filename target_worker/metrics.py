@@ -34,7 +34,6 @@ class LoadCollector(Collector):
         self._model_name, self._load = model_name, load
 
     def collect(self) -> Iterator[Metric]:
-        """Collect the current values."""
         pool, num_running, num_waiting = self._load()
         yield self._gauge("vllm:num_requests_running", "Calls in the sweep under way", num_running)
         yield self._gauge("vllm:num_requests_waiting", "Calls that wait for a sweep", num_waiting)

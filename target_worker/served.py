@@ -55,15 +55,12 @@ class ServedTarget(ServedWorker[TargetConfig]):
         return self._engine.verify(call)
 
     def release(self, session_id: str, epoch: int = 0) -> Future[None]:
-        """Forget a session unless it has a newer epoch; epoch 0 always forgets."""
         return self._engine.release(session_id, epoch)
 
     def trouble(self) -> str:
-        """Why the worker cannot answer; empty if it can."""
         return self._engine.trouble()
 
     def drain(self) -> Future[None]:
-        """Refuse new sessions from now on; done when all calls are answered."""
         return self._engine.drain()
 
     def close(self) -> None:
@@ -71,12 +68,10 @@ class ServedTarget(ServedWorker[TargetConfig]):
         self._resources.close()
 
     def load(self) -> WorkerLoad:
-        """Load of the worker, for the index."""
         figures = self._engine.pool.figures()
         return WorkerLoad(figures.num_bytes, figures.held_bytes)
 
     def _info(self, **own: Any) -> WorkerInfo:
-        """As `ServedWorker._info`, with the engine's load."""
         engine, figures = self._engine, self._engine.pool.figures()
         return super()._info(
             max_nodes=self.max_nodes,

@@ -36,4 +36,6 @@ class TargetService(WorkerService[ServedTarget]):
                 span.set({"bough.tree.nodes": num_nodes, "bough.tree.accepted": num_accepted})
                 seconds = result.timings.total_ns / 1e9
                 logger.debug("verified: %d nodes, %d accepted, in %.3f s", num_nodes, num_accepted, seconds)
+                if call.is_given:  # scores of hundreds of tokens, each perhaps with dozens of alternatives
+                    return await asyncio.to_thread(codec.verify_result_to_wire, result)
                 return codec.verify_result_to_wire(result)

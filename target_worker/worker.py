@@ -149,7 +149,6 @@ class TargetWorker(ServedTarget):
         return self._placement.streamed
 
     def info(self) -> WorkerInfo:
-        """Model, limits and load."""
         # the first two decide the order of sums, the third which tokens a grammar allows
         libraries = f"torch {torch.__version__}, numba {numba.__version__}, llguidance {version('llguidance')}"
         ground = self._model.arithmetic, self._devices_in_words(), libraries, f"code {code_hash()}"

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from bough.errors import ConfigError
 from bough.security.api_keys import (
-    ID_DIGITS,
+    LIMITS,
     ApiKey,
     hash_of,
     new_key,
@@ -70,9 +70,7 @@ def _add(arguments: argparse.Namespace, name: str) -> int:
         hash_of(key),
         now.isoformat(timespec="seconds"),
         None if arguments.expires is None else require_time("--expires", arguments.expires),
-        require_limit("--requests", arguments.requests),
-        require_limit("--tokens-per-minute", arguments.tokens_per_minute),
-        require_limit("--sessions", arguments.sessions),
+        **{name: require_limit(f"--{name.replace('_', '-')}", getattr(arguments, name)) for name in LIMITS},
     )
     if entry.has_expired(now.timestamp()):
         raise ConfigError(f"--expires: must be a time to come, got {arguments.expires}, and it is {entry.created}")
@@ -84,7 +82,7 @@ def _add(arguments: argparse.Namespace, name: str) -> int:
 
 def _list(file: str) -> int:
     for key in read_keys(f"{FLAG}: {file}", read_private(FLAG, file)):
-        ends = "never ends" if key.expires is None else f"{_ends(key)} {key.expires}"
+        ends = f"{'ended' if key.has_expired(time.time()) else 'ends'} {key.expires}" if key.expires else "never ends"
         limits = [f"{key.requests} requests at once"] if key.requests else []
         limits += [f"{key.tokens_per_minute} tokens a minute"] if key.tokens_per_minute else []
         limits += [f"{key.sessions} sessions"] if key.sessions else []
@@ -92,24 +90,16 @@ def _list(file: str) -> int:
     return 0
 
 
-def _ends(key: ApiKey) -> str:
-    return "ended" if key.has_expired(time.time()) else "ends"
-
-
 def _remove(arguments: argparse.Namespace, name: str) -> int:
     lines = _lines(arguments.file)
     entries = [(line, read_keys(FLAG, line)) for line in lines]
-    removed = [line for line, key in entries if any(_is_meant(one, name, arguments.id) for one in key)]
+    removed = [line for line, (key,) in entries if key.name == name and arguments.id in ("", key.key_id)]
     if not removed:
         beside = f" with the id {arguments.id}" if arguments.id else ""
         raise ConfigError(f"NAME: must be a tenant with a key in {arguments.file}, got {name}{beside}")
     _write(arguments.file, [line for line in lines if line not in removed])
     print(f"{len(removed)} of {name} removed; requests that run go on to their end", file=sys.stderr)
     return 0
-
-
-def _is_meant(key: ApiKey, name: str, key_id: str) -> bool:
-    return key.name == name and key_id in ("", key.key_id[:ID_DIGITS])
 
 
 def _lines(file: str) -> list[str]:

@@ -40,8 +40,8 @@ CERT_VARIABLE, TLS_KEY_VARIABLE, AUTHORITY_VARIABLE = "BOUGH_TLS_CERT", "BOUGH_T
 ADVERTISE_AUTO = "auto"
 PLANNERS = ("self", "fixed")
 ANY_TOOL_FORMAT = "auto"
-TOOL_FORMATS = "hermes", "llama3_json", "mistral", "qwen3_coder", "seed_oss", "glm45", "glm47"
-ANY_REASONING, REASONING_FORMATS = "auto", ("deepseek_r1", "deepseek_v3", "glm45", "mistral", "qwen3")
+TOOL_FORMATS = "hermes", "llama3_json", "mistral", "qwen3_coder", "seed_oss", "glm45", "glm47", "openai"
+ANY_REASONING, REASONING_FORMATS = "auto", ("deepseek_r1", "deepseek_v3", "glm45", "mistral", "openai_gptoss", "qwen3")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

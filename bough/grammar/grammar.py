@@ -90,6 +90,21 @@ def either(first: str, second: str) -> str:
     return grammar
 
 
+def before(field: str, rules: str, answer: str) -> str:
+    """The grammar of these rules, in which `@answer` has the grammar `answer`.
+
+    Raises:
+        InvalidRequest: it is too large for `field`.
+    """
+    parts = json.loads(answer) if answer.startswith("{") else {"grammars": [{"lark_grammar": answer}]}
+    parts["grammars"][0]["name"] = "answer"
+    parts["grammars"].insert(0, {"name": "output", "lark_grammar": rules})
+    joined = json.dumps(parts, ensure_ascii=False)
+    if len(joined) > MAX_GRAMMAR:
+        raise InvalidRequest(f"{field}: must make a grammar of at most {MAX_GRAMMAR} characters, got {len(joined)}")
+    return joined
+
+
 def _part(grammar: str) -> dict[str, object]:
     """A grammar as part of one of several, in all of which JSON is as Python writes it: the lexer does not go back."""
     part: dict[str, object] = {"lark_grammar": grammar}

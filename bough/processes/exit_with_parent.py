@@ -11,19 +11,15 @@ from __future__ import annotations
 
 import ctypes
 import os
-import queue
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from typing import Any, TypeVar
+from concurrent.futures import ThreadPoolExecutor
 
 PR_SET_PDEATHSIG = 1
 MODULE = ("-P", "-m")  # Python flags: -P ignores the working directory, which may hold another copy of `bough`
 
-Result = TypeVar("Result")
 Process = subprocess.Popen[bytes]
 OpenProcess = Callable[[list[str]], Process]  # starts a command line, with any pipes and environment
 
@@ -34,12 +30,8 @@ def start(command: Sequence[str], open_process: OpenProcess = subprocess.Popen) 
     `open_process` gets the command line to run, as in `lambda command: subprocess.Popen(command, stdout=log)`; its
     exceptions are raised here.
     """
-    return _starter().call(lambda: open_process(_wrapped(command)))
-
-
-def _wrapped(command: Sequence[str]) -> list[str]:
-    """The command line that runs `command` through this module."""
-    return [sys.executable, *MODULE, "bough.processes.exit_with_parent", str(os.getpid()), *command]
+    wrapped = [sys.executable, *MODULE, "bough.processes.exit_with_parent", str(os.getpid()), *command]
+    return _starter.submit(open_process, wrapped).result()
 
 
 def run(
@@ -59,48 +51,19 @@ def run(
         raise
 
 
-class _Starter:
-    """A daemon thread that starts all children and lasts as long as the process."""
-
-    def __init__(self) -> None:
-        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
-        threading.Thread(target=self._run, name="starts-processes", daemon=True).start()
-
-    def call(self, function: Callable[[], Result]) -> Result:
-        """Run the function on the starter's thread and return its result."""
-        answer: Future[Result] = Future()
-        self._calls.put((function, answer))
-        return answer.result()
-
-    def _run(self) -> None:
-        while True:
-            function, answer = self._calls.get()
-            try:
-                answer.set_result(function())
-            except BaseException as exc:  # raised in the caller; the thread must not end
-                answer.set_exception(exc)
-            del function, answer  # release references before the next wait
+def _new_starter() -> ThreadPoolExecutor:
+    """The thread that starts all children and lasts as long as the process; it begins with the first one."""
+    return ThreadPoolExecutor(1, "starts-processes")
 
 
-_lock = threading.Lock()
-_current: _Starter | None = None
+def _renew() -> None:
+    """After a fork: the child lacks the parent's thread."""
+    global _starter
+    _starter = _new_starter()
 
 
-def _starter() -> _Starter:
-    """This process's starter, created on first use."""
-    global _current
-    with _lock:
-        _current = _current or _Starter()
-        return _current
-
-
-def _forget() -> None:
-    """Reset after a fork: the child lacks the parent's thread, and the lock may have been held."""
-    global _current, _lock
-    _current, _lock = None, threading.Lock()
-
-
-os.register_at_fork(after_in_child=_forget)
+_starter = _new_starter()
+os.register_at_fork(after_in_child=_renew)
 
 
 def end_with_parent(parent_id: int) -> None:

@@ -146,7 +146,8 @@ class Cluster:
         """Start a Valkey server and set `index_url`."""
         port = free_port(LOCAL)
         self.index_url = f"redis://{LOCAL}:{port}"
-        self.start(INDEX, _index_command(port, self.folder))
+        values = {"port": str(port), "bind": LOCAL, "save": "", "appendonly": "no", "dir": str(self.folder)}
+        self.start(INDEX, valkey_command(values))
 
     def stop_all(self) -> None:
         """End all processes, the index last, so that the others can deregister."""
@@ -290,6 +291,6 @@ async def launched(settings: Settings, report: Report, draft_may_follow: bool = 
                 await run_to_completion(asyncio.to_thread(cluster.stop_all))
 
 
-def _index_command(port: int, folder: Path) -> list[str]:
-    settings = {"port": str(port), "bind": LOCAL, "save": "", "appendonly": "no", "dir": str(folder)}
+def valkey_command(settings: Mapping[str, str]) -> list[str]:
+    """The command line of the Valkey that comes with bough."""
     return [str(get_binary_path()), *(word for name, value in settings.items() for word in (f"--{name}", value))]

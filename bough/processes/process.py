@@ -14,7 +14,7 @@ from typing import TypeVar
 from bough.concurrency.tasks import end
 from bough.config.addresses import advertised_host, joined
 from bough.config.processes import ServiceConfig
-from bough.errors import BoughError
+from bough.errors import BoughError, Unavailable
 from bough.processes.child import process_name
 from bough.runtime.allocator import configure_allocator
 from bough.security.guarded import guards_of
@@ -25,6 +25,10 @@ Config = TypeVar("Config", bound=ServiceConfig)
 LOOPBACK = "127.0.0.1"
 EXIT_CONFIG = 2
 EXIT_SIGNAL = 128  # plus the signal's number, as in a shell
+
+
+class Stopped(Unavailable):
+    """The process was told to stop during its start."""
 
 
 def run(main: Callable[[], Coroutine[None, None, None]]) -> None:
@@ -51,16 +55,24 @@ def stop_event() -> asyncio.Event:
     return event
 
 
-async def exit_if_stopped(stop: asyncio.Event, step: Awaitable[Result]) -> Result:
-    """Await a step of the start; if `stop` is set first, exit at once, as no caller depends on the process yet."""
+async def unless_stopped(stop: asyncio.Event, step: Awaitable[Result]) -> Result:
+    """Await a step of the start. Raises Stopped if `stop` is set before it is done."""
     working, stopping = asyncio.ensure_future(step), asyncio.create_task(stop.wait())
     try:
         await asyncio.wait({working, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
-            os._exit(0)  # a normal exit would wait for the thread that loads the model
+            raise Stopped("the process was told to stop during its start")
         return await working
     finally:
         await end(working, stopping)
+
+
+async def exit_if_stopped(stop: asyncio.Event, step: Awaitable[Result]) -> Result:
+    """As `unless_stopped`, but exit at once: no caller depends on the process yet."""
+    try:
+        return await unless_stopped(stop, step)
+    except Stopped:
+        os._exit(0)  # a normal exit would wait for the thread that loads the model
 
 
 def new_worker_id(kind: str) -> str:

@@ -224,7 +224,7 @@ async def _serve(
         served = await stack.enter_async_context(serves)
         stage("loading the model")
         worker = await exit_if_stopped(stop, asyncio.to_thread(load))
-        stack.callback(worker.close)
+        stack.push_async_callback(asyncio.to_thread, worker.close)  # which waits for the sweep or draft step under way
         trim_heap()
         stage("registering")
         await check_compatibility(registry, worker.info(), worker.tokenizer, access)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from bough.protocol.messages import RoundTimings, WorkerInfo
 from bough.protocol.sampling_params import PositionLogprobs
-from bough.protocol.thoughts import Thoughts
+from bough.protocol.thoughts import Channels, Thoughts
 from bough.trees.tree import Tree
 from bough.trees.tree_plan import Growth, Guess, Scheme
 
@@ -169,7 +169,7 @@ class Started:
     seed: int
     model_name: str
     resumed_tokens: int = 0  # output tokens generated before this stream
-    thoughts: Thoughts | None = field(default=None, compare=False, repr=False)  # only in the orchestrator
+    thoughts: Thoughts | Channels | None = field(default=None, compare=False, repr=False)  # only in the orchestrator
 
 
 class VerifiedTree(NamedTuple):

@@ -134,8 +134,8 @@ def whole_blocks(num_tokens: int) -> int:
     return num_tokens // BLOCK_TOKENS * BLOCK_TOKENS
 
 
-def common_length(left: Tokens, right: Tokens, start: int = 0) -> int:
-    """Length of the common prefix of two sequences, of which the first `start` tokens are known to be equal."""
+def common_length(left: Tokens, right: Tokens) -> int:
+    """Length of the common prefix of two sequences."""
     end = min(len(left), len(right))
-    differs = np.asarray(left[start:end]) != np.asarray(right[start:end])
-    return start + int(differs.argmax()) if differs.any() else end
+    differs = np.asarray(left[:end]) != np.asarray(right[:end])
+    return int(differs.argmax()) if differs.any() else end

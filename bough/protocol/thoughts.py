@@ -1,4 +1,4 @@
-"""How an answer marks the thoughts with which it begins, and where the prompt has left it."""
+"""How an answer marks its thoughts, and where the prompt has left it."""
 
 from __future__ import annotations
 
@@ -21,3 +21,10 @@ class Thoughts:
     begin: str
     end: str
     beginning: Beginning
+
+
+@dataclass(frozen=True, slots=True)
+class Channels:
+    """An answer of messages, whose headers tell which are thoughts (OpenAI's harmony format)."""
+
+    header: str  # what the prompt has of the first message

@@ -72,7 +72,6 @@ class IndexConnection:
         self._digests = {name: hashlib.sha1(text.encode()).hexdigest() for name, text in self._scripts.items()}
 
     async def close(self) -> None:
-        """Close all connections."""
         await self.redis.aclose()
 
     async def run(self, call: Call, script: str, keys: Sequence[str | bytes], args: Sequence[Value]) -> Any:

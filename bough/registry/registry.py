@@ -28,9 +28,7 @@ from bough.registry.script_replies import (
     QuotaExceeded,
     read_blocks,
     read_claim,
-    read_closed,
-    read_request,
-    read_session,
+    read_entry,
     read_unless_full,
     read_workers,
 )
@@ -143,7 +141,7 @@ class Registry:
     async def load_session(self, session_id: str) -> SessionRecord | None:
         """The record of a session; None if missing or malformed."""
         keys = self._keys.entry(Kind.SESSION, session_id)
-        return await self._call(Call.AWAITED, partial(read_session, session_id), "load", keys)
+        return await self._call(Call.AWAITED, partial(read_entry, SessionRecord, session_id), "load", keys)
 
     async def drop_session(self, session_id: str, epoch: int) -> None:
         """Forget a session after its request. Raises StaleEpoch if it has been claimed since `epoch`."""
@@ -155,7 +153,7 @@ class Registry:
         """End a session, and return a claim with a newer epoch and its last record; None if it does not exist."""
         keys, closer = self._entry_keys(Kind.SESSION, session_id), secrets.token_hex(8)
         args = (session_id, closer, _milliseconds(CLAIM_SECONDS))
-        return await self._call(Call.BEHIND, partial(read_closed, session_id), "close_session", keys, *args)
+        return await self._call(Call.BEHIND, partial(read_claim, session_id), "close_session", keys, *args)
 
     async def record_request(self, record: RequestRecord, first_new: int) -> None:
         """Write a request's record and tokens, like `record_session` and with the same errors."""
@@ -166,7 +164,7 @@ class Registry:
     async def load_request(self, request_id: str) -> RequestRecord | None:
         """The record of a request; None if missing or malformed."""
         keys = self._keys.entry(Kind.REQUEST, request_id)
-        return await self._call(Call.AWAITED, partial(read_request, request_id), "load", keys)
+        return await self._call(Call.AWAITED, partial(read_entry, RequestRecord, request_id), "load", keys)
 
     async def note_prefixes(
         self, model_fingerprint: str, hashes: Sequence[int], worker_id: str, first_new: int = 0

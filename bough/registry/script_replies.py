@@ -11,6 +11,7 @@ from bough.registry.records import Claim, RequestRecord, SessionRecord, WorkerRe
 STALE, INCOMPLETE, FULL = -1, 0, -2
 
 Answer = TypeVar("Answer")
+Entry = TypeVar("Entry", SessionRecord, RequestRecord)
 
 
 class QuotaExceeded(NamedTuple):
@@ -33,28 +34,17 @@ def read_unless_full(read: Callable[[Any], Answer], answer: Any) -> Answer | Quo
 
 
 def read_claim(session_id: str, answer: Any) -> Claim | None:
-    """The claim; None if it was refused."""
-    if answer == STALE:
+    """The claim; None if it was refused, or there is no session to close."""
+    if answer in (STALE, INCOMPLETE):
         return None
     epoch, *entry = answer
-    return Claim(int(epoch), read_session(session_id, entry))
+    return Claim(int(epoch), read_entry(SessionRecord, session_id, entry))
 
 
-def read_closed(session_id: str, answer: Any) -> Claim | None:
-    """The claim of a closed session; None if it did not exist."""
-    return None if answer == INCOMPLETE else read_claim(session_id, answer)
-
-
-def read_session(session_id: str, entry: Sequence[bytes | None]) -> SessionRecord | None:
-    """Parse a session from its stored record and tokens."""
+def read_entry(kind: type[Entry], name: str, entry: Sequence[bytes | None]) -> Entry | None:
+    """Parse a session or request from its stored record and tokens."""
     data, transcript = entry
-    return SessionRecord.from_json(session_id, data or b"", transcript or b"")
-
-
-def read_request(request_id: str, entry: Sequence[bytes | None]) -> RequestRecord | None:
-    """Parse a request from its stored record and tokens."""
-    data, transcript = entry
-    return RequestRecord.from_json(request_id, data or b"", transcript or b"")
+    return kind.from_json(name, data or b"", transcript or b"")
 
 
 def read_workers(answer: Sequence[bytes]) -> list[WorkerRecord]:

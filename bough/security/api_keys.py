@@ -10,10 +10,8 @@ import hashlib
 import json
 import re
 import secrets
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any
 
 from bough.errors import ConfigError
 from bough.runtime.log_lines import bounded
@@ -23,6 +21,8 @@ SECRET_BYTES = 32
 ID_DIGITS = 12  # of a key's hash, which name it
 MAX_SHOWN = 80  # of an invalid value in an error
 MAX_LIMIT = 10**12
+LIMITS = ("requests", "tokens_per_minute", "sessions")
+FIELDS = ("name", "sha256", "created", "expires", *LIMITS)
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
@@ -51,8 +51,8 @@ class ApiKey:
     def to_line(self) -> str:
         """A line that `read_line` reads."""
         fields = {"name": self.name, "sha256": self.sha256, "created": self.created}
-        limits = {name: getattr(self, name) for name in ("expires", "requests", "tokens_per_minute", "sessions")}
-        return json.dumps(fields | {name: value for name, value in limits.items() if value})
+        others = {name: getattr(self, name) for name in ("expires", *LIMITS)}
+        return json.dumps(fields | {name: value for name, value in others.items() if value})
 
 
 def new_key() -> str:
@@ -96,7 +96,11 @@ def read_keys(where: str, text: str) -> tuple[ApiKey, ...]:
     """All keys of a file. Raises ConfigError naming line and field, but never a value that may be a key."""
     numbered = ((f"{where}, line {number}", line) for number, line in enumerate(text.splitlines(), 1) if line.strip())
     keys = tuple(read_line(place, line) for place, line in numbered)
-    _require_distinct(where, keys)
+    seen: dict[str, str] = {}
+    for key in keys:
+        if key.sha256 in seen:
+            raise ConfigError(f"{where}: every key must be one tenant's, got one of {seen[key.sha256]} and {key.name}")
+        seen[key.sha256] = key.name
     return keys
 
 
@@ -108,18 +112,8 @@ def read_line(where: str, line: str) -> ApiKey:
         fields = None
     if not isinstance(fields, dict):
         raise ConfigError(f"{where}: must be a JSON object, as `bough keys add` writes it")
-    return _read_fields(where, fields)
-
-
-def _shown(value: object) -> str:
-    return bounded(repr(value), MAX_SHOWN)
-
-
-def _read_fields(where: str, fields: Mapping[str, Any]) -> ApiKey:
-    known = ("name", "sha256", "created", "expires", "requests", "tokens_per_minute", "sessions")
-    for field in fields:
-        if field not in known:
-            raise ConfigError(f"{where}: fields must be some of {', '.join(known)}, got another")
+    if not fields.keys() <= set(FIELDS):
+        raise ConfigError(f"{where}: fields must be some of {', '.join(FIELDS)}, got another")
     sha256 = fields.get("sha256")
     if not isinstance(sha256, str) or not _SHA256.fullmatch(sha256):
         raise ConfigError(f"{where}: sha256: must be 64 hexadecimal digits in lower case")
@@ -129,15 +123,9 @@ def _read_fields(where: str, fields: Mapping[str, Any]) -> ApiKey:
         sha256,
         str(fields.get("created", "")),
         None if expires is None else require_time(f"{where}: expires", expires),
-        require_limit(f"{where}: requests", fields.get("requests", 0)),
-        require_limit(f"{where}: tokens_per_minute", fields.get("tokens_per_minute", 0)),
-        require_limit(f"{where}: sessions", fields.get("sessions", 0)),
+        **{name: require_limit(f"{where}: {name}", fields.get(name, 0)) for name in LIMITS},
     )
 
 
-def _require_distinct(where: str, keys: Iterable[ApiKey]) -> None:
-    seen: dict[str, str] = {}
-    for key in keys:
-        if key.sha256 in seen:
-            raise ConfigError(f"{where}: every key must be one tenant's, got one of {seen[key.sha256]} and {key.name}")
-        seen[key.sha256] = key.name
+def _shown(value: object) -> str:
+    return bounded(repr(value), MAX_SHOWN)

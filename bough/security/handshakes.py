@@ -1,7 +1,7 @@
 """TLS handshakes, before a connection reaches its server.
 
 asyncio's own server would allow a minute for each handshake, neither limit nor log them, and keep its first
-certificate.
+certificate. They need a loop of asyncio's own: uvloop reads before it can be asked to wait for TLS.
 """
 
 from __future__ import annotations

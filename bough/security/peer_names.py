@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from dataclasses import dataclass
 from inspect import isasyncgenfunction
 from typing import Any
@@ -51,12 +51,9 @@ class PeerNames(grpc.aio.ServerInterceptor):
 
     async def _lets_in(self, context: Context) -> bool:
         """Whether the caller is admitted; otherwise the call is aborted."""
-        if names_of(context.auth_context()) & set(self.allowed):
+        shown = context.auth_context()
+        names = {value.decode(errors="replace") for name in NAMES for value in shown.get(name, ())}
+        if names & set(self.allowed):
             return True
         await abort(context, Unauthenticated(f"the certificate must be of {' or '.join(sorted(self.allowed))}"))
         return False
-
-
-def names_of(shown: Mapping[str, Any]) -> set[str]:
-    """The names in a peer's certificate, from gRPC's authentication context."""
-    return {value.decode(errors="replace") for name in NAMES for value in shown.get(name, ())}

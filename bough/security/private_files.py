@@ -5,20 +5,10 @@ from __future__ import annotations
 import os
 import stat
 from pathlib import Path
-from typing import NamedTuple
 
 from bough.errors import ConfigError
 
 FORBIDDEN = stat.S_IWGRP | stat.S_IRWXO  # a group may read, as with Kubernetes secrets
-
-
-class Stamp(NamedTuple):
-    """Changes whenever a file's contents or mode change, or another file replaces it."""
-
-    device: int
-    inode: int
-    num_bytes: int
-    changed_ns: int
 
 
 def read_private(setting: str, path: str) -> str:
@@ -46,11 +36,6 @@ def _read(setting: str, path: str, *, is_private: bool) -> str:
         raise ConfigError(f"{setting}: {path} must be a file that can be read, got: {exc.strerror}") from exc
     except UnicodeDecodeError as exc:
         raise ConfigError(f"{setting}: {path} must be text in UTF-8") from exc
-
-
-def stamp_of(status: os.stat_result) -> Stamp:
-    """The stamp of an open file or a path."""
-    return Stamp(status.st_dev, status.st_ino, status.st_size, status.st_ctime_ns)
 
 
 def write_private(setting: str, path: str, text: str) -> None:

@@ -5,19 +5,21 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Generic, TypeVar
 
 from bough.concurrency.tasks import end
 from bough.errors import ConfigError
-from bough.security.private_files import Stamp, read_private, stamp_of
+from bough.security.private_files import read_private
 
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 1.0
 
 Value = TypeVar("Value")
+Stamp = tuple[int, int, int, int]  # changes whenever a file's contents or mode change, or another file replaces it
 
 
 class WatchedFiles(Generic[Value]):
@@ -30,24 +32,26 @@ class WatchedFiles(Generic[Value]):
             ConfigError: the files are not usable.
         """
         self._name, self._paths, self._load = name, tuple(paths), load
+        self._lock = threading.Lock()  # or the last to end, not the last to begin, would tell what is in the files
         self._stamps = self._stamps_now()  # taken before reading, so that changes during reading are noticed
         self.value = load()
 
     def refresh(self, *, is_forced: bool = False) -> None:
-        """Reload changed files; if they are not usable, the previous value stays in force."""
-        stamps = self._stamps_now()
-        if stamps == self._stamps and not is_forced:
-            return
-        self._stamps = stamps
-        try:
-            self.value = self._load()
-        except ConfigError as exc:
-            logger.error("%s; what was read before stays in force", exc)
-            return
-        except Exception:  # later changes must still be noticed
-            logger.exception("%s cannot be read; what was read before stays in force", self._name)
-            return
-        logger.info("%s has been read again", self._name)
+        """Reload changed files; if they are not usable, the previous value stays in force. Any thread."""
+        with self._lock:
+            stamps = self._stamps_now()
+            if stamps == self._stamps and not is_forced:
+                return
+            self._stamps = stamps
+            try:
+                self.value = self._load()
+            except ConfigError as exc:
+                logger.error("%s; what was read before stays in force", exc)
+                return
+            except Exception:  # later changes must still be noticed
+                logger.exception("%s cannot be read; what was read before stays in force", self._name)
+                return
+            logger.info("%s has been read again", self._name)
 
     @asynccontextmanager
     async def watched(self) -> AsyncIterator[None]:
@@ -82,6 +86,7 @@ class WatchedFile(WatchedFiles[Value]):
 
 def _stamp(path: str) -> Stamp | None:
     try:
-        return stamp_of(os.stat(path))
+        status = os.stat(path)
     except OSError:
         return None
+    return status.st_dev, status.st_ino, status.st_size, status.st_ctime_ns

@@ -9,7 +9,7 @@ lookup, shared prompts and failures are not simulated. Each target has its own d
 from __future__ import annotations
 
 import random
-from bisect import insort
+from bisect import bisect_left, insort
 from dataclasses import replace
 from functools import partial
 
@@ -17,7 +17,7 @@ import simpy
 
 from bough.simulation.acceptance_law import AcceptanceLaw
 from bough.simulation.capacity_choice import LEAST_SHARE, PLAIN, Load, Size, SizeChoice
-from bough.simulation.capacity_workers import Draft, Session, Target, World, accepted_of
+from bough.simulation.capacity_workers import Draft, Session, Target, World
 from bough.simulation.measuring import Measured, report
 from bough.simulation.round_yield import RoundYield
 from bough.simulation.scenario import CapacityReport, RequestKind, Scenario
@@ -91,8 +91,9 @@ class _Simulation:
     def run(self) -> Measured:
         """Run until enough requests have ended, or `max_rounds` were simulated."""
         each = self._scenario.requests_each or -1
+        mean = max(self._scenario.think_seconds, self._scenario.profile.target.sweep_seconds(1))
         for _ in range(self._scenario.num_users):
-            begin = 0.0 if self._scenario.requests_each else self._random.random() * self._think_mean()
+            begin = 0.0 if self._scenario.requests_each else self._random.random() * mean
             self._world.later(begin, partial(self._ask, each))
         self._env.run(until=self._enough)
         self._measured.ended = self._env.now
@@ -100,9 +101,6 @@ class _Simulation:
         self._measured.sweeps = [target.sweeps for target in self._targets]
         self._measured.draft_busy = [draft.busy_seconds for draft in self._drafts]
         return self._measured
-
-    def _think_mean(self) -> float:
-        return max(self._scenario.think_seconds, self._scenario.profile.target.sweep_seconds(1))
 
     def _ask(self, more: int) -> None:
         """A user sends a request, the first of `more`; without end if `more` is negative."""
@@ -248,7 +246,8 @@ class _Simulation:
     def _commit(self, sessions: list[Session]) -> None:
         going_on = []
         for session in sessions:
-            tokens = min(session.remaining, 1 + accepted_of(session.accepts, self._draw(session)))
+            num_accepted = bisect_left(session.accepts, -self._draw(session))  # depths likelier than what was drawn
+            tokens = min(session.remaining, 1 + num_accepted)
             session.first = session.first or self._env.now
             session.produced += tokens
             session.num_rounds += 1

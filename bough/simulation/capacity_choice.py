@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from bough.simulation.profile import Factors, Profile
+from bough.simulation.profile import UNCHANGED, Factors, Profile
 from bough.simulation.round_yield import RoundYield
 from bough.trees.acceptance import FloatArray
 
@@ -97,9 +97,9 @@ class SizeChoice:
         """(depth,) probability that a round of this size accepts a path as deep as each level."""
         return self._yield.depth_probs(*size)
 
-    def choose(self, load: Load, factors: Factors | None = None) -> Prediction:
+    def choose(self, load: Load, factors: Factors = UNCHANGED) -> Prediction:
         """The best size under this load."""
-        key = load.rounded(), factors or Factors()
+        key = load.rounded(), factors
         if key not in self._known:
             self._known[key] = self._best(*key)
         return self._known[key]

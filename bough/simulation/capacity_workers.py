@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
@@ -93,7 +92,7 @@ class World:
     @property
     def factors(self) -> Factors:
         """The factors of past events."""
-        return self.profile.factors_at(self.env.now) if self.profile.events else Factors()
+        return self.profile.factors_at(self.env.now)
 
     def later(self, seconds: float, act: Callable[[], None]) -> None:
         """Call `act` after `seconds`, at once if 0."""
@@ -108,13 +107,13 @@ class RunningMean:
 
     def __init__(self, value: float = 0.0, weight: float = WEIGHT) -> None:
         self.value = value
+        self.is_known = False
         self._weight = weight
-        self._is_known = False
 
     def observe(self, value: float) -> None:
         """Add a value; the first one replaces the initial value."""
-        self.value = value if not self._is_known else self.value + self._weight * (value - self.value)
-        self._is_known = True
+        self.value = value if not self.is_known else self.value + self._weight * (value - self.value)
+        self.is_known = True
 
 
 class Draft:
@@ -188,7 +187,7 @@ class Target:
         self.sweeps: list[SweepRecord] = []
         self._world, self._swept, self._trim, self._most_delay = world, swept, trim, gather
         self._waiting: deque[Session] = deque()
-        self._return, self._is_return_known = RunningMean(), False
+        self._return = RunningMean()
         self._longest, self._answered = 0.0, 0.0
         self._arrival = world.env.event()
         self._knee = max(CHUNK, world.profile.target.knee())
@@ -199,7 +198,6 @@ class Target:
         now = self._world.env.now
         if session.num_rounds:
             self._return.observe(min(now - session.answered, 2 * self._longest))
-            self._is_return_known = True
         self._waiting.append(session)
         if not self._arrival.triggered:
             self._arrival.succeed()
@@ -234,7 +232,7 @@ class Target:
     def _gather(self) -> Process:
         """Wait for drafting sessions, at most `gather` sweeps and a multiple of their mean return time."""
         typical = self._return.value
-        if not self._longest or not self._is_return_known or typical > self._longest:
+        if not self._longest or not self._return.is_known or typical > self._longest:
             return
         env = self._world.env
         deadline = min(env.now + self._longest, self._answered + SLACK * typical)
@@ -280,8 +278,3 @@ class Target:
                 done.append(session)
         self._waiting = deque(remaining)
         return riders, done, rows
-
-
-def accepted_of(accepts: list[float], uniform: float) -> int:
-    """The number of accepted nodes: the depths whose acceptance probability exceeds `uniform`."""
-    return bisect_left(accepts, -uniform)

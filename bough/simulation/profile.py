@@ -22,6 +22,18 @@ Jitter = Annotated[float, Field(ge=0, le=2)]  # relative standard deviation, log
 Factor = Annotated[float, Field(ge=0, le=1000)]
 
 
+class Factors(NamedTuple):
+    """Factors that multiply times at some moment."""
+
+    link: float = 1.0
+    compute: float = 1.0
+    draft: float = 1.0
+    network: float = 1.0
+
+
+UNCHANGED = Factors()
+
+
 @as_written
 @dataclass(frozen=True, slots=True)
 class Experts:
@@ -74,16 +86,13 @@ class TargetProfile:
         beyond = max(0, rows - self.second_knee_rows) if self.second_knee_rows is not None else 0
         return seconds + self.second_knee_row_seconds * beyond
 
-    def sweep_seconds(self, num_rows: int, factors: Factors | None = None) -> float:
+    def sweep_seconds(self, num_rows: int, factors: Factors = UNCHANGED) -> float:
         """Seconds of a sweep without jitter; link and compute are concurrent."""
-        link, compute = self.link_seconds_of(num_rows), self.compute_seconds(num_rows)
-        if factors is not None:
-            link, compute = link * factors.link, compute * factors.compute
+        link, compute = self.link_seconds_of(num_rows) * factors.link, self.compute_seconds(num_rows) * factors.compute
         return max(link, compute) + self.overhead_seconds
 
-    def knee(self, factors: Factors | None = None) -> int:
+    def knee(self, factors: Factors = UNCHANGED) -> int:
         """The most rows within `max_sweep_rows` whose compute time is within the link time, or that of one row."""
-        factors = factors or Factors()
 
         def is_free(rows: int) -> bool:
             link = max(self.link_seconds_of(rows) * factors.link, self.compute_seconds(1) * factors.compute)
@@ -106,13 +115,13 @@ class DraftProfile:
     prefill_token_seconds: Number = 0.0
     jitter: Jitter = 0.0
 
-    def step_seconds(self, num_rows: int, factors: Factors | None = None) -> float:
+    def step_seconds(self, num_rows: int, factors: Factors = UNCHANGED) -> float:
         """Seconds of a step with `num_rows` rows, all sessions together, without jitter."""
-        return (self.base_seconds + self.row_seconds * num_rows) * (factors.draft if factors else 1.0)
+        return (self.base_seconds + self.row_seconds * num_rows) * factors.draft
 
-    def prefill_seconds(self, num_tokens: int, factors: Factors | None = None) -> float:
+    def prefill_seconds(self, num_tokens: int, factors: Factors = UNCHANGED) -> float:
         """Seconds to compute `num_tokens` context tokens."""
-        return self.prefill_token_seconds * num_tokens * (factors.draft if factors else 1.0)
+        return self.prefill_token_seconds * num_tokens * factors.draft
 
 
 @as_written
@@ -122,9 +131,9 @@ class NetworkProfile:
 
     one_way_seconds: Number = 0.0  # added to each call twice
 
-    def call_seconds(self, factors: Factors | None = None) -> float:
+    def call_seconds(self, factors: Factors = UNCHANGED) -> float:
         """Seconds added to a call, both ways."""
-        return 2 * self.one_way_seconds * (factors.network if factors else 1.0)
+        return 2 * self.one_way_seconds * factors.network
 
 
 @as_written
@@ -137,15 +146,6 @@ class Event:
     compute: Factor = 1.0
     draft: Factor = 1.0
     network: Factor = 1.0
-
-
-class Factors(NamedTuple):
-    """Factors that multiply times at some moment."""
-
-    link: float = 1.0
-    compute: float = 1.0
-    draft: float = 1.0
-    network: float = 1.0
 
 
 @as_written
@@ -180,7 +180,7 @@ class Profile:
 
     def factors_at(self, second: float) -> Factors:
         """The product of all past events."""
-        factors = Factors()
+        factors = UNCHANGED
         for event in self.events:
             if event.at_second <= second:
                 own = Factors(event.link, event.compute, event.draft, event.network)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TypeVar
 
 from bough.simulation.capacity import simulate
-from bough.simulation.profile import Profile
+from bough.simulation.profile import DraftProfile, NetworkProfile, Profile, TargetProfile
 from bough.simulation.scenario import CapacityReport, Purchase, Scenario
 
 RESIDENT_SHARE = 0.25  # share of the streamed weights that added memory holds
 LINK_SPEED = 2.0  # speed-up of a link, as of the next generation of PCIe
 SPEED = 2.0  # speed-up of a processor, draft or network; factor of KV memory
+
+Part = TypeVar("Part", TargetProfile, DraftProfile, NetworkProfile)
 
 
 def purchases(scenario: Scenario, now: CapacityReport) -> list[Purchase]:
@@ -52,27 +55,24 @@ def _changes(scenario: Scenario) -> list[tuple[str, Scenario]]:
         changes.append((f"a link {LINK_SPEED:g} times as fast", with_link(1 / LINK_SPEED)))
         changes.append((f"memory for a {_share(RESIDENT_SHARE)} of what streams", with_link(1 - RESIDENT_SHARE)))
     computing = replace(
-        target,
-        compute_base_seconds=target.compute_base_seconds / SPEED,
-        compute_row_seconds=target.compute_row_seconds / SPEED,
+        _faster(target, "compute_base_seconds", "compute_row_seconds", "second_knee_row_seconds"),
         compute_curve=tuple((rows, seconds / SPEED) for rows, seconds in target.compute_curve),
-        second_knee_row_seconds=target.second_knee_row_seconds / SPEED,
     )
     changes.append((f"targets that compute {SPEED:g} times as fast", with_profile(replace(profile, target=computing))))
-    drafting = replace(
-        profile.draft,
-        base_seconds=profile.draft.base_seconds / SPEED,
-        row_seconds=profile.draft.row_seconds / SPEED,
-        prefill_token_seconds=profile.draft.prefill_token_seconds / SPEED,
-    )
     if scenario.num_drafts:
+        drafting = _faster(profile.draft, "base_seconds", "row_seconds", "prefill_token_seconds")
         changes.append((f"drafts {SPEED:g} times as fast", with_profile(replace(profile, draft=drafting))))
     kv = replace(target, kv_tokens=int(target.kv_tokens * SPEED))
     changes.append((f"{SPEED:g} times the KV memory", with_profile(replace(profile, target=kv))))
     if profile.network.one_way_seconds:
-        near = replace(profile.network, one_way_seconds=profile.network.one_way_seconds / SPEED)
+        near = _faster(profile.network, "one_way_seconds")
         changes.append((f"a network {SPEED:g} times as near", with_profile(replace(profile, network=near))))
     return changes
+
+
+def _faster(part: Part, *times: str) -> Part:
+    """The same with these times divided by SPEED."""
+    return replace(part, **{name: getattr(part, name) / SPEED for name in times})
 
 
 def _share(share: float) -> str:

@@ -17,13 +17,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from bough.trees.acceptance import FloatArray
 from bough.trees.tree import Tree
-
-FloatArray = NDArray[np.float64]
 
 LEAST_PROB = 1e-4  # probabilities are clipped to LEAST_PROB and 1 - LEAST_PROB
 DEPTH_EDGES = (2, 3, 5, 9)  # first depths of the ranges with their own bias; depth 1 has none
@@ -42,18 +42,12 @@ def _decay(half_life: float) -> float:
     return float(0.5 ** (1 / half_life))
 
 
-@dataclass(frozen=True, slots=True)
-class _View:
+class _View(NamedTuple):
     """Cached features of the last tree, which is evaluated several times in a round."""
 
     tree: Tree
     depths: NDArray[np.int32]  # (num_nodes,)
     features: FloatArray  # (num_nodes, NUM_WEIGHTS)
-
-    @classmethod
-    def of(cls, tree: Tree) -> _View:
-        depths = tree.depths()
-        return cls(tree, depths, _features(tree.log_probs, depths))
 
 
 @dataclass(slots=True)
@@ -132,7 +126,8 @@ class AcceptanceModel:
 
     def _view(self, tree: Tree) -> _View:
         if self._last is None or self._last.tree is not tree:
-            self._last = _View.of(tree)
+            depths = tree.depths()
+            self._last = _View(tree, depths, _features(tree.log_probs, depths))
         return self._last
 
     def _products(self, tree: Tree, bias: SessionBias | None) -> FloatArray:

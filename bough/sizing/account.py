@@ -47,7 +47,7 @@ def account(decisions: Sequence[Decision]) -> Account:
         seconds_bias=_bias(predicted, lambda each: each.expected.total, lambda each: each.seconds.total),
         expected=_mean_parts([decision.expected for decision in predicted]),
         real=_mean_parts([decision.seconds for decision in predicted]),
-        rate=_ratio(num_tokens, sum(each.seconds.total for each in compared)),
+        rate=ratio(num_tokens, sum(each.seconds.total for each in compared)),
         plain_rate=num_tokens / plain_seconds if plain_seconds else None,
     )
 
@@ -90,8 +90,9 @@ def _bias(
 
 
 def _mean_parts(parts: Sequence[RoundSeconds]) -> RoundSeconds:
-    return RoundSeconds(*(_ratio(sum(getattr(each, name) for each in parts), len(parts)) for name in PART_NAMES))
+    return RoundSeconds(*(ratio(sum(getattr(each, name) for each in parts), len(parts)) for name in PART_NAMES))
 
 
-def _ratio(numerator: float, denominator: float) -> float:
+def ratio(numerator: float, denominator: float) -> float:
+    """The quotient; 0 where there is nothing to divide by."""
     return numerator / denominator if denominator else 0.0

@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 
 from bough.protocol.cost_curve import CostCurve
 from bough.sizing.gain_profile import GainProfile
-
-FloatArray = NDArray[np.float64]
+from bough.trees.acceptance import FloatArray
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-FloatArray = NDArray[np.float64]
+from bough.trees.acceptance import FloatArray
 
 NUM_RANGES = 12  # up to 4,095 guesses
 EDGES = (1 << np.arange(NUM_RANGES + 1)) - 1  # of ranges, in guesses: 0, 1, 3, 7, ...

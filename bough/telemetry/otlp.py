@@ -56,7 +56,6 @@ class OtlpTracer(Tracer):
         self._tracer = self._provider.get_tracer("bough", __version__)
 
     def serve(self, name: str, traceparent: str) -> Span:
-        """As `Tracer.serve`."""
         parent = PROPAGATOR.extract({TRACEPARENT: traceparent}, Context())
         offset_ns = clock_offset_ns()
         span = self._tracer.start_span(
@@ -85,34 +84,27 @@ class OtlpSpan(Span):
 
     @property
     def trace_id(self) -> str:
-        """As `Span.trace_id`."""
         return trace.format_trace_id(self._span.get_span_context().trace_id)
 
     @property
     def metadata(self) -> Metadata:
-        """As `Span.metadata`."""
         carrier: dict[str, str] = {}
         PROPAGATOR.inject(carrier, trace.set_span_in_context(self._span, Context()))
         return tuple(carrier.items())
 
     def child(self, name: str, attributes: Attributes = NO_ATTRIBUTES) -> Span:
-        """As `Span.child`."""
         return self._begin(name, SpanKind.INTERNAL, attributes)
 
     def call(self, method: str, address: str) -> Span:
-        """As `Span.call`."""
         return self._begin(method, SpanKind.CLIENT, {"rpc.system": "grpc", "server.address": address})
 
     def set(self, attributes: Attributes) -> None:
-        """As `Span.set`."""
         self._span.set_attributes(attributes)
 
     def event(self, name: str, attributes: Attributes = NO_ATTRIBUTES) -> None:
-        """As `Span.event`."""
         self._span.add_event(name, attributes, self._now_ns())
 
     def add(self, spans: Sequence[FinishedSpan]) -> None:
-        """As `Span.add`."""
         within = trace.set_span_in_context(self._span, Context())
         for one in spans:
             began_ns = self._offset_ns + one.began_ns

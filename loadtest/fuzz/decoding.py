@@ -22,14 +22,15 @@ from bough.tokenization.tokenizer import Tokenizer
 from loadtest.fuzz import ordinary
 from loadtest.fuzz.mutation import Json, Mutator
 from orchestrator.admission.size_limits import require_size, require_sizes, require_texts
-from orchestrator.http_api import chat, completions, response_input
+from orchestrator.http_api import chat, completions
 from orchestrator.http_api.body import parse
-from orchestrator.http_api.errors import ApiError
-from orchestrator.http_api.fields import ChatFields, CompletionFields, DetokenizeFields, TokenizeFields
-from orchestrator.http_api.options import RequestedOutput, choices
-from orchestrator.http_api.response_fields import ResponseFields
-from orchestrator.http_api.responses import repeated
-from orchestrator.http_api.tool_fields import tools_of
+from orchestrator.http_api.fields.errors import ApiError
+from orchestrator.http_api.fields.generation import ChatFields, CompletionFields, DetokenizeFields, TokenizeFields
+from orchestrator.http_api.fields.options import RequestedOutput, choices
+from orchestrator.http_api.fields.tools import tools_of
+from orchestrator.http_api.responses import conversation
+from orchestrator.http_api.responses.answer import repeated
+from orchestrator.http_api.responses.fields import ResponseFields
 from orchestrator.opening.prompt import next_prompt, whole_prompt
 from orchestrator.service import require_counts
 
@@ -146,17 +147,17 @@ def chat_body(data: bytes, tokenizer: Tokenizer) -> object:
     """Decode a chat completion's body."""
     fields = parse(ChatFields, data)
     prompts = (chat.chat_prompt(fields.messages),)
-    return _opened(choices(fields, prompts, chat.chat_limits(fields), "id", fields.session_id or ""), tokenizer)
+    return _opened(choices(fields, prompts, chat.chat_limits(fields), "id", fields.session_id), tokenizer)
 
 
 def response_body(data: bytes, tokenizer: Tokenizer) -> object:
     """Decode a response's body."""
     fields = parse(ResponseFields, data)
-    tools = tools_of(response_input.functions_in(fields), fields.tool_choice, fields.parallel_tool_calls)
-    prompt, _ = response_input.conversation(fields, tools)
+    tools = tools_of(fields.tools, "", fields.tool_choice, allows_several=fields.parallel_tool_calls)
+    prompt, _ = conversation.conversation(fields, tools)
     repeated(fields, tools)
-    limits = response_input.response_limits(fields)
-    return _opened(choices(fields, (prompt,), limits, "id", fields.session_id or ""), tokenizer)
+    limits = conversation.response_limits(fields)
+    return _opened(choices(fields, (prompt,), limits, "id", fields.session_id), tokenizer)
 
 
 def completion_body(data: bytes, tokenizer: Tokenizer) -> object:
@@ -164,7 +165,7 @@ def completion_body(data: bytes, tokenizer: Tokenizer) -> object:
     fields = parse(CompletionFields, data)
     prompts = tuple(map(completions.text_prompt, fields.prompt))
     limits = completions.completion_limits(fields)
-    return _opened(choices(fields, prompts, limits, "id", fields.session_id or ""), tokenizer)
+    return _opened(choices(fields, prompts, limits, "id", fields.session_id), tokenizer)
 
 
 def _opened(wanted: Sequence[RequestedOutput], tokenizer: Tokenizer) -> list[int]:

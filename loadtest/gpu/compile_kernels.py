@@ -31,6 +31,7 @@ from triton.compiler import compile as triton_compile
 
 from bough.config.flag_parser import FlagParser
 from bough.model.gpu import attention_triton, unpack_triton
+from bough.model.quant.mxfp4 import GROUP
 
 CAPABILITIES = (80, 86, 89, 90, 120)
 SHARED_BYTES = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 120: 101_376}  # limit of a program
@@ -113,6 +114,7 @@ def kernels() -> Iterator[Kernel]:
         for name, function, constants in _unpacking():
             pointers = {"packed": "*u8", "numbers": "*u8", "scales": "*fp16", "out": f"*{bits}"}
             pointers |= dict.fromkeys(("words", "zeros", "group_of"), "*i32")
+            pointers |= {"scales": "*u8"} if constants.get("KIND") == "E2M1" else {}
             options = {"num_warps": unpack_triton.NUM_WARPS, "enable_fp_fusion": False}
             yield Kernel(
                 f"{name}, {dtype}", function, constants | {"IS_BF16": dtype == "bf16"}, pointers, options, _VARYING
@@ -145,9 +147,10 @@ def _unpacking() -> Iterator[tuple[str, Any, dict[str, Any]]]:
         constants = {"BITS": 4, "IS_ORDERED": is_ordered, "ROWS": words, "COLUMNS": columns}
         yield name, unpack_triton.unpack_down, constants
     yield "awq", unpack_triton.unpack_across, {"ROWS": unpack_triton.TILE_ROWS, "COLUMNS": columns}
-    for name, bits, kind in (("compressed-tensors", 4, "UNSIGNED"), ("int8", 8, "SIGNED"), ("fp8", 8, "E4M3")):
-        layout = {"BITS": bits, "KIND": kind, "HAS_ZEROS": bits == 4, "IS_ORDERED": True}
-        tile = {"ROWS": unpack_triton.TILE_ROWS, "COLUMNS": columns}
+    by_rows = ("compressed-tensors", 4, "UNSIGNED"), ("int8", 8, "SIGNED"), ("fp8", 8, "E4M3"), ("mxfp4", 4, "E2M1")
+    for name, bits, kind in by_rows:
+        layout = {"BITS": bits, "KIND": kind, "HAS_ZEROS": kind == "UNSIGNED", "IS_ORDERED": True}
+        tile = {"ROWS": unpack_triton.TILE_ROWS, "COLUMNS": GROUP if kind == "E2M1" else columns}
         yield name, unpack_triton.unpack_along, layout | tile
 
 

@@ -27,6 +27,7 @@ FORMATS = (
     PackedFormat("compressed-tensors", 4, GROUP),
     PackedFormat("int8", 8, -1),
     PackedFormat("fp8", 8, GROUP),
+    PackedFormat("mxfp4", 4, 32),
 )
 
 

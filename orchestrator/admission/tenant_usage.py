@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from bough.errors import Exhausted
-from bough.protocol.generation import Event, Finished, Started, Tokens
+from bough.protocol.generation import Event, Started, Tokens
 from bough.security.api_keys import ApiKey
 
 MINUTE_SECONDS = 60.0
@@ -115,7 +115,7 @@ class Usage:
                 used = event.prompt_tokens
             case Tokens():
                 used = len(event.token_ids)
-            case Finished():
+            case _:  # the prompt of `PromptLogprobs` has been counted
                 return
         if key.tokens_per_minute:
             account.settle(self.clock(), key.tokens_per_minute)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import Any
@@ -182,15 +182,13 @@ class Directory:
         try:
             if record.kind == "target":
                 client = TargetClient(record.address, record.worker_id, self._access, self.limiter)
-                known = await self._introduce(record, client)
+                known = await self._introduce(record, client, self._drafts)
                 known.usual = self._usual
-                await self._read_vocabularies(known, self._drafts.values())
                 self._targets[record.worker_id] = known
                 self.model_names.add(known.info.model_name)
             elif record.kind == "draft":
-                drafting = await self._introduce(record, DraftClient(record.address, self._access, self.limiter))
-                await self._read_vocabularies(drafting, self._targets.values())
-                self._drafts[record.worker_id] = drafting
+                drafter = DraftClient(record.address, self._access, self.limiter)
+                self._drafts[record.worker_id] = await self._introduce(record, drafter, self._targets)
             else:
                 return
         except BoughError as exc:
@@ -204,8 +202,14 @@ class Directory:
                 other.problem = f"{record.worker_id} is at its address now"
         logger.info("%s at %s", record.worker_id, record.address)
 
-    async def _introduce(self, record: WorkerRecord, client: AnyClient) -> WorkerHandle[AnyClient]:
-        """Ask a worker what it serves. Raises Unavailable if it does not answer, or not sensibly."""
+    async def _introduce(
+        self, record: WorkerRecord, client: AnyClient, others: Mapping[str, WorkerHandle[Any]]
+    ) -> WorkerHandle[AnyClient]:
+        """Ask a worker, which is to work with `others`, what it serves; its client is closed if that fails.
+
+        Raises:
+            Unavailable: it does not answer, or not sensibly.
+        """
         try:
             info = await client.info()
             if info.worker_id != record.worker_id:
@@ -213,6 +217,7 @@ class Directory:
             async with self._access.channel(record.address).opened() as channel:
                 files = await fetch_tokenizer(channel, record.kind, self._access)
             known = WorkerHandle(record, client, info, await self.tokenizing.shared(files))
+            await self._read_vocabularies(known, others.values())
         except BaseException as exc:
             await client.close()
             if isinstance(exc, BoughError | grpc.aio.AioRpcError):

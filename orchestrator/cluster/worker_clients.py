@@ -202,6 +202,8 @@ class TargetClient(WorkerClient):
             request = codec.verify_call_to_wire(verify)
             with session.span.call("bough.v1.Target/Verify", self.address) as span:
                 reply = await self._ask_in_turn(self._stub.Verify, request, timeout_seconds, span)
+                if proposal.is_given:  # scores of hundreds of tokens, each perhaps with dozens of alternatives
+                    return await asyncio.to_thread(codec.verify_result_from_wire, reply)
                 return codec.verify_result_from_wire(reply)
 
         return call

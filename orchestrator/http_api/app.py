@@ -23,31 +23,31 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from bough import __version__
 from bough.errors import InvalidRequest, NotFound, Unavailable
-from bough.protocol.generation import ModelInfo, Prompt, TextPrompt, TokenPrompt
+from bough.protocol.generation import ModelInfo, TextPrompt, TokenPrompt
 from bough.registry.records import WorkerRecord
-from orchestrator.http_api import chat, completions, response_input
-from orchestrator.http_api.answer import Answer, Head, StreamTelling
+from orchestrator.http_api import chat, completions
+from orchestrator.http_api.answers.answer import Answer, Head
+from orchestrator.http_api.answers.rounds import cluster_told, decisions_told
+from orchestrator.http_api.answers.spelling import Spell
 from orchestrator.http_api.body import BodyReader
-from orchestrator.http_api.constraint import constraint_names
-from orchestrator.http_api.errors import ApiError, Json, api_error, invalid
 from orchestrator.http_api.exchange import Exchange
-from orchestrator.http_api.fields import (
+from orchestrator.http_api.fields.constraint import constraint_names
+from orchestrator.http_api.fields.errors import ApiError, Json, api_error, invalid
+from orchestrator.http_api.fields.generation import (
     ChatFields,
     CompletionFields,
     DetokenizeFields,
-    GenerationFields,
     RequestFields,
-    StreamOptions,
     TokenizeFields,
 )
+from orchestrator.http_api.fields.options import RequestedOutput, choices, template_kwargs
+from orchestrator.http_api.fields.tools import chat_tools, tools_of
 from orchestrator.http_api.guard import Guard, HostGuard, tenant_of
-from orchestrator.http_api.options import RequestedOutput, choices
+from orchestrator.http_api.merging import scored_first
 from orchestrator.http_api.request_ids import RequestIds
-from orchestrator.http_api.response_fields import NOT_KEPT, ResponseFields
-from orchestrator.http_api.responses import ResponseAnswer, repeated
-from orchestrator.http_api.rounds import cluster_told, decisions_told
-from orchestrator.http_api.spelling import Spell
-from orchestrator.http_api.tool_fields import functions_in, tools_of
+from orchestrator.http_api.responses import conversation
+from orchestrator.http_api.responses.answer import ResponseAnswer, repeated
+from orchestrator.http_api.responses.fields import NOT_KEPT, ResponseFields
 from orchestrator.http_api.ui import FILES, page_routes
 from orchestrator.serving.requests import Requests
 from orchestrator.serving.tenants import Callers, Tenant
@@ -75,7 +75,7 @@ def http_app(
     api = _Api(requests, figures, stalled_seconds, BodyReader(requests.call_limiter))
     routes = [
         Route("/v1/chat/completions", _Answered(api.chat, chat.FIELD_NAMES), methods=["POST"]),
-        Route("/v1/responses", _Answered(api.responses, response_input.FIELD_NAMES), methods=["POST"]),
+        Route("/v1/responses", _Answered(api.responses, conversation.FIELD_NAMES), methods=["POST"]),
         Route("/v1/responses/{response_id:path}", _Answered(api.response), methods=["GET", "POST", "DELETE"]),
         Route("/v1/completions", _Answered(api.completions, completions.FIELD_NAMES), methods=["POST"]),
         Route("/v1/models", _Answered(api.models), methods=["GET"]),
@@ -89,7 +89,6 @@ def http_app(
         Route("/cluster", _Answered(api.cluster), methods=["GET"]),
         Route("/version", _Answered(api.version), methods=["GET"]),
     ]
-    handlers = {HTTPException: _refused}
     open_paths = {HEALTH, METRICS, DISCOVERY} if has_open_figures else {HEALTH}
     if has_page:  # its own requests carry the key that is typed in there
         routes += page_routes()
@@ -97,7 +96,7 @@ def http_app(
     layers = [Middleware(RequestIds), Middleware(Guard, callers=callers, open_paths=open_paths)]
     if own_name is not None:
         layers.insert(1, Middleware(HostGuard, own_name=own_name))
-    app = Starlette(routes=routes, exception_handlers=handlers, middleware=layers)
+    app = Starlette(routes=routes, exception_handlers={HTTPException: _refused}, middleware=layers)
     app.router.redirect_slashes = False  # after a redirect, clients that post would follow with GET, or not at all
     return app
 
@@ -115,23 +114,24 @@ class _Api:
     async def chat(self, request: Request, entered: ExitStack) -> ASGIApp:
         """/v1/chat/completions."""
         fields = await self.bodies.read(request, ChatFields, entered, GENERATE)
-        tools = tools_of(functions_in(fields.tools), fields.tool_choice, fields.parallel_tool_calls)
-        prompts = (chat.chat_prompt(fields.messages, tools, fields.chat_template_kwargs, fields.reasoning_effort),)
+        tools = chat_tools(fields.tools, fields.tool_choice, allows_several=fields.parallel_tool_calls)
+        variables = template_kwargs(fields.chat_template_kwargs, fields.reasoning_effort)
+        prompts = (chat.chat_prompt(fields.messages, tools, variables),)
         head = _head("chatcmpl-", fields)
         limits, most = chat.chat_limits(fields), tenant_of(request).most_at_once
         wanted = choices(fields, prompts, limits, head.answer_id, _session_id(request, fields), most)
-        formats = self.requests.texts.tool_format
-        has_thoughts, spell = fields.include_reasoning is not False, self._spell(wanted)
-        answer = chat.ChatAnswer(head, len(wanted), _telling(fields), spell, tools, formats, has_thoughts)
+        spell, formats = self._spell(wanted), self.requests.texts.tool_format
+        has_reasoning, options = fields.include_reasoning, fields.stream_options
+        answer = chat.ChatAnswer(head, len(wanted), options, spell, tools, formats, has_reasoning)
         names = chat.FIELD_NAMES | constraint_names(fields.structured_outputs)
         return self._exchange(tenant_of(request), wanted, answer, fields, names)
 
     async def responses(self, request: Request, entered: ExitStack) -> ASGIApp:
         """/v1/responses."""
         fields = await self.bodies.read(request, ResponseFields, entered, GENERATE)
-        tools = tools_of(response_input.functions_in(fields), fields.tool_choice, fields.parallel_tool_calls)
-        prompt, names = response_input.conversation(fields, tools)
-        head, limits = _head("resp_", fields), response_input.response_limits(fields)
+        tools = tools_of(fields.tools, "", fields.tool_choice, allows_several=fields.parallel_tool_calls)
+        prompt, names = conversation.conversation(fields, tools)
+        head, limits = _head("resp_", fields), conversation.response_limits(fields)
         wanted = choices(fields, (prompt,), limits, head.answer_id, _session_id(request, fields))
         answer = ResponseAnswer(
             head, repeated(fields, tools), self._spell(wanted), tools, self.requests.texts.tool_format
@@ -149,9 +149,14 @@ class _Api:
         head = _head("cmpl-", fields)
         limits, most = completions.completion_limits(fields), tenant_of(request).most_at_once
         wanted = choices(fields, prompts, limits, head.answer_id, _session_id(request, fields), most)
-        echoes = [await self._echo(one, fields.model or "") if fields.echo else "" for one in prompts]
+        echoes = [await self._echo(one, fields.model) if fields.echo else "" for one in prompts]
         answer = completions.CompletionAnswer(
-            head, echoes, len(wanted) // len(prompts), _telling(fields), self._spell(wanted), limits.prompt_logprobs
+            head,
+            echoes,
+            len(wanted) // len(prompts),
+            fields.stream_options,
+            self._spell(wanted),
+            limits.prompt_logprobs,
         )
         names = completions.FIELD_NAMES | constraint_names(fields.structured_outputs)
         return self._exchange(tenant_of(request), wanted, answer, fields, names)
@@ -163,31 +168,30 @@ class _Api:
 
     async def model(self, request: Request, entered: ExitStack) -> Response:
         """One served model."""
-        name = request.path_params["model"]
-        for model in self.requests.models():
-            if model.model_name == name:
-                return JSONResponse(self._card(model))
-        raise NotFound(f"model: {name!r} is not served here")
+        name, cards = request.path_params["model"], {one.model_name: self._card(one) for one in self.requests.models()}
+        if name not in cards:
+            raise NotFound(f"model: {name!r} is not served here")
+        return JSONResponse(cards[name])
 
     async def tokenize(self, request: Request, entered: ExitStack) -> Response:
         """The tokens of a text or a conversation, as a prompt would be read."""
         fields = await self.bodies.read(request, TokenizeFields, entered, TOKENIZE)
         prompt = completions.tokenized_prompt(fields)
         try:
-            read = await self.requests.texts.tokens(prompt, fields.model or "")
+            read = await self.requests.texts.tokens(prompt, fields.model)
         except InvalidRequest as exc:
             names = completions.FIELD_NAMES if isinstance(prompt, TextPrompt) else chat.FIELD_NAMES
             raise api_error(exc, names) from exc
         answer: Json = {"count": len(read.token_ids), "max_model_len": read.max_context, "tokens": read.token_ids}
         if fields.return_token_strs:
-            token_bytes = self.requests.texts.tokenizer(fields.model or "").token_bytes
+            token_bytes = self.requests.texts.tokenizer(fields.model).token_bytes
             answer["token_strs"] = [token_bytes(token).decode(errors="replace") for token in read.token_ids]
         return JSONResponse(answer)
 
     async def detokenize(self, request: Request, entered: ExitStack) -> Response:
         """The text of tokens."""
         fields = await self.bodies.read(request, DetokenizeFields, entered, TOKENIZE)
-        return JSONResponse({"prompt": await self.requests.texts.text(fields.tokens, fields.model or "")})
+        return JSONResponse({"prompt": await self.requests.texts.text(fields.tokens, fields.model)})
 
     async def health(self, request: Request, entered: ExitStack) -> Response:
         """Whether a new request could be served."""
@@ -224,8 +228,8 @@ class _Api:
         fields: RequestFields,
         field_names: Mapping[str, str],
     ) -> Exchange:
-        streams = partial(tenant.together, wanted)
-        return Exchange(streams, answer, bool(fields.stream), field_names, self.stalled_seconds)
+        streams = partial(scored_first, tenant, wanted)
+        return Exchange(streams, answer, fields.stream, field_names, self.stalled_seconds)
 
     def _spell(self, wanted: tuple[RequestedOutput, ...]) -> Spell | None:
         """The function that spells a model's tokens, if log-probabilities are requested."""
@@ -233,13 +237,10 @@ class _Api:
             return None
         return lambda model: self.requests.texts.tokenizer(model).token_bytes
 
-    async def _echo(self, prompt: Prompt, model: str) -> str:
-        match prompt:
-            case TextPrompt(text):
-                return text
-            case TokenPrompt(token_ids):
-                return await self.requests.texts.prompt(token_ids, model)
-        raise AssertionError(f"{type(prompt)} is no prompt of a completion")
+    async def _echo(self, prompt: TextPrompt | TokenPrompt, model: str) -> str:
+        return (
+            prompt.text if isinstance(prompt, TextPrompt) else await self.requests.texts.prompt(prompt.token_ids, model)
+        )
 
     def _card(self, model: ModelInfo) -> Json:
         card: Json = {"id": model.model_name, "object": "model", "created": self.born, "owned_by": "bough"}
@@ -250,14 +251,9 @@ def _head(kind: str, fields: RequestFields) -> Head:
     return Head(f"{kind}{fields.request_id or uuid.uuid4().hex}", int(time.time()))
 
 
-def _telling(fields: GenerationFields) -> StreamTelling:
-    given = fields.stream_options or StreamOptions()
-    return StreamTelling(bool(given.include_usage), bool(given.continuous_usage_stats), bool(given.include_rounds))
-
-
 def _session_id(request: Request, fields: RequestFields) -> str:
     """The session id in the body or the header. Raises ApiError if they differ."""
-    of_body, of_header = fields.session_id or "", request.headers.get(SESSION_HEADER, "")
+    of_body, of_header = fields.session_id, request.headers.get(SESSION_HEADER, "")
     if of_body and of_header and of_body != of_header:
         raise invalid("session_id", of_body, f"be that of the header {SESSION_HEADER}, or one of them left out")
     return of_body or of_header

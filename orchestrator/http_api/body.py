@@ -12,10 +12,10 @@ from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect, Request
 
 from bough.config.json_fields import first_refusal
-from bough.errors import InvalidRequest
+from bough.errors import Exhausted, InvalidRequest
 from bough.rpc.status_map import MAX_MESSAGE_BYTES
 from orchestrator.admission.call_limiter import CallLimiter
-from orchestrator.http_api.errors import ApiError, shortened
+from orchestrator.http_api.fields.errors import ApiError, invalid, shortened
 
 MAX_BODY_BYTES = MAX_MESSAGE_BYTES  # as much as over gRPC
 MAX_ALL_BYTES = 16 * MAX_BODY_BYTES  # limit of all bodies together that are arriving or being parsed
@@ -38,8 +38,8 @@ class BodyReader:
         """Read the fields of a request, which counts as a call of `method` until `entered` is closed.
 
         Raises:
-            ApiError: the body is too large, not JSON, or has an invalid field; or other bodies use all the memory.
-            Exhausted: there are too many requests.
+            ApiError: the body is too large, not JSON, or has an invalid field.
+            Exhausted: there are too many requests, or other bodies use all the memory.
         """
         _require_json(request)
         _require_size(_announced_bytes(request))
@@ -81,22 +81,17 @@ class BodyReader:
     def _require_room(self) -> None:
         if self._num_bytes > MAX_ALL_BYTES:
             message = f"body: {MAX_ALL_BYTES} bytes of other requests are being read; one of them must end first"
-            code = "rate_limit_exceeded"
-            raise ApiError(
-                HTTPStatus.TOO_MANY_REQUESTS, message, "rate_limit_error", code=code, retry_seconds=RETRY_SECONDS
-            )
+            raise Exhausted(message, RETRY_SECONDS)
 
 
 def _require_json(request: Request) -> None:
     """Refuse compressed bodies, and other content types, which web pages of other sites could make a browser send."""
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
     if encoding != "identity":
-        message = f"content-encoding: must be left out, got {shortened(encoding)}"
-        raise ApiError(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, message, param="content-encoding")
+        raise invalid("content-encoding", encoding, "be left out", HTTPStatus.UNSUPPORTED_MEDIA_TYPE)
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
-        message = f"content-type: must be application/json, got {shortened(kind)}"
-        raise ApiError(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, message, param="content-type")
+        raise invalid("content-type", kind, "be application/json", HTTPStatus.UNSUPPORTED_MEDIA_TYPE)
 
 
 def _announced_bytes(request: Request) -> int:
@@ -118,12 +113,8 @@ def parse(kind: type[Fields], body: bytes) -> Fields:
     try:
         return kind.model_validate_json(body.removeprefix(codecs.BOM_UTF8))
     except ValidationError as exc:
-        raise _refusal(exc) from exc
-
-
-def _refusal(exc: ValidationError) -> ApiError:
-    param, problem = first_refusal(exc, shortened)
-    if not param:
+        param, problem = first_refusal(exc, shortened)
+        if param:
+            raise ApiError(HTTPStatus.BAD_REQUEST, f"{param}: {problem}", param=param) from exc
         problem = problem if problem.startswith("no JSON") else "must be a JSON object"
-        return ApiError(HTTPStatus.BAD_REQUEST, f"body: {problem}", code="invalid_json")
-    return ApiError(HTTPStatus.BAD_REQUEST, f"{param}: {problem}", param=param)
+        raise ApiError(HTTPStatus.BAD_REQUEST, f"body: {problem}", code="invalid_json") from exc

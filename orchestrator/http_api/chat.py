@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
-from bough.protocol.generation import ChatPrompt, Event, Finished, Message, Started, Tokens, Tools
+from bough.protocol.generation import ChatPrompt, Event, Finished, Message, Started, Tokens, ToolCall, Tools
 from bough.protocol.sampling_params import UNLIMITED
-from orchestrator.http_api.answer import Completion, Head, StreamTelling
-from orchestrator.http_api.constraint import constraint_of
-from orchestrator.http_api.errors import Json, invalid
-from orchestrator.http_api.fields import ChatFields, MessageFields
-from orchestrator.http_api.options import RequestLimits
-from orchestrator.http_api.reasoning import ChoiceReasoning, reasoning_fields, reasoning_in, template_kwargs
-from orchestrator.http_api.spelling import Spell, chat_logprobs
-from orchestrator.http_api.tool_calls import ChoiceCalls, Formats, calls_in
-from orchestrator.http_api.tool_fields import tool_call
+from orchestrator.http_api.answers.answer import Completion, Head
+from orchestrator.http_api.answers.said import Call, Formats, Said, ThoughtText
+from orchestrator.http_api.answers.spelling import Spell, chat_logprobs
+from orchestrator.http_api.fields.constraint import response_constraint
+from orchestrator.http_api.fields.errors import Json, invalid
+from orchestrator.http_api.fields.generation import ChatFields, MessageFields, StreamOptions
+from orchestrator.http_api.fields.options import RequestLimits
+from orchestrator.tools.call_parser import ContentText
+from orchestrator.tools.call_reader import ArgumentsText, CallBegun
 
 # Names of gRPC fields as clients of this API know them, for error messages.
 FIELD_NAMES = {
@@ -28,31 +27,25 @@ FIELD_NAMES = {
 }
 
 
-def chat_prompt(
-    messages: list[MessageFields],
-    tools: Tools | None = None,
-    variables: Mapping[str, Any] | None = None,
-    effort: str | None = None,
-) -> ChatPrompt:
+def chat_prompt(messages: Sequence[MessageFields], tools: Tools | None = None, template_kwargs: str = "") -> ChatPrompt:
     """The conversation as a prompt; OpenAI's role "developer" is "system" to chat templates.
 
     Raises:
         ApiError: names the invalid field.
     """
-    said = tuple(_message(index, fields) for index, fields in enumerate(messages))
-    return ChatPrompt(said, tools, template_kwargs(variables, effort))
+    return ChatPrompt(tuple(_message(index, fields) for index, fields in enumerate(messages)), tools, template_kwargs)
 
 
 def _message(index: int, fields: MessageFields) -> Message:
-    calls, call_id = tuple(map(tool_call, fields.tool_calls or ())), fields.tool_call_id or ""
+    calls = tuple(ToolCall(call.id, call.function.name, call.function.arguments) for call in fields.tool_calls)
     if calls and fields.role != "assistant":
         raise invalid(f"messages[{index}].tool_calls", [call.name for call in calls], "be left out of such a role")
-    if (fields.role == "tool") != bool(call_id):
+    if (fields.role == "tool") != bool(fields.tool_call_id):
         must = "be the id of the call that is answered" if fields.role == "tool" else "be left out of such a role"
-        raise invalid(f"messages[{index}].tool_call_id", call_id, must)
-    reasoning = (fields.reasoning or fields.reasoning_content or "") if fields.role == "assistant" else ""
+        raise invalid(f"messages[{index}].tool_call_id", fields.tool_call_id, must)
+    reasoning = (fields.reasoning or fields.reasoning_content) if fields.role == "assistant" else ""
     role = "system" if fields.role == "developer" else fields.role
-    return Message(role, fields.content, calls, call_id, reasoning)
+    return Message(role, fields.content, calls, fields.tool_call_id, reasoning)
 
 
 def chat_limits(fields: ChatFields) -> RequestLimits:
@@ -64,12 +57,11 @@ def chat_limits(fields: ChatFields) -> RequestLimits:
     newer, older = fields.max_completion_tokens, fields.max_tokens
     if newer is not None and older is not None and newer != older:
         raise invalid("max_completion_tokens", newer, f"be equal to max_tokens, {older}, or one of them left out")
-    most = newer if newer is not None else older
+    most = next((given for given in (newer, older) if given is not None), UNLIMITED)
     if fields.top_logprobs and not fields.logprobs:
         raise invalid("top_logprobs", fields.top_logprobs, "be left out unless logprobs is true")
-    logprobs = (fields.top_logprobs or 0) if fields.logprobs else None
-    most = UNLIMITED if most is None else most
-    return RequestLimits(most, logprobs, num_choices=fields.n, constraint=constraint_of(fields))
+    logprobs = fields.top_logprobs if fields.logprobs else None
+    return RequestLimits(most, logprobs, num_choices=fields.n, constraint=response_constraint(fields))
 
 
 class ChatAnswer(Completion):
@@ -82,31 +74,27 @@ class ChatAnswer(Completion):
         self,
         head: Head,
         num_choices: int,
-        telling: StreamTelling,
+        stream_options: StreamOptions,
         spell: Spell | None,
         tools: Tools | None,
         formats: Formats,
         has_reasoning: bool = True,
     ) -> None:
         """Without `has_reasoning` thoughts are left out."""
-        super().__init__(head, num_choices, num_choices, telling, spell)
+        super().__init__(head, num_choices, num_choices, stream_options, spell)
         self._logprobs: list[list[Json]] = [[] for _ in self.choices]
-        self._tools, self._formats = tools, formats
-        self._calls: dict[int, ChoiceCalls | None] = {}  # by choice
-        self._has_reasoning = has_reasoning
-        self._reasoning: dict[int, ChoiceReasoning | None] = {}  # by choice
+        self._tools, self._formats, self._has_reasoning = tools, formats, has_reasoning
 
     def _told(self, index: int, event: Event) -> Iterator[Json]:
         match event:
             case Started():
                 choice_id = f"{self.head.answer_id}/{index}"
-                self._calls[index] = calls_in(choice_id, self._tools, self._formats, event.model_name)
-                self._reasoning[index] = reasoning_in(event.thoughts)
+                self.said[index] = Said(choice_id, event, self._tools, self._formats)
                 yield _delta(index, {"role": "assistant", "content": ""})
             case Tokens():
                 logprobs = self._spelled(index, event)
                 deltas = [*self._deltas(index, event.texts)]
-                if not deltas and (logprobs or self.telling.continuous_usage):
+                if not deltas and (logprobs or self.stream_options.continuous_usage_stats):
                     deltas = [{"content": ""}]
                 for delta in deltas:
                     yield _delta(index, delta, logprobs)
@@ -118,35 +106,32 @@ class ChatAnswer(Completion):
 
     def _deltas(self, index: int, texts: Sequence[str], *, is_end: bool = False) -> Iterator[Json]:
         """What the texts of tokens add to the message of a choice."""
-        text, reasoning = "".join(texts), self._reasoning.get(index)
-        if reasoning is not None:
-            thoughts, text = reasoning.part(texts, is_end=is_end)
-            self.choices[index].reasoning_tokens = reasoning.num_tokens
-            if thoughts and self._has_reasoning:
-                yield reasoning_fields(thoughts)
-        calls = self._calls.get(index)
-        if calls is not None:
-            yield from calls.deltas(text, is_end=is_end)
-        elif text:
-            yield {"content": text}
+        said = self.said[index]
+        for piece in said.pieces(texts, is_end=is_end):
+            match piece:
+                case ThoughtText(text) if self._has_reasoning:
+                    yield _reasoning(text)
+                case ContentText(text):
+                    yield {"content": text}
+                case CallBegun():
+                    yield {"tool_calls": [{"index": len(said.calls) - 1} | _call(said.calls[-1])]}
+                case ArgumentsText(text):
+                    yield {"tool_calls": [{"index": len(said.calls) - 1, "function": {"arguments": text}}]}
 
     def _ending(self, index: int) -> Json:
         """Why a choice ended: by calls only if it ended by itself, and with the last of them."""
-        choice, calls = self.choices[index], self._calls.get(index)
-        is_call = choice.finish_reason == "stop" and calls is not None and calls.is_whole
-        reason = "tool_calls" if is_call else choice.finish_reason
-        return {"finish_reason": reason, "stop_reason": choice.stop_reason}
+        is_call = self.choices[index].finish_reason == "stop" and self.said[index].has_called
+        return super()._ending(index) | ({"finish_reason": "tool_calls"} if is_call else {})
 
     def _choice(self, index: int) -> Json:
-        choice = self.choices[index]
+        said = self.said[index]
+        content = "".join(said.content) or (None if said.calls or said.has_thoughts else "")
+        message: Json = {"role": "assistant", "refusal": None, "content": content}
+        if said.calls:
+            message["tool_calls"] = [_call(call) for call in said.calls]
+        if said.num_thought is not None and self._has_reasoning:
+            message |= _reasoning("".join(said.thoughts) or None)
         told = None if self._token_bytes is None else {"content": self._logprobs[index], "refusal": None}
-        calls, reasoning = self._calls.get(index), self._reasoning.get(index)
-        said: Json = {"content": choice.text} if calls is None else calls.message()
-        if reasoning is not None:
-            content = reasoning.content if calls is None else said["content"]
-            said["content"] = content or (None if reasoning.parser.has_thoughts else content)
-            said |= reasoning_fields(reasoning.thoughts or None) if self._has_reasoning else {}
-        message = {"role": "assistant", "refusal": None} | said
         return {"index": index, "message": message, "logprobs": told} | self._ending(index)
 
     def _spelled(self, index: int, event: Tokens) -> list[Json]:
@@ -160,3 +145,13 @@ class ChatAnswer(Completion):
 def _delta(index: int, delta: Json, logprobs: list[Json] | None = None) -> Json:
     told = {"content": logprobs, "refusal": None} if logprobs else None
     return {"index": index, "delta": delta, "logprobs": told, "finish_reason": None}
+
+
+def _call(call: Call) -> Json:
+    """A call, whole or as it begins."""
+    return {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+def _reasoning(text: str | None) -> Json:
+    """Thoughts by the name that vLLM has now, and by that which it and others have had, which more clients read."""
+    return {"reasoning": text, "reasoning_content": text}

@@ -6,14 +6,14 @@ from collections.abc import Iterator, Sequence
 from http import HTTPStatus
 
 from bough.protocol.generation import Event, Finished, Prompt, PromptLogprobs, Started, TextPrompt, TokenPrompt, Tokens
-from orchestrator.http_api.answer import Completion, Head, StreamTelling
+from orchestrator.http_api.answers.answer import Completion, Head
+from orchestrator.http_api.answers.spelling import Spell, TokensSpelled, completion_logprobs, prompt_logprobs
 from orchestrator.http_api.chat import chat_prompt
-from orchestrator.http_api.constraint import constraint_of
-from orchestrator.http_api.errors import ApiError, Json, invalid
-from orchestrator.http_api.fields import CompletionFields, TextOrTokens, TokenizeFields
-from orchestrator.http_api.options import RequestLimits
-from orchestrator.http_api.spelling import Spell, TokensSpelled, completion_logprobs, prompt_logprobs
-from orchestrator.http_api.tool_fields import functions_in, tools_of
+from orchestrator.http_api.fields.constraint import response_constraint
+from orchestrator.http_api.fields.errors import ApiError, Json, invalid
+from orchestrator.http_api.fields.generation import CompletionFields, StreamOptions, TextOrTokens, TokenizeFields
+from orchestrator.http_api.fields.options import RequestLimits, template_kwargs
+from orchestrator.http_api.fields.tools import chat_tools
 
 DEFAULT_MAX_TOKENS = 16  # as at OpenAI
 ENTRIES_PER_TOKEN = 4  # in the lists of an answer, beside those of the alternatives
@@ -23,7 +23,7 @@ MAX_ENTRIES = 1_500_000  # of all prompts' tokens in one answer, which take some
 FIELD_NAMES = {"text": "prompt", "token_ids.ids": "prompt", "token_ids": "prompt", "prompt_logprobs": "echo"}
 
 
-def text_prompt(prompt: TextOrTokens) -> Prompt:
+def text_prompt(prompt: TextOrTokens) -> TextPrompt | TokenPrompt:
     """One prompt of the request."""
     return TextPrompt(prompt) if isinstance(prompt, str) else TokenPrompt(prompt)
 
@@ -42,8 +42,8 @@ def tokenized_prompt(fields: TokenizeFields) -> Prompt:
         if fields.chat_template_kwargs:
             raise invalid("chat_template_kwargs", fields.chat_template_kwargs, "be left out beside prompt")
         return TextPrompt(fields.prompt or "")
-    tools = tools_of(functions_in(fields.tools), None, None)
-    return chat_prompt(fields.messages, tools, fields.chat_template_kwargs)
+    variables = template_kwargs(fields.chat_template_kwargs, None)
+    return chat_prompt(fields.messages, chat_tools(fields.tools), variables)
 
 
 def completion_limits(fields: CompletionFields) -> RequestLimits:
@@ -52,7 +52,7 @@ def completion_limits(fields: CompletionFields) -> RequestLimits:
     if fields.max_tokens == 0 and of_prompt is None:
         raise invalid("max_tokens", 0, "be 1 or more, but with echo and logprobs")
     most = DEFAULT_MAX_TOKENS if fields.max_tokens is None else fields.max_tokens
-    return RequestLimits(most, fields.logprobs, of_prompt, fields.n, constraint_of(fields))
+    return RequestLimits(most, fields.logprobs, of_prompt, fields.n, response_constraint(fields))
 
 
 class CompletionAnswer(Completion):
@@ -65,35 +65,37 @@ class CompletionAnswer(Completion):
         head: Head,
         echoes: Sequence[str],
         choices_per_prompt: int,
-        telling: StreamTelling,
+        stream_options: StreamOptions,
         spell: Spell | None,
         prompt_logprobs: int | None = None,
     ) -> None:
-        """`echoes` are the texts that the choices of each prompt begin with."""
-        super().__init__(head, len(echoes) * choices_per_prompt, choices_per_prompt, telling, spell)
+        """`echoes` are the texts that the choices of each prompt begin with; the first choice has a prompt's scores."""
+        super().__init__(head, len(echoes) * choices_per_prompt, choices_per_prompt, stream_options, spell)
         self._echoes = [echo for echo in echoes for _ in range(choices_per_prompt)]
         self._logprobs = [TokensSpelled([], [], [], []) for _ in self.choices]
         self._prompt_logprobs = prompt_logprobs
+        self._texts: list[list[str]] = [[] for _ in self.choices]
 
     def _told(self, index: int, event: Event) -> Iterator[Json]:
         match event:
             case Started():
                 self._count(index, event.prompt_tokens)
                 if echo := self._echoes[index]:
-                    self.choices[index].texts.append(echo)
+                    self._texts[index].append(echo)
                     yield _entry(index, echo)
             case PromptLogprobs() if self._token_bytes is not None:
                 spelled = prompt_logprobs(event, self._token_bytes)
-                self._logprobs[index].extend(spelled)
-                yield _entry(index, "", spelled)
+                for each in range(index, index + self._choices_per_prompt):
+                    self._logprobs[each].extend(spelled)
+                    yield _entry(each, "", spelled)
             case Tokens():
+                self._texts[index].append(event.text)
                 logprobs = self._spelled(index, event)
-                if event.text or logprobs or self.telling.continuous_usage:
+                if event.text or logprobs or self.stream_options.continuous_usage_stats:
                     yield _entry(index, event.text, logprobs)
             case Finished():
-                choice = self.choices[index]
-                ending = {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
-                yield _entry(index, event.text) | ending
+                self._texts[index].append(event.text)
+                yield _entry(index, event.text) | self._ending(index)
 
     def _count(self, index: int, prompt_tokens: int) -> None:
         """Count the entries of a prompt's tokens, at its first choice for all. Raises ApiError for too many."""
@@ -106,10 +108,8 @@ class CompletionAnswer(Completion):
             raise ApiError(HTTPStatus.BAD_REQUEST, message, param="echo")
 
     def _choice(self, index: int) -> Json:
-        choice = self.choices[index]
-        told = None if self._token_bytes is None else self._logprobs[index]._asdict()
-        ending = {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
-        return {"index": index, "text": choice.text, "logprobs": told} | ending
+        logprobs = None if self._token_bytes is None else self._logprobs[index]
+        return _entry(index, "".join(self._texts[index]), logprobs) | self._ending(index)
 
     def _spelled(self, index: int, event: Tokens) -> TokensSpelled | None:
         if self._token_bytes is None:

@@ -14,8 +14,8 @@ from starlette.types import Receive, Scope, Send
 
 from bough.concurrency.tasks import end
 from bough.protocol.generation import Event, PromptLogprobs, Started
-from orchestrator.http_api.answer import Answer
-from orchestrator.http_api.errors import Json, api_error
+from orchestrator.http_api.answers.answer import Answer
+from orchestrator.http_api.fields.errors import Json, api_error
 from orchestrator.http_api.merging import Indexed, merged
 
 SILENT_SECONDS = 5.0  # after which a silent stream sends a keep-alive; sweeps may take longer

@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from bough.errors import Unauthenticated
 from bough.security.bearer import HEADER
-from orchestrator.http_api.errors import ApiError, api_error, shortened
+from orchestrator.http_api.fields.errors import ApiError, api_error, shortened
 from orchestrator.serving.tenants import Callers, Tenant
 
 TENANT = "bough.tenant"  # key in a request's scope

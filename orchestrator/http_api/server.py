@@ -18,7 +18,7 @@ from bough.errors import ConfigError, Unavailable
 from bough.runtime.connections import Connection, connection_limit, longest_idle
 from bough.security.handshakes import Handshakes
 from bough.security.tls import CurrentContext
-from orchestrator.http_api.errors import api_error
+from orchestrator.http_api.fields.errors import api_error
 
 IDLE_SECONDS = 75  # after which a connection without a whole head is closed; balancers keep theirs for a minute
 MAX_ACCEPTED = 64  # connections at once, before those too many are closed: they need descriptors meanwhile
@@ -63,22 +63,13 @@ async def http_serving(host: str, port: int, app: ASGIApp, tls: CurrentContext |
 
 def _listener(host: str, port: int) -> socket.socket:
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        listener = socket.socket(family, kind, protocol)
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        is_v6 = family == socket.AF_INET6
+        return socket.create_server(address, family=family, backlog=NUM_PENDING, dualstack_ipv6=is_v6)
     except OSError as exc:
-        raise ConfigError(f"--http-port: cannot listen on {host}:{port}: {exc}") from exc
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(NUM_PENDING)
-    except OSError as exc:
-        listener.close()
         raise ConfigError(
             f"--http-port: cannot listen on {host}:{port}: {exc}; --host must be this machine's, 0 takes a free port"
         ) from exc
-    return listener
 
 
 class _Server(uvicorn.Server):

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from bough.errors import InvalidRequest
 from bough.grammar.grammar import grammar_of
 from bough.protocol.generation import ChatPrompt, GenerateOptions, Prompt, ToolChoice, Tools
-from bough.protocol.thoughts import Thoughts
+from bough.protocol.thoughts import Channels, Thoughts
 from bough.tokenization.tokenizer import Tokenizer
 from orchestrator.reasoning.formats import shown
 from orchestrator.reasoning.grammar import after_thoughts
@@ -24,7 +24,11 @@ class OutputForm(NamedTuple):
 
 
 async def output_form(
-    prompt: Prompt, options: GenerateOptions, tokenizer: Tokenizer, tool_format: str, thoughts: Thoughts | None = None
+    prompt: Prompt,
+    options: GenerateOptions,
+    tokenizer: Tokenizer,
+    tool_format: str,
+    thoughts: Thoughts | Channels | None = None,
 ) -> OutputForm:
     """The form that a request demands, with the format of tool calls that is configured, after thoughts if it has any.
 
@@ -35,7 +39,8 @@ async def output_form(
     # Grammars are not made on the threads that tokenize for everybody.
     demanded = await asyncio.to_thread(grammar_of, options.constraint) if options.constraint is not None else ""
     form = OutputForm(demanded, {})
-    if tools is not None and tools.choice is not ToolChoice.NONE:
+    is_called = tools is not None and tools.choice is not ToolChoice.NONE
+    if tools is not None and is_called:
         form = await asyncio.to_thread(_of_tools, tools, tokenizer, tool_format, demanded)
     if form.grammar and options.ignore_eos:
         raise InvalidRequest(
@@ -47,8 +52,8 @@ async def output_form(
         )
     if thoughts is None:
         return form
-    grammar = form.grammar
-    if grammar and (options.constraint is None or options.constraint.after_reasoning):
+    grammar, is_whole = form.grammar, isinstance(thoughts, Channels) and is_called  # all messages, thoughts included
+    if grammar and not is_whole and (options.constraint is None or options.constraint.after_reasoning):
         field = "chat.tools" if options.constraint is None else "constraint"
         grammar = after_thoughts(field, grammar, thoughts, tokenizer.added_tokens)
     return OutputForm(grammar, {**shown(thoughts, tokenizer), **form.shown})

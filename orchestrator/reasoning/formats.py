@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 
 from bough.config.processes import ANY_REASONING
 from bough.protocol.generation import ChatPrompt, Prompt
-from bough.protocol.thoughts import Beginning, Thoughts
+from bough.protocol.thoughts import Beginning, Channels, Thoughts
 from bough.tokenization.tokenizer import Tokenizer
+from orchestrator.tools.harmony import END, MARKS, START
 
 TAIL = 24  # tokens of a prompt among which a mark at its end is, also where it is no token of its own
 
@@ -24,17 +25,19 @@ class ReasoningFormat:
 
 THINK = ReasoningFormat("<think>", "</think>")
 BRACKETS = ReasoningFormat("[THINK]", "[/THINK]")
+HARMONY = ReasoningFormat("<|channel|>", END)  # of messages whose headers tell what they are
 # By the names of vLLM's parsers.
 FORMATS: Mapping[str, ReasoningFormat] = {
     "deepseek_r1": replace(THINK, is_always_inside=True),
     "deepseek_v3": THINK,
     "glm45": THINK,
+    "openai_gptoss": HARMONY,
     "qwen3": THINK,
     "mistral": BRACKETS,
 }
 
 
-def thoughts_of(prompt: Prompt, tokens: Sequence[int], tokenizer: Tokenizer, named: str) -> Thoughts | None:
+def thoughts_of(prompt: Prompt, tokens: Sequence[int], tokenizer: Tokenizer, named: str) -> Thoughts | Channels | None:
     """The thoughts of an answer to this prompt, whose tokens these are; None where none are looked for.
 
     Only answers to chats are parsed: what follows other prompts is one text.
@@ -45,6 +48,9 @@ def thoughts_of(prompt: Prompt, tokens: Sequence[int], tokenizer: Tokenizer, nam
     if known is None:
         return None
     end = tokenizer.decode_showing(tokens[-TAIL:], tokenizer.special_tokens).rstrip()
+    if known is HARMONY:
+        header = end.rpartition(START)[2] if START in end else ""
+        return Channels("" if END in header else header)
     if end.endswith(known.end):
         beginning = Beginning.AFTER
     elif known.is_always_inside or end.endswith(known.begin):
@@ -56,11 +62,13 @@ def thoughts_of(prompt: Prompt, tokens: Sequence[int], tokenizer: Tokenizer, nam
 
 def _written_by(template: str) -> ReasoningFormat | None:
     """The format whose end of thoughts a template writes or looks for."""
+    if HARMONY.begin in template:
+        return HARMONY
     return next((known for known in (THINK, BRACKETS) if known.begin in template or known.end in template), None)
 
 
-def shown(thoughts: Thoughts | None, tokenizer: Tokenizer) -> Mapping[int, str]:
+def shown(thoughts: Thoughts | Channels | None, tokenizer: Tokenizer) -> Mapping[int, str]:
     """The marks that are special tokens, which decoded text would leave out."""
-    marks = (thoughts.begin, thoughts.end) if thoughts is not None else ()
-    added = tokenizer.added_tokens
-    return {added[mark].token_id: mark for mark in marks if mark in added and added[mark].is_special}
+    marks: Sequence[str] = (thoughts.begin, thoughts.end) if isinstance(thoughts, Thoughts) else ()
+    marks = MARKS if isinstance(thoughts, Channels) else marks
+    return {token_id: text for token_id, text in tokenizer.special_tokens.items() if text in marks}

@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
-from bough.errors import InvalidRequest
-from bough.protocol.sampling_params import MAX_GRAMMAR
-from bough.protocol.thoughts import Beginning, Thoughts
+from bough.grammar.grammar import before
+from bough.protocol.thoughts import Beginning, Channels, Thoughts
 from bough.tokenization.tokenizer import AddedToken
-from orchestrator.tools.call_grammar import ranges
 from orchestrator.tools.call_syntax import written
+from orchestrator.tools.harmony import MESSAGE, messages_grammar
+from orchestrator.tools.tool_format import ranges
 
 
-def after_thoughts(field: str, grammar: str, thoughts: Thoughts, added_tokens: Mapping[str, AddedToken]) -> str:
+def after_thoughts(
+    field: str, grammar: str, thoughts: Thoughts | Channels, added_tokens: Mapping[str, AddedToken]
+) -> str:
     """The grammar of an output whose thoughts are free, and the rest of which has this grammar, that `field` demands.
 
     Thoughts are text up to the mark of their end, whether that is one token or spelled with several. They must end if
@@ -22,6 +24,9 @@ def after_thoughts(field: str, grammar: str, thoughts: Thoughts, added_tokens: M
     Raises:
         InvalidRequest: the grammar would be too large.
     """
+    if isinstance(thoughts, Channels):
+        is_open = MESSAGE in thoughts.header
+        return grammar if is_open else messages_grammar(field, "answer", (), grammar, added_tokens)
     if thoughts.beginning is Beginning.AFTER:
         return grammar
     others = ranges(sorted(token.token_id for text, token in added_tokens.items() if text != thoughts.end))
@@ -35,10 +40,4 @@ def after_thoughts(field: str, grammar: str, thoughts: Thoughts, added_tokens: M
         r"TEXT: /(.|\n)+/",
         rf"spelled[lazy]: /(.|\n)*/ {json.dumps(thoughts.end)}",
     ]
-    parts = json.loads(grammar) if grammar.startswith("{") else {"grammars": [{"lark_grammar": grammar}]}
-    parts["grammars"][0]["name"] = "answer"
-    parts["grammars"].insert(0, {"name": "output", "lark_grammar": "\n".join(rules)})
-    joined = json.dumps(parts, ensure_ascii=False)
-    if len(joined) > MAX_GRAMMAR:
-        raise InvalidRequest(f"{field}: must make a grammar of at most {MAX_GRAMMAR} characters, got {len(joined)}")
-    return joined
+    return before(field, "\n".join(rules), grammar)

@@ -137,6 +137,8 @@ class Tenant:
         """Closes those sessions that the tenant has beyond what its key allows, where the index can be told."""
         if self.key is not None and not self.requests.directory.index_problem:
             for name in self.usage.surplus(self.key):
+                if name not in self.usage.surplus(self.key):
+                    continue  # while another was closed, a request has begun in it, or someone else has closed it
                 with suppress(BoughError):  # of an index or a worker that does not answer: tried again
                     with suppress(NotFound):  # it has ended by itself
                         await self.requests.close_session(self._inner(name))

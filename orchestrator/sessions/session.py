@@ -24,7 +24,7 @@ from bough.protocol.generation import (
 from bough.protocol.messages import RoundTimings, VerifyResult, WorkerInfo, weights_differ
 from bough.protocol.prefix_hash import TokenHistory
 from bough.protocol.sampling_params import UNLIMITED, SamplingParams, StopConditions
-from bough.protocol.thoughts import Thoughts
+from bough.protocol.thoughts import Channels, Thoughts
 from bough.telemetry.spans import NO_SPAN, Span
 from bough.trees.tree import Tree
 from orchestrator.sessions.deadline import Deadline
@@ -60,7 +60,7 @@ class Session:
     draft_held: int = 0
     draft_id: str = ""  # worker asked last
     prompt_logprobs: int | None = None  # alternatives to report for each token of the prompt, before any round
-    thoughts: Thoughts | None = None  # how the output marks them; None if they are not looked for
+    thoughts: Thoughts | Channels | None = None  # how the output marks them; None if they are not looked for
     cache_salt: str = ""  # KV is shared only with sessions of the same salt
     born_us: int = 0  # when the session's first request began, as an epoch
     num_replayed: int = 0  # output tokens from before the request was resumed

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from bough.protocol.decision import Decision, Mode
-from bough.trees.merge import merged
 from bough.trees.tree import Tree
 from bough.trees.tree_plan import BestFirst, TreePlan
 from orchestrator.sizing.plans import Proposal, RoundOutcome, RoundPlan, Situation, limited, requested_plan, whole
@@ -45,9 +42,7 @@ class FixedSizer:
         if session_id not in self._plans:
             return whole(drafted, looked_up)
         plan, decision = self._plans[session_id]
-        tree = merged(drafted, looked_up, plan.max_nodes) if len(looked_up) > 1 else drafted
-        decision.num_grown = decision.num_sent = len(tree)
-        return Proposal(tree, False, np.arange(len(drafted)))
+        return whole(drafted, looked_up, decision, plan.max_nodes)
 
     def observe(self, session_id: str, outcome: RoundOutcome) -> Decision | None:
         """Return the round's record; nothing is learnt. None if it had no plan."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -15,7 +14,6 @@ from bough.sizing.gain_profile import GainProfile
 from bough.trees.tree import Tree
 from bough.trees.tree_plan import Guess, Scheme
 
-MAX_PAIRS = 64  # limit; the most recently used are kept
 HALF_LIFE_ROUNDS = 20.0
 DECAY = 0.5 ** (1 / HALF_LIFE_ROUNDS)
 MOST_LEVELS = 32  # levels with their own statistics; deeper ones count with the last
@@ -178,18 +176,3 @@ class SessionState:
     stats: RoundStats
     bias: SessionBias = field(default_factory=SessionBias)
     num_rounds: int = 0
-
-
-class Pairs:
-    """The most recently used pairs, by key."""
-
-    def __init__(self) -> None:
-        self._pairs: OrderedDict[PairKey, Pair] = OrderedDict()
-
-    def of(self, key: PairKey) -> Pair:
-        """The pair of a key, created if there is none."""
-        pair = self._pairs.setdefault(key, Pair())
-        self._pairs.move_to_end(key)
-        if len(self._pairs) > MAX_PAIRS:
-            self._pairs.popitem(last=False)
-        return pair

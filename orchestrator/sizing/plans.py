@@ -95,12 +95,15 @@ class Sizer(Protocol):
         """Drop the state of a session whose request has ended."""
 
 
-def whole(drafted: Tree, looked_up: Tree) -> Proposal:
-    """The whole tree, for a round without a plan.
+def whole(drafted: Tree, looked_up: Tree, decision: Decision | None = None, most: int = 0) -> Proposal:
+    """The whole drafted tree, or of both trees the `most` best-scoring nodes, by default as many as were drafted.
 
-    A stream that was taken over may end, and have its session forgotten, during the other stream's round.
+    Without a `decision` the round has no plan: a stream that was taken over may end, and have its session forgotten,
+    during the other stream's round.
     """
-    tree = merged(drafted, looked_up, len(drafted)) if len(looked_up) > 1 else drafted
+    tree = merged(drafted, looked_up, most or len(drafted)) if len(looked_up) > 1 else drafted
+    if decision is not None:
+        decision.num_grown = decision.num_sent = len(tree)
     return Proposal(tree, False, np.arange(len(drafted)))
 
 

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 from bough.protocol.decision import RoundSeconds
 from bough.sizing.choice import SweepLoad
 from orchestrator.sizing.pairs import RoundStats
 from orchestrator.sizing.plans import RoundOutcome, Situation, WorkerFacts
-from orchestrator.sizing.worker_times import NANO, ByWorker, DraftTimes, TargetTimes
+from orchestrator.sizing.worker_times import NANO, DraftTimes, TargetTimes
 
 HIDDEN_FROM = 0.25  # of a sweep; calls with a longer queueing time wait for another sweep to end
 SHARE_OF_WAIT = 0.9  # of that wait, that may be spent drafting
 SMALL_CONTEXT = 16  # tokens; a round with more reads a prompt, and its times say little about the next round's
 FIRST_STEPS = 4  # of a tree, before any was observed
+MAX_WORKERS = 64  # limit of each kind; the most recently used are kept
 
 
 class StepCost(NamedTuple):
@@ -27,19 +29,20 @@ class RoundTimes:
     """Measurements of all rounds, by worker."""
 
     def __init__(self) -> None:
-        self._targets, self._drafts = ByWorker(TargetTimes), ByWorker(DraftTimes)
+        self._targets = lru_cache(MAX_WORKERS)(lambda _: TargetTimes())  # by worker; new ones are empty
+        self._drafts = lru_cache(MAX_WORKERS)(lambda _: DraftTimes())
 
     def note(self, situation: Situation) -> None:
         """Take over the cost curves that workers reported when introduced."""
-        target = self._targets.of(situation.target.worker_id)
+        target = self._targets(situation.target.worker_id)
         if target.curve is None:
             target.update(situation.target.worker_id, situation.target.cost)
-        if situation.draft is not None and (draft := self._drafts.of(situation.draft.worker_id)).curve is None:
+        if situation.draft is not None and (draft := self._drafts(situation.draft.worker_id)).curve is None:
             draft.update(situation.draft.worker_id, situation.draft.cost)
 
     def load(self, situation: Situation) -> SweepLoad | None:
         """The rest of the next sweep besides the session's tree; None while the target's cost is unknown."""
-        times = self._targets.of(situation.target.worker_id)
+        times = self._targets(situation.target.worker_id)
         if times.curve is None:
             return None
         num_running = situation.target.num_running
@@ -56,28 +59,28 @@ class RoundTimes:
 
     def step_cost(self, situation: Situation) -> StepCost:
         """Cost of a step of the usual width."""
-        draft, target = situation.draft, self._targets.of(situation.target.worker_id)
+        draft, target = situation.draft, self._targets(situation.target.worker_id)
         if draft is None:
             return StepCost(0.0, 0.0)
         free = 0.0
         if self._is_hidden(situation):
             free = target.drafting.median + SHARE_OF_WAIT * self._wait(situation)
-        return StepCost(free, self._drafts.of(draft.worker_id).step_seconds)
+        return StepCost(free, self._drafts(draft.worker_id).step_seconds)
 
     def expect(self, parts: RoundSeconds, situation: Situation, load: SweepLoad, stats: RoundStats | None) -> None:
         """Fill in the expected parts of a round except its sweep; `stats` is given if a draft is asked."""
-        target = self._targets.of(situation.target.worker_id)
+        target = self._targets(situation.target.worker_id)
         parts.network, parts.other = target.network.median, target.orchestrator.median
         parts.queue = target.queue.median if situation.target.num_running > 1 else 0.0
         parts.sweep = load.expected_sweep(1)
         if stats is not None and situation.draft is not None:
-            network = self._drafts.of(situation.draft.worker_id).network.median
+            network = self._drafts(situation.draft.worker_id).network.median
             parts.draft = self._drafting_seconds(situation, stats) - network
             parts.network += network
 
     def beside_sweep(self, situation: Situation) -> float:
         """Seconds of the target's own time outside queue and sweep."""
-        return self._targets.of(situation.target.worker_id).beside.median
+        return self._targets(situation.target.worker_id).beside.median
 
     def observe(self, situation: Situation, outcome: RoundOutcome) -> None:
         """Record a round."""
@@ -86,7 +89,7 @@ class RoundTimes:
             self._observe_draft(situation, situation.draft, outcome)
 
     def _observe_target(self, situation: Situation, outcome: RoundOutcome) -> None:
-        times, result, timings = self._targets.of(situation.target.worker_id), outcome.result, outcome.timings
+        times, result, timings = self._targets(situation.target.worker_id), outcome.result, outcome.timings
         times.update(situation.target.worker_id, result.cost)
         times.network.add(outcome.target_network_ns * NANO)
         if situation.num_context <= SMALL_CONTEXT:  # a session that begins waits for a sweep that began without it
@@ -105,7 +108,7 @@ class RoundTimes:
             times.beside.add(sweep - times.curve(result.num_rows))
 
     def _observe_draft(self, situation: Situation, draft: WorkerFacts, outcome: RoundOutcome) -> None:
-        times, grown = self._drafts.of(draft.worker_id), outcome.grown
+        times, grown = self._drafts(draft.worker_id), outcome.grown
         assert grown is not None, "seen to by the caller"
         times.update(draft.worker_id, grown.cost)
         times.network.add(outcome.draft_network_ns * NANO)
@@ -118,13 +121,13 @@ class RoundTimes:
         draft = situation.draft
         if draft is None:
             return 0.0
-        times = self._drafts.of(draft.worker_id)
+        times = self._drafts(draft.worker_id)
         steps = min(stats.num_steps or FIRST_STEPS, situation.num_left - 1)  # no tree is deeper than the tokens left
         return steps * times.step_seconds + times.network.median + times.queue.median
 
     def _wait(self, situation: Situation) -> float:
         """Seconds that calls wait for another sweep to end; 0 if hardly any."""
-        times = self._targets.of(situation.target.worker_id)
+        times = self._targets(situation.target.worker_id)
         if times.curve is None or situation.target.num_running < 2:
             return 0.0
         return max(0.0, times.queue.median - HIDDEN_FROM * times.curve(round(times.other_rows.median) + 1))

@@ -80,18 +80,15 @@ class MeasuredSizer:
         self.totals, self.log = RoundTotals(), DecisionLog()
 
     def plan(self, situation: Situation) -> RoundPlan:
-        """As `Sizer.plan`."""
         self._deciding[situation.session_id] = 0.0
         with self._timed(situation.session_id):
             return self._sizer.plan(situation)
 
     def propose(self, session_id: str, drafted: Tree, looked_up: Tree) -> Proposal:
-        """As `Sizer.propose`."""
         with self._timed(session_id):
             return self._sizer.propose(session_id, drafted, looked_up)
 
     def observe(self, session_id: str, outcome: RoundOutcome) -> Decision | None:
-        """As `Sizer.observe`."""
         with self._timed(session_id):
             decision = self._sizer.observe(session_id, outcome)
         self.totals.plan_seconds.add(self._deciding.pop(session_id))
@@ -101,7 +98,6 @@ class MeasuredSizer:
         return decision
 
     def forget(self, session_id: str) -> None:
-        """As `Sizer.forget`."""
         self._deciding.pop(session_id, None)
         self._sizer.forget(session_id)
 

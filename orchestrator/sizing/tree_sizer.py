@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,14 +17,15 @@ from numpy.typing import NDArray
 from bough.protocol.decision import Decision, Mode
 from bough.sizing.acceptance_model import with_values
 from bough.sizing.choice import Size, SweepLoad, best_size, cut_size
-from bough.trees.merge import merged, union
+from bough.trees.merge import union
 from bough.trees.tree import Tree
 from bough.trees.tree_plan import NO_TREE, BestFirst, Scheme, TreePlan
-from orchestrator.sizing.pairs import FIRST_BOUND, PairKey, Pairs, RoundStats, SessionState, Trust
+from orchestrator.sizing.pairs import FIRST_BOUND, Pair, PairKey, RoundStats, SessionState, Trust
 from orchestrator.sizing.plans import Proposal, RoundOutcome, RoundPlan, Situation, limited, requested_plan, whole
 from orchestrator.sizing.round_times import RoundTimes
 
 MOST_NODES = 1024  # limit of a tree
+MAX_PAIRS = 64  # limit; the most recently used are kept
 ROOM_TO_GROW = 1.25  # budget relative to the best size, as a tree may turn out better than usual
 BETTER_BY = 1.03  # ratio of rates from which drafting is stopped or resumed,
 TIMES_IN_A_ROW = 2  # if expected in so many consecutive rounds
@@ -67,7 +69,8 @@ class TreeSizer:
     def __init__(self, default: BestFirst, max_depth: int) -> None:
         """`default` completes sizes that requests fix in part, and is the least width; `max_depth` limits all trees."""
         self._default, self._max_depth = default, max_depth
-        self._pairs, self._times = Pairs(), RoundTimes()
+        self._pairs = lru_cache(MAX_PAIRS)(lambda _: Pair())  # by key; new ones have learnt nothing
+        self._times = RoundTimes()
         self._sessions: dict[str, SessionState] = {}
         self._pending: dict[str, _Pending] = {}
 
@@ -95,9 +98,7 @@ class TreeSizer:
             return whole(drafted, looked_up)
         pending.drafted = drafted
         if drafted.draft_probs is not None:
-            tree = merged(drafted, looked_up, pending.plan.max_nodes) if len(looked_up) > 1 else drafted
-            pending.decision.num_grown = pending.decision.num_sent = len(tree)
-            return Proposal(tree, False, np.arange(len(drafted)))
+            return whole(drafted, looked_up, pending.decision, pending.plan.max_nodes)
         pending.values = session.pair.acceptance.values(drafted, session.bias)
         both = union(with_values(drafted, pending.values), looked_up)
         values = np.exp(both.scores().astype(np.float64))
@@ -150,7 +151,7 @@ class TreeSizer:
         )
         session = self._sessions.get(situation.session_id)
         if session is None or session.key != key:
-            pair = self._pairs.of(key)
+            pair = self._pairs(key)
             session = self._sessions[situation.session_id] = SessionState(pair, key, RoundStats.after(pair.stats))
         return session
 

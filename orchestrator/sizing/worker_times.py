@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import logging
 import statistics
-from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections import deque
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
 
 from bough.errors import InvalidCurve
 from bough.protocol.cost_curve import CostCurve
@@ -16,9 +14,6 @@ logger = logging.getLogger(__name__)
 
 NANO = 1e-9
 NUM_RECENT = 7  # samples of a median, which follows a change after four
-MAX_WORKERS = 64  # limit; the most recently used are kept
-
-Times = TypeVar("Times")
 
 
 class RecentMedian:
@@ -90,21 +85,3 @@ class DraftTimes(_ReportedTimes):
     def step_seconds(self) -> float:
         """Seconds of a step of the recent width and load; 0 if unknown."""
         return self.ratio.median * self.curve(1) if self.curve is not None else 0.0
-
-
-class ByWorker(Generic[Times]):
-    """Times of the most recently used workers."""
-
-    def __init__(self, make: Callable[[], Times]) -> None:
-        self._make = make
-        self._times: OrderedDict[str, Times] = OrderedDict()
-
-    def of(self, worker_id: str) -> Times:
-        """The times of a worker, created if there are none."""
-        times = self._times.get(worker_id)
-        if times is None:
-            times = self._times[worker_id] = self._make()
-            if len(self._times) > MAX_WORKERS:
-                self._times.popitem(last=False)
-        self._times.move_to_end(worker_id)
-        return times

@@ -38,7 +38,6 @@ class OrchestratorCollector(Collector):
         self._figures = figures
 
     def collect(self) -> Iterator[Metric]:
-        """Collect the current values."""
         name, num_running, num_waiting, num_tokens, requests, totals, loop_lag, num_tasks = self._figures()
         model = {"model_name": name}
         yield gauge("vllm:num_requests_running", "Requests being generated", model, num_running)

@@ -32,11 +32,7 @@ class ObjectSyntax:
         return CallObject()
 
     def rules(self, name: str, function: Function, write: Write, *, follows_schema: bool) -> list[str]:
-        """The rule of this name and those that it needs: a call with arguments of the schema, or with any.
-
-        Raises:
-            InvalidRequest: the schema cannot be followed.
-        """
+        """As in `CallSyntax`."""
         # Piece by piece, as JSON of another schema may begin with the same: the lexer does not go back.
         pieces = "{", '"name"', ": ", json.dumps(function.name), ", ", f'"{self.arguments_key}"', ": "
         schema = embedded_schema(function.parameters if follows_schema else ANY_OBJECT)
@@ -51,6 +47,9 @@ class _At(Enum):
     COLON = auto()
     VALUE = auto()
     NEXT = auto()
+
+
+_STEPS = {(_At.OPEN, "{"): _At.KEY, (_At.COLON, ":"): _At.VALUE, (_At.NEXT, ","): _At.KEY}
 
 
 class CallObject(CallReader):
@@ -86,28 +85,18 @@ class CallObject(CallReader):
         """Read a character outside of keys and values; 0 if it is not part of what is read here."""
         if character.isspace():
             return 1
-        match self._at, character:
-            case _At.OPEN, "{":
-                self._at = _At.KEY
-            case _At.COLON, ":":
-                self._at = _At.VALUE
-            case _At.NEXT, ",":
-                self._at = _At.KEY
-            case _At.NEXT, "}":
-                self._end()
-            case _At.KEY, '"':
-                self._value = JsonValue(character)
-                return 0
-            case _At.VALUE, _ if character not in ",:}]":
-                self._value = JsonValue(character)
-                return 0
-            case _At.NEXT, _ if self._has_arguments:  # a brace forgotten, as small models do
-                self._end()
-                return 0
-            case _, _:
-                self.is_malformed = True
-                return 0
-        return 1
+        if following := _STEPS.get((self._at, character)):
+            self._at = following
+            return 1
+        if self._at is _At.NEXT and (character == "}" or self._has_arguments):
+            self._end()
+            return int(character == "}")  # or it is forgotten, as by small models
+        may_begin = character == '"' if self._at is _At.KEY else self._at is _At.VALUE and character not in ",:}]"
+        if may_begin:
+            self._value = JsonValue(character)
+        else:
+            self.is_malformed = True
+        return 0
 
     def _end_value(self, text: str) -> bool:
         """Take a whole key or value; returns whether it is the name. Of keys that come twice the first counts."""

@@ -1,33 +1,123 @@
-"""Which format of calls a model has: the one that its chat template writes, or that the operator names."""
+"""The formats of calls, and which of them a model has: the one its chat template writes, or that the operator names."""
 
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from functools import lru_cache
 
 from bough.config.processes import ANY_TOOL_FORMAT, TOOL_FORMATS
 from bough.errors import InvalidRequest
 from bough.tokenization.chat_template import ChatTemplate
-from orchestrator.tools.glm import GLM45, GLM47
-from orchestrator.tools.hermes import HERMES
-from orchestrator.tools.llama_json import LLAMA_JSON
-from orchestrator.tools.mistral import MISTRAL, MISTRAL_NAMED
-from orchestrator.tools.qwen3_coder import QWEN3_CODER, SEED_OSS
-from orchestrator.tools.tool_format import ToolFormat
+from orchestrator.tools.call_object import ObjectSyntax
+from orchestrator.tools.call_parser import CallSpelling
+from orchestrator.tools.harmony import HARMONY
+from orchestrator.tools.named_call import NamedSyntax
+from orchestrator.tools.tagged_call import TaggedSyntax
+from orchestrator.tools.tool_format import CallRules, ToolFormat
 from orchestrator.tools.tool_prompt import require_tools
 
-# What a template must contain, and what it must not, as later models spell calls differently after the same mark.
-_SIGNS = {
-    HERMES: (r"<tool_call>.*arguments", r"<function=|<arg_key>|<parameter="),
-    LLAMA_JSON: (r"\bname\b.*\bparameters\b.*(<\|eot_id\|>|<\|python_tag\|>)", r"<tool_call>|\[TOOL_CALLS\]"),
-    MISTRAL: (r"\[TOOL_CALLS\]", r"\[ARGS\]|\[CALL_ID\]"),
-    MISTRAL_NAMED: (r"\[TOOL_CALLS\].*\[ARGS\]", r"\[CALL_ID\]"),
-    QWEN3_CODER: (r"<tool_call>.*<function=.*<parameter=", r"<seed:tool_call>"),
-    SEED_OSS: (r"<seed:tool_call>.*<function=.*<parameter=", r"<tool_call>"),
-    GLM45: (r"<tool_call>.*<arg_key>", r"</arg_key><arg_value>"),
-    GLM47: (r"<tool_call>.*</arg_key><arg_value>", r"<function="),
-}
-FORMATS = tuple(_SIGNS)
+
+def _marked(call: str, between: str = "") -> CallRules:
+    """Rules of calls each of which has its own mark, with this between them; text may stand before and after."""
+    return CallRules(
+        one=f"mark {call}",
+        several=f"mark {call} ({between} mark {call})*",
+        free_or_one=f"free | opened {call}",
+        free_and_several=f"(opened {call})* free",
+    )
+
+
+# Hermes', which Qwen 2.5 and 3 and many others took over: `<tool_call>{"name", "arguments"}</tool_call>`.
+HERMES = ToolFormat(
+    name="hermes",
+    spelling=CallSpelling(mark="<tool_call>", end="</tool_call>"),
+    syntax=ObjectSyntax("arguments"),
+    rules=_marked(r'"\n" call "\n" end', r'"\n"'),
+    signs=(r"<tool_call>.*arguments", r"<function=|<arg_key>|<parameter="),
+)
+
+# Llama 3.1's: a message that is `{"name", "parameters"}` alone, perhaps after `<|python_tag|>`. Its templates refuse a
+# message of several calls, so that is never demanded; what the model writes after `;` is read.
+_LLAMA_CALL_OR_TEXT = r"mark? call | (/\s*[^{\s](.|\n)*/ free)?"
+LLAMA_JSON = ToolFormat(
+    name="llama3_json",
+    spelling=CallSpelling(mark="<|python_tag|>", separator=";", may_lack_mark=True),
+    syntax=ObjectSyntax("parameters"),
+    rules=CallRules("call", "call", _LLAMA_CALL_OR_TEXT, _LLAMA_CALL_OR_TEXT),
+    signs=(r"\bname\b.*\bparameters\b.*(<\|eot_id\|>|<\|python_tag\|>)", r"<tool_call>|\[TOOL_CALLS\]"),
+)
+
+# Mistral's, at the end of a message: `[TOOL_CALLS][{"name", "arguments"}, ...]`.
+_ONE_LISTED, _LISTED = '" "? "[" call "]"', '" "? "[" call (", " call)* "]"'
+MISTRAL = ToolFormat(
+    name="mistral",
+    spelling=CallSpelling(mark="[TOOL_CALLS]", end="]", opening="[", separator=","),
+    syntax=ObjectSyntax("arguments"),
+    rules=CallRules(
+        f"mark {_ONE_LISTED}", f"mark {_LISTED}", f"free | opened {_ONE_LISTED}", f"free | opened {_LISTED}"
+    ),
+    signs=(r"\[TOOL_CALLS\]", r"\[ARGS\]|\[CALL_ID\]"),
+    id_prefix="",
+    id_length=9,  # its templates refuse others
+)
+# That of its later models: `[TOOL_CALLS]name[ARGS]{...}` for each call.
+MISTRAL_NAMED = replace(
+    MISTRAL,
+    spelling=CallSpelling(mark="[TOOL_CALLS]"),
+    syntax=NamedSyntax(after_name="[ARGS]"),
+    rules=replace(_marked("call"), free_and_several="free | opened call (mark call)*"),
+    signs=(r"\[TOOL_CALLS\].*\[ARGS\]", r"\[CALL_ID\]"),
+)
+
+# Qwen3-Coder's and Qwen 3.5's, with a tag for each argument. Seed-OSS has it with other marks.
+_QWEN3_TAGS = TaggedSyntax(
+    before_name="<function=",
+    after_name=">\n",
+    before_key="<parameter=",
+    after_key=">\n",
+    after_value="\n</parameter>\n",
+    end="</function>",
+)
+QWEN3_CODER = replace(
+    HERMES,
+    name="qwen3_coder",
+    syntax=_QWEN3_TAGS,
+    signs=(r"<tool_call>.*<function=.*<parameter=", r"<seed:tool_call>"),
+)
+SEED_OSS = replace(
+    QWEN3_CODER,
+    name="seed_oss",
+    spelling=CallSpelling(mark="<seed:tool_call>", end="</seed:tool_call>"),
+    syntax=replace(_QWEN3_TAGS, after_key=">", after_value="</parameter>\n"),
+    signs=(r"<seed:tool_call>.*<function=.*<parameter=", r"<tool_call>"),
+)
+
+# GLM 4.5's and 4.6's: `<tool_call>name<arg_key>...`. GLM 4.7 and later have no line breaks.
+GLM45 = ToolFormat(
+    name="glm45",
+    spelling=CallSpelling(mark="<tool_call>"),  # whose end is that of the call, as nothing else ends its name
+    syntax=TaggedSyntax(
+        after_name="\n",
+        before_key="<arg_key>",
+        after_key="</arg_key>\n<arg_value>",
+        after_value="</arg_value>\n",
+        end="</tool_call>",
+    ),
+    rules=_marked("call", r'"\n"'),
+    signs=(r"<tool_call>.*<arg_key>", r"</arg_key><arg_value>"),
+)
+GLM47 = replace(
+    GLM45,
+    name="glm47",
+    syntax=TaggedSyntax(
+        before_key="<arg_key>", after_key="</arg_key><arg_value>", after_value="</arg_value>", end="</tool_call>"
+    ),
+    rules=_marked("call"),
+    signs=(r"<tool_call>.*</arg_key><arg_value>", r"<function="),
+)
+
+FORMATS = HERMES, LLAMA_JSON, MISTRAL, MISTRAL_NAMED, QWEN3_CODER, SEED_OSS, GLM45, GLM47, HARMONY
 
 
 def format_of(named: str, template: ChatTemplate) -> ToolFormat:
@@ -51,7 +141,7 @@ def _written_by(source: str, named: str) -> ToolFormat | None:
     """The format in which a template writes calls, if it is known: of a named one, which of those with the name."""
     candidates = [known for known in FORMATS if named in (ANY_TOOL_FORMAT, known.name)]
     for known in candidates:
-        sign, other = _SIGNS[known]
+        sign, other = known.signs
         if re.search(sign, source, re.DOTALL) and not re.search(other, source):
             return known
     return None if named == ANY_TOOL_FORMAT else candidates[0]

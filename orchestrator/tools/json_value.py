@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 
-_IN_STRING = re.compile(r'[^"\\]*')
-_INSIDE = re.compile(r'[^"{}\[\]]*')  # of an object or array, outside of strings
-_PRIMITIVE = re.compile(r"[^\s,}\]]*")
+_STRING_STOPS = re.compile(r'["\\]')
+_STOPS = re.compile(r'["{}\[\]]')  # within an object or array, outside of strings
+_PRIMITIVE_STOPS = re.compile(r"[\s,}\]]")
 
 
 class JsonValue:
@@ -32,18 +32,20 @@ class JsonValue:
         if self._escaped:
             self._escaped = False
             return begin + 1
-        end = _end(_IN_STRING, text, begin)
-        if end == len(text):
-            return end
+        stop = _STRING_STOPS.search(text, begin)
+        if stop is None:
+            return len(text)
+        end = stop.start()
         self._escaped = text[end] == "\\"
         self._in_string = self._escaped
         self.is_whole = not self._in_string and self._depth == 0
         return end + 1
 
     def _outside(self, text: str, begin: int) -> int:
-        end = _end(_PRIMITIVE if self._is_primitive else _INSIDE, text, begin)
-        if end == len(text):
-            return end
+        stop = (_PRIMITIVE_STOPS if self._is_primitive else _STOPS).search(text, begin)
+        if stop is None:
+            return len(text)
+        end = stop.start()
         if self._is_primitive:
             self.is_whole = True
             return end
@@ -51,9 +53,3 @@ class JsonValue:
         self._depth += (text[end] in "{[") - (text[end] in "}]")
         self.is_whole = self._depth == 0 and not self._in_string
         return end + 1
-
-
-def _end(pattern: re.Pattern[str], text: str, begin: int) -> int:
-    """Where a match at `begin` ends; the patterns match always, if only nothing."""
-    match = pattern.match(text, begin)
-    return begin if match is None else match.end()

@@ -33,11 +33,7 @@ class NamedSyntax:
         return NamedCall(self)
 
     def rules(self, name: str, function: Function, write: Write, *, follows_schema: bool) -> list[str]:
-        """The rule of this name and those that it needs: a call with arguments of the schema, or with any.
-
-        Raises:
-            InvalidRequest: the schema cannot be followed.
-        """
+        """As in `CallSyntax`."""
         schema = embedded_schema(function.parameters if follows_schema else ANY_OBJECT)
         begin = write(f"{self.before_name}{function.name}{self.after_name}")
         return [f"{name}: {begin} {name}_args {write(self.end)}", f"{name}_args: %json {schema}"]

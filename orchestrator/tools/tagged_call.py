@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from bough.errors import InvalidRequest
 from bough.grammar.grammar import ANY_OBJECT
 from bough.protocol.generation import Function
 from orchestrator.sessions.detokenizer import overlap
@@ -34,17 +35,17 @@ class TaggedSyntax(NamedSyntax):
         return TaggedCall(self, {function.name: function.parameters for function in functions})
 
     def rules(self, name: str, function: Function, write: Write, *, follows_schema: bool) -> list[str]:
-        """The rule of this name and those that it needs: a call with arguments of the schema, or with any.
-
-        Raises:
-            InvalidRequest: the schema cannot be followed.
-        """
+        """As in `CallSyntax`."""
         begin = write(f"{self.before_name}{function.name}{self.after_name}")
         if not follows_schema:
             key = f"{write(self.before_key)} /[^<>\\s]+/ {write(self.after_key)}"
             value = value_rules(f"{name}_value", {}, {}, self.after_value, write)
             return [f"{name}: {begin} ({key} {name}_value)* {write(self.end)}", *value]
         values = argument_rules(name, function.parameters, self.after_value, write)
+        tag = self.after_key.split()[0]
+        if odd := [key for key in values if tag in key or key != key.strip()]:
+            must = f"have no {tag} in a property's name, and no blanks around it"
+            raise InvalidRequest(f"constraint: must {must}, got {odd[0][:64]!r}")
         arguments = [
             f"({write(f'{self.before_key}{key}{self.after_key}')} {value.name}){'' if value.is_required else '?'}"
             for key, value in values.items()

@@ -12,6 +12,8 @@ from orchestrator.tools.argument_types import ALTERNATIVES, TEXT, Schema, branch
 from orchestrator.tools.call_syntax import Write
 
 _NO_LIST = ("enum", "const", "minProperties", "maxProperties", "patternProperties")
+_ANY = r"(.|\n)*"
+_NEVER = r"[^\s\S]"  # matches nothing
 
 
 class ArgumentRules(NamedTuple):
@@ -47,7 +49,7 @@ def value_rules(name: str, schema: object, root: Schema, after_value: str, write
         InvalidRequest: the schema says what such rules cannot.
     """
     shared = {key: root[key] for key in ("$defs", "definitions") if key in root}
-    closing = after_value.rstrip()
+    closing, tag = after_value.rstrip(), after_value.strip()
     options, rules = list[str](), list[str]()
     for index, branch in enumerate(branches(schema, root)):
         part, types = f"{name}_{index}", types_of(branch)
@@ -55,24 +57,46 @@ def value_rules(name: str, schema: object, root: Schema, after_value: str, write
             options.append(f"{part} {write(after_value)}")
             rules.append(f"{part}: %json {embedded_schema(json.dumps(branch | shared))}")
         elif types and "enum" in branch:
+            if unreadable := [text for text in branch["enum"] if tag in text]:
+                raise InvalidRequest(
+                    f"constraint: must have no enum with {tag}, which ends it, got {unreadable[0][:64]!r}"
+                )
             options += [write(f"{text}{after_value}") for text in branch["enum"]]
         else:
             terminal, after = part.upper(), write(after_value.removeprefix(closing))
             options.append(f"{part} {after}")
             options += [f"{terminal} {token} {after}"] if (token := write(closing)) != json.dumps(closing) else []
-            rules += [f"{terminal}: {_text(branch, closing)}", f"{part}[lazy]: {terminal} {json.dumps(closing)}"]
+            rules += [f"{terminal}: {_text(branch, tag)}", f"{part}[lazy]: {terminal} {json.dumps(closing)}"]
     return [f"{name}: {' | '.join(options)}", *rules]
 
 
-def _text(schema: Schema, closing: str) -> str:
-    """A terminal of texts of a schema in which there is nothing that would end them."""
+def _text(schema: Schema, tag: str) -> str:
+    """A terminal of texts of a schema without the tag that would end them."""
     if odd := [key for key in (*ALTERNATIVES, "enum") if key in schema]:  # an enum that allows nothing
         raise InvalidRequest(f"constraint: must have no such {odd[0]} of an argument that may be a text")
     terms = [f"/(.|\\n){{{schema.get('minLength', 0)},{schema.get('maxLength', '')}}}/"]
     if pattern := schema.get("pattern"):
-        before = "" if pattern.startswith("^") else "(.|\\n)*"
-        after = "" if re.search(r"(?<!\\)\$$", pattern) else "(.|\\n)*"
-        inner = pattern.removeprefix("^").removesuffix("" if after else "$")
-        terms.append("/" + before + re.sub(r"(?<!\\)/", r"\\/", f"({inner})") + after + "/")
-    end = re.escape(closing.strip()).replace("/", "\\/")
-    return " & ".join([*terms, f"~/(.|\\n)*{end}(.|\\n)*/"])
+        terms.append(_found(pattern))
+    end = re.escape(tag).replace("/", "\\/")
+    return " & ".join([*terms, f"~/{_ANY}{end}{_ANY}/"])
+
+
+def _found(pattern: str) -> str:
+    """A terminal of texts in which a pattern is found; its anchors match nothing but the ends of the text."""
+    parts = {}  # by the pattern in them, as the later of two with the same one allow more
+    for before, begin in (("", "^"), (_ANY, _NEVER)):
+        for after, end in (("", "$"), (_ANY, _NEVER)):
+            inner = _anchored(pattern, begin, end)
+            parts[inner] = f"/{before}({inner}){after}/"
+    return f"({' | '.join(parts.values())})"
+
+
+def _anchored(pattern: str, begin: str, end: str) -> str:
+    """A pattern with these in place of its anchors, as llguidance's Lark spells it."""
+    written, depth = "", 0  # of classes of characters
+    for part in re.findall(r"\\.|\[\^?\]?|.", pattern, re.DOTALL):
+        depth += part.startswith("[") - (part == "]" and depth > 0)
+        if depth == 0:
+            part = {"^": begin, r"\A": begin, "$": end, r"\z": end}.get(part, part)
+        written += {"/": r"\/", "\n": r"\n"}.get(part, part)
+    return written

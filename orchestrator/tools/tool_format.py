@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
 
-from bough.grammar.grammar import either
-from bough.protocol.generation import Function, Tools
+from bough.errors import InvalidRequest
+from bough.grammar.grammar import either, grammar_of
+from bough.protocol.generation import Constraint, Function, Tools
 from bough.tokenization.tokenizer import AddedToken
-from orchestrator.tools.call_grammar import call_grammar
 from orchestrator.tools.call_parser import CallParser, CallSpelling
-from orchestrator.tools.call_syntax import CallSyntax
+from orchestrator.tools.call_syntax import CallSyntax, Write, written
 
 
 @dataclass(frozen=True, slots=True)
 class CallRules:
-    """Right-hand sides of grammar rules, by how many calls there may be. `call_grammar` has the rules they refer to."""
+    """What outputs may be, as right-hand sides of rules in llguidance's dialect of Lark.
+
+    They may refer to `call`, what the syntax spells; `mark` and `end`; and those for text too to `free`, text without
+    marks, and `opened`, such text up to and with a mark.
+    """
 
     one: str
-    several: str
+    several: str  # calls, one at least
+    free_or_one: str  # text, or one call
+    free_and_several: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +37,8 @@ class ToolFormat:
     name: str
     spelling: CallSpelling
     syntax: CallSyntax
-    demanded: CallRules  # an output that is calls alone
-    allowed: CallRules  # an output that is text, with calls or without
+    rules: CallRules
+    signs: tuple[str, str]  # regular expressions: what its templates contain, and what they do not, as others' do
     id_prefix: str = "call_"
     id_length: int = 24  # letters and digits after the prefix
 
@@ -53,12 +62,62 @@ class ToolFormat:
         """The grammar of an output with calls of these functions, which are numbered as the request's.
 
         `otherwise` is the grammar of an output without calls, if there may be one; without it that is any text.
+        Unless calls are demanded only functions that are strict have the arguments of their schema, others any object.
 
         Raises:
             InvalidRequest: names the function whose schema cannot be followed.
         """
+        rules, write = self.rules, partial(written, added_tokens=added_tokens)
         is_alone = tools.must_call or bool(otherwise)  # no text beside calls
-        rules = self.demanded if is_alone else self.allowed
-        start = rules.several if tools.allows_several else rules.one
-        calls = call_grammar(start, self.spelling, self.syntax, functions, tools.must_call, is_alone, added_tokens)
+        if tools.allows_several:
+            start = rules.several if is_alone else rules.free_and_several
+        else:
+            start = rules.one if is_alone else rules.free_or_one
+        lines = [f"start: {start}", *self._calls(functions, tools, write), f"mark: {write(self.spelling.mark)}"]
+        lines += [f"end: {write(self.spelling.end)}"] if self.spelling.end else []
+        lines += [] if is_alone else self._free(added_tokens)
+        calls = checked("chat.tools", lines)
         return either(calls, otherwise) if otherwise and not tools.must_call else calls
+
+    def _calls(self, functions: Mapping[int, Function], tools: Tools, write: Write) -> Iterator[str]:
+        yield "call: " + " | ".join(f"call_{index}" for index in functions)
+        for index, function in functions.items():
+            follows_schema = tools.must_call or function.is_strict
+            try:
+                if follows_schema:
+                    grammar_of(Constraint(json_schema=function.parameters))
+                yield from self.syntax.rules(f"call_{index}", function, write, follows_schema=follows_schema)
+            except InvalidRequest as exc:
+                raise _renamed(exc, f"chat.tools[{index}].function.parameters") from exc
+
+    def _free(self, added_tokens: Mapping[str, AddedToken]) -> list[str]:
+        """Rules of text without a mark. Tokens of whole texts are no part of regular expressions."""
+        mark, end = self.spelling.mark, self.spelling.end
+        others = sorted(token.token_id for text, token in added_tokens.items() if text not in (mark, end))
+        tokens = f" | <[{ranges(others)}]>" if others else ""
+        return [
+            f"free: (TEXT{tokens})*",
+            "TEXT: /(.|\\n)+/",
+            "ANY: /(.|\\n)*/",
+            "opened: spelled | free mark" if mark in added_tokens else "opened: spelled",
+            f"spelled[lazy]: ANY {json.dumps(mark)}",
+        ]
+
+
+def checked(field: str, rules: Sequence[str]) -> str:
+    """The grammar of these rules. Raises InvalidRequest, naming the field, if it cannot be followed."""
+    try:
+        return grammar_of(Constraint(lark="\n".join(rules)))
+    except InvalidRequest as exc:
+        raise _renamed(exc, field) from exc
+
+
+def _renamed(exc: InvalidRequest, name: str) -> InvalidRequest:
+    """The refusal of a constraint as one of another field."""
+    return InvalidRequest(f"{name}: {str(exc).partition(': ')[2]}")
+
+
+def ranges(numbers: list[int]) -> str:
+    """Sorted numbers as the ranges of `<[...]>`: 1-3,7-7."""
+    runs = [[number for _, number in run] for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])]
+    return ",".join(f"{run[0]}-{run[-1]}" for run in runs)

@@ -65,12 +65,14 @@ def _message(message: Message, names: Mapping[str, str]) -> Fields:
     fields: Fields = {"role": message.role, "content": message.content}
     if message.reasoning:  # by either name templates may read it
         fields |= {"reasoning_content": message.reasoning, "reasoning": message.reasoning}
+        if not (message.content and message.tool_calls):  # beside which gpt-oss's template refuses it
+            fields["thinking"] = message.reasoning
     if message.tool_calls:  # templates ask whether the field is there
         fields["tool_calls"] = [
             {
                 "id": call.call_id,
                 "type": "function",
-                "function": {"name": call.name, "arguments": _object(call.arguments)},
+                "function": {"name": call.name, "arguments": json.loads(call.arguments)},
             }
             for call in message.tool_calls
         ]
@@ -83,11 +85,5 @@ def _message(message: Message, names: Mapping[str, str]) -> Fields:
 
 def _function(function: Function) -> Fields:
     described = {} if function.description is None else {"description": function.description}
-    told: Fields = {"name": function.name, **described, "parameters": _object(function.parameters)}
+    told: Fields = {"name": function.name, **described, "parameters": json.loads(function.parameters)}
     return {"type": "function", "function": told}
-
-
-def _object(text: str) -> object:
-    """A JSON object that has been checked on arrival."""
-    value: object = json.loads(text)
-    return value

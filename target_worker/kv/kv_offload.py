@@ -131,7 +131,6 @@ class OffloadedKV(KVHome):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes copied between the host and all devices since the start."""
         return sum(stage.num_bytes for stage in self._stages)
 
     @contextmanager

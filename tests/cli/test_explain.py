@@ -120,10 +120,10 @@ def test_json_has_rounds_reasons_and_the_summary() -> None:
 
 
 def test_a_picture_that_cannot_be_written_names_its_flag(tmp_path: Path) -> None:
-    save_decisions([DRAFTED, PLAIN, FIXED], "three rounds", "--plot", str(tmp_path / "good.png"))
+    save_decisions([DRAFTED, PLAIN, FIXED], "three rounds", str(tmp_path / "good.png"))
     assert (tmp_path / "good.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ConfigError, match="--plot"):
-        save_decisions([FIXED], "one round", "--plot", str(tmp_path / "missing" / "bad.png"))
+        save_decisions([FIXED], "one round", str(tmp_path / "missing" / "bad.png"))
 
 
 @pytest.fixture(scope="module")

@@ -165,6 +165,21 @@ def test_community_packings_are_read_from_the_config(method: str, tmp_path: Path
     assert Packing.of(load_config(folder), folder, 16) is None
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("group_size", "all", r"group_size: must be -1, or at least 1, got 'all'"),
+        ("q_group_size", -2, r"q_group_size: must be -1, or at least 1, got -2"),
+        ("modules_to_not_convert", "lm_head", r"modules_to_not_convert: must be a list of modules, got 'lm_head'"),
+    ],
+)
+def test_what_a_packing_s_config_cannot_mean_is_named(field: str, value: object, message: str, tmp_path: Path) -> None:
+    entry = {"quant_method": "awq", "bits": 4, field: value}
+    folder = Path(write_config(tmp_path / "packed", {**LLAMA_70B, "quantization_config": entry}))
+    with pytest.raises(CheckpointError, match=message):
+        Packing.of(load_config(folder), folder, 0)
+
+
 FIXED = RowCounts(64, 64)
 COUNTS = st.sampled_from([RowCounts(16, 16), FIXED, RowCounts(64, 4)])
 ONE = Speed(1.0, "one a second: bytes and operations below are seconds")

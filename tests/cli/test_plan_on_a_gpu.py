@@ -98,6 +98,7 @@ def test_a_draft_that_cannot_stay_packed_is_refused(tmp_path: Path, folder: Path
         PackedFormat("compressed-tensors", 8, 64, is_ordered=False),
         PackedFormat("int8", 8, -1),
         PackedFormat("fp8", 8, 128),
+        PackedFormat("mxfp4", 4, 32),
     ],
     ids=str,
 )

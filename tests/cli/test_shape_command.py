@@ -93,7 +93,10 @@ def test_bad_files_are_refused_by_name(
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--vector", "nowhere.json", "--nodes", "4"], "--vector: nowhere.json cannot be read: No such file"),
+        (
+            ["--vector", "nowhere.json", "--nodes", "4"],
+            "--vector: must be a JSON file, got nowhere.json, which cannot be read: No such file",
+        ),
         (["--vector", str(DATA), "--nodes", "4"], "cannot be read: Is a directory"),
         (["--vector", MEASURED, "--nodes", "0"], "--nodes: must be 1 to 4096, got 0"),
         (["--vector", MEASURED, "--nodes", "5000"], "--nodes: must be 1 to 4096, got 5000"),

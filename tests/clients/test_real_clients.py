@@ -254,12 +254,55 @@ for by_responses in (False, True):
 """
 
 
+AGENTS = """
+import asyncio, sys
+import httpx
+import openai
+from agents import (Agent, ModelSettings, OpenAIChatCompletionsModel, OpenAIResponsesModel, Runner, function_tool,
+                    set_tracing_disabled)
+from pydantic import BaseModel
+
+set_tracing_disabled(True)
+called = []
+
+@function_tool
+def sky(at: bool) -> str:
+    called.append(at)
+    return "Blue."
+
+class Answer(BaseModel):
+    is_blue: bool
+
+async def main():
+    client = openai.AsyncOpenAI(base_url=sys.argv[1], api_key="none", max_retries=0)
+    brace = httpx.post(sys.argv[1].removesuffix("v1") + "tokenize", json={"prompt": "{"}).json()["tokens"][-1]
+    likely = {"seed": 3, "logit_bias": {brace: 20}}  # an answer, where the model may as well call again
+    settings = ModelSettings(tool_choice="sky", parallel_tool_calls=False, extra_body=likely)
+    for kind in OpenAIChatCompletionsModel, OpenAIResponsesModel:
+        agent = Agent(name="a", tools=[sky], model=kind(sys.argv[2], client), output_type=Answer,
+                      model_settings=settings)
+        whole = await Runner.run(agent, "Sky?")
+        assert called and isinstance(whole.final_output, Answer), whole
+        assert whole.context_wrapper.usage.output_tokens > 0
+        called.clear()
+        streamed = Runner.run_streamed(agent, "Sky?")
+        events = [event async for event in streamed.stream_events()]
+        kinds = {event.data.type for event in events if event.type == "raw_response_event"}
+        assert {"response.function_call_arguments.delta", "response.output_text.delta"} <= kinds, kinds
+        assert called and streamed.final_output == whole.final_output, streamed
+        called.clear()
+
+asyncio.run(main())
+"""
+
+
 @pytest.mark.parametrize(
     "code",
     [
         pytest.param(TOOLS, marks=needs("openai"), id="openai"),
         pytest.param(RESPONSE_TOOLS, marks=needs("openai"), id="openai-responses"),
         pytest.param(LANGCHAIN_TOOLS, marks=needs("langchain_openai"), id="langchain-openai"),
+        pytest.param(AGENTS, marks=needs("agents"), id="openai-agents"),
     ],
 )
 async def test_tools_are_called_and_their_results_taken(tiny_cluster: Cluster, code: str) -> None:

@@ -135,6 +135,23 @@ async def test_an_index_with_certificates_answers_those_who_have_one(tmp_path: P
         await index.stop()
 
 
+def test_an_index_with_certificates_answers_where_the_loop_is_not_asyncios_own(tmp_path: Path) -> None:
+    """Ray's replicas run on uvloop, which comes with ray[serve]."""
+    uvloop = pytest.importorskip("uvloop")
+    files = Authority().files(tmp_path)
+    settings = {"port": free_port(), "tls_cert": files.cert, "tls_key": files.key, "tls_ca": files.authority}
+
+    async def answers() -> None:
+        index = IndexServer(read_index(settings), HOST)
+        try:
+            await index.wait()
+        finally:
+            await index.stop()
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(answers())
+
+
 async def test_an_index_that_others_could_read_is_refused() -> None:
     settings = IndexSettings(host="0.0.0.0", port=free_port())
     with pytest.raises(ConfigError, match=r"Index\.user_config: --host: must be this machine's own.*got '0\.0\.0\.0'"):

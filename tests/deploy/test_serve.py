@@ -99,7 +99,8 @@ async def hung_up(addresses: Addresses) -> None:
     async with Client(addresses.grpc) as client, httpx.AsyncClient(trust_env=False) as http:
         async with asyncio.timeout(CALL_SECONDS):
             async with http.stream("POST", f"{addresses.proxy}/v1/completions", json=body) as answer:
-                assert "error" not in await anext(answer.aiter_lines())
+                lines = answer.aiter_lines()  # kept, as one that is collected would hang up
+                assert "error" not in await anext(lines)
                 assert (await client.loads()).num_requests_running == 1
             while (await client.loads()).num_requests_running:
                 await asyncio.sleep(0.1)

@@ -76,6 +76,23 @@ def bytes_(kind: torch.dtype, scale: str, name: str = "weight_scale", dtype: tor
     return store
 
 
+def mxfp4(experts: int, outputs: int, inputs: int, rng: np.random.Generator) -> Stored:
+    """Experts of E2M1 numbers, two in a byte, and exponents for 32 inputs; the value is (experts, inputs, outputs)."""
+    numbers = rng.integers(0, 16, (experts, outputs, inputs)).astype(np.uint8)
+    exponents = rng.integers(120, 124, (experts, outputs, inputs // 32)).astype(np.uint8)
+    blocks = (numbers[..., ::2] | numbers[..., 1::2] << 4).reshape(*exponents.shape, 16)
+    value = e2m1(numbers) * 2.0 ** (exponents.repeat(32, -1).astype(np.float32) - 127)
+    tensors = {"_blocks": torch.from_numpy(blocks), "_scales": torch.from_numpy(exponents)}
+    return Stored(tensors, torch.from_numpy(value.astype(np.float32)).transpose(1, 2).contiguous())
+
+
+def e2m1(bits: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """The values of E2M1 numbers, from sign, exponent and fraction."""
+    exponent, fraction = (bits >> 1) & 3, (bits & 1) / 2
+    magnitude = np.where(exponent > 0, 2.0 ** (exponent.astype(int) - 1) * (1 + fraction), fraction)
+    return np.where(bits >> 3, -magnitude, magnitude).astype(np.float32)
+
+
 def e4m3(bits: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """The values of E4M3 numbers, from sign, exponent and fraction."""
     exponent, fraction = (bits >> 3) & 15, (bits & 7) / 8
@@ -126,6 +143,10 @@ FORMATS: dict[str, tuple[dict[str, Any], Store]] = {
         bytes_(E4M3, "block", dtype=torch.bfloat16),
     ),
     "DeepSeek": ({**FP8, "weight_block_size": list(BLOCK)}, bytes_(E4M3, "block", "weight_scale_inv")),
+    "DeepSeek, ue8m0": (
+        {**FP8, "weight_block_size": list(BLOCK), "scale_fmt": "ue8m0"},
+        bytes_(E4M3, "block", "weight_scale_inv", dtype=torch.float8_e8m0fnu),
+    ),
     "fp8, tensors": (FP8, bytes_(E4M3, "tensor", dtype=torch.bfloat16)),
     "fp8, channels": (FP8, bytes_(E4M3, "channel", "weight_scale_inv")),
 }

@@ -74,6 +74,22 @@ GLM47 = (
     "<arg_value>{{ v | tojson(ensure_ascii=False) if v is not string else v }}</arg_value>{% endfor %}</tool_call>"
     "{%- endfor %}{%- endfor -%}<|assistant|>"
 )
+HARMONY = (
+    "<|start|>system<|message|>Reasoning: {{ reasoning_effort | default('medium') }}<|end|>"
+    "{%- if tools %}<|start|>developer<|message|># Tools\n\nnamespace functions {\n"
+    "{%- for tool in tools %}// {{ tool.function.description }}\ntype {{ tool.function.name }} = (_: "
+    "{{- tool.function.parameters | tojson }}) => any;\n{% endfor %}}<|end|>{% endif %}"
+    "{%- set called = namespace(name=none) %}{%- for m in messages %}{%- if m.role == 'assistant' %}"
+    "{%- if 'tool_calls' in m %}{%- if m.content and m.thinking %}{{ raise_exception('one of both') }}{% endif %}"
+    "{%- if m.content or m.thinking %}<|start|>assistant<|channel|>analysis<|message|>{{ m.content or m.thinking }}"
+    "<|end|>{%- endif %}{%- set call = m.tool_calls[0].function %}{%- set called.name = call.name %}"
+    "{{- '<|start|>assistant to=functions.' + call.name + '<|channel|>commentary json<|message|>' }}"
+    "{{- call.arguments | tojson }}<|call|>"
+    "{%- else %}<|start|>assistant<|channel|>final<|message|>{{ m.content }}<|end|>{% endif %}"
+    "{%- elif m.role == 'tool' %}<|start|>functions.{{ called.name }} to=assistant<|channel|>commentary<|message|>"
+    "{{- m.content | tojson }}<|end|>"
+    "{%- else %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}{%- endfor %}<|start|>assistant"
+)
 NO_TOOLS = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 KIMI = HERMES.replace("<tool_call>", "<|tool_call_begin|>")
 TEMPLATES = {

@@ -10,8 +10,9 @@ import torch
 import triton
 from triton.runtime.build import compile_module_from_src
 
-from bough.errors import ConfigError
+from bough.errors import AcceleratorFull, ConfigError
 from bough.model.gpu import ready
+from bough.model.gpu.faults import named_faults
 
 GPU = torch.device("cuda", 0)
 LAUNCHER = "#include <Python.h>\nPyMODINIT_FUNC PyInit_nothing(void) { return NULL; }\n"
@@ -62,3 +63,11 @@ def test_sums_are_in_float32() -> None:
 
 def test_the_cpu_is_ready() -> None:
     ready.make_ready(torch.device("cpu"))
+
+
+def test_a_gpu_whose_memory_others_have_is_not_taken_for_a_missing_compiler() -> None:
+    def full() -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(AcceleratorFull, match=r"^--device: cuda:0 has no memory left"), named_faults(GPU):
+        ready.require_kernels(GPU, full)

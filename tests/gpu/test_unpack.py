@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,12 @@ from bough.model.gpu import unpack_triton
 from bough.model.quant.awq import Awq
 from bough.model.quant.bough_format import Packed
 from bough.model.quant.gptq import Gptq
-from bough.model.quant.scaled import FLOAT8, INT8, WORDS, Scaled
+from bough.model.quant.scaled import EXPONENTS, FLOAT4, FLOAT8, INT8, WORDS, Scaled
 from tests.fakes.gpu.unpacking import NAMES
 
 CPU = torch.device("cpu")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-BF16, F32 = torch.bfloat16, torch.float32
+BF16, F32, E8M0 = torch.bfloat16, torch.float32, torch.float8_e8m0fnu
 
 
 def place(name: str, array: np.ndarray) -> TensorPlace:
@@ -82,14 +83,23 @@ def by_rows(
     if dtype == FLOAT8:
         numbers[numbers & 0x7F == 0x7F] = 0x80  # equal numbers may be none with different bits
     numbers = numbers.view({WORDS: torch.int32, INT8: torch.int8, FLOAT8: torch.float8_e4m3fn}[dtype])
-    scales = torch.from_numpy(rng.uniform(-1, 1, (-(-outputs // height), num_groups))).to(scale_dtype)
+    scales = torch.from_numpy(rng.uniform(0 if scale_dtype == E8M0 else -1, 1, (-(-outputs // height), num_groups)))
     groups = torch.from_numpy(rng.permutation(np.arange(inputs) // width).astype(np.int32))
     extra = torch.from_numpy(words(rng, -(-outputs * bits // 32), num_groups))
-    tensors = [numbers, scales, *([extra] if zeros else []), *([groups] if order else [])]
+    tensors = [numbers, scales.to(scale_dtype), *([extra] if zeros else []), *([groups] if order else [])]
     places = [TensorPlace("", Path(), 0, t.nbytes, NAMES[t.dtype], tuple(t.shape)) for t in tensors]
     own_groups = places[-1] if order else None
     source = Scaled(places[0], places[1], places[2] if zeros else None, own_groups, bits, block)
     return source, [tensor.contiguous().view(torch.uint8).flatten() for tensor in tensors]
+
+
+def mxfp4(rng: np.random.Generator, outputs: int, inputs: int) -> tuple[TensorSource, list[torch.Tensor]]:
+    """With exponents from the smallest, which is no normal number's, to where float16 ends."""
+    numbers = rng.integers(0, 256, (outputs, inputs // 2)).astype(np.uint8)
+    exponents = rng.integers(0, 141, (outputs, inputs // 32)).astype(np.uint8)
+    exponents[0, 0] = 0
+    places = replace(place("w", numbers), dtype=FLOAT4), replace(place("s", exponents), dtype=EXPONENTS)
+    return Scaled(*places, None, None, 4, (1, 32)), raws(numbers, exponents)
 
 
 def by_kernel(source: TensorSource, raw: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
@@ -134,6 +144,8 @@ CASES: dict[str, Any] = {
     "int8": lambda rng: by_rows(rng, (9, 100), INT8, 8, (1, 100), torch.float16),
     "e4m3, blocks that are cut off": lambda rng: by_rows(rng, (70, 200), FLOAT8, 8, (32, 128), F32),
     "e4m3, groups of odd sizes": lambda rng: by_rows(rng, (5, 60), FLOAT8, 8, (4, 20), BF16),
+    "e4m3, blocks with exponents": lambda rng: by_rows(rng, (70, 200), FLOAT8, 8, (32, 128), E8M0),
+    "mxfp4": lambda rng: mxfp4(rng, 36, 192),
     "e4m3, one scale": lambda rng: by_rows(rng, (5, 60), FLOAT8, 8, (5, 60), F32),
 }
 
@@ -191,6 +203,7 @@ class Traffic:
         ),  # its groups' from a cache
         ("awq", lambda rng: awq(rng, 256, 256, 128), 3.0),
         ("words", lambda rng: by_rows(rng, (256, 256), WORDS, 4, (1, 128), BF16, zeros=True), 3.0),
+        ("mxfp4", lambda rng: mxfp4(rng, 256, 256), 3.0),
     ],
 )
 def test_a_weight_costs_less_than_three_bytes_of_traffic(

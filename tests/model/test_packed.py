@@ -280,11 +280,15 @@ def test_community_checkpoints_load_as_they_are(
     ("quantization", "message"),
     [
         (
-            {"quant_method": "mxfp4"},
-            "quant_method: must be one of bough, gptq, awq, compressed-tensors, fp8, or left out for .*, got 'mxfp4'",
+            {"quant_method": "quark"},
+            "quant_method: must be one of bough, gptq, awq, compressed-tensors, fp8, mxfp4, or left .*, got 'quark'",
         ),
         ({"quant_method": "gptq", "bits": 3}, "bits: must be 4 or 8, got 3"),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version: must be 'gemm', got 'gemv'"),
+        (
+            {"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"},
+            "checkpoint_format: must be 'gptq' or 'gptq_v2', got 'marlin'",
+        ),
     ],
 )
 def test_what_cannot_be_read_is_refused_by_name(
@@ -293,6 +297,21 @@ def test_what_cannot_be_read_is_refused_by_name(
     folder = rewrite(tiny, tmp_path / "model", tensors_of(tiny), quantization)
     with pytest.raises(CheckpointError, match=message):
         build_skeleton(Checkpoint.open(folder), torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("named", "zero_offset"),
+    [
+        ({}, 1),
+        ({"checkpoint_format": None}, 1),
+        ({"checkpoint_format": "GPTQ"}, 1),
+        ({"checkpoint_format": "gptq_v2"}, 0),
+        ({"format": "gptq_v2"}, 0),
+    ],
+)
+def test_zeros_are_those_of_the_version(named: dict[str, object], zero_offset: int) -> None:
+    """Files with an empty field were read as of the second version, and ones with the newer field as of the first."""
+    assert GptqFormat.of({"bits": 4, **named}, "") == GptqFormat(4, zero_offset)
 
 
 def test_a_packed_weight_without_its_scales_is_named(tiny: Path, tmp_path: Path) -> None:

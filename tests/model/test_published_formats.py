@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from tests.fakes.models import CPU, streamed
 from tests.fakes.published_formats import FLOAT8, FORMATS, FP8, GROUP, INT4, compressed, words
 from tests.gpu.test_whole_sweeps import require_close
 from tests.model.test_packed import MIXTRAL, raw_parts, rewrite, save_model, tensors_of
+from tests.model.test_reproducible import FAMILIES
 
 
 def stored_as(name: str, source: Path, folder: Path, dtype: torch.dtype) -> tuple[Path, Path]:
@@ -82,6 +84,26 @@ def test_experts_say_what_they_say_written_out(name: str, tmp_path: Path) -> Non
     with streamed(packed, torch.bfloat16, expert_slabs=8) as model:
         assert torch.equal(three_sweeps(model, CPU).float(), on_cpu(plain, torch.bfloat16))
     require_same_sizes(packed)
+
+
+def test_experts_of_fp8_in_one_tensor_say_what_they_say_written_out(tmp_path: Path) -> None:
+    """One of them comes at a time, too."""
+    source, (quantization, store) = save_model(tmp_path / "qwen3", FAMILIES["qwen3 moe"]), FORMATS["DeepSeek"]
+    packed, plain, rng = tensors_of(source), tensors_of(source), np.random.default_rng(8)
+    for layer, (name, matrices) in product(range(4), (("gate_up_proj", ("gate", "up")), ("down_proj", ("down",)))):
+        stack, prefix = [], f"model.layers.{layer}.mlp.experts"
+        for expert in range(6):
+            names = [f"{prefix}.{expert}.{matrix}_proj.weight" for matrix in matrices]
+            outputs, inputs = packed[names[0]].shape
+            stack.append(store(len(names) * outputs, inputs, rng))
+            plain |= dict(zip(names, stack[-1].value.bfloat16().split(outputs), strict=True))
+            packed = {key: tensor for key, tensor in packed.items() if key not in names}
+        for ending in ("", "_scale_inv"):
+            packed[f"{prefix}.{name}{ending}"] = torch.stack([one.tensors[f"weight{ending}"] for one in stack])
+    folder = rewrite(source, tmp_path / "packed", packed, quantization)
+    with streamed(folder, torch.bfloat16, expert_slabs=8) as model:
+        wanted = on_cpu(rewrite(source, tmp_path / "plain", plain, None), torch.bfloat16)
+        assert torch.equal(three_sweeps(model, CPU).float(), wanted)
 
 
 @pytest.mark.parametrize("name", ["W4A16, asymmetric", "FP8, blocks"])
@@ -190,7 +212,9 @@ def weights(**changed: Any) -> dict[str, Any]:
             {**weights(), "sparsity_config": {"format": "sparse-24-bitmask"}},
             r"sparsity_config\.format: must be 'dense', got 'sparse-24-bitmask'",
         ),
+        ({**weights(), "sparsity_config": ["x"]}, r"sparsity_config\.format: must be 'dense', got \['x'\]"),
         ({**weights(), "transform_config": {"config_groups": {}}}, r"transform_config: must be empty"),
+        ({**FP8, "ignored_layers": "lm_head"}, r"ignored_layers: must be a list of modules, got 'lm_head'"),
         ({**FP8, "fmt": "e5m2"}, r"fmt: must be 'e4m3', got 'e5m2'"),
         ({**FP8, "expert_dtype": "fp4"}, r"expert_dtype: must be 'fp8', got 'fp4'"),
         ({**FP8, "weight_block_size": [128, 0]}, r"weight_block_size: must be the outputs and inputs of a block"),
@@ -206,8 +230,9 @@ def test_what_a_configuration_may_not_ask_for_is_named(quantization: dict[str, A
     [
         ("W4A16", "scale", None, r"x\.weight_scale, which belongs to x\.weight_packed, is missing"),
         ("W4A16", "scale", lambda t: t[:, :1], r"weight_scale must have shape \[100, 3\], got \[100, 1\]"),
-        ("W4A16", "scale", torch.Tensor.int, r"weight_scale must be BF16 or F16 or F32, got I32"),
+        ("W4A16", "scale", torch.Tensor.int, r"weight_scale must be BF16 or F16 or F32 or F8_E8M0, got I32"),
         ("W4A16", "shape", lambda t: t - 1, r"weight_shape must be \[100, 96\], as its numbers are, got \[99, 95\]"),
+        ("W4A16", "shape", lambda t: t.repeat(2), r"weight_shape must have shape \[2\], got \[4\]"),
         ("W4A16, asymmetric", "zero_point", None, r"x\.weight_zero_point, which belongs to .* is missing"),
         ("W4A16, asymmetric", "zero_point", lambda t: t[1:], r"zero_point must have shape \[13, 3\], got \[12, 3\]"),
         ("W4A16, by g_idx", "g_idx", None, r"x\.weight_g_idx, which belongs to .* is missing"),
@@ -229,6 +254,12 @@ def test_a_tensor_that_is_missing_or_does_not_fit_is_named(
     tensors |= {victim: change(before).contiguous()} if change else {}
     with pytest.raises(CheckpointError, match=message):
         opened(tensors, quantization, tmp_path)
+
+
+def test_experts_without_a_scale_each_are_named(tmp_path: Path) -> None:
+    tensors = {"x_proj": torch.zeros(2, 8, 8).to(torch.float8_e4m3fn), "x_proj_scale_inv": torch.ones(3)}
+    with pytest.raises(CheckpointError, match=r"x_proj and x_proj_scale_inv must have .* \[2, 8, 8\] and \[3\]"):
+        opened(tensors, FP8, tmp_path)
 
 
 def test_a_tensor_that_no_group_targets_is_named(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from bough.client import Client
 from bough.errors import DeadlineExceeded, InvalidRequest, Unavailable
+from bough.processes.process import Stopped
 from bough.protocol.generation import (
     ChatPrompt,
     Event,
@@ -21,7 +22,7 @@ from bough.protocol.generation import (
     TextPrompt,
     Tokens,
 )
-from orchestrator.assembly import Stopped, assembled
+from orchestrator.assembly import assembled
 from orchestrator.serving.tenants import Tenant
 from tests.fakes.stage import LONG, PROMPT, SHORT, Orchestrator, Stage, config_of, orchestrating, until
 

@@ -115,6 +115,12 @@ async def test_echo_tells_them_as_evaluation_harnesses_ask(client: Client) -> No
         (only, _) = await choices({"max_tokens": 0})
         assert (only["text"], only["finish_reason"]) == ("Hello", "length")
         assert only["logprobs"]["token_logprobs"] == logprobs["token_logprobs"][:5]
+        for max_tokens in (1, 0):  # a prompt is scored once for all of its choices
+            several = await choices({"prompt": "Hello", "n": 2, "max_tokens": max_tokens})
+            assert [each["logprobs"]["token_logprobs"][:5] for each in several] == [
+                only["logprobs"]["token_logprobs"]
+            ] * 2
+            assert [len(each["logprobs"]["tokens"]) for each in several] == [5 + max_tokens] * 2
         for fields, param in (({"max_tokens": 0, "echo": False}, "max_tokens"), ({"logprobs": 65}, "logprobs")):
             error = (await http.post(PATH, json=body | fields)).json()["error"]
             assert error["param"] == param, error

@@ -16,7 +16,7 @@ from bough.errors import InvalidRequest
 from bough.processes.launch import Cluster
 from bough.protocol.generation import ChatPrompt, Function, Message, ToolChoice, Tools
 from orchestrator.tools.call_reader import ArgumentsText
-from orchestrator.tools.qwen3_coder import QWEN3_CODER
+from orchestrator.tools.formats import QWEN3_CODER
 
 Json = dict[str, Any]
 

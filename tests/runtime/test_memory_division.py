@@ -9,6 +9,7 @@ import pytest
 from bough.cli.machine.machine_division import divided
 from bough.config.processes import DraftConfig, OrchestratorConfig, TargetConfig, parse
 from bough.errors import ConfigError
+from bough.model.sizes import draft_needs as needs_of_drafts
 from bough.model.sizes.draft_needs import draft_needs
 from bough.processes.launch import Settings
 from bough.processes.memory_division import Division, DraftNeeds, divide
@@ -68,6 +69,12 @@ def test_without_a_draft_the_target_has_its_part() -> None:
 def test_too_little_memory_is_refused_with_the_figures() -> None:
     with pytest.raises(ConfigError, match=r"^--device-memory: must be at least 0\.10 GB, got .*: of 1\.50 GB free, "):
         divide(int(1.5 * GB), target_of(), draft_of(), NEEDS, has_index=True)
+
+
+def test_bits_that_are_no_number_of_bits_are_left_to_the_draft_to_refuse() -> None:
+    """They were divided by."""
+    groups = {"config_groups": {"a": {"weights": {"num_bits": 8}}, "b": {}}}
+    assert [needs_of_drafts._least_bits(found) for found in ({"bits": 0}, {"bits": 0, **groups})] == [4, 8]
 
 
 def test_what_a_draft_needs_is_read_from_headers(smollm: Path) -> None:

@@ -8,8 +8,8 @@ from bough.client import Client
 from bough.errors import BoughError, NotFound
 from bough.runtime.log_lines import MAX_TEXT_BYTES, bounded
 from orchestrator.http_api.body import parse
-from orchestrator.http_api.errors import MAX_MESSAGE, ApiError, api_error
-from orchestrator.http_api.fields import ChatFields
+from orchestrator.http_api.fields.errors import MAX_MESSAGE, ApiError, api_error
+from orchestrator.http_api.fields.generation import ChatFields
 from tests.fakes.stage import Orchestrator
 
 

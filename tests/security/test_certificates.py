@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -227,3 +228,28 @@ async def test_a_process_that_asks_clients_for_certificates_is_found_by_its_own(
         writer.write(b"a")
         assert await reader.read(1) == b"a"
         writer.close()
+
+
+def test_of_two_that_read_a_file_again_the_last_to_begin_counts(tmp_path: Path) -> None:
+    """A slow reader put the contents of before back in force, until the next change."""
+    (path := tmp_path / "file").write_text("first")
+    reads, may_go_on = threading.Event(), threading.Event()
+
+    def load() -> str:
+        if (text := path.read_text()) == "second":
+            reads.set()
+            assert may_go_on.wait(10)
+        return text
+
+    files = WatchedFiles("file", [str(path)], load)
+    path.write_text("second")
+    slow, quick = (threading.Thread(target=files.refresh) for _ in range(2))
+    slow.start()
+    assert reads.wait(10)
+    path.write_text("the third")
+    quick.start()
+    quick.join(0.05)
+    may_go_on.set()
+    slow.join()
+    quick.join()
+    assert files.value == "the third"

@@ -1,18 +1,23 @@
-"""Target over gRPC: a caller that goes takes its call along."""
+"""Target over gRPC: a caller that goes takes its call along, and many scores hold up nobody."""
 
 from __future__ import annotations
 
 import asyncio
+import threading
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 
 import grpc
 import pytest
 
+from bough.pb.target_pb2 import VerifyReply
 from bough.protocol import codec
-from bough.protocol.messages import VerifyCall, VerifyResult
+from bough.protocol.messages import Timings, Verdict, VerifyCall, VerifyResult
+from bough.protocol.sampling_params import PositionLogprobs, TokenLogprob
 from bough.rpc.server import open_channel, serving
 from bough.rpc.services import TARGET, add_service, stub_of
+from bough.trees.tree import Tree
 from target_worker.service import TargetService
 from tests.fakes.target import verify_call
 
@@ -52,3 +57,29 @@ async def test_a_call_whose_caller_has_gone_is_cancelled(how: str) -> None:
         with pytest.raises((grpc.aio.AioRpcError, asyncio.CancelledError)):
             await call
         await channel.close()
+
+
+class Scorer(SlowWorker):
+    """Answers at once, with the scores of two given tokens."""
+
+    def verify(self, call: VerifyCall) -> Future[VerifyResult]:
+        future = Future[VerifyResult]()
+        at = PositionLogprobs(TokenLogprob(1, -1.0), ())
+        future.set_result(VerifyResult(Verdict((1, 2), 0, (at, at)), 5, Timings()))
+        return future
+
+
+async def test_scores_of_given_tokens_are_encoded_off_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads, servicer, encode = list[threading.Thread](), TargetService(), codec.verify_result_to_wire
+
+    def encoded(result: VerifyResult) -> VerifyReply:
+        threads.append(threading.current_thread())
+        return encode(result)
+
+    monkeypatch.setattr(codec, "verify_result_to_wire", encoded)
+    servicer.loaded = Scorer()  # type: ignore[assignment]
+    call = replace(verify_call("a", [1, 2]), tree=Tree.chain([3, 1, 1]), is_given=True)
+    reply = await servicer.Verify(codec.verify_call_to_wire(call), None)  # type: ignore[arg-type]
+    assert [at.token.logprob for at in reply.logprobs] == [-1.0, -1.0]
+    assert threads
+    assert threading.main_thread() not in threads

@@ -27,7 +27,10 @@ def scenarios_from(arguments: argparse.Namespace) -> list[Scenario]:
     """
     profile = _profile(arguments)
     fixed = _fixed(arguments)
-    read = _reader(arguments)
+
+    def read(name: str, parse: Callable[[str], Any]) -> Any:
+        return _number(f"--{name}", getattr(arguments, name), parse)
+
     return [
         Scenario(
             profile,
@@ -75,10 +78,6 @@ def _fixed(arguments: argparse.Namespace) -> Size | None:
         return None
     nodes = _number("--nodes", arguments.nodes, number(int, 2, 4096))
     return Size(nodes, _number("--depth", arguments.depth, number(int, 1, nodes - 1)))
-
-
-def _reader(arguments: argparse.Namespace) -> Callable[[str, Callable[[str], Any]], Any]:
-    return lambda name, parse: _number(f"--{name}", getattr(arguments, name), parse)
 
 
 def _number(flag: str, text: str, parse: Callable[[str], Any]) -> Any:

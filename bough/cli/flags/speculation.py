@@ -6,6 +6,7 @@ import argparse
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 from bough.errors import ConfigError
 from bough.protocol.generation import Speculation
@@ -42,6 +43,16 @@ def add_speculation(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="most nodes from the session's own text; 0 is off (default 16; beside samples 0)",
     )
+
+
+def read_json(flag: str, what: str, file: str) -> Any:
+    """The value in a file. Raises ConfigError, by the flag, which must be `what`."""
+    try:
+        return json.loads(Path(file).read_text(encoding="utf-8"))
+    except OSError as exc:
+        raise ConfigError(f"{flag}: must be {what}, got {file}, which cannot be read: {exc.strerror}") from exc
+    except (ValueError, RecursionError) as exc:  # not UTF-8, not JSON, or nested too deeply
+        raise ConfigError(f"{flag}: {file} is no JSON: {exc}") from exc
 
 
 def speculation_from(arguments: argparse.Namespace) -> Speculation:
@@ -99,15 +110,7 @@ def _growth(text: str) -> Growth | None:
 
 def _shape(file: str) -> StaticShape:
     """The shape in a file with the output of `bough shape`."""
-    try:
-        content = json.loads(Path(file).read_text(encoding="utf-8"))
-    except OSError as exc:
-        raise ConfigError(
-            f"--growth: must be {BEST_FIRST}, chain:LENGTH, chains:NUMxLENGTH or a file from `bough shape`, "
-            f"got {file}, which cannot be read: {exc.strerror}"
-        ) from exc
-    except (ValueError, RecursionError) as exc:  # not UTF-8, not JSON, or nested too deeply
-        raise ConfigError(f"--growth: {file} is no JSON: {exc}") from exc
+    content = read_json("--growth", f"{BEST_FIRST}, chain:LENGTH, chains:NUMxLENGTH or a file from `bough shape`", file)
     parents = content.get("parents") if isinstance(content, dict) else None
     if not isinstance(parents, list) or not all(type(parent) is int for parent in parents):
         raise ConfigError(f"--growth: {file} must have a list `parents` of nodes, as `bough shape` prints it")

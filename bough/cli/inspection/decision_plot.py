@@ -21,23 +21,12 @@ COLOURS = {
 }
 
 
-def require_matplotlib(flag: str) -> None:
-    """Check for matplotlib before the work whose result is plotted.
-
-    Raises:
-        ConfigError: matplotlib is not installed; names the flag that needs it.
-    """
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as exc:
-        raise ConfigError(f"{flag}: matplotlib is not installed: pip install '.[plan]'") from exc
-
-
-def save_decisions(decisions: Sequence[Decision], title: str, flag: str, file: str) -> None:
+def save_decisions(decisions: Sequence[Decision], title: str, file: str) -> None:
     """Save three panels over the rounds: nodes by mode, tokens, and seconds by activity.
 
     Raises:
-        ConfigError: the file cannot be written; names `flag`.
+        ConfigError: the file cannot be written.
+        ModuleNotFoundError: matplotlib is not installed.
     """
     from matplotlib.figure import Figure  # not pyplot, which has global state
     from matplotlib.ticker import MaxNLocator
@@ -56,7 +45,7 @@ def save_decisions(decisions: Sequence[Decision], title: str, flag: str, file: s
     try:
         figure.savefig(file, format="png", dpi=150)
     except OSError as exc:
-        raise ConfigError(f"{flag}: {file} cannot be written: {exc}") from exc
+        raise ConfigError(f"--plot: {file} cannot be written: {exc}") from exc
 
 
 def _draw_sizes(axes: Axes, decisions: Sequence[Decision]) -> None:

@@ -9,9 +9,9 @@ from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from bough.cli.flags.reaching import client_from
-from bough.cli.inspection.decision_plot import require_matplotlib, save_decisions
+from bough.cli.inspection.decision_plot import save_decisions
 from bough.errors import NotFound
-from bough.protocol.decision import Decision, Mode
+from bough.protocol.decision import Decision
 from bough.sizing.account import PART_NAMES, Account, account, why
 
 LEAST_SECONDS = 0.0005  # activities that take less in every round have no column
@@ -24,11 +24,9 @@ async def explain(arguments: argparse.Namespace) -> int:
         NotFound: no orchestrator in --address has decisions of the session.
         ConfigError: the plot cannot be written.
     """
-    if arguments.plot:
-        require_matplotlib("--plot")
     decisions = await _decisions(arguments)
     if arguments.plot:
-        save_decisions(decisions, _title(arguments.session), "--plot", arguments.plot)
+        save_decisions(decisions, _title(arguments.session), arguments.plot)
     if arguments.json:
         print(json.dumps(as_json(arguments.session, decisions)))
     else:
@@ -68,13 +66,14 @@ class Column(NamedTuple):
 
 def table(decisions: Sequence[Decision]) -> Iterator[str]:
     """A heading and a line for each round; pairs are expected/real."""
-    columns = [*_sizes(), *_outcomes(), *_parts(decisions), Column("lambda", 8, lambda each: _number(each.price))]
+    price = Column("lambda", 8, lambda each: f"{each.price:.3g}" if each.price else "-")
+    columns = [*_rounds(), *_parts(decisions), price]
     yield "".join(f"{column.title:>{column.width}}" for column in columns) + "  why"
     for each in decisions:
         yield "".join(f"{column.cell(each):>{column.width}}" for column in columns) + f"  {why(each)}"
 
 
-def _sizes() -> list[Column]:
+def _rounds() -> list[Column]:
     return [
         Column("round", 5, lambda each: str(each.number)),
         Column("mode", 8, lambda each: each.mode.value),
@@ -86,11 +85,6 @@ def _sizes() -> list[Column]:
         Column("left out", 10, lambda each: str(each.num_left_out)),
         Column("rows", 6, lambda each: str(each.num_rows)),
         Column("steps", 7, lambda each: str(each.num_steps)),
-    ]
-
-
-def _outcomes() -> list[Column]:
-    return [
         Column("tokens", 11, lambda each: f"{_expected(each, f'{each.expected_tokens:.1f}')}/{each.tokens}"),
         Column("seconds", 15, lambda each: _pair(each, each.expected.total, each.seconds.total)),
     ]
@@ -115,10 +109,6 @@ def _expected(decision: Decision, text: str) -> str:
     return text if decision.is_predicted else "-"
 
 
-def _number(value: float) -> str:
-    return f"{value:.3g}" if value else "-"
-
-
 def summary(decisions: Sequence[Decision]) -> Iterator[str]:
     """Lines that summarise all rounds."""
     summed = account(decisions)
@@ -133,7 +123,7 @@ def summary(decisions: Sequence[Decision]) -> Iterator[str]:
             f"{summed.rate:.3g} tokens per second; plain decoding was expected to have {summed.plain_rate:.3g}, "
             f"of which that is {summed.rate / summed.plain_rate:.2f} times"
         )
-    for mode, last in _last_of_each(decisions).items():
+    for mode, last in {decision.mode: decision for decision in decisions}.items():
         yield f"last {mode.value}: round {last.number}, {why(last)}"
 
 
@@ -147,10 +137,6 @@ def _predictions(summed: Account) -> str:
         f"expected against real, over {summed.num_predicted} rounds: tokens {summed.token_bias:+.1%}, seconds "
         f"{summed.seconds_bias:+.1%}; mean seconds: {parts}"
     )
-
-
-def _last_of_each(decisions: Sequence[Decision]) -> dict[Mode, Decision]:
-    return {decision.mode: decision for decision in decisions}
 
 
 def _title(session: str) -> str:

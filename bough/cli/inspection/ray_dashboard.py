@@ -17,6 +17,7 @@ from bough.errors import ConfigError, Unavailable
 TIMEOUT_SECONDS = 60.0  # the first call starts a process on the head
 NODES = "/api/v0/nodes?detail=1&limit=1000"
 APPLICATIONS = "/api/serve/applications/"
+INTERNAL = ("memory", "object_store_memory")  # resources that are never requested here, beside Ray's own node:...
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +31,8 @@ class Node:
 
     def describe_resources(self) -> str:
         """Resources that a deployment may request, such as "CPU 8, target_gpu 1"."""
-        named = {name: amount for name, amount in self.resources.items() if not _is_internal(name)}
-        return ", ".join(f"{name} {amount:g}" for name, amount in sorted(named.items())) or "nothing"
+        names = sorted(name for name in self.resources if not name.startswith("node:") and name not in INTERNAL)
+        return ", ".join(f"{name} {self.resources[name]:g}" for name in names) or "nothing"
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,8 +143,3 @@ def _deployment(row: Mapping[str, Any]) -> Deployment:
     )
     config = (row.get("deployment_config") or {}).get("user_config") or {}
     return Deployment(row["name"], row["status"], row["message"], row["target_num_replicas"], replicas, config)
-
-
-def _is_internal(name: str) -> bool:
-    """Whether a resource is defined by Ray itself or never requested here."""
-    return name.startswith("node:") or name in ("memory", "object_store_memory")

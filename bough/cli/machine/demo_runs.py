@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
 from bough.cli.generation.generate import Answer
 from bough.protocol.decision import Decision
 from bough.protocol.generation import Event, Tokens
+from bough.sizing.account import ratio
 
 
 class Run:
@@ -25,7 +26,6 @@ class Run:
         self._began = clock()
 
     def add(self, event: Event) -> None:
-        """Add an event."""
         self.answer.add(event)
         elapsed = self._clock() - self._began
         if isinstance(event, Tokens):
@@ -91,13 +91,13 @@ class Contest:
     first: Side  # trees of the requested size, or self-sized before anything was measured
     plain: Side  # without speculation
     warm: Side | None = None  # self-sized trees, later
-    fixed: Mapping[int, Side] | None = None  # by nodes; given together with `warm`
+    fixed: Mapping[int, Side] = field(default_factory=dict)  # by nodes; given together with `warm`
 
     @property
     def is_same(self) -> bool:
         """Whether all runs have the tokens of plain decoding."""
         expected = self.plain.runs[0].answer.token_ids
-        sides = [self.first, *([self.warm] if self.warm else []), *(self.fixed or {}).values()]
+        sides = [self.first, *([self.warm] if self.warm else []), *self.fixed.values()]
         outputs = [run.answer.token_ids for side in sides for run in side.runs]
         return self.first.runs[0].answer.token_ids == expected and all(
             expected[: len(each)] == each for each in outputs
@@ -106,35 +106,32 @@ class Contest:
     @property
     def best_fixed(self) -> int:
         """Nodes of the fastest fixed size; 0 if none was run."""
-        fixed = self.fixed or {}
-        return max(fixed, key=lambda nodes: fixed[nodes].tokens_per_second, default=0)
+        return max(self.fixed, key=lambda nodes: self.fixed[nodes].tokens_per_second, default=0)
 
     @property
     def speedup(self) -> float:
         """Tokens per second of `first` over those of plain decoding."""
-        return _ratio(self.first.tokens_per_second, self.plain.tokens_per_second)
+        return ratio(self.first.tokens_per_second, self.plain.tokens_per_second)
 
     @property
     def self_sized_over_best_fixed(self) -> float:
         """Tokens per second of `warm` over those of the best fixed size; 0 if not compared."""
-        if self.warm is None or not self.fixed:
+        if self.warm is None:
             return 0.0
-        return _ratio(self.warm.tokens_per_second, self.fixed[self.best_fixed].tokens_per_second)
+        return ratio(self.warm.tokens_per_second, self.fixed[self.best_fixed].tokens_per_second)
 
     def table(self) -> Iterator[str]:
         """Lines of a table with a column for each side, of fixed sizes only the best."""
-        sides = [self.first]
-        if self.warm is not None and self.fixed:
-            sides += [self.warm, self.fixed[self.best_fixed]]
-        sides.append(self.plain)
+        compared = [] if self.warm is None else [self.warm, self.fixed[self.best_fixed]]
+        sides = [self.first, *compared, self.plain]
         yield f"{'':34}" + "".join(f"{side.title:>18}" for side in sides)
         for title, value in FIGURES:
             yield f"{title:34}" + "".join(f"{value(side):18.3f}" for side in sides)
         yield f"{'times plain decoding':34}" + "".join(
-            f"{_ratio(side.tokens_per_second, self.plain.tokens_per_second):18.2f}" for side in sides
+            f"{ratio(side.tokens_per_second, self.plain.tokens_per_second):18.2f}" for side in sides
         )
         yield f"{'same tokens':34}{'yes' if self.is_same else 'NO':>18}"
-        if self.warm is not None and self.fixed:
+        if self.warm is not None:
             sizes, part = ", ".join(map(str, self.fixed)), len(self.warm.runs[0].answer.token_ids)
             yield (
                 f"self-sized, warm, over the best of {sizes} nodes, chosen in hindsight: "
@@ -159,19 +156,17 @@ class Contest:
             "plain_sweep_seconds": round(plain.mean_seconds("target_ns"), 4),
             "num_tokens": first.num_tokens,
             "nodes": first.runs[0].nodes,
-            **self._sizes(),
+            **({} if self.warm is None else self._sizes(self.warm)),
         }
 
-    def _sizes(self) -> dict[str, Any]:
-        if self.warm is None or not self.fixed:
-            return {}
+    def _sizes(self, warm: Side) -> dict[str, Any]:
         return {
             "self_sized_over_best_fixed": round(self.self_sized_over_best_fixed, 3),
             "best_fixed_nodes": self.best_fixed,
             "fixed_tokens_per_second": {str(n): round(side.tokens_per_second, 3) for n, side in self.fixed.items()},
-            "warm_tokens_per_second": round(self.warm.tokens_per_second, 3),
-            "warm_nodes": [run.nodes for run in self.warm.runs],
-            "compared_tokens": len(self.warm.runs[0].answer.token_ids),
+            "warm_tokens_per_second": round(warm.tokens_per_second, 3),
+            "warm_nodes": [run.nodes for run in warm.runs],
+            "compared_tokens": len(warm.runs[0].answer.token_ids),
         }
 
 
@@ -186,9 +181,5 @@ FIGURES: tuple[tuple[str, Callable[[Side], float]], ...] = (
     ("  network", lambda side: side.mean_seconds("network_ns")),
     ("  target: waiting for weights", lambda side: side.mean_seconds("wait_ns")),
     ("  target: compute", lambda side: side.mean_seconds("compute_ns")),
-    ("link efficiency", lambda side: _ratio(side.mean_seconds("link_ideal_ns"), side.mean_seconds("total_ns"))),
+    ("link efficiency", lambda side: ratio(side.mean_seconds("link_ideal_ns"), side.mean_seconds("total_ns"))),
 )
-
-
-def _ratio(numerator: float, denominator: float) -> float:
-    return numerator / denominator if denominator else 0.0

@@ -78,8 +78,17 @@ def settings_from(arguments: argparse.Namespace) -> Settings:
     Raises:
         ConfigError: names the invalid flag.
     """
-    if arguments.simulate:
-        return simulated_settings(arguments)
+    target, draft = _simulated(arguments) if arguments.simulate else _workers(arguments)
+    return Settings(
+        target,
+        draft,
+        _orchestrator_config(arguments, has_draft=draft is not None),
+        arguments.index_url or os.environ.get(INDEX_VARIABLE, ""),
+    )
+
+
+def _workers(arguments: argparse.Namespace) -> tuple[TargetConfig, DraftConfig | None]:
+    """Settings of workers with models."""
     target = arguments.target or os.environ.get("BOUGH_TARGET_MODEL")
     draft = arguments.draft or os.environ.get("BOUGH_DRAFT_MODEL")
     drops = arguments.drop_layers or os.environ.get("BOUGH_DRAFT_DROP_LAYERS")
@@ -95,20 +104,11 @@ def settings_from(arguments: argparse.Namespace) -> Settings:
     if target == str(demonstration_folder()) and "BOUGH_TARGET_RESIDENT_LAYERS" not in os.environ:
         target_flags += ["--resident-layers", "0"]  # it would fit in memory, and nothing would stream
     target_config = parse(TargetConfig, "target_worker", target_flags, os.environ)
-    return Settings(
-        target=target_config,
-        draft=_draft_config(arguments, target_config, draft, drops),
-        orchestrator=_orchestrator_config(arguments, has_draft=draft != NO_DRAFT),
-        index_url=arguments.index_url or os.environ.get(INDEX_VARIABLE, ""),
-    )
+    return target_config, _draft_config(arguments, target_config, draft, drops)
 
 
-def simulated_settings(arguments: argparse.Namespace) -> Settings:
-    """Settings with simulated workers: target and draft, or the target alone with `--draft none`.
-
-    Raises:
-        ConfigError: the profile is unknown, or a flag about models is given.
-    """
+def _simulated(arguments: argparse.Namespace) -> tuple[TargetConfig, DraftConfig | None]:
+    """Settings of simulated workers: target and draft, or the target alone with `--draft none`."""
     for name in MODEL_FLAGS:
         if (value := getattr(arguments, name)) is not None:
             flag = "--" + name.replace("_", "-")
@@ -120,14 +120,11 @@ def simulated_settings(arguments: argparse.Namespace) -> Settings:
     path = Path(profile)
     flags = ["--simulate", profile if profile in shipped_profiles() else str(path.absolute())]
     flags += _given("--max-context", arguments.max_context)
-    has_draft = arguments.draft is None
-    draft_flags = [*flags, *_given("--ahead-steps", arguments.ahead_steps)]
-    return Settings(
-        target=parse(TargetConfig, "target_worker", flags, os.environ),
-        draft=parse(DraftConfig, "draft_worker", draft_flags, os.environ) if has_draft else None,
-        orchestrator=_orchestrator_config(arguments, has_draft),
-        index_url=arguments.index_url or os.environ.get(INDEX_VARIABLE, ""),
-    )
+    target = parse(TargetConfig, "target_worker", flags, os.environ)
+    if arguments.draft is not None:
+        return target, None
+    flags += _given("--ahead-steps", arguments.ahead_steps)
+    return target, parse(DraftConfig, "draft_worker", flags, os.environ)
 
 
 def _orchestrator_config(arguments: argparse.Namespace, has_draft: bool) -> OrchestratorConfig:

@@ -74,7 +74,6 @@ class Plan:
 
     model: str
     shapes: ModelShapes
-    is_gpu: bool  # an accelerator with its own memory, in this machine or another
     budgets: Budgets
     placement: Placement
     speeds: Speeds
@@ -122,7 +121,6 @@ def make_plan(settings: PlanConfig) -> Plan:
     return Plan(
         settings.model,
         shapes,
-        is_gpu,
         allowed,
         placement,
         speeds,

@@ -8,7 +8,7 @@ from typing import Any
 
 from bough.cli.planning.plan_model import Plan
 from bough.cli.planning.text_plot import text_plot
-from bough.sizing.cost_model import Purchase, Speed, SweepModel
+from bough.sizing.cost_model import Purchase, Speed
 from bough.sizing.placement import Tier, gigabytes
 
 TREE_SIZES = (1, 16, 64, 128, 256, 512, 1024)
@@ -31,12 +31,8 @@ def print_report(plan: Plan) -> None:
     for part in (_model, _places, _speeds, _sweeps, _rates, _prices):
         print("\n".join(part(plan)), end="\n\n")
     print("seconds per sweep by tokens in it (K: the knee)\n")
-    print(text_plot(plan.sweep, plotted_tokens(plan.sweep)))
-
-
-def plotted_tokens(sweep: SweepModel) -> int:
-    """The largest number of tokens in a plot: beyond the knee."""
-    return max(TREE_SIZES[-1], min(2 * sweep.knee, 16 * TREE_SIZES[-1]))
+    beyond_knee = max(TREE_SIZES[-1], min(2 * plan.sweep.knee, 16 * TREE_SIZES[-1]))
+    print(text_plot(plan.sweep, beyond_knee))
 
 
 def _model(plan: Plan) -> Iterator[str]:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from bough.cli.flags.reaching import client_from
-from bough.cli.flags.speculation import MOST_NODES
+from bough.cli.flags.speculation import MOST_NODES, read_json
 from bough.errors import ConfigError
 from bough.trees.acceptance import Acceptance, acceptance_from, by_depth_and_rank, by_rank
 from bough.trees.optimal_tree import best_chains, best_shape, expected_tokens
@@ -54,13 +53,7 @@ def read_acceptance(file: str) -> Acceptance:
     Raises:
         ConfigError: names the file, and the invalid entry.
     """
-    try:
-        value = json.loads(Path(file).read_text(encoding="utf-8"))
-    except OSError as exc:
-        raise ConfigError(f"--vector: {file} cannot be read: {exc.strerror}") from exc
-    except (ValueError, RecursionError) as exc:  # not UTF-8, not JSON, or nested too deeply
-        raise ConfigError(f"--vector: {file} is no JSON: {exc}") from exc
-    return acceptance_from(f"--vector: {file}", value)
+    return acceptance_from(f"--vector: {file}", read_json("--vector", "a JSON file", file))
 
 
 async def live(arguments: argparse.Namespace) -> Acceptance:

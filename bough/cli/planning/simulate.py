@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
-from typing import Any
 
 from bough.cli.flags.simulation import scenarios_from
-from bough.errors import ConfigError
 from bough.simulation.profile import load_profile, shipped_profiles
 from bough.simulation.scenario import CapacityReport, Purchase, Scenario, rounded
 
@@ -23,10 +21,10 @@ async def simulate(arguments: argparse.Namespace) -> int:
     scenarios = scenarios_from(arguments)
     for scenario in scenarios:
         scenario.check()
-    _require_simpy()
     found = [_run(scenario, with_purchases=not arguments.no_purchases) for scenario in scenarios]
     if arguments.json:
-        print(json.dumps({"profile": arguments.profile, "runs": [_as_json(*each) for each in found]}))
+        runs = [report.as_json() | {"purchases": [rounded(each) for each in bought]} for report, bought in found]
+        print(json.dumps({"profile": arguments.profile, "runs": runs}))
         return 0
     print(f"{arguments.profile}: {scenarios[0].profile.source}\n")
     print("\n".join(_table([report for report, _ in found])))
@@ -42,23 +40,12 @@ async def simulate(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _require_simpy() -> None:
-    try:
-        import simpy  # noqa: F401
-    except ImportError as exc:
-        raise ConfigError("simulate: simpy is not installed: pip install '.[plan]'") from exc
-
-
 def _run(scenario: Scenario, *, with_purchases: bool) -> tuple[CapacityReport, list[Purchase]]:
-    from bough.simulation.capacity import simulate as run
+    from bough.simulation.capacity import simulate as run  # needs simpy
     from bough.simulation.purchases import purchases
 
     report = run(scenario)
     return report, purchases(scenario, report) if with_purchases else []
-
-
-def _as_json(report: CapacityReport, bought: list[Purchase]) -> dict[str, Any]:
-    return report.as_json() | {"purchases": [rounded(each) for each in bought]}
 
 
 def _workers(report: CapacityReport) -> str:
@@ -83,12 +70,11 @@ def _table(reports: list[CapacityReport]) -> list[str]:
         ("nodes, levels of a tree", [f"{each.nodes:.3g}, {each.depth:.2g}" for each in reports]),
         ("tokens, seconds of a round", [f"{each.tokens_per_round:.3g}, {each.round_seconds:.3g}" for each in reports]),
         ("rows, riders of a sweep", [f"{each.rows_per_sweep:.4g}, {each.riders_per_sweep:.3g}" for each in reports]),
-        ("busy: link, target, draft", [_busy(each) for each in reports]),
+        (
+            "busy: link, target, draft",
+            [f"{each.link_busy:.0%}, {each.target_busy:.0%}, {each.draft_busy:.0%}" for each in reports],
+        ),
         ("users waiting for a place", [f"{each.waiting_users:.4g}" for each in reports]),
     ]
     width = max(len(cell) for _, cells in rows for cell in cells)
     return [f"{title:36}" + "".join(f"{cell:>{width + 2}}" for cell in cells) for title, cells in rows]
-
-
-def _busy(report: CapacityReport) -> str:
-    return f"{report.link_busy:.0%}, {report.target_busy:.0%}, {report.draft_busy:.0%}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple, Protocol
 
@@ -19,7 +19,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from bough.model.architecture.side_by_side import ask, is_side_by_side, side_by_side
 from bough.model.checkpoint.checkpoint import TensorPlace
-from bough.model.checkpoint.tensor_source import ReusedMemory, Scratch, Stored, TensorSource, pieces
+from bough.model.checkpoint.tensor_source import ReusedMemory, Scratch, Stored, TensorSource, parts_of, pieces
 from bough.model.cpu.linear import is_left_to_us, multiply
 from bough.model.cpu.threads import all_threads
 
@@ -53,6 +53,9 @@ class Experts:
             raws.append(tuple(raw[taken : taken + len(part.places)]))
             taken += len(part.places)
         return ExpertTable(self, _AllThere(raws), dtype, scratch)
+
+
+AnySource = TensorSource | Experts
 
 
 class ExpertBytes(Protocol):
@@ -206,24 +209,15 @@ def _by_expert(chosen: torch.Tensor, num_experts: int) -> dict[int, tuple[torch.
     return {expert: (rows[begin:end], ranks[begin:end]) for expert, (begin, end) in enumerate(spans) if begin < end}
 
 
-def stack_of(module: nn.Module, source: TensorSource | Experts) -> Experts | None:
-    """The experts of a stacked parameter, or None if it is none; one stored tensor is split by experts.
-
-    Checksums cover whole tensors, so such parts have none.
-    """
+def stack_of(module: nn.Module, source: AnySource) -> Experts | None:
+    """The experts of a stacked parameter, or None if it is none; one stored tensor is split by experts."""
     if not has_own_products(module):
         return None
     if isinstance(source, Experts):
         return source
     if not isinstance(source, Stored) or len(source.shape) != 3:
         return None
-    place, count = source.place, source.shape[0]
-    size = place.num_bytes // count
-    parts = (
-        replace(place, name=f"{place.name}[{i}]", offset=place.offset + i * size, num_bytes=size, shape=place.shape[1:])
-        for i in range(count)
-    )
-    return Experts(tuple(map(Stored, parts)))
+    return Experts(tuple(map(Stored, parts_of(source.place))))
 
 
 def has_own_products(module: nn.Module) -> bool:

@@ -23,7 +23,7 @@ from bough.model.checkpoint.shared_weights import SharedWeights
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 MAX_HEADER_BYTES = 100_000_000  # limit of the safetensors library
-ITEM_BYTES = {"BF16": 2, "F16": 2, "F32": 4, "F64": 8, "F8_E4M3": 1, "BOOL": 1}
+ITEM_BYTES = {"BF16": 2, "F16": 2, "F32": 4, "F64": 8, "F8_E4M3": 1, "F8_E8M0": 1, "BOOL": 1}
 ITEM_BYTES |= {"I8": 1, "U8": 1, "I16": 2, "I32": 4, "I64": 8}
 SNAPSHOTS = "snapshots"  # folder of the Hugging Face cache that has models
 

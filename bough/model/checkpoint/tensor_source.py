@@ -21,6 +21,7 @@ STORED_DTYPES = {
     "F32": torch.float32,
     "F64": torch.float64,
     "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.float8_e8m0fnu,  # powers of two
     "I8": torch.int8,
     "U8": torch.uint8,
     "I16": torch.int16,
@@ -161,6 +162,29 @@ class Joined:
         return whole
 
 
+@dataclass(frozen=True, slots=True)
+class Transposed:
+    """The transpose of a matrix."""
+
+    matrix: TensorSource
+
+    @property
+    def places(self) -> tuple[TensorPlace, ...]:
+        return self.matrix.places
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.matrix.shape[::-1]
+
+    def scratch_bytes(self, dtype: torch.dtype) -> int:
+        """Those of the matrix."""
+        return self.matrix.scratch_bytes(dtype)
+
+    def value(self, raw: Sequence[torch.Tensor], dtype: torch.dtype, scratch: Scratch) -> torch.Tensor:
+        """A view of the matrix."""
+        return self.matrix.value(raw, dtype, scratch).t()
+
+
 def pieces(
     source: TensorSource, raw: Sequence[torch.Tensor], dtype: torch.dtype, scratch: Scratch
 ) -> list[torch.Tensor]:
@@ -180,6 +204,16 @@ def typed(data: torch.Tensor, place: TensorPlace) -> torch.Tensor:
     if not _is_aligned(place):
         data = data.clone()  # safetensors does not guarantee alignment
     return data.view(STORED_DTYPES[place.dtype]).view(place.shape)
+
+
+def parts_of(place: TensorPlace) -> list[TensorPlace]:
+    """The parts of a stacked tensor along its first axis. Checksums cover whole tensors, so they have none."""
+    count, *shape = place.shape
+    size = place.num_bytes // count
+    return [
+        replace(place, name=f"{place.name}[{i}]", offset=place.offset + i * size, num_bytes=size, shape=tuple(shape))
+        for i in range(count)
+    ]
 
 
 def row_blocks(place: TensorPlace, most_bytes: int) -> list[TensorPlace]:

@@ -33,7 +33,7 @@ def named_faults(
     except RuntimeError as exc:
         if device.type == "cpu":
             raise
-        if _is_full(exc):
+        if is_full(exc):
             raise _full(device, exc) from exc
         lost = _loss(device, exc) if isinstance(exc, torch.AcceleratorError) else _asked((device, *others))
         if lost is None:
@@ -42,7 +42,8 @@ def named_faults(
         raise lost from exc
 
 
-def _is_full(exc: RuntimeError) -> bool:
+def is_full(exc: Exception) -> bool:
+    """Whether an error of torch or of a library means that a device has no memory left."""
     is_memory = isinstance(exc, torch.OutOfMemoryError) or getattr(exc, "error_code", None) == OUT_OF_MEMORY
     return is_memory or any(words in str(exc) for words in LIBRARIES_FULL)
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 
 from bough.errors import ConfigError
+from bough.model.gpu.faults import is_full, named_faults
 from bough.model.gpu.kernels import of_gpus
 
 
@@ -15,12 +16,14 @@ def make_ready(device: torch.device) -> None:
 
     Raises:
         ConfigError: Triton is installed but cannot compile.
+        AcceleratorFull: others have taken the device's memory.
     """
     if device.type == "cpu":
         return
     settle_sums()
-    require_kernels(device, lambda: _try_one(device))
-    _take_library_memory(device)
+    with named_faults(device):
+        require_kernels(device, lambda: _try_one(device))
+        _take_library_memory(device)
 
 
 def settle_sums() -> None:
@@ -44,6 +47,7 @@ def _take_library_memory(device: torch.device) -> None:
 def require_kernels(device: torch.device, try_one: Callable[[], None]) -> None:
     """Run `try_one`, which compiles a kernel, if Triton is installed. Raises ConfigError if it fails.
 
+    Where a device has no memory left, its error is raised as it is.
     Triton needs a C compiler for a kernel's first launch; without one a worker would fail only then.
     """
     if of_gpus() is None:
@@ -51,6 +55,8 @@ def require_kernels(device: torch.device, try_one: Callable[[], None]) -> None:
     try:
         try_one()
     except Exception as exc:
+        if is_full(exc):
+            raise
         raise ConfigError(
             f"--device: on {device} Triton must compile kernels, got {type(exc).__name__}: {exc}; it takes a C "
             "compiler (gcc, or what CC names) and Python's headers (Python.h, such as in python3-dev)"

@@ -12,20 +12,14 @@ import torch
 import triton
 import triton.language as tl
 
+from bough.model.gpu.number_formats_triton import from_e2m1, from_e4m3, from_e8m0, rounded
+
 NUM_WARPS = 4
 TILE_BYTES = 4096  # packed bytes of a tile in bough's format
 TILE_ROWS, TILE_COLUMNS = 32, 128  # inputs (at most) and outputs of a tile in GPTQ's and AWQ's formats; else reversed
 LEAST_COLUMNS = 32  # inputs of a tile within one group, below which each input's group is looked up
 NIBBLES = 8  # 4-bit values in a word
-
-
-@triton.jit
-def _rounded(value, IS_BF16: tl.constexpr, out):  # type: ignore[no-untyped-def]
-    """Convert to the type of `out`: bfloat16 as bits rounded to nearest even; Triton's interpreter does not round."""
-    if IS_BF16:
-        bits = value.to(tl.int32, bitcast=True)
-        return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.int16)
-    return value.to(out.dtype.element_ty)
+KINDS = {torch.int32: "UNSIGNED", torch.int8: "SIGNED", torch.float8_e4m3fn: "E4M3", torch.uint8: "E2M1"}
 
 
 @triton.jit
@@ -45,14 +39,14 @@ def unpack_own(  # type: ignore[no-untyped-def]
     tile, is_in = groups[:, None] * HALF + columns[None, :], is_there[:, None]
     numbers = tl.load(packed + tile, mask=is_in, other=0)
     if IS_WHOLE:
-        tl.store(out + tile, _rounded(numbers.to(tl.float32) * scale, IS_BF16, out), mask=is_in)
+        tl.store(out + tile, rounded(numbers.to(tl.float32) * scale, IS_BF16, out), mask=is_in)
     else:
         offset = tl.load(scales + num_groups + groups, mask=is_there, other=0.0).to(tl.float32)[:, None]
         low = (numbers & 15).to(tl.float32) * scale + offset
         high = (numbers >> 4).to(tl.float32) * scale + offset
         begin = out + groups[:, None] * (2 * HALF) + columns[None, :]
-        tl.store(begin, _rounded(low, IS_BF16, out), mask=is_in)
-        tl.store(begin + HALF, _rounded(high, IS_BF16, out), mask=is_in)
+        tl.store(begin, rounded(low, IS_BF16, out), mask=is_in)
+        tl.store(begin + HALF, rounded(high, IS_BF16, out), mask=is_in)
 
 
 @triton.jit
@@ -110,7 +104,7 @@ def unpack_down(  # type: ignore[no-untyped-def]
             zero = (((_spread(zero, PER_WORD) >> shifts[None, :]) & MASK) + zero_offset).to(tl.float32)
         value = (((tile >> (BITS * i)) & MASK).to(tl.float32) - zero) * scale
         cells = inputs[:, None] * num_outputs + columns[None, :]
-        tl.store(out + cells, _rounded(value, IS_BF16, out), mask=is_in)
+        tl.store(out + cells, rounded(value, IS_BF16, out), mask=is_in)
 
 
 @triton.jit
@@ -141,21 +135,14 @@ def unpack_across(  # type: ignore[no-untyped-def]
     integers = ((_spread(tile, 8) >> shifts[None, :]) & 15).to(tl.float32)
     value = (integers - zero[None, :]) * scale[None, :]
     cells = rows[:, None] * num_outputs + columns[None, :]
-    tl.store(out + cells, _rounded(value, IS_BF16, out), mask=is_row[:, None] & is_column[None, :])
-
-
-@triton.jit
-def _from_e4m3(bits):  # type: ignore[no-untyped-def]
-    """The float32 of E4M3 numbers, by way of float16, whose exponent has one bit more; any GPU can do this."""
-    half = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.int16).to(tl.float16, bitcast=True)
-    return tl.where((bits & 0x7F) == 0x7F, float("nan"), half.to(tl.float32) * 256.0)
+    tl.store(out + cells, rounded(value, IS_BF16, out), mask=is_row[:, None] & is_column[None, :])
 
 
 @triton.jit
 def unpack_along(  # type: ignore[no-untyped-def]
     numbers,  # (num_outputs, num_inputs * BITS / 8) uint8
     zeros,  # (num_outputs / (32 / BITS), rounded up, num_groups) int32; unused without HAS_ZEROS
-    scales,  # (num_outputs / height, rounded up, num_groups)
+    scales,  # (num_outputs / height, rounded up, num_groups); uint8 are powers of two
     group_of,  # (num_inputs,) int32; unused with IS_ORDERED
     out,  # (num_outputs, num_inputs)
     num_outputs,
@@ -164,7 +151,7 @@ def unpack_along(  # type: ignore[no-untyped-def]
     height,  # outputs that share a scale
     group_size,  # used with IS_ORDERED
     BITS: tl.constexpr,
-    KIND: tl.constexpr,  # UNSIGNED, SIGNED or E4M3
+    KIND: tl.constexpr,  # UNSIGNED, SIGNED, E4M3 or E2M1
     HAS_ZEROS: tl.constexpr,
     IS_ORDERED: tl.constexpr,  # all inputs of a tile are in the same group
     ROWS: tl.constexpr,
@@ -186,9 +173,12 @@ def unpack_along(  # type: ignore[no-untyped-def]
     else:
         group, is_in = tl.load(group_of + columns, mask=is_column, other=0), is_row & is_column
         group = tl.minimum(tl.maximum(group, 0), num_groups - 1)  # an invalid group must not read out of bounds
-    scale = tl.load(scales + rows // height * num_groups + group, mask=is_in, other=0.0).to(tl.float32)
+    scale = tl.load(scales + rows // height * num_groups + group, mask=is_in, other=0)
+    scale = from_e8m0(scale) if scales.dtype.element_ty == tl.uint8 else scale.to(tl.float32)
     if KIND == "E4M3":
-        value = _from_e4m3(value)
+        value = from_e4m3(value)
+    elif KIND == "E2M1":
+        value = from_e2m1(value)
     elif KIND == "SIGNED":
         value = value.to(tl.int8).to(tl.float32)
     elif HAS_ZEROS:
@@ -197,7 +187,7 @@ def unpack_along(  # type: ignore[no-untyped-def]
     else:
         value = (value - (1 << (BITS - 1))).to(tl.float32)
     cells = rows * num_inputs + columns
-    tl.store(out + cells, _rounded(value * scale, IS_BF16, out), mask=is_row & is_column)
+    tl.store(out + cells, rounded(value * scale, IS_BF16, out), mask=is_row & is_column)
 
 
 def write_own(packed: torch.Tensor, scales: torch.Tensor, bits: int, out: torch.Tensor) -> None:
@@ -265,12 +255,13 @@ def write_along(
 ) -> None:
     """Dequantize numbers by rows, as `bough.model.quant.scaled`.
 
-    numbers (outputs, inputs) int8 or float8_e4m3fn, or (outputs, inputs * bits / 32) int32; scales (blocks, groups) for
-    blocks of `block` outputs and inputs; zeros (outputs * bits / 32, groups) int32, None if there are none; `groups`
-    (inputs,) int32 has each input's group, None if they are in order; out (outputs, inputs).
+    numbers (outputs, inputs) int8 or float8_e4m3fn, (outputs, inputs * bits / 32) int32, or (outputs, inputs / 2) uint8
+    of E2M1; scales (blocks, groups) for blocks of `block` outputs and inputs; zeros (outputs * bits / 32, groups) int32
+    or None; `groups` (inputs,) int32 has each input's group, None if they are in order; out (outputs, inputs).
     """
     (num_outputs, num_inputs), (height, group_size) = out.shape, block
-    kind = {torch.int32: "UNSIGNED", torch.int8: "SIGNED", torch.float8_e4m3fn: "E4M3"}[numbers.dtype]
+    kind = KINDS[numbers.dtype]
+    scales = scales.view(torch.uint8) if scales.dtype == torch.float8_e8m0fnu else scales
     columns = TILE_COLUMNS if scales.shape[1] == 1 else min(TILE_COLUMNS, group_size & -group_size)
     is_ordered = groups is None and columns >= LEAST_COLUMNS
     packed = numbers.view(torch.uint8)

@@ -23,7 +23,6 @@ class KVArena(Arena):
         super().__init__(memory.keys.shape[1], shape.row_bytes, new_slot, rows_to_keep)
 
     def take(self, num_rows: int) -> KVSlot:
-        """Take a slot without tokens; there must be room."""
         slot = super().take(num_rows)
         assert isinstance(slot, KVSlot), "made by this arena"
         return slot

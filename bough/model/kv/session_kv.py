@@ -88,7 +88,6 @@ class KVSlot(Slot):
 
     @property
     def num_rows(self) -> int:
-        """Number of rows, including those for a tree."""
         return self.keys.shape[1]
 
     @property

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from bough.model.architecture.moe import Experts
 from bough.model.checkpoint.tensor_source import ReusedMemory
 from bough.model.loading.loading import (
     ParameterSlot,
@@ -42,13 +43,14 @@ class LateWrites:
 
 
 def bind_packed(skeleton: Skeleton, device: torch.device) -> None:
-    """Load a whole model permanently with packed matrices, and memory for the largest dequantized one.
+    """Load a whole model permanently with packed matrices and experts, and memory for the largest dequantized one.
 
     Raises:
         CheckpointError: a tensor cannot be read, or its checksum is wrong.
     """
     slots = [slot for layer in skeleton.layer_slots for slot in layer]
-    late = [slot for slot in slots if can_wait(slot) and slot.source.scratch_bytes(skeleton.dtype)]
+    waiting = (slot for slot in slots if can_wait(slot) or isinstance(slot.source, Experts))
+    late = [slot for slot in waiting if slot.source.scratch_bytes(skeleton.dtype)]
     bind_resident(skeleton, skeleton.resident_slots, device)
     bind_resident(skeleton, [slot for slot in slots if slot not in late], device)
     move_buffers(skeleton.model, device)
@@ -59,7 +61,8 @@ def bind_packed(skeleton: Skeleton, device: torch.device) -> None:
         for place, data in zip(slot.source.places, raw, strict=True):
             verify(place, data, skeleton.checksums)
         slot.bind([data.to(device) for data in raw], skeleton.dtype, scratch)
-        LateWrites(slot.module, tuple(scratch.writes)).register()
+        if can_wait(slot):  # a table of experts writes what it is asked for
+            LateWrites(slot.module, tuple(scratch.writes)).register()
 
 
 def can_wait(slot: ParameterSlot) -> bool:

@@ -22,7 +22,7 @@ from transformers.core_model_loading import (
 )
 
 from bough.errors import CheckpointError
-from bough.model.architecture.moe import Experts
+from bough.model.architecture.moe import AnySource, Experts
 from bough.model.checkpoint.checkpoint import Checkpoint
 from bough.model.checkpoint.tensor_source import Joined, Stored, TensorSource
 from bough.model.quant.format import PackedTensors, QuantFormat
@@ -35,10 +35,10 @@ PARTS = {
 }
 
 
-def logical_sources(checkpoint: Checkpoint, quantization: QuantFormat | None) -> dict[str, TensorSource]:
+def logical_sources(checkpoint: Checkpoint, quantization: QuantFormat | None) -> dict[str, AnySource]:
     """The values of a checkpoint by name; packed ones under the name of their weight."""
     left = dict(checkpoint.tensors)
-    sources: dict[str, TensorSource] = {}
+    sources: dict[str, AnySource] = {}
     spare = quantization.spare if quantization is not None else ()
     if quantization is not None:
         for name, place in checkpoint.tensors.items():
@@ -54,13 +54,10 @@ def _own_name(name: str) -> str:
     return name if of_part is None else PARTS[of_part] + name.removeprefix(of_part)
 
 
-AnySource = TensorSource | Experts
-
-
 class WeightMap:
     """Sources by transformers' parameter names."""
 
-    def __init__(self, model: PreTrainedModel, known: Collection[str], sources: dict[str, TensorSource]) -> None:
+    def __init__(self, model: PreTrainedModel, known: Collection[str], sources: dict[str, AnySource]) -> None:
         """`known` are the parameter names of the whole checkpoint, even if the model has fewer layers."""
         transforms = get_model_conversion_mapping(model)
         renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
@@ -93,7 +90,7 @@ class WeightMap:
             if others:
                 raise CheckpointError(f"tensors {first} and {', '.join(others)} are both parameter {name}")
             return self._sources[first]
-        columns = [[self._sources[part] for part in parts[pattern]] for pattern in converter.source_patterns]
+        columns = [[self._apart(part) for part in parts[pattern]] for pattern in converter.source_patterns]
         steps = [(type(step), getattr(step, "dim", None)) for step in converter.operations]
         if steps == [(Concatenate, 0)] and all(len(column) == 1 for column in columns):
             return Joined(tuple(column[0] for column in columns))
@@ -102,6 +99,13 @@ class WeightMap:
             return Experts(tuple(row[0] if len(row) == 1 else Joined(row) for row in rows))
         operations = ", ".join(type(step).__name__ for step in converter.operations)
         raise CheckpointError(f"parameter {name}: its tensors are put together by {operations}, which is not supported")
+
+    def _apart(self, name: str) -> TensorSource:
+        """A value that transformers would combine with others. Raises CheckpointError for a stack of experts."""
+        source = self._sources[name]
+        if isinstance(source, Experts):
+            raise CheckpointError(f"tensor {source.places[0].name}: packed experts must be stored as the parameter is")
+        return source
 
     def unclaimed(self) -> Iterable[str]:
         """Names of values in the checkpoint that no parameter has claimed."""

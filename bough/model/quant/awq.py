@@ -12,11 +12,19 @@ import torch
 
 from bough.errors import CheckpointError
 from bough.model.checkpoint.checkpoint import TensorPlace
-from bough.model.checkpoint.tensor_source import VALUE_DTYPES, Scratch, room_bytes, typed
+from bough.model.checkpoint.tensor_source import VALUE_DTYPES, typed
 from bough.model.cpu.float_bits import rounded
 from bough.model.cpu.jit import strict_parallel
 from bough.model.gpu.kernels import kernels_on
-from bough.model.quant.format import PackedTensors, bits_of, require_groups, require_matrix, require_shape, write_out
+from bough.model.quant.format import (
+    Dequantized,
+    PackedTensors,
+    bits_of,
+    require_groups,
+    require_matrix,
+    require_shape,
+    write_out,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +84,13 @@ def _unpack_words_across(words: Any, zeros: Any, scales: Any, group_size: Any, o
 
 
 @dataclass(frozen=True, slots=True)
-class Awq:
+class Awq(Dequantized):
     """A weight in AWQ's format."""
 
     words: TensorPlace  # qweight (inputs, outputs / 8) I32
     zeros: TensorPlace  # qzeros (groups, outputs / 8) I32
     scales: TensorPlace  # (groups, outputs) F16
+    is_transposed = True
 
     @property
     def places(self) -> tuple[TensorPlace, ...]:
@@ -90,17 +99,6 @@ class Awq:
     @property
     def shape(self) -> tuple[int, ...]:
         return (self.words.shape[1] * 8, self.words.shape[0])
-
-    def scratch_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes of the whole value."""
-        return room_bytes(self.shape, dtype)
-
-    def value(self, raw: Sequence[torch.Tensor], dtype: torch.dtype, scratch: Scratch) -> torch.Tensor:
-        """Dequantize; the result is the transpose of a contiguous matrix."""
-        num_outputs, num_inputs = self.shape
-        out = scratch.take((num_inputs, num_outputs), dtype)
-        scratch.write(lambda: self._write(raw, out))
-        return out.t()
 
     def _write(self, raw: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         if kernels := kernels_on(out.device):

@@ -12,11 +12,19 @@ import torch
 
 from bough.errors import CheckpointError
 from bough.model.checkpoint.checkpoint import TensorPlace
-from bough.model.checkpoint.tensor_source import Scratch, room_bytes, typed
+from bough.model.checkpoint.tensor_source import typed
 from bough.model.cpu.float_bits import from_half, rounded
 from bough.model.cpu.jit import strict_parallel
 from bough.model.gpu.kernels import kernels_on
-from bough.model.quant.format import PackedTensors, bits_of, require_groups, require_matrix, require_shape, write_out
+from bough.model.quant.format import (
+    Dequantized,
+    PackedTensors,
+    bits_of,
+    require_groups,
+    require_matrix,
+    require_shape,
+    write_out,
+)
 
 PACKED_SUFFIX, SCALES_SUFFIX = ".packed", ".packed_scales"  # of a weight's name
 MIXED = "mixed"  # in config.json, instead of a number of bits
@@ -105,7 +113,7 @@ def _unpack8(packed: Any, scales: Any, out: Any, is_bf16: Any) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class Packed:
+class Packed(Dequantized):
     """A weight in bough's format: integers in groups along each row, signed in 8 bits, 0 to 15 in 4 bits.
 
     In 4 bits a byte holds elements j and j + group / 2 of its group, so that a group unpacks into two runs.
@@ -122,16 +130,6 @@ class Packed:
     @property
     def shape(self) -> tuple[int, ...]:
         return (self.packed.shape[0], self.packed.shape[1] * 8 // self.bits)
-
-    def scratch_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes of the whole value."""
-        return room_bytes(self.shape, dtype)
-
-    def value(self, raw: Sequence[torch.Tensor], dtype: torch.dtype, scratch: Scratch) -> torch.Tensor:
-        """Dequantize."""
-        out = scratch.take(self.shape, dtype)
-        scratch.write(lambda: self._write(raw, out))
-        return out
 
     def _write(self, raw: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         packed, scales = typed(raw[0], self.packed), typed(raw[1], self.scales)

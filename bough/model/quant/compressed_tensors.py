@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from bough.errors import CheckpointError
+from bough.model.architecture.moe import Experts
 from bough.model.checkpoint.checkpoint import TensorPlace
-from bough.model.quant.format import PackedTensors
+from bough.model.quant.format import PackedTensors, module_names
 from bough.model.quant.scaled import FLOAT8, INT8, SPARE, WORDS, Scaled, Scheme, block_size, unquantized
 
 PACKED, INTEGERS, FLOATS, NAIVE = "pack-quantized", "int-quantized", "float-quantized", "naive-quantized"
+DENSE = "dense"  # the only layout of zeros: each has its number
 PATTERN, CLASS = "re:", "Linear"  # of targets: the beginning of a regular expression, and the class of every matrix
 SCHEME_FIELDS = ("targets", "weights", "input_activations", "output_activations", "format")
 WEIGHT_FIELDS = (
@@ -70,7 +72,7 @@ class CompressedTensorsFormat:
             return place.name.removesuffix("_packed")
         return place.name if place.name.endswith(".weight") and place.dtype in (INT8, FLOAT8) else None
 
-    def source(self, tensor: str, tensors: PackedTensors) -> Scaled:
+    def source(self, tensor: str, tensors: PackedTensors) -> Scaled | Experts:
         """Take numbers, scales, and what else the module's scheme asks for. Raises CheckpointError."""
         module, weight = tensor.rpartition(".")[0], tensor.removesuffix("_packed")
         scheme = next((scheme for target, scheme in self.schemes if _matches(target, module)), None)
@@ -89,8 +91,8 @@ class CompressedTensorsFormat:
 def _require_plain(fields: Mapping[str, Any], where: str) -> None:
     """Refuse what changes values beyond numbers and scales."""
     sparsity = fields.get("sparsity_config") or {}
-    if sparsity.get("format", "dense") != "dense":
-        raise CheckpointError(f"{where}.sparsity_config.format: must be 'dense', got {sparsity['format']!r}")
+    found = sparsity.get("format", DENSE) if isinstance(sparsity, Mapping) else sparsity
+    _require_one_of(found, (DENSE,), f"{where}.sparsity_config.format")
     for name in ("transform_config", "moe_sparsity_config"):
         if fields.get(name):
             raise CheckpointError(f"{where}.{name}: must be empty, got {fields[name]!r}")
@@ -138,17 +140,16 @@ def _require_one_of(value: object, allowed: Collection[object], where: str) -> N
         raise CheckpointError(f"{where}: must be {' or '.join(map(repr, allowed))}, got {value!r}")
 
 
-def _targets(found: Any, where: str) -> tuple[str, ...]:
+def _targets(found: object, where: str) -> tuple[str, ...]:
     """Names, patterns and classes of modules."""
-    if not isinstance(found, list) or not all(isinstance(target, str) for target in found):
-        raise CheckpointError(f"{where}: must be a list of modules, got {found!r}")
-    for target in found:
+    targets = module_names(found, where)
+    for target in targets:
         if target.startswith(PATTERN):
             try:
                 re.compile(target.removeprefix(PATTERN))
             except re.error as exc:
                 raise CheckpointError(f"{where}: must be regular expressions after re:, got {target!r}: {exc}") from exc
-    return tuple(found)
+    return targets
 
 
 def _rank(entry: tuple[str, object]) -> tuple[int, str]:

@@ -7,15 +7,17 @@ dtype, so that a packed model gives the same bits as the same model stored dequa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
 
 from bough.errors import CheckpointError
+from bough.model.architecture.moe import AnySource
 from bough.model.checkpoint.checkpoint import TensorPlace
-from bough.model.checkpoint.tensor_source import TensorSource
+from bough.model.checkpoint.tensor_source import Scratch, room_bytes
 
 KERNEL_DTYPES = (torch.bfloat16, torch.float32)  # dtypes that CPU kernels write; others use torch
 
@@ -55,8 +57,34 @@ class QuantFormat(Protocol):
     def weight_name(self, place: TensorPlace) -> str | None:
         """The weight whose numbers a tensor has; None for other tensors."""
 
-    def source(self, tensor: str, tensors: PackedTensors) -> TensorSource:
+    def source(self, tensor: str, tensors: PackedTensors) -> AnySource:
         """Take the tensors of a weight whose numbers are `tensor`. Raises CheckpointError."""
+
+
+class Dequantized(ABC):
+    """A weight whose value is a whole matrix in scratch memory. Subclasses say from which tensors, and how."""
+
+    __slots__ = ()
+    is_transposed: ClassVar[bool] = False  # the value is the transpose of a contiguous matrix
+
+    @property
+    @abstractmethod
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the value."""
+
+    @abstractmethod
+    def _write(self, raw: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+        """Dequantize to the contiguous matrix `out`."""
+
+    def scratch_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of the whole value."""
+        return room_bytes(self.shape, dtype)
+
+    def value(self, raw: Sequence[torch.Tensor], dtype: torch.dtype, scratch: Scratch) -> torch.Tensor:
+        """Dequantize."""
+        out = scratch.take(self.shape[::-1] if self.is_transposed else self.shape, dtype)
+        scratch.write(lambda: self._write(raw, out))
+        return out.t() if self.is_transposed else out
 
 
 class PackedTensors:
@@ -91,6 +119,13 @@ def bits_of(fields: Mapping[str, Any], where: str, allowed: Collection[int]) -> 
     if bits not in allowed:
         raise CheckpointError(f"{where}.bits: must be {' or '.join(map(str, allowed))}, got {bits}")
     return int(bits)
+
+
+def module_names(found: object, where: str) -> tuple[str, ...]:
+    """The modules that a field at `where` lists. Raises CheckpointError for anything but a list of names."""
+    if not isinstance(found, list | tuple) or not all(isinstance(name, str) for name in found):
+        raise CheckpointError(f"{where}: must be a list of modules, got {found!r}")
+    return tuple(found)
 
 
 def require_matrix(place: TensorPlace) -> None:

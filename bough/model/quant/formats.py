@@ -14,10 +14,22 @@ from bough.model.quant.compressed_tensors import CompressedTensorsFormat
 from bough.model.quant.format import QuantFormat
 from bough.model.quant.fp8 import Fp8Format
 from bough.model.quant.gptq import GptqFormat
+from bough.model.quant.mxfp4 import Mxfp4Format
 
 FORMATS: dict[str, type[QuantFormat]] = {
-    each.method: each for each in (BoughFormat, GptqFormat, AwqFormat, CompressedTensorsFormat, Fp8Format)
+    each.method: each for each in (BoughFormat, GptqFormat, AwqFormat, CompressedTensorsFormat, Fp8Format, Mxfp4Format)
 }
+
+
+def fields_of(config: PretrainedConfig) -> dict[str, Any]:
+    """The fields of `quantization_config`; none if weights have 16 or 32 bits."""
+    entry = getattr(config, "quantization_config", None) or {}
+    return entry if isinstance(entry, dict) else dict(entry.to_dict())
+
+
+def where_in(folder: Path) -> str:
+    """The place of these fields, for error messages."""
+    return f"{folder / 'config.json'}: quantization_config"
 
 
 def format_of(config: PretrainedConfig, folder: Path) -> QuantFormat | None:
@@ -26,11 +38,10 @@ def format_of(config: PretrainedConfig, folder: Path) -> QuantFormat | None:
     Raises:
         CheckpointError: the format is not supported.
     """
-    entry = getattr(config, "quantization_config", None)
-    if not entry:
+    fields, where = fields_of(config), where_in(folder)
+    if not fields:
         return None
-    fields: dict[str, Any] = entry if isinstance(entry, dict) else entry.to_dict()
-    method, where = str(fields.get("quant_method", "")), f"{folder / 'config.json'}: quantization_config"
+    method = str(fields.get("quant_method", ""))
     if method not in FORMATS:
         raise CheckpointError(
             f"{where}.quant_method: must be one of {', '.join(FORMATS)}, or left out for 16 bits, got {method!r}"

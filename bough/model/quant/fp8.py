@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from bough.errors import CheckpointError
+from bough.model.architecture.moe import Experts
 from bough.model.checkpoint.checkpoint import TensorPlace
-from bough.model.quant.format import PackedTensors
+from bough.model.quant.format import PackedTensors, module_names
 from bough.model.quant.scaled import FLOAT8, SPARE, Scaled, Scheme, block_size, unquantized
 
-SCALE_NAMES = ("weight_scale_inv", "weight_scale")  # both are what numbers are multiplied by
+SCALE_ENDINGS = ("_scale_inv", "_scale")  # both are what numbers are multiplied by
+KEPT_NAMES = ("modules_to_not_convert", "ignored_layers")  # in config.json
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,21 +37,21 @@ class Fp8Format:
         blocks = fields.get("weight_block_size")
         size = block_size(blocks, f"{where}.weight_block_size") if blocks is not None else (1, 1)
         scheme = Scheme(FLOAT8, 8, "block" if blocks is not None else "", size)
-        kept = fields.get("modules_to_not_convert") or fields.get("ignored_layers") or ()
+        name = next((name for name in KEPT_NAMES if fields.get(name)), KEPT_NAMES[0])
+        kept = module_names(fields.get(name) or (), f"{where}.{name}")
         changed = [key for key in ("activation_scheme", "kv_cache_scheme") if fields.get(key)]
-        return cls(scheme, tuple(kept), unquantized(changed))
+        return cls(scheme, kept, unquantized(changed))
 
     def __str__(self) -> str:
         return f"{self.bits} bits ({self.method})"
 
     def weight_name(self, place: TensorPlace) -> str | None:
-        """X.weight for "X.weight" of E4M3 numbers."""
-        return place.name if place.name.endswith(".weight") and place.dtype == FLOAT8 else None
+        """The name itself: of E4M3 numbers are matrices X.weight, and stacks of experts."""
+        return place.name if place.dtype == FLOAT8 else None
 
-    def source(self, tensor: str, tensors: PackedTensors) -> Scaled:
+    def source(self, tensor: str, tensors: PackedTensors) -> Scaled | Experts:
         """Take numbers and scales. Raises CheckpointError."""
-        names = [tensor.removesuffix("weight") + name for name in SCALE_NAMES]
-        return self.stored.source(tensor, names, tensors)
+        return self.stored.source(tensor, [tensor + ending for ending in SCALE_ENDINGS], tensors)
 
     def scheme(self, modules: Collection[str]) -> Scheme | None:
         """The scheme of a module with one of these names according to config.json; None for unquantized ones."""

@@ -12,11 +12,12 @@ import torch
 
 from bough.errors import CheckpointError, StreamError
 from bough.model.checkpoint.checkpoint import TensorPlace
-from bough.model.checkpoint.tensor_source import VALUE_DTYPES, Scratch, room_bytes, typed
+from bough.model.checkpoint.tensor_source import VALUE_DTYPES, typed
 from bough.model.cpu.float_bits import rounded
 from bough.model.cpu.jit import strict_parallel
 from bough.model.gpu.kernels import kernels_on
 from bough.model.quant.format import (
+    Dequantized,
     PackedTensors,
     bits_of,
     require_groups,
@@ -25,6 +26,8 @@ from bough.model.quant.format import (
     unless_in_order,
     write_out,
 )
+
+FIRST, SECOND = "gptq", "gptq_v2"  # versions of the format, by their names in config.json
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +44,11 @@ class GptqFormat:
     @classmethod
     def of(cls, fields: Mapping[str, Any], where: str) -> GptqFormat:
         """Read `quantization_config`. Raises CheckpointError."""
-        is_first_version = fields.get("checkpoint_format", "gptq") == "gptq"
-        return cls(bits_of(fields, where, (4, 8)), 1 if is_first_version else 0)
+        name = "checkpoint_format" if fields.get("checkpoint_format") else "format"  # as newer files call it
+        version = str(fields.get(name) or FIRST).lower()
+        if version not in (FIRST, SECOND):
+            raise CheckpointError(f"{where}.{name}: must be {FIRST!r} or {SECOND!r}, got {fields[name]!r}")
+        return cls(bits_of(fields, where, (4, 8)), 1 if version == FIRST else 0)
 
     def __str__(self) -> str:
         return f"{self.bits} bits ({self.method})"
@@ -93,7 +99,7 @@ def _unpack_words_down(words: Any, zeros: Any, scales: Any, groups: Any, bits: A
 
 
 @dataclass(frozen=True, slots=True)
-class Gptq:
+class Gptq(Dequantized):
     """A weight in GPTQ's format."""
 
     words: TensorPlace  # qweight (inputs / per word, outputs) I32
@@ -102,6 +108,7 @@ class Gptq:
     groups: TensorPlace | None  # g_idx (inputs,) I32: group of each input; None if consecutive
     bits: int
     zero_offset: int
+    is_transposed = True
 
     @property
     def places(self) -> tuple[TensorPlace, ...]:
@@ -110,17 +117,6 @@ class Gptq:
     @property
     def shape(self) -> tuple[int, ...]:
         return (self.words.shape[1], self.words.shape[0] * 32 // self.bits)
-
-    def scratch_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes of the whole value."""
-        return room_bytes(self.shape, dtype)
-
-    def value(self, raw: Sequence[torch.Tensor], dtype: torch.dtype, scratch: Scratch) -> torch.Tensor:
-        """Dequantize; the result is the transpose of a contiguous matrix."""
-        num_outputs, num_inputs = self.shape
-        out = scratch.take((num_inputs, num_outputs), dtype)
-        scratch.write(lambda: self._write(raw, out))
-        return out.t()
 
     def _write(self, raw: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         if kernels := kernels_on(out.device):

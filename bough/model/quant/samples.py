@@ -17,10 +17,11 @@ from bough.model.quant.awq import Awq
 from bough.model.quant.bough_format import Packed
 from bough.model.quant.gptq import Gptq
 from bough.model.quant.quantize import GROUP_SIZES
-from bough.model.quant.scaled import FLOAT8, INT8, WORDS, Scaled
+from bough.model.quant.scaled import EXPONENTS, FLOAT4, FLOAT8, INT8, WORDS, Scaled
 
 KINDS = {"uint8": "U8", "int8": "I8", "int32": "I32", "float16": "F16"}
-BY_ROWS = {"compressed-tensors": WORDS, "int8": INT8, "fp8": FLOAT8}  # methods of `Scaled`, and their numbers' dtypes
+# Methods of `Scaled`, and their numbers' dtypes.
+BY_ROWS = {"compressed-tensors": WORDS, "int8": INT8, "fp8": FLOAT8, "mxfp4": FLOAT4}
 E4M3_NAN = 0x7F
 WORD_BITS = 32
 
@@ -60,10 +61,12 @@ class PackedFormat:
             numbers = rng.integers(0, E4M3_NAN, (outputs, inputs * self.bits // 8), np.uint8)
 
             def by_rows(numbers: TensorPlace, scales: TensorPlace, groups: TensorPlace | None = None) -> Scaled:
+                scales = replace(scales, dtype=EXPONENTS) if dtype == FLOAT4 else scales
                 return Scaled(replace(numbers, dtype=dtype), scales, None, groups, self.bits, (1, group))
 
-            packed = numbers.view(np.int32) if dtype == WORDS else numbers
-            return _sample(by_rows, packed, scales(outputs, -(-inputs // group)), *orders)
+            packed, shape = numbers.view(np.int32) if dtype == WORDS else numbers, (outputs, -(-inputs // group))
+            own = rng.integers(112, 128, shape, np.uint8) if dtype == FLOAT4 else scales(*shape)
+            return _sample(by_rows, packed, own, *orders)
         zeros, own_scales = words(num_groups, outputs // per_word), scales(num_groups, outputs)
         if self.method == "awq":
             return _sample(Awq, words(inputs, outputs // per_word), zeros, own_scales)

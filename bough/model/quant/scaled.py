@@ -1,6 +1,7 @@
 """Weights of 4 or 8 bits by rows, with a scale for each group, row or block, or for the whole matrix.
 
-compressed-tensors and the FP8 checkpoints of DeepSeek and Qwen store weights so; a file of each reads config.json.
+compressed-tensors, the FP8 checkpoints of DeepSeek and Qwen, and MXFP4 store weights so; a file of each reads
+config.json.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ import numpy as np
 import torch
 
 from bough.errors import CheckpointError
-from bough.model.checkpoint.checkpoint import TensorPlace
-from bough.model.checkpoint.tensor_source import VALUE_DTYPES, Scratch, room_bytes, typed
+from bough.model.architecture.moe import Experts
+from bough.model.checkpoint.checkpoint import ITEM_BYTES, TensorPlace
+from bough.model.checkpoint.tensor_source import VALUE_DTYPES, parts_of, typed
 from bough.model.cpu.float_bits import rounded
 from bough.model.cpu.jit import strict_parallel
 from bough.model.gpu.kernels import kernels_on
 from bough.model.quant.format import (
+    Dequantized,
     PackedTensors,
     read_integers,
     require_matrix,
@@ -29,7 +32,10 @@ from bough.model.quant.format import (
     write_out,
 )
 
-WORDS, INT8, FLOAT8 = "I32", "I8", "F8_E4M3"  # dtypes of numbers: unsigned in words of 32 bits, or one in each byte
+# Dtypes of numbers: unsigned in words of 32 bits, two E2M1 numbers in each byte, or one number in each byte.
+WORDS, FLOAT4, INT8, FLOAT8 = "I32", "U8", "I8", "F8_E4M3"
+EXPONENTS = "F8_E8M0"  # dtype of scales that are powers of two
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 UNSET = -1  # in group indices: there are none
 SPARE = (  # endings of tensors that are for activations and caches, or of a symmetric weight's zero points
     *(f".{of}_{what}" for of in ("input", "output", "q", "k", "v") for what in ("scale", "zero_point", "global_scale")),
@@ -42,24 +48,40 @@ SPARE = (  # endings of tensors that are for activations and caches, or of a sym
 class Scheme:
     """How a weight is stored, according to config.json."""
 
-    dtype: str  # of the tensor with its numbers: WORDS, INT8 or FLOAT8
+    dtype: str  # of the tensor with its numbers: WORDS, FLOAT4, INT8 or FLOAT8
     bits: int  # of a number
     strategy: str  # what has its own scale: "tensor", "channel" (an output), "block", "group"; "": tensor or channel
     size: tuple[int, int] = (1, 1)  # outputs and inputs of a block or group
     is_symmetric: bool = True  # zero points are 0, or the middle of unsigned numbers
     is_ordered: bool = True  # a group's inputs are consecutive
 
-    def source(self, tensor: str, scale_names: Sequence[str], tensors: PackedTensors) -> Scaled:
+    def source(self, tensor: str, scale_names: Sequence[str], tensors: PackedTensors) -> Scaled | Experts:
         """Take the tensors of a weight whose numbers are `tensor`; the first of its `scale_names` that is there.
+
+        Without a module of its own a tensor of E4M3 numbers is a stack of experts.
 
         Raises:
             CheckpointError: one is missing, or has another dtype or shape.
         """
         numbers = tensors.take(tensor, (self.dtype,))
+        scales = tensors.take(
+            next((n for n in scale_names if n in tensors), scale_names[0]), (*VALUE_DTYPES, EXPONENTS), numbers
+        )
+        if tensor.endswith((".weight", ".weight_packed")):
+            return self._matrix(numbers, scales, tensors)
+        if len(numbers.shape) != 3 or scales.shape[:1] != numbers.shape[:1]:
+            raise CheckpointError(
+                f"{numbers.file}: tensors {tensor} and {scales.name} must have the same number of experts, outputs and "
+                f"inputs each, got shapes {list(numbers.shape)} and {list(scales.shape)}"
+            )
+        parts = zip(parts_of(numbers), parts_of(scales), strict=True)
+        return Experts(tuple(self._matrix(*of, tensors) for of in parts))
+
+    def _matrix(self, numbers: TensorPlace, scales: TensorPlace, tensors: PackedTensors) -> Scaled:
+        """A matrix with these numbers and scales, and what else belongs to it."""
         require_matrix(numbers)
-        scales = tensors.take(next((n for n in scale_names if n in tensors), scale_names[0]), VALUE_DTYPES, numbers)
         outputs, inputs = Scaled(numbers, scales, None, None, self.bits, (1, 1)).shape
-        base, blocks = tensor.removesuffix("_packed"), self._blocks(outputs, inputs)
+        base, blocks = numbers.name.removesuffix("_packed"), self._blocks(outputs, inputs)
         if scales.shape not in blocks:
             require_shape(scales, next(reversed(blocks)))
         block = blocks[scales.shape]
@@ -95,7 +117,7 @@ class Scheme:
         outputs, inputs = shape[-2:]
         height, width = next(reversed(self._blocks(outputs, inputs).values()))
         num_groups = -(-inputs // width)
-        each = outputs * inputs * (self.bits if self.dtype == WORDS else 8) // 8
+        each = outputs * inputs * self.bits // 8
         each += -(-outputs // height) * num_groups * scale_bytes
         each += 0 if self.is_symmetric else -(-outputs * self.bits // 32) * 4 * num_groups
         each += 0 if self.is_ordered else 4 * inputs
@@ -107,15 +129,16 @@ def _require_stored_shape(name: str, shape: list[int], tensors: PackedTensors) -
     if name not in tensors:
         return
     place = tensors.take(name, ("I32", "I64"))
+    require_shape(place, (len(shape),))
     if (found := read_integers(place).tolist()) != shape:
         raise CheckpointError(f"{place.file}: tensor {name} must be {shape}, as its numbers are, got {found}")
 
 
 @dataclass(frozen=True, slots=True)
-class Scaled:
+class Scaled(Dequantized):
     """A weight of numbers by rows: (number - zero) * scale."""
 
-    numbers: TensorPlace  # (outputs, inputs) INT8 or FLOAT8, or (outputs, words) WORDS, their lowest bits first
+    numbers: TensorPlace  # (outputs, inputs) INT8 or FLOAT8, or (outputs, n) WORDS or FLOAT4, their lowest bits first
     scales: TensorPlace  # one for each block, by rows
     zeros: TensorPlace | None  # (words, groups) WORDS along outputs; None: 0, or the middle of unsigned numbers
     groups: TensorPlace | None  # (inputs,) I32: group of each input; None if consecutive
@@ -129,17 +152,7 @@ class Scaled:
     @property
     def shape(self) -> tuple[int, ...]:
         outputs, elements = self.numbers.shape
-        return (outputs, elements * (32 // self.bits if self.numbers.dtype == WORDS else 1))
-
-    def scratch_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes of the whole value."""
-        return room_bytes(self.shape, dtype)
-
-    def value(self, raw: Sequence[torch.Tensor], dtype: torch.dtype, scratch: Scratch) -> torch.Tensor:
-        """Dequantize."""
-        out = scratch.take(self.shape, dtype)
-        scratch.write(lambda: self._write(raw, out))
-        return out
+        return (outputs, elements * ITEM_BYTES[self.numbers.dtype] * 8 // self.bits)
 
     def _write(self, raw: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         height, width = self.block
@@ -162,19 +175,18 @@ class Scaled:
     ) -> None:
         """Dequantize on a CPU, or by torch."""
         (num_outputs, num_inputs), (height, width), device = out.shape, self.block, out.device
-        is_words, rows_of = numbers.dtype == torch.int32, torch.arange(num_outputs, device=device) // height
-        middle = 1 << (self.bits - 1) if is_words else 0
+        rows_of = torch.arange(num_outputs, device=device) // height
+        middle = 1 << (self.bits - 1) if numbers.dtype == torch.int32 else 0
         zero = _unpacked(zeros.t(), self.bits).t() if zeros is not None else scales.new_full((1, 1), middle)
         zero = zero[:num_outputs].float().expand(num_outputs, scales.shape[1]).contiguous()
         places = torch.arange(num_inputs, device=device) // width if groups is None else groups.long()
         places = places.clamp(0, scales.shape[1] - 1)  # the file may have changed, and kernels rely on this
+        table = _table(numbers.dtype).to(device)
 
         def by_torch(rows: slice) -> torch.Tensor:
-            values = (_unpacked(numbers[rows], self.bits) if is_words else numbers[rows]).float()
+            values = table[_unpacked(numbers[rows], self.bits).int()]
             return values.sub_(zero[rows][:, places]).mul_(scales[rows_of[rows]][:, places])
 
-        table = torch.arange(256, dtype=torch.uint8)  # the value of each number
-        table = (table if is_words else table.view(numbers.dtype)).float()
         write_out(
             out, _unpack_along, by_torch, numbers.view(torch.uint8), table, zero, scales, rows_of, places, self.bits
         )
@@ -203,9 +215,17 @@ def _unpack_along(
                 target[k] = value
 
 
-def _unpacked(words: torch.Tensor, bits: int) -> torch.Tensor:
-    """The unsigned numbers of words (rows, n) int32, uint8."""
-    bytes_ = words.contiguous().view(torch.uint8)
+def _table(dtype: torch.dtype) -> torch.Tensor:
+    """The value of each number, by its bits: (256,) float32, of which 4 bits use the first 16."""
+    if dtype == torch.uint8:
+        return torch.tensor(E2M1).repeat(16)
+    numbers = torch.arange(256, dtype=torch.uint8)
+    return (numbers if dtype == torch.int32 else numbers.view(dtype)).float()
+
+
+def _unpacked(numbers: torch.Tensor, bits: int) -> torch.Tensor:
+    """The bits of each number of a matrix (rows, n), uint8."""
+    bytes_ = numbers.contiguous().view(torch.uint8)
     return bytes_ if bits == 8 else torch.stack((bytes_ & 15, bytes_ >> 4), dim=2).flatten(1)
 
 

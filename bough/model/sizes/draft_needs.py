@@ -40,8 +40,9 @@ def draft_needs(config: DraftConfig) -> DraftNeeds:
         for name, place in checkpoint.tensors.items()
         if (found := LAYER.search(name)) is None or int(found[1]) in kept
     )
-    packed = (place.num_bytes for place in checkpoint.tensors.values() if place.dtype not in FLOATS)
-    weights += largest * max(packed, default=0)
+    packed = [place for place in checkpoint.tensors.values() if place.dtype not in FLOATS]
+    each = (place.num_bytes // (place.shape[0] if len(place.shape) > 2 else 1) for place in packed)  # of experts: one
+    weights += largest * max(each, default=0)
     heads = int(text.get("num_attention_heads") or 1)
     head_dim = int(text.get("head_dim") or int(text.get("hidden_size") or 0) // heads)
     row_bytes = 2 * len(kept) * int(text.get("num_key_value_heads") or heads) * head_dim * size
@@ -52,8 +53,8 @@ def draft_needs(config: DraftConfig) -> DraftNeeds:
 def _least_bits(quantization: dict[str, Any]) -> int:
     """The fewest bits in which a configuration says that weights are packed."""
     groups = (group.get("weights") or {} for group in (quantization.get("config_groups") or {}).values())
-    named = (quantization, *groups)
-    found = [bits for fields in named for key in ("bits", "w_bit", "num_bits") if type(bits := fields.get(key)) is int]
+    values = (fields.get(key) for fields in (quantization, *groups) for key in ("bits", "w_bit", "num_bits"))
+    found = [bits for bits in values if type(bits) is int and bits > 0]  # others are refused when the draft is loaded
     return min(found, default=8 if quantization.get("quant_method") == "fp8" else PACKED_BITS)
 
 

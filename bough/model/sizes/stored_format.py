@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,16 @@ from bough.errors import CheckpointError
 from bough.model.packing.pack import is_packed, packed_bytes
 from bough.model.quant.bough_format import BoughFormat
 from bough.model.quant.compressed_tensors import CompressedTensorsFormat
-from bough.model.quant.formats import format_of
+from bough.model.quant.format import module_names
+from bough.model.quant.formats import fields_of, format_of, where_in
 from bough.model.quant.fp8 import Fp8Format
+from bough.model.quant.mxfp4 import Mxfp4Format
 from bough.model.quant.quantize import GROUP_SIZES
 from bough.model.quant.samples import BY_ROWS, PackedFormat
 
 SCALE_BYTES, INDEX_BYTES = 2, 4
-FP8_SCALE_BYTES = 4  # as DeepSeek stores them; Qwen's have 2, of a part in ten thousand
+# FP8 as DeepSeek stores it; Qwen's have 2, which is a ten-thousandth less for the whole weight.
+OWN_SCALE_BYTES = {"fp8": 4, "mxfp4": 1}
 COMMUNITY_GROUP = 128  # default of GPTQ and AWQ if config.json has none
 
 
@@ -32,7 +36,7 @@ class Packing:
     description: str
     common: PackedFormat | None  # of all matrices; None if each has its own scheme
     kept: tuple[str, ...] = ()  # modules that stay in 16 bits
-    schemes: CompressedTensorsFormat | Fp8Format | None = None
+    schemes: CompressedTensorsFormat | Fp8Format | Mxfp4Format | None = None
 
     @classmethod
     def of(cls, config: PretrainedConfig, folder: Path, bits: int) -> Packing | None:
@@ -47,19 +51,17 @@ class Packing:
         quantization = format_of(config, folder)
         if quantization is None:
             return None
-        if isinstance(quantization, CompressedTensorsFormat | Fp8Format):
+        if isinstance(quantization, CompressedTensorsFormat | Fp8Format | Mxfp4Format):
             return cls(str(quantization), None, schemes=quantization)
         if not quantization.bits:
             raise CheckpointError(
                 f"model: must not be a draft of mixed bits, whose weights are dequantized when loaded, got {folder}; "
                 "use --drop-layers of its target, or the target itself"
             )
-        entry = config.quantization_config
-        fields: dict[str, Any] = entry if isinstance(entry, dict) else entry.to_dict()
-        group_size = int(fields.get("group_size") or fields.get("q_group_size") or COMMUNITY_GROUP)
-        if quantization.method == "bough":
-            group_size = GROUP_SIZES[quantization.bits]
-        kept = tuple(fields.get("modules_to_not_convert") or ())
+        fields, where = fields_of(config), where_in(folder)
+        is_own = quantization.method == "bough"
+        group_size = GROUP_SIZES[quantization.bits] if is_own else _group_size(fields, where)
+        kept = module_names(fields.get("modules_to_not_convert") or (), f"{where}.modules_to_not_convert")
         common = PackedFormat(quantization.method, quantization.bits, group_size, not fields.get("desc_act"))
         return cls(str(quantization), common, kept)
 
@@ -83,12 +85,23 @@ class Packing:
         scheme = self.schemes.scheme(_stored_modules(name.removesuffix(".weight")))
         if scheme is None:
             return None
-        if name.endswith(".gate_up_proj"):  # of experts, stored as two matrices each
+        if getattr(module, "is_transposed", False):
+            shape = torch.Size((*shape[:-2], shape[-1], shape[-2]))
+        elif name.endswith(".gate_up_proj"):  # of experts, stored as two matrices each
             shape = torch.Size((2 * shape[0], shape[1] // 2, shape[2]))
-        scale_bytes = dtype.itemsize if self.schemes.method == "compressed-tensors" else FP8_SCALE_BYTES
+        scale_bytes = OWN_SCALE_BYTES.get(self.schemes.method, dtype.itemsize)
         group_size = -1 if scheme.strategy in ("tensor", "channel", "") else scheme.size[1]
-        method = next(method for method, dtype in BY_ROWS.items() if dtype == scheme.dtype)
+        method = next(method for method, stored in BY_ROWS.items() if stored == scheme.dtype)
         return PackedFormat(method, scheme.bits, group_size, scheme.is_ordered), scheme.num_bytes(shape, scale_bytes)
+
+
+def _group_size(fields: Mapping[str, Any], where: str) -> int:
+    """Inputs that share a scale; -1 for all. Raises CheckpointError."""
+    name = "group_size" if fields.get("group_size") else "q_group_size"
+    found = str(fields.get(name) or COMMUNITY_GROUP)
+    if found != "-1" and not (found.isdecimal() and int(found)):
+        raise CheckpointError(f"{where}.{name}: must be -1, or at least 1, got {fields[name]!r}")
+    return int(found)
 
 
 def _stored_modules(name: str) -> tuple[str, ...]:

@@ -16,7 +16,8 @@ from bough.model.quant.gptq import Gptq
 from bough.model.quant.scaled import Scaled
 
 NAMES = {torch.uint8: "U8", torch.int8: "I8", torch.int32: "I32", torch.float16: "F16"}
-NAMES |= {torch.float8_e4m3fn: "F8_E4M3", torch.bfloat16: "BF16", torch.float32: "F32"}
+NAMES |= {torch.float8_e4m3fn: "F8_E4M3", torch.float8_e8m0fnu: "F8_E8M0"}
+NAMES |= {torch.bfloat16: "BF16", torch.float32: "F32"}
 
 
 def write_own(packed: torch.Tensor, scales: torch.Tensor, bits: int, out: torch.Tensor) -> None:

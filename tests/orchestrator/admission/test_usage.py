@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+from types import SimpleNamespace
+
 import pytest
 
 from bough.errors import Exhausted
-from bough.protocol.generation import Started, Tokens
+from bough.protocol.generation import PromptLogprobs, Started, Tokens
 from bough.protocol.messages import RoundTimings
 from bough.security.api_keys import ApiKey
 from orchestrator.admission.tenant_usage import Usage
+from orchestrator.serving.tenants import Tenant
 
 ALICE = ApiKey("alice", "0" * 64)
 STARTED = Started("r", 1, 1, "m")
@@ -133,3 +137,35 @@ def test_a_session_that_was_closed_under_its_request_is_forgotten_at_its_end() -
     with usage.request(key, "b") as count:
         count(STARTED)
         assert usage.surplus(key) == ["a"]
+
+
+def test_scores_of_a_prompt_are_no_further_tokens() -> None:
+    """They ended the request of a key with a limit of tokens in an internal error."""
+    usage, key = Usage(clock=lambda: 0.0), ApiKey("alice", "0" * 64, tokens_per_minute=60)
+    with usage.request(key) as count:
+        count(Started("r", 30, 1, "m"))
+        count(PromptLogprobs((7,) * 30, ()))
+        count(tokens(29))
+    with usage.request(key) as count:
+        count(tokens(1))
+    with pytest.raises(Exhausted), usage.request(key):
+        pass
+
+
+async def test_a_session_in_which_a_request_begins_while_another_is_closed_is_left_alone() -> None:
+    """Its request was ended, as of a session that had been given up."""
+    usage, key = Usage(), ApiKey("alice", "0" * 64, sessions=1)
+    running, closed = ExitStack(), list[str]()
+
+    async def close_session(name: str) -> None:
+        closed.append(name)
+        if len(closed) == 1:
+            running.enter_context(usage.request(key, "b"))
+
+    for name in ("a", "b", "c"):
+        with usage.request(key, name) as count:
+            count(STARTED)
+    requests = SimpleNamespace(directory=SimpleNamespace(index_problem=""), close_session=close_session)
+    with running:
+        await Tenant(requests, usage, key)._close_surplus()  # type: ignore[arg-type]
+    assert closed == ["alice::a"]

@@ -102,3 +102,28 @@ async def test_how_a_draft_differs_is_found_out_before_anybody_asks(fakes: Fleet
             await asyncio.sleep(0.02)
         assert all("vocabulary" in vars(known.tokenizer) for known in directory._everyone())
         assert any("its tokenizer differs from a's" in status.problem for status in directory.statuses())
+
+
+async def test_the_connection_to_a_worker_that_cannot_be_used_is_closed(
+    fakes: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever could be asked, but not compared with the others, was asked again at each poll by a new connection."""
+    opened, closed, close = list[TargetClient](), list[TargetClient](), TargetClient.close
+
+    async def noted(client: TargetClient) -> None:
+        closed.append(client)
+        await close(client)
+
+    async def fails(_: Directory, known: WorkerHandle[TargetClient], others: object) -> None:
+        opened.append(known.client)
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(TargetClient, "close", noted)
+    monkeypatch.setattr(Directory, "_read_vocabularies", fails)
+    await fakes.target("odd")
+    directory = Directory(fakes.registry)
+    async with directory.running(), asyncio.timeout(10):
+        while len(opened) < 2:
+            await asyncio.sleep(0.02)
+        assert closed[:1] == opened[:1]
+        assert not directory.has_target

@@ -25,15 +25,15 @@ from bough.protocol.generation import (
 )
 from bough.protocol.messages import RoundTimings
 from bough.protocol.sampling_params import PositionLogprobs, TokenLogprob
-from orchestrator.http_api.answer import Head, StreamTelling, speculative_decoding
+from orchestrator.http_api.answers.answer import Head, speculative_decoding
+from orchestrator.http_api.answers.spelling import chat_logprobs, completion_logprobs
 from orchestrator.http_api.body import parse
 from orchestrator.http_api.chat import FIELD_NAMES, ChatAnswer, chat_limits, chat_prompt
 from orchestrator.http_api.completions import completion_limits, text_prompt
-from orchestrator.http_api.errors import ApiError, api_error, shortened
-from orchestrator.http_api.fields import ChatFields, CompletionFields
-from orchestrator.http_api.options import RequestedOutput, choices
-from orchestrator.http_api.spelling import chat_logprobs, completion_logprobs
-from orchestrator.tools.hermes import HERMES
+from orchestrator.http_api.fields.errors import ApiError, api_error, shortened
+from orchestrator.http_api.fields.generation import ChatFields, CompletionFields, StreamOptions
+from orchestrator.http_api.fields.options import RequestedOutput, choices
+from orchestrator.tools.formats import HERMES
 
 SNOWMAN = "☃".encode()
 WORDS = [b" a", b"b", SNOWMAN[:1], SNOWMAN[1:]]
@@ -45,7 +45,7 @@ def chat_fields(**fields: Any) -> ChatFields:
 
 def chat_choices(**fields: Any) -> tuple[RequestedOutput, ...]:
     given = chat_fields(**fields)
-    return choices(given, (chat_prompt(given.messages),), chat_limits(given), "id", given.session_id or "")
+    return choices(given, (chat_prompt(given.messages),), chat_limits(given), "id", given.session_id)
 
 
 def test_every_field_arrives_where_grpc_has_it() -> None:
@@ -126,7 +126,7 @@ def ended(text: str = "", reason: str = "stop") -> Finished:
 
 
 def test_text_that_was_held_back_comes_before_the_end() -> None:
-    answer = ChatAnswer(Head("id", 1), 1, StreamTelling(), None, None, lambda _: HERMES)
+    answer = ChatAnswer(Head("id", 1), 1, StreamOptions(), None, None, lambda _: HERMES)
     tokens = Tokens((1,), (False,), ("x",), (), 1, 0, RoundTimings())
     for event in (Started("r", 5, 1, "m"), tokens, replace(tokens, texts=("",))):
         last = answer.chunks(0, event)

@@ -12,20 +12,21 @@ from bough.protocol.generation import Event, Finished, Function, SpeculationMetr
 from bough.protocol.messages import RoundTimings
 from bough.protocol.sampling_params import PositionLogprobs, TokenLogprob
 from bough.protocol.thoughts import Beginning, Thoughts
-from orchestrator.http_api.answer import Head, StreamTelling
+from orchestrator.http_api.answers.answer import Head
 from orchestrator.http_api.body import parse
 from orchestrator.http_api.chat import ChatAnswer
-from orchestrator.http_api.response_fields import ResponseFields
-from orchestrator.http_api.response_input import conversation
-from orchestrator.http_api.responses import ResponseAnswer, repeated
-from orchestrator.tools.hermes import HERMES
+from orchestrator.http_api.fields.generation import StreamOptions
+from orchestrator.http_api.responses.answer import ResponseAnswer, repeated
+from orchestrator.http_api.responses.conversation import conversation
+from orchestrator.http_api.responses.fields import ResponseFields
+from orchestrator.tools.formats import HERMES
 
 Json = dict[str, Any]
 
 INSIDE, BEFORE = (Thoughts("<think>", "</think>", one) for one in (Beginning.INSIDE, Beginning.BEFORE))
 CALL = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
 CALLED: Json = {"tools": Tools((Function("f", "{}"),))}
-QUIET = StreamTelling()
+QUIET = StreamOptions()
 LOGPROB = PositionLogprobs(TokenLogprob(0, -0.5), ())
 
 
@@ -41,7 +42,7 @@ def events(thoughts: Thoughts | None, *rounds: list[str], rest: str = "") -> lis
 
 
 def answered(
-    said: list[Event], telling: StreamTelling = QUIET, *, has_logprobs: bool = False, **how: Any
+    said: list[Event], telling: StreamOptions = QUIET, *, has_logprobs: bool = False, **how: Any
 ) -> tuple[Json, list[Json]]:
     """The whole answer, and the chunks of its stream."""
     how = {"tools": None, "formats": lambda _: HERMES} | how
@@ -77,7 +78,7 @@ HM = ["<thi", "nk>", "\nHm", ", so.", "\n</", "think>"]
 def test_thoughts_are_a_field_of_their_own_whole_and_streamed(
     said: list[Event], reasoning: str | None, content: str | None, num_thought: int
 ) -> None:
-    whole, chunks = answered(said, StreamTelling(continuous_usage=True))
+    whole, chunks = answered(said, StreamOptions(continuous_usage_stats=True))
     thoughts = {"reasoning": reasoning, "reasoning_content": reasoning}
     assert whole["choices"][0]["message"] == {"role": "assistant", "refusal": None, "content": content} | thoughts
     assert whole["usage"]["completion_tokens_details"] == {"reasoning_tokens": num_thought}

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from orchestrator.admission.call_limiter import SMALL_BYTES
 from orchestrator.http_api.body import MAX_BODY_BYTES
-from orchestrator.http_api.fields import ChatFields, CompletionFields, MessageFields
+from orchestrator.http_api.fields.generation import ChatFields, CompletionFields, MessageFields
 from tests.fakes.http_stack import HttpStack, Json, error_of, http_stack
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -100,12 +100,15 @@ async def door(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[HttpSt
         ("tool_choice", {"type": "function"}),
         ("tool_choice", {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}}),
         ("tool_choice", {"type": "allowed_tools", "allowed_tools": {"mode": "none", "tools": [NAMED]}}),
+        ("tool_choice", {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [NAMED] * 129}}),
+        ("tool_choice", {"type": "function", "name": "f"}),
         ("tool_choice", {"type": "allowed_tools", "mode": "auto", "tools": [NAMED]}),
         ("tool_choice", {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [NAMED]}}),  # no tools
         ("parallel_tool_calls", 1),
         ("functions", [{}]),
         ("response_format", {"type": "structural_tag"}),
         ("structured_outputs", {"regex": "a", "choice": ["b"]}),
+        ("structured_outputs.json", {"json": "x" * 132_000}),
         ("modalities", ["text", "audio"]),
         ("audio", {"voice": "alloy"}),
         ("web_search_options", {}),

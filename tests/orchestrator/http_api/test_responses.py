@@ -27,14 +27,14 @@ from bough.protocol.generation import (
 )
 from bough.protocol.messages import RoundTimings
 from bough.protocol.sampling_params import PositionLogprobs, TokenLogprob
-from orchestrator.http_api.answer import Head
+from orchestrator.http_api.answers.answer import Head
 from orchestrator.http_api.body import parse
-from orchestrator.http_api.errors import ApiError, api_error
-from orchestrator.http_api.response_fields import ResponseFields
-from orchestrator.http_api.response_input import conversation, functions_in, response_limits
-from orchestrator.http_api.responses import ResponseAnswer, repeated
-from orchestrator.http_api.tool_fields import tools_of
-from orchestrator.tools.hermes import HERMES
+from orchestrator.http_api.fields.errors import ApiError, api_error
+from orchestrator.http_api.fields.tools import tools_of
+from orchestrator.http_api.responses.answer import ResponseAnswer, repeated
+from orchestrator.http_api.responses.conversation import conversation, response_limits
+from orchestrator.http_api.responses.fields import ResponseFields
+from orchestrator.tools.formats import HERMES
 from tests.fakes.http_stack import HttpStack, Json, error_of, http_stack
 
 PATH, CHAT = "/v1/responses", "/v1/chat/completions"
@@ -206,8 +206,10 @@ async def test_an_aborted_request_is_a_cancelled_response(door: HttpStack) -> No
         door.stack.requests.abort(response_id)
 
     last = (await broken_by(door, abort))[-1]
-    assert (last["type"], last["response"]["status"]) == ("response.incomplete", "cancelled")
+    assert (last["type"], last["response"]["status"]) == ("response.failed", "cancelled")
     assert last["response"]["incomplete_details"] is None
+    assert last["response"]["error"] == {"code": "server_error", "message": "the request was aborted"}
+    assert last["response"]["usage"]["output_tokens"] < 4000
 
 
 @pytest.mark.parametrize(
@@ -245,6 +247,7 @@ async def test_an_aborted_request_is_a_cancelled_response(door: HttpStack) -> No
         ("text.format.type", {"format": {"type": "grammar"}}),
         ("text.format", {"format": {"type": "json_schema", "name": "x"}}),
         ("text.format.schema", {"format": {"type": "json_schema", "schema": "{"}}),
+        ("text.format.schema", {"format": {"type": "json_schema", "schema": {"title": "x" * 132_000}}}),
         ("response_format", {"type": "text"}),
         ("tools[0].type", [{"type": "web_search"}]),
         ("tools[0].name", [{"type": "function"}]),
@@ -254,6 +257,8 @@ async def test_an_aborted_request_is_a_cancelled_response(door: HttpStack) -> No
         ("tool_choice", "required"),
         ("tool_choice", {"type": "web_search"}),
         ("tool_choice", {"type": "allowed_tools", "mode": "auto", "tools": []}),
+        ("tool_choice", {"type": "allowed_tools", "mode": "auto", "tools": [NAMED] * 129}),
+        ("tool_choice", {"type": "function", "function": {"name": "f"}}),
         ("tool_choice", {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "function": {}}]}),
         ("previous_response_id", "resp_1"),
         ("conversation", {"id": "conv_1"}),
@@ -309,7 +314,7 @@ async def test_responses_are_not_kept(door: HttpStack) -> None:
 
 def asked_for(**fields: Any) -> tuple[ResponseFields, Tools | None]:
     given = parse(ResponseFields, json.dumps({"input": "x"} | fields).encode())
-    return given, tools_of(functions_in(given), given.tool_choice, given.parallel_tool_calls)
+    return given, tools_of(given.tools, "", given.tool_choice, allows_several=given.parallel_tool_calls)
 
 
 def test_calls_are_part_of_the_message_before_them() -> None:
@@ -336,6 +341,13 @@ def test_calls_are_part_of_the_message_before_them() -> None:
         ("constraint.json_schema", "text.format.schema"),
     ):
         assert names_to(field, names) == known
+
+
+def test_a_tool_that_is_allowed_twice_is_allowed() -> None:
+    allowed = {"type": "allowed_tools", "mode": "auto", "tools": [NAMED, NAMED]}
+    _, tools = asked_for(tools=[TOOL], tool_choice=allowed)
+    assert tools is not None
+    assert tools.allowed == ("f",)
 
 
 def names_to(field: str, names: dict[str, str]) -> str | None:

@@ -5,18 +5,31 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import AsyncGenerator
-from contextlib import nullcontext
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import pytest
 
-from bough.protocol.generation import Event, Finished, PromptLogprobs, SpeculationMetrics, Started, Usage
+from bough.protocol.generation import (
+    Event,
+    Finished,
+    GenerateOptions,
+    PromptLogprobs,
+    SpeculationMetrics,
+    Started,
+    TextPrompt,
+    Usage,
+)
 from bough.protocol.messages import RoundTimings
 from bough.protocol.sampling_params import PositionLogprobs, TokenLogprob
-from orchestrator.http_api.answer import Head, StreamTelling
-from orchestrator.http_api.completions import MAX_ENTRIES, CompletionAnswer
+from orchestrator.http_api.answers.answer import Head
+from orchestrator.http_api.body import parse
+from orchestrator.http_api.completions import MAX_ENTRIES, CompletionAnswer, completion_limits
 from orchestrator.http_api.exchange import MANY_ENTRIES, Exchange
+from orchestrator.http_api.fields.generation import CompletionFields, StreamOptions
+from orchestrator.http_api.fields.options import RequestedOutput, choices
+from orchestrator.http_api.merging import scored_first
 
 NUM_TOKENS = 200
 POSITION = PositionLogprobs(TokenLogprob(5, -0.5), tuple(TokenLogprob(token, -1.0) for token in range(64)))
@@ -31,9 +44,10 @@ class Answered(NamedTuple):
     threads: set[int]
 
 
-async def scored(prompt_tokens: int) -> AsyncGenerator[Event]:
+async def scored(prompt_tokens: int, *, has_scores: bool = True) -> AsyncGenerator[Event]:
     yield Started("r", prompt_tokens, 0, "m")
-    yield PromptLogprobs((5,) * NUM_TOKENS, (POSITION,) * (NUM_TOKENS - 1), tuple(range(NUM_TOKENS)))
+    if has_scores:
+        yield PromptLogprobs((5,) * NUM_TOKENS, (POSITION,) * (NUM_TOKENS - 1), tuple(range(NUM_TOKENS)))
     yield END
 
 
@@ -48,8 +62,8 @@ async def answered(prompt_tokens: int, num_choices: int, *, is_stream: bool) -> 
     async def send(message: Any) -> None:
         sent.append(message)
 
-    answer = CompletionAnswer(Head("id", 0), ["x"], num_choices, StreamTelling(), lambda _: spell, prompt_logprobs=64)
-    streams = [scored(prompt_tokens) for _ in range(num_choices)]
+    answer = CompletionAnswer(Head("id", 0), ["x"], num_choices, StreamOptions(), lambda _: spell, prompt_logprobs=64)
+    streams = [scored(prompt_tokens, has_scores=index == 0) for index in range(num_choices)]
     await Exchange(lambda: nullcontext(streams), answer, is_stream, {}, 10.0)({"type": "http"}, connected, send)
     return Answered(sent[0]["status"], b"".join(message["body"] for message in sent[1:]), threads)
 
@@ -72,6 +86,46 @@ async def test_scores_are_spelled_off_the_event_loop() -> None:
     assert told == choice["logprobs"]
     assert {name: len(values) for name, values in told.items()} == dict.fromkeys(told, NUM_TOKENS)
     assert "☃".encode() in whole.body
+
+
+class TenantOfOne:
+    """Lets any number of requests in, of which those with scores have them; notes which have begun."""
+
+    def __init__(self) -> None:
+        self.begun: list[str] = []
+
+    @contextmanager
+    def together(self, wanted: Sequence[RequestedOutput]) -> Iterator[list[AsyncGenerator[Event]]]:
+        yield [self._events(one.options) for one in wanted]
+
+    async def _events(self, options: GenerateOptions) -> AsyncGenerator[Event]:
+        self.begun.append(options.request_id)
+        async for event in scored(NUM_TOKENS, has_scores=options.prompt_logprobs is not None):
+            if isinstance(event, PromptLogprobs):
+                assert self.begun == [options.request_id], "nobody computes the prompt beside it"
+            yield event
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1])
+async def test_a_prompt_is_scored_once_for_all_of_its_choices(max_tokens: int) -> None:
+    fields = parse(CompletionFields, json.dumps({"prompt": "x", "n": 3, "echo": True, "logprobs": 64}).encode())
+    limits = completion_limits(fields.model_copy(update={"max_tokens": max_tokens}))
+    wanted = choices(fields, (TextPrompt("x"),), limits, "id", "")
+    assert [one.options.prompt_logprobs for one in wanted] == [64, None, None]
+    tenant, sent = TenantOfOne(), []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    answer = CompletionAnswer(Head("id", 0), ["x"], 3, StreamOptions(), lambda _: lambda _: b"x", prompt_logprobs=64)
+    exchange = Exchange(lambda: scored_first(tenant, wanted), answer, False, {}, 10.0)  # type: ignore[arg-type]
+    await exchange({"type": "http"}, connected, send)
+    whole = json.loads(b"".join(message["body"] for message in sent[1:]))
+    first, *others = [choice["logprobs"] for choice in whole["choices"]]
+    assert len(first["tokens"]) == NUM_TOKENS
+    assert others == [first, first]
+    assert [choice["finish_reason"] for choice in whole["choices"]] == ["length"] * 3
+    assert tenant.begun == (["id", "id-1", "id-2"] if max_tokens else ["id"])
 
 
 @pytest.mark.parametrize("is_stream", [False, True])

@@ -6,19 +6,18 @@ import numpy as np
 import pytest
 
 from bough.trees.tree import Tree
-from bough.trees.tree_plan import Guess, Scheme
+from bough.trees.tree_plan import BestFirst, Guess, Scheme
 from orchestrator.sizing.pairs import (
     FIRST_BOUND,
     FIRST_PROBE,
     LAST_PROBE,
-    MAX_PAIRS,
     Margin,
     PairKey,
-    Pairs,
     Probing,
     RoundStats,
     Trust,
 )  # fmt: skip
+from orchestrator.sizing.tree_sizer import MAX_PAIRS, TreeSizer
 
 
 def chain(*probs: float) -> Tree:
@@ -146,13 +145,13 @@ def test_a_session_begins_with_its_pairs_habits_and_changes_its_own() -> None:
 
 
 def test_pairs_that_were_used_longest_ago_are_forgotten() -> None:
-    pairs = Pairs()
+    pairs = TreeSizer(BestFirst(64, 16, 7), 24)._pairs
     keys = [PairKey(f"t{index}", "d", Scheme.TARGET, Guess.SAMPLE, 0.0) for index in range(MAX_PAIRS + 1)]
-    first = pairs.of(keys[0])
+    first = pairs(keys[0])
     for key in keys[1:MAX_PAIRS]:
-        pairs.of(key)
-    assert pairs.of(keys[0]) is first
-    second = pairs.of(keys[MAX_PAIRS])
-    assert pairs.of(keys[0]) is first
-    assert pairs.of(keys[MAX_PAIRS]) is second
-    assert len(pairs._pairs) == MAX_PAIRS
+        pairs(key)
+    assert pairs(keys[0]) is first
+    second = pairs(keys[MAX_PAIRS])
+    assert pairs(keys[0]) is first
+    assert pairs(keys[MAX_PAIRS]) is second
+    assert pairs.cache_info().currsize == MAX_PAIRS

@@ -12,10 +12,9 @@ from bough.protocol.generation import Speculation
 from bough.trees.tree import Tree
 from bough.trees.tree_plan import Guess, StaticShape
 from orchestrator.sizing.decision_log import MAX_ROUNDS, MAX_SESSIONS
-from orchestrator.sizing.pairs import MAX_PAIRS
 from orchestrator.sizing.plans import WorkerFacts
-from orchestrator.sizing.tree_sizer import TreeSizer
-from orchestrator.sizing.worker_times import MAX_WORKERS
+from orchestrator.sizing.round_times import MAX_WORKERS
+from orchestrator.sizing.tree_sizer import MAX_PAIRS, TreeSizer
 from tests.fakes.made_rounds import GOOD, ROOT, STEEP, STEP, WRONG, MadeRounds, mean_nodes, new_sizer, situation
 
 SURE = (0.97, 0.01)
@@ -159,8 +158,9 @@ def test_what_is_kept_is_bounded() -> None:
         world.round(facts)
         if index % 10:
             sizer.forget(facts.session_id)
-    assert len(sizer._pairs._pairs) == MAX_PAIRS
-    assert len(sizer._times._targets._times) == len(sizer._times._drafts._times) == MAX_WORKERS
+    assert sizer._pairs.cache_info().currsize == MAX_PAIRS
+    assert sizer._times._targets.cache_info().currsize == MAX_WORKERS
+    assert sizer._times._drafts.cache_info().currsize == MAX_WORKERS
     assert len(world.log._sessions) == MAX_SESSIONS
     assert len(world.log.calibrations()) <= MAX_SESSIONS
     assert len(sizer._sessions) == 200

@@ -8,7 +8,8 @@ import math
 import pytest
 
 from bough.protocol.cost_curve import CostCurve
-from orchestrator.sizing.worker_times import MAX_WORKERS, NUM_RECENT, ByWorker, DraftTimes, RecentMedian, TargetTimes
+from orchestrator.sizing.round_times import MAX_WORKERS, RoundTimes
+from orchestrator.sizing.worker_times import NUM_RECENT, DraftTimes, RecentMedian, TargetTimes
 
 CURVE = CostCurve((1, 64), (1.0, 2.0))
 DECREASING = CostCurve((1, 64), (1.0, 0.5))
@@ -27,16 +28,16 @@ def test_a_median_is_followed_after_four_and_moved_by_no_single_one() -> None:
 
 
 def test_workers_that_were_used_longest_ago_are_forgotten() -> None:
-    times = ByWorker(TargetTimes)
-    first = times.of("0")
+    times = RoundTimes()._targets
+    first = times("0")
     first.update("0", CURVE)
     for index in range(1, MAX_WORKERS):
-        times.of(str(index))
-    assert times.of("0") is first
-    times.of("one more")
-    assert times.of("0") is first
-    assert times.of("1").curve is None
-    assert len(times._times) == MAX_WORKERS
+        times(str(index)).update(str(index), CURVE)
+    assert times("0") is first
+    times("one more")
+    assert times("0") is first
+    assert times("1").curve is None
+    assert times.cache_info().currsize == MAX_WORKERS
 
 
 @pytest.mark.parametrize("times", [TargetTimes(), DraftTimes()])

@@ -99,6 +99,49 @@ async def test_what_tags_cannot_say_is_refused_by_name(schema: dict[str, Any], f
     assert argument_types(json.loads(function.parameters), "a") in (None, {"strin"})
 
 
+@pytest.mark.parametrize(
+    ("schema", "what"),
+    [
+        ({"enum": ["a", "x</parameter>"]}, "</parameter>"),
+        ({"const": "</parameter>"}, "</parameter>"),
+        ({"type": ["string", "null"], "enum": ["</parameter>", None]}, "</parameter>"),
+    ],
+)
+async def test_a_text_that_could_not_be_read_back_is_refused(schema: dict[str, Any], what: str) -> None:
+    """It was demanded, and read up to the tag within it."""
+    function = Function("f", json.dumps({"type": "object", "properties": {"a": schema}}))
+    with pytest.raises(
+        InvalidRequest, match=rf"^chat\.tools\[0\]\.function\.parameters: must have no enum with {what}"
+    ):
+        await model_of("qwen3_coder").form(Tools((function,), ToolChoice.REQUIRED))
+    await model_of("glm47").form(Tools((function,), ToolChoice.REQUIRED))  # whose tags are others
+
+
+async def test_an_argument_whose_name_could_not_be_read_back_is_refused() -> None:
+    for name in ("a>b", " a"):
+        function = Function("f", json.dumps({"type": "object", "properties": {name: {"type": "string"}}}))
+        with pytest.raises(InvalidRequest, match=r"parameters: must have no > in a property's name"):
+            await model_of("qwen3_coder").form(Tools((function,), ToolChoice.REQUIRED))
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "^a|b$", "a|^b", "(^a|b)c", "x(a$|b)", "^(a|b)$", "^^a$$", "\\^a\\$", "[$^]", "a|^$", "^a$|^bc$", "^(?:a|bc$)",
+        "[^^]$", "a/b", "[/]a", r"\\/", "[]^a]b", "b", "",
+    ],
+)  # fmt: skip
+async def test_anchors_of_a_pattern_are_the_ends_of_the_text_wherever_they_stand(pattern: str) -> None:
+    """Those within were taken for nothing, so that texts were drawn that do not match."""
+    schema = {"type": "object", "properties": {"a": {"type": "string", "pattern": pattern}}, "required": ["a"]}
+    model = model_of("glm47")
+    grammar, _ = await model.form(Tools((Function("f", json.dumps(schema)),), ToolChoice.REQUIRED))
+    for text in ("", "a", "b", "ab", "ba", "bc", "ac", "xa", "xb", "xay", "^a$", "$", "a/b", "/a", "\\/", "x\na", "]b"):
+        called = written("glm47", json.dumps({"name": "f", "arguments": {"a": text}}))
+        is_right = jsonschema.Draft202012Validator(schema).is_valid({"a": text})
+        assert model.allows(grammar, called) == is_right, text
+
+
 def test_types_are_found_wherever_a_schema_has_them() -> None:
     assert {key: argument_types(SCHEMA, key) for key in (*SCHEMA["properties"], "unknown")} == {
         "code": {"string"},

@@ -6,21 +6,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from bough.protocol.generation import ChatPrompt, Constraint, Message, ToolCall, Tools
+from bough.protocol.generation import ChatPrompt, Message, ToolCall, Tools
 from bough.protocol.sampling_params import UNLIMITED
-from orchestrator.http_api.constraint import ANY_OBJECT, constraint_names, one_constraint
-from orchestrator.http_api.errors import invalid
-from orchestrator.http_api.options import RequestLimits
-from orchestrator.http_api.reasoning import template_kwargs
-from orchestrator.http_api.response_fields import (
-    CallItem,
-    MessageItem,
-    OutputItem,
-    ReasoningItem,
-    ResponseFields,
-    TextFormatFields,
-)
-from orchestrator.http_api.tool_fields import MAX_CALLS, FunctionFields
+from orchestrator.http_api.fields.constraint import constraint_names, constraint_of
+from orchestrator.http_api.fields.errors import invalid
+from orchestrator.http_api.fields.options import RequestLimits, template_kwargs
+from orchestrator.http_api.fields.tools import MAX_CALLS
+from orchestrator.http_api.responses.fields import CallItem, MessageItem, OutputItem, ReasoningItem, ResponseFields
 
 LOGPROBS = "message.output_text.logprobs"  # among `include`
 
@@ -72,7 +64,7 @@ def conversation(fields: ResponseFields, tools: Tools | None) -> Conversation:
         origins += [f"input[{index}]"] * (len(messages) - len(origins))
     if not messages:
         raise invalid("input", [item.type for item in fields.input], "have more than reasoning")
-    kwargs = template_kwargs(fields.chat_template_kwargs, fields.reasoning.effort if fields.reasoning else None)
+    kwargs = template_kwargs(fields.chat_template_kwargs, fields.reasoning.effort)
     return Conversation(ChatPrompt(tuple(messages), tools, kwargs), _names(fields, messages, origins))
 
 
@@ -92,12 +84,7 @@ def _names(fields: ResponseFields, messages: Sequence[Message], origins: Sequenc
             names[f"chat.messages[{index}].{inner}"] = f"{origin}.type"
     if fields.instructions is not None:
         names["chat.messages[0].content"] = "instructions"
-    return names | {f"chat.{field}.function": field for field in functions_in(fields)}
-
-
-def functions_in(fields: ResponseFields) -> dict[str, FunctionFields]:
-    """The functions of a request, by their fields."""
-    return {f"tools[{index}]": tool for index, tool in enumerate(fields.tools or ())}
+    return names | {f"chat.tools[{index}].function": f"tools[{index}]" for index in range(len(fields.tools))}
 
 
 def response_limits(fields: ResponseFields) -> RequestLimits:
@@ -106,18 +93,11 @@ def response_limits(fields: ResponseFields) -> RequestLimits:
     Raises:
         ApiError: names the invalid field.
     """
-    has_logprobs = LOGPROBS in (fields.include or ())
+    has_logprobs, form = LOGPROBS in fields.include, fields.text.format
     if fields.top_logprobs and not has_logprobs:
         raise invalid("top_logprobs", fields.top_logprobs, f"be left out unless include has {LOGPROBS}")
-    wanted = _constraint(fields.text.format) if fields.text is not None and fields.text.format is not None else None
     return RequestLimits(
         UNLIMITED if fields.max_output_tokens is None else fields.max_output_tokens,
-        (fields.top_logprobs or 0) if has_logprobs else None,
-        constraint=one_constraint("text.format", wanted, fields.structured_outputs),
+        fields.top_logprobs if has_logprobs else None,
+        constraint=constraint_of("text.format", form.type, form.json_schema, fields.structured_outputs),
     )
-
-
-def _constraint(wanted: TextFormatFields) -> Constraint | None:
-    if wanted.json_schema is not None:
-        return Constraint(json_schema=wanted.json_schema, after_reasoning=True)
-    return ANY_OBJECT if wanted.type == "json_object" else None

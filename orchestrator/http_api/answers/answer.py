@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import zip_longest
 from typing import NamedTuple
 
 from bough.protocol.generation import Event, Finished, SpeculationMetrics, Started, Tokens
-from orchestrator.http_api.errors import ApiError, Json
-from orchestrator.http_api.rounds import round_of
-from orchestrator.http_api.spelling import Spell, TokenBytes
+from orchestrator.http_api.answers.rounds import round_of
+from orchestrator.http_api.answers.said import Said
+from orchestrator.http_api.answers.spelling import Spell, TokenBytes
+from orchestrator.http_api.fields.errors import ApiError, Json
+from orchestrator.http_api.fields.generation import StreamOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,23 +24,12 @@ class Head:
     created: int  # seconds since 1970
 
 
-@dataclass(frozen=True, slots=True)
-class StreamTelling:
-    """What a stream reports besides its text."""
-
-    usage: bool = False  # in a last chunk
-    continuous_usage: bool = False  # in every chunk
-    rounds: bool = False  # each round, with the chunk of its text
-
-
 @dataclass(slots=True)
 class Choice:
     """State of one choice of an answer."""
 
     prompt_tokens: int = 0
     num_tokens: int = 0
-    reasoning_tokens: int | None = None  # of these; None if the model marks no thoughts
-    texts: list[str] = field(default_factory=list)
     finished: Finished | None = None
 
     def observe(self, event: Event) -> None:
@@ -48,16 +39,9 @@ class Choice:
                 self.prompt_tokens = event.prompt_tokens
             case Tokens():
                 self.num_tokens += len(event.token_ids)
-                self.texts.append(event.text)
             case Finished():
                 self.finished = event
                 self.num_tokens = event.usage.completion_tokens
-                self.texts.append(event.text)
-
-    @property
-    def text(self) -> str:
-        """The whole text."""
-        return "".join(self.texts)
 
     @property
     def finish_reason(self) -> str | None:
@@ -97,6 +81,7 @@ class Answer(ABC):
         self._token_bytes: TokenBytes | None = None
         self._spell = spell
         self.choices = [Choice() for _ in range(num_choices)]
+        self.said: dict[int, Said] = {}  # by choice, in answer to a conversation
         self._choices_per_prompt = choices_per_prompt
 
     def chunks(self, index: int, event: Event) -> list[Json]:
@@ -149,14 +134,14 @@ class Completion(Answer):
     chunk_object: str
 
     def __init__(
-        self, head: Head, num_choices: int, choices_per_prompt: int, telling: StreamTelling, spell: Spell | None
+        self, head: Head, num_choices: int, choices_per_prompt: int, stream_options: StreamOptions, spell: Spell | None
     ) -> None:
         super().__init__(head, num_choices, choices_per_prompt, spell)
-        self.telling = telling
+        self.stream_options = stream_options
 
     def last_chunks(self) -> Iterator[Json]:
         """Usage, if it is asked for."""
-        if self.telling.usage:
+        if self.stream_options.include_usage:
             yield self._frame(self.chunk_object) | {"choices": []} | self._figures()
 
     def whole(self) -> Json:
@@ -166,7 +151,7 @@ class Completion(Answer):
 
     def _added(self, index: int, event: Event) -> list[Json]:
         chunks = [self._chunk([one]) for one in self._told(index, event)]
-        if self.telling.rounds and isinstance(event, Tokens) and event.num_nodes > 0:
+        if self.stream_options.include_rounds and isinstance(event, Tokens) and event.num_nodes > 0:
             chunks = chunks or [self._chunk([])]  # a round may end within a character
             chunks[0]["metrics"] = {"round": round_of(event)}
         return chunks
@@ -179,15 +164,20 @@ class Completion(Answer):
     def _choice(self, index: int) -> Json:
         """A finished choice as an entry of `choices` of the whole."""
 
+    def _ending(self, index: int) -> Json:
+        """Why a choice ended."""
+        choice = self.choices[index]
+        return {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
+
     def _frame(self, name: str) -> Json:
         head = self.head
         return {"id": head.answer_id, "object": name, "created": head.created, "model": self.model}
 
     def _chunk(self, choices: Sequence[Json]) -> Json:
         chunk: Json = self._frame(self.chunk_object) | {"choices": choices}
-        if self.telling.continuous_usage:
+        if self.stream_options.continuous_usage_stats:
             chunk["usage"] = self._usage()
-        elif self.telling.usage:
+        elif self.stream_options.include_usage:
             chunk["usage"] = None
         return chunk
 
@@ -198,7 +188,7 @@ class Completion(Answer):
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
         }
-        thought = [choice.reasoning_tokens for choice in self.choices if choice.reasoning_tokens is not None]
+        thought = [said.num_thought for said in self.said.values() if said.num_thought is not None]
         if thought:
             usage["completion_tokens_details"] = {"reasoning_tokens": sum(thought)}
         return usage if cached is None else usage | {"prompt_tokens_details": {"cached_tokens": cached}}

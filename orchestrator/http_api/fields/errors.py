@@ -71,9 +71,9 @@ class ApiError(Exception):
         return JSONResponse(self.body(), self.status, headers)
 
 
-def invalid(field: str, value: object, must: str) -> ApiError:
+def invalid(field: str, value: object, must: str, status: HTTPStatus = HTTPStatus.BAD_REQUEST) -> ApiError:
     """The refusal of a field's value; `must` completes "must ..."."""
-    return ApiError(HTTPStatus.BAD_REQUEST, f"{field}: must {must}, got {shortened(value)}", param=field)
+    return ApiError(status, f"{field}: must {must}, got {shortened(value)}", param=field)
 
 
 def shortened(value: object) -> str:
@@ -87,24 +87,22 @@ def shortened(value: object) -> str:
 
 def api_error(exc: Exception, names: Mapping[str, str]) -> ApiError:
     """The refusal for an exception. `names` maps names of gRPC fields to those of HTTP."""
+    message, param = _renamed(str(exc), names)
     match exc:
         case ApiError():
             return exc
         case InvalidRequest():
-            message, param = _renamed(str(exc), names)
             code = "context_length_exceeded" if isinstance(exc, ContextExceeded) else None  # agents shorten and retry
             return ApiError(HTTPStatus.BAD_REQUEST, message, param=param, code=code)
         case Unauthenticated():
             return ApiError(HTTPStatus.UNAUTHORIZED, str(exc), code="invalid_api_key")
         case NotFound():
-            message, param = _renamed(str(exc), names)
             code = "model_not_found" if param == "model" else "not_found"
             return ApiError(HTTPStatus.NOT_FOUND, message, param=param, code=code)
         case Exhausted(retry_seconds=seconds):
             code = "rate_limit_exceeded"
             return ApiError(HTTPStatus.TOO_MANY_REQUESTS, str(exc), "rate_limit_error", None, code, seconds)
         case AlreadyRunning():
-            message, param = _renamed(str(exc), names)
             return ApiError(HTTPStatus.CONFLICT, message, "conflict_error", param, "already_running")
         case StaleEpoch():
             return ApiError(HTTPStatus.CONFLICT, str(exc), "conflict_error", "session_id", "session_moved")

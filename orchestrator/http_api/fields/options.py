@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from http import HTTPStatus
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from bough.protocol.codec_checks import require_numbers
 from bough.protocol.generation import Constraint, GenerateOptions, Prompt, Speculation, TextPrompt
 from bough.protocol.sampling_params import MAX_SEED
-from orchestrator.http_api.errors import ApiError, invalid
-from orchestrator.http_api.fields import RequestFields, SpeculationFields
+from bough.tokenization.template_variables import EFFORT
+from orchestrator.http_api.fields.errors import ApiError, invalid
+from orchestrator.http_api.fields.generation import RequestFields
 
 MAX_CHOICES = 128  # limit of choices over all prompts of a request
-Value = TypeVar("Value")
-_SEED_RANGE = MAX_SEED + 1
 _LOWEST_SEED = -(2**63)  # OpenAI's seeds are signed
 
 
@@ -33,7 +34,7 @@ class RequestLimits:
     max_tokens: int
     logprobs: int | None = None
     prompt_logprobs: int | None = None
-    num_choices: int | None = None  # of each prompt
+    num_choices: int = 1  # of each prompt
     constraint: Constraint | None = None
 
 
@@ -53,21 +54,27 @@ def choices(
     num = _num_choices(limits.num_choices, len(prompts), most_at_once)
     if session_id and num * len(prompts) > 1:
         raise invalid("session_id", session_id, "be left out with several choices, as each is a session of its own")
-    seed = _seed(fields.seed)
+    options, seed = _options(fields, limits, session_id), _seed(fields.seed)
     wanted: list[RequestedOutput] = []
     for prompt in prompts:
         for index in range(num):
             name = answer_id if not wanted else f"{answer_id}-{len(wanted)}"
-            wanted.append(
-                RequestedOutput(prompt, _options(fields, limits, name, session_id, _derived_seed(seed, index)))
-            )
+            scores = limits.prompt_logprobs if index == 0 else None  # the first choice of a prompt scores it for all
+            own = replace(options, request_id=name, seed=_derived_seed(seed, index), prompt_logprobs=scores)
+            wanted.append(RequestedOutput(prompt, own))
     require_numbers(TextPrompt(""), wanted[0].options)  # prompts are checked against the vocabulary later
     return tuple(wanted)
 
 
-def _num_choices(num: int | None, num_prompts: int, most_at_once: int) -> int:
+def template_kwargs(given: Mapping[str, Any], effort: str | None) -> str:
+    """Variables of a chat template as JSON; `effort` is one of them, if it is not among those that are given."""
+    kwargs = ({} if effort is None else {EFFORT: effort}) | dict(given)
+    return json.dumps(kwargs, ensure_ascii=False) if kwargs else ""
+
+
+def _num_choices(num: int, num_prompts: int, most_at_once: int) -> int:
     """Choices of each prompt. Raises ApiError naming the field that is too large for the limits."""
-    num, most = 1 if num is None else num, min(MAX_CHOICES, most_at_once)
+    most = min(MAX_CHOICES, most_at_once)
     why = "" if most == MAX_CHOICES else f", as {most} requests may run and wait at once and each choice is one"
     if num_prompts > most:
         message = f"prompt: must have at most {most} entries{why}, got {num_prompts}"
@@ -80,39 +87,37 @@ def _num_choices(num: int | None, num_prompts: int, most_at_once: int) -> int:
     return num
 
 
-def _options(
-    fields: RequestFields, limits: RequestLimits, request_id: str, session_id: str, seed: int | None
-) -> GenerateOptions:
-    defaults = GenerateOptions()
+def _options(fields: RequestFields, limits: RequestLimits, session_id: str) -> GenerateOptions:
+    """What all choices of a request have in common."""
+    speculation = fields.speculation
     return GenerateOptions(
-        request_id=request_id,
         session_id=session_id,
-        temperature=_given(fields.temperature, defaults.temperature),
-        top_k=0 if fields.top_k == -1 else _given(fields.top_k, defaults.top_k),  # vLLM's spelling of "off"
-        top_p=_given(fields.top_p, defaults.top_p),
-        min_p=_given(fields.min_p, defaults.min_p),
-        seed=seed,
-        repetition_penalty=_given(fields.repetition_penalty, defaults.repetition_penalty),
-        presence_penalty=_given(fields.presence_penalty, defaults.presence_penalty),
-        frequency_penalty=_given(fields.frequency_penalty, defaults.frequency_penalty),
-        logit_bias=_logit_bias(fields.logit_bias or {}),
+        temperature=fields.temperature,
+        top_k=0 if fields.top_k == -1 else fields.top_k,  # vLLM's spelling of "off"
+        top_p=fields.top_p,
+        min_p=fields.min_p,
+        repetition_penalty=fields.repetition_penalty,
+        presence_penalty=fields.presence_penalty,
+        frequency_penalty=fields.frequency_penalty,
+        logit_bias=_logit_bias(fields.logit_bias),
         max_tokens=limits.max_tokens,
-        min_tokens=fields.min_tokens or 0,
-        include_stop=bool(fields.include_stop_str_in_output),
+        min_tokens=fields.min_tokens,
+        include_stop=fields.include_stop_str_in_output,
         stop=fields.stop,
-        stop_token_ids=tuple(fields.stop_token_ids or ()),
-        ignore_eos=bool(fields.ignore_eos),
+        stop_token_ids=tuple(fields.stop_token_ids),
+        ignore_eos=fields.ignore_eos,
         logprobs=limits.logprobs,
-        prompt_logprobs=limits.prompt_logprobs,
-        speculation=_speculation(fields.speculation or SpeculationFields()),
-        model=fields.model or "",
-        cache_salt=fields.cache_salt or "",
+        speculation=Speculation(
+            disabled=not speculation.enabled,
+            budget=speculation.budget,
+            width=speculation.width,
+            depth=speculation.depth,
+            lookup=speculation.lookup,
+        ),
+        model=fields.model,
+        cache_salt=fields.cache_salt,
         constraint=limits.constraint,
     )
-
-
-def _given(value: Value | None, default: Value) -> Value:
-    return default if value is None else value
 
 
 def _seed(seed: int | None) -> int | None:
@@ -121,7 +126,7 @@ def _seed(seed: int | None) -> int | None:
         return None
     if not _LOWEST_SEED <= seed <= MAX_SEED:
         raise invalid("seed", seed, f"be {_LOWEST_SEED} to {MAX_SEED}")
-    return seed % _SEED_RANGE
+    return seed % (MAX_SEED + 1)
 
 
 def _derived_seed(seed: int | None, index: int) -> int | None:
@@ -139,13 +144,3 @@ def _logit_bias(given: dict[str, float]) -> dict[int, float]:
             raise invalid("logit_bias", name, "have token ids as its keys")
         biases[int(name)] = bias
     return biases
-
-
-def _speculation(fields: SpeculationFields) -> Speculation:
-    return Speculation(
-        disabled=fields.enabled is False,
-        budget=fields.budget,
-        width=fields.width,
-        depth=fields.depth,
-        lookup=fields.lookup,
-    )

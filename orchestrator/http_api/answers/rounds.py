@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 from bough.protocol.decision import Decision
 from bough.protocol.generation import Loads, ServerInfo, Tokens, WorkerStatus
-from orchestrator.http_api.errors import Json
+from orchestrator.http_api.fields.errors import Json
 
 NANO = 1e-9
 

@@ -5,59 +5,51 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from http import HTTPStatus
 
-from bough.protocol.generation import Event, Finished, Function, GenerateOptions, Started, Tokens, Tools
-from orchestrator.http_api.answer import Answer, Head
-from orchestrator.http_api.errors import ApiError, Json
-from orchestrator.http_api.reasoning import ChoiceReasoning, reasoning_in
-from orchestrator.http_api.response_fields import ResponseFields, TextFormatFields
-from orchestrator.http_api.response_items import CallItem, Item, ItemEvent, MessageItem, ReasoningItem
-from orchestrator.http_api.spelling import Spell, chat_logprobs
-from orchestrator.http_api.tool_calls import ChoiceCalls, Formats, calls_in
-from orchestrator.tools.call_parser import ContentText, Piece
+from bough.protocol.generation import Event, Finished, Function, Started, Tokens, Tools
+from orchestrator.http_api.answers.answer import Answer, Head
+from orchestrator.http_api.answers.said import Formats, Said, ThoughtText
+from orchestrator.http_api.answers.spelling import Spell, chat_logprobs
+from orchestrator.http_api.fields.errors import ApiError, Json
+from orchestrator.http_api.responses.fields import ResponseFields, TextFormatFields
+from orchestrator.http_api.responses.items import MESSAGE, REASONING, CallItem, Item, ItemEvent, TextItem, TextKind
+from orchestrator.tools.call_parser import ContentText
 from orchestrator.tools.call_reader import ArgumentsText, CallBegun
 
-STATUSES: Mapping[str | None, str] = {
-    None: "in_progress",
-    "stop": "completed",
-    "length": "incomplete",
-    "abort": "cancelled",
-}
+STATUSES = {None: "in_progress", "stop": "completed", "length": "incomplete", "abort": "cancelled"}
+_LAST_EVENTS = {"cancelled": "failed"}  # by status, where it has another name: OpenAI has no event of a cancelled one
 _CODES = {HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_exceeded", HTTPStatus.BAD_REQUEST: "invalid_prompt"}
 
 
 def repeated(fields: ResponseFields, tools: Tools | None) -> Json:
     """What a response says of its request."""
-    defaults, chosen = GenerateOptions(), fields.tool_choice
     return {
         "background": False,
         "instructions": fields.instructions,
         "max_output_tokens": fields.max_output_tokens,
-        "metadata": fields.metadata or {},
-        "model": fields.model or "",
-        "parallel_tool_calls": fields.parallel_tool_calls is not False,
+        "metadata": fields.metadata,
+        "model": fields.model,
+        "parallel_tool_calls": fields.parallel_tool_calls,
         "previous_response_id": None,
-        "reasoning": {"effort": fields.reasoning.effort if fields.reasoning else None, "summary": None},
+        "reasoning": {"effort": fields.reasoning.effort, "summary": None},
         "store": False,
-        "temperature": defaults.temperature if fields.temperature is None else fields.temperature,
-        "text": {"format": _format(fields.text.format if fields.text else None)},
-        "tool_choice": "auto" if chosen is None else chosen.given,
+        "temperature": fields.temperature,
+        "text": {"format": _format(fields.text.format)},
+        "tool_choice": fields.tool_choice.given,
         "tools": [_function(function) for function in tools.functions] if tools else [],
-        "top_logprobs": fields.top_logprobs or 0,
-        "top_p": defaults.top_p if fields.top_p is None else fields.top_p,
+        "top_logprobs": fields.top_logprobs,
+        "top_p": fields.top_p,
         "truncation": "disabled",
         "user": fields.user,
     }
 
 
-def _format(wanted: TextFormatFields | None) -> Json:
-    if wanted is None:
-        return {"type": "text"}
+def _format(wanted: TextFormatFields) -> Json:
     if wanted.json_schema is None:
         return {"type": wanted.type}
-    told: Json = {"name": wanted.name or "", "description": wanted.description, "strict": wanted.strict is not False}
+    told: Json = {"name": wanted.name or "", "description": wanted.description, "strict": wanted.strict}
     return {"type": wanted.type, "schema": json.loads(wanted.json_schema)} | told
 
 
@@ -81,22 +73,23 @@ class ResponseAnswer(Answer):
         super().__init__(head, 1, 1, spell)
         self._request = request
         self._tools, self._formats = tools, formats
-        self._calls: ChoiceCalls | None = None
-        self._reasoning: ChoiceReasoning | None = None
         self._items: list[Item] = []
         self._num_events = 0
+        self._num_thought = 0  # tokens
         self._logprobs: list[Json] = []  # of tokens whose text has not come
 
     def last_chunks(self) -> Iterator[Json]:
         """The event that has the whole response."""
-        kind = "completed" if self._status == "completed" else "incomplete"
-        yield self._event(kind, {"response": self.whole()})
+        whole = self.whole()
+        if self._status == "cancelled":
+            whole["error"] = {"code": "server_error", "message": "the request was aborted"}
+        yield self._event(_LAST_EVENTS.get(self._status, self._status), {"response": whole})
 
     def failed(self, error: ApiError) -> Iterator[Json]:
         """The event that has the response as far as it came, and why it came no further."""
         if not self._num_events:
             yield from self._begun()
-        if self._items and self._items[-1].is_open:
+        if self._items and self._items[-1].status == "in_progress":
             self._items[-1].status = "incomplete"
         code = _CODES.get(error.status, "server_error")
         told: Json = {"code": code, "message": error.message, "param": error.param, "type": error.kind}
@@ -114,78 +107,70 @@ class ResponseAnswer(Answer):
     def _added(self, index: int, event: Event) -> list[Json]:
         match event:
             case Started():
-                self._calls = calls_in(self.head.answer_id, self._tools, self._formats, event.model_name)
-                self._reasoning = reasoning_in(event.thoughts)
+                self.said[0] = Said(self.head.answer_id, event, self._tools, self._formats)
                 return [*self._begun()]
             case Tokens():
                 if self._token_bytes is not None:
                     self._logprobs += chat_logprobs(event.logprobs, self._token_bytes)
-                return [*self._said(event.texts)]
+                return [*self._told_of(event.texts)]
             case Finished():
-                return [*self._said((event.text,), is_end=True), *self._ended()]
+                return [*self._told_of((event.text,), is_end=True), *self._ended()]
         return []
 
     def _begun(self) -> Iterator[Json]:
         for kind in ("created", "in_progress"):
             yield self._event(kind, {"response": self._told("in_progress")})
 
-    def _said(self, texts: Sequence[str], *, is_end: bool = False) -> Iterator[Json]:
+    def _told_of(self, texts: Sequence[str], *, is_end: bool = False) -> Iterator[Json]:
         """What the texts of further tokens, or the last text, add to the items."""
-        text = "".join(texts)
-        if self._reasoning is not None:
-            thoughts, text = self._reasoning.part(texts, is_end=is_end)
-            self._count_thoughts(self._reasoning.num_tokens)
-            if thoughts:
-                if not self._items:
-                    yield from self._begin(ReasoningItem(self._item_id(ReasoningItem)))
-                yield self._item_event(self._items[-1].added(thoughts, []))
-        pieces: Iterable[Piece] = [ContentText(text)] if text else []
-        if self._calls is not None:
-            pieces = self._calls.pieces(text, is_end=is_end)
+        said = self.said[0]
+        pieces, num_thought = said.pieces(texts, is_end=is_end), said.num_thought or 0
+        del self._logprobs[: num_thought - self._num_thought]  # those of thoughts are left out
+        self._num_thought = num_thought
         for piece in pieces:
             match piece:
-                case ContentText(more):
-                    if not self._items or not isinstance(self._items[-1], MessageItem):
-                        yield from self._begin(MessageItem(self._item_id(MessageItem)))
-                    yield from self._add(more)
+                case ThoughtText(text):
+                    yield from self._add(text, REASONING)
+                case ContentText(text):
+                    yield from self._add(text, MESSAGE)
                 case CallBegun(name):
-                    assert self._calls is not None
-                    call_id = self._calls.calls[-1].call_id
-                    yield from self._begin(CallItem(self._item_id(CallItem), call_id=call_id, name=name))
-                case ArgumentsText(more):
-                    yield from self._add(more)
+                    yield from self._begin(CallItem(self._item_id("fc"), said.calls[-1].call_id, name))
+                case ArgumentsText(text):
+                    yield from self._add(text)
 
-    def _count_thoughts(self, num: int) -> None:
-        """Note that so many tokens are thoughts, whose log-probabilities are left out."""
-        choice = self.choices[0]
-        del self._logprobs[: num - (choice.reasoning_tokens or 0)]
-        choice.reasoning_tokens = num
+    def _add(self, text: str, kind: TextKind | None = None) -> Iterator[Json]:
+        """Add text to the last item, or to a new one unless that is of this kind."""
+        last = self._items[-1] if self._items else None
+        if kind is not None and (not isinstance(last, TextItem) or last.kind is not kind):
+            yield from self._begin(TextItem(kind, self._item_id(kind.prefix)))
+        yield self._item_event(self._items[-1].added(text, self._taken()))
 
     def _ended(self) -> Iterator[Json]:
         """The end of the last item; without any there is an empty message."""
         if not self._items:
-            yield from self._begin(MessageItem(self._item_id(MessageItem)))
+            yield from self._begin(TextItem(MESSAGE, self._item_id(MESSAGE.prefix)))
         yield from self._end_item("completed" if self._status == "completed" else "incomplete")
 
     def _begin(self, item: Item) -> Iterator[Json]:
-        yield from self._end_item("completed")
+        if self._items:
+            yield from self._end_item("completed")
         self._items.append(item)
         yield from map(self._item_event, item.begun())
 
-    def _add(self, text: str) -> Iterator[Json]:
-        logprobs, self._logprobs = self._logprobs, []
-        yield self._item_event(self._items[-1].added(text, logprobs))
-
     def _end_item(self, status: str) -> Iterator[Json]:
-        if self._items and self._items[-1].is_open:
-            item, logprobs = self._items[-1], self._logprobs
-            if not isinstance(item, ReasoningItem):  # those that are left after thoughts are the next item's
-                self._logprobs = []
-            yield from map(self._item_event, item.ended(status, logprobs))
+        yield from map(self._item_event, self._items[-1].ended(status, self._taken()))
 
-    def _item_id(self, kind: type[Item]) -> str:
+    def _taken(self) -> list[Json]:
+        """The log-probabilities that are the last item's; those that come with thoughts are the next one's."""
+        last = self._items[-1]
+        if isinstance(last, TextItem) and last.kind is REASONING:
+            return []
+        logprobs, self._logprobs = self._logprobs, []
+        return logprobs
+
+    def _item_id(self, prefix: str) -> str:
         digest = hashlib.blake2b(f"{self.head.answer_id}/{len(self._items)}".encode(), digest_size=16).hexdigest()
-        return f"{kind.prefix}_{digest}"
+        return f"{prefix}_{digest}"
 
     def _item_event(self, event: ItemEvent) -> Json:
         return self._event(event.kind, {"output_index": len(self._items) - 1} | event.fields)
@@ -217,6 +202,6 @@ class ResponseAnswer(Answer):
             "input_tokens": prompt,
             "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": prompt - cached},
             "output_tokens": completion,
-            "output_tokens_details": {"reasoning_tokens": self.choices[0].reasoning_tokens or 0},
+            "output_tokens_details": {"reasoning_tokens": self._num_thought},
             "total_tokens": prompt + completion,
         }

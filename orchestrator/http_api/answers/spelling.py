@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from bough.protocol.generation import PromptLogprobs
 from bough.protocol.sampling_params import PositionLogprobs, TokenLogprob
-from orchestrator.http_api.errors import Json
+from orchestrator.http_api.fields.errors import Json
 
 MINUS_INFINITY = -9999.0  # JSON has no infinity
 
@@ -47,21 +47,16 @@ def completion_logprobs(
     positions: Sequence[PositionLogprobs], begins: Sequence[int], token_bytes: TokenBytes
 ) -> TokensSpelled:
     """Entries of tokens whose texts begin at these characters of the whole text."""
-    spelled = TokensSpelled([], [], [], [])
-    for at, begin in zip(positions, begins, strict=True):
-        spelled.tokens.append(_text(token_bytes(at.token.token_id)))
-        spelled.token_logprobs.append(finite(at.token.logprob))
-        spelled.top_logprobs.append(_by_text(at, token_bytes))
-        spelled.text_offset.append(begin)
-    return spelled
+    tokens = [_text(token_bytes(at.token.token_id)) for at in positions]
+    likeliest = [_by_text(at, token_bytes) for at in positions]
+    return TokensSpelled(tokens, [finite(at.token.logprob) for at in positions], [*likeliest], [*begins])
 
 
 def prompt_logprobs(event: PromptLogprobs, token_bytes: TokenBytes) -> TokensSpelled:
     """Entries of a prompt's tokens; its first has no log-probability."""
     first = len(event.token_ids) - len(event.logprobs)
-    spelled = TokensSpelled([], [], [], [])
-    for token_id, begin in zip(event.token_ids[:first], event.begins, strict=False):
-        spelled.extend(TokensSpelled([_text(token_bytes(token_id))], [None], [None], [begin]))
+    tokens = [_text(token_bytes(token_id)) for token_id in event.token_ids[:first]]
+    spelled = TokensSpelled(tokens, [None] * first, [None] * first, [*event.begins[:first]])
     spelled.extend(completion_logprobs(event.logprobs, event.begins[first:], token_bytes))
     return spelled
 

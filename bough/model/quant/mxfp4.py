@@ -1,0 +1,69 @@
+"""Experts in MXFP4, as OpenAI publishes gpt-oss: E2M1 numbers with a power of two for each 32 inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+from bough.errors import CheckpointError
+from bough.model.architecture.moe import Experts
+from bough.model.checkpoint.checkpoint import TensorPlace
+from bough.model.checkpoint.tensor_source import Transposed, parts_of
+from bough.model.quant.format import PackedTensors, module_names, require_shape
+from bough.model.quant.scaled import EXPONENTS, FLOAT4, Scaled, Scheme
+
+BLOCKS, SCALES = "_blocks", "_scales"  # endings of the names of tensors
+GROUP, GROUP_BYTES = 32, 16  # inputs that share a scale, and the bytes of their numbers
+STORED = Scheme(FLOAT4, 4, "group", (1, GROUP))
+
+
+@dataclass(frozen=True, slots=True)
+class Mxfp4Format:
+    """Experts of 4 bits; everything else is stored unquantized."""
+
+    kept: tuple[str, ...]  # patterns of modules that are stored unquantized, with all within them
+    method = "mxfp4"
+    bits = 4
+    is_transposed = False  # experts have products of their own
+    spare = ()
+    note = ""
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Any], where: str) -> Mxfp4Format:
+        """Read `quantization_config`. Raises CheckpointError."""
+        return cls(module_names(fields.get("modules_to_not_convert") or (), f"{where}.modules_to_not_convert"))
+
+    def __str__(self) -> str:
+        return f"{self.bits} bits ({self.method})"
+
+    def weight_name(self, place: TensorPlace) -> str | None:
+        """X for "X_blocks"."""
+        return place.name.removesuffix(BLOCKS) if place.name.endswith(BLOCKS) else None
+
+    def source(self, tensor: str, tensors: PackedTensors) -> Experts:
+        """Take numbers (experts, outputs, groups, bytes) and scales; the parameter has each expert transposed.
+
+        Raises:
+            CheckpointError: a tensor is missing, or has another dtype or shape.
+        """
+        blocks = tensors.take(tensor, ("U8",))
+        scales = tensors.take(tensor.removesuffix(BLOCKS) + SCALES, ("U8",), blocks)
+        if len(blocks.shape) != 4 or blocks.shape[3] != GROUP_BYTES or 0 in blocks.shape:
+            raise CheckpointError(
+                f"{blocks.file}: tensor {tensor} must have the shape of experts, outputs, groups and {GROUP_BYTES} "
+                f"bytes, got {list(blocks.shape)}"
+            )
+        require_shape(scales, blocks.shape[:3])
+        experts, outputs, groups, _ = blocks.shape
+        numbers = parts_of(replace(blocks, dtype=FLOAT4, shape=(experts, outputs, groups * GROUP_BYTES)))
+        exponents = parts_of(replace(scales, dtype=EXPONENTS))
+        matrices = (Scaled(*of, None, None, self.bits, STORED.size) for of in zip(numbers, exponents, strict=True))
+        return Experts(tuple(map(Transposed, matrices)))
+
+    def scheme(self, modules: Collection[str]) -> Scheme | None:
+        """The scheme of a module with one of these names according to config.json; None for unquantized ones."""
+        is_stack = any(".experts." in module for module in modules)
+        is_kept = any(fnmatchcase(module, f"{kept}*") for kept in self.kept for module in modules)
+        return STORED if is_stack and not is_kept else None

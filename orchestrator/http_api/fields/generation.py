@@ -1,0 +1,257 @@
+"""Types and names of request fields. Ranges are checked by the same code as for gRPC."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import partial
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field, StrictBool, StrictInt, model_validator
+
+from bough.config.json_fields import must
+from bough.protocol.generation import GenerateOptions
+from bough.protocol.sampling_params import MAX_CHOICES, MAX_GRAMMAR
+from orchestrator.http_api.fields.base import Fields, Neutral
+from orchestrator.http_api.fields.tools import ANY, CallList, ToolChoiceField, ToolList
+
+MAX_EFFORT = 32  # characters of `reasoning_effort`, of which templates know different ones
+MAX_REQUEST_ID = 128  # characters of a request's id, before those that make it the answer's
+TextOrTokens = str | tuple[int, ...]
+_DEFAULTS = GenerateOptions()
+AS_RENDERED: Neutral = {"add_generation_prompt": (True,), "continue_final_message": (False,)}
+
+
+def _texts(value: Any) -> Any:
+    """Accept one text or a list of texts."""
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise must("be a text or a list of texts")
+    return tuple(texts)
+
+
+def _prompts(value: Any) -> Any:
+    """Accept a text, a list of texts, a list of token ids, or a list of such lists."""
+    if isinstance(value, str) or (isinstance(value, list) and value and _is_tokens(value)):
+        value = [value]
+    prompts = value if isinstance(value, list) else []
+    if not prompts or not all(isinstance(one, str) or (isinstance(one, list) and _is_tokens(one)) for one in prompts):
+        raise must("be a text, a list of token ids, or a list of either")
+    return tuple(one if isinstance(one, str) else tuple(one) for one in value)
+
+
+def _is_tokens(value: list[Any]) -> bool:
+    return all(type(one) is int and one >= 0 for one in value)
+
+
+def parts_text(value: Any, keys: Mapping[str, str]) -> Any:
+    """Accept a text, or a list of parts whose texts are concatenated; `keys` has the key of its text for each type."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise must(f"be a text or a list of parts of type {next(iter(keys))}")
+    for part in value:
+        if not isinstance(part, dict) or part.get("type") not in tuple(keys):
+            raise must(f"have parts of type {' or '.join(keys)} only: this model reads nothing else")
+        if not isinstance(part.get(keys[part["type"]]), str):
+            raise must("have a text in each part")
+    return "".join(part[keys[part["type"]]] for part in value)
+
+
+def _speculation(value: Any) -> Any:
+    """Accept `true` or `false` as short for an object with only `enabled`."""
+    return {"enabled": value} if isinstance(value, bool) else value
+
+
+def schema_text(value: Any) -> Any:
+    """Accept a JSON Schema as an object, or as the text of one, of a size that a grammar may have."""
+    if not isinstance(value, dict | str):
+        raise must("be a JSON Schema, or the text of one")
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    if len(text) > MAX_GRAMMAR:
+        raise must(f"be at most {MAX_GRAMMAR} characters")
+    return text
+
+
+Effort = Annotated[str, Field(min_length=1, max_length=MAX_EFFORT)]
+
+
+class StreamOptions(Fields):
+    """What a stream reports besides its text."""
+
+    include_usage: StrictBool = False
+    continuous_usage_stats: StrictBool = False
+    include_rounds: StrictBool = False
+    ignored = frozenset({"include_obfuscation"})
+
+
+class SpeculationFields(Fields):
+    """Speculation settings, which change the speed and not the answer."""
+
+    enabled: StrictBool = True
+    budget: StrictInt | None = None
+    width: StrictInt | None = None
+    depth: StrictInt | None = None
+    lookup: StrictInt | None = None
+
+
+class JsonSchemaFields(Fields):
+    """A JSON Schema that the answer follows. It always does, whether `strict` or not."""
+
+    ignored = frozenset({"name", "description", "strict"})
+    json_schema: Annotated[str, BeforeValidator(schema_text)] = Field("{}", alias="schema")
+
+
+class ResponseFormatFields(Fields):
+    """What the answer must be, as OpenAI's clients say it."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFields | None = None
+
+    @model_validator(mode="after")
+    def _require_schema(self) -> ResponseFormatFields:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise must("have a json_schema if its type is that, and none otherwise")
+        return self
+
+
+class StructuredOutputsFields(Fields):
+    """What the answer must be, as vLLM's clients say it: exactly one of these."""
+
+    json_schema: Annotated[str | None, BeforeValidator(schema_text)] = Field(None, alias="json")
+    json_object: StrictBool | None = None
+    regex: str | None = None
+    choice: list[str] | None = Field(None, min_length=1, max_length=MAX_CHOICES)
+    grammar: str | None = None
+
+
+class RequestFields(Fields):
+    """Fields common to all that generate."""
+
+    model: str = ""
+    stream: StrictBool = False
+    temperature: float = _DEFAULTS.temperature
+    top_p: float = _DEFAULTS.top_p
+    # Extensions by bough, in responses also those of chat.
+    seed: StrictInt | None = None
+    stop: Annotated[tuple[str, ...], BeforeValidator(_texts)] = ()
+    logit_bias: dict[str, float] = Field(default_factory=dict)
+    presence_penalty: float = _DEFAULTS.presence_penalty
+    frequency_penalty: float = _DEFAULTS.frequency_penalty
+    top_k: StrictInt = _DEFAULTS.top_k
+    min_p: float = _DEFAULTS.min_p
+    repetition_penalty: float = _DEFAULTS.repetition_penalty
+    ignore_eos: StrictBool = False
+    stop_token_ids: list[StrictInt] = Field(default_factory=list)
+    min_tokens: StrictInt = 0
+    include_stop_str_in_output: StrictBool = False
+    session_id: str = ""
+    cache_salt: str = ""
+    structured_outputs: StructuredOutputsFields | None = None
+    request_id: Annotated[str, Field(max_length=MAX_REQUEST_ID)] = ""
+    speculation: Annotated[SpeculationFields, BeforeValidator(_speculation)] = SpeculationFields()
+    ignored = frozenset({"store", "service_tier", "prompt_cache_key", "prompt_cache_retention", "safety_identifier"})
+    neutral: ClassVar[Neutral] = {"priority": (0,), "skip_special_tokens": (True,)}
+
+
+class GenerationFields(RequestFields):
+    """Fields common to chat and text completions."""
+
+    stream_options: StreamOptions = StreamOptions()
+    max_tokens: StrictInt | None = None
+    n: StrictInt = 1
+    response_format: ResponseFormatFields = ResponseFormatFields(type="text")
+    ignored = RequestFields.ignored | {"user", "metadata", "spaces_between_special_tokens", "verbosity", "prediction"}
+    neutral: ClassVar[Neutral] = RequestFields.neutral | {  # what vLLM's clients send by default
+        "bad_words": ([],),
+        "length_penalty": (1,),
+        "prompt_logprobs": (0,),
+        "return_token_ids": (False,),
+        "return_tokens_as_token_ids": (False,),
+        "use_beam_search": (False,),
+    }
+
+
+class MessageFields(Fields):
+    """One message of a conversation; ignored fields are those of answers that OpenAI's clients send back."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    tool_calls: CallList = Field(default_factory=list)
+    tool_call_id: str = ""
+    content: Annotated[str, BeforeValidator(partial(parts_text, keys={"text": "text", "input_text": "text"}))]
+    reasoning: str = ""  # as current clients send back what an assistant thought
+    reasoning_content: str = ""  # as older ones do
+    ignored = frozenset({"name", "refusal", "annotations"})
+    neutral: ClassVar[Neutral] = {"function_call": (), "audio": ()}
+
+    @classmethod
+    def _kept(cls, data: dict[str, Any]) -> dict[str, Any]:
+        """As of all fields, but no content is empty beside calls or thoughts; a refusal, as OpenAI's, was said."""
+        given = super()._kept(data)
+        if "content" in given:
+            return given
+        refusal, is_assistant = data.get("refusal"), data.get("role") == "assistant"
+        has_more = any(data.get(name) for name in ("tool_calls", "reasoning", "reasoning_content"))
+        if is_assistant and (refusal is not None or has_more):
+            return given | {"content": "" if refusal is None else refusal}
+        return given | {"content": None} if "content" in data else given
+
+
+class ChatFields(GenerationFields):
+    """Body of /v1/chat/completions."""
+
+    messages: list[MessageFields] = Field(min_length=1)
+    max_completion_tokens: StrictInt | None = None
+    logprobs: StrictBool = False
+    top_logprobs: StrictInt = 0
+    tools: ToolList = Field(default_factory=list)
+    tool_choice: ToolChoiceField = ANY
+    parallel_tool_calls: StrictBool = True
+    include_reasoning: StrictBool = True
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    reasoning_effort: Effort | None = None
+    neutral: ClassVar[Neutral] = {
+        **GenerationFields.neutral,
+        **AS_RENDERED,
+        "functions": ([],),
+        "function_call": ("none", "auto"),
+        "modalities": (["text"],),
+        "audio": (),
+        "web_search_options": (),
+        "echo": (False,),
+        "add_special_tokens": (False,),  # the template has them
+    }
+
+
+class CompletionFields(GenerationFields):
+    """Body of /v1/completions."""
+
+    prompt: Annotated[tuple[TextOrTokens, ...], BeforeValidator(_prompts)]
+    logprobs: StrictInt | None = None
+    echo: StrictBool = False
+    ignored = GenerationFields.ignored | {"parallel_tool_calls", "reasoning_effort"}
+    neutral: ClassVar[Neutral] = GenerationFields.neutral | {
+        "add_special_tokens": (True,),
+        "best_of": (1,),
+        "suffix": ("",),
+    }
+
+
+class TokenizeFields(Fields):
+    """Body of /tokenize: a text or a conversation."""
+
+    model: str = ""
+    prompt: str | None = None
+    messages: list[MessageFields] | None = Field(None, min_length=1)
+    return_token_strs: StrictBool = False
+    add_special_tokens: StrictBool | None = None
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    tools: ToolList = Field(default_factory=list)
+    neutral: ClassVar[Neutral] = AS_RENDERED
+
+
+class DetokenizeFields(Fields):
+    """Body of /detokenize."""
+
+    model: str = ""
+    tokens: list[StrictInt]

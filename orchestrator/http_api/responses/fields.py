@@ -1,0 +1,200 @@
+"""Types and names of the fields of /v1/responses that no other path has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field, StrictBool, StrictInt, model_validator
+
+from bough.config.json_fields import must
+from orchestrator.http_api.fields.base import Fields, Neutral
+from orchestrator.http_api.fields.generation import Effort, RequestFields, parts_text, schema_text
+from orchestrator.http_api.fields.tools import (
+    ANY,
+    FUNCTION_NAME,
+    MAX_TOOLS,
+    Choice,
+    ChoiceSpelling,
+    FunctionFields,
+    arguments_text,
+)
+
+MAX_METADATA = 16  # as at OpenAI; so are the sizes of keys and values
+NOT_KEPT = (
+    "responses are not kept; send the items of the conversation so far as input, whose beginning is found by itself "
+    "and not computed again"
+)
+# The key of its text for each type of part; a refusal is one of OpenAI's answers.
+_SAID = {"input_text": "text", "output_text": "text", "refusal": "refusal"}
+_NAMED = '{"type": "function", "name": ...}'
+_CHOICE = ChoiceSpelling(
+    "name", "tools", f'{_NAMED}, or {{"type": "allowed_tools", "mode": "auto" or "required", "tools": [{_NAMED}, ...]}}'
+)
+
+
+class MessageItem(Fields):
+    """A message of the conversation."""
+
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Annotated[str, BeforeValidator(partial(parts_text, keys=_SAID))]
+    ignored = frozenset({"id", "status", "phase"})
+
+
+class CallItem(Fields):
+    """A call that the model made."""
+
+    type: Literal["function_call"]
+    call_id: Annotated[str, Field(min_length=1)]
+    name: Annotated[str, Field(pattern=FUNCTION_NAME)]
+    arguments: Annotated[str, BeforeValidator(arguments_text)]
+    ignored = frozenset({"id", "status", "caller"})
+
+
+class OutputItem(Fields):
+    """What a called function returned."""
+
+    type: Literal["function_call_output"]
+    call_id: Annotated[str, Field(min_length=1)]
+    output: Annotated[str, BeforeValidator(partial(parts_text, keys={"input_text": "text"}))]
+    ignored = frozenset({"id", "status", "name", "caller"})
+
+
+class ReasoningItem(Fields):
+    """What the model thought before it answered."""
+
+    type: Literal["reasoning"]
+    content: Annotated[str, BeforeValidator(partial(parts_text, keys={"reasoning_text": "text"}))] = ""
+    ignored = frozenset({"id", "status", "summary", "encrypted_content"})
+
+
+class _OtherItem(Fields):
+    """An item of another type, which is refused."""
+
+    type: Literal["message", "function_call", "function_call_output", "reasoning"]
+
+
+Item = MessageItem | CallItem | OutputItem | ReasoningItem
+_ITEMS: Mapping[Any, type[Item]] = {
+    "message": MessageItem,
+    "function_call": CallItem,
+    "function_call_output": OutputItem,
+    "reasoning": ReasoningItem,
+}
+
+
+def _item(value: Any) -> Any:
+    """Accept an item, by its type: the fields of an invalid one are named as those of that type."""
+    if not isinstance(value, dict):
+        raise must("be an object with a type")
+    kind = value.get("type") or "message"
+    return (_ITEMS.get(kind, _OtherItem) if isinstance(kind, str) else _OtherItem).model_validate(value)
+
+
+def _schema(value: Any) -> Any:
+    if not isinstance(value, dict):
+        raise must("be a JSON Schema")
+    return schema_text(value)
+
+
+def _input(value: Any) -> Any:
+    """Accept a text as the only message, a user's."""
+    if isinstance(value, str):
+        return [{"role": "user", "content": value}]
+    if not isinstance(value, list) or not value:
+        raise must("be a text, or a list of items")
+    return value
+
+
+def _kept(_: Any) -> Any:
+    raise must(f"be left out, as {NOT_KEPT}")
+
+
+class _TypedFields(Fields):
+    type: Literal["function"]  # before all others, which depend on it
+
+
+class FlatToolFields(FunctionFields, _TypedFields):
+    """A tool: there is one type, whose fields stand beside it."""
+
+
+class TextFormatFields(Fields):
+    """What the answer must be."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    description: str | None = None
+    strict: StrictBool = True
+    json_schema: Annotated[str | None, BeforeValidator(_schema)] = Field(None, alias="schema")
+
+    @model_validator(mode="after")
+    def _require_schema(self) -> TextFormatFields:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise must("have a schema if its type is json_schema, and none otherwise")
+        return self
+
+
+class TextFields(Fields):
+    """What the answer must be, and how long."""
+
+    format: TextFormatFields = TextFormatFields(type="text", schema=None)
+    ignored = frozenset({"verbosity"})
+
+
+class ReasoningFields(Fields):
+    """How much the model is to think, and what is told of it."""
+
+    effort: Effort | None = None
+    ignored = frozenset({"summary", "generate_summary", "context", "mode"})
+
+
+class ResponseStreamOptions(Fields):
+    """Nothing about streams can be chosen."""
+
+    ignored = frozenset({"include_obfuscation"})
+
+
+class ResponseFields(RequestFields):
+    """Body of /v1/responses."""
+
+    input: Annotated[list[Annotated[Item, BeforeValidator(_item)]], BeforeValidator(_input)]
+    instructions: str | None = None
+    max_output_tokens: StrictInt | None = None
+    text: TextFields = TextFields()
+    tools: list[FlatToolFields] = Field(default_factory=list, max_length=MAX_TOOLS)
+    tool_choice: Annotated[Choice, BeforeValidator(_CHOICE.choice)] = ANY
+    parallel_tool_calls: StrictBool = True
+    reasoning: ReasoningFields = ReasoningFields()
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    include: list[
+        Literal[
+            "message.output_text.logprobs",
+            "reasoning.encrypted_content",
+            "message.input_image.image_url",
+            "web_search_call.action.sources",
+            "web_search_call.results",
+            "file_search_call.results",
+            "code_interpreter_call.outputs",
+            "computer_call_output.output.image_url",
+        ]
+    ] = Field(default_factory=list)
+    top_logprobs: StrictInt = 0
+    metadata: dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]] = Field(
+        default_factory=dict, max_length=MAX_METADATA
+    )
+    user: Annotated[str, Field(max_length=512)] | None = None  # told again in each response
+    stream_options: ResponseStreamOptions = ResponseStreamOptions()
+    previous_response_id: Annotated[None, BeforeValidator(_kept)] = None
+    conversation: Annotated[None, BeforeValidator(_kept)] = None
+    # `max_tool_calls` counts tools that are run by the server, of which there are none.
+    ignored = RequestFields.ignored | {"max_tool_calls", "prompt_cache_options"}
+    neutral: ClassVar[Neutral] = {
+        **RequestFields.neutral,
+        "background": (False,),
+        "truncation": ("disabled",),
+        "prompt": (),
+        "context_management": ([],),
+        "moderation": (),
+    }
