@@ -27,10 +27,15 @@ TORCH = {"torch", "transformers", "accelerate", "safetensors", "numba"}
 
 
 @cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@cache
 def imports(path: Path) -> Set[str]:
     """Full names of the modules that a file imports."""
     names: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -41,6 +46,14 @@ def imports(path: Path) -> Set[str]:
 
 def tops(path: Path) -> set[str]:
     return {name.split(".")[0] for name in imports(path)}
+
+
+@cache
+def loaded_by(*modules: str) -> Set[str]:
+    """Top-level names of all that a new process has loaded once it has imported these modules."""
+    code = f"import sys, {', '.join(modules)}; print(*sorted({{name.split('.')[0] for name in sys.modules}}))"
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    return frozenset(output.split())
 
 
 def python_files(*folders: str) -> list[Path]:
@@ -134,9 +147,7 @@ def test_proto_is_no_package() -> None:
 
 
 def test_the_orchestrator_has_no_torch() -> None:
-    code = "import sys, orchestrator.__main__; print(sorted({'torch', 'transformers', 'numba'} & set(sys.modules)))"
-    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert output.strip() == "[]"
+    assert not loaded_by("orchestrator.__main__") & TORCH
 
 
 def test_files_and_functions_stay_short() -> None:
@@ -144,9 +155,8 @@ def test_files_and_functions_stay_short() -> None:
     for path in python_files("bough", *SERVICES, "deploy", "loadtest"):
         if path.parent.name == "pb":
             continue
-        source = path.read_text()
-        assert source.count("\n") <= 300, path
-        for node in ast.walk(ast.parse(source)):
+        assert path.read_text().count("\n") <= 300, path
+        for node in ast.walk(parsed(path)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 assert (node.end_lineno or 0) - node.lineno < 60, f"{path}: {node.name}"
 
@@ -165,10 +175,8 @@ def test_simulated_workers_need_neither_torch_nor_grpc() -> None:
     for path in python_files("bough/simulation"):
         assert not tops(path) & (TORCH | {"redis", "grpc"}), path
         assert "simpy" not in tops(path) or path.name.startswith("capacity"), path
-    code = "import sys, bough.simulation.law, bough.simulation.profile, bough.simulation.tokenizer; "
-    code += "print(sorted({'torch', 'transformers', 'numba', 'grpc', 'redis'} & set(sys.modules)))"
-    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert output.strip() == "[]"
+    modules = (f"bough.simulation.{name}" for name in ("law", "profile", "tokenizer"))
+    assert not loaded_by(*modules) & (TORCH | {"redis", "grpc"})
 
 
 def test_what_speaks_http_is_in_one_room_and_imported_only_when_its_door_opens() -> None:
@@ -179,9 +187,7 @@ def test_what_speaks_http_is_in_one_room_and_imported_only_when_its_door_opens()
     for path in python_files("bough", *SERVICES):
         assert room in path.parents or not tops(path) & http, path
         assert not tops(path) & checks or any(path.is_relative_to(place) for place in checked), path
-    code = f"import sys, orchestrator.__main__; print(sorted({http | checks} & set(sys.modules)))"
-    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert output.strip() == "[]"
+    assert not loaded_by("orchestrator.__main__") & (http | checks)
 
 
 @pytest.mark.parametrize(
@@ -189,9 +195,7 @@ def test_what_speaks_http_is_in_one_room_and_imported_only_when_its_door_opens()
 )
 def test_what_applications_import_needs_no_extra(module: str) -> None:
     """Their packages are the dependencies of the distribution; all others are in its extras."""
-    code = f"import sys, bough.{module}; print(*sorted({{name.split('.')[0] for name in sys.modules}}))"
-    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    others = set(output.split()) - sys.stdlib_module_names
+    others = loaded_by(f"bough.{module}") - sys.stdlib_module_names
     theirs = {"bough", "google", "grpc", "grpc_health", "grpc_reflection", "numpy", "typing_extensions"}
     assert {name for name in others if not name.startswith(("_", "cython_runtime", "grpc_tools"))} <= theirs
 

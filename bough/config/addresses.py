@@ -7,6 +7,7 @@ import logging
 import socket
 from collections.abc import Callable
 from contextlib import suppress
+from random import SystemRandom
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -16,6 +17,7 @@ from bough.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 INDEX_PORT = 6379  # default of index URLs
+PORTS = range(20_000, 32_000)  # outgoing connections get higher ones, and so cannot take one before its server listens
 SocketAddress = tuple[Any, ...]  # of an IPv4 or IPv6 socket
 SourceTowards = Callable[[int, SocketAddress], str]  # (address family, destination) to source address
 
@@ -42,10 +44,11 @@ def is_loopback(host: str) -> bool:
 
 
 def free_port(host: str, wanted: int = 0) -> int:
-    """The port `wanted` if nothing listens there, otherwise any free port; 0 if the host is none of this machine's."""
-    for port in (wanted, 0):
-        with suppress(OSError), bound(host, port) as probe:
-            return int(probe.getsockname()[1])
+    """The port `wanted` if nothing listens there, otherwise one of PORTS; 0 if the host is none of this machine's."""
+    chance = SystemRandom()
+    for port in (wanted or chance.choice(PORTS), *chance.sample(PORTS, 8)):
+        with suppress(OSError), bound(host, port):
+            return port
     return 0
 
 

@@ -19,14 +19,12 @@ import gc
 import importlib
 import json
 import os
-import runpy
 import sys
 import time
-from collections.abc import Mapping
 from typing import Any
 
 from bough.model.architecture.light_imports import import_transformers
-from bough.processes.exit_with_parent import end_with_parent
+from bough.processes.forked import become
 from bough.runtime.allocator import configure_allocator, trim_heap
 
 SHARED = (
@@ -51,7 +49,7 @@ def main() -> None:
         if (process_id := os.fork()) == 0:
             os.close(writes)
             if _may_go_on(reads, adopter):
-                _become(program, adopter)
+                become(program, adopter)
             return
         os.close(reads)
         forked[process_id] = writes
@@ -83,23 +81,6 @@ def _may_go_on(reads: int, adopter: int) -> bool:
     while preloader != adopter and os.getppid() == preloader:
         time.sleep(ADOPTED_SECONDS)
     return os.getppid() == adopter
-
-
-def _become(program: Mapping[str, Any], adopter: int) -> None:
-    """Run a module as `python -m` would, in its own session, with its own log, variables and arguments."""
-    end_with_parent(adopter)
-    os.setsid()
-    for path, flags, descriptors in (
-        (os.devnull, os.O_RDONLY, (0,)),
-        (program["log"], os.O_WRONLY | os.O_APPEND, (1, 2)),
-    ):
-        opened = os.open(path, flags)
-        for descriptor in descriptors:
-            os.dup2(opened, descriptor)
-        os.close(opened)
-    os.environ.update(program["variables"])
-    sys.argv = [program["module"], *program["arguments"]]
-    runpy.run_module(program["module"], run_name="__main__", alter_sys=True)
 
 
 if __name__ == "__main__":

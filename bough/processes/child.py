@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from bough.processes.exit_with_parent import start
 from bough.processes.forked import ForkedProcess
 from bough.registry.records import WorkerRecord
 
@@ -91,6 +92,24 @@ class Child:
         with self.log.open("rb") as log:
             log.seek(max(0, log.seek(0, os.SEEK_END) - TAIL_BYTES))
             return log.read().decode(errors="replace").splitlines()
+
+
+def open_process(
+    command: Sequence[str], log: Path, variables: Mapping[str, str]
+) -> subprocess.Popen[bytes] | ForkedProcess:
+    """Start a process that ends with this one; its output is appended to the log."""
+    with log.open("ab") as stream:
+        return start(
+            command,
+            lambda line: subprocess.Popen(
+                line,
+                stdin=subprocess.DEVNULL,
+                stdout=stream,
+                stderr=stream,
+                start_new_session=True,
+                env=os.environ | variables,
+            ),
+        )
 
 
 def end(children: Sequence[Child]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -14,8 +15,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
-from bough.processes.exit_with_parent import MODULE, start
+from bough.processes.exit_with_parent import MODULE, end_with_parent, start
 
 PR_SET_CHILD_SUBREAPER = 36
 PRELOADER = "bough.model.preload"
@@ -77,7 +79,7 @@ class Preloader:
     def __init__(self, programs: Sequence[Program], log: Path) -> None:
         """Start the preloader. Raises OSError if the system does not support adopting processes."""
         self.programs = tuple(programs)
-        _adopt_orphans(True)
+        adopt_orphans(True)
         command = [sys.executable, *MODULE, PRELOADER, *(program.module for program in programs)]
         with log.open("ab") as stream:
             self._process = start(
@@ -104,11 +106,28 @@ class Preloader:
         assert self._process.stdout is not None, "it was opened as a pipe"
         with self._process.stdout as stdout:
             line = stdout.read()
-        _adopt_orphans(False)
+        adopt_orphans(False)
         return [ForkedProcess(process_id) for process_id in json.loads(line)] if line.endswith(b"\n") else []
 
 
-def _adopt_orphans(adopts: bool) -> None:
+def become(program: Mapping[str, Any], adopter: int) -> None:
+    """Run a Program as `python -m` would, in its own session, in a forked process that `adopter` has adopted."""
+    end_with_parent(adopter)
+    os.setsid()
+    for path, flags, descriptors in (
+        (os.devnull, os.O_RDONLY, (0,)),
+        (program["log"], os.O_WRONLY | os.O_APPEND, (1, 2)),
+    ):
+        opened = os.open(path, flags)
+        for descriptor in descriptors:
+            os.dup2(opened, descriptor)
+        os.close(opened)
+    os.environ.update(program["variables"])
+    sys.argv = [program["module"], *program["arguments"]]
+    runpy.run_module(program["module"], run_name="__main__", alter_sys=True)
+
+
+def adopt_orphans(adopts: bool) -> None:
     """Set whether this process adopts orphaned grandchildren. Raises OSError if not supported."""
     prctl = getattr(ctypes.CDLL(None), "prctl", None)
     if prctl is None or prctl(PR_SET_CHILD_SUBREAPER, int(adopts), 0, 0, 0) != 0:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import subprocess
 import sys
 import tempfile
@@ -22,9 +21,9 @@ from bough.config.addresses import free_port
 from bough.config.processes import DraftConfig, OrchestratorConfig, ServiceConfig, TargetConfig, to_flags
 from bough.config.reader import variable
 from bough.errors import BoughError, ConfigError, Unauthenticated, Unavailable
-from bough.processes.child import KINDS, Child, end, named, process_name
+from bough.processes.child import KINDS, Child, end, named, open_process, process_name
 from bough.processes.compile_once import COMPILING
-from bough.processes.exit_with_parent import MODULE, start
+from bough.processes.exit_with_parent import MODULE
 from bough.processes.forked import ForkedProcess, Preloader, Program
 from bough.processes.signals import cancelled_by_sigterm, signals_ignored
 from bough.registry.registry import Registry
@@ -71,19 +70,7 @@ class Cluster:
     def start(self, name: str, command: Sequence[str], variables: Mapping[str, str] | None = None) -> Child:
         """Start a process that ends with this one, even if this is killed; `variables` extend our environment."""
         variables = variables or {}
-        with self._log(name).open("ab") as stream:
-            process = start(
-                command,
-                lambda line: subprocess.Popen(
-                    line,
-                    stdin=subprocess.DEVNULL,
-                    stdout=stream,
-                    stderr=stream,
-                    start_new_session=True,
-                    env=os.environ | variables,
-                ),
-            )
-        return self._add(name, command, variables, process)
+        return self._add(name, command, variables, open_process(command, self._log(name), variables))
 
     def restart(self, name: str) -> Child:
         """Start an ended process again with the same command; the orchestrator keeps its port."""

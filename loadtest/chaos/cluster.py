@@ -10,11 +10,10 @@ import asyncio
 import os
 import random
 import signal
-import socket
 import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -22,6 +21,7 @@ from tempfile import TemporaryDirectory
 import redis.asyncio
 
 from bough.client import Client
+from bough.config.addresses import free_port
 from bough.config.processes import DraftConfig, OrchestratorConfig, ServiceConfig, TargetConfig, to_flags
 from bough.errors import BoughError
 from bough.processes.launch import INDEX, Cluster, Settings
@@ -190,7 +190,7 @@ async def chaos_cluster(
 async def _open_door(
     stack: AsyncExitStack, name: str, rng: random.Random, on_verify: Callable[[str, bytes], None]
 ) -> Door:
-    port, calls = _free_port(), None
+    port, calls = free_port(LOCALHOST), None
 
     def heard(method: str, request: bytes) -> None:
         if method.endswith("/Verify"):
@@ -207,12 +207,3 @@ def _command(kind: str, config: ServiceConfig, door: Door, index: str) -> Sequen
     for name, value in (("port", door.port), ("advertise-port", door.link.port), ("index-url", f"redis://{index}")):
         flags[flags.index(f"--{name}") + 1] = str(value)
     return [sys.executable, "-m", MODULES[kind], *flags]
-
-
-def _free_port() -> int:
-    """One that no outgoing connection is given while its process is down: below those of Linux's own choice."""
-    while True:
-        port = random.randrange(10_000, 32_000)
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind((LOCALHOST, port))
-            return port

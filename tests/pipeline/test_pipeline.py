@@ -20,7 +20,6 @@ from bough.tokenization.tokenizer import Tokenizer
 from loadtest.common.prompts import load_prompts
 from tests.conftest import pipeline, settings
 
-PLAIN = Speculation(disabled=True)
 # Shallow trees: on two cores the draft steps of many sessions are most of the time that these tests take.
 # Large trees take most of it, so fewer sessions have them, and shorter ones, unless BOUGH_ALL_PROMPTS is set.
 ALL_PROMPTS = bool(os.environ.get("BOUGH_ALL_PROMPTS"))
@@ -28,7 +27,7 @@ NUM_PROMPTS, LENGTH = (12, 64) if ALL_PROMPTS else (4, 40)
 NUM_PROMPTS_OF = {} if ALL_PROMPTS else {"64": 3, "256": 2}
 LENGTH_OF = {} if ALL_PROMPTS else {"256": 24}
 SIZES = {str(budget): Speculation(budget=budget, width=32, depth=4) for budget in (1, 16, 64, 256)}
-WAYS = {"self-sized": Speculation(), **SIZES}
+WAYS = {"none": Speculation(disabled=True), "self-sized": Speculation(), **SIZES}
 GREEDY = GenerateOptions(temperature=0.0, max_tokens=LENGTH, ignore_eos=True)
 
 
@@ -66,6 +65,16 @@ def expected(smollm: Path, prompts: list[list[int]]) -> list[list[int]]:
     return output
 
 
+def count_of(name: str) -> int:
+    """Prompts that a way to speculate is tried with."""
+    return NUM_PROMPTS_OF.get(name, NUM_PROMPTS)
+
+
+def length_of(name: str) -> int:
+    """Tokens that it goes on for."""
+    return LENGTH_OF.get(name, LENGTH)
+
+
 async def tokens_for(client: Client, prompt: list[int], options: GenerateOptions) -> list[int]:
     """The output tokens; checks that the stream's own counts agree with them."""
     events = [event async for event in client.generate(TokenPrompt(tuple(prompt)), options)]
@@ -82,34 +91,26 @@ async def all_tokens(client: Client, prompts: list[list[int]], options: Generate
     return list(await asyncio.gather(*(tokens_for(client, prompt, options) for prompt in prompts)))
 
 
-@pytest.mark.parametrize("size", ["none", "self-sized", *SIZES])
 async def test_greedy_output_is_that_of_generate(
-    client: Client, prompts: list[list[int]], expected: list[list[int]], size: str
+    client: Client, prompts: list[list[int]], expected: list[list[int]]
 ) -> None:
-    count, length = NUM_PROMPTS_OF.get(size, NUM_PROMPTS), LENGTH_OF.get(size, LENGTH)
-    options = replace(GREEDY, speculation=WAYS.get(size, PLAIN), max_tokens=length)
-    assert await all_tokens(client, prompts[:count], options) == [tokens[:length] for tokens in expected[:count]]
+    """Of trees of every size, in sweeps that all of them share."""
+    options = {name: replace(GREEDY, speculation=way, max_tokens=length_of(name)) for name, way in WAYS.items()}
+    asked = (all_tokens(client, prompts[: count_of(name)], own) for name, own in options.items())
+    outputs = dict(zip(options, await asyncio.gather(*asked), strict=True))
+    assert outputs == {name: [tokens[: length_of(name)] for tokens in expected[: count_of(name)]] for name in WAYS}
 
 
 async def test_sampled_output_is_the_same_for_every_size(client: Client, prompts: list[list[int]]) -> None:
     sampled = replace(GREEDY, temperature=0.8, seed=2024, max_tokens=24)
-    some = prompts[:4] if ALL_PROMPTS else prompts[:2]
-    options = {name: replace(sampled, speculation=way) for name, way in {"none": PLAIN, **WAYS}.items()}
+    options = {name: replace(sampled, speculation=way) for name, way in WAYS.items()}
     options["another seed"] = replace(options["none"], seed=2025)
-    counts = {name: min(len(some), NUM_PROMPTS_OF.get(name, NUM_PROMPTS) // 2) for name in options}
-    asked = (all_tokens(client, some[: counts[name]], own) for name, own in options.items())
-    outputs = dict(zip(options, await asyncio.gather(*asked), strict=True))  # in sweeps that all of them share
+    counts = {name: count_of(name) // 2 for name in options}
+    asked = (all_tokens(client, prompts[: counts[name]], own) for name, own in options.items())
+    outputs = dict(zip(options, await asyncio.gather(*asked), strict=True))
     plain, other_seed = outputs["none"], outputs.pop("another seed")
     assert outputs == {name: plain[: counts[name]] for name in outputs}
     assert all(mine != theirs for mine, theirs in zip(other_seed, plain, strict=True))
-
-
-async def test_two_sessions_at_once_get_what_each_gets_alone(client: Client, prompts: list[list[int]]) -> None:
-    sampled = [replace(GREEDY, temperature=0.8, seed=seed, max_tokens=20) for seed in (1, 2)]
-    pairs = list(zip(prompts[2:4], sampled, strict=True))
-    alone = [await tokens_for(client, prompt, options) for prompt, options in pairs]
-    together = await asyncio.gather(*(tokens_for(client, prompt, options) for prompt, options in pairs))
-    assert list(together) == alone
 
 
 async def test_speculation_accepts_several_tokens_a_round(client: Client, prompts: list[list[int]]) -> None:

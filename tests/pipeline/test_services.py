@@ -310,6 +310,11 @@ async def test_acceptance_is_counted_while_running(client: Client) -> None:
     assert below <= sum(counts.by_depth[0].accepted)  # nodes at depth 1 that were walked through, and had children
 
 
+async def test_tokens_are_bounded_by_the_context(client: Client) -> None:
+    last = await finish(client, TokenPrompt(tuple(range(200)) * 2), replace(SHORT, max_tokens=10_000))
+    assert (last.finish_reason, last.usage.completion_tokens) == ("length", 112)
+
+
 async def test_an_abort_ends_a_stream_at_once(client: Client) -> None:
     options = replace(SHORT, max_tokens=400, request_id="long", speculation=Speculation(disabled=True))
     stream = client.generate(PROMPT, options)

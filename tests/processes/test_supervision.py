@@ -160,11 +160,11 @@ async def test_a_target_that_stays_dead_ends_everything_aloud(tmp_path: Path) ->
         await run()
 
 
-async def test_whoever_cancels_the_block_gets_a_cancellation(tmp_path: Path) -> None:
+async def test_whoever_cancels_the_block_gets_a_cancellation(shared: Watched) -> None:
     is_running = asyncio.Event()
 
     async def run() -> None:
-        async with watched(tmp_path):
+        async with supervised(shared.cluster, shared.lines.append, POLICY):
             is_running.set()
             await asyncio.sleep(PATIENCE_SECONDS)
 
@@ -173,6 +173,7 @@ async def test_whoever_cancels_the_block_gets_a_cancellation(tmp_path: Path) -> 
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
+    assert all(not child.has_ended() for child in shared.cluster.children.values())
 
 
 def test_pauses_grow_to_the_longest_and_end() -> None:

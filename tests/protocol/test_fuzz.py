@@ -87,7 +87,7 @@ def code_of_ours(exc: grpc.aio.AioRpcError) -> grpc.StatusCode:
 async def is_well(services: Stack) -> None:
     """The slots are in order, and an ordinary request gets what it always gets."""
     services.check_integrity()
-    options = GenerateOptions(temperature=0.0, max_tokens=6, ignore_eos=True)
+    options = GenerateOptions(temperature=0.0, max_tokens=3, ignore_eos=True)
     async with Client(services.addresses["orchestrator"]) as client:
         events = [event async for event in client.generate(TokenPrompt((5, 6, 7)), options)]
     assert isinstance(events[-1], Finished)
