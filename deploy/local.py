@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
+from ray.serve.context import _get_global_client
 
 from bough.cli.inspection.doctor import find_problems
 from bough.cli.inspection.ray_dashboard import Application, Node, RayDashboard
@@ -134,7 +136,7 @@ def ray_node(config: Mapping[str, Any], dashboard_port: int) -> Iterator[RayDash
     try:
         yield dashboard
     finally:
-        _stop(dashboard)
+        _stop()
         ray.shutdown()
 
 
@@ -197,14 +199,15 @@ def _nodes_when_known(dashboard: RayDashboard) -> tuple[Node, ...]:
         time.sleep(POLL_SECONDS)
 
 
-def _stop(dashboard: RayDashboard) -> None:
-    """Let every replica drain; a second Ctrl-C stops at once."""
+def _stop() -> None:
+    """Let every replica drain; a second Ctrl-C stops at once.
+
+    Serve's controller is told, and not the dashboard, which a terminal's Ctrl-C ends as well.
+    """
     print("ending everything; what runs may finish", file=sys.stderr, flush=True)
-    deadline = time.monotonic() + STOP_SECONDS
-    with suppress(Unavailable, ConfigError, Stopped):
-        dashboard.shut_down()
-        while dashboard.applications() and time.monotonic() < deadline:
-            time.sleep(POLL_SECONDS)
+    with suppress(Stopped, RayError):
+        if client := _get_global_client(raise_if_no_controller_running=False):
+            client.shutdown(STOP_SECONDS)
 
 
 def _deployments(config: Mapping[str, Any]) -> list[dict[str, Any]]:

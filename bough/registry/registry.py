@@ -81,9 +81,9 @@ class Registry:
         while True:
             try:
                 return await self.ping()
-            except Unavailable:
+            except Unavailable as exc:
                 if time.monotonic() > deadline:
-                    raise
+                    raise Unavailable(f"--index-url: must be a Redis or Valkey that answers: {exc}") from exc
             await asyncio.sleep(0.1)
 
     async def register(self, record: WorkerRecord, lease_seconds: float = LEASE_SECONDS) -> None:

@@ -54,8 +54,9 @@ class MetricsServer:
         try:
             self._server = start_http_server(port, bare(host), self.registry)
         except OSError as exc:
+            where = f"{joined(host, port)}: {exc}"
             raise ConfigError(
-                f"--metrics-port: cannot listen on {joined(host, port)}: {exc}; 0 takes a free one"
+                f"--metrics-port: cannot listen on {where}; --host must be this machine's, 0 takes a free port"
             ) from exc
         server, _ = self._server
         _bound(server, context)

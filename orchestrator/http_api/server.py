@@ -67,7 +67,9 @@ def _listener(host: str, port: int) -> socket.socket:
         is_v6 = family == socket.AF_INET6
         return socket.create_server(address, family=family, backlog=NUM_PENDING, dualstack_ipv6=is_v6)
     except OSError as exc:
-        raise ConfigError(f"--http-port: cannot listen on {host}:{port}: {exc}; 0 takes a free one") from exc
+        raise ConfigError(
+            f"--http-port: cannot listen on {host}:{port}: {exc}; --host must be this machine's, 0 takes a free port"
+        ) from exc
 
 
 class _Server(uvicorn.Server):

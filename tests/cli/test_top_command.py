@@ -9,6 +9,7 @@ import pytest
 from bough.cli.inspection.top import top
 from bough.cli.main import argument_parser
 from bough.client import Client
+from bough.errors import ConfigError
 from bough.processes.launch import launched
 from bough.protocol.generation import GenerateOptions, TextPrompt
 from tests.fakes.simulated import simulated_settings, write_profile
@@ -47,3 +48,11 @@ async def test_where_nobody_answers_it_says_so(capsys: pytest.CaptureFixture[str
     arguments = argument_parser().parse_args(["top", "--address", "127.0.0.1:1", "--count", "3"])
     assert await top(arguments) == 1
     assert capsys.readouterr().out.startswith("127.0.0.1:1: ")
+
+
+@pytest.mark.parametrize(("flag", "value"), [("--interval", "-1"), ("--interval", "0"), ("--count", "-1")])
+async def test_a_pause_or_a_number_of_looks_that_would_ask_all_workers_without_a_pause_is_refused(
+    flag: str, value: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"{flag}: must be .* or more, got {value}"):
+        await top(argument_parser().parse_args(["top", "--address", "127.0.0.1:1", "--count", "1", flag, value]))

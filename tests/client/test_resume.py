@@ -213,11 +213,13 @@ def test_a_client_needs_an_address() -> None:
         Client("")
 
 
-def test_an_address_that_is_no_text_is_refused() -> None:
+@pytest.mark.parametrize("address", ["caf\udce9:7411", "127.0.0.1"], ids=["no text", "no port"])
+def test_an_address_that_is_none_is_refused(address: str) -> None:
+    """Without a port gRPC would ask at 443."""
     with pytest.raises(
         ConfigError, match=r"addresses: must be such as 127\.0\.0\.1:7411 or grpcs://127\.0\.0\.1:7411, got"
     ):
-        Client("caf\udce9:7411")
+        Client(address)
 
 
 async def test_a_stream_that_breaks_after_a_long_sweep_is_gone_on_with(fakes: Fleet) -> None:

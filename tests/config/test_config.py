@@ -220,3 +220,22 @@ def test_what_is_started_does_not_depend_on_the_folder_one_is_in(tmp_path: Path)
     (tmp_path / "bough").mkdir()
     command = [sys.executable, *MODULE, "orchestrator", "--help"]
     assert subprocess.run(command, cwd=tmp_path, capture_output=True, check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["up", "--port", "x"], "--port: must be a whole number, got 'x'; see bough up --help"),
+        (["generate", "--temperature", "hot", "Hi"], "--temperature: must be a number, got 'hot'; see bough generate"),
+        (["generate", "--no-such", "Hi"], "unrecognized arguments: --no-such"),
+    ],
+)
+def test_a_flag_that_is_wrong_is_named_in_one_line(
+    flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And not below the names of forty that are right."""
+    with pytest.raises(SystemExit, match="2"):
+        argument_parser().parse_args(flags)
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: {message}")
+    assert said.count("\n") == 1

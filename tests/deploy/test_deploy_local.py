@@ -86,10 +86,25 @@ def test_no_other_cluster_is_joined(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local.ray, "init", lambda **options: started.append(options))
     monkeypatch.setattr(local.ray, "shutdown", lambda: None)
     monkeypatch.setattr(local, "catch_signals", lambda: None)
-    monkeypatch.setattr(local, "_stop", lambda _: None)
+    monkeypatch.setattr(local, "_stop", lambda: None)
     with local.ray_node(CONFIG, 8265):
         pass
     assert [options["address"] for options in started] == ["local"]
+
+
+def test_replicas_drain_though_ctrl_c_has_ended_the_dashboard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A terminal's Ctrl-C goes to all processes of its group, and Ray's dashboard takes it."""
+    patience: list[float] = []
+
+    class Controller:
+        def shutdown(self, timeout_s: float) -> None:
+            patience.append(timeout_s)
+            raise local.Stopped  # a second Ctrl-C
+
+    for client in (None, Controller()):  # None: nothing has been deployed yet
+        monkeypatch.setattr(local, "_get_global_client", lambda client=client, **_: client)
+        local._stop()
+    assert patience == [local.STOP_SECONDS]
 
 
 @pytest.fixture

@@ -101,3 +101,10 @@ async def test_a_request_does_not_wait_for_a_silent_index(fakes: Fleet, patient:
             seen = await read(client, options)
         assert seen.token_ids == expected(fakes)
         state.swallows = False
+
+
+async def test_a_start_without_an_index_names_the_setting() -> None:
+    registry = Registry("redis://127.0.0.1:1")
+    with pytest.raises(Unavailable, match=r"--index-url: must be a Redis or Valkey that answers: .*127\.0\.0\.1:1"):
+        await registry.wait(0.0)
+    await registry.close()

@@ -105,10 +105,6 @@ class RayDashboard:
         """
         self._call("PUT", APPLICATIONS, config)
 
-    def shut_down(self) -> None:
-        """Shut all applications down gracefully. Raises Unavailable."""
-        self._call("DELETE", APPLICATIONS)
-
     def _call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
         headers = {"content-type": "application/json"}
         if token := ray_token(os.environ):
