@@ -9,9 +9,11 @@ from bough.protocol.thoughts import Channels
 from orchestrator.reasoning.parser import Parted
 from orchestrator.sessions.detokenizer import overlap
 from orchestrator.tools.harmony import CALL, CHANNEL, CONSTRAIN, MARKS, MESSAGE, RECIPIENT, START
+from orchestrator.tools.named_call import NAME
 
 _HEADER_BEGINS = CHANNEL, MESSAGE, START, "to="
 _CHANNEL, _RECIPIENT = re.compile(re.escape(CHANNEL) + r"\s*(\w+)"), re.compile(r"\bto=([^\s<]+)")
+_FUNCTION = re.compile(re.escape(RECIPIENT) + f"({NAME})")
 
 
 class _In(Enum):
@@ -27,7 +29,8 @@ class HarmonyParser:
     """Reads one output. What is certain is told; joined, it is the same in whatever pieces the text came.
 
     Calls are part of the content, as `orchestrator.tools.harmony.HARMONY` reads them. Where none are looked for, and
-    where a tool is none of the request's, what is said to it counts as thoughts. An output without headers is content.
+    where a message goes to something else than a function, its text counts as thoughts. An output without headers is
+    content.
     """
 
     def __init__(self, channels: Channels, *, has_calls: bool) -> None:
@@ -39,8 +42,7 @@ class HarmonyParser:
         self.has_thoughts = False
         self.is_before_content = True
         if MESSAGE in channels.header:
-            header, _, self._text = channels.header.partition(MESSAGE)
-            self._begin_body(header)
+            self._begin_body(channels.header.partition(MESSAGE)[0])
 
     def push(self, text: str) -> Parted:
         """Read a further piece of the text."""
@@ -80,9 +82,9 @@ class HarmonyParser:
         channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)
         self._header = ""
         if recipient is not None:
-            self._name = recipient[1].removeprefix(RECIPIENT)
-            is_call = self._has_calls and recipient[1].startswith(RECIPIENT)
-            self._in = _In.BEFORE_CALL if is_call else _In.THOUGHTS
+            function = _FUNCTION.fullmatch(recipient[1]) if self._has_calls else None
+            self._name = function[1] if function is not None else ""
+            self._in = _In.THOUGHTS if function is None else _In.BEFORE_CALL
         else:
             self._in = _In.THOUGHTS if channel is not None and channel[1] == "analysis" else _In.CONTENT
         self.has_thoughts = self.has_thoughts or self._in is _In.THOUGHTS

@@ -12,7 +12,8 @@ from orchestrator.tools.call_reader import CallReader
 from orchestrator.tools.call_syntax import Write
 from orchestrator.tools.json_value import JsonValue
 
-_NAME = re.compile(r"\s*[A-Za-z0-9_.:/-]*")
+NAME = "[A-Za-z0-9_.:/-]+"  # of a function
+_NAME = re.compile(rf"\s*({NAME})?")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -51,11 +51,13 @@ def require_tools(template: ChatTemplate) -> None:
 
 
 def _require_known(index: int, message: Message, template: ChatTemplate) -> None:
-    """Refuse what a template that does not mention it would drop in silence."""
+    """Refuse what a template would drop in silence, as it does not mention it or reads the first of several alone."""
     if message.tool_calls and "tool_calls" not in template.source:
         name, what = "tool_calls", "be left out, as this model's chat template does not know calls of tools"
     elif message.role == "tool" and "tool" not in template.source:
         name, what = "role", "be another than tool, which this model's chat template does not know"
+    elif len(message.tool_calls) > 1 and CHANNEL in template.source:
+        name, what = "tool_calls", "be one call, as this model's chat template reads the first alone"
     else:
         return
     raise InvalidRequest(f"chat.messages[{index}].{name}: must {what}")

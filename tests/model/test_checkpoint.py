@@ -95,7 +95,7 @@ def test_offsets_that_are_no_numbers(copy: Path) -> None:
     [
         ({"hidden_size": "sixty"}, "hidden_size"),
         ({"num_hidden_layers": 5}, r"model\.layers\.4\..*missing"),
-        ({"intermediate_size": 128}, r"shape \[96, 64\], but config.json asks for \[128, 64\]"),
+        ({"intermediate_size": 128}, r"shape \[96, 64\], but the configuration asks for \[128, 64\]"),
         ({"model_type": "no-such-model"}, "no-such-model"),
     ],
 )

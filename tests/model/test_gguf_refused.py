@@ -36,6 +36,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("fields", "message"),
     [
         ({"block_count": None}, r"field llama\.block_count must be a whole number, got None"),
+        ({"attention.head_count_kv": 0}, r"llama\.attention\.head_count_kv must be a divisor of 4, .* got 0"),
         ({"attention.head_count": "4"}, r"attention\.head_count must be a whole number, got '4'"),
         ({"attention.layer_norm_rms_epsilon": None}, r"layer_norm_rms_epsilon must be a number, got None"),
         ({"expert_count": 8}, r"field llama\.expert_count is not supported for this architecture, got 8"),
@@ -126,10 +127,18 @@ def test_a_file_of_a_hub_id(whole: Path, tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     assert resolve("org/tiny/sub/model.gguf") == file
     assert find_config("org/tiny/sub/model.gguf")[1] == file
-    for name in ("org/tiny/other.gguf", "org/tiny/../../../../outside.gguf", "org/none/model.gguf", "some/model.gguf"):
+    (file.parent / "m-00001-of-00002.gguf").symlink_to(whole)
+    for name in (
+        "org/tiny/sub/m-00001-of-00002.gguf",
+        "org/tiny/other.gguf",
+        "org/tiny/../../../../outside.gguf",
+        "org/none/model.gguf",
+        "some/model.gguf",
+    ):
         with pytest.raises(CheckpointError, match=r"model: .*outside|model: must be a"):
             Checkpoint.open(name)
     asked: list[tuple[str, ...]] = []
     monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *where, **_: asked.append(where))
-    hub.fetch("org/tiny/sub/model.gguf", str(whole))
-    assert asked == [("org/tiny", "sub/model.gguf")]
+    hub.fetch("org/tiny/sub/model.gguf", str(whole), "org/large/sub/m-00001-of-00002.gguf")
+    split = [("org/large", f"sub/m-0000{number}-of-00002.gguf") for number in (1, 2)]
+    assert asked == [("org/tiny", "sub/model.gguf"), *split]

@@ -68,6 +68,10 @@ def gguf_config(file: Path) -> dict[str, Any]:
         if (found := header.field(field, int, head_dim)) != head_dim:
             raise header.refusal(f"field {name}.{field} must be {head_dim}, the size of a head, got {found}")
     kv_heads = header.field("attention.head_count_kv", int, heads)
+    if not kv_heads or heads % kv_heads:
+        raise header.refusal(
+            f"field {name}.attention.head_count_kv must be a divisor of {heads}, the number of heads, got {kv_heads}"
+        )
     config |= {
         "model_type": MODEL_TYPES[name],
         "head_dim": head_dim,

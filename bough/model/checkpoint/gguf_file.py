@@ -22,7 +22,7 @@ BLOCKS = {  # types of blocks: numbers and bytes of a block
     "Q4_0": (32, 18), "Q4_1": (32, 20), "Q5_0": (32, 22), "Q5_1": (32, 24), "Q8_0": (32, 34),
     "Q2_K": (256, 84), "Q3_K": (256, 110), "Q4_K": (256, 144), "Q5_K": (256, 176), "Q6_K": (256, 210),
 }  # fmt: skip
-OF_SEVERAL = re.compile(r"-00001-of-(\d{5})\.gguf$")
+OF_SEVERAL = re.compile(r"(.*)-00001-of-(\d{5})\.gguf")
 
 
 class GgufTensor(NamedTuple):
@@ -68,6 +68,13 @@ def is_gguf(path: str | Path) -> bool:
     return str(path).endswith(SUFFIX)
 
 
+def files_of(file: Path) -> list[Path]:
+    """All files of a split model whose first one has this name, which they follow; else the file alone."""
+    found = OF_SEVERAL.fullmatch(file.name)
+    start, count = (found[1], int(found[2])) if found else ("", 1)
+    return [file, *(file.with_name(f"{start}-{n:05d}-of-{count:05d}{SUFFIX}") for n in range(2, count + 1))]
+
+
 def read_gguf(file: Path) -> GgufHeader:
     """The header of a file, or of all files of a split model whose first one it is.
 
@@ -77,8 +84,13 @@ def read_gguf(file: Path) -> GgufHeader:
     header = _kept(file)
     if not isinstance(header.fields.get("general.architecture"), str):
         raise header.refusal("has no field general.architecture")
-    if (count := header.fields.get("split.count") or 1) > 1:
-        parts = [_kept(part).tensors for part in _others(file, count)]
+    if (count := header.fields.get("split.count") or 1) != 1:
+        if len(files := files_of(file)) != count:
+            raise header.refusal(
+                f"is one of {count} files of a split model; must be the first one, named ...-00001-of-{count:0>5}"
+                f"{SUFFIX}, with the others beside it"
+            )
+        parts = [_kept(part).tensors for part in files[1:]]
         return replace(header, tensors={name: each for part in (header.tensors, *parts) for name, each in part.items()})
     return header
 
@@ -140,15 +152,3 @@ def _tensors(file: Path, size: int, reader: GGUFReader) -> list[GgufTensor]:
             raise CheckpointError(f"{file}: tensor {each.name} ends beyond the file's {size} bytes; it is truncated")
         tensors.append(GgufTensor(each.name, file, int(each.data_offset), num_bytes, kind, shape))
     return tensors
-
-
-def _others(file: Path, count: int) -> list[Path]:
-    """A split model's other files, which are beside the first."""
-    found = OF_SEVERAL.search(file.name)
-    if found is None or int(found[1]) != count:
-        raise CheckpointError(
-            f"{file}: is one of {count} files of a split model; must be the first one, named ...-00001-of-{count:05d}"
-            f"{SUFFIX}, with the others beside it"
-        )
-    start = file.name[: found.start()]
-    return [file.with_name(f"{start}-{number:05d}-of-{count:05d}{SUFFIX}") for number in range(2, count + 1)]

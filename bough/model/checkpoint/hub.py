@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 
 from bough.errors import CheckpointError
-from bough.model.checkpoint.gguf_file import is_gguf
+from bough.model.checkpoint.gguf_file import files_of, is_gguf
 
 WANTED = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]
 UNWANTED = ["original/*", "consolidated*"]  # the same weights in their makers' formats
@@ -37,7 +37,8 @@ def cached(model: str) -> Path:
     cache = constants.HF_HUB_CACHE
     try:
         if is_gguf(model):
-            folder = Path(hf_hub_download(*_file(model), cache_dir=cache, local_files_only=True))
+            found = [hf_hub_download(*file, cache_dir=cache, local_files_only=True) for file in _files(model)]
+            folder = Path(found[0])
         else:
             folder = Path(snapshot_download(model, cache_dir=cache, local_files_only=True))
     except (LocalEntryNotFoundError, HFValidationError, ValueError) as exc:
@@ -53,10 +54,10 @@ def cached(model: str) -> Path:
     return folder
 
 
-def _file(model: str) -> tuple[str, str]:
-    """A repository, and a file within it."""
+def _files(model: str) -> list[tuple[str, str]]:
+    """The file of a hub id, or all of a split model, each with its repository."""
     organisation, name, file = model.split("/", 2)
-    return f"{organisation}/{name}", file
+    return [(f"{organisation}/{name}", each.as_posix()) for each in files_of(Path(file))]
 
 
 def fetch(*models: str) -> None:
@@ -74,7 +75,8 @@ def fetch(*models: str) -> None:
     for model in ids:
         try:
             if is_gguf(model):
-                hf_hub_download(*_file(model))
+                for file in _files(model):
+                    hf_hub_download(*file)
             else:
                 snapshot_download(model, allow_patterns=WANTED, ignore_patterns=UNWANTED)
         except LocalEntryNotFoundError:

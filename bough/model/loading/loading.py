@@ -187,13 +187,15 @@ class _Finder:
         if source is None and name in self._tied:
             source = self._naming.source(self._tied[name])
         if source is None:
-            raise CheckpointError(f"{self._checkpoint.path}: tensor {name}, which config.json asks for, is missing")
+            raise CheckpointError(
+                f"{self._checkpoint.path}: tensor {name}, which the configuration asks for, is missing"
+            )
         place = source.places[0]
         _require_readable(source)
         if source.shape != tuple(parameter.shape):
             raise CheckpointError(
                 f"{place.file}: tensor {place.name} has shape {list(source.shape)}, "
-                f"but config.json asks for {list(parameter.shape)}"
+                f"but the configuration asks for {list(parameter.shape)}"
             )
         return ParameterSlot(module, key, source)
 

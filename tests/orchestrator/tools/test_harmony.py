@@ -84,6 +84,11 @@ OUTPUTS: dict[str, tuple[str, str, str, tuple[str, str] | None]] = {
     "a call of a tool that is none": (
         "<|channel|>analysis to=python code<|message|>print(1)<|call|>", "print(1)", "", None
     ),
+    "a call of something that can be no function": (
+        '<|channel|>commentary to=functions. <|message|>{}<|call|><|start|>assistant to=functions.f(x)<|message|>{}',
+        "{}\n{}", "", None,
+    ),
+    "a call of a function that the request lacks": (CALL.replace("weather", "rain"), "", "", ("rain", ROME[1])),
     "a call that is no object": (
         "<|channel|>commentary to=functions.weather <|constrain|>json<|message|> Rome<|call|>", " Rome", "", None
     ),
@@ -127,8 +132,9 @@ def test_without_tools_what_is_said_to_one_counts_as_thoughts() -> None:
     assert (whole["reasoning"], whole["content"], "tool_calls" in whole) == (ROME[1], "Well.", False)
 
 
-def test_an_answer_that_the_prompt_has_begun_is_content_at_once() -> None:
-    whole, _ = answered(events(Channels("assistant<|channel|>final<|message|>"), ["4"]))
+@pytest.mark.parametrize("begun", ["", "It is"])
+def test_an_answer_that_the_prompt_has_begun_is_content_at_once(begun: str) -> None:
+    whole, _ = answered(events(Channels(f"assistant<|channel|>final<|message|>{begun}"), ["4"]))
     assert whole["choices"][0]["message"]["content"] == "4"
 
 
@@ -223,3 +229,6 @@ def test_the_template_is_given_effort_tools_calls_thoughts_and_answers() -> None
     )
     planned = Message("assistant", "I look.", (call,), reasoning="Hm.")
     whole_prompt(ChatPrompt((*QUESTION, planned, result), TOOLS), model(), 300)  # both of which the template refuses
+    both = Message("assistant", "", (call, replace(call, call_id="call_2")))
+    with pytest.raises(InvalidRequest, match=r"^chat\.messages\[1\]\.tool_calls: must be one call, .* the first alone"):
+        whole_prompt(ChatPrompt((*QUESTION, both, result), TOOLS), model(), 300)
