@@ -49,8 +49,8 @@ class DraftWorker(ServedDraft):
 
     def __init__(self, config: DraftConfig, worker_id: str) -> None:
         checkpoint = Checkpoint.open(config.model)
-        super().__init__(config, worker_id, config.model_name or checkpoint.folder.name)
-        self.tokenizer = load_tokenizer_files(checkpoint.folder)
+        super().__init__(config, worker_id, config.model_name or checkpoint.name)
+        self.tokenizer = load_tokenizer_files(checkpoint.path)
         self._fingerprint = checkpoint.fingerprint()
         device = choose_device(config.device)
         make_ready(device)

@@ -69,13 +69,13 @@ class TargetWorker(ServedTarget):
     def __init__(self, config: TargetConfig, worker_id: str) -> None:
         hand_over_soon()
         checkpoint = Checkpoint.open(config.model)
-        super().__init__(config, worker_id, config.model_name or checkpoint.folder.name)
-        self.tokenizer = load_tokenizer_files(checkpoint.folder)
+        super().__init__(config, worker_id, config.model_name or checkpoint.name)
+        self.tokenizer = load_tokenizer_files(checkpoint.path)
         self._weights_hash = WeightsHash(place.file for place in checkpoint.tensors.values())
         self._fingerprint = checkpoint.fingerprint()
         self._device = choose_device(config.device)
         make_ready(self._device)
-        self._config = config = settled(config, load_config(checkpoint.folder), self._device.type)
+        self._config = config = settled(config, load_config(checkpoint.path), self._device.type)
         self._skeleton = build_skeleton(checkpoint, DTYPES[config.dtype])
         self._conversion = conversion(checkpoint.tensors.values(), self._skeleton.dtype)
         if self._conversion:

@@ -28,10 +28,9 @@ from bough.config.processes import DraftConfig, OrchestratorConfig, TargetConfig
 from bough.model.checkpoint.tokenizer_files import load_tokenizer_files
 from bough.processes.launch import Cluster, Settings, launched
 from bough.tokenization.vocabulary import TokenizerFiles
-from loadtest.common.tiny_model import TINY, save_tokenizer
+from loadtest.common.tiny_model import TINY, save_model, save_tokenizer
 from tests.fakes.fleet import Fleet, fleet
 from tests.fakes.fork_server import forked_programs
-from tests.fakes.saved_models import save_model
 from tests.fakes.stage import Orchestrator, Stage, orchestrating, staged
 
 __all__ = ["TINY", "save_model", "save_tokenizer"]  # for the tests that import them from here
@@ -42,7 +41,7 @@ SHARED = "tiny_cluster"  # takes so long to start that all files with it are one
 LONGEST = (  # files that begin first, so that none of them is left alone at the end
     *("test_pipeline", "test_faults", "test_whole_sweeps", "test_exactness", "test_supervision"),
     *("test_deploy_supervisor", "test_attention_triton", "test_regret", "test_random_sizes", "test_memory"),
-    *("test_fuzz", "test_serve", "test_leaks", "test_chaos", "test_growth", "test_gpu_check", "test_compile_kernels"),
+    *("test_fuzz", "test_leaks", "test_chaos", "test_growth", "test_gpu_check", "test_compile_kernels"),
     *("test_simulated_workers", "test_limits", "test_failover", "test_vocabularies", "test_drain", "test_experts"),
 )
 

@@ -127,11 +127,11 @@ class ServiceConfig:
 class WorkerConfig(ServiceConfig):
     """Settings of both workers."""
 
-    model: str = setting(MISSING, str, "model folder, or hub id in the local cache", instead="simulate")
+    model: str = setting(MISSING, str, "model folder or GGUF file, or hub id in the local cache", instead="simulate")
     simulate: str = setting(
         "", str, "instead of a model: a shipped profile's name or a JSON file, for a worker without weights"
     )
-    model_name: str = setting("", str, "public name of the model; its folder's name by default")
+    model_name: str = setting("", str, "public name of the model; by default that of its folder or file")
     dtype: str = setting(
         AUTO,
         one_of(AUTO, *DTYPE_NAMES),
@@ -224,7 +224,7 @@ class TargetConfig(WorkerConfig):
 class PlanConfig(TargetConfig):
     """Settings of `bough plan`: those of the planned target, and of its machine, which may be another."""
 
-    draft: str = setting("", str, "model folder or hub id of the draft, to include its time in each round")
+    draft: str = setting("", str, "model folder, GGUF file or hub id of the draft, to include its time in each round")
     draft_bits: str = setting("auto", one_of(*DRAFT_BITS), "the draft worker's --bits; 4 unpacks in every step")
     bits: int = setting(0, one_of(0, 4, 8, 16), "bits of the layers' matrices: 4 or 8 as `bough pack` writes them")
     device: str = setting("", one_of("", "cpu", "gpu"), "cpu, or gpu with its own memory; by default this machine's")

@@ -23,7 +23,7 @@ def draft_skeleton(checkpoint: Checkpoint, drop_layers: tuple[int, ...], dtype: 
         CheckpointError: the checkpoint is damaged.
         ConfigError: a layer to drop does not exist.
     """
-    name = chosen_dtype(dtype, load_config(checkpoint.folder), device.type)
+    name = chosen_dtype(dtype, load_config(checkpoint.path), device.type)
     return build_skeleton(checkpoint, DTYPES[name], kept_layers(checkpoint, drop_layers))
 
 

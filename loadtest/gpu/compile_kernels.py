@@ -30,13 +30,15 @@ from triton.compiler import ASTSource
 from triton.compiler import compile as triton_compile
 
 from bough.config.flag_parser import FlagParser
-from bough.model.gpu import attention_triton, unpack_triton
+from bough.model.checkpoint.gguf_file import BLOCKS
+from bough.model.gpu import attention_triton, blocks_triton, unpack_triton
+from bough.model.quant.ggml_blocks import TYPES
 from bough.model.quant.mxfp4 import GROUP
 
 CAPABILITIES = (80, 86, 89, 90, 120)
 SHARED_BYTES = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 120: 101_376}  # limit of a program
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-_VARYING = ("scale", "window", "tail_width", "zero_offset")
+_VARYING = ("scale", "window", "tail_width", "zero_offset", "half")
 BLACKWELL = 100  # first capability for which Triton has its own assembler
 
 
@@ -112,7 +114,7 @@ def kernels() -> Iterator[Kernel]:
         for heads in FAMILIES:
             yield _attention(dtype, heads)
         for name, function, constants in _unpacking():
-            pointers = {"packed": "*u8", "numbers": "*u8", "scales": "*fp16", "out": f"*{bits}"}
+            pointers = {"packed": "*u8", "numbers": "*u8", "data": "*u8", "scales": "*fp16", "out": f"*{bits}"}
             pointers |= dict.fromkeys(("words", "zeros", "group_of"), "*i32")
             pointers |= {"scales": "*u8"} if constants.get("KIND") == "E2M1" else {}
             options = {"num_warps": unpack_triton.NUM_WARPS, "enable_fp_fusion": False}
@@ -152,6 +154,8 @@ def _unpacking() -> Iterator[tuple[str, Any, dict[str, Any]]]:
         layout = {"BITS": bits, "KIND": kind, "HAS_ZEROS": kind == "UNSIGNED", "IS_ORDERED": True}
         tile = {"ROWS": unpack_triton.TILE_ROWS, "COLUMNS": GROUP if kind == "E2M1" else columns}
         yield name, unpack_triton.unpack_along, layout | tile
+    for name, type_ in TYPES.items():
+        yield name, blocks_triton.unpack_blocks, blocks_triton.block_constants(BLOCKS[name], type_)
 
 
 def compiled(kernel: Kernel, capability: int) -> Compiled:

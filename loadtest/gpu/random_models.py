@@ -91,7 +91,7 @@ def _packed(name: str, outputs: int, inputs: int, device: torch.device) -> dict[
 
 def repeated(checkpoint: Checkpoint, num_layers: int, folder: Path) -> Checkpoint:
     """The model with more layers: layer i is layer i % n of the n on disk; writes its configuration to `folder`."""
-    config = json.loads((checkpoint.folder / "config.json").read_text())
+    config = json.loads((checkpoint.path / "config.json").read_text())
     num_distinct, config["num_hidden_layers"] = config["num_hidden_layers"], num_layers
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))

@@ -28,6 +28,9 @@ FORMATS = (
     PackedFormat("int8", 8, -1),
     PackedFormat("fp8", 8, GROUP),
     PackedFormat("mxfp4", 4, 32),
+    PackedFormat("Q4_K", 4, 256),
+    PackedFormat("Q6_K", 6, 256),
+    PackedFormat("Q8_0", 8, 32),
 )
 
 

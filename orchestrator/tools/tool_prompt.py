@@ -10,6 +10,7 @@ from bough.protocol.generation import ChatPrompt, Function, Message
 from bough.tokenization.chat_template import ChatTemplate
 from bough.tokenization.template_variables import template_variables
 from bough.tokenization.tokenizer import Tokenizer
+from orchestrator.tools.harmony import CHANNEL
 
 Fields = dict[str, object]
 
@@ -36,7 +37,7 @@ def tool_prompt(prompt: ChatPrompt, tokenizer: Tokenizer) -> list[int]:
         names |= {call.call_id: call.name for call in message.tool_calls}
         messages.append(_message(message, names))
     variables = template_variables(prompt.chat_template_kwargs)
-    return tokenizer.encode_objects(messages, [_function(f) for f in functions], variables)
+    return tokenizer.encode_objects(messages, [_function(f, template) for f in functions], variables)
 
 
 def require_tools(template: ChatTemplate) -> None:
@@ -83,7 +84,9 @@ def _message(message: Message, names: Mapping[str, str]) -> Fields:
     return fields
 
 
-def _function(function: Function) -> Fields:
-    described = {} if function.description is None else {"description": function.description}
+def _function(function: Function, template: ChatTemplate) -> Fields:
+    # gpt-oss's template writes a description without asking whether there is one.
+    is_left_out = function.description is None and CHANNEL not in template.source
+    described = {} if is_left_out else {"description": function.description or ""}
     told: Fields = {"name": function.name, **described, "parameters": json.loads(function.parameters)}
     return {"type": "function", "function": told}

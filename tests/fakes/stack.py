@@ -30,6 +30,7 @@ from bough.simulation.pair import SimulatedPair
 from draft_worker.service import DraftService
 from draft_worker.simulated import SimulatedDraftWorker
 from draft_worker.worker import DraftWorker
+from loadtest.common.tiny_model import save_model
 from orchestrator.cluster.directory import Directory
 from orchestrator.service import GenerationService
 from orchestrator.serving.requests import Requests
@@ -37,7 +38,6 @@ from orchestrator.serving.tenants import Callers
 from target_worker.service import TargetService
 from target_worker.simulated import SimulatedTarget
 from target_worker.worker import TargetWorker
-from tests.fakes.saved_models import save_model
 
 MAX_CONTEXT = 64
 SMALLEST = LlamaConfig(

@@ -77,7 +77,7 @@ GLM47 = (
 HARMONY = (
     "<|start|>system<|message|>Reasoning: {{ reasoning_effort | default('medium') }}<|end|>"
     "{%- if tools %}<|start|>developer<|message|># Tools\n\nnamespace functions {\n"
-    "{%- for tool in tools %}// {{ tool.function.description }}\ntype {{ tool.function.name }} = (_: "
+    "{%- for tool in tools %}{{ '// ' + tool.function.description }}\ntype {{ tool.function.name }} = (_: "
     "{{- tool.function.parameters | tojson }}) => any;\n{% endfor %}}<|end|>{% endif %}"
     "{%- set called = namespace(name=none) %}{%- for m in messages %}{%- if m.role == 'assistant' %}"
     "{%- if 'tool_calls' in m %}{%- if m.content and m.thinking %}{{ raise_exception('one of both') }}{% endif %}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,15 @@ import torch
 import triton.runtime.interpreter as interpreter
 
 from bough.model.checkpoint.checkpoint import TensorPlace
+from bough.model.checkpoint.gguf_file import BLOCKS
 from bough.model.checkpoint.tensor_source import FreshMemory, TensorSource, typed
-from bough.model.gpu import unpack_triton
+from bough.model.gpu import blocks_triton, unpack_triton
 from bough.model.quant.awq import Awq
 from bough.model.quant.bough_format import Packed
+from bough.model.quant.ggml_blocks import TYPES, Blocks
 from bough.model.quant.gptq import Gptq
 from bough.model.quant.scaled import EXPONENTS, FLOAT4, FLOAT8, INT8, WORDS, Scaled
+from tests.fakes.gguf_files import random_blocks
 from tests.fakes.gpu.unpacking import NAMES
 
 CPU = torch.device("cpu")
@@ -93,6 +97,11 @@ def by_rows(
     return source, [tensor.contiguous().view(torch.uint8).flatten() for tensor in tensors]
 
 
+def in_blocks(rng: np.random.Generator, kind: str, half: int) -> tuple[TensorSource, list[torch.Tensor]]:
+    blocks = random_blocks(kind, 12, 512 if kind.endswith("K") else 160, rng)
+    return Blocks(place("w", blocks), kind, half), raws(blocks)
+
+
 def mxfp4(rng: np.random.Generator, outputs: int, inputs: int) -> tuple[TensorSource, list[torch.Tensor]]:
     """With exponents from the smallest, which is no normal number's, to where float16 ends."""
     numbers = rng.integers(0, 256, (outputs, inputs // 2)).astype(np.uint8)
@@ -105,13 +114,16 @@ def mxfp4(rng: np.random.Generator, outputs: int, inputs: int) -> tuple[TensorSo
 def by_kernel(source: TensorSource, raw: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
     """As `packed` calls it for a GPU."""
     tensors = [typed(*part) for part in zip(raw, source.places, strict=True)]
-    by_rows = isinstance(source, Packed | Scaled)
+    by_rows = isinstance(source, Packed | Scaled | Blocks)
     out = torch.full((source.shape if by_rows else source.shape[::-1]), torch.nan, dtype=dtype)
     if isinstance(source, Scaled):
         numbers, scales, *others = tensors
         order = others.pop() if source.groups else None
         zeros = others.pop() if source.zeros else None
         unpack_triton.write_along(numbers, scales, zeros, order, source.bits, source.block, out)
+        return out
+    if isinstance(source, Blocks):
+        blocks_triton.write_blocks(*tensors, BLOCKS[source.kind], TYPES[source.kind], source.half, out)
         return out
     if isinstance(source, Packed):
         unpack_triton.write_own(*tensors, source.bits, out)
@@ -147,6 +159,7 @@ CASES: dict[str, Any] = {
     "e4m3, blocks with exponents": lambda rng: by_rows(rng, (70, 200), FLOAT8, 8, (32, 128), E8M0),
     "mxfp4": lambda rng: mxfp4(rng, 36, 192),
     "e4m3, one scale": lambda rng: by_rows(rng, (5, 60), FLOAT8, 8, (5, 60), F32),
+    **{kind: partial(in_blocks, kind=kind, half=3 * (kind == "Q6_K") or 1) for kind in TYPES},
 }
 
 
@@ -204,6 +217,7 @@ class Traffic:
         ("awq", lambda rng: awq(rng, 256, 256, 128), 3.0),
         ("words", lambda rng: by_rows(rng, (256, 256), WORDS, 4, (1, 128), BF16, zeros=True), 3.0),
         ("mxfp4", lambda rng: mxfp4(rng, 256, 256), 3.0),
+        ("Q4_K", lambda rng: in_blocks(rng, "Q4_K", 1), 3.3),  # a byte for each of its two numbers
     ],
 )
 def test_a_weight_costs_less_than_three_bytes_of_traffic(

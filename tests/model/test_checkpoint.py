@@ -210,7 +210,7 @@ def test_a_file_that_cannot_be_read(copy: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_folders_that_are_not_there(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"must be a folder that exists, or a hub id, got .*nowhere"):
+    with pytest.raises(CheckpointError, match=r"must be a folder or a GGUF file that exists, .*nowhere"):
         Checkpoint.open(tmp_path / "nowhere")
     with pytest.raises(CheckpointError, match=r"no config\.json"):
         Checkpoint.open(tmp_path)

@@ -26,7 +26,7 @@ def up_arguments(*flags: str) -> argparse.Namespace:
 
 def add_up(parser: argparse.ArgumentParser) -> None:
     """Of `bough up`."""
-    parser.add_argument("--target", help="model folder or cached hub id; the demonstration model by default")
+    parser.add_argument("--target", help="model folder, GGUF file or hub id; the demonstration model by default")
     parser.add_argument("--draft", help="the same for the draft, or none; the demonstration model has one by default")
     parser.add_argument(
         "--simulate",

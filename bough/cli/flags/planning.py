@@ -20,7 +20,7 @@ PLAN_SETTINGS = (
 
 def add_plan(parser: argparse.ArgumentParser) -> None:
     """Of `bough plan`."""
-    parser.add_argument("model", metavar="MODEL", help="model folder or hub id; its config.json is enough")
+    parser.add_argument("model", metavar="MODEL", help="GGUF file, model folder or hub id; config.json is enough")
     texts = {setting.name: setting.metadata["help"] for setting in fields(PlanConfig)}
     for name in PLAN_SETTINGS:
         parser.add_argument("--" + name.replace("_", "-"), help=texts[name])

@@ -12,9 +12,12 @@ from accelerate import init_empty_weights
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, initialization
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from bough.errors import CheckpointError
 from bough.model.architecture import attention
+from bough.model.checkpoint.gguf_config import FACTORS, gguf_config
+from bough.model.checkpoint.gguf_file import is_gguf
 from bough.model.kv.session_kv import KVShape
 
 ATTENTIONS = {"full_attention", "sliding_attention"}  # layer types in configurations that can run
@@ -24,16 +27,38 @@ UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, Stric
 BATCH_DEPENDENT_ROPES = ("dynamic", "longrope")  # beyond their original length all rows depend on the longest
 
 
-def load_config(folder: Path) -> PretrainedConfig:
-    """The configuration of the language model in a folder.
+def load_config(path: Path) -> PretrainedConfig:
+    """The configuration of the language model in a folder or a GGUF file.
 
     Raises:
         CheckpointError: transformers cannot read it.
     """
+    if is_gguf(path):
+        return _of_gguf(path)
     try:
-        return language_part(AutoConfig.from_pretrained(folder, trust_remote_code=False))
+        return language_part(AutoConfig.from_pretrained(path, trust_remote_code=False))
     except UNREADABLE as exc:
-        raise CheckpointError(f"{folder / 'config.json'}: {exc}") from exc
+        raise CheckpointError(f"{path / 'config.json'}: {exc}") from exc
+
+
+def _of_gguf(file: Path) -> PretrainedConfig:
+    fields = gguf_config(file)
+    rope = fields.pop("rope_parameters")
+    try:
+        config = AutoConfig.for_model(**fields)
+        config.rope_parameters = rope  # afterwards, as factors are none of the types that its constructor knows
+        return language_part(config)
+    except UNREADABLE as exc:
+        raise CheckpointError(f"{file}: {exc}") from exc
+
+
+def _with_factors(config: PretrainedConfig, *_: Any, **__: Any) -> tuple[torch.Tensor, float]:
+    """Rotary frequencies of a GGUF file with factors, which it has where they are not scaled alike; and their scale."""
+    rope, powers = config.rope_parameters, torch.arange(0, config.head_dim, 2, dtype=torch.float) / config.head_dim
+    return 1.0 / (rope["rope_theta"] ** powers) / torch.tensor(rope["factors"]), 1.0
+
+
+ROPE_INIT_FUNCTIONS[FACTORS] = _with_factors
 
 
 def language_part(config: PretrainedConfig) -> PretrainedConfig:

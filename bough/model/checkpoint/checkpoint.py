@@ -1,4 +1,4 @@
-"""Where each tensor of a checkpoint is: a model folder and its safetensors headers.
+"""Where each tensor of a checkpoint is: a model folder and its safetensors headers, or a GGUF file.
 
 This module uses no torch and no model classes. `bough.model.loading.loading` checks shapes against the architecture.
 """
@@ -16,6 +16,7 @@ from typing import Any
 
 from bough.errors import CheckpointError
 from bough.model.checkpoint.content_samples import samples_digest
+from bough.model.checkpoint.gguf_file import is_gguf, read_gguf
 from bough.model.checkpoint.hub import cached, is_hub_id
 from bough.model.checkpoint.pack_manifest import read_checksums
 from bough.model.checkpoint.shared_weights import SharedWeights
@@ -36,26 +37,28 @@ class TensorPlace:
     file: Path
     offset: int
     num_bytes: int
-    dtype: str  # in safetensors' notation: "BF16", "F32", ...
+    dtype: str  # in safetensors' notation: "BF16", "F32", ..., or in GGUF's: "Q4_K", ...
     shape: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A model folder with consistent headers."""
+    """A model with consistent headers."""
 
-    folder: Path
+    path: Path  # a folder, or a GGUF file
     tensors: dict[str, TensorPlace]
     kept_layers: tuple[int, ...] | None = None  # for a draft: the layers it has, in the target's numbering
 
     @classmethod
     def open(cls, model: str | Path) -> Checkpoint:
-        """Read the headers of a local folder, or of a hub id in the local cache.
+        """Read the headers of a local folder, of a GGUF file, or of a hub id in the local cache.
 
         Raises:
             CheckpointError: names a folder or file that is missing, truncated or malformed.
         """
         folder = resolve(model)
+        if is_gguf(folder):
+            return cls(folder, {name: TensorPlace(*tensor) for name, tensor in read_gguf(folder).tensors.items()})
         if not (folder / "config.json").is_file():
             raise CheckpointError(f"model: must be a Hugging Face model folder, got {folder}, which has no config.json")
         tensors = _tensors(folder)
@@ -63,6 +66,11 @@ class Checkpoint:
         if origin is None:
             return cls(folder, tensors)
         return cls(folder, tensors | _borrowed(folder, origin), origin.kept_layers)
+
+    @property
+    def name(self) -> str:
+        """The name of the folder or file."""
+        return self.path.stem if is_gguf(self.path) else self.path.name
 
     def fingerprint(self) -> str:
         """Hash of the configuration, places and shapes of all tensors, and their contents; the same on every machine.
@@ -73,22 +81,29 @@ class Checkpoint:
         Raises:
             CheckpointError: the samples cannot be read.
         """
-        digest = hashlib.blake2b((self.folder / "config.json").read_bytes(), digest_size=12)
+        digest = hashlib.blake2b(self._description(), digest_size=12)
         for name, place in sorted(self.tensors.items()):
             digest.update(f"{name} {place.offset} {place.num_bytes} {place.dtype} {place.shape}\n".encode())
-        checksums = read_checksums(self.folder)
+        checksums = read_checksums(self.path)
         digest.update(json.dumps(checksums, sort_keys=True).encode())
         digest.update(samples_digest(place for place in self.tensors.values() if place.name not in checksums).encode())
         return digest.hexdigest()
 
+    def _description(self) -> bytes:
+        """The configuration: config.json, or what stands before a GGUF file's weights."""
+        if not is_gguf(self.path):
+            return (self.path / "config.json").read_bytes()
+        with self.path.open("rb") as stream:
+            return stream.read(read_gguf(self.path).num_bytes)
+
 
 def resolve(model: str | Path) -> Path:
-    """The folder of a model: a local folder itself, or the cached snapshot of a hub id."""
-    folder = Path(model).expanduser()
-    if folder.is_dir():
-        return folder
+    """The folder or GGUF file of a model: a local one itself, or that of a hub id in the cache."""
+    path = Path(model).expanduser()
+    if path.is_dir() or (is_gguf(path) and path.is_file()):
+        return path
     if not is_hub_id(model):
-        raise CheckpointError(f"model: must be a folder that exists, or a hub id, got {model}")
+        raise CheckpointError(f"model: must be a folder or a GGUF file that exists, or a hub id, got {model}")
     return cached(str(model))
 
 

@@ -10,29 +10,36 @@ import os
 from pathlib import Path
 
 from bough.errors import CheckpointError
+from bough.model.checkpoint.gguf_file import is_gguf
 
 WANTED = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]
 UNWANTED = ["original/*", "consolidated*"]  # the same weights in their makers' formats
 
 
 def is_hub_id(model: str | Path) -> bool:
-    """Whether a string has the form "organisation/name" and no such folder exists."""
-    is_spelt = str(model).count("/") == 1 and not str(model).startswith((".", "/", "~"))
-    return is_spelt and not Path(model).is_dir()
+    """Whether a string has the form "organisation/name", or with a GGUF file "organisation/name/file", and is no path
+    that exists.
+    """
+    num_slashes = str(model).count("/")
+    is_spelt = num_slashes >= 2 if is_gguf(model) else num_slashes == 1
+    return is_spelt and not str(model).startswith((".", "/", "~")) and not Path(model).exists()
 
 
 def cached(model: str) -> Path:
-    """The cached folder of a hub id.
+    """The cached folder of a hub id, or the cached file.
 
     Raises:
         CheckpointError: it is not in the cache.
     """
-    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub import constants, hf_hub_download, snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     cache = constants.HF_HUB_CACHE
     try:
-        folder = Path(snapshot_download(model, cache_dir=cache, local_files_only=True))
+        if is_gguf(model):
+            folder = Path(hf_hub_download(*_file(model), cache_dir=cache, local_files_only=True))
+        else:
+            folder = Path(snapshot_download(model, cache_dir=cache, local_files_only=True))
     except (LocalEntryNotFoundError, HFValidationError, ValueError) as exc:
         raise CheckpointError(
             f"model: must be a folder or a model in the local Hugging Face cache, got {model}; "
@@ -46,6 +53,12 @@ def cached(model: str) -> Path:
     return folder
 
 
+def _file(model: str) -> tuple[str, str]:
+    """A repository, and a file within it."""
+    organisation, name, file = model.split("/", 2)
+    return f"{organisation}/{name}", file
+
+
 def fetch(*models: str) -> None:
     """Fetch missing files of hub ids, with progress bars; without a connection, cached models must do.
 
@@ -55,12 +68,15 @@ def fetch(*models: str) -> None:
     ids = [model for model in dict.fromkeys(models) if is_hub_id(model)]
     if not ids:
         return
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import hf_hub_download, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     for model in ids:
         try:
-            snapshot_download(model, allow_patterns=WANTED, ignore_patterns=UNWANTED)
+            if is_gguf(model):
+                hf_hub_download(*_file(model))
+            else:
+                snapshot_download(model, allow_patterns=WANTED, ignore_patterns=UNWANTED)
         except LocalEntryNotFoundError:
             cached(model)  # raises if it is not cached
         except (HfHubHTTPError, HFValidationError, OSError) as exc:

@@ -111,6 +111,7 @@ class Stored:
     """A tensor as stored: a view of its bytes, or a converted copy."""
 
     place: TensorPlace
+    is_by_rows = True  # any rows of the value can be made of the same rows of the tensor
 
     @property
     def places(self) -> tuple[TensorPlace, ...]:
@@ -130,8 +131,12 @@ class Stored:
         if self._is_view(dtype):
             return typed(data, self.place)
         out = scratch.take(self.shape, dtype)
-        scratch.write(lambda: out.copy_(typed(data, self.place)))
+        scratch.write(lambda: self.write(data, out))
         return out
+
+    def write(self, data: torch.Tensor, out: torch.Tensor) -> None:
+        """Convert the tensor's bytes."""
+        out.copy_(typed(data, self.place))
 
     def _is_view(self, dtype: torch.dtype) -> bool:
         return STORED_DTYPES[self.place.dtype] == dtype and _is_aligned(self.place)

@@ -1,4 +1,4 @@
-"""Loads the tokenizer of a model folder."""
+"""Loads the tokenizer of a model folder or a GGUF file."""
 
 from __future__ import annotations
 
@@ -7,28 +7,33 @@ from pathlib import Path
 from transformers import AutoTokenizer, GenerationConfig
 
 from bough.errors import CheckpointError
+from bough.model.checkpoint.gguf_file import is_gguf, read_gguf
 from bough.tokenization.vocabulary import TokenizerFiles
 
+ENDS = [f"tokenizer.ggml.{kind}_token_id" for kind in ("eos", "eot", "eom")]  # of a text, a turn, a message
 
-def load_tokenizer_files(folder: Path) -> TokenizerFiles:
-    """Read a tokenizer through transformers, which converts many formats.
+
+def load_tokenizer_files(path: Path) -> TokenizerFiles:
+    """Read the tokenizer of a folder or a GGUF file through transformers, which converts many formats.
 
     Raises:
         CheckpointError: there is no usable tokenizer.
     """
+    fields = read_gguf(path).fields if is_gguf(path) else {}
+    place = {"gguf_file": path.name} if fields else {}
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(path.parent if fields else path, trust_remote_code=False, **place)
         data = tokenizer.backend_tokenizer.to_str().encode()
-    except (OSError, ValueError, AttributeError) as exc:
-        raise CheckpointError(f"{folder}: no usable tokenizer: {exc}") from exc
+    except (OSError, ValueError, AttributeError, LookupError) as exc:
+        raise CheckpointError(f"{path}: no usable tokenizer: {exc}") from exc
     eos: set[int] = {tokenizer.eos_token_id} if tokenizer.eos_token_id is not None else set()
-    try:
-        configured = GenerationConfig.from_pretrained(folder).eos_token_id
-        eos |= set(configured if isinstance(configured, list) else [configured]) - {None}
-    except OSError:
-        pass  # the file is optional
+    eos |= {fields[key] for key in ENDS if key in fields}
+    if not fields:
+        eos |= _configured_ends(path)
     given = tokenizer.chat_template  # one, or several by name
     templates = given if isinstance(given, dict) else {"default": given or ""}
+    if tools := fields.get("tokenizer.chat_template.tool_use"):
+        templates["tool_use"] = tools
     return TokenizerFiles(
         data,
         templates.get("default", ""),
@@ -37,3 +42,12 @@ def load_tokenizer_files(folder: Path) -> TokenizerFiles:
         tokenizer.eos_token or "",
         templates.get("tool_use", ""),
     )
+
+
+def _configured_ends(folder: Path) -> set[int]:
+    """Ends of a text by generation_config.json, which is optional."""
+    try:
+        configured = GenerationConfig.from_pretrained(folder).eos_token_id
+    except OSError:
+        return set()
+    return set(configured if isinstance(configured, list) else [configured]) - {None}

@@ -13,13 +13,14 @@ logger = logging.getLogger(__name__)
 
 
 class Kernels(NamedTuple):
-    """Functions of `bough.model.gpu.attention_triton` and `bough.model.gpu.unpack_triton`."""
+    """Functions of `attention_triton`, `unpack_triton` and `blocks_triton` in `bough.model.gpu`."""
 
     attend: Callable[..., torch.Tensor]
     write_own: Callable[..., None]
     write_down: Callable[..., None]
     write_across: Callable[..., None]
     write_along: Callable[..., None]
+    write_blocks: Callable[..., None]
 
 
 def kernels_on(device: torch.device) -> Kernels | None:
@@ -31,7 +32,7 @@ def kernels_on(device: torch.device) -> Kernels | None:
 def of_gpus() -> Kernels | None:
     """The Triton kernels; None, with a warning, if Triton is not installed."""
     try:
-        from bough.model.gpu import attention_triton, unpack_triton
+        from bough.model.gpu import attention_triton, blocks_triton, unpack_triton
     except ImportError as exc:
         logger.warning(
             "attention gathers every path, not bit for bit, and 4 and 8 bits are unpacked many times slower than they "
@@ -39,5 +40,5 @@ def of_gpus() -> Kernels | None:
             exc,
         )
         return None
-    names = Kernels._fields[1:]
-    return Kernels(attention_triton.attend_by_triton, *(getattr(unpack_triton, name) for name in names))
+    own = [getattr(unpack_triton, name) for name in Kernels._fields[1:-1]]
+    return Kernels(*(attention_triton.attend_by_triton, *own, blocks_triton.write_blocks))

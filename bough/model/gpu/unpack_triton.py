@@ -1,4 +1,4 @@
-"""Dequantization of 4- and 8-bit weights on a GPU: one Triton kernel for each layout.
+"""Dequantization of weights of few bits on a GPU: one Triton kernel for each layout.
 
 Results have the bits of the torch code in `bough.model.quant`: an integer of at most 8 bits times a scale of 11 bits is
 exact in float32, so the only rounding is that to the output type; of a wider scale the product is rounded to float32
@@ -200,7 +200,7 @@ def write_own(packed: torch.Tensor, scales: torch.Tensor, bits: int, out: torch.
     tile = TILE_BYTES // group_bytes
     grid = (triton.cdiv(num_groups, tile),)
     constants = {"HALF": group_bytes, "IS_WHOLE": bits == 8, "TILE": tile}
-    unpack_own[grid](packed, scales, _bits(out), num_groups, **constants, **_options(out))
+    unpack_own[grid](packed, scales, bits_of(out), num_groups, **constants, **options(out))
 
 
 def write_down(
@@ -227,7 +227,7 @@ def write_down(
     grid = (triton.cdiv(num_inputs // per_word, rows), triton.cdiv(num_outputs, TILE_COLUMNS))
     numbers = num_inputs, num_outputs, group_size, zero_offset, len(scales)
     constants = {"BITS": bits, "IS_ORDERED": is_ordered, "ROWS": rows, "COLUMNS": TILE_COLUMNS}
-    unpack_down[grid](words, zeros, scales, groups, _bits(out), *numbers, **constants, **_options(out))
+    unpack_down[grid](words, zeros, scales, groups, bits_of(out), *numbers, **constants, **options(out))
 
 
 def write_across(words: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
@@ -241,7 +241,7 @@ def write_across(words: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor,
     grid = (triton.cdiv(num_inputs, rows), triton.cdiv(num_outputs, TILE_COLUMNS))
     constants = {"ROWS": rows, "COLUMNS": TILE_COLUMNS}
     numbers = num_inputs, num_outputs, group_size
-    unpack_across[grid](words, zeros, scales, _bits(out), *numbers, **constants, **_options(out))
+    unpack_across[grid](words, zeros, scales, bits_of(out), *numbers, **constants, **options(out))
 
 
 def write_along(
@@ -273,7 +273,7 @@ def write_along(
     constants |= {"ROWS": TILE_ROWS, "COLUMNS": columns}
     numbers_ = num_outputs, num_inputs, scales.shape[1], height, group_size
     others = packed if zeros is None else zeros, scales, packed if is_ordered else groups
-    unpack_along[grid](packed, *others, _bits(out), *numbers_, **constants, **_options(out))
+    unpack_along[grid](packed, *others, bits_of(out), *numbers_, **constants, **options(out))
 
 
 def _tile_rows(group_size: int) -> int:
@@ -281,10 +281,10 @@ def _tile_rows(group_size: int) -> int:
     return min(TILE_ROWS, group_size & -group_size)
 
 
-def _bits(out: torch.Tensor) -> torch.Tensor:
+def bits_of(out: torch.Tensor) -> torch.Tensor:
     return out.view(torch.int16) if out.dtype == torch.bfloat16 else out
 
 
-def _options(out: torch.Tensor) -> dict[str, object]:
+def options(out: torch.Tensor) -> dict[str, object]:
     """Compiler options: products and sums are not fused, as in the reference; the default differs between versions."""
     return {"IS_BF16": out.dtype == torch.bfloat16, "num_warps": NUM_WARPS, "enable_fp_fusion": False}

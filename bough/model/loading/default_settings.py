@@ -42,12 +42,13 @@ def chosen_dtype(name: str, config: PretrainedConfig, device_type: str) -> str:
 
 def conversion(places: Iterable[TensorPlace], dtype: torch.dtype) -> str:
     """A note about weights that are computed in another dtype than they are stored in; empty if there are none."""
-    sizes = Counter[str]()
+    sizes, total = Counter[str](), 0
     for place in places:
+        total += place.num_bytes
         if place.dtype in VALUE_DTYPES and not place.name.endswith(SCALES):
             sizes[place.dtype] += place.num_bytes
     others = {name: size for name, size in sizes.items() if STORED_DTYPES[name] != dtype}
-    if sum(others.values()) <= WORTH_SAYING * sum(sizes.values()):
+    if sum(others.values()) <= WORTH_SAYING * total:
         return ""
     named = {name: str(STORED_DTYPES[name]).removeprefix("torch.") for name in others}
     parts = ", ".join(f"{gigabytes(size)} of {named[name]}" for name, size in others.items())

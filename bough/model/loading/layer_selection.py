@@ -14,10 +14,10 @@ def working_layers(checkpoint: Checkpoint) -> tuple[int, ...]:
     """Layers that change their input: all but identity copies of a block expansion."""
     if checkpoint.kept_layers is not None:
         return checkpoint.kept_layers
-    manifest = checkpoint.folder / EXPANSION_NAME
+    manifest = checkpoint.path / EXPANSION_NAME
     if manifest.is_file():
         return tuple(json.loads(manifest.read_text())["working_layers"])
-    return tuple(range(load_config(checkpoint.folder).num_hidden_layers))
+    return tuple(range(load_config(checkpoint.path).num_hidden_layers))
 
 
 def kept_layers(checkpoint: Checkpoint, drop_layers: tuple[int, ...]) -> tuple[int, ...]:
@@ -29,9 +29,9 @@ def kept_layers(checkpoint: Checkpoint, drop_layers: tuple[int, ...]) -> tuple[i
     working = working_layers(checkpoint)
     wrong = [layer for layer in drop_layers if layer >= len(working)]
     if wrong:
-        name = checkpoint.folder.name
+        name = checkpoint.name
         raise ConfigError(f"--drop-layers: must be 0 to {len(working) - 1} for {name}, got {wrong[0]}")
     kept = tuple(layer for index, layer in enumerate(working) if index not in set(drop_layers))
     if not kept:
-        raise ConfigError(f"--drop-layers: must leave a layer of {checkpoint.folder.name}, got all {len(working)}")
+        raise ConfigError(f"--drop-layers: must leave a layer of {checkpoint.name}, got all {len(working)}")
     return kept

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -28,12 +28,12 @@ from bough.model.checkpoint.tensor_source import (
     TensorSource,
     crc32,
     row_blocks,
-    typed,
 )
 from bough.model.kv.session_kv import KVShape
 from bough.model.loading.weight_map import AnySource, WeightMap, logical_sources
 from bough.model.quant.format import QuantFormat
 from bough.model.quant.formats import format_of
+from bough.model.quant.ggml_blocks import Blocks
 
 logger = logging.getLogger(__name__)
 
@@ -114,10 +114,10 @@ def build_skeleton(checkpoint: Checkpoint, dtype: torch.dtype, keep_layers: tupl
     Raises:
         CheckpointError: the architecture cannot run, or names a tensor that is missing or has the wrong shape.
     """
-    config = load_config(checkpoint.folder)
-    quantization = format_of(config, checkpoint.folder)
+    config = load_config(checkpoint.path)
+    quantization = format_of(config, checkpoint.path)
     if quantization is not None and quantization.note:
-        logger.warning("%s: %s", checkpoint.folder, quantization.note)
+        logger.warning("%s: %s", checkpoint.path, quantization.note)
     there = checkpoint.kept_layers if checkpoint.kept_layers is not None else tuple(range(config.num_hidden_layers))
     kept = keep_layers if keep_layers is not None else there
     cut_layers(config, kept)
@@ -131,7 +131,7 @@ def build_skeleton(checkpoint: Checkpoint, dtype: torch.dtype, keep_layers: tupl
     in_layers = frozenset(id(module) for layer in layers for module in layer.modules())
     resident = tuple(finder.slots(model, "", in_layers))
     unused = finder.unused(prefix)
-    checksums = read_checksums(checkpoint.folder)
+    checksums = read_checksums(checkpoint.path)
     return Skeleton(model, config, layers, layer_slots, resident, dtype, quantization, unused, checksums)
 
 
@@ -147,7 +147,7 @@ class _Finder:
         is_tied = getattr(model.config, "tie_word_embeddings", False)
         self._tied: dict[str, str] = dict(getattr(model, "_tied_weights_keys", None) or {}) if is_tied else {}
         known = [self._original(name) for name in model.state_dict()]
-        self._naming = WeightMap(model, known, logical_sources(checkpoint, quantization))
+        self._naming = WeightMap(model, known, logical_sources(checkpoint, quantization, known))
 
     def slots(self, root: nn.Module, prefix: str, skip: Collection[int] = ()) -> Iterator[ParameterSlot]:
         """Slots of all modules below `root`, named `prefix` in the model, except those whose `id` is in `skip`."""
@@ -167,7 +167,7 @@ class _Finder:
         if unused:
             logger.warning(
                 "%s: %d tensors have no place in this architecture and are not used, as in transformers: %s%s",
-                self._checkpoint.folder,
+                self._checkpoint.path,
                 len(unused),
                 ", ".join(unused[:NUM_NAMED]),
                 ", ..." if len(unused) > NUM_NAMED else "",
@@ -187,7 +187,7 @@ class _Finder:
         if source is None and name in self._tied:
             source = self._naming.source(self._tied[name])
         if source is None:
-            raise CheckpointError(f"{self._checkpoint.folder}: tensor {name}, which config.json asks for, is missing")
+            raise CheckpointError(f"{self._checkpoint.path}: tensor {name}, which config.json asks for, is missing")
         place = source.places[0]
         _require_readable(source)
         if source.shape != tuple(parameter.shape):
@@ -229,9 +229,9 @@ def bind_resident(skeleton: Skeleton, slots: Sequence[ParameterSlot], device: to
             module, key = loaded[slot.source.places]
             slot.module._parameters[slot.key] = module._parameters[key]
             continue
-        if isinstance(slot.source, Stored) and slot.source.scratch_bytes(skeleton.dtype):
+        if isinstance(slot.source, Stored | Blocks) and slot.source.scratch_bytes(skeleton.dtype):
             value = memory.take(slot.source.shape, skeleton.dtype)
-            _convert(slot.source.place, value, skeleton.checksums)
+            _convert(slot.source, value, skeleton.checksums)
             slot.assign(slot.as_parameter(value))
         else:
             raw = [read_place(place) for place in slot.source.places]
@@ -241,15 +241,14 @@ def bind_resident(skeleton: Skeleton, slots: Sequence[ParameterSlot], device: to
         loaded[slot.source.places] = (slot.module, slot.key)
 
 
-def _convert(place: TensorPlace, out: torch.Tensor, checksums: Mapping[str, int]) -> None:
+def _convert(source: Stored | Blocks, out: torch.Tensor, checksums: Mapping[str, int]) -> None:
     """Convert a tensor some rows at a time: two whole copies would exceed the memory budget."""
-    parts, checksum, begin = row_blocks(place, CONVERTED_BYTES), 0, 0
-    for part in parts:
-        data = read_place(part)
+    checksum, begin, place = 0, 0, source.place
+    for part in row_blocks(place, CONVERTED_BYTES) if source.is_by_rows else [place]:
+        data, end = read_place(part), begin + part.shape[0]
         checksum = crc32(data, checksum)
-        rows = typed(data, part)
-        out[begin : begin + len(rows)] = rows
-        begin += len(rows)
+        replace(source, place=part).write(data.to(out.device), out[begin:end])
+        begin = end
     require_checksum(place, checksum, checksums)
 
 

@@ -26,6 +26,7 @@ from bough.model.architecture.moe import AnySource, Experts
 from bough.model.checkpoint.checkpoint import Checkpoint
 from bough.model.checkpoint.tensor_source import Joined, Stored, TensorSource
 from bough.model.quant.format import PackedTensors, QuantFormat
+from bough.model.quant.gguf import GgufFormat
 
 # Name prefixes in a model that contains a language model, and in the language model by itself.
 PARTS = {
@@ -35,8 +36,10 @@ PARTS = {
 }
 
 
-def logical_sources(checkpoint: Checkpoint, quantization: QuantFormat | None) -> dict[str, AnySource]:
-    """The values of a checkpoint by name; packed ones under the name of their weight."""
+def logical_sources(
+    checkpoint: Checkpoint, quantization: QuantFormat | None, parameters: Collection[str] = ()
+) -> dict[str, AnySource]:
+    """The values of a checkpoint by name; packed ones under the name of their weight, a GGUF file's by `parameters`."""
     left = dict(checkpoint.tensors)
     sources: dict[str, AnySource] = {}
     spare = quantization.spare if quantization is not None else ()
@@ -45,6 +48,8 @@ def logical_sources(checkpoint: Checkpoint, quantization: QuantFormat | None) ->
             if (weight := quantization.weight_name(place)) is not None:
                 sources[weight] = quantization.source(name, PackedTensors(left))
     sources.update({name: Stored(place) for name, place in left.items() if not name.endswith(spare)})
+    if isinstance(quantization, GgufFormat):
+        return quantization.named(sources, parameters)
     return {_own_name(name): source for name, source in sources.items()}
 
 

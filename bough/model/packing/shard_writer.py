@@ -49,7 +49,7 @@ class ShardWriter:
         Raises:
             ConfigError: the folder contains something else.
         """
-        if path.resolve() == source.folder.resolve():
+        if path.resolve() == source.path.resolve():
             raise ConfigError(f"--out: must be another folder than the model's, got {path}")
         file = path / MANIFEST_NAME
         origin = {"format": FORMAT, **origin}
@@ -154,12 +154,12 @@ class ShardWriter:
     def finish(self, source: Checkpoint, quantization: Mapping[str, Any], leave_out: Collection[str] = ()) -> None:
         """Copy the tokenizer and other files except weights and `leave_out`; write the configuration last."""
         others = {place.file.name for place in source.tensors.values()} | {INDEX_NAME, "config.json", *leave_out}
-        for file in sorted(source.folder.iterdir()):
+        for file in sorted(source.path.iterdir()):
             if file.is_file() and file.name not in others and file.suffix != ".safetensors":
                 replace(self.path / file.name, partial(shutil.copyfile, file))
         index = {"metadata": {}, "weight_map": self.manifest["weight_map"]}
         replace(self.path / INDEX_NAME, lambda partial: partial.write_text(json.dumps(index, indent=1)))
-        config = json.loads((source.folder / "config.json").read_text())
+        config = json.loads((source.path / "config.json").read_text())
         config["quantization_config"] = {"quant_method": "bough", **quantization}
         replace(self.path / "config.json", lambda partial: partial.write_text(json.dumps(config, indent=2)))
 

@@ -8,11 +8,13 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from bough.errors import CheckpointError
+from bough.model.checkpoint.gguf_file import is_gguf
 from bough.model.quant.awq import AwqFormat
 from bough.model.quant.bough_format import BoughFormat
 from bough.model.quant.compressed_tensors import CompressedTensorsFormat
 from bough.model.quant.format import QuantFormat
 from bough.model.quant.fp8 import Fp8Format
+from bough.model.quant.gguf import GgufFormat
 from bough.model.quant.gptq import GptqFormat
 from bough.model.quant.mxfp4 import Mxfp4Format
 
@@ -41,6 +43,8 @@ def format_of(config: PretrainedConfig, folder: Path) -> QuantFormat | None:
     fields, where = fields_of(config), where_in(folder)
     if not fields:
         return None
+    if is_gguf(folder):
+        return GgufFormat.of(fields, where)
     method = str(fields.get("quant_method", ""))
     if method not in FORMATS:
         raise CheckpointError(

@@ -12,9 +12,11 @@ import torch
 from numpy.typing import NDArray
 
 from bough.model.checkpoint.checkpoint import TensorPlace
+from bough.model.checkpoint.gguf_file import BLOCKS
 from bough.model.checkpoint.tensor_source import TensorSource
 from bough.model.quant.awq import Awq
 from bough.model.quant.bough_format import Packed
+from bough.model.quant.ggml_blocks import Blocks
 from bough.model.quant.gptq import Gptq
 from bough.model.quant.quantize import GROUP_SIZES
 from bough.model.quant.scaled import EXPONENTS, FLOAT4, FLOAT8, INT8, WORDS, Scaled
@@ -30,7 +32,7 @@ WORD_BITS = 32
 class PackedFormat:
     """How a matrix is stored."""
 
-    method: str  # bough, gptq, awq, or one of BY_ROWS
+    method: str  # bough, gptq, awq, one of BY_ROWS, or a type of GGUF's BLOCKS
     bits: int
     group_size: int  # inputs that share a scale; -1 is all
     is_ordered: bool = True  # GPTQ: groups are consecutive
@@ -48,6 +50,10 @@ class PackedFormat:
         def scales(*shape: int) -> NDArray[Any]:
             return rng.uniform(0.001, 0.01, shape).astype(np.float16)
 
+        if self.method in BLOCKS:
+            values, block_bytes = BLOCKS[self.method]
+            blocks = rng.integers(0, 64, (outputs, inputs // values * block_bytes), np.uint8)  # no scale is too large
+            return _sample(lambda place: Blocks(place, self.method), blocks)
         if self.method == "bough":
             bytes_ = rng.integers(0, 256, (outputs, inputs * self.bits // 8), np.uint8)
             packed = bytes_ if self.bits == 4 else bytes_.view(np.int8)

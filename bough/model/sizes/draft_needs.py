@@ -11,11 +11,13 @@ from typing import Any
 from bough.config.cache_paths import EXPANSION_NAME
 from bough.config.processes import DraftConfig
 from bough.model.checkpoint.checkpoint import Checkpoint, TensorPlace
+from bough.model.checkpoint.gguf_config import gguf_config
+from bough.model.checkpoint.gguf_file import BLOCKS, is_gguf
 from bough.processes.memory_division import DraftNeeds
 from bough.trees.tree_plan import MAX_EXPANSIONS
 
 FLOATS = ("BF16", "F16", "F32")
-LAYER = re.compile(r"\blayers\.(\d+)\.")
+LAYER = re.compile(r"\b(?:layers|blk)\.(\d+)\.")
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 AUTO_BYTES = 2  # if the draft's dtype is not configured
 PACKED_BITS = 4  # of a packed checkpoint whose bits are not stated
@@ -28,7 +30,11 @@ def draft_needs(config: DraftConfig) -> DraftNeeds:
         CheckpointError: the model does not exist, or is damaged.
     """
     checkpoint = Checkpoint.open(config.model)
-    whole: dict[str, Any] = json.loads((checkpoint.folder / "config.json").read_text())
+    whole: dict[str, Any]
+    if is_gguf(checkpoint.path):
+        whole = gguf_config(checkpoint.path)
+    else:
+        whole = json.loads((checkpoint.path / "config.json").read_text())
     text: dict[str, Any] = whole.get("text_config") or whole
     size = DTYPE_BYTES.get(config.dtype, AUTO_BYTES)
     quantization = whole.get("quantization_config") or text.get("quantization_config") or {}
@@ -62,10 +68,16 @@ def _kept_layers(checkpoint: Checkpoint, num_layers: int) -> set[int]:
     """As `bough.model.loading.layer_selection.working_layers`, which needs transformers."""
     if checkpoint.kept_layers is not None:
         return set(checkpoint.kept_layers)
-    manifest: Path = checkpoint.folder / EXPANSION_NAME
+    manifest: Path = checkpoint.path / EXPANSION_NAME
     return set(json.loads(manifest.read_text())["working_layers"] if manifest.is_file() else range(num_layers))
 
 
 def _bytes_in_memory(place: TensorPlace, size: int, unpacked: float) -> float:
-    """Bytes of a tensor with `size` bytes per number if plain, or `unpacked` times its stored bytes if packed."""
-    return math.prod(place.shape) * size if place.dtype in FLOATS else place.num_bytes * unpacked
+    """Bytes of a tensor with `size` bytes per number if plain, or `unpacked` times its stored bytes if packed.
+
+    A GGUF file tells how many numbers there are, and has some outside of layers, which do not stay packed.
+    """
+    is_plain = place.dtype in FLOATS
+    if place.dtype in BLOCKS:
+        is_plain = unpacked > 1 or LAYER.search(place.name) is None
+    return math.prod(place.shape) * size if is_plain else place.num_bytes * unpacked

@@ -59,20 +59,21 @@ def set_threads(num_threads: int) -> None:
     numba.set_num_threads(min(num_threads, compiler_setting("NUMBA_NUM_THREADS")))
 
 
-def disk_speed(folder: Path, num_threads: int) -> Speed:
-    """Bytes per second of reading weights in a folder, bypassing the page cache; or a temporary file there.
+def disk_speed(path: Path, num_threads: int) -> Speed:
+    """Bytes per second of reading a GGUF file or weights in a folder, bypassing the page cache; or a temporary file
+    there.
 
     Raises:
         ConfigError: the folder can neither be read nor written.
     """
     try:
-        files = sorted(folder.glob("*.safetensors"))
+        files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
         if files:
             return _read_speed(files, num_threads, "the weights")
-        with _stand_in(folder) as file:
+        with _stand_in(path) as file:
             return _read_speed([file], num_threads, "a file made for it and removed")
     except OSError as exc:
-        raise ConfigError(f"--link-speed: must be given in GB/s, as {folder} cannot be measured: {exc}") from exc
+        raise ConfigError(f"--link-speed: must be given in GB/s, as {path} cannot be measured: {exc}") from exc
 
 
 def memory_speed(device: torch.device) -> Speed:

@@ -16,6 +16,8 @@ from bough.config.processes import TargetConfig
 from bough.errors import CheckpointError
 from bough.model.architecture.architecture import UNREADABLE, build_empty, describe, language_part, load_config
 from bough.model.architecture.moe import EXPERT_ROWS, has_own_products
+from bough.model.checkpoint.checkpoint import resolve
+from bough.model.checkpoint.gguf_file import is_gguf
 from bough.model.checkpoint.hub import is_hub_id
 from bough.model.checkpoint.tensor_source import room_bytes
 from bough.model.kv.session_kv import KVShape
@@ -75,7 +77,7 @@ class _Parameter:
 
 
 def find_config(model: str) -> tuple[PretrainedConfig, Path]:
-    """The configuration of a model folder or hub id, and the folder for its weights.
+    """The configuration of a model folder, a GGUF file or a hub id, and the folder or file for its weights.
 
     Only config.json is fetched of a hub id; if that fails, the local cache is used.
 
@@ -83,6 +85,9 @@ def find_config(model: str) -> tuple[PretrainedConfig, Path]:
         CheckpointError: there is no configuration.
     """
     folder = Path(model).expanduser()
+    if is_gguf(model):
+        file = resolve(model)
+        return load_config(file), file
     if folder.is_dir():
         if not (folder / "config.json").is_file():
             raise CheckpointError(f"model: must be a Hugging Face model folder, got {folder}, which has no config.json")
@@ -219,7 +224,7 @@ def _parameters(
                 room if is_stack or not is_view else 0,
                 value,
                 packed[0] if packed else None,
-                value if packed else 0,
+                value if packed and packed[0] else 0,
                 2.0 * parameter.numel() * (expert_share if is_stack else 1) if parameter.dim() >= 2 else 0.0,
                 shape[0] if is_stack and has_own_products(module) else 0,
                 is_late(module, key),

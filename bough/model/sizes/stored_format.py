@@ -13,12 +13,16 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from bough.errors import CheckpointError
+from bough.model.checkpoint.checkpoint import Checkpoint, TensorPlace
+from bough.model.checkpoint.gguf_file import BLOCKS
+from bough.model.checkpoint.tensor_source import STORED_DTYPES
 from bough.model.packing.pack import is_packed, packed_bytes
 from bough.model.quant.bough_format import BoughFormat
 from bough.model.quant.compressed_tensors import CompressedTensorsFormat
 from bough.model.quant.format import module_names
 from bough.model.quant.formats import fields_of, format_of, where_in
 from bough.model.quant.fp8 import Fp8Format
+from bough.model.quant.gguf import GgufFormat
 from bough.model.quant.mxfp4 import Mxfp4Format
 from bough.model.quant.quantize import GROUP_SIZES
 from bough.model.quant.samples import BY_ROWS, PackedFormat
@@ -37,6 +41,7 @@ class Packing:
     common: PackedFormat | None  # of all matrices; None if each has its own scheme
     kept: tuple[str, ...] = ()  # modules that stay in 16 bits
     schemes: CompressedTensorsFormat | Fp8Format | Mxfp4Format | None = None
+    file: tuple[GgufFormat, dict[str, TensorPlace]] | None = None  # of GGUF, which tells every tensor's size
 
     @classmethod
     def of(cls, config: PretrainedConfig, folder: Path, bits: int) -> Packing | None:
@@ -53,6 +58,8 @@ class Packing:
             return None
         if isinstance(quantization, CompressedTensorsFormat | Fp8Format | Mxfp4Format):
             return cls(str(quantization), None, schemes=quantization)
+        if isinstance(quantization, GgufFormat):
+            return cls(str(quantization), None, file=(quantization, Checkpoint.open(folder).tensors))
         if not quantization.bits:
             raise CheckpointError(
                 f"model: must not be a draft of mixed bits, whose weights are dequantized when loaded, got {folder}; "
@@ -67,13 +74,15 @@ class Packing:
 
     def of_parameter(
         self, name: str, module: nn.Module, parameter: torch.Tensor, dtype: torch.dtype
-    ) -> tuple[PackedFormat, int] | None:
+    ) -> tuple[PackedFormat | None, int] | None:
         """A parameter's format and bytes, by its name in the model; None if it is not packed. `dtype` is the others'.
 
         Packed are matrices of linear layers, and of experts. For bough's format this is what `bough pack` does, which
         excludes checkpoints with all experts in one tensor.
         """
         shape, common = parameter.shape, self.common
+        if self.file is not None:
+            return self._in_file(name, dtype)
         if common is not None and common.method == "bough":
             is_ours = is_packed(module, name, shape, common.bits)
             return (common, packed_bytes(shape, common.bits)) if is_ours else None
@@ -93,6 +102,17 @@ class Packing:
         group_size = -1 if scheme.strategy in ("tensor", "channel", "") else scheme.size[1]
         method = next(method for method, stored in BY_ROWS.items() if stored == scheme.dtype)
         return PackedFormat(method, scheme.bits, group_size, scheme.is_ordered), scheme.num_bytes(shape, scale_bytes)
+
+    def _in_file(self, name: str, dtype: torch.dtype) -> tuple[PackedFormat | None, int] | None:
+        """As `of_parameter`, in a GGUF file; the format is None for plain numbers of another dtype."""
+        assert self.file is not None, "called for GGUF only"
+        format_, tensors = self.file
+        places = [tensors[tensor] for tensor, _ in format_.tensors_of(name) if tensor in tensors]
+        if not places or STORED_DTYPES.get(places[0].dtype) == dtype:
+            return None
+        kind, num_bytes = places[0].dtype, sum(place.num_bytes for place in places)
+        values, block_bytes = BLOCKS.get(kind, (0, 0))
+        return PackedFormat(kind, 8 * block_bytes // values, values) if values else None, num_bytes
 
 
 def _group_size(fields: Mapping[str, Any], where: str) -> int:

@@ -25,7 +25,7 @@ from torch.utils.backend_registration import _DummyBackendModule, _setup_private
 
 from bough.model.architecture import attention
 from bough.model.gpu import kernels
-from tests.fakes.gpu import unpacking
+from tests.fakes.gpu import unpacking as by_cpu
 from tests.fakes.gpu.pretend_order import Order, compute_stream
 
 NAME = "pretend"
@@ -335,16 +335,17 @@ def attend(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, path
 
 
 @contextmanager
-def pretending(attends: Callable[..., torch.Tensor] = attend, unpacking: ModuleType = unpacking) -> Iterator[Notes]:
+def pretending(attends: Callable[..., torch.Tensor] = attend, unpacking: ModuleType = by_cpu) -> Iterator[Notes]:
     """Let this thread make tensors on the device within the block; yields the notes of what happens.
 
-    `attends` stands in for its attention kernel, and functions of the module `unpacking` for those that unpack weights;
-    `bough.model.gpu.unpack_triton` has these interpreted.
+    `attends` stands in for its attention kernel, and functions of the module `unpacking` for those that unpack weights,
+    as far as it has them; `bough.model.gpu.unpack_triton` has these interpreted.
     """
     device()
     notes.begin()
     with ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
-        unpack = [getattr(unpacking, name) for name in kernels.Kernels._fields[1:]]
+        functions = vars(by_cpu) | vars(unpacking)
+        unpack = [functions[name] for name in kernels.Kernels._fields[1:]]
         patch.setattr(kernels, "of_gpus", lambda: kernels.Kernels(*map(kernel, (attends, *unpack))))
         stack.enter_context(_Sending())
         stack.enter_context(_Making())

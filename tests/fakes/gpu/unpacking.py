@@ -10,8 +10,10 @@ from pathlib import Path
 import torch
 
 from bough.model.checkpoint.checkpoint import TensorPlace
+from bough.model.checkpoint.gguf_file import BLOCKS
 from bough.model.quant.awq import Awq
 from bough.model.quant.bough_format import Packed
+from bough.model.quant.ggml_blocks import TYPES, Blocks, BlockType
 from bough.model.quant.gptq import Gptq
 from bough.model.quant.scaled import Scaled
 
@@ -58,6 +60,12 @@ def write_along(
     tensors = [tensor for tensor in (numbers, scales, zeros, groups) if tensor is not None]
     own_zeros, own_groups = (None if tensor is None else _place(tensor) for tensor in (zeros, groups))
     _write(Scaled(_place(numbers), _place(scales), own_zeros, own_groups, bits, block), out, *tensors)
+
+
+def write_blocks(data: torch.Tensor, size: tuple[int, int], type_: BlockType, half: int, out: torch.Tensor) -> None:
+    """As `bough.model.gpu.unpack_triton.write_blocks`."""
+    kind = next(kind for kind in TYPES if (BLOCKS[kind], TYPES[kind]) == (size, type_))
+    Blocks(_place(data), kind, half).write(data.flatten(), out)
 
 
 def _place(tensor: torch.Tensor) -> TensorPlace:

@@ -1,0 +1,253 @@
+"""Weights in the blocks of GGUF files: a float16 scale for 32 or 256 numbers of a row, and smaller scales within.
+
+A weight is scale * number, or scale * number plus an offset, in float32. Up to the sum this is exact, so that any order
+of the products has the bits of the library gguf. Where a block has its numbers is told by `Part`, in plain arithmetic
+from which tables for CPUs are made, and constants of a kernel for GPUs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NamedTuple
+
+import numba
+import numpy as np
+import torch
+
+from bough.model.checkpoint.checkpoint import TensorPlace
+from bough.model.checkpoint.gguf_file import BLOCKS
+from bough.model.checkpoint.tensor_source import typed
+from bough.model.cpu.float_bits import from_half, rounded
+from bough.model.cpu.jit import strict_inline, strict_parallel
+from bough.model.gpu.kernels import kernels_on
+from bough.model.quant.format import Dequantized, write_out
+
+
+class Part(NamedTuple):
+    """Some bits of every number of a block.
+
+    Number j has them in byte first + j // span * stride + j % width, above the lowest start + j % span // every * step.
+    """
+
+    bits: int  # 0: there are none
+    first: int = 0
+    span: int = 1
+    stride: int = 0
+    width: int = 1
+    every: int = 1
+    step: int = 0
+    start: int = 0
+
+
+class Numbers(NamedTuple):
+    """All numbers of one kind in a block: (low bits, and high bits above them) ^ flip, less center."""
+
+    low: Part
+    high: Part = Part(0)
+    flip: int = 0  # 128 for signed bytes, of which 128 is then the center
+    center: int = 0
+
+
+class BlockType(NamedTuple):
+    """Where a block has what."""
+
+    numbers: Numbers
+    scale: int  # byte of a float16
+    offset: int = -1  # byte of a float16; -1: none
+    scales: Numbers = Numbers(Part(0))  # what the scale is multiplied by, for each group of the block's numbers
+    mins: Numbers = Numbers(Part(0))  # what the offset is multiplied by, which is then subtracted
+    num_groups: int = 1
+
+
+def _nibbles(first: int, half: int) -> Part:
+    """4 bits of numbers of which the first `half` have the low bits of as many bytes, the next one the high bits."""
+    return Part(4, first, 2 * half, half, half, half, 4)
+
+
+def _pairs(first: int) -> Part:
+    """2 bits of 128 numbers in 32 bytes."""
+    return Part(2, first, 128, 32, 32, 32, 2)
+
+
+def _above(first: int) -> Part:
+    """A bit of 256 numbers in 32 bytes."""
+    return Part(1, first, 256, 0, 32, 32, 1)
+
+
+_BITS_OF_32 = {first: Part(1, first, 8, 1, 1, 1, 1) for first in (2, 4)}
+_SIX_BITS = (  # of Q4_K and Q5_K: scales, minima
+    Numbers(Part(4, 4, 4, 8, 4), Part(2, 4, 8, 0, 4, 4, 2, 4)),
+    Numbers(Part(4, 8, 8, 0, 8, 4, 4), Part(2, 8, 8, 0, 4, 4, 2, 4)),
+)
+TYPES = {
+    "Q4_0": BlockType(Numbers(_nibbles(2, 16), center=8), 0),
+    "Q4_1": BlockType(Numbers(_nibbles(4, 16)), 0, 2),
+    "Q5_0": BlockType(Numbers(_nibbles(6, 16), _BITS_OF_32[2], center=16), 0),
+    "Q5_1": BlockType(Numbers(_nibbles(8, 16), _BITS_OF_32[4]), 0, 2),
+    "Q8_0": BlockType(Numbers(Part(8, 2, 32, 0, 32), flip=128, center=128), 0),
+    "Q2_K": BlockType(
+        Numbers(_pairs(16)), 80, 82, Numbers(Part(4, 0, 16, 0, 16)), Numbers(Part(4, 0, 16, 0, 16, start=4)), 16
+    ),
+    "Q3_K": BlockType(
+        Numbers(_pairs(32), _above(0), center=4),
+        108,
+        scales=Numbers(Part(4, 96, 16, 0, 8, 8, 4), Part(2, 104, 16, 0, 4, 4, 2), center=32),
+        num_groups=16,
+    ),
+    "Q4_K": BlockType(Numbers(_nibbles(16, 32)), 0, 2, *_SIX_BITS, 8),
+    "Q5_K": BlockType(Numbers(_nibbles(48, 32), _above(16)), 0, 2, *_SIX_BITS, 8),
+    "Q6_K": BlockType(
+        Numbers(_nibbles(0, 64), _pairs(128), center=32),
+        208,
+        scales=Numbers(Part(8, 192, 16, 0, 16), flip=128, center=128),
+        num_groups=16,
+    ),
+}
+
+
+class _Table(NamedTuple):
+    """A `Numbers` as arrays."""
+
+    places: Any  # (count, 4) int64: bytes and shifts of low and high bits
+    constants: Any  # (5,) int64: masks of low and high bits, number of low bits, flip, center
+
+    @classmethod
+    def of(cls, numbers: Numbers, count: int) -> _Table:
+        j, columns = np.arange(count), []
+        for part in (numbers.low, numbers.high):
+            columns.append(part.first + j // part.span * part.stride + j % part.width)
+            columns.append(part.start + j % part.span // part.every * part.step)
+        masks = [(1 << part.bits) - 1 for part in (numbers.low, numbers.high)]
+        constants = np.array([*masks, numbers.low.bits, numbers.flip, numbers.center])
+        return cls(np.stack(columns, 1), constants)
+
+    def by_torch(self, blocks: torch.Tensor) -> torch.Tensor:
+        """The numbers (..., count) float32 of blocks (..., bytes) uint8."""
+        at, shifts, high_at, high_shifts = torch.from_numpy(self.places).to(blocks.device).unbind(1)
+        low_mask, high_mask, bits, flip, center = self.constants.tolist()
+        found = (blocks[..., at].short() >> shifts.short()) & low_mask
+        if high_mask:
+            found |= ((blocks[..., high_at].short() >> high_shifts.short()) & high_mask) << bits
+        numbers: torch.Tensor = (found ^ flip) - center
+        return numbers.float()
+
+
+class _Tables(NamedTuple):
+    """The tables of a type."""
+
+    numbers: _Table
+    scales: _Table
+    mins: _Table
+    layout: Any  # (5,) int64: bytes of a block, byte of its scale, of its offset, whether it has scales, minima
+
+    @classmethod
+    @cache
+    def of(cls, kind: str) -> _Tables:
+        type_, (count, num_bytes) = TYPES[kind], BLOCKS[kind]
+        layout = [num_bytes, type_.scale, type_.offset, type_.scales.low.bits, type_.mins.low.bits]
+        scales, mins = (_Table.of(numbers, type_.num_groups) for numbers in (type_.scales, type_.mins))
+        return cls(_Table.of(type_.numbers, count), scales, mins, np.array(layout))
+
+
+def file_rows(rows: Any, half: int) -> Any:
+    """Where a file has these rows: a head's row i, and row i + half, which is rotated with it, stand side by side."""
+    within = rows % (2 * half)
+    return rows - within + 2 * (within % half) + within // half
+
+
+@strict_inline
+def _number(block: Any, places: Any, constants: Any, j: Any) -> Any:
+    low = (np.int64(block[places[j, 0]]) >> places[j, 1]) & constants[0]
+    high = (np.int64(block[places[j, 2]]) >> places[j, 3]) & constants[1]
+    return np.float32(((low | (high << constants[2])) ^ constants[3]) - constants[4])
+
+
+@strict_inline
+def _half(block: Any, at: Any) -> Any:
+    return from_half(np.uint16(block[at]) | (np.uint16(block[at + 1]) << np.uint16(8)))
+
+
+@strict_parallel
+def _unpack_blocks(
+    data: Any, numbers: Any, of_numbers: Any, scales: Any, of_scales: Any, mins: Any, of_mins: Any, layout: Any,
+    half: Any, out: Any, is_bf16: Any,
+) -> Any:  # fmt: skip
+    """Dequantize data (rows, bytes of a row) uint8 by the arrays of `_Tables` to out (rows, columns)."""
+    num_bytes, scale_at, offset_at, has_scales, has_mins = layout[0], layout[1], layout[2], layout[3], layout[4]
+    num_groups, size = len(scales), len(numbers) // len(scales)
+    for row in numba.prange(len(out)):
+        within = row % (2 * half)
+        source, target = data[row - within + 2 * (within % half) + within // half], out[row]
+        for number in range(len(source) // num_bytes):
+            block, begin = source[number * num_bytes : (number + 1) * num_bytes], number * len(numbers)
+            for group in range(num_groups):
+                scale, offset = _half(block, scale_at), np.float32(0)
+                if has_scales:
+                    scale *= _number(block, scales, of_scales, group)
+                if offset_at >= 0:
+                    offset = _half(block, offset_at)
+                    if has_mins:
+                        offset *= -_number(block, mins, of_mins, group)
+                for j in range(group * size, (group + 1) * size):
+                    value = scale * _number(block, numbers, of_numbers, j)
+                    if offset_at >= 0:
+                        value += offset
+                    if is_bf16:
+                        target[begin + j] = rounded(value)
+                    else:
+                        target[begin + j] = value
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks(Dequantized):
+    """A weight in blocks by rows."""
+
+    place: TensorPlace  # (rows, bytes of a row) U8
+    kind: str  # of TYPES
+    half: int = 1  # as of `file_rows`
+
+    @property
+    def places(self) -> tuple[TensorPlace, ...]:
+        return (self.place,)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        rows, num_bytes = self.place.shape
+        values, block_bytes = BLOCKS[self.kind]
+        return (rows, num_bytes // block_bytes * values)
+
+    @property
+    def is_by_rows(self) -> bool:
+        """Whether any rows of the value can be made of the same rows of the tensor."""
+        return self.half == 1
+
+    def _write(self, raw: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+        self.write(raw[0], out)
+
+    def write(self, data: torch.Tensor, out: torch.Tensor) -> None:
+        """Dequantize the tensor's bytes."""
+        data = typed(data, self.place)
+        if kernels := kernels_on(out.device):
+            kernels.write_blocks(data, BLOCKS[self.kind], TYPES[self.kind], self.half, out)
+            return
+        tables = _Tables.of(self.kind)
+        arrays = [array for table in tables[:3] for array in table]
+        write_out(out, _unpack_blocks, lambda rows: self._by_torch(data, rows), data, *arrays, tables.layout, self.half)
+
+    def _by_torch(self, data: torch.Tensor, rows: slice) -> torch.Tensor:
+        tables, type_ = _Tables.of(self.kind), TYPES[self.kind]
+        order = file_rows(torch.arange(rows.start, rows.stop, device=data.device), self.half)
+        blocks = data[order].view(len(order), -1, BLOCKS[self.kind][1])
+
+        def half(at: int) -> torch.Tensor:
+            return blocks[..., at : at + 2].contiguous().view(torch.float16).float()
+
+        scales = half(type_.scale) * (tables.scales.by_torch(blocks) if type_.scales.low.bits else 1)
+        numbers = tables.numbers.by_torch(blocks).view(*blocks.shape[:2], type_.num_groups, -1)
+        values: torch.Tensor = numbers * scales[..., None]
+        if type_.offset >= 0:
+            offsets = half(type_.offset) * (-tables.mins.by_torch(blocks) if type_.mins.low.bits else 1)
+            values += offsets[..., None]
+        return values.flatten(1)
