@@ -124,3 +124,5 @@ if __name__ == "__main__":
         write_demonstration(Path(sys.argv[1]), int(sys.argv[2]))
     except BoughError as exc:
         raise SystemExit(f"error: {exc}") from exc
+    except KeyboardInterrupt:  # a terminal's Ctrl-C, of which `bough up` tells
+        raise SystemExit(130) from None

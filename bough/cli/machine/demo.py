@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import sys
 
@@ -31,7 +32,7 @@ async def demo(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--max-tokens: must be at least {MIN_TOKENS} to measure rates, got {arguments.max_tokens}")
     settings = settings_from(up_arguments(*(["--simulate", arguments.simulate] if arguments.simulate else [])))
     if not arguments.simulate:
-        ensure_demonstration()
+        await asyncio.to_thread(ensure_demonstration)  # Ctrl-C acts where a command awaits
         announce_first_start()
     settings = divided(settings, tell)
     progress = Progress()

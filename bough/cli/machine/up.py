@@ -41,7 +41,7 @@ async def up(arguments: argparse.Namespace) -> int:
     settings = settings_from(arguments)
     if not settings.target.simulate:
         if settings.target.model == str(demonstration_folder()):
-            ensure_demonstration()
+            await asyncio.to_thread(ensure_demonstration)  # Ctrl-C acts where a command awaits
         fetch(settings.target.model, *([settings.draft.model] if settings.draft else []))
         announce_first_start()
     settings = divided(settings, tell)
