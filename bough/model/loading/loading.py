@@ -15,7 +15,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from bough.errors import CheckpointError
 from bough.model.architecture import moe
 from bough.model.architecture.architecture import build_empty, cut_layers, describe, load_config, max_positions
-from bough.model.architecture.moe import Experts
+from bough.model.architecture.moe import AnySource, Experts
 from bough.model.checkpoint.checkpoint import Checkpoint, TensorPlace
 from bough.model.checkpoint.pack_manifest import read_checksums
 from bough.model.checkpoint.tensor_source import (
@@ -30,7 +30,7 @@ from bough.model.checkpoint.tensor_source import (
     row_blocks,
 )
 from bough.model.kv.session_kv import KVShape
-from bough.model.loading.weight_map import AnySource, WeightMap, logical_sources
+from bough.model.loading.weight_map import WeightMap, logical_sources
 from bough.model.quant.format import QuantFormat
 from bough.model.quant.formats import format_of
 from bough.model.quant.ggml_blocks import Blocks
