@@ -11,9 +11,10 @@ from bough.grammar.grammar import grammar_of
 from bough.protocol.generation import ChatPrompt, GenerateOptions, Prompt, ToolChoice, Tools
 from bough.protocol.thoughts import Channels, Thoughts
 from bough.tokenization.tokenizer import Tokenizer
-from orchestrator.reasoning.formats import shown
+from orchestrator.reasoning.formats import HARMONY_NAME, shown
 from orchestrator.reasoning.grammar import after_thoughts
 from orchestrator.tools.formats import format_of
+from orchestrator.tools.harmony import HARMONY
 
 
 class OutputForm(NamedTuple):
@@ -41,6 +42,11 @@ async def output_form(
     form = OutputForm(demanded, {})
     is_called = tools is not None and tools.choice is not ToolChoice.NONE
     if tools is not None and is_called:
+        if (format_of(tool_format, tokenizer.tool_template) is HARMONY) is not isinstance(thoughts, Channels):
+            raise InvalidRequest(
+                f"chat.tools: must be left out, as the orchestrator's --tool-call-parser {HARMONY.name} goes with "
+                f"--reasoning-parser {HARMONY_NAME} alone"
+            )
         form = await asyncio.to_thread(_of_tools, tools, tokenizer, tool_format, demanded)
     if form.grammar and options.ignore_eos:
         raise InvalidRequest(
