@@ -11,9 +11,10 @@ from bough.grammar.grammar import grammar_of
 from bough.protocol.generation import ChatPrompt, GenerateOptions, Prompt, ToolChoice, Tools
 from bough.protocol.thoughts import Channels, Thoughts
 from bough.tokenization.tokenizer import Tokenizer
-from orchestrator.reasoning.formats import shown
+from orchestrator.reasoning.formats import HARMONY_NAME, shown
 from orchestrator.reasoning.grammar import after_thoughts
 from orchestrator.tools.formats import format_of
+from orchestrator.tools.harmony import HARMONY
 
 
 class OutputForm(NamedTuple):
@@ -41,7 +42,7 @@ async def output_form(
     form = OutputForm(demanded, {})
     is_called = tools is not None and tools.choice is not ToolChoice.NONE
     if tools is not None and is_called:
-        form = await asyncio.to_thread(_of_tools, tools, tokenizer, tool_format, demanded)
+        form = await asyncio.to_thread(_of_tools, tools, tokenizer, tool_format, demanded, thoughts)
     if form.grammar and options.ignore_eos:
         raise InvalidRequest(
             "ignore_eos: must be false beside a constraint or demanded calls of tools, which the model's end completes"
@@ -59,12 +60,22 @@ async def output_form(
     return OutputForm(grammar, {**shown(thoughts, tokenizer), **form.shown})
 
 
-def _of_tools(tools: Tools, tokenizer: Tokenizer, tool_format: str, demanded: str) -> OutputForm:
+def _of_tools(
+    tools: Tools, tokenizer: Tokenizer, tool_format: str, demanded: str, thoughts: Thoughts | Channels | None
+) -> OutputForm:
     """The form of an output that is calls, or where the model decides, what is demanded otherwise.
 
     If that is nothing, it is free unless it matters what is called, with which arguments or how often.
+
+    Raises:
+        InvalidRequest: the functions cannot be called so, or the parser of calls does not go with that of thoughts.
     """
     known = format_of(tool_format, tokenizer.tool_template)
+    if (known is HARMONY) is not isinstance(thoughts, Channels):
+        raise InvalidRequest(
+            f"chat.tools: must be left out, as the orchestrator's --tool-call-parser {HARMONY.name} goes with "
+            f"--reasoning-parser {HARMONY_NAME} alone"
+        )
     named = {i: f for i, f in enumerate(tools.functions) if not tools.allowed or f.name in tools.allowed}
     is_limited = tools.must_call or bool(tools.allowed) or not tools.allows_several
     is_free = not (is_limited or demanded or any(f.is_strict for f in named.values()))

@@ -25,13 +25,13 @@ class ReasoningFormat:
 
 THINK = ReasoningFormat("<think>", "</think>")
 BRACKETS = ReasoningFormat("[THINK]", "[/THINK]")
-HARMONY = ReasoningFormat("<|channel|>", END)  # of messages whose headers tell what they are
+HARMONY, HARMONY_NAME = ReasoningFormat("<|channel|>", END), "openai_gptoss"  # of messages whose headers tell all
 # By the names of vLLM's parsers.
 FORMATS: Mapping[str, ReasoningFormat] = {
     "deepseek_r1": replace(THINK, is_always_inside=True),
     "deepseek_v3": THINK,
     "glm45": THINK,
-    "openai_gptoss": HARMONY,
+    HARMONY_NAME: HARMONY,
     "qwen3": THINK,
     "mistral": BRACKETS,
 }

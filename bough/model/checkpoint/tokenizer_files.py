@@ -11,6 +11,8 @@ from bough.model.checkpoint.gguf_file import is_gguf, read_gguf
 from bough.tokenization.vocabulary import TokenizerFiles
 
 ENDS = [f"tokenizer.ggml.{kind}_token_id" for kind in ("eos", "eot", "eom")]  # of a text, a turn, a message
+GPT2, SPLITS = "gpt-2", "Split("  # how texts are split that name nothing else, and what tells of another way
+KIND, SPLIT = "tokenizer.ggml.model", "tokenizer.ggml.pre"  # and how texts are split before pairs of bytes are merged
 
 
 def load_tokenizer_files(path: Path) -> TokenizerFiles:
@@ -26,6 +28,11 @@ def load_tokenizer_files(path: Path) -> TokenizerFiles:
         data = tokenizer.backend_tokenizer.to_str().encode()
     except (OSError, ValueError, AttributeError, LookupError) as exc:
         raise CheckpointError(f"{path}: no usable tokenizer: {exc}") from exc
+    is_split = SPLITS in str(tokenizer.backend_tokenizer.pre_tokenizer)
+    if fields.get(KIND) == "gpt2" and not is_split and (split := fields.get(SPLIT, GPT2)) != GPT2:
+        raise CheckpointError(  # which would be split as GPT-2's
+            f"{path}: field {SPLIT} must be a split that transformers knows, such as llama-bpe or qwen2, got {split!r}"
+        )
     eos: set[int] = {tokenizer.eos_token_id} if tokenizer.eos_token_id is not None else set()
     eos |= {fields[key] for key in ENDS if key in fields}
     if not fields:

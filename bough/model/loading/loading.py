@@ -187,9 +187,7 @@ class _Finder:
         if source is None and name in self._tied:
             source = self._naming.source(self._tied[name])
         if source is None:
-            raise CheckpointError(
-                f"{self._checkpoint.path}: tensor {name}, which the configuration asks for, is missing"
-            )
+            raise CheckpointError(f"{self._checkpoint.path}: tensor {name}, which its configuration has, is missing")
         place = source.places[0]
         _require_readable(source)
         if source.shape != tuple(parameter.shape):

@@ -212,6 +212,15 @@ async def test_where_the_model_decides_strict_functions_and_forms_are_followed()
         )
 
 
+async def test_tools_are_refused_where_an_operator_names_only_one_of_the_two_parsers() -> None:
+    """What an answer calls would not be found, and its marks would be content."""
+    for tool_format, thoughts in (("auto", None), ("hermes", Channels("assistant"))):
+        with pytest.raises(InvalidRequest, match=r"^chat\.tools: must be .* openai goes with .* openai_gptoss alone"):
+            await output_form(ChatPrompt(QUESTION, TOOLS), GenerateOptions(), model(), tool_format, thoughts)
+        untold = ChatPrompt(QUESTION, replace(TOOLS, choice=ToolChoice.NONE))
+        await output_form(untold, GenerateOptions(), model(), tool_format, thoughts)
+
+
 def test_the_template_is_given_effort_tools_calls_thoughts_and_answers() -> None:
     assert format_of("auto", model().template) is format_of("openai", model().template) is HARMONY
     call, result = ToolCall("call_1", "weather", '{"city":"Rome"}'), Message("tool", "Sunny.", (), "call_1")
