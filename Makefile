@@ -22,11 +22,11 @@ serve: $(READY)  ## the demonstration under Ray Serve, until Ctrl-C; SIMULATE=PR
 # are processors, so threads that wait make room sooner than in service (docs/decisions/022-threads.md).
 test: $(READY)  ## the whole suite
 	@$(BIN)/python -m tests.compile_kernels
-	@GOMP_SPINCOUNT=1000 $(BIN)/python -m pytest --numprocesses 3 --dist loadgroup --no-loadscope-reorder
+	@GOMP_SPINCOUNT=1000 $(BIN)/python -m pytest --numprocesses 3 --dist worksteal
 
 test-fast: $(READY)  ## the tests of single parts, in two minutes
 	@$(BIN)/python -m tests.compile_kernels
-	@GOMP_SPINCOUNT=1000 $(BIN)/python -m pytest --numprocesses 2 --dist loadgroup --no-loadscope-reorder -m 'unit and not slow'
+	@GOMP_SPINCOUNT=1000 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal -m 'unit and not slow'
 
 check: $(READY)  ## formatting, lint, types, import rules
 	@$(BIN)/ruff format --check .

@@ -30,20 +30,12 @@ from bough.processes.launch import Cluster, Settings, launched
 from bough.tokenization.vocabulary import TokenizerFiles
 from loadtest.common.tiny_model import TINY, save_model, save_tokenizer
 from tests.fakes.fleet import Fleet, fleet
-from tests.fakes.fork_server import forked_programs
 from tests.fakes.stage import Orchestrator, Stage, orchestrating, staged
 
 __all__ = ["TINY", "save_model", "save_tokenizer"]  # for the tests that import them from here
 
 FOLDERS = {"pipeline": "pipeline", "clients": "pipeline", "loadtest": "pipeline"}  # kinds of tests; others are units
 PROCESSES = {"tiny_cluster", "smollm"}  # fixtures of real processes and real models
-SHARED = "tiny_cluster"  # takes so long to start that all files with it are one group
-LONGEST = (  # files that begin first, so that none of them is left alone at the end
-    *("test_pipeline", "test_faults", "test_whole_sweeps", "test_exactness", "test_supervision"),
-    *("test_deploy_supervisor", "test_attention_triton", "test_regret", "test_random_sizes", "test_memory"),
-    *("test_fuzz", "test_leaks", "test_chaos", "test_growth", "test_gpu_check", "test_compile_kernels"),
-    *("test_simulated_workers", "test_limits", "test_failover", "test_vocabularies", "test_drain", "test_experts"),
-)
 
 # Neither time nor chance decides a test: examples are the same in every run; --hypothesis-profile=default draws others.
 hypothesis.settings.register_profile(
@@ -52,18 +44,9 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("patient")
 
 
-@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks each test by its kind: `make test-fast` runs the units that are not slow.
-
-    The tests of a file run in one process, one after another, as do all with SHARED: what a file makes once is made
-    once (`--dist loadgroup`).
-    """
-    places = {name: place for place, name in enumerate(LONGEST)}
-    shared = {item.path for item in items if SHARED in getattr(item, "fixturenames", ())}
-    items.sort(key=lambda item: -1 if item.path in shared else places.get(item.path.stem, len(places)))
+    """Marks each test by its kind: `make test-fast` runs the units that are not slow."""
     for item in items:
-        item.add_marker(pytest.mark.xdist_group(SHARED if item.path in shared else item.path.stem))
         kinds = {mark.name for mark in item.iter_markers()} & {"pipeline", "chaos", "cluster"}
         if kinds:
             continue
@@ -75,12 +58,6 @@ def pytest_collection_finish() -> None:
     """From now on garbage is looked for, but not among modules and tests: they stay to the end."""
     gc.freeze()
     gc.enable()
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _forked_programs() -> Iterator[None]:
-    with forked_programs():
-        yield
 
 
 @pytest.fixture(scope="session")

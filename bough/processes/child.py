@@ -94,9 +94,7 @@ class Child:
             return log.read().decode(errors="replace").splitlines()
 
 
-def open_process(
-    command: Sequence[str], log: Path, variables: Mapping[str, str]
-) -> subprocess.Popen[bytes] | ForkedProcess:
+def open_process(command: Sequence[str], log: Path, variables: Mapping[str, str]) -> subprocess.Popen[bytes]:
     """Start a process that ends with this one; its output is appended to the log."""
     with log.open("ab") as stream:
         return start(

@@ -67,7 +67,7 @@ MINIATURE = Sizes(
     trees=(1, 8),
     text_tokens=60,
     copy_bytes=1 << 20,
-    unpacked=((256, 128), (256, 128)),
+    unpacked=((128, 256), (128, 256)),
     matrices=((64, 64),),
     contexts=((4,), (32,)),
 )

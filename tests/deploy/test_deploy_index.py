@@ -139,7 +139,7 @@ def test_an_index_with_certificates_answers_where_the_loop_is_not_asyncios_own(t
     """Ray's replicas run on uvloop, which comes with ray[serve]."""
     uvloop = pytest.importorskip("uvloop")
     files = Authority().files(tmp_path)
-    settings = {"port": free_port(), "tls_cert": files.cert, "tls_key": files.key, "tls_ca": files.authority}
+    settings = {"port": free_port(HOST), "tls_cert": files.cert, "tls_key": files.key, "tls_ca": files.authority}
 
     async def answers() -> None:
         index = IndexServer(read_index(settings), HOST)

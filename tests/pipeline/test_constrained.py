@@ -112,8 +112,8 @@ async def test_what_cannot_be_asked_for_is_named(http: httpx.AsyncClient) -> Non
     json_schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "objekt"}}}
     cases = [
         ({"response_format": {"type": "xml"}}, "response_format.type"),
-        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
-        ({"response_format": {"type": "text", "json_schema": {}}}, "response_format.json_schema"),
+        ({"response_format": {"type": "json_schema"}}, "response_format"),
+        ({"response_format": {"type": "text", "json_schema": {}}}, "response_format"),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": [1]}}}, FORMAT_SCHEMA),
         ({"response_format": json_schema}, FORMAT_SCHEMA),
         ({"response_format": {"type": "json_object"}, "ignore_eos": True}, "ignore_eos"),

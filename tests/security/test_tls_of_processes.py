@@ -19,8 +19,6 @@ from bough.client import Client
 from bough.config.processes import DraftConfig, OrchestratorConfig, TargetConfig, parse
 from bough.errors import Unauthenticated, Unavailable
 from bough.health.probe import status_of
-from bough.processes import launch
-from bough.processes.child import open_process as launch_process
 from bough.processes.launch import Cluster, Settings, launched
 from bough.protocol.generation import Finished, GenerateOptions, Speculation, Started, TextPrompt, Tokens
 from bough.rpc.server import open_channel
@@ -72,8 +70,6 @@ async def bough(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Bough
             parse(OrchestratorConfig, "o", ["--port", "0", *flags], {}),
             f"rediss://:{password}@127.0.0.1:{port}?ssl_ca_certs={files.authority}",
         )
-        # What is forked for tests has the fork server's command line.
-        stack.enter_context(pytest.MonkeyPatch.context()).setattr(launch, "open_process", launch_process)
         cluster = await stack.enter_async_context(launched(settings, lambda _: None))
         yield Bough(cluster, folder, files, password)
 
