@@ -118,7 +118,7 @@ def test_a_dry_run_goes_through_everything(
         {"resident": 1, "elsewhere": 0, "host": 5, "disk": 0},
     ]
     assert [case["kv"] for case in report["equality"]] == ["device", "device", "host"]
-    assert len(report["unpacking"]) == 2 * 8, "every format, in both types"
+    assert len(report["unpacking"]) == 2 * 12, "every format, in both types"
     assert report["layer_bits"]["equal"] == report["layer_bits"]["compared"]
     assert [kind.split(",")[0] for kind in report["layer_bits"]["by_kind"]] == [
         "products",
