@@ -109,9 +109,11 @@ def tether_haproxy() -> None:
     from ray.serve._private.haproxy import get_haproxy_binary  # loads jinja2, for those who use it
 
     try:
-        os.environ["BOUGH_HAPROXY"] = get_haproxy_binary()
+        binary = get_haproxy_binary()
     except FileNotFoundError as exc:
         raise ConfigError(f"--haproxy (or {HAPROXY}): must have an HAProxy to run: {exc}") from exc
+    if binary != str(HAPROXY_SCRIPT):  # else it is inherited, and would run itself
+        os.environ["BOUGH_HAPROXY"] = binary
     os.environ |= {"BOUGH_PYTHON": sys.executable, "RAY_SERVE_HAPROXY_BINARY_PATH": str(HAPROXY_SCRIPT)}
 
 

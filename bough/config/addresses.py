@@ -54,7 +54,10 @@ def free_port(host: str, wanted: int = 0) -> int:
 
 def bound(host: str, port: int) -> socket.socket:
     """A bound socket that does not listen; lingering connections do not matter. Raises OSError."""
-    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except UnicodeError as exc:  # no name has such labels, as those of "a..b"
+        raise OSError(f"{host!r} is no name of a host: {exc}") from exc
     probe = socket.socket(family, kind, protocol)
     try:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -123,6 +123,8 @@ def main() -> None:
     sizes = MINIATURE if arguments.dry_run_on_cpu else REAL
     began = time.perf_counter()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that it clears up
+    if arguments.folder is not None and not arguments.folder.is_dir():
+        raise SystemExit(f"error: --folder must be a folder that exists, got {str(arguments.folder)!r}")
     folder = Path(tempfile.mkdtemp(prefix="bough-gpu-check-", dir=arguments.folder or _roomy(sizes)))
     try:
         report = check(folder, arguments)

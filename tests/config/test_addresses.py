@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from bough.client import Client
-from bough.config.addresses import SocketAddress, advertised_host, is_wildcard, joined
+from bough.config.addresses import SocketAddress, advertised_host, bound, is_wildcard, joined
 from bough.config.processes import OrchestratorConfig, TargetConfig, parse
 from bough.errors import ConfigError
 from bough.processes.launch import Settings, launched
@@ -131,3 +131,8 @@ def _has_version_6() -> bool:
     except OSError:
         return False
     return True
+
+
+def test_a_host_whose_name_cannot_be_spelled_is_refused_as_one_that_is_not_there() -> None:
+    with pytest.raises(OSError, match=r"'a\.\.b' is no name of a host"):
+        bound("a..b", 0)

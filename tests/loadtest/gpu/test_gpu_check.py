@@ -61,6 +61,12 @@ def test_a_part_that_is_not_there_is_refused_by_name(
     assert "got drafts; see" in told
 
 
+def test_a_folder_that_is_not_there_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sys, "argv", ["gpu_check", "--dry-run-on-cpu", "--folder", str(tmp_path / "none")])
+    with pytest.raises(SystemExit, match=r"--folder must be a folder that exists, got '.*none'"):
+        gpu_check.main()
+
+
 def test_what_was_found_is_there_when_it_is_cut_off(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
