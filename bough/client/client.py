@@ -16,7 +16,7 @@ from typing import Any
 import grpc
 
 from bough.client.resumable_stream import ResumableStream, RetryWindow
-from bough.errors import ConfigError, Exhausted, NotFound, Unavailable
+from bough.errors import ConfigError, Exhausted, NoAnswer, NotFound, Unavailable
 from bough.pb import common_pb2
 from bough.pb import generation_pb2 as pb
 from bough.protocol import codec_generation as wire
@@ -103,7 +103,9 @@ class Client:
             except (Unavailable, Exhausted) as exc:
                 if self._is_closed:
                     raise
-                is_known = is_known or isinstance(exc, Exhausted)
+                # Several that refuse, as while they are redeployed, are waited for; one without a target says so soon.
+                is_refusal = len(self._servers) > 1 and not isinstance(exc, NoAnswer)
+                is_known = is_known or is_refusal or isinstance(exc, Exhausted)
                 stream.broke(exc)
                 self._turn_from(server)
                 most_seconds = self._patience_seconds

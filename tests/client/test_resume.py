@@ -238,6 +238,40 @@ async def test_a_stream_that_breaks_after_a_long_sweep_is_gone_on_with(fakes: Fl
     assert seen.token_ids == expected(fakes)
 
 
+class Draining:
+    """An orchestrator that refuses its first requests, and then ends each at once."""
+
+    def __init__(self) -> None:
+        self.num_refused = 0
+
+    async def Generate(self, request: generation_pb2.GenerateRequest, context: object) -> AsyncIterator[object]:
+        if self.num_refused < 3:
+            self.num_refused += 1
+            raise Unavailable("this orchestrator is draining")
+        yield wire.event_to_wire(Started(request.request_id, 1, 5, "fake"))
+        yield generation_pb2.GenerateEvent(finished=generation_pb2.Finished(finish_reason="length"))
+
+
+@pytest.mark.parametrize("is_alone", [False, True])
+async def test_orchestrators_that_drain_together_are_waited_for(
+    is_alone: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request that has not begun is asked again; where one address is known, its refusal is told soon."""
+    monkeypatch.setattr("bough.client.client.START_PATIENCE_SECONDS", 0.0)
+
+    def add(server: grpc.aio.Server) -> None:
+        add_service(GENERATION, Draining(), server)
+
+    async with serving("127.0.0.1", 0, "bough.v1.Generation", add, grace_seconds=0.0) as served:
+        addresses = [f"127.0.0.1:{served.port}", f"localhost:{served.port}"]
+        async with Client(*addresses[: 1 if is_alone else 2]) as client:
+            if is_alone:
+                with pytest.raises(Unavailable, match="is draining"):
+                    await asyncio.wait_for(read(client), 10)
+            else:
+                assert (await asyncio.wait_for(read(client), 10)).end.finish_reason == "length"
+
+
 class AlwaysBreaking:
     """An orchestrator whose streams begin, and no more."""
 
