@@ -145,6 +145,8 @@ def test_an_index_with_certificates_answers_where_the_loop_is_not_asyncios_own(t
         index = IndexServer(read_index(settings), HOST)
         try:
             await index.wait()
+            assert index.place.url.startswith("rediss://")
+            await index.check()
         finally:
             await index.stop()
 
