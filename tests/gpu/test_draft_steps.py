@@ -24,7 +24,7 @@ from tests.fakes.gpu.pretend import device, notes, pretending
 from tests.fakes.models import CPU
 from tests.gpu.test_whole_sweeps import MIXTURES, in_words
 from tests.model.test_graphs import batch_of, run_again, slots_in
-from tests.model.test_reproducible import FAMILIES
+from tests.model.test_reproducible import FAMILIES, of_two_layers
 
 SIZES = ((5, 0), (1, 30), (20, 20), (0, 1))
 
@@ -64,7 +64,7 @@ def logits_of(folder: Path, where: torch.device, has_graphs: bool, stays_packed:
 def test_steps_are_captured_and_right(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """But for mixtures', whose experts wait for what their router says: these are launched kernel by kernel."""
     monkeypatch.setattr(cuda_graphs, "ROWS", (8, 64))  # the others' sizes are captured below
-    folder = save_model(tmp_path / "model", FAMILIES[family])
+    folder = save_model(tmp_path / "model", of_two_layers(family))
     wanted = logits_of(folder, CPU, has_graphs=False)
     with pretending():
         found = logits_of(folder, device(), has_graphs=family not in MIXTURES)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from tests.fakes.gpu.device_sweeps import Where, on_cpu, on_device, on_the_devic
 from tests.fakes.gpu.pretend import device, pretending
 from tests.fakes.gpu.pretend_streams import ALWAYS, NEVER
 from tests.model.test_packed import awq, gptq, rewrite, tensors_of
-from tests.model.test_reproducible import FAMILIES
+from tests.model.test_reproducible import FAMILIES, of_two_layers
 
 CLOSE = 1e-4  # of the largest: torch's products and ours, in float32, over four layers
 MIXTURES = [name for name, config in FAMILIES.items() if "moe" in name or hasattr(config, "num_local_experts")]
@@ -34,14 +33,14 @@ def require_close(mine: torch.Tensor, theirs: torch.Tensor) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_gives_what_the_cpu_gives(family: str, tmp_path: Path) -> None:
     """On a device whose memory is NaN wherever nobody has written."""
-    folder = save_model(tmp_path / "model", FAMILIES[family])
+    folder = save_model(tmp_path / "model", of_two_layers(family))
     require_close(on_device(folder, Where(), torch.float32), on_cpu(folder, torch.float32))
 
 
 @pytest.mark.parametrize("family", ["gemma2, soft-capping, alternating windows", "gemma3, local and global"])
 def test_embeddings_that_stay_on_the_host_are_scaled_there(family: str, tmp_path: Path) -> None:
     """Gemma's are, by the root of the hidden size, where its head is a matrix of its own."""
-    config = copy.deepcopy(FAMILIES[family])
+    config = of_two_layers(family)
     config.tie_word_embeddings = False
     folder = save_model(tmp_path / "model", config)
     require_close(on_device(folder, Where(), torch.float32), on_cpu(folder, torch.float32))
@@ -50,7 +49,7 @@ def test_embeddings_that_stay_on_the_host_are_scaled_there(family: str, tmp_path
 @pytest.mark.parametrize("family", MIXTURES)
 def test_experts_that_come_when_they_are_chosen(family: str, tmp_path: Path) -> None:
     """Copied from the host's memory as late as may be."""
-    folder = save_model(tmp_path / "model", FAMILIES[family])
+    folder = save_model(tmp_path / "model", of_two_layers(family))
     mine = on_device(folder, Where(expert_slabs=8, chance=NEVER), torch.float32)
     require_close(mine, on_cpu(folder, torch.float32))
 

@@ -33,7 +33,7 @@ from target_worker.worker import TargetWorker
 from tests.cli.test_plan import run
 from tests.conftest import save_model
 from tests.fakes.models import CPU, new_slot, plain_logits, streamed
-from tests.model.test_reproducible import FAMILIES, random_tree
+from tests.model.test_reproducible import FAMILIES, of_two_layers, random_tree
 
 NUM_EXPERTS = {"mixtral": 4, "qwen2 moe, shared expert": 6, "qwen3 moe": 6, "gpt-oss, sinks, alternating windows": 4}
 
@@ -54,7 +54,7 @@ def logits_of(model: StreamedModel, *sizes: int) -> list[torch.Tensor]:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_the_bits_are_those_of_whole_layers(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """With as little room as may be, with some more and with room for all; sweeps of several chunks too."""
-    folder, sizes = save_model(tmp_path / "model", FAMILIES[family]), (1, 2, 40, 1, 7, 90)
+    folder, sizes = save_model(tmp_path / "model", of_two_layers(family)), (1, 2, 40, 1, 7, 90)
     with streamed(folder, dtype) as model:
         wanted = logits_of(model, *sizes)
     for num_slabs in (NUM_EXPERTS[family], NUM_EXPERTS[family] + 3, 40):
