@@ -23,9 +23,9 @@ from tests.conftest import pipeline, settings
 # Shallow trees: on two cores the draft steps of many sessions are most of the time that these tests take.
 # Large trees take most of it, so fewer sessions have them, and shorter ones, unless BOUGH_ALL_PROMPTS is set.
 ALL_PROMPTS = bool(os.environ.get("BOUGH_ALL_PROMPTS"))
-NUM_PROMPTS, LENGTH = (12, 64) if ALL_PROMPTS else (4, 40)
-NUM_PROMPTS_OF = {} if ALL_PROMPTS else {"64": 3, "256": 2}
-LENGTH_OF = {} if ALL_PROMPTS else {"256": 24}
+NUM_PROMPTS, LENGTH = (12, 64) if ALL_PROMPTS else (3, 32)
+NUM_PROMPTS_OF = {} if ALL_PROMPTS else {"1": 2, "64": 2, "256": 1}
+LENGTH_OF = {} if ALL_PROMPTS else {"256": 20}
 SIZES = {str(budget): Speculation(budget=budget, width=32, depth=4) for budget in (1, 16, 64, 256)}
 WAYS = {"none": Speculation(disabled=True), "self-sized": Speculation(), **SIZES}
 GREEDY = GenerateOptions(temperature=0.0, max_tokens=LENGTH, ignore_eos=True)
