@@ -11,20 +11,19 @@ from __future__ import annotations
 # isort: off
 import os
 
-os.environ["TRITON_INTERPRET"] = "0"  # before Triton is imported
+# Before Triton is imported. What its assembler says of a kernel is printed, also of one that is in a cache.
+os.environ |= {"TRITON_INTERPRET": "0", "TRITON_DUMP_PTXAS_LOG": "1", "TRITON_ALWAYS_COMPILE": "1"}
 import bough.model  # noqa: F401  # before torch, see there
 # isort: on
 
+import io
 import json
 import re
-import subprocess
-import tempfile
 from collections.abc import Iterator
+from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
-import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.compiler import compile as triton_compile
@@ -37,9 +36,7 @@ from bough.model.quant.mxfp4 import GROUP
 
 CAPABILITIES = (80, 86, 89, 90, 120)
 SHARED_BYTES = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 120: 101_376}  # limit of a program
-TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 _VARYING = ("scale", "window", "tail_width", "zero_offset", "half")
-BLACKWELL = 100  # first capability for which Triton has its own assembler
 
 
 class Heads(NamedTuple):
@@ -166,25 +163,13 @@ def compiled(kernel: Kernel, capability: int) -> Compiled:
     round_ = (name for name in names if signature[name] != "constexpr" and name not in kernel.varying)
     aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in round_}
     source = ASTSource(kernel.function, signature, constants, aligned)
-    made = triton_compile(source, target=GPUTarget("cuda", capability, 32), options=kernel.options)
-    registers, spilled = _assembled(made.asm["ptx"], capability)
-    return Compiled(kernel.name, capability, registers, spilled, made.metadata.shared)
-
-
-def _assembled(ptx: str, capability: int) -> tuple[int, int]:
-    """Registers and spilled bytes of a thread."""
-    target = re.search(r"\.target (sm_\w+)", ptx)
-    assert target is not None, "PTX names its target"
-    tool = TOOLS / ("ptxas-blackwell" if capability >= BLACKWELL else "ptxas")
-    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
-        file.write(ptx)
-        file.flush()
-        command = [tool, "-v", "--gpu-name", target[1], file.name, "-o", os.devnull]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    registers, spilled = re.search(r"Used (\d+) registers", said), re.search(r"(\d+) bytes spill stores", said)
+    with redirect_stdout(io.StringIO()) as printed:
+        made = triton_compile(source, target=GPUTarget("cuda", capability, 32), options=kernel.options)
+    registers = re.search(r"Used (\d+) registers", printed.getvalue())
+    spilled = re.search(r"(\d+) bytes spill stores", printed.getvalue())
     assert registers is not None
     assert spilled is not None
-    return int(registers[1]), int(spilled[1])
+    return Compiled(kernel.name, capability, int(registers[1]), int(spilled[1]), made.metadata.shared)
 
 
 def main() -> None:
