@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bough.model.batch.batch import Batch
@@ -75,6 +75,7 @@ def test_a_likely_outcome_is_grown_before_it_is_asked_for(plan: TreePlan, params
     assert engine.num_warm_trees >= 5
 
 
+@settings(max_examples=40)  # of rounds that grow several trees each
 @given(
     st.integers(0, 12),
     st.lists(st.tuples(st.integers(0, 4), st.integers(0, VOCAB - 1)), min_size=1, max_size=4),
