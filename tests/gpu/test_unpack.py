@@ -98,7 +98,7 @@ def by_rows(
 
 
 def in_blocks(rng: np.random.Generator, kind: str, half: int) -> tuple[TensorSource, list[torch.Tensor]]:
-    blocks = random_blocks(kind, 12, 512 if kind.endswith("K") else 160, rng)
+    blocks = random_blocks(kind, 12, 512 if BLOCKS[kind][0] == 256 else 160, rng)
     return Blocks(place("w", blocks), kind, half), raws(blocks)
 
 
@@ -113,7 +113,7 @@ def mxfp4(rng: np.random.Generator, outputs: int, inputs: int) -> tuple[TensorSo
 
 def nvfp4(rng: np.random.Generator, outputs: int, inputs: int) -> tuple[TensorSource, list[torch.Tensor]]:
     numbers = rng.integers(0, 256, (outputs, inputs // 2)).astype(np.uint8)
-    scales, whole = rng.integers(0, 0x7F, (outputs, inputs // 16)).astype(np.uint8), np.array([0.0123], np.float32)
+    scales, whole = rng.integers(0, 0x7F, (outputs, inputs // 16)).astype(np.uint8), np.array([12.3], np.float32)
     places = replace(place("w", numbers), dtype=FLOAT4), replace(place("s", scales), dtype=FLOAT8)
     last = TensorPlace("", Path(), 0, 4, "F32", (1,))
     return Scaled(*places, None, None, 4, (1, 16), last, True), raws(numbers, scales, whole)

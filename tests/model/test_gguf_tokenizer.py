@@ -33,7 +33,13 @@ MERGES = ["a b", "1 2"]  # of which none leads to "abc"
 def write(file: Path, split: str | None, **changed: Any) -> Path:
     """A file with a small tokenizer."""
     writer = GGUFWriter(file, "llama")
-    fields = {"tokens": TOKENS, "token_type": TYPES, "merges": MERGES, "bos_token_id": 0, "eos_token_id": 1} | changed
+    fields: dict[str, Any] = {
+        "tokens": TOKENS,
+        "token_type": TYPES,
+        "merges": MERGES,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+    } | changed
     writer.add_tokenizer_model("gpt2")
     if split:
         writer.add_tokenizer_pre(split)

@@ -21,6 +21,7 @@ PLAIN = {"F32": 4, "F16": 2, "BF16": 2}  # types of single numbers, and their by
 BLOCKS = {  # types of blocks: numbers and bytes of a block
     "Q4_0": (32, 18), "Q4_1": (32, 20), "Q5_0": (32, 22), "Q5_1": (32, 24), "Q8_0": (32, 34),
     "Q2_K": (256, 84), "Q3_K": (256, 110), "Q4_K": (256, 144), "Q5_K": (256, 176), "Q6_K": (256, 210),
+    "IQ4_NL": (32, 18), "IQ4_XS": (256, 136),
 }  # fmt: skip
 TEXT, LIST = 8, 9  # kinds of fields
 NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}  # others
@@ -55,12 +56,12 @@ class Cursor:
     def value(self, kind: int) -> Any:
         """A field of a kind: a number, a text, or a list."""
         if kind == LIST:
-            return self.list()
+            return self.list_()
         if kind != TEXT and kind not in NUMBERS:
             raise ValueError(f"kinds of fields must be 0 to 12, got {kind}")
         return self.text() if kind == TEXT else self.number(NUMBERS[kind])
 
-    def list(self) -> list[Any]:
+    def list_(self) -> list[Any]:
         """A list."""
         kind, length = self.number("I"), self.number("Q")
         if kind == TEXT:
@@ -142,7 +143,7 @@ class GgufHeader:
         if not isinstance(place, ListPlace):
             return []
         with _checked(self.file) as data:
-            return Cursor(data, place.offset).list()
+            return Cursor(data, place.offset).list_()
 
     def token_id(self, key: str, num_tokens: int) -> int | None:
         """A special token, such as "bos"; None if the file names none.
