@@ -56,12 +56,12 @@ class HttpSender:
         self._connection = connection
         connection.write(b"".join(sent.data for sent in pipeline))
         for sent in pipeline:
-            await self._record(connection, sent, may_be_cut=not pipeline[-1].is_whole)
-            if self._connection is None:  # messages after the last answer are none of the server's
+            if not await self._recorded(connection, sent, may_be_cut=not pipeline[-1].is_whole):
+                await self.close()  # messages after the last answer are none of the server's
                 return
 
-    async def _record(self, connection: HttpConnection, sent: Sent, *, may_be_cut: bool) -> None:
-        """Wait for the answer to a message that has been sent, and record it."""
+    async def _recorded(self, connection: HttpConnection, sent: Sent, *, may_be_cut: bool) -> bool:
+        """Wait for the answer to a message that has been sent, and record it. Returns whether another may follow."""
         try:
             if sent.is_whole:
                 answer = await connection.answer(ANSWER_SECONDS)
@@ -69,15 +69,13 @@ class HttpSender:
                 answer = await _hurried(connection)
         except TimeoutError:
             self._outcomes.failed(LAYER, f"http: no status in {ANSWER_SECONDS:g} s", sent.data)
-            await self.close()
-            return
+            return False
         is_unanswered = answer == CLOSED or (answer.status.endswith(CUT) and not may_be_cut)
         if answer.status.startswith("500") or (is_unanswered and sent.is_whole):
             self._outcomes.failed(LAYER, f"http: {answer.status}", sent.data)
         else:
             self._outcomes.answered(LAYER, answer.status, sent.data)
-        if answer.is_last or not sent.is_whole:
-            await self.close()
+        return sent.is_whole and not answer.is_last
 
     async def close(self) -> None:
         """Close the connection, if there is one."""
