@@ -14,11 +14,12 @@ import pytest
 from bough.client import Client
 from bough.config.addresses import free_port
 from bough.errors import ConfigError, Unavailable
+from bough.processes.exit_with_parent import python
 from bough.protocol.generation import Finished, GenerateOptions, TextPrompt
 from bough.registry.registry import Registry
 from bough.simulation.profile import load_profile
 from deploy import supervisor as supervisor_module
-from deploy.child import python, start, stop
+from deploy.child import start, stop
 from deploy.index import IndexPlace
 from deploy.settings import Role, read_program
 from deploy.supervisor import Supervisor
