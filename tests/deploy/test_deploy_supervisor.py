@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import sys
 import tempfile
 from pathlib import Path
 
@@ -14,7 +15,6 @@ import pytest
 from bough.client import Client
 from bough.config.addresses import free_port
 from bough.errors import ConfigError, Unavailable
-from bough.processes.exit_with_parent import python
 from bough.protocol.generation import Finished, GenerateOptions, TextPrompt
 from bough.registry.registry import Registry
 from bough.simulation.profile import load_profile
@@ -209,7 +209,7 @@ async def test_a_program_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
     code = (
         "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
     )
-    child = start("stubborn", [python("x", [])[0], "-c", code], {}, 0, str(tmp_path))
+    child = start("stubborn", [sys.executable, "-c", code], {}, 0, str(tmp_path))
     while "up" not in child.tail():
         await asyncio.sleep(0.02)
     await stop(child, 0.1)
