@@ -54,8 +54,8 @@ class Forwarder:
     async def forward(self, request: Request) -> Response:
         """Return the upstream's answer; a client that hangs up also ends the upstream's request.
 
-        A body is passed on as it comes, so that the upstream's limits hold: a long one once the upstream asks for it, so
-        that nothing is read of a request that it refuses by its head; a short one at once, which saves a round trip.
+        A body is passed on as it comes, so that the upstream's limits hold: a long one once the upstream asks for it,
+        so that nothing is read of a request that it refuses by its head; a short one at once, to save a round trip.
         """
         path = str(request.scope["path"]).removeprefix(str(request.scope.get("root_path", "")))
         url = f"{self._base_url}/{path.removeprefix('/')}"
