@@ -144,6 +144,7 @@ class _Finder:
         """`layers` maps the model's layer names to those in the checkpoint."""
         self._checkpoint = checkpoint
         self._layers = layers
+        self._kept = tuple(model._keep_in_fp32_modules_strict or ())  # whose values would lose by being rounded
         is_tied = getattr(model.config, "tie_word_embeddings", False)
         self._tied: dict[str, str] = dict(getattr(model, "_tied_weights_keys", None) or {}) if is_tied else {}
         known = [self._original(name) for name in model.state_dict()]
@@ -195,6 +196,8 @@ class _Finder:
                 f"{place.file}: tensor {place.name} has shape {list(source.shape)}, "
                 f"but the configuration asks for {list(parameter.shape)}"
             )
+        if key in self._kept and isinstance(source, Stored):
+            source = replace(source, keeps_dtype=True)
         return ParameterSlot(module, key, source)
 
 
