@@ -4,7 +4,8 @@ A program computes a tile of rows of one slot for one KV head. It reads the comm
 for each row the keys on its own path. Each row meets its keys in the order of their positions, in blocks fixed by
 position, and all products have the same shape; a block that a row does not see leaves its state unchanged. So a row's
 result depends on its query and its path alone, bit for bit, whatever rows share its tile. Keys and values are read from
-the slot as they are stored; sums are in float32.
+the slot as they are stored; sums are in float32. Where keys have their value as a second part (latent attention), it is
+read once for both, and the one KV head is computed as several, of some query heads each.
 """
 
 from __future__ import annotations
@@ -27,12 +28,17 @@ _VARYING = ("tail_width", "window", "scale")
 
 
 @triton.jit
-def _scores(query, key, is_seen, scale, SOFTCAP: tl.constexpr, IN_HALVES: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Scores (QUERIES, BLOCK) float32; -inf for keys that a query does not see."""
+def _product(query, key, IN_HALVES: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Products (QUERIES, BLOCK) float32."""
     if IN_HALVES:
-        scores = tl.dot(query, tl.trans(key)) * scale
+        return tl.dot(query, tl.trans(key))
     else:
-        scores = tl.dot(query.to(tl.float32), tl.trans(key.to(tl.float32)), input_precision="ieee") * scale
+        return tl.dot(query.to(tl.float32), tl.trans(key.to(tl.float32)), input_precision="ieee")
+
+
+@triton.jit
+def _scores(scores, is_seen, SOFTCAP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Scores (QUERIES, BLOCK) capped; -inf for keys that a query does not see."""
     if SOFTCAP > 0:
         scores = SOFTCAP * (1.0 - 2.0 / (tl.exp(scores * (2.0 / SOFTCAP)) + 1.0))  # tanh
     return tl.where(is_seen, scores, float("-inf"))
@@ -62,6 +68,7 @@ def _fold(scores, value, highest, total, result, IN_HALVES: tl.constexpr):  # ty
 @triton.jit
 def _meet(  # type: ignore[no-untyped-def]
     query,
+    own_query,  # (QUERIES, KEY_DIM) to keys that have values as a second part
     keys,
     values,
     rows,  # (BLOCK,) memory rows of the block's keys
@@ -75,16 +82,26 @@ def _meet(  # type: ignore[no-untyped-def]
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     DIM_PADDED: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    KEY_PADDED: tl.constexpr,
     SOFTCAP: tl.constexpr,
     IN_HALVES: tl.constexpr,
 ):
     """Load a block of keys and values, and fold it into the online softmax."""
     dims = tl.arange(0, DIM_PADDED)
-    places = (rows[:, None] * NUM_KV_HEADS + kv_head) * HEAD_DIM + dims[None, :]
-    is_number = is_there[:, None] & (dims < HEAD_DIM)[None, :]
-    key = tl.load(keys + places, mask=is_number, other=0.0)
-    scores = _scores(query, key, is_seen, scale, SOFTCAP, IN_HALVES)
-    value = tl.load(values + places, mask=is_number, other=0.0)
+    if KEY_DIM > 0:
+        own_dims, places = tl.arange(0, KEY_PADDED), rows[:, None] * HEAD_DIM + dims[None, :]
+        is_own = is_there[:, None] & (own_dims < KEY_DIM)[None, :]
+        key = tl.load(keys + rows[:, None] * KEY_DIM + own_dims[None, :], mask=is_own, other=0.0)
+        value = tl.load(values + places, mask=is_there[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
+        scores = (_product(own_query, key, IN_HALVES) + _product(query, value, IN_HALVES)) * scale
+        scores = _scores(scores, is_seen, SOFTCAP)
+    else:
+        places = (rows[:, None] * NUM_KV_HEADS + kv_head) * HEAD_DIM + dims[None, :]
+        is_number = is_there[:, None] & (dims < HEAD_DIM)[None, :]
+        key = tl.load(keys + places, mask=is_number, other=0.0)
+        scores = _scores(_product(query, key, IN_HALVES) * scale, is_seen, SOFTCAP)
+        value = tl.load(values + places, mask=is_number, other=0.0)
     return _fold(scores, value, highest, total, result, IN_HALVES)
 
 
@@ -116,16 +133,16 @@ def _rows_of(tail, positions, base, origin, is_near):  # type: ignore[no-untyped
 
 @triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_VARYING)
 def _attend(  # type: ignore[no-untyped-def]
-    queries,  # (num_rows, num_heads, head_dim)
-    keys,  # (num_memory_rows, num_kv_heads, head_dim)
-    values,  # likewise
+    queries,  # (num_rows, num_heads, KEY_DIM + HEAD_DIM)
+    keys,  # (num_memory_rows, num_kv_heads, head_dim); (num_memory_rows, 1, KEY_DIM) with KEY_DIM
+    values,  # (num_memory_rows, num_kv_heads, head_dim); (num_memory_rows, 1, HEAD_DIM) with KEY_DIM
     origins,  # this and the next four arguments are as in `Paths`
     bases,
     lengths,
     tails,
     tiles,
     sinks,  # (num_heads,) float32; unused without HAS_SINKS
-    out,  # like queries
+    out,  # (num_rows, num_heads, HEAD_DIM)
     tail_width,
     scale,
     window,  # 0 is unlimited
@@ -139,6 +156,8 @@ def _attend(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,  # rows of a program
     GROUP_PADDED: tl.constexpr,
     DIM_PADDED: tl.constexpr,
+    KEY_DIM: tl.constexpr,  # width of keys whose second part is the value; 0 if keys are apart from values
+    KEY_PADDED: tl.constexpr,
 ):
     kv_head = tl.program_id(1)
     begin_row, end_row = _part_of_tile(tiles + 2 * tl.program_id(0), ROWS)
@@ -146,8 +165,16 @@ def _attend(  # type: ignore[no-untyped-def]
     row, head = begin_row + lanes // GROUP_PADDED, lanes % GROUP_PADDED
     is_row, is_any = row < end_row, begin_row < end_row  # the rows of a tile are of one slot
     is_cell = (is_row & (head < GROUP))[:, None] & (dims < HEAD_DIM)[None, :]
-    cells = ((row * NUM_KV_HEADS + kv_head) * GROUP + head)[:, None].to(tl.int64) * HEAD_DIM + dims[None, :]
-    query = tl.load(queries + cells, mask=is_cell, other=0.0)
+    heads = ((row * NUM_KV_HEADS + kv_head) * GROUP + head)[:, None].to(tl.int64)
+    cells = heads * HEAD_DIM + dims[None, :]
+    if KEY_DIM > 0:
+        own_dims, begins = tl.arange(0, KEY_PADDED), queries + heads * (KEY_DIM + HEAD_DIM)
+        is_own_cell = (is_row & (head < GROUP))[:, None] & (own_dims < KEY_DIM)[None, :]
+        own_query = tl.load(begins + own_dims[None, :], mask=is_own_cell, other=0.0)
+        query = tl.load(begins + KEY_DIM + dims[None, :], mask=is_cell, other=0.0)
+    else:
+        query = tl.load(queries + cells, mask=is_cell, other=0.0)
+        own_query = query
     length = tl.load(lengths + row, mask=is_row, other=0)
     first = tl.where(window > 0, tl.maximum(length - window, 0), 0)
     longest, earliest = tl.max(length, 0), tl.min(tl.where(is_row, first, 2147483647), 0)
@@ -160,8 +187,11 @@ def _attend(  # type: ignore[no-untyped-def]
         positions = begin + steps
         is_seen = (positions[None, :] >= first[:, None]) & (positions[None, :] < length[:, None])
         is_there = (positions >= earliest) & (positions < longest)
-        state = (query, keys, values, origin + positions, is_there, is_seen, kv_head, scale, highest, total, result)
-        highest, total, result = _meet(*state, NUM_KV_HEADS, HEAD_DIM, DIM_PADDED, SOFTCAP, IN_HALVES)
+        asked = (query, own_query, keys, values, origin + positions, is_there, is_seen, kv_head, scale)
+        state = asked + (highest, total, result)
+        highest, total, result = _meet(
+            *state, NUM_KV_HEADS, HEAD_DIM, DIM_PADDED, KEY_DIM, KEY_PADDED, SOFTCAP, IN_HALVES
+        )
     for own in range(begin_row, tl.where(has_tails, end_row, begin_row)):
         own_length, is_own = tl.load(lengths + own), row == own
         own_first = tl.where(window > 0, tl.maximum(own_length - window, 0), 0)
@@ -169,8 +199,11 @@ def _attend(  # type: ignore[no-untyped-def]
             is_near = (begin + steps >= own_first) & (begin + steps < own_length)
             rows = _rows_of(tails + own * tail_width, begin + steps, base, origin, is_near)
             is_seen = is_own[:, None] & is_near[None, :]
-            state = (query, keys, values, rows, is_near, is_seen, kv_head, scale, highest, total, result)
-            peak, weight, sums = _meet(*state, NUM_KV_HEADS, HEAD_DIM, DIM_PADDED, SOFTCAP, IN_HALVES)
+            asked = (query, own_query, keys, values, rows, is_near, is_seen, kv_head, scale)
+            state = asked + (highest, total, result)
+            peak, weight, sums = _meet(
+                *state, NUM_KV_HEADS, HEAD_DIM, DIM_PADDED, KEY_DIM, KEY_PADDED, SOFTCAP, IN_HALVES
+            )
             highest, total = tl.where(is_own, peak, highest), tl.where(is_own, weight, total)
             result = tl.where(is_own[:, None], sums, result)  # other rows keep theirs even where this one's has NaN
     total = tl.where(total == 0.0, 1.0, total)  # of lanes without a row
@@ -188,11 +221,13 @@ def attend_by_triton(
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """Attention of every row over its path; shapes as in `_attend`, any floating-point types."""
-    out = torch.empty_like(queries)
-    _, num_heads, head_dim = queries.shape
-    num_kv_heads = keys.shape[1]
+    _, num_heads, width = queries.shape
+    _, num_kv_heads, head_dim = values.shape
+    out, key_dim = queries.new_empty(len(queries), num_heads, head_dim), keys.shape[2] if width > head_dim else 0
+    if key_dim:
+        num_kv_heads = num_heads // heads_together(num_heads)
     in_halves = _in_halves(queries.dtype, keys.dtype)
-    constants = tile_constants(num_heads // num_kv_heads, head_dim, in_halves)
+    constants = tile_constants(num_heads // num_kv_heads, head_dim, in_halves, key_dim)
     _attend[(len(paths.tiles), num_kv_heads, TILE_ROWS // constants["ROWS"])](
         queries,
         keys,
@@ -218,7 +253,12 @@ def attend_by_triton(
     return out
 
 
-def tile_constants(group: int, head_dim: int, in_halves: bool) -> dict[str, int]:
+def heads_together(num_heads: int) -> int:
+    """How many heads of latent attention one program computes: all that fill a tensor core's tile without remainder."""
+    return max(size for size in range(1, MIN_DOT + 1) if num_heads % size == 0)
+
+
+def tile_constants(group: int, head_dim: int, in_halves: bool, key_dim: int = 0) -> dict[str, int]:
     """Compile-time constants, which depend only on the model: few and many rows use the same program."""
     dim_padded, group_padded = max(MIN_DOT, triton.next_power_of_2(head_dim)), triton.next_power_of_2(group)
     most = min(TILE_QUERIES, TILE_QUERIES * 128 // dim_padded) if in_halves else MIN_DOT
@@ -231,6 +271,8 @@ def tile_constants(group: int, head_dim: int, in_halves: bool) -> dict[str, int]
         "ROWS": rows,
         "GROUP_PADDED": max(group_padded, MIN_DOT // rows),
         "DIM_PADDED": dim_padded,
+        "KEY_DIM": key_dim,
+        "KEY_PADDED": max(MIN_DOT, triton.next_power_of_2(key_dim)),
     }
 
 
