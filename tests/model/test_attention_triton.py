@@ -91,6 +91,22 @@ def test_a_row_is_bitwise_what_it_would_be_on_a_path_of_its_own(kernel: ModuleTy
     assert torch.equal(in_tree, plain)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_latents_are_keys_and_values(kernel: ModuleType, dtype: torch.dtype) -> None:
+    """Of 20 heads, 10 a program: as the reference says, and bitwise what they are on a path of their own."""
+    torch.manual_seed(8)
+    tree, base, node = random_tree(np.random.default_rng(8), 6), 37, 5
+    keys, values = torch.randn(50, 1, 8, device=DEVICE, dtype=dtype), torch.randn(50, 1, 24, device=DEVICE, dtype=dtype)
+    queries, rules = torch.randn(6, 20, 32, device=DEVICE, dtype=dtype), (0.25, 0, 0.0, None)
+    paths = paths_of(tree_at(base, tree))
+    mine = kernel.attend_by_triton(queries, keys, values, paths, *rules)
+    wanted = attend_by_mask(queries, keys, values, paths, *rules)
+    torch.testing.assert_close(mine.float(), wanted, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    path = [*range(base), *(base + step for step in tree.path(node))]
+    alone = paths_of(tree_at(len(path) - 1, Tree.root(1)))
+    assert torch.equal(mine[node], kernel.attend_by_triton(queries[[node]], keys[path], values[path], alone, *rules)[0])
+
+
 def test_rows_that_nobody_has_written_do_no_harm(kernel: ModuleType) -> None:
     """A GPU's memory is whatever it was: NaN, of which the reference once made a sum, times a weight of 0."""
     torch.manual_seed(7)

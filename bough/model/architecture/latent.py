@@ -1,9 +1,9 @@
 """Multi-head latent attention (MLA, DeepSeek V2): slots keep the latents that keys and values are made from.
 
 A token has one latent, of which `kv_b_proj` makes every head's value and the unrotated part of its key, and one rotated
-part of the key for all heads. Nothing is expanded here: a query's product with an expanded key is the product of the
-query, multiplied by the head's matrix of keys, with the latent; and weighted latents are summed before they go through
-the matrix of values. So attention has a single KV head, whose key is the rotated part and the latent, and whose value is
+part of the key for all heads. Nothing is expanded here: a query's product with an expanded key is that of the query,
+multiplied by the head's matrix of keys, with the latent; and weighted latents are summed before they go through the
+matrix of values. So attention has a single KV head, whose key is the rotated part and the latent, and whose value is
 the latent. The rest of the layer is transformers' own.
 """
 

@@ -208,7 +208,7 @@ def _attend_tile(queries: Any, keys: Any, values: Any, spans: Any, tile: Any, ru
 
 @strict_inner
 def _rows_of(spans: Any, piece: Any, kind: Any, layer: Any, num_kv_heads: Any, key_dim: Any, value_dim: Any) -> Any:
-    """Keys and values of a piece's slot in one layer, (rows, num_kv_heads, key_dim) and (rows, num_kv_heads, value_dim)."""
+    """Keys (rows, num_kv_heads, key_dim) and values (rows, num_kv_heads, value_dim) of a piece's slot in one layer."""
     slot = spans.slots[piece]
     keys = layer_rows(slot[0], kind, layer, slot[2], num_kv_heads, key_dim)
     return keys, layer_rows(slot[1], kind, layer, slot[2], num_kv_heads, value_dim)

@@ -32,8 +32,7 @@ def _product(query, key, IN_HALVES: tl.constexpr):  # type: ignore[no-untyped-de
     """Products (QUERIES, BLOCK) float32."""
     if IN_HALVES:
         return tl.dot(query, tl.trans(key))
-    else:
-        return tl.dot(query.to(tl.float32), tl.trans(key.to(tl.float32)), input_precision="ieee")
+    return tl.dot(query.to(tl.float32), tl.trans(key.to(tl.float32)), input_precision="ieee")
 
 
 @triton.jit
@@ -187,8 +186,8 @@ def _attend(  # type: ignore[no-untyped-def]
         positions = begin + steps
         is_seen = (positions[None, :] >= first[:, None]) & (positions[None, :] < length[:, None])
         is_there = (positions >= earliest) & (positions < longest)
-        asked = (query, own_query, keys, values, origin + positions, is_there, is_seen, kv_head, scale)
-        state = asked + (highest, total, result)
+        rows = origin + positions
+        state = (query, own_query, keys, values, rows, is_there, is_seen, kv_head, scale, highest, total, result)
         highest, total, result = _meet(
             *state, NUM_KV_HEADS, HEAD_DIM, DIM_PADDED, KEY_DIM, KEY_PADDED, SOFTCAP, IN_HALVES
         )
@@ -199,8 +198,7 @@ def _attend(  # type: ignore[no-untyped-def]
             is_near = (begin + steps >= own_first) & (begin + steps < own_length)
             rows = _rows_of(tails + own * tail_width, begin + steps, base, origin, is_near)
             is_seen = is_own[:, None] & is_near[None, :]
-            asked = (query, own_query, keys, values, rows, is_near, is_seen, kv_head, scale)
-            state = asked + (highest, total, result)
+            state = (query, own_query, keys, values, rows, is_near, is_seen, kv_head, scale, highest, total, result)
             peak, weight, sums = _meet(
                 *state, NUM_KV_HEADS, HEAD_DIM, DIM_PADDED, KEY_DIM, KEY_PADDED, SOFTCAP, IN_HALVES
             )

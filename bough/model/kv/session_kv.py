@@ -25,7 +25,7 @@ class KVShape:
 
     @classmethod
     def of(cls, config: PretrainedConfig, dtype: torch.dtype) -> KVShape:
-        """The shape for all layers of a configuration; with latent attention, values are latents and part of the keys."""
+        """The shape for all layers of a configuration; of latent attention (`kv_lora_rank`), values are latents."""
         if rank := int(getattr(config, "kv_lora_rank", None) or 0):
             return cls(int(config.num_hidden_layers), 1, int(config.qk_rope_head_dim), dtype, rank)
         heads = int(config.num_attention_heads)

@@ -52,7 +52,8 @@ def row_counts(
 ) -> RowCounts:
     """Row counts: always `most` if a product may be a library's, as on a GPU, in float16, and with transposed packing.
 
-    The same holds if torch may split a step of rows: with experts, latent attention, or unusual sizes. `model` may be on the meta device.
+    The same holds with latent attention, and if torch may split a step of rows: with experts, or unusual sizes. `model`
+    may be on the meta device.
     """
     layers = model.get_decoder().layers
     linears = (*_linears(layers), model.get_output_embeddings())
