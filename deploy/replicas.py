@@ -101,10 +101,10 @@ class IndexReplica:
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
         """Start the index, or restart it with other settings."""
         settings = read_index(user_config)
-        if self._server is not None:
-            await self._server.stop()
-        self._server = IndexServer(settings, node_address())
-        await self._server.wait()
+        await self._stop()
+        server = IndexServer(settings, node_address())
+        await server.wait()
+        self._server = server
 
     async def place(self) -> IndexPlace:
         """Return where the index is."""
@@ -119,8 +119,12 @@ class IndexReplica:
 
     async def __del__(self) -> None:
         """Stop the server, as the deployment ends or moves to another node."""
-        if self._server is not None:
-            await self._server.stop()
+        await self._stop()
+
+    async def _stop(self) -> None:
+        server, self._server = self._server, None
+        if server is not None:
+            await server.stop()
 
 
 class TargetReplica(Supervising):

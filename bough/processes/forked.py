@@ -44,9 +44,12 @@ class ForkedProcess:
 
     def poll(self) -> int | None:
         """The exit status; None while it runs."""
-        with self._lock, suppress(ChildProcessError):
+        with self._lock:
             if self.returncode is None:
-                ended, status = os.waitpid(self.pid, os.WNOHANG)
+                try:
+                    ended, status = os.waitpid(self.pid, os.WNOHANG)
+                except ChildProcessError:  # somebody else has collected it: unknown is 0, as in subprocess
+                    ended, status = self.pid, 0
                 self.returncode = os.waitstatus_to_exitcode(status) if ended else None
         return self.returncode
 

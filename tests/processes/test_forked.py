@@ -40,6 +40,16 @@ async def test_workers_that_run_models_share_what_they_import(tiny_cluster: Clus
         assert shared_dirty_bytes(process.pid) > SHARED_BYTES
 
 
+def test_a_status_that_somebody_else_collected_is_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was taken for a process that runs, and sent signals, which whoever has its number next would get."""
+    process = subprocess.Popen([sys.executable, "-S", "-c", ""])
+    process.wait()
+    monkeypatch.setattr(os, "kill", lambda *call: pytest.fail(f"kill{call}"))
+    forked = ForkedProcess(process.pid)
+    forked.kill()
+    assert forked.poll() == forked.wait() == 0
+
+
 def test_forked_programs_are_children_with_logs_variables_and_statuses(tmp_path: Path) -> None:
     logs = [tmp_path / name for name in ("prints", "fails", "sleeps")]
     programs = [
