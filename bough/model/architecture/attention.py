@@ -33,8 +33,8 @@ def attend_by_mask(
 ) -> torch.Tensor:
     """Attention on any device by gathering each row's path: correct, but slow and not bitwise reproducible.
 
-    queries (num_rows, num_heads, head_dim); keys and values (num_memory_rows, num_kv_heads, head_dim). Where queries are
-    wider, a key has its value as a second part. Reference for the kernels, and used on a GPU without Triton.
+    queries (num_rows, num_heads, head_dim); keys and values (num_memory_rows, num_kv_heads, head_dim). Where queries
+    are wider, a key has its value as a second part. Reference for the kernels, and used on a GPU without Triton.
     """
     queries, keys, values = queries.float(), keys.float(), values.float()
     if queries.shape[2] > keys.shape[2]:

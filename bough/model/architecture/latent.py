@@ -53,7 +53,7 @@ def _as_cached(latents: torch.Tensor, rotated: torch.Tensor) -> tuple[torch.Tens
 
 def absorbed(module: Any, query: torch.Tensor) -> torch.Tensor:
     """Queries (rows, num_heads, rotary width + latent width) of an attention's (1, num_heads, rows, key width)."""
-    plain, rotated = query[0].split([module.qk_nope_head_dim, module.qk_rope_head_dim], -1)
+    plain, rotated = torch.split(query[0], [module.qk_nope_head_dim, module.qk_rope_head_dim], -1)
     of_keys = _by_head(module)[:, : module.qk_nope_head_dim]
     return torch.cat((rotated.transpose(0, 1), _products(plain, of_keys.transpose(1, 2))), -1)
 
@@ -66,7 +66,7 @@ def expanded(module: Any, attended: torch.Tensor) -> torch.Tensor:
 def _by_head(module: Any) -> torch.Tensor:
     """Each head's matrices of keys and values, (num_heads, outputs, latent width)."""
     weight: torch.Tensor = module.kv_b_proj.weight
-    return weight.unflatten(0, (-1, module.qk_nope_head_dim + module.v_head_dim))
+    return weight.view(-1, module.qk_nope_head_dim + module.v_head_dim, weight.shape[1])
 
 
 def _products(rows: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:

@@ -54,7 +54,7 @@ class KVShape:
         """Use existing memory of at least `num_rows` * `row_bytes` bytes."""
         sizes = self.sizes(num_rows)
         numbers = torch.frombuffer(memory[: num_rows * self.row_bytes], dtype=self.dtype)
-        parts = numbers.split([math.prod(size) for size in sizes])
+        parts = torch.split(numbers, [math.prod(size) for size in sizes])
         return KVMemory(*(part.view(size) for part, size in zip(parts, sizes, strict=True)))
 
 
