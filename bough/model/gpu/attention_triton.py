@@ -80,16 +80,14 @@ def _meet(  # type: ignore[no-untyped-def]
     result,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    DIM_PADDED: tl.constexpr,
     KEY_DIM: tl.constexpr,
-    KEY_PADDED: tl.constexpr,
     SOFTCAP: tl.constexpr,
     IN_HALVES: tl.constexpr,
 ):
     """Load a block of keys and values, and fold it into the online softmax."""
-    dims = tl.arange(0, DIM_PADDED)
+    dims = tl.arange(0, query.shape[1])
     if KEY_DIM > 0:
-        own_dims, places = tl.arange(0, KEY_PADDED), rows[:, None] * HEAD_DIM + dims[None, :]
+        own_dims, places = tl.arange(0, own_query.shape[1]), rows[:, None] * HEAD_DIM + dims[None, :]
         is_own = is_there[:, None] & (own_dims < KEY_DIM)[None, :]
         key = tl.load(keys + rows[:, None] * KEY_DIM + own_dims[None, :], mask=is_own, other=0.0)
         value = tl.load(values + places, mask=is_there[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
@@ -105,10 +103,33 @@ def _meet(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _queries(queries, heads, is_cell, HEAD_DIM: tl.constexpr, KEY_DIM: tl.constexpr, KEY_PADDED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Queries to keys, or to values and to keys that have these as a second part; `heads` is (QUERIES, 1)."""
+    dims = tl.arange(0, is_cell.shape[1])
+    if KEY_DIM > 0:
+        own_dims, begins = tl.arange(0, KEY_PADDED), queries + heads * (KEY_DIM + HEAD_DIM)
+        is_own_cell = (tl.max(is_cell.to(tl.int32), 1) > 0)[:, None] & (own_dims < KEY_DIM)[None, :]
+        own_query = tl.load(begins + own_dims[None, :], mask=is_own_cell, other=0.0)
+        query = tl.load(begins + KEY_DIM + dims[None, :], mask=is_cell, other=0.0)
+    else:
+        query = tl.load(queries + heads * HEAD_DIM + dims[None, :], mask=is_cell, other=0.0)
+        own_query = query
+    return query, own_query
+
+
+@triton.jit
 def _part_of_tile(tile, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
     """This program's rows [begin, end); empty if the tile has fewer."""
     begin_row = tl.load(tile) + ROWS * tl.program_id(2)
     return begin_row, tl.minimum(tl.load(tile + 1), begin_row + ROWS)
+
+
+@triton.jit
+def _reach(lengths, is_row, window):  # type: ignore[no-untyped-def]
+    """Ends and first positions of what rows see; the last of the ends, and the earliest of the firsts."""
+    length = tl.load(lengths, mask=is_row, other=0)
+    first = tl.where(window > 0, tl.maximum(length - window, 0), 0)
+    return length, first, tl.max(length, 0), tl.min(tl.where(is_row, first, 2147483647), 0)
 
 
 @triton.jit
@@ -166,17 +187,8 @@ def _attend(  # type: ignore[no-untyped-def]
     is_cell = (is_row & (head < GROUP))[:, None] & (dims < HEAD_DIM)[None, :]
     heads = ((row * NUM_KV_HEADS + kv_head) * GROUP + head)[:, None].to(tl.int64)
     cells = heads * HEAD_DIM + dims[None, :]
-    if KEY_DIM > 0:
-        own_dims, begins = tl.arange(0, KEY_PADDED), queries + heads * (KEY_DIM + HEAD_DIM)
-        is_own_cell = (is_row & (head < GROUP))[:, None] & (own_dims < KEY_DIM)[None, :]
-        own_query = tl.load(begins + own_dims[None, :], mask=is_own_cell, other=0.0)
-        query = tl.load(begins + KEY_DIM + dims[None, :], mask=is_cell, other=0.0)
-    else:
-        query = tl.load(queries + cells, mask=is_cell, other=0.0)
-        own_query = query
-    length = tl.load(lengths + row, mask=is_row, other=0)
-    first = tl.where(window > 0, tl.maximum(length - window, 0), 0)
-    longest, earliest = tl.max(length, 0), tl.min(tl.where(is_row, first, 2147483647), 0)
+    query, part = _queries(queries, heads, is_cell, HEAD_DIM, KEY_DIM, KEY_PADDED)
+    length, first, longest, earliest = _reach(lengths + row, is_row, window)
     origin = tl.load(origins + begin_row, mask=is_any, other=0).to(tl.int64)
     base = tl.load(bases + begin_row, mask=is_any, other=0)
     has_tails = longest > base
@@ -186,11 +198,21 @@ def _attend(  # type: ignore[no-untyped-def]
         positions = begin + steps
         is_seen = (positions[None, :] >= first[:, None]) & (positions[None, :] < length[:, None])
         is_there = (positions >= earliest) & (positions < longest)
-        rows = origin + positions
-        state = (query, own_query, keys, values, rows, is_there, is_seen, kv_head, scale, highest, total, result)
-        highest, total, result = _meet(
-            *state, NUM_KV_HEADS, HEAD_DIM, DIM_PADDED, KEY_DIM, KEY_PADDED, SOFTCAP, IN_HALVES
+        state = (
+            query,
+            part,
+            keys,
+            values,
+            origin + positions,
+            is_there,
+            is_seen,
+            kv_head,
+            scale,
+            highest,
+            total,
+            result,
         )
+        highest, total, result = _meet(*state, NUM_KV_HEADS, HEAD_DIM, KEY_DIM, SOFTCAP, IN_HALVES)
     for own in range(begin_row, tl.where(has_tails, end_row, begin_row)):
         own_length, is_own = tl.load(lengths + own), row == own
         own_first = tl.where(window > 0, tl.maximum(own_length - window, 0), 0)
@@ -198,14 +220,11 @@ def _attend(  # type: ignore[no-untyped-def]
             is_near = (begin + steps >= own_first) & (begin + steps < own_length)
             rows = _rows_of(tails + own * tail_width, begin + steps, base, origin, is_near)
             is_seen = is_own[:, None] & is_near[None, :]
-            state = (query, own_query, keys, values, rows, is_near, is_seen, kv_head, scale, highest, total, result)
-            peak, weight, sums = _meet(
-                *state, NUM_KV_HEADS, HEAD_DIM, DIM_PADDED, KEY_DIM, KEY_PADDED, SOFTCAP, IN_HALVES
-            )
+            state = (query, part, keys, values, rows, is_near, is_seen, kv_head, scale, highest, total, result)
+            peak, weight, sums = _meet(*state, NUM_KV_HEADS, HEAD_DIM, KEY_DIM, SOFTCAP, IN_HALVES)
             highest, total = tl.where(is_own, peak, highest), tl.where(is_own, weight, total)
             result = tl.where(is_own[:, None], sums, result)  # other rows keep theirs even where this one's has NaN
-    total = tl.where(total == 0.0, 1.0, total)  # of lanes without a row
-    tl.store(out + cells, (result / total[:, None]).to(out.dtype.element_ty), mask=is_cell)
+    tl.store(out + cells, (result / tl.where(total == 0.0, 1.0, total)[:, None]).to(out.dtype.element_ty), mask=is_cell)
 
 
 def attend_by_triton(
