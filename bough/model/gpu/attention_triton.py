@@ -99,12 +99,20 @@ def _meet(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _queries(queries, heads, is_cell, HEAD_DIM: tl.constexpr, KEY_DIM: tl.constexpr, KEY_PADDED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Queries to keys, or to values and to keys that have these as a second part; `heads` is (QUERIES, 1)."""
+def _queries(  # type: ignore[no-untyped-def]
+    queries,
+    heads,  # (QUERIES, 1) of all rows
+    is_query,  # (QUERIES,)
+    is_cell,  # (QUERIES, DIM_PADDED)
+    HEAD_DIM: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    KEY_PADDED: tl.constexpr,
+):
+    """Queries to keys, or to values and to keys that have these as a second part."""
     dims = tl.arange(0, is_cell.shape[1])
     if KEY_DIM > 0:
         own_dims, begins = tl.arange(0, KEY_PADDED), queries + heads * (KEY_DIM + HEAD_DIM)
-        is_own_cell = (tl.max(is_cell.to(tl.int32), 1) > 0)[:, None] & (own_dims < KEY_DIM)[None, :]
+        is_own_cell = is_query[:, None] & (own_dims < KEY_DIM)[None, :]
         own_query = tl.load(begins + own_dims[None, :], mask=is_own_cell, other=0.0)
         query = tl.load(begins + KEY_DIM + dims[None, :], mask=is_cell, other=0.0)
     else:
@@ -180,36 +188,23 @@ def _attend(  # type: ignore[no-untyped-def]
     lanes, dims, steps = tl.arange(0, ROWS * GROUP_PADDED), tl.arange(0, DIM_PADDED), tl.arange(0, BLOCK)
     row, head = begin_row + lanes // GROUP_PADDED, lanes % GROUP_PADDED
     is_row, is_any = row < end_row, begin_row < end_row  # the rows of a tile are of one slot
-    is_cell = (is_row & (head < GROUP))[:, None] & (dims < HEAD_DIM)[None, :]
+    is_query = is_row & (head < GROUP)
+    is_cell = is_query[:, None] & (dims < HEAD_DIM)[None, :]
     heads = ((row * NUM_KV_HEADS + kv_head) * GROUP + head)[:, None].to(tl.int64)
     cells = heads * HEAD_DIM + dims[None, :]
-    query, part = _queries(queries, heads, is_cell, HEAD_DIM, KEY_DIM, KEY_PADDED)
+    query, part = _queries(queries, heads, is_query, is_cell, HEAD_DIM, KEY_DIM, KEY_PADDED)
     length, first, longest, earliest = _reach(lengths + row, is_row, window)
     origin = tl.load(origins + begin_row, mask=is_any, other=0).to(tl.int64)
     base = tl.load(bases + begin_row, mask=is_any, other=0)
-    has_tails = longest > base
-    shared = tl.where(has_tails, base // BLOCK * BLOCK, longest)  # end of the blocks that all rows share
+    shared = tl.where(longest > base, base // BLOCK * BLOCK, longest)  # end of the blocks that all rows share
     highest, total, result = _nothing_seen(sinks + kv_head * GROUP + head, head < GROUP, query, HAS_SINKS)
     for begin in range(earliest // BLOCK * BLOCK, shared, BLOCK):
-        positions = begin + steps
-        is_seen = (positions[None, :] >= first[:, None]) & (positions[None, :] < length[:, None])
-        is_there = (positions >= earliest) & (positions < longest)
-        state = (
-            query,
-            part,
-            keys,
-            values,
-            origin + positions,
-            is_there,
-            is_seen,
-            kv_head,
-            scale,
-            highest,
-            total,
-            result,
-        )
+        places = begin + steps
+        is_seen = (places[None, :] >= first[:, None]) & (places[None, :] < length[:, None])
+        is_there = (places >= earliest) & (places < longest)
+        state = (query, part, keys, values, origin + places, is_there, is_seen, kv_head, scale, highest, total, result)
         highest, total, result = _meet(*state, NUM_KV_HEADS, HEAD_DIM, KEY_DIM, SOFTCAP, IN_HALVES)
-    for own in range(begin_row, tl.where(has_tails, end_row, begin_row)):
+    for own in range(begin_row, tl.where(longest > base, end_row, begin_row)):
         own_length, is_own = tl.load(lengths + own), row == own
         own_first = tl.where(window > 0, tl.maximum(own_length - window, 0), 0)
         for begin in tl.range(tl.maximum(shared, own_first // BLOCK * BLOCK), own_length, BLOCK, num_stages=1):
