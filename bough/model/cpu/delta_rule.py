@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from typing import Any
 
 import numba
 import numpy as np
 import torch
 
-from bough.model.cpu.jit import strict_inner, strict_parallel
+from bough.model.cpu.jit import strict, strict_inner
 
 EPSILON = np.float32(1e-6)
+LEAST_WORK = 1 << 21  # numbers of states passed by, below which other threads would come too late
+_threads = ThreadPoolExecutor(thread_name_prefix="delta-rule")  # which starts threads when they are needed
 
 
 @strict_inner
@@ -46,12 +50,22 @@ def _ask(state: Any, queries: Any, out: Any) -> None:
             out[v] += state[k, v] * queries[k]
 
 
-@strict_parallel
-def _run(qkv: Any, decay: Any, beta: Any, steps: Any, states: Any, num_key_heads: Any, begin: Any, out: Any) -> None:
-    """Take the steps (row, state before, state after) for every head; see `run_on_cpu`."""
+@strict
+def _run(
+    heads: Any,
+    qkv: Any,
+    decay: Any,
+    beta: Any,
+    steps: Any,
+    states: Any,
+    num_key_heads: Any,
+    begin: Any,
+    out: Any,
+) -> None:
+    """Take the steps (row, state before, state after) for the heads from heads[0] to heads[1]; see `run_on_cpu`."""
     num_heads, _, key_dim, value_dim = states.shape
     scale = np.float32(1) / np.sqrt(np.float32(key_dim))
-    for head in numba.prange(num_heads):
+    for head in range(heads[0], heads[1]):
         first_query = head // (num_heads // num_key_heads) * key_dim
         first_key = num_key_heads * key_dim + first_query
         first_value = 2 * num_key_heads * key_dim + head * value_dim
@@ -84,6 +98,13 @@ def run_on_cpu(
 ) -> torch.Tensor:
     """As `bough.model.architecture.gated_delta.run_steps`, whose arguments are contiguous and float32."""
     out = torch.empty(len(qkv) - begin, states.shape[0], states.shape[3])
-    arrays = (numbers.numpy() for numbers in (qkv, decay, beta))
-    _run(*arrays, steps, states.numpy(), num_key_heads, begin, out.numpy())
+    arrays = [numbers.numpy() for numbers in (qkv, decay, beta)]
+    work = len(steps) * states[:, 0].numel()
+    shares = np.linspace(0, len(states), 1 + (numba.get_num_threads() if work > LEAST_WORK else 1)).astype(int)
+    arguments = *arrays, steps, states.numpy(), num_key_heads, begin, out.numpy()
+    own, *others = pairwise(shares.tolist())
+    running = [_threads.submit(_run, heads, *arguments) for heads in others]
+    _run(own, *arguments)
+    for share in running:
+        share.result()
     return out

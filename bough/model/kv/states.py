@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from typing import NamedTuple
 
 import torch
@@ -63,6 +64,12 @@ class StateShape:
         """Bytes of a session: its states, their snapshots, and the rows of an accepted path."""
         state = math.prod(self.size) * FLOAT32_BYTES + self.window * self.num_inputs * self.dtype.itemsize
         return (1 + SNAPSHOTS) * self.num_layers * state + PATH_ROWS * self.row_bytes
+
+
+def kv_places(config: PretrainedConfig) -> list[int]:
+    """Of each layer, its number among those that have keys and values; -1 if it has a state instead."""
+    numbers, types = count(), getattr(config, "layer_types", None) or [""] * int(config.num_hidden_layers)
+    return [-1 if kind == RECURRENT else next(numbers) for kind in types]
 
 
 class StateRows(NamedTuple):
