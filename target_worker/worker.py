@@ -22,7 +22,7 @@ from bough.model.gpu.faults import named_faults
 from bough.model.gpu.ready import make_ready
 from bough.model.kv.kv_arena import KVArena
 from bough.model.kv.split_layers import split_memory
-from bough.model.kv.states import kv_places
+from bough.model.kv.states import by_kv_place
 from bough.model.llama.weights import supports_fused_layers
 from bough.model.loading.default_settings import conversion, settled
 from bough.model.loading.loading import DTYPES, build_skeleton
@@ -207,8 +207,7 @@ class TargetWorker(ServedTarget):
         shape, num_rows = self._skeleton.kv_shape(), self._num_rows
         num_bytes = num_rows * shape.row_bytes
         logger.info("KV of %d tokens, %.2f GB on the %s", num_rows, num_bytes / 1e9, self._config.kv_tier)
-        home, places = KVHome(), kv_places(self._skeleton.config)
-        kv_elsewhere = {places[i]: device for i, device in self._elsewhere.items() if places[i] >= 0}
+        home, kv_elsewhere = KVHome(), by_kv_place(self._skeleton.config, self._elsewhere)
         self._kv_streams = self._streams_for_kv()
         if self._kv_streams:
             elsewhere = {layer: self._kv_streams[device] for layer, device in kv_elsewhere.items()}

@@ -154,7 +154,13 @@ def random_session(model: StreamedModel, rng: np.random.Generator) -> Session:
     return Session(prompt, tree, (Segment.context(slot, 0, prompt), Segment.tree(slot, len(prompt), tree)))
 
 
-IN_FLOAT32 = ["llama", "qwen3 moe", "qwen3.5, recurrent layers", "gemma2, soft-capping, alternating windows", "starcoder2, biases"]
+IN_FLOAT32 = [
+    "llama",
+    "qwen3 moe",
+    "qwen3.5, recurrent layers",
+    "gemma2, soft-capping, alternating windows",
+    "starcoder2, biases",
+]
 
 
 @pytest.mark.parametrize(

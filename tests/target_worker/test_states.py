@@ -19,7 +19,7 @@ from target_worker.kv.session_slot import SessionSlot, Text
 from target_worker.kv.slot_pool import SlotPool
 from target_worker.sweep.streamed_model import StreamedModel
 from tests.conftest import save_model
-from tests.fakes.models import CPU, plain_logits, streamed
+from tests.fakes.models import CPU, new_slot, streamed
 from tests.fakes.target import Clock
 from tests.model.test_reproducible import FAMILIES
 
@@ -60,6 +60,13 @@ def lease(pool: SlotPool, name: str, tokens: list[int]) -> SessionSlot:
     return session
 
 
+def afresh(model: StreamedModel, text: list[int], root: int) -> torch.Tensor:
+    """Logits after a text and a token, computed from the beginning."""
+    slot = new_slot(model)
+    segments = Segment.context(slot, 0, text), Segment.tree(slot, len(text), Tree.root(root))
+    return model.sweep(Batch(segments, model.rows, CPU))[0][0].clone()
+
+
 FORKED = Tree.of([9, 8, 7, 6, 5], [-1, 0, 0, 1, 3], [0.0] * 5)
 
 
@@ -70,18 +77,18 @@ def test_an_accepted_path_goes_into_the_states_and_the_rest_of_the_tree_does_not
     session = lease(pool, "a", PROMPT)
     pool.commit(session, [70, 71, 73], [9, 8, 6])
     text = [*PROMPT, 9, 8, 6]
-    assert torch.equal(say(model, pool, "a", text, Tree.root(3))[0], plain_logits(model, [*text, 3])[-1])
+    assert torch.equal(say(model, pool, "a", text, Tree.root(3))[0], afresh(model, text, 3))
     again = say(model, pool, "a", text[:71], Tree.root(2))[0]  # within the path, which the states have passed
-    assert torch.equal(again, plain_logits(model, [*text[:71], 2])[-1])
+    assert torch.equal(again, afresh(model, text[:71], 2))
 
 
 def test_a_text_that_goes_back_continues_from_a_snapshot(model: StreamedModel, pool: SlotPool) -> None:
     say(model, pool, "a", PROMPT, FORKED)
     other = [*PROMPT[:66], 1, 2, 3]
     assert lease(pool, "a", other).slot.length == 64
-    assert torch.equal(say(model, pool, "a", other, Tree.root(4))[0], plain_logits(model, [*other, 4])[-1])
+    assert torch.equal(say(model, pool, "a", other, Tree.root(4))[0], afresh(model, other, 4))
     assert lease(pool, "a", [1, *PROMPT]).slot.length == 0
-    assert torch.equal(say(model, pool, "a", [1, 2], Tree.root(4))[0], plain_logits(model, [1, 2, 4])[-1])
+    assert torch.equal(say(model, pool, "a", [1, 2], Tree.root(4))[0], afresh(model, [1, 2], 4))
 
 
 def test_a_prefix_is_shared_where_there_is_a_snapshot_and_the_second_session_leaves_one(
@@ -90,10 +97,10 @@ def test_a_prefix_is_shared_where_there_is_a_snapshot_and_the_second_session_lea
     say(model, pool, "a", PROMPT, FORKED)
     second, third = [*PROMPT[:40], *range(60)], [*PROMPT[:35], *range(90, 120)]
     assert lease(pool, "b", second).slot.length == 0  # the first has none where the texts part
-    assert torch.equal(say(model, pool, "b", second, Tree.root(4))[0], plain_logits(model, [*second, 4])[-1])
+    assert torch.equal(say(model, pool, "b", second, Tree.root(4))[0], afresh(model, second, 4))
     pool.release("a")
     assert lease(pool, "c", third).slot.length == 32
-    assert torch.equal(say(model, pool, "c", third, Tree.root(4))[0], plain_logits(model, [*third, 4])[-1])
+    assert torch.equal(say(model, pool, "c", third, Tree.root(4))[0], afresh(model, third, 4))
     pool.check_integrity()
 
 
@@ -125,7 +132,7 @@ def test_after_a_sweep_that_failed_midway_a_session_goes_on(
         say(model, pool, "a", text, FORKED)
     pool.mend(session)
     assert session.slot.length == (64 if num_context else 72)
-    assert torch.equal(say(model, pool, "a", text, Tree.root(4))[0], plain_logits(model, [*text, 4])[-1])
+    assert torch.equal(say(model, pool, "a", text, Tree.root(4))[0], afresh(model, text, 4))
 
 
 def test_memory_is_divided_between_rows_and_states() -> None:

@@ -84,9 +84,7 @@ def _projected(module: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return inputs, gate, beta.sigmoid().float(), decay
 
 
-def _along_text(
-    module: Any, state: LayerState, begin: int, rows: StateRows, snapshots: list[int]
-) -> torch.Tensor:
+def _along_text(module: Any, state: LayerState, begin: int, rows: StateRows, snapshots: list[int]) -> torch.Tensor:
     """Outputs of rows of the text from position `begin` on; the state is then after the last of them."""
     outs, done = [], 0
     for end in (*(at - begin for at in snapshots if begin < at <= begin + len(rows.decay)), len(rows.decay)):

@@ -8,14 +8,15 @@ there are snapshots after some of the text's whole blocks.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from transformers import PretrainedConfig
 
+Value = TypeVar("Value")
 RECURRENT = "linear_attention"  # layer type in configurations
 SNAPSHOTS = 2  # of a session: before its last answer, and where its text left that of another session
 PATH_ROWS = 64  # accepted rows for which memory is counted; a session's trees are seldom deeper
@@ -70,6 +71,12 @@ def kv_places(config: PretrainedConfig) -> list[int]:
     """Of each layer, its number among those that have keys and values; -1 if it has a state instead."""
     numbers, types = count(), getattr(config, "layer_types", None) or [""] * int(config.num_hidden_layers)
     return [-1 if kind == RECURRENT else next(numbers) for kind in types]
+
+
+def by_kv_place(config: PretrainedConfig, of_layers: Mapping[int, Value]) -> dict[int, Value]:
+    """What is said of some layers, by their numbers among those that have keys and values."""
+    places = kv_places(config)
+    return {places[layer]: value for layer, value in of_layers.items() if places[layer] >= 0}
 
 
 class StateRows(NamedTuple):
