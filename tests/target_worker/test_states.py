@@ -127,9 +127,10 @@ def test_after_a_sweep_that_failed_midway_a_session_goes_on(
             raise StreamError("no disk")
         return layer(index)  # type: ignore[operator]
 
-    with monkeypatch.context() as patch, pytest.raises(StreamError):
+    with monkeypatch.context() as patch:
         patch.setattr(model.tiers, "layer", breaks)
-        say(model, pool, "a", text, FORKED)
+        with pytest.raises(StreamError):
+            say(model, pool, "a", text, FORKED)
     pool.mend(session)
     assert session.slot.length == (64 if num_context else 72)
     assert torch.equal(say(model, pool, "a", text, Tree.root(4))[0], afresh(model, text, 4))
@@ -144,5 +145,5 @@ def test_memory_is_divided_between_rows_and_states() -> None:
 
 
 def test_a_draft_with_recurrent_layers_is_refused_by_name(hybrid: Path) -> None:
-    with pytest.raises(ConfigError, match="--draft: must be a model without recurrent layers, got .*qwen3_5_text"):
+    with pytest.raises(ConfigError, match=r"--draft: must be a model without recurrent layers, got .*qwen3_5_text"):
         load_draft(Checkpoint.open(hybrid), (), "bfloat16", CPU)

@@ -1,8 +1,8 @@
 """States of recurrent layers (gated delta nets) of one session, beside its keys and values.
 
-A layer's state is that after some of the session's tokens. Of each row that a tree has added since, what its step of the
-recurrence needs is kept, so that the state can go along whichever path is accepted. A state cannot go back: for that
-there are snapshots after some of the text's whole blocks.
+A layer's state is that after some of the session's tokens. Of each row that a tree has added since, what its step of
+the recurrence needs is kept, so that the state can go along whichever path is accepted. A state cannot go back: for
+that there are snapshots after some of the text's whole blocks.
 """
 
 from __future__ import annotations
