@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import ssl
 from collections.abc import Callable
 from typing import Final
@@ -20,6 +21,14 @@ HOP_BY_HOP: Final = frozenset(
      "transfer-encoding", "upgrade"}
 )  # fmt: skip
 NOT_PASSED_BACK: Final = HOP_BY_HOP | {"x-request-id", "date", "server"}
+CLOSED = "this orchestrator is being started anew"
+NO_HTTP = (
+    "this orchestrator has no HTTP port that Serve's proxy may lead to: with --tls-client-ca clients show their "
+    "certificates there themselves"
+)
+OPENING_SECONDS = 60.0  # for a program that is started anew: its streams may drain first
+SHORT_BYTES = 1 << 16  # of a body, less than what connections hold for a reader who has not asked for it
+MOST_WAITING = 256  # requests that wait for that
 CONNECT_SECONDS = 5.0  # for a connection to open, and to get its turn where there are too many
 
 
@@ -45,27 +54,70 @@ class Forwarder:
     async def forward(self, request: Request) -> Response:
         """Return the upstream's answer; a client that hangs up also ends the upstream's request.
 
-        A body is passed on as it comes once the upstream asks for it, so that the upstream's limits hold, and nothing
-        is read of a request that it refuses by its head.
+        A body is passed on as it comes, so that the upstream's limits hold: a long one once the upstream asks for it,
+        so that nothing is read of a request that it refuses by its head; a short one at once, to save a round trip.
         """
         path = str(request.scope["path"]).removeprefix(str(request.scope.get("root_path", "")))
         url = f"{self._base_url}/{path.removeprefix('/')}"
         headers = [(name, value) for name, value in request.headers.items() if name.lower() not in HOP_BY_HOP]
         query = request.scope.get("query_string", b"").decode("latin-1")
-        has_body = "transfer-encoding" in request.headers or request.headers.get("content-length", "0") != "0"
+        length = request.headers.get("content-length", "0")
+        has_body = "transfer-encoding" in request.headers or length != "0"
+        is_short = has_body and length.isdigit() and 0 < int(length) <= SHORT_BYTES
         try:
             upstream = await self._session.request(
                 request.method,
                 f"{url}?{query}" if query else url,
                 headers=headers,
                 data=request.stream() if has_body else None,
-                expect100=has_body,
+                expect100=has_body and not is_short,
                 allow_redirects=False,
                 ssl=True if self._context is None else self._context(),
             )
         except (aiohttp.ClientError, TimeoutError) as exc:
             return unavailable(f"the orchestrator does not answer: {exc}")
         return _Answer(upstream)
+
+
+class Door:
+    """Forwards to an orchestrator's program; while that is started anew, requests wait for it."""
+
+    def __init__(self) -> None:
+        """Closed; nobody is let in before `open`."""
+        self._is_open = asyncio.Event()
+        self._forwarder: Forwarder | None = None
+        self._num_waiting = 0
+
+    async def forward(self, request: Request) -> Response:
+        """Return the program's answer, or status 503 where there is none in time or too many wait."""
+        if not self._is_open.is_set():
+            if self._num_waiting >= MOST_WAITING:
+                return unavailable(f"{CLOSED}, and {self._num_waiting} requests wait for it")
+            self._num_waiting += 1
+            try:
+                async with asyncio.timeout(OPENING_SECONDS):
+                    await self._is_open.wait()
+            except TimeoutError:
+                return unavailable(f"{CLOSED}, and has not come in {OPENING_SECONDS:g} s")
+            finally:
+                self._num_waiting -= 1
+        return unavailable(NO_HTTP) if self._forwarder is None else await self._forwarder.forward(request)
+
+    def open(self, forwarder: Forwarder | None) -> None:
+        """Let requests in; without a forwarder they are refused."""
+        self._forwarder = forwarder
+        self._is_open.set()
+
+    def shut(self) -> None:
+        """Let new requests wait from now on; those that are being forwarded go on."""
+        self._is_open.clear()
+
+    async def close(self) -> None:
+        """Close the connections to a program that has ended."""
+        self.shut()
+        forwarder, self._forwarder = self._forwarder, None
+        if forwarder is not None:
+            await forwarder.close()
 
 
 class _Answer(StreamingResponse):

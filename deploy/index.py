@@ -87,13 +87,27 @@ class IndexServer:
         self._secrets = self._access.key.file.value if self._access.key else NO_SECRETS
         self._folder = TemporaryDirectory(prefix="bough-index-")  # of mode 700
         self._socket = Path(self._folder.name) / "socket"
-        context = self._access.worker_context
-        self._front = None if context is None else TlsFront(self._socket, context)
-        self._child = start("index", index_command(self._settings, self._secrets, self._socket), {})
         self._registry = Registry(self.place.url_for(self._settings))
+        try:
+            self._child = start("index", index_command(self._settings, self._secrets, self._socket), {})
+        except BaseException:
+            self._folder.cleanup()
+            raise
+        context = self._access.worker_context  # below, as nothing ends the thread of an index that could not be made
+        self._front = None if context is None else TlsFront(self._socket, context)
 
     async def wait(self) -> None:
-        """Wait until it answers. Raise ConfigError if it has ended instead, for example as its port is in use."""
+        """Wait until it answers. Raise ConfigError if it has ended instead, for example as its port is in use.
+
+        An index that does not come to answer is stopped.
+        """
+        try:
+            await self._answers()
+        except BaseException:
+            await self.stop()
+            raise
+
+    async def _answers(self) -> None:
         deadline = time.monotonic() + START_SECONDS
         while READY not in self._child.tail():  # a ping might reach another server on this port
             if self._child.has_ended():

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from bough.errors import ConfigError, Unavailable
-from deploy.forward import Forwarder, unavailable
+from deploy.forward import Door
 from deploy.index import IndexPlace, IndexServer
 from deploy.policies import CALLS, REQUESTS
 from deploy.settings import INDEX, Role, read_index, read_program, resolved_url
@@ -20,10 +20,6 @@ from deploy.supervisor import Supervisor
 
 INDEX_SECONDS = 120.0  # a replica waits this long for the index to be placed
 ASK_SECONDS = 5.0
-CLOSED = (
-    "this orchestrator is being started anew, or has no HTTP port that Serve's proxy may lead to: with "
-    "--tls-client-ca clients show their certificates there themselves"
-)
 
 IndexOf: TypeAlias = "DeploymentHandle | str"  # the index's deployment, or its URL
 
@@ -101,10 +97,10 @@ class IndexReplica:
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
         """Start the index, or restart it with other settings."""
         settings = read_index(user_config)
-        if self._server is not None:
-            await self._server.stop()
-        self._server = IndexServer(settings, node_address())
-        await self._server.wait()
+        await self._stop()
+        server = IndexServer(settings, node_address())
+        await server.wait()
+        self._server = server
 
     async def place(self) -> IndexPlace:
         """Return where the index is."""
@@ -119,8 +115,12 @@ class IndexReplica:
 
     async def __del__(self) -> None:
         """Stop the server, as the deployment ends or moves to another node."""
-        if self._server is not None:
-            await self._server.stop()
+        await self._stop()
+
+    async def _stop(self) -> None:
+        server, self._server = self._server, None
+        if server is not None:
+            await server.stop()
 
 
 class TargetReplica(Supervising):
@@ -149,13 +149,11 @@ class OrchestratorReplica(Supervising):
         """Keep `workers` only so that Serve deploys them with the application; they are found through the index."""
         super().__init__(index)
         self._workers = workers
-        self._forwarder: Forwarder | None = None
+        self._door = Door()
 
     async def __call__(self, request: Request) -> Response:
         """Answer one HTTP request, streamed."""
-        if self._forwarder is None:
-            return unavailable(CLOSED)
-        return await self._forwarder.forward(request)
+        return await self._door.forward(request)
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Return how many requests run and wait, by whichever port they came in."""
@@ -163,10 +161,9 @@ class OrchestratorReplica(Supervising):
         return {REQUESTS: float(loads.num_requests_running + loads.num_requests_waiting) if loads else 0.0}
 
     async def _started(self, supervisor: Supervisor) -> None:
-        self._forwarder = supervisor.forwarder()
+        self._door.open(supervisor.forwarder())
 
     async def _stop(self) -> None:
+        self._door.shut()
         await super()._stop()
-        forwarder, self._forwarder = self._forwarder, None
-        if forwarder is not None:
-            await forwarder.close()
+        await self._door.close()

@@ -20,6 +20,7 @@ from bough.config.processes import OrchestratorConfig, ServiceConfig, parse
 from bough.errors import BoughError, ConfigError, Unauthenticated, Unavailable
 from bough.pb import common_pb2, generation_pb2
 from bough.processes.child import Child
+from bough.processes.exit_with_parent import python
 from bough.protocol.codec_fields import read
 from bough.protocol.generation import Loads
 from bough.protocol.messages import WorkerInfo
@@ -27,7 +28,7 @@ from bough.rpc.server import is_serving
 from bough.rpc.services import stub_of
 from bough.rpc.status_map import to_error
 from bough.security.access import Access
-from deploy.child import describe_end, python, start, stop
+from deploy.child import describe_end, start, stop
 from deploy.forward import Forwarder
 from deploy.gpu_lock import gpu_lock
 from deploy.index import IndexPlace
@@ -111,7 +112,7 @@ class Supervisor:
 
     async def _started(self) -> Child:
         supervision, module = self.settings.supervision, self.role.module
-        command, variables = python(module, self._flags()), child_variables(self.settings, self._index_url)
+        command, variables = python(module, *self._flags()), child_variables(self.settings, self._index_url)
         async with gpu_lock(module, self._patience_seconds) as held:
             if self._config.port:
                 await until_free(self.host, self._port, self._patience_seconds)

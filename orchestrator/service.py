@@ -38,7 +38,7 @@ class GenerationService:
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateEvent]:
         """Stream the events of one request."""
         directory = self._requests.directory
-        if not directory.targets:
+        if not directory.seen:
             raise Unavailable(directory.why_no_target())
         num_entries = require_counts(request, largest_context(directory))
         if num_entries > MANY_ENTRIES:

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bough.processes.exit_with_parent import start
-from bough.processes.forked import ForkedProcess
 from bough.registry.records import WorkerRecord
 
 TAIL_LINES = 12  # last lines of a log that errors quote
@@ -55,7 +54,7 @@ class Child:
     command: tuple[str, ...]
     variables: Mapping[str, str]  # environment variables in addition to ours
     log: Path
-    process: subprocess.Popen[bytes] | ForkedProcess
+    process: subprocess.Popen[bytes]
     process_name: str  # part of its id in the index
 
     @property
@@ -94,10 +93,15 @@ class Child:
             return log.read().decode(errors="replace").splitlines()
 
 
-def open_process(command: Sequence[str], log: Path, variables: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """Start a process that ends with this one; its output is appended to the log."""
+def open_child(
+    name: str, command: Sequence[str], log: Path, variables: Mapping[str, str], held: Sequence[int] = ()
+) -> Child:
+    """Start a process that ends with this one, however that ends; its output is appended to the log.
+
+    It inherits the file descriptors `held`.
+    """
     with log.open("ab") as stream:
-        return start(
+        process = start(
             command,
             lambda line: subprocess.Popen(
                 line,
@@ -106,13 +110,15 @@ def open_process(command: Sequence[str], log: Path, variables: Mapping[str, str]
                 stderr=stream,
                 start_new_session=True,
                 env=os.environ | variables,
+                pass_fds=held,
             ),
         )
+    return Child(name, tuple(command), variables, log, process, process_name(process.pid))
 
 
-def end(children: Sequence[Child]) -> None:
+def end(children: Sequence[Child], drain_seconds: float = DRAIN_SECONDS) -> None:
     """End processes: SIGTERM to drain, SIGTERM to stop (see `bough.processes.process`), then SIGKILL."""
-    for timeout_seconds in (DRAIN_SECONDS, STOP_SECONDS):
+    for timeout_seconds in (drain_seconds, STOP_SECONDS):
         for child in children:
             if not child.has_ended():
                 child.process.terminate()

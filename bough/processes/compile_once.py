@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from bough.processes.exit_with_parent import MODULE, run
+from bough.processes.exit_with_parent import python, run
 from bough.processes.startup import stage
 
 logger = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ def compile_in_subprocess(module: str, arguments: Sequence[str], ground: str) ->
 
 def compile_in_a_process(module: str, arguments: Sequence[str]) -> None:
     """Run the module that compiles; raises subprocess.SubprocessError if it fails or times out."""
-    command = [sys.executable, *MODULE, "bough.model.architecture.light_imports", module, *arguments]
+    command = python("bough.model.architecture.light_imports", module, *arguments)
     status = run(
         command, lambda line: subprocess.Popen(line, stdin=subprocess.DEVNULL, stdout=sys.stderr), TIMEOUT_SECONDS
     )

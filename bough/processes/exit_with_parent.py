@@ -20,6 +20,8 @@ from concurrent.futures import ThreadPoolExecutor
 PR_SET_PDEATHSIG = 1
 MODULE = ("-P", "-m")  # Python flags: -P ignores the working directory, which may hold another copy of `bough`
 
+_STARTER = ThreadPoolExecutor(1, "starts-processes")  # its thread begins with the first child
+
 Process = subprocess.Popen[bytes]
 OpenProcess = Callable[[list[str]], Process]  # starts a command line, with any pipes and environment
 
@@ -30,8 +32,13 @@ def start(command: Sequence[str], open_process: OpenProcess = subprocess.Popen) 
     `open_process` gets the command line to run, as in `lambda command: subprocess.Popen(command, stdout=log)`; its
     exceptions are raised here.
     """
-    wrapped = [sys.executable, *MODULE, "bough.processes.exit_with_parent", str(os.getpid()), *command]
-    return _starter.submit(open_process, wrapped).result()
+    wrapped = python("bough.processes.exit_with_parent", str(os.getpid()), *command)
+    return _STARTER.submit(open_process, wrapped).result()
+
+
+def python(module: str, *arguments: str) -> list[str]:
+    """The command line of a Python module."""
+    return [sys.executable, *MODULE, module, *arguments]
 
 
 def run(
@@ -51,36 +58,16 @@ def run(
         raise
 
 
-def _new_starter() -> ThreadPoolExecutor:
-    """The thread that starts all children and lasts as long as the process; it begins with the first one."""
-    return ThreadPoolExecutor(1, "starts-processes")
-
-
-def _renew() -> None:
-    """After a fork: the child lacks the parent's thread."""
-    global _starter
-    _starter = _new_starter()
-
-
-_starter = _new_starter()
-os.register_at_fork(after_in_child=_renew)
-
-
-def end_with_parent(parent_id: int) -> None:
-    """Ask the kernel for SIGTERM when the parent thread ends.
+def main() -> None:
+    """Ask the kernel for SIGTERM when the parent's thread ends, which survives exec, and exec the command.
 
     Raises:
         SystemExit: the parent has ended already.
     """
+    parent_id, command = int(sys.argv[1]), sys.argv[2:]
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent_id:
         raise SystemExit("the parent has ended already")
-
-
-def main() -> None:
-    """Ask for the signal, which survives exec, and exec the command."""
-    parent_id, command = int(sys.argv[1]), sys.argv[2:]
-    end_with_parent(parent_id)
     os.execv(command[0], command)
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -21,13 +19,11 @@ from bough.config.addresses import free_port
 from bough.config.processes import DraftConfig, OrchestratorConfig, ServiceConfig, TargetConfig, to_flags
 from bough.config.reader import variable
 from bough.errors import BoughError, ConfigError, Unauthenticated, Unavailable
-from bough.processes.child import KINDS, Child, end, named, open_process, process_name
+from bough.processes.child import KINDS, Child, end, named, open_child
 from bough.processes.compile_once import COMPILING
-from bough.processes.exit_with_parent import MODULE
-from bough.processes.forked import ForkedProcess, Preloader, Program
+from bough.processes.exit_with_parent import python
 from bough.processes.signals import cancelled_by_sigterm, signals_ignored
 from bough.registry.registry import Registry
-from bough.runtime.machine import may_be_gpu
 from bough.security.secured import files_towards
 
 POLL_SECONDS = 0.1
@@ -65,12 +61,11 @@ class Cluster:
         self.children: dict[str, Child] = {}
         self.index_url = settings.index_url
         self.address = ""  # of the orchestrator, once it is ready
-        self._preloader: Preloader | None = None  # until it has forked the workers
 
     def start(self, name: str, command: Sequence[str], variables: Mapping[str, str] | None = None) -> Child:
         """Start a process that ends with this one, even if this is killed; `variables` extend our environment."""
-        variables = variables or {}
-        return self._add(name, command, variables, open_process(command, self._log(name), variables))
+        child = self.children[name] = open_child(name, command, self.folder / f"{name}.log", variables or {})
+        return child
 
     def restart(self, name: str) -> Child:
         """Start an ended process again with the same command; the orchestrator keeps its port."""
@@ -88,46 +83,14 @@ class Cluster:
         """
         if not self.index_url:
             self.start_index()
-        if not (_may_share_imports(self.settings) and self._start_preloader()):
-            self._start_workers()
-        self._start_service("orchestrator", self.settings.orchestrator)
-
-    def _start_workers(self) -> None:
         if self.settings.draft is None or not _takes_free_memory(self.settings.target):
             self._start_target()
         if self.settings.draft is not None:
             self._start_service(DRAFT, self.settings.draft)
+        self._start_service("orchestrator", self.settings.orchestrator)
 
     def _start_target(self) -> None:
         self._start_service("target_worker", self.settings.target)
-
-    def _start_preloader(self) -> bool:
-        """Start both workers through a preloader; False if the system does not support it."""
-        configs = {"target_worker": self.settings.target, DRAFT: self.settings.draft}
-        programs = [
-            Program(name, tuple(_flags(config)), self._variables(name), str(self._log(name)))
-            for name, config in configs.items()
-            if config is not None
-        ]
-        for program in programs:
-            Path(program.log).touch()
-        try:
-            self._preloader = Preloader(programs, self._log("preload"))
-        except OSError:
-            return False
-        return True
-
-    def _adopt_workers(self) -> None:
-        """Adopt the workers once the preloader has ended; start each on its own if it failed."""
-        preloader = self._preloader
-        if preloader is None or not preloader.has_ended():
-            return
-        self._preloader, forked = None, preloader.forked()
-        for program, process in zip(preloader.programs, forked, strict=False):
-            command = [sys.executable, *MODULE, program.module, *program.arguments]
-            self._add(program.module, command, program.variables, process)
-        if not forked:
-            self._start_workers()
 
     def start_index(self) -> None:
         """Start a Valkey server and set `index_url`."""
@@ -138,11 +101,6 @@ class Cluster:
 
     def stop_all(self) -> None:
         """End all processes, the index last, so that the others can deregister."""
-        if self._preloader is not None:
-            self._preloader.kill()
-            for process in self._preloader.forked():
-                process.kill()
-                process.wait()
         children = list(self.children.values())
         end([child for child in children if child.name != INDEX])
         end([child for child in children if child.name == INDEX])
@@ -165,7 +123,6 @@ class Cluster:
         began = time.monotonic()
         try:
             while missing := await self.missing(registry, draft_may_follow):
-                self._adopt_workers()
                 if DRAFT not in missing and INDEX not in missing and "target_worker" not in self.children:
                     self._start_target()
                 names = tuple(self._described(name, reason) for name, reason in missing.items())
@@ -219,46 +176,17 @@ class Cluster:
     def _described(self, name: str, reason: str) -> str:
         child = self.children.get(name)
         state = reason or (child.last_line() if child is not None and name in KINDS else "")
-        if child is None and self._preloader is not None:
-            state = "importing libraries"
         return f"{named(name)} ({state})" if state else named(name)
 
     def _start_service(self, name: str, config: ServiceConfig) -> Child:
-        return self.start(name, [sys.executable, *MODULE, name, *_flags(config)], self._variables(name))
-
-    def _variables(self, name: str) -> dict[str, str]:
-        """The index URL as an environment variable, which other users cannot read: it may contain a password."""
-        return {variable(name, "index_url"): self.index_url}
-
-    def _log(self, name: str) -> Path:
-        return self.folder / f"{name}.log"
-
-    def _add(
-        self,
-        name: str,
-        command: Sequence[str],
-        variables: Mapping[str, str],
-        process: subprocess.Popen[bytes] | ForkedProcess,
-    ) -> Child:
-        child = Child(name, tuple(command), variables, self._log(name), process, process_name(process.pid))
-        self.children[name] = child
-        return child
+        """The index's URL is an environment variable, which other users cannot read: it may contain a password."""
+        command = python(name, *to_flags(config, besides=("index_url",)))
+        return self.start(name, command, {variable(name, "index_url"): self.index_url})
 
 
 def _takes_free_memory(target: TargetConfig) -> bool:
     """Whether the target has no memory budget and takes most of the free memory at its start."""
     return target.device_memory == 0 and target.resident_layers != 0 and not target.simulate
-
-
-def _may_share_imports(settings: Settings) -> bool:
-    """Whether both workers run models on CPUs and start together: a process must not fork after using a GPU."""
-    workers = (settings.target, settings.draft)
-    is_on_cpu = all(worker is not None and not worker.simulate and not may_be_gpu(worker.device) for worker in workers)
-    return is_on_cpu and not _takes_free_memory(settings.target)
-
-
-def _flags(config: ServiceConfig) -> list[str]:
-    return to_flags(config, besides=("index_url",))
 
 
 @asynccontextmanager

@@ -16,7 +16,7 @@ from bough.sizing.placement import gigabytes
 
 INDEX_BYTES = 50 * 1000**2
 ORCHESTRATOR_BYTES = 150 * 1000**2
-WORKER_BYTES = 320 * 1000**2  # Python, torch, kernels and buffers, of which workers share 100 MB
+WORKER_BYTES = 320 * 1000**2  # Python, torch, kernels and buffers
 SPARE_BYTES, SPARE_SHARE = 200 * 1000**2, 0.1  # left free, the larger of the two, for page cache and other programs
 LEAST_TARGET_BYTES = 100 * 1000**2  # smallest budget accepted here, below that of any model
 

@@ -42,11 +42,12 @@ def _decay(half_life: float) -> float:
     return float(0.5 ** (1 / half_life))
 
 
-class _View(NamedTuple):
+class View(NamedTuple):
     """Cached features of the last tree, which is evaluated several times in a round."""
 
     tree: Tree
-    depths: NDArray[np.int32]  # (num_nodes,)
+    depths: NDArray[np.intp]  # (num_nodes,)
+    paths: NDArray[np.intp]  # (max_depth + 1, num_nodes) from the root, which is repeated for nodes that are less deep
     features: FloatArray  # (num_nodes, NUM_WEIGHTS)
 
 
@@ -66,18 +67,19 @@ class AcceptanceModel:
         self._weights = PRIOR_MEAN.copy()
         self._precision = PRIOR_PRECISION.copy()
         self._deep_accepted = self._deep_expected = 0.0
-        self._last: _View | None = None
+        self._last: View | None = None
 
     def conditional(self, tree: Tree, bias: SessionBias | None = None) -> FloatArray:
         """(num_nodes,) probability that each node is accepted if its parent is; 1 for the root."""
-        probs = _sigmoid(self._view(tree).features @ self._weights + (bias.value if bias else 0.0))
+        probs = _sigmoid(self.view(tree).features @ self._weights + (bias.value if bias else 0.0))
         probs[0] = 1.0
         return probs
 
     def values(self, tree: Tree, bias: SessionBias | None = None) -> FloatArray:
         """(num_nodes,) probability that each node is accepted; 1 for the root, and never above the parent's."""
-        values = self._products(tree, bias)
-        return _capped(np.where(self._view(tree).depths > 1, self.deep_ratio * values, values), tree)
+        view, values = self.view(tree), self._products(tree, bias)
+        values = np.where(view.depths > 1, self.deep_ratio * values, values)
+        return values if self.deep_ratio <= 1 else np.minimum.reduce(values[view.paths])
 
     @property
     def deep_ratio(self) -> float:
@@ -100,7 +102,7 @@ class AcceptanceModel:
         known[0] = False  # it has no parent
         if not known.any():
             return
-        deep = (self._view(tree).depths > 1) & is_verified
+        deep = (self.view(tree).depths > 1) & is_verified
         decay = _decay(HALF_LIFE_ROUNDS)
         self._deep_accepted = decay * self._deep_accepted + float(deep[accepted].sum())
         self._deep_expected = decay * self._deep_expected + float(self._products(tree, bias)[deep].sum())
@@ -108,7 +110,7 @@ class AcceptanceModel:
         self.num_rounds += 1
 
     def _learn(self, tree: Tree, known: NDArray[np.bool_], accepted: NDArray[np.bool_], bias: SessionBias) -> None:
-        features = self._view(tree).features[known]
+        features = self.view(tree).features[known]
         probs = _sigmoid(features @ self._weights + bias.value)
         errors, variances = accepted - probs, probs * (1 - probs)
         decay = _decay(HALF_LIFE_ROUNDS)
@@ -124,18 +126,17 @@ class AcceptanceModel:
         )
         bias.value += min(LONGEST_STEP, max(-LONGEST_STEP, change))
 
-    def _view(self, tree: Tree) -> _View:
+    def view(self, tree: Tree) -> View:
+        """What does not change while a tree is evaluated."""
         if self._last is None or self._last.tree is not tree:
-            depths = tree.depths()
-            self._last = _View(tree, depths, _features(tree.log_probs, depths))
+            paths = tree.paths()
+            depths = np.count_nonzero(paths, axis=0)
+            self._last = View(tree, depths, paths[-1 - depths.max() :], _features(tree.log_probs, depths))
         return self._last
 
     def _products(self, tree: Tree, bias: SessionBias | None) -> FloatArray:
-        values = [1.0]
-        conditional = self.conditional(tree, bias).tolist()
-        for parent, prob in zip(tree.parents.tolist()[1:], conditional[1:], strict=True):
-            values.append(values[parent] * prob)
-        return np.array(values)
+        products: FloatArray = np.multiply.reduce(self.conditional(tree, bias)[self.view(tree).paths])
+        return products
 
 
 def with_values(tree: Tree, values: FloatArray) -> Tree:
@@ -147,15 +148,7 @@ def with_values(tree: Tree, values: FloatArray) -> Tree:
     return Tree(tree.tokens, tree.parents, np.log(ratios).astype(np.float32))
 
 
-def _capped(values: FloatArray, tree: Tree) -> FloatArray:
-    """Values limited to those of the parents."""
-    capped = [1.0]
-    for parent, value in zip(tree.parents.tolist()[1:], values.tolist()[1:], strict=True):
-        capped.append(min(value, capped[parent]))
-    return np.array(capped)
-
-
-def _features(log_probs: NDArray[np.float32], depths: NDArray[np.int32]) -> FloatArray:
+def _features(log_probs: NDArray[np.float32], depths: NDArray[np.intp]) -> FloatArray:
     """(num_nodes, NUM_WEIGHTS) inputs of the regression."""
     probs = np.clip(np.exp(log_probs.astype(np.float64)), LEAST_PROB, 1 - LEAST_PROB)
     features = np.zeros((len(probs), NUM_WEIGHTS))
@@ -168,5 +161,5 @@ def _features(log_probs: NDArray[np.float32], depths: NDArray[np.int32]) -> Floa
 
 
 def _sigmoid(logits: FloatArray) -> FloatArray:
-    probs: FloatArray = 1 / (1 + np.exp(-np.clip(logits, -30, 30)))
+    probs: FloatArray = 1 / (1 + np.exp(-np.minimum(np.maximum(logits, -30), 30)))
     return probs

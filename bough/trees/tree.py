@@ -82,6 +82,14 @@ class Tree:
             node = int(self.parents[node])
         return nodes[::-1]
 
+    def paths(self) -> NDArray[np.intp]:
+        """(num_levels, num_nodes): column i is the path from the root to node i, after repetitions of the root."""
+        above, table = np.maximum(self.parents, 0), np.arange(len(self))[None]
+        while above.any():  # the table's columns end `len(table)` levels below `above`
+            table = np.concatenate((table[:, above], table))
+            above = above[above]
+        return table
+
     def path_table(self) -> IntArray:
         """(num_nodes, max_depth + 1): row i is the path from the root to node i, padded with 0."""
         depths, parents = self.depths().tolist(), self.parents.tolist()
@@ -101,13 +109,18 @@ class Tree:
 
     def along(self, tokens: Iterable[int]) -> list[int]:
         """The nodes of the longest path from the root (excluded) that spells a prefix of `tokens`."""
-        nodes, wanted = [0], iter(tokens)
-        token = next(wanted, None)
-        for node, (parent, guess) in enumerate(zip(self.parents.tolist(), self.tokens.tolist(), strict=True)):
-            if parent == nodes[-1] and guess == token:
-                nodes.append(node)
-                token = next(wanted, None)
+        nodes, keys = [0], self._keys()
+        for token in tokens:
+            wanted = nodes[-1] << 32 | token
+            node = int((keys == wanted).argmax())
+            if keys[node] != wanted:
+                break
+            nodes.append(node)
         return nodes[1:]
+
+    def _keys(self) -> NDArray[np.int64]:
+        """(num_nodes,) parent and token of each node as one number."""
+        return (self.parents.astype(np.int64) << 32) | self.tokens
 
     def scores(self) -> FloatArray:
         """(num_nodes,) log-probability of the path from the root to each node."""
@@ -178,7 +191,7 @@ class Tree:
                 raise InvalidTree(f"tree.{name}[{node}]: must be {rule(node)}, got {values[node]}")
 
     def _validate_siblings(self) -> None:
-        keys = (self.parents[1:].astype(np.int64) << 32) | self.tokens[1:]
+        keys = self._keys()[1:]
         ordered = np.sort(keys)
         if not (ordered[1:] == ordered[:-1]).any():
             return

@@ -9,6 +9,7 @@ HTTP/2. The rest is given to everything that decodes, in this process: what door
 Prints progress on standard error and ends with one JSON line, and exit status 1 where something is wrong:
 
 messages        all of them; `layers` has how many each layer got: `http`, `grpc` and `http2 frames` are real sockets
+distinct        how many differed; frames that were sent at once count as one
 problems        what should not have been, with how often: no status in time, status 500, INTERNAL or UNKNOWN, an
                 error that is none of bough's own or is as long as its message, a process that has ended, an error in a
                 log, a record in the index that does not expire; none is right
@@ -55,7 +56,7 @@ def in_process(num_messages: int, seed: int) -> Outcomes:
         if problem:
             outcomes.failed(layer.name, problem, data)
         else:
-            outcomes.answered(layer.name, "read or refused")
+            outcomes.answered(layer.name, "read or refused", data)
         if number % TOLD_EVERY == TOLD_EVERY - 1:
             _report(f"{number + 1} in this process, {outcomes.num_problems} problems")
     return outcomes
@@ -74,6 +75,7 @@ async def run(arguments: argparse.Namespace) -> dict[str, Any]:
     outcomes.add(in_process(arguments.messages - num_sent, arguments.seed))
     return {
         "messages": outcomes.num_messages,
+        "distinct": len(outcomes.distinct),
         "problems": dict(outcomes.problems.most_common(50)),
         "exact": figures.is_exact,
         "growth": figures.growth,

@@ -53,23 +53,23 @@ class GrpcSender:
 
     async def _call(self) -> None:
         rng = self._mutator.rng
-        method = self._mutator.pick([*GRPC])
-        data = (
-            self._mutator.garbage() if rng.random() < 0.1 else self._mutator.message(self._mutator.pick(GRPC[method]))
-        )
+        method = SERVICE + "Generate" if rng.random() < 0.5 else self._mutator.pick([*GRPC])
+        given = self._mutator.pick(GRPC[method])
+        data = self._mutator.garbage() if rng.random() < 0.1 else self._mutator.message(given)
         data = data[:MAX_MESSAGE_BYTES]  # our channel's limit
         headers = self._headers() if rng.random() < 0.3 else ()
         if rng.random() < 0.02:
             method = self._mutator.pick(NO_METHODS)
+        sent = repr((method, headers)).encode() + data
         ask: Any = self._channel.unary_stream(method)
         call = ask(data, timeout=ANSWER_SECONDS, metadata=headers)
         try:
             await call.read()
             call.cancel()
         except grpc.aio.AioRpcError as exc:
-            self._note(exc, data, OWN_CODES.get(method, ""), is_large=bool(headers))
+            self._note(exc, sent, OWN_CODES.get(method, ""), is_large=bool(headers))
             return
-        self._outcomes.answered(LAYER, "OK")
+        self._outcomes.answered(LAYER, "OK", sent)
 
     def _headers(self) -> tuple[tuple[str, str | bytes], ...]:
         headers: list[tuple[str, str | bytes]] = []
@@ -80,15 +80,15 @@ class GrpcSender:
                 headers.append((self._mutator.pick(NAMES), self._mutator.pick(VALUES)))
         return tuple(headers)
 
-    def _note(self, exc: grpc.aio.AioRpcError, data: bytes, own_code: str, *, is_large: bool) -> None:
+    def _note(self, exc: grpc.aio.AioRpcError, sent: bytes, own_code: str, *, is_large: bool) -> None:
         """Record a status: one of bough's, or what gRPC itself says, `own_code`, or of headers that are too large."""
         code, name = exc.code(), str(dict(tuple(exc.trailing_metadata() or ())).get(ERROR_KEY))
         is_grpcs = code.name == own_code or (is_large and "metadata size" in str(exc.details()))
         if is_grpcs or (NAMES_OF_ERRORS.get(name) is code and exc.details()):
-            self._outcomes.answered(LAYER, code.name)
+            self._outcomes.answered(LAYER, code.name, sent)
         else:
             problem = f"grpc: {code.name}, which is none of bough's own: {str(exc.details())[:100]}"
-            self._outcomes.failed(LAYER, problem, data)
+            self._outcomes.failed(LAYER, problem, sent)
 
 
 class FrameSender:
@@ -117,7 +117,7 @@ class FrameSender:
         except OSError as exc:
             self._outcomes.failed(FRAMES, f"http2: no connection: {exc.strerror}", data, len(frames))
         else:
-            self._outcomes.answered(FRAMES, answer, len(frames))
+            self._outcomes.answered(FRAMES, answer, data, len(frames))
 
     async def _answer(self, data: bytes) -> str:
         reader, writer = await asyncio.open_connection(self._host, self._port)

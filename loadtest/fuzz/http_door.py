@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from contextlib import suppress
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
+from loadtest.fuzz.http_connection import CLOSED, CUT, Answer, HttpConnection
 from loadtest.fuzz.mutation import Mutator
 from loadtest.fuzz.ordinary import BODIES, PATHS
 from loadtest.fuzz.outcomes import ANSWER_SECONDS, Outcomes
@@ -15,7 +15,6 @@ from loadtest.fuzz.outcomes import ANSWER_SECONDS, Outcomes
 LAYER = "http"
 MOST_PIPELINED = 16  # messages sent before the first answer is read
 PATIENCE_SECONDS = 0.2  # wait for an answer to a possibly incomplete message, before closing our side
-HEAD_END = b"\r\n\r\n"
 METHODS = ("GET", "POST", "POST", "PUT", "DELETE", "HEAD", "OPTIONS", "PATCH", "CONNECT", "TRACE", "get", "G\x00T", "")
 HEADERS = (
     b"content-length: 5", b"content-length: -1", b"content-length: 99999999999999999999", b"content-length: 1, 1",
@@ -35,13 +34,6 @@ class Sent(NamedTuple):
     is_whole: bool
 
 
-class Answer(NamedTuple):
-    """The status of an answer, and whether the server closes the connection after it."""
-
-    status: str
-    is_last: bool
-
-
 class HttpSender:
     """Sends malformed HTTP over one connection at a time."""
 
@@ -49,64 +41,47 @@ class HttpSender:
         parts = urlsplit(url)
         self._host, self._port = parts.hostname or "", parts.port or 0
         self._mutator, self._outcomes = mutator, outcomes
-        self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+        self._connection: HttpConnection | None = None
 
     async def send(self) -> None:
         """Send a pipeline, which an incomplete message may end, and record the outcome of each message."""
         pipeline = [self._made()]
         while pipeline[-1].is_whole and len(pipeline) < MOST_PIPELINED and self._mutator.rng.random() < 0.95:
             pipeline.append(self._made())
-        if self._streams is None and not await self._connect(pipeline[0].data):
+        try:
+            connection = self._connection or await HttpConnection.open(self._host, self._port)
+        except OSError as exc:
+            self._outcomes.failed(LAYER, f"http: no connection: {exc.strerror}", pipeline[0].data)
             return
-        writer = self._streams[1] if self._streams else None
-        with suppress(OSError):
-            if writer is not None:
-                writer.write(b"".join(sent.data for sent in pipeline))
-                await writer.drain()
+        self._connection = connection
+        connection.write(b"".join(sent.data for sent in pipeline))
         for sent in pipeline:
-            await self._record(sent)
-            if self._streams is None:  # messages after the last answer are none of the server's
+            if not await self._recorded(connection, sent, may_be_cut=not pipeline[-1].is_whole):
+                await self.close()  # messages after the last answer are none of the server's
                 return
 
-    async def _connect(self, data: bytes) -> bool:
+    async def _recorded(self, connection: HttpConnection, sent: Sent, *, may_be_cut: bool) -> bool:
+        """Wait for the answer to a message that has been sent, and record it. Returns whether another may follow."""
         try:
-            self._streams = await asyncio.open_connection(self._host, self._port)
-        except OSError as exc:
-            self._outcomes.failed(LAYER, f"http: no connection: {exc.strerror}", data)
-            return False
-        return True
-
-    async def _record(self, sent: Sent) -> None:
-        """Read the answer to a message that has been sent, and record it."""
-        answer = Answer("closed", is_last=True)
-        try:
-            async with asyncio.timeout(ANSWER_SECONDS):
-                with suppress(OSError, asyncio.IncompleteReadError):
-                    answer = await self._answer(sent)
+            if sent.is_whole:
+                answer = await connection.answer(ANSWER_SECONDS)
+            else:
+                answer = await _hurried(connection)
         except TimeoutError:
             self._outcomes.failed(LAYER, f"http: no status in {ANSWER_SECONDS:g} s", sent.data)
-            await self.close()
-            return
-        if answer.status == "500" or (answer.status == "closed" and sent.is_whole):
+            return False
+        is_unanswered = answer == CLOSED or (answer.status.endswith(CUT) and not may_be_cut)
+        if answer.status.startswith("500") or (is_unanswered and sent.is_whole):
             self._outcomes.failed(LAYER, f"http: {answer.status}", sent.data)
         else:
-            self._outcomes.answered(LAYER, answer.status)
-        if answer.is_last or not sent.is_whole:
-            await self.close()
+            self._outcomes.answered(LAYER, answer.status, sent.data)
+        return sent.is_whole and not answer.is_last
 
     async def close(self) -> None:
         """Close the connection, if there is one."""
-        if self._streams is not None:
-            self._streams[1].transport.abort()
-            self._streams = None
-
-    async def _answer(self, sent: Sent) -> Answer:
-        if self._streams is None:
-            raise ConnectionResetError
-        reader, writer = self._streams
-        if sent.is_whole:
-            return await _read_answer(reader)
-        return Answer(_status(await _read_hurried(reader, writer)), is_last=True)
+        if self._connection is not None:
+            self._connection.abort()
+            self._connection = None
 
     def _made(self) -> Sent:
         rng = self._mutator.rng
@@ -152,27 +127,9 @@ def _head(method: str, path: str, *lines: bytes) -> bytes:
     return b"\r\n".join((first, b"host: localhost", b"content-type: application/json", *lines, b"", b""))
 
 
-async def _read_hurried(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
-    """Read an answer's header; if none comes within PATIENCE_SECONDS, close our side first."""
+async def _hurried(connection: HttpConnection) -> Answer:
+    """The head of an answer; if none comes within PATIENCE_SECONDS, our side is closed first. Raises TimeoutError."""
     with suppress(TimeoutError):
-        async with asyncio.timeout(PATIENCE_SECONDS):
-            return await reader.readuntil(HEAD_END)
-    writer.write_eof()
-    return await reader.readuntil(HEAD_END)
-
-
-async def _read_answer(reader: asyncio.StreamReader) -> Answer:
-    """Read one answer to its end."""
-    head = await reader.readuntil(HEAD_END)
-    headers = dict(line.lower().split(": ", 1) for line in head.decode("latin-1").split("\r\n") if ": " in line)
-    if "chunked" in headers.get("transfer-encoding", ""):
-        while size := int((await reader.readline()).strip() or b"0", 16):
-            await reader.readexactly(size + 2)
-        await reader.readline()
-    else:
-        await reader.readexactly(int(headers.get("content-length", "0")))
-    return Answer(_status(head), headers.get("connection") == "close")
-
-
-def _status(head: bytes) -> str:
-    return head.split(b" ", 2)[1].decode("latin-1")
+        return await connection.answer(PATIENCE_SECONDS, is_head=True)
+    connection.write_eof()
+    return await connection.answer(ANSWER_SECONDS, is_head=True)

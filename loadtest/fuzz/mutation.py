@@ -43,7 +43,7 @@ HOLE = "\ue000hole\ue001"
 class Mutator:
     """Draws mutations from one seed."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int | str) -> None:
         self.rng = random.Random(seed)
 
     def garbage(self, most_bytes: int = 400) -> bytes:
@@ -115,9 +115,22 @@ class Mutator:
 
     def _spellings(self, value: Any) -> Sequence[str]:
         """Candidate spellings: half of the time of the same kind, which are refused later in decoding."""
-        if self.rng.random() < 0.5 and isinstance(value, str | float | int) and not isinstance(value, bool):
+        if self.rng.random() < 0.6 and isinstance(value, str | float | int) and not isinstance(value, bool):
+            if self.rng.random() < 0.6:
+                return (json.dumps(self._text() if isinstance(value, str) else self._number()),)
             return STRINGS if isinstance(value, str) else NUMBERS
         return SPELLINGS
+
+    def _text(self) -> str:
+        """A short text of any characters, most of them common ones."""
+        most = self.pick((0x7F, 0x7F, 0x2FF, 0xD7FF))
+        return "".join(chr(self.rng.randint(32, most)) for _ in range(self.rng.randint(1, 12)))
+
+    def _number(self) -> int | float:
+        """A number, most often a small one."""
+        if self.rng.random() < 0.5:
+            return self.rng.getrandbits(self.pick((4, 10, 33, 62)))
+        return self.rng.uniform(-2, 2)
 
     def _mutate(self, message: Message) -> None:
         fields = message.DESCRIPTOR.fields
@@ -143,14 +156,15 @@ class Mutator:
         elif field.message_type is not None:
             self._mutate(value.add())
         else:
-            value.extend([self._scalar(field)] * self.pick((1, 1, 2, 40, 3000)))
+            value.extend([self._scalar(field)] * self.pick((1, 1, 2, 40, 400, 3000)))
 
     def _scalar(self, field: FieldDescriptor) -> Any:
+        is_known = self.rng.random() < 0.5
         if field.cpp_type in INTEGERS:
-            return self.pick(INTEGERS[field.cpp_type])
+            return self.pick(INTEGERS[field.cpp_type]) if is_known else self.rng.getrandbits(self.pick((3, 8, 16, 30)))
         if field.cpp_type in (FieldDescriptor.CPPTYPE_DOUBLE, FieldDescriptor.CPPTYPE_FLOAT):
-            return self.pick(FLOATS)
+            return self.pick(FLOATS) if is_known else self.rng.uniform(-2, 2)
         if field.cpp_type == FieldDescriptor.CPPTYPE_BOOL:
-            return self.rng.random() < 0.5
-        text = self.pick(TEXTS)
+            return is_known
+        text = self.pick(TEXTS) if is_known else self._text()
         return text.encode() if field.type == FieldDescriptor.TYPE_BYTES else text

@@ -16,6 +16,7 @@ class Outcomes:
     counts: Counter[str] = field(default_factory=Counter)  # messages by layer
     answers: Counter[str] = field(default_factory=Counter)  # by status
     problems: Counter[str] = field(default_factory=Counter)
+    distinct: set[int] = field(default_factory=set)  # hashes of what was sent at once
     examples: dict[str, str] = field(default_factory=dict)  # of messages, by problem
 
     @property
@@ -28,8 +29,9 @@ class Outcomes:
         """Number of problems."""
         return sum(self.problems.values())
 
-    def answered(self, layer: str, status: str, num_messages: int = 1) -> None:
-        """Count an answer: a status, or the end of a connection."""
+    def answered(self, layer: str, status: str, data: bytes, num_messages: int = 1) -> None:
+        """Count an answer to `data`: a status, or the end of a connection."""
+        self.distinct.add(hash(data))
         self.counts[layer] += num_messages
         self.answers[f"{layer}: {status}"] += 1
 
@@ -44,5 +46,6 @@ class Outcomes:
         """Add the counts of `other`."""
         self.counts += other.counts
         self.answers += other.answers
+        self.distinct |= other.distinct
         self.problems += other.problems
         self.examples = dict([*self.examples.items(), *other.examples.items()][:MAX_EXAMPLES])

@@ -30,7 +30,7 @@ from loadtest.served.soak import Snapshot, leaks, snapshot
 from loadtest.served.stack import Stack, stack
 
 SWEEP_SECONDS = 0.001
-MAX_CONTEXT = 96  # ends answers without a limit
+MAX_CONTEXT = 48  # ends answers without a limit
 MAX_NODES = 8  # of trees, which are no part of this
 SHARES = {http_door.LAYER: 0.6, grpc_door.LAYER: 0.3, grpc_door.FRAMES: 0.1}
 SENDERS = {http_door.LAYER: 24, grpc_door.LAYER: 6, grpc_door.FRAMES: 12}  # at once
@@ -39,7 +39,7 @@ BATCH = 5000  # messages between two checks of the processes
 SETTLE_SECONDS = 30.0
 ERRORS = re.compile(r"^(?:.* (?:ERROR|CRITICAL) .*|\w[\w.]*(?:Error|Exception)\b.*)$", re.MULTILINE)
 UNREADABLE = "grpc._cython.cygrpc: Invalid encoding"  # gRPC's line on a header that is no text, which it leaves out
-PROMPT, MAX_TOKENS = "the ordinary request", 24
+PROMPT, MAX_TOKENS = "the ordinary request", 16
 
 Report = Callable[[str], None]
 
@@ -99,7 +99,7 @@ async def at_sockets(
         num_batches = max(2, round(num_messages / BATCH))
         for batch in range(num_batches):
             size = num_messages * (batch + 1) // num_batches - num_messages * batch // num_batches
-            await _send(ordinary, size, 1000 * seed + batch, figures.outcomes)
+            await _send(ordinary, size, f"{seed} {batch}", figures.outcomes)
             await _look(running, ordinary, wanted, figures)
             if len(running.process_ids()) < NUM_PROCESSES:
                 return figures
@@ -117,7 +117,7 @@ async def at_sockets(
     return figures
 
 
-async def _send(ordinary: Ordinary, num_messages: int, seed: int, outcomes: Outcomes) -> None:
+async def _send(ordinary: Ordinary, num_messages: int, seed: str, outcomes: Outcomes) -> None:
     makes: dict[str, Callable[[Mutator], Sender]] = {
         http_door.LAYER: lambda mutator: HttpSender(ordinary.url, mutator, outcomes),
         grpc_door.LAYER: lambda mutator: GrpcSender(ordinary.address, mutator, outcomes),
@@ -133,7 +133,7 @@ async def _send(ordinary: Ordinary, num_messages: int, seed: int, outcomes: Outc
         for layer, share in SHARES.items():
             most = outcomes.counts[layer] + round(num_messages * share)
             for number in range(SENDERS[layer]):
-                group.create_task(go_on(layer, makes[layer](Mutator(seed + 31 * number)), most))
+                group.create_task(go_on(layer, makes[layer](Mutator(f"{seed} {number}")), most))
 
 
 async def _look(running: Stack, ordinary: Ordinary, wanted: Sequence[object], figures: Figures) -> None:

@@ -102,6 +102,11 @@ class Admission:
         with patience.waiting():
             await self._turn(hold, patience.queue_seconds)
 
+    def require_open(self) -> None:
+        """Raise Unavailable if all requests are refused."""
+        if self._refusal:
+            raise Unavailable(self._refusal)
+
     def close(self, refusal: str) -> None:
         """Refuse all requests from now on, including queued ones, as Unavailable with this text."""
         self._refusal = refusal
@@ -141,8 +146,7 @@ class Admission:
         if hold not in self._began and hold not in self._queue:
             self._require_room(1)
             self._enter(hold)
-        if self._refusal:
-            raise Unavailable(self._refusal)
+        self.require_open()
         if hold in self._began:
             return
         assert hold.turn is not None, "it waits for one"
@@ -153,8 +157,7 @@ class Admission:
             raise self.exhausted(f"no place came free in {queue_seconds:.3g} s (--queue-timeout)") from exc
 
     def _require_room(self, num: int) -> None:
-        if self._refusal:
-            raise Unavailable(self._refusal)
+        self.require_open()
         if num > self._num_free + self.max_waiting - self.num_waiting:
             problem = f"{self.max_running - self._num_free} requests run and {self.num_waiting} wait"
             beyond = f"and {num} more are above the limits, {self.max_running} and {self.max_waiting}"

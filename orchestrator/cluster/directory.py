@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager, suppress
 from functools import partial
+from math import inf
 from typing import Any
 
 import grpc
@@ -21,7 +22,7 @@ from bough.concurrency.tasks import end
 from bough.errors import BoughError, Unavailable
 from bough.processes.compatibility import fetch_tokenizer
 from bough.protocol.generation import WorkerStatus
-from bough.protocol.messages import PROTOCOL_VERSION
+from bough.protocol.messages import PROTOCOL_VERSION, WorkerInfo
 from bough.registry.records import WorkerRecord
 from bough.registry.registry import LEASE_SECONDS, Registry
 from bough.security.access import OPEN, Access
@@ -51,7 +52,7 @@ class Directory:
         self.index_problem = ""
         self._targets: dict[str, WorkerHandle[TargetClient]] = {}
         self._drafts: dict[str, WorkerHandle[DraftClient]] = {}
-        self.model_names: set[str] = set()  # served by any target since the start
+        self._seen: dict[str, tuple[WorkerInfo, float]] = {}  # by identity of targets: when one could be used last
         self._usual = UsualRound()
         self._next_sweep = 0.0  # seconds on the monotonic clock
         self._meetings: dict[tuple[str, str], asyncio.Task[None]] = {}  # introductions of new workers, by kind and id
@@ -102,6 +103,20 @@ class Directory:
     def find(self, worker_id: str) -> WorkerHandle[TargetClient] | WorkerHandle[DraftClient] | None:
         """The worker of this id; None if it is unknown."""
         return self._targets.get(worker_id) or self._drafts.get(worker_id)
+
+    @property
+    def seen(self) -> list[WorkerInfo]:
+        """What targets have served since the start, also those that are gone; one for each identity."""
+        return [info for info, _ in self._seen.values()]
+
+    @property
+    def model_names(self) -> set[str]:
+        """The models that any target has served since the start."""
+        return {info.model_name for info in self.seen}
+
+    def last_usable(self, would_do: Callable[[WorkerInfo], bool]) -> float:
+        """When a target that would do could be used last, in seconds on the monotonic clock; -inf if never."""
+        return max((when for info, when in self._seen.values() if would_do(info)), default=-inf)
 
     @property
     def has_target(self) -> bool:
@@ -156,6 +171,9 @@ class Directory:
             known.num_missing += 1
         for record in records:
             self._note(record)
+        for target in self.targets:
+            if target.is_usable:
+                self._see(target)
         await self._forget_unlisted()
 
     async def _sweep(self) -> None:
@@ -177,6 +195,9 @@ class Directory:
             self._meetings[key] = asyncio.create_task(self._meet(record))
             self._meetings[key].add_done_callback(lambda _: self._meetings.pop(key))
 
+    def _see(self, target: WorkerHandle[TargetClient]) -> None:
+        self._seen[target.info.identity] = target.info, time.monotonic()
+
     async def _meet(self, record: WorkerRecord) -> None:
         """Introduce a new worker; a known worker at the same address has left it."""
         try:
@@ -185,7 +206,7 @@ class Directory:
                 known = await self._introduce(record, client, self._drafts)
                 known.usual = self._usual
                 self._targets[record.worker_id] = known
-                self.model_names.add(known.info.model_name)
+                self._see(known)
             elif record.kind == "draft":
                 drafter = DraftClient(record.address, self._access, self.limiter)
                 self._drafts[record.worker_id] = await self._introduce(record, drafter, self._targets)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from bough.errors import InvalidRequest, NotFound, Unavailable
 from bough.protocol.generation import GenerateOptions, ModelInfo
+from bough.protocol.messages import WorkerInfo
 from bough.registry.records import RequestRecord, SessionRecord
 from orchestrator.cluster.directory import Directory
 from orchestrator.cluster.same_weights import other_weights, with_weights
@@ -15,6 +16,14 @@ from orchestrator.cluster.worker_handle import WorkerHandle
 SHOWN = 64  # limit of characters of an unknown name in errors
 
 Targets = Sequence[WorkerHandle[TargetClient]]
+
+
+class TargetAway(Unavailable):
+    """No target that could serve a request can be used now; one that `would_do` may have been there lately."""
+
+    def __init__(self, message: str, would_do: Callable[[WorkerInfo], bool]) -> None:
+        super().__init__(message)
+        self.would_do = would_do
 
 
 def served_models(directory: Directory) -> tuple[ModelInfo, ...]:
@@ -28,8 +37,9 @@ def served_models(directory: Directory) -> tuple[ModelInfo, ...]:
 
 
 def largest_context(directory: Directory) -> int:
-    """Tokens of the longest session that any target takes; 0 if no target is known."""
-    return max((target.info.max_context for target in directory.targets), default=0)
+    """Tokens of the longest session that any target takes, or took while there were any; 0 if none was ever known."""
+    known = [target.info for target in directory.targets] or directory.seen
+    return max((info.max_context for info in known), default=0)
 
 
 def targets_for(
@@ -43,24 +53,27 @@ def targets_for(
     Raises:
         InvalidRequest: the named model is not that of the request or session, or none is named and several are served.
         NotFound: no target has served the named model.
-        Unavailable: no target that serves the model can be used now.
+        TargetAway: no target that serves the model can be used now.
+        Unavailable: the targets that can be used have other weights, or no target has ever been known.
     """
     targets = directory.targets
-    if not any(target.is_usable for target in targets):
+    if not directory.seen:
         raise Unavailable(directory.why_no_target())
     if request is not None:
         return _begun(targets, options, request)
     if session is not None and (options.continues or not options.model):
         return _continued(targets, options, session)
-    served = sorted({target.info.model_name for target in targets})
+    served = sorted({target.info.model_name for target in targets} or directory.model_names)
     if not options.model and len(served) > 1:
         raise InvalidRequest(f"model: must be one of {_listed(served)}, as several models are served, got ''")
     named = [target for target in targets if options.model in ("", target.info.model_name)]
-    if not named and options.model not in directory.model_names:
+    if not named and options.model not in ("", *directory.model_names):
         raise NotFound(f"model: must be one of {_listed(served)}, got {options.model[:SHOWN]!r}")
     usable = [target for target in named if target.is_usable]
     if not usable:
-        raise Unavailable(f"model: no target that serves {options.model!r} can be used now")
+        is_any = any(target.is_usable for target in targets)
+        why = f"model: no target that serves {options.model!r} can be used now" if is_any else directory.why_no_target()
+        raise TargetAway(why, lambda info: options.model in ("", info.model_name))
     if session is not None:
         same = [t for t in usable if t.info.model_identity == session.model_identity]
         usable = list(with_weights(same, session.weights_hash)) or usable
@@ -77,7 +90,10 @@ def _begun(targets: Targets, options: GenerateOptions, request: RequestRecord) -
         _require_named(options, target.info.model_name, f"the model that request_id {request.request_id!r} began with")
     usable = [target for target in same if target.is_usable]
     if not usable:
-        raise Unavailable("no target that gives the same tokens as the one where the request was begun can be used")
+        raise TargetAway(
+            "no target that gives the same tokens as the one where the request was begun can be used",
+            lambda info: info.identity == request.target_identity,
+        )
     return _with_its_weights(usable, request.weights_hash, f"request_id: {request.request_id!r}")
 
 
@@ -94,9 +110,10 @@ def _continued(targets: Targets, options: GenerateOptions, session: SessionRecor
     _require_named(options, session.model_name, f"the model of session_id {session.session_id!r}")
     usable = [t for t in targets if t.is_usable and t.info.model_identity == session.model_identity]
     if not usable:
-        raise Unavailable(
+        raise TargetAway(
             f"session_id: {session.session_id!r} stands on the model {session.model_name!r}, and no target that serves "
-            "it can be used now; another model takes its full history, with continues false and that model named"
+            "it can be used now; another model takes its full history, with continues false and that model named",
+            lambda info: info.model_identity == session.model_identity,
         )
     return _with_its_weights(usable, session.weights_hash, f"session_id: {session.session_id!r}")
 

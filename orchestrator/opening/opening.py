@@ -31,7 +31,9 @@ from orchestrator.opening.prompt import continued_prompt, next_prompt, whole_pro
 from orchestrator.opening.recorder import Recorder
 from orchestrator.opening.resuming import require_resume, require_same_request, resume
 from orchestrator.opening.target_lease import TargetLease
+from orchestrator.opening.target_waiting import TargetWaiting
 from orchestrator.reasoning.formats import thoughts_of
+from orchestrator.sessions.deadline import Deadline
 from orchestrator.sessions.detokenizer import TextStream
 from orchestrator.sessions.session import Session
 from orchestrator.sessions.transcripts import request_record
@@ -78,8 +80,9 @@ class Opening:
     directory: Directory
     recorder: Recorder
     claims: Epochs
+    waiting: TargetWaiting
 
-    async def open(self, prompt: Prompt, options: GenerateOptions, place: AsyncExitStack) -> Opened:
+    async def open(self, prompt: Prompt, options: GenerateOptions, place: AsyncExitStack, patience: Deadline) -> Opened:
         """Open a session for a request with an id, and lease a place at a target until `place` is closed.
 
         Raises:
@@ -88,8 +91,7 @@ class Opening:
             Unavailable: no target with the model can be used, or the index, needed to continue, does not answer.
             StaleEpoch: another request is continuing the same session.
         """
-        past = await self._past(options)
-        targets = targets_for(self.directory, options, past.request, past.session)
+        past, targets = await self.waiting.once_there(partial(self._past_and_targets, options), patience)
         past = past.of_model(targets[0].info)
         largest = max(targets, key=lambda known: known.info.max_context)
         if options.resume is not None:
@@ -111,6 +113,10 @@ class Opening:
         if not session.is_finished:
             await self._claim(session, options, past.session, target)
         return Opened(session, seat, unseen)
+
+    async def _past_and_targets(self, options: GenerateOptions) -> tuple[_Past, Targets]:
+        past = await self._past(options)
+        return past, targets_for(self.directory, options, past.request, past.session)
 
     async def _past(self, options: GenerateOptions) -> _Past:
         """Records of the request and session, including unwritten ones. Without the index none can be continued."""

@@ -26,6 +26,7 @@ from orchestrator.opening.epochs import Epochs
 from orchestrator.opening.opening import Opened, Opening
 from orchestrator.opening.recorder import Recorder
 from orchestrator.opening.slot_waiting import Slots
+from orchestrator.opening.target_waiting import TargetWaiting
 from orchestrator.rounds.failover import Failover
 from orchestrator.rounds.round import Rounds
 from orchestrator.serving.model_texts import ModelTexts
@@ -53,7 +54,8 @@ class Requests:
         self._stalled_timeout = config.stalled_timeout
         self._claims = Epochs(directory, holder_id)
         self._recorder = Recorder(directory.registry)
-        self._opening = Opening(config, directory, self._recorder, self._claims)
+        waiting = TargetWaiting(directory, self.admission, config.failover_timeout)
+        self._opening = Opening(config, directory, self._recorder, self._claims, waiting)
         self.sizer = MeasuredSizer(configured_sizer(config))
         self._slots = Slots(config, directory)
         failover = Failover(config, directory, self._claims, self._slots)
@@ -67,8 +69,7 @@ class Requests:
         self.metrics_url = ""  # of this orchestrator
         self.http_url = ""  # of the OpenAI-compatible API
         self._model_name = ""  # of the target used last
-        self._num_total = 0
-        self._num_tokens = 0
+        self._num_total = self._num_tokens = 0
 
     async def generate(
         self, prompt: Prompt, options: GenerateOptions, timeout_seconds: float | None = None, hold: Hold | None = None
@@ -129,7 +130,7 @@ class Requests:
             await self.admission.place(stream.hold, patience)
         with current_span().child("open"):
             await self.directory.limiter.acquire()
-            opened = await self._opening.open(prompt, options, place)
+            opened = await self._opening.open(prompt, options, place, patience)
         opened.session.patience, opened.session.trace = patience, current_span()
         await self._endings.done(opened.session.session_id)
         return opened
@@ -235,9 +236,8 @@ class Requests:
         )
 
     def loads(self) -> Loads:
-        """Current load. A request that waits for a KV slot has a place, but counts as waiting."""
-        admission = self.admission
-        num_waiting = self._num_waiting
+        """Current load. Requests that wait for a target or a KV slot have places, but count as waiting."""
+        admission, num_waiting = self.admission, self._num_waiting
         return Loads(
             len(self._running) - num_waiting,
             num_waiting,
@@ -251,21 +251,21 @@ class Requests:
 
     @property
     def _num_waiting(self) -> int:
-        return self.admission.num_waiting + self._slots.num_waiting
+        return self.admission.num_waiting + self._slots.num_waiting + self._opening.waiting.num_held
 
     def figures(self) -> Figures:
         """Figures for Prometheus; any thread."""
         num_waiting = self._num_waiting
-        num_running = len(self._running) - num_waiting
         return Figures(
             self._model_name,
-            num_running,
+            len(self._running) - num_waiting,
             num_waiting,
             self._num_tokens,
             self.totals,
             self.sizer.totals,
             self.loop_lag.tally,
             self.loop_lag.num_tasks,
+            self._opening.waiting.num_held,
         )
 
     def acceptance(self) -> tuple[SchemeAcceptance, ...]:

@@ -9,9 +9,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from bough.sizing.acceptance_model import AcceptanceModel, SessionBias
+from bough.sizing.acceptance_model import AcceptanceModel, SessionBias, View
 from bough.sizing.gain_profile import GainProfile
-from bough.trees.tree import Tree
 from bough.trees.tree_plan import Guess, Scheme
 
 HALF_LIFE_ROUNDS = 20.0
@@ -59,28 +58,27 @@ class Margin:
         )
         short = np.flatnonzero(gains < tokens)
         level = int(short[0]) if len(short) else MOST_LEVELS - 1
-        price = float(tokens / self._ratios()[level])
+        price = tokens / self._ratio(level)
         return min(price, FIRST_BOUND) if level else max(price, math.nextafter(FIRST_BOUND, 2))
 
-    def observe(self, tree: Tree, values: NDArray[np.float64]) -> None:
+    def observe(self, view: View, values: NDArray[np.float64]) -> None:
         """Learn from a grown tree and its nodes' acceptance probabilities, (num_nodes,)."""
-        depths = np.minimum(tree.depths(), MOST_LEVELS)
-        is_expanded = np.zeros(len(tree), np.bool_)
-        is_expanded[tree.parents[1:]] = True
-        stated = np.exp(tree.scores().astype(np.float64))
+        depths = np.minimum(view.depths, MOST_LEVELS)
+        is_expanded = np.zeros(len(depths), np.bool_)
+        is_expanded[view.tree.parents[1:]] = True
+        stated = np.exp(np.add.reduce(view.tree.log_probs.astype(np.float64)[view.paths]))
         self._rounds = DECAY * self._rounds + 1
         gains = np.bincount(depths[1:] - 1, values[1:], MOST_LEVELS)
         bounds = np.bincount(np.minimum(depths[is_expanded], MOST_LEVELS - 1), stated[is_expanded], MOST_LEVELS)
         self._gains = DECAY * self._gains + gains
         self._bounds = DECAY * self._bounds + bounds
 
-    def _ratios(self) -> list[float]:
-        """Ratios of gain to bound (MOST_LEVELS,); levels with little data follow the level above."""
-        ratios, above = list[float](), PRIOR_MARGIN
-        for gain, bound in zip(self._gains.tolist(), self._bounds.tolist(), strict=True):
-            above = min(MOST_MARGIN, max(LEAST_MARGIN, (gain + PRIOR_WEIGHT * above) / (bound + PRIOR_WEIGHT)))
-            ratios.append(above)
-        return ratios
+    def _ratio(self, level: int) -> float:
+        """The ratio of gain to bound at a level; with little data it is that of the level above."""
+        ratio, end = PRIOR_MARGIN, level + 1
+        for gain, bound in zip(self._gains[:end].tolist(), self._bounds[:end].tolist(), strict=True):
+            ratio = min(MOST_MARGIN, max(LEAST_MARGIN, (gain + PRIOR_WEIGHT * ratio) / (bound + PRIOR_WEIGHT)))
+        return ratio
 
 
 class Trust:

@@ -99,9 +99,11 @@ class TreeSizer:
         pending.drafted = drafted
         if drafted.draft_probs is not None:
             return whole(drafted, looked_up, pending.decision, pending.plan.max_nodes)
-        pending.values = session.pair.acceptance.values(drafted, session.bias)
-        both = union(with_values(drafted, pending.values), looked_up)
-        values = np.exp(both.scores().astype(np.float64))
+        values = pending.values = session.pair.acceptance.values(drafted, session.bias)
+        both = with_values(drafted, values)
+        if len(looked_up) > 1:
+            both = union(both, looked_up)
+            values = np.exp(both.scores().astype(np.float64))
         order = np.argsort(
             -values, kind="stable"
         )  # parents precede children: their values are no less, and the sort is stable
@@ -234,7 +236,7 @@ class TreeSizer:
             # Values are computed with the updated model; otherwise a first surprise would bias the profile for long.
             drafted_values = pair.acceptance.values(drafted, session.bias)
             values = values * _change(before, drafted_values, len(values))
-            pair.margin.observe(drafted, drafted_values)
+            pair.margin.observe(pair.acceptance.view(drafted), drafted_values)
         if pending.plan.asks_draft and outcome.grown is None:
             return  # a failed draft says nothing about the value of trees
         for stats in (session.stats, session.pair.stats):

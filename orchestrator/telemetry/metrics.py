@@ -29,6 +29,7 @@ class Figures(NamedTuple):
     totals: RoundTotals
     loop_lag: Histogram  # seconds, of the event loop
     num_tasks: int = 0  # of the event loop
+    num_held: int = 0  # of the waiting requests, those that have a place and wait for a target
 
 
 class OrchestratorCollector(Collector):
@@ -38,10 +39,14 @@ class OrchestratorCollector(Collector):
         self._figures = figures
 
     def collect(self) -> Iterator[Metric]:
-        name, num_running, num_waiting, num_tokens, requests, totals, loop_lag, num_tasks = self._figures()
+        name, num_running, num_waiting, num_tokens, requests, totals, loop_lag, num_tasks, num_held = self._figures()
         model = {"model_name": name}
         yield gauge("vllm:num_requests_running", "Requests being generated", model, num_running)
-        yield gauge("vllm:num_requests_waiting", "Requests waiting for a place, or for a KV slot", model, num_waiting)
+        yield gauge(
+            "vllm:num_requests_waiting", "Requests waiting for a place, a KV slot or a target", model, num_waiting
+        )
+        text = "Of these, requests waiting for a target to come back"
+        yield gauge("bough_requests_without_target", text, model, num_held)
         yield counter("vllm:generation_tokens", "Tokens generated", model, num_tokens)
         yield from _requests(name, requests)
         yield from _speculation(model, totals)

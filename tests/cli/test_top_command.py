@@ -50,7 +50,9 @@ async def test_where_nobody_answers_it_says_so(capsys: pytest.CaptureFixture[str
     assert capsys.readouterr().out.startswith("127.0.0.1:1: ")
 
 
-@pytest.mark.parametrize(("flag", "value"), [("--interval", "-1"), ("--interval", "0"), ("--count", "-1")])
+@pytest.mark.parametrize(
+    ("flag", "value"), [("--interval", "-1"), ("--interval", "0"), ("--interval", "nan"), ("--count", "-1")]
+)
 async def test_a_pause_or_a_number_of_looks_that_would_ask_all_workers_without_a_pause_is_refused(
     flag: str, value: str
 ) -> None:

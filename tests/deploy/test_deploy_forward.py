@@ -16,7 +16,7 @@ requests = pytest.importorskip("starlette.requests")
 from starlette.responses import JSONResponse, PlainTextResponse  # noqa: E402  # where it is not, these cannot be imported
 
 from deploy import forward  # noqa: E402
-from deploy.forward import Forwarder  # noqa: E402
+from deploy.forward import Door, Forwarder  # noqa: E402
 from orchestrator.http_api.server import http_serving  # noqa: E402
 
 PIECE_BYTES, MAX_BYTES = 1 << 16, 1 << 20
@@ -101,6 +101,26 @@ async def test_pieces_come_one_by_one_before_the_last_is_there() -> None:
         assert (response.status_code, response.headers["content-type"]) == (200, "text/event-stream")
 
 
+async def test_a_short_body_goes_with_the_head_and_a_longer_one_when_it_is_asked_for() -> None:
+    """To be asked for it takes a round trip."""
+    async with forwarding() as (upstream, forwarder):
+        for body in (b"a" * forward.SHORT_BYTES, b"a" * (forward.SHORT_BYTES + 1)):
+            response = await forwarder.forward(request("/refused", body))
+            assert [piece async for piece in response.body_iterator] == [b'{"error": 1}']
+            assert upstream.asked[-1][2] == body
+        assert ["expect" in headers for *_, headers in upstream.asked] == [False, True]
+
+
+async def test_a_short_body_that_nobody_reads_takes_no_refusal_away() -> None:
+    async with before(JSONResponse({"error": "no key"}, 401)) as forwarder:
+        for _ in range(20):
+            response = await forwarder.forward(request("/v1", b"a" * forward.SHORT_BYTES))
+            assert (response.status_code, [piece async for piece in response.body_iterator]) == (
+                401,
+                [b'{"error":"no key"}'],
+            )
+
+
 async def sending(response: Any) -> asyncio.Task[None]:
     """Send an answer to a client, of which the first message has been sent."""
     has_begun = asyncio.Event()
@@ -124,6 +144,42 @@ async def test_a_client_that_leaves_ends_the_request() -> None:
         upstream.go_on.release()
         await left(await sending(await forwarder.forward(request("/v1/completions"))))
         await upstream.was_left.wait()
+
+
+async def read_to_the_end(upstream: Upstream, response: Any) -> None:
+    for _ in range(3):
+        upstream.go_on.release()
+    assert len(b"".join([piece async for piece in response.body_iterator])) == 27
+
+
+async def test_requests_wait_while_the_orchestrator_is_started_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What runs goes on meanwhile. Only so many wait, and only so long."""
+    monkeypatch.setattr(forward, "MOST_WAITING", 1)
+    door = Door()
+    async with forwarding() as (upstream, forwarder), forwarding() as (other, successor):
+        door.open(forwarder)
+        running = await door.forward(request("/v1"))
+        door.shut()
+        waiting = asyncio.create_task(door.forward(request("/v1")))
+        await asyncio.sleep(0)
+        assert (refused := await door.forward(request("/v1"))).status_code == 503
+        assert b"and 1 requests wait for it" in refused.body
+        assert refused.headers["retry-after"]
+        assert not waiting.done()
+        await read_to_the_end(upstream, running)
+        await door.close()
+        door.open(successor)
+        await read_to_the_end(other, await waiting)
+        assert (len(upstream.asked), len(other.asked)) == (1, 1)
+        door.shut()
+        monkeypatch.setattr(forward, "OPENING_SECONDS", 0.0)
+        assert b"being started anew" in (await door.forward(request("/v1"))).body
+
+
+async def test_an_orchestrator_without_a_port_for_it_says_so() -> None:
+    door = Door()
+    door.open(None)
+    assert b"--tls-client-ca" in (await door.forward(request("/v1"))).body
 
 
 async def test_refusals_are_passed_back_with_their_headers() -> None:

@@ -6,12 +6,14 @@ import asyncio
 import os
 import signal
 import socket
+import threading
 from pathlib import Path
 
 import pytest
 
 from bough.config.addresses import free_port
 from bough.errors import ConfigError, Unavailable
+from bough.processes.child import Child
 from bough.registry.connection import IndexConnection
 from bough.registry.registry import Registry
 from bough.security.private_files import write_private
@@ -30,7 +32,6 @@ async def test_an_index_is_supervised_as_well(tmp_path: Path) -> None:
         second = IndexServer(IndexSettings(port=int(index.place.url.rpartition(":")[2])), HOST)
         with pytest.raises(ConfigError, match=r"index ended with status 1;(.|\n)*in use"):
             await second.wait()  # although the first one answers there
-        await second.stop()
         index._child.process.kill()
         await asyncio.to_thread(index._child.process.wait)
         with pytest.raises(Unavailable, match="index was killed by SIGKILL"):
@@ -133,6 +134,27 @@ async def test_an_index_with_certificates_answers_those_who_have_one(tmp_path: P
             Supervisor(read_program(Role.TARGET, {"program": {"simulate": str(PROFILE)}}), HOST, index.place)
     finally:
         await index.stop()
+
+
+async def test_an_index_that_does_not_start_leaves_no_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One forwards from the TLS port: neither where no server could be made nor where it ended."""
+    files = Authority().files(tmp_path)
+    tls = {"tls_cert": files.cert, "tls_key": files.key, "tls_ca": files.authority}
+    before = {*threading.enumerate()}
+    with socket.create_server((HOST, 0)) as taken:
+        index = IndexServer(read_index({"port": taken.getsockname()[1], **tls}), HOST)
+        with pytest.raises(ConfigError, match="port: must be free"):
+            await index.wait()
+        assert index._child.has_ended()
+
+        def fail(*_: object) -> Child:
+            raise OSError("no processes are left")
+
+        monkeypatch.setattr("deploy.index.start", fail)
+        with pytest.raises(OSError, match="no processes"):
+            IndexServer(read_index({"port": free_port(HOST), **tls}), HOST)
+    left = {*threading.enumerate()} - before
+    assert not [thread.name for thread in left if thread.name == "tls-front"]
 
 
 def test_an_index_with_certificates_answers_where_the_loop_is_not_asyncios_own(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import sys
 import tempfile
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from bough.protocol.generation import Finished, GenerateOptions, TextPrompt
 from bough.registry.registry import Registry
 from bough.simulation.profile import load_profile
 from deploy import supervisor as supervisor_module
-from deploy.child import python, start, stop
+from deploy.child import start, stop
 from deploy.index import IndexPlace
 from deploy.settings import Role, read_program
 from deploy.supervisor import Supervisor
@@ -208,7 +209,7 @@ async def test_a_program_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
     code = (
         "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
     )
-    child = start("stubborn", [python("x", [])[0], "-c", code], {}, 0, str(tmp_path))
+    child = start("stubborn", [sys.executable, "-c", code], {}, 0, str(tmp_path))
     while "up" not in child.tail():
         await asyncio.sleep(0.02)
     await stop(child, 0.1)

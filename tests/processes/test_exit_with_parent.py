@@ -70,22 +70,6 @@ def test_a_child_outlives_the_thread_that_started_it_and_not_the_process() -> No
         assert ended(child)
 
 
-def test_a_child_of_a_process_that_was_forked_ends_with_that_one() -> None:
-    """Its parent's thread that starts processes is not there, and would not have been its own."""
-    code = f"""
-        start(["/bin/true"]).wait()
-        forked = os.fork()
-        if forked == 0:
-            print(start({SLEEP!r}).pid, flush=True)
-            time.sleep(0.2)
-            os._exit(0)
-        os.waitpid(forked, 0)
-        time.sleep(600)
-    """
-    with parent(code) as (_, child):
-        assert ended(child)
-
-
 def test_many_threads_start_children_at_once() -> None:
     statuses: list[int] = []
     threads = [

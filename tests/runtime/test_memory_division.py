@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from bough.cli.machine.machine_division import divided
 from bough.config.processes import DraftConfig, OrchestratorConfig, TargetConfig, parse
-from bough.errors import ConfigError
+from bough.errors import CheckpointError, ConfigError
 from bough.model.sizes import draft_needs as needs_of_drafts
 from bough.model.sizes.draft_needs import draft_needs
 from bough.processes.launch import Settings
@@ -74,7 +77,42 @@ def test_too_little_memory_is_refused_with_the_figures() -> None:
 def test_bits_that_are_no_number_of_bits_are_left_to_the_draft_to_refuse() -> None:
     """They were divided by."""
     groups = {"config_groups": {"a": {"weights": {"num_bits": 8}}, "b": {}}}
-    assert [needs_of_drafts._least_bits(found) for found in ({"bits": 0}, {"bits": 0, **groups})] == [4, 8]
+    assert [needs_of_drafts._least_bits(found, "") for found in ({"bits": 0}, {"bits": 0, **groups})] == [4, 8]
+
+
+@pytest.mark.parametrize(
+    ("config", "problem"),
+    [
+        ([], "config.json: must be an object, got []"),
+        ({"text_config": 7}, "config.json.text_config: must be an object, got 7"),
+        ({"quantization_config": ["awq"]}, "config.json.quantization_config: must be an object, got ['awq']"),
+        (
+            {"quantization_config": {"config_groups": [1]}},
+            "config.json.quantization_config.config_groups: must be an object, got [1]",
+        ),
+        (
+            {"quantization_config": {"config_groups": {"a": "b"}}},
+            "config.json.quantization_config.config_groups.a: must be an object, got 'b'",
+        ),
+        (
+            {"quantization_config": {"config_groups": {"a": {"weights": 4}}}},
+            "config.json.quantization_config.config_groups.a.weights: must be an object, got 4",
+        ),
+    ],
+)
+def test_a_drafts_configuration_that_is_none_is_refused(tmp_path: Path, config: object, problem: str) -> None:
+    save_file({"w": np.zeros(2, np.float32)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError) as refusal:
+        draft_needs(draft_of("--model", str(tmp_path)))
+    assert str(refusal.value) == f"{tmp_path}/{problem}"
+
+
+def test_a_stack_of_no_experts_needs_nothing(tmp_path: Path) -> None:
+    """It was divided by their number."""
+    save_file({"model.layers.0.experts": np.zeros((0, 2, 2), np.uint8)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"bits": 4}}))
+    assert draft_needs(draft_of("--model", str(tmp_path), "--bits", "4")).weights == 0
 
 
 def test_what_a_draft_needs_is_read_from_headers(smollm: Path) -> None:

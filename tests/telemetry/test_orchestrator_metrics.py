@@ -59,8 +59,8 @@ def test_rounds_are_told_by_the_names_of_vllm_and_of_the_sizer() -> None:
     totals.add(a_round(Mode.FIXED, sent=9, tokens=3))  # nothing was expected of it
     totals.plan_seconds.add(0.0003)
     (lag := Histogram(BOUNDS)).add(0.3)
-    values = served(Figures("m", 2, 5, 77, RequestTotals(), totals, lag, num_tasks=9))
-    assert values["bough_event_loop_tasks"] == 9
+    values = served(Figures("m", 2, 5, 77, RequestTotals(), totals, lag, num_tasks=9, num_held=3))
+    assert (values["bough_event_loop_tasks"], values["bough_requests_without_target"]) == (9, 3)
     assert values['bough_event_loop_lag_seconds_bucket{le="0.5",model_name="m"}'] == 1
     assert values['bough_event_loop_lag_seconds_bucket{le="0.2",model_name="m"}'] == 0
     of_vllm = {name.removeprefix("vllm:"): value for name, value in values.items() if name.startswith("vllm:")}

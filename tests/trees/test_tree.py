@@ -43,12 +43,13 @@ def test_generated_trees_are_valid(tree: Tree) -> None:
 
 @given(trees())
 def test_derived_arrays_equal_their_definitions(tree: Tree) -> None:
-    table, depths, scores = tree.path_table(), tree.depths(), tree.scores()
+    table, paths, depths, scores = tree.path_table(), tree.paths(), tree.depths(), tree.scores()
     for node in range(len(tree)):
         path = naive_path(tree, node)
         assert tree.path(node) == path
         assert depths[node] == len(path) - 1
         assert table[node, : len(path)].tolist() == path
+        assert np.trim_zeros(paths[:, node], "f").tolist() == path[1:]
         assert scores[node] == pytest.approx(sum(tree.log_probs[step] for step in path), abs=1e-3)
         assert tree.children()[node] == {
             int(tree.tokens[child]): child for child in range(1, len(tree)) if tree.parents[child] == node

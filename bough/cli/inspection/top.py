@@ -32,7 +32,7 @@ class Snapshot(NamedTuple):
 
 async def top(arguments: argparse.Namespace) -> int:
     """Show the load every `--interval` seconds, `--count` times or forever; exit status 1 if nothing answers."""
-    if arguments.interval < LEAST_SECONDS:
+    if not arguments.interval >= LEAST_SECONDS:  # nor NaN
         raise ConfigError(f"--interval: must be {LEAST_SECONDS} or more, got {arguments.interval:g}")
     if arguments.count < 0:
         raise ConfigError(f"--count: must be 0 (never ends) or more, got {arguments.count}")

@@ -19,7 +19,7 @@ from bough.config.processes import DraftConfig, OrchestratorConfig, TargetConfig
 from bough.errors import ConfigError
 from bough.model import compiled_folder
 from bough.model.checkpoint.hub import fetch
-from bough.processes.exit_with_parent import MODULE, run
+from bough.processes.exit_with_parent import python, run
 from bough.processes.launch import Settings, launched
 from bough.processes.supervision import supervised
 from bough.registry.url import without_passwords
@@ -190,8 +190,7 @@ def ensure_demonstration(copies: int = DEMONSTRATION_COPIES) -> None:
 
 def _write_demonstration(folder: Path, copies: int) -> None:
     print(f"writing the demonstration model to {folder}", file=sys.stderr)
-    command = [sys.executable, *MODULE, "bough.model.write_demonstration", str(folder), str(copies)]
-    if run(command) != 0:
+    if run(python("bough.model.write_demonstration", str(folder), str(copies))) != 0:
         raise ConfigError(f"{folder}: the demonstration model could not be written")
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from bough.config.cache_paths import EXPANSION_NAME
 from bough.config.processes import DraftConfig
+from bough.errors import CheckpointError
 from bough.model.checkpoint.checkpoint import Checkpoint, TensorPlace
 from bough.model.checkpoint.gguf_config import gguf_config
 from bough.model.checkpoint.gguf_file import BLOCKS, is_gguf
@@ -30,15 +31,15 @@ def draft_needs(config: DraftConfig) -> DraftNeeds:
         CheckpointError: the model does not exist, or is damaged.
     """
     checkpoint = Checkpoint.open(config.model)
-    whole: dict[str, Any]
+    where = str(checkpoint.path / "config.json")
     if is_gguf(checkpoint.path):
         whole = gguf_config(checkpoint.path)
     else:
-        whole = json.loads((checkpoint.path / "config.json").read_text())
-    text: dict[str, Any] = whole.get("text_config") or whole
+        whole = _object(json.loads(Path(where).read_text()), where)
+    text = _object(whole.get("text_config"), f"{where}.text_config") or whole
     size = DTYPE_BYTES.get(config.dtype, AUTO_BYTES)
-    quantization = whole.get("quantization_config") or text.get("quantization_config") or {}
-    unpacked = 8 * size / _least_bits(quantization)
+    quantization = whole.get("quantization_config") or text.get("quantization_config")
+    unpacked = 8 * size / _least_bits(quantization, f"{where}.quantization_config")
     unpacked, largest = (1.0, unpacked) if config.bits == "4" else (unpacked, 0.0)  # only the largest is written out
     kept = _kept_layers(checkpoint, int(text.get("num_hidden_layers", 1)))
     weights = sum(
@@ -47,7 +48,7 @@ def draft_needs(config: DraftConfig) -> DraftNeeds:
         if (found := LAYER.search(name)) is None or int(found[1]) in kept
     )
     packed = [place for place in checkpoint.tensors.values() if place.dtype not in FLOATS]
-    each = (place.num_bytes // (place.shape[0] if len(place.shape) > 2 else 1) for place in packed)  # of experts: one
+    each = (place.num_bytes // max(1, *place.shape[:-2]) for place in packed)  # of a stack of experts: one
     weights += largest * max(each, default=0)
     heads = int(text.get("num_attention_heads") or 1)
     head_dim = int(text.get("head_dim") or int(text.get("hidden_size") or 0) // heads)
@@ -56,12 +57,23 @@ def draft_needs(config: DraftConfig) -> DraftNeeds:
     return DraftNeeds(int(weights), (min(config.max_context, positions) + MAX_EXPANSIONS) * row_bytes)
 
 
-def _least_bits(quantization: dict[str, Any]) -> int:
-    """The fewest bits in which a configuration says that weights are packed."""
-    groups = (group.get("weights") or {} for group in (quantization.get("config_groups") or {}).values())
+def _least_bits(quantization: object, where: str) -> int:
+    """The fewest bits in which a configuration says that weights are packed. Raises CheckpointError."""
+    quantization = _object(quantization, where)
+    groups = [
+        _object(_object(group, f"{where}.config_groups.{name}").get("weights"), f"{where}.config_groups.{name}.weights")
+        for name, group in _object(quantization.get("config_groups"), f"{where}.config_groups").items()
+    ]
     values = (fields.get(key) for fields in (quantization, *groups) for key in ("bits", "w_bit", "num_bits"))
     found = [bits for bits in values if type(bits) is int and bits > 0]  # others are refused when the draft is loaded
     return min(found, default=8 if quantization.get("quant_method") == "fp8" else PACKED_BITS)
+
+
+def _object(value: object, where: str) -> dict[str, Any]:
+    """The fields of a JSON object; none of null. Raises CheckpointError."""
+    if value is not None and not isinstance(value, dict):
+        raise CheckpointError(f"{where}: must be an object, got {value!r}")
+    return value or {}
 
 
 def _kept_layers(checkpoint: Checkpoint, num_layers: int) -> set[int]:

@@ -398,7 +398,7 @@ async def test_a_target_that_leaves_no_room_gives_a_delay_too(stage: Stage) -> N
 
 async def test_an_unknown_target_is_no_overload(stage: Stage) -> None:
     """Only what may succeed later is RESOURCE_EXHAUSTED."""
-    async with orchestrating(stage) as orchestrator:
+    async with orchestrating(stage, "--failover-timeout", "0.1") as orchestrator:
         known = next(iter(orchestrator.requests.directory._targets.values()))
         known.health._pause.until = math.inf
         with pytest.raises(Unavailable, match="no target worker can be used"):

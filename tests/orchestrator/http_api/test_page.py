@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import pytest
 from bough.config.processes import OrchestratorConfig, parse
 from orchestrator.http_api.ui import FILES, FOLDER
 from orchestrator.http_service import has_page
+from tests.fakes.browser import BROWSER, browser_page
 from tests.fakes.http_stack import HttpStack, http_stack
 
 CHAT = "/v1/chat/completions"
@@ -22,7 +22,6 @@ BODY = {
     "ignore_eos": True,
     "stream": True,
 }
-BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 
 @pytest.fixture(scope="module")
@@ -94,29 +93,20 @@ def test_it_is_off_by_default_where_others_reach_it(flags: list[str], is_served:
 
 @pytest.mark.skipif(BROWSER is None, reason="no chromium is installed")
 async def test_in_a_browser_an_answer_is_read_and_its_tree_is_seen(door: HttpStack, tmp_path: Path) -> None:
-    playwright = pytest.importorskip("playwright.async_api", reason="playwright is not installed")
-    async with playwright.async_playwright() as driver:
-        browser = await driver.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
-        try:
-            page = await browser.new_page(viewport={"width": 1280, "height": 900})
-            problems: list[str] = []
-            page.on("pageerror", lambda error: problems.append(str(error)))
-            page.on("console", lambda said: problems.append(said.text) if said.type == "error" else None)
-            await page.goto(f"{door.client.base_url}/ui".replace("//ui", "/ui"))
-            await page.fill("#question", "Why is the <b>sky</b> blue?")
-            await page.fill("#length", "24")
-            await page.click("#send")
-            await page.wait_for_selector("#send:not([disabled])")
-            assert await page.locator(".turn.user").all_inner_texts() == ["Why is the <b>sky</b> blue?"]
-            assert await page.locator(".turn.assistant span").count() > 1
-            assert await page.locator("#tree circle").count() >= 1
-            assert await page.locator("#rounds rect").count() >= 2
-            assert "kept" in await page.inner_text("#shape")
-            await page.click("#why")
-            await page.wait_for_selector("#decisions td")
-            assert await page.locator("#workers tr").count() == 3
-            assert await page.inner_text("#problem") == ""
-            assert problems == []
-            await page.screenshot(path=tmp_path / "page.png")
-        finally:
-            await browser.close()
+    async with browser_page(tmp_path) as page:
+        await page.open(f"http://127.0.0.1:{door.port}/ui")
+        await page.fill("#question", "Why is the <b>sky</b> blue?")
+        await page.fill("#length", "24")
+        await page.click("#send")
+        await page.until("document.querySelector('.turn.assistant') && !document.querySelector('#send').disabled")
+        assert await page.texts(".turn.user") == ["Why is the <b>sky</b> blue?"]
+        assert len(await page.texts(".turn.assistant span")) > 1
+        assert await page.value("document.querySelectorAll('#tree circle').length") >= 1
+        assert await page.value("document.querySelectorAll('#rounds rect').length") >= 2
+        assert "kept" in (await page.texts("#shape"))[0]
+        await page.click("#why")
+        await page.until("document.querySelector('#decisions td') != null")
+        assert len(await page.texts("#workers tr")) == 3
+        assert await page.texts("#problem") == [""]
+        assert page.problems == []
+        assert (await page.picture()).startswith(b"\x89PNG")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import signal
 import socket
 from collections.abc import AsyncIterator
@@ -88,6 +89,34 @@ async def test_a_stream_says_that_it_is_alive_while_a_sweep_runs(
     assert events[-1] == "data: [DONE]"
     chunks = [json.loads(line.removeprefix("data: ")) for line in events[:-1] if line.startswith("data: ")]
     assert chunks[-1]["choices"][0]["finish_reason"] == "length"
+
+
+async def test_a_new_request_waits_for_a_target_that_is_away(door: HttpStack, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its stream says meanwhile that it is alive. Without one in time it is refused, and told when to come again."""
+    monkeypatch.setattr(exchange, "SILENT_SECONDS", 0.02)
+    requests = door.stack.requests
+    (target,) = requests.directory.targets
+    target.health._pause.until = math.inf
+    held = asyncio.create_task(door.post(PATH, BODY | {"max_tokens": 2, "stream": True}))
+    while not requests.figures().num_held:
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.05)
+    monkeypatch.setattr(requests._opening.waiting, "most_seconds", 0.0)
+    refused = await door.post(PATH, BODY)
+    assert (refused.status_code, error_of(refused)["code"]) == (503, "unavailable")
+    assert int(refused.headers["retry-after"]) > 0
+    target.health._pause.until = 0.0
+    events = [event for event in (await held).text.split("\n\n") if event]
+    assert (events[0], events[-1]) == (": keep-alive", "data: [DONE]")
+    assert not any("error" in event for event in events)
+
+
+async def test_no_chunk_waits_for_the_one_before_to_be_acknowledged(door: HttpStack) -> None:
+    """Two that were written within 40 ms came that much apart."""
+    door.transports.clear()
+    await door.post(PATH, BODY | {"max_tokens": 1})
+    connection = door.transports[0].get_extra_info("socket")
+    assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 async def test_an_error_half_way_is_an_event_of_the_stream(door: HttpStack) -> None:

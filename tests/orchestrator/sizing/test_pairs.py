@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from bough.sizing.acceptance_model import AcceptanceModel
 from bough.trees.tree import Tree
 from bough.trees.tree_plan import BestFirst, Guess, Scheme
 from orchestrator.sizing.pairs import (
@@ -27,7 +28,7 @@ def chain(*probs: float) -> Tree:
 def taught(tree: Tree, values: list[float], rounds: int = 200) -> Margin:
     margin = Margin()
     for _ in range(rounds):
-        margin.observe(tree, np.array(values))
+        margin.observe(AcceptanceModel().view(tree), np.array(values))
     return margin
 
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from itertools import pairwise
+from types import FrameType
+from typing import Any
 
 import pytest
 
@@ -125,6 +129,36 @@ def test_noise_does_not_make_trees_grow() -> None:
     quiet = mean_nodes(MadeRounds(sweep=STEEP).play(200)[50:])
     noisy = mean_nodes(MadeRounds(sweep=STEEP, noise=0.3).play(200)[50:])
     assert noisy == pytest.approx(quiet, rel=0.3)
+
+
+def test_a_round_takes_as_many_steps_of_the_interpreter_for_a_large_tree_as_for_a_small_one() -> None:
+    """Lines run to plan, to cut and to learn from a tree: what is done for each node is done by numpy."""
+
+    def num_lines(knee: int) -> int:
+        world = MadeRounds(sweep=CostCurve((1, knee, knee + 1, 2049), (1.0, 1.0, 9.0, 99.0)))
+        assert [played.num_nodes for played in world.play(20)][-1] == knee
+        lines, before = 0, sys.gettrace()
+
+        def count(frame: FrameType, event: str, _: object) -> Callable[..., Any] | None:
+            nonlocal lines
+            lines += event == "line"
+            return count
+
+        facts = world.base
+        plan = world.sizer.plan(facts)
+        grown = world.grown(plan.tree)
+        try:
+            sys.settrace(count)
+            proposal = world.sizer.propose(facts.session_id, grown.tree, Tree.root(ROOT))
+            sys.settrace(before)
+            outcome = world.outcome(facts, proposal, grown)
+            sys.settrace(count)
+            world.sizer.observe(facts.session_id, outcome)
+        finally:
+            sys.settrace(before)
+        return lines
+
+    assert num_lines(512) < 1.5 * num_lines(64)
 
 
 def test_beside_a_context_a_tree_has_what_is_left_of_the_level_part() -> None:

@@ -1,0 +1,59 @@
+"""New requests that wait while no target can be used but one is expected back, as while it restarts."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from bough.errors import Unavailable
+from orchestrator.admission.admission import Admission
+from orchestrator.cluster.directory import Directory
+from orchestrator.cluster.served_models import TargetAway
+from orchestrator.sessions.deadline import Deadline
+
+POLL_SECONDS = 0.2
+
+Result = TypeVar("Result")
+
+
+@dataclass(slots=True)
+class TargetWaiting:
+    """Holds requests that have their places, so admission limits how many wait here and behind them."""
+
+    directory: Directory
+    admission: Admission
+    most_seconds: float  # since a target for the request could be used, and since the request began to wait
+    num_held: int = 0
+
+    async def once_there(self, look: Callable[[], Awaitable[Result]], patience: Deadline) -> Result:
+        """The result of `look` as soon as it does not raise TargetAway; the wait is deducted from the request's budget.
+
+        Raises:
+            Unavailable: no target came back in time, or this orchestrator is draining: another one may have a target.
+        """
+        try:
+            return await look()
+        except TargetAway as exc:
+            away = exc
+        self.num_held += 1
+        try:
+            with patience.waiting():
+                return await self._held(look, away, min(self.most_seconds, patience.queue_seconds))
+        finally:
+            self.num_held -= 1
+
+    async def _held(self, look: Callable[[], Awaitable[Result]], away: TargetAway, most_seconds: float) -> Result:
+        began = time.monotonic()
+        while True:
+            last_usable = self.directory.last_usable(away.would_do)
+            if time.monotonic() > min(began + most_seconds, last_usable + self.most_seconds):
+                raise Unavailable(f"{away}; none came back in time (--failover-timeout, --queue-timeout)") from away
+            await asyncio.sleep(POLL_SECONDS)
+            self.admission.require_open()
+            try:
+                return await look()
+            except TargetAway as exc:
+                away = exc

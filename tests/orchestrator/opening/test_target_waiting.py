@@ -1,0 +1,144 @@
+"""While the only target restarts, new requests wait for it, within bounds; what none can answer is refused at once."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+
+from bough.client import Client
+from bough.errors import DeadlineExceeded, Exhausted, NotFound, Unavailable
+from bough.protocol.generation import GenerateOptions, Resume
+from orchestrator.opening import target_waiting
+from orchestrator.serving.requests import Requests
+from tests.fakes.fleet import Fleet
+from tests.fakes.streams import OPTIONS, PROMPT, expected, read, until
+
+NAMELESS = replace(OPTIONS, request_id="")
+
+
+@pytest.fixture(autouse=True)
+def eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Held requests look for a target again at once."""
+    monkeypatch.setattr(target_waiting, "POLL_SECONDS", 0.01)
+
+
+@contextmanager
+def away(requests: Requests) -> Iterator[None]:
+    """No target can be used in the block."""
+    (known,) = requests.directory.targets
+    known.health._pause.until = math.inf
+    yield
+    known.health._pause.until = 0.0
+
+
+def client_of(address: str) -> Client:
+    """A client that does not try again where it is refused."""
+    return Client(address, patience_seconds=0.0)
+
+
+async def test_new_requests_wait_while_the_only_target_restarts(fakes: Fleet) -> None:
+    """The restarted one has another name and address. No target is listed meanwhile, nor known."""
+    _, server = await fakes.target("t1")
+    requests, process = await fakes.orchestrator()
+    await server.kill()
+    directory = requests.directory
+    await directory._targets.pop("t1").client.close()
+    async with client_of(process.address) as client:
+        held = [asyncio.create_task(read(client, replace(NAMELESS, model=name))) for name in ("", "fake")]
+        await until(lambda: requests.figures().num_held == 2)
+        assert (requests.loads().num_requests_running, requests.loads().num_requests_waiting) == (0, 2)
+        with pytest.raises(NotFound, match=r"^model: must be one of 'fake', got 'other'$"):
+            await read(client, replace(NAMELESS, model="other"))
+        await fakes.target("t2")
+        for task in held:
+            assert (await asyncio.wait_for(task, 30)).token_ids == expected(fakes)
+    assert requests.figures().num_held == 0
+
+
+async def test_a_resumed_request_and_a_session_wait_as_well(fakes: Fleet) -> None:
+    options = replace(OPTIONS, session_id="s")
+    await fakes.target("t1")
+    requests, process = await fakes.orchestrator()
+    async with client_of(process.address) as client:
+        whole = await read(client, options)
+        await fakes.written("r")
+        turn = replace(options, request_id="", continues=True, max_tokens=4)
+        seen = []
+        for again in (replace(options, resume=Resume(0)), turn):
+            with away(requests):
+                held = asyncio.create_task(read(client, again))
+                await until(lambda: requests.figures().num_held == 1)
+            seen.append(await held)
+    resumed, continued = seen
+    assert resumed.token_ids == whole.token_ids
+    assert continued.started.prompt_tokens > whole.started.prompt_tokens + len(whole.token_ids)
+
+
+async def test_who_waits_for_a_target_has_a_place_and_leaves_it(fakes: Fleet) -> None:
+    """So that the limits of admission hold; a client that goes away, or aborts, is forgotten at once."""
+    await fakes.target("t1")
+    requests, process = await fakes.orchestrator("--max-running", "2", "--max-waiting", "1")
+    async with client_of(process.address) as client:
+        with away(requests):
+            aborted = asyncio.create_task(read(client))
+            await until(lambda: requests.figures().num_held == 1)
+            leaving, queued = (asyncio.create_task(read(client, NAMELESS)) for _ in range(2))
+            await until(lambda: requests.loads().num_requests_waiting == 3)
+            with pytest.raises(Exhausted, match="2 requests run and 1 wait") as caught:
+                await read(client, NAMELESS)
+            assert caught.value.retry_seconds is not None
+            leaving.cancel()
+            await client.abort("r")
+            assert (await aborted).end.finish_reason == "abort"
+            await until(lambda: requests.loads().num_requests_waiting == requests.figures().num_held == 1)
+        assert (await queued).token_ids == expected(fakes)
+
+
+@pytest.mark.parametrize("flag", ["--failover-timeout", "--queue-timeout"])
+async def test_waiting_has_an_end(fakes: Fleet, flag: str) -> None:
+    await fakes.target("t1")
+    requests, process = await fakes.orchestrator(flag, "0.05")
+    async with client_of(process.address) as client:
+        refused = pytest.raises(Unavailable, match=r"t1: does not answer; none came back in time \(--failover-timeout")
+        with away(requests), refused:
+            await read(client)
+    assert requests.totals.failed["Unavailable"] == 1
+
+
+async def test_a_target_long_gone_is_not_waited_for(fakes: Fleet) -> None:
+    await fakes.target("t1")
+    requests, process = await fakes.orchestrator()
+    seen = requests.directory._seen
+    async with client_of(process.address) as client:
+        with away(requests):
+            for identity, (info, when) in seen.items():
+                seen[identity] = info, when - 60.0
+            with pytest.raises(Unavailable, match="none came back in time"):
+                await asyncio.wait_for(read(client), 5)
+
+
+async def test_a_callers_deadline_ends_its_wait(fakes: Fleet) -> None:
+    await fakes.target("t1")
+    requests, _ = await fakes.orchestrator()
+    with away(requests), pytest.raises(DeadlineExceeded):
+        async for _ in requests.generate(PROMPT, GenerateOptions(request_id="r"), timeout_seconds=0.05):
+            pass
+    assert requests.figures().num_held == 0
+
+
+async def test_who_drains_refuses_those_that_wait(fakes: Fleet) -> None:
+    """They have lost nothing, and another orchestrator may have a target."""
+    await fakes.target("t1")
+    requests, process = await fakes.orchestrator()
+    async with client_of(process.address) as client:
+        with away(requests):
+            held = asyncio.create_task(read(client))
+            await until(lambda: requests.figures().num_held == 1)
+            await requests.drain("it drains", 5.0)
+            with pytest.raises(Unavailable, match="it drains"):
+                await held
