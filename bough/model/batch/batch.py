@@ -38,7 +38,7 @@ class BatchPart:
     @property
     def is_tree(self) -> bool:
         """Whether the rows are nodes of a tree, not of a text."""
-        return self.tail.shape[1] > 0
+        return bool(self.tail.shape[1])
 
     def state_steps(self, width: int) -> StateSteps:
         """Steps of recurrent layers along the tree; the same for all layers, whose convolutions are equally wide."""

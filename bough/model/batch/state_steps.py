@@ -75,10 +75,8 @@ def _steps(parents: dict[int, int]) -> tuple[list[tuple[int, int, int]], int]:
                 num_places += 1
             after = free.pop()
         steps.append((node, before, after))
-        last, *others = sorted(children[node], key=sizes.__getitem__, reverse=True) or [None]
-        if last is None:
+        branches = sorted(children[node], key=sizes.__getitem__, reverse=True)
+        waiting += ((child, after, number == 0) for number, child in enumerate(branches))
+        if not branches:
             free.append(after)
-        else:
-            waiting.append((last, after, True))
-            waiting += ((other, after, False) for other in others)
     return steps, num_places

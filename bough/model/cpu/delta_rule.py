@@ -1,4 +1,4 @@
-"""The gated delta rule on the CPU: steps of a recurrence along the paths of a tree, in an order of sums that is fixed."""
+"""The gated delta rule on the CPU: steps of a recurrence along the paths of a tree, in a fixed order of sums."""
 
 from __future__ import annotations
 
