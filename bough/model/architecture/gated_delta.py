@@ -168,7 +168,7 @@ def run_on_device(
     num_heads, _, key_dim, value_dim = states.shape
     out = qkv.new_empty(len(decay) - begin, num_heads, value_dim)
     for row, before, after in steps.tolist():
-        heads = torch.split(qkv[row], (num_key_heads * key_dim, num_key_heads * key_dim, num_heads * value_dim))
+        heads = torch.split(qkv[row], [num_key_heads * key_dim, num_key_heads * key_dim, num_heads * value_dim])
         queries, keys = (
             _normed(numbers.view(num_key_heads, key_dim)).repeat_interleave(num_heads // num_key_heads, 0)
             for numbers in heads[:2]
