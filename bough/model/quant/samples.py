@@ -75,7 +75,7 @@ class PackedFormat:
                 return Scaled(replace(numbers, dtype=dtype), scales, None, groups, self.bits, (1, group), whole)
 
             packed, shape = numbers.view(np.int32) if dtype == WORDS else numbers, (outputs, -(-inputs // group))
-            own = rng.integers(112, 128, shape, np.uint8) if dtype == FLOAT4 else scales(*shape)
+            own = rng.integers(112, 127, shape, np.uint8) if dtype == FLOAT4 else scales(*shape)
             return _sample(by_rows, packed, own, *([np.full(1, 0.01, np.float32)] if has_whole else orders))
         zeros, own_scales = words(num_groups, outputs // per_word), scales(num_groups, outputs)
         if self.method == "awq":
