@@ -27,9 +27,9 @@ def test_a_token_takes_its_latent_and_its_rotated_key() -> None:
     """1.2 KB a layer of DeepSeek V3, where the heads' keys and values would be 80 KB."""
     shape = KVShape.of(AutoConfig.for_model("deepseek_v3"), torch.bfloat16)
     assert shape.row_bytes == 61 * (512 + 64) * 2
-    slot = KVSlot(KVShape(2, 1, 4, torch.float32, 6), 5, torch.device("cpu"))
+    slot = KVSlot(KVShape(2, 1, 4, torch.float32, value_dim=6), 5, torch.device("cpu"))
     assert (slot.keys.shape, slot.values.shape) == ((2, 5, 1, 4), (2, 5, 1, 6))
-    within = KVShape(2, 1, 4, torch.float32, 6).within(memoryview(bytearray(5 * 2 * 10 * 4)), 5)
+    within = KVShape(2, 1, 4, torch.float32, value_dim=6).within(memoryview(bytearray(5 * 2 * 10 * 4)), 5)
     assert [part.shape for part in within] == [slot.keys.shape, slot.values.shape]
 
 

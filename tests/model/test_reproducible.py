@@ -27,8 +27,11 @@ from transformers import (
     PretrainedConfig,
     Qwen2Config,
     Qwen2MoeConfig,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
     Starcoder2Config,
 )
 
@@ -114,6 +117,19 @@ YARN = {
     "mscale_all_dim": 1.0,
     "original_max_position_embeddings": 64,
 }
+LINEAR = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 8,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+}
+EXPERTS = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "shared_expert_intermediate_size": 64,
+}
 FAMILIES: dict[str, PretrainedConfig] = {
     "llama": LlamaConfig(**COMMON),
     "mistral, sliding window": MistralConfig(**COMMON, sliding_window=12),
@@ -149,6 +165,9 @@ FAMILIES: dict[str, PretrainedConfig] = {
     "deepseek v3, yarn": DeepseekV3Config(**LATENT, **ROUTED, first_k_dense_replace=1, rope_parameters=YARN),
     "glm4 moe lite": Glm4MoeLiteConfig(**LATENT, **ROUTED),
     "minicpm3, latents and no experts": MiniCPM3Config(**LATENT),
+    "qwen3 next, recurrent layers": Qwen3NextConfig(**COMMON, **LINEAR, **EXPERTS, mlp_only_layers=[1]),
+    "qwen3.5, recurrent layers": Qwen3_5TextConfig(**COMMON, **LINEAR),
+    "qwen3.5 moe, recurrent layers": Qwen3_5MoeTextConfig(**COMMON, **LINEAR, **EXPERTS),
 }
 
 
@@ -167,7 +186,13 @@ def random_session(model: StreamedModel, rng: np.random.Generator) -> Session:
     return Session(prompt, tree, (Segment.context(slot, 0, prompt), Segment.tree(slot, len(prompt), tree)))
 
 
-IN_FLOAT32 = ["llama", "qwen3 moe", "gemma2, soft-capping, alternating windows", "starcoder2, biases"]
+IN_FLOAT32 = [
+    "llama",
+    "qwen3 moe",
+    "qwen3.5, recurrent layers",
+    "gemma2, soft-capping, alternating windows",
+    "starcoder2, biases",
+]
 
 
 @pytest.mark.parametrize(
