@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -10,53 +11,67 @@ import torch
 from transformers import PretrainedConfig
 
 from bough.model.kv.slot import Slot
+from bough.model.kv.states import SessionStates, StateShape
 
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
     """Shape and dtype of a model's keys and values."""
 
-    num_layers: int
+    num_layers: int  # with attention
     num_kv_heads: int
     head_dim: int
     dtype: torch.dtype
+    states: StateShape | None = None  # of the other layers, beside the rows
+    value_dim: int = 0  # of a head's value, if not `head_dim`
 
     @classmethod
     def of(cls, config: PretrainedConfig, dtype: torch.dtype) -> KVShape:
-        """The shape for all layers of a configuration."""
+        """The shape for all layers of a configuration; of latent attention (`kv_lora_rank`), values are latents."""
+        if rank := int(getattr(config, "kv_lora_rank", None) or 0):
+            return cls(int(config.num_hidden_layers), 1, int(config.qk_rope_head_dim), dtype, value_dim=rank)
         heads = int(config.num_attention_heads)
         kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
         head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
-        return cls(int(config.num_hidden_layers), kv_heads, head_dim, dtype)
+        states = StateShape.of(config, dtype)
+        num_layers = int(config.num_hidden_layers) - (states.num_layers if states else 0)
+        return cls(num_layers, kv_heads, head_dim, dtype, states)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of a session beside its rows, however long it is."""
+        return self.states.session_bytes if self.states else 0
 
     @property
     def row_bytes(self) -> int:
         """Bytes of keys and values of one token in all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+        return sum(math.prod(size) for size in self.sizes(1)) * self.dtype.itemsize
 
-    def size(self, num_rows: int) -> tuple[int, int, int, int]:
-        """Shape of the keys, and of the values, of `num_rows` tokens."""
-        return self.num_layers, num_rows, self.num_kv_heads, self.head_dim
+    def sizes(self, num_rows: int) -> list[tuple[int, int, int, int]]:
+        """Shapes of the keys and of the values of `num_rows` tokens."""
+        widths = self.head_dim, self.value_dim or self.head_dim
+        return [(self.num_layers, num_rows, self.num_kv_heads, width) for width in widths]
 
     def empty(self, num_rows: int, device: torch.device) -> KVMemory:
         """Allocate uninitialised memory for `num_rows` tokens.
 
         Rows are written before they are read, and the system supplies pages only when they are touched.
         """
-        return KVMemory(*(torch.empty(self.size(num_rows), dtype=self.dtype, device=device) for _ in range(2)))
+        return KVMemory(*(torch.empty(size, dtype=self.dtype, device=device) for size in self.sizes(num_rows)))
 
     def within(self, memory: memoryview, num_rows: int) -> KVMemory:
         """Use existing memory of at least `num_rows` * `row_bytes` bytes."""
-        half = num_rows * self.row_bytes // 2
-        parts = (torch.frombuffer(memory[begin : begin + half], dtype=self.dtype) for begin in (0, half))
-        return KVMemory(*(part.view(self.size(num_rows)) for part in parts))
+        sizes = self.sizes(num_rows)
+        numbers = torch.frombuffer(memory[: num_rows * self.row_bytes], dtype=self.dtype)
+        parts = torch.split(numbers, [math.prod(size) for size in sizes])
+        return KVMemory(*(part.view(size) for part, size in zip(parts, sizes, strict=True)))
 
 
 class KVMemory(NamedTuple):
     """Rows of keys and values for all layers; a slot is a range of rows."""
 
     keys: torch.Tensor  # (num_layers, num_rows, num_kv_heads, head_dim)
-    values: torch.Tensor  # likewise
+    values: torch.Tensor  # likewise, of another width if the shape says so
 
 
 class KVSlot(Slot):
@@ -69,6 +84,7 @@ class KVSlot(Slot):
     def __init__(self, shape: KVShape, num_rows: int, device: torch.device) -> None:
         """Allocate separate memory."""
         super().__init__()
+        self.states = SessionStates(shape.states) if shape.states else None
         self.place(shape.empty(num_rows, device), 0, num_rows)
 
     def place(self, memory: KVMemory, begin: int, end: int) -> None:
@@ -90,6 +106,25 @@ class KVSlot(Slot):
     def num_rows(self) -> int:
         return self.keys.shape[1]
 
+    def usable(self, length: int) -> int:
+        length = super().usable(length)
+        return self.states.usable(length) if self.states else length
+
+    def roll_back(self, length: int) -> None:
+        length = self.usable(length)
+        super().roll_back(length)
+        if self.states:
+            self.states.roll_back(length)
+
+    def compact(self, rows: Sequence[int], tokens: Sequence[int]) -> None:
+        super().compact(rows, tokens)
+        if self.states:
+            self.states.commit(rows)
+
+    def snapshot_at(self, lengths: Collection[int]) -> None:
+        if self.states:
+            self.states.wanted = frozenset(lengths)
+
     @property
     def layer_rows(self) -> int:
         """Rows from a layer to the next; more than `num_rows` in shared memory."""
@@ -100,6 +135,8 @@ class KVSlot(Slot):
         new = slice(rows.start, rows.stop)
         self.keys[:, new] = source.keys[:, new]
         self.values[:, new] = source.values[:, new]
+        if self.states and source.states:
+            self.states.fork(source.states, rows.stop)
 
     def _gather(self, rows: Sequence[int], begin: int) -> None:
         end = begin + len(rows)
