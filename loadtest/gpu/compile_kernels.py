@@ -77,7 +77,7 @@ FAMILIES = {  # sizes of every family that bough runs
     Heads(2, 256): "Gemma-3-4B",
     Heads(2, 256, 50.0): "Gemma-2-9B",
     Heads(4, 256): "Gemma-3-1B",
-    Heads(16, 512, key_dim=64): "DeepSeek-V2, V3 and R1, Kimi-K2",
+    Heads(16, 512, key_dim=64): "DeepSeek-V2, V3 and R1",
     Heads(10, 512, key_dim=64): "GLM-4.7-Flash",
     Heads(10, 256, key_dim=32): "MiniCPM3-4B",
 }
