@@ -22,7 +22,8 @@ from tests.model.test_packed import awq, gptq, rewrite, tensors_of
 from tests.model.test_reproducible import FAMILIES, of_two_layers
 
 CLOSE = 1e-4  # of the largest: torch's products and ours, in float32, over four layers
-MIXTURES = [name for name, config in FAMILIES.items() if "moe" in name or hasattr(config, "num_local_experts")]
+COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+MIXTURES = [name for name, config in FAMILIES.items() if any(hasattr(config, count) for count in COUNTS)]
 OTHER_MIXTURES = [name for name in MIXTURES if not hasattr(FAMILIES[name], "kv_lora_rank")]
 GROUP = 32
 

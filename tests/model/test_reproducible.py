@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,7 +36,7 @@ from transformers import (
     Starcoder2Config,
 )
 
-from bough.model.architecture.architecture import max_positions
+from bough.model.architecture.architecture import cut_layers, max_positions
 from bough.model.architecture.attention import attend_by_mask
 from bough.model.batch.batch import Batch, BatchPart, Segment
 from bough.model.batch.gpu_paths import PathArrays
@@ -174,11 +175,13 @@ FAMILIES: dict[str, PretrainedConfig] = {
 
 
 def of_two_layers(family: str) -> PretrainedConfig:
-    """The family's model of its first two layers, which are of all kinds that it has."""
-    config = FAMILIES[family].to_dict() | {"num_hidden_layers": 2}
-    if config.get("layer_types"):
-        config["layer_types"] = config["layer_types"][:2]
-    return type(FAMILIES[family])(**config)
+    """The family's model of two of its layers, which are of all kinds that it has."""
+    config = copy.deepcopy(FAMILIES[family])
+    kinds = getattr(config, "layer_types", None) or []
+    first = 0 if {*kinds[:2]} == {*kinds} else 1
+    cut_layers(config, (first, first + 1))
+    assert {*(getattr(config, "layer_types", None) or [])} == {*kinds}
+    return config
 
 
 class Session(NamedTuple):
