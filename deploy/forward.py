@@ -27,6 +27,7 @@ NO_HTTP = (
     "certificates there themselves"
 )
 OPENING_SECONDS = 60.0  # for a program that is started anew: its streams may drain first
+SHORT_BYTES = 1 << 16  # of a body, less than what connections hold for a reader who has not asked for it
 MOST_WAITING = 256  # requests that wait for that
 CONNECT_SECONDS = 5.0  # for a connection to open, and to get its turn where there are too many
 
@@ -53,21 +54,23 @@ class Forwarder:
     async def forward(self, request: Request) -> Response:
         """Return the upstream's answer; a client that hangs up also ends the upstream's request.
 
-        A body is passed on as it comes once the upstream asks for it, so that the upstream's limits hold, and nothing
-        is read of a request that it refuses by its head.
+        A body is passed on as it comes, so that the upstream's limits hold: a long one once the upstream asks for it,
+        so that nothing is read of a request that it refuses by its head; a short one at once, to save a round trip.
         """
         path = str(request.scope["path"]).removeprefix(str(request.scope.get("root_path", "")))
         url = f"{self._base_url}/{path.removeprefix('/')}"
         headers = [(name, value) for name, value in request.headers.items() if name.lower() not in HOP_BY_HOP]
         query = request.scope.get("query_string", b"").decode("latin-1")
-        has_body = "transfer-encoding" in request.headers or request.headers.get("content-length", "0") != "0"
+        length = request.headers.get("content-length", "0")
+        has_body = "transfer-encoding" in request.headers or length != "0"
+        is_short = has_body and length.isdigit() and 0 < int(length) <= SHORT_BYTES
         try:
             upstream = await self._session.request(
                 request.method,
                 f"{url}?{query}" if query else url,
                 headers=headers,
                 data=request.stream() if has_body else None,
-                expect100=has_body,
+                expect100=has_body and not is_short,
                 allow_redirects=False,
                 ssl=True if self._context is None else self._context(),
             )

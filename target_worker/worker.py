@@ -22,6 +22,7 @@ from bough.model.gpu.faults import named_faults
 from bough.model.gpu.ready import make_ready
 from bough.model.kv.kv_arena import KVArena
 from bough.model.kv.split_layers import split_memory
+from bough.model.kv.states import by_kv_place
 from bough.model.llama.weights import supports_fused_layers
 from bough.model.loading.default_settings import conversion, settled
 from bough.model.loading.loading import DTYPES, build_skeleton
@@ -87,7 +88,9 @@ class TargetWorker(ServedTarget):
         self.max_nodes = config.max_nodes
         self._limits = TargetLimits.of(config, self._skeleton.max_positions)
         self._config = config = self._with_kv_memory(config)
-        self._num_rows = self._limits.num_rows(self._skeleton.kv_shape().row_bytes, config.kv_memory)
+        shape = self._skeleton.kv_shape()
+        room = shape.row_bytes, config.kv_memory, shape.state_bytes
+        self._num_rows, self._num_states = self._limits.num_rows(*room), self._limits.num_states(*room)
         self._placement = self._place()
         if self._device.type == "cpu":
             packing = self._skeleton.quantization
@@ -96,7 +99,7 @@ class TargetWorker(ServedTarget):
             )
             compile_target(
                 config.dtype,
-                "whole" if is_whole else "attention",
+                "recurrent" if shape.states else "whole" if is_whole else "attention",
                 "packed" if packing is not None and packing.method == "bough" else "plain",
             )
         stage("reading weights")
@@ -156,7 +159,7 @@ class TargetWorker(ServedTarget):
             model_description=self._skeleton.describe(),
             model_fingerprint=self._fingerprint,
             max_context=self._limits.max_context,
-            max_sessions=self._num_rows // self._limits.slot_rows,
+            max_sessions=min(self._num_rows // self._limits.slot_rows, self._num_states or self._num_rows),
             link_bytes_per_pass=self._placement.link_bytes,
             notes=self._notes(),
             arithmetic=", ".join(ground),
@@ -204,15 +207,15 @@ class TargetWorker(ServedTarget):
         shape, num_rows = self._skeleton.kv_shape(), self._num_rows
         num_bytes = num_rows * shape.row_bytes
         logger.info("KV of %d tokens, %.2f GB on the %s", num_rows, num_bytes / 1e9, self._config.kv_tier)
-        home = KVHome()
+        home, kv_elsewhere = KVHome(), by_kv_place(self._skeleton.config, self._elsewhere)
         self._kv_streams = self._streams_for_kv()
         if self._kv_streams:
-            elsewhere = {layer: self._kv_streams[device] for layer, device in self._elsewhere.items()}
+            elsewhere = {layer: self._kv_streams[device] for layer, device in kv_elsewhere.items()}
             where = shape, num_rows, self._kv_streams[self._device], elsewhere
             memory, home = memory_on_host(*where), OffloadedKV(*where)
         else:
-            memory = split_memory(shape, num_rows, self._device, self._elsewhere)
-        arena = KVArena(shape, memory)
+            memory = split_memory(shape, num_rows, self._device, kv_elsewhere)
+        arena = KVArena(shape, memory, most_slots=self._num_states)
         return SlotPool(arena, self._config.lease_seconds, time.monotonic, self._limits.kv_step), home
 
     def _streams_for_kv(self) -> dict[torch.device, DeviceStreams]:

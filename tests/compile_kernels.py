@@ -16,14 +16,14 @@ from bough.model.running.runner import ResidentModel
 from draft_worker.model.sources import load_draft
 from draft_worker.model.warm_up import warm_up_choosing
 from loadtest.common.tiny_model import TINY, save_model
-from target_worker.sweep.kernels import LAYERS, WEIGHTS
+from target_worker.sweep.kernels import WEIGHTS
 from target_worker.worker import compile_target
 from tests.fakes.models import CPU
 
 
 def compile_for(dtype: str) -> None:
     """All that a target in numbers of a type calls, and a draft."""
-    for kinds in product(LAYERS, WEIGHTS):
+    for kinds in (*product(("whole", "attention"), WEIGHTS), ("recurrent", "plain")):
         if not compile_target(dtype, *kinds):
             raise SystemExit("the kernels do not compile; the log above says why")
     with TemporaryDirectory() as folder:

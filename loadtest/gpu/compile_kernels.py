@@ -116,7 +116,7 @@ def kernels() -> Iterator[Kernel]:
         for name, function, constants in _unpacking():
             pointers = {"packed": "*u8", "numbers": "*u8", "data": "*u8", "scales": "*fp16", "out": f"*{bits}"}
             pointers |= dict.fromkeys(("words", "zeros", "group_of"), "*i32")
-            pointers |= {"scales": "*u8"} if constants.get("KIND") == "E2M1" else {}
+            pointers |= {"mxfp4": {"scales": "*u8"}, "nvfp4": {"scales": "*fp32"}}.get(name, {})
             options = {"num_warps": unpack_triton.NUM_WARPS, "enable_fp_fusion": False}
             yield Kernel(
                 f"{name}, {dtype}", function, constants | {"IS_BF16": dtype == "bf16"}, pointers, options, _VARYING
@@ -150,9 +150,9 @@ def _unpacking() -> Iterator[tuple[str, Any, dict[str, Any]]]:
         yield name, unpack_triton.unpack_down, constants
     yield "awq", unpack_triton.unpack_across, {"ROWS": unpack_triton.TILE_ROWS, "COLUMNS": columns}
     by_rows = ("compressed-tensors", 4, "UNSIGNED"), ("int8", 8, "SIGNED"), ("fp8", 8, "E4M3"), ("mxfp4", 4, "E2M1")
-    for name, bits, kind in by_rows:
-        layout = {"BITS": bits, "KIND": kind, "HAS_ZEROS": kind == "UNSIGNED", "IS_ORDERED": True}
-        tile = {"ROWS": unpack_triton.TILE_ROWS, "COLUMNS": GROUP if kind == "E2M1" else columns}
+    for name, bits, kind in (*by_rows, ("nvfp4", 4, "E2M1")):
+        layout = {"BITS": bits, "KIND": kind, "HAS_ZEROS": kind == "UNSIGNED", "IS_ORDERED": name != "nvfp4"}
+        tile = {"ROWS": unpack_triton.TILE_ROWS, "COLUMNS": GROUP if name == "mxfp4" else columns}
         yield name, unpack_triton.unpack_along, layout | tile
     for name, type_ in TYPES.items():
         yield name, blocks_triton.unpack_blocks, blocks_triton.block_constants(BLOCKS[name], type_)

@@ -36,7 +36,7 @@ DECIDING = modules(
     ("bough.model.llama", "layer rows weights workspace"),
     ("bough.model.loading", "late_writes loading weight_map"),
     ("bough.model.quant",
-     "awq bough_format compressed_tensors format formats fp8 ggml_blocks gguf gptq mxfp4 quantize scaled"),
+     "awq bough_format compressed_tensors format formats fp8 ggml_blocks gguf gptq modelopt mxfp4 quantize scaled"),
     ("bough.model.running", "batch_invariance host_embeddings"),
     ("bough.model.sampling", "sampler token_counts"),
     ("bough.model.sizes", "target_limits"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 
 from bough.model.kv.arena import Arena
-from bough.protocol.prefix_hash import BLOCK_TOKENS, whole_blocks
+from bough.protocol.prefix_hash import BLOCK_TOKENS, common_length, whole_blocks
 from bough.protocol.prefix_index import PrefixIndex, PrefixMatch
 from target_worker.kv.session_slot import SessionSlot, SlotState, Text
 
@@ -95,14 +95,43 @@ class SlotIndex:
         self._index.follow(session, session.slot.tokens, session.cache_salt)
 
     def roll_back(self, session: SessionSlot, length: int) -> None:
-        """Keep at most `length` tokens of the slot."""
-        if length < session.slot.length:
-            session.slot.roll_back(length)
+        """Keep at most `length` tokens of the slot, and no more than are usable."""
+        before = session.slot.length
+        session.slot.roll_back(length)
+        if session.slot.length < before:
             self.follow(session)
 
     def longest(self, text: Text) -> PrefixMatch[SessionSlot] | None:
         """The slot with the longest common prefix in whole blocks."""
         return self._index.longest(text.tokens, text.hashes, text.cache_salt)
+
+    def longest_usable(self, text: Text) -> PrefixMatch[SessionSlot] | None:
+        """The slot from which most of the text can be taken over, in whole blocks."""
+        match = self.longest(text)
+        if match is None or not self.arena.most_slots:
+            return match
+        matches = []
+        for session in self.slots:
+            if session.cache_salt == text.cache_salt:
+                common = whole_blocks(common_length(session.slot.tokens, text.array))
+                matches.append(PrefixMatch(session, session.slot.usable(common)))
+        best = max(matches, key=lambda found: found.length)
+        return best if best.length else None
+
+    @property
+    def is_full(self) -> bool:
+        """Whether there is no memory beside rows for another session."""
+        return 0 < self.arena.most_slots <= len(self.held)
+
+    def make_place(self, keep: SessionSlot | None) -> bool:
+        """Make sure that one more slot may be opened, evicting an idle one other than `keep`."""
+        if not 0 < self.arena.most_slots <= len(self.slots):
+            return True
+        oldest = next((session for session in self._idle if session is not keep), None)
+        if oldest is not None:
+            self.num_evictions += oldest.slot.length > 0
+            self.give_back(oldest)
+        return oldest is not None
 
     def num_available(self, keep: SessionSlot | None) -> int:
         """Rows that are free or of idle slots but `keep`."""

@@ -132,15 +132,27 @@ class SlotPool:
         slot = session.slot
         session.cache_salt = text.cache_salt
         self._kept.roll_back(session, common_length(slot.tokens, text.tokens))
+        shared = self._kept.longest(text) if slot.length < len(text.tokens) else None
         self.copy_prefix(session, text)
+        if slot.length < len(text.tokens):
+            slot.snapshot_at({whole_blocks(len(text.tokens)), shared.length if shared is not None else 0})
         return session
+
+    @property
+    def shares_anywhere(self) -> bool:
+        """Whether sessions may share prefixes of any length, which those with states cannot."""
+        return not self._kept.arena.most_slots
+
+    def mend(self, session: SessionSlot) -> None:
+        """Drop what a sweep that failed midway has left of no use."""
+        self._kept.roll_back(session, session.slot.length)
 
     def copy_prefix(self, session: SessionSlot, text: Text) -> None:
         """Copy whole blocks of the text that another slot has beyond the session's own."""
         slot = session.slot
         if slot.length == len(text.tokens):
             return
-        match = self._kept.longest(text)
+        match = self._kept.longest_usable(text)
         if match is not None and match.length > slot.length:
             self._kept.touch(match.holder, self._clock())
             slot.fork(match.holder.slot, match.length)
@@ -215,11 +227,11 @@ class SlotPool:
 
     def _open(self, session_id: str, num_rows: int, text: Text) -> SessionSlot:
         """A slot for a new session: an idle one if that loses nothing or no other room can be made, else new rows."""
-        kept, match = self._kept, self._kept.longest(text)
+        kept, match = self._kept, self._kept.longest_usable(text)
         source, length = match if match is not None else (None, 0)
         idle = source if source is not None and source.state is SlotState.IDLE else None
         is_spare = idle is not None and not idle.session_id and length == whole_blocks(idle.slot.length)
-        if is_spare or not kept.make_room(num_rows, keep=source):
+        if is_spare or not kept.make_place(keep=source) or not kept.make_room(num_rows, keep=source):
             if idle is None or not kept.make_room(num_rows - idle.slot.num_rows, keep=idle):
                 raise self._exhausted(num_rows)
             session = idle
@@ -246,7 +258,9 @@ class SlotPool:
         """
         kept, num_before = self._kept, self._order.num_before(session_id, epoch)
         spare = sum(min(self._step_rows, session.num_growing) for session in kept.held)
-        if num_before:
+        if session_id not in kept.sessions and kept.is_full:
+            error = Exhausted(f"KV memory: the states of {len(kept.held)} sessions in use fill it; try again{MORE}")
+        elif num_before:
             error = Exhausted(f"KV memory: {num_before} sessions that began earlier wait for room; try again{MORE}")
         elif kept.num_available(kept.sessions.get(session_id)) < num_rows + spare:
             error = self._exhausted(num_rows, spare)

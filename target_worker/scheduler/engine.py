@@ -196,7 +196,8 @@ class SweepEngine:
         knee = max(self._times.knee, chunk)  # below `chunk` rows are computed together, so the knee cannot be lower
         price, most = self._price.price, self._most_tokens
         make_fit(jobs, cost, price, most)
-        parts = choose_shared(jobs, most, knee, chunk, cost or (lambda _: 0.0))
+        least_shared = chunk if self.pool.shares_anywhere else self._limits.max_context
+        parts = choose_shared(jobs, most, knee, least_shared, cost or (lambda _: 0.0))
         share_rows(parts, cost, price, most)
         for job in jobs:
             job.num_sweeps_skipped += 1
@@ -213,6 +214,8 @@ class SweepEngine:
             self._observe(len(parts), num_tokens, swept.figures)
             self._finish(parts, swept, began_ns)
         except Exception as exc:  # the thread must survive any error; callers get it
+            for part in parts:
+                self.pool.mend(part.job.session)
             if isinstance(exc, AcceleratorFull) and self._shrink(sum(part.num_tokens for part in parts), exc):
                 return
             logger.exception("a sweep failed")

@@ -18,7 +18,7 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 from bough.model.checkpoint.checkpoint import Checkpoint
-from bough.model.cpu.small_model import ATTENTION, SIZES, WHOLE, write_small
+from bough.model.cpu.small_model import ATTENTION, HYBRID, SIZES, WHOLE, write_small
 from bough.model.kv.kv_arena import KVArena
 from bough.model.loading.loading import DTYPES, build_skeleton
 from bough.model.packing.pack import pack
@@ -27,7 +27,8 @@ from target_worker.link.layer_extents import plan_layer
 from target_worker.sweep.streamed_model import StreamedModel
 from target_worker.sweep.tiers import Tiers
 
-LAYERS = {"whole": WHOLE, "attention": ATTENTION}  # compile whole layers, or only their attention and products
+# Compile whole layers, only their attention and products, or these and the recurrence.
+LAYERS = {"whole": WHOLE, "attention": ATTENTION, "recurrent": HYBRID}
 WEIGHTS: dict[str, tuple[int, ...]] = {"plain": (), "packed": (4, 8)}  # bits of bough's own format
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -16,6 +16,7 @@ from bough.model.batch.batch import Batch, Chunk, Segment
 from bough.model.checkpoint.tensor_source import ReusedMemory
 from bough.model.gpu.faults import named_faults
 from bough.model.kv.slot import Slot
+from bough.model.kv.states import kv_places
 from bough.model.llama.weights import supports_fused_layers
 from bough.model.loading.loading import Skeleton, bind_resident, move_buffers
 from bough.model.running.batch_invariance import describe, make_reproducible
@@ -208,6 +209,7 @@ class StreamedModel:
 
     def _streamed(self, index: int, forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         is_mixture = any(map(has_own_products, self.skeleton.layers[index].modules()))
+        kv_place = kv_places(self.skeleton.config)[index]
 
         def chunk_of(hidden: torch.Tensor, kwargs: dict[str, Any], chunk: Chunk, batch: Batch) -> torch.Tensor:
             with with_rows(chunk.num_tokens):
@@ -221,7 +223,8 @@ class StreamedModel:
             if self._others:
                 hidden_states, kwargs = hidden_states.to(where, non_blocking=True), self._on(where, kwargs)
             arrival = self.tiers.layer(index) if self._held is None else self._timed(self._held)
-            with arrival as slab, self._kv.layer(index), working_on(where):
+            kv = self._kv.layer(kv_place) if kv_place >= 0 else nullcontext()
+            with arrival as slab, kv, working_on(where):
                 place = self._bind(index, slab)
                 if self._compiled is not None:
                     is_last, rotary = index + 1 == self._num_computed, kwargs["position_embeddings"]

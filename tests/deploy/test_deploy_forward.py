@@ -101,6 +101,26 @@ async def test_pieces_come_one_by_one_before_the_last_is_there() -> None:
         assert (response.status_code, response.headers["content-type"]) == (200, "text/event-stream")
 
 
+async def test_a_short_body_goes_with_the_head_and_a_longer_one_when_it_is_asked_for() -> None:
+    """To be asked for it takes a round trip."""
+    async with forwarding() as (upstream, forwarder):
+        for body in (b"a" * forward.SHORT_BYTES, b"a" * (forward.SHORT_BYTES + 1)):
+            response = await forwarder.forward(request("/refused", body))
+            assert [piece async for piece in response.body_iterator] == [b'{"error": 1}']
+            assert upstream.asked[-1][2] == body
+        assert ["expect" in headers for *_, headers in upstream.asked] == [False, True]
+
+
+async def test_a_short_body_that_nobody_reads_takes_no_refusal_away() -> None:
+    async with before(JSONResponse({"error": "no key"}, 401)) as forwarder:
+        for _ in range(20):
+            response = await forwarder.forward(request("/v1", b"a" * forward.SHORT_BYTES))
+            assert (response.status_code, [piece async for piece in response.body_iterator]) == (
+                401,
+                [b'{"error":"no key"}'],
+            )
+
+
 async def sending(response: Any) -> asyncio.Task[None]:
     """Send an answer to a client, of which the first message has been sent."""
     has_begun = asyncio.Event()

@@ -17,7 +17,7 @@ import aiohttp
 UNPACKED = Path.home() / ".cache/bough/chromium"  # by .ci/run, where the system has none
 NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 BROWSER = next(filter(None, (shutil.which(n) or shutil.which(n, path=UNPACKED) for n in NAMES)), None)
-FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--window-size=1280,900", "--remote-debugging-port=0")
+FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--window-size=1280,900")
 POLL_SECONDS = 0.05
 
 Json = dict[str, Any]
@@ -97,7 +97,7 @@ class Page:
 async def browser_page(folder: Path) -> AsyncIterator[Page]:
     """Run a browser, which keeps its files in `folder`, during the block."""
     assert BROWSER is not None
-    command = (BROWSER, *FLAGS, f"--user-data-dir={folder}", "about:blank")
+    command = (BROWSER, *FLAGS, "--remote-debugging-port=0", f"--user-data-dir={folder}", "about:blank")
     process = await asyncio.create_subprocess_exec(*command, stdin=DEVNULL, stdout=DEVNULL, stderr=DEVNULL)
     try:
         told = folder / "DevToolsActivePort"

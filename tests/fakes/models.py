@@ -13,6 +13,7 @@ from bough.model.batch.batch import Batch, Segment
 from bough.model.checkpoint.checkpoint import Checkpoint
 from bough.model.checkpoint.pack_manifest import read_checksums
 from bough.model.kv.session_kv import KVSlot
+from bough.model.kv.states import by_kv_place
 from bough.model.loading.loading import build_skeleton
 from bough.sizing.placement import Budgets, Fixed, Tier, place
 from bough.trees.tree import Tree
@@ -66,7 +67,8 @@ def streamed(
         placement = replace(placement, tiers=tuple(tiers_of))
     with Tiers(layers, placement, 2, read_checksums(folder), streams, experts, elsewhere) as tiers:
         kv_streams = kv_streams or InlineStreams()
-        kv = OffloadedKV(skeleton.kv_shape(), staged_rows, kv_streams, kv_elsewhere) if staged_rows else None
+        on_others = by_kv_place(skeleton.config, kv_elsewhere or {})
+        kv = OffloadedKV(skeleton.kv_shape(), staged_rows, kv_streams, on_others) if staged_rows else None
         yield StreamedModel(skeleton, tiers, rows, device, kv)
 
 

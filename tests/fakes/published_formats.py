@@ -86,6 +86,25 @@ def mxfp4(experts: int, outputs: int, inputs: int, rng: np.random.Generator) -> 
     return Stored(tensors, torch.from_numpy(value.astype(np.float32)).transpose(1, 2).contiguous())
 
 
+def nvfp4(numbers_name: str, whole_name: str) -> Store:
+    """E2M1 numbers, two in a byte, E4M3 scales for 16 inputs, and a scale for all, which divides if it is global."""
+
+    def store(outputs: int, inputs: int, rng: np.random.Generator) -> Stored:
+        numbers = rng.integers(0, 16, (outputs, inputs)).astype(np.uint8)
+        scales = rng.integers(0, 0x7F, (outputs, inputs // 16)).astype(np.uint8)
+        divides = "global" in whole_name
+        whole = np.array([3777.7 if divides else 0.000237], np.float32)
+        each = e4m3(scales) / whole if divides else e4m3(scales) * whole
+        tensors = {
+            numbers_name: torch.from_numpy(numbers[:, ::2] | numbers[:, 1::2] << 4),
+            "weight_scale": torch.from_numpy(scales).view(E4M3),
+            whole_name: torch.from_numpy(whole).view((1,) if divides else ()),
+        }
+        return Stored(tensors, torch.from_numpy(e2m1(numbers) * each.repeat(16, 1)))
+
+    return store
+
+
 def e2m1(bits: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """The values of E2M1 numbers, from sign, exponent and fraction."""
     exponent, fraction = (bits >> 1) & 3, (bits & 1) / 2
@@ -115,6 +134,8 @@ INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "g
 INT8 = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
 FLOAT8 = {"num_bits": 8, "type": "float", "symmetric": True}
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
+FLOAT4 = {"num_bits": 4, "type": "float", "symmetric": True}
+MODELOPT = {"quant_method": "modelopt", "ignore": ["lm_head"], "kv_cache_scheme": {"num_bits": 8, "type": "float"}}
 E4M3 = torch.float8_e4m3fn
 FORMATS: dict[str, tuple[dict[str, Any], Store]] = {
     "W4A16": (compressed("pack-quantized", INT4), words(4, GROUP)),
@@ -147,6 +168,12 @@ FORMATS: dict[str, tuple[dict[str, Any], Store]] = {
         {**FP8, "weight_block_size": list(BLOCK), "scale_fmt": "ue8m0"},
         bytes_(E4M3, "block", "weight_scale_inv", dtype=torch.float8_e8m0fnu),
     ),
+    "NVFP4": (
+        compressed("nvfp4-pack-quantized", {**FLOAT4, "strategy": "tensor_group", "group_size": 16}),
+        nvfp4("weight_packed", "weight_global_scale"),
+    ),
+    "ModelOpt": ({**MODELOPT, "quant_algo": "NVFP4"}, nvfp4("weight", "weight_scale_2")),
+    "ModelOpt, FP8": ({**MODELOPT, "quant_algo": "FP8"}, bytes_(E4M3, "tensor")),
     "fp8, tensors": (FP8, bytes_(E4M3, "tensor", dtype=torch.bfloat16)),
     "fp8, channels": (FP8, bytes_(E4M3, "channel", "weight_scale_inv")),
 }

@@ -60,7 +60,7 @@ def logits_of(folder: Path, where: torch.device, has_graphs: bool, stays_packed:
     return found
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [name for name in FAMILIES if "recurrent" not in name])
 def test_steps_are_captured_and_right(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """But for mixtures', whose experts wait for what their router says: these are launched kernel by kernel."""
     monkeypatch.setattr(cuda_graphs, "ROWS", (8, 64))  # the others' sizes are captured below

@@ -98,7 +98,7 @@ def by_rows(
 
 
 def in_blocks(rng: np.random.Generator, kind: str, half: int) -> tuple[TensorSource, list[torch.Tensor]]:
-    blocks = random_blocks(kind, 12, 512 if kind.endswith("K") else 160, rng)
+    blocks = random_blocks(kind, 12, 512 if BLOCKS[kind][0] == 256 else 160, rng)
     return Blocks(place("w", blocks), kind, half), raws(blocks)
 
 
@@ -111,6 +111,14 @@ def mxfp4(rng: np.random.Generator, outputs: int, inputs: int) -> tuple[TensorSo
     return Scaled(*places, None, None, 4, (1, 32)), raws(numbers, exponents)
 
 
+def nvfp4(rng: np.random.Generator, outputs: int, inputs: int) -> tuple[TensorSource, list[torch.Tensor]]:
+    numbers = rng.integers(0, 256, (outputs, inputs // 2)).astype(np.uint8)
+    scales, whole = rng.integers(0, 0x7F, (outputs, inputs // 16)).astype(np.uint8), np.array([12.3], np.float32)
+    places = replace(place("w", numbers), dtype=FLOAT4), replace(place("s", scales), dtype=FLOAT8)
+    last = TensorPlace("", Path(), 0, 4, "F32", (1,))
+    return Scaled(*places, None, None, 4, (1, 16), last, True), raws(numbers, scales, whole)
+
+
 def by_kernel(source: TensorSource, raw: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
     """As `packed` calls it for a GPU."""
     tensors = [typed(*part) for part in zip(raw, source.places, strict=True)]
@@ -118,6 +126,7 @@ def by_kernel(source: TensorSource, raw: list[torch.Tensor], dtype: torch.dtype)
     out = torch.full((source.shape if by_rows else source.shape[::-1]), torch.nan, dtype=dtype)
     if isinstance(source, Scaled):
         numbers, scales, *others = tensors
+        scales = source.joined(scales, others.pop()) if source.whole else scales
         order = others.pop() if source.groups else None
         zeros = others.pop() if source.zeros else None
         unpack_triton.write_along(numbers, scales, zeros, order, source.bits, source.block, out)
@@ -158,6 +167,7 @@ CASES: dict[str, Any] = {
     "e4m3, groups of odd sizes": lambda rng: by_rows(rng, (5, 60), FLOAT8, 8, (4, 20), BF16),
     "e4m3, blocks with exponents": lambda rng: by_rows(rng, (70, 200), FLOAT8, 8, (32, 128), E8M0),
     "mxfp4": lambda rng: mxfp4(rng, 36, 192),
+    "nvfp4": lambda rng: nvfp4(rng, 36, 208),
     "e4m3, one scale": lambda rng: by_rows(rng, (5, 60), FLOAT8, 8, (5, 60), F32),
     **{kind: partial(in_blocks, kind=kind, half=3 * (kind == "Q6_K") or 1) for kind in TYPES},
 }

@@ -39,7 +39,16 @@ def random_blocks(kind: str, rows: int, columns: int, rng: np.random.Generator, 
     """Blocks (rows, bytes) uint8 of arbitrary bits whose values are up to about `size`."""
     count, num_bytes = gguf.GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
     blocks = rng.integers(0, 256, (rows, columns // count, num_bytes), np.uint8)
-    most = {"Q8_0": 128, "Q2_K": 48, "Q3_K": 128, "Q4_K": 945, "Q5_K": 1953, "Q6_K": 4096}.get(kind, 16)
+    most = {
+        "Q8_0": 128,
+        "Q2_K": 48,
+        "Q3_K": 128,
+        "Q4_K": 945,
+        "Q5_K": 1953,
+        "Q6_K": 4096,
+        "IQ4_NL": 127,
+        "IQ4_XS": 4064,
+    }.get(kind, 16)
     for at in SCALES.get(kind, (0, 2) if kind.endswith("_1") else (0,)):
         scales = (rng.uniform(-1, 1, blocks.shape[:2]) * size / most).astype(np.float16)
         blocks[..., at : at + 2] = scales[..., None].view(np.uint8)

@@ -17,6 +17,9 @@ from transformers import (
     MistralConfig,
     PixtralVisionConfig,
     PretrainedConfig,
+    Qwen3_5Config,
+    Qwen3_5TextConfig,
+    Qwen3_5VisionConfig,
     SiglipVisionConfig,
 )
 
@@ -29,7 +32,7 @@ from bough.model.sizes.model_sizes import find_config, model_shapes
 from bough.trees.tree import Tree
 from tests.conftest import save_tokenizer
 from tests.fakes.models import CPU, new_slot, streamed
-from tests.model.test_reproducible import COMMON
+from tests.model.test_reproducible import COMMON, LINEAR
 
 TEXT: dict[str, Any] = {**COMMON, "sliding_window": 12}
 EYES: dict[str, Any] = {
@@ -50,6 +53,11 @@ MODELS: dict[str, PretrainedConfig] = {
         text_config=MistralConfig(**TEXT).to_dict(),
         vision_config=PixtralVisionConfig(**EYES, patch_size=14).to_dict(),
         tie_word_embeddings=False,
+        dtype="float32",
+    ),
+    "qwen3.5, recurrent layers": Qwen3_5Config(
+        text_config=Qwen3_5TextConfig(**COMMON, **LINEAR).to_dict(),
+        vision_config=Qwen3_5VisionConfig(depth=1, hidden_size=32, intermediate_size=32, num_heads=2).to_dict(),
         dtype="float32",
     ),
 }

@@ -68,7 +68,7 @@ def test_a_weight_has_the_bits_of_its_documented_layout(name: str, dtype: torch.
     assert torch.equal(value, stored.value.to(dtype))
 
 
-@pytest.mark.parametrize("name", ["W4A16, by g_idx", "W8A16", "int8", "FP8, tensors"])
+@pytest.mark.parametrize("name", ["W4A16, by g_idx", "W8A16", "int8", "FP8, tensors", "NVFP4"])
 def test_a_model_says_what_it_says_written_out(name: str, tiny: Path, tmp_path: Path) -> None:
     """Plain and with trees, streamed and from memory, in the same bits."""
     packed, plain = stored_as(name, tiny, tmp_path, torch.bfloat16)
@@ -78,7 +78,7 @@ def test_a_model_says_what_it_says_written_out(name: str, tiny: Path, tmp_path: 
         assert torch.equal(three_sweeps(model, CPU).float(), wanted)
 
 
-@pytest.mark.parametrize("name", ["W4A16, asymmetric", "DeepSeek"])
+@pytest.mark.parametrize("name", ["W4A16, asymmetric", "DeepSeek", "ModelOpt"])
 def test_experts_say_what_they_say_written_out(name: str, tmp_path: Path) -> None:
     packed, plain = stored_as(name, save_model(tmp_path / "mixtral", MIXTRAL), tmp_path, torch.bfloat16)
     with streamed(packed, torch.bfloat16, expert_slabs=8) as model:
@@ -122,7 +122,8 @@ def require_same_sizes(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["W4A16, asymmetric", "W4A16, by g_idx", "W4A16, channels", "FP8, tensors", "FP8, channels", "DeepSeek"]
+    "name",
+    ["W4A16, asymmetric", "W4A16, by g_idx", "W4A16, channels", "FP8, tensors", "FP8, channels", "DeepSeek", "NVFP4"],
 )
 def test_a_plan_has_the_sizes_of_the_files(name: str, tiny: Path, tmp_path: Path) -> None:
     require_same_sizes(stored_as(name, tiny, tmp_path, torch.bfloat16)[0])
@@ -150,7 +151,10 @@ def test_modules_that_an_fp8_checkpoint_keeps_are_named_whole() -> None:
     assert format_.scheme(["model.layers.11.mlp.gate"]) is not None
 
 
-@pytest.mark.parametrize(("name", "field"), [("int8", "input_activations"), ("DeepSeek", "activation_scheme")])
+@pytest.mark.parametrize(
+    ("name", "field"),
+    [("int8", "input_activations"), ("DeepSeek", "activation_scheme"), ("ModelOpt", "kv_cache_scheme and quant_algo")],
+)
 def test_activations_that_stay_unquantized_are_said_aloud(
     name: str, field: str, tiny: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -185,8 +189,9 @@ def weights(**changed: Any) -> dict[str, Any]:
     ("quantization", "message"),
     [
         ({"quant_method": "bitsandbytes"}, r"quant_method: must be one of .*, compressed-tensors, fp8, .*bitsandbytes"),
-        (compressed("nvfp4-pack-quantized", INT4), r"config\.format: must be .* or 'naive-quantized', got 'nvfp4-pack"),
-        (compressed("marlin-24", INT4), "got 'marlin-24'"),
+        (compressed("nvfp4-pack-quantized", INT4), r"group_0\.weights\.type: must be 'float', got 'int'"),
+        (compressed("marlin-24", INT4), r"config\.format: must be .* or 'nvfp4-pack-quantized', got 'marlin-24'"),
+        ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, r"quant_algo: must be NVFP4 or FP8, got 'W4A8_AWQ'"),
         (compressed("pack-quantized", FLOAT8), r"group_0\.weights\.type: must be 'int', got 'float'"),
         (
             compressed("float-quantized", {**FLOAT8, "num_bits": 4}),
@@ -240,6 +245,10 @@ def test_what_a_configuration_may_not_ask_for_is_named(quantization: dict[str, A
         ("FP8, channels", "scale", None, r"x\.weight_scale, which belongs to x\.weight, is missing"),
         ("FP8, channels", "", lambda t: t.view(torch.int8), r"x\.weight must be F8_E4M3, got I8"),
         ("FP8, tensors", "scale", lambda t: t.expand(2), r"weight_scale must have shape \[1\], got \[2\]"),
+        ("NVFP4", "global_scale", None, r"x\.weight_global_scale, which belongs to x\.weight_packed, is missing"),
+        ("NVFP4", "scale", torch.Tensor.float, r"weight_scale must be F8_E4M3, got F32"),
+        ("ModelOpt", "scale", lambda t: t[:, :3], r"weight_scale must have shape \[100, 6\], got \[100, 3\]"),
+        ("ModelOpt", "scale_2", lambda t: t.repeat(2), r"weight_scale_2 must have shape \[1\], got \[2\]"),
         ("DeepSeek", "scale_inv", None, r"x\.weight_scale_inv, which belongs to x\.weight, is missing"),
         ("DeepSeek", "", lambda t: t[None], r"x\.weight must be a matrix, got shape \[1, 100, 96\]"),
     ],

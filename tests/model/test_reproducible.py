@@ -23,8 +23,11 @@ from transformers import (
     PretrainedConfig,
     Qwen2Config,
     Qwen2MoeConfig,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
     Starcoder2Config,
 )
 
@@ -88,6 +91,19 @@ LONGROPE = {
     "short_factor": [1.0 + 0.1 * i for i in range(8)],
     "long_factor": [2.0 + 0.3 * i for i in range(8)],
 }
+LINEAR = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 8,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+}
+EXPERTS = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "shared_expert_intermediate_size": 64,
+}
 FAMILIES: dict[str, PretrainedConfig] = {
     "llama": LlamaConfig(**COMMON),
     "mistral, sliding window": MistralConfig(**COMMON, sliding_window=12),
@@ -117,6 +133,9 @@ FAMILIES: dict[str, PretrainedConfig] = {
     "cohere, one norm for both halves": CohereConfig(**COMMON),
     "granite, scaled": GraniteConfig(**COMMON, logits_scaling=2.0, residual_multiplier=0.5),
     "starcoder2, biases": Starcoder2Config(**COMMON, use_bias=True),
+    "qwen3 next, recurrent layers": Qwen3NextConfig(**COMMON, **LINEAR, **EXPERTS, mlp_only_layers=[1]),
+    "qwen3.5, recurrent layers": Qwen3_5TextConfig(**COMMON, **LINEAR),
+    "qwen3.5 moe, recurrent layers": Qwen3_5MoeTextConfig(**COMMON, **LINEAR, **EXPERTS),
 }
 
 
@@ -135,7 +154,13 @@ def random_session(model: StreamedModel, rng: np.random.Generator) -> Session:
     return Session(prompt, tree, (Segment.context(slot, 0, prompt), Segment.tree(slot, len(prompt), tree)))
 
 
-IN_FLOAT32 = ["llama", "qwen3 moe", "gemma2, soft-capping, alternating windows", "starcoder2, biases"]
+IN_FLOAT32 = [
+    "llama",
+    "qwen3 moe",
+    "qwen3.5, recurrent layers",
+    "gemma2, soft-capping, alternating windows",
+    "starcoder2, biases",
+]
 
 
 @pytest.mark.parametrize(

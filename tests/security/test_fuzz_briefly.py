@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import socket
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
+from bough.pb import generation_pb2
 from loadtest.fuzz.__main__ import in_process
 from loadtest.fuzz.decoding import Layer, all_layers, problem_of
+from loadtest.fuzz.http_connection import Answer, HttpConnection
 from loadtest.fuzz.mutation import Mutator
+from loadtest.fuzz.ordinary import GRPC, SERVICE
 from loadtest.fuzz.sockets import at_sockets
 
 
@@ -24,6 +30,7 @@ async def test_whatever_comes_over_sockets_is_answered_and_leaves_nothing_behind
     assert figures.is_exact
     assert set(figures.outcomes.counts) == {"http", "grpc", "http2 frames"}
     assert sum(figures.outcomes.counts.values()) >= 400
+    assert len(figures.outcomes.distinct) > 200, "a message that was sent before finds nothing"
 
 
 @pytest.mark.parametrize("error", [RuntimeError("x"), RecursionError(), UnicodeDecodeError("utf-8", b"", 0, 1, "x")])
@@ -40,3 +47,38 @@ def test_a_seed_gives_the_same_messages() -> None:
         return [layer.make(mutator) for layer in all_layers() for _ in range(20)]
 
     assert drawn() == drawn()
+
+
+def test_every_method_of_the_service_is_called() -> None:
+    methods = generation_pb2.DESCRIPTOR.services_by_name["Generation"].methods
+    assert {SERVICE + method.name for method in methods} <= GRPC.keys()
+
+
+async def test_answers_of_a_pipeline_are_told_apart_however_they_arrive() -> None:
+    connection = HttpConnection()
+    chunked = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\n\r\n"
+    waiting = asyncio.create_task(connection.answer(60))
+    for byte in chunked + b"HTTP/1.1 400 Bad Request\r\ncontent-length: 2\r\nconnection: close\r\n\r\n{":
+        connection.data_received(bytes((byte,)))
+        await asyncio.sleep(0)
+    assert await waiting == Answer("200", is_last=False)
+    with pytest.raises(TimeoutError):
+        await connection.answer(0)
+    connection.data_received(b"}")
+    assert await connection.answer(60) == Answer("400", is_last=True)
+
+
+@pytest.mark.parametrize(
+    ("error", "status"), [(None, "closed"), (ConnectionResetError(), "400, cut by a reset")], ids=["end", "reset"]
+)
+async def test_a_status_whose_answer_a_reset_cut_is_a_status(error: Exception | None, status: str) -> None:
+    """A message that a pipeline's next one, which is none, cost the rest of its answer was told as unanswered."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        transport = Mock(get_extra_info=lambda _: ours)
+        connection = HttpConnection()
+        connection.connection_made(transport)
+        theirs.sendall(b"HTTP/1.1 400 Bad Request\r\ncontent-length: 9\r\n\r\n")
+        theirs.close()
+        connection.connection_lost(error)
+        assert await connection.answer(60) == Answer(status, is_last=True)

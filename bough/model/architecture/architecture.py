@@ -16,9 +16,11 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from bough.errors import CheckpointError
 from bough.model.architecture import attention
+from bough.model.architecture.gated_delta import run_trees, why_not_recurrent
 from bough.model.checkpoint.gguf_config import FACTORS, gguf_config
 from bough.model.checkpoint.gguf_file import is_gguf
 from bough.model.kv.session_kv import KVShape
+from bough.model.kv.states import RECURRENT
 
 ATTENTIONS = {"full_attention", "sliding_attention"}  # layer types in configurations that can run
 PER_LAYER = ("layer_types", "mlp_layer_types", "no_rope_layers")  # lists in configurations with an entry for each layer
@@ -92,6 +94,7 @@ def build_empty(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel
         reason = f"transformers does not build it as a language model with bough's attention: {exc!r}"
     if reason:
         raise CheckpointError(f"config.json: model_type {config.model_type!r} cannot be run: {reason}")
+    run_trees(model)
     model.eval().requires_grad_(False)
     model.tie_weights()
     return model  # type: ignore[no-any-return]
@@ -124,15 +127,19 @@ def _parameters_left_empty() -> Iterator[None]:
 def _why_not(model: PreTrainedModel) -> str:
     """Why a model cannot run on trees; empty if it can.
 
-    Each node of a tree has its own path, which attention can select from the keys in a slot; a recurrent state cannot
-    be selected so.
+    Each node of a tree has its own path, which attention can select from the keys in a slot; a recurrent state must be
+    computed along it, by code of ours for each kind of layer.
     """
-    others = sorted({*(getattr(model.config, "layer_types", None) or ())} - ATTENTIONS)
-    if model._is_stateful or others:
-        kinds = f"layers of {', '.join(others)}" if others else "its layers"
+    kinds = {*(getattr(model.config, "layer_types", None) or ())}
+    others = sorted(kinds - ATTENTIONS - {RECURRENT})
+    if RECURRENT in kinds and not others:
+        if reason := why_not_recurrent(model.config):
+            return reason
+    elif model._is_stateful or others:
+        which = f"layers of {', '.join(others)}" if others else "its layers"
         would_do = " or ".join(sorted(ATTENTIONS))
-        return f"{kinds} keep a state, or choose keys in a way that trees do not allow; layers must be {would_do}"
-    if not model._supports_attention_backend:
+        return f"{which} keep a state, or choose keys in a way that trees do not allow; layers must be {would_do}"
+    elif not model._supports_attention_backend:
         return "it computes attention on its own and not through transformers' attention interface"
     layers = getattr(model.get_decoder(), "layers", None)
     if not isinstance(layers, nn.ModuleList):

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from bough.model.batch.gpu_paths import IntArray, PathArrays, Paths
 from bough.model.batch.path_spans import PathSpans
+from bough.model.batch.state_steps import StateSteps, tree_steps
 from bough.model.kv.segment import Segment
 from bough.model.kv.session_kv import KVSlot
 from bough.sizing.row_counts import RowCounts
@@ -32,6 +33,18 @@ class BatchPart:
         self.base = segment.base
         self.tail = np.ascontiguousarray(segment.tail)
         self.lengths = segment.positions + np.int32(1)  # number of keys on each row's path
+        self._state_steps: StateSteps | None = None
+
+    @property
+    def is_tree(self) -> bool:
+        """Whether the rows are nodes of a tree, not of a text."""
+        return bool(self.tail.shape[1])
+
+    def state_steps(self, width: int) -> StateSteps:
+        """Steps of recurrent layers along the tree; the same for all layers, whose convolutions are equally wide."""
+        if self._state_steps is None:
+            self._state_steps = tree_steps(self, width)
+        return self._state_steps
 
 
 @dataclass(frozen=True)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+import struct
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from mmap import ACCESS_READ, mmap
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from bough.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from gguf import GGUFReader
 
 SUFFIX, MAGIC, VERSIONS = ".gguf", b"GGUF", (2, 3)
 MOST_VERSION = 1 << 16  # beyond which it is a small number with its bytes in the other order
@@ -21,8 +21,87 @@ PLAIN = {"F32": 4, "F16": 2, "BF16": 2}  # types of single numbers, and their by
 BLOCKS = {  # types of blocks: numbers and bytes of a block
     "Q4_0": (32, 18), "Q4_1": (32, 20), "Q5_0": (32, 22), "Q5_1": (32, 24), "Q8_0": (32, 34),
     "Q2_K": (256, 84), "Q3_K": (256, 110), "Q4_K": (256, 144), "Q5_K": (256, 176), "Q6_K": (256, 210),
+    "IQ4_NL": (32, 18), "IQ4_XS": (256, 136),
 }  # fmt: skip
+TEXT, LIST = 8, 9  # kinds of fields
+NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}  # others
+ALIGNMENT = 32  # bytes of which weights begin at a multiple, unless general.alignment says another number
 OF_SEVERAL = re.compile(r"(.*)-00001-of-(\d{5})\.gguf")
+
+
+class ListPlace(NamedTuple):
+    """Where a file has a list."""
+
+    offset: int  # of the kind of its elements
+    length: int
+
+
+class Cursor:
+    """Takes one value after another from a header's bytes; struct.error or ValueError tell that these end before it."""
+
+    def __init__(self, data: mmap, at: int) -> None:
+        """Begin at byte `at`."""
+        self._data, self.at = data, at
+
+    def number(self, code: str) -> Any:
+        """A number of a kind of the library struct."""
+        (number,) = struct.unpack_from(f"<{code}", self._data, self.at)
+        self.at += struct.calcsize(f"<{code}")
+        return number
+
+    def text(self) -> str:
+        """A text."""
+        return self._texts(1)[0]
+
+    def value(self, kind: int) -> Any:
+        """A field of a kind: a number, a text, or a list."""
+        if kind == LIST:
+            return self.list_()
+        if kind != TEXT and kind not in NUMBERS:
+            raise ValueError(f"kinds of fields must be 0 to 12, got {kind}")
+        return self.text() if kind == TEXT else self.number(NUMBERS[kind])
+
+    def list_(self) -> list[Any]:
+        """A list."""
+        kind, length = self.number("I"), self.number("Q")
+        if kind == TEXT:
+            return self._texts(length)
+        if kind not in NUMBERS:
+            return [self.value(kind) for _ in range(length)]
+        layout = f"<{self._fitting(kind, length)}{NUMBERS[kind]}"
+        numbers = struct.unpack_from(layout, self._data, self.at)
+        self.at += struct.calcsize(layout)
+        return list(numbers)
+
+    def skipped_list(self) -> ListPlace:
+        """The place of a list, which is passed over."""
+        begin, kind, length = self.at, self.number("I"), self.number("Q")
+        if kind in NUMBERS:
+            self.at += self._fitting(kind, length) * struct.calcsize(f"<{NUMBERS[kind]}")
+            return ListPlace(begin, length)
+        if kind != TEXT:
+            raise ValueError(f"elements of a tokenizer's lists must be texts or numbers, got kind {kind}")
+        data, at, size_at = self._data, self.at, struct.Struct("<Q").unpack_from
+        for _ in range(length):
+            at += 8 + size_at(data, at)[0]
+        self.at = at
+        return ListPlace(begin, length)
+
+    def _texts(self, count: int) -> list[str]:
+        data, at, size_at, texts = self._data, self.at, struct.Struct("<Q").unpack_from, list[str]()
+        for _ in range(count):
+            begin = at + 8
+            at = begin + size_at(data, at)[0]
+            texts.append(data[begin:at].decode())
+        if at > len(data):
+            raise ValueError("a text ends beyond the file")
+        self.at = at
+        return texts
+
+    def _fitting(self, kind: int, length: int) -> int:
+        if length * struct.calcsize(f"<{NUMBERS[kind]}") > len(self._data) - self.at:
+            raise ValueError(f"a list of {length} numbers ends beyond the file")
+        return length
 
 
 class GgufTensor(NamedTuple):
@@ -41,7 +120,7 @@ class GgufHeader:
     """What stands before the weights."""
 
     file: Path  # the first, if a model is split
-    fields: Mapping[str, Any]  # by key, without the lists of tokenizers
+    fields: Mapping[str, Any]  # by key; of the lists of a tokenizer the ListPlace
     tensors: Mapping[str, GgufTensor]  # of all files
     num_bytes: int  # of the first file before its weights
 
@@ -56,6 +135,26 @@ class GgufHeader:
         if not isinstance(found, kind) or (isinstance(found, int | float) and found < 0):
             wanted = {int: "a whole number", float: "a number"}.get(kind, "a text")
             raise self.refusal(f"field {name} must be {wanted}, got {found!r}")
+        return found
+
+    def list_of(self, key: str) -> list[Any]:
+        """A list of the tokenizer, such as "tokenizer.ggml.tokens"; empty if the file has none."""
+        place = self.fields.get(key)
+        if not isinstance(place, ListPlace):
+            return []
+        with _checked(self.file) as data:
+            return Cursor(data, place.offset).list_()
+
+    def token_id(self, key: str, num_tokens: int) -> int | None:
+        """A special token, such as "bos"; None if the file names none.
+
+        Raises:
+            CheckpointError: there is no such token.
+        """
+        name = f"tokenizer.ggml.{key}_token_id"
+        found = self.fields.get(name)
+        if found is not None and (type(found) is not int or not 0 <= found < num_tokens):
+            raise self.refusal(f"field {name} must be 0 to {num_tokens - 1}, the tokens' numbers, got {found!r}")
         return found
 
     def refusal(self, why: str) -> CheckpointError:
@@ -104,51 +203,77 @@ def _kept(file: Path) -> GgufHeader:
 
 
 @lru_cache(maxsize=32)
-def _read(file: Path, _mtime_ns: int, size: int) -> GgufHeader:
-    """Kept, as a header with a large vocabulary takes a second."""
-    reader = _opened(file)
-    fields = {name: field.contents() for name, field in reader.fields.items() if not _is_list_of_tokens(name, field)}
-    tensors = {tensor.name: tensor for tensor in _tensors(file, size, reader)}
-    return GgufHeader(file, fields, tensors, int(reader.data_offset))
+def _read(file: Path, _mtime_ns: int, _size: int) -> GgufHeader:
+    """Kept, as a header with a large vocabulary takes tenths of a second."""
+    with _checked(file) as data:
+        cursor = Cursor(data, 8)
+        num_tensors, num_fields = cursor.number("Q"), cursor.number("Q")
+        fields = {}
+        for _ in range(num_fields):
+            name, kind = cursor.text(), cursor.number("I")
+            is_long = name.startswith("tokenizer.") and kind == LIST
+            fields[name] = cursor.skipped_list() if is_long else cursor.value(kind)
+        stated = [_Stated.read(cursor) for _ in range(num_tensors)]
+        alignment = fields.get("general.alignment", ALIGNMENT)
+        if not isinstance(alignment, int) or alignment < 1:
+            raise CheckpointError(f"{file}: field general.alignment must be a whole number above 0, got {alignment!r}")
+        begin = -(-cursor.at // alignment) * alignment
+        tensors = {each.name: _placed(file, each, begin, len(data)) for each in stated}
+    return GgufHeader(file, fields, tensors, begin)
 
 
-def _is_list_of_tokens(name: str, field: Any) -> bool:
-    return name.startswith("tokenizer.") and len(field.types) > 1
-
-
-def _opened(file: Path) -> GGUFReader:
-    """Check what the file begins with, and parse its header."""
-    from gguf import GGUFReader
-
+@contextmanager
+def _checked(file: Path) -> Iterator[mmap]:
+    """A file's bytes, if it begins as a GGUF file does; whatever else is wrong with them is a CheckpointError too."""
     try:
         with file.open("rb") as stream:
             magic, version = stream.read(4), int.from_bytes(stream.read(4), "little")
-        if magic != MAGIC:
-            raise CheckpointError(f"{file}: must begin with {MAGIC!r}, as a GGUF file does, got {magic!r}")
-        if version >= MOST_VERSION:
-            raise CheckpointError(f"{file}: must have the bytes of its numbers in little-endian order, got big-endian")
-        if version not in VERSIONS:
-            raise CheckpointError(f"{file}: must be of version {' or '.join(map(str, VERSIONS))}, got {version}")
-        return GGUFReader(file)
+            if magic != MAGIC:
+                raise CheckpointError(f"{file}: must begin with {MAGIC!r}, as a GGUF file does, got {magic!r}")
+            if version >= MOST_VERSION:
+                raise CheckpointError(
+                    f"{file}: must have the bytes of its numbers in little-endian order, got big-endian"
+                )
+            if version not in VERSIONS:
+                raise CheckpointError(f"{file}: must be of version {' or '.join(map(str, VERSIONS))}, got {version}")
+            with mmap(stream.fileno(), 0, access=ACCESS_READ) as data:
+                yield data
     except OSError as exc:
         raise CheckpointError(f"{file}: cannot be read: {exc}") from exc
-    except (ValueError, LookupError, TypeError, OverflowError, MemoryError) as exc:
+    except (ValueError, LookupError, struct.error, OverflowError, MemoryError) as exc:
         raise CheckpointError(f"{file}: is truncated or damaged: {exc}") from exc
 
 
-def _tensors(file: Path, size: int, reader: GGUFReader) -> list[GgufTensor]:
-    tensors = []
-    for each in reader.tensors:
-        kind, shape = each.tensor_type.name, tuple(int(n) for n in reversed(each.shape))
-        if kind not in PLAIN and kind not in BLOCKS:
-            raise CheckpointError(
-                f"{file}: tensor {each.name}: its type must be one of {', '.join((*PLAIN, *BLOCKS))}, got {kind}"
-            )
-        values, block_bytes = BLOCKS.get(kind) or (1, PLAIN[kind])
-        if not shape or shape[-1] % values:
-            raise CheckpointError(f"{file}: tensor {each.name}: {kind} must have rows of {values}, got {list(shape)}")
-        num_bytes = math.prod(shape) // values * block_bytes
-        if each.data_offset + num_bytes > size:
-            raise CheckpointError(f"{file}: tensor {each.name} ends beyond the file's {size} bytes; it is truncated")
-        tensors.append(GgufTensor(each.name, file, int(each.data_offset), num_bytes, kind, shape))
-    return tensors
+class _Stated(NamedTuple):
+    """What a header says of a tensor."""
+
+    name: str
+    shape: tuple[int, ...]
+    kind: str  # the library's name of its type, or an unknown one's number
+    offset: int  # from where the weights begin
+
+    @classmethod
+    def read(cls, cursor: Cursor) -> _Stated:
+        """Take it from a header."""
+        from gguf import GGMLQuantizationType
+
+        name = cursor.text()
+        shape = tuple(reversed([cursor.number("Q") for _ in range(cursor.number("I"))]))
+        number = cursor.number("I")
+        known = number in GGMLQuantizationType.__members__.values()
+        return cls(name, shape, GGMLQuantizationType(number).name if known else str(number), cursor.number("Q"))
+
+
+def _placed(file: Path, stated: _Stated, begin: int, size: int) -> GgufTensor:
+    name, shape, kind, offset = stated
+    if kind not in PLAIN and kind not in BLOCKS:
+        raise CheckpointError(
+            f"{file}: tensor {name}: its type must be one of {', '.join((*PLAIN, *BLOCKS))}, got {kind}"
+        )
+    values, block_bytes = BLOCKS.get(kind) or (1, PLAIN[kind])
+    if not shape or shape[-1] % values:
+        raise CheckpointError(f"{file}: tensor {name}: {kind} must have rows of {values}, got {list(shape)}")
+    num_bytes = math.prod(shape) // values * block_bytes
+    if begin + offset + num_bytes > size:
+        raise CheckpointError(f"{file}: tensor {name} ends beyond the file's {size} bytes; it is truncated")
+    return GgufTensor(name, file, begin + offset, num_bytes, kind, shape)

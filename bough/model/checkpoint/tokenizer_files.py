@@ -2,57 +2,103 @@
 
 from __future__ import annotations
 
+import json
+import logging
 from pathlib import Path
-
-from transformers import AutoTokenizer, GenerationConfig
+from typing import Any
 
 from bough.errors import CheckpointError
-from bough.model.checkpoint.gguf_file import is_gguf, read_gguf
+from bough.model.checkpoint.gguf_file import GgufHeader, is_gguf, read_gguf
+from bough.model.checkpoint.gguf_tokenizer import BYTES, KIND, byte_tokenizer
 from bough.tokenization.vocabulary import TokenizerFiles
 
-ENDS = [f"tokenizer.ggml.{kind}_token_id" for kind in ("eos", "eot", "eom")]  # of a text, a turn, a message
-GPT2, SPLITS = "gpt-2", "Split("  # how texts are split that name nothing else, and what tells of another way
-KIND, SPLIT = "tokenizer.ggml.model", "tokenizer.ggml.pre"  # and how texts are split before pairs of bytes are merged
+ENDS = ("eos", "eot", "eom")  # of a text, a turn, a message
+logger = logging.getLogger(__name__)
 
 
 def load_tokenizer_files(path: Path) -> TokenizerFiles:
-    """Read the tokenizer of a folder or a GGUF file through transformers, which converts many formats.
+    """Read the tokenizer of a folder or a GGUF file.
 
     Raises:
         CheckpointError: there is no usable tokenizer.
     """
-    fields = read_gguf(path).fields if is_gguf(path) else {}
-    place = {"gguf_file": path.name} if fields else {}
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path.parent if fields else path, trust_remote_code=False, **place)
-        data = tokenizer.backend_tokenizer.to_str().encode()
+        return _of_file(read_gguf(path)) if is_gguf(path) else _of_folder(path)
     except (OSError, ValueError, AttributeError, LookupError) as exc:
         raise CheckpointError(f"{path}: no usable tokenizer: {exc}") from exc
-    is_split = SPLITS in str(tokenizer.backend_tokenizer.pre_tokenizer)
-    if fields.get(KIND) == "gpt2" and not is_split and (split := fields.get(SPLIT, GPT2)) != GPT2:
-        raise CheckpointError(  # which would be split as GPT-2's
-            f"{path}: field {SPLIT} must be a split that transformers knows, such as llama-bpe or qwen2, got {split!r}"
-        )
+
+
+def _of_folder(folder: Path) -> TokenizerFiles:
+    """Through transformers, which converts many formats."""
+    tokenizer = _converted(folder)
     eos: set[int] = {tokenizer.eos_token_id} if tokenizer.eos_token_id is not None else set()
-    eos |= {fields[key] for key in ENDS if key in fields}
-    if not fields:
-        eos |= _configured_ends(path)
     given = tokenizer.chat_template  # one, or several by name
     templates = given if isinstance(given, dict) else {"default": given or ""}
-    if tools := fields.get("tokenizer.chat_template.tool_use"):
-        templates["tool_use"] = tools
     return TokenizerFiles(
-        data,
+        tokenizer.backend_tokenizer.to_str().encode(),
         templates.get("default", ""),
-        tuple(sorted(eos)),
+        tuple(sorted(eos | _configured_ends(folder))),
         tokenizer.bos_token or "",
         tokenizer.eos_token or "",
         templates.get("tool_use", ""),
     )
 
 
+def _of_file(header: GgufHeader) -> TokenizerFiles:
+    tokens = header.list_of("tokenizer.ggml.tokens")
+    ids = {key: header.token_id(key, len(tokens)) for key in ("bos", *ENDS)}
+    names = {key: "" if index is None else tokens[index] for key, index in ids.items()}
+    data = _beside(header, tokens)
+    if data is None and header.fields.get(KIND) == BYTES:
+        data = json.dumps(byte_tokenizer(header), ensure_ascii=False).encode()
+    if data is None:
+        data = _converted(header.file.parent, gguf_file=header.file.name).backend_tokenizer.to_str().encode()
+    files = TokenizerFiles(
+        data,
+        header.fields.get("tokenizer.chat_template", ""),
+        tuple(sorted({index for key in ENDS if (index := ids[key]) is not None})),
+        names["bos"],
+        names["eos"],
+        header.fields.get("tokenizer.chat_template.tool_use", ""),
+    )
+    _require_usable(files, header)
+    return files
+
+
+def _beside(header: GgufHeader, tokens: list[str]) -> bytes | None:
+    """The tokenizer.json beside a file, as the model's authors have it, if it has the file's tokens."""
+    file = header.file.with_name("tokenizer.json")
+    if not file.is_file():
+        return None
+    files = TokenizerFiles(file.read_bytes(), "", ())
+    found = _require_usable(files, header, f" ({file})")
+    types = header.list_of("tokenizer.ggml.token_type") or [1] * len(tokens)
+    pairs = zip(tokens, found, types, strict=False)
+    if len(found) > len(tokens) or any(own != other for own, other, kind in pairs if kind == 1):
+        logger.warning("%s: %s has other tokens and is not used", header.file, file)
+        return None
+    logger.info("%s: the tokenizer is %s", header.file, file)
+    return files.tokenizer_json
+
+
+def _require_usable(files: TokenizerFiles, header: GgufHeader, where: str = "") -> tuple[str, ...]:
+    """The tokens; asked for at once, as the library refuses, for example, merges of texts that are no tokens."""
+    try:
+        return files.vocabulary
+    except Exception as exc:  # the library raises nothing narrower
+        raise header.refusal(f"no usable tokenizer{where}: {exc}") from exc
+
+
+def _converted(folder: Path, **place: str) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, **place)
+
+
 def _configured_ends(folder: Path) -> set[int]:
     """Ends of a text by generation_config.json, which is optional."""
+    from transformers import GenerationConfig
+
     try:
         configured = GenerationConfig.from_pretrained(folder).eos_token_id
     except OSError:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, Olmo2Config, PretrainedConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, Olmo2Config, PretrainedConfig, Qwen3_5TextConfig
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64,
@@ -21,6 +21,16 @@ SIZES: dict[str, Any] = {
     "pad_token_id": None,
 }
 WHOLE, ATTENTION = LlamaConfig(**SIZES), Olmo2Config(**SIZES)  # with fused layers, and with compiled attention only
+
+HYBRID = Qwen3_5TextConfig(
+    **SIZES,
+    head_dim=16,
+    layer_types=["linear_attention", "full_attention"],
+    linear_num_key_heads=2,
+    linear_num_value_heads=2,
+    linear_key_head_dim=16,
+    linear_value_head_dim=16,
+)
 
 
 def write_small(config: PretrainedConfig, folder: Path) -> Path:

@@ -6,6 +6,7 @@ tile reads each byte once for every number in it, which a GPU's cache serves.
 
 from __future__ import annotations
 
+import struct
 from typing import Any
 
 import torch
@@ -28,10 +29,13 @@ def _part(block, j, is_in, NUMBERS: tl.constexpr, AT: tl.constexpr):  # type: ig
 
 @triton.jit
 def _number(block, j, is_in, NUMBERS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Numbers j of blocks; NUMBERS is a `Numbers` of `ggml_blocks`, flat."""
+    """Numbers j of blocks; NUMBERS is a `Numbers` of `ggml_blocks`, flat, with its codes as 128 more in four words."""
     number = _part(block, j, is_in, NUMBERS, 0)
     if NUMBERS[8]:
         number = number | (_part(block, j, is_in, NUMBERS, 8) << NUMBERS[0])
+    if NUMBERS[18]:
+        low, high = tl.where(number < 4, NUMBERS[18], NUMBERS[19]), tl.where(number < 12, NUMBERS[20], NUMBERS[21])
+        return (((tl.where(number < 8, low, high) >> (number % 4 * 8)) & 255) - 128).to(tl.float32)
     return ((number ^ NUMBERS[16]) - NUMBERS[17]).to(tl.float32)
 
 
@@ -95,6 +99,14 @@ def write_blocks(data: torch.Tensor, size: tuple[int, int], type_: Any, half: in
 def block_constants(size: tuple[int, int], type_: Any) -> dict[str, Any]:
     """The constants of `unpack_blocks` for a type."""
     kinds = {"NUMBERS": type_.numbers, "SCALES": type_.scales, "MINS": type_.mins}
-    constants: dict[str, Any] = {name: (*kind.low, *kind.high, *kind[2:]) for name, kind in kinds.items()}
+    constants: dict[str, Any] = {
+        name: (*kind.low, *kind.high, kind.flip, kind.center, *_words(kind.codes)) for name, kind in kinds.items()
+    }
     constants |= {"SCALE": type_.scale, "OFFSET": type_.offset, "GROUPS": type_.num_groups}
     return constants | {"NUM_BYTES": size[1], "SIZE": size[0] // type_.num_groups, "TILE": TILE_NUMBERS // size[0]}
+
+
+def _words(codes: tuple[int, ...]) -> tuple[int, ...]:
+    """16 signed bytes, each 128 more, as 32-bit integers; zeros if there are none."""
+    bytes_ = bytes(code + 128 for code in codes) or bytes(16)
+    return struct.unpack("<4i", bytes_)

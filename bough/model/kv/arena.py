@@ -43,8 +43,13 @@ class Arena:
         row_bytes: int,
         new_slot: Callable[[], Slot] = Slot,
         rows_to_keep: Callable[[Slot], int] = committed_rows,
+        most_slots: int = 0,
     ) -> None:
-        """`new_slot` makes a slot without rows; `rows_to_keep` returns how many rows of a slot a move must keep."""
+        """`new_slot` makes a slot without rows; `rows_to_keep` returns how many rows of a slot a move must keep.
+
+        `most_slots` is how many slots there is memory for beside their rows; with 0 they need none.
+        """
+        self.most_slots = most_slots
         self.num_rows = num_rows
         self.row_bytes = row_bytes
         self._new_slot, self._rows_to_keep = new_slot, rows_to_keep

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -10,16 +10,18 @@ import torch
 from transformers import PretrainedConfig
 
 from bough.model.kv.slot import Slot
+from bough.model.kv.states import SessionStates, StateShape
 
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
     """Shape and dtype of a model's keys and values."""
 
-    num_layers: int
+    num_layers: int  # with attention
     num_kv_heads: int
     head_dim: int
     dtype: torch.dtype
+    states: StateShape | None = None  # of the other layers, beside the rows
 
     @classmethod
     def of(cls, config: PretrainedConfig, dtype: torch.dtype) -> KVShape:
@@ -27,7 +29,14 @@ class KVShape:
         heads = int(config.num_attention_heads)
         kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
         head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
-        return cls(int(config.num_hidden_layers), kv_heads, head_dim, dtype)
+        states = StateShape.of(config, dtype)
+        num_layers = int(config.num_hidden_layers) - (states.num_layers if states else 0)
+        return cls(num_layers, kv_heads, head_dim, dtype, states)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of a session beside its rows, however long it is."""
+        return self.states.session_bytes if self.states else 0
 
     @property
     def row_bytes(self) -> int:
@@ -69,6 +78,7 @@ class KVSlot(Slot):
     def __init__(self, shape: KVShape, num_rows: int, device: torch.device) -> None:
         """Allocate separate memory."""
         super().__init__()
+        self.states = SessionStates(shape.states) if shape.states else None
         self.place(shape.empty(num_rows, device), 0, num_rows)
 
     def place(self, memory: KVMemory, begin: int, end: int) -> None:
@@ -90,6 +100,25 @@ class KVSlot(Slot):
     def num_rows(self) -> int:
         return self.keys.shape[1]
 
+    def usable(self, length: int) -> int:
+        length = super().usable(length)
+        return self.states.usable(length) if self.states else length
+
+    def roll_back(self, length: int) -> None:
+        length = self.usable(length)
+        super().roll_back(length)
+        if self.states:
+            self.states.roll_back(length)
+
+    def compact(self, rows: Sequence[int], tokens: Sequence[int]) -> None:
+        super().compact(rows, tokens)
+        if self.states:
+            self.states.commit(rows)
+
+    def snapshot_at(self, lengths: Collection[int]) -> None:
+        if self.states:
+            self.states.wanted = frozenset(lengths)
+
     @property
     def layer_rows(self) -> int:
         """Rows from a layer to the next; more than `num_rows` in shared memory."""
@@ -100,6 +129,8 @@ class KVSlot(Slot):
         new = slice(rows.start, rows.stop)
         self.keys[:, new] = source.keys[:, new]
         self.values[:, new] = source.values[:, new]
+        if self.states and source.states:
+            self.states.fork(source.states, rows.stop)
 
     def _gather(self, rows: Sequence[int], begin: int) -> None:
         end = begin + len(rows)

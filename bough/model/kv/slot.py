@@ -6,7 +6,7 @@ they are compacted. `bough.model.kv.session_kv` has slots of keys and values; a 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from bough.errors import PrefixMissing
 from bough.protocol.prefix_hash import prefix_hash
@@ -49,14 +49,21 @@ class Slot:
                 prefix_hash(self.tokens),
             )
 
+    def usable(self, length: int) -> int:
+        """Up to how many of the first `length` tokens a session can go on from what is held."""
+        return min(length, self.length)
+
+    def snapshot_at(self, lengths: Collection[int]) -> None:
+        """Keep the slot usable, if it can, at these lengths too."""
+
     def roll_back(self, length: int) -> None:
-        """Drop all but the first `length` tokens."""
+        """Drop all but the first `length` tokens, or fewer if fewer are usable."""
         del self.tokens[length:]
 
     def fork(self, source: Slot, length: int) -> None:
         """Copy another slot's tokens from the end of this one's up to `length`, with their rows.
 
-        This slot's tokens must be a prefix of the other's.
+        This slot's tokens must be a prefix of the other's, which must be usable at that length.
         """
         new = range(self.length, length)
         assert new.start < new.stop <= source.length, "a fork takes what the source has committed, and this lacks"

@@ -11,9 +11,21 @@ from bough.errors import CheckpointError
 from bough.model.architecture.moe import Experts
 from bough.model.checkpoint.checkpoint import TensorPlace
 from bough.model.quant.format import PackedTensors, module_names
-from bough.model.quant.scaled import FLOAT8, INT8, SPARE, WORDS, Scaled, Scheme, block_size, unquantized
+from bough.model.quant.scaled import (
+    FLOAT8,
+    INT8,
+    SPARE,
+    WHOLE_DIVISOR,
+    WORDS,
+    Scaled,
+    Scheme,
+    block_size,
+    nvfp4,
+    unquantized,
+)
 
 PACKED, INTEGERS, FLOATS, NAIVE = "pack-quantized", "int-quantized", "float-quantized", "naive-quantized"
+NVFP4, TENSOR_GROUP = "nvfp4-pack-quantized", "tensor_group"  # and its strategy: groups, within one scale
 DENSE = "dense"  # the only layout of zeros: each has its number
 PATTERN, CLASS = "re:", "Linear"  # of targets: the beginning of a regular expression, and the class of every matrix
 SCHEME_FIELDS = ("targets", "weights", "input_activations", "output_activations", "format")
@@ -108,7 +120,9 @@ def _require_known(fields: object, names: Collection[str], where: str) -> None:
 def _scheme(weights: Any, format_: object, format_where: str, where: str) -> Scheme:
     """The scheme of a group's weights, which are stored in `format_`."""
     _require_known(weights, WEIGHT_FIELDS, where)
-    _require_one_of(format_, (PACKED, INTEGERS, FLOATS, NAIVE), format_where)
+    _require_one_of(format_, (PACKED, INTEGERS, FLOATS, NAIVE, NVFP4), format_where)
+    if format_ == NVFP4:
+        return _nvfp4(weights, where)
     kind, bits, is_symmetric = weights.get("type", "int"), weights.get("num_bits", 8), weights.get("symmetric", True)
     types = {PACKED: ("int",), INTEGERS: ("int",), FLOATS: ("float",), NAIVE: ("int", "float")}
     _require_one_of(kind, types[str(format_)], f"{where}.type")
@@ -121,6 +135,14 @@ def _scheme(weights: Any, format_: object, format_where: str, where: str) -> Sch
     _require_one_of(strategy, strategies, f"{where}.strategy")
     is_ordered = str(weights.get("actorder")).lower() not in ("group", "dynamic", "true")
     return Scheme(dtype, bits if dtype == WORDS else 8, strategy, size, is_symmetric, is_ordered)
+
+
+def _nvfp4(weights: Mapping[str, Any], where: str) -> Scheme:
+    scheme = nvfp4(WHOLE_DIVISOR)
+    named = {"type": "float", "num_bits": scheme.bits, "symmetric": True, "strategy": TENSOR_GROUP}
+    for name, value in (named | {"group_size": scheme.size[1], "dynamic": False}).items():
+        _require_one_of(weights.get(name, value), (value,), f"{where}.{name}")
+    return scheme
 
 
 def _strategy(weights: Mapping[str, Any], at: str) -> tuple[str, tuple[int, int]]:

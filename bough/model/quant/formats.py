@@ -16,10 +16,12 @@ from bough.model.quant.format import QuantFormat
 from bough.model.quant.fp8 import Fp8Format
 from bough.model.quant.gguf import GgufFormat
 from bough.model.quant.gptq import GptqFormat
+from bough.model.quant.modelopt import ModeloptFormat
 from bough.model.quant.mxfp4 import Mxfp4Format
 
 FORMATS: dict[str, type[QuantFormat]] = {
-    each.method: each for each in (BoughFormat, GptqFormat, AwqFormat, CompressedTensorsFormat, Fp8Format, Mxfp4Format)
+    each.method: each
+    for each in (BoughFormat, GptqFormat, AwqFormat, CompressedTensorsFormat, Fp8Format, Mxfp4Format, ModeloptFormat)
 }
 
 

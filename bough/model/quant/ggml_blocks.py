@@ -42,12 +42,13 @@ class Part(NamedTuple):
 
 
 class Numbers(NamedTuple):
-    """All numbers of one kind in a block: (low bits, and high bits above them) ^ flip, less center."""
+    """All numbers of one kind in a block: (low, and high bits above them) ^ flip, less center; or what codes say."""
 
     low: Part
     high: Part = Part(0)
     flip: int = 0  # 128 for signed bytes, of which 128 is then the center
     center: int = 0
+    codes: tuple[int, ...] = ()  # signed bytes of which bits tell the place
 
 
 class BlockType(NamedTuple):
@@ -81,6 +82,7 @@ _SIX_BITS = (  # of Q4_K and Q5_K: scales, minima
     Numbers(Part(4, 4, 4, 8, 4), Part(2, 4, 8, 0, 4, 4, 2, 4)),
     Numbers(Part(4, 8, 8, 0, 8, 4, 4), Part(2, 8, 8, 0, 4, 4, 2, 4)),
 )
+_CODES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)  # of IQ4_NL, as ggml has them
 TYPES = {
     "Q4_0": BlockType(Numbers(_nibbles(2, 16), center=8), 0),
     "Q4_1": BlockType(Numbers(_nibbles(4, 16)), 0, 2),
@@ -104,6 +106,13 @@ TYPES = {
         scales=Numbers(Part(8, 192, 16, 0, 16), flip=128, center=128),
         num_groups=16,
     ),
+    "IQ4_NL": BlockType(Numbers(_nibbles(2, 16), codes=_CODES), 0),
+    "IQ4_XS": BlockType(
+        Numbers(_nibbles(8, 16), codes=_CODES),
+        0,
+        scales=Numbers(Part(4, 4, 2, 1, 1, 1, 4), Part(2, 2, 4, 1, 1, 1, 2), center=32),
+        num_groups=8,
+    ),
 }
 
 
@@ -111,7 +120,7 @@ class _Table(NamedTuple):
     """A `Numbers` as arrays."""
 
     places: Any  # (count, 4) int64: bytes and shifts of low and high bits
-    constants: Any  # (5,) int64: masks of low and high bits, number of low bits, flip, center
+    constants: Any  # (5 or more,) int64: masks of low and high bits, number of low bits, flip, center, codes
 
     @classmethod
     def of(cls, numbers: Numbers, count: int) -> _Table:
@@ -120,18 +129,18 @@ class _Table(NamedTuple):
             columns.append(part.first + j // part.span * part.stride + j % part.width)
             columns.append(part.start + j % part.span // part.every * part.step)
         masks = [(1 << part.bits) - 1 for part in (numbers.low, numbers.high)]
-        constants = np.array([*masks, numbers.low.bits, numbers.flip, numbers.center])
+        constants = np.array([*masks, numbers.low.bits, numbers.flip, numbers.center, *numbers.codes])
         return cls(np.stack(columns, 1), constants)
 
     def by_torch(self, blocks: torch.Tensor) -> torch.Tensor:
         """The numbers (..., count) float32 of blocks (..., bytes) uint8."""
         at, shifts, high_at, high_shifts = torch.from_numpy(self.places).to(blocks.device).unbind(1)
-        low_mask, high_mask, bits, flip, center = self.constants.tolist()
+        low_mask, high_mask, bits, flip, center, *codes = self.constants.tolist()
         found = (blocks[..., at].short() >> shifts.short()) & low_mask
         if high_mask:
             found |= ((blocks[..., high_at].short() >> high_shifts.short()) & high_mask) << bits
         numbers: torch.Tensor = (found ^ flip) - center
-        return numbers.float()
+        return torch.tensor(codes, device=blocks.device).float()[numbers.int()] if codes else numbers.float()
 
 
 class _Tables(NamedTuple):
@@ -161,7 +170,8 @@ def file_rows(rows: Any, half: int) -> Any:
 def _number(block: Any, places: Any, constants: Any, j: Any) -> Any:
     low = (np.int64(block[places[j, 0]]) >> places[j, 1]) & constants[0]
     high = (np.int64(block[places[j, 2]]) >> places[j, 3]) & constants[1]
-    return np.float32(((low | (high << constants[2])) ^ constants[3]) - constants[4])
+    number = ((low | (high << constants[2])) ^ constants[3]) - constants[4]
+    return np.float32(constants[5 + number] if len(constants) > 5 else number)
 
 
 @strict_inline

@@ -21,9 +21,12 @@ from bough.model.quant.gptq import Gptq
 from bough.model.quant.quantize import GROUP_SIZES
 from bough.model.quant.scaled import EXPONENTS, FLOAT4, FLOAT8, INT8, WORDS, Scaled
 
-KINDS = {"uint8": "U8", "int8": "I8", "int32": "I32", "float16": "F16"}
-# Methods of `Scaled`, and their numbers' dtypes.
-BY_ROWS = {"compressed-tensors": WORDS, "int8": INT8, "fp8": FLOAT8, "mxfp4": FLOAT4}
+KINDS = {"uint8": "U8", "int8": "I8", "int32": "I32", "float16": "F16", "float32": "F32"}
+# Methods of `Scaled`, their numbers' dtypes, and whether scales have two levels.
+BY_ROWS = {
+    "compressed-tensors": (WORDS, False), "int8": (INT8, False), "fp8": (FLOAT8, False), "mxfp4": (FLOAT4, False),
+    "nvfp4": (FLOAT4, True),
+}  # fmt: skip
 E4M3_NAN = 0x7F
 WORD_BITS = 32
 
@@ -63,16 +66,17 @@ class PackedFormat:
         order = rng.permutation(np.arange(inputs) // group).astype(np.int32)
         orders = () if self.is_ordered else (order,)
         if self.method in BY_ROWS:
-            dtype = BY_ROWS[self.method]
+            dtype, has_whole = BY_ROWS[self.method]
             numbers = rng.integers(0, E4M3_NAN, (outputs, inputs * self.bits // 8), np.uint8)
 
-            def by_rows(numbers: TensorPlace, scales: TensorPlace, groups: TensorPlace | None = None) -> Scaled:
-                scales = replace(scales, dtype=EXPONENTS) if dtype == FLOAT4 else scales
-                return Scaled(replace(numbers, dtype=dtype), scales, None, groups, self.bits, (1, group))
+            def by_rows(numbers: TensorPlace, scales: TensorPlace, more: TensorPlace | None = None) -> Scaled:
+                scales = replace(scales, dtype=FLOAT8 if has_whole else EXPONENTS) if dtype == FLOAT4 else scales
+                groups, whole = (None, more) if has_whole else (more, None)
+                return Scaled(replace(numbers, dtype=dtype), scales, None, groups, self.bits, (1, group), whole)
 
             packed, shape = numbers.view(np.int32) if dtype == WORDS else numbers, (outputs, -(-inputs // group))
-            own = rng.integers(112, 128, shape, np.uint8) if dtype == FLOAT4 else scales(*shape)
-            return _sample(by_rows, packed, own, *orders)
+            own = rng.integers(112, 127, shape, np.uint8) if dtype == FLOAT4 else scales(*shape)
+            return _sample(by_rows, packed, own, *([np.full(1, 0.01, np.float32)] if has_whole else orders))
         zeros, own_scales = words(num_groups, outputs // per_word), scales(num_groups, outputs)
         if self.method == "awq":
             return _sample(Awq, words(inputs, outputs // per_word), zeros, own_scales)

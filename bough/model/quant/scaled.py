@@ -1,7 +1,7 @@
 """Weights of 4 or 8 bits by rows, with a scale for each group, row or block, or for the whole matrix.
 
-compressed-tensors, the FP8 checkpoints of DeepSeek and Qwen, and MXFP4 store weights so; a file of each reads
-config.json.
+compressed-tensors, the FP8 checkpoints of DeepSeek and Qwen, MXFP4 and NVFP4 store weights so; a file of each reads
+config.json. NVFP4 has scales in two levels: E4M3 numbers for each 16 inputs, and one for the whole matrix.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from bough.model.quant.format import (
 WORDS, FLOAT4, INT8, FLOAT8 = "I32", "U8", "I8", "F8_E4M3"
 EXPONENTS = "F8_E8M0"  # dtype of scales that are powers of two
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+WHOLE_DIVISOR, WHOLE_FACTOR = "_global_scale", "_scale_2"  # what other scales are divided or multiplied by, by its name
 UNSET = -1  # in group indices: there are none
 SPARE = (  # endings of tensors that are for activations and caches, or of a symmetric weight's zero points
     *(f".{of}_{what}" for of in ("input", "output", "q", "k", "v") for what in ("scale", "zero_point", "global_scale")),
@@ -54,6 +55,7 @@ class Scheme:
     size: tuple[int, int] = (1, 1)  # outputs and inputs of a block or group
     is_symmetric: bool = True  # zero points are 0, or the middle of unsigned numbers
     is_ordered: bool = True  # a group's inputs are consecutive
+    whole: str = ""  # WHOLE_DIVISOR or WHOLE_FACTOR, of scales in two levels
 
     def source(self, tensor: str, scale_names: Sequence[str], tensors: PackedTensors) -> Scaled | Experts:
         """Take the tensors of a weight whose numbers are `tensor`; the first of its `scale_names` that is there.
@@ -64,9 +66,8 @@ class Scheme:
             CheckpointError: one is missing, or has another dtype or shape.
         """
         numbers = tensors.take(tensor, (self.dtype,))
-        scales = tensors.take(
-            next((n for n in scale_names if n in tensors), scale_names[0]), (*VALUE_DTYPES, EXPONENTS), numbers
-        )
+        dtypes = (FLOAT8,) if self.whole else (*VALUE_DTYPES, EXPONENTS)
+        scales = tensors.take(next((n for n in scale_names if n in tensors), scale_names[0]), dtypes, numbers)
         if tensor.endswith((".weight", ".weight_packed")):
             return self._matrix(numbers, scales, tensors)
         if len(numbers.shape) != 3 or scales.shape[:1] != numbers.shape[:1]:
@@ -92,7 +93,10 @@ class Scheme:
             zeros = tensors.take(f"{base}_zero_point", (WORDS,), numbers)
             require_shape(zeros, (-(-outputs * self.bits // 32), num_groups))
         groups = self._groups(f"{base}_g_idx", numbers, inputs, num_groups, tensors)
-        return Scaled(numbers, scales, zeros, groups, self.bits, block)
+        whole = tensors.take(base + self.whole, ("F32",), numbers) if self.whole else None
+        if whole is not None and whole.shape:
+            require_shape(whole, (1,))
+        return Scaled(numbers, scales, zeros, groups, self.bits, block, whole, self.whole == WHOLE_DIVISOR)
 
     def _blocks(self, outputs: int, inputs: int) -> dict[tuple[int, ...], tuple[int, int]]:
         """Shapes that scales may have, the usual one last, and how many outputs and inputs then share a scale."""
@@ -116,12 +120,17 @@ class Scheme:
         """Bytes of a matrix (outputs, inputs), or of a stack of equal ones, and of all that belongs to it."""
         outputs, inputs = shape[-2:]
         height, width = next(reversed(self._blocks(outputs, inputs).values()))
-        num_groups = -(-inputs // width)
-        each = outputs * inputs * self.bits // 8
+        num_groups, scale_bytes = -(-inputs // width), 1 if self.whole else scale_bytes
+        each = outputs * inputs * self.bits // 8 + 4 * bool(self.whole)
         each += -(-outputs // height) * num_groups * scale_bytes
         each += 0 if self.is_symmetric else -(-outputs * self.bits // 32) * 4 * num_groups
         each += 0 if self.is_ordered else 4 * inputs
         return math.prod(shape[:-2]) * each
+
+
+def nvfp4(whole: str) -> Scheme:
+    """NVFP4, with the scale of the whole matrix as it is named."""
+    return Scheme(FLOAT4, 4, "group", (1, 16), whole=whole)
 
 
 def _require_stored_shape(name: str, shape: list[int], tensors: PackedTensors) -> None:
@@ -144,10 +153,13 @@ class Scaled(Dequantized):
     groups: TensorPlace | None  # (inputs,) I32: group of each input; None if consecutive
     bits: int
     block: tuple[int, int]  # outputs and inputs that share a scale
+    whole: TensorPlace | None = None  # F32, one for the matrix
+    is_divided: bool = False  # the scales, by that of the whole, with which they are multiplied otherwise
 
     @property
     def places(self) -> tuple[TensorPlace, ...]:
-        return tuple(place for place in (self.numbers, self.scales, self.zeros, self.groups) if place is not None)
+        places = self.numbers, self.scales, self.zeros, self.groups, self.whole
+        return tuple(place for place in places if place is not None)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -158,12 +170,17 @@ class Scaled(Dequantized):
         height, width = self.block
         numbers, scales, *others = (typed(*part) for part in zip(raw, self.places, strict=True))
         scales = scales.view(-(-out.shape[0] // height), -(-out.shape[1] // width))
+        scales = self.joined(scales, others.pop()) if self.whole else scales
         groups = others.pop() if self.groups else None
         zeros = others.pop() if self.zeros else None
         if kernels := kernels_on(out.device):
             kernels.write_along(numbers, scales, zeros, groups, self.bits, self.block, out)
         else:
             self._write_without(numbers, scales.float(), zeros, groups, out)
+
+    def joined(self, scales: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+        """Scales of two levels as float32: the GPU's memory has them for a while, a quarter of a byte for a weight."""
+        return scales.float() / whole if self.is_divided else scales.float() * whole
 
     def _write_without(
         self,

@@ -48,7 +48,7 @@ def draft_needs(config: DraftConfig) -> DraftNeeds:
         if (found := LAYER.search(name)) is None or int(found[1]) in kept
     )
     packed = [place for place in checkpoint.tensors.values() if place.dtype not in FLOATS]
-    each = (place.num_bytes // max(1, *place.shape[:-2]) for place in packed)  # of a stack of experts: one
+    each = (place.num_bytes // max(1, math.prod(place.shape[:-2])) for place in packed)  # of a stack of experts: one
     weights += largest * max(each, default=0)
     heads = int(text.get("num_attention_heads") or 1)
     head_dim = int(text.get("head_dim") or int(text.get("hidden_size") or 0) // heads)

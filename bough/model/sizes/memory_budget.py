@@ -93,7 +93,7 @@ def with_kv_memory(settings: Target, shape: KVShape, num_positions: int, device:
         )
     if settings.kv_memory:
         return settings
-    session_bytes = TargetLimits.of(settings, num_positions).slot_rows * shape.row_bytes
+    session_bytes = TargetLimits.of(settings, num_positions).slot_rows * shape.row_bytes + shape.state_bytes
     if settings.kv_sessions:
         return replace(settings, kv_memory=settings.kv_sessions * session_bytes)
     return replace(settings, kv_memory=kv_budget(session_bytes, host if settings.kv_tier == "host" else device))
@@ -132,10 +132,17 @@ def fixed_bytes(
     if settings.kv_tier == "host" and not is_gpu:
         raise ConfigError("--kv-tier: must be device on the CPU, got host")
     limits = TargetLimits.of(settings, max_positions(config))
-    kv = limits.num_rows(shape.row_bytes, settings.kv_memory) * shape.row_bytes
+    kv, states = _kv_bytes(limits, shape, settings.kv_memory)
     staged, on_host = (kv, 0) if settings.kv_tier == "device" else (STAGED_LAYERS * kv // shape.num_layers, kv)
     activations = activation_bytes(config, shape, limits)
-    return Fixed(resident - embeddings, staged, activations, scratch, on_host, host_embeddings=embeddings)
+    return Fixed(resident - embeddings, staged + states, activations, scratch, on_host, host_embeddings=embeddings)
+
+
+def _kv_bytes(limits: TargetLimits, shape: KVShape, kv_memory: int) -> tuple[int, int]:
+    """Bytes of all rows of keys and values, and of the states of as many sessions as may be, which stay on devices."""
+    num_states = limits.num_states(shape.row_bytes, kv_memory, shape.state_bytes)
+    rows = limits.num_rows(shape.row_bytes, kv_memory, shape.state_bytes)
+    return rows * shape.row_bytes, num_states * shape.state_bytes
 
 
 def other_devices(
@@ -150,8 +157,10 @@ def other_devices(
         return []
     told = ",".join(f"{name}={num_bytes}" for name, num_bytes in settings.resident_devices)
     limits = TargetLimits.of(settings, max_positions(config))
-    kv = limits.num_rows(shape.row_bytes, settings.kv_memory) * shape.row_bytes // shape.num_layers  # of a layer
-    layer_kv, staged = (0, STAGED_LAYERS * kv) if settings.kv_tier == "host" else (kv, 0)
+    kv, states = _kv_bytes(limits, shape, settings.kv_memory)
+    kv //= shape.num_layers  # of a layer with attention
+    states //= shape.states.num_layers if shape.states else 1  # of one without
+    layer_kv, staged = (states, STAGED_LAYERS * kv) if settings.kv_tier == "host" else (max(kv, states), 0)
     fixed = layer_activation_bytes(config, shape, limits) + scratch + staged
     hop = _sweep_rows(limits) * hidden_bytes(config, shape.dtype)
     for name, _ in settings.resident_devices:
@@ -199,7 +208,7 @@ def layer_activation_bytes(config: PretrainedConfig, shape: KVShape, limits: Tar
     hidden = tokens * hidden_bytes(config, shape.dtype) * (HIDDEN_COPIES + num_chosen)
     intermediate = rows * int(getattr(config, "intermediate_size", 4 * config.hidden_size)) * size * 4
     attention = 2 * limits.slot_rows * shape.num_kv_heads * shape.head_dim * FLOAT32_BYTES
-    return hidden + intermediate + attention
+    return hidden + intermediate + attention + (tokens * shape.states.row_bytes if shape.states else 0)
 
 
 def unpacking_bytes(skeleton: Skeleton, device: torch.device) -> int:

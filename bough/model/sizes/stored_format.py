@@ -23,13 +23,14 @@ from bough.model.quant.format import module_names
 from bough.model.quant.formats import fields_of, format_of, where_in
 from bough.model.quant.fp8 import Fp8Format
 from bough.model.quant.gguf import GgufFormat
+from bough.model.quant.modelopt import ModeloptFormat
 from bough.model.quant.mxfp4 import Mxfp4Format
 from bough.model.quant.quantize import GROUP_SIZES
 from bough.model.quant.samples import BY_ROWS, PackedFormat
 
 SCALE_BYTES, INDEX_BYTES = 2, 4
 # FP8 as DeepSeek stores it; Qwen's have 2, which is a ten-thousandth less for the whole weight.
-OWN_SCALE_BYTES = {"fp8": 4, "mxfp4": 1}
+OWN_SCALE_BYTES = {"fp8": 4, "mxfp4": 1, "modelopt": 4}
 COMMUNITY_GROUP = 128  # default of GPTQ and AWQ if config.json has none
 
 
@@ -40,7 +41,7 @@ class Packing:
     description: str
     common: PackedFormat | None  # of all matrices; None if each has its own scheme
     kept: tuple[str, ...] = ()  # modules that stay in 16 bits
-    schemes: CompressedTensorsFormat | Fp8Format | Mxfp4Format | None = None
+    schemes: CompressedTensorsFormat | Fp8Format | Mxfp4Format | ModeloptFormat | None = None
     file: tuple[GgufFormat, dict[str, TensorPlace]] | None = None  # of GGUF, which tells every tensor's size
 
     @classmethod
@@ -56,7 +57,7 @@ class Packing:
         quantization = format_of(config, folder)
         if quantization is None:
             return None
-        if isinstance(quantization, CompressedTensorsFormat | Fp8Format | Mxfp4Format):
+        if isinstance(quantization, CompressedTensorsFormat | Fp8Format | Mxfp4Format | ModeloptFormat):
             return cls(str(quantization), None, schemes=quantization)
         if isinstance(quantization, GgufFormat):
             return cls(str(quantization), None, file=(quantization, Checkpoint.open(folder).tensors))
@@ -100,7 +101,7 @@ class Packing:
             shape = torch.Size((2 * shape[0], shape[1] // 2, shape[2]))
         scale_bytes = OWN_SCALE_BYTES.get(self.schemes.method, dtype.itemsize)
         group_size = -1 if scheme.strategy in ("tensor", "channel", "") else scheme.size[1]
-        method = next(method for method, stored in BY_ROWS.items() if stored == scheme.dtype)
+        method = next(method for method, stored in BY_ROWS.items() if stored == (scheme.dtype, bool(scheme.whole)))
         return PackedFormat(method, scheme.bits, group_size, scheme.is_ordered), scheme.num_bytes(shape, scale_bytes)
 
     def _in_file(self, name: str, dtype: torch.dtype) -> tuple[PackedFormat | None, int] | None:

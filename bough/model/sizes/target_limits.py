@@ -32,16 +32,26 @@ class TargetLimits:
         """Rows for the longest session and a tree."""
         return self.max_context + self.max_nodes
 
-    def num_rows(self, row_bytes: int, kv_memory: int) -> int:
-        """Rows, of `row_bytes` each, for all sessions and their trees together.
+    def num_states(self, row_bytes: int, kv_memory: int, state_bytes: int) -> int:
+        """Sessions whose states, of `state_bytes` each, fit beside rows; 0 if sessions have none.
+
+        There is room for a quarter of the longest context for each, and for one of the longest.
+        """
+        if not state_bytes:
+            return 0
+        longest = self.slot_rows * row_bytes
+        return max(1, min((kv_memory - longest) // state_bytes, kv_memory // (longest // 4 + state_bytes)))
+
+    def num_rows(self, row_bytes: int, kv_memory: int, state_bytes: int = 0) -> int:
+        """Rows, of `row_bytes` each, for all sessions and their trees together; beside them are their states.
 
         Raises:
             ConfigError: a session of the longest context does not fit.
         """
-        num_rows = kv_memory // row_bytes
+        num_rows = (kv_memory - self.num_states(row_bytes, kv_memory, state_bytes) * state_bytes) // row_bytes
         if num_rows < self.slot_rows:
             raise ConfigError(
-                f"--kv-memory: must be at least {self.slot_rows * row_bytes} bytes, for one session of "
+                f"--kv-memory: must be at least {self.slot_rows * row_bytes + state_bytes} bytes, for one session of "
                 f"{self.slot_rows} tokens, got {kv_memory}; or choose a smaller --max-context or --max-nodes"
             )
         return num_rows

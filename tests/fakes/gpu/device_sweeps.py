@@ -14,6 +14,7 @@ import torch
 from bough.model.batch.batch import Batch, Segment
 from bough.model.kv.kv_arena import KVArena
 from bough.model.kv.split_layers import split_memory
+from bough.model.kv.states import by_kv_place
 from bough.trees.tree import Tree
 from loadtest.common.inline_streams import InlineStreams
 from target_worker.kv.kv_offload import memory_on_host
@@ -89,7 +90,7 @@ def three_sweeps(model: StreamedModel, kv: torch.device, counting: bool = False)
     memory = (
         memory_on_host(shape, NUM_ROWS, InlineStreams())
         if is_on_host
-        else split_memory(shape, NUM_ROWS, kv, model.tiers.elsewhere)
+        else split_memory(shape, NUM_ROWS, kv, by_kv_place(model.skeleton.config, model.tiers.elsewhere))
     )
     arena = KVArena(shape, memory)
     first, second = arena.take(NUM_ROWS // 2), arena.take(NUM_ROWS // 2)

@@ -111,6 +111,14 @@ async def test_a_new_request_waits_for_a_target_that_is_away(door: HttpStack, mo
     assert not any("error" in event for event in events)
 
 
+async def test_no_chunk_waits_for_the_one_before_to_be_acknowledged(door: HttpStack) -> None:
+    """Two that were written within 40 ms came that much apart."""
+    door.transports.clear()
+    await door.post(PATH, BODY | {"max_tokens": 1})
+    connection = door.transports[0].get_extra_info("socket")
+    assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
 async def test_an_error_half_way_is_an_event_of_the_stream(door: HttpStack) -> None:
     asked = ENDLESS | {"stream": True, "session_id": "closed half-way"}
     events = []

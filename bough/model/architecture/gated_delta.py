@@ -1,0 +1,185 @@
+"""Gated delta nets (arXiv 2412.06464), the recurrent layers of Qwen3-Next and Qwen3.5, on the paths of trees.
+
+A row's step of the recurrence is computed alone, from its parent's state, by the same arithmetic whatever stands beside
+it. Prompts take the same steps one after another: the chunked form rounds otherwise.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import pad, silu, softplus
+
+from bough.model.batch.batch import BatchPart, Chunk
+from bough.model.batch.state_steps import COMMITTED, Indices, StateSteps, chain_steps
+from bough.model.cpu.delta_rule import EPSILON, run_on_cpu
+from bough.model.kv.states import RECURRENT, LayerState, StateRows, StateShape
+
+MODEL_TYPES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")  # whose recurrent layers are of this kind
+ROW_STEP = 4  # the convolution's rows are padded to multiples, as torch must split them into whole vectors
+CHANNEL_STEP = 16
+
+
+def run_trees(model: nn.Module) -> None:
+    """Have a model's layers run on trees, each with its place among the layers of its kind in a slot."""
+    config: Any = model.config
+    if StateShape.of(config, torch.float32) is None:
+        return
+    num_others = 0
+    for index, layer in enumerate(model.get_decoder().layers):  # type: ignore[operator]
+        is_recurrent = config.layer_types[index] == RECURRENT
+        module = layer.linear_attn if is_recurrent else layer.self_attn
+        module.layer_idx = index - num_others if is_recurrent else num_others
+        num_others += not is_recurrent
+        if is_recurrent:
+            module.forward = partial(_forward, module)
+
+
+def why_not_recurrent(config: Any) -> str:
+    """Why a configuration's recurrent layers cannot run; empty if they can."""
+    shape = StateShape.of(config, torch.float32)
+    if config.model_type not in MODEL_TYPES or shape is None:
+        return f"layers of {RECURRENT} keep a state, which is followed along trees only in {', '.join(MODEL_TYPES)}"
+    if shape.num_layers == config.num_hidden_layers:
+        return "all of its layers keep a state, and none has attention"
+    if shape.num_inputs % CHANNEL_STEP:
+        return f"the convolution must have a multiple of {CHANNEL_STEP} channels, got {shape.num_inputs}"
+    return ""
+
+
+def _forward(module: Any, hidden_states: torch.Tensor, chunk: Chunk, **_unused: Any) -> torch.Tensor:
+    """Replaces the module's forward: (1, num_rows, hidden) in and out."""
+    inputs, gate, beta, decay = _projected(module, hidden_states)
+    rows = StateRows(inputs, decay, beta)
+    out = torch.zeros_like(gate)
+    for piece in chunk.pieces:
+        states = piece.slot.states
+        assert states is not None, "slots of recurrent models have states"
+        state = states.layer(module.layer_idx, out.device)
+        own = rows.select(piece.span)
+        if piece.is_tree:
+            out[piece.span] = _along_tree(module, state, piece, own)
+        else:
+            out[piece.span] = _along_text(module, state, int(piece.lengths[0]) - 1, own, sorted(states.wanted))
+    normed = module.norm(out.reshape(-1, module.head_v_dim), gate.reshape(-1, module.head_v_dim))
+    result: torch.Tensor = module.out_proj(normed.reshape(1, len(out), -1))
+    return result
+
+
+def _projected(module: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Of all rows: inputs of the convolution, the output's gate, beta, and the factor of the state."""
+    if hasattr(module, "in_proj_qkvz"):  # in the order of key heads
+        mixed = module.fix_query_key_value_ordering(module.in_proj_qkvz(hidden), module.in_proj_ba(hidden))
+        queries, keys, values, gate, beta, rate = (numbers[0] for numbers in mixed)
+        inputs = torch.cat([numbers.flatten(1) for numbers in (queries, keys, values)], dim=-1)
+    else:
+        inputs, gate, beta, rate = (
+            linear(hidden)[0] for linear in (module.in_proj_qkv, module.in_proj_z, module.in_proj_b, module.in_proj_a)
+        )
+        gate = gate.unflatten(-1, (-1, module.head_v_dim))
+    decay = torch.exp(-module.A_log.float().exp() * softplus(rate.float() + module.dt_bias))
+    return inputs, gate, beta.sigmoid().float(), decay
+
+
+def _along_text(module: Any, state: LayerState, begin: int, rows: StateRows, snapshots: list[int]) -> torch.Tensor:
+    """Outputs of rows of the text from position `begin` on; the state is then after the last of them."""
+    outs, done = [], 0
+    for end in (*(at - begin for at in snapshots if begin < at <= begin + len(rows.decay)), len(rows.decay)):
+        outs.append(_advance(module, state, begin + done, rows.select(slice(done, end))))
+        done = end
+        if state.length in snapshots:
+            state.snap()
+    return torch.cat(outs)
+
+
+def _advance(module: Any, state: LayerState, begin: int, rows: StateRows) -> torch.Tensor:
+    """Advance the state over the rows kept of accepted tokens up to position `begin`, and then over these rows."""
+    num_kept = begin - state.length
+    rows = state.kept.select(slice(num_kept)).followed_by(rows)
+    steps = chain_steps(len(rows.decay), len(state.window))
+    out = _run(module, state, rows, steps, num_kept)
+    state.window = torch.cat((state.window, rows.inputs))[len(rows.decay) :]
+    state.length, state.kept = state.length + len(rows.decay), rows.select(slice(0, 0))
+    return out
+
+
+def _along_tree(module: Any, state: LayerState, piece: BatchPart, rows: StateRows) -> torch.Tensor:
+    """Outputs of a tree's rows, which are kept; the state advances to the tree's root only."""
+    if state.length < piece.base:
+        _advance(module, state, piece.base, rows.select(slice(0, 0)))
+    num_before = int(piece.rows[0]) - piece.base  # nodes that an earlier chunk of the same sweep had
+    state.kept = state.kept.select(slice(num_before)).followed_by(rows)
+    return _run(module, state, state.kept, piece.state_steps(len(state.window)), num_before)
+
+
+def _run(module: Any, state: LayerState, rows: StateRows, steps: StateSteps, begin: int) -> torch.Tensor:
+    """Outputs (num_rows, num_heads, value_dim) of the rows from `begin` on."""
+    qkv = _convolved(module, torch.cat((state.window, rows.inputs)), steps.windows.to(rows.inputs.device))
+    states = state.memory[:, None]
+    if steps.num_places > 1:
+        states = state.memory.new_empty(len(state.memory), steps.num_places, *state.memory.shape[1:])
+        states[:, COMMITTED] = state.memory
+    out = run_steps(qkv, rows.decay, rows.beta, steps.steps, states, module.num_k_heads, begin)
+    return out.to(rows.inputs.dtype)
+
+
+def _convolved(module: Any, inputs: torch.Tensor, windows: torch.Tensor) -> torch.Tensor:
+    """The convolution at each window, and its activation: (num_windows, num_inputs) float32."""
+    weights = module.conv1d.weight[:, 0].float().t()
+    windows = pad(windows, (0, 0, 0, -len(windows) % ROW_STEP))
+    total = inputs[windows[:, 0]].float() * weights[0]
+    for place in range(1, len(weights)):
+        total = total + inputs[windows[:, place]].float() * weights[place]
+    return silu(total.to(inputs.dtype)).float()
+
+
+def run_steps(
+    qkv: torch.Tensor,
+    decay: torch.Tensor,
+    beta: torch.Tensor,
+    steps: Indices,
+    states: torch.Tensor,
+    num_key_heads: int,
+    begin: int,
+) -> torch.Tensor:
+    """Take steps of the gated delta rule; returns the outputs (num_rows, num_heads, value_dim) of rows from `begin` on.
+
+    qkv (at least num_rows, num_inputs) float32: queries and keys of `num_key_heads` heads, and values of all; decay and
+    beta (num_rows, num_heads); states (num_heads, num_places, key_dim, value_dim), which the steps read and write.
+    """
+    if qkv.device.type == "cpu":
+        return run_on_cpu(qkv[: len(decay)], decay, beta, steps, states, num_key_heads, begin)
+    return run_on_device(qkv, decay, beta, steps, states, num_key_heads, begin)
+
+
+def run_on_device(
+    qkv: torch.Tensor,
+    decay: torch.Tensor,
+    beta: torch.Tensor,
+    steps: Indices,
+    states: torch.Tensor,
+    num_key_heads: int,
+    begin: int,
+) -> torch.Tensor:
+    """As `run_steps` on any device: each step by operations of the same sizes, so that all round alike."""
+    num_heads, _, key_dim, value_dim = states.shape
+    out = qkv.new_empty(len(decay) - begin, num_heads, value_dim)
+    for row, before, after in steps.tolist():
+        heads = torch.split(qkv[row], [num_key_heads * key_dim, num_key_heads * key_dim, num_heads * value_dim])
+        queries, keys = (
+            _normed(numbers.view(num_key_heads, key_dim)).repeat_interleave(num_heads // num_key_heads, 0)
+            for numbers in heads[:2]
+        )
+        state = states[:, before] * decay[row, :, None, None]
+        delta = (heads[2].view(num_heads, value_dim) - (state * keys[:, :, None]).sum(1)) * beta[row, :, None]
+        states[:, after] = state = state + keys[:, :, None] * delta[:, None]
+        if row >= begin:
+            out[row - begin] = (state * (queries / key_dim**0.5)[:, :, None]).sum(1)
+    return out
+
+
+def _normed(rows: torch.Tensor) -> torch.Tensor:
+    return rows * torch.rsqrt((rows * rows).sum(-1, keepdim=True) + float(EPSILON))

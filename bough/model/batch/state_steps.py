@@ -1,0 +1,82 @@
+"""In which order a recurrent layer's states go along the paths of a tree, with few states at a time."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from bough.model.batch.batch import BatchPart
+
+Indices = NDArray[np.int64]
+COMMITTED = 0  # place of the session's own state
+
+
+class StateSteps(NamedTuple):
+    """Steps of the recurrence over rows, and what the convolution reads for each."""
+
+    steps: Indices  # (num_steps, 3) row; place of the state before it; place of the state after it
+    num_places: int
+    windows: torch.Tensor  # (num_rows, width + 1) of the last `width` inputs before the rows, followed by the rows'
+
+
+def chain_steps(num_rows: int, width: int) -> StateSteps:
+    """Rows that follow one another, after which the session's own state is that of the last."""
+    steps = np.zeros((num_rows, 3), np.int64)
+    steps[:, 0] = np.arange(num_rows)
+    return StateSteps(steps, 1, torch.arange(num_rows)[:, None] + torch.arange(width + 1))
+
+
+def tree_steps(piece: BatchPart, width: int) -> StateSteps:
+    """The nodes of a tree up to the last one of a piece, which leave the session's own state as it is.
+
+    Nodes before the piece are passed again where its paths go through them.
+    """
+    parents = _parents(piece)
+    windows = np.zeros((int(piece.rows[-1]) - piece.base + 1, width + 1), np.int64)
+    windows[0] = np.arange(width + 1)
+    for node, parent in parents.items():
+        if node:
+            windows[node, :-1], windows[node, -1] = windows[parent, 1:], width + node
+    steps, num_places = _steps(parents)
+    return StateSteps(np.array(steps, np.int64), num_places, torch.from_numpy(windows))
+
+
+def _parents(piece: BatchPart) -> dict[int, int]:
+    """The parent of each node on the paths of a piece, in the order of nodes; the root's is -1."""
+    nodes, depths = piece.tail - piece.base, piece.lengths - 1 - piece.base
+    parents = {0: -1}
+    for depth in range(1, nodes.shape[1]):
+        reach = depths >= depth
+        parents |= zip(nodes[reach, depth].tolist(), nodes[reach, depth - 1].tolist(), strict=True)
+    return dict(sorted(parents.items()))
+
+
+def _steps(parents: dict[int, int]) -> tuple[list[tuple[int, int, int]], int]:
+    """Steps in depth-first order. A node's largest branch comes last and takes over its place, the others copy it.
+
+    So there are never more states than the logarithm of the number of nodes, and one.
+    """
+    sizes, children = dict.fromkeys(parents, 1), {node: list[int]() for node in parents}
+    for node in reversed(parents):
+        if node:
+            sizes[parents[node]] += sizes[node]
+            children[parents[node]].append(node)
+    steps, free, num_places, waiting = list[tuple[int, int, int]](), list[int](), 1, [(0, COMMITTED, False)]
+    while waiting:
+        node, before, takes_over = waiting.pop()
+        after = before
+        if not takes_over:
+            if not free:
+                free.append(num_places)
+                num_places += 1
+            after = free.pop()
+        steps.append((node, before, after))
+        branches = sorted(children[node], key=sizes.__getitem__, reverse=True)
+        waiting += ((child, after, number == 0) for number, child in enumerate(branches))
+        if not branches:
+            free.append(after)
+    return steps, num_places

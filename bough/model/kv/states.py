@@ -1,0 +1,200 @@
+"""States of recurrent layers (gated delta nets) of one session, beside its keys and values.
+
+A layer's state is that after some of the session's tokens. Of each row that a tree has added since, what its step of
+the recurrence needs is kept, so that the state can go along whichever path is accepted. A state cannot go back: for
+that there are snapshots after some of the text's whole blocks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import NamedTuple, TypeVar
+
+import torch
+from transformers import PretrainedConfig
+
+Value = TypeVar("Value")
+RECURRENT = "linear_attention"  # layer type in configurations
+SNAPSHOTS = 2  # of a session: before its last answer, and where its text left that of another session
+PATH_ROWS = 64  # accepted rows for which memory is counted; a session's trees are seldom deeper
+FLOAT32_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class StateShape:
+    """Sizes of the recurrent layers of a model."""
+
+    num_layers: int
+    num_key_heads: int
+    num_heads: int  # of values; each key head serves as many of them
+    key_dim: int
+    value_dim: int
+    window: int  # inputs that the convolution reads besides a row's own
+    dtype: torch.dtype  # of these inputs; states are float32
+
+    @classmethod
+    def of(cls, config: PretrainedConfig, dtype: torch.dtype) -> StateShape | None:
+        """The shape for a configuration; None if no layer is recurrent."""
+        num_layers = list(getattr(config, "layer_types", None) or ()).count(RECURRENT)
+        if not num_layers or not hasattr(config, "linear_conv_kernel_dim"):
+            return None
+        heads = int(config.linear_num_key_heads), int(config.linear_num_value_heads)
+        dims = int(config.linear_key_head_dim), int(config.linear_value_head_dim)
+        return cls(num_layers, *heads, *dims, int(config.linear_conv_kernel_dim) - 1, dtype)
+
+    @property
+    def num_inputs(self) -> int:
+        """Numbers of a row that the convolution reads: queries, keys and values."""
+        return 2 * self.num_key_heads * self.key_dim + self.num_heads * self.value_dim
+
+    @property
+    def size(self) -> tuple[int, int, int]:
+        """Shape of a layer's state."""
+        return self.num_heads, self.key_dim, self.value_dim
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes kept of a tree's row in all layers."""
+        return self.num_layers * (self.num_inputs * self.dtype.itemsize + 2 * self.num_heads * FLOAT32_BYTES)
+
+    @property
+    def session_bytes(self) -> int:
+        """Bytes of a session: its states, their snapshots, and the rows of an accepted path."""
+        state = math.prod(self.size) * FLOAT32_BYTES + self.window * self.num_inputs * self.dtype.itemsize
+        return (1 + SNAPSHOTS) * self.num_layers * state + PATH_ROWS * self.row_bytes
+
+
+def kv_places(config: PretrainedConfig) -> list[int]:
+    """Of each layer, its number among those that have keys and values; -1 if it has a state instead."""
+    numbers, types = count(), getattr(config, "layer_types", None) or [""] * int(config.num_hidden_layers)
+    return [-1 if kind == RECURRENT else next(numbers) for kind in types]
+
+
+def by_kv_place(config: PretrainedConfig, of_layers: Mapping[int, Value]) -> dict[int, Value]:
+    """What is said of some layers, by their numbers among those that have keys and values."""
+    places = kv_places(config)
+    return {places[layer]: value for layer, value in of_layers.items() if places[layer] >= 0}
+
+
+class StateRows(NamedTuple):
+    """What the recurrence needs of rows in one layer."""
+
+    inputs: torch.Tensor  # (num_rows, num_inputs) of the convolution
+    decay: torch.Tensor  # (num_rows, num_heads) float32: factor of the state
+    beta: torch.Tensor  # (num_rows, num_heads) float32
+
+    def select(self, rows: slice | torch.Tensor) -> StateRows:
+        """Some of the rows."""
+        return StateRows(*(numbers[rows] for numbers in self))
+
+    def followed_by(self, other: StateRows) -> StateRows:
+        """These rows, then the others."""
+        return StateRows(*(torch.cat(pair) for pair in zip(self, other, strict=True)))
+
+
+class Snapshot(NamedTuple):
+    """A layer's state at some length; never written to, so that sessions may share it."""
+
+    memory: torch.Tensor
+    window: torch.Tensor
+
+
+class LayerState:
+    """A layer's state of one session."""
+
+    def __init__(self, shape: StateShape, device: torch.device) -> None:
+        self._shape, self._device = shape, device
+        self.snapshots: dict[int, Snapshot] = {}  # by length, in the order in which they were taken
+        self.reset()
+
+    def reset(self) -> None:
+        """Go back to the beginning of the text."""
+        shape, device = self._shape, self._device
+        self.length = 0  # tokens in the state
+        self.memory = torch.zeros(shape.size, dtype=torch.float32, device=device)
+        self.window = torch.zeros(shape.window, shape.num_inputs, dtype=shape.dtype, device=device)  # last inputs
+        gates = torch.zeros(0, shape.num_heads, dtype=torch.float32, device=device)
+        self.kept = StateRows(self.window[:0], gates, gates)  # of slot rows from `length` on
+
+    def snap(self) -> None:
+        """Take a snapshot, in place of the oldest if there are enough."""
+        self.snapshots[self.length] = Snapshot(self.memory.clone(), self.window)
+        while len(self.snapshots) > SNAPSHOTS:
+            del self.snapshots[next(iter(self.snapshots))]
+
+    def go_back(self, length: int) -> None:
+        """Return to a snapshot, or to 0."""
+        snapshots = self.snapshots
+        self.reset()
+        self.snapshots = snapshots
+        if length:
+            self.length, self.window = length, snapshots[length].window
+            self.memory.copy_(snapshots[length].memory)
+
+    def copy(self, length: int) -> LayerState:
+        """A copy that holds `length` tokens, which must be usable."""
+        new = LayerState(self._shape, self._device)
+        new.snapshots = {at: snapshot for at, snapshot in self.snapshots.items() if at <= length}
+        if self.length > length:
+            new.go_back(length)
+        else:
+            new.length, new.window = self.length, self.window
+            new.memory.copy_(self.memory)
+            new.kept = self.kept.select(slice(length - self.length))
+        return new
+
+
+@dataclass(slots=True)
+class SessionStates:
+    """States of all recurrent layers; a layer's memory is allocated where and when it first computes."""
+
+    shape: StateShape
+    wanted: frozenset[int] = frozenset()  # lengths after which to take snapshots
+    _layers: dict[int, LayerState] = field(default_factory=dict)
+
+    def layer(self, index: int, device: torch.device) -> LayerState:
+        """The state of a recurrent layer, counted among these."""
+        if index not in self._layers:
+            self._layers[index] = LayerState(self.shape, device)
+        return self._layers[index]
+
+    def usable(self, length: int) -> int:
+        """The longest prefix, up to `length` committed tokens, after which the session can go on.
+
+        After a sweep that failed midway, layers that it passed may be ahead of the committed tokens.
+        """
+        layers = self._layers.values()
+        if self._reaches(length):
+            return length
+        common = set.intersection(*(set(layer.snapshots) for layer in layers)) if self._is_whole else set[int]()
+        return max((at for at in common if at <= length), default=0)
+
+    def roll_back(self, length: int) -> None:
+        """Go back to a usable length."""
+        reaches = self._reaches(length)
+        for layer in self._layers.values():
+            if not reaches:
+                layer.go_back(length)
+            layer.snapshots = {at: snapshot for at, snapshot in layer.snapshots.items() if at <= length}
+
+    def fork(self, source: SessionStates, length: int) -> None:
+        """Take over another session's states at a length that is usable there."""
+        self._layers = {index: layer.copy(length) for index, layer in source._layers.items()}
+
+    def commit(self, rows: Sequence[int]) -> None:
+        """Of a tree's rows, keep only those of an accepted path."""
+        for layer in self._layers.values():
+            if rows and rows[0] >= layer.length:
+                path = torch.tensor(rows, device=layer.memory.device) - layer.length
+                layer.kept = layer.kept.select(path)
+
+    @property
+    def _is_whole(self) -> bool:
+        return len(self._layers) == self.shape.num_layers
+
+    def _reaches(self, length: int) -> bool:
+        """Whether all layers' states, with the rows kept since, are of a prefix of `length` tokens or less."""
+        return (self._is_whole or not length) and all(layer.length <= length for layer in self._layers.values())
