@@ -21,7 +21,8 @@ HALF_WEIGHT_DISTANCE = 0.35  # log distance from the nearest sample at which tha
 NEIGHBOUR_DECAY = 0.25  # factor by which a sample's weight drops for each bucket of distance
 KNOWN_SAMPLES = 3  # samples of a bucket from which a change can be detected
 CHANGE_RUN = 3  # consecutive samples with residuals of the same sign that indicate a change
-CLEAR_RUN, CLEAR = 2, 2.0  # or so many, if each is more than so many times as far off as must be
+CLEAR_RUN = 2  # or so many, if each deviates by more than CLEAR times what is needed
+CLEAR = 2.0
 CHANGE_STEP = math.log(1.15)  # least residual that indicates a change
 CLIP = 3.0  # samples are clipped at this many median deviations
 LEAST_DEVIATION = 0.02
@@ -70,8 +71,9 @@ class RowAverages:
     buckets that violate this are pooled.
 
     When `CHANGE_RUN` consecutive samples of known buckets deviate alike, by at least `CHANGE_STEP` and by more than
-    usual, or `CLEAR_RUN` by far more, the quantity has changed as a whole: earlier samples are scaled by the median deviation, and new ones soon
-    outweigh them. Consecutive outliers do not deviate alike.
+    usual, or `CLEAR_RUN` by far more, the quantity has changed as a whole: earlier samples are scaled by the median
+    deviation, and new ones soon outweigh them. Consecutive outliers seldom deviate alike; if they do, the samples that
+    follow change it back.
     """
 
     def __init__(self, shape: CostCurve, rows: NDArray[np.int64], is_given: bool = False) -> None:
