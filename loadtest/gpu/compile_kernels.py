@@ -31,7 +31,7 @@ from triton.compiler import compile as triton_compile
 
 from bough.config.flag_parser import FlagParser
 from bough.model.checkpoint.gguf_file import BLOCKS
-from bough.model.gpu import attention_triton, blocks_triton, unpack_triton
+from bough.model.gpu import attention_tiles, attention_triton, blocks_triton, unpack_triton
 from bough.model.quant.ggml_blocks import TYPES
 from bough.model.quant.mxfp4 import GROUP
 
@@ -49,8 +49,11 @@ class Heads(NamedTuple):
     dim: int
     softcap: float = 0.0
     has_sinks: bool = False
+    key_dim: int = 0  # of keys whose second part is the value
 
     def __str__(self) -> str:
+        if self.key_dim:
+            return f"{self.group} heads of latents of {self.key_dim} and {self.dim}"
         extras = f"{f', softcap {self.softcap:g}' if self.softcap else ''}{', sinks' if self.has_sinks else ''}"
         return f"{self.group} heads of {self.dim} a KV head{extras}"
 
@@ -77,6 +80,9 @@ FAMILIES = {  # sizes of every family that bough runs
     Heads(2, 256): "Gemma-3-4B",
     Heads(2, 256, 50.0): "Gemma-2-9B",
     Heads(4, 256): "Gemma-3-1B",
+    Heads(16, 512, key_dim=64): "DeepSeek-V2, V3 and R1",
+    Heads(10, 512, key_dim=64): "GLM-4.7-Flash",
+    Heads(10, 256, key_dim=32): "MiniCPM3-4B",
 }
 
 
@@ -125,7 +131,7 @@ def kernels() -> Iterator[Kernel]:
 
 def _attention(dtype: str, heads: Heads) -> Kernel:
     constants = {"NUM_KV_HEADS": 8, "HEAD_DIM": heads.dim, "SOFTCAP": heads.softcap, "HAS_SINKS": heads.has_sinks}
-    tile = attention_triton.tile_constants(heads.group, heads.dim, True)
+    tile = attention_tiles.tile_constants(heads.group, heads.dim, True, heads.key_dim)
     pointers = dict.fromkeys(("queries", "keys", "values", "out"), f"*{dtype}")
     pointers |= {"scale": "fp32", "sinks": "*fp32" if heads.has_sinks else f"*{dtype}"}
     pointers |= dict.fromkeys(("origins", "bases", "lengths", "tails", "tiles"), "*i32")
@@ -134,7 +140,7 @@ def _attention(dtype: str, heads: Heads) -> Kernel:
         attention_triton._attend,
         constants | {"IN_HALVES": True} | tile,
         pointers,
-        attention_triton.launch_options(tile, True),
+        attention_tiles.launch_options(tile, True),
         _VARYING,
     )
 

@@ -164,7 +164,8 @@ def memory_on_host(
 
     Memory is pinned in pieces of whole layers, like that of weights: if CUDA refuses one, the others stay pinned.
     """
-    return KVMemory(*(_in_pieces(shape, num_rows, _layers_by(shape, streams, elsewhere or {})) for _ in range(2)))
+    layers_by = _layers_by(shape, streams, elsewhere or {})
+    return KVMemory(*(_in_pieces(shape, size, layers_by) for size in shape.sizes(num_rows)))
 
 
 def _layers_by(
@@ -176,9 +177,9 @@ def _layers_by(
     return found
 
 
-def _in_pieces(shape: KVShape, num_rows: int, layers_by: Mapping[DeviceStreams, Sequence[int]]) -> torch.Tensor:
-    """Allocate the keys, or the values."""
-    _, *size = shape.size(num_rows)
+def _in_pieces(shape: KVShape, whole: Sequence[int], layers_by: Mapping[DeviceStreams, Sequence[int]]) -> torch.Tensor:
+    """Allocate the keys, or the values, whose shape is `whole`."""
+    _, *size = whole
     layer_bytes = math.prod(size) * shape.dtype.itemsize
     parts, places = list[torch.Tensor](), dict[int, tuple[int, int]]()
     for streams, layers in layers_by.items():
@@ -192,9 +193,9 @@ def _in_pieces(shape: KVShape, num_rows: int, layers_by: Mapping[DeviceStreams, 
 
 def _buffer(shape: KVShape, num_rows: int, streams: DeviceStreams) -> KVMemory:
     """A buffer for one layer's keys and values, (num_rows, num_kv_heads, head_dim) each."""
-    size = shape.size(num_rows)[1:]
-    num_bytes = num_rows * shape.row_bytes // shape.num_layers // 2
-    return KVMemory(*(streams.device_memory(num_bytes).view(shape.dtype).view(size) for _ in range(2)))
+    sizes = [size for _, *size in shape.sizes(num_rows)]
+    memory = (streams.device_memory(math.prod(size) * shape.dtype.itemsize) for size in sizes)
+    return KVMemory(*(room.view(shape.dtype).view(size) for room, size in zip(memory, sizes, strict=True)))
 
 
 def _assign_rows(batch: Batch) -> dict[KVSlot, _BufferRows]:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import GptOssConfig, LlamaConfig, MixtralConfig, PretrainedConfig, Qwen3MoeConfig
+from transformers import GptOssConfig, LlamaConfig, MiniCPM3Config, MixtralConfig, PretrainedConfig, Qwen3MoeConfig
 
 from bough.cli.main import argument_parser, main
 from bough.cli.planning.plan import settings_from
@@ -83,6 +83,11 @@ FAMILIES: dict[str, PretrainedConfig] = {
         vocab_size=262, hidden_size=64, intermediate_size=96, moe_intermediate_size=64, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, head_dim=16, max_position_embeddings=512, num_experts=4,
         num_experts_per_tok=2, mlp_only_layers=[0], bos_token_id=260, eos_token_id=261,
+    ),
+    "minicpm3": MiniCPM3Config(
+        vocab_size=262, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        kv_lora_rank=32, q_lora_rank=64, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=16,
+        max_position_embeddings=512, bos_token_id=260, eos_token_id=261,
     ),
 }  # fmt: skip
 

@@ -29,6 +29,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 pytest.importorskip("triton", reason="Triton is not installed; builds of torch for GPUs bring it")
 if DEVICE.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("without a GPU, TRITON_INTERPRET=1 has the kernel interpreted", allow_module_level=True)
+BLOCK: int = importlib.import_module("bough.model.gpu.attention_tiles").BLOCK
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}  # of the result's own type
 
 
@@ -91,6 +92,22 @@ def test_a_row_is_bitwise_what_it_would_be_on_a_path_of_its_own(kernel: ModuleTy
     assert torch.equal(in_tree, plain)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_latents_are_keys_and_values(kernel: ModuleType, dtype: torch.dtype) -> None:
+    """Of 20 heads, 10 a program: as the reference says, and bitwise what they are on a path of their own."""
+    torch.manual_seed(8)
+    tree, base, node = random_tree(np.random.default_rng(8), 6), 37, 5
+    keys, values = torch.randn(50, 1, 8, device=DEVICE, dtype=dtype), torch.randn(50, 1, 24, device=DEVICE, dtype=dtype)
+    queries, rules = torch.randn(6, 20, 32, device=DEVICE, dtype=dtype), (0.25, 0, 0.0, None)
+    paths = paths_of(tree_at(base, tree))
+    mine = kernel.attend_by_triton(queries, keys, values, paths, *rules)
+    wanted = attend_by_mask(queries, keys, values, paths, *rules)
+    torch.testing.assert_close(mine.float(), wanted, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    path = [*range(base), *(base + step for step in tree.path(node))]
+    alone = paths_of(tree_at(len(path) - 1, Tree.root(1)))
+    assert torch.equal(mine[node], kernel.attend_by_triton(queries[[node]], keys[path], values[path], alone, *rules)[0])
+
+
 def test_rows_that_nobody_has_written_do_no_harm(kernel: ModuleType) -> None:
     """A GPU's memory is whatever it was: NaN, of which the reference once made a sum, times a weight of 0."""
     torch.manual_seed(7)
@@ -146,7 +163,7 @@ class Loads:
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="a GPU does not tell what it loads")
 def test_rows_of_a_session_read_what_is_committed_together(kernel: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once for each tile, not for each row: 768 rows by 8,000 keys would be 25 GB a layer of a 70B."""
-    loads, base, num_rows = Loads(monkeypatch), 20 * kernel.BLOCK, 16
+    loads, base, num_rows = Loads(monkeypatch), 20 * BLOCK, 16
     keys, values = torch.randn(2, base + num_rows, 1, 16, device=DEVICE, dtype=torch.float16)
     queries = torch.randn(num_rows, 4, 16, device=DEVICE, dtype=torch.float16)
     star = Tree.of([*range(num_rows)], [-1] + [0] * (num_rows - 1), [0.0] * num_rows)
@@ -171,9 +188,9 @@ def test_a_row_s_bits_are_the_same_among_any_rows(
     torch.manual_seed(8)
     rng, begins = np.random.default_rng(8), (0, 150, 300)
     segments = [
-        tree_at(2 * kernel.BLOCK - 1, random_tree(rng, 20)),
+        tree_at(2 * BLOCK - 1, random_tree(rng, 20)),
         tree_at(90, random_tree(rng, 7)),
-        Segment.context(KVSlot.__new__(KVSlot), kernel.BLOCK - 3, [*range(9)]),
+        Segment.context(KVSlot.__new__(KVSlot), BLOCK - 3, [*range(9)]),
     ]
     keys, values = torch.randn(2, 500, kv_heads, head_dim, device=DEVICE, dtype=dtype)
     sizes = [len(segment) for segment in segments]
@@ -212,7 +229,8 @@ COMPILE = """
 import json, sys
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
-from bough.model.gpu.attention_triton import _attend as kernel, launch_options, tile_constants
+from bough.model.gpu.attention_tiles import launch_options, tile_constants
+from bough.model.gpu.attention_triton import _attend as kernel
 
 def compiled(capability, numbers, in_halves):
     constants = {"NUM_KV_HEADS": 8, "HEAD_DIM": 128, "SOFTCAP": 0.0, "HAS_SINKS": False, "IN_HALVES": in_halves}

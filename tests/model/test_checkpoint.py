@@ -148,8 +148,8 @@ SMALL = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "v
         ("stablelm", "computes attention on its own"),
         ("gpt2", "does not list its layers"),
         ("falcon", "does not build it as a language model with bough's attention"),
-        ("deepseek_v2", r"compresses keys and values together \(MLA\)"),
-        ("deepseek_v3", r"compresses keys and values together \(MLA\)"),
+        ("deepseek_v32", "layers of indexed_attention"),
+        ("longcat_flash", r"layer 0 has 2 attentions with latents \(MLA\), where slots have room for one"),
         ("gemma3n_text", "attend to the keys of others"),
     ],
 )

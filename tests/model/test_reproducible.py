@@ -11,11 +11,15 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     CohereConfig,
+    DeepseekV2Config,
+    DeepseekV3Config,
     Gemma2Config,
     Gemma3TextConfig,
+    Glm4MoeLiteConfig,
     GptOssConfig,
     GraniteConfig,
     LlamaConfig,
+    MiniCPM3Config,
     MistralConfig,
     MixtralConfig,
     Olmo2Config,
@@ -91,6 +95,28 @@ LONGROPE = {
     "short_factor": [1.0 + 0.1 * i for i in range(8)],
     "long_factor": [2.0 + 0.3 * i for i in range(8)],
 }
+LATENT = {name: value for name, value in COMMON.items() if name not in ("head_dim", "num_key_value_heads")} | {
+    "kv_lora_rank": 32,
+    "q_lora_rank": 24,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 20,
+}
+ROUTED = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 48,
+    "n_group": 4,
+    "topk_group": 2,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 64,
+}
 LINEAR = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
@@ -133,6 +159,12 @@ FAMILIES: dict[str, PretrainedConfig] = {
     "cohere, one norm for both halves": CohereConfig(**COMMON),
     "granite, scaled": GraniteConfig(**COMMON, logits_scaling=2.0, residual_multiplier=0.5),
     "starcoder2, biases": Starcoder2Config(**COMMON, use_bias=True),
+    "deepseek v2, no rank of queries": DeepseekV2Config(
+        **{**LATENT, "q_lora_rank": None}, **ROUTED, first_k_dense_replace=1, topk_method="group_limited_greedy"
+    ),
+    "deepseek v3, yarn": DeepseekV3Config(**LATENT, **ROUTED, first_k_dense_replace=1, rope_parameters=YARN),
+    "glm4 moe lite": Glm4MoeLiteConfig(**LATENT, **ROUTED),
+    "minicpm3, latents and no experts": MiniCPM3Config(**LATENT),
     "qwen3 next, recurrent layers": Qwen3NextConfig(**COMMON, **LINEAR, **EXPERTS, mlp_only_layers=[1]),
     "qwen3.5, recurrent layers": Qwen3_5TextConfig(**COMMON, **LINEAR),
     "qwen3.5 moe, recurrent layers": Qwen3_5MoeTextConfig(**COMMON, **LINEAR, **EXPERTS),

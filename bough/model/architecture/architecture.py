@@ -17,6 +17,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from bough.errors import CheckpointError
 from bough.model.architecture import attention
 from bough.model.architecture.gated_delta import run_trees, why_not_recurrent
+from bough.model.architecture.latent import keep_compressed, why_not_compressed
 from bough.model.checkpoint.gguf_config import FACTORS, gguf_config
 from bough.model.checkpoint.gguf_file import is_gguf
 from bough.model.kv.session_kv import KVShape
@@ -94,6 +95,7 @@ def build_empty(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel
         reason = f"transformers does not build it as a language model with bough's attention: {exc!r}"
     if reason:
         raise CheckpointError(f"config.json: model_type {config.model_type!r} cannot be run: {reason}")
+    keep_compressed(model)
     run_trees(model)
     model.eval().requires_grad_(False)
     model.tie_weights()
@@ -152,7 +154,7 @@ def _why_not(model: PreTrainedModel) -> str:
 def _why_not_kept(config: PretrainedConfig, layers: nn.ModuleList) -> str:
     """Why keys and values cannot be stored in slots, which have equal rows in every layer; empty if they can."""
     if getattr(config, "kv_lora_rank", None):
-        return "its attention compresses keys and values together (MLA), and a head's are not of one size"
+        return why_not_compressed(config, layers)
     if getattr(config, "num_kv_shared_layers", None):
         return "some of its layers attend to the keys of others, and have none themselves"
     if getattr(config, "cross_attention_layers", None):

@@ -12,6 +12,7 @@ import torch
 from transformers import AttentionInterface
 
 from bough.errors import CheckpointError
+from bough.model.architecture.latent import absorbed, expanded, is_latent
 from bough.model.batch.batch import Chunk
 from bough.model.batch.gpu_paths import Paths
 from bough.model.cpu.attention_cpu import KINDS, attend_in_slots, attend_on_cpu
@@ -32,10 +33,12 @@ def attend_by_mask(
 ) -> torch.Tensor:
     """Attention on any device by gathering each row's path: correct, but slow and not bitwise reproducible.
 
-    queries (num_rows, num_heads, head_dim); keys and values (num_memory_rows, num_kv_heads, head_dim). Reference for
-    the kernels, and used on a GPU without Triton.
+    queries (num_rows, num_heads, head_dim); keys and values (num_memory_rows, num_kv_heads, head_dim). Where queries
+    are wider, a key has its value as a second part. Reference for the kernels, and used on a GPU without Triton.
     """
     queries, keys, values = queries.float(), keys.float(), values.float()
+    if queries.shape[2] > keys.shape[2]:
+        keys = torch.cat((keys, values), 2)
     where, visible = _gathered(paths, window)
     group = queries.shape[1] // keys.shape[1]
     path_keys = keys[where].repeat_interleave(group, 2)  # (num_rows, longest, num_heads, head_dim)
@@ -81,19 +84,22 @@ def tree_attention(
     """
     layer = cast(int, module.layer_idx)
     _require_room(chunk, layer, key, value)
-    queries, keys, values = (numbers[0].transpose(0, 1) for numbers in (query, key, value))
+    keys, values = (numbers[0].transpose(0, 1) for numbers in (key, value))
+    queries = absorbed(module, query) if is_latent(module) else query[0].transpose(0, 1)
     rules = scaling, sliding_window or 0, softcap or 0.0, None if s_aux is None else s_aux.float()
     if query.device.type == "cpu" and chunk.pieces:
         attend = attend_in_slots if key.dtype in KINDS else _attend_by_piece
-        return attend(chunk, layer, queries, keys, values, *rules).to(query.dtype)[None], None
-    return _attend_on_paths(chunk, layer, queries.contiguous(), keys, values, *rules)[None], None
+        out = attend(chunk, layer, queries, keys, values, *rules).to(query.dtype)
+    else:
+        out = _attend_on_paths(chunk, layer, queries.contiguous(), keys, values, *rules)
+    return (expanded(module, out) if is_latent(module) else out)[None], None
 
 
 def _require_room(chunk: Chunk, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
     """Check sizes before kernels write. Raises CheckpointError if the slots' sizes differ."""
-    for name, numbers in (("keys", key), ("values", value)):
-        for piece in chunk.pieces[:1]:
-            found, room = (numbers.shape[1], numbers.shape[3]), tuple(piece.slot.keys.shape[2:])
+    for piece in chunk.pieces[:1]:
+        for name, numbers, held in (("keys", key, piece.slot.keys), ("values", value, piece.slot.values)):
+            found, room = (numbers.shape[1], numbers.shape[3]), tuple(held.shape[2:])
             if found != room:
                 raise CheckpointError(
                     f"config.json: {name} of all layers must be {room[0]} heads of {room[1]} numbers, as it says, got "
@@ -111,7 +117,7 @@ def _attend_on_paths(
     held_values.index_copy_(0, paths.rows, values[:num_rows])
     kernels = kernels_on(queries.device)
     attend = kernels.attend if kernels else attend_by_mask
-    out = torch.zeros_like(queries)  # padding rows have no path and stay 0
+    out = queries.new_zeros(*queries.shape[:2], values.shape[2])  # padding rows have no path and stay 0
     out[:num_rows] = attend(queries[:num_rows], held_keys, held_values, paths, *rules)
     return out
 
@@ -120,7 +126,7 @@ def _attend_by_piece(
     chunk: Chunk, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *rules: Any
 ) -> torch.Tensor:
     """Attend piece by piece on a CPU, converting slots of a dtype that the kernel cannot read."""
-    out, memory = torch.zeros_like(queries), chunk.memory(layer)
+    out, memory = queries.new_zeros(*queries.shape[:2], values.shape[2]), chunk.memory(layer)
     for piece, begin in zip(chunk.pieces, chunk.begins, strict=True):
         held_keys, held_values = (rows[begin : begin + piece.num_keys] for rows in memory)
         held_keys[piece.rows], held_values[piece.rows] = keys[piece.span], values[piece.span]

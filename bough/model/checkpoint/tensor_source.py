@@ -111,6 +111,7 @@ class Stored:
     """A tensor as stored: a view of its bytes, or a converted copy."""
 
     place: TensorPlace
+    keeps_dtype: bool = False  # whatever the model computes in
     is_by_rows = True  # any rows of the value can be made of the same rows of the tensor
 
     @property
@@ -139,7 +140,7 @@ class Stored:
         out.copy_(typed(data, self.place))
 
     def _is_view(self, dtype: torch.dtype) -> bool:
-        return STORED_DTYPES[self.place.dtype] == dtype and _is_aligned(self.place)
+        return self.keeps_dtype or (STORED_DTYPES[self.place.dtype] == dtype and _is_aligned(self.place))
 
 
 @dataclass(frozen=True, slots=True)

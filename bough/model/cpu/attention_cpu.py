@@ -20,11 +20,13 @@ KINDS: dict[torch.dtype, np.uint16 | np.float32] = {torch.bfloat16: np.uint16(0)
 _shares: dict[torch.dtype, Any] = {}  # pointers to `share_attention`, by these types
 
 
-def _attend_over(spans: PathSpans, layer: int, num_kv_heads: int, queries: torch.Tensor, *rules: Any) -> torch.Tensor:
-    """Attention (num_rows, num_heads, head_dim) of queries of the same shape; 0 in rows that belong to no piece."""
+def _attend_over(
+    spans: PathSpans, layer: int, num_kv_heads: int, value_dim: int, queries: torch.Tensor, *rules: Any
+) -> torch.Tensor:
+    """Attention (num_rows, num_heads, value_dim) of queries (num_rows, num_heads, ...); 0 in rows of no piece."""
     num_rows, num_heads, _ = queries.shape
     flat, kind, num_threads = queries.reshape(num_rows, -1).contiguous(), KINDS[queries.dtype], numba.get_num_threads()
-    out = torch.zeros(-(-num_rows // LANES), flat.shape[1], LANES)
+    out = torch.zeros(-(-num_rows // LANES), num_heads * value_dim, LANES)
     scale, window, softcap, sinks = rules
     own_sinks = np.full(num_heads, -np.inf, np.float32) if sinks is None else sinks.numpy()
     own_rules = Rules(num_kv_heads, np.float32(scale), window, np.float32(softcap), own_sinks)
@@ -33,7 +35,8 @@ def _attend_over(spans: PathSpans, layer: int, num_kv_heads: int, queries: torch
     if queries.dtype not in _shares:
         _shares[queries.dtype] = pointer(share_attention, taken, 0, *arguments)
     attend(_shares[queries.dtype], taken, *arguments)
-    return out.transpose(1, 2).reshape(-1, flat.shape[1])[:num_rows].to(queries.dtype).view(queries.shape)
+    rows = out.transpose(1, 2).reshape(-1, out.shape[1])[:num_rows]
+    return rows.to(queries.dtype).view(num_rows, num_heads, value_dim)
 
 
 def _bits(numbers: torch.Tensor) -> torch.Tensor:
@@ -48,11 +51,12 @@ def attend_on_cpu(
 
     `rules` are scale, window, softcap and sinks, as in `Rules`; sinks may be None.
     queries (num_rows, num_heads, head_dim), keys and values (num_keys, num_kv_heads, head_dim), of any floating types.
+    Where queries are wider than values, they are as wide as a key and a value, and the value is the key's second part.
     """
     stored_keys, stored_values = (numbers.float().contiguous() for numbers in (keys, values))
     place = Place(stored_keys.data_ptr(), stored_values.data_ptr(), len(keys))
     spans = PathSpans.at([place], [piece], keys.shape[1])
-    return _attend_over(spans, 0, keys.shape[1], queries.float(), *rules)
+    return _attend_over(spans, 0, *values.shape[1:], queries.float(), *rules)
 
 
 def attend_in_slots(
@@ -62,4 +66,4 @@ def attend_in_slots(
     kind = KINDS[keys.dtype]
     spans, number = chunk.spans(layer)
     store(spans, kind, number, *(_bits(numbers).numpy() for numbers in (keys, values)))
-    return _attend_over(spans, number, keys.shape[1], queries, *rules)
+    return _attend_over(spans, number, *values.shape[1:], queries, *rules)

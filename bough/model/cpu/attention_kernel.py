@@ -177,7 +177,8 @@ def _put_heads(heads: Any, totals: Any, tile: Any, head_dim: Any, out: Any) -> A
 
 @strict_inner
 def _attend_tile(queries: Any, keys: Any, values: Any, spans: Any, tile: Any, rules: Any, out: Any) -> Any:
-    head_dim, num_keys = keys.shape[2], tile.num_committed + len(tile.behind)
+    head_dim, value_dim = queries.shape[1] // len(rules.sinks), values.shape[2]
+    num_keys, num_own = tile.num_committed + len(tile.behind), keys.shape[2]
     width, num_blocks = -(-head_dim // LANES) * LANES, -(-(tile.end - tile.begin) * tile.group // LANES)
     lines, totals = np.zeros((BLOCK, width), np.float32), np.empty((num_blocks, LANES), np.float32)
     asked, heads = np.zeros((num_blocks, width, LANES), np.float32), np.zeros((num_blocks, width, LANES), np.float32)
@@ -186,6 +187,8 @@ def _attend_tile(queries: Any, keys: Any, values: Any, spans: Any, tile: Any, ru
     _lay_out(queries, tile, head_dim, rules.scale, asked)
     for begin in range(0, num_keys, BLOCK):
         _read(keys, tile, begin, min(begin + BLOCK, num_keys), lines)
+        if num_own < head_dim:
+            _read(values, tile, begin, min(begin + BLOCK, num_keys), lines[:, num_own:])
         for block in range(num_blocks):
             add_products(lines, width, 1, width, asked[block], padded[block, begin : begin + BLOCK])
     if rules.softcap > 0:
@@ -200,15 +203,15 @@ def _attend_tile(queries: Any, keys: Any, values: Any, spans: Any, tile: Any, ru
         _read(values, tile, begin, end, lines)
         for block in range(num_blocks):
             add_products(lines, 1, width, end - begin, scores[block, begin:end], heads[block])
-    _put_heads(heads, totals, tile, head_dim, out)
+    _put_heads(heads, totals, tile, value_dim, out)
 
 
 @strict_inner
-def _rows_of(spans: Any, piece: Any, kind: Any, layer: Any, num_kv_heads: Any, head_dim: Any) -> Any:
-    """Keys and values of a piece's slot in one layer, (rows, num_kv_heads, head_dim) each."""
+def _rows_of(spans: Any, piece: Any, kind: Any, layer: Any, num_kv_heads: Any, key_dim: Any, value_dim: Any) -> Any:
+    """Keys (rows, num_kv_heads, key_dim) and values (rows, num_kv_heads, value_dim) of a piece's slot in one layer."""
     slot = spans.slots[piece]
-    keys = layer_rows(slot[0], kind, layer, slot[2], num_kv_heads, head_dim)
-    return keys, layer_rows(slot[1], kind, layer, slot[2], num_kv_heads, head_dim)
+    keys = layer_rows(slot[0], kind, layer, slot[2], num_kv_heads, key_dim)
+    return keys, layer_rows(slot[1], kind, layer, slot[2], num_kv_heads, value_dim)
 
 
 @strict
@@ -220,8 +223,9 @@ def share_attention(
     task = take(taken, thread, num_threads, num_tasks)
     while task < num_tasks:
         tile = _tile_of(spans, task, num_heads // rules.num_kv_heads, rules.window)
-        piece, head_dim = spans.tasks[task, 0], out.shape[1] // num_heads
-        keys, values = _rows_of(spans, piece, kind, layer, rules.num_kv_heads, head_dim)
+        head_dim, value_dim = queries.shape[1] // num_heads, out.shape[1] // num_heads
+        key_dim = head_dim if head_dim == value_dim else head_dim - value_dim
+        keys, values = _rows_of(spans, spans.tasks[task, 0], kind, layer, rules.num_kv_heads, key_dim, value_dim)
         _attend_tile(queries, keys, values, spans, tile, rules, out)
         task = take_next(taken, thread, num_threads, num_tasks)
     wait_for_all(taken, num_threads, num_tasks)
@@ -235,8 +239,9 @@ def attend(
 
     `share` is a pointer to `share_attention` (`bough.model.cpu.jit.pointer`). `queries` (rows, num_heads * head_dim)
     have the type of the slots: float32, or bfloat16 as its bits; `kind` is a number of this type. `out` is (blocks,
-    num_heads * head_dim, LANES) float32, its lanes are rows; rows that belong to no piece are left unchanged. `taken`
-    is a row of `bough.model.cpu.work_stealing.counters`.
+    num_heads * value_dim, LANES) float32, its lanes are rows; rows that belong to no piece are left unchanged. Where
+    queries are wider than values, a key's last value_dim numbers are its value, and are not stored twice. `taken` is a
+    row of `bough.model.cpu.work_stealing.counters`.
     """
     for number in numba.prange(num_threads):
         share(taken, as_thread(number), num_threads, queries, spans, kind, layer, rules, out)
@@ -244,13 +249,14 @@ def attend(
 
 @strict
 def store(spans: Any, kind: Any, layer: Any, keys: Any, values: Any) -> Any:
-    """Write new keys and values, (rows, num_kv_heads, head_dim) each, to their rows in the slots."""
-    _, num_kv_heads, head_dim = keys.shape
+    """Write new keys and values, (rows, num_kv_heads, width) each, to their rows in the slots."""
+    _, num_kv_heads, key_dim = keys.shape
     for piece in range(len(spans.slots)):
-        held_keys, held_values = _rows_of(spans, piece, kind, layer, num_kv_heads, head_dim)
+        held_keys, held_values = _rows_of(spans, piece, kind, layer, num_kv_heads, key_dim, values.shape[2])
         for row in range(spans.ranges[piece, 0], spans.ranges[piece, 1]):
             stored = spans.rows[row]
             for head in range(num_kv_heads):
-                for d in range(head_dim):
+                for d in range(key_dim):
                     held_keys[stored, head, d] = keys[row, head, d]
+                for d in range(values.shape[2]):
                     held_values[stored, head, d] = values[row, head, d]

@@ -18,6 +18,7 @@ from bough.model.cpu.gemm import GROUP, WORD_BYTES, lay_out
 from bough.model.cpu.gemm_parallel import share_product
 from bough.model.cpu.jit import pointer, strict_parallel
 from bough.model.cpu.llvm_vectors import LANES, multiplies_and_adds
+from bough.model.cpu.threads import all_threads
 from bough.model.cpu.work_stealing import as_thread, counters
 
 DTYPES = (torch.bfloat16, torch.float32)
@@ -37,6 +38,14 @@ def is_left_to_us(rows: torch.Tensor, matrix: torch.Tensor) -> bool:
     """
     is_possible = rows.device.type == "cpu" and can_multiply(rows.shape[-1], rows.dtype)
     return is_possible and (rows.dtype == torch.float32 or matrix.is_contiguous())
+
+
+def fixed_product(rows: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """A product whose number of rows is always the same."""
+    if is_left_to_us(rows, matrix):
+        return multiply(rows, matrix, bias)
+    with all_threads():
+        return nn.functional.linear(rows, matrix, bias)
 
 
 def multiply(rows: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

@@ -4,7 +4,8 @@ A program computes a tile of rows of one slot for one KV head. It reads the comm
 for each row the keys on its own path. Each row meets its keys in the order of their positions, in blocks fixed by
 position, and all products have the same shape; a block that a row does not see leaves its state unchanged. So a row's
 result depends on its query and its path alone, bit for bit, whatever rows share its tile. Keys and values are read from
-the slot as they are stored; sums are in float32.
+the slot as they are stored; sums are in float32. Where keys have their value as a second part (latent attention), it is
+read once for both, and the one KV head is computed as several, of some query heads each.
 """
 
 from __future__ import annotations
@@ -15,11 +16,7 @@ import triton.language as tl
 from triton.runtime.interpreter import InterpretedFunction
 
 from bough.model.batch.gpu_paths import TILE_ROWS, Paths
-
-BLOCK = 32  # keys in one step of the online softmax; 64 would exceed the registers
-MIN_DOT = 16  # least rows and columns of a tensor core's tile
-TILE_QUERIES = 64  # most rows times heads of a program, so that its results stay in registers
-NUM_STAGES = 2
+from bough.model.gpu.attention_tiles import heads_together, launch_options, tile_constants
 
 # Arguments that vary between calls must not be specialised on: each specialisation is another program, which may round
 # differently.
@@ -27,12 +24,16 @@ _VARYING = ("tail_width", "window", "scale")
 
 
 @triton.jit
-def _scores(query, key, is_seen, scale, SOFTCAP: tl.constexpr, IN_HALVES: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Scores (QUERIES, BLOCK) float32; -inf for keys that a query does not see."""
+def _product(query, key, IN_HALVES: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Products (QUERIES, BLOCK) float32."""
     if IN_HALVES:
-        scores = tl.dot(query, tl.trans(key)) * scale
-    else:
-        scores = tl.dot(query.to(tl.float32), tl.trans(key.to(tl.float32)), input_precision="ieee") * scale
+        return tl.dot(query, tl.trans(key))
+    return tl.dot(query.to(tl.float32), tl.trans(key.to(tl.float32)), input_precision="ieee")
+
+
+@triton.jit
+def _scores(scores, is_seen, SOFTCAP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Scores (QUERIES, BLOCK) capped; -inf for keys that a query does not see."""
     if SOFTCAP > 0:
         scores = SOFTCAP * (1.0 - 2.0 / (tl.exp(scores * (2.0 / SOFTCAP)) + 1.0))  # tanh
     return tl.where(is_seen, scores, float("-inf"))
@@ -62,6 +63,7 @@ def _fold(scores, value, highest, total, result, IN_HALVES: tl.constexpr):  # ty
 @triton.jit
 def _meet(  # type: ignore[no-untyped-def]
     query,
+    own_query,  # (QUERIES, KEY_DIM) to keys that have values as a second part
     keys,
     values,
     rows,  # (BLOCK,) memory rows of the block's keys
@@ -74,18 +76,49 @@ def _meet(  # type: ignore[no-untyped-def]
     result,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    DIM_PADDED: tl.constexpr,
+    KEY_DIM: tl.constexpr,
     SOFTCAP: tl.constexpr,
     IN_HALVES: tl.constexpr,
 ):
     """Load a block of keys and values, and fold it into the online softmax."""
-    dims = tl.arange(0, DIM_PADDED)
-    places = (rows[:, None] * NUM_KV_HEADS + kv_head) * HEAD_DIM + dims[None, :]
-    is_number = is_there[:, None] & (dims < HEAD_DIM)[None, :]
-    key = tl.load(keys + places, mask=is_number, other=0.0)
-    scores = _scores(query, key, is_seen, scale, SOFTCAP, IN_HALVES)
-    value = tl.load(values + places, mask=is_number, other=0.0)
+    dims = tl.arange(0, query.shape[1])
+    if KEY_DIM > 0:
+        own_dims, places = tl.arange(0, own_query.shape[1]), rows[:, None] * HEAD_DIM + dims[None, :]
+        is_own = is_there[:, None] & (own_dims < KEY_DIM)[None, :]
+        key = tl.load(keys + rows[:, None] * KEY_DIM + own_dims[None, :], mask=is_own, other=0.0)
+        value = tl.load(values + places, mask=is_there[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
+        scores = (_product(own_query, key, IN_HALVES) + _product(query, value, IN_HALVES)) * scale
+        scores = _scores(scores, is_seen, SOFTCAP)
+    else:
+        places = (rows[:, None] * NUM_KV_HEADS + kv_head) * HEAD_DIM + dims[None, :]
+        is_number = is_there[:, None] & (dims < HEAD_DIM)[None, :]
+        key = tl.load(keys + places, mask=is_number, other=0.0)
+        scores = _scores(_product(query, key, IN_HALVES) * scale, is_seen, SOFTCAP)
+        value = tl.load(values + places, mask=is_number, other=0.0)
     return _fold(scores, value, highest, total, result, IN_HALVES)
+
+
+@triton.jit
+def _queries(  # type: ignore[no-untyped-def]
+    queries,
+    heads,  # (QUERIES, 1) of all rows
+    is_query,  # (QUERIES,)
+    is_cell,  # (QUERIES, DIM_PADDED)
+    HEAD_DIM: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    KEY_PADDED: tl.constexpr,
+):
+    """Queries to keys, or to values and to keys that have these as a second part."""
+    dims = tl.arange(0, is_cell.shape[1])
+    if KEY_DIM > 0:
+        own_dims, begins = tl.arange(0, KEY_PADDED), queries + heads * (KEY_DIM + HEAD_DIM)
+        is_own_cell = is_query[:, None] & (own_dims < KEY_DIM)[None, :]
+        own_query = tl.load(begins + own_dims[None, :], mask=is_own_cell, other=0.0)
+        query = tl.load(begins + KEY_DIM + dims[None, :], mask=is_cell, other=0.0)
+    else:
+        query = tl.load(queries + heads * HEAD_DIM + dims[None, :], mask=is_cell, other=0.0)
+        own_query = query
+    return query, own_query
 
 
 @triton.jit
@@ -93,6 +126,14 @@ def _part_of_tile(tile, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
     """This program's rows [begin, end); empty if the tile has fewer."""
     begin_row = tl.load(tile) + ROWS * tl.program_id(2)
     return begin_row, tl.minimum(tl.load(tile + 1), begin_row + ROWS)
+
+
+@triton.jit
+def _reach(lengths, is_row, window):  # type: ignore[no-untyped-def]
+    """Ends and first positions of what rows see; the last of the ends, and the earliest of the firsts."""
+    length = tl.load(lengths, mask=is_row, other=0)
+    first = tl.where(window > 0, tl.maximum(length - window, 0), 0)
+    return length, first, tl.max(length, 0), tl.min(tl.where(is_row, first, 2147483647), 0)
 
 
 @triton.jit
@@ -116,16 +157,16 @@ def _rows_of(tail, positions, base, origin, is_near):  # type: ignore[no-untyped
 
 @triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_VARYING)
 def _attend(  # type: ignore[no-untyped-def]
-    queries,  # (num_rows, num_heads, head_dim)
-    keys,  # (num_memory_rows, num_kv_heads, head_dim)
-    values,  # likewise
+    queries,  # (num_rows, num_heads, KEY_DIM + HEAD_DIM)
+    keys,  # (num_memory_rows, num_kv_heads, head_dim); (num_memory_rows, 1, KEY_DIM) with KEY_DIM
+    values,  # (num_memory_rows, num_kv_heads, head_dim); (num_memory_rows, 1, HEAD_DIM) with KEY_DIM
     origins,  # this and the next four arguments are as in `Paths`
     bases,
     lengths,
     tails,
     tiles,
     sinks,  # (num_heads,) float32; unused without HAS_SINKS
-    out,  # like queries
+    out,  # (num_rows, num_heads, HEAD_DIM)
     tail_width,
     scale,
     window,  # 0 is unlimited
@@ -139,42 +180,42 @@ def _attend(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,  # rows of a program
     GROUP_PADDED: tl.constexpr,
     DIM_PADDED: tl.constexpr,
+    KEY_DIM: tl.constexpr,  # width of keys whose second part is the value; 0 if keys are apart from values
+    KEY_PADDED: tl.constexpr,
 ):
     kv_head = tl.program_id(1)
     begin_row, end_row = _part_of_tile(tiles + 2 * tl.program_id(0), ROWS)
     lanes, dims, steps = tl.arange(0, ROWS * GROUP_PADDED), tl.arange(0, DIM_PADDED), tl.arange(0, BLOCK)
     row, head = begin_row + lanes // GROUP_PADDED, lanes % GROUP_PADDED
     is_row, is_any = row < end_row, begin_row < end_row  # the rows of a tile are of one slot
-    is_cell = (is_row & (head < GROUP))[:, None] & (dims < HEAD_DIM)[None, :]
-    cells = ((row * NUM_KV_HEADS + kv_head) * GROUP + head)[:, None].to(tl.int64) * HEAD_DIM + dims[None, :]
-    query = tl.load(queries + cells, mask=is_cell, other=0.0)
-    length = tl.load(lengths + row, mask=is_row, other=0)
-    first = tl.where(window > 0, tl.maximum(length - window, 0), 0)
-    longest, earliest = tl.max(length, 0), tl.min(tl.where(is_row, first, 2147483647), 0)
+    is_query = is_row & (head < GROUP)
+    is_cell = is_query[:, None] & (dims < HEAD_DIM)[None, :]
+    heads = ((row * NUM_KV_HEADS + kv_head) * GROUP + head)[:, None].to(tl.int64)
+    cells = heads * HEAD_DIM + dims[None, :]
+    query, part = _queries(queries, heads, is_query, is_cell, HEAD_DIM, KEY_DIM, KEY_PADDED)
+    length, first, longest, earliest = _reach(lengths + row, is_row, window)
     origin = tl.load(origins + begin_row, mask=is_any, other=0).to(tl.int64)
     base = tl.load(bases + begin_row, mask=is_any, other=0)
-    has_tails = longest > base
-    shared = tl.where(has_tails, base // BLOCK * BLOCK, longest)  # end of the blocks that all rows share
+    shared = tl.where(longest > base, base // BLOCK * BLOCK, longest)  # end of the blocks that all rows share
     highest, total, result = _nothing_seen(sinks + kv_head * GROUP + head, head < GROUP, query, HAS_SINKS)
     for begin in range(earliest // BLOCK * BLOCK, shared, BLOCK):
-        positions = begin + steps
-        is_seen = (positions[None, :] >= first[:, None]) & (positions[None, :] < length[:, None])
-        is_there = (positions >= earliest) & (positions < longest)
-        state = (query, keys, values, origin + positions, is_there, is_seen, kv_head, scale, highest, total, result)
-        highest, total, result = _meet(*state, NUM_KV_HEADS, HEAD_DIM, DIM_PADDED, SOFTCAP, IN_HALVES)
-    for own in range(begin_row, tl.where(has_tails, end_row, begin_row)):
+        places = begin + steps
+        is_seen = (places[None, :] >= first[:, None]) & (places[None, :] < length[:, None])
+        is_there = (places >= earliest) & (places < longest)
+        state = (query, part, keys, values, origin + places, is_there, is_seen, kv_head, scale, highest, total, result)
+        highest, total, result = _meet(*state, NUM_KV_HEADS, HEAD_DIM, KEY_DIM, SOFTCAP, IN_HALVES)
+    for own in range(begin_row, tl.where(longest > base, end_row, begin_row)):
         own_length, is_own = tl.load(lengths + own), row == own
         own_first = tl.where(window > 0, tl.maximum(own_length - window, 0), 0)
         for begin in tl.range(tl.maximum(shared, own_first // BLOCK * BLOCK), own_length, BLOCK, num_stages=1):
             is_near = (begin + steps >= own_first) & (begin + steps < own_length)
             rows = _rows_of(tails + own * tail_width, begin + steps, base, origin, is_near)
             is_seen = is_own[:, None] & is_near[None, :]
-            state = (query, keys, values, rows, is_near, is_seen, kv_head, scale, highest, total, result)
-            peak, weight, sums = _meet(*state, NUM_KV_HEADS, HEAD_DIM, DIM_PADDED, SOFTCAP, IN_HALVES)
+            state = (query, part, keys, values, rows, is_near, is_seen, kv_head, scale, highest, total, result)
+            peak, weight, sums = _meet(*state, NUM_KV_HEADS, HEAD_DIM, KEY_DIM, SOFTCAP, IN_HALVES)
             highest, total = tl.where(is_own, peak, highest), tl.where(is_own, weight, total)
             result = tl.where(is_own[:, None], sums, result)  # other rows keep theirs even where this one's has NaN
-    total = tl.where(total == 0.0, 1.0, total)  # of lanes without a row
-    tl.store(out + cells, (result / total[:, None]).to(out.dtype.element_ty), mask=is_cell)
+    tl.store(out + cells, (result / tl.where(total == 0.0, 1.0, total)[:, None]).to(out.dtype.element_ty), mask=is_cell)
 
 
 def attend_by_triton(
@@ -188,11 +229,13 @@ def attend_by_triton(
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """Attention of every row over its path; shapes as in `_attend`, any floating-point types."""
-    out = torch.empty_like(queries)
-    _, num_heads, head_dim = queries.shape
-    num_kv_heads = keys.shape[1]
+    _, num_heads, width = queries.shape
+    _, num_kv_heads, head_dim = values.shape
+    out, key_dim = queries.new_empty(len(queries), num_heads, head_dim), keys.shape[2] if width > head_dim else 0
+    if key_dim:
+        num_kv_heads = num_heads // heads_together(num_heads)
     in_halves = _in_halves(queries.dtype, keys.dtype)
-    constants = tile_constants(num_heads // num_kv_heads, head_dim, in_halves)
+    constants = tile_constants(num_heads // num_kv_heads, head_dim, in_halves, key_dim)
     _attend[(len(paths.tiles), num_kv_heads, TILE_ROWS // constants["ROWS"])](
         queries,
         keys,
@@ -216,34 +259,6 @@ def attend_by_triton(
         **launch_options(constants, in_halves),
     )
     return out
-
-
-def tile_constants(group: int, head_dim: int, in_halves: bool) -> dict[str, int]:
-    """Compile-time constants, which depend only on the model: few and many rows use the same program."""
-    dim_padded, group_padded = max(MIN_DOT, triton.next_power_of_2(head_dim)), triton.next_power_of_2(group)
-    most = min(TILE_QUERIES, TILE_QUERIES * 128 // dim_padded) if in_halves else MIN_DOT
-    if TILE_ROWS * group_padded < most:  # a tile between both sizes would spill registers
-        most = MIN_DOT
-    rows = min(TILE_ROWS, max(1, max(most, MIN_DOT) // group_padded))
-    return {
-        "GROUP": group,
-        "BLOCK": BLOCK,
-        "ROWS": rows,
-        "GROUP_PADDED": max(group_padded, MIN_DOT // rows),
-        "DIM_PADDED": dim_padded,
-    }
-
-
-def launch_options(constants: dict[str, int], in_halves: bool) -> dict[str, object]:
-    """Compiler options, which depend only on the model, as `tile_constants` do.
-
-    No family's kernel spills registers with so many warps (`python -m loadtest.gpu.compile_kernels`): small tiles spill
-    with many warps, large ones with few. Float32 uses one stage, as its tiles fill the shared memory of a small GPU.
-    Fusing of products and sums is set, because its default differs between versions of Triton, and with it the bits.
-    """
-    tile = constants["ROWS"] * constants["GROUP_PADDED"] * constants["DIM_PADDED"]
-    num_warps = min(8, max(1, tile // 512)) if in_halves else 4
-    return {"num_warps": num_warps, "num_stages": NUM_STAGES if in_halves else 1, "enable_fp_fusion": True}
 
 
 def _in_halves(query_dtype: torch.dtype, key_dtype: torch.dtype) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -22,10 +23,13 @@ class KVShape:
     head_dim: int
     dtype: torch.dtype
     states: StateShape | None = None  # of the other layers, beside the rows
+    value_dim: int = 0  # of a head's value, if not `head_dim`
 
     @classmethod
     def of(cls, config: PretrainedConfig, dtype: torch.dtype) -> KVShape:
-        """The shape for all layers of a configuration."""
+        """The shape for all layers of a configuration; of latent attention (`kv_lora_rank`), values are latents."""
+        if rank := int(getattr(config, "kv_lora_rank", None) or 0):
+            return cls(int(config.num_hidden_layers), 1, int(config.qk_rope_head_dim), dtype, value_dim=rank)
         heads = int(config.num_attention_heads)
         kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
         head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
@@ -41,31 +45,33 @@ class KVShape:
     @property
     def row_bytes(self) -> int:
         """Bytes of keys and values of one token in all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+        return sum(math.prod(size) for size in self.sizes(1)) * self.dtype.itemsize
 
-    def size(self, num_rows: int) -> tuple[int, int, int, int]:
-        """Shape of the keys, and of the values, of `num_rows` tokens."""
-        return self.num_layers, num_rows, self.num_kv_heads, self.head_dim
+    def sizes(self, num_rows: int) -> list[tuple[int, int, int, int]]:
+        """Shapes of the keys and of the values of `num_rows` tokens."""
+        widths = self.head_dim, self.value_dim or self.head_dim
+        return [(self.num_layers, num_rows, self.num_kv_heads, width) for width in widths]
 
     def empty(self, num_rows: int, device: torch.device) -> KVMemory:
         """Allocate uninitialised memory for `num_rows` tokens.
 
         Rows are written before they are read, and the system supplies pages only when they are touched.
         """
-        return KVMemory(*(torch.empty(self.size(num_rows), dtype=self.dtype, device=device) for _ in range(2)))
+        return KVMemory(*(torch.empty(size, dtype=self.dtype, device=device) for size in self.sizes(num_rows)))
 
     def within(self, memory: memoryview, num_rows: int) -> KVMemory:
         """Use existing memory of at least `num_rows` * `row_bytes` bytes."""
-        half = num_rows * self.row_bytes // 2
-        parts = (torch.frombuffer(memory[begin : begin + half], dtype=self.dtype) for begin in (0, half))
-        return KVMemory(*(part.view(self.size(num_rows)) for part in parts))
+        sizes = self.sizes(num_rows)
+        numbers = torch.frombuffer(memory[: num_rows * self.row_bytes], dtype=self.dtype)
+        parts = torch.split(numbers, [math.prod(size) for size in sizes])
+        return KVMemory(*(part.view(size) for part, size in zip(parts, sizes, strict=True)))
 
 
 class KVMemory(NamedTuple):
     """Rows of keys and values for all layers; a slot is a range of rows."""
 
     keys: torch.Tensor  # (num_layers, num_rows, num_kv_heads, head_dim)
-    values: torch.Tensor  # likewise
+    values: torch.Tensor  # likewise, of another width if the shape says so
 
 
 class KVSlot(Slot):

@@ -70,9 +70,9 @@ def split_memory(
         places.append((part, len(layers[part])))
         layers[part].append(layer)
 
-    def empty() -> torch.Tensor:
-        sizes = ((len(own), *shape.size(num_rows)[1:]) for own in layers)
+    def empty(whole: Sequence[int]) -> torch.Tensor:
+        sizes = ((len(own), *whole[1:]) for own in layers)
         parts = [torch.empty(size, dtype=shape.dtype, device=d) for size, d in zip(sizes, devices, strict=True)]
         return cast(torch.Tensor, SplitLayers(parts, places))  # slots use only what it implements
 
-    return KVMemory(empty(), empty())
+    return KVMemory(*map(empty, shape.sizes(num_rows)))

@@ -71,8 +71,8 @@ def can_wait(slot: ParameterSlot) -> bool:
 
 
 def is_late(module: nn.Module, key: str) -> bool:
-    """As `can_wait`, by module and name: true for matrices of linear layers."""
-    return isinstance(module, nn.Linear) and key == "weight"
+    """As `can_wait`, by module and name: true for matrices of linear layers, unless latent attention uses parts."""
+    return isinstance(module, nn.Linear) and key == "weight" and not hasattr(module, "is_used_by_parts")
 
 
 def _write(module: nn.Module, _: Any) -> None:

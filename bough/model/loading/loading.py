@@ -130,9 +130,8 @@ def build_skeleton(checkpoint: Checkpoint, dtype: torch.dtype, keep_layers: tupl
     layer_slots = tuple(tuple(finder.slots(layer, f"{prefix}.{index}")) for index, layer in enumerate(layers))
     in_layers = frozenset(id(module) for layer in layers for module in layer.modules())
     resident = tuple(finder.slots(model, "", in_layers))
-    unused = finder.unused(prefix)
     checksums = read_checksums(checkpoint.path)
-    return Skeleton(model, config, layers, layer_slots, resident, dtype, quantization, unused, checksums)
+    return Skeleton(model, config, layers, layer_slots, resident, dtype, quantization, finder.unused(prefix), checksums)
 
 
 class _Finder:
@@ -142,12 +141,12 @@ class _Finder:
         self, checkpoint: Checkpoint, quantization: QuantFormat | None, model: PreTrainedModel, layers: dict[str, str]
     ) -> None:
         """`layers` maps the model's layer names to those in the checkpoint."""
-        self._checkpoint = checkpoint
-        self._layers = layers
+        self._checkpoint, self._layers = checkpoint, layers
+        self._kept: Collection[str] = model._keep_in_fp32_modules_strict or ()
         is_tied = getattr(model.config, "tie_word_embeddings", False)
         self._tied: dict[str, str] = dict(getattr(model, "_tied_weights_keys", None) or {}) if is_tied else {}
-        known = [self._original(name) for name in model.state_dict()]
-        self._naming = WeightMap(model, known, logical_sources(checkpoint, quantization, known))
+        names = list(map(self._original, model.state_dict()))
+        self._naming = WeightMap(model, names, logical_sources(checkpoint, quantization, names))
 
     def slots(self, root: nn.Module, prefix: str, skip: Collection[int] = ()) -> Iterator[ParameterSlot]:
         """Slots of all modules below `root`, named `prefix` in the model, except those whose `id` is in `skip`."""
@@ -195,6 +194,8 @@ class _Finder:
                 f"{place.file}: tensor {place.name} has shape {list(source.shape)}, "
                 f"but the configuration asks for {list(parameter.shape)}"
             )
+        if key in self._kept and isinstance(source, Stored):  # it would lose by being rounded
+            source = replace(source, keeps_dtype=True)
         return ParameterSlot(module, key, source)
 
 

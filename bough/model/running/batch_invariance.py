@@ -16,10 +16,10 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
+from bough.model.architecture.latent import is_latent
 from bough.model.architecture.moe import has_own_products
 from bough.model.cpu.gemm import GROUP, LINE_BYTES
-from bough.model.cpu.linear import can_multiply, is_left_to_us, multiply
-from bough.model.cpu.threads import all_threads
+from bough.model.cpu.linear import can_multiply, fixed_product, multiply
 from bough.model.loading.loading import Skeleton
 from bough.model.quant.format import QuantFormat
 from bough.sizing.row_counts import OWN_MOST, RowCounts
@@ -52,7 +52,8 @@ def row_counts(
 ) -> RowCounts:
     """Row counts: always `most` if a product may be a library's, as on a GPU, in float16, and with transposed packing.
 
-    The same holds if torch may split a step of rows: with experts, or unusual sizes. `model` may be on the meta device.
+    The same holds with latent attention, and if torch may split a step of rows: with experts, or unusual sizes. `model`
+    may be on the meta device.
     """
     layers = model.get_decoder().layers
     linears = (*_linears(layers), model.get_output_embeddings())
@@ -61,6 +62,7 @@ def row_counts(
         and (quantization is None or not quantization.is_transposed)
         and all(can_multiply(module.in_features, dtype) and _is_usual(module, dtype) for module in linears)
         and not _others(layers)
+        and not any(map(is_latent, layers.modules()))
     )
     return RowCounts(max(most, OWN_MOST) // STEP * STEP, STEP) if is_ours else RowCounts(most, most)
 
@@ -72,7 +74,7 @@ def _is_usual(linear: nn.Linear, dtype: torch.dtype) -> bool:
 
 def product_of(counts: RowCounts) -> Product:
     """The product for linear layers."""
-    return multiply if counts.step < counts.most else _fixed_product
+    return multiply if counts.step < counts.most else fixed_product
 
 
 def describe(counts: RowCounts) -> str:
@@ -113,14 +115,6 @@ def _with_product(function: Callable[..., Any], product: Product) -> Callable[..
 
 def _forward(module: nn.Linear, product: Product, rows: torch.Tensor) -> torch.Tensor:
     return product(rows, module.weight, module.bias)
-
-
-def _fixed_product(rows: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """A product whose number of rows is always the same."""
-    if is_left_to_us(rows, matrix):
-        return multiply(rows, matrix, bias)
-    with all_threads():
-        return nn.functional.linear(rows, matrix, bias)
 
 
 def _in_counts(function: Callable[..., torch.Tensor], counts: RowCounts) -> Callable[..., torch.Tensor]:

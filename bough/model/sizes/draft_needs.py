@@ -52,7 +52,10 @@ def draft_needs(config: DraftConfig) -> DraftNeeds:
     weights += largest * max(each, default=0)
     heads = int(text.get("num_attention_heads") or 1)
     head_dim = int(text.get("head_dim") or int(text.get("hidden_size") or 0) // heads)
-    row_bytes = 2 * len(kept) * int(text.get("num_key_value_heads") or heads) * head_dim * size
+    width = 2 * int(text.get("num_key_value_heads") or heads) * head_dim
+    if rank := text.get("kv_lora_rank"):
+        width = int(rank) + int(text.get("qk_rope_head_dim") or 0)
+    row_bytes = len(kept) * width * size
     positions = int(text.get("max_position_embeddings") or config.max_context)
     return DraftNeeds(int(weights), (min(config.max_context, positions) + MAX_EXPANSIONS) * row_bytes)
 

@@ -208,6 +208,8 @@ def layer_activation_bytes(config: PretrainedConfig, shape: KVShape, limits: Tar
     hidden = tokens * hidden_bytes(config, shape.dtype) * (HIDDEN_COPIES + num_chosen)
     intermediate = rows * int(getattr(config, "intermediate_size", 4 * config.hidden_size)) * size * 4
     attention = 2 * limits.slot_rows * shape.num_kv_heads * shape.head_dim * FLOAT32_BYTES
+    if shape.value_dim:  # latents: each head's queries and results are as wide as these, some of them copied
+        attention += 4 * rows * int(config.num_attention_heads) * (shape.head_dim + shape.value_dim) * size
     return hidden + intermediate + attention + (tokens * shape.states.row_bytes if shape.states else 0)
 
 

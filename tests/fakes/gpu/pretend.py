@@ -326,7 +326,7 @@ def attend(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, path
 
     Like the kernel's, its rows that are in no tile are left as they were.
     """
-    out = torch.full_like(queries, torch.nan)
+    out = queries.new_full((*queries.shape[:2], values.shape[2]), torch.nan)
     for begin, end in paths.tiles.tolist():
         if begin < end:
             out[begin:end] = 0.0

@@ -1,0 +1,79 @@
+"""Multi-head latent attention (MLA, DeepSeek V2): slots keep the latents that keys and values are made from.
+
+A token has one latent, of which `kv_b_proj` makes every head's value and the unrotated part of its key, and one rotated
+part of the key for all heads. Nothing is expanded here: a query's product with an expanded key is that of the query,
+multiplied by the head's matrix of keys, with the latent; and weighted latents are summed before they go through the
+matrix of values. So attention has a single KV head, whose key is the rotated part and the latent, and whose value is
+the latent. The rest of the layer is transformers' own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig
+
+from bough.model.cpu.linear import fixed_product
+
+
+def is_latent(module: nn.Module) -> bool:
+    """Whether a module is an attention that transformers caches compressed, and expands by this method."""
+    return hasattr(module, "expand_kv")
+
+
+def why_not_compressed(config: PretrainedConfig, layers: nn.ModuleList) -> str:
+    """Why latents of a configuration with `kv_lora_rank` do not fit into slots; empty if they do."""
+    for index, layer in enumerate(layers):
+        found: list[Any] = [module for module in layer.modules() if is_latent(module)]
+        if [attention.layer_idx for attention in found] != [index]:
+            return f"layer {index} has {len(found)} attentions with latents (MLA), where slots have room for one"
+        (attention,) = found
+        if getattr(attention, "indexer", None) is not None:
+            return f"layer {index} chooses keys with an indexer, in a way that trees do not allow"
+        widths = attention.qk_rope_head_dim, attention.kv_lora_rank
+        if widths != (config.qk_rope_head_dim, config.kv_lora_rank) or attention.kv_b_proj.bias is not None:
+            return f"layer {index} makes latents of other sizes than config.json says, or adds a bias to them"
+    return ""
+
+
+def keep_compressed(model: nn.Module) -> None:
+    """Have latent attention hand over what is cached, to `tree_attention`, instead of what it is expanded to."""
+    module: Any
+    for module in filter(is_latent, model.modules()):
+        module.expand_kv = _as_cached
+        module.kv_b_proj.is_used_by_parts = True
+
+
+def _as_cached(latents: torch.Tensor, rotated: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys (1, 1, rows, rotary width) and values (1, 1, rows, latent width)."""
+    return rotated, latents
+
+
+def absorbed(module: Any, query: torch.Tensor) -> torch.Tensor:
+    """Queries (rows, num_heads, rotary width + latent width) of an attention's (1, num_heads, rows, key width)."""
+    plain, rotated = torch.split(query[0], [module.qk_nope_head_dim, module.qk_rope_head_dim], -1)
+    of_keys = _by_head(module)[:, : module.qk_nope_head_dim]
+    return torch.cat((rotated.transpose(0, 1), _products(plain, of_keys.transpose(1, 2))), -1)
+
+
+def expanded(module: Any, attended: torch.Tensor) -> torch.Tensor:
+    """Values (rows, num_heads, value width) of weighted sums of latents (rows, num_heads, latent width)."""
+    return _products(attended.transpose(0, 1), _by_head(module)[:, module.qk_nope_head_dim :])
+
+
+def _by_head(module: Any) -> torch.Tensor:
+    """Each head's matrices of keys and values, (num_heads, outputs, latent width)."""
+    weight: torch.Tensor = module.kv_b_proj.weight
+    return weight.view(-1, module.qk_nope_head_dim + module.v_head_dim, weight.shape[1])
+
+
+def _products(rows: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
+    """Products (rows, num_heads, outputs) of (num_heads, rows, inputs) with (num_heads, outputs, inputs).
+
+    Bits depend on a row alone as long as there are always as many rows (`bough.model.running.batch_invariance`).
+    """
+    if rows.device.type != "cpu":
+        return torch.bmm(rows, matrices.transpose(1, 2)).transpose(0, 1)
+    return torch.stack([fixed_product(*head) for head in zip(rows, matrices, strict=True)], 1)

@@ -1,0 +1,54 @@
+"""Latent attention: what slots hold of it, and weights that are its own. That it is exact: test_reproducible.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig
+
+from bough.config.processes import DraftConfig, parse
+from bough.model.checkpoint.checkpoint import Checkpoint
+from bough.model.kv.session_kv import KVShape, KVSlot
+from bough.model.loading.loading import build_skeleton
+from bough.model.sizes.draft_needs import draft_needs
+from bough.trees.tree_plan import MAX_EXPANSIONS
+from tests.conftest import save_model
+from tests.fakes.gpu.device_sweeps import on_cpu
+from tests.model.test_packed import rewrite, tensors_of
+from tests.model.test_published_formats import stored_as
+from tests.model.test_reproducible import FAMILIES
+
+V3 = FAMILIES["deepseek v3, yarn"]
+BIAS = "model.layers.2.mlp.gate.e_score_correction_bias"
+
+
+def test_a_token_takes_its_latent_and_its_rotated_key() -> None:
+    """1.2 KB a layer of DeepSeek V3, where the heads' keys and values would be 80 KB."""
+    shape = KVShape.of(AutoConfig.for_model("deepseek_v3"), torch.bfloat16)
+    assert shape.row_bytes == 61 * (512 + 64) * 2
+    slot = KVSlot(KVShape(2, 1, 4, torch.float32, value_dim=6), 5, torch.device("cpu"))
+    assert (slot.keys.shape, slot.values.shape) == ((2, 5, 1, 4), (2, 5, 1, 6))
+    within = KVShape(2, 1, 4, torch.float32, value_dim=6).within(memoryview(bytearray(5 * 2 * 10 * 4)), 5)
+    assert [part.shape for part in within] == [slot.keys.shape, slot.values.shape]
+
+
+def test_a_draft_s_memory_counts_latents(tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "model", V3)
+    needs = draft_needs(parse(DraftConfig, "d", ["--model", str(folder), "--dtype", "float32"], {}))
+    assert needs.session == (256 + MAX_EXPANSIONS) * KVShape.of(V3, torch.float32).row_bytes
+
+
+def test_fp8_as_deepseek_publishes_it(tmp_path: Path) -> None:
+    """With a layer that predicts further tokens, which is left out, and a router's biases, which stay in float32."""
+    source = save_model(tmp_path / "source", V3)
+    further = {"model.layers.4.eh_proj.weight": torch.ones(64, 96)}
+    bias = {BIAS: torch.linspace(4.0, 4.001, 8)}  # all alike in bfloat16
+    source = rewrite(source, tmp_path / "whole", tensors_of(source) | further | bias, None)
+    packed, plain = stored_as("DeepSeek", source, tmp_path, torch.bfloat16)
+    assert torch.equal(on_cpu(packed, torch.bfloat16), on_cpu(plain, torch.bfloat16))
+    skeleton = build_skeleton(Checkpoint.open(packed), torch.bfloat16)
+    (slot,) = (slot for slot in skeleton.layer_slots[2] if slot.key == "e_score_correction_bias")
+    assert not skeleton.unused
+    raw = bias[BIAS].view(torch.uint8)
+    assert torch.equal(slot.materialize([raw], torch.bfloat16, None), bias[BIAS])  # type: ignore[arg-type]
