@@ -21,6 +21,8 @@ HALF_WEIGHT_DISTANCE = 0.35  # log distance from the nearest sample at which tha
 NEIGHBOUR_DECAY = 0.25  # factor by which a sample's weight drops for each bucket of distance
 KNOWN_SAMPLES = 3  # samples of a bucket from which a change can be detected
 CHANGE_RUN = 3  # consecutive samples with residuals of the same sign that indicate a change
+CLEAR_RUN = 2  # or so many, if each deviates by more than CLEAR times what is needed
+CLEAR = 2.0
 CHANGE_STEP = math.log(1.15)  # least residual that indicates a change
 CLIP = 3.0  # samples are clipped at this many median deviations
 LEAST_DEVIATION = 0.02
@@ -69,8 +71,9 @@ class RowAverages:
     buckets that violate this are pooled.
 
     When `CHANGE_RUN` consecutive samples of known buckets deviate alike, by at least `CHANGE_STEP` and by more than
-    usual, the quantity has changed as a whole: earlier samples are scaled by the median deviation, and new ones soon
-    outweigh them. Consecutive outliers do not deviate alike.
+    usual, or `CLEAR_RUN` by far more, the quantity has changed as a whole: earlier samples are scaled by the median
+    deviation, and new ones soon outweigh them. Consecutive outliers seldom deviate alike; if they do, the samples that
+    follow change it back.
     """
 
     def __init__(self, shape: CostCurve, rows: NDArray[np.int64], is_given: bool = False) -> None:
@@ -98,7 +101,7 @@ class RowAverages:
             self._compare(number, ratio - self._ratio(where))
         bucket.add(where, ratio)
         self._fitted = None
-        if len(self._run) == CHANGE_RUN and self._is_alike():
+        if self._has_changed():
             self._step()
 
     def value(self, rows: int) -> float:
@@ -113,19 +116,29 @@ class RowAverages:
         return rising
 
     def _compare(self, number: int, residual: float) -> None:
+        """Continue or end the run; what is usual is learnt from its residuals only once they are no change."""
         least = self._least_step()
-        self._residuals.append(abs(residual))
+        if len(self._run) == CHANGE_RUN:
+            self._residuals.append(abs(self._run.popleft()[1]))
         if abs(residual) <= least or (self._run and (self._run[-1][1] > 0) != (residual > 0)):
+            self._residuals.extend(abs(each) for _, each in self._run)
             self._run.clear()
         if abs(residual) > least:
             self._run.append((number, residual))
+        else:
+            self._residuals.append(abs(residual))
 
     def _least_step(self) -> float:
         return max(CHANGE_STEP, CLIP * median(self._residuals)) if self._residuals else CHANGE_STEP
 
-    def _is_alike(self) -> bool:
-        residuals = [residual for _, residual in self._run]
-        return max(residuals) - min(residuals) <= 2 * self._least_step()
+    def _has_changed(self) -> bool:
+        """Whether the run tells a change: its residuals are alike, and many or large."""
+        if len(self._run) < CLEAR_RUN:
+            return False
+        residuals, least = [abs(residual) for _, residual in self._run], self._least_step()
+        spread = max(residuals) - min(residuals)
+        is_clear = min(residuals) > CLEAR * least and spread <= least
+        return is_clear or (len(residuals) == CHANGE_RUN and spread <= 2 * least)
 
     def _step(self) -> None:
         """Scale the samples before the run; each bucket keeps its average, with a weight of KNOWN_SAMPLES samples."""
