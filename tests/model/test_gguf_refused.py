@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import struct
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from bough.errors import CheckpointError, ConfigError
 from bough.model.architecture.architecture import load_config
 from bough.model.checkpoint import hub
 from bough.model.checkpoint.checkpoint import Checkpoint, resolve
+from bough.model.checkpoint.tokenizer_files import load_tokenizer_files
 from bough.model.loading.loading import build_skeleton
 from bough.model.packing.pack import pack
 from bough.model.sizes.model_sizes import find_config
@@ -142,3 +145,44 @@ def test_a_file_of_a_hub_id(whole: Path, tmp_path: Path, monkeypatch: pytest.Mon
     hub.fetch("org/tiny/sub/model.gguf", str(whole), "org/large/sub/m-00001-of-00002.gguf")
     split = [("org/large", f"sub/m-0000{number}-of-00002.gguf") for number in (1, 2)]
     assert asked == [("org/tiny", "sub/model.gguf"), *split]
+
+
+def text(value: str, more: int = 0) -> bytes:
+    """A text, or one whose length is `more` than it has."""
+    return struct.pack("<Q", len(value) + more) + value.encode()
+
+
+def header_of(name: str, kind: int, value: bytes, num_bytes: int = 0) -> bytes:
+    """A header with a field of a kind, and zeros up to `num_bytes`."""
+    fields = text("general.architecture") + struct.pack("<I", 8) + text("llama") + text(name)
+    start = struct.pack("<4sIQQ", b"GGUF", 3, 0, 2) + fields + struct.pack("<I", kind) + value
+    return start.ljust(num_bytes, b"\0")
+
+
+NUMBERS_LIST = struct.pack("<IQ2I", 4, 2, 5, 6)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (header_of("general.name", 8, text("", 9 << 20), 8 << 20), r"a text ends beyond the file"),
+        (header_of("general.tags", 9, struct.pack("<IQ", 0, 8 << 20), 9 << 20), r"up to 65536 elements, got 8388608"),
+        (header_of("general.tags", 9, struct.pack("<IQ", 9, 1) * 2000), r"lists must be texts or numbers, got kind 9"),
+        (header_of("split.count", 9, NUMBERS_LIST), r"field split\.count must be a whole number, got \[5, 6\]"),
+        (header_of("split.count", 8, text("x")), r"field split\.count must be a whole number, got 'x'"),
+        (header_of("tokenizer.chat_template", 4, b"\7\0\0\0"), r"tokenizer\.chat_template must be a text, got 7"),
+        (header_of("tokenizer.chat_template.tool_use", 9, NUMBERS_LIST), r"template\.tool_use must be a text, got"),
+        (header_of("tokenizer.ggml.tokens", 9, NUMBERS_LIST), r"tokenizer\.ggml\.tokens must be texts, got 5"),
+    ],
+    ids=["text", "long list", "nested", "split list", "split text", "template", "tool use", "tokens"],
+)
+def test_a_damaged_field_is_refused_without_reading_all(data: bytes, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    file.write_bytes(data)
+    tracemalloc.start()
+    try:
+        with pytest.raises(CheckpointError, match=rf"model\.gguf: .*{message}"):
+            load_tokenizer_files(file)
+        assert tracemalloc.get_traced_memory()[1] < 2 << 20
+    finally:
+        tracemalloc.stop()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig
+from transformers import AutoConfig, Ernie4_5_MoeConfig
 
 from bough.config.processes import DraftConfig, parse
 from bough.model.checkpoint.checkpoint import Checkpoint
@@ -52,3 +52,18 @@ def test_fp8_as_deepseek_publishes_it(tmp_path: Path) -> None:
     assert not skeleton.unused
     raw = bias[BIAS].view(torch.uint8)
     assert torch.equal(slot.materialize([raw], torch.bfloat16, None), bias[BIAS])  # type: ignore[arg-type]
+
+
+def test_a_router_stored_in_float32_stays_so_by_part_of_its_full_name(tmp_path: Path) -> None:
+    """Ernie's patterns are `gate.weight` and the module `moe_statics`; what else is stored in float32 is rounded."""
+    config = Ernie4_5_MoeConfig(
+        vocab_size=262, hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, moe_num_experts=4, moe_k=2, moe_layer_start_index=1,
+        max_position_embeddings=64,
+    )  # fmt: skip
+    folder = save_model(tmp_path / "model", config)
+    skeleton = build_skeleton(Checkpoint.open(folder), torch.bfloat16)
+    kept = [s.source.places[0].name for s in skeleton.layer_slots[1] if getattr(s.source, "keeps_dtype", False)]
+    gate = "model.layers.1.mlp.gate.weight"
+    assert sorted(kept) == [gate, "model.layers.1.mlp.moe_statics.e_score_correction_bias"]
+    assert on_cpu(folder, torch.bfloat16).isfinite().all()

@@ -25,6 +25,7 @@ BLOCKS = {  # types of blocks: numbers and bytes of a block
 }  # fmt: skip
 TEXT, LIST = 8, 9  # kinds of fields
 NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}  # others
+MOST_LISTED, MOST_AXES = 1 << 16, 8  # elements of a list that is no tokenizer's, and axes; models have far fewer
 ALIGNMENT = 32  # bytes of which weights begin at a multiple, unless general.alignment says another number
 OF_SEVERAL = re.compile(r"(.*)-00001-of-(\d{5})\.gguf")
 
@@ -56,18 +57,18 @@ class Cursor:
     def value(self, kind: int) -> Any:
         """A field of a kind: a number, a text, or a list."""
         if kind == LIST:
-            return self.list_()
+            return self.list_(MOST_LISTED)
         if kind != TEXT and kind not in NUMBERS:
             raise ValueError(f"kinds of fields must be 0 to 12, got {kind}")
         return self.text() if kind == TEXT else self.number(NUMBERS[kind])
 
-    def list_(self) -> list[Any]:
-        """A list."""
-        kind, length = self.number("I"), self.number("Q")
+    def list_(self, most: float = math.inf) -> list[Any]:
+        """A list, of up to `most` elements."""
+        kind, length = self._list_start()
+        if length > most:
+            raise ValueError(f"a list that is not of the tokenizer must have up to {most} elements, got {length}")
         if kind == TEXT:
             return self._texts(length)
-        if kind not in NUMBERS:
-            return [self.value(kind) for _ in range(length)]
         layout = f"<{self._fitting(kind, length)}{NUMBERS[kind]}"
         numbers = struct.unpack_from(layout, self._data, self.at)
         self.at += struct.calcsize(layout)
@@ -75,12 +76,10 @@ class Cursor:
 
     def skipped_list(self) -> ListPlace:
         """The place of a list, which is passed over."""
-        begin, kind, length = self.at, self.number("I"), self.number("Q")
+        begin, (kind, length) = self.at, self._list_start()
         if kind in NUMBERS:
             self.at += self._fitting(kind, length) * struct.calcsize(f"<{NUMBERS[kind]}")
             return ListPlace(begin, length)
-        if kind != TEXT:
-            raise ValueError(f"elements of a tokenizer's lists must be texts or numbers, got kind {kind}")
         data, at, size_at = self._data, self.at, struct.Struct("<Q").unpack_from
         for _ in range(length):
             at += 8 + size_at(data, at)[0]
@@ -89,14 +88,21 @@ class Cursor:
 
     def _texts(self, count: int) -> list[str]:
         data, at, size_at, texts = self._data, self.at, struct.Struct("<Q").unpack_from, list[str]()
+        end = len(data)
         for _ in range(count):
             begin = at + 8
             at = begin + size_at(data, at)[0]
+            if at > end:  # before the slice, which would copy the rest of the file
+                raise ValueError("a text ends beyond the file")
             texts.append(data[begin:at].decode())
-        if at > len(data):
-            raise ValueError("a text ends beyond the file")
         self.at = at
         return texts
+
+    def _list_start(self) -> tuple[int, int]:
+        kind, length = self.number("I"), self.number("Q")
+        if kind != TEXT and kind not in NUMBERS:
+            raise ValueError(f"elements of lists must be texts or numbers, got kind {kind}")
+        return kind, length
 
     def _fitting(self, kind: int, length: int) -> int:
         if length * struct.calcsize(f"<{NUMBERS[kind]}") > len(self._data) - self.at:
@@ -183,7 +189,10 @@ def read_gguf(file: Path) -> GgufHeader:
     header = _kept(file)
     if not isinstance(header.fields.get("general.architecture"), str):
         raise header.refusal("has no field general.architecture")
-    if (count := header.fields.get("split.count") or 1) != 1:
+    count = header.fields.get("split.count") or 1
+    if not isinstance(count, int):
+        raise header.refusal(f"field split.count must be a whole number, got {count!r}")
+    if count != 1:
         if len(files := files_of(file)) != count:
             raise header.refusal(
                 f"is one of {count} files of a split model; must be the first one, named ...-00001-of-{count:0>5}"
@@ -258,7 +267,9 @@ class _Stated(NamedTuple):
         from gguf import GGMLQuantizationType
 
         name = cursor.text()
-        shape = tuple(reversed([cursor.number("Q") for _ in range(cursor.number("I"))]))
+        if (num_axes := cursor.number("I")) > MOST_AXES:
+            raise ValueError(f"tensor {name} must have up to {MOST_AXES} axes, got {num_axes}")
+        shape = tuple(reversed([cursor.number("Q") for _ in range(num_axes)]))
         number = cursor.number("I")
         known = number in GGMLQuantizationType.__members__.values()
         return cls(name, shape, GGMLQuantizationType(number).name if known else str(number), cursor.number("Q"))

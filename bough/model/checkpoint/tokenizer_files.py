@@ -46,6 +46,9 @@ def _of_folder(folder: Path) -> TokenizerFiles:
 
 def _of_file(header: GgufHeader) -> TokenizerFiles:
     tokens = header.list_of("tokenizer.ggml.tokens")
+    if not all(isinstance(token, str) for token in tokens):
+        raise header.refusal(f"field tokenizer.ggml.tokens must be texts, got {tokens[0]!r}")
+    template, tool_template = (_template(header, f"tokenizer.chat_template{name}") for name in ("", ".tool_use"))
     ids = {key: header.token_id(key, len(tokens)) for key in ("bos", *ENDS)}
     names = {key: "" if index is None else tokens[index] for key, index in ids.items()}
     data = _beside(header, tokens)
@@ -55,14 +58,20 @@ def _of_file(header: GgufHeader) -> TokenizerFiles:
         data = _converted(header.file.parent, gguf_file=header.file.name).backend_tokenizer.to_str().encode()
     files = TokenizerFiles(
         data,
-        header.fields.get("tokenizer.chat_template", ""),
+        template,
         tuple(sorted({index for key in ENDS if (index := ids[key]) is not None})),
         names["bos"],
         names["eos"],
-        header.fields.get("tokenizer.chat_template.tool_use", ""),
+        tool_template,
     )
     _require_usable(files, header)
     return files
+
+
+def _template(header: GgufHeader, key: str) -> str:
+    if not isinstance(found := header.fields.get(key, ""), str):
+        raise header.refusal(f"field {key} must be a text, got {found!r}")
+    return found
 
 
 def _beside(header: GgufHeader, tokens: list[str]) -> bytes | None:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
+from transformers.core_model_loading import build_glob_alternation
 
 from bough.errors import CheckpointError
 from bough.model.architecture import moe
@@ -142,7 +143,7 @@ class _Finder:
     ) -> None:
         """`layers` maps the model's layer names to those in the checkpoint."""
         self._checkpoint, self._layers = checkpoint, layers
-        self._kept: Collection[str] = model._keep_in_fp32_modules_strict or ()
+        self._kept = build_glob_alternation(sorted(model._keep_in_fp32_modules_strict or ()))[0]
         is_tied = getattr(model.config, "tie_word_embeddings", False)
         self._tied: dict[str, str] = dict(getattr(model, "_tied_weights_keys", None) or {}) if is_tied else {}
         names = list(map(self._original, model.state_dict()))
@@ -181,8 +182,7 @@ class _Finder:
         return name
 
     def _slot(self, module: nn.Module, key: str, name: str, parameter: torch.Tensor) -> ParameterSlot:
-        name = self._original(name)
-        source = self._naming.source(name)
+        source = self._naming.source(name := self._original(name))
         if source is None and name in self._tied:
             source = self._naming.source(self._tied[name])
         if source is None:
@@ -194,8 +194,8 @@ class _Finder:
                 f"{place.file}: tensor {place.name} has shape {list(source.shape)}, "
                 f"but the configuration asks for {list(parameter.shape)}"
             )
-        if key in self._kept and isinstance(source, Stored):  # it would lose by being rounded
-            source = replace(source, keeps_dtype=True)
+        if isinstance(source, Stored) and place.dtype == "F32" and self._kept.pattern and self._kept.search(name):
+            source = replace(source, keeps_dtype=True)  # it would lose by being rounded
         return ParameterSlot(module, key, source)
 
 

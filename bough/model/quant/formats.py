@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,9 @@ FORMATS: dict[str, type[QuantFormat]] = {
 }
 
 
+MODELOPT_FILE = "hf_quant_config.json"  # beside config.json, which older versions of ModelOpt leave as it was
+
+
 def fields_of(config: PretrainedConfig) -> dict[str, Any]:
     """The fields of `quantization_config`; none if weights have 16 or 32 bits."""
     entry = getattr(config, "quantization_config", None) or {}
@@ -43,6 +47,8 @@ def format_of(config: PretrainedConfig, folder: Path) -> QuantFormat | None:
         CheckpointError: the format is not supported.
     """
     fields, where = fields_of(config), where_in(folder)
+    if not fields and (file := folder / MODELOPT_FILE).is_file():
+        fields, where = _beside(file), f"{file}: quantization"
     if not fields:
         return None
     if is_gguf(folder):
@@ -53,3 +59,12 @@ def format_of(config: PretrainedConfig, folder: Path) -> QuantFormat | None:
             f"{where}.quant_method: must be one of {', '.join(FORMATS)}, or left out for 16 bits, got {method!r}"
         )
     return FORMATS[method].of(fields, where)
+
+
+def _beside(file: Path) -> dict[str, Any]:
+    """The fields that ModelOpt's own file has; none if it quantizes no weights, but only caches for example."""
+    try:
+        fields = json.loads(file.read_bytes())["quantization"]
+        return {**fields, "quant_method": ModeloptFormat.method} if fields.get("quant_algo") else {}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as exc:
+        raise CheckpointError(f"{file}: must be JSON with an object quantization: {exc!r}") from exc

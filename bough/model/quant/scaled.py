@@ -180,7 +180,8 @@ class Scaled(Dequantized):
 
     def joined(self, scales: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
         """Scales of two levels as float32: the GPU's memory has them for a while, a quarter of a byte for a weight."""
-        return scales.float() / whole if self.is_divided else scales.float() * whole
+        scales = scales.float()  # a copy, as they are stored in 8 bits; joined in place, or there would be two
+        return scales.div_(whole) if self.is_divided else scales.mul_(whole)
 
     def _write_without(
         self,
