@@ -26,6 +26,7 @@ from bough.model.quant.formats import FORMATS as METHODS
 from bough.model.quant.formats import format_of
 from bough.model.quant.fp8 import Fp8Format
 from bough.model.sizes.model_sizes import model_shapes
+from target_worker.link.layer_extents import plan_layer
 from tests.fakes.gpu.device_sweeps import Where, on_cpu, on_device, three_sweeps
 from tests.fakes.models import CPU, streamed
 from tests.fakes.published_formats import FLOAT8, FORMATS, FP8, GROUP, INT4, compressed, words
@@ -119,6 +120,8 @@ def require_same_sizes(folder: Path) -> None:
     layers = [{place for slot in slots for place in slot.source.places} for slots in skeleton.layer_slots]
     assert planned.layer_bytes == tuple(sum(place.num_bytes for place in places) for places in layers)
     assert planned.description == skeleton.describe()
+    real_scratch = max(plan_layer("", slots).scratch_bytes(torch.bfloat16) for slots in skeleton.layer_slots)
+    assert real_scratch <= planned.scratch_bytes <= 1.5 * real_scratch
 
 
 @pytest.mark.parametrize(

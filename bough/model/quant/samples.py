@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 
 from bough.model.checkpoint.checkpoint import TensorPlace
 from bough.model.checkpoint.gguf_file import BLOCKS
-from bough.model.checkpoint.tensor_source import TensorSource
+from bough.model.checkpoint.tensor_source import TensorSource, room_bytes
 from bough.model.quant.awq import Awq
 from bough.model.quant.bough_format import Packed
 from bough.model.quant.ggml_blocks import Blocks
@@ -42,6 +43,11 @@ class PackedFormat:
 
     def __str__(self) -> str:
         return f"{self.method} {self.bits} bits" + ("" if self.is_ordered else " by g_idx")
+
+    def joined_bytes(self, shape: Sequence[int]) -> int:
+        """Scratch bytes of a matrix's scales of two levels, which are joined; 0 for those of one."""
+        has_whole = BY_ROWS.get(self.method, ("", False))[1]
+        return room_bytes((math.prod(shape) // self.group_size,), torch.float32) if has_whole else 0
 
     def sample(self, outputs: int, inputs: int) -> PackedSample:
         """A random matrix; `outputs` and `inputs` must be multiples of words and groups."""

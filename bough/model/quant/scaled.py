@@ -18,7 +18,7 @@ import torch
 from bough.errors import CheckpointError
 from bough.model.architecture.moe import Experts
 from bough.model.checkpoint.checkpoint import ITEM_BYTES, TensorPlace
-from bough.model.checkpoint.tensor_source import VALUE_DTYPES, parts_of, typed
+from bough.model.checkpoint.tensor_source import VALUE_DTYPES, Scratch, parts_of, room_bytes, typed
 from bough.model.cpu.float_bits import rounded
 from bough.model.cpu.jit import strict_parallel
 from bough.model.gpu.kernels import kernels_on
@@ -166,11 +166,22 @@ class Scaled(Dequantized):
         outputs, elements = self.numbers.shape
         return (outputs, elements * ITEM_BYTES[self.numbers.dtype] * 8 // self.bits)
 
-    def _write(self, raw: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+    def scratch_bytes(self, dtype: torch.dtype) -> int:
+        """Those of the value, and of scales of two levels as they are joined: a quarter of a byte for a weight."""
+        return room_bytes(self.shape, dtype) + (room_bytes(self.scales.shape, torch.float32) if self.whole else 0)
+
+    def value(self, raw: Sequence[torch.Tensor], dtype: torch.dtype, scratch: Scratch) -> torch.Tensor:
+        """Dequantize."""
+        out = scratch.take(self.shape, dtype)
+        joined = scratch.take(self.scales.shape, torch.float32) if self.whole else None
+        scratch.write(lambda: self._write(raw, out, joined))
+        return out
+
+    def _write(self, raw: Sequence[torch.Tensor], out: torch.Tensor, joined: torch.Tensor | None = None) -> None:
         height, width = self.block
         numbers, scales, *others = (typed(*part) for part in zip(raw, self.places, strict=True))
         scales = scales.view(-(-out.shape[0] // height), -(-out.shape[1] // width))
-        scales = self.joined(scales, others.pop()) if self.whole else scales
+        scales = self.joined(scales, others.pop(), joined) if self.whole else scales
         groups = others.pop() if self.groups else None
         zeros = others.pop() if self.zeros else None
         if kernels := kernels_on(out.device):
@@ -178,9 +189,9 @@ class Scaled(Dequantized):
         else:
             self._write_without(numbers, scales.float(), zeros, groups, out)
 
-    def joined(self, scales: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-        """Scales of two levels as float32: the GPU's memory has them for a while, a quarter of a byte for a weight."""
-        scales = scales.float()  # a copy, as they are stored in 8 bits; joined in place, or there would be two
+    def joined(self, scales: torch.Tensor, whole: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Scales of two levels as float32, in `out` if given; made in place, or there would be two copies at once."""
+        scales = scales.float() if out is None else out.copy_(scales)
         return scales.div_(whole) if self.is_divided else scales.mul_(whole)
 
     def _write_without(

@@ -217,7 +217,9 @@ def _parameters(
             value = parameter.numel() * dtype.itemsize
             is_view = packed is None and stored == dtype
             # Experts are dequantized one at a time, first in parts if they are no views, which are then concatenated.
-            room = room_bytes(shape[1:] if is_stack else shape, dtype) * (1 if is_view or not is_stack else 2)
+            matrix = shape[1:] if is_stack else shape
+            room = room_bytes(matrix, dtype) * (1 if is_view or not is_stack else 2)
+            room += packed[0].joined_bytes(matrix) if packed and packed[0] else 0
             yield _Parameter(
                 shape,
                 packed[1] if packed else parameter.numel() * stored.itemsize,
