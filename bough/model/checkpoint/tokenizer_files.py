@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -48,13 +49,8 @@ def _of_file(header: GgufHeader) -> TokenizerFiles:
     tokens = header.list_of("tokenizer.ggml.tokens")
     ids = {key: header.token_id(key, len(tokens)) for key in ("bos", *ENDS)}
     names = {key: "" if index is None else tokens[index] for key, index in ids.items()}
-    data = _beside(header, tokens)
-    if data is None and header.fields.get(KIND) == BYTES:
-        data = json.dumps(byte_tokenizer(header), ensure_ascii=False).encode()
-    if data is None:
-        data = _converted(header.file.parent, gguf_file=header.file.name).backend_tokenizer.to_str().encode()
     files = TokenizerFiles(
-        data,
+        _json_of(header, tokens),
         header.fields.get("tokenizer.chat_template", ""),
         tuple(sorted({index for key in ENDS if (index := ids[key]) is not None})),
         names["bos"],
@@ -63,6 +59,26 @@ def _of_file(header: GgufHeader) -> TokenizerFiles:
     )
     _require_usable(files, header)
     return files
+
+
+def _json_of(header: GgufHeader, tokens: list[str]) -> bytes:
+    """The tokenizer.json beside a file, or what its own lists say; the first one's error where neither can be read."""
+    try:
+        beside = _beside(header, tokens)
+    except (OSError, CheckpointError) as exc:
+        with suppress(Exception):  # of a library that raises nothing narrower
+            data = _own(header)
+            logger.warning("%s; the file's own tokenizer is used", exc)
+            return data
+        raise
+    return _own(header) if beside is None else beside
+
+
+def _own(header: GgufHeader) -> bytes:
+    if header.fields.get(KIND) == BYTES:
+        return json.dumps(byte_tokenizer(header), ensure_ascii=False).encode()
+    converted = _converted(header.file.parent, gguf_file=header.file.name)
+    return bytes(converted.backend_tokenizer.to_str().encode())
 
 
 def _beside(header: GgufHeader, tokens: list[str]) -> bytes | None:
