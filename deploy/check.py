@@ -22,6 +22,7 @@ from bough.config.addresses import is_loopback
 from bough.config.flag_parser import FlagParser
 from bough.config.processes import OrchestratorConfig, parse
 from bough.errors import BoughError, ConfigError
+from bough.processes.child import STOP_SECONDS as KILL_AFTER_SECONDS
 from deploy.policies import PerReplica
 from deploy.settings import (
     DEPLOYMENTS,
@@ -35,12 +36,12 @@ from deploy.settings import (
     read_index,
     read_program,
 )
+from deploy.supervisor import DRAIN_MARGIN_SECONDS
 
 IMPORT_PATH = "deploy.app:build"
 PER_REPLICA = "deploy.policies:PerReplica"
 PORTS = ("port", "http_port", "metrics_port")
 HAPROXY = "RAY_SERVE_ENABLE_HA_PROXY"  # Ray's variable, on every node
-DRAIN_MARGIN_SECONDS = 10.0  # that a replica needs beyond its program's own time to drain
 DICTS: Mapping[str, type[BaseModel]] = {  # fields that Serve takes as plain mappings, and checks later
     "autoscaling_config": AutoscalingConfig,
     "policy": AutoscalingPolicy,
@@ -187,7 +188,7 @@ def uses_haproxy() -> bool:
 def _check_deployment(role: Role, deployment: Mapping[str, Any]) -> None:
     settings = read_program(role, deployment["user_config"], f"{role.value}.user_config")
     stop_seconds = deployment.get("graceful_shutdown_timeout_s", STOP_SECONDS)
-    least = settings.config.drain_seconds + DRAIN_MARGIN_SECONDS
+    least = settings.config.drain_seconds + DRAIN_MARGIN_SECONDS + KILL_AFTER_SECONDS
     if stop_seconds < least:
         raise ConfigError(
             f"{role.value}.graceful_shutdown_timeout_s: must be at least {least:g}, got {stop_seconds:g}: the program "

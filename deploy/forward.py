@@ -27,8 +27,8 @@ NO_HTTP = (
     "certificates there themselves"
 )
 OPENING_SECONDS = 60.0  # for a program that is started anew: its streams may drain first
-SHORT_BYTES = 1 << 16  # of a body, less than what connections hold for a reader who has not asked for it
 MOST_WAITING = 256  # requests that wait for that
+SHORT_BYTES = 1 << 16  # of a body, less than what connections hold for a reader who has not asked for it
 CONNECT_SECONDS = 5.0  # for a connection to open, and to get its turn where there are too many
 
 

@@ -93,8 +93,14 @@ class IndexServer:
         except BaseException:
             self._folder.cleanup()
             raise
-        context = self._access.worker_context  # below, as nothing ends the thread of an index that could not be made
-        self._front = None if context is None else TlsFront(self._socket, context)
+        try:  # the front comes last, as nothing ends its thread if something after it fails
+            context = self._access.worker_context
+            self._front = None if context is None else TlsFront(self._socket, context)
+        except BaseException:
+            self._child.process.kill()  # it has nothing to save
+            self._child.process.wait()
+            self._folder.cleanup()
+            raise
 
     async def wait(self) -> None:
         """Wait until it answers. Raise ConfigError if it has ended instead, for example as its port is in use.
@@ -133,11 +139,13 @@ class IndexServer:
 
     async def stop(self) -> None:
         """Stop the server and delete its folder."""
-        await self._registry.close()
-        if self._front is not None:
-            await self._front.close()
-        await stop(self._child, STOP_SECONDS)
-        self._folder.cleanup()
+        try:
+            await self._registry.close()
+            if self._front is not None:
+                await self._front.close()
+        finally:
+            await stop(self._child, STOP_SECONDS)
+            self._folder.cleanup()
 
     async def _change_secrets(self, secrets: tuple[str, ...]) -> None:
         connection = IndexConnection(f"unix://{self._socket}?password={quote(self._secrets[0], safe='')}")

@@ -259,7 +259,7 @@ class OrchestratorConfig(ServiceConfig):
     draft_timeout: float = setting(30.0, parse_seconds, "seconds after which a round goes on without a draft worker")
     target_timeout: float = setting(600.0, parse_seconds, "seconds after which a target that does not answer is left")
     failover_timeout: float = setting(
-        60.0, parse_seconds, "seconds that a running request waits for a target to come back or another to take over"
+        60.0, parse_seconds, "seconds that requests, also new ones, wait for a target to come back or for another one"
     )
     session_idle_seconds: float = setting(24 * 3600.0, parse_seconds, "seconds a session is kept after its last use")
     session_max_seconds: float = setting(7 * 24 * 3600.0, parse_seconds, "the same after its first request")
@@ -293,7 +293,7 @@ class OrchestratorConfig(ServiceConfig):
         ANY_REASONING, one_of(ANY_REASONING, "none", *REASONING_FORMATS), "how models mark thoughts; auto: by template"
     )
     queue_timeout: float = setting(
-        600.0, parse_seconds, "seconds that a request may wait in all, to be admitted and then for a KV slot"
+        600.0, parse_seconds, "seconds that a request may wait in all, to be admitted, for a target and for a KV slot"
     )
     stalled_timeout: float = setting(
         60.0, parse_seconds, "seconds after which a stream ends if its client stops reading; its session is kept"

@@ -23,6 +23,7 @@ STARTED = 19  # index of the start time in /proc/PID/stat, counted from the stat
 LOG_PREFIX = re.compile(r"[\d-]+ [\d:,]+ [A-Z]+ [\w.]+: ")  # see `bough.telemetry.logs`
 DRAIN_SECONDS = 1.0  # between the first SIGTERM, which drains, and the second, which stops
 STOP_SECONDS = 10.0  # between the second SIGTERM and SIGKILL
+KILLED_SECONDS = 60.0  # after SIGKILL, which a process in a driver's call outlasts, possibly for ever
 
 
 def named(name: str) -> str:
@@ -126,7 +127,7 @@ def end(children: Sequence[Child], drain_seconds: float = DRAIN_SECONDS) -> None
     for child in children:
         if not child.has_ended():
             child.process.kill()
-            child.process.wait()
+    _wait(children, KILLED_SECONDS)
 
 
 def _wait(children: Sequence[Child], timeout_seconds: float) -> None:

@@ -158,6 +158,8 @@ class Directory:
             await asyncio.sleep(POLL_SECONDS)
 
     async def _refresh(self) -> None:
+        for target in self.targets:
+            self._see(target)
         try:
             records = await self.registry.workers()
         except Unavailable as exc:
@@ -171,9 +173,6 @@ class Directory:
             known.num_missing += 1
         for record in records:
             self._note(record)
-        for target in self.targets:
-            if target.is_usable:
-                self._see(target)
         await self._forget_unlisted()
 
     async def _sweep(self) -> None:
@@ -196,7 +195,8 @@ class Directory:
             self._meetings[key].add_done_callback(lambda _: self._meetings.pop(key))
 
     def _see(self, target: WorkerHandle[TargetClient]) -> None:
-        self._seen[target.info.identity] = target.info, time.monotonic()
+        if target.is_usable:
+            self._seen[target.info.identity] = target.info, time.monotonic()
 
     async def _meet(self, record: WorkerRecord) -> None:
         """Introduce a new worker; a known worker at the same address has left it."""

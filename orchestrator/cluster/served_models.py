@@ -63,12 +63,14 @@ def targets_for(
         return _begun(targets, options, request)
     if session is not None and (options.continues or not options.model):
         return _continued(targets, options, session)
-    served = sorted({target.info.model_name for target in targets} or directory.model_names)
+    served = sorted({target.info.model_name for target in targets})
     if not options.model and len(served) > 1:
         raise InvalidRequest(f"model: must be one of {_listed(served)}, as several models are served, got ''")
     named = [target for target in targets if options.model in ("", target.info.model_name)]
     if not named and options.model not in ("", *directory.model_names):
-        raise NotFound(f"model: must be one of {_listed(served)}, got {options.model[:SHOWN]!r}")
+        raise NotFound(
+            f"model: must be one of {_listed(served or sorted(directory.model_names))}, got {options.model[:SHOWN]!r}"
+        )
     usable = [target for target in named if target.is_usable]
     if not usable:
         is_any = any(target.is_usable for target in targets)

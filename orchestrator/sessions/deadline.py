@@ -19,7 +19,7 @@ Item = TypeVar("Item")
 
 @dataclass(slots=True)
 class Deadline:
-    """Deadline of one request, and one budget for all its waits: for a place and for KV slots."""
+    """Deadline of one request, and one budget for all its waits: for a place, a target and KV slots."""
 
     deadline: float = inf  # seconds on the monotonic clock
     queue_seconds: float = inf  # left for waiting

@@ -25,14 +25,14 @@ def modules(*packages: tuple[str, str]) -> frozenset[str]:
 
 DECIDING = modules(
     ("bough.grammar", "allowed_tokens"),
-    ("bough.model.architecture", "architecture attention moe side_by_side"),
-    ("bough.model.batch", "batch gpu_paths path_spans"),
+    ("bough.model.architecture", "architecture attention gated_delta latent moe side_by_side"),
+    ("bough.model.batch", "batch gpu_paths path_spans state_steps"),
     ("bough.model.checkpoint", "gguf_config tensor_source"),
     ("bough.model.cpu",
-     "atomics attention_cpu attention_kernel float_bits gemm gemm_few_outputs "
+     "atomics attention_cpu attention_kernel delta_rule float_bits gemm gemm_few_outputs "
      "gemm_int8 gemm_parallel jit kv_rows late_code linear llvm_vectors operands simd threads work_stealing"),
-    ("bough.model.gpu", "attention_triton blocks_triton kernels number_formats_triton unpack_triton"),
-    ("bough.model.kv", "segment session_kv slot split_layers"),
+    ("bough.model.gpu", "attention_tiles attention_triton blocks_triton kernels number_formats_triton unpack_triton"),
+    ("bough.model.kv", "segment session_kv slot split_layers states"),
     ("bough.model.llama", "layer rows weights workspace"),
     ("bough.model.loading", "late_writes loading weight_map"),
     ("bough.model.quant",

@@ -178,11 +178,11 @@ class SlotIndex:
         return self._idle.index(session, bisect_left(self._idle, session.last_used, key=_last_used))
 
     def _cut(self, session: SessionSlot, num_rows: int) -> None:
-        """Shrink an idle slot to the whole blocks that fit `num_rows` rows; remove it if none do."""
-        length = whole_blocks(max(0, min(num_rows, session.slot.length)))
-        if length:
+        """Shrink an idle slot to the whole blocks that fit `num_rows` rows and are usable; remove it if none are."""
+        fitting = whole_blocks(max(0, min(num_rows, session.slot.length)))
+        if length := session.slot.usable(fitting):
             self.roll_back(session, length)
-            self.arena.resize(session.slot, num_rows)
+            self.arena.resize(session.slot, num_rows if length == fitting else length)
             return
         self.num_evictions += session.slot.length > 0
         self.give_back(session)

@@ -215,7 +215,7 @@ class SweepEngine:
             self._finish(parts, swept, began_ns)
         except Exception as exc:  # the thread must survive any error; callers get it
             for part in parts:
-                self.pool.mend(part.job.session)
+                self._mend(part.job)
             if isinstance(exc, AcceleratorFull) and self._shrink(sum(part.num_tokens for part in parts), exc):
                 return
             logger.exception("a sweep failed")
@@ -225,6 +225,16 @@ class SweepEngine:
             self._idle_since = time.monotonic()
             self.num_running = 0
             self.num_passes += 1
+
+    def _mend(self, job: VerifyJob) -> None:
+        """Drop what a sweep that failed midway has left of no use, so that it is computed again."""
+        before = job.session.slot.length
+        try:
+            self.pool.mend(job.session)
+        except Exception as exc:  # as above; the session's states are marked, and given up when it calls again
+            logger.exception("a session could not be mended")
+            self._calls.drop(job.call.context.session_id, exc)
+        job.num_computed = max(0, job.num_computed - (before - job.session.slot.length))
 
     def _shrink(self, num_tokens: int, exc: AcceleratorFull) -> bool:
         """Halve the size limit of sweeps after one ran out of memory; False if it cannot be lower."""

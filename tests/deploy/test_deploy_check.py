@@ -67,7 +67,7 @@ TARGET, DRAFT, ORCHESTRATOR = (f"{DEPLOYMENTS}.{number}" for number in range(3))
         (
             f"{TARGET}.graceful_shutdown_timeout_s",
             30,
-            r"Target\.graceful_shutdown_timeout_s: must be at least 70, got 30",
+            r"Target\.graceful_shutdown_timeout_s: must be at least 75, got 30",
         ),
         (f"{TARGET}.num_replicas", "auto", r"Target\.num_replicas: must be a number"),
         (f"{DRAFT}.autoscaling_config.policy.policy_kwargs.metric", "load", "metric: must be one of .*, got 'load'"),

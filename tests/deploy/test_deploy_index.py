@@ -8,6 +8,7 @@ import signal
 import socket
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,6 +18,7 @@ from bough.processes.child import Child
 from bough.registry.connection import IndexConnection
 from bough.registry.registry import Registry
 from bough.security.private_files import write_private
+from deploy.child import start
 from deploy.index import IndexServer
 from deploy.settings import IndexSettings, Role, read_index, read_program
 from deploy.supervisor import Supervisor
@@ -136,7 +138,9 @@ async def test_an_index_with_certificates_answers_those_who_have_one(tmp_path: P
         await index.stop()
 
 
-async def test_an_index_that_does_not_start_leaves_no_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_index_that_does_not_start_leaves_no_thread_and_no_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One forwards from the TLS port: neither where no server could be made nor where it ended."""
     files = Authority().files(tmp_path)
     tls = {"tls_cert": files.cert, "tls_key": files.key, "tls_ca": files.authority}
@@ -150,6 +154,17 @@ async def test_an_index_that_does_not_start_leaves_no_thread(tmp_path: Path, mon
         def fail(*_: object) -> Child:
             raise OSError("no processes are left")
 
+        started = list[Child]()
+
+        def noted(*given: Any) -> Child:
+            started.append(start(*given))
+            return started[0]
+
+        monkeypatch.setattr("deploy.index.start", noted)
+        monkeypatch.setattr("deploy.index.TlsFront", fail)
+        with pytest.raises(OSError, match="no processes"):
+            IndexServer(read_index({"port": free_port(HOST), **tls}), HOST)
+        assert started[0].has_ended()
         monkeypatch.setattr("deploy.index.start", fail)
         with pytest.raises(OSError, match="no processes"):
             IndexServer(read_index({"port": free_port(HOST), **tls}), HOST)

@@ -145,6 +145,8 @@ def test_a_tokenizer_beside_the_file_is_used_if_it_has_the_file_s_tokens(
     beside.write_text("{}")
     with pytest.raises(CheckpointError, match=r"unknown\.gguf: no usable tokenizer \(.*tokenizer\.json\): "):
         load_tokenizer_files(file)
+    assert load_tokenizer_files(tmp_path / "known.gguf") == known
+    assert "; the file's own tokenizer is used" in caplog.text
 
 
 @pytest.mark.parametrize(

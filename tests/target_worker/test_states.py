@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from bough.errors import ConfigError, Exhausted, StreamError
+from bough.model.architecture import gated_delta
+from bough.model.architecture.gated_delta import run_steps
 from bough.model.batch.batch import Batch, Segment
 from bough.model.checkpoint.checkpoint import Checkpoint
 from bough.model.kv.kv_arena import KVArena
+from bough.model.kv.states import LayerState
 from bough.model.sizes.target_limits import TargetLimits
 from bough.trees.tree import Tree
 from draft_worker.model.sources import load_draft
@@ -134,6 +139,55 @@ def test_after_a_sweep_that_failed_midway_a_session_goes_on(
     pool.mend(session)
     assert session.slot.length == (64 if num_context else 72)
     assert torch.equal(say(model, pool, "a", text, Tree.root(4))[0], afresh(model, text, 4))
+
+
+def test_a_state_that_a_step_left_midway_is_not_taken_for_whole(
+    model: StreamedModel, pool: SlotPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step is done, and then there is no memory for what follows."""
+    say(model, pool, "a", PROMPT, FORKED)
+    pool.commit(session := lease(pool, "a", PROMPT), [70, 71], [9, 8])
+
+    def breaks(*arguments: Any) -> torch.Tensor:
+        run_steps(*arguments)
+        raise StreamError("no memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(gated_delta, "run_steps", breaks)
+        with pytest.raises(StreamError):
+            say(model, pool, "a", [*PROMPT, 9, 8], FORKED)
+    pool.mend(session)
+    assert session.slot.length == 64
+    text = [*PROMPT, 9, 8]
+    assert torch.equal(say(model, pool, "a", text, Tree.root(4))[0], afresh(model, text, 4))
+
+
+def test_the_shortest_snapshot_is_kept_for_others_and_the_longest_for_the_session(model: StreamedModel) -> None:
+    states = model.skeleton.kv_shape().states
+    assert states is not None
+    layer = LayerState(states, CPU)
+    for layer.length in (16, 64, 128, 192):
+        layer.snap()
+    assert {*layer.snapshots} == {16, 192}
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"linear_num_value_heads": 3}, "linear_num_value_heads must be a multiple of linear_num_key_heads, 2, got 3"),
+        ({"hidden_act": "gelu"}, "must be 'silu', got 'gelu'"),
+    ],
+)
+def test_recurrent_layers_that_would_be_computed_otherwise_are_refused(change: dict[str, Any], problem: str) -> None:
+    config = copy.deepcopy(FAMILIES["qwen3.5, recurrent layers"])
+    config.update(change)
+    assert problem in gated_delta.why_not_recurrent(config)
+
+
+def test_room_for_a_number_of_sessions_is_for_the_longest() -> None:
+    limits = TargetLimits(rows=32, max_sweep_tokens=64, max_nodes=50, max_context=350, kv_sessions=3)
+    assert limits.num_states(10, 3 * (4000 + 3000), 3000) == 3
+    assert limits.num_rows(10, 3 * (4000 + 3000), 3000) == 1200
 
 
 def test_memory_is_divided_between_rows_and_states() -> None:

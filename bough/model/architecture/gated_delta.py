@@ -16,11 +16,11 @@ from torch.nn.functional import pad, silu, softplus
 from bough.model.batch.batch import BatchPart, Chunk
 from bough.model.batch.state_steps import COMMITTED, Indices, StateSteps, chain_steps
 from bough.model.cpu.delta_rule import EPSILON, run_on_cpu
-from bough.model.kv.states import RECURRENT, LayerState, StateRows, StateShape
+from bough.model.kv.states import RECURRENT, UNUSABLE, LayerState, StateRows, StateShape
 
 MODEL_TYPES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")  # whose recurrent layers are of this kind
 ROW_STEP = 4  # the convolution's rows are padded to multiples, as torch must split them into whole vectors
-CHANNEL_STEP = 16
+CHANNEL_STEP = 16  # and a multiple of so many channels is asked for, for the same reason
 
 
 def run_trees(model: nn.Module) -> None:
@@ -45,6 +45,13 @@ def why_not_recurrent(config: Any) -> str:
         return f"layers of {RECURRENT} keep a state, which is followed along trees only in {', '.join(MODEL_TYPES)}"
     if shape.num_layers == config.num_hidden_layers:
         return "all of its layers keep a state, and none has attention"
+    if shape.num_heads % shape.num_key_heads:
+        return (
+            f"linear_num_value_heads must be a multiple of linear_num_key_heads, {shape.num_key_heads}, "
+            f"got {shape.num_heads}"
+        )
+    if config.hidden_act != "silu":
+        return f"the activation of recurrent layers must be 'silu', got {config.hidden_act!r}"
     if shape.num_inputs % CHANNEL_STEP:
         return f"the convolution must have a multiple of {CHANNEL_STEP} channels, got {shape.num_inputs}"
     return ""
@@ -86,8 +93,8 @@ def _projected(module: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 def _along_text(module: Any, state: LayerState, begin: int, rows: StateRows, snapshots: list[int]) -> torch.Tensor:
     """Outputs of rows of the text from position `begin` on; the state is then after the last of them."""
-    outs, done = [], 0
-    for end in (*(at - begin for at in snapshots if begin < at <= begin + len(rows.decay)), len(rows.decay)):
+    outs, done, num_rows = [], 0, len(rows.decay)
+    for end in sorted({*(at - begin for at in snapshots if begin < at <= begin + num_rows), num_rows}):
         outs.append(_advance(module, state, begin + done, rows.select(slice(done, end))))
         done = end
         if state.length in snapshots:
@@ -97,12 +104,13 @@ def _along_text(module: Any, state: LayerState, begin: int, rows: StateRows, sna
 
 def _advance(module: Any, state: LayerState, begin: int, rows: StateRows) -> torch.Tensor:
     """Advance the state over the rows kept of accepted tokens up to position `begin`, and then over these rows."""
-    num_kept = begin - state.length
+    num_kept, length = begin - state.length, begin + len(rows.decay)
     rows = state.kept.select(slice(num_kept)).followed_by(rows)
     steps = chain_steps(len(rows.decay), len(state.window))
+    state.length = UNUSABLE  # if this fails midway
     out = _run(module, state, rows, steps, num_kept)
-    state.window = torch.cat((state.window, rows.inputs))[len(rows.decay) :]
-    state.length, state.kept = state.length + len(rows.decay), rows.select(slice(0, 0))
+    state.window = torch.cat((state.window, rows.inputs))[len(rows.decay) :].clone()  # without the memory of the others
+    state.length, state.kept = length, state.no_rows()
     return out
 
 

@@ -59,11 +59,7 @@ SPLITS = (
     Split("dbrx smaug-bpe glm4 chatglm-bpe jina-v5-nano", (_words(r"\p{N}{1,3}"),)),
     Split("qwen2", (_words(r"\p{N}"),), is_composed=True),
     Split("deepseek-r1-qwen stablelm2 kormo f2llmv2 megrez hunyuan solar-open grok-2", (_words(r"\p{N}"),)),
-    Split(
-        "qwen35",
-        (_words(r"\p{N}", letters=r"\p{L}\p{M}").replace(r"^\r\n\p{L}\p{M}", r"^\r\n\p{L}"),),
-        is_composed=True,
-    ),
+    Split("qwen35", (_words(r"\p{N}", letters=r"\p{L}\p{M}"),), is_composed=True),
     Split("tekken", (_cased(r"\p{N}", ""),), True, True),
     Split("gpt-4o llama4 kanana2 talkie minimax-m2", (_cased(r"\p{N}{1,3}", f"(?i:{_SHORT})?"),)),
     Split(

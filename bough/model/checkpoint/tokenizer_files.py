@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -51,13 +52,8 @@ def _of_file(header: GgufHeader) -> TokenizerFiles:
     template, tool_template = (_template(header, f"tokenizer.chat_template{name}") for name in ("", ".tool_use"))
     ids = {key: header.token_id(key, len(tokens)) for key in ("bos", *ENDS)}
     names = {key: "" if index is None else tokens[index] for key, index in ids.items()}
-    data = _beside(header, tokens)
-    if data is None and header.fields.get(KIND) == BYTES:
-        data = json.dumps(byte_tokenizer(header), ensure_ascii=False).encode()
-    if data is None:
-        data = _converted(header.file.parent, gguf_file=header.file.name).backend_tokenizer.to_str().encode()
     files = TokenizerFiles(
-        data,
+        _json_of(header, tokens),
         template,
         tuple(sorted({index for key in ENDS if (index := ids[key]) is not None})),
         names["bos"],
@@ -72,6 +68,26 @@ def _template(header: GgufHeader, key: str) -> str:
     if not isinstance(found := header.fields.get(key, ""), str):
         raise header.refusal(f"field {key} must be a text, got {found!r}")
     return found
+
+
+def _json_of(header: GgufHeader, tokens: list[str]) -> bytes:
+    """The tokenizer.json beside a file, or what its own lists say; the first one's error where neither can be read."""
+    try:
+        beside = _beside(header, tokens)
+    except (OSError, CheckpointError) as exc:
+        with suppress(Exception):  # of a library that raises nothing narrower
+            data = _own(header)
+            logger.warning("%s; the file's own tokenizer is used", exc)
+            return data
+        raise
+    return _own(header) if beside is None else beside
+
+
+def _own(header: GgufHeader) -> bytes:
+    if header.fields.get(KIND) == BYTES:
+        return json.dumps(byte_tokenizer(header), ensure_ascii=False).encode()
+    converted = _converted(header.file.parent, gguf_file=header.file.name)
+    return bytes(converted.backend_tokenizer.to_str().encode())
 
 
 def _beside(header: GgufHeader, tokens: list[str]) -> bytes | None:

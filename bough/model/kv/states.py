@@ -8,6 +8,7 @@ that there are snapshots after some of the text's whole blocks.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -18,9 +19,10 @@ from transformers import PretrainedConfig
 
 Value = TypeVar("Value")
 RECURRENT = "linear_attention"  # layer type in configurations
-SNAPSHOTS = 2  # of a session: before its last answer, and where its text left that of another session
+SNAPSHOTS = 2  # of a session: where its text left that of another session, and before its last answer
 PATH_ROWS = 64  # accepted rows for which memory is counted; a session's trees are seldom deeper
 FLOAT32_BYTES = 4
+UNUSABLE = sys.maxsize  # length of a state that a step left midway: beyond any text
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,32 +109,35 @@ class LayerState:
 
     def __init__(self, shape: StateShape, device: torch.device) -> None:
         self._shape, self._device = shape, device
-        self.snapshots: dict[int, Snapshot] = {}  # by length, in the order in which they were taken
-        self.reset()
-
-    def reset(self) -> None:
-        """Go back to the beginning of the text."""
-        shape, device = self._shape, self._device
-        self.length = 0  # tokens in the state
+        self.snapshots: dict[int, Snapshot] = {}  # by length
         self.memory = torch.zeros(shape.size, dtype=torch.float32, device=device)
-        self.window = torch.zeros(shape.window, shape.num_inputs, dtype=shape.dtype, device=device)  # last inputs
-        gates = torch.zeros(0, shape.num_heads, dtype=torch.float32, device=device)
-        self.kept = StateRows(self.window[:0], gates, gates)  # of slot rows from `length` on
+        self.go_back(0)
+
+    def no_rows(self) -> StateRows:
+        """What is kept of no rows."""
+        gates = torch.zeros(0, self._shape.num_heads, dtype=torch.float32, device=self._device)
+        inputs = torch.zeros(0, self._shape.num_inputs, dtype=self._shape.dtype, device=self._device)
+        return StateRows(inputs, gates, gates)
 
     def snap(self) -> None:
-        """Take a snapshot, in place of the oldest if there are enough."""
+        """Take a snapshot; of too many, that between the shortest, where others may begin, and the longest goes."""
         self.snapshots[self.length] = Snapshot(self.memory.clone(), self.window)
-        while len(self.snapshots) > SNAPSHOTS:
-            del self.snapshots[next(iter(self.snapshots))]
+        if len(self.snapshots) > SNAPSHOTS:
+            del self.snapshots[sorted(self.snapshots)[1]]
 
+    @torch.inference_mode()
     def go_back(self, length: int) -> None:
-        """Return to a snapshot, or to 0."""
-        snapshots = self.snapshots
-        self.reset()
-        self.snapshots = snapshots
+        """Return to a snapshot, or to the beginning of the text, in the memory that there is."""
+        self.length, self.kept = UNUSABLE, self.no_rows()  # of slot rows from `length` on
         if length:
-            self.length, self.window = length, snapshots[length].window
-            self.memory.copy_(snapshots[length].memory)
+            snapshot = self.snapshots[length]
+            self.memory.copy_(snapshot.memory)
+            self.window = snapshot.window
+        else:
+            self.memory.zero_()
+            size = self._shape.window, self._shape.num_inputs
+            self.window = torch.zeros(size, dtype=self._shape.dtype, device=self._device)  # the last inputs
+        self.length = length  # tokens in the state
 
     def copy(self, length: int) -> LayerState:
         """A copy that holds `length` tokens, which must be usable."""

@@ -19,13 +19,14 @@ class TargetLimits:
     max_nodes: int
     max_context: int
     kv_step: int = KV_STEP  # by which a session's slot grows
+    kv_sessions: int = 0  # for which room was asked; 0 if KV memory was given in bytes
 
     @classmethod
     def of(cls, settings: TargetConfig, max_positions: int) -> TargetLimits:
         """The limits of a target with these settings for a model of `max_positions`."""
         max_sweep_tokens = max(settings.max_sweep_tokens, settings.max_nodes)
         max_context = min(settings.max_context, max_positions)
-        return cls(settings.rows, max_sweep_tokens, settings.max_nodes, max_context)
+        return cls(settings.rows, max_sweep_tokens, settings.max_nodes, max_context, kv_sessions=settings.kv_sessions)
 
     @property
     def slot_rows(self) -> int:
@@ -35,10 +36,11 @@ class TargetLimits:
     def num_states(self, row_bytes: int, kv_memory: int, state_bytes: int) -> int:
         """Sessions whose states, of `state_bytes` each, fit beside rows; 0 if sessions have none.
 
-        There is room for a quarter of the longest context for each, and for one of the longest.
+        There is room for a quarter of the longest context for each, and for one of the longest; if a number of sessions
+        was asked for, for the longest context of each.
         """
-        if not state_bytes:
-            return 0
+        if not state_bytes or self.kv_sessions:
+            return self.kv_sessions if state_bytes else 0
         longest = self.slot_rows * row_bytes
         return max(1, min((kv_memory - longest) // state_bytes, kv_memory // (longest // 4 + state_bytes)))
 

@@ -9,12 +9,12 @@ from unittest.mock import AsyncMock
 import pytest
 from tokenizers import Tokenizer
 
-from bough.errors import Unavailable
+from bough.errors import NotFound, Unavailable
 from bough.protocol.generation import GenerateOptions
 from bough.registry.records import WorkerLoad, WorkerRecord
 from orchestrator.cluster import directory as module
 from orchestrator.cluster.directory import MOST_MISSING, Directory
-from orchestrator.cluster.served_models import targets_for
+from orchestrator.cluster.served_models import TargetAway, targets_for
 from orchestrator.cluster.worker_clients import TargetClient
 from orchestrator.cluster.worker_handle import WorkerHandle
 from tests.fakes.fleet import FakeDraft, FakeTarget, Fleet
@@ -127,3 +127,43 @@ async def test_the_connection_to_a_worker_that_cannot_be_used_is_closed(
             await asyncio.sleep(0.02)
         assert closed[:1] == opened[:1]
         assert not directory.has_target
+
+
+async def test_a_target_is_known_to_be_usable_while_the_index_is_away(
+    fakes: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise a target that ends while the index is away has no time to come back."""
+    await fakes.target("t")
+    directory = Directory(fakes.registry)
+    await directory._refresh()
+    await asyncio.wait(directory._meetings.values())
+    before = directory.last_usable(lambda _: True)
+    monkeypatch.setattr(fakes.registry, "workers", AsyncMock(side_effect=Unavailable("away")))
+    await directory._refresh()
+    assert directory.last_usable(lambda _: True) > before
+
+
+async def test_without_any_target_a_request_waits_for_the_one_that_serves_any_of_the_models(fakes: Fleet) -> None:
+    """Whether it must name one is seen when they are back."""
+    await fakes.target("t")
+    directory = Directory(fakes.registry)
+    await directory._refresh()
+    await asyncio.wait(directory._meetings.values())
+    handle = directory.targets[0]
+    for name in "ab":
+        directory._see(replace(handle, info=replace(handle.info, model_name=name, model_fingerprint=name)))
+    handle.problem = "gone"
+    with pytest.raises(TargetAway):
+        targets_for(directory, GenerateOptions(), None, None)
+    with pytest.raises(NotFound, match=r"model: must be one of 'a', 'b', .*, got 'c'"):
+        targets_for(directory, GenerateOptions(model="c"), None, None)
+
+
+async def test_a_target_of_another_release_is_not_waited_for(fakes: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    await fakes.target("t")
+    monkeypatch.setattr(module, "PROTOCOL_VERSION", -1)
+    directory = Directory(fakes.registry)
+    await directory._refresh()
+    await asyncio.wait(directory._meetings.values())
+    assert "t: it speaks protocol version" in directory.why_no_target()
+    assert not directory.seen
