@@ -143,7 +143,7 @@ class _Finder:
     ) -> None:
         """`layers` maps the model's layer names to those in the checkpoint."""
         self._checkpoint, self._layers = checkpoint, layers
-        self._kept = build_glob_alternation(sorted(model._keep_in_fp32_modules_strict or ()))[0]
+        self._kept = build_glob_alternation([*(model._keep_in_fp32_modules_strict or ())])[0]
         is_tied = getattr(model.config, "tie_word_embeddings", False)
         self._tied: dict[str, str] = dict(getattr(model, "_tied_weights_keys", None) or {}) if is_tied else {}
         names = list(map(self._original, model.state_dict()))
