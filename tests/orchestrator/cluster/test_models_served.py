@@ -107,7 +107,8 @@ async def test_a_request_that_breaks_off_does_not_go_on_with_another_model(fakes
         async with asyncio.timeout(10):  # the index hears of it behind the stream's back
             while await fakes.registry.load_request("r") is None:
                 await asyncio.sleep(0.02)
-        with pytest.raises(Unavailable, match="no target that gives the same tokens"):
+        # Held until the target's pause is over, after which it is tried once more; or refused before that.
+        with pytest.raises(Unavailable, match=r"no target (that gives the same tokens|with this model could be used)"):
             await read(client, replace(options, model="", resume=Resume(0)))
     assert servers["a"][0].calls == []
 
