@@ -125,7 +125,7 @@ async def test_speculation_accepts_several_tokens_a_round(client: Client, prompt
     rounds = [event for event in events if isinstance(event, Tokens)]
     assert sum(sum(event.drafted) for event in rounds) == finished.speculation.num_accepted_tokens
     idle = [event.timings for event in rounds if not (event.timings.link_bytes > 0 and event.timings.compute_ns > 0)]
-    assert len(idle) < len(rounds) / 2, idle  # on a busy machine a sweep may take what was read ahead, or only wait
+    assert not idle
 
 
 async def test_text_outside_the_basic_plane_is_streamed_whole(client: Client) -> None:

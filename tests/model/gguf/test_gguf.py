@@ -43,7 +43,7 @@ from tests.conftest import save_model
 from tests.fakes.gpu.device_sweeps import Where, on_cpu, on_device, three_sweeps
 from tests.fakes.models import CPU, plain_logits, streamed
 from tests.gpu.test_whole_sweeps import require_close
-from tests.model.gguf_files import finish, random_blocks, values_of, write_gguf
+from tests.model.gguf.gguf_files import finish, random_blocks, values_of, write_gguf
 from tests.model.test_pack_draft import logits
 from tests.model.test_packed import TOKENS, rewrite
 

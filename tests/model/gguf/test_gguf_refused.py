@@ -22,8 +22,8 @@ from bough.model.loading.loading import build_skeleton
 from bough.model.packing.pack import pack
 from bough.model.sizes.model_sizes import find_config
 from tests.conftest import save_model
-from tests.model.gguf_files import finish, write_gguf
-from tests.model.test_gguf import MODELS
+from tests.model.gguf.gguf_files import finish, write_gguf
+from tests.model.gguf.test_gguf import MODELS
 from tests.model.test_packed import rewrite, tensors_of
 
 
