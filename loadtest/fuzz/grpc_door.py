@@ -26,7 +26,7 @@ OWN_PING = b"are you?"
 MOST_CALLS = 8  # at once on a channel
 NO_METHODS = ("/x", SERVICE + "Other", "/bough.v1.Target/Verify", SERVICE + "Generate/Generate", "/" + "y" * 3000)
 # of which gRPC's own code gives the status
-OWN_CODES = dict.fromkeys(NO_METHODS, "CANCELLED") | {HEALTH: "NOT_FOUND"}
+OWN_CODES = dict.fromkeys(NO_METHODS, "UNIMPLEMENTED") | {HEALTH: "NOT_FOUND"}
 NAMES = ("authorization", "traceparent", "tracestate", "x-request-id", "bough-error", "user-agent", "x", "baggage")
 BINARY_NAMES = ("x-bin", "grpc-trace-bin", "grpc-tags-bin", "bough-error-bin")
 VALUES = (
