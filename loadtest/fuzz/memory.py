@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from loadtest.fuzz.heap import Heap, heap_of
 
-WARM_SHARE = 0.25  # of the messages, during which tables and caches fill
+WARM_SHARE, WARM_MESSAGES = 0.25, 20_000  # of the messages, and at least so many: tables and caches fill
 MOST_BYTES_A_MESSAGE = 8.0  # limit of the lowest slope
 PARTS = ("python_bytes", "malloc_bytes", "live_bytes", "resident_bytes")
 
@@ -55,7 +55,8 @@ class MemorySeries:
 
 
 def _warm(heaps: Sequence[tuple[int, Heap]]) -> list[tuple[int, Heap]]:
-    return [(number, heap) for number, heap in heaps if number >= WARM_SHARE * heaps[-1][0]]
+    warm = max(WARM_MESSAGES, WARM_SHARE * heaps[-1][0])
+    return [(number, heap) for number, heap in heaps if number >= warm]
 
 
 def _growth(heaps: Sequence[tuple[int, Heap]]) -> dict[str, Any]:
