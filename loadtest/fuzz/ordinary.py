@@ -63,17 +63,11 @@ GRPC: Calls = {
     SERVICE + "GetAcceptance": (generation_pb2.GetAcceptanceRequest(),),
     HEALTH: (health_pb2.HealthCheckRequest(service="bough.v1.Generation"),),
 }
+WORK: dict[str, Calls] = {"target": {"Verify": (VERIFY,)}, "draft": {"Grow": (GROW, GROW_CHAINS, GROW_SHAPE)}}
+INFO = {"GetServerInfo": (common_pb2.GetServerInfoRequest(),), "GetTokenizer": (common_pb2.GetTokenizerRequest(),)}
 OF_WORKERS: dict[str, Calls] = {
-    kind: {
-        f"/bough.v1.{kind.title()}/{name}": messages
-        for name, messages in (
-            *work.items(),
-            ("Release", (RELEASE,)),
-            ("GetServerInfo", (common_pb2.GetServerInfoRequest(),)),
-            ("GetTokenizer", (common_pb2.GetTokenizerRequest(),)),
-        )
-    }
-    for kind, work in {"target": {"Verify": (VERIFY,)}, "draft": {"Grow": (GROW, GROW_CHAINS, GROW_SHAPE)}}.items()
+    kind: {f"/bough.v1.{kind.title()}/{name}": given for name, given in {**work, "Release": (RELEASE,), **INFO}.items()}
+    for kind, work in WORK.items()
 }
 
 COMMON_TO_ALL: Json = {

@@ -138,7 +138,8 @@ async def _send(running: Stack, ordinary: Ordinary, num_messages: int, seed: str
         http_door.LAYER: lambda mutator: HttpSender(ordinary.url, mutator, outcomes),
         grpc_door.LAYER: lambda mutator: GrpcSender(ordinary.address, mutator, outcomes),
         grpc_door.FRAMES: lambda mutator: FrameSender(ordinary.address, mutator, outcomes),
-    } | {kind: partial(_to_worker, running.addresses(kind)[0], outcomes, kind) for kind in OF_WORKERS}
+        **{kind: partial(_to_worker, running.addresses(kind)[0], outcomes, kind) for kind in OF_WORKERS},
+    }
 
     async def go_on(layer: str, sender: Sender, most: int) -> None:
         while outcomes.counts[layer] < most:

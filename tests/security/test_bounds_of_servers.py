@@ -164,7 +164,9 @@ async def test_a_method_that_is_not_there_is_refused(
     """However many call it; beyond a bound of refusals that nobody reads, calls are dropped."""
     monkeypatch.setattr(lasting_server, "MAX_REFUSALS", most)
     async with open_channel(f"127.0.0.1:{served.port}") as channel:
-        calls = [channel.unary_stream(method)(b"x") for method in ("/x", f"/{SERVICE}/Other") for _ in range(50)]
+        calls: list[Any] = [
+            channel.unary_stream(method)(b"x") for method in ("/x", f"/{SERVICE}/Other") for _ in range(50)
+        ]
         assert {(await call.code()).name for call in calls} == {code}
         assert not most or "method: must be one of this server" in await calls[0].details()
         assert await is_serving(channel, "", 5.0)
