@@ -12,13 +12,12 @@ from bough.protocol.codec_trees import (
     SCHEMES,
     growth_from_wire,
     growth_to_wire,
-    guess_from_wire,
     scheme_from_wire,
     tree_from_wire,
     tree_to_wire,
 )
 from bough.tokenization.vocabulary import TokenizerFiles
-from bough.trees.tree_plan import Guess, Scheme, TreePlan, require_growth
+from bough.trees.tree_plan import Scheme, TreePlan, require_growth
 
 TOKENIZER_CHUNK_BYTES = 1024 * 1024
 MAX_NAME_LENGTH = 256  # characters of a session's or request's name
@@ -51,7 +50,6 @@ def grow_call_to_wire(call: m.GrowCall) -> draft_pb2.GrowRequest:
         **to_fields(call, "plan"),
         growth=growth_to_wire(call.plan.growth),
         scheme=SCHEMES[call.plan.scheme],
-        guess_distribution=call.plan.guess is Guess.DISTRIBUTION,
     )
 
 
@@ -63,7 +61,7 @@ def grow_call_from_wire(message: draft_pb2.GrowRequest, vocab_size: int, max_nod
     require_tokens("root_token", [message.root_token], vocab_size)
     growth = growth_from_wire(message.growth)
     require_growth("growth", growth, max_nodes)
-    plan = TreePlan(growth, scheme_from_wire("scheme", message.scheme), guess_from_wire(message.guess_distribution))
+    plan = TreePlan(growth, scheme_from_wire("scheme", message.scheme))
     call = m.GrowCall(
         context=context_from_wire(message.context, vocab_size),
         plan=plan,

@@ -10,10 +10,9 @@ from bough.pb import generation_pb2 as pb
 from bough.protocol import generation as g
 from bough.protocol.codec_checks import require_numbers, require_texts
 from bough.protocol.codec_fields import from_fields, read, to_fields
-from bough.protocol.codec_trees import SCHEMES, growth_from_wire, growth_to_wire, guess_from_wire, scheme_from_wire
+from bough.protocol.codec_trees import SCHEMES, growth_from_wire, growth_to_wire, scheme_from_wire
 from bough.protocol.decision import Decision, DraftCalibration, Mode
 from bough.trees.acceptance import DepthCounts, SchemeAcceptance
-from bough.trees.tree_plan import Guess
 
 DEFAULTS = g.GenerateOptions()
 
@@ -59,19 +58,17 @@ def request_from_wire(message: pb.GenerateRequest) -> tuple[g.Prompt, g.Generate
 
 def _speculation_to_wire(speculation: g.Speculation) -> pb.Speculation:
     return pb.Speculation(
-        **to_fields(speculation, "growth", "scheme", "guess"),
+        **to_fields(speculation, "growth", "scheme"),
         growth=None if speculation.growth is None else growth_to_wire(speculation.growth),
         scheme=SCHEMES[speculation.scheme],
-        guess_distribution=speculation.guess is Guess.DISTRIBUTION,
     )
 
 
 def _speculation_from_wire(message: pb.Speculation) -> g.Speculation:
     return g.Speculation(
-        **from_fields(message, g.Speculation, "growth", "scheme", "guess"),
+        **from_fields(message, g.Speculation, "growth", "scheme"),
         growth=growth_from_wire(message.growth) if message.HasField("growth") else None,
         scheme=scheme_from_wire("speculation.scheme", message.scheme),
-        guess=guess_from_wire(message.guess_distribution),
     )
 
 

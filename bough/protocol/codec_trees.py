@@ -11,7 +11,7 @@ from bough.errors import InvalidRequest, InvalidTree
 from bough.pb import common_pb2
 from bough.trees.draft_probs import DraftProbs
 from bough.trees.tree import Tree
-from bough.trees.tree_plan import BestFirst, Growth, Guess, Scheme, StaticShape
+from bough.trees.tree_plan import BestFirst, Growth, Scheme, StaticShape
 
 SCHEMES: dict[Scheme, common_pb2.VerificationScheme] = {scheme: getattr(common_pb2, scheme.name) for scheme in Scheme}
 
@@ -97,8 +97,3 @@ def scheme_from_wire(name: str, value: int) -> Scheme:
             return scheme
     known = ", ".join(f"{number} ({scheme.value})" for scheme, number in SCHEMES.items())
     raise InvalidRequest(f"{name}: must be one of {known}, got {value}")
-
-
-def guess_from_wire(is_distribution: bool) -> Guess:
-    """The value of the protobuf field `guess_distribution`."""
-    return Guess.DISTRIBUTION if is_distribution else Guess.SAMPLE

@@ -29,7 +29,7 @@ from bough.tokenization.vocabulary import TokenizerFiles
 from bough.trees.acceptance import DepthCounts, SchemeAcceptance
 from bough.trees.draft_probs import DraftProbs
 from bough.trees.tree import Tree
-from bough.trees.tree_plan import BestFirst, Guess, Scheme, StaticShape, TreePlan
+from bough.trees.tree_plan import BestFirst, Scheme, StaticShape, TreePlan
 
 ROOT = Path(__file__).parents[2]
 VOCAB = 100
@@ -77,7 +77,7 @@ growths = st.sampled_from(
         StaticShape.chains(2, 3),
     ]
 )
-plans = st.builds(TreePlan, growths, st.sampled_from(Scheme), st.sampled_from(Guess))
+plans = st.builds(TreePlan, growths, st.sampled_from(Scheme))
 SAMPLED = replace(
     TREE,
     draft_probs=DraftProbs.joined(
@@ -128,7 +128,6 @@ options = st.builds(
         *[st.none() | st.integers(0, 9)] * 3,
         st.none() | growths,
         st.sampled_from(Scheme),
-        st.sampled_from(Guess),
         st.none() | st.integers(0, 9),
     ),
     continues=st.booleans(),
