@@ -146,11 +146,13 @@ class Client:
 
     async def acceptance(self) -> tuple[SchemeAcceptance, ...]:
         """Acceptance counts by scheme, depth and rank, for `bough.trees.acceptance`."""
-        return wire.acceptance_from_wire(await self._ask("GetAcceptance", pb.GetAcceptanceRequest()))
+        reply = await self._ask("GetAcceptance", pb.GetAcceptanceRequest())
+        return tuple(read(one, SchemeAcceptance, "schemes.") for one in reply.schemes)
 
     async def calibrations(self) -> tuple[DraftCalibration, ...]:
         """Predicted and real outcomes of each draft worker's trees."""
-        return wire.calibrations_from_wire(await self._ask("GetAcceptance", pb.GetAcceptanceRequest()))
+        reply = await self._ask("GetAcceptance", pb.GetAcceptanceRequest())
+        return tuple(read(one, DraftCalibration) for one in reply.drafts)
 
     async def decisions(self, session_id: str = "") -> tuple[Decision, ...]:
         """The decisions about a session's last trees, oldest first.
@@ -160,8 +162,8 @@ class Client:
         Raises:
             NotFound: the orchestrator has no decisions of it.
         """
-        request = pb.GetDecisionsRequest(session_id=session_id)
-        return wire.decisions_from_wire(await self._ask("GetDecisions", request))
+        reply = await self._ask("GetDecisions", pb.GetDecisionsRequest(session_id=session_id))
+        return tuple(read(one, Decision, "decisions.") for one in reply.decisions)
 
     async def _ask(self, method: str, request: object) -> Any:
         """Call a method of the server in use, and of the others in turn while they are Unavailable."""
