@@ -27,7 +27,7 @@ from bough.rpc.services import GENERATION, stub_of
 from bough.rpc.status_map import to_error
 from bough.security.bearer import credentials, require_key
 from bough.security.certificates import CertificateFiles
-from bough.security.secured import Secured, environment_files
+from bough.security.secured import channels, environment_files
 from bough.security.tls import PeerChannel
 from bough.trees.acceptance import SchemeAcceptance
 
@@ -59,8 +59,8 @@ class Client:
         if not addresses or not all(addresses):
             raise ConfigError(f"addresses: must be one or more such as 127.0.0.1:7411, got {', '.join(addresses)!r}")
         key = require_key("api_key", os.environ.get(KEY_VARIABLE, "") if api_key is None else api_key)
-        secured = Secured.by(environment_files() if certificates is None else certificates)
-        self._servers = [_Server(secured.channel(address), key) for address in addresses]  # the first is in use
+        files = environment_files() if certificates is None else certificates
+        self._servers = [_Server(channel, key) for channel in channels(files, *addresses)]  # the first is in use
         self._patience_seconds = patience_seconds
         self._is_closed = False
 
