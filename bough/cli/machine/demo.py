@@ -30,7 +30,7 @@ async def demo(arguments: argparse.Namespace) -> int:
     """Write the model, start all processes, generate in several ways, compare; exit status 1 if outputs differ."""
     if arguments.max_tokens < MIN_TOKENS:
         raise ConfigError(f"--max-tokens: must be at least {MIN_TOKENS} to measure rates, got {arguments.max_tokens}")
-    settings = settings_from(up_arguments(*(["--simulate", arguments.simulate] if arguments.simulate else [])))
+    settings = settings_from(up_arguments(*([] if arguments.simulate is None else ["--simulate", arguments.simulate])))
     if not arguments.simulate:
         await asyncio.to_thread(ensure_demonstration)  # Ctrl-C acts where a command awaits
         announce_first_start()
