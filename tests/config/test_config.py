@@ -136,7 +136,7 @@ def test_an_empty_value_does_not_mean_the_demonstration(flag: str) -> None:
 
 
 def test_a_draft_s_device_is_refused_by_the_flag_of_up() -> None:
-    with pytest.raises(ConfigError, match="^--draft-device: must be auto, cpu, cuda or cuda:1, got 'gpu'"):
+    with pytest.raises(ConfigError, match=r"^--draft-device: must be auto, cpu, cuda or cuda:1, got 'gpu'"):
         settings_from(argument_parser().parse_args(["up", "--draft-device", "gpu"]))
 
 
