@@ -192,14 +192,64 @@ async def test_refusals_are_passed_back_with_their_headers() -> None:
         assert upstream.asked[0][1] == "/refused", "the route's prefix is Serve's alone"
 
 
-async def test_an_orchestrator_that_is_not_there_is_503() -> None:
+async def test_requests_wait_for_an_orchestrator_that_has_ended_and_keep_their_bodies(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its supervisor does not know yet that it has ended. A request that has reached none may be sent to the next."""
+    monkeypatch.setattr(forward, "AGAIN_SECONDS", 0.0)
+    door = Door()
+    async with forwarding() as (upstream, successor), asyncio.timeout(30):
+        door.open(Forwarder("http://127.0.0.1:9"))
+        waiting = [asyncio.create_task(door.forward(request("/refused", body))) for body in (b"", b"x", b"x" * 70_000)]
+        while door._num_waiting < len(waiting):
+            await asyncio.sleep(0)
+        await door.close()
+        door.open(successor)
+        for task in waiting:
+            response = await task
+            assert (response.status_code, await anext(response.body_iterator)) == (429, b'{"error": 1}')
+        assert sorted(len(body) for _, _, body, _ in upstream.asked) == [0, 1, 70_000]
+
+
+async def test_nobody_waits_where_no_orchestrator_is_started_again() -> None:
+    door, gone = Door(), Forwarder("http://127.0.0.1:9")
+    for is_shut in (False, True):
+        door.open(gone)
+        if is_shut:
+            door.shut()
+        waiting = asyncio.create_task(door.forward(request("/v1")))
+        while not door._num_waiting:
+            await asyncio.sleep(0)
+        door.give_up()
+        for response in (await waiting, await door.forward(request("/v1"))):
+            assert response.status_code == 503
+            assert b"another takes its place" in response.body
     async with forwarding() as (_, forwarder):
-        gone = Forwarder("http://127.0.0.1:9")
-        response = await gone.forward(request("/v1/models"))
+        door.open(forwarder)
+        door.give_up()
+        assert (await door.forward(request("/refused"))).status_code == 429, "while its program runs it answers"
+    await gone.close()
+
+
+async def test_what_an_orchestrator_had_begun_is_not_begun_again() -> None:
+    """It had the request, and may have done what was asked."""
+    num_asked = 0
+
+    async def dying(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal num_asked
+        num_asked += 1
+        await reader.readuntil(b"{}")
+        writer.close()
+
+    async with await asyncio.start_server(dying, "127.0.0.1", 0) as server, asyncio.timeout(30):
+        forwarder = Forwarder(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        door = Door()
+        door.open(forwarder)
+        response = await door.forward(request("/v1/completions", b"{}"))
         assert response.status_code == 503
         assert b"the orchestrator does not answer" in response.body
-        await gone.close()
-        del forwarder
+        assert num_asked == 1
+        await door.close()
 
 
 def endless(num_read: list[int], pause_seconds: float = 0.0) -> Any:
