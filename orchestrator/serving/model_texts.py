@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from bough.config.processes import OrchestratorConfig
 from bough.protocol.codec import require_tokens
 from bough.protocol.generation import GenerateOptions, Prompt
 from bough.tokenization.tokenizer import Tokenizer
@@ -39,8 +40,7 @@ class ModelTexts:
     """
 
     waiting: TargetWaiting
-    queue_timeout: float  # as configured
-    tool_call_parser: str  # as configured
+    config: OrchestratorConfig
     _turn: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(1))  # one thread is left to requests
 
     async def tokens(self, prompt: Prompt, model: str) -> PromptRead:
@@ -89,13 +89,13 @@ class ModelTexts:
 
     def tool_format(self, model: str) -> ToolFormat:
         """How a model calls tools. Raises as `tokens` does."""
-        return format_of(self.tool_call_parser, self.tokenizer(model).tool_template)
+        return format_of(self.config.tool_call_parser, self.tokenizer(model).tool_template)
 
     async def _awaited(self, model: str) -> WorkerHandle[TargetClient]:
         async def look() -> WorkerHandle[TargetClient]:
             return self._target(model)
 
-        return await self.waiting.once_there(look, Deadline(queue_seconds=self.queue_timeout))
+        return await self.waiting.once_there(look, Deadline(queue_seconds=self.config.queue_timeout))
 
     def _target(self, model: str) -> WorkerHandle[TargetClient]:
         return targets_for(self.waiting.directory, GenerateOptions(model=model), None, None)[0]

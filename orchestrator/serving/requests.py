@@ -65,8 +65,7 @@ class Requests:
         self._running = Running()
         self._endings = Endings(directory, self._recorder)
         self._sessions: OrderedDict[str, str] = OrderedDict()  # session ids of the latest requests, by request id
-        texts_waiting = TargetWaiting(directory, self.admission, config.failover_timeout, MOST_HELD)
-        self.texts = ModelTexts(texts_waiting, config.queue_timeout, config.tool_call_parser)
+        self.texts = ModelTexts(TargetWaiting(directory, self.admission, config.failover_timeout, MOST_HELD), config)
         self.metrics_url = ""  # of this orchestrator
         self.http_url = ""  # of the OpenAI-compatible API
         self._model_name = ""  # of the target used last
