@@ -256,16 +256,12 @@ class Directory:
 
     async def _forget_unlisted(self) -> None:
         """Forget workers by number of polls, not by time: an empty index or a paused process must not lose them."""
-        tables: tuple[dict[str, WorkerHandle[TargetClient]] | dict[str, WorkerHandle[DraftClient]], ...] = (
-            self._targets,
-            self._drafts,
-        )
-        for table in tables:
-            # Channels with running calls stay open: a worker that only lost the index still answers them.
-            gone = [name for name, known in table.items() if known.num_missing > MOST_MISSING and not known.num_running]
-            for worker_id in gone:
-                logger.warning("%s is gone", worker_id)
-                await table.pop(worker_id).client.close()
+        # Channels with running calls stay open: a worker that only lost the index still answers them.
+        for known in [k for k in self._everyone() if k.num_missing > MOST_MISSING and not k.num_running]:
+            logger.warning("%s is gone", known.record.worker_id)
+            self._targets.pop(known.record.worker_id, None)
+            self._drafts.pop(known.record.worker_id, None)
+            await known.client.close()
 
 
 def _fit(draft: WorkerHandle[Any], target: WorkerHandle[Any]) -> bool:
