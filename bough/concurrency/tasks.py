@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any, TypeVar
 
 Result = TypeVar("Result")
@@ -15,6 +15,16 @@ async def end(*tasks: asyncio.Task[Any]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@asynccontextmanager
+async def background(*work: Coroutine[Any, Any, Any]) -> AsyncIterator[None]:
+    """Run coroutines as tasks during the block, which is not told of their exceptions."""
+    tasks = [asyncio.create_task(each) for each in work]
+    try:
+        yield
+    finally:
+        await end(*tasks)
 
 
 async def run_to_completion(work: Coroutine[Any, Any, Result]) -> Result:

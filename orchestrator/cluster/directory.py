@@ -18,7 +18,7 @@ from typing import Any
 import grpc
 
 from bough.concurrency.iteration_limiter import IterationLimiter
-from bough.concurrency.tasks import end
+from bough.concurrency.tasks import background, end
 from bough.errors import BoughError, Unavailable
 from bough.processes.compatibility import fetch_tokenizer
 from bough.protocol.generation import WorkerStatus
@@ -64,15 +64,14 @@ class Directory:
         Listed workers have been introduced when the block begins, so that a new process does not refuse its first
         request. Workers that do not answer are introduced later, in the background.
         """
-        task = asyncio.create_task(self._poll(looked := asyncio.Event()))
-        watching = asyncio.create_task(watch_weights(lambda: self.targets))
+        looked = asyncio.Event()
         try:
-            await looked.wait()
-            if self._meetings:
-                await asyncio.wait(self._meetings.values(), timeout=FIRST_LOOK_SECONDS)
-            yield
+            async with background(self._poll(looked), watch_weights(lambda: self.targets)):
+                await looked.wait()
+                if self._meetings:
+                    await asyncio.wait(self._meetings.values(), timeout=FIRST_LOOK_SECONDS)
+                yield
         finally:
-            await end(task, watching)
             await end(*self._meetings.values())
             for known in self._everyone():
                 await known.client.close()
