@@ -30,13 +30,13 @@ from triton.compiler import compile as triton_compile
 
 from bough.config.flag_parser import FlagParser
 from bough.model.checkpoint.gguf_file import BLOCKS
-from bough.model.gpu import attention_tiles, attention_triton, blocks_triton, unpack_triton
+from bough.model.gpu import attention_tiles, attention_triton, blocks_triton, delta_rule_triton, unpack_triton
 from bough.model.quant.ggml_blocks import TYPES
 from bough.model.quant.mxfp4 import GROUP
 
 CAPABILITIES = (80, 86, 89, 90, 120)
 SHARED_BYTES = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 120: 101_376}  # limit of a program
-_VARYING = ("scale", "window", "tail_width", "zero_offset", "half")
+_VARYING = ("scale", "window", "tail_width", "zero_offset", "half", "epsilon", "num_steps", "num_places", "begin")
 
 
 class Heads(NamedTuple):
@@ -112,7 +112,8 @@ class Compiled:
 
 
 def kernels() -> Iterator[Kernel]:
-    """All kernels: attention of every family, and unpacking of each format, writing bfloat16 and float16."""
+    """All kernels: of recurrent layers; attention of every family and unpacking of each format, in both 16-bit types."""
+    yield _recurrence()
     for dtype, bits in (("bf16", "i16"), ("fp16", "fp16")):
         for heads in FAMILIES:
             yield _attention(dtype, heads)
@@ -140,6 +141,15 @@ def _attention(dtype: str, heads: Heads) -> Kernel:
         attention_tiles.launch_options(tile, True),
         _VARYING,
     )
+
+
+def _recurrence() -> Kernel:
+    """Of Qwen3-Next; Qwen3.5's heads are as large."""
+    pointers = dict.fromkeys(("qkv", "decay", "beta", "states", "out"), "*fp32") | {"table": "*i32"}
+    pointers |= dict.fromkeys(("epsilon", "scale"), "fp32")
+    constants = delta_rule_triton.step_constants(16, 32, 128, 128)
+    options = delta_rule_triton.OPTIONS
+    return Kernel("gated delta rule", delta_rule_triton.run_steps, constants, pointers, options, _VARYING)
 
 
 def _unpacking() -> Iterator[tuple[str, Any, dict[str, Any]]]:

@@ -29,7 +29,7 @@ from tests.fakes.target import Clock
 from tests.model.test_reproducible import FAMILIES
 
 PROMPT = [(7 * i) % 250 for i in range(70)]  # two whole blocks and a bit
-NUM_SLOTS = 2
+NUM_ROWS, NUM_SLOTS = 800, 2
 
 
 @pytest.fixture(scope="module")
@@ -37,16 +37,17 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(tmp_path_factory.mktemp("hybrid"), FAMILIES["qwen3.5, recurrent layers"])
 
 
-@pytest.fixture(scope="module")
-def model(hybrid: Path) -> Iterator[StreamedModel]:
-    with streamed(hybrid, torch.bfloat16, rows=32) as model:
+@pytest.fixture(scope="module", params=[0, NUM_ROWS], ids=["KV in place", "KV on the host"])
+def model(hybrid: Path, request: pytest.FixtureRequest) -> Iterator[StreamedModel]:
+    """Layers with attention have their keys and values in the slots, or copied from there layer by layer."""
+    with streamed(hybrid, torch.bfloat16, rows=32, staged_rows=request.param) as model:
         yield model
 
 
 @pytest.fixture
 def pool(model: StreamedModel) -> SlotPool:
     shape = model.skeleton.kv_shape()
-    return SlotPool(KVArena(shape, shape.empty(800, CPU), most_slots=NUM_SLOTS), 10.0, Clock())
+    return SlotPool(KVArena(shape, shape.empty(NUM_ROWS, CPU), most_slots=NUM_SLOTS), 10.0, Clock())
 
 
 def say(model: StreamedModel, pool: SlotPool, name: str, tokens: list[int], tree: Tree) -> torch.Tensor:
