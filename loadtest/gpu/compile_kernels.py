@@ -112,7 +112,7 @@ class Compiled:
 
 
 def kernels() -> Iterator[Kernel]:
-    """All kernels: of recurrent layers; attention of every family and unpacking of each format, in both 16-bit types."""
+    """All kernels: of recurrent layers, and in bfloat16 and float16 attention of every family and unpacking."""
     yield _recurrence()
     for dtype, bits in (("bf16", "i16"), ("fp16", "fp16")):
         for heads in FAMILIES:
@@ -120,7 +120,9 @@ def kernels() -> Iterator[Kernel]:
         for name, function, constants in _unpacking():
             pointers = {"packed": "*u8", "numbers": "*u8", "data": "*u8", "scales": "*fp16", "out": f"*{bits}"}
             pointers |= dict.fromkeys(("words", "zeros", "group_of"), "*i32")
-            pointers |= {"mxfp4": {"scales": "*u8"}, "nvfp4": {"scales": "*fp32"}}.get(name, {})
+            pointers |= {"mxfp4": {"scales": "*u8"}, "nvfp4": {"scales": "*fp32"}, "fp8": {"scales": "*fp32"}}.get(
+                name, {}
+            )
             options = {"num_warps": unpack_triton.NUM_WARPS, "enable_fp_fusion": False}
             yield Kernel(
                 f"{name}, {dtype}", function, constants | {"IS_BF16": dtype == "bf16"}, pointers, options, _VARYING
@@ -157,15 +159,18 @@ def _unpacking() -> Iterator[tuple[str, Any, dict[str, Any]]]:
         group_bytes = {4: 16, 8: 64}[bits]
         constants = {"HALF": group_bytes, "IS_WHOLE": bits == 8, "TILE": unpack_triton.TILE_BYTES // group_bytes}
         yield f"bough {bits} bits", unpack_triton.unpack_own, constants
-    columns, words = unpack_triton.TILE_COLUMNS, unpack_triton.TILE_ROWS // unpack_triton.NIBBLES
-    for name, is_ordered in (("gptq", True), ("gptq by g_idx", False)):
-        constants = {"BITS": 4, "IS_ORDERED": is_ordered, "ROWS": words, "COLUMNS": columns}
-        yield name, unpack_triton.unpack_down, constants
-    yield "awq", unpack_triton.unpack_across, {"ROWS": unpack_triton.TILE_ROWS, "COLUMNS": columns}
-    by_rows = ("compressed-tensors", 4, "UNSIGNED"), ("int8", 8, "SIGNED"), ("fp8", 8, "E4M3"), ("mxfp4", 4, "E2M1")
-    for name, bits, kind in (*by_rows, ("nvfp4", 4, "E2M1")):
-        layout = {"BITS": bits, "KIND": kind, "HAS_ZEROS": kind == "UNSIGNED", "IS_ORDERED": name != "nvfp4"}
-        tile = {"ROWS": unpack_triton.TILE_ROWS, "COLUMNS": GROUP if name == "mxfp4" else columns}
+    columns, rows = unpack_triton.TILE_COLUMNS, unpack_triton.TILE_ROWS
+    for name, bits in (("gptq", 4), ("gptq of bytes", 8)):
+        constants = {"BITS": bits, "ROWS": rows * bits // 32, "COLUMNS": columns}
+        yield name, unpack_triton.unpack_down, constants | {"IS_ORDERED": True}
+        yield f"{name} by g_idx", unpack_triton.unpack_down, constants | {"IS_ORDERED": False}
+    yield "awq", unpack_triton.unpack_across, {"ROWS": rows, "COLUMNS": columns}
+    by_rows = [("compressed-tensors", 4, "UNSIGNED"), ("compressed-tensors by g_idx", 4, "UNSIGNED")]
+    by_rows += [("compressed-tensors of bytes", 8, "UNSIGNED"), ("int8", 8, "SIGNED"), ("fp8", 8, "E4M3")]
+    for name, bits, kind in (*by_rows, ("mxfp4", 4, "E2M1"), ("nvfp4", 4, "E2M1")):
+        is_ordered = name not in ("nvfp4", "compressed-tensors by g_idx")
+        layout = {"BITS": bits, "KIND": kind, "HAS_ZEROS": kind == "UNSIGNED", "IS_ORDERED": is_ordered}
+        tile = {"ROWS": rows, "COLUMNS": GROUP if name == "mxfp4" else columns}
         yield name, unpack_triton.unpack_along, layout | tile
     for name, type_ in TYPES.items():
         yield name, blocks_triton.unpack_blocks, blocks_triton.block_constants(BLOCKS[name], type_)

@@ -1,4 +1,4 @@
-"""The GPU's kernel of recurrent layers, interpreted: near the reference, and its bits a function of a row's own path."""
+"""The GPU's kernel of recurrent layers, interpreted: near the reference, and a row's bits depend on its path alone."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ def _along_text(
 
 
 def _advance(module: Any, state: LayerState, piece: BatchPart, begin: int, rows: StateRows) -> torch.Tensor:
-    """Advance the state over the rows kept of accepted tokens up to position `begin`, and then over these of a piece."""
+    """Advance the state over rows kept of accepted tokens up to position `begin`, and then over these of a piece."""
     num_kept, length = begin - state.length, begin + len(rows.decay)
     rows = state.kept.select(slice(num_kept)).followed_by(rows)
     steps = piece.chain_steps(len(rows.decay), len(state.window))

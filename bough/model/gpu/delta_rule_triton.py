@@ -49,7 +49,9 @@ def run_steps(  # type: ignore[no-untyped-def]
     head, keys, values = tl.program_id(0), tl.arange(0, KEYS), tl.program_id(1) * VALUES + tl.arange(0, VALUES)
     is_key, is_value = keys < KEY_DIM, values < VALUE_DIM
     is_cell = is_key[:, None] & is_value[None, :]
-    cells = states + head.to(tl.int64) * num_places * (KEY_DIM * VALUE_DIM) + keys[:, None] * VALUE_DIM + values[None, :]
+    cells = (
+        states + head.to(tl.int64) * num_places * (KEY_DIM * VALUE_DIM) + keys[:, None] * VALUE_DIM + values[None, :]
+    )
     query_begin = head // (NUM_HEADS // NUM_KEY_HEADS) * KEY_DIM
     state = tl.zeros((KEYS, VALUES), tl.float32)
     for step in range(num_steps):

@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 
 
 class Kernels(NamedTuple):
-    """Functions of `attention_triton`, `delta_rule_triton`, `unpack_triton` and `blocks_triton` in `bough.model.gpu`."""
+    """Functions of `attention_triton`, `delta_rule_triton`, `unpack_triton`, `blocks_triton` in `bough.model.gpu`."""
 
     attend: Callable[..., torch.Tensor]
     take_steps: Callable[..., torch.Tensor]
@@ -36,8 +36,8 @@ def of_gpus() -> Kernels | None:
         from bough.model.gpu import attention_triton, blocks_triton, delta_rule_triton, unpack_triton
     except ImportError as exc:
         logger.warning(
-            "attention gathers every path, not bit for bit, and recurrent layers and 4 and 8 bits are many times slower "
-            "than they could be: Triton is missing (%s)",
+            "attention gathers every path, not bit for bit, and recurrent layers and weights of 4 and 8 bits are many "
+            "times slower than they could be: Triton is missing (%s)",
             exc,
         )
         return None

@@ -18,7 +18,6 @@ NUM_WARPS = 4
 TILE_BYTES = 4096  # packed bytes of a tile in bough's format
 TILE_ROWS, TILE_COLUMNS = 32, 128  # inputs (at most) and outputs of a tile in GPTQ's and AWQ's formats; else reversed
 LEAST_COLUMNS = 32  # inputs of a tile within one group, below which each input's group is looked up
-NIBBLES = 8  # 4-bit values in a word
 KINDS = {torch.int32: "UNSIGNED", torch.int8: "SIGNED", torch.float8_e4m3fn: "E4M3", torch.uint8: "E2M1"}
 
 

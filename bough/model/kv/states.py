@@ -62,6 +62,11 @@ class StateShape:
         """Bytes kept of a tree's row in all layers."""
         return self.num_layers * (self.num_inputs * self.dtype.itemsize + 2 * self.num_heads * FLOAT32_BYTES)
 
+    def step_bytes(self, num_rows: int) -> int:
+        """Bytes of computing a session's rows in a layer: the convolution's products and sums, and branches' states."""
+        num_states = 1 + num_rows.bit_length()
+        return FLOAT32_BYTES * (4 * num_rows * self.num_inputs + num_states * math.prod(self.size))
+
     @property
     def session_bytes(self) -> int:
         """Bytes of a session: its states, their snapshots, and the rows of an accepted path."""
@@ -191,10 +196,11 @@ class SessionStates:
 
     def commit(self, rows: Sequence[int]) -> None:
         """Of a tree's rows, keep only those of an accepted path."""
+        devices = {layer.memory.device for layer in self._layers.values()}
+        rows_on = {device: torch.tensor(rows, device=device) for device in devices}
         for layer in self._layers.values():
             if rows and rows[0] >= layer.length:
-                path = torch.tensor(rows, device=layer.memory.device) - layer.length
-                layer.kept = layer.kept.select(path)
+                layer.kept = layer.kept.select(rows_on[layer.memory.device] - layer.length)
 
     @property
     def _is_whole(self) -> bool:

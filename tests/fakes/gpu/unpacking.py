@@ -1,6 +1,6 @@
 """Kernels by the code for CPUs, as Triton's interpreter takes a hundred times as long.
 
-Weights are unpacked to the same bits as Triton's, as `tests/gpu/test_unpack.py` shows; of the delta rule the sums are in
+Weights are unpacked to the same bits as Triton's, as `tests/gpu/test_unpack.py` shows; sums of the delta rule are in
 another order (`tests/model/test_delta_rule_triton.py`).
 """
 
