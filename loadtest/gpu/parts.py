@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import LlamaConfig
+from transformers import LlamaConfig, PretrainedConfig
 
 from bough.model.architecture.attention import attend_by_mask
 from bough.model.batch.batch import Batch, BatchPart, Segment
@@ -124,7 +124,7 @@ def _comb(size: int) -> Tree:
 
 def equality(
     machine: Machine,
-    config: LlamaConfig,
+    config: PretrainedConfig,
     num_compared: int,
     folder: Path,
     new_streams: Callable[[torch.device], DeviceStreams],

@@ -42,7 +42,7 @@ def test_a_draft_s_memory_counts_latents(tmp_path: Path) -> None:
 
 def test_a_cpu_s_memory_counts_scores_of_all_heads() -> None:
     """Of a tile of 16 rows in each thread: 8 KB for each key that a session may have."""
-    config = AutoConfig.for_model("deepseek_v3")
+    config = AutoConfig.for_model("deepseek_v3", max_position_embeddings=163_840)
     flags = "--max-context 20000 --max-nodes 480 --kv-memory 4GB --threads 4"
     settings, shape = parse(TargetConfig, "t", ["--model", "m", *flags.split()], {}), KVShape.of(config, torch.bfloat16)
     on_gpu, on_cpu = (fixed_bytes(settings, is_gpu, config, shape, 0, 0).activations for is_gpu in (True, False))

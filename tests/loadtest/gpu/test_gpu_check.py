@@ -131,6 +131,8 @@ def test_a_dry_run_goes_through_everything(
         {"resident": 1, "elsewhere": 0, "host": 5, "disk": 0},
     ]
     assert [case["kv"] for case in report["equality"]] == ["device", "device", "host"]
+    assert {case["family"]: case["equal"] for case in report["families"]} == {"recurrent layers": 4, "latents": 4}
+    assert [row["of"] for row in report["recurrence"]] == ["text", "a tree"]
     assert len(report["unpacking"]) == 2 * len(FORMATS), "every format, in both types"
     assert report["layer_bits"]["equal"] == report["layer_bits"]["compared"]
     assert [kind.split(",")[0] for kind in report["layer_bits"]["by_kind"]] == [
@@ -159,6 +161,8 @@ def test_a_dry_run_goes_through_everything(
         ("memory", {"is_within": False}),
         ("unpacking", {"is_equal": False}),
         ("equality", {"equal": 0}),
+        ("families", {"equal": 0}),
+        ("recurrence", {"is_close": False}),
     ):
         broken = {**report, part: [*report[part][1:], {**report[part][0], **wrong}]}
         assert not gpu_check.holds(broken, on_gpu=False), part
