@@ -162,14 +162,15 @@ def _unpacking() -> Iterator[tuple[str, Any, dict[str, Any]]]:
     columns, rows = unpack_triton.TILE_COLUMNS, unpack_triton.TILE_ROWS
     for name, bits in (("gptq", 4), ("gptq of bytes", 8)):
         constants = {"BITS": bits, "ROWS": rows * bits // 32, "COLUMNS": columns}
-        yield name, unpack_triton.unpack_down, constants | {"IS_ORDERED": True}
-        yield f"{name} by g_idx", unpack_triton.unpack_down, constants | {"IS_ORDERED": False}
+        yield name, unpack_triton.unpack_down, constants | {"IS_ORDERED": True, "HAS_ORDER": False}
+        yield f"{name} by g_idx", unpack_triton.unpack_down, constants | {"IS_ORDERED": False, "HAS_ORDER": True}
     yield "awq", unpack_triton.unpack_across, {"ROWS": rows, "COLUMNS": columns}
     by_rows = [("compressed-tensors", 4, "UNSIGNED"), ("compressed-tensors by g_idx", 4, "UNSIGNED")]
     by_rows += [("compressed-tensors of bytes", 8, "UNSIGNED"), ("int8", 8, "SIGNED"), ("fp8", 8, "E4M3")]
     for name, bits, kind in (*by_rows, ("mxfp4", 4, "E2M1"), ("nvfp4", 4, "E2M1")):
         is_ordered = name not in ("nvfp4", "compressed-tensors by g_idx")
         layout = {"BITS": bits, "KIND": kind, "HAS_ZEROS": kind == "UNSIGNED", "IS_ORDERED": is_ordered}
+        layout["HAS_ORDER"] = "g_idx" in name
         tile = {"ROWS": rows, "COLUMNS": GROUP if name == "mxfp4" else columns}
         yield name, unpack_triton.unpack_along, layout | tile
     for name, type_ in TYPES.items():

@@ -196,11 +196,10 @@ class SessionStates:
 
     def commit(self, rows: Sequence[int]) -> None:
         """Of a tree's rows, keep only those of an accepted path."""
-        devices = {layer.memory.device for layer in self._layers.values()}
-        rows_on = {device: torch.tensor(rows, device=device) for device in devices}
         for layer in self._layers.values():
             if rows and rows[0] >= layer.length:
-                layer.kept = layer.kept.select(rows_on[layer.memory.device] - layer.length)
+                path = torch.tensor(rows, device=layer.memory.device) - layer.length
+                layer.kept = layer.kept.select(path)
 
     @property
     def _is_whole(self) -> bool:
