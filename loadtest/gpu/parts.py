@@ -138,10 +138,10 @@ def equality(
     checkpoint = write_random(folder / "written", config, machine.device)
     checkpoint = repeated(checkpoint, config.num_hidden_layers, folder / "read")
     layer_bytes = max(layer.num_bytes for layer in planned(build_skeleton(checkpoint, torch.bfloat16)))
-    cases, first, by_torch = [], None, replace(machine, streams=new_streams(machine.device))
+    cases, first, all_stream = [], None, config.num_hidden_layers + 2
+    by_torch = replace(machine, host_memory=all_stream * layer_bytes, streams=new_streams(machine.device))
     with patch.object(kernels, "of_gpus", lambda: None), streamed(checkpoint, by_torch, 2 * NUM_ROWS) as model:
         wanted = _tree_logits(model, _arena(model, None)).float()
-    all_stream = config.num_hidden_layers + 2
     for host_layers, kv_tier in ((all_stream, "device"), (3, "device"), (all_stream, "host")):  # 3: one, and two slabs
         small = replace(machine, host_memory=host_layers * layer_bytes, streams=new_streams(machine.device))
         kv_streams = new_streams(machine.device) if kv_tier == "host" else None
