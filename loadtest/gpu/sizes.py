@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from transformers import LlamaConfig, MiniCPM3Config, PretrainedConfig, Qwen3_5TextConfig
 
@@ -44,7 +45,7 @@ def _llama(hidden: int, intermediate: int, heads: int, kv_heads: int, layers: in
 
 def _families(hidden: int, intermediate: int, dim: int, rank: int, vocab: int) -> dict[str, PretrainedConfig]:
     """Recurrent layers beside one with attention, and latent attention, with 8 heads of `dim`."""
-    common = {
+    common: dict[str, Any] = {
         "hidden_size": hidden,
         "intermediate_size": intermediate,
         "num_attention_heads": 8,

@@ -42,5 +42,5 @@ def of_gpus() -> Kernels | None:
         )
         return None
     own = [getattr(unpack_triton, name) for name in Kernels._fields[2:-1]]
-    rows = attention_triton.attend_by_triton, delta_rule_triton.take_steps
-    return Kernels(*rows, *own, blocks_triton.write_blocks)
+    of_rows = attention_triton.attend_by_triton, delta_rule_triton.take_steps
+    return Kernels(*(*of_rows, *own, blocks_triton.write_blocks))
