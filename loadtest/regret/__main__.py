@@ -15,7 +15,7 @@ round_time_error    of their seconds, likewise; simulated ones are of `--more-re
                     as what 60 rounds come to is a matter of luck: 7 % where a round has 10 tokens
 plan_seconds        that the sizer itself takes for a simulated round
 
-All but the last are by regime inside `simulated` and `real`'s `details`; beside them, the one farthest from 0.
+Errors are by regime inside `simulated` and inside the `details` of `real`; beside them, the one farthest from 0.
 """
 
 from __future__ import annotations
