@@ -13,6 +13,7 @@ from bough.errors import Unauthenticated
 from bough.rpc.status_map import abort
 from bough.security.auth_interceptor import OPEN
 
+KINDS = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")  # of handlers
 NAMES = ("x509_subject_alternative_name", "x509_common_name")  # of gRPC's authentication context
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -30,13 +31,9 @@ class PeerNames(grpc.aio.ServerInterceptor):
         if handler is None or handler_call_details.method.startswith(OPEN):
             return handler
         codec = (handler.request_deserializer, handler.response_serializer)
-        if handler.unary_unary:
-            return grpc.unary_unary_rpc_method_handler(self._guarded(handler.unary_unary), *codec)
-        if handler.unary_stream:
-            return grpc.unary_stream_rpc_method_handler(self._guarded(handler.unary_stream), *codec)
-        if handler.stream_unary:
-            return grpc.stream_unary_rpc_method_handler(self._guarded(handler.stream_unary), *codec)
-        return grpc.stream_stream_rpc_method_handler(self._guarded(handler.stream_stream), *codec)
+        (kind,) = (kind for kind in KINDS if getattr(handler, kind))
+        guarded = self._guarded(getattr(handler, kind))
+        return getattr(grpc, f"{kind}_rpc_method_handler")(guarded, *codec)
 
     def _guarded(self, answer: Callable[..., Any]) -> Callable[..., Any]:
         async def run(request: Any, context: Context) -> Any:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from bough.sizing.acceptance_model import AcceptanceModel, SessionBias, View
 from bough.sizing.gain_profile import GainProfile
 from bough.trees.tree import along_paths
-from bough.trees.tree_plan import Guess, Scheme
+from bough.trees.tree_plan import Scheme
 
 HALF_LIFE_ROUNDS = 20.0
 DECAY = 0.5 ** (1 / HALF_LIFE_ROUNDS)
@@ -33,7 +33,6 @@ class PairKey(NamedTuple):
     target_identity: str
     draft_identity: str
     scheme: Scheme
-    guess: Guess
     temperature: float  # rounded to a tenth
 
 

@@ -8,7 +8,7 @@ import pytest
 from bough.sizing.acceptance_model import AcceptanceModel
 from bough.sizing.gain_profile import TreeGains
 from bough.trees.tree import Tree
-from bough.trees.tree_plan import BestFirst, Guess, Scheme
+from bough.trees.tree_plan import BestFirst, Scheme
 from orchestrator.sizing.pairs import (
     FIRST_BOUND,
     FIRST_PROBE,
@@ -148,7 +148,7 @@ def test_a_session_begins_with_its_pairs_habits_and_changes_its_own() -> None:
 
 def test_pairs_that_were_used_longest_ago_are_forgotten() -> None:
     pairs = TreeSizer(BestFirst(64, 16, 7), 24)._pairs
-    keys = [PairKey(f"t{index}", "d", Scheme.TARGET, Guess.SAMPLE, 0.0) for index in range(MAX_PAIRS + 1)]
+    keys = [PairKey(f"t{index}", "d", Scheme.TARGET, 0.0) for index in range(MAX_PAIRS + 1)]
     first = pairs(keys[0])
     for key in keys[1:MAX_PAIRS]:
         pairs(key)
