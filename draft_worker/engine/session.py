@@ -123,9 +123,8 @@ class DraftSession:
         Raises:
             Unavailable: the growing tree is below them; the session's next one begins anew.
         """
-        length = self.slot.length
-        self.slot.roll_back(length)
-        if self.slot.length < length and len(self.explored):
+        self.slot.roll_back(self.slot.length)
+        if self.num_pending and len(self.explored):
             raise Unavailable("the draft's states were lost in a step that failed")
 
     def pending(self) -> Segment:

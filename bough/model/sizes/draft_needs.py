@@ -67,7 +67,9 @@ def draft_needs(config: DraftConfig) -> DraftNeeds:
 def _states(text: dict[str, Any], kept: set[int], size: int, where: str) -> StateShape | None:
     """Sizes of the recurrent layers that are kept, with numbers of `size` bytes. Raises CheckpointError."""
     interval = int(text.get("full_attention_interval") or 1)  # as Qwen3-Next says it
-    types = text.get("layer_types") or [RECURRENT if (layer + 1) % interval else "" for layer in range(max(kept, default=0) + 1)]
+    types = text.get("layer_types") or [
+        RECURRENT if (layer + 1) % interval else "" for layer in range(max(kept, default=0) + 1)
+    ]
     try:
         config = {**text, "layer_types": [kind for layer, kind in enumerate(types) if layer in kept]}
         return StateShape.of(SimpleNamespace(**config), cast(Any, SimpleNamespace(itemsize=size)))
