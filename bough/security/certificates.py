@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bough.errors import ConfigError
-from bough.security.private_files import read_private, read_public
+from bough.security.private_files import read_file
 
 CERT, KEY, AUTHORITY, CLIENT_AUTHORITY = "--tls-cert", "--tls-key", "--tls-ca", "--tls-client-ca"
 Shown = dict[str, Any]  # a certificate in the form of `ssl.SSLSocket.getpeercert`
@@ -58,7 +58,7 @@ def read_certificates(files: CertificateFiles, *, is_server: bool) -> Certificat
     clients = _read_authority(CLIENT_AUTHORITY, files.client_authority)
     if not files.cert:
         return Certificates(authority=authority.encode(), client_authority=clients.encode())
-    chain, key = read_public(CERT, files.cert), read_private(KEY, files.key)
+    chain, key = read_file(CERT, files.cert, is_public=True), read_file(KEY, files.key)
     shown = _shown(files, chain, authority, is_server=is_server)
     names = tuple(value for _, value in shown.get("subjectAltName", ())) or tuple(
         value for part in shown.get("subject", ()) for name, value in part if name == "commonName"
@@ -88,7 +88,7 @@ def own_context(purpose: int, files: CertificateFiles) -> ssl.SSLContext:
 def _read_authority(setting: str, path: str) -> str:
     if not path:
         return ""
-    text = read_public(setting, path)
+    text = read_file(setting, path, is_public=True)
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=text)
     except (ssl.SSLError, ValueError) as exc:

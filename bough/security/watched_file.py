@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 
 from bough.concurrency.tasks import end
 from bough.errors import ConfigError
-from bough.security.private_files import read_private
+from bough.security.private_files import read_file
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ class WatchedFile(WatchedFiles[Value]):
             ConfigError: the file is not usable.
         """
         name = f"{setting}: {path}"
-        super().__init__(name, [path], lambda: read(name, read_private(setting, path)))
+        super().__init__(name, [path], lambda: read(name, read_file(setting, path)))
 
 
 def _stamp(path: str) -> Stamp | None:
