@@ -53,6 +53,11 @@ class StateShape:
         """Bytes kept of a tree's row in all layers."""
         return self.num_layers * (self.num_inputs * self.dtype.itemsize + 2 * self.num_heads * FLOAT32_BYTES)
 
+    def step_bytes(self, num_rows: int) -> int:
+        """Bytes of computing a session's rows in a layer: the convolution's products and sums, and branches' states."""
+        num_states = 1 + num_rows.bit_length()
+        return FLOAT32_BYTES * (4 * num_rows * self.num_inputs + num_states * math.prod(self.size))
+
     def session_bytes(self, num_rows: int) -> int:
         """Bytes of a session: its states, their snapshots, and what is kept of `num_rows` rows."""
         state = math.prod(self.size) * FLOAT32_BYTES + self.window * self.num_inputs * self.dtype.itemsize
