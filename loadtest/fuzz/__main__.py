@@ -5,10 +5,12 @@
 
 Starts an index, an orchestrator and simulated workers of its own. A share of the messages goes over real sockets to
 both of the orchestrator's doors, many on a connection: bodies, heads, chunks that end half-way, protobufs, frames of
-HTTP/2. The rest is given to everything that decodes, in this process: what doors, workers' services and the index read.
+HTTP/2; a tenth of it are protobufs to the workers. The rest is given to everything that decodes, in this process: what
+doors, workers' services and the index read.
 Prints progress on standard error and ends with one JSON line, and exit status 1 where something is wrong:
 
-messages        all of them; `layers` has how many each layer got: `http`, `grpc` and `http2 frames` are real sockets
+messages        all of them; `layers` has how many each layer got: `http`, `grpc`, `http2 frames`, `target` and `draft`
+                are real sockets
 distinct        how many differed; frames that were sent at once count as one
 problems        what should not have been, with how often: no status in time, status 500, INTERNAL or UNKNOWN, an
                 error that is none of bough's own or is as long as its message, a process that has ended, an error in a

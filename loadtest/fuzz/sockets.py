@@ -25,7 +25,7 @@ from loadtest.common.stacks import http_url_of
 from loadtest.fuzz import grpc_door, http_door
 from loadtest.fuzz.grpc_door import FrameSender, GrpcSender
 from loadtest.fuzz.http_door import HttpSender
-from loadtest.fuzz.memory import MemorySeries
+from loadtest.fuzz.memory import WARM_MESSAGES, MemorySeries
 from loadtest.fuzz.mutation import Mutator
 from loadtest.fuzz.ordinary import OF_WORKERS
 from loadtest.fuzz.outcomes import Outcomes
@@ -44,6 +44,7 @@ SETTLE_SECONDS = 30.0
 ERRORS = re.compile(r"^(?:.* (?:ERROR|CRITICAL) .*|\w[\w.]*(?:Error|Exception)\b.*)$", re.MULTILINE)
 UNREADABLE = "grpc._cython.cygrpc: Invalid encoding"  # gRPC's line on a header that is no text, which it leaves out
 PROMPT, MAX_TOKENS = "the ordinary request", 16
+NUM_WORDS, WORDS_AT_ONCE = 12_000, 4  # more than the tokenizer keeps; as fit the context
 
 Report = Callable[[str], None]
 
@@ -89,6 +90,13 @@ class Ordinary:
             response = (await client.post(f"{self.url}/v1/completions", json=body)).raise_for_status()
         return tokens, response.json()["choices"][0]["text"]
 
+    async def fill_words(self) -> None:
+        """Have the tokenizer, which keeps the tokens of its first 10,000 words for ever, keep as many."""
+        async with httpx.AsyncClient(trust_env=False, timeout=60) as client:
+            for number in range(0, NUM_WORDS, WORDS_AT_ONCE):
+                text = " ".join(f"{word:08}" for word in range(number, number + WORDS_AT_ONCE))
+                (await client.post(f"{self.url}/tokenize", json={"prompt": text})).raise_for_status()
+
 
 async def at_sockets(
     folder: Path, num_messages: int, seed: int, report: Report, most_seconds: float = math.inf
@@ -101,6 +109,8 @@ async def at_sockets(
             running.addresses("orchestrator")[0], await http_url_of(running.addresses("orchestrator")[0])
         )
         wanted = await ordinary.tokens()
+        if num_messages > WARM_MESSAGES:
+            await ordinary.fill_words()
         first: Snapshot = {}
         num_batches = max(2, round(num_messages / BATCH))
         for batch in range(num_batches):
