@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 
 import torch
@@ -88,7 +88,9 @@ class DeviceRing:
 
     def restart(self) -> None:
         """Start again with the first layer, after an error or an aborted sweep."""
-        wait([work for _, work in self._copies if not work.cancel()])
+        for _, work in self._copies:
+            work.cancel()
+        self._thread.submit(lambda: None).result()  # the copy under way may be of a layer that was taken already
         self._source.restart()
         self._reset(self._streams.compute_event())
         self._issue_all()
