@@ -42,6 +42,7 @@ class CompressedTensorsFormat(SchemeFormat):
 
     schemes: tuple[tuple[str, Scheme], ...]  # by target, the more specific first
     ignored: tuple[str, ...]  # targets whose modules are stored unquantized
+    bits: int
     note: str
     method = "compressed-tensors"
     spare = SPARE
@@ -67,13 +68,8 @@ class CompressedTensorsFormat(SchemeFormat):
         if fields.get("kv_cache_scheme"):
             changed.add("kv_cache_scheme")
         ignored = _targets(fields.get("ignore") or [], f"{where}.ignore")
-        return cls(tuple(sorted(schemes, key=_rank)), ignored, unquantized(changed))
-
-    @property
-    def bits(self) -> int:
-        """Bits of every weight; 0 if they differ."""
-        first, *others = {scheme.bits for _, scheme in self.schemes}
-        return 0 if others else first
+        bits, *others = {scheme.bits for _, scheme in schemes}
+        return cls(tuple(sorted(schemes, key=_rank)), ignored, 0 if others else bits, unquantized(changed))
 
     def weight_name(self, place: TensorPlace) -> str | None:
         """X.weight for "X.weight_packed", and for "X.weight" in 8 bits."""

@@ -31,6 +31,7 @@ class ModeloptFormat(SchemeFormat):
     """Weights of one of `STORED`."""
 
     stored: Scheme
+    bits: int
     kept: tuple[str, ...]  # patterns of modules that are stored unquantized, with all within them
     note: str
     method = "modelopt"
@@ -43,12 +44,7 @@ class ModeloptFormat(SchemeFormat):
             raise CheckpointError(f"{where}.quant_algo: must be {' or '.join(STORED)}, got {algorithm!r}")
         kept = kept_modules(fields, where, "ignore", "exclude_modules")
         changed = [key for key in ("kv_cache_scheme", "kv_cache_quant_algo") if fields.get(key)]
-        return cls(STORED[algorithm], kept, unquantized(["quant_algo", *changed]))
-
-    @property
-    def bits(self) -> int:
-        """Bits of every weight."""
-        return self.stored.bits
+        return cls(STORED[algorithm], STORED[algorithm].bits, kept, unquantized(["quant_algo", *changed]))
 
     def weight_name(self, place: TensorPlace) -> str | None:
         """The name itself, of a matrix X.weight in few bits."""
