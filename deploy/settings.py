@@ -5,7 +5,6 @@ Unknown names are refused before anything is started.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields
 from enum import Enum
@@ -69,9 +68,6 @@ class Supervision:
     """How a replica looks after its program."""
 
     niceness: int = setting(0, number(int, -20, 19), "niceness of the program; Ray's own processes have 15 by default")
-    cpu_threads: int = setting(
-        0, number(int, 0), "OMP_NUM_THREADS of the program; 0 is its setting threads, or all processors"
-    )
     start_seconds: float = setting(3600.0, parse_seconds, "seconds in which the program must be ready to serve")
     silent_seconds: float = setting(
         30.0, parse_seconds, "seconds after which a program that does not answer is ended and replaced"
@@ -92,11 +88,6 @@ class ProgramSettings:
     host: str  # to listen on; empty for the node's own address
     supervision: Supervision
     environment: tuple[tuple[str, str], ...]
-
-    @property
-    def num_threads(self) -> int:
-        """How many OpenMP threads the program has."""
-        return self.supervision.cpu_threads or int(getattr(self.config, "threads", os.cpu_count() or 1))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
 import secrets
@@ -15,7 +16,7 @@ from typing import IO, Any
 import grpc
 
 from bough.concurrency.stall_timer import StallTimer
-from bough.config.addresses import bare, free_port, joined
+from bough.config.addresses import bare, bound, free_port, joined
 from bough.config.processes import OrchestratorConfig, ServiceConfig, parse
 from bough.errors import BoughError, ConfigError, Unauthenticated, Unavailable
 from bough.pb import common_pb2, generation_pb2
@@ -28,11 +29,9 @@ from bough.rpc.server import is_serving
 from bough.rpc.services import stub_of
 from bough.rpc.status_map import to_error
 from bough.security.access import Access
-from deploy.child import describe_end, start, stop
+from deploy.child import describe_end, gpu_lock, start, stop
 from deploy.forward import Forwarder
-from deploy.gpu_lock import gpu_lock
 from deploy.index import IndexPlace
-from deploy.ports import until_free
 from deploy.settings import ProgramSettings, Role
 
 logger = logging.getLogger(__name__)
@@ -211,12 +210,31 @@ class Supervisor:
         return [*self.settings.flags, "--host", self.host, "--drain-seconds", drain_seconds]
 
 
+async def until_free(host: str, port: int, patience_seconds: float) -> None:
+    """Wait for what a replica that died has left at the port and drains.
+
+    Other errors of the address are left to the program to report. Raise ConfigError if the port is in use still: that
+    server would be taken for the program.
+    """
+    deadline = time.monotonic() + patience_seconds
+    while True:
+        try:
+            bound(host, port).close()
+            return
+        except OSError as exc:
+            if exc.errno != errno.EADDRINUSE:
+                return
+            if time.monotonic() >= deadline:
+                raise ConfigError(f"program.port: must be free at {host}, got {port}, which is in use") from exc
+        await asyncio.sleep(POLL_SECONDS)
+
+
 def child_variables(settings: ProgramSettings, index_url: str) -> dict[str, str]:
     """Return variables that are added to the node's environment, or override it.
 
     Ray sets OMP_NUM_THREADS to 1 in its workers. The index's URL is a variable, as it may contain a password.
     """
-    threads = {"OMP_NUM_THREADS": str(settings.num_threads)}
+    threads = {"OMP_NUM_THREADS": str(getattr(settings.config, "threads", os.cpu_count() or 1))}
     name = f"BOUGH_{settings.role.value.upper()}_INDEX_URL"
     return {**threads, **dict(settings.environment), name: index_url}
 

@@ -77,11 +77,12 @@ class GenerationService:
 
     async def GetAcceptance(self, request: pb.GetAcceptanceRequest, context: Context) -> pb.Acceptance:
         """Which guesses were accepted."""
-        return wire.acceptance_to_wire(self._requests.acceptance(), self._requests.calibrations())
+        schemes, drafts = self._requests.acceptance(), self._requests.calibrations()
+        return pb.Acceptance(schemes=map(to_fields, schemes), drafts=map(to_fields, drafts))
 
     async def GetDecisions(self, request: pb.GetDecisionsRequest, context: Context) -> pb.Decisions:
         """Reasons for the sizes of trees."""
-        return wire.decisions_to_wire(self._tenant(context).decisions(request.session_id))
+        return pb.Decisions(decisions=map(to_fields, self._tenant(context).decisions(request.session_id)))
 
     def _tenant(self, context: Context) -> Tenant:
         return self._callers.tenant(authorization(context.invocation_metadata()))

@@ -23,7 +23,7 @@ from bough.security.api_keys import (
     require_name,
     require_time,
 )
-from bough.security.private_files import read_private, write_private
+from bough.security.private_files import read_file, write_private
 
 FILE_VARIABLE = "BOUGH_ORCHESTRATOR_KEYS"
 FLAG = "--file"
@@ -81,7 +81,7 @@ def _add(arguments: argparse.Namespace, name: str) -> int:
 
 
 def _list(file: str) -> int:
-    for key in read_keys(f"{FLAG}: {file}", read_private(FLAG, file)):
+    for key in read_keys(f"{FLAG}: {file}", read_file(FLAG, file)):
         ends = f"{'ended' if key.has_expired(time.time()) else 'ends'} {key.expires}" if key.expires else "never ends"
         limits = [f"{key.requests} requests at once"] if key.requests else []
         limits += [f"{key.tokens_per_minute} tokens a minute"] if key.tokens_per_minute else []
@@ -104,7 +104,7 @@ def _remove(arguments: argparse.Namespace, name: str) -> int:
 
 def _lines(file: str) -> list[str]:
     """Non-empty lines of the file, which must be valid."""
-    text = read_private(FLAG, file)
+    text = read_file(FLAG, file)
     read_keys(f"{FLAG}: {file}", text)
     return [line for line in text.splitlines() if line.strip()]
 

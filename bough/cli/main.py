@@ -5,22 +5,28 @@ from __future__ import annotations
 import argparse
 import asyncio
 import importlib
+import os
 import signal
 import sys
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 
 from bough import __version__
-from bough.cli.closed_pipe import reader_may_leave
 from bough.cli.flags.machine import add_demo, add_pack, add_up
 from bough.cli.flags.planning import add_plan, add_shape, add_simulate
 from bough.cli.flags.reaching import add_address
 from bough.cli.flags.sampling import add_sampling
 from bough.cli.keys import add_keys
-from bough.config.flag_parser import FlagParser
+from bough.config.flag_parser import FlagParser, checked
+from bough.config.parsers import number
 from bough.errors import BoughError
+
+EXIT_PIPE = 128 + signal.SIGPIPE  # the shell's status for SIGPIPE, which Python ignores
+
 
 OURS = frozenset({"", "bough", "draft_worker", "orchestrator", "target_worker"})  # not installable modules
 COMPUTING = frozenset({"pack", "plan", "shape", "simulate"})  # commands that do not await
+LEAST_SECONDS = 0.01  # between two looks of `top`, each of which asks all workers
 MODULES = {  # each has a function of the command's name
     "chat": "generation.generate",
     "demo": "machine.demo",
@@ -37,6 +43,19 @@ MODULES = {  # each has a function of the command's name
 }
 
 Command = Callable[[argparse.Namespace], Coroutine[None, None, int]]
+
+
+@contextmanager
+def reader_may_leave() -> Iterator[None]:
+    """Exit silently if the reader of standard output has closed the pipe."""
+    try:
+        try:
+            yield
+        finally:
+            sys.stdout.flush()  # at exit, the interpreter would print the error
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # discards unwritten output
+        raise SystemExit(EXIT_PIPE) from None
 
 
 @reader_may_leave()
@@ -96,8 +115,9 @@ def argument_parser() -> argparse.ArgumentParser:
     _add_explain(commands.add_parser("explain", help="why a session's trees were as large as they were"))
     add_keys(commands.add_parser("keys", help="who may come in: add, list and remove keys of applications"))
     running = commands.add_parser("top", help="what is running now, shown again and again")
-    running.add_argument("--interval", type=float, default=1.0, help="seconds between two looks (default 1)")
-    running.add_argument("--count", type=int, default=0, help="looks, after which it ends (default: never)")
+    often, looks = checked(number(float, LEAST_SECONDS)), checked(number(int, 0))
+    running.add_argument("--interval", type=often, default=1.0, help="seconds between two looks (default 1)")
+    running.add_argument("--count", type=looks, default=0, help="looks, after which it ends (default: never)")
     add_address(running)
     _add_doctor(commands.add_parser("doctor", help="what is running, where, with which models, and what is wrong"))
     return parser

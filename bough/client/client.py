@@ -27,7 +27,7 @@ from bough.rpc.services import GENERATION, stub_of
 from bough.rpc.status_map import to_error
 from bough.security.bearer import credentials, require_key
 from bough.security.certificates import CertificateFiles
-from bough.security.secured import Secured, environment_files
+from bough.security.secured import channels, environment_files
 from bough.security.tls import PeerChannel
 from bough.trees.acceptance import SchemeAcceptance
 
@@ -59,8 +59,8 @@ class Client:
         if not addresses or not all(addresses):
             raise ConfigError(f"addresses: must be one or more such as 127.0.0.1:7411, got {', '.join(addresses)!r}")
         key = require_key("api_key", os.environ.get(KEY_VARIABLE, "") if api_key is None else api_key)
-        secured = Secured.by(environment_files() if certificates is None else certificates)
-        self._servers = [_Server(secured.channel(address), key) for address in addresses]  # the first is in use
+        files = environment_files() if certificates is None else certificates
+        self._servers = [_Server(channel, key) for channel in channels(files, *addresses)]  # the first is in use
         self._patience_seconds = patience_seconds
         self._is_closed = False
 
@@ -146,11 +146,13 @@ class Client:
 
     async def acceptance(self) -> tuple[SchemeAcceptance, ...]:
         """Acceptance counts by scheme, depth and rank, for `bough.trees.acceptance`."""
-        return wire.acceptance_from_wire(await self._ask("GetAcceptance", pb.GetAcceptanceRequest()))
+        reply = await self._ask("GetAcceptance", pb.GetAcceptanceRequest())
+        return tuple(read(one, SchemeAcceptance, "schemes.") for one in reply.schemes)
 
     async def calibrations(self) -> tuple[DraftCalibration, ...]:
         """Predicted and real outcomes of each draft worker's trees."""
-        return wire.calibrations_from_wire(await self._ask("GetAcceptance", pb.GetAcceptanceRequest()))
+        reply = await self._ask("GetAcceptance", pb.GetAcceptanceRequest())
+        return tuple(read(one, DraftCalibration) for one in reply.drafts)
 
     async def decisions(self, session_id: str = "") -> tuple[Decision, ...]:
         """The decisions about a session's last trees, oldest first.
@@ -160,8 +162,8 @@ class Client:
         Raises:
             NotFound: the orchestrator has no decisions of it.
         """
-        request = pb.GetDecisionsRequest(session_id=session_id)
-        return wire.decisions_from_wire(await self._ask("GetDecisions", request))
+        reply = await self._ask("GetDecisions", pb.GetDecisionsRequest(session_id=session_id))
+        return tuple(read(one, Decision, "decisions.") for one in reply.decisions)
 
     async def _ask(self, method: str, request: object) -> Any:
         """Call a method of the server in use, and of the others in turn while they are Unavailable."""

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from typing import NoReturn
+from typing import NoReturn, TypeVar
+
+from bough.config.parsers import number
+
+Value = TypeVar("Value")
 
 
 class FlagParser(argparse.ArgumentParser):
@@ -16,19 +20,21 @@ class FlagParser(argparse.ArgumentParser):
     def __init__(self, prog: str | None = None, description: str | None = None) -> None:
         as_written = argparse.RawDescriptionHelpFormatter
         super().__init__(prog, description=description, formatter_class=as_written, allow_abbrev=False)
-        self.register("type", int, _number(int, "a whole number"))
-        self.register("type", float, _number(float, "a number"))
+        self.register("type", int, checked(number(int)))
+        self.register("type", float, checked(number(float)))
 
     def error(self, message: str) -> NoReturn:
         """End with status 2; argparse would print the names of all flags before the one that is wrong."""
         self.exit(2, f"error: {message.removeprefix('argument ')}; see {self.prog} --help\n")
 
 
-def _number(kind: type[int] | type[float], name: str) -> Callable[[str], float]:
-    def read(text: str) -> float:
+def checked(parse: Callable[[str], Value]) -> Callable[[str], Value]:
+    """The type of a flag that `parse` reads: argparse would drop the text of its ValueError."""
+
+    def read(text: str) -> Value:
         try:
-            return kind(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"must be {name}, got {text!r}") from None
+            return parse(text)
+        except ValueError as exc:
+            raise argparse.ArgumentTypeError(f"{exc}, got {text!r}") from None
 
     return read

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from math import inf, nan
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -74,17 +75,17 @@ def parse_endpoint(text: str) -> str:
     return text
 
 
-def number(kind: type[int] | type[float], low: float, high: float = float("inf")) -> Callable[[str], Any]:
+def number(kind: type[int] | type[float], low: float = -inf, high: float = inf) -> Callable[[str], Any]:
     """A parser of numbers from `low` to `high`."""
+    limits = f", {low} to {high}" if high < inf else f", {low} or more" if low > -inf else ""
 
     def parse(text: str) -> Any:
         try:
             value = kind(text)
         except ValueError:
-            value = float("nan")
+            value = nan
         if not low <= value <= high:
-            upper = f" to {high}" if high < float("inf") else " or more"
-            raise ValueError(f"must be {'a whole number' if kind is int else 'a number'}, {low}{upper}")
+            raise ValueError(f"must be {'a whole number' if kind is int else 'a number'}{limits}")
         return value
 
     return parse
@@ -108,17 +109,6 @@ def parse_switch(text: str) -> bool:
     if answer is None:
         raise ValueError("must be yes or no")
     return answer
-
-
-def parse_rates(text: str) -> tuple[float, ...]:
-    """Numbers of 1 or more from "1,3.5"."""
-    try:
-        rates = tuple(float(part) for part in text.split(","))
-    except ValueError:
-        rates = ()
-    if not rates or not all(1 <= rate < float("inf") for rate in rates):
-        raise ValueError("must be numbers of 1 or more such as 1,3.5,8")
-    return rates
 
 
 parse_count = number(int, 1)

@@ -21,7 +21,6 @@ from bough.config.parsers import (
     parse_layers,
     parse_names,
     parse_port,
-    parse_rates,
     parse_seconds,
     parse_shares,
     parse_speed,
@@ -234,9 +233,6 @@ class PlanConfig(TargetConfig):
     compute_speed: float = setting(0.0, parse_speed, "TFLOP/s of matrix products of --rows rows; measured by default")
     memory_speed: float = setting(0.0, parse_speed, "GB/s of the accelerator's memory; measured by default")
     unpack_speed: float = setting(0.0, parse_speed, "GB/s of weights unpacked from 4 or 8 bits; measured by default")
-    tokens_per_round: tuple[float, ...] = setting(
-        (1.0, 3.0, 5.0, 8.0, 12.0), parse_rates, "tokens per round, bonus token included, to predict speeds for"
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

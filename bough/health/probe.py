@@ -18,7 +18,7 @@ from bough.config.flag_parser import FlagParser
 from bough.errors import ConfigError
 from bough.rpc.tls_faults import explained
 from bough.security.certificates import CertificateFiles
-from bough.security.secured import Secured, add_certificates, files_from
+from bough.security.secured import add_certificates, channels, files_from
 
 PATIENCE_SECONDS = 3.0
 PLAIN = CertificateFiles()
@@ -26,7 +26,8 @@ PLAIN = CertificateFiles()
 
 async def status_of(address: str, service: str = "", files: CertificateFiles = PLAIN) -> str:
     """SERVING, NOT_SERVING or SERVICE_UNKNOWN; where nobody answers, why. Raises ConfigError for `files` of no use."""
-    async with Secured.by(files).channel(address).opened() as channel:
+    (peer,) = channels(files, address)
+    async with peer.opened() as channel:
         try:
             request = health_pb2.HealthCheckRequest(service=service)
             reply = await health_pb2_grpc.HealthStub(channel).Check(request, timeout=PATIENCE_SECONDS)

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from bough.pb import common_pb2 as bough_dot_pb_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14\x62ough/pb/draft.proto\x12\x08\x62ough.v1\x1a\x15\x62ough/pb/common.proto\"\x8f\x02\n\x0bGrowRequest\x12\"\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x11.bough.v1.Context\x12\x12\n\nroot_token\x18\x02 \x01(\x05\x12*\n\x08sampling\x18\x03 \x01(\x0b\x32\x18.bough.v1.SamplingParams\x12\r\n\x05round\x18\x04 \x01(\x04\x12 \n\x06growth\x18\x05 \x01(\x0b\x32\x10.bough.v1.Growth\x12,\n\x06scheme\x18\x06 \x01(\x0e\x32\x1c.bough.v1.VerificationScheme\x12\x1a\n\x12guess_distribution\x18\x07 \x01(\x08\x12\x12\n\nvocab_size\x18\x08 \x01(\r\x12\r\n\x05\x65poch\x18\t \x01(\x04\"\x9d\x01\n\tGrowReply\x12\x1c\n\x04tree\x18\x01 \x01(\x0b\x32\x0e.bough.v1.Tree\x12\x13\n\x0bheld_length\x18\x02 \x01(\r\x12\"\n\x07timings\x18\x03 \x01(\x0b\x32\x11.bough.v1.Timings\x12\x16\n\x0enum_warm_nodes\x18\x04 \x01(\r\x12!\n\x04\x63ost\x18\x05 \x01(\x0b\x32\x13.bough.v1.CostCurve2\x8a\x02\n\x05\x44raft\x12\x32\n\x04Grow\x12\x15.bough.v1.GrowRequest\x1a\x13.bough.v1.GrowReply\x12;\n\x07Release\x12\x18.bough.v1.ReleaseRequest\x1a\x16.bough.v1.ReleaseReply\x12\x45\n\rGetServerInfo\x12\x1e.bough.v1.GetServerInfoRequest\x1a\x14.bough.v1.WorkerInfo\x12I\n\x0cGetTokenizer\x12\x1d.bough.v1.GetTokenizerRequest\x1a\x18.bough.v1.TokenizerChunk0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14\x62ough/pb/draft.proto\x12\x08\x62ough.v1\x1a\x15\x62ough/pb/common.proto\"\x8d\x02\n\x0bGrowRequest\x12\"\n\x07\x63ontext\x18\x01 \x01(\x0b\x32\x11.bough.v1.Context\x12\x12\n\nroot_token\x18\x02 \x01(\x05\x12*\n\x08sampling\x18\x03 \x01(\x0b\x32\x18.bough.v1.SamplingParams\x12\r\n\x05round\x18\x04 \x01(\x04\x12 \n\x06growth\x18\x05 \x01(\x0b\x32\x10.bough.v1.Growth\x12,\n\x06scheme\x18\x06 \x01(\x0e\x32\x1c.bough.v1.VerificationScheme\x12\x12\n\nvocab_size\x18\x08 \x01(\r\x12\r\n\x05\x65poch\x18\t \x01(\x04J\x04\x08\x07\x10\x08R\x12guess_distribution\"\x9d\x01\n\tGrowReply\x12\x1c\n\x04tree\x18\x01 \x01(\x0b\x32\x0e.bough.v1.Tree\x12\x13\n\x0bheld_length\x18\x02 \x01(\r\x12\"\n\x07timings\x18\x03 \x01(\x0b\x32\x11.bough.v1.Timings\x12\x16\n\x0enum_warm_nodes\x18\x04 \x01(\r\x12!\n\x04\x63ost\x18\x05 \x01(\x0b\x32\x13.bough.v1.CostCurve2\x8a\x02\n\x05\x44raft\x12\x32\n\x04Grow\x12\x15.bough.v1.GrowRequest\x1a\x13.bough.v1.GrowReply\x12;\n\x07Release\x12\x18.bough.v1.ReleaseRequest\x1a\x16.bough.v1.ReleaseReply\x12\x45\n\rGetServerInfo\x12\x1e.bough.v1.GetServerInfoRequest\x1a\x14.bough.v1.WorkerInfo\x12I\n\x0cGetTokenizer\x12\x1d.bough.v1.GetTokenizerRequest\x1a\x18.bough.v1.TokenizerChunk0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,9 +33,9 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'bough.pb.draft_pb2', _globa
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_GROWREQUEST']._serialized_start=58
-  _globals['_GROWREQUEST']._serialized_end=329
-  _globals['_GROWREPLY']._serialized_start=332
-  _globals['_GROWREPLY']._serialized_end=489
-  _globals['_DRAFT']._serialized_start=492
-  _globals['_DRAFT']._serialized_end=758
+  _globals['_GROWREQUEST']._serialized_end=327
+  _globals['_GROWREPLY']._serialized_start=330
+  _globals['_GROWREPLY']._serialized_end=487
+  _globals['_DRAFT']._serialized_start=490
+  _globals['_DRAFT']._serialized_end=756
 # @@protoc_insertion_point(module_scope)

@@ -7,14 +7,13 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class GrowRequest(_message.Message):
-    __slots__ = ("context", "root_token", "sampling", "round", "growth", "scheme", "guess_distribution", "vocab_size", "epoch")
+    __slots__ = ("context", "root_token", "sampling", "round", "growth", "scheme", "vocab_size", "epoch")
     CONTEXT_FIELD_NUMBER: _ClassVar[int]
     ROOT_TOKEN_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     GROWTH_FIELD_NUMBER: _ClassVar[int]
     SCHEME_FIELD_NUMBER: _ClassVar[int]
-    GUESS_DISTRIBUTION_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     context: _common_pb2.Context
@@ -23,10 +22,9 @@ class GrowRequest(_message.Message):
     round: int
     growth: _common_pb2.Growth
     scheme: _common_pb2.VerificationScheme
-    guess_distribution: bool
     vocab_size: int
     epoch: int
-    def __init__(self, context: _Optional[_Union[_common_pb2.Context, _Mapping]] = ..., root_token: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., round: _Optional[int] = ..., growth: _Optional[_Union[_common_pb2.Growth, _Mapping]] = ..., scheme: _Optional[_Union[_common_pb2.VerificationScheme, str]] = ..., guess_distribution: _Optional[bool] = ..., vocab_size: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
+    def __init__(self, context: _Optional[_Union[_common_pb2.Context, _Mapping]] = ..., root_token: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., round: _Optional[int] = ..., growth: _Optional[_Union[_common_pb2.Growth, _Mapping]] = ..., scheme: _Optional[_Union[_common_pb2.VerificationScheme, str]] = ..., vocab_size: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class GrowReply(_message.Message):
     __slots__ = ("tree", "held_length", "timings", "num_warm_nodes", "cost")

@@ -32,14 +32,13 @@ class TokenIds(_message.Message):
     def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Speculation(_message.Message):
-    __slots__ = ("disabled", "budget", "width", "depth", "growth", "scheme", "guess_distribution", "lookup")
+    __slots__ = ("disabled", "budget", "width", "depth", "growth", "scheme", "lookup")
     DISABLED_FIELD_NUMBER: _ClassVar[int]
     BUDGET_FIELD_NUMBER: _ClassVar[int]
     WIDTH_FIELD_NUMBER: _ClassVar[int]
     DEPTH_FIELD_NUMBER: _ClassVar[int]
     GROWTH_FIELD_NUMBER: _ClassVar[int]
     SCHEME_FIELD_NUMBER: _ClassVar[int]
-    GUESS_DISTRIBUTION_FIELD_NUMBER: _ClassVar[int]
     LOOKUP_FIELD_NUMBER: _ClassVar[int]
     disabled: bool
     budget: int
@@ -47,9 +46,8 @@ class Speculation(_message.Message):
     depth: int
     growth: _common_pb2.Growth
     scheme: _common_pb2.VerificationScheme
-    guess_distribution: bool
     lookup: int
-    def __init__(self, disabled: _Optional[bool] = ..., budget: _Optional[int] = ..., width: _Optional[int] = ..., depth: _Optional[int] = ..., growth: _Optional[_Union[_common_pb2.Growth, _Mapping]] = ..., scheme: _Optional[_Union[_common_pb2.VerificationScheme, str]] = ..., guess_distribution: _Optional[bool] = ..., lookup: _Optional[int] = ...) -> None: ...
+    def __init__(self, disabled: _Optional[bool] = ..., budget: _Optional[int] = ..., width: _Optional[int] = ..., depth: _Optional[int] = ..., growth: _Optional[_Union[_common_pb2.Growth, _Mapping]] = ..., scheme: _Optional[_Union[_common_pb2.VerificationScheme, str]] = ..., lookup: _Optional[int] = ...) -> None: ...
 
 class Constraint(_message.Message):
     __slots__ = ("json_schema", "regex", "choices", "lark", "after_reasoning")

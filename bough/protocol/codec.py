@@ -8,17 +8,8 @@ from bough.errors import InvalidRequest
 from bough.pb import common_pb2, draft_pb2, target_pb2
 from bough.protocol import messages as m
 from bough.protocol.codec_fields import from_fields, read, to_fields
-from bough.protocol.codec_trees import (
-    SCHEMES,
-    growth_from_wire,
-    growth_to_wire,
-    guess_from_wire,
-    scheme_from_wire,
-    tree_from_wire,
-    tree_to_wire,
-)
 from bough.tokenization.vocabulary import TokenizerFiles
-from bough.trees.tree_plan import Guess, Scheme, TreePlan, require_growth
+from bough.trees.tree_plan import Scheme, TreePlan, require_growth
 
 TOKENIZER_CHUNK_BYTES = 1024 * 1024
 MAX_NAME_LENGTH = 256  # characters of a session's or request's name
@@ -46,13 +37,8 @@ def require_tokens(name: str, tokens: Iterable[int], vocab_size: int) -> None:
 
 
 def grow_call_to_wire(call: m.GrowCall) -> draft_pb2.GrowRequest:
-    """The message of a call."""
-    return draft_pb2.GrowRequest(
-        **to_fields(call, "plan"),
-        growth=growth_to_wire(call.plan.growth),
-        scheme=SCHEMES[call.plan.scheme],
-        guess_distribution=call.plan.guess is Guess.DISTRIBUTION,
-    )
+    """The message of a call; those of its plan are fields of its own."""
+    return draft_pb2.GrowRequest(**to_fields(call, "plan"), **to_fields(call.plan, "guess"))
 
 
 def grow_call_from_wire(message: draft_pb2.GrowRequest, vocab_size: int, max_nodes: int) -> m.GrowCall:
@@ -61,46 +47,35 @@ def grow_call_from_wire(message: draft_pb2.GrowRequest, vocab_size: int, max_nod
     if vocab_size > MAX_VOCAB:
         raise InvalidRequest(f"vocab_size: must be at most {MAX_VOCAB}, got {vocab_size}")
     require_tokens("root_token", [message.root_token], vocab_size)
-    growth = growth_from_wire(message.growth)
-    require_growth("growth", growth, max_nodes)
-    plan = TreePlan(growth, scheme_from_wire("scheme", message.scheme), guess_from_wire(message.guess_distribution))
-    call = m.GrowCall(
-        context=context_from_wire(message.context, vocab_size),
-        plan=plan,
-        **from_fields(message, m.GrowCall, "context", "plan"),
-    )
+    plan = TreePlan(**from_fields(message, TreePlan, "guess"))
+    require_growth("growth", plan.growth, max_nodes)
+    context = context_from_wire(message.context, vocab_size)
+    call = m.GrowCall(context=context, plan=plan, **from_fields(message, m.GrowCall, "context", "plan"))
     call.sampling.validate(vocab_size)
     return call
 
 
 def grow_result_to_wire(result: m.GrowResult) -> draft_pb2.GrowReply:
     """The message of a result."""
-    return draft_pb2.GrowReply(tree=tree_to_wire(result.tree), **to_fields(result, "tree"))
+    return draft_pb2.GrowReply(**to_fields(result))
 
 
 def grow_result_from_wire(message: draft_pb2.GrowReply) -> m.GrowResult:
     """The result of a message; raises InvalidTree where the tree's arrays have inconsistent lengths."""
-    return m.GrowResult(tree=tree_from_wire(message.tree), **from_fields(message, m.GrowResult, "tree"))
+    return read(message, m.GrowResult)
 
 
 def verify_call_to_wire(call: m.VerifyCall) -> target_pb2.VerifyRequest:
     """The message of a call."""
-    fields = to_fields(call, "tree", "scheme")
-    return target_pb2.VerifyRequest(tree=tree_to_wire(call.tree), scheme=SCHEMES[call.scheme], **fields)
+    return target_pb2.VerifyRequest(**to_fields(call))
 
 
 def verify_call_from_wire(message: target_pb2.VerifyRequest, vocab_size: int, max_nodes: int) -> m.VerifyCall:
     """The call of a message, every field checked. Raises InvalidRequest."""
-    tree = tree_from_wire(message.tree)
-    scheme = scheme_from_wire("scheme", message.scheme)
-    tree.validate(vocab_size, max_nodes, scheme)
-    call = m.VerifyCall(
-        context=context_from_wire(message.context, vocab_size),
-        tree=tree,
-        scheme=scheme,
-        **from_fields(message, m.VerifyCall, "context", "tree", "scheme"),
-    )
-    if call.is_given and (scheme is not Scheme.TARGET or not tree.is_chain):
+    context = context_from_wire(message.context, vocab_size)
+    call = m.VerifyCall(context=context, **from_fields(message, m.VerifyCall, "context"))
+    call.tree.validate(vocab_size, max_nodes, call.scheme)
+    if call.is_given and (call.scheme is not Scheme.TARGET or not call.tree.is_chain):
         raise InvalidRequest("is_given: must be false unless the tree is a chain, and the scheme target")
     call.sampling.validate(vocab_size)
     return call

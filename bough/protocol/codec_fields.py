@@ -4,17 +4,54 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields, is_dataclass
-from functools import cache
+from functools import cache, reduce
+from operator import or_
 from types import NoneType
 from typing import Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
+from bough.errors import InvalidRequest
+from bough.protocol.codec_trees import (
+    SCHEMES,
+    growth_from_wire,
+    growth_to_wire,
+    scheme_from_wire,
+    tree_from_wire,
+    tree_to_wire,
+)
+from bough.protocol.decision import Mode
+from bough.trees.tree import Tree
+from bough.trees.tree_plan import Growth, Scheme
+
 Value = TypeVar("Value")
+
+
+class _Conversion(NamedTuple):
+    """How a value that is no message of fields is written to one, and read by the name of its field."""
+
+    write: Callable[[Any], Any]
+    read: Callable[[str, Any], Any]
+
+
+def _mode_from_wire(name: str, text: str) -> Mode:
+    try:
+        return Mode(text)
+    except ValueError as exc:
+        known = ", ".join(mode.value for mode in Mode)
+        raise InvalidRequest(f"{name}: must be one of {known}, got {text!r}") from exc
+
+
+_CONVERSIONS: Mapping[Any, _Conversion] = {
+    Tree: _Conversion(tree_to_wire, lambda _, message: tree_from_wire(message)),
+    Growth: _Conversion(growth_to_wire, growth_from_wire),
+    Scheme: _Conversion(SCHEMES.__getitem__, scheme_from_wire),
+    Mode: _Conversion(lambda mode: mode.value, _mode_from_wire),
+}
 
 
 class _Field(NamedTuple):
     name: str
     collect: Callable[[Any], Any] | None  # makes the value of a repeated field or a map
-    part: type | None  # class of the value, or of its parts, where these have messages of their own
+    convert: _Conversion | None  # of the value, or of its parts, where these are messages or enums
 
 
 def to_fields(value: Any, *besides: str) -> dict[str, Any]:
@@ -23,32 +60,36 @@ def to_fields(value: Any, *besides: str) -> dict[str, Any]:
     for field in _fields_of(type(value)):
         if field.name in besides or (mine := getattr(value, field.name)) is None:
             continue
-        if field.part is not None:
-            mine = to_fields(mine) if field.collect is None else [to_fields(part) for part in mine]
+        if field.convert is not None:
+            write = field.convert.write
+            mine = write(mine) if field.collect is None else [write(part) for part in mine]
         given[field.name] = sorted(mine) if field.collect is frozenset else mine
     return given
 
 
-def from_fields(message: Any, kind: type[Value], *besides: str) -> dict[str, Any]:
-    """Arguments for a dataclass or NamedTuple from a message, but those named.
+def from_fields(message: Any, kind: type[Value], *besides: str, within: str = "") -> dict[str, Any]:
+    """Arguments for a dataclass or NamedTuple from a message, but those named; errors name fields after `within`.
 
     A field that the message tells to be unset is left to the default.
+
+    Raises:
+        InvalidRequest, InvalidTree: names the field that cannot be converted.
     """
     given = {}
     for field, may_be_unset in _readable(kind, type(message)):
         if field.name in besides or (may_be_unset and not message.HasField(field.name)):
             continue
         theirs = getattr(message, field.name)
-        if field.part is not None:
-            part = field.part
-            theirs = read(theirs, part) if field.collect is None else (read(one, part) for one in theirs)
+        if field.convert is not None:
+            name, convert = within + field.name, field.convert.read
+            theirs = convert(name, theirs) if field.collect is None else (convert(name, one) for one in theirs)
         given[field.name] = theirs if field.collect is None else field.collect(theirs)
     return given
 
 
-def read(message: Any, kind: type[Value]) -> Value:
-    """A value all of whose fields the message has."""
-    return kind(**from_fields(message, kind))
+def read(message: Any, kind: type[Value], within: str = "") -> Value:
+    """A value all of whose fields the message has. Raises as `from_fields`."""
+    return kind(**from_fields(message, kind, within=within))
 
 
 def _described(kind: type) -> tuple[_Field, ...]:
@@ -59,13 +100,15 @@ def _described(kind: type) -> tuple[_Field, ...]:
 
 
 def _field(name: str, hint: Any) -> _Field:
-    kinds = [kind for kind in get_args(hint) if kind is not NoneType]
-    if NoneType in get_args(hint) and len(kinds) == 1:
-        hint, kinds = kinds[0], [*get_args(kinds[0])]
+    if NoneType in get_args(hint):
+        hint = reduce(or_, (kind for kind in get_args(hint) if kind is not NoneType))
     collects: dict[Any, Callable[[Any], Any]] = {tuple: tuple, frozenset: frozenset, Mapping: dict}
     collect = collects.get(get_origin(hint))
-    part = kinds[0] if collect is tuple else hint
-    return _Field(name, collect, part if is_dataclass(part) or hasattr(part, "_fields") else None)
+    part = get_args(hint)[0] if collect is tuple else hint
+    convert = _CONVERSIONS.get(part)
+    if convert is None and (is_dataclass(part) or hasattr(part, "_fields")):
+        convert = _Conversion(to_fields, lambda name, message: read(message, part, f"{name}."))
+    return _Field(name, collect, convert)
 
 
 def _described_with(kind: type, message: type) -> tuple[tuple[_Field, bool], ...]:

@@ -9,13 +9,15 @@ from bough.errors import InvalidRequest
 from bough.pb import generation_pb2 as pb
 from bough.protocol import generation as g
 from bough.protocol.codec_checks import require_numbers, require_texts
-from bough.protocol.codec_fields import from_fields, read, to_fields
-from bough.protocol.codec_trees import SCHEMES, growth_from_wire, growth_to_wire, guess_from_wire, scheme_from_wire
-from bough.protocol.decision import Decision, DraftCalibration, Mode
-from bough.trees.acceptance import DepthCounts, SchemeAcceptance
-from bough.trees.tree_plan import Guess
+from bough.protocol.codec_fields import read, to_fields
 
 DEFAULTS = g.GenerateOptions()
+EVENTS: dict[str, type[g.Event]] = {  # by the names of their fields
+    "started": g.Started,
+    "prompt_logprobs": g.PromptLogprobs,
+    "tokens": g.Tokens,
+    "finished": g.Finished,
+}
 
 
 def request_to_wire(prompt: g.Prompt, options: g.GenerateOptions) -> pb.GenerateRequest:
@@ -26,11 +28,8 @@ def request_to_wire(prompt: g.Prompt, options: g.GenerateOptions) -> pb.Generate
     """
     require_numbers(prompt, options)
     require_texts(prompt, options)
-    given = {f.name for f in fields(options) if getattr(options, f.name) != getattr(DEFAULTS, f.name)}
-    unset = {f.name for f in fields(options)} - given
-    message = pb.GenerateRequest(
-        speculation=_speculation_to_wire(options.speculation), **to_fields(options, "speculation", *unset)
-    )
+    unset = [f.name for f in fields(options) if getattr(options, f.name) == getattr(DEFAULTS, f.name)]
+    message = pb.GenerateRequest(**to_fields(options, *unset))
     match prompt:
         case g.TextPrompt(text):
             message.text = text
@@ -50,29 +49,7 @@ def request_to_wire(prompt: g.Prompt, options: g.GenerateOptions) -> pb.Generate
 
 def request_from_wire(message: pb.GenerateRequest) -> tuple[g.Prompt, g.GenerateOptions]:
     """Convert a request; raises InvalidRequest without a prompt. Ranges are checked once the model is known."""
-    options = g.GenerateOptions(
-        speculation=_speculation_from_wire(message.speculation),
-        **from_fields(message, g.GenerateOptions, "speculation"),
-    )
-    return _prompt_from_wire(message), options
-
-
-def _speculation_to_wire(speculation: g.Speculation) -> pb.Speculation:
-    return pb.Speculation(
-        **to_fields(speculation, "growth", "scheme", "guess"),
-        growth=None if speculation.growth is None else growth_to_wire(speculation.growth),
-        scheme=SCHEMES[speculation.scheme],
-        guess_distribution=speculation.guess is Guess.DISTRIBUTION,
-    )
-
-
-def _speculation_from_wire(message: pb.Speculation) -> g.Speculation:
-    return g.Speculation(
-        **from_fields(message, g.Speculation, "growth", "scheme", "guess"),
-        growth=growth_from_wire(message.growth) if message.HasField("growth") else None,
-        scheme=scheme_from_wire("speculation.scheme", message.scheme),
-        guess=guess_from_wire(message.guess_distribution),
-    )
+    return _prompt_from_wire(message), read(message, g.GenerateOptions)
 
 
 def _prompt_from_wire(message: pb.GenerateRequest) -> g.Prompt:
@@ -90,24 +67,14 @@ def _prompt_from_wire(message: pb.GenerateRequest) -> g.Prompt:
 
 def event_to_wire(event: g.Event) -> pb.GenerateEvent:
     """The message of an event of any kind."""
-    match event:
-        case g.Started():
-            return pb.GenerateEvent(started=to_fields(event))
-        case g.PromptLogprobs():
-            return pb.GenerateEvent(prompt_logprobs=to_fields(event))
-        case g.Tokens():
-            return pb.GenerateEvent(tokens=to_fields(event))
-        case g.Finished():
-            return pb.GenerateEvent(finished=to_fields(event))
+    (name,) = (name for name, kind in EVENTS.items() if isinstance(event, kind))
+    return pb.GenerateEvent(**{name: to_fields(event)})
 
 
 def event_from_wire(message: pb.GenerateEvent) -> g.Event:
     """The event of a message, of any kind."""
-    if message.HasField("started"):
-        return read(message.started, g.Started)
-    if message.HasField("prompt_logprobs"):
-        return read(message.prompt_logprobs, g.PromptLogprobs)
-    return read(message.tokens, g.Tokens) if message.HasField("tokens") else read(message.finished, g.Finished)
+    name = message.WhichOneof("event") or "finished"
+    return read(getattr(message, name), EVENTS[name])
 
 
 def models_to_wire(models: Sequence[g.ModelInfo]) -> pb.ModelInfo:
@@ -118,50 +85,3 @@ def models_to_wire(models: Sequence[g.ModelInfo]) -> pb.ModelInfo:
 def models_from_wire(message: pb.ModelInfo) -> tuple[g.ModelInfo, ...]:
     """All listed models; the message's own model where an older orchestrator lists none."""
     return tuple(read(model, g.ModelInfo) for model in message.models or [message])
-
-
-def acceptance_to_wire(counted: Sequence[SchemeAcceptance], drafts: Sequence[DraftCalibration]) -> pb.Acceptance:
-    """The message of all that was counted."""
-    schemes = [
-        pb.SchemeAcceptance(scheme=SCHEMES[one.scheme], num_rounds=one.num_rounds, depths=map(to_fields, one.by_depth))
-        for one in counted
-    ]
-    return pb.Acceptance(schemes=schemes, drafts=map(to_fields, drafts))
-
-
-def acceptance_from_wire(message: pb.Acceptance) -> tuple[SchemeAcceptance, ...]:
-    """What was counted by scheme; raises InvalidRequest for an unknown scheme."""
-    return tuple(
-        SchemeAcceptance(
-            scheme_from_wire("schemes.scheme", one.scheme),
-            one.num_rounds,
-            tuple(read(depth, DepthCounts) for depth in one.depths),
-        )
-        for one in message.schemes
-    )
-
-
-def calibrations_from_wire(message: pb.Acceptance) -> tuple[DraftCalibration, ...]:
-    """What was counted by draft worker."""
-    return tuple(read(draft, DraftCalibration) for draft in message.drafts)
-
-
-def decisions_to_wire(decisions: Sequence[Decision]) -> pb.Decisions:
-    """The message of decisions about rounds."""
-    return pb.Decisions(decisions=[to_fields(one, "mode") | {"mode": one.mode.value} for one in decisions])
-
-
-def decisions_from_wire(message: pb.Decisions) -> tuple[Decision, ...]:
-    """The decisions of a message; raises InvalidRequest for an unknown mode."""
-    return tuple(
-        Decision(mode=_mode_from_wire(decision.mode), **from_fields(decision, Decision, "mode"))
-        for decision in message.decisions
-    )
-
-
-def _mode_from_wire(text: str) -> Mode:
-    try:
-        return Mode(text)
-    except ValueError as exc:
-        known = ", ".join(mode.value for mode in Mode)
-        raise InvalidRequest(f"decisions.mode: must be one of {known}, got {text!r}") from exc

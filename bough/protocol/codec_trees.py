@@ -11,7 +11,7 @@ from bough.errors import InvalidRequest, InvalidTree
 from bough.pb import common_pb2
 from bough.trees.draft_probs import DraftProbs
 from bough.trees.tree import Tree
-from bough.trees.tree_plan import BestFirst, Growth, Guess, Scheme, StaticShape
+from bough.trees.tree_plan import BestFirst, Growth, Scheme, StaticShape
 
 SCHEMES: dict[Scheme, common_pb2.VerificationScheme] = {scheme: getattr(common_pb2, scheme.name) for scheme in Scheme}
 
@@ -77,17 +77,15 @@ def growth_to_wire(growth: Growth) -> common_pb2.Growth:
             return common_pb2.Growth(shape=common_pb2.StaticShape(parents=growth.parents))
 
 
-def growth_from_wire(message: common_pb2.Growth) -> Growth:
+def growth_from_wire(name: str, message: common_pb2.Growth) -> Growth:
     """Convert a growth; raises InvalidRequest if missing. `require_growth` checks sizes."""
     match message.WhichOneof("kind"):
         case "best_first":
-            sizes = message.best_first
-            prices = sizes.node_price, sizes.step_price
-            return BestFirst(sizes.budget, sizes.width, sizes.depth, *prices, sizes.seconds)
+            return BestFirst(*(getattr(message.best_first, size) for size in BestFirst._fields))
         case "shape":
             return StaticShape(tuple(message.shape.parents))
         case _:
-            raise InvalidRequest("growth: must be best_first or shape, got none")
+            raise InvalidRequest(f"{name}: must be best_first or shape, got none")
 
 
 def scheme_from_wire(name: str, value: int) -> Scheme:
@@ -97,8 +95,3 @@ def scheme_from_wire(name: str, value: int) -> Scheme:
             return scheme
     known = ", ".join(f"{number} ({scheme.value})" for scheme, number in SCHEMES.items())
     raise InvalidRequest(f"{name}: must be one of {known}, got {value}")
-
-
-def guess_from_wire(is_distribution: bool) -> Guess:
-    """The value of the protobuf field `guess_distribution`."""
-    return Guess.DISTRIBUTION if is_distribution else Guess.SAMPLE

@@ -11,7 +11,7 @@ from bough.protocol.messages import RoundTimings, WorkerInfo
 from bough.protocol.sampling_params import PositionLogprobs
 from bough.protocol.thoughts import Channels, Thoughts
 from bough.trees.tree import Tree
-from bough.trees.tree_plan import Growth, Guess, Scheme
+from bough.trees.tree_plan import Growth, Scheme
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,6 @@ class Speculation:
     depth: int | None = None
     growth: Growth | None = None
     scheme: Scheme = Scheme.TARGET
-    guess: Guess = Guess.SAMPLE
     lookup: int | None = None  # most nodes from prompt lookup; 0 is none
 
 

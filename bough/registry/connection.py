@@ -28,9 +28,9 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from bough.concurrency.tasks import cancellable
 from bough.errors import ConfigError, Unavailable
-from bough.registry.keys import require_text
+from bough.protocol.codec_checks import require_text
 from bough.registry.url import PASSWORD_FILE, IndexAddress, explain, read_address, without_passwords
-from bough.security.private_files import read_private
+from bough.security.private_files import read_file
 
 TIMEOUT_SECONDS = 2.0  # to connect, and to answer
 CALL_SECONDS = 6.0  # total for one call: a retry and the wait for a connection included
@@ -135,7 +135,7 @@ class _PasswordOfFile(CredentialProvider):
 
     def _read(self) -> str:
         where = f"index_url: {PASSWORD_FILE}"
-        lines = [line for each in read_private(where, self._path).splitlines() if (line := each.strip())]
+        lines = [line for each in read_file(where, self._path).splitlines() if (line := each.strip())]
         if not lines:
             raise ConfigError(f"{where}: {self._path} must have the password in its first line")
         return lines[0]

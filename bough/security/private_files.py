@@ -11,25 +11,16 @@ from bough.errors import ConfigError
 FORBIDDEN = stat.S_IWGRP | stat.S_IRWXO  # a group may read, as with Kubernetes secrets
 
 
-def read_private(setting: str, path: str) -> str:
-    """Read a file that must be closed to others.
+def read_file(setting: str, path: str, *, is_public: bool = False) -> str:
+    """Read a file that must be closed to others, unless it `is_public`, as a certificate is.
 
     Raises:
         ConfigError: names the setting: the file is missing, not text, or open to others.
     """
-    return _read(setting, path, is_private=True)
-
-
-def read_public(setting: str, path: str) -> str:
-    """Read a file that may be open to all, such as a certificate. Raises ConfigError naming the setting."""
-    return _read(setting, path, is_private=False)
-
-
-def _read(setting: str, path: str, *, is_private: bool) -> str:
     try:
         with open(path, encoding="utf-8") as stream:
             mode = stat.S_IMODE(os.fstat(stream.fileno()).st_mode)
-            if is_private and mode & FORBIDDEN:
+            if mode & FORBIDDEN and not is_public:
                 raise ConfigError(f"{setting}: {path} must be closed to others (chmod 600), got mode {mode:o}")
             return stream.read()
     except OSError as exc:

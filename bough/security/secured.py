@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
 
 from bough.config.parsers import MAX_PORT
 from bough.config.processes import AUTHORITY_VARIABLE, CERT_VARIABLE, TLS_KEY_VARIABLE, OrchestratorConfig
@@ -16,27 +14,25 @@ from bough.security.tls import PeerChannel, Tls
 SCHEME = "grpcs://"
 
 
-@dataclass(frozen=True, slots=True)
-class Secured:
-    """Certificate files, and whether all addresses use TLS, or only those with the scheme."""
+def channels(files: CertificateFiles, *addresses: str) -> list[PeerChannel]:
+    """Channels to orchestrators: all use TLS if `files` have an authority, else those whose address has the scheme.
 
-    tls: Tls
-    is_everywhere: bool
+    Raises:
+        ConfigError: a file is unusable, or an address invalid.
+    """
+    tls = Tls(files)
+    return [_channel(tls, address) for address in addresses]
 
-    @classmethod
-    def by(cls, files: CertificateFiles) -> Secured:
-        """Raises ConfigError for an unusable file."""
-        return cls(Tls(files), is_everywhere=bool(files.authority))
 
-    def channel(self, address: str) -> PeerChannel:
-        """A channel to an orchestrator. Raises ConfigError for an invalid address."""
-        plain = address.removeprefix(SCHEME)
-        if ":" not in plain or not plain.isprintable():  # without a port gRPC would ask 443
-            raise ConfigError(f"addresses: must be such as 127.0.0.1:7411 or {SCHEME}127.0.0.1:7411, got {address!r}")
-        port = plain.rpartition(":")[2]
-        if port.isdecimal() and int(port) > MAX_PORT:  # gRPC would use the remainder modulo 65536
-            raise ConfigError(f"addresses: must have a port from 1 to {MAX_PORT}, got {address!r}")
-        return PeerChannel(plain, self.tls if self.is_everywhere or plain != address else None)
+def _channel(tls: Tls, address: str) -> PeerChannel:
+    plain = address.removeprefix(SCHEME)
+    is_url = plain.startswith(("http://", "https://"))
+    if ":" not in plain or is_url or not plain.isprintable():  # without a port gRPC would ask 443
+        raise ConfigError(f"addresses: must be such as 127.0.0.1:7411 or {SCHEME}127.0.0.1:7411, got {address!r}")
+    port = plain.rpartition(":")[2]
+    if port.isdecimal() and int(port) > MAX_PORT:  # gRPC would use the remainder modulo 65536
+        raise ConfigError(f"addresses: must have a port from 1 to {MAX_PORT}, got {address!r}")
+    return PeerChannel(plain, tls if tls.files.authority or plain != address else None)
 
 
 def files_towards(config: OrchestratorConfig) -> CertificateFiles:
@@ -47,10 +43,10 @@ def files_towards(config: OrchestratorConfig) -> CertificateFiles:
     return CertificateFiles(authority=authority)
 
 
-def environment_files(environ: Mapping[str, str] = os.environ) -> CertificateFiles:
+def environment_files() -> CertificateFiles:
     """The files that the environment names."""
     names = (CERT_VARIABLE, TLS_KEY_VARIABLE, AUTHORITY_VARIABLE)
-    return CertificateFiles(*(environ.get(name, "") for name in names))
+    return CertificateFiles(*(os.environ.get(name, "") for name in names))
 
 
 def add_certificates(parser: argparse.ArgumentParser) -> None:

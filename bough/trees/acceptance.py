@@ -38,7 +38,7 @@ class SchemeAcceptance:
 
     scheme: Scheme
     num_rounds: int  # rounds whose tree had more than its root, including rounds that no longer weigh in the counts
-    by_depth: tuple[DepthCounts, ...]
+    depths: tuple[DepthCounts, ...]
 
 
 def acceptance_from(name: str, value: object) -> Acceptance:
@@ -113,12 +113,12 @@ def by_depth_and_rank(counted: SchemeAcceptance) -> Acceptance:
 
 def _tables(counted: SchemeAcceptance) -> tuple[FloatArray, FloatArray]:
     """Accepted and rejected counts, each (num_depths, num_ranks), padded with 0 to the largest number of ranks."""
-    num_ranks = max(len(row) for depth in counted.by_depth for row in (depth.accepted, depth.rejected))
+    num_ranks = max(len(row) for depth in counted.depths for row in (depth.accepted, depth.rejected))
 
     def table(rows: Sequence[tuple[float, ...]]) -> FloatArray:
         return np.array([(*row, *[0.0] * (num_ranks - len(row))) for row in rows], np.float64)
 
-    return table([depth.accepted for depth in counted.by_depth]), table([depth.rejected for depth in counted.by_depth])
+    return table([depth.accepted for depth in counted.depths]), table([depth.rejected for depth in counted.depths])
 
 
 def _estimated(accepted: FloatArray, rejected: FloatArray) -> Acceptance:

@@ -112,7 +112,7 @@ class TreePlan:
 
     growth: Growth
     scheme: Scheme = Scheme.TARGET
-    guess: Guess = Guess.SAMPLE
+    guess: Guess = Guess.SAMPLE  # no request can ask for another: benchmarks compare with it
 
     def within(self, max_nodes: int) -> TreePlan:
         """The same plan, limited to `max_nodes` nodes."""

@@ -97,7 +97,7 @@ def main() -> None:
     params = SamplingParams(temperature=arguments.temperature, seed=1)
     asked = speculation_from(arguments)
     best_first = BestFirst(asked.budget or 64, asked.width or 16, asked.depth or 7)
-    plan = TreePlan(asked.growth or best_first, asked.scheme, asked.guess)
+    plan = TreePlan(asked.growth or best_first, asked.scheme)
     rows = []
     for ahead_steps in arguments.ahead_steps:
         flags = ["--model", folder, "--drop-layers", arguments.drop_layers, "--ahead-steps", str(ahead_steps)]

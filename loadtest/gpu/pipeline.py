@@ -19,7 +19,7 @@ def pipeline(device: torch.device) -> dict[str, Any]:
 
     In a dry run on the CPU, its workers are simulated.
     """
-    command = [sys.executable, "-m", "bough.cli", "demo", "--max-tokens", str(NUM_TOKENS)]
+    command = [sys.executable, "-m", "bough.cli.main", "demo", "--max-tokens", str(NUM_TOKENS)]
     command += ["--simulate", "all-resident"] if device.type == "cpu" else []
     environ = {**os.environ, "BOUGH_TARGET_DEVICE": str(device), "BOUGH_DRAFT_DEVICE": str(device)}
     try:

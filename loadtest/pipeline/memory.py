@@ -159,7 +159,17 @@ def settings_for(bits: int, up_flags: Sequence[str]) -> Settings:
         model = demonstration_folder()
         packed = model.with_name(f"{model.name}-{bits}bit")
         if not (packed / "config.json").is_file():
-            command = [sys.executable, "-m", "bough.cli", "pack", str(model), "--bits", str(bits), "--out", str(packed)]
+            command = [
+                sys.executable,
+                "-m",
+                "bough.cli.main",
+                "pack",
+                str(model),
+                "--bits",
+                str(bits),
+                "--out",
+                str(packed),
+            ]
             subprocess.run(command, check=True)
         drafts = ["--draft", str(model), "--drop-layers", SUBSTITUTE_DROPS]
         up_flags = ["--target", str(packed), *drafts, *up_flags]

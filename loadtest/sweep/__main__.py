@@ -52,7 +52,7 @@ def main() -> None:
     model = demonstration_folder()
     packed = model.with_name(f"{model.name}-4bit")
     if not (packed / "config.json").is_file() and "packed" in arguments.parts:
-        subprocess.run([sys.executable, "-m", "bough.cli", "pack", str(model), "--out", str(packed)], check=True)
+        subprocess.run([sys.executable, "-m", "bough.cli.main", "pack", str(model), "--out", str(packed)], check=True)
     slow_link = int(arguments.slow_link * 1e9)
     figures: dict[str, Any] = {}
     for part in arguments.parts:

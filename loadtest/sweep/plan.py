@@ -29,7 +29,7 @@ SIZES = (1, 16, 64, 256)
 
 def predicted(model: Path, flags: list[str]) -> dict[int, float]:
     """Predicted seconds of a sweep by number of tokens."""
-    command = [sys.executable, "-m", "bough.cli", "plan", str(model), *flags, "--json"]
+    command = [sys.executable, "-m", "bough.cli.main", "plan", str(model), *flags, "--json"]
     output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
     return {sweep["tokens"]: sweep["seconds"] for sweep in json.loads(output)["sweeps"]}
 

@@ -30,7 +30,7 @@ class FixedSizer:
             budget = min(size.budget, share)
             narrow = min(size.width, max(MIN_SHARE, budget // 2))  # a larger width would hardly save steps
             growth = BestFirst(budget, speculation.width or narrow, speculation.depth or size.depth)
-            plan = limited(TreePlan(growth, speculation.scheme, speculation.guess), situation)
+            plan = limited(TreePlan(growth, speculation.scheme), situation)
         number = self._num_rounds[situation.session_id] = self._num_rounds.get(situation.session_id, 0) + 1
         mode = Mode.FIXED if plan.max_nodes > 1 else Mode.OFF
         decision = Decision(number, mode, budget=plan.tree.growth.budget, num_context=situation.num_context)

@@ -120,7 +120,7 @@ def requested_plan(situation: Situation, size: BestFirst) -> RoundPlan | None:
     budget = speculation.budget or size.budget
     width = speculation.width or min(size.width, max(4, budget // 2))
     growth = speculation.growth or BestFirst(budget, width, speculation.depth or size.depth)
-    return limited(TreePlan(growth, speculation.scheme, speculation.guess), situation)
+    return limited(TreePlan(growth, speculation.scheme), situation)
 
 
 def limited(plan: TreePlan, situation: Situation) -> RoundPlan:

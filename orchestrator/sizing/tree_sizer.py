@@ -17,9 +17,10 @@ from numpy.typing import NDArray
 from bough.protocol.decision import Decision, Mode
 from bough.sizing.acceptance_model import with_values
 from bough.sizing.choice import Size, SweepLoad, best_size, cut_size
+from bough.sizing.gain_profile import TreeGains
 from bough.trees.merge import union
 from bough.trees.tree import Tree
-from bough.trees.tree_plan import NO_TREE, BestFirst, Scheme, TreePlan
+from bough.trees.tree_plan import NO_TREE, BestFirst, TreePlan
 from orchestrator.sizing.pairs import FIRST_BOUND, Pair, PairKey, RoundStats, SessionState, Trust
 from orchestrator.sizing.plans import Proposal, RoundOutcome, RoundPlan, Situation, limited, requested_plan, whole
 from orchestrator.sizing.round_times import RoundTimes
@@ -84,7 +85,7 @@ class TreeSizer:
             mode = Mode.FIXED if requested.max_nodes > 1 else Mode.OFF
             pending = self._undecided(situation, session, requested, mode)
         elif (load := self._times.load(situation)) is None:
-            size = limited(TreePlan(UNKNOWN, Scheme.TARGET, situation.speculation.guess), situation)
+            size = limited(TreePlan(UNKNOWN), situation)
             pending = self._undecided(situation, session, size, Mode.DRAFT)
         else:
             pending = self._decided(situation, session, load)
@@ -143,14 +144,9 @@ class TreeSizer:
 
     def _session(self, situation: Situation) -> SessionState:
         """The state of a session, created again after a failover to other models."""
-        speculation, draft = situation.speculation, situation.draft
-        key = PairKey(
-            situation.target.identity,
-            draft.identity if draft else "",
-            speculation.scheme,
-            speculation.guess,
-            round(situation.temperature, 1),
-        )
+        draft_identity = situation.draft.identity if situation.draft else ""
+        scheme, temperature = situation.speculation.scheme, round(situation.temperature, 1)
+        key = PairKey(situation.target.identity, draft_identity, scheme, temperature)
         session = self._sessions.get(situation.session_id)
         if session is None or session.key != key:
             pair = self._pairs(key)
@@ -239,9 +235,10 @@ class TreeSizer:
             pair.margin.observe(pair.acceptance.view(drafted), drafted_values)
         if pending.plan.asks_draft and outcome.grown is None:
             return  # a failed draft says nothing about the value of trees
+        gains = TreeGains.of(values)
         for stats in (session.stats, session.pair.stats):
             profile = stats.drafted if pending.plan.asks_draft else stats.looked_up
-            profile.observe(values)
+            profile.observe(gains)
 
 
 def _trust(session: SessionState, pending: _Pending) -> Trust:
@@ -256,7 +253,7 @@ def _plan_of(situation: Situation, number: int, mode: Mode, growth: BestFirst) -
         plan = RoundPlan(NO_TREE, min(1 + situation.lookup, situation.target.max_nodes), situation.lookup)
     else:
         decision.step_price = growth.step_price
-        plan = limited(TreePlan(growth, Scheme.TARGET, situation.speculation.guess), situation)
+        plan = limited(TreePlan(growth), situation)
         if isinstance(plan.tree.growth, BestFirst):
             decision.width = plan.tree.growth.width
     decision.budget, decision.depth = plan.tree.growth.budget, plan.tree.growth.depth

@@ -133,9 +133,10 @@ def test_a_size_can_be_asked_for(tmp_path: Path) -> None:
     assert "best_fixed_nodes" not in summary
 
 
-async def test_too_short_an_answer_is_refused_before_anything_starts() -> None:
-    with pytest.raises(ConfigError, match=r"--max-tokens: must be at least 16 .*, got 8"):
-        await demo(argument_parser().parse_args(["demo", "--max-tokens", "8"]))
+def test_too_short_an_answer_is_refused_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        argument_parser().parse_args(["demo", "--max-tokens", "8"])
+    assert "--max-tokens: must be a whole number, 16 or more, got '8'" in capsys.readouterr().err
 
 
 async def test_a_profile_that_is_not_there_is_refused() -> None:

@@ -11,7 +11,7 @@ from bough.cli.flags.sampling import options_from
 from bough.cli.main import argument_parser, main
 from bough.errors import BoughError
 from bough.protocol.generation import Speculation
-from bough.trees.tree_plan import Guess, Scheme, StaticShape
+from bough.trees.tree_plan import Scheme, StaticShape
 
 COMMANDS = (["generate", "hello"], ["chat"])
 
@@ -28,10 +28,7 @@ def speculation(*flags: str) -> Speculation:
     [
         ([], Speculation()),
         (["--growth", "best-first", "--budget", "32", "--width", "4"], Speculation(budget=32, width=4)),
-        (
-            ["--growth", "chain:5", "--guess", "distribution"],
-            Speculation(growth=StaticShape.chains(1, 5), guess=Guess.DISTRIBUTION),
-        ),
+        (["--growth", "chain:5"], Speculation(growth=StaticShape.chains(1, 5))),
         (["--growth", "chains:4x6", "--lookup", "3"], Speculation(growth=StaticShape.chains(4, 6), lookup=3)),
         (
             ["--growth", "chains:4x6", "--scheme", "without-replacement", "--lookup", "0"],
@@ -84,10 +81,6 @@ def test_what_bough_shape_prints_is_a_shape(tmp_path: Path, capsys: pytest.Captu
         (
             ["--scheme", "without-replacement"],
             "--scheme: must be target with best-first growth, .*, got without-replacement",
-        ),
-        (
-            ["--scheme", "without-replacement", "--growth", "chain:4", "--guess", "sample"],
-            "--guess: must be given with --scheme target only, got sample with without-replacement",
         ),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,6 @@ import pytest
 from bough.cli.inspection.top import top
 from bough.cli.main import argument_parser
 from bough.client import Client
-from bough.errors import ConfigError
 from bough.processes.launch import launched
 from bough.protocol.generation import GenerateOptions, TextPrompt
 from tests.fakes.simulated import simulated_settings, write_profile
@@ -53,8 +53,9 @@ async def test_where_nobody_answers_it_says_so(capsys: pytest.CaptureFixture[str
 @pytest.mark.parametrize(
     ("flag", "value"), [("--interval", "-1"), ("--interval", "0"), ("--interval", "nan"), ("--count", "-1")]
 )
-async def test_a_pause_or_a_number_of_looks_that_would_ask_all_workers_without_a_pause_is_refused(
-    flag: str, value: str
+def test_a_pause_or_a_number_of_looks_that_would_ask_all_workers_without_a_pause_is_refused(
+    flag: str, value: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(ConfigError, match=f"{flag}: must be .* or more, got {value}"):
-        await top(argument_parser().parse_args(["top", "--address", "127.0.0.1:1", "--count", "1", flag, value]))
+    with pytest.raises(SystemExit, match="2"):
+        argument_parser().parse_args(["top", flag, value])
+    assert re.match(f"error: {flag}: must be .* or more, got '{value}'", capsys.readouterr().err)

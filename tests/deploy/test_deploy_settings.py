@@ -94,5 +94,5 @@ def test_a_program_gets_its_threads_and_its_index_back_from_ray() -> None:
         "CUDA_VISIBLE_DEVICES": "1",
         "BOUGH_TARGET_INDEX_URL": "redis://a",
     }
-    settings = read_program(Role.TARGET, {"program": program, "cpu_threads": 2})
+    settings = read_program(Role.TARGET, {"program": program, "environment": {"OMP_NUM_THREADS": 2}})
     assert child_variables(settings, "redis://a")["OMP_NUM_THREADS"] == "2"

@@ -15,7 +15,7 @@ from bough.protocol.messages import VerifyCall, VerifyResult
 from bough.sizing.division import Price
 from bough.trees.merge import merged, union
 from bough.trees.tree import Tree
-from bough.trees.tree_plan import NO_TREE, BestFirst, Scheme, TreePlan
+from bough.trees.tree_plan import NO_TREE, BestFirst, TreePlan
 from orchestrator.serving.requests import Requests
 from orchestrator.sizing.plans import Proposal, RoundOutcome, RoundPlan, Situation, limited, requested_plan
 from target_worker.scheduler.batching import Part
@@ -91,7 +91,7 @@ class RandomSizer:
             node_price=rng.choice((0.0, 0.0, 0.01, 0.3)),
             step_price=rng.choice((0.0, 0.0, 0.1, 0.7, 1.5)),
         )
-        plan = limited(TreePlan(growth, Scheme.TARGET, situation.speculation.guess), situation)
+        plan = limited(TreePlan(growth), situation)
         return replace(plan, max_nodes=rng.randint(1, plan.max_nodes), lookup=lookup)
 
 

@@ -16,7 +16,7 @@ import pytest
 from bough.client import Client
 from bough.processes.launch import Cluster
 from bough.protocol.generation import Constraint, Finished, GenerateOptions, Speculation, TokenPrompt, Tokens
-from bough.trees.tree_plan import Guess, Scheme, StaticShape
+from bough.trees.tree_plan import Scheme, StaticShape
 
 # A passage that comes back, so that there is something to look up.
 PROMPT = TokenPrompt((*range(40, 56), *range(60, 72), *range(40, 56)))
@@ -32,9 +32,6 @@ WAYS = {
     "shape, looked up": Speculation(growth=SHAPE, lookup=5),
     "chain": Speculation(growth=StaticShape.chains(1, 5), lookup=0),
     "chains": Speculation(growth=StaticShape.chains(3, 4), lookup=4),
-    "distribution": Speculation(budget=32, guess=Guess.DISTRIBUTION),
-    "distribution, self-sized": Speculation(guess=Guess.DISTRIBUTION),
-    "distribution, shape": Speculation(growth=SHAPE, guess=Guess.DISTRIBUTION, lookup=0),
 }
 ENDS = tuple(range(0, 262, 9))
 LETTERS = dict.fromkeys(range(66, 92), 12.0)

@@ -304,10 +304,10 @@ async def test_acceptance_is_counted_while_running(client: Client) -> None:
     rounds = [event async for event in client.generate(PROMPT, options) if isinstance(event, Tokens)]
     counts = next(c for c in await client.acceptance() if c.scheme is Scheme.TARGET)
     assert counts.num_rounds - before == sum(event.num_nodes > 1 for event in rounds) > 0
-    at_roots = sum(counts.by_depth[0].accepted) + sum(counts.by_depth[0].rejected)
+    at_roots = sum(counts.depths[0].accepted) + sum(counts.depths[0].rejected)
     assert 0 < at_roots <= counts.num_rounds
-    below = sum(sum(depth.accepted) + sum(depth.rejected) for depth in counts.by_depth[1:2])
-    assert below <= sum(counts.by_depth[0].accepted)  # nodes at depth 1 that were walked through, and had children
+    below = sum(sum(depth.accepted) + sum(depth.rejected) for depth in counts.depths[1:2])
+    assert below <= sum(counts.depths[0].accepted)  # nodes at depth 1 that were walked through, and had children
 
 
 async def test_tokens_are_bounded_by_the_context(client: Client) -> None:

@@ -29,7 +29,7 @@ from bough.tokenization.vocabulary import TokenizerFiles
 from bough.trees.acceptance import DepthCounts, SchemeAcceptance
 from bough.trees.draft_probs import DraftProbs
 from bough.trees.tree import Tree
-from bough.trees.tree_plan import BestFirst, Guess, Scheme, StaticShape, TreePlan
+from bough.trees.tree_plan import BestFirst, Scheme, StaticShape, TreePlan
 
 ROOT = Path(__file__).parents[2]
 VOCAB = 100
@@ -77,7 +77,7 @@ growths = st.sampled_from(
         StaticShape.chains(2, 3),
     ]
 )
-plans = st.builds(TreePlan, growths, st.sampled_from(Scheme), st.sampled_from(Guess))
+plans = st.builds(TreePlan, growths, st.sampled_from(Scheme))
 SAMPLED = replace(
     TREE,
     draft_probs=DraftProbs.joined(
@@ -128,7 +128,6 @@ options = st.builds(
         *[st.none() | st.integers(0, 9)] * 3,
         st.none() | growths,
         st.sampled_from(Scheme),
-        st.sampled_from(Guess),
         st.none() | st.integers(0, 9),
     ),
     continues=st.booleans(),
@@ -213,22 +212,23 @@ def test_acceptance_survives_the_wire(
         SchemeAcceptance(Scheme.TARGET, 1, ()),
     )
     drafts = (DraftCalibration("draft-1", 2**40, 5.25, 4.75, 0.5, 0.75), DraftCalibration("", 0, 1.0, 1.0, 0, 0))
-    message = generation_pb2.Acceptance.FromString(wg.acceptance_to_wire(counted, drafts).SerializeToString())
-    assert wg.acceptance_from_wire(message) == counted
-    assert wg.calibrations_from_wire(message) == drafts
+    sent = generation_pb2.Acceptance(schemes=map(to_fields, counted), drafts=map(to_fields, drafts))
+    message = generation_pb2.Acceptance.FromString(sent.SerializeToString())
+    assert tuple(read(one, SchemeAcceptance) for one in message.schemes) == counted
+    assert tuple(read(one, DraftCalibration) for one in message.drafts) == drafts
     message.schemes[0].scheme = 7  # type: ignore[assignment]  # from another release
     with pytest.raises(InvalidRequest, match=r"schemes\.scheme: must be .* got 7"):
-        wg.acceptance_from_wire(message)
+        read(message.schemes[0], SchemeAcceptance, "schemes.")
 
 
 def test_decisions_survive_the_wire() -> None:
     decision = Decision(3, Mode.PROBE, "draft-1", 4, 2, 2, 1.5, 0.25, 2.0, 1.75, 12, 30, 5, 4, 1, 2, 34, 1.5, 2)
     decision.expected, decision.seconds = RoundSeconds(1, 2, 3, 4, 5), RoundSeconds(0.5, 0.25, 0, 8, 16)
-    message = wg.decisions_to_wire([decision, Decision(1, Mode.OFF)])
-    assert wg.decisions_from_wire(message) == (decision, Decision(1, Mode.OFF))
-    message.decisions[0].mode = "guess"
+    message = generation_pb2.Decision(**to_fields(decision))
+    assert read(message, Decision) == decision
+    message.mode = "guess"
     with pytest.raises(InvalidRequest, match=r"decisions\.mode: must be one of draft, lookup.* got 'guess'"):
-        wg.decisions_from_wire(message)
+        read(message, Decision, "decisions.")
 
 
 def test_descriptions_survive_the_wire() -> None:

@@ -33,7 +33,7 @@ from bough.protocol.generation import (
 from bough.simulation.clock import SimulatedClock
 from bough.simulation.pair import SimulatedPair, simulated_pair
 from bough.simulation.profile import shipped_profiles
-from bough.trees.tree_plan import Guess, Scheme, StaticShape
+from bough.trees.tree_plan import Scheme, StaticShape
 from draft_worker.simulated import SimulatedDraftWorker
 from target_worker.simulated import SimulatedTarget
 from tests.conftest import pipeline
@@ -53,7 +53,6 @@ WAYS = {
     "sampled": replace(SAMPLED, seed=7),
     "sampled, a size": replace(SAMPLED, seed=7, speculation=SIZE),
     "sampled, plain": replace(SAMPLED, seed=7, speculation=PLAIN),
-    "distribution": replace(SAMPLED, seed=8, speculation=replace(SIZE, guess=Guess.DISTRIBUTION, lookup=0)),
     "shape": replace(SAMPLED, seed=2**64 - 1, speculation=Speculation(growth=SHAPE)),
     "without replacement": replace(
         SAMPLED, seed=9, speculation=Speculation(growth=SHAPE, scheme=Scheme.WITHOUT_REPLACEMENT, lookup=0)

@@ -186,9 +186,9 @@ def test_the_command_prints_a_table_or_one_json_line(capsys: pytest.CaptureFixtu
     ("flags", "said"),
     [
         (("nowhere",), "profile: must be a JSON file, or one of"),
-        (("two-cores", "--users", "0"), "--users: must be a whole number, 1 to 100000, got 0"),
-        (("two-cores", "--users", "100001"), "--users: must be a whole number, 1 to 100000, got 100001"),
-        (("two-cores", "--users", "1", "many"), "--users: must be a whole number, 1 to 100000, got many"),
+        (("two-cores", "--users", "0"), "--users: must be a whole number, 1 to 100000, got '0'"),
+        (("two-cores", "--users", "100001"), "--users: must be a whole number, 1 to 100000, got '100001'"),
+        (("two-cores", "--users", "1", "many"), "--users: must be a whole number, 1 to 100000, got 'many'"),
         (("two-cores", "--targets", "0"), "--targets: must be a whole number, 1"),
         (("two-cores", "--drafts=-1"), "--drafts: must be a whole number, 0"),
         (("two-cores", "--mix", "200"), "--mix: must be PROMPT:OUTPUT or PROMPT:OUTPUT:WEIGHT, all above 0, got '200'"),
@@ -198,7 +198,7 @@ def test_the_command_prints_a_table_or_one_json_line(capsys: pytest.CaptureFixtu
         (("two-cores", "--think", "nan"), "--think: must be a number, 0"),
         (("two-cores", "--network", "-1"), "--network: must be a number, 0"),
         (("two-cores", "--nodes", "64"), "--nodes: must be given together with --depth"),
-        (("two-cores", "--nodes", "4", "--depth", "4"), "--depth: must be a whole number, 1 to 3, got 4"),
+        (("two-cores", "--nodes", "4", "--depth", "4"), "--depth: must be below --nodes, 4, got 4"),
     ],
 )
 def test_flags_that_do_not_fit_are_refused(

@@ -12,7 +12,7 @@ import pytest
 from bough.client import Client
 from bough.protocol.generation import Finished, GenerateOptions, Speculation, Started, TokenPrompt, Tokens
 from bough.simulation.pair import SimulatedPair
-from bough.trees.tree_plan import Guess, Scheme, StaticShape
+from bough.trees.tree_plan import Scheme, StaticShape
 from target_worker.scheduler import engine
 from tests.fakes.fleet import Fleet
 from tests.fakes.random_sizes import RandomDivision, RandomlyDividingTarget, RandomSizer, use_random_sizes
@@ -74,15 +74,12 @@ async def test_sizes_by_chance_give_what_plain_decoding_gives(client: Client, na
     assert len({end.speculation.num_rounds for _, end in runs}) > 1, "sizes were the same"
 
 
-@pytest.mark.parametrize("guess", Guess)
-async def test_sessions_of_many_kinds_at_once_each_say_their_own(client: Client, guess: Guess) -> None:
+async def test_sessions_of_many_kinds_at_once_each_say_their_own(client: Client) -> None:
     """Greedy and sampled with seeds of their own, some plain, some of a fixed size."""
     kinds = [GREEDY, *(replace(SAMPLED, seed=seed) for seed in range(3))]
     alone = await asyncio.gather(*(generate(client, replace(options, speculation=PLAIN)) for options in kinds))
     plain = [output for output, _ in alone]
-    ways = [Speculation(guess=guess), Speculation(budget=9, guess=guess)]
-    if guess is Guess.SAMPLE:  # which the others have nothing to do with
-        ways += [PLAIN, Speculation(growth=StaticShape.chains(2, 3))]
+    ways = [Speculation(), Speculation(budget=9), PLAIN, Speculation(growth=StaticShape.chains(2, 3))]
     runs = await asyncio.gather(
         *(generate(client, replace(options, speculation=way)) for options in kinds for way in ways)
     )

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from bough.errors import InvalidTree
 from bough.pb import common_pb2
-from bough.protocol import codec
-from bough.trees.tree import Tree
+from bough.protocol import codec_trees
+from bough.trees.tree import Tree, along_paths
 
 VOCAB = 1000
 
@@ -43,17 +43,27 @@ def test_generated_trees_are_valid(tree: Tree) -> None:
 
 @given(trees())
 def test_derived_arrays_equal_their_definitions(tree: Tree) -> None:
-    table, paths, depths, scores = tree.path_table(), tree.paths(), tree.depths(), tree.scores()
+    table, ancestors, depths, scores = tree.path_table(), tree.ancestors(), tree.depths(), tree.scores()
+    sums = along_paths(np.add, np.arange(len(tree)), ancestors)
     for node in range(len(tree)):
         path = naive_path(tree, node)
         assert tree.path(node) == path
         assert depths[node] == len(path) - 1
         assert table[node, : len(path)].tolist() == path
-        assert np.trim_zeros(paths[:, node], "f").tolist() == path[1:]
+        assert sums[node] == sum(path)
+        assert [above[node] for above in ancestors] == [
+            [0, *path][-1 - min(2**level, len(path))] for level in range(len(ancestors))
+        ]
         assert scores[node] == pytest.approx(sum(tree.log_probs[step] for step in path), abs=1e-3)
         assert tree.children()[node] == {
             int(tree.tokens[child]): child for child in range(1, len(tree)) if tree.parents[child] == node
         }
+
+
+@given(st.lists(st.floats(-1e-7, 1e-7), min_size=1, max_size=40))
+def test_no_rounding_puts_a_node_above_its_parent(log_probs: list[float]) -> None:
+    scores = Tree.of(range(len(log_probs) + 1), range(-1, len(log_probs)), [0.0, *log_probs]).scores()
+    assert (np.diff(scores) <= 0).all()
 
 
 @given(trees(), st.integers(1, 45))
@@ -81,14 +91,14 @@ def test_trimming_to_nothing_is_refused() -> None:
 
 @given(trees())
 def test_wire_round_trip(tree: Tree) -> None:
-    data = codec.tree_to_wire(tree).SerializeToString()
-    assert codec.tree_from_wire(common_pb2.Tree.FromString(data)) == tree
+    data = codec_trees.tree_to_wire(tree).SerializeToString()
+    assert codec_trees.tree_from_wire(common_pb2.Tree.FromString(data)) == tree
 
 
 def test_a_256_node_tree_is_small_on_the_wire() -> None:
     """A tree of 256 nodes takes about 1 KB for tokens and parents; log-probabilities are 4 bytes each on top."""
     tree = Tree.of(range(1000, 1256), [-1, *range(255)], [0.0] + [-1.0] * 255)
-    assert codec.tree_to_wire(tree).ByteSize() < 2200
+    assert codec_trees.tree_to_wire(tree).ByteSize() < 2200
 
 
 @pytest.mark.parametrize(
@@ -134,4 +144,4 @@ def test_draws_that_cannot_be_are_refused(draws: list[int], message: str) -> Non
 def test_a_parent_too_large_for_int32_is_refused_not_wrapped() -> None:
     message = common_pb2.Tree(tokens=[1, 2], parents=[2**32 - 1], log_probs=[-1.0])
     with pytest.raises(InvalidTree, match=r"parents\[1\]"):
-        codec.tree_from_wire(message).validate(VOCAB, max_nodes=4)
+        codec_trees.tree_from_wire(message).validate(VOCAB, max_nodes=4)

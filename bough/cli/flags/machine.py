@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import argparse
 
-from bough.config.flag_parser import FlagParser
-from bough.config.parsers import DRAFT_BITS, DTYPE_NAMES
+from bough.config.flag_parser import FlagParser, checked
+from bough.config.parsers import DRAFT_BITS, DTYPE_NAMES, number, parse_layers
 from bough.config.processes import DEFAULT_PORT, PLANNERS
+
+MIN_TOKENS = 16  # of `bough demo`
 
 
 def add_demo(parser: argparse.ArgumentParser) -> None:
     """Of `bough demo`."""
     parser.add_argument("--prompt", default="Explain how a rainbow forms, step by step.", help="what to answer")
-    parser.add_argument("--max-tokens", type=int, default=64, help="length of the answer (default 64)")
+    length = f"length of the answer, {MIN_TOKENS} at least to measure rates (default 64)"
+    parser.add_argument("--max-tokens", type=checked(number(int, MIN_TOKENS)), default=64, help=length)
     parser.add_argument("--budget", type=int, help="nodes of a tree (they size themselves by default)")
     parser.add_argument("--simulate", metavar="PROFILE", help="workers without weights, as for `bough up`")
 
@@ -61,7 +64,8 @@ def add_pack(parser: argparse.ArgumentParser) -> None:
     """Of `bough pack`."""
     parser.add_argument("model", help="model folder or cached hub id, in 16 or 32 bits")
     parser.add_argument("--draft", action="store_true", help="write a draft: it shares embeddings and head with MODEL")
-    parser.add_argument("--drop-layers", help="of a draft: layers to leave out, such as 3,14")
+    layers = "of a draft: layers to leave out, such as 3,14"
+    parser.add_argument("--drop-layers", type=checked(parse_layers), default=(), help=layers)
     parser.add_argument(
         "--bits", type=float,
         help="for a weight: 4 (default) or 8; of a draft the average, scales included (default 6.5)",

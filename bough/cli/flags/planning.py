@@ -6,15 +6,19 @@ import argparse
 from dataclasses import fields
 
 from bough.cli.flags.reaching import add_address
+from bough.cli.flags.speculation import MOST_NODES
+from bough.config.flag_parser import checked
+from bough.config.parsers import number
 from bough.config.processes import PlanConfig
 from bough.trees.tree_plan import Scheme
 
 DEFAULT_MIX = "200:200"
+MOST = 100_000  # users, or workers of a kind
 PLAN_SETTINGS = (
     "draft", "draft_bits", "device", "device_memory", "host_memory", "kv_memory", "kv_sessions", "kv_tier",
     "ring_memory", "resident_devices", "resident_layers", "experts", "max_context", "max_nodes", "max_sweep_tokens",
     "rows", "dtype", "bits", "threads", "link_threads", "link_speed", "host_link_speed", "crossing_speed",
-    "compute_speed", "memory_speed", "unpack_speed", "tokens_per_round",
+    "compute_speed", "memory_speed", "unpack_speed",
 )  # fmt: skip
 
 
@@ -32,9 +36,10 @@ def add_shape(parser: argparse.ArgumentParser) -> None:
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--vector", metavar="FILE", help="JSON list of acceptances by rank, or of such lists by depth")
     source.add_argument("--from-live", action="store_true", help="what a running orchestrator has measured, smoothed")
-    parser.add_argument("--nodes", type=int, required=True, help="most nodes, the root included")
-    parser.add_argument("--levels", type=int, help="most levels, the root's included (any number by default)")
-    parser.add_argument("--branch", type=int, help="most children of a node (as many as were measured by default)")
+    size = checked(number(int, 1, MOST_NODES))
+    parser.add_argument("--nodes", type=size, required=True, help="most nodes, the root included")
+    parser.add_argument("--levels", type=size, help="most levels, the root's included (any number by default)")
+    parser.add_argument("--branch", type=size, help="most children of a node (as many as were measured by default)")
     schemes = [scheme.value for scheme in Scheme]
     parser.add_argument("--scheme", choices=schemes, help=f"of --from-live (default {Scheme.TARGET.value})")
     parser.add_argument("--by-depth", action="store_true", help="of --from-live: tell depths apart")
@@ -43,20 +48,23 @@ def add_shape(parser: argparse.ArgumentParser) -> None:
 
 def add_simulate(parser: argparse.ArgumentParser) -> None:
     """Of `bough simulate`; `bough.cli.flags.simulation` reads them."""
-    add = parser.add_argument
+    add, count, amount = parser.add_argument, checked(number(int, 1, MOST)), checked(number(float, 0, 1e6))
     add("profile", help="name of a shipped profile, or a JSON file; `bough simulate list` names those that are shipped")
-    add("--users", nargs="+", default=["1"], metavar="N", help="at once, 1 to 100000; several are simulated in turn")
-    add("--targets", default="1", help="target workers, 1 or more (default 1)")
-    add("--drafts", default="1", help="draft workers; 0 is plain decoding (default 1)")
-    add(
-        "--mix", default=DEFAULT_MIX, metavar="PROMPT:OUTPUT[:WEIGHT],...",
-        help=f"tokens of prompts and answers, and how often each kind comes (default {DEFAULT_MIX})",
-    )  # fmt: skip
-    add("--think", default="0", metavar="SECONDS", help="mean time from an answer to the next question (default 0)")
-    add("--gather", default="1", metavar="SWEEPS", help="longest wait for sessions that draft (default 1)")
-    add("--nodes", metavar="N", help="trees of this size always, divided among sessions; with --depth")
-    add("--depth", metavar="N", help="levels of these trees below the root")
-    add("--network", metavar="SECONDS", help="one way, instead of the profile's")
-    add("--seed", default="1", help="of chance (default 1)")
+    users = f"at once, 1 to {MOST}; several are simulated in turn"
+    add("--users", type=count, nargs="+", default=[1], metavar="N", help=users)
+    add("--targets", type=count, default=1, help="target workers, 1 or more (default 1)")
+    drafts = "draft workers; 0 is plain decoding (default 1)"
+    add("--drafts", type=checked(number(int, 0, MOST)), default=1, help=drafts)
+    mix = f"tokens of prompts and answers, and how often each kind comes (default {DEFAULT_MIX})"
+    add("--mix", default=DEFAULT_MIX, metavar="PROMPT:OUTPUT[:WEIGHT],...", help=mix)
+    think = "mean time from an answer to the next question (default 0)"
+    add("--think", type=amount, default=0.0, metavar="SECONDS", help=think)
+    gather = "longest wait for sessions that draft (default 1)"
+    add("--gather", type=amount, default=1.0, metavar="SWEEPS", help=gather)
+    nodes = "trees of this size always, divided among sessions; with --depth"
+    add("--nodes", type=checked(number(int, 2, MOST_NODES)), metavar="N", help=nodes)
+    add("--depth", type=checked(number(int, 1, MOST_NODES)), metavar="N", help="levels of these trees below the root")
+    add("--network", type=amount, metavar="SECONDS", help="one way, instead of the profile's")
+    add("--seed", type=checked(number(int, 0)), default=1, help="of chance (default 1)")
     add("--no-purchases", action="store_true", help="do not work out what to buy next, which takes ten times as long")
     add("--json", action="store_true", help="print one JSON line instead of a table")

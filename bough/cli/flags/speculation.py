@@ -10,7 +10,7 @@ from typing import Any
 
 from bough.errors import ConfigError
 from bough.protocol.generation import Speculation
-from bough.trees.tree_plan import Growth, Guess, Scheme, StaticShape, require_growth
+from bough.trees.tree_plan import Growth, Scheme, StaticShape, require_growth
 
 MOST_NODES = 4096  # of a shape for any target; each target has its own, lower limit
 BEST_FIRST = "best-first"
@@ -32,10 +32,6 @@ def add_speculation(parser: argparse.ArgumentParser) -> None:
     add(
         "--scheme", choices=[scheme.value for scheme in Scheme], default=Scheme.TARGET.value,
         help="how guesses are verified (default %(default)s); the others verify samples, in a shape or chains",
-    )  # fmt: skip
-    add(
-        "--guess", choices=[guess.value for guess in Guess],
-        help="what a draft takes for likely: the token that the target will draw, or its distribution (default sample)",
     )  # fmt: skip
     add(
         "--lookup",
@@ -68,8 +64,11 @@ def speculation_from(arguments: argparse.Namespace) -> Speculation:
                 f"--{name}: must not be given with --growth {arguments.growth}, which sets the size of a tree, "
                 f"got {getattr(arguments, name)}"
             )
-    if scheme.is_sampled:
-        _require_samples(arguments, growth)
+    if scheme.is_sampled and growth is None:
+        raise ConfigError(
+            "--scheme: must be target with best-first growth, which does not sample, or given with --growth FILE (a "
+            f"shape), chain:LENGTH or chains:NUMxLENGTH, got {arguments.scheme}"
+        )
     return Speculation(
         arguments.no_speculation,
         arguments.budget,
@@ -77,22 +76,8 @@ def speculation_from(arguments: argparse.Namespace) -> Speculation:
         arguments.depth,
         growth,
         scheme,
-        Guess(arguments.guess or Guess.SAMPLE.value),
         arguments.lookup,
     )
-
-
-def _require_samples(arguments: argparse.Namespace, growth: Growth | None) -> None:
-    """Raises ConfigError for flags that a scheme with sampled guesses does not allow."""
-    if growth is None:
-        raise ConfigError(
-            "--scheme: must be target with best-first growth, which does not sample, or given with --growth FILE (a "
-            f"shape), chain:LENGTH or chains:NUMxLENGTH, got {arguments.scheme}"
-        )
-    if arguments.guess is not None:
-        raise ConfigError(
-            f"--guess: must be given with --scheme target only, got {arguments.guess} with {arguments.scheme}"
-        )
 
 
 def _growth(text: str) -> Growth | None:

@@ -13,13 +13,11 @@ from bough.cli.machine.machine_division import divided
 from bough.cli.machine.progress import Progress, tell
 from bough.cli.machine.up import announce_first_start, ensure_demonstration, settings_from
 from bough.client import Client
-from bough.errors import ConfigError
 from bough.processes.launch import launched
 from bough.processes.supervision import supervised
 from bough.protocol.generation import ChatPrompt, GenerateOptions, Message, Speculation, Tokens
 from bough.protocol.messages import WorkerInfo
 
-MIN_TOKENS = 16
 GRID_TOKENS = 24  # tokens of each run that compares sizes
 GRID_NODES = (4, 16, 64)
 SELF_SIZED = 0  # stands for a self-sized tree among these numbers of nodes
@@ -28,9 +26,7 @@ GREEN, YELLOW, PLAIN = "\x1b[32m", "\x1b[33m", "\x1b[0m"
 
 async def demo(arguments: argparse.Namespace) -> int:
     """Write the model, start all processes, generate in several ways, compare; exit status 1 if outputs differ."""
-    if arguments.max_tokens < MIN_TOKENS:
-        raise ConfigError(f"--max-tokens: must be at least {MIN_TOKENS} to measure rates, got {arguments.max_tokens}")
-    settings = settings_from(up_arguments(*(["--simulate", arguments.simulate] if arguments.simulate else [])))
+    settings = settings_from(up_arguments(*([] if arguments.simulate is None else ["--simulate", arguments.simulate])))
     if not arguments.simulate:
         await asyncio.to_thread(ensure_demonstration)  # Ctrl-C acts where a command awaits
         announce_first_start()

@@ -47,6 +47,7 @@ from bough.sizing.cost_model import (
 from bough.sizing.other_devices import TIMES_AS_SLOW, place_with
 from bough.sizing.placement import Budgets, Placement, Tier
 
+TOKENS_PER_ROUND = (1.0, 3.0, 5.0, 8.0, 12.0)  # bonus token included, for which speeds are predicted
 MOST_GPUS = 64  # of a machine that is not here
 COMPARED_ROWS = 256  # measured besides the rows of a chunk
 GIGA, TERA = 1e9, 1e12
@@ -127,7 +128,7 @@ def make_plan(settings: PlanConfig) -> Plan:
         sweep,
         num_nodes,
         draft,
-        tuple(rate(sweep, tokens, num_nodes, draft_seconds) for tokens in settings.tokens_per_round),
+        tuple(rate(sweep, tokens, num_nodes, draft_seconds) for tokens in TOKENS_PER_ROUND),
         tuple(prices),
     )
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from bough.cli.flags.reaching import client_from
-from bough.cli.flags.speculation import MOST_NODES, read_json
+from bough.cli.flags.speculation import read_json
 from bough.errors import ConfigError
 from bough.trees.acceptance import Acceptance, acceptance_from, by_depth_and_rank, by_rank
 from bough.trees.optimal_tree import best_chains, best_shape, expected_tokens
@@ -19,7 +19,10 @@ from bough.trees.tree_plan import Scheme, StaticShape
 
 async def shape(arguments: argparse.Namespace) -> int:
     """Print the shape as one JSON line."""
-    _require_sizes(arguments)
+    if arguments.by_depth and not arguments.from_live:
+        raise ConfigError("--by-depth: must be given with --from-live only")
+    if arguments.scheme and not arguments.from_live:
+        raise ConfigError(f"--scheme: must be given with --from-live only, got {arguments.scheme}")
     acceptance = await live(arguments) if arguments.from_live else read_acceptance(arguments.vector)
     acceptance = acceptance[:, : arguments.branch]
     levels = min(arguments.levels or arguments.nodes, arguments.nodes)
@@ -73,15 +76,3 @@ async def live(arguments: argparse.Namespace) -> Acceptance:
             f"(measured: {others}); generate something first, or use another --scheme"
         )
     return by_depth_and_rank(counted[scheme]) if arguments.by_depth else by_rank(counted[scheme])
-
-
-def _require_sizes(arguments: argparse.Namespace) -> None:
-    """Raises ConfigError naming an invalid flag."""
-    for name in ("nodes", "levels", "branch"):
-        value = getattr(arguments, name)
-        if value is not None and not 1 <= value <= MOST_NODES:
-            raise ConfigError(f"--{name}: must be 1 to {MOST_NODES}, got {value}")
-    if arguments.by_depth and not arguments.from_live:
-        raise ConfigError("--by-depth: must be given with --from-live only")
-    if arguments.scheme and not arguments.from_live:
-        raise ConfigError(f"--scheme: must be given with --from-live only, got {arguments.scheme}")

@@ -30,7 +30,7 @@ def test_every_node_that_was_walked_through_counts_once() -> None:
     """0 has 1, 2, 3; 2 has 4, 5; 5 has 6: the walk goes by the second of three, the second of two, and ends."""
     counter = AcceptanceCounter(FOREVER)
     counter.observe(Scheme.TARGET, tree(0, 0, 0, 2, 2, 5), (2, 5))
-    by_depth = counted(counter).by_depth
+    by_depth = counted(counter).depths
     assert [depth.accepted for depth in by_depth] == [(0, 1), (0, 1), (0, 0)]
     assert [depth.rejected for depth in by_depth] == [(0, 0), (0, 0), (1, 0)]
 
@@ -49,7 +49,7 @@ def test_rank_is_the_place_among_siblings_wherever_they_stand() -> None:
     counter.observe(Scheme.TARGET, tree(0, 1, 0, 1, 0), (5,))
     counter.observe(Scheme.TARGET, tree(0, 1, 0, 1, 0), (1, 4))
     counter.observe(Scheme.TARGET, tree(0, 1, 0, 1, 0), ())
-    by_depth = counted(counter).by_depth
+    by_depth = counted(counter).depths
     assert by_depth == (DepthCounts((1, 0, 1), (0, 0, 1)), DepthCounts((0, 1, 0), (0, 0, 0)))
 
 
@@ -59,15 +59,15 @@ def test_what_was_added_to_a_sample_is_no_rank_of_it() -> None:
     added = replace(tree(0, 0), draws=np.array([1], np.int32))
     counter.observe(Scheme.WITHOUT_REPLACEMENT, added, (2,))
     counter.observe(Scheme.WITHOUT_REPLACEMENT, added, (1,))
-    assert counted(counter, Scheme.WITHOUT_REPLACEMENT).by_depth == (DepthCounts((1,), (1,)),)
+    assert counted(counter, Scheme.WITHOUT_REPLACEMENT).depths == (DepthCounts((1,), (1,)),)
 
 
 def test_schemes_are_counted_apart() -> None:
     counter = AcceptanceCounter(FOREVER)
     counter.observe(Scheme.TARGET, tree(0), (1,))
     counter.observe(Scheme.WITHOUT_REPLACEMENT, tree(0), ())
-    assert counted(counter).by_depth == (DepthCounts((1,), (0,)),)
-    assert counted(counter, Scheme.WITHOUT_REPLACEMENT).by_depth == (DepthCounts((0,), (1,)),)
+    assert counted(counter).depths == (DepthCounts((1,), (0,)),)
+    assert counted(counter, Scheme.WITHOUT_REPLACEMENT).depths == (DepthCounts((0,), (1,)),)
 
 
 def test_old_rounds_are_forgotten() -> None:
@@ -86,12 +86,12 @@ def test_what_is_deeper_or_wider_than_the_table_is_counted_at_its_edge() -> None
     counter = AcceptanceCounter(FOREVER)
     chain = tree(*range(NUM_DEPTHS + 2))
     counter.observe(Scheme.TARGET, chain, tuple(range(1, NUM_DEPTHS + 3)))
-    by_depth = counted(counter).by_depth
+    by_depth = counted(counter).depths
     assert len(by_depth) == NUM_DEPTHS
     assert (by_depth[0].accepted, by_depth[-1].accepted) == ((1,), (3,))
     wide = AcceptanceCounter(FOREVER)
     wide.observe(Scheme.TARGET, tree(*[0] * (NUM_RANKS + 1)), (NUM_RANKS + 1,))
-    (depth,) = counted(wide).by_depth
+    (depth,) = counted(wide).depths
     assert np.flatnonzero(depth.rejected).tolist() == [NUM_RANKS - 1]  # of those that are counted none was accepted
     assert sum(depth.accepted) == 0
 

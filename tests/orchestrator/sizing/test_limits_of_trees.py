@@ -20,7 +20,6 @@ from bough.trees.tree_plan import (
     NO_TREE,
     BestFirst,
     Growth,
-    Guess,
     Scheme,
     StaticShape,
     TreePlan,
@@ -53,7 +52,6 @@ def test_a_size_that_a_request_asks_for_is_that_size(speculation: Speculation, g
     plan = world.sizer.plan(replace(world.base, speculation=speculation, num_context=300))
     assert plan.tree.growth == growth
     assert plan.max_nodes == growth.budget
-    assert plan.tree.guess is Guess.SAMPLE
 
 
 def test_a_width_or_a_depth_alone_is_kept_while_the_size_is_chosen() -> None:
@@ -75,12 +73,9 @@ def test_a_fixed_size_is_sent_whole_whatever_its_rows_cost() -> None:
     assert played.decision.mode is Mode.FIXED
 
 
-def test_a_scheme_and_a_guess_reach_the_draft() -> None:
-    sizer = new_sizer()
+def test_a_scheme_reaches_the_draft() -> None:
     wanted = Speculation(growth=SHAPE, scheme=Scheme.TRAVERSAL)
-    assert sizer.plan(situation(speculation=wanted)).tree.scheme is Scheme.TRAVERSAL
-    chosen = sizer.plan(situation(speculation=Speculation(guess=Guess.DISTRIBUTION)))
-    assert chosen.tree.guess is Guess.DISTRIBUTION
+    assert new_sizer().plan(situation(speculation=wanted)).tree.scheme is Scheme.TRAVERSAL
 
 
 def sampled_tree() -> Tree:

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from bough.sizing.acceptance_model import AcceptanceModel
+from bough.sizing.gain_profile import TreeGains
 from bough.trees.tree import Tree
-from bough.trees.tree_plan import BestFirst, Guess, Scheme
+from bough.trees.tree_plan import BestFirst, Scheme
 from orchestrator.sizing.pairs import (
     FIRST_BOUND,
     FIRST_PROBE,
@@ -135,19 +136,19 @@ def test_a_session_begins_with_its_pairs_habits_and_changes_its_own() -> None:
     before.note_steps(7)
     before.is_drafting = False
     for _ in range(40):
-        before.drafted.observe(np.array([1.0, 0.2, 0.1]))
+        before.drafted.observe(TreeGains.of(np.array([1.0, 0.2, 0.1])))
     after = RoundStats.after(before)
     assert (after.num_steps, after.is_drafting) == (7.0, False)
     sizes = np.array([2, 8, 64])
     assert after.drafted.gains(sizes) == pytest.approx(before.drafted.gains(sizes))
     kept = before.drafted.gains(sizes)
-    after.drafted.observe(np.array([1.0, 0.9, 0.8]))
+    after.drafted.observe(TreeGains.of(np.array([1.0, 0.9, 0.8])))
     assert before.drafted.gains(sizes) == pytest.approx(kept)
 
 
 def test_pairs_that_were_used_longest_ago_are_forgotten() -> None:
     pairs = TreeSizer(BestFirst(64, 16, 7), 24)._pairs
-    keys = [PairKey(f"t{index}", "d", Scheme.TARGET, Guess.SAMPLE, 0.0) for index in range(MAX_PAIRS + 1)]
+    keys = [PairKey(f"t{index}", "d", Scheme.TARGET, 0.0) for index in range(MAX_PAIRS + 1)]
     first = pairs(keys[0])
     for key in keys[1:MAX_PAIRS]:
         pairs(key)
