@@ -16,11 +16,8 @@ from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field, PlainValidator
 
-<<<<<<< HEAD
-from bough.protocol.cost_curve import CostCurve
-=======
 from bough.errors import ConfigError
->>>>>>> main
+from bough.protocol.cost_curve import CostCurve
 from bough.simulation.acceptance_law import AcceptanceLaw, read_acceptance_law
 from bough.simulation.reading import Count, Curve, Number, Positive, as_written, read_text, refusal
 
