@@ -1,4 +1,4 @@
-"""Products by all threads, into rows and into lanes."""
+"""Products by all threads, of many rows and of few, into rows and into lanes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bough.model.cpu import gemm, jit, llvm_vectors, work_stealing
+from bough.model.cpu import gemm, gemm_few_outputs, jit, llvm_vectors, work_stealing
 from bough.model.cpu.gemm import GROUP
 from bough.model.cpu.linear import numbers
 from bough.model.cpu.llvm_vectors import LANES
@@ -64,6 +64,7 @@ def test_products_of_any_number_of_rows(seed: int, num_rows: int, outputs: int, 
 @given(seed=st.integers(0, 1000), num_rows=st.integers(1, 8), outputs=st.integers(GROUP, 90), words=st.integers(1, 70))
 def test_few_rows_have_the_bits_of_many(seed: int, num_rows: int, outputs: int, words: int) -> None:
     """Whatever form the result has, and where inputs do not fill lines."""
+    words = 8 * words if seed % 2 else words
     rows, matrix = random_numbers(seed, num_rows, 2 * words), random_numbers(seed + 1, outputs, 2 * words)
     bias, blocks, bits = random_numbers(seed + 2, outputs).float().numpy(), blocks_of(rows), numbers(matrix)
     whole = outputs // GROUP * GROUP
@@ -111,17 +112,21 @@ def before_a_wall(content: bytes) -> np.ndarray:
     return whole[size - len(content) : size]
 
 
-def test_products_on_processors_without_an_instruction_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_few", [False, True])
+def test_products_on_processors_without_an_instruction_for_them(is_few: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(llvm_vectors, "has_feature", lambda _name: False)
-    tile = gemm.tile_of(1, GROUP)
+    tile, few = gemm.tile_of(1, GROUP), gemm_few_outputs._tile_of(8)
 
     @numba.njit
     def run(rows, matrix, sums):  # type: ignore[no-untyped-def]
-        tile(rows, 0, matrix, 0, None, sums)
+        if is_few:
+            few(rows, matrix, 0, None, sums)
+        else:
+            tile(rows, 0, matrix, 0, None, sums)
 
     matrix, rows = random_numbers(0, GROUP, 64), random_numbers(1, 8, 64)
     sums = np.ones((1, GROUP, LANES), np.float32)
-    run(blocks_of(rows), matrix.view(torch.uint16).numpy(), sums)
+    run(rows.float().numpy() if is_few else blocks_of(rows), matrix.view(torch.uint16).numpy(), sums)
     expected = (matrix.double() @ rows.double().T).numpy()
     np.testing.assert_allclose(sums[0, :, :8], 1 + expected, rtol=1e-4, atol=1e-4)
 

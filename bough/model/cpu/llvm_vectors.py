@@ -15,6 +15,7 @@ from bough.model.cpu.jit import compiler_setting
 LANES = 16  # float32 in a vector, which is an AVX-512 register
 I16, I32, I64, POINTER = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.PointerType()
 FLOATS, WORDS = ir.VectorType(ir.FloatType(), LANES), ir.VectorType(I32, LANES)
+SHORT = 8  # words of a shorter vector, which registers hold with AVX and later
 
 
 class _BFloat(ir.types.Type):  # type: ignore[misc]
@@ -208,10 +209,27 @@ def shuffled(builder: ir.IRBuilder, first: Any, second: Any, places: Sequence[in
     return builder.shuffle_vector(first, second, ir.Constant(ir.VectorType(I32, len(places)), list(places)))
 
 
-def splat(builder: ir.IRBuilder, number: Any) -> Any:
+def turned(b: ir.IRBuilder, lines: Sequence[Any]) -> list[Any]:
+    """From SHORT words of each of SHORT lines, vectors of the first word of each, of the second, and so on."""
+    words: dict[int, Any] = {}
+    for half in range(2):
+        # Within halves of a register, as instructions have it: two lines of a word, then four; then all eight.
+        i = 2 * half
+        by_two = (i, 8 + i, i + 1, 9 + i, i + 4, 12 + i, i + 5, 13 + i)
+        twos = [shuffled(b, lines[place], lines[place + 1], by_two) for place in range(0, SHORT, 2)]
+        for k in (0, 2):
+            by_four = (k, k + 1, 8 + k, 9 + k, k + 4, k + 5, 12 + k, 13 + k)
+            upper, lower = (shuffled(b, twos[place], twos[place + 1], by_four) for place in (0, 2))
+            word = 2 * half + k // 2
+            words[word] = shuffled(b, upper, lower, (0, 1, 2, 3, 8, 9, 10, 11))
+            words[word + 4] = shuffled(b, upper, lower, (4, 5, 6, 7, 12, 13, 14, 15))
+    return [words[word] for word in range(SHORT)]
+
+
+def splat(builder: ir.IRBuilder, number: Any, count: int = LANES) -> Any:
     """A vector with the same number in all lanes."""
-    undefined = ir.Constant(ir.VectorType(number.type, LANES), ir.Undefined)
-    return shuffled(builder, builder.insert_element(undefined, number, ir.Constant(I32, 0)), undefined, [0] * LANES)
+    undefined = ir.Constant(ir.VectorType(number.type, count), ir.Undefined)
+    return shuffled(builder, builder.insert_element(undefined, number, ir.Constant(I32, 0)), undefined, [0] * count)
 
 
 def at(builder: ir.IRBuilder, base: Any, offset: Any) -> Any:

@@ -12,7 +12,7 @@ import numpy as np
 
 from bough.model.cpu.attention_kernel import Rules, share_attention
 from bough.model.cpu.gemm import GROUP
-from bough.model.cpu.gemm_parallel import multiply, num_groups_of, num_pieces_of, parts_of, share_product
+from bough.model.cpu.gemm_parallel import form_of, multiply, num_groups_of, num_pieces_of, parts_of, share_product
 from bough.model.cpu.jit import fastmath_inner, fastmath_parallel
 from bough.model.cpu.kv_rows import layer_rows
 from bough.model.cpu.operands import LINE, num_outputs_of
@@ -108,39 +108,41 @@ def _share_placing(
 
 
 @fastmath_inner
-def _heads_piece(begin: Any, end: Any, weights: Any, rows: Any, num_rows: Any, out: Any) -> Any:
+def _heads_piece(begin: Any, end: Any, weights: Any, rows: Any, few: Any, num_rows: Any, out: Any) -> Any:
     """Multiply groups [begin, end) of three matrices one after another."""
     queries, keys, values, bias = weights.queries, weights.keys, weights.values, weights.bias
     first_key, end_queries = num_groups_of(queries), num_outputs_of(queries)
     first_value, end_keys = first_key + num_groups_of(keys), end_queries + num_outputs_of(keys)
     of_queries, of_keys, of_values = out[:, :end_queries], out[:, end_queries:end_keys], out[:, end_keys:]
-    multiply(rows, num_rows, queries, begin, min(end, first_key), bias[:end_queries], of_queries)
+    multiply(rows, few, num_rows, queries, begin, min(end, first_key), bias[:end_queries], of_queries)
     own_begin, own_end = max(begin, first_key) - first_key, min(end, first_value) - first_key
-    multiply(rows, num_rows, keys, own_begin, own_end, bias[end_queries:end_keys], of_keys)
+    multiply(rows, few, num_rows, keys, own_begin, own_end, bias[end_queries:end_keys], of_keys)
     own_begin, own_end = max(begin, first_value) - first_value, end - first_value
-    multiply(rows, num_rows, values, own_begin, own_end, bias[end_keys:], of_values)
+    multiply(rows, few, num_rows, values, own_begin, own_end, bias[end_keys:], of_values)
 
 
 @fastmath_inner
 def _share_heads(taken: Any, thread: Any, num_threads: Any, weights: Any, rows: Any, num_rows: Any, out: Any) -> Any:
     """Compute queries, keys and values side by side in `out`, in one loop over three matrices."""
     num_groups = num_groups_of(weights.queries) + num_groups_of(weights.keys) + num_groups_of(weights.values)
-    num_pieces = num_pieces_of(num_groups, num_threads)
+    few, num_pieces = form_of(rows, num_rows), num_pieces_of(num_groups, num_threads)
     piece = take(taken, thread, num_threads, num_pieces)
     while piece < num_pieces:
         begin, end = parts_of(piece, num_pieces, num_groups)
-        _heads_piece(begin, end, weights, rows, num_rows, out)
+        _heads_piece(begin, end, weights, rows, few, num_rows, out)
         piece = take_next(taken, thread, num_threads, num_pieces)
     wait_for_all(taken, num_threads, num_pieces)
 
 
 @fastmath_inner
-def _gates_piece(begin: Any, end: Any, weights: Any, rows: Any, num_rows: Any, gate: Any, up: Any, gated: Any) -> Any:
+def _gates_piece(
+    begin: Any, end: Any, weights: Any, rows: Any, few: Any, num_rows: Any, gate: Any, up: Any, gated: Any
+) -> Any:
     """Compute outputs [begin, end) of the gate and up matrices."""
     gate[:, begin:end] = 0
     up[:, begin:end] = 0
-    multiply(rows, num_rows, weights.gate, begin // GROUP, end // GROUP, None, gate)
-    multiply(rows, num_rows, weights.up, begin // GROUP, end // GROUP, None, up)
+    multiply(rows, few, num_rows, weights.gate, begin // GROUP, end // GROUP, None, gate)
+    multiply(rows, few, num_rows, weights.up, begin // GROUP, end // GROUP, None, up)
     for block in range(len(gate)):
         for line in range(begin, end, LINE):
             gate_line(gate[block], up[block], line, min(line + LINE, end), gated, block)
@@ -152,11 +154,11 @@ def _share_gates(
 ) -> Any:
     """Compute gated = silu(rows @ gate) * (rows @ up) in whole lines."""
     num_lines = (gate.shape[1] + LINE - 1) // LINE
-    num_pieces = num_pieces_of(num_lines, num_threads)
+    few, num_pieces = form_of(rows, num_rows), num_pieces_of(num_lines, num_threads)
     piece = take(taken, thread, num_threads, num_pieces)
     while piece < num_pieces:
         begin, end = parts_of(piece, num_pieces, num_lines)
-        _gates_piece(begin * LINE, min(end * LINE, gate.shape[1]), weights, rows, num_rows, gate, up, gated)
+        _gates_piece(begin * LINE, min(end * LINE, gate.shape[1]), weights, rows, few, num_rows, gate, up, gated)
         piece = take_next(taken, thread, num_threads, num_pieces)
     wait_for_all(taken, num_threads, num_pieces)
 
