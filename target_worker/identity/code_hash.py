@@ -33,7 +33,7 @@ DECIDING = modules(
      "gemm_int8 gemm_parallel jit kv_rows late_code linear llvm_vectors operands simd threads work_stealing"),
     ("bough.model.gpu",
      "attention_tiles attention_triton blocks_triton delta_rule_triton kernels number_formats_triton unpack_triton"),
-    ("bough.model.kv", "segment session_kv slot split_layers states"),
+    ("bough.model.kv", "segment session_kv slot split_layers state_shape states"),
     ("bough.model.llama", "layer rows weights workspace"),
     ("bough.model.loading", "late_writes loading weight_map"),
     ("bough.model.quant",
