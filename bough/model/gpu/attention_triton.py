@@ -24,7 +24,7 @@ _VARYING = ("tail_width", "window", "scale")
 
 
 @triton.jit
-def _product(query, key, IN_HALVES: tl.constexpr):  # type: ignore[no-untyped-def]
+def _product(query: tl.tensor, key: tl.tensor, IN_HALVES: tl.constexpr) -> tl.tensor:
     """Products (QUERIES, BLOCK) float32."""
     if IN_HALVES:
         return tl.dot(query, tl.trans(key))
@@ -32,7 +32,7 @@ def _product(query, key, IN_HALVES: tl.constexpr):  # type: ignore[no-untyped-de
 
 
 @triton.jit
-def _scores(scores, is_seen, SOFTCAP: tl.constexpr):  # type: ignore[no-untyped-def]
+def _scores(scores: tl.tensor, is_seen: tl.tensor, SOFTCAP: tl.constexpr) -> tl.tensor:
     """Scores (QUERIES, BLOCK) capped; -inf for keys that a query does not see."""
     if SOFTCAP > 0:
         scores = SOFTCAP * (1.0 - 2.0 / (tl.exp(scores * (2.0 / SOFTCAP)) + 1.0))  # tanh
@@ -40,7 +40,14 @@ def _scores(scores, is_seen, SOFTCAP: tl.constexpr):  # type: ignore[no-untyped-
 
 
 @triton.jit
-def _fold(scores, value, highest, total, result, IN_HALVES: tl.constexpr):  # type: ignore[no-untyped-def]
+def _fold(
+    scores: tl.tensor,
+    value: tl.tensor,
+    highest: tl.tensor,
+    total: tl.tensor,
+    result: tl.tensor,
+    IN_HALVES: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Fold a block of keys into the online softmax: highest score, sum of weights, and weighted sum of values.
 
     The state of a row that sees none of the keys does not change: its decay is 1 and its weights are 0.
@@ -61,25 +68,25 @@ def _fold(scores, value, highest, total, result, IN_HALVES: tl.constexpr):  # ty
 
 
 @triton.jit
-def _meet(  # type: ignore[no-untyped-def]
-    query,
-    own_query,  # (QUERIES, KEY_DIM) to keys that have values as a second part
-    keys,
-    values,
-    rows,  # (BLOCK,) memory rows of the block's keys
-    is_there,  # (BLOCK,) whether the key exists
-    is_seen,  # (QUERIES, BLOCK)
-    kv_head,
-    scale,
-    highest,
-    total,
-    result,
+def _meet(
+    query: tl.tensor,
+    own_query: tl.tensor,  # (QUERIES, KEY_DIM) to keys that have values as a second part
+    keys: tl.tensor,
+    values: tl.tensor,
+    rows: tl.tensor,  # (BLOCK,) memory rows of the block's keys
+    is_there: tl.tensor,  # (BLOCK,) whether the key exists
+    is_seen: tl.tensor,  # (QUERIES, BLOCK)
+    kv_head: tl.tensor,
+    scale: tl.tensor,
+    highest: tl.tensor,
+    total: tl.tensor,
+    result: tl.tensor,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     KEY_DIM: tl.constexpr,
     SOFTCAP: tl.constexpr,
     IN_HALVES: tl.constexpr,
-):
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Load a block of keys and values, and fold it into the online softmax."""
     dims = tl.arange(0, query.shape[1])
     if KEY_DIM > 0:
@@ -99,15 +106,15 @@ def _meet(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _queries(  # type: ignore[no-untyped-def]
-    queries,
-    heads,  # (QUERIES, 1) of all rows
-    is_query,  # (QUERIES,)
-    is_cell,  # (QUERIES, DIM_PADDED)
+def _queries(
+    queries: tl.tensor,
+    heads: tl.tensor,  # (QUERIES, 1) of all rows
+    is_query: tl.tensor,  # (QUERIES,)
+    is_cell: tl.tensor,  # (QUERIES, DIM_PADDED)
     HEAD_DIM: tl.constexpr,
     KEY_DIM: tl.constexpr,
     KEY_PADDED: tl.constexpr,
-):
+) -> tuple[tl.tensor, tl.tensor]:
     """Queries to keys, or to values and to keys that have these as a second part."""
     dims = tl.arange(0, is_cell.shape[1])
     if KEY_DIM > 0:
@@ -122,14 +129,16 @@ def _queries(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _part_of_tile(tile, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _part_of_tile(tile: tl.tensor, ROWS: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
     """This program's rows [begin, end); empty if the tile has fewer."""
     begin_row = tl.load(tile) + ROWS * tl.program_id(2)
     return begin_row, tl.minimum(tl.load(tile + 1), begin_row + ROWS)
 
 
 @triton.jit
-def _reach(lengths, is_row, window):  # type: ignore[no-untyped-def]
+def _reach(
+    lengths: tl.tensor, is_row: tl.tensor, window: tl.tensor
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
     """Ends and first positions of what rows see; the last of the ends, and the earliest of the firsts."""
     length = tl.load(lengths, mask=is_row, other=0)
     first = tl.where(window > 0, tl.maximum(length - window, 0), 0)
@@ -137,7 +146,9 @@ def _reach(lengths, is_row, window):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _nothing_seen(sinks, is_head, query, HAS_SINKS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _nothing_seen(
+    sinks: tl.tensor, is_head: tl.tensor, query: tl.tensor, HAS_SINKS: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Initial state of the online softmax, sinks included: highest scores, sums of weights, weighted values."""
     result = tl.zeros(query.shape, tl.float32)
     total = tl.zeros((query.shape[0],), tl.float32)
@@ -148,7 +159,9 @@ def _nothing_seen(sinks, is_head, query, HAS_SINKS: tl.constexpr):  # type: igno
 
 
 @triton.jit
-def _rows_of(tail, positions, base, origin, is_near):  # type: ignore[no-untyped-def]
+def _rows_of(
+    tail: tl.tensor, positions: tl.tensor, base: tl.tensor, origin: tl.tensor, is_near: tl.tensor
+) -> tl.tensor:
     """Memory rows (BLOCK,) int64 of the keys at these positions of one path."""
     in_tail = is_near & (positions >= base)
     tail_rows = tl.load(tail + (positions - base), mask=in_tail, other=0)
@@ -156,20 +169,20 @@ def _rows_of(tail, positions, base, origin, is_near):  # type: ignore[no-untyped
 
 
 @triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_VARYING)
-def _attend(  # type: ignore[no-untyped-def]
-    queries,  # (num_rows, num_heads, KEY_DIM + HEAD_DIM)
-    keys,  # (num_memory_rows, num_kv_heads, head_dim); (num_memory_rows, 1, KEY_DIM) with KEY_DIM
-    values,  # (num_memory_rows, num_kv_heads, head_dim); (num_memory_rows, 1, HEAD_DIM) with KEY_DIM
-    origins,  # this and the next four arguments are as in `Paths`
-    bases,
-    lengths,
-    tails,
-    tiles,
-    sinks,  # (num_heads,) float32; unused without HAS_SINKS
-    out,  # (num_rows, num_heads, HEAD_DIM)
-    tail_width,
-    scale,
-    window,  # 0 is unlimited
+def _attend(
+    queries: tl.tensor,  # (num_rows, num_heads, KEY_DIM + HEAD_DIM)
+    keys: tl.tensor,  # (num_memory_rows, num_kv_heads, head_dim); (num_memory_rows, 1, KEY_DIM) with KEY_DIM
+    values: tl.tensor,  # (num_memory_rows, num_kv_heads, head_dim); (num_memory_rows, 1, HEAD_DIM) with KEY_DIM
+    origins: tl.tensor,  # this and the next four arguments are as in `Paths`
+    bases: tl.tensor,
+    lengths: tl.tensor,
+    tails: tl.tensor,
+    tiles: tl.tensor,
+    sinks: tl.tensor,  # (num_heads,) float32; unused without HAS_SINKS
+    out: tl.tensor,  # (num_rows, num_heads, HEAD_DIM)
+    tail_width: tl.tensor,
+    scale: tl.tensor,
+    window: tl.tensor,  # 0 is unlimited
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,  # query heads of a KV head
     HEAD_DIM: tl.constexpr,
@@ -182,7 +195,7 @@ def _attend(  # type: ignore[no-untyped-def]
     DIM_PADDED: tl.constexpr,
     KEY_DIM: tl.constexpr,  # width of keys whose second part is the value; 0 if keys are apart from values
     KEY_PADDED: tl.constexpr,
-):
+) -> None:
     kv_head = tl.program_id(1)
     begin_row, end_row = _part_of_tile(tiles + 2 * tl.program_id(0), ROWS)
     lanes, dims, steps = tl.arange(0, ROWS * GROUP_PADDED), tl.arange(0, DIM_PADDED), tl.arange(0, BLOCK)
