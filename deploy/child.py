@@ -1,12 +1,16 @@
-"""Start and stop a replica's program."""
+"""Start and stop a replica's program, and lock its GPUs: one whose replica died may hold them until it has drained."""
 
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import logging
 import os
+import re
 import tempfile
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 from bough.processes.child import Child, end, open_child
@@ -14,6 +18,8 @@ from bough.processes.child import Child, end, open_child
 logger = logging.getLogger(__name__)
 
 FOLDER_NAME = "bough"  # in the system's folder for temporary files
+POLL_SECONDS = 0.1
+GPUS = "CUDA_VISIBLE_DEVICES"  # set by Ray in replicas that ask for GPUs
 
 
 def start(
@@ -56,3 +62,38 @@ async def stop(child: Child, drain_seconds: float, log_folder: str = "") -> None
     await asyncio.to_thread(end, [child], drain_seconds)
     if child.process.returncode == 0 and not log_folder:
         child.log.unlink(missing_ok=True)
+
+
+logger = logging.getLogger(__name__)
+
+
+@asynccontextmanager
+async def gpu_lock(module: str, patience_seconds: float) -> AsyncIterator[int]:
+    """Wait until no earlier program has the GPUs of this replica, or until `patience_seconds` have passed.
+
+    Yields a file descriptor for the program to inherit: the lock is held while any process has it open. After the
+    wait the program starts beside the earlier one, with a warning, as several programs may share a GPU on purpose.
+    """
+    gpus = os.environ.get(GPUS, "")
+    folder = Path(tempfile.gettempdir()) / FOLDER_NAME
+    folder.mkdir(parents=True, exist_ok=True)
+    name = re.sub(r"[^\w.-]", "-", f"{module}-GPU-{gpus}.lock")
+    descriptor = os.open(folder / name if gpus else os.devnull, os.O_CREAT | os.O_RDWR, 0o600)
+    deadline = time.monotonic() + patience_seconds
+    try:
+        while gpus and not _taken(descriptor):
+            if time.monotonic() > deadline:
+                logger.warning("an earlier %s still has GPU %s: another one is started beside it", module, gpus)
+                break
+            await asyncio.sleep(POLL_SECONDS)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _taken(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

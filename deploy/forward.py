@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Final
 
 import aiohttp
@@ -22,11 +23,13 @@ HOP_BY_HOP: Final = frozenset(
 )  # fmt: skip
 NOT_PASSED_BACK: Final = HOP_BY_HOP | {"x-request-id", "date", "server"}
 CLOSED = "this orchestrator is being started anew"
+GIVEN_UP = "this orchestrator has ended, and another takes its place"
 NO_HTTP = (
     "this orchestrator has no HTTP port that Serve's proxy may lead to: with --tls-client-ca clients show their "
     "certificates there themselves"
 )
 OPENING_SECONDS = 60.0  # for a program that is started anew: its streams may drain first
+AGAIN_SECONDS = 0.25  # between two attempts to connect to one that has ended
 MOST_WAITING = 256  # requests that wait for that
 SHORT_BYTES = 1 << 16  # of a body, less than what connections hold for a reader who has not asked for it
 CONNECT_SECONDS = 5.0  # for a connection to open, and to get its turn where there are too many
@@ -35,6 +38,10 @@ CONNECT_SECONDS = 5.0  # for a connection to open, and to get its turn where the
 def most_connections() -> int:
     """Limit of connections to an orchestrator, and so of requests at once: half of the process's file descriptors."""
     return connection_limit(num_descriptors=2)
+
+
+class NotReached(Exception):
+    """No program listens at the address, so nothing of the request has been sent, and it may be sent again."""
 
 
 class Forwarder:
@@ -56,6 +63,9 @@ class Forwarder:
 
         A body is passed on as it comes, so that the upstream's limits hold: a long one once the upstream asks for it,
         so that nothing is read of a request that it refuses by its head; a short one at once, to save a round trip.
+
+        Raises:
+        NotReached: the upstream has ended, and nothing has been read of the body.
         """
         path = str(request.scope["path"]).removeprefix(str(request.scope.get("root_path", "")))
         url = f"{self._base_url}/{path.removeprefix('/')}"
@@ -75,6 +85,8 @@ class Forwarder:
                 ssl=True if self._context is None else self._context(),
             )
         except (aiohttp.ClientError, TimeoutError) as exc:
+            if isinstance(exc, aiohttp.ClientConnectorError) and isinstance(exc.os_error, ConnectionRefusedError):
+                raise NotReached(str(exc)) from exc
             return unavailable(f"the orchestrator does not answer: {exc}")
         return _Answer(upstream)
 
@@ -86,30 +98,49 @@ class Door:
         """Closed; nobody is let in before `open`."""
         self._is_open = asyncio.Event()
         self._forwarder: Forwarder | None = None
+        self._refusal = ""  # of those who cannot be let in; without one they wait
         self._num_waiting = 0
 
     async def forward(self, request: Request) -> Response:
         """Return the program's answer, or status 503 where there is none in time or too many wait."""
-        if not self._is_open.is_set():
-            if self._num_waiting >= MOST_WAITING:
-                return unavailable(f"{CLOSED}, and {self._num_waiting} requests wait for it")
-            self._num_waiting += 1
-            try:
-                async with asyncio.timeout(OPENING_SECONDS):
-                    await self._is_open.wait()
-            except TimeoutError:
-                return unavailable(f"{CLOSED}, and has not come in {OPENING_SECONDS:g} s")
-            finally:
-                self._num_waiting -= 1
-        return unavailable(NO_HTTP) if self._forwarder is None else await self._forwarder.forward(request)
+        deadline = asyncio.get_running_loop().time() + OPENING_SECONDS
+        while True:
+            if self._is_open.is_set() and self._forwarder is not None:
+                with suppress(NotReached):
+                    return await self._forwarder.forward(request)
+            if refusal := self._refusal or await self._waited(deadline):
+                return unavailable(refusal)
+
+    async def _waited(self, deadline: float) -> str:
+        """Wait for a program to connect to; return why no longer, or "" where there may be one now."""
+        if self._num_waiting >= MOST_WAITING:
+            return f"{CLOSED}, and {self._num_waiting} requests wait for it"
+        self._num_waiting += 1
+        try:
+            async with asyncio.timeout_at(deadline):
+                if self._is_open.is_set():  # the program has ended, which its supervisor does not know yet
+                    await asyncio.sleep(AGAIN_SECONDS)
+                await self._is_open.wait()
+        except TimeoutError:
+            return f"{CLOSED}, and has not come in {OPENING_SECONDS:g} s"
+        finally:
+            self._num_waiting -= 1
+        return ""
 
     def open(self, forwarder: Forwarder | None) -> None:
         """Let requests in; without a forwarder they are refused."""
         self._forwarder = forwarder
+        self._refusal = "" if forwarder is not None else NO_HTTP
+        self._is_open.set()
+
+    def give_up(self) -> None:
+        """Let nobody wait any more, as no program is started here again. One that runs is still forwarded to."""
+        self._refusal = GIVEN_UP
         self._is_open.set()
 
     def shut(self) -> None:
         """Let new requests wait from now on; those that are being forwarded go on."""
+        self._refusal = ""
         self._is_open.clear()
 
     async def close(self) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
+import time
+from math import inf
 from typing import Any, TypeAlias
 
 import ray
@@ -11,15 +14,19 @@ from ray.serve.handle import DeploymentHandle
 from starlette.requests import Request
 from starlette.responses import Response
 
+from bough.concurrency.tasks import end
 from bough.errors import ConfigError, Unavailable
 from deploy.forward import Door
 from deploy.index import IndexPlace, IndexServer
 from deploy.policies import CALLS, REQUESTS
-from deploy.settings import INDEX, Role, read_index, read_program, resolved_url
+from deploy.settings import INDEX, ProgramSettings, Role, read_index, read_program, resolved_url
 from deploy.supervisor import Supervisor
 
 INDEX_SECONDS = 120.0  # a replica waits this long for the index to be placed
 ASK_SECONDS = 5.0
+STEADY_SECONDS = 60.0  # a program that has been started in place and ends sooner is left to Serve
+
+logger = logging.getLogger(__name__)
 
 IndexOf: TypeAlias = "DeploymentHandle | str"  # the index's deployment, or its URL
 
@@ -39,6 +46,8 @@ class Supervising:
         self._index = index
         self._place = IndexPlace("")
         self._supervisor: Supervisor | None = None
+        self._restart: asyncio.Task[None] | None = None  # of a program that has ended by itself
+        self._restarted = -inf  # when that was, in seconds on the monotonic clock
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
         """Start the program, or drain it and start it again with other settings.
@@ -46,8 +55,10 @@ class Supervising:
         Serve calls this after the constructor, and for one replica after the other when `user_config` has changed.
         """
         settings = read_program(self.role, user_config)
-        if self._supervisor is not None:
-            await self._stop()
+        await self._end()
+        await self._start(settings)
+
+    async def _start(self, settings: ProgramSettings) -> None:
         self._place = await self._find_index(INDEX_SECONDS)
         supervisor = Supervisor(settings, settings.host or node_address(), self._place)
         self._supervisor = supervisor
@@ -55,10 +66,25 @@ class Supervising:
         await self._started(supervisor)
 
     async def check_health(self) -> None:
-        """Raise where this replica must be replaced."""
+        """Raise where this replica must be replaced. A program that has ended is started again here, once in a while.
+
+        Serve would take three checks, and another process on a node with the same resources, to do that.
+        """
+        if self._restart is not None:
+            if not self._restart.done():
+                return
+            self._restart.result()
         if self._supervisor is None:
             return
-        await self._supervisor.check()
+        try:
+            await self._supervisor.check()
+        except Unavailable as exc:
+            if time.monotonic() - self._restarted < STEADY_SECONDS:
+                raise
+            logger.warning("%s\nit is started again", exc)
+            self._restarted = time.monotonic()
+            self._restart = asyncio.create_task(self._start_again(self._supervisor.settings))
+            return
         try:
             place = await self._find_index(ASK_SECONDS)
         except Unavailable:  # it is being replaced; streams continue without it
@@ -66,8 +92,18 @@ class Supervising:
         if place != self._place:
             raise Unavailable(f"the index has moved from {self._place.url} to {place.url}")
 
+    async def _start_again(self, settings: ProgramSettings) -> None:
+        await self._stop()
+        await self._start(settings)
+
     async def __del__(self) -> None:
         """Drain before a redeploy or when scaling down; Serve waits for it."""
+        await self._end()
+
+    async def _end(self) -> None:
+        restart, self._restart = self._restart, None
+        if restart is not None:
+            await end(restart)
         await self._stop()
 
     async def _started(self, supervisor: Supervisor) -> None:
@@ -154,6 +190,14 @@ class OrchestratorReplica(Supervising):
     async def __call__(self, request: Request) -> Response:
         """Answer one HTTP request, streamed."""
         return await self._door.forward(request)
+
+    async def check_health(self) -> None:
+        """As `Supervising.check_health`. Where this replica is to be replaced, nobody waits for its program."""
+        try:
+            await super().check_health()
+        except Exception:
+            self._door.give_up()
+            raise
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Return how many requests run and wait, by whichever port they came in."""

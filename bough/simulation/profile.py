@@ -15,6 +15,7 @@ from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field, PlainValidator
 
+from bough.errors import ConfigError
 from bough.simulation.acceptance_law import AcceptanceLaw, read_acceptance_law
 from bough.simulation.reading import Count, Curve, Number, Positive, as_written, read_text, refusal
 
@@ -224,12 +225,14 @@ def load_profile(name: str) -> Profile:
     Raises:
         ConfigError: it is neither, or a field is invalid.
     """
-    if name in shipped_profiles():
-        content = (importlib.resources.files("bough.simulation") / "profiles" / f"{name}.json").read_text()
-    elif Path(name).is_file():
-        content = Path(name).read_text()
-    else:
-        raise refusal("profile", name, f"a JSON file, or one of {', '.join(shipped_profiles())}")
+    shipped = importlib.resources.files("bough.simulation") / "profiles" / f"{name}.json"
+    known = shipped_profiles()
+    try:
+        content = (shipped if name in known else Path(name)).read_text(encoding="utf-8")
+    except (OSError, ValueError) as exc:
+        reason = exc.strerror if isinstance(exc, OSError) else "not text in UTF-8"
+        must = f"must be a JSON file, or one of {', '.join(known)}"
+        raise ConfigError(f"profile: {must}, got {name!r}: {reason}") from exc
     return parse_profile(content)
 
 

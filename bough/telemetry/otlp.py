@@ -51,7 +51,7 @@ class OtlpTracer(Tracer):
         self._exporter = OTLPSpanExporter(endpoint=endpoint)
         logging.getLogger(EXPORT_LOGGER).setLevel("ERROR")  # otherwise every retry is logged
         for name in (EXPORT_LOGGER, BATCH_LOGGER):
-            logging.getLogger(name).addFilter(Seldom(SILENT_SECONDS))
+            logging.getLogger(name).addFilter(Seldom())
         self._provider.add_span_processor(BatchSpanProcessor(self._exporter))
         self._tracer = self._provider.get_tracer("bough", __version__)
 
@@ -136,17 +136,16 @@ class OtlpSpan(Span):
 
 
 class Seldom(logging.Filter):
-    """Drops log lines that repeat within a time."""
+    """Drops log lines that repeat within SILENT_SECONDS."""
 
-    def __init__(self, silent_seconds: float) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._silent_seconds = silent_seconds
         self._last: dict[object, float] = {}  # last time of each line, on the monotonic clock
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Whether to log a record; records with the same format string count as equal."""
         now, last = time.monotonic(), self._last.get(record.msg)
-        if last is not None and now - last < self._silent_seconds:
+        if last is not None and now - last < SILENT_SECONDS:
             return False
         self._last[record.msg] = now
         return True

@@ -112,6 +112,7 @@ async def _step(
         "orchestrators_waited_for_a_core": round(sum(use.waited for use in loops) / window / len(loops), 3),
         "rounds_per_second": round(num_rounds / window, 1),
         "tokens_per_second": round(num_tokens / window, 1),
+        "orchestrator_ms_a_stream_and_second": round(1000 * sum(use.ran for use in loops) / window / number, 2),
         "processor_ms_a_round": {name: round(1000 * use.ran / num_rounds, 2) for name, use in spent.items()},
         "first_token_p95_seconds": round(percentile([s.first_token_seconds for s in finished], 95), 3),
         "failed": len(samples) - len(finished),

@@ -42,9 +42,8 @@ from orchestrator.http_api.fields.generation import (
 )
 from orchestrator.http_api.fields.options import RequestedOutput, choices, template_kwargs
 from orchestrator.http_api.fields.tools import chat_tools, tools_of
-from orchestrator.http_api.guard import Guard, HostGuard, tenant_of
+from orchestrator.http_api.guard import Guard, HostGuard, RequestIds, tenant_of
 from orchestrator.http_api.merging import scored_first
-from orchestrator.http_api.request_ids import RequestIds
 from orchestrator.http_api.responses import conversation
 from orchestrator.http_api.responses.answer import ResponseAnswer, repeated
 from orchestrator.http_api.responses.fields import NOT_KEPT, ResponseFields
@@ -184,7 +183,7 @@ class _Api:
             raise api_error(exc, names) from exc
         answer: Json = {"count": len(read.token_ids), "max_model_len": read.max_context, "tokens": read.token_ids}
         if fields.return_token_strs:
-            token_bytes = self.requests.texts.tokenizer(fields.model).token_bytes
+            token_bytes = read.tokenizer.token_bytes
             answer["token_strs"] = [token_bytes(token).decode(errors="replace") for token in read.token_ids]
         return JSONResponse(answer)
 

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from math import inf
 from typing import TypeVar
 
 from bough.errors import Unavailable
@@ -21,11 +22,12 @@ Result = TypeVar("Result")
 
 @dataclass(slots=True)
 class TargetWaiting:
-    """Holds requests that have their places, so admission limits how many wait here and behind them."""
+    """Holds requests. Those that have places are limited by admission, here and behind them; others by `most_held`."""
 
     directory: Directory
     admission: Admission
     most_seconds: float  # since a target for the request could be used, and since the request began to wait
+    most_held: float = inf  # beyond it a request is refused as if no target were expected back
     num_held: int = 0
 
     async def once_there(self, look: Callable[[], Awaitable[Result]], patience: Deadline) -> Result:
@@ -37,6 +39,8 @@ class TargetWaiting:
         try:
             return await look()
         except TargetAway as exc:
+            if self.num_held >= self.most_held:
+                raise
             away = exc
         self.num_held += 1
         try:

@@ -7,32 +7,40 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from bough.config.processes import OrchestratorConfig
 from bough.protocol.codec import require_tokens
 from bough.protocol.generation import GenerateOptions, Prompt
 from bough.tokenization.tokenizer import Tokenizer
 from orchestrator.admission.size_limits import require_size
-from orchestrator.cluster.directory import Directory
 from orchestrator.cluster.served_models import targets_for
 from orchestrator.cluster.worker_clients import TargetClient
 from orchestrator.cluster.worker_handle import WorkerHandle
 from orchestrator.opening.prompt import whole_prompt
+from orchestrator.opening.target_waiting import TargetWaiting
+from orchestrator.sessions.deadline import Deadline
 from orchestrator.tools.formats import format_of
 from orchestrator.tools.tool_format import ToolFormat
 
+MOST_HELD = 32  # calls that wait for a target; they have no places, and their texts are in memory
+
 
 class PromptRead(NamedTuple):
-    """A prompt's tokens, and the context length of its model."""
+    """A prompt's tokens, and the tokenizer and context length of its model."""
 
     token_ids: list[int]
+    tokenizer: Tokenizer
     max_context: int
 
 
 @dataclass(slots=True)
 class ModelTexts:
-    """Tokenizes for models by name; the empty name means the only served model."""
+    """Tokenizes for models by name; the empty name means the only served model.
 
-    directory: Directory
-    tool_call_parser: str  # as configured
+    While a target that was there lately is away, calls wait for it as new requests do.
+    """
+
+    waiting: TargetWaiting
+    config: OrchestratorConfig
     _turn: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(1))  # one thread is left to requests
 
     async def tokens(self, prompt: Prompt, model: str) -> PromptRead:
@@ -43,46 +51,51 @@ class ModelTexts:
             NotFound: no such model.
             Unavailable: no target serves it.
         """
-        target = self._target(model)
+        target = await self._awaited(model)
         info = target.info
         require_size(prompt, target.tokens, info.max_context)
         async with self._turn:
-            token_ids = await self.directory.tokenizing.run(
+            token_ids = await self.waiting.directory.tokenizing.run(
                 lambda: whole_prompt(prompt, target.tokens, info.vocab_size)
             )
-        return PromptRead(token_ids, info.max_context)
+        return PromptRead(token_ids, target.tokens, info.max_context)
 
     async def text(self, token_ids: Sequence[int], model: str) -> str:
         """Decode tokens, without special ones. Raises as `tokens` does."""
-        return await self._decoded(token_ids, self._target(model), Tokenizer.decode)
+        return await self._decoded(token_ids, model, Tokenizer.decode)
 
     async def prompt(self, token_ids: Sequence[int], model: str) -> str:
         """The text that is read as these tokens, with the special ones that are written in it. Raises as `tokens`."""
-        return await self._decoded(token_ids, self._target(model), Tokenizer.decode_prompt)
+        return await self._decoded(token_ids, model, Tokenizer.decode_prompt)
 
     async def _decoded(
-        self,
-        token_ids: Sequence[int],
-        target: WorkerHandle[TargetClient],
-        decode: Callable[[Tokenizer, Sequence[int]], str],
+        self, token_ids: Sequence[int], model: str, decode: Callable[[Tokenizer, Sequence[int]], str]
     ) -> str:
+        target = await self._awaited(model)
+
         def decoded() -> str:
             require_tokens("tokens", token_ids, target.info.vocab_size)
             return decode(target.tokens, token_ids)
 
         async with self._turn:
-            return await self.directory.tokenizing.run(decoded)
+            return await self.waiting.directory.tokenizing.run(decoded)
 
     def tokenizer(self, model: str) -> Tokenizer:
-        """A model's tokenizer, even while no target with it is usable. Raises as `tokens` does."""
-        for target in self.directory.targets:
+        """A model's tokenizer, even while no target with it is usable. Raises as `tokens` does, at once."""
+        for target in self.waiting.directory.targets:
             if target.info.model_name == model:
                 return target.tokens
         return self._target(model).tokens
 
     def tool_format(self, model: str) -> ToolFormat:
         """How a model calls tools. Raises as `tokens` does."""
-        return format_of(self.tool_call_parser, self.tokenizer(model).tool_template)
+        return format_of(self.config.tool_call_parser, self.tokenizer(model).tool_template)
+
+    async def _awaited(self, model: str) -> WorkerHandle[TargetClient]:
+        async def look() -> WorkerHandle[TargetClient]:
+            return self._target(model)
+
+        return await self.waiting.once_there(look, Deadline(queue_seconds=self.config.queue_timeout))
 
     def _target(self, model: str) -> WorkerHandle[TargetClient]:
-        return targets_for(self.directory, GenerateOptions(model=model), None, None)[0]
+        return targets_for(self.waiting.directory, GenerateOptions(model=model), None, None)[0]

@@ -29,7 +29,7 @@ from orchestrator.opening.slot_waiting import Slots
 from orchestrator.opening.target_waiting import TargetWaiting
 from orchestrator.rounds.failover import Failover
 from orchestrator.rounds.round import Rounds
-from orchestrator.serving.model_texts import ModelTexts
+from orchestrator.serving.model_texts import MOST_HELD, ModelTexts
 from orchestrator.sessions.deadline import Deadline
 from orchestrator.sessions.session import Session, never_begun
 from orchestrator.sizing.acceptance_counts import AcceptanceCounter
@@ -65,7 +65,7 @@ class Requests:
         self._running = Running()
         self._endings = Endings(directory, self._recorder)
         self._sessions: OrderedDict[str, str] = OrderedDict()  # session ids of the latest requests, by request id
-        self.texts = ModelTexts(directory, config.tool_call_parser)
+        self.texts = ModelTexts(TargetWaiting(directory, self.admission, config.failover_timeout, MOST_HELD), config)
         self.metrics_url = ""  # of this orchestrator
         self.http_url = ""  # of the OpenAI-compatible API
         self._model_name = ""  # of the target used last

@@ -22,8 +22,7 @@ from dataclasses import dataclass, field, replace
 from bough.errors import BoughError, NotFound
 from bough.protocol.decision import Decision
 from bough.protocol.generation import Event, Finished, GenerateOptions, Prompt, Started
-from bough.security.api_keys import ApiKey
-from bough.security.keyring import Keyring
+from bough.security.api_keys import ApiKey, Keyring
 from bough.security.worker_key import WorkerKey
 from bough.telemetry.spans import NO_TRACER, Tracer
 from orchestrator.admission.admission import Hold

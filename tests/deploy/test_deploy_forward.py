@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 
-aiohttp_web = pytest.importorskip("aiohttp.web")
+pytest.importorskip("aiohttp.web")
 requests = pytest.importorskip("starlette.requests")
 
 from starlette.responses import JSONResponse, PlainTextResponse  # noqa: E402  # where it is not, these cannot be imported
@@ -18,70 +17,9 @@ from starlette.responses import JSONResponse, PlainTextResponse  # noqa: E402  #
 from deploy import forward  # noqa: E402
 from deploy.forward import Door, Forwarder  # noqa: E402
 from orchestrator.http_api.server import http_serving  # noqa: E402
+from tests.fakes.upstream import Upstream, forwarding, request  # noqa: E402
 
 PIECE_BYTES, MAX_BYTES = 1 << 16, 1 << 20
-
-Handler = Callable[[Any], Awaitable[Any]]
-
-
-@dataclass(slots=True)
-class Upstream:
-    """An orchestrator's door: it remembers what it was asked, and sends one piece for each set of `go_on`."""
-
-    go_on: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(0))
-    asked: list[tuple[str, str, bytes, dict[str, str]]] = field(default_factory=list)
-    was_left: asyncio.Event = field(default_factory=asyncio.Event)
-
-    async def answer(self, request: Any) -> Any:
-        self.asked.append(
-            (
-                request.method,
-                request.path_qs,
-                await request.read(),
-                {name.lower(): value for name, value in request.headers.items()},
-            )
-        )
-        if request.path == "/refused":
-            return aiohttp_web.json_response(
-                {"error": 1}, status=429, headers={"retry-after": "3", "x-request-id": "u"}
-            )
-        response = aiohttp_web.StreamResponse(headers={"content-type": "text/event-stream"})
-        await response.prepare(request)
-        try:
-            for number in range(3):
-                await self.go_on.acquire()
-                await response.write(b"data: %d\n\n" % number)
-        except (asyncio.CancelledError, ConnectionError):
-            self.was_left.set()
-            raise
-        return response
-
-
-@asynccontextmanager
-async def forwarding() -> AsyncIterator[tuple[Upstream, Forwarder]]:
-    upstream = Upstream()
-    app = aiohttp_web.Application()
-    app.router.add_route("*", "/{path:.*}", upstream.answer)
-    runner = aiohttp_web.AppRunner(app, handler_cancellation=True)
-    await runner.setup()
-    site = aiohttp_web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    forwarder = Forwarder(f"http://127.0.0.1:{runner.addresses[0][1]}")
-    try:
-        yield upstream, forwarder
-    finally:
-        await forwarder.close()
-        await runner.cleanup()
-
-
-def request(path: str, body: bytes = b"", root_path: str = "", query: bytes = b"") -> Any:
-    async def receive() -> dict[str, Any]:
-        return {"type": "http.request", "body": body, "more_body": False}
-
-    headers = [(b"host", b"outside"), (b"x-request-id", b"r1"), (b"authorization", b"Bearer key")]
-    headers += [(b"content-length", str(len(body)).encode()), (b"connection", b"keep-alive")]
-    scope = {"type": "http", "method": "POST", "path": path, "root_path": root_path, "query_string": query}
-    return requests.Request({**scope, "headers": headers}, receive)
 
 
 async def test_pieces_come_one_by_one_before_the_last_is_there() -> None:
@@ -192,14 +130,64 @@ async def test_refusals_are_passed_back_with_their_headers() -> None:
         assert upstream.asked[0][1] == "/refused", "the route's prefix is Serve's alone"
 
 
-async def test_an_orchestrator_that_is_not_there_is_503() -> None:
+async def test_requests_wait_for_an_orchestrator_that_has_ended_and_keep_their_bodies(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its supervisor does not know yet that it has ended. A request that has reached none may be sent to the next."""
+    monkeypatch.setattr(forward, "AGAIN_SECONDS", 0.0)
+    door = Door()
+    async with forwarding() as (upstream, successor), asyncio.timeout(30):
+        door.open(Forwarder("http://127.0.0.1:9"))
+        waiting = [asyncio.create_task(door.forward(request("/refused", body))) for body in (b"", b"x", b"x" * 70_000)]
+        while door._num_waiting < len(waiting):
+            await asyncio.sleep(0)
+        await door.close()
+        door.open(successor)
+        for task in waiting:
+            response = await task
+            assert (response.status_code, await anext(response.body_iterator)) == (429, b'{"error": 1}')
+        assert sorted(len(body) for _, _, body, _ in upstream.asked) == [0, 1, 70_000]
+
+
+async def test_nobody_waits_where_no_orchestrator_is_started_again() -> None:
+    door, gone = Door(), Forwarder("http://127.0.0.1:9")
+    for is_shut in (False, True):
+        door.open(gone)
+        if is_shut:
+            door.shut()
+        waiting = asyncio.create_task(door.forward(request("/v1")))
+        while not door._num_waiting:
+            await asyncio.sleep(0)
+        door.give_up()
+        for response in (await waiting, await door.forward(request("/v1"))):
+            assert response.status_code == 503
+            assert b"another takes its place" in response.body
     async with forwarding() as (_, forwarder):
-        gone = Forwarder("http://127.0.0.1:9")
-        response = await gone.forward(request("/v1/models"))
+        door.open(forwarder)
+        door.give_up()
+        assert (await door.forward(request("/refused"))).status_code == 429, "while its program runs it answers"
+    await gone.close()
+
+
+async def test_what_an_orchestrator_had_begun_is_not_begun_again() -> None:
+    """It had the request, and may have done what was asked."""
+    num_asked = 0
+
+    async def dying(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal num_asked
+        num_asked += 1
+        await reader.readuntil(b"{}")
+        writer.close()
+
+    async with await asyncio.start_server(dying, "127.0.0.1", 0) as server, asyncio.timeout(30):
+        forwarder = Forwarder(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        door = Door()
+        door.open(forwarder)
+        response = await door.forward(request("/v1/completions", b"{}"))
         assert response.status_code == 503
         assert b"the orchestrator does not answer" in response.body
-        await gone.close()
-        del forwarder
+        assert num_asked == 1
+        await door.close()
 
 
 def endless(num_read: list[int], pause_seconds: float = 0.0) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -16,10 +17,11 @@ pytest.importorskip("ray")
 
 from bough.client import Client
 from bough.config.addresses import free_port
+from bough.registry.registry import Registry
 from bough.security.api_keys import hash_of, new_key
 from bough.security.private_files import write_private
 from deploy.local import HAPROXY_PORTS
-from loadtest.served.under_ray import HOST, Addresses, one_machine, running
+from loadtest.served.under_ray import HOST, Addresses, Machine, one_machine, running
 from tests.fakes.certificates import Authority
 from tests.fakes.supervised import PROFILE
 
@@ -91,6 +93,7 @@ async def test_what_is_printed_works_as_pasted(
         assert '"finish_reason"' in done[0].stdout
         assert "all is well" in done[-1].stdout, done[-1].stdout
         await hung_up(machine.addresses)
+        await ended(machine)
 
 
 async def hung_up(addresses: Addresses) -> None:
@@ -104,3 +107,18 @@ async def hung_up(addresses: Addresses) -> None:
                 assert (await client.loads()).num_requests_running == 1
             while (await client.loads()).num_requests_running:
                 await asyncio.sleep(0.1)
+
+
+async def ended(machine: Machine) -> None:
+    """An orchestrator's program that is killed is started again where it was; who comes meanwhile waits for it."""
+    deployments = machine.config["applications"][0]["deployments"]
+    (port,) = (each["user_config"]["port"] for each in deployments if each["name"] == "Index")
+    registry = Registry(f"redis://{HOST}:{port}")
+    (record,) = [each for each in await registry.workers() if each.kind == "orchestrator"]
+    os.kill(int(record.worker_id.split("-")[1]), signal.SIGKILL)
+    body = {"prompt": "Why", "max_tokens": 4}
+    async with httpx.AsyncClient(trust_env=False, timeout=CALL_SECONDS) as http:
+        asking = [http.post(f"{machine.addresses.proxy}/v1/completions", json=body) for _ in range(8)]
+        answers = await asyncio.gather(*asking)
+    assert [answer.status_code for answer in answers] == [200] * 8, [answer.text for answer in answers]
+    await registry.close()

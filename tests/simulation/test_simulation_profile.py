@@ -189,6 +189,11 @@ def test_what_is_no_profile_is_refused(tmp_path: Path) -> None:
         parse_profile("{")
     with pytest.raises(ConfigError, match="profile: must be a JSON file, or one of a100"):
         load_profile("nowhere")
+    binary = tmp_path / "binary"
+    binary.write_bytes(b"\xff\x00")
+    for name, said in ((str(tmp_path), "Is a directory"), (str(binary), "not text in UTF-8"), ("x" * 300, "too long")):
+        with pytest.raises(ConfigError, match=f"profile: must be a JSON file, or one of .*{said}"):
+            load_profile(name)
     file = tmp_path / "mine.json"
     file.write_text(json.dumps(GOOD))
     assert load_profile(str(file)).source == "made up"

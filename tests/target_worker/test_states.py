@@ -29,7 +29,7 @@ from tests.fakes.target import Clock
 from tests.model.test_reproducible import FAMILIES
 
 PROMPT = [(7 * i) % 250 for i in range(70)]  # two whole blocks and a bit
-NUM_SLOTS = 2
+NUM_ROWS, NUM_SLOTS = 800, 2
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def model(hybrid: Path) -> Iterator[StreamedModel]:
 @pytest.fixture
 def pool(model: StreamedModel) -> SlotPool:
     shape = model.skeleton.kv_shape()
-    return SlotPool(KVArena(shape, shape.empty(800, CPU), most_slots=NUM_SLOTS), 10.0, Clock())
+    return SlotPool(KVArena(shape, shape.empty(NUM_ROWS, CPU), most_slots=NUM_SLOTS), 10.0, Clock())
 
 
 def say(model: StreamedModel, pool: SlotPool, name: str, tokens: list[int], tree: Tree) -> torch.Tensor:
@@ -94,6 +94,18 @@ def test_a_text_that_goes_back_continues_from_a_snapshot(model: StreamedModel, p
     assert torch.equal(say(model, pool, "a", other, Tree.root(4))[0], afresh(model, other, 4))
     assert lease(pool, "a", [1, *PROMPT]).slot.length == 0
     assert torch.equal(say(model, pool, "a", [1, 2], Tree.root(4))[0], afresh(model, [1, 2], 4))
+
+
+def test_states_go_on_and_back_while_keys_and_values_come_from_the_host(
+    hybrid: Path, model: StreamedModel, pool: SlotPool
+) -> None:
+    """Bits are those of a model that has them in place."""
+    with streamed(hybrid, torch.bfloat16, rows=32, staged_rows=NUM_ROWS) as copied:
+        say(copied, pool, "a", PROMPT, FORKED)
+        pool.commit(lease(pool, "a", PROMPT), [70, 71, 73], [9, 8, 6])
+        for text, num_kept in (([*PROMPT, 9, 8, 6], 73), ([*PROMPT[:66], 1], 64)):
+            assert lease(pool, "a", text).slot.length == num_kept
+            assert torch.equal(say(copied, pool, "a", text, Tree.root(3))[0], afresh(model, text, 3))
 
 
 def test_a_prefix_is_shared_where_there_is_a_snapshot_and_the_second_session_leaves_one(

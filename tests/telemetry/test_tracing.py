@@ -114,7 +114,7 @@ async def test_the_last_spans_are_sent_when_a_process_ends() -> None:
 
 
 def test_the_same_line_comes_seldom() -> None:
-    seldom = Seldom(60.0)
+    seldom = Seldom()
     lines = [logging.makeLogRecord({"msg": text, "args": (number,)}) for number, text in enumerate("aabab")]
     assert [seldom.filter(line) for line in lines] == [True, False, True, False, False]
 

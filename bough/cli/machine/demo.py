@@ -26,7 +26,7 @@ GREEN, YELLOW, PLAIN = "\x1b[32m", "\x1b[33m", "\x1b[0m"
 
 async def demo(arguments: argparse.Namespace) -> int:
     """Write the model, start all processes, generate in several ways, compare; exit status 1 if outputs differ."""
-    settings = settings_from(up_arguments(*(["--simulate", arguments.simulate] if arguments.simulate else [])))
+    settings = settings_from(up_arguments(*([] if arguments.simulate is None else ["--simulate", arguments.simulate])))
     if not arguments.simulate:
         await asyncio.to_thread(ensure_demonstration)  # Ctrl-C acts where a command awaits
         announce_first_start()

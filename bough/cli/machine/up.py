@@ -7,6 +7,7 @@ import asyncio
 import fcntl
 import json
 import os
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -78,6 +79,9 @@ def settings_from(arguments: argparse.Namespace) -> Settings:
     Raises:
         ConfigError: names the invalid flag.
     """
+    for name in ("target", "draft", "simulate", "drop_layers"):
+        if getattr(arguments, name) == "":  # as of a shell's variable that is not set; it would mean the demonstration
+            raise ConfigError(f"--{name.replace('_', '-')}: must have a value, or be left out, got ''")
     target, draft = _simulated(arguments) if arguments.simulate else _workers(arguments)
     return Settings(
         target,
@@ -154,7 +158,10 @@ def _draft_config(
     flags += [*_given("--bits", arguments.draft_bits), *_given("--ahead-steps", arguments.ahead_steps)]
     if "BOUGH_DRAFT_MAX_CONTEXT" not in os.environ:
         flags += ["--max-context", str(target.max_context)]  # with less it would see only part of long sessions
-    config = parse(DraftConfig, "draft_worker", flags, os.environ)
+    try:
+        config = parse(DraftConfig, "draft_worker", flags, os.environ)
+    except ConfigError as exc:  # which names the worker's flag
+        raise ConfigError(re.sub("^--device:", "--draft-device:", str(exc))) from exc
     if config.ahead_steps < 0 and _gpu(config.device) == _gpu(target.device):
         return replace(config, ahead_steps=0)  # they would delay the target's sweeps
     return config

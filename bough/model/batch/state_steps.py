@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -15,12 +16,35 @@ Indices = NDArray[np.int64]
 COMMITTED = 0  # place of the session's own state
 
 
-class StateSteps(NamedTuple):
+class DeviceSteps(NamedTuple):
+    """Steps and windows on a device."""
+
+    table: torch.Tensor  # (num_steps, 5) int32: as `steps`, and whether the state is read, and written, in its place
+    windows: torch.Tensor
+
+
+@dataclass(frozen=True)
+class StateSteps:
     """Steps of the recurrence over rows, and what the convolution reads for each."""
 
     steps: Indices  # (num_steps, 3) row; place of the state before it; place of the state after it
     num_places: int
     windows: torch.Tensor  # (num_rows, width + 1) of the last `width` inputs before the rows, followed by the rows'
+    _on: dict[torch.device, DeviceSteps] = field(default_factory=dict, repr=False)
+
+    def on(self, device: torch.device) -> DeviceSteps:
+        """What a device needs to take the steps; sent there once for all layers."""
+        if device not in self._on:
+            self._on[device] = DeviceSteps(torch.from_numpy(self._table()).to(device), self.windows.to(device))
+        return self._on[device]
+
+    def _table(self) -> NDArray[np.int32]:
+        """Steps with their transfers: the state at hand is that after the last step, unless it is read."""
+        _, before, after = self.steps.T
+        follows = before[1:] == after[:-1]
+        is_read = np.concatenate(([True], ~follows))[: len(before)]
+        goes_on = np.concatenate((follows & (after[1:] == after[:-1]), [False]))[: len(before)]  # in the same place
+        return np.column_stack((self.steps, is_read, ~goes_on)).astype(np.int32)
 
 
 def chain_steps(num_rows: int, width: int) -> StateSteps:

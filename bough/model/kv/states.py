@@ -62,6 +62,11 @@ class StateShape:
         """Bytes kept of a tree's row in all layers."""
         return self.num_layers * (self.num_inputs * self.dtype.itemsize + 2 * self.num_heads * FLOAT32_BYTES)
 
+    def step_bytes(self, num_rows: int) -> int:
+        """Bytes of computing a session's rows in a layer: the convolution's products and sums, and branches' states."""
+        num_states = 1 + num_rows.bit_length()
+        return FLOAT32_BYTES * (4 * num_rows * self.num_inputs + num_states * math.prod(self.size))
+
     @property
     def session_bytes(self) -> int:
         """Bytes of a session: its states, their snapshots, and the rows of an accepted path."""

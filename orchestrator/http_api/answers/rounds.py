@@ -18,8 +18,8 @@ def round_of(event: Tokens) -> Json:
     `parents` are those of the verified nodes, -1 for the root; `accepted` are node numbers from the root down.
     """
     timings, verified = event.timings, event.verified
-    target_ns = timings.target_ns - timings.queue_ns
-    other_ns = timings.total_ns - timings.draft_ns - timings.network_ns - timings.target_ns
+    compute_ns = max(0, timings.target_ns - timings.queue_ns - timings.wait_ns)
+    parts = ("total", "draft", "network", "queue", "wait", "other")
     return {
         "nodes": event.num_nodes,
         "depth": event.tree_depth,
@@ -27,15 +27,7 @@ def round_of(event: Tokens) -> Json:
         "accepted": list(verified.accepted_nodes) if verified else [],
         "texts": list(event.texts),
         "drafted": list(event.drafted),
-        "seconds": {
-            "total": timings.total_ns * NANO,
-            "draft": timings.draft_ns * NANO,
-            "network": timings.network_ns * NANO,
-            "queue": timings.queue_ns * NANO,
-            "wait": timings.wait_ns * NANO,
-            "compute": max(0, target_ns - timings.wait_ns) * NANO,
-            "other": max(0, other_ns) * NANO,
-        },
+        "seconds": {name: getattr(timings, f"{name}_ns") * NANO for name in parts} | {"compute": compute_ns * NANO},
     }
 
 

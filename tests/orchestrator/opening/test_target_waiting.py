@@ -8,13 +8,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
+import httpx
 import pytest
+from prometheus_client import CollectorRegistry
 
 from bough.client import Client
 from bough.errors import DeadlineExceeded, Exhausted, NotFound, Unavailable
 from bough.protocol.generation import GenerateOptions, Resume
+from orchestrator.http_api.app import http_app
 from orchestrator.opening import target_waiting
 from orchestrator.serving.requests import Requests
+from orchestrator.serving.tenants import Callers
 from tests.fakes.fleet import Fleet
 from tests.fakes.streams import OPTIONS, PROMPT, expected, read, until
 
@@ -142,3 +146,60 @@ async def test_who_drains_refuses_those_that_wait(fakes: Fleet) -> None:
             await requests.drain("it drains", 5.0)
             with pytest.raises(Unavailable, match="it drains"):
                 await held
+
+
+TEXTS = {  # all that is asked of a tokenizer alone
+    "/tokenize": {"prompt": "ab", "return_token_strs": True},
+    "/detokenize": {"tokens": [70, 71]},
+    "/v1/completions": {"prompt": [70, 71], "echo": True, "max_tokens": 1},
+}
+
+
+def http_client(requests: Requests) -> httpx.AsyncClient:
+    transport = httpx.ASGITransport(http_app(Callers(requests), CollectorRegistry(), 60.0))
+    return httpx.AsyncClient(transport=transport, base_url="http://orchestrator")
+
+
+async def test_texts_wait_for_a_tokenizer_as_requests_wait_for_a_target(fakes: Fleet) -> None:
+    """They have no places: only so many wait, and what they wait for is no load of requests."""
+    await fakes.target("t1")
+    requests, _ = await fakes.orchestrator()
+    waiting = requests.texts.waiting
+    async with http_client(requests) as client:
+        there = [(await client.post(path, json=body)).json() for path, body in TEXTS.items()]
+        with away(requests):
+            held = [asyncio.create_task(client.post(path, json=body)) for path, body in TEXTS.items()]
+            await until(lambda: waiting.num_held == len(TEXTS))
+            assert (requests.figures().num_held, requests.loads().num_requests_waiting) == (0, 0)
+            unknown = await client.post("/tokenize", json={"prompt": "ab", "model": "other"})
+            waiting.most_held = len(TEXTS)
+            refused = await client.post("/tokenize", json=TEXTS["/tokenize"])
+        assert (unknown.status_code, refused.status_code) == (404, 503)
+        assert "t1: does not answer" in refused.json()["error"]["message"]
+        seen = [(await asyncio.wait_for(task, 30)).json() for task in held]
+    assert seen[:2] == there[:2]
+    assert seen[2]["choices"][0]["text"].startswith(there[1]["prompt"])
+    assert waiting.num_held == 0
+
+
+@pytest.mark.parametrize("flag", ["--failover-timeout", "--queue-timeout"])
+async def test_texts_wait_only_so_long(fakes: Fleet, flag: str) -> None:
+    await fakes.target("t1")
+    requests, _ = await fakes.orchestrator(flag, "0.05")
+    async with http_client(requests) as client:
+        with away(requests):
+            late = await client.post("/detokenize", json=TEXTS["/detokenize"])
+    assert late.status_code == 503
+    assert "none came back in time" in late.json()["error"]["message"]
+
+
+async def test_who_drains_refuses_texts_that_wait(fakes: Fleet) -> None:
+    await fakes.target("t1")
+    requests, _ = await fakes.orchestrator()
+    async with http_client(requests) as client:
+        with away(requests):
+            held = asyncio.create_task(client.post("/detokenize", json=TEXTS["/detokenize"]))
+            await until(lambda: requests.texts.waiting.num_held == 1)
+            await requests.drain("it drains", 5.0)
+            drained = await held
+    assert (drained.status_code, "it drains" in drained.text) == (503, True)

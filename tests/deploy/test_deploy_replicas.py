@@ -1,0 +1,137 @@
+"""Replicas start a program that has ended again, once in a while; what comes from Serve's proxy waits for it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("ray")
+
+from bough.errors import ConfigError, Unavailable
+from deploy import replicas
+from deploy.forward import Door, Forwarder
+from deploy.replicas import OrchestratorReplica
+
+
+class FakeSupervisor:
+    """A program that is there as soon as it is let; none can be started while there is a `problem`."""
+
+    made: list[FakeSupervisor]
+    problem = ""
+    may_start: asyncio.Event
+
+    def __init__(self, settings: Any, host: str, index: Any) -> None:
+        self.settings, self.has_ended, self.was_stopped = settings, False, False
+        self.made.append(self)
+
+    async def start(self) -> None:
+        await self.may_start.wait()
+        if self.problem:
+            raise ConfigError(self.problem)
+
+    async def check(self) -> None:
+        if self.has_ended:
+            raise Unavailable("it ended with status 1")
+
+    async def stop(self) -> None:
+        self.was_stopped = True
+
+    def forwarder(self) -> Forwarder | None:
+        return Forwarder("http://127.0.0.1:9")
+
+
+class Replica(OrchestratorReplica):
+    """A replica that is ended by its test."""
+
+    def __del__(self) -> None:  # type: ignore[override]  # Serve awaits it, and nobody here
+        pass
+
+
+@pytest.fixture
+async def replica(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[OrchestratorReplica]:
+    """A replica whose program runs."""
+    monkeypatch.setattr(replicas, "Supervisor", FakeSupervisor)
+    monkeypatch.setattr(FakeSupervisor, "made", [], raising=False)
+    monkeypatch.setattr(FakeSupervisor, "may_start", asyncio.Event(), raising=False)
+    FakeSupervisor.may_start.set()
+    made = Replica("redis://127.0.0.1:1", [])
+    await made.reconfigure({"program": {"host": "127.0.0.1"}})
+    await made.check_health()
+    yield made
+    await made._end()
+
+
+def waits(door: Door) -> bool:
+    """Whether new requests would wait."""
+    return not door._is_open.is_set()
+
+
+async def restarted(replica: OrchestratorReplica) -> None:
+    assert replica._restart is not None
+    await asyncio.wait([replica._restart])
+
+
+async def test_a_program_that_has_ended_is_started_again_and_requests_wait(replica: OrchestratorReplica) -> None:
+    (first,) = FakeSupervisor.made
+    FakeSupervisor.may_start.clear()
+    first.has_ended = True
+    for _ in range(3):  # as many as Serve takes for its end
+        await replica.check_health()
+        await asyncio.sleep(0)
+    assert waits(replica._door)
+    FakeSupervisor.may_start.set()
+    await restarted(replica)
+    await replica.check_health()
+    assert not waits(replica._door)
+    assert first.was_stopped
+    assert [made.settings for made in FakeSupervisor.made] == [first.settings] * 2
+
+
+@pytest.mark.parametrize("problem", ["", "its port is in use"])
+async def test_a_program_that_ends_again_or_cannot_be_started_is_left_to_serve(
+    replica: OrchestratorReplica, monkeypatch: pytest.MonkeyPatch, problem: str
+) -> None:
+    """Nothing waits there any more: Serve would wait for it before it starts another replica."""
+    monkeypatch.setattr(FakeSupervisor, "problem", problem)
+    FakeSupervisor.made[-1].has_ended = True
+    await replica.check_health()
+    await restarted(replica)
+    FakeSupervisor.made[-1].has_ended = True
+    for _ in range(3):
+        with pytest.raises((ConfigError, Unavailable), match=problem or "it ended with status 1"):
+            await replica.check_health()
+    assert not waits(replica._door)
+    assert replica._door._refusal
+    assert len(FakeSupervisor.made) == 2
+
+
+async def test_a_program_that_had_run_for_long_is_started_again_each_time(
+    replica: OrchestratorReplica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replicas, "STEADY_SECONDS", 0.0)
+    for number in range(1, 4):
+        FakeSupervisor.made[-1].has_ended = True
+        await replica.check_health()
+        await restarted(replica)
+        assert len(FakeSupervisor.made) == number + 1
+
+
+async def test_other_settings_come_before_a_program_that_is_being_started_again(replica: OrchestratorReplica) -> None:
+    FakeSupervisor.may_start.clear()
+    FakeSupervisor.made[-1].has_ended = True
+    await replica.check_health()
+    await asyncio.sleep(0)
+    reconfiguring = asyncio.create_task(
+        replica.reconfigure({"program": {"host": "127.0.0.1", "max_running": 7}, "niceness": 1})
+    )
+    while len(FakeSupervisor.made) < 3:
+        await asyncio.sleep(0)
+    FakeSupervisor.may_start.set()
+    await reconfiguring
+    await replica.check_health()
+    assert [made.was_stopped for made in FakeSupervisor.made] == [True, True, False]
+    assert FakeSupervisor.made[-1].settings.config.max_running == 7
+    assert not waits(replica._door)
