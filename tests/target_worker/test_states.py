@@ -14,12 +14,10 @@ from bough.errors import ConfigError, Exhausted, StreamError
 from bough.model.architecture import gated_delta
 from bough.model.architecture.gated_delta import run_steps
 from bough.model.batch.batch import Batch, Segment
-from bough.model.checkpoint.checkpoint import Checkpoint
 from bough.model.kv.kv_arena import KVArena
 from bough.model.kv.states import LayerState
 from bough.model.sizes.target_limits import TargetLimits
 from bough.trees.tree import Tree
-from draft_worker.model.sources import load_draft
 from target_worker.kv.session_slot import SessionSlot, Text
 from target_worker.kv.slot_pool import SlotPool
 from target_worker.sweep.streamed_model import StreamedModel
@@ -208,8 +206,3 @@ def test_memory_is_divided_between_rows_and_states() -> None:
     assert limits.num_rows(10, 20_000, 3000) == 500
     with pytest.raises(ConfigError, match="--kv-memory: must be at least 7000 bytes"):
         limits.num_rows(10, 6_999, 3000)
-
-
-def test_a_draft_with_recurrent_layers_is_refused_by_name(hybrid: Path) -> None:
-    with pytest.raises(ConfigError, match=r"--draft: must be a model without recurrent layers, got .*qwen3_5_text"):
-        load_draft(Checkpoint.open(hybrid), (), "bfloat16", CPU)

@@ -17,7 +17,8 @@ from bough.model.batch.batch import BatchPart, Chunk
 from bough.model.batch.state_steps import COMMITTED, StateSteps
 from bough.model.cpu.delta_rule import EPSILON, run_on_cpu
 from bough.model.gpu.kernels import kernels_on
-from bough.model.kv.states import RECURRENT, UNUSABLE, LayerState, StateRows, StateShape
+from bough.model.kv.state_shape import RECURRENT, StateShape
+from bough.model.kv.states import UNUSABLE, LayerState, StateRows
 
 MODEL_TYPES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")  # whose recurrent layers are of this kind
 ROW_STEP = 4  # the convolution's rows are padded to multiples, as torch must split them into whole vectors
@@ -111,7 +112,7 @@ def _advance(module: Any, state: LayerState, piece: BatchPart, begin: int, rows:
     rows = state.kept.select(slice(num_kept)).followed_by(rows)
     steps = piece.chain_steps(len(rows.decay), len(state.window))
     state.length = UNUSABLE  # if this fails midway
-    out = _run(module, state, rows, steps, num_kept)
+    out = _run(module, state, rows, steps, len(rows.decay) - num_kept)
     state.window = torch.cat((state.window, rows.inputs))[len(rows.decay) :].clone()  # without the memory of the others
     state.length, state.kept = length, state.no_rows()
     return out
@@ -120,20 +121,24 @@ def _advance(module: Any, state: LayerState, piece: BatchPart, begin: int, rows:
 def _along_tree(module: Any, state: LayerState, piece: BatchPart, rows: StateRows) -> torch.Tensor:
     """Outputs of a tree's rows, which are kept; the state advances to the tree's root only."""
     if state.length < piece.base:
+        nodes = state.kept.select(slice(piece.base - state.length, None))
         _advance(module, state, piece, piece.base, rows.select(slice(0, 0)))
-    num_before = int(piece.rows[0]) - piece.base  # nodes that an earlier chunk of the same sweep had
+        state.kept = nodes
+    num_before = int(piece.rows[0]) - piece.base  # nodes of an earlier chunk of the same sweep, or of a draft's steps
     state.kept = state.kept.select(slice(num_before)).followed_by(rows)
-    return _run(module, state, state.kept, piece.tree_steps(len(state.window)), num_before)
+    return _run(module, state, state.kept, piece.tree_steps(len(state.window)), len(rows.decay))
 
 
-def _run(module: Any, state: LayerState, rows: StateRows, steps: StateSteps, begin: int) -> torch.Tensor:
-    """Outputs (num_rows, num_heads, value_dim) of the rows from `begin` on."""
-    qkv = _convolved(module, torch.cat((state.window, rows.inputs)), steps.on(rows.inputs.device).windows)
+def _run(module: Any, state: LayerState, rows: StateRows, steps: StateSteps, num_new: int) -> torch.Tensor:
+    """Outputs (num_new, num_heads, value_dim) of the last rows."""
+    there = steps.on(rows.inputs.device)
+    qkv = _convolved(module, torch.cat((state.window, rows.inputs)), there.windows)
     states = state.memory[:, None]
     if steps.num_places > 1:
         states = state.memory.new_empty(len(state.memory), steps.num_places, *state.memory.shape[1:])
         states[:, COMMITTED] = state.memory
-    out = run_steps(qkv, rows.decay, rows.beta, steps, states, module.num_k_heads, begin)
+    decay, beta, begin = rows.decay[there.rows], rows.beta[there.rows], len(steps.rows) - num_new
+    out = run_steps(qkv, decay, beta, steps, states, module.num_k_heads, begin)
     return out.to(rows.inputs.dtype)
 
 
