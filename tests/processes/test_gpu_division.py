@@ -12,8 +12,7 @@ from bough.errors import ConfigError
 from bough.model.sizes import memory_budget
 from bough.model.sizes.memory_budget import device_budget
 from bough.processes import gpu_division
-from bough.processes.gpu_division import CONTEXT_BYTES, divide_gpu, on_one_gpu
-from bough.processes.memory_division import DraftNeeds
+from bough.processes.memory_division import CONTEXT_BYTES, DraftNeeds, divide_gpu, on_one_gpu
 
 GB = 1000**3
 CARD = 25_757_220_864
