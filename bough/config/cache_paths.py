@@ -26,5 +26,7 @@ def demonstration_folder(copies: int = DEMONSTRATION_COPIES) -> Path:
 
 def is_written(folder: Path, copies: int) -> bool:
     """Whether the demonstration model is complete; its manifest is written last."""
-    manifest = folder / EXPANSION_NAME
-    return manifest.is_file() and json.loads(manifest.read_text()).get("copies") == copies
+    try:
+        return bool(json.loads((folder / EXPANSION_NAME).read_text())["copies"] == copies)
+    except (OSError, ValueError, LookupError, TypeError):  # not there, or cut off as the machine went down
+        return False

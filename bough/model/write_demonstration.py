@@ -41,6 +41,8 @@ def write_demonstration(folder: Path, copies: int) -> None:
     model, tokenizer = _load_original()
     num_bytes = _expanded_bytes(model, copies)
     folder.parent.mkdir(parents=True, exist_ok=True)
+    for leftover in folder.parent.glob(f"{folder.name}.partial-*"):
+        shutil.rmtree(leftover)
     free_bytes = shutil.disk_usage(folder.parent).free
     if free_bytes < num_bytes * 1.05:
         raise ConfigError(
@@ -48,13 +50,15 @@ def write_demonstration(folder: Path, copies: int) -> None:
             "set BOUGH_CACHE_DIR to another place"
         )
     partial = folder.with_name(f"{folder.name}.partial-{os.getpid()}")
-    for leftover in folder.parent.glob(f"{folder.name}.partial-*"):
-        shutil.rmtree(leftover)
-    partial.mkdir()
-    tokenizer.save_pretrained(partial)
-    model.generation_config.save_pretrained(partial)
-    _write_weights(model, partial, copies, num_bytes)
-    _write_config(model, partial, copies)
+    try:
+        partial.mkdir()
+        tokenizer.save_pretrained(partial)
+        model.generation_config.save_pretrained(partial)
+        _write_weights(model, partial, copies, num_bytes)
+        _write_config(model, partial, copies)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
     if folder.exists():
         shutil.rmtree(folder)
     partial.rename(folder)

@@ -5,7 +5,6 @@ Only `bough.rpc.status_map` knows which error is which status.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
@@ -18,11 +17,11 @@ from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from bough import errors
 from bough.config.addresses import joined
-from bough.errors import ConfigError, DeadlineExceeded, InvalidRequest
+from bough.errors import ConfigError, InvalidRequest
+from bough.rpc.batches import free_batches
 from bough.rpc.drain import Drainer
-from bough.rpc.health_service import HealthService
+from bough.rpc.health_service import HealthService, write
 from bough.rpc.lasting_server import LastingServer
 from bough.rpc.status_map import MAX_MESSAGE_BYTES, abort
 from bough.runtime.connections import connection_limit
@@ -64,6 +63,7 @@ _CHANNEL_OPTIONS = [
 
 def open_channel(address: str, credentials: grpc.ChannelCredentials | None = None) -> grpc.aio.Channel:
     """A channel to "host:port", with TLS if credentials are given; connects on first use."""
+    free_batches()
     if credentials is None:
         return grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
     return grpc.aio.secure_channel(address, credentials, options=_CHANNEL_OPTIONS)
@@ -116,20 +116,9 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         async def run(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
             async with aclosing(answer(request, context)) as replies:
                 async for reply in replies:
-                    await self._write(context, reply)
+                    await write(context, reply, self.stalled_seconds)
 
         return run
-
-    async def _write(self, context: grpc.aio.ServicerContext[Any, Any], reply: Any) -> None:
-        try:
-            async with asyncio.timeout(self.stalled_seconds):
-                await context.write(reply)
-        except TimeoutError as exc:
-            raise DeadlineExceeded(
-                f"the stream has not been read for {self.stalled_seconds:g} s; it is ended, and can be resumed"
-            ) from exc
-        except grpc.aio.InternalError as exc:
-            raise errors.Unavailable("the caller has gone") from exc
 
 
 def decoded(data: bytes, decode: Callable[[bytes], Any]) -> Any:
@@ -198,6 +187,7 @@ async def serving(
     options = [*_SERVER_OPTIONS, *_bounds(), *age]
     health_servicer = HealthService()
 
+    free_batches()
     server = LastingServer(interceptors, options, MAX_CALLS)
     add(server)  # type: ignore[arg-type]  # the stubs of grpc.aio have its classes twice
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)

@@ -26,7 +26,8 @@ def channels(files: CertificateFiles, *addresses: str) -> list[PeerChannel]:
 
 def _channel(tls: Tls, address: str) -> PeerChannel:
     plain = address.removeprefix(SCHEME)
-    if ":" not in plain or not plain.isprintable():  # without a port gRPC would ask 443
+    is_url = plain.startswith(("http://", "https://"))
+    if ":" not in plain or is_url or not plain.isprintable():  # without a port gRPC would ask 443
         raise ConfigError(f"addresses: must be such as 127.0.0.1:7411 or {SCHEME}127.0.0.1:7411, got {address!r}")
     port = plain.rpartition(":")[2]
     if port.isdecimal() and int(port) > MAX_PORT:  # gRPC would use the remainder modulo 65536

@@ -213,9 +213,11 @@ def test_a_client_needs_an_address() -> None:
         Client("")
 
 
-@pytest.mark.parametrize("address", ["caf\udce9:7411", "127.0.0.1"], ids=["no text", "no port"])
+@pytest.mark.parametrize(
+    "address", ["caf\udce9:7411", "127.0.0.1", "http://127.0.0.1:8000"], ids=["no text", "no port", "of HTTP"]
+)
 def test_an_address_that_is_none_is_refused(address: str) -> None:
-    """Without a port gRPC would ask at 443."""
+    """Without a port gRPC would ask at 443, and of a URL it would say that it does not answer."""
     with pytest.raises(
         ConfigError, match=r"addresses: must be such as 127\.0\.0\.1:7411 or grpcs://127\.0\.0\.1:7411, got"
     ):

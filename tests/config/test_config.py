@@ -129,6 +129,17 @@ def test_bough_up_asks_for_a_draft_where_it_cannot_guess_one() -> None:
         settings_from(argument_parser().parse_args(["up", "--target", "T"]))
 
 
+@pytest.mark.parametrize("flag", ["--target", "--draft", "--simulate", "--drop-layers"])
+def test_an_empty_value_does_not_mean_the_demonstration(flag: str) -> None:
+    with pytest.raises(ConfigError, match=f"{flag}: must have a value, or be left out, got ''"):
+        settings_from(argument_parser().parse_args(["up", flag, ""]))
+
+
+def test_a_draft_s_device_is_refused_by_the_flag_of_up() -> None:
+    with pytest.raises(ConfigError, match=r"^--draft-device: must be auto, cpu, cuda or cuda:1, got 'gpu'"):
+        settings_from(argument_parser().parse_args(["up", "--draft-device", "gpu"]))
+
+
 def test_memory_and_draft_ahead_are_flags_of_up() -> None:
     flags = ["--device-memory", "3GB", "--kv-memory", "1GB", "--host-memory", "9GB", "--ahead-steps", "16"]
     settings = settings_from(argument_parser().parse_args(["up", *flags]))

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from bough.cli.machine import up
-from bough.config.cache_paths import EXPANSION_NAME, demonstration_folder
+from bough.config.cache_paths import EXPANSION_NAME, demonstration_folder, is_written
 from bough.errors import ConfigError
+from bough.model import write_demonstration as writing
 
 
 def test_who_comes_second_waits_and_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,3 +39,26 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("BOUGH_CACHE_DIR", str(tmp_path / "file"))
     with pytest.raises(ConfigError, match=r"file/smollm2-135m-x3: .*exists"):
         up.ensure_demonstration(2)
+
+
+def test_what_a_killed_run_has_left_makes_room_and_one_that_fails_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(folder: Path) -> None:
+        (folder / "part").touch()
+        raise ConfigError("no more")
+
+    leftover = tmp_path / "model.partial-1"
+    leftover.mkdir()
+    monkeypatch.setattr(writing, "_load_original", lambda: (None, SimpleNamespace(save_pretrained=fail)))
+    monkeypatch.setattr(writing, "_expanded_bytes", lambda *_: 100)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0 if leftover.exists() else 1000))
+    with pytest.raises(ConfigError, match="no more"):
+        writing.write_demonstration(tmp_path / "model", 1)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("manifest", ["", "[]", "{}", "3", '{"copies": 1}'])
+def test_a_manifest_that_is_cut_off_is_as_good_as_none(tmp_path: Path, manifest: str) -> None:
+    (tmp_path / EXPANSION_NAME).write_text(manifest)
+    assert not is_written(tmp_path, 2)

@@ -249,6 +249,18 @@ def test_every_reason_has_its_remedy(tmp_path: Path, code: int, remedy: str, is_
     assert not list(tmp_path.iterdir())
 
 
+def test_others_may_read_weights_as_they_may_read_new_files(tmp_path: Path) -> None:
+    """safetensors closes its files to others: who packs a model need not be who serves it."""
+    (tmp_path / "new").touch()
+
+    def write(partial: Path) -> None:
+        partial.unlink()
+        partial.touch(0o600)
+
+    replace(tmp_path / "weights", write)
+    assert (tmp_path / "weights").stat().st_mode == (tmp_path / "new").stat().st_mode
+
+
 def test_a_bug_is_no_error_of_the_disk(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError):
         replace(tmp_path / "file", lambda _: 1 // 0)

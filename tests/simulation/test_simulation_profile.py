@@ -51,7 +51,6 @@ def test_a_sweep_takes_the_longer_of_link_and_padded_compute() -> None:
     assert target.sweep_seconds(89) == pytest.approx(0.1 + 96 * 0.01 + 0.5)  # padded to 96
     assert target.knee() == 88
     assert target.sweep_seconds(1, Factors(link=3.0)) == pytest.approx(3.5)
-    assert target.knee(Factors(compute=2.0)) == 40
 
 
 def test_a_second_knee_adds_to_rows_beyond_it() -> None:
@@ -189,6 +188,11 @@ def test_what_is_no_profile_is_refused(tmp_path: Path) -> None:
         parse_profile("{")
     with pytest.raises(ConfigError, match="profile: must be a JSON file, or one of a100"):
         load_profile("nowhere")
+    binary = tmp_path / "binary"
+    binary.write_bytes(b"\xff\x00")
+    for name, said in ((str(tmp_path), "Is a directory"), (str(binary), "not text in UTF-8"), ("x" * 300, "too long")):
+        with pytest.raises(ConfigError, match=f"profile: must be a JSON file, or one of .*{said}"):
+            load_profile(name)
     file = tmp_path / "mine.json"
     file.write_text(json.dumps(GOOD))
     assert load_profile(str(file)).source == "made up"

@@ -9,9 +9,8 @@ import sys
 
 from bough.cli.flags.machine import up_arguments
 from bough.cli.machine.demo_runs import Contest, Run, Side
-from bough.cli.machine.machine_division import divided
 from bough.cli.machine.progress import Progress, tell
-from bough.cli.machine.up import announce_first_start, ensure_demonstration, settings_from
+from bough.cli.machine.up import announce_first_start, divided, ensure_demonstration, settings_from
 from bough.client import Client
 from bough.processes.launch import launched
 from bough.processes.supervision import supervised
@@ -26,7 +25,7 @@ GREEN, YELLOW, PLAIN = "\x1b[32m", "\x1b[33m", "\x1b[0m"
 
 async def demo(arguments: argparse.Namespace) -> int:
     """Write the model, start all processes, generate in several ways, compare; exit status 1 if outputs differ."""
-    settings = settings_from(up_arguments(*(["--simulate", arguments.simulate] if arguments.simulate else [])))
+    settings = settings_from(up_arguments(*([] if arguments.simulate is None else ["--simulate", arguments.simulate])))
     if not arguments.simulate:
         await asyncio.to_thread(ensure_demonstration)  # Ctrl-C acts where a command awaits
         announce_first_start()

@@ -7,11 +7,12 @@ import asyncio
 import fcntl
 import json
 import os
+import re
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from bough.cli.machine.machine_division import divided
 from bough.cli.machine.progress import Progress, activation, tell
 from bough.config.addresses import free_port
 from bough.config.cache_paths import DEMONSTRATION_COPIES, SUBSTITUTE_DROPS, demonstration_folder, is_written
@@ -19,10 +20,13 @@ from bough.config.processes import DraftConfig, OrchestratorConfig, TargetConfig
 from bough.errors import ConfigError
 from bough.model import compiled_folder
 from bough.model.checkpoint.hub import fetch
+from bough.model.sizes.draft_needs import draft_needs
 from bough.processes.exit_with_parent import python, run
 from bough.processes.launch import Settings, launched
+from bough.processes.memory_division import divide, divide_gpu, on_one_gpu
 from bough.processes.supervision import supervised
 from bough.registry.url import without_passwords
+from bough.runtime.machine import free_memory, may_be_gpu
 from bough.security.certificates import AUTHORITY
 from bough.security.secured import files_towards
 from bough.simulation.profile import load_profile, shipped_profiles
@@ -78,6 +82,9 @@ def settings_from(arguments: argparse.Namespace) -> Settings:
     Raises:
         ConfigError: names the invalid flag.
     """
+    for name in ("target", "draft", "simulate", "drop_layers"):
+        if getattr(arguments, name) == "":  # as of a shell's variable that is not set; it would mean the demonstration
+            raise ConfigError(f"--{name.replace('_', '-')}: must have a value, or be left out, got ''")
     target, draft = _simulated(arguments) if arguments.simulate else _workers(arguments)
     return Settings(
         target,
@@ -154,7 +161,10 @@ def _draft_config(
     flags += [*_given("--bits", arguments.draft_bits), *_given("--ahead-steps", arguments.ahead_steps)]
     if "BOUGH_DRAFT_MAX_CONTEXT" not in os.environ:
         flags += ["--max-context", str(target.max_context)]  # with less it would see only part of long sessions
-    config = parse(DraftConfig, "draft_worker", flags, os.environ)
+    try:
+        config = parse(DraftConfig, "draft_worker", flags, os.environ)
+    except ConfigError as exc:  # which names the worker's flag
+        raise ConfigError(re.sub("^--device:", "--draft-device:", str(exc))) from exc
     if config.ahead_steps < 0 and _gpu(config.device) == _gpu(target.device):
         return replace(config, ahead_steps=0)  # they would delay the target's sweeps
     return config
@@ -201,3 +211,26 @@ def announce_first_start() -> None:
             "the first start compiles kernels for this processor, which takes some 20 s on two processors",
             file=sys.stderr,
         )
+
+
+def divided(settings: Settings, report: Callable[[str], None]) -> Settings:
+    """Settings with a memory budget for each worker; `report` is called with the division.
+
+    Settings with a GPU or a simulated worker are returned unchanged: such workers find their budgets themselves. But of
+    two workers on one GPU the target leaves the draft its share, whichever starts first.
+
+    Raises:
+        ConfigError: there is too little memory.
+        CheckpointError: the draft's model is missing or damaged.
+    """
+    target, draft = settings.target, settings.draft
+    if not target.simulate and draft is not None and on_one_gpu(target, draft):
+        shared = divide_gpu(target, draft, draft_needs(draft))
+        report(shared.words)
+        return replace(settings, target=shared.target, draft=shared.draft)
+    if target.simulate or may_be_gpu(target.device) or (draft is not None and may_be_gpu(draft.device)):
+        return settings
+    needs = draft_needs(draft) if draft is not None else None
+    division = divide(free_memory(), target, draft, needs, has_index=not settings.index_url)
+    report("\n".join(division.lines()))
+    return replace(settings, target=division.target, draft=division.draft)

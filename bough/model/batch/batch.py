@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from bough.model.batch.gpu_paths import IntArray, PathArrays, Paths
+from bough.model.batch.gpu_paths import IntArray, Paths
 from bough.model.batch.path_spans import PathSpans
-from bough.model.batch.state_steps import StateSteps, tree_steps
+from bough.model.batch.state_steps import StateSteps, chain_steps, tree_steps
 from bough.model.kv.segment import Segment
 from bough.model.kv.session_kv import KVSlot
 from bough.sizing.row_counts import RowCounts
@@ -33,18 +33,25 @@ class BatchPart:
         self.base = segment.base
         self.tail = np.ascontiguousarray(segment.tail)
         self.lengths = segment.positions + np.int32(1)  # number of keys on each row's path
-        self._state_steps: StateSteps | None = None
+        self._tree_steps: StateSteps | None = None
+        self._chain_steps: dict[int, StateSteps] = {}  # by number of rows
 
     @property
     def is_tree(self) -> bool:
         """Whether the rows are nodes of a tree, not of a text."""
         return bool(self.tail.shape[1])
 
-    def state_steps(self, width: int) -> StateSteps:
+    def tree_steps(self, width: int) -> StateSteps:
         """Steps of recurrent layers along the tree; the same for all layers, whose convolutions are equally wide."""
-        if self._state_steps is None:
-            self._state_steps = tree_steps(self, width)
-        return self._state_steps
+        if self._tree_steps is None:
+            self._tree_steps = tree_steps(self, width)
+        return self._tree_steps
+
+    def chain_steps(self, num_rows: int, width: int) -> StateSteps:
+        """Steps over rows that follow one another: some of the piece's, after some that were accepted before."""
+        if num_rows not in self._chain_steps:
+            self._chain_steps[num_rows] = chain_steps(num_rows, width)
+        return self._chain_steps[num_rows]
 
 
 @dataclass(frozen=True)
@@ -68,23 +75,23 @@ class Chunk:
     @cached_property
     def paths(self) -> Paths:
         """The pieces for a device, in rows of `memory`."""
-        return self.path_arrays().on(self.device)
+        return self.paths_on_host().on(self.device)
 
     def paths_on(self, device: torch.device) -> Paths:
         """As `paths`, on any device that has layers; sent there once."""
         if device == self.device:
             return self.paths
         if device not in self._paths_elsewhere:
-            self._paths_elsewhere[device] = self.path_arrays().on(device)
+            self._paths_elsewhere[device] = self.paths_on_host().on(device)
         return self._paths_elsewhere[device]
 
     @cached_property
     def _paths_elsewhere(self) -> dict[torch.device, Paths]:
         return {}
 
-    def path_arrays(self) -> PathArrays:
+    def paths_on_host(self) -> Paths:
         """The paths before they are sent to a device."""
-        return PathArrays.of(self.pieces, self.begins)
+        return Paths.of(self.pieces, self.begins)
 
     @property
     def begins(self) -> Sequence[int]:

@@ -54,7 +54,10 @@ def replace(file: Path, write: Callable[[Path], Any], content: str = "") -> None
     """
     partial = file.with_name(file.name + PARTIAL)
     try:
+        partial.touch()
+        mode = partial.stat().st_mode  # of a new file here; safetensors gives its files to their owner alone
         write(partial)
+        partial.chmod(mode)
         with partial.open("rb") as stream:
             os.fsync(stream.fileno())
         partial.replace(file)

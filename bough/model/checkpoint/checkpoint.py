@@ -198,7 +198,7 @@ def _weight_map(index: Path) -> dict[str, str]:
         raise CheckpointError(f"{index}: not an index of safetensors files: {exc!r}") from exc
     for name, file in names.items():
         if not isinstance(file, str) or not file:
-            raise CheckpointError(f"{index}: tensor {name} : must be placed in a file, got {file!r}")
+            raise CheckpointError(f"{index}: tensor {name}: must be placed in a file, got {file!r}")
         if Path(file).is_absolute() or ".." in Path(file).parts:
             raise CheckpointError(f"{index}: tensor {name}: must be placed in a file of the same folder, got {file!r}")
     return names
