@@ -22,7 +22,7 @@ from bough.errors import BoughError, ConfigError, Unauthenticated, Unavailable
 from bough.processes.child import KINDS, Child, end, named, open_child
 from bough.processes.compile_once import COMPILING
 from bough.processes.exit_with_parent import python
-from bough.processes.signals import cancelled_by_sigterm, signals_ignored
+from bough.processes.signals import cancelled_by_signals, signals_ignored
 from bough.registry.registry import Registry
 from bough.security.secured import files_towards
 
@@ -195,7 +195,7 @@ async def launched(settings: Settings, report: Report, draft_may_follow: bool = 
 
     Signals are handled only if the event loop runs in the main thread.
     """
-    with tempfile.TemporaryDirectory(prefix="bough-") as folder, cancelled_by_sigterm():
+    with tempfile.TemporaryDirectory(prefix="bough-") as folder, cancelled_by_signals():
         cluster = Cluster(settings, Path(folder))
         try:
             cluster.start_all()
