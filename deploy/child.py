@@ -1,19 +1,24 @@
-"""Start and stop a replica's program."""
+"""Start and stop a replica's program, and lock its GPUs: one whose replica died may hold them until it has drained."""
 
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import logging
 import os
+import re
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 
+from bough.concurrency.tasks import came_true
 from bough.processes.child import Child, end, open_child
 
 logger = logging.getLogger(__name__)
 
 FOLDER_NAME = "bough"  # in the system's folder for temporary files
+GPUS = "CUDA_VISIBLE_DEVICES"  # set by Ray in replicas that ask for GPUs
 
 
 def start(
@@ -56,3 +61,34 @@ async def stop(child: Child, drain_seconds: float, log_folder: str = "") -> None
     await asyncio.to_thread(end, [child], drain_seconds)
     if child.process.returncode == 0 and not log_folder:
         child.log.unlink(missing_ok=True)
+
+
+logger = logging.getLogger(__name__)
+
+
+@asynccontextmanager
+async def gpu_lock(module: str, patience_seconds: float) -> AsyncIterator[int]:
+    """Wait until no earlier program has the GPUs of this replica, or until `patience_seconds` have passed.
+
+    Yields a file descriptor for the program to inherit: the lock is held while any process has it open. After the
+    wait the program starts beside the earlier one, with a warning, as several programs may share a GPU on purpose.
+    """
+    gpus = os.environ.get(GPUS, "")
+    folder = Path(tempfile.gettempdir()) / FOLDER_NAME
+    folder.mkdir(parents=True, exist_ok=True)
+    name = re.sub(r"[^\w.-]", "-", f"{module}-GPU-{gpus}.lock")
+    descriptor = os.open(folder / name if gpus else os.devnull, os.O_CREAT | os.O_RDWR, 0o600)
+    try:
+        if gpus and not await came_true(lambda: _taken(descriptor), patience_seconds):
+            logger.warning("an earlier %s still has GPU %s: another one is started beside it", module, gpus)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _taken(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

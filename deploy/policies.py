@@ -2,17 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from bough.errors import ConfigError
-
-
-class AutoscalingContext(Protocol):
-    """What Serve passes to a policy (`ray.serve.config.AutoscalingContext`)."""
-
-    aggregated_metrics: Mapping[str, Mapping[Any, float]] | None  # by metric and replica, averaged
-    target_num_replicas: int
 
 
 class PerReplica:
@@ -30,9 +22,12 @@ class PerReplica:
             raise ConfigError(f"policy_kwargs.metric: must be one of {', '.join(METRICS)}, got {metric!r}")
         self._metric, self._most = metric, most
 
-    def __call__(self, context: AutoscalingContext) -> tuple[float, dict[str, Any]]:
-        """Return the number of replicas, which Serve rounds up; the present number while no metric is known."""
-        by_replica = (context.aggregated_metrics or {}).get(self._metric)
+    def __call__(self, context: Any) -> tuple[float, dict[str, Any]]:
+        """Return the number of replicas, which Serve rounds up; the present number while no metric is known.
+
+        `context` is Ray's `AutoscalingContext`.
+        """
+        by_replica = (context.aggregated_metrics or {}).get(self._metric)  # averages
         if not by_replica:
             return context.target_num_replicas, {}
         return sum(by_replica.values()) / self._most, {}

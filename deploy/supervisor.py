@@ -29,9 +29,8 @@ from bough.rpc.server import is_serving
 from bough.rpc.services import stub_of
 from bough.rpc.status_map import to_error
 from bough.security.access import Access
-from deploy.child import describe_end, start, stop
+from deploy.child import describe_end, gpu_lock, start, stop
 from deploy.forward import Forwarder
-from deploy.gpu_lock import gpu_lock
 from deploy.index import IndexPlace
 from deploy.settings import ProgramSettings, Role
 

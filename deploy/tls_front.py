@@ -51,12 +51,6 @@ class TlsFront:
         except OSError as exc:
             raise ConfigError(f"port: must be free at {host}, got {port} ({exc.strerror})") from exc
 
-    @property
-    def port(self) -> int:
-        """The port at which it listens; 0 in `listen` takes a free one."""
-        assert self._server is not None
-        return int(self._server.sockets[0].getsockname()[1])
-
     async def close(self) -> None:
         """Close the port and the connections, and end the thread."""
         await self._there(self._close())

@@ -26,8 +26,8 @@ from bough.registry.records import WorkerRecord
 from bough.registry.registry import Registry
 from bough.rpc.server import Served
 from bough.security.access import Access, metrics_context
+from bough.security.api_keys import Keyring
 from bough.security.guarded import require_guarded
-from bough.security.keyring import Keyring
 from bough.telemetry.metrics import MetricsServer, metrics_url
 from bough.telemetry.tracing import tracing
 from orchestrator.cluster.directory import POLL_SECONDS, Directory

@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import importlib
+import os
 import signal
 import sys
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 
 from bough import __version__
-from bough.cli.closed_pipe import reader_may_leave
 from bough.cli.flags.machine import add_demo, add_pack, add_up
 from bough.cli.flags.planning import add_plan, add_shape, add_simulate
 from bough.cli.flags.reaching import add_address
@@ -19,6 +20,9 @@ from bough.cli.keys import add_keys
 from bough.config.flag_parser import FlagParser, checked
 from bough.config.parsers import number
 from bough.errors import BoughError
+
+EXIT_PIPE = 128 + signal.SIGPIPE  # the shell's status for SIGPIPE, which Python ignores
+
 
 OURS = frozenset({"", "bough", "draft_worker", "orchestrator", "target_worker"})  # not installable modules
 COMPUTING = frozenset({"pack", "plan", "shape", "simulate"})  # commands that do not await
@@ -39,6 +43,19 @@ MODULES = {  # each has a function of the command's name
 }
 
 Command = Callable[[argparse.Namespace], Coroutine[None, None, int]]
+
+
+@contextmanager
+def reader_may_leave() -> Iterator[None]:
+    """Exit silently if the reader of standard output has closed the pipe."""
+    try:
+        try:
+            yield
+        finally:
+            sys.stdout.flush()  # at exit, the interpreter would print the error
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # discards unwritten output
+        raise SystemExit(EXIT_PIPE) from None
 
 
 @reader_may_leave()

@@ -55,11 +55,12 @@ def require_texts(prompt: Prompt, options: GenerateOptions) -> None:
         require_text(name, text)
 
 
-def require_text(name: str, text: str) -> None:
-    """Raises InvalidRequest if the field's text cannot be encoded as UTF-8."""
+def require_text(name: str, text: str) -> str:
+    """Returns the text; raises InvalidRequest, naming the field, if it cannot be encoded as UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError as exc:
         raise InvalidRequest(
             f"{name}: must be UTF-8, got {text[exc.start : exc.start + 16]!r} at character {exc.start}"
         ) from exc
+    return text

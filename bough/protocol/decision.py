@@ -70,14 +70,9 @@ class Decision:
         """Record the outcome of the round."""
         self.tokens, self.num_left_out, self.num_rows = num_tokens, len(result.left_out_nodes), result.num_rows
         self.num_steps = grown.timings.num_passes if grown is not None else 0
-        calls_ns = timings.draft_ns + timings.network_ns + timings.target_ns
-        self.seconds = RoundSeconds(
-            timings.draft_ns * NANO,
-            timings.network_ns * NANO,
-            timings.queue_ns * NANO,
-            (timings.target_ns - timings.queue_ns) * NANO,
-            max(0, timings.total_ns - calls_ns) * NANO,
-        )
+        sweep_ns = timings.target_ns - timings.queue_ns
+        parts_ns = timings.draft_ns, timings.network_ns, timings.queue_ns, sweep_ns, timings.other_ns
+        self.seconds = RoundSeconds(*(part_ns * NANO for part_ns in parts_ns))
 
 
 @dataclass(frozen=True, slots=True)

@@ -138,6 +138,11 @@ class RoundTimings:
     link_ideal_ns: int = 0  # link_bytes at the best speed measured
 
     @property
+    def other_ns(self) -> int:
+        """Of the total, what the orchestrator took."""
+        return max(0, self.total_ns - self.draft_ns - self.network_ns - self.target_ns)
+
+    @property
     def link_efficiency(self) -> float:
         """Ideal link time over total time: 1 if the link alone bounds the round, 0 if nothing crosses it."""
         return self.link_ideal_ns / self.total_ns if self.total_ns else 0.0

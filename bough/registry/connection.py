@@ -28,7 +28,7 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from bough.concurrency.tasks import cancellable
 from bough.errors import ConfigError, Unavailable
-from bough.registry.keys import require_text
+from bough.protocol.codec_checks import require_text
 from bough.registry.url import PASSWORD_FILE, IndexAddress, explain, read_address, without_passwords
 from bough.security.private_files import read_file
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from bough.errors import ConfigError, InvalidRequest
+from bough.errors import ConfigError
+from bough.protocol.codec_checks import require_text
 
 
 class Kind(Enum):
@@ -24,8 +25,8 @@ class Keys:
     def validate(self) -> None:
         """Raises ConfigError for an invalid namespace."""
         name = self.namespace
-        if not name or set(name) & set("{}") or not is_text(name):
-            raise ConfigError(f"namespace: must be non-empty text without braces, got {name!r}")
+        if not name or set(name) & set("{}") or not name.isprintable():
+            raise ConfigError(f"namespace: must be non-empty printable text without braces, got {name!r}")
 
     @property
     def leases(self) -> str:
@@ -60,19 +61,3 @@ class Keys:
 
     def _key(self, name: str) -> str:
         return f"{{{self.namespace}}}:{name}"
-
-
-def is_text(text: str) -> bool:
-    """Whether the text can be encoded; unpaired surrogates, which JSON and file names may contain, cannot."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def require_text(field: str, text: str) -> str:
-    """Returns the text; raises InvalidRequest if it has unpaired surrogates."""
-    if not is_text(text):
-        raise InvalidRequest(f"{field}: must be text without unpaired surrogates, got {text!r}")
-    return text

@@ -110,8 +110,8 @@ class RequestRecord:
 
         def read(stored: Mapping[str, Any]) -> RequestRecord:
             tokens = _unsealed(stored, transcript)
-            _count(stored["prompt_length"], len(tokens) + 1)
-            seed = _count(stored["sampling"]["seed"], 2**64)
+            _plain(int, stored["prompt_length"], len(tokens) + 1)
+            seed = _plain(int, stored["sampling"]["seed"], 2**64)
             sampling = _parsed(SamplingParams, stored["sampling"], seed=seed)
             sampling.validate(MAX_TOKEN)
             return _parsed(cls, stored, request_id=request_id, tokens=tokens, sampling=sampling)
@@ -142,7 +142,7 @@ def _sealed(record: SessionRecord | RequestRecord, id_name: str) -> str:
 
 def _unsealed(stored: Mapping[str, Any], transcript: bytes) -> tuple[int, ...]:
     """The tokens of a transcript; raises ValueError if it does not match the record's length and hash."""
-    size = TOKEN_BYTES * _count(stored["num_tokens"], MAX_TOKEN)
+    size = TOKEN_BYTES * _plain(int, stored["num_tokens"], MAX_TOKEN)
     if len(transcript) != size:
         raise ValueError(f"transcript: must be {size} bytes, got {len(transcript)}")
     tokens = tuple(np.frombuffer(transcript, dtype="<i4").tolist())
@@ -170,8 +170,8 @@ def _checked(hint: Any, value: Any) -> Any:
             return origin(_checked(parts[0], one) for one in value)
         case abc.Mapping:
             return {parts[0](key): _checked(parts[1], one) for key, one in value.items()}
-        case kind if kind in CHECKS:
-            return CHECKS[kind](value)
+        case kind if kind in (str, int, float, bool):
+            return _plain(kind, value)
         case kind:
             return _parsed(kind, value)
 
@@ -183,29 +183,12 @@ def _read(data: bytes, make: Callable[[Mapping[str, Any]], Value]) -> Value | No
         return None
 
 
-def _text(value: object) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"must be text, got {value!r}")
-    value.encode()  # raises for unpaired surrogates, which could not be sent
-    return value
-
-
-def _count(value: object, limit: int = MAX_EPOCH) -> int:
-    if type(value) is not int or not 0 <= value < limit:
+def _plain(kind: type, value: Any, limit: int = MAX_EPOCH) -> Any:
+    """A text that can be sent, a truth value, a natural number below `limit` or a number. Raises ValueError."""
+    if type(value) not in ((int, float) if kind is float else (kind,)):
+        raise ValueError(f"must be of type {kind.__name__}, got {value!r}")
+    if kind is int and not 0 <= value < limit:
         raise ValueError(f"must be an integer from 0 to {limit - 1}, got {value!r}")
-    return value
-
-
-def _flag(value: object) -> bool:
-    if not isinstance(value, bool):
-        raise ValueError(f"must be true or false, got {value!r}")
-    return value
-
-
-def _number(value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"must be a number, got {value!r}")
-    return float(value)
-
-
-CHECKS: dict[type, Callable[[object], object]] = {str: _text, int: _count, float: _number, bool: _flag}
+    if kind is str:
+        value.encode()  # raises for unpaired surrogates
+    return kind(value)

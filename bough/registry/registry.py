@@ -19,8 +19,9 @@ from functools import partial
 from typing import Any, TypeVar
 
 from bough.errors import StaleEpoch, Unavailable
+from bough.protocol.codec_checks import require_text
 from bough.registry.connection import Call, IndexConnection, Value
-from bough.registry.keys import Keys, Kind, require_text
+from bough.registry.keys import Keys, Kind
 from bough.registry.records import TOKEN_BYTES, Claim, RequestRecord, SessionRecord, WorkerRecord, pack_tokens
 from bough.registry.script_replies import (
     INCOMPLETE,

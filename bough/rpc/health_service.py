@@ -39,7 +39,7 @@ class HealthService(health.aio.HealthServicer):  # type: ignore[misc]  # it has 
             changed = self._changed
             status = self._server_status.get(service, health_pb2.HealthCheckResponse.SERVICE_UNKNOWN)
             if status != last:
-                await _write(context, health_pb2.HealthCheckResponse(status=status))
+                await write(context, health_pb2.HealthCheckResponse(status=status), WRITE_SECONDS)
             last = status
             await changed.wait()
 
@@ -50,11 +50,14 @@ class HealthService(health.aio.HealthServicer):  # type: ignore[misc]  # it has 
         changed.set()
 
 
-async def _write(context: grpc.aio.ServicerContext[Any, Any], response: health_pb2.HealthCheckResponse) -> None:
+async def write(context: grpc.aio.ServicerContext[Any, Any], reply: Any, stalled_seconds: float | None) -> None:
+    """Send a reply of a stream. Raises DeadlineExceeded if its reader takes nothing for so long, or Unavailable."""
     try:
-        async with asyncio.timeout(WRITE_SECONDS):
-            await context.write(response)
+        async with asyncio.timeout(stalled_seconds):
+            await context.write(reply)
     except TimeoutError as exc:
-        raise DeadlineExceeded(f"the stream has not been read for {WRITE_SECONDS:g} s") from exc
+        raise DeadlineExceeded(
+            f"the stream has not been read for {stalled_seconds:g} s; it is ended, and can be resumed"
+        ) from exc
     except grpc.aio.InternalError as exc:
         raise Unavailable("the caller has gone") from exc

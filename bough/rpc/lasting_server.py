@@ -31,10 +31,7 @@ class LastingServer(_server.Server):
     """As grpc.aio's server; services must register all their methods."""
 
     def __init__(
-        self,
-        interceptors: Sequence[grpc.aio.ServerInterceptor],
-        options: Sequence[tuple[str, int]],
-        max_calls: int,
+        self, interceptors: Sequence[grpc.aio.ServerInterceptor], options: Sequence[tuple[str, int]], max_calls: int
     ) -> None:
         """Raises ConfigError if grpcio accepts calls in another way, which this class would not cover."""
         for method in ("_request_call", "_request_registered_call"):

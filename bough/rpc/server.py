@@ -5,7 +5,6 @@ Only `bough.rpc.status_map` knows which error is which status.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
@@ -18,11 +17,10 @@ from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from bough import errors
 from bough.config.addresses import joined
-from bough.errors import ConfigError, DeadlineExceeded, InvalidRequest
+from bough.errors import ConfigError, InvalidRequest
 from bough.rpc.drain import Drainer
-from bough.rpc.health_service import HealthService
+from bough.rpc.health_service import HealthService, write
 from bough.rpc.lasting_server import LastingServer
 from bough.rpc.status_map import MAX_MESSAGE_BYTES, abort
 from bough.runtime.connections import connection_limit
@@ -116,20 +114,9 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         async def run(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
             async with aclosing(answer(request, context)) as replies:
                 async for reply in replies:
-                    await self._write(context, reply)
+                    await write(context, reply, self.stalled_seconds)
 
         return run
-
-    async def _write(self, context: grpc.aio.ServicerContext[Any, Any], reply: Any) -> None:
-        try:
-            async with asyncio.timeout(self.stalled_seconds):
-                await context.write(reply)
-        except TimeoutError as exc:
-            raise DeadlineExceeded(
-                f"the stream has not been read for {self.stalled_seconds:g} s; it is ended, and can be resumed"
-            ) from exc
-        except grpc.aio.InternalError as exc:
-            raise errors.Unavailable("the caller has gone") from exc
 
 
 def decoded(data: bytes, decode: Callable[[bytes], Any]) -> Any:

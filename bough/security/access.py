@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import ssl
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, replace
 
 import grpc
 
 from bough.config.processes import OrchestratorConfig, ServiceConfig
 from bough.errors import ConfigError
-from bough.security.auth_interceptor import AuthInterceptor
+from bough.security.auth_interceptor import AuthInterceptor, PeerNames
 from bough.security.certificates import AUTHORITY, CERT, CLIENT_AUTHORITY, CertificateFiles, Certificates
-from bough.security.peer_names import PeerNames
 from bough.security.tls import CurrentContext, PeerChannel, Tls, context_to_itself, server_context
 from bough.security.worker_key import WorkerKey
 
@@ -87,11 +86,8 @@ class Access:
     @asynccontextmanager
     async def watching(self) -> AsyncIterator[None]:
         """Watch the files during the block."""
-        async with AsyncExitStack() as stack:
-            if self.key is not None:
-                await stack.enter_async_context(self.key.file.watched())
-            if self.tls is not None:
-                await stack.enter_async_context(self.tls.watched())
+        key = nullcontext() if self.key is None else self.key.file.watched()
+        async with key, nullcontext() if self.tls is None else self.tls.watched():
             yield
 
 

@@ -7,14 +7,19 @@ same name, so that a tenant can replace a key without a gap.
 from __future__ import annotations
 
 import hashlib
+import hmac
 import json
 import re
 import secrets
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from bough.errors import ConfigError
 from bough.runtime.log_lines import bounded
+from bough.security.bearer import key_in, refusal
+from bough.security.watched_file import WatchedFile
 
 PREFIX = "sk-bough-"
 SECRET_BYTES = 32
@@ -129,3 +134,26 @@ def read_line(where: str, line: str) -> ApiKey:
 
 def _shown(value: object) -> str:
     return bounded(repr(value), MAX_SHOWN)
+
+
+class Keyring:
+    """Finds a key's holder in constant time."""
+
+    def __init__(self, path: str, clock: Callable[[], float] = time.time) -> None:
+        """`clock` is in seconds since 1970. Raises ConfigError for an unusable file."""
+        self.file: WatchedFile[tuple[ApiKey, ...]] = WatchedFile("--keys", path, read_keys)
+        self._clock = clock
+
+    def holder(self, authorization: Iterable[str | bytes]) -> ApiKey:
+        """The key that a call has shown, from all values of its header.
+
+        Raises:
+            Unauthenticated: it is unknown or has expired.
+        """
+        shown, found = hash_of(key_in(authorization)), None
+        for key in self.file.value:  # compares with all, for constant time
+            if hmac.compare_digest(key.sha256, shown):
+                found = key
+        if found is None or found.has_expired(self._clock()):
+            raise refusal()
+        return found

@@ -1,9 +1,10 @@
-"""Refuses gRPC calls without credentials before reading their messages."""
+"""Refuse gRPC calls without credentials, or of callers with other names, before decoding their messages."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable
 from dataclasses import dataclass
+from inspect import isasyncgenfunction
 from typing import Any
 
 import grpc
@@ -13,6 +14,10 @@ from bough.errors import Unauthenticated
 from bough.rpc.status_map import abort
 from bough.security.bearer import HEADER
 
+Context = grpc.aio.ServicerContext[Any, Any]
+
+KINDS = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")  # of handlers
+NAMES = ("x509_subject_alternative_name", "x509_common_name")  # of gRPC's authentication context
 OPEN = f"/{health.SERVICE_NAME}/"  # health checks of balancers and supervisors have no key
 
 
@@ -40,7 +45,44 @@ def authorization(metadata: Iterable[tuple[str, str | bytes]] | None) -> list[st
 def _refusing(error: Unauthenticated) -> grpc.RpcMethodHandler[Any, Any]:
     """A refusing handler; as a stream handler, it runs without waiting for a message."""
 
-    async def refuse(_: object, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+    async def refuse(_: object, context: Context) -> None:
         await abort(context, error)
 
     return grpc.stream_stream_rpc_method_handler(refuse)
+
+
+@dataclass(frozen=True, slots=True)
+class PeerNames(grpc.aio.ServerInterceptor):
+    """Interceptor that refuses calls before their messages are decoded; health is open."""
+
+    allowed: Collection[str]
+
+    async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any) -> Any:
+        """Wrap a call's handler with the check."""
+        handler = await continuation(handler_call_details)
+        if handler is None or handler_call_details.method.startswith(OPEN):
+            return handler
+        codec = (handler.request_deserializer, handler.response_serializer)
+        (kind,) = (kind for kind in KINDS if getattr(handler, kind))
+        guarded = self._guarded(getattr(handler, kind))
+        return getattr(grpc, f"{kind}_rpc_method_handler")(guarded, *codec)
+
+    def _guarded(self, answer: Callable[..., Any]) -> Callable[..., Any]:
+        async def run(request: Any, context: Context) -> Any:
+            return await answer(request, context) if await self._lets_in(context) else None
+
+        async def stream(request: Any, context: Context) -> AsyncIterator[Any]:
+            if await self._lets_in(context):
+                async for reply in answer(request, context):
+                    yield reply
+
+        return stream if isasyncgenfunction(answer) else run
+
+    async def _lets_in(self, context: Context) -> bool:
+        """Whether the caller is admitted; otherwise the call is aborted."""
+        shown = context.auth_context()
+        names = {value.decode(errors="replace") for name in NAMES for value in shown.get(name, ())}
+        if names & set(self.allowed):
+            return True
+        await abort(context, Unauthenticated(f"the certificate must be of {' or '.join(sorted(self.allowed))}"))
+        return False

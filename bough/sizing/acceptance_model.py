@@ -15,19 +15,27 @@ expected tokens.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
 from bough.trees.acceptance import FloatArray
-from bough.trees.tree import Tree
+from bough.trees.tree import Tree, along_paths
 
 LEAST_PROB = 1e-4  # probabilities are clipped to LEAST_PROB and 1 - LEAST_PROB
 DEPTH_EDGES = (2, 3, 5, 9)  # first depths of the ranges with their own bias; depth 1 has none
 NUM_WEIGHTS = 2 + len(DEPTH_EDGES)
+# (9 + 1, NUM_WEIGHTS) inputs of the regression by depth, up to the last edge; those of the draft's probability are 0.
+INPUTS_BY_DEPTH = np.array(
+    [
+        [0.0, 1.0, *(first <= depth < end for first, end in pairwise((*DEPTH_EDGES, math.inf)))]
+        for depth in range(DEPTH_EDGES[-1] + 1)
+    ]
+)
 PRIOR_MEAN = np.array([1.0, *[0.0] * (NUM_WEIGHTS - 1)])  # the draft's probabilities unchanged
 PRIOR_PRECISION = np.diag([16.0, 1.0, *[10.0] * len(DEPTH_EDGES)])
 SESSION_PRECISION = 4.0  # prior of a session's bias: a standard deviation of 0.5
@@ -42,13 +50,15 @@ def _decay(half_life: float) -> float:
     return float(0.5 ** (1 / half_life))
 
 
-class View(NamedTuple):
+@dataclass(slots=True)
+class View:
     """Cached features of the last tree, which is evaluated several times in a round."""
 
     tree: Tree
     depths: NDArray[np.intp]  # (num_nodes,)
-    paths: NDArray[np.intp]  # (max_depth + 1, num_nodes) from the root, which is repeated for nodes that are less deep
+    ancestors: list[NDArray[np.intp]]  # as `along_paths` takes them
     features: FloatArray  # (num_nodes, NUM_WEIGHTS)
+    products: tuple[FloatArray, float, FloatArray] | None = None  # weights, bias, and what they led to
 
 
 @dataclass(slots=True)
@@ -79,7 +89,7 @@ class AcceptanceModel:
         """(num_nodes,) probability that each node is accepted; 1 for the root, and never above the parent's."""
         view, values = self.view(tree), self._products(tree, bias)
         values = np.where(view.depths > 1, self.deep_ratio * values, values)
-        return values if self.deep_ratio <= 1 else np.minimum.reduce(values[view.paths])
+        return along_paths(np.minimum, values, view.ancestors)
 
     @property
     def deep_ratio(self) -> float:
@@ -129,14 +139,19 @@ class AcceptanceModel:
     def view(self, tree: Tree) -> View:
         """What does not change while a tree is evaluated."""
         if self._last is None or self._last.tree is not tree:
-            paths = tree.paths()
-            depths = np.count_nonzero(paths, axis=0)
-            self._last = View(tree, depths, paths[-1 - depths.max() :], _features(tree.log_probs, depths))
+            ancestors = tree.ancestors()
+            depths = along_paths(np.add, np.minimum(np.arange(len(tree)), 1), ancestors)
+            self._last = View(tree, depths, ancestors, _features(tree.log_probs, depths))
         return self._last
 
     def _products(self, tree: Tree, bias: SessionBias | None) -> FloatArray:
-        products: FloatArray = np.multiply.reduce(self.conditional(tree, bias)[self.view(tree).paths])
-        return products
+        """Products of `conditional` along paths, which stay the same until there is something new to learn from."""
+        view, value = self.view(tree), bias.value if bias else 0.0
+        last = view.products
+        if last is None or last[0] is not self._weights or last[1] != value:
+            products = along_paths(np.multiply, self.conditional(tree, bias), view.ancestors)
+            last = view.products = (self._weights, value, products)
+        return last[2]
 
 
 def with_values(tree: Tree, values: FloatArray) -> Tree:
@@ -151,12 +166,8 @@ def with_values(tree: Tree, values: FloatArray) -> Tree:
 def _features(log_probs: NDArray[np.float32], depths: NDArray[np.intp]) -> FloatArray:
     """(num_nodes, NUM_WEIGHTS) inputs of the regression."""
     probs = np.clip(np.exp(log_probs.astype(np.float64)), LEAST_PROB, 1 - LEAST_PROB)
-    features = np.zeros((len(probs), NUM_WEIGHTS))
+    features: FloatArray = INPUTS_BY_DEPTH.take(np.minimum(depths, DEPTH_EDGES[-1]), axis=0)
     features[:, 0] = np.log(probs / (1 - probs))
-    features[:, 1] = 1.0
-    bucket = np.searchsorted(DEPTH_EDGES, depths, side="right")
-    deep = bucket > 0
-    features[deep, 1 + bucket[deep]] = 1.0
     return features
 
 

@@ -6,6 +6,8 @@ next two, the next four, and so on. Ranges that were not grown are scaled like t
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -20,6 +22,22 @@ HALF_LIFE_ROUNDS = 12.0
 LEAST_CHANGE, MOST_CHANGE = 0.5, 2.0  # limits of the scaling of ranges that were not grown
 
 
+class TreeGains(NamedTuple):
+    """Mean acceptance probabilities of a tree's guesses by range of ranks, as far as the tree reaches."""
+
+    means: FloatArray  # (num_ranges,)
+    shares: FloatArray  # (num_ranges,) of each range that the tree fills
+
+    @classmethod
+    def of(cls, values: FloatArray) -> TreeGains:
+        """Of a grown tree, whose nodes, root included, are accepted with probabilities `values` (num_nodes,)."""
+        ranked = -np.sort(-values)[1:]
+        covered = np.clip(len(ranked) - EDGES[:-1], 0, SIZES)
+        num = int((covered > 0).sum())
+        sums = np.add.reduceat(ranked, EDGES[:num]) if num else np.zeros(0)
+        return cls(sums / covered[:num], covered[:num] / SIZES[:num])
+
+
 class GainProfile:
     """Mean values of nodes by rank over the rounds of one session, or of all; older rounds weigh less."""
 
@@ -28,18 +46,14 @@ class GainProfile:
         self.means: FloatArray = prior_gain / SIZES if prior is None else prior.means.copy()
         self._rounds = np.full(NUM_RANGES, PRIOR_ROUNDS)
 
-    def observe(self, values: FloatArray) -> None:
-        """Learn from a grown tree; `values` (num_nodes,) are its nodes' acceptance probabilities, root included."""
-        ranked = -np.sort(-values)[1:]
-        covered = np.clip(len(ranked) - EDGES[:-1], 0, SIZES)
-        num = int((covered > 0).sum())
+    def observe(self, tree: TreeGains) -> None:
+        """Learn from a grown tree."""
+        num = len(tree.means)
         decay = 0.5 ** (1 / HALF_LIFE_ROUNDS)
         before = self._mean_of(num)
         if num:
-            sums = np.add.reduceat(ranked, EDGES[:num])
-            share = covered[:num] / SIZES[:num]
-            self._rounds[:num] = decay * self._rounds[:num] + share
-            self.means[:num] += share / self._rounds[:num] * (sums / covered[:num] - self.means[:num])
+            self._rounds[:num] = decay * self._rounds[:num] + tree.shares
+            self.means[:num] += tree.shares / self._rounds[:num] * (tree.means - self.means[:num])
             change = min(MOST_CHANGE, max(LEAST_CHANGE, self._mean_of(num) / before)) if before > 0 else 1.0
             self.means[num:] *= change
         else:  # no node was worth a draft step: count the round as a gain of 0

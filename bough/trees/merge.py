@@ -32,20 +32,23 @@ def merged(tree: Tree, other: Tree, budget: int) -> Tree:
 
 def union(tree: Tree, other: Tree) -> Tree:
     """The first tree's nodes, then those only in the other; shared nodes get the larger log-probability."""
-    tokens, parents, log_probs = (array.tolist() for array in (tree.tokens, tree.parents, tree.log_probs))
-    children = tree.children()
+    known = dict(zip(tree.keys().tolist(), range(len(tree)), strict=True))
+    log_probs = tree.log_probs.copy()
+    added: list[int] = []  # nodes of `other`
+    parents_of_added: list[int] = []
     places = [0]  # index in the union of each node of `other`
     for node in range(1, len(other)):
-        token, parent = int(other.tokens[node]), places[other.parents[node]]
-        log_prob = float(other.log_probs[node])
-        place = children[parent].get(token)
+        parent = places[other.parents[node]]
+        place = known.get(parent << 32 | int(other.tokens[node]))
         if place is None:
-            place = children[parent][token] = len(tokens)
-            tokens.append(token)
-            parents.append(parent)
-            log_probs.append(log_prob)
-            children.append({})
+            place = len(tree) + len(added)
+            added.append(node)
+            parents_of_added.append(parent)
         else:
-            log_probs[place] = max(log_probs[place], log_prob)
+            log_probs[place] = max(log_probs[place], other.log_probs[node])
         places.append(place)
-    return Tree.of(tokens, parents, np.minimum(log_probs, 0.0).tolist())  # validation tolerates rounding above 0
+    return Tree(
+        np.concatenate((tree.tokens, other.tokens[added])),
+        np.concatenate((tree.parents, np.array(parents_of_added, np.int32))),
+        np.minimum(np.concatenate((log_probs, other.log_probs[added])), 0.0),  # validation tolerates rounding above 0
+    )

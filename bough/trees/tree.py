@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -69,10 +70,8 @@ class Tree:
 
     def depths(self) -> IntArray:
         """(num_nodes,) levels below the root."""
-        depths = [0]
-        for parent in self.parents[1:].tolist():
-            depths.append(depths[parent] + 1)
-        return np.array(depths, np.int32)
+        depths: IntArray = along_paths(np.add, (self.parents >= 0).astype(np.int32), self.ancestors())
+        return depths
 
     def path(self, node: int) -> list[int]:
         """Nodes from the root down to `node`, both included."""
@@ -82,13 +81,13 @@ class Tree:
             node = int(self.parents[node])
         return nodes[::-1]
 
-    def paths(self) -> NDArray[np.intp]:
-        """(num_levels, num_nodes): column i is the path from the root to node i, after repetitions of the root."""
-        above, table = np.maximum(self.parents, 0), np.arange(len(self))[None]
-        while above.any():  # the table's columns end `len(table)` levels below `above`
-            table = np.concatenate((table[:, above], table))
-            above = above[above]
-        return table
+    def ancestors(self) -> list[NDArray[np.intp]]:
+        """(num_nodes,) each: the ancestors 1, 2, 4, ... levels above each node, or the root, while some are others."""
+        ancestors, above = [], np.maximum(self.parents, 0).astype(np.intp)
+        while above.any():
+            ancestors.append(above)
+            above = above.take(above)
+        return ancestors
 
     def path_table(self) -> IntArray:
         """(num_nodes, max_depth + 1): row i is the path from the root to node i, padded with 0."""
@@ -109,7 +108,7 @@ class Tree:
 
     def along(self, tokens: Iterable[int]) -> list[int]:
         """The nodes of the longest path from the root (excluded) that spells a prefix of `tokens`."""
-        nodes, keys = [0], self._keys()
+        nodes, keys = [0], self.keys()
         for token in tokens:
             wanted = nodes[-1] << 32 | token
             node = int((keys == wanted).argmax())
@@ -118,16 +117,17 @@ class Tree:
             nodes.append(node)
         return nodes[1:]
 
-    def _keys(self) -> NDArray[np.int64]:
+    def keys(self) -> NDArray[np.int64]:
         """(num_nodes,) parent and token of each node as one number."""
         return (self.parents.astype(np.int64) << 32) | self.tokens
 
     def scores(self) -> FloatArray:
-        """(num_nodes,) log-probability of the path from the root to each node."""
-        scores = self.log_probs.tolist()
-        for node, parent in enumerate(self.parents.tolist()[1:], 1):
-            scores[node] += scores[parent]
-        return np.array(scores, np.float32)
+        """(num_nodes,) log-probability of the path from the root to each node, which is never above its parent's."""
+        steps, ancestors = np.minimum(self.log_probs.astype(np.float64), 0.0), self.ancestors()
+        steps[0] = 0.0
+        scores = along_paths(np.add, steps, ancestors)
+        lowest: FloatArray = along_paths(np.minimum, scores, ancestors).astype(np.float32)  # sums are rounded
+        return lowest
 
     def trimmed(self, budget: int) -> Tree:
         """The tree of the `budget` best-scoring nodes, in their old order; raises InvalidTree if `budget` < 1."""
@@ -191,7 +191,7 @@ class Tree:
                 raise InvalidTree(f"tree.{name}[{node}]: must be {rule(node)}, got {values[node]}")
 
     def _validate_siblings(self) -> None:
-        keys = self._keys()[1:]
+        keys = self.keys()[1:]
         ordered = np.sort(keys)
         if not (ordered[1:] == ordered[:-1]).any():
             return
@@ -236,6 +236,16 @@ class Tree:
                         f"tree.tokens[{child}]: must be a token of tree.draft_probs of node {node}, "
                         f"got {self.tokens[child]}"
                     )
+
+
+def along_paths(operation: np.ufunc, values: NDArray[Any], ancestors: Sequence[NDArray[np.intp]]) -> NDArray[Any]:
+    """(num_nodes,) all values on the path from the root to each node, joined by an associative `operation`.
+
+    The root's value may count several times or never: it must be one that changes nothing, such as 1 in products.
+    """
+    for above in ancestors:
+        values = operation(values, values.take(above))
+    return values
 
 
 def best_nodes(scores: FloatArray, budget: int) -> NDArray[np.intp]:

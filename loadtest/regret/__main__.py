@@ -9,11 +9,13 @@ every time. Real: the demonstration pair on this machine (`loadtest.regret.real`
 Ends with one JSON line. Ratios are seconds for equal tokens of the best fixed size (a grid of size and depth, and off),
 chosen on half of the repeats and scored on the other half, over seconds self-sized: above 1 self-sized is faster.
 
-off_penalty         of simulated regimes where plain decoding was best: 1 - its seconds / seconds self-sized, the worst
+off_penalty         of regimes where plain decoding was best: 1 - its seconds / seconds self-sized, the worst
 token_error         of tokens expected of rounds that read no prompt: over all rounds expected / real - 1
 round_time_error    of their seconds, likewise; simulated ones are of `--more-repeats` texts more than the ratios are,
                     as what 60 rounds come to is a matter of luck: 7 % where a round has 10 tokens
-plan_seconds        that the sizer itself takes for a round
+plan_seconds        that the sizer itself takes for a simulated round
+
+Errors are by regime inside `simulated` and inside the `details` of `real`; beside them, the one farthest from 0.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import json
 
 from bough.config.flag_parser import FlagParser
 from loadtest.regret import real, simulated
+from loadtest.regret.scoring import overall
 
 
 def main() -> None:
@@ -45,7 +48,7 @@ def main() -> None:
         figures["real"] = real.run(
             arguments.regime, arguments.prompts, arguments.tokens, arguments.plain_tokens, arguments.seed
         )
-    print(json.dumps({**figures, "settings": vars(arguments)}))
+    print(json.dumps({**figures, **overall(figures), "settings": vars(arguments)}))
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from random import Random
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from bough.protocol.decision import Decision
 
@@ -77,3 +77,15 @@ def _error(
     predicted = [d for d in decisions if d.is_predicted and d.num_context < MOST_CONTEXT]
     total = sum(map(real, predicted))
     return sum(map(expected, predicted)) / total - 1 if total else 0.0
+
+
+def overall(figures: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
+    """Of all figures of a kind, simulated and real, the one farthest from 0; real planning is not timed."""
+    simulated, details = figures.get("simulated", {}), figures.get("real", {}).get("details", {})
+    measured = {name: found for name, found in details.items() if "ratio" in found}
+    penalties = [1 - found["plain_ratio"] for found in measured.values() if "off" in found["best_fixed"]]
+    worst = {"off_penalty": round(max([0.0, simulated.get("off_penalty", 0.0), *penalties]), 4)}
+    for error in ("round_time_error", "token_error"):
+        errors = [*simulated.get(error, {}).values(), *(found[error] for found in measured.values())]
+        worst[error] = max(errors, key=abs, default=0.0)
+    return worst | {name: simulated[name] for name in simulated.keys() & {"plan_seconds"}}

@@ -161,5 +161,6 @@ def summary(results: Sequence[Result]) -> dict[str, Any]:
         "off_penalty": round(1 - min(off), 4) if off else 0.0,
         "token_error": {r.regime.name: round(r.token_error, 4) for r in results},
         "round_time_error": {r.regime.name: round(r.round_time_error, 4) for r in results},
+        "rounds": {r.regime.name: r.sizer.num_rounds for r in results},
         "plan_seconds": sum(result.sizer.seconds for result in results) / max(1, rounds),
     }

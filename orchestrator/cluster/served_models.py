@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from bough.errors import InvalidRequest, NotFound, Unavailable
 from bough.protocol.generation import GenerateOptions, ModelInfo
 from bough.protocol.messages import WorkerInfo
+from bough.protocol.same_fields import like
 from bough.registry.records import RequestRecord, SessionRecord
 from orchestrator.cluster.directory import Directory
 from orchestrator.cluster.same_weights import other_weights, with_weights
@@ -131,13 +132,6 @@ def _listed(names: Sequence[str]) -> str:
 
 def _model_info(targets: Targets) -> ModelInfo:
     """The ModelInfo of targets with one model."""
-    first, info = targets[0], targets[0].info
-    return ModelInfo(
-        info.model_name,
-        info.model_description,
-        info.model_fingerprint,
-        info.tokenizer_fingerprint,
-        info.vocab_size,
-        max(target.info.max_context for target in targets),
-        first.tokenizer.eos_token_ids,
-    )
+    longest = max(target.info.max_context for target in targets)
+    ends = targets[0].tokenizer.eos_token_ids
+    return like(ModelInfo, targets[0].info, max_context=longest, eos_token_ids=ends)

@@ -14,7 +14,7 @@ from orchestrator.http_api.fields.errors import Json, invalid
 from orchestrator.http_api.fields.generation import ChatFields, MessageFields, StreamOptions
 from orchestrator.http_api.fields.options import RequestLimits
 from orchestrator.tools.call_parser import ContentText
-from orchestrator.tools.call_reader import ArgumentsText, CallBegun
+from orchestrator.tools.call_syntax import ArgumentsText, CallBegun
 
 # Names of gRPC fields as clients of this API know them, for error messages.
 FIELD_NAMES = {

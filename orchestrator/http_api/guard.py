@@ -1,7 +1,9 @@
-"""Checks HTTP requests by their headers, before routing or reading a body."""
+"""Checks HTTP requests by their headers, before routing or reading a body, and names every answer."""
 
 from __future__ import annotations
 
+import re
+import uuid
 from collections.abc import Collection
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -10,14 +12,18 @@ from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 from starlette.requests import Request
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from bough.errors import Unauthenticated
 from bough.security.bearer import HEADER
+from bough.telemetry.call_context import TRACEPARENT, set_caller_traceparent
+from bough.telemetry.log_context import LogContext, set_log_context
 from orchestrator.http_api.fields.errors import ApiError, api_error, shortened
 from orchestrator.serving.tenants import Callers, Tenant
 
 TENANT = "bough.tenant"  # key in a request's scope
+REQUEST_ID = b"x-request-id"
+_NAME = re.compile(rb"[\x21-\x7e]{1,128}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,3 +82,24 @@ def tenant_of(request: Request) -> Tenant:
     tenant = request.scope[TENANT]
     assert isinstance(tenant, Tenant)
     return tenant
+
+
+@dataclass(frozen=True, slots=True)
+class RequestIds:
+    """Adds `x-request-id` to every answer, the client's own if valid, and notes it and the client's trace for logs."""
+
+    app: ASGIApp
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        given = dict(scope.get("headers", ())).get(REQUEST_ID, b"")
+        name = given if _NAME.fullmatch(given) else uuid.uuid4().hex.encode()
+        set_log_context(LogContext(http_request_id=name.decode()))
+        set_caller_traceparent(Headers(scope=scope).getlist(TRACEPARENT))
+
+        async def send_named(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", ()), (REQUEST_ID, name)]
+            await send(message)
+
+        await self.app(scope, receive, send_named)

@@ -16,6 +16,7 @@ from bough.errors import InvalidRequest, NotFound, StaleEpoch, Unavailable
 from bough.protocol.generation import GenerateOptions, Prompt, Tokens
 from bough.protocol.messages import WorkerInfo, weights_differ
 from bough.protocol.prefix_hash import BLOCK_TOKENS, TokenHistory, block_hashes, common_length
+from bough.protocol.same_fields import like
 from bough.protocol.sampling_params import MAX_LOGPROBS, SamplingParams, StopConditions
 from bough.registry.records import RequestRecord, SessionRecord
 from bough.trees.tree_plan import Scheme
@@ -37,11 +38,6 @@ from orchestrator.sessions.deadline import Deadline
 from orchestrator.sessions.detokenizer import TextStream
 from orchestrator.sessions.session import Session
 from orchestrator.sessions.transcripts import request_record
-
-AS_ASKED = (  # options that are sampling parameters of the same names
-    "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
-    "logit_bias", "logprobs", "min_tokens",
-)  # fmt: skip
 
 
 class Opened(NamedTuple):
@@ -241,7 +237,7 @@ def _session(
     request: RequestRecord | None,
 ) -> Session:
     sampling = _sampling(options, form.grammar, target, request)
-    stops = StopConditions(options.max_tokens, options.stop, options.include_stop)
+    stops = like(StopConditions, options)
     stops.validate(least_tokens=1 if options.prompt_logprobs is None else 0)
     if options.prompt_logprobs is not None and not 0 <= options.prompt_logprobs <= MAX_LOGPROBS:
         raise InvalidRequest(f"prompt_logprobs: must be 0 to {MAX_LOGPROBS}, got {options.prompt_logprobs}")
@@ -283,12 +279,8 @@ def _sampling(
     seed = options.seed
     if seed is None:
         seed = secrets.randbits(64) if request is None else request.sampling.seed
-    sampling = SamplingParams(
-        seed=seed,
-        stop_token_ids=frozenset((*options.stop_token_ids, *own_ends)),
-        grammar=grammar,
-        **{name: getattr(options, name) for name in AS_ASKED},
-    )
+    ends = frozenset((*options.stop_token_ids, *own_ends))
+    sampling = like(SamplingParams, options, seed=seed, stop_token_ids=ends, grammar=grammar)
     sampling.validate(target.info.vocab_size)
     if options.resume is not None and options.resume.num_tokens and options.seed is None and request is None:
         raise InvalidRequest("seed: missing; a request is resumed with the seed that `started` gave")

@@ -11,6 +11,7 @@ from bough.config.processes import OrchestratorConfig
 from bough.errors import BoughError, InvalidRequest, InvalidTree, Unavailable
 from bough.protocol.generation import PromptLogprobs, Tokens
 from bough.protocol.messages import GrowResult, RoundTimings, VerifyResult
+from bough.protocol.same_fields import like
 from bough.telemetry.log_context import log_session
 from bough.trees.suffix_automaton import LookupLimits
 from bough.trees.tree import Tree
@@ -133,15 +134,15 @@ class Rounds:
         Sampled schemes draw anew in every round: the same seed gives the same text only if rounds end alike, and lookup
         depends on other sessions' experience.
         """
-        speculation, info = session.speculation, target.info
+        speculation = session.speculation
         num_before = len(session.tokens) - 1
         draft_held = session.draft_held if draft and draft.record.worker_id == session.draft_id else 0
         return Situation(
             session.session_id,
             speculation,
             session.sampling.temperature,
-            WorkerFacts(target.record.worker_id, info.identity, info.max_nodes, info.cost, target.num_running),
-            _draft_facts(draft) if draft is not None else None,
+            like(WorkerFacts, target.info, num_running=target.num_running),
+            like(WorkerFacts, draft.info, num_running=1) if draft is not None else None,
             session.num_left,
             num_before - session.target_held,
             num_before - draft_held,
@@ -191,11 +192,6 @@ class Rounds:
         return result.tree, result, timed
 
 
-def _draft_facts(draft: WorkerHandle[DraftClient]) -> WorkerFacts:
-    info = draft.info
-    return WorkerFacts(draft.record.worker_id, info.identity, info.max_nodes, info.cost)
-
-
 def _lookup_limits(session: Session, target: WorkerHandle[TargetClient], plan: RoundPlan) -> LookupLimits:
     """Limits of prompt lookup: guesses are added to a sample, but replace worse ones of other trees.
 
@@ -223,16 +219,11 @@ def _require_fit(tree: Tree, root_token: int, vocab_size: int, plan: TreePlan) -
 
 
 def _timings(began_ns: int, drafting: Timed, result: VerifyResult, verifying: Timed) -> RoundTimings:
-    target = result.timings
-    return RoundTimings(
+    return like(
+        RoundTimings,
+        result.timings,
         total_ns=time.perf_counter_ns() - began_ns,
         draft_ns=drafting.total_ns - drafting.network_ns,
         network_ns=drafting.network_ns + verifying.network_ns,
-        target_ns=target.total_ns,
-        queue_ns=target.queue_ns,
-        wait_ns=target.wait_ns,
-        compute_ns=target.compute_ns,
-        link_ns=target.link_ns,
-        link_bytes=target.link_bytes,
-        link_ideal_ns=target.link_ideal_ns,
+        target_ns=result.timings.total_ns,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import replace
 
+from bough.protocol.same_fields import like
 from bough.protocol.sampling_params import SamplingParams
 from bough.registry.records import RequestRecord, SessionRecord
 from orchestrator.sessions.session import Session
@@ -12,19 +13,8 @@ from orchestrator.sessions.session import Session
 
 def session_record(session: Session, target_id: str) -> SessionRecord:
     """The session's place and tokens."""
-    return SessionRecord(
-        session.session_id,
-        target_id,
-        session.draft_id,
-        session.epoch,
-        session.target_held,
-        session.draft_held,
-        session.tokens[:],
-        session.born_us,
-        session.model_name,
-        session.model_identity,
-        session.weights_hash,
-    )
+    lengths = {"target_length": session.target_held, "draft_length": session.draft_held}
+    return like(SessionRecord, session, target_id=target_id, tokens=session.tokens[:], **lengths)
 
 
 def as_recorded(sampling: SamplingParams) -> SamplingParams:
@@ -35,17 +25,5 @@ def as_recorded(sampling: SamplingParams) -> SamplingParams:
 
 def request_record(session: Session) -> RequestRecord:
     """The state of the session's request."""
-    return RequestRecord(
-        session.request_id,
-        session.session_id,
-        session.epoch,
-        session.prompt_length,
-        session.tokens[:],
-        as_recorded(session.sampling),
-        session.stops,
-        session.finish_reason,
-        session.stop_reason,
-        session.target_identity,
-        session.keep,
-        session.weights_hash,
-    )
+    sampling = as_recorded(session.sampling)
+    return like(RequestRecord, session, tokens=session.tokens[:], sampling=sampling, keeps_session=session.keep)

@@ -11,12 +11,14 @@ from numpy.typing import NDArray
 
 from bough.sizing.acceptance_model import AcceptanceModel, SessionBias, View
 from bough.sizing.gain_profile import GainProfile
+from bough.trees.tree import along_paths
 from bough.trees.tree_plan import Scheme
 
 HALF_LIFE_ROUNDS = 20.0
 DECAY = 0.5 ** (1 / HALF_LIFE_ROUNDS)
 MOST_LEVELS = 32  # levels with their own statistics; deeper ones count with the last
 PRIOR_WEIGHT, PRIOR_MARGIN = 0.5, 0.7  # prior of a level's ratio of gain to bound
+PRIOR_GAINS = PRIOR_WEIGHT * PRIOR_MARGIN ** np.arange(1, MOST_LEVELS + 1)  # (MOST_LEVELS,)
 FIRST_BOUND = 1.0  # most tokens that the step from the root can gain
 PRIOR_ACCEPTED = 2.0  # pseudo-count of accepted and expected tokens
 TRUST_DECAY = 0.5 ** (1 / 20)
@@ -52,9 +54,7 @@ class Margin:
 
         It is computed at the first level whose steps have gained less, so that growth ends there and not before.
         """
-        gains = (self._gains + PRIOR_WEIGHT * PRIOR_MARGIN ** np.arange(1, MOST_LEVELS + 1)) / (
-            self._rounds + PRIOR_WEIGHT
-        )
+        gains = (self._gains + PRIOR_GAINS) / (self._rounds + PRIOR_WEIGHT)
         short = np.flatnonzero(gains < tokens)
         level = int(short[0]) if len(short) else MOST_LEVELS - 1
         price = tokens / self._ratio(level)
@@ -65,7 +65,7 @@ class Margin:
         depths = np.minimum(view.depths, MOST_LEVELS)
         is_expanded = np.zeros(len(depths), np.bool_)
         is_expanded[view.tree.parents[1:]] = True
-        stated = np.exp(np.add.reduce(view.tree.log_probs.astype(np.float64)[view.paths]))
+        stated = np.exp(along_paths(np.add, view.tree.log_probs.astype(np.float64), view.ancestors))
         self._rounds = DECAY * self._rounds + 1
         gains = np.bincount(depths[1:] - 1, values[1:], MOST_LEVELS)
         bounds = np.bincount(np.minimum(depths[is_expanded], MOST_LEVELS - 1), stated[is_expanded], MOST_LEVELS)

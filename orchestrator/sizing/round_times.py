@@ -95,8 +95,7 @@ class RoundTimes:
         if situation.num_context <= SMALL_CONTEXT:  # a session that begins waits for a sweep that began without it
             times.queue.add(timings.queue_ns * NANO)
             times.drafting.add((timings.draft_ns + outcome.draft_network_ns) * NANO)
-        others_ns = timings.total_ns - timings.draft_ns - timings.network_ns - timings.target_ns
-        times.orchestrator.add(max(0, others_ns) * NANO)
+        times.orchestrator.add(timings.other_ns * NANO)
         if result.timings.num_passes != 1 or result.num_rows == 0:
             return  # a prompt over several sweeps, or a target that reports no figures
         times.other_trees.add(max(0, result.num_trees - 1))

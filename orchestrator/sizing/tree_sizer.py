@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from bough.protocol.decision import Decision, Mode
 from bough.sizing.acceptance_model import with_values
 from bough.sizing.choice import Size, SweepLoad, best_size, cut_size
+from bough.sizing.gain_profile import TreeGains
 from bough.trees.merge import union
 from bough.trees.tree import Tree
 from bough.trees.tree_plan import NO_TREE, BestFirst, TreePlan
@@ -234,9 +235,10 @@ class TreeSizer:
             pair.margin.observe(pair.acceptance.view(drafted), drafted_values)
         if pending.plan.asks_draft and outcome.grown is None:
             return  # a failed draft says nothing about the value of trees
+        gains = TreeGains.of(values)
         for stats in (session.stats, session.pair.stats):
             profile = stats.drafted if pending.plan.asks_draft else stats.looked_up
-            profile.observe(values)
+            profile.observe(gains)
 
 
 def _trust(session: SessionState, pending: _Pending) -> Trust:

@@ -96,17 +96,14 @@ def finished_attributes(event: Finished) -> Attributes:
 def round_attributes(tokens: Tokens) -> Attributes:
     """Attributes of a round with its verdict."""
     timings = tokens.timings
+    parts = ("draft", "network", "queue", "wait", "compute")
     return {
         "bough.tree.nodes": tokens.num_nodes,
         "bough.tree.depth": tokens.tree_depth,
         "bough.tree.accepted": sum(tokens.drafted),
         "bough.tree.accepted_lookup": tokens.num_lookup,
         "bough.tokens": len(tokens.token_ids),
-        "bough.round.draft_seconds": timings.draft_ns * NANO,
-        "bough.round.network_seconds": timings.network_ns * NANO,
-        "bough.round.queue_seconds": timings.queue_ns * NANO,
-        "bough.round.wait_seconds": timings.wait_ns * NANO,
-        "bough.round.compute_seconds": timings.compute_ns * NANO,
+        **{f"bough.round.{name}_seconds": getattr(timings, f"{name}_ns") * NANO for name in parts},
         "bough.round.link_efficiency": timings.link_efficiency,
     }
 

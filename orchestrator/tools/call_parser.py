@@ -8,7 +8,7 @@ from enum import Enum, auto
 from typing import NamedTuple
 
 from orchestrator.sessions.detokenizer import overlap
-from orchestrator.tools.call_reader import ArgumentsText, CallBegun, CallReader
+from orchestrator.tools.call_syntax import ArgumentsText, CallBegun, CallReader
 
 
 class ContentText(NamedTuple):

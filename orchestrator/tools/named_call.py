@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 from bough.grammar.grammar import ANY_OBJECT, embedded_schema
 from bough.protocol.generation import Function
-from orchestrator.tools.call_reader import CallReader
-from orchestrator.tools.call_syntax import Write
+from orchestrator.tools.call_syntax import CallReader, Write
 from orchestrator.tools.json_value import JsonValue
 
 NAME = "[A-Za-z0-9_.:/-]+"  # of a function

@@ -11,8 +11,7 @@ from bough.grammar.grammar import ANY_OBJECT
 from bough.protocol.generation import Function
 from orchestrator.sessions.detokenizer import overlap
 from orchestrator.tools.argument_types import TEXT, Schema, argument_types, json_text
-from orchestrator.tools.call_reader import CallReader
-from orchestrator.tools.call_syntax import Write
+from orchestrator.tools.call_syntax import CallReader, Write
 from orchestrator.tools.named_call import NamedCall, NamedSyntax
 from orchestrator.tools.tagged_rules import argument_rules, value_rules
 

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from bough.cli.closed_pipe import EXIT_PIPE
+from bough.cli.main import EXIT_PIPE
 
 LONGEST_SECONDS = 120
 COMMAND = "from bough.cli.main import main; main()"

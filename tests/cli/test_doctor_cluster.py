@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from bough.cli.inspection.doctor import doctor
-from bough.cli.inspection.doctor_cluster import cluster_problems, orchestrators, report_cluster
+from bough.cli.inspection.doctor import cluster_problems, doctor, orchestrators, report_cluster
 from bough.cli.inspection.ray_dashboard import RayDashboard, ray_token
 from bough.cli.main import argument_parser
 from bough.errors import ConfigError, Unavailable

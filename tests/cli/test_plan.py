@@ -16,7 +16,7 @@ from transformers import GptOssConfig, LlamaConfig, MiniCPM3Config, MixtralConfi
 from bough.cli.main import argument_parser, main
 from bough.cli.planning.plan import settings_from
 from bough.cli.planning.plan_model import make_plan
-from bough.cli.planning.text_plot import text_plot
+from bough.cli.planning.plan_report import text_plot
 from bough.errors import CheckpointError, ConfigError
 from bough.model.architecture.architecture import load_config
 from bough.model.checkpoint.checkpoint import Checkpoint

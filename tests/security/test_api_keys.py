@@ -10,9 +10,8 @@ import pytest
 
 from bough.cli.main import main
 from bough.errors import ConfigError, Unauthenticated
-from bough.security.api_keys import hash_of, read_keys
+from bough.security.api_keys import Keyring, hash_of, read_keys
 from bough.security.bearer import MAX_KEY_LENGTH, require_key
-from bough.security.keyring import Keyring
 
 KEY = "sk-bough-one"
 LINE = {"name": "alice", "sha256": hash_of(KEY)}

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from starlette.responses import PlainTextResponse
 
+from bough.config.addresses import free_port
 from bough.security.certificates import CertificateFiles
 from bough.security.tls import CurrentContext, Tls, server_context
 from deploy import tls_front
@@ -96,8 +97,8 @@ async def test_silent_connections_at_the_front_of_the_index_keep_nobody_out(
     monkeypatch.setattr(tls_front, "most_connections", lambda: MOST)
     index = await asyncio.start_unix_server(echo, tmp_path / "socket")
     front = TlsFront(tmp_path / "socket", server_tls(tmp_path))
-    await front.listen("127.0.0.1", 0)
-    port = front.port
+    port = free_port("127.0.0.1")
+    await front.listen("127.0.0.1", port)
     context = client_tls(tmp_path)
     async with index, connected(port, 3, context) as known, connected(port, 20) as silent, asyncio.timeout(SECONDS):
         await until_closed(silent, 19)

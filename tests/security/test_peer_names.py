@@ -8,7 +8,7 @@ from typing import Any
 import grpc
 import pytest
 
-from bough.security.peer_names import PeerNames
+from bough.security.auth_interceptor import PeerNames
 
 
 class Gone:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from bough.protocol.cost_curve import CostCurve
 from bough.sizing.choice import Size, SweepLoad, best_size, cut_size
-from bough.sizing.gain_profile import EDGES, GainProfile
+from bough.sizing.gain_profile import EDGES, GainProfile, TreeGains
 
 SIZES = np.arange(1, 513)
 FLAT_TO_64 = CostCurve((64, 128), (1.0, 2.0), 8)  # offloaded: a knee at 64 rows
@@ -18,7 +18,7 @@ LINEAR = CostCurve((8, 64), (0.3, 1.7), 8)  # resident: every eight rows cost
 
 def grown(profile: GainProfile, values: list[float], rounds: int = 40) -> GainProfile:
     for _ in range(rounds):
-        profile.observe(np.array([1.0, *values]))
+        profile.observe(TreeGains.of(np.array([1.0, *values])))
     return profile
 
 

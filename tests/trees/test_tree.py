@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from bough.errors import InvalidTree
 from bough.pb import common_pb2
 from bough.protocol import codec_trees
-from bough.trees.tree import Tree
+from bough.trees.tree import Tree, along_paths
 
 VOCAB = 1000
 
@@ -43,17 +43,27 @@ def test_generated_trees_are_valid(tree: Tree) -> None:
 
 @given(trees())
 def test_derived_arrays_equal_their_definitions(tree: Tree) -> None:
-    table, paths, depths, scores = tree.path_table(), tree.paths(), tree.depths(), tree.scores()
+    table, ancestors, depths, scores = tree.path_table(), tree.ancestors(), tree.depths(), tree.scores()
+    sums = along_paths(np.add, np.arange(len(tree)), ancestors)
     for node in range(len(tree)):
         path = naive_path(tree, node)
         assert tree.path(node) == path
         assert depths[node] == len(path) - 1
         assert table[node, : len(path)].tolist() == path
-        assert np.trim_zeros(paths[:, node], "f").tolist() == path[1:]
+        assert sums[node] == sum(path)
+        assert [above[node] for above in ancestors] == [
+            [0, *path][-1 - min(2**level, len(path))] for level in range(len(ancestors))
+        ]
         assert scores[node] == pytest.approx(sum(tree.log_probs[step] for step in path), abs=1e-3)
         assert tree.children()[node] == {
             int(tree.tokens[child]): child for child in range(1, len(tree)) if tree.parents[child] == node
         }
+
+
+@given(st.lists(st.floats(-1e-7, 1e-7), min_size=1, max_size=40))
+def test_no_rounding_puts_a_node_above_its_parent(log_probs: list[float]) -> None:
+    scores = Tree.of(range(len(log_probs) + 1), range(-1, len(log_probs)), [0.0, *log_probs]).scores()
+    assert (np.diff(scores) <= 0).all()
 
 
 @given(trees(), st.integers(1, 45))

@@ -155,6 +155,43 @@ def _rows_of(tail, positions, base, origin, is_near):  # type: ignore[no-untyped
     return tl.where(in_tail, tail_rows, origin + positions).to(tl.int64)
 
 
+@triton.jit
+def _meet_own(  # type: ignore[no-untyped-def]
+    begin_row,
+    end_row,  # of the tile, or `begin_row` if no row has keys of its own
+    row,  # (QUERIES,)
+    shared,  # position of the first key
+    path,  # of `_attend`: lengths, tails, tail_width, base, origin, window
+    asked,  # query and own_query of `_meet`, keys and values
+    kv_head,
+    scale,
+    state,  # of the online softmax
+    BLOCK: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    IN_HALVES: tl.constexpr,
+):
+    """Fold the keys on each row's own path into its online softmax, one row after another."""
+    steps = tl.arange(0, BLOCK)
+    lengths, tails, tail_width, base, origin, window = path
+    query, own_query, keys, values = asked
+    highest, total, result = state
+    for own in range(begin_row, end_row):
+        own_length, is_own = tl.load(lengths + own), row == own
+        own_first = tl.where(window > 0, tl.maximum(own_length - window, 0), 0)
+        for begin in tl.range(tl.maximum(shared, own_first // BLOCK * BLOCK), own_length, BLOCK, num_stages=1):
+            is_near = (begin + steps >= own_first) & (begin + steps < own_length)
+            rows = _rows_of(tails + own * tail_width, begin + steps, base, origin, is_near)
+            is_seen = is_own[:, None] & is_near[None, :]
+            block = (query, own_query, keys, values, rows, is_near, is_seen, kv_head, scale, highest, total, result)
+            peak, weight, sums = _meet(*block, NUM_KV_HEADS, HEAD_DIM, KEY_DIM, SOFTCAP, IN_HALVES)
+            highest, total = tl.where(is_own, peak, highest), tl.where(is_own, weight, total)
+            result = tl.where(is_own[:, None], sums, result)  # other rows keep theirs even where this one's has NaN
+    return highest, total, result
+
+
 @triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_VARYING)
 def _attend(  # type: ignore[no-untyped-def]
     queries,  # (num_rows, num_heads, KEY_DIM + HEAD_DIM)
@@ -204,17 +241,11 @@ def _attend(  # type: ignore[no-untyped-def]
         is_there = (places >= earliest) & (places < longest)
         state = (query, part, keys, values, origin + places, is_there, is_seen, kv_head, scale, highest, total, result)
         highest, total, result = _meet(*state, NUM_KV_HEADS, HEAD_DIM, KEY_DIM, SOFTCAP, IN_HALVES)
-    for own in range(begin_row, tl.where(longest > base, end_row, begin_row)):
-        own_length, is_own = tl.load(lengths + own), row == own
-        own_first = tl.where(window > 0, tl.maximum(own_length - window, 0), 0)
-        for begin in tl.range(tl.maximum(shared, own_first // BLOCK * BLOCK), own_length, BLOCK, num_stages=1):
-            is_near = (begin + steps >= own_first) & (begin + steps < own_length)
-            rows = _rows_of(tails + own * tail_width, begin + steps, base, origin, is_near)
-            is_seen = is_own[:, None] & is_near[None, :]
-            state = (query, part, keys, values, rows, is_near, is_seen, kv_head, scale, highest, total, result)
-            peak, weight, sums = _meet(*state, NUM_KV_HEADS, HEAD_DIM, KEY_DIM, SOFTCAP, IN_HALVES)
-            highest, total = tl.where(is_own, peak, highest), tl.where(is_own, weight, total)
-            result = tl.where(is_own[:, None], sums, result)  # other rows keep theirs even where this one's has NaN
+    end_own, path = tl.where(longest > base, end_row, begin_row), (lengths, tails, tail_width, base, origin, window)
+    own = (begin_row, end_own, row, shared, path, (query, part, keys, values), kv_head, scale)
+    highest, total, result = _meet_own(
+        *own, (highest, total, result), BLOCK, NUM_KV_HEADS, HEAD_DIM, KEY_DIM, SOFTCAP, IN_HALVES
+    )
     tl.store(out + cells, (result / tl.where(total == 0.0, 1.0, total)[:, None]).to(out.dtype.element_ty), mask=is_cell)
 
 

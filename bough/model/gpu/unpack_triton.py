@@ -17,8 +17,7 @@ from bough.model.gpu.number_formats_triton import from_e2m1, from_e4m3, from_e8m
 NUM_WARPS = 4
 TILE_BYTES = 4096  # packed bytes of a tile in bough's format
 TILE_ROWS, TILE_COLUMNS = 32, 128  # inputs (at most) and outputs of a tile in GPTQ's and AWQ's formats; else reversed
-LEAST_COLUMNS = 32  # inputs of a tile within one group, below which each input's group is looked up
-NIBBLES = 8  # 4-bit values in a word
+LEAST_COLUMNS = 32  # inputs of a tile within one group, below which each input's own scale is read
 KINDS = {torch.int32: "UNSIGNED", torch.int8: "SIGNED", torch.float8_e4m3fn: "E4M3", torch.uint8: "E2M1"}
 
 
@@ -64,15 +63,16 @@ def unpack_down(  # type: ignore[no-untyped-def]
     words,  # (num_inputs / PER_WORD, num_outputs) int32
     zeros,  # (num_groups, num_outputs / PER_WORD) int32
     scales,  # (num_groups, num_outputs) float16
-    group_of,  # (num_inputs,) int32; unused with IS_ORDERED
+    group_of,  # (num_inputs,) int32; used with HAS_ORDER
     out,  # (num_inputs, num_outputs)
     num_inputs,
     num_outputs,
-    group_size,  # used with IS_ORDERED
+    group_size,  # used without HAS_ORDER
     zero_offset,
     num_groups,
     BITS: tl.constexpr,
     IS_ORDERED: tl.constexpr,  # all inputs of a tile are in the same group
+    HAS_ORDER: tl.constexpr,  # groups are not consecutive inputs
     ROWS: tl.constexpr,  # rows of words
     COLUMNS: tl.constexpr,
     IS_BF16: tl.constexpr,
@@ -94,7 +94,7 @@ def unpack_down(  # type: ignore[no-untyped-def]
     for i in tl.static_range(PER_WORD):
         inputs = (rows * PER_WORD + i).to(tl.int64)
         if not IS_ORDERED:
-            groups = tl.load(group_of + inputs, mask=is_row, other=0)
+            groups = tl.load(group_of + inputs, mask=is_row, other=0) if HAS_ORDER else inputs // group_size
             groups = tl.minimum(tl.maximum(groups, 0), num_groups - 1)  # an invalid group must not read out of bounds
             groups = groups.to(tl.int64)
             scale = tl.load(scales + groups[:, None] * num_outputs + columns[None, :], mask=is_in, other=0.0)
@@ -143,17 +143,18 @@ def unpack_along(  # type: ignore[no-untyped-def]
     numbers,  # (num_outputs, num_inputs * BITS / 8) uint8
     zeros,  # (num_outputs / (32 / BITS), rounded up, num_groups) int32; unused without HAS_ZEROS
     scales,  # (num_outputs / height, rounded up, num_groups); uint8 are powers of two
-    group_of,  # (num_inputs,) int32; unused with IS_ORDERED
+    group_of,  # (num_inputs,) int32; used with HAS_ORDER
     out,  # (num_outputs, num_inputs)
     num_outputs,
     num_inputs,
     num_groups,
     height,  # outputs that share a scale
-    group_size,  # used with IS_ORDERED
+    group_size,  # used without HAS_ORDER
     BITS: tl.constexpr,
     KIND: tl.constexpr,  # UNSIGNED, SIGNED, E4M3 or E2M1
     HAS_ZEROS: tl.constexpr,
     IS_ORDERED: tl.constexpr,  # all inputs of a tile are in the same group
+    HAS_ORDER: tl.constexpr,  # groups are not consecutive inputs
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     IS_BF16: tl.constexpr,
@@ -171,7 +172,8 @@ def unpack_along(  # type: ignore[no-untyped-def]
     if IS_ORDERED:
         group, is_in = tl.program_id(1) * COLUMNS // group_size, is_row
     else:
-        group, is_in = tl.load(group_of + columns, mask=is_column, other=0), is_row & is_column
+        is_in = is_row & is_column
+        group = tl.load(group_of + columns, mask=is_column, other=0) if HAS_ORDER else columns // group_size
         group = tl.minimum(tl.maximum(group, 0), num_groups - 1)  # an invalid group must not read out of bounds
     scale = tl.load(scales + rows // height * num_groups + group, mask=is_in, other=0)
     scale = from_e8m0(scale) if scales.dtype.element_ty == tl.uint8 else scale.to(tl.float32)
@@ -219,15 +221,15 @@ def write_down(
     """
     num_inputs, num_outputs = out.shape
     group_size, per_word = num_inputs // len(scales), 32 // bits
-    rows = (_tile_rows(group_size) if groups is None else TILE_ROWS) // per_word
-    is_ordered = groups is None and rows > 0  # a tile must hold whole words
-    if groups is None:
-        groups = words if is_ordered else torch.arange(num_inputs, device=out.device).int() // group_size
+    has_order = groups is not None
+    rows = (TILE_ROWS if has_order else _tile_rows(group_size)) // per_word
+    is_ordered = not has_order and rows > 0  # a tile must hold whole words
     rows = max(rows, 1)
     grid = (triton.cdiv(num_inputs // per_word, rows), triton.cdiv(num_outputs, TILE_COLUMNS))
     numbers = num_inputs, num_outputs, group_size, zero_offset, len(scales)
-    constants = {"BITS": bits, "IS_ORDERED": is_ordered, "ROWS": rows, "COLUMNS": TILE_COLUMNS}
-    unpack_down[grid](words, zeros, scales, groups, bits_of(out), *numbers, **constants, **options(out))
+    constants = {"BITS": bits, "IS_ORDERED": is_ordered, "HAS_ORDER": has_order, "ROWS": rows, "COLUMNS": TILE_COLUMNS}
+    order = words if groups is None else groups
+    unpack_down[grid](words, zeros, scales, order, bits_of(out), *numbers, **constants, **options(out))
 
 
 def write_across(words: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
@@ -264,15 +266,12 @@ def write_along(
     scales = scales.view(torch.uint8) if scales.dtype == torch.float8_e8m0fnu else scales
     columns = TILE_COLUMNS if scales.shape[1] == 1 else min(TILE_COLUMNS, group_size & -group_size)
     is_ordered = groups is None and columns >= LEAST_COLUMNS
-    packed = numbers.view(torch.uint8)
-    if not is_ordered:
-        columns = TILE_COLUMNS
-        groups = torch.arange(num_inputs, device=out.device).int() // group_size if groups is None else groups
+    packed, columns = numbers.view(torch.uint8), columns if is_ordered else TILE_COLUMNS
     grid = (triton.cdiv(num_outputs, TILE_ROWS), triton.cdiv(num_inputs, columns))
     constants = {"BITS": bits, "KIND": kind, "HAS_ZEROS": zeros is not None, "IS_ORDERED": is_ordered}
-    constants |= {"ROWS": TILE_ROWS, "COLUMNS": columns}
+    constants |= {"HAS_ORDER": groups is not None, "ROWS": TILE_ROWS, "COLUMNS": columns}
     numbers_ = num_outputs, num_inputs, scales.shape[1], height, group_size
-    others = packed if zeros is None else zeros, scales, packed if is_ordered else groups
+    others = packed if zeros is None else zeros, scales, packed if groups is None else groups
     unpack_along[grid](packed, *others, bits_of(out), *numbers_, **constants, **options(out))
 
 

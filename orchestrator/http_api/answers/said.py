@@ -12,7 +12,7 @@ from bough.protocol.thoughts import Channels
 from orchestrator.reasoning.harmony import HarmonyParser
 from orchestrator.reasoning.parser import ReasoningParser
 from orchestrator.tools.call_parser import ContentText, Piece
-from orchestrator.tools.call_reader import ArgumentsText, CallBegun
+from orchestrator.tools.call_syntax import ArgumentsText, CallBegun
 from orchestrator.tools.tool_format import ToolFormat
 
 Formats = Callable[[str], ToolFormat]  # takes a model's name

@@ -17,6 +17,10 @@ from orchestrator.http_api.fields.errors import ApiError, invalid
 from orchestrator.http_api.fields.generation import RequestFields
 
 MAX_CHOICES = 128  # limit of choices over all prompts of a request
+AS_GIVEN = (  # fields that are the options of the same names
+    "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens",
+    "stop", "ignore_eos", "model", "cache_salt",
+)  # fmt: skip
 _LOWEST_SEED = -(2**63)  # OpenAI's seeds are signed
 
 
@@ -92,31 +96,15 @@ def _options(fields: RequestFields, limits: RequestLimits, session_id: str) -> G
     speculation = fields.speculation
     return GenerateOptions(
         session_id=session_id,
-        temperature=fields.temperature,
         top_k=0 if fields.top_k == -1 else fields.top_k,  # vLLM's spelling of "off"
-        top_p=fields.top_p,
-        min_p=fields.min_p,
-        repetition_penalty=fields.repetition_penalty,
-        presence_penalty=fields.presence_penalty,
-        frequency_penalty=fields.frequency_penalty,
         logit_bias=_logit_bias(fields.logit_bias),
         max_tokens=limits.max_tokens,
-        min_tokens=fields.min_tokens,
         include_stop=fields.include_stop_str_in_output,
-        stop=fields.stop,
         stop_token_ids=tuple(fields.stop_token_ids),
-        ignore_eos=fields.ignore_eos,
         logprobs=limits.logprobs,
-        speculation=Speculation(
-            disabled=not speculation.enabled,
-            budget=speculation.budget,
-            width=speculation.width,
-            depth=speculation.depth,
-            lookup=speculation.lookup,
-        ),
-        model=fields.model,
-        cache_salt=fields.cache_salt,
+        speculation=Speculation(not speculation.enabled, **speculation.model_dump(exclude={"enabled"})),
         constraint=limits.constraint,
+        **{name: getattr(fields, name) for name in AS_GIVEN},
     )
 
 

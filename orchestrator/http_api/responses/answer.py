@@ -16,7 +16,7 @@ from orchestrator.http_api.fields.errors import ApiError, Json
 from orchestrator.http_api.responses.fields import ResponseFields, TextFormatFields
 from orchestrator.http_api.responses.items import MESSAGE, REASONING, CallItem, Item, ItemEvent, TextItem, TextKind
 from orchestrator.tools.call_parser import ContentText
-from orchestrator.tools.call_reader import ArgumentsText, CallBegun
+from orchestrator.tools.call_syntax import ArgumentsText, CallBegun
 
 STATUSES = {None: "in_progress", "stop": "completed", "length": "incomplete", "abort": "cancelled"}
 _LAST_EVENTS = {"cancelled": "failed"}  # by status, where it has another name: OpenAI has no event of a cancelled one

@@ -16,7 +16,7 @@ from bough.protocol.generation import Speculation
 from bough.simulation.profile import Factors
 from bough.trees.tree_plan import BestFirst
 from loadtest.regret.regimes import MEDIUM, Regime, regimes
-from loadtest.regret.scoring import geomean, interval, score
+from loadtest.regret.scoring import geomean, interval, overall, score
 from loadtest.regret.simulated import (
     NO_SHARING,
     PLAIN,
@@ -97,6 +97,24 @@ def test_the_summary_names_every_figure_of_a_regime() -> None:
     assert figures["worst"] <= figures["geomean"] <= max(figures["regimes"].values())
     assert figures["off_penalty"] == pytest.approx(1 - result.score.plain_ratio, abs=1e-4), "off is best there alone"
     assert all(low <= high for low, high in figures["intervals"].values())
+
+
+def test_the_worst_of_all_regimes_stands_beside_them() -> None:
+    """An error below 0 is as bad as one above; regimes that could not be measured have none."""
+    simulated = summary([measured("hostile draft, resident"), measured("resident")])
+    streamed = {"ratio": 1.1, "plain_ratio": 4.0, "best_fixed": "64 nodes, depth 8"}
+    disturbed = {"ratio": 0.9, "plain_ratio": 0.75, "best_fixed": "off / 4 nodes, depth 3"}
+    details = {
+        "streamed": {**streamed, "round_time_error": 0.3, "token_error": 0.1},
+        "disturbed": {**disturbed, "round_time_error": -0.4, "token_error": -0.05},
+        "lost": {"not_measured": "no disk"},
+    }
+    worst = overall({"simulated": simulated, "real": {"details": details}})
+    assert worst.pop("plan_seconds") == simulated["plan_seconds"]
+    assert worst.pop("token_error") == pytest.approx(max([*simulated["token_error"].values(), 0.1], key=abs))
+    assert worst == {"off_penalty": 0.25, "round_time_error": -0.4}
+    assert overall({"simulated": simulated})["off_penalty"] == simulated["off_penalty"]
+    assert overall({"real": {"details": {}}}) == {"off_penalty": 0.0, "round_time_error": 0.0, "token_error": 0.0}
 
 
 def decisions_of(regime: Regime, num_tokens: int) -> list[Decision]:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from bough.sizing.acceptance_model import AcceptanceModel
+from bough.sizing.gain_profile import TreeGains
 from bough.trees.tree import Tree
 from bough.trees.tree_plan import BestFirst, Scheme
 from orchestrator.sizing.pairs import (
@@ -135,13 +136,13 @@ def test_a_session_begins_with_its_pairs_habits_and_changes_its_own() -> None:
     before.note_steps(7)
     before.is_drafting = False
     for _ in range(40):
-        before.drafted.observe(np.array([1.0, 0.2, 0.1]))
+        before.drafted.observe(TreeGains.of(np.array([1.0, 0.2, 0.1])))
     after = RoundStats.after(before)
     assert (after.num_steps, after.is_drafting) == (7.0, False)
     sizes = np.array([2, 8, 64])
     assert after.drafted.gains(sizes) == pytest.approx(before.drafted.gains(sizes))
     kept = before.drafted.gains(sizes)
-    after.drafted.observe(np.array([1.0, 0.9, 0.8]))
+    after.drafted.observe(TreeGains.of(np.array([1.0, 0.9, 0.8])))
     assert before.drafted.gains(sizes) == pytest.approx(kept)
 
 

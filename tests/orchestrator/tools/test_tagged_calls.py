@@ -11,7 +11,7 @@ import pytest
 from bough.errors import InvalidRequest
 from bough.protocol.generation import Function, ToolChoice, Tools
 from orchestrator.tools.argument_types import argument_types
-from orchestrator.tools.call_reader import ArgumentsText
+from orchestrator.tools.call_syntax import ArgumentsText
 from orchestrator.tools.formats import FORMATS
 from tests.fakes.tool_models import model_of
 from tests.fakes.tool_templates import written
