@@ -99,7 +99,7 @@ def find_config(model: str) -> tuple[PretrainedConfig, Path]:
     except OSError as exc:
         raise CheckpointError(
             f"model: config.json of {model} can neither be fetched nor is it in the local Hugging Face cache: "
-            f"{str(exc).splitlines()[0]}"
+            f"{(str(exc) or repr(exc)).splitlines()[0]}"
         ) from exc
     except UNREADABLE as exc:
         raise CheckpointError(f"model: config.json of {model}: {exc}") from exc
