@@ -17,6 +17,7 @@ from bough.model.cpu.threads import compute_with, on_a_passing_thread
 from bough.model.gpu.faults import named_faults
 from bough.model.gpu.ready import make_ready
 from bough.model.kv.kv_arena import KVArena
+from bough.model.kv.state_shape import GROWN_ROWS
 from bough.model.llama.weights import supports_fused_layers
 from bough.model.loading.loading import Skeleton
 from bough.model.running.device import choose_device
@@ -24,7 +25,7 @@ from bough.model.sizes.memory_budget import free_device_bytes
 from bough.processes.compile_once import compile_in_subprocess
 from bough.processes.startup import stage
 from bough.protocol.messages import WorkerInfo
-from bough.runtime.kv_budget import kv_budget
+from bough.runtime.kv_budget import kv_budget, num_states
 from bough.trees.tree_plan import MAX_EXPANSIONS
 from draft_worker.candidates.temperature_scaling import TemperatureScalings
 from draft_worker.engine.draft_ahead import MAX_ROWS, num_steps
@@ -101,27 +102,37 @@ class DraftWorker(ServedDraft):
             model_fingerprint=self._fingerprint,
             max_context=self._max_context,
             max_nodes=self._config.max_nodes,
-            max_sessions=self._engine.pool.num_bytes // self._session_bytes,
+            max_sessions=self._max_sessions,
             notes=notes,
         )
 
-    def _kv_memory(self) -> int:
-        """Default KV budget, by the memory that the model leaves free."""
-        skeleton = self._model.skeleton
-        window = Window(min(self._config.max_context, skeleton.max_positions), skeleton.max_positions)
-        return kv_budget(window.max_rows * skeleton.kv_shape().row_bytes, free_device_bytes(self._model.device))
+    def _divided(self) -> tuple[Window, int, int]:
+        """The window of sessions, the rows that they share, and the number of sessions whose states fit beside these.
+
+        Raises:
+            ConfigError: --kv-memory holds no session.
+        """
+        config, skeleton = self._config, self._model.skeleton
+        shape, positions = skeleton.kv_shape(), skeleton.max_positions
+        most = GROWN_ROWS if shape.states else MAX_EXPANSIONS
+        window = Window(min(config.max_context, positions), positions, most)
+        longest = window.max_rows * shape.row_bytes
+        kv_memory = config.kv_memory or kv_budget(
+            longest + shape.growing_bytes, free_device_bytes(self._model.device)
+        )  # by the memory that the model leaves free
+        num_slots = num_states(kv_memory, longest, shape.growing_bytes)
+        num_rows = (kv_memory - num_slots * shape.growing_bytes) // shape.row_bytes
+        if num_rows <= most:
+            least = (most + 1) * shape.row_bytes + shape.growing_bytes
+            raise ConfigError(f"--kv-memory: must be at least {least} bytes, for one session, got {kv_memory}")
+        return window._replace(max_context=min(window.max_context, num_rows - most)), num_rows, num_slots
 
     def _make_pool(self) -> SessionPool:
         """Allocate memory for sessions, and warm the model up."""
         skeleton = self._model.skeleton
-        shape, kv_memory = skeleton.kv_shape(), self._config.kv_memory or self._kv_memory()
-        num_rows = kv_memory // shape.row_bytes
-        self._max_context = min(self._config.max_context, skeleton.max_positions, num_rows - MAX_EXPANSIONS)
-        if self._max_context < 1:
-            least = (MAX_EXPANSIONS + 1) * shape.row_bytes
-            raise ConfigError(f"--kv-memory: must be at least {least} bytes, for one session, got {kv_memory}")
-        window = Window(self._max_context, skeleton.max_positions)
-        self._session_bytes = window.max_rows * shape.row_bytes
+        shape = skeleton.kv_shape()
+        window, num_rows, num_slots = self._divided()
+        self._max_context, self._max_sessions = window.max_context, num_rows // window.max_rows
         device, num_bytes = self._model.device, num_rows * shape.row_bytes
         is_cpu = device.type == "cpu"  # where attention looks up a page for every few keys
         memory = shape.within(large_pages(num_bytes), num_rows) if is_cpu else shape.empty(num_rows, device)
@@ -129,5 +140,5 @@ class DraftWorker(ServedDraft):
         with named_faults(device):
             self._model.warm_up(memory)
             warm_up_choosing(skeleton.vocab_size, device)
-        arena = KVArena(shape, memory, rows_to_keep=lambda slot: slot.num_rows)
-        return SessionPool(arena, window, self._ahead_steps * MAX_ROWS)
+        arena = KVArena(shape, memory, rows_to_keep=lambda slot: slot.num_rows, most_slots=num_slots)
+        return SessionPool(arena, window, self._ahead_steps * MAX_ROWS, shape.growing_bytes)

@@ -20,7 +20,7 @@ from bough.protocol.messages import GrowCall, GrowResult, Timings
 from bough.sizing.step_times import StepTimes
 from bough.telemetry.spans import FinishedSpan, note_span
 from bough.trees.tree import Tree
-from bough.trees.tree_plan import MAX_EXPANSIONS, BestFirst
+from bough.trees.tree_plan import BestFirst
 from draft_worker.candidates.candidates import Answer
 from draft_worker.candidates.temperature_scaling import TemperatureScalings
 from draft_worker.engine.draft_ahead import DraftAhead
@@ -118,7 +118,7 @@ class DraftEngine:
         self._ahead.pop(session_id, None)
         began_ns = time.perf_counter_ns()
         try:
-            request = request._replace(call=_fitted(request.call))
+            request = request._replace(call=_fitted(request.call, self.pool.window.max_expansions))
             session = self.pool.take(request.call, busy=self._running)
             if session is None:
                 self._waiting.append(request)
@@ -268,15 +268,15 @@ def frontier_rows(jobs: Sequence[GrowJob]) -> int:
     return sum(len(job.wanted.tokens) for job in jobs if job.wanted is not None)
 
 
-def _fitted(call: GrowCall) -> GrowCall:
-    """Limit the levels of a best-first tree, so that the session has rows for all nodes that it may expand.
+def _fitted(call: GrowCall, most: int) -> GrowCall:
+    """Limit the levels of a best-first tree, so that the session has rows for the nodes that it may expand, `most`.
 
     Raises:
         InvalidRequest: a shape needs more rows; it is not cut, as a caller chose its size.
     """
     growth = call.plan.growth
-    if growth.max_expansions <= MAX_EXPANSIONS:
+    if growth.max_expansions <= most:
         return call
-    if isinstance(growth, BestFirst) and (width := min(growth.width, growth.budget)) <= MAX_EXPANSIONS:
-        return replace(call, plan=call.plan.no_deeper(MAX_EXPANSIONS // width))
-    raise InvalidRequest(f"growth: must expand at most {MAX_EXPANSIONS} nodes, got {growth.max_expansions}: {growth}")
+    if isinstance(growth, BestFirst) and (width := min(growth.width, growth.budget)) <= most:
+        return replace(call, plan=call.plan.no_deeper(most // width))
+    raise InvalidRequest(f"growth: must expand at most {most} nodes, got {growth.max_expansions}: {growth}")

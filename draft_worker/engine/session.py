@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from bough.errors import PrefixMissing
+from bough.errors import PrefixMissing, Unavailable
 from bough.grammar.allowed_tokens import AllowedTokens
 from bough.model.kv.segment import Segment
 from bough.model.kv.slot import Slot
@@ -28,6 +28,7 @@ class Window(NamedTuple):
 
     max_context: int  # tokens, the root included
     max_positions: int  # of the model, which must hold the tree too
+    max_expansions: int = MAX_EXPANSIONS  # nodes below the context on which the draft runs
 
     def holds(self, num_tokens: int, depth: int) -> bool:
         """Whether a tree of `depth` levels fits after `num_tokens` tokens."""
@@ -36,11 +37,11 @@ class Window(NamedTuple):
     @property
     def max_rows(self) -> int:
         """Rows of a slot for the longest context and the most expansions."""
-        return self.max_context + MAX_EXPANSIONS
+        return self.max_context + self.max_expansions
 
     def num_rows(self, num_tokens: int, num_expansions: int) -> int:
         """Rows of a slot for `num_tokens` before the root and `num_expansions` nodes to expand."""
-        return min(num_tokens, self.max_context) + min(num_expansions, MAX_EXPANSIONS)
+        return min(num_tokens, self.max_context) + min(num_expansions, self.max_expansions)
 
     def kept(self, depth: int) -> int:
         """Number of tokens to keep of a session that exceeds the window: half, so that this happens rarely."""
@@ -77,6 +78,7 @@ class DraftSession:
         """
         context = call.context
         self._require_held(context)
+        self.slot.roll_back(self.slot.length)  # or to less, if a step that failed midway has left less of use
         tokens = [*self.tokens[: context.context_start], *context.tokens]
         is_same = tokens[: len(self.tokens)] == self.tokens
         stands = is_same and self.num_pending == 0  # whether cached expansions are still below the text
@@ -108,12 +110,22 @@ class DraftSession:
     def has_rows(self, num_expansions: int) -> bool:
         """Whether the slot has rows for `num_expansions` more."""
         num_explored = len(self.explored) + num_expansions
-        return num_explored <= MAX_EXPANSIONS and self.explored.base + num_explored <= self.slot.num_rows
+        return num_explored <= self._window.max_expansions and self.explored.base + num_explored <= self.slot.num_rows
 
     @property
     def num_pending(self) -> int:
         """Number of committed tokens in the window that the model has not been run on."""
         return len(self.tokens) - self.start - self.slot.length
+
+    def mend(self) -> None:
+        """Drop what a step that failed midway has left of no use; the model is then run on these tokens again.
+
+        Raises:
+            Unavailable: the growing tree is below them; the session's next one begins anew.
+        """
+        self.slot.roll_back(self.slot.length)
+        if self.num_pending and len(self.explored):
+            raise Unavailable("the draft's states were lost in a step that failed")
 
     def pending(self) -> Segment:
         """The next committed tokens to run."""

@@ -7,8 +7,9 @@ from collections.abc import Container
 
 from bough.errors import NotFound
 from bough.model.kv.arena import Arena
+from bough.model.kv.slot import Slot
 from bough.protocol.messages import GrowCall
-from bough.protocol.prefix_hash import block_hashes, common_length, whole_blocks
+from bough.protocol.prefix_hash import BLOCK_TOKENS, block_hashes, common_length, whole_blocks
 from bough.protocol.prefix_index import PrefixIndex
 from draft_worker.engine.session import DraftSession, Window
 
@@ -18,13 +19,13 @@ SPARE_ROWS = 512  # added to what a call needs, for the text and expansions to g
 class SessionPool:
     """Gives each session as many rows as its calls need. Used by the engine's thread only."""
 
-    def __init__(self, arena: Arena, window: Window, ahead_rows: int = 0) -> None:
+    def __init__(self, arena: Arena, window: Window, ahead_rows: int = 0, state_bytes: int = 0) -> None:
         """The arena must keep all rows of a slot that moves, and have at least `window.max_rows` rows.
 
         A slot gets up to `ahead_rows` more for draft-ahead, but at most a quarter of the free rows, so that new
-        sessions need not evict it.
+        sessions need not evict it. `state_bytes` are a session's beside its rows.
         """
-        self._arena, self._window, self._ahead_rows = arena, window, ahead_rows
+        self._arena, self.window, self._ahead_rows, self._state_bytes = arena, window, ahead_rows, state_bytes
         self._sessions: OrderedDict[str, DraftSession] = OrderedDict()  # least recently used first
         self._index: PrefixIndex[DraftSession] = PrefixIndex()
         self.num_evictions = 0
@@ -39,12 +40,13 @@ class SessionPool:
     @property
     def num_bytes(self) -> int:
         """The budget."""
-        return self._arena.num_rows * self._arena.row_bytes
+        return self._arena.num_rows * self._arena.row_bytes + self._arena.most_slots * self._state_bytes
 
     def used_bytes(self, busy: Container[str]) -> int:
-        """KV bytes of the sessions in `busy`, which cannot be evicted."""
+        """KV and state bytes of the sessions in `busy`, which cannot be evicted."""
         held = [session for name, session in list(self._sessions.items()) if name in busy]
-        return sum(session.slot.num_rows for session in held) * self._arena.row_bytes
+        rows = sum(session.slot.num_rows for session in held)
+        return rows * self._arena.row_bytes + len(held) * self._state_bytes
 
     def holds(self, session_id: str, session: DraftSession) -> bool:
         """Whether `session` is still the session of this id."""
@@ -54,17 +56,17 @@ class SessionPool:
         """The call's session with room for its tree; None if the room belongs to `busy` sessions."""
         session_id = call.context.session_id
         session = self._sessions.get(session_id)
-        needed = self._window.num_rows(call.context.base_length, call.plan.growth.max_expansions)
+        needed = self.window.num_rows(call.context.base_length, call.plan.growth.max_expansions)
         if session is None or session.slot.num_rows < needed:
             own = session.slot.num_rows if session else 0
             spare = SPARE_ROWS + min(self._ahead_rows, self._arena.num_free // 4)
-            wanted = min(needed + spare, self._window.max_rows)
+            wanted = min(needed + spare, self.window.max_rows)
             if not self._make_room(wanted - own, session, busy):
                 wanted = needed  # rather than waiting for other sessions
                 if not self._make_room(wanted - own, session, busy):
                     return None
             if session is None:
-                session = self._sessions[session_id] = DraftSession(self._arena.take(wanted), self._window)
+                session = self._sessions[session_id] = DraftSession(self._arena.take(wanted), self.window)
             else:
                 self._arena.resize(session.slot, wanted)
         self._sessions.move_to_end(session_id)
@@ -77,18 +79,28 @@ class SessionPool:
         return session.epoch if session is not None else 0
 
     def copy_prefix(self, session: DraftSession) -> None:
-        """Copy whole blocks of KV that another session has of text which this one has yet to run."""
-        if not session.num_pending:
+        """Copy whole blocks of KV that another session has of text which this one has yet to run.
+
+        States are left to be copied where the texts part, and for the session itself at the end of a long text.
+        """
+        if session.num_pending < (BLOCK_TOKENS if self._arena.most_slots else 1):
             return
         text = session.tokens[session.start :]
         salt = session.cache_salt
         match = self._index.longest(text, block_hashes(text, cache_salt=salt), salt)
-        if match is None:
-            return
-        source = match.holder.slot
-        length = whole_blocks(common_length(text, source.tokens))  # the source may have changed since it was indexed
-        if length > session.slot.length:
-            session.slot.fork(source, length)
+        if match is not None:
+            source, length = self._source(session, match.holder, text)
+            if length > session.slot.length:
+                session.slot.fork(source, length)
+        session.slot.snapshot_at({whole_blocks(len(text)), match.length if match is not None else 0})
+
+    def _source(self, session: DraftSession, longest: DraftSession, text: list[int]) -> tuple[Slot, int]:
+        """The slot of which most of a session's text can be copied, and how much: where states are, not the longest."""
+        others = [other for other in self._sessions.values() if other.cache_salt == session.cache_salt]
+        slots = [other.slot for other in others] if self._arena.most_slots else [longest.slot]
+        lengths = [slot.usable(whole_blocks(common_length(text, slot.tokens))) for slot in slots]  # as they are by now
+        best = max(range(len(slots)), key=lengths.__getitem__)
+        return slots[best], lengths[best]
 
     def note(self, session: DraftSession) -> None:
         """Index what the session holds, so that others can copy it."""
@@ -117,15 +129,19 @@ class SessionPool:
             assert session.explored.base + len(session.explored) <= session.slot.num_rows, "more explored than fits"
 
     def _make_room(self, num_rows: int, keep: DraftSession | None, busy: Container[str]) -> bool:
-        """Evict idle sessions until `num_rows` rows are free; evicts none if that is not enough."""
+        """Evict idle sessions until `num_rows` rows are free; evicts none if that is not enough.
+
+        Without a session to `keep`, there must be memory for another one's states too.
+        """
         free, evicted = self._arena.num_free, []
+        has_place = keep is not None or not 0 < self._arena.most_slots <= len(self)
         for name, session in self._sessions.items():
-            if free >= num_rows:
+            if free >= num_rows and has_place:
                 break
             if name not in busy and session is not keep:
                 evicted.append(name)
-                free += session.slot.num_rows
-        if free < num_rows:
+                free, has_place = free + session.slot.num_rows, True
+        if free < num_rows or not has_place:
             return False
         for name in evicted:
             self.release(name)

@@ -47,19 +47,9 @@ def with_weights(skeleton: Skeleton, device: torch.device, bits: str) -> Residen
         CheckpointError: the checkpoint is damaged.
         ConfigError: 4 or 8 bits are not possible.
     """
-    require_without_states(skeleton)
     if bits == "4":
         require_packed(skeleton, device)
     return ResidentModel(skeleton, device, is_int8(skeleton, device, bits), bits == "4")
-
-
-def require_without_states(skeleton: Skeleton) -> None:
-    """Raise ConfigError for a model with recurrent layers, whose states the growth of trees does not keep."""
-    if skeleton.kv_shape().states is not None:
-        raise ConfigError(
-            f"--draft: must be a model without recurrent layers, got model_type {skeleton.config.model_type!r}; take a "
-            "draft of another family with the same tokens, or none: prompt lookup needs no draft"
-        )
 
 
 def require_packed(skeleton: Skeleton, device: torch.device) -> None:

@@ -92,8 +92,10 @@ def merged(found: Mapping[str, Any]) -> dict[str, Any]:
 
 def holds(report: Mapping[str, Any], on_gpu: bool) -> bool:
     """Whether all checks hold; speed is checked only where the smallest trees are bound by the link."""
-    counted = [*report.get("equality", []), *(report[name] for name in ("layer_bits", "experts") if name in report)]
-    close = [report[name] for name in ("attention", "second_gpu") if name in report] + report.get("draft", [])
+    counted = [*report.get("equality", []), *report.get("families", [])]
+    counted += [report[name] for name in ("layer_bits", "experts") if name in report]
+    close = [report[name] for name in ("attention", "second_gpu") if name in report]
+    close += [row for part in ("equality", "families", "recurrence", "draft") for row in report.get(part, [])]
     is_right = (
         all(case["equal"] == case["compared"] for case in counted)
         and all(row["is_close"] for row in close)

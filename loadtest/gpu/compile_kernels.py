@@ -30,13 +30,13 @@ from triton.compiler import compile as triton_compile
 
 from bough.config.flag_parser import FlagParser
 from bough.model.checkpoint.gguf_file import BLOCKS
-from bough.model.gpu import attention_tiles, attention_triton, blocks_triton, unpack_triton
+from bough.model.gpu import attention_tiles, attention_triton, blocks_triton, delta_rule_triton, unpack_triton
 from bough.model.quant.ggml_blocks import TYPES
 from bough.model.quant.mxfp4 import GROUP
 
 CAPABILITIES = (80, 86, 89, 90, 120)
 SHARED_BYTES = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 120: 101_376}  # limit of a program
-_VARYING = ("scale", "window", "tail_width", "zero_offset", "half")
+_VARYING = ("scale", "window", "tail_width", "zero_offset", "half", "epsilon", "num_steps", "num_places", "begin")
 
 
 class Heads(NamedTuple):
@@ -112,14 +112,17 @@ class Compiled:
 
 
 def kernels() -> Iterator[Kernel]:
-    """All kernels: attention of every family, and unpacking of each format, writing bfloat16 and float16."""
+    """All kernels: of recurrent layers, and in bfloat16 and float16 attention of every family and unpacking."""
+    yield _recurrence()
     for dtype, bits in (("bf16", "i16"), ("fp16", "fp16")):
         for heads in FAMILIES:
             yield _attention(dtype, heads)
         for name, function, constants in _unpacking():
             pointers = {"packed": "*u8", "numbers": "*u8", "data": "*u8", "scales": "*fp16", "out": f"*{bits}"}
             pointers |= dict.fromkeys(("words", "zeros", "group_of"), "*i32")
-            pointers |= {"mxfp4": {"scales": "*u8"}, "nvfp4": {"scales": "*fp32"}}.get(name, {})
+            pointers |= {"mxfp4": {"scales": "*u8"}, "nvfp4": {"scales": "*fp32"}, "fp8": {"scales": "*fp32"}}.get(
+                name, {}
+            )
             options = {"num_warps": unpack_triton.NUM_WARPS, "enable_fp_fusion": False}
             yield Kernel(
                 f"{name}, {dtype}", function, constants | {"IS_BF16": dtype == "bf16"}, pointers, options, _VARYING
@@ -142,20 +145,33 @@ def _attention(dtype: str, heads: Heads) -> Kernel:
     )
 
 
+def _recurrence() -> Kernel:
+    """Of Qwen3-Next; Qwen3.5's heads are as large."""
+    pointers = dict.fromkeys(("qkv", "decay", "beta", "states", "out"), "*fp32") | {"table": "*i32"}
+    pointers |= dict.fromkeys(("epsilon", "scale"), "fp32")
+    constants = delta_rule_triton.step_constants(16, 32, 128, 128)
+    options = delta_rule_triton.OPTIONS
+    return Kernel("gated delta rule", delta_rule_triton.run_steps, constants, pointers, options, _VARYING)
+
+
 def _unpacking() -> Iterator[tuple[str, Any, dict[str, Any]]]:
     for bits in (4, 8):
         group_bytes = {4: 16, 8: 64}[bits]
         constants = {"HALF": group_bytes, "IS_WHOLE": bits == 8, "TILE": unpack_triton.TILE_BYTES // group_bytes}
         yield f"bough {bits} bits", unpack_triton.unpack_own, constants
-    columns, words = unpack_triton.TILE_COLUMNS, unpack_triton.TILE_ROWS // unpack_triton.NIBBLES
-    for name, is_ordered in (("gptq", True), ("gptq by g_idx", False)):
-        constants = {"BITS": 4, "IS_ORDERED": is_ordered, "ROWS": words, "COLUMNS": columns}
-        yield name, unpack_triton.unpack_down, constants
-    yield "awq", unpack_triton.unpack_across, {"ROWS": unpack_triton.TILE_ROWS, "COLUMNS": columns}
-    by_rows = ("compressed-tensors", 4, "UNSIGNED"), ("int8", 8, "SIGNED"), ("fp8", 8, "E4M3"), ("mxfp4", 4, "E2M1")
-    for name, bits, kind in (*by_rows, ("nvfp4", 4, "E2M1")):
-        layout = {"BITS": bits, "KIND": kind, "HAS_ZEROS": kind == "UNSIGNED", "IS_ORDERED": name != "nvfp4"}
-        tile = {"ROWS": unpack_triton.TILE_ROWS, "COLUMNS": GROUP if name == "mxfp4" else columns}
+    columns, rows = unpack_triton.TILE_COLUMNS, unpack_triton.TILE_ROWS
+    for name, bits in (("gptq", 4), ("gptq of bytes", 8)):
+        constants = {"BITS": bits, "ROWS": rows * bits // 32, "COLUMNS": columns}
+        yield name, unpack_triton.unpack_down, constants | {"IS_ORDERED": True, "HAS_ORDER": False}
+        yield f"{name} by g_idx", unpack_triton.unpack_down, constants | {"IS_ORDERED": False, "HAS_ORDER": True}
+    yield "awq", unpack_triton.unpack_across, {"ROWS": rows, "COLUMNS": columns}
+    by_rows = [("compressed-tensors", 4, "UNSIGNED"), ("compressed-tensors by g_idx", 4, "UNSIGNED")]
+    by_rows += [("compressed-tensors of bytes", 8, "UNSIGNED"), ("int8", 8, "SIGNED"), ("fp8", 8, "E4M3")]
+    for name, bits, kind in (*by_rows, ("mxfp4", 4, "E2M1"), ("nvfp4", 4, "E2M1")):
+        is_ordered = name not in ("nvfp4", "compressed-tensors by g_idx")
+        layout = {"BITS": bits, "KIND": kind, "HAS_ZEROS": kind == "UNSIGNED", "IS_ORDERED": is_ordered}
+        layout["HAS_ORDER"] = "g_idx" in name
+        tile = {"ROWS": rows, "COLUMNS": GROUP if name == "mxfp4" else columns}
         yield name, unpack_triton.unpack_along, layout | tile
     for name, type_ in TYPES.items():
         yield name, blocks_triton.unpack_blocks, blocks_triton.block_constants(BLOCKS[name], type_)

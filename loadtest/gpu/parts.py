@@ -9,15 +9,17 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
-from transformers import LlamaConfig
+from transformers import LlamaConfig, PretrainedConfig
 
 from bough.model.architecture.attention import attend_by_mask
 from bough.model.batch.batch import Batch, BatchPart, Segment
 from bough.model.batch.gpu_paths import PathArrays
 from bough.model.cpu.attention_cpu import attend_on_cpu
+from bough.model.gpu import kernels
 from bough.model.kv.kv_arena import KVArena
 from bough.model.kv.session_kv import KVSlot
 from bough.model.loading.loading import build_skeleton
@@ -124,17 +126,22 @@ def _comb(size: int) -> Tree:
 
 def equality(
     machine: Machine,
-    config: LlamaConfig,
+    config: PretrainedConfig,
     num_compared: int,
     folder: Path,
     new_streams: Callable[[torch.device], DeviceStreams],
 ) -> list[dict[str, Any]]:
-    """Compare logits of a tree's last nodes with plain decoding, bit for bit, for several placements."""
+    """Compare logits of a tree's last nodes with plain decoding, bit for bit, for several placements.
+
+    All nodes' are also compared with those by torch's operators in place of kernels, which sum in other orders.
+    """
     checkpoint = write_random(folder / "written", config, machine.device)
     checkpoint = repeated(checkpoint, config.num_hidden_layers, folder / "read")
     layer_bytes = max(layer.num_bytes for layer in planned(build_skeleton(checkpoint, torch.bfloat16)))
-    cases, first = [], None
-    all_stream = config.num_hidden_layers + 2
+    cases, first, all_stream = [], None, config.num_hidden_layers + 2
+    by_torch = replace(machine, host_memory=all_stream * layer_bytes, streams=new_streams(machine.device))
+    with patch.object(kernels, "of_gpus", lambda: None), streamed(checkpoint, by_torch, 2 * NUM_ROWS) as model:
+        wanted = _tree_logits(model, _arena(model, None)).float()
     for host_layers, kv_tier in ((all_stream, "device"), (3, "device"), (all_stream, "host")):  # 3: one, and two slabs
         small = replace(machine, host_memory=host_layers * layer_bytes, streams=new_streams(machine.device))
         kv_streams = new_streams(machine.device) if kv_tier == "host" else None
@@ -142,6 +149,7 @@ def equality(
             with streamed(checkpoint, small, 2 * NUM_ROWS, kv_streams) as model:
                 arena = _arena(model, kv_streams)
                 logits = _tree_logits(model, arena)
+                difference = float((logits.float() - wanted).abs().max())
                 nodes = range(TREE - num_compared, TREE)
                 equal = sum(torch.equal(logits[node], _plain_logits(model, arena, node)) for node in nodes)
                 placement = model.tiers.placement
@@ -154,6 +162,8 @@ def equality(
                 "kv": kv_tier,
                 "compared": num_compared + 1,  # the whole tree is compared with the first placement's as well
                 "equal": equal + int(first is None or torch.equal(first, logits)),
+                "from_torch": round(difference, 6),
+                "is_close": difference <= CLOSE_LOGITS * float(wanted.abs().max()),  # false for NaN
             }
         )
         first = logits if first is None else first

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from accelerate import init_empty_weights
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from bough.model.checkpoint.checkpoint import INDEX_NAME, Checkpoint
 from bough.model.loading.default_settings import CPU_ROWS, GPU_ROWS
@@ -49,7 +49,7 @@ class Machine:
         return CPU_ROWS if self.device.type == "cpu" else GPU_ROWS
 
 
-def write_random(folder: Path, config: LlamaConfig, device: torch.device, is_packed: bool = False) -> Checkpoint:
+def write_random(folder: Path, config: PretrainedConfig, device: torch.device, is_packed: bool = False) -> Checkpoint:
     """Write a model of random bfloat16 weights, one file for each layer and one for the rest.
 
     With `is_packed` its layers' matrices are random in bough's 4 bits, as packing a layer of a 70B takes long.

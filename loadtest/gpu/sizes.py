@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
-from transformers import LlamaConfig
+from transformers import LlamaConfig, MiniCPM3Config, PretrainedConfig, Qwen3_5TextConfig
 
 from loadtest.gpu.experts import Mixture
 
@@ -17,7 +18,9 @@ class Sizes:
     max_layers: int
     max_resident: int
     small: LlamaConfig
+    families: dict[str, PretrainedConfig]  # small models of layers that are computed otherwise
     num_compared: int  # nodes of a tree that are compared with plain decoding
+    recurrent_rows: tuple[int, ...]  # over which recurrent layers are timed
     mixture: Mixture
     drafts: dict[str, LlamaConfig]  # by name; the published acceptance is that of the last one
     trees: tuple[int, ...]
@@ -40,12 +43,45 @@ def _llama(hidden: int, intermediate: int, heads: int, kv_heads: int, layers: in
     )
 
 
+def _families(hidden: int, intermediate: int, dim: int, rank: int, vocab: int) -> dict[str, PretrainedConfig]:
+    """Recurrent layers beside one with attention, and latent attention, with 8 heads of `dim`."""
+    common: dict[str, Any] = {
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_attention_heads": 8,
+        "num_hidden_layers": 4,
+        "vocab_size": vocab,
+        "max_position_embeddings": 4096,
+    }
+    recurrent = Qwen3_5TextConfig(
+        **common,
+        num_key_value_heads=2,
+        head_dim=dim,
+        linear_num_key_heads=4,
+        linear_num_value_heads=8,
+        linear_key_head_dim=dim,
+        linear_value_head_dim=dim,
+        layer_types=["linear_attention"] * 3 + ["full_attention"],
+    )
+    latent = MiniCPM3Config(
+        **common,
+        kv_lora_rank=rank,
+        q_lora_rank=rank,
+        qk_rope_head_dim=dim // 2,
+        qk_nope_head_dim=dim,
+        v_head_dim=dim,
+    )
+    return {"recurrent layers": recurrent, "latents": latent}
+
+
 REAL = Sizes(
     target=_llama(8192, 28672, 64, 8, 1, 128_256),
     max_layers=1000,
     max_resident=1000,
     small=_llama(1024, 2816, 16, 4, 6, 4096),
+    families=_families(1024, 2816, 128, 512, 4096),
     num_compared=40,
+    recurrent_rows=(64, 256),
     mixture=Mixture(layers=8, experts=64, chosen=8),
     drafts={"1B": _llama(2048, 8192, 32, 8, 16, 128_256), "8B": _llama(4096, 14336, 32, 8, 32, 128_256)},
     trees=(1, 256, 768, 64, 512),
@@ -61,7 +97,9 @@ MINIATURE = Sizes(
     max_layers=5,
     max_resident=2,
     small=_llama(*_TINY, 6, 256),
+    families=_families(64, 96, 16, 32, 256),
     num_compared=3,
+    recurrent_rows=(8,),
     mixture=Mixture(layers=7, experts=8, chosen=2),
     drafts={"tiny": _llama(*_TINY, 2, 256)},
     trees=(1, 8),

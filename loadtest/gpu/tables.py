@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-PARTS = ("unpacking", "contexts", "draft", "sweeps", "chosen", "memory")  # parts whose results are rows
+PARTS = ("unpacking", "contexts", "recurrence", "draft", "sweeps", "chosen", "memory")  # parts whose results are rows
 
 
 def table(report: Mapping[str, Any]) -> str:

@@ -28,6 +28,7 @@ FORMATS = (
     PackedFormat("int8", 8, -1),
     PackedFormat("fp8", 8, GROUP),
     PackedFormat("mxfp4", 4, 32),
+    PackedFormat("nvfp4", 4, 16),
     PackedFormat("Q4_K", 4, 256),
     PackedFormat("Q6_K", 6, 256),
     PackedFormat("Q8_0", 8, 32),

@@ -27,6 +27,7 @@ from loadtest.gpu.experts import experts
 from loadtest.gpu.layer_bits import layer_bits
 from loadtest.gpu.pipeline import pipeline
 from loadtest.gpu.random_models import Machine
+from loadtest.gpu.recurrence import recurrence
 from loadtest.gpu.second_gpu import second_gpu
 from loadtest.gpu.sizes import MINIATURE, REAL, Sizes
 from loadtest.gpu.supervised import READY, Keep, Part, say
@@ -34,6 +35,7 @@ from loadtest.gpu.target_sweeps import big_model, new_streams, release, write_bi
 from loadtest.gpu.unpacking import unpacking
 
 Found = dict[str, Any]
+MOST_COMPARED = 10  # nodes of a tree in each family
 
 
 @dataclass
@@ -72,6 +74,17 @@ class Ground:
 def _equality(ground: Ground) -> Any:
     sizes, folder = ground.sizes, ground.folder / "small"
     return gpu_parts.equality(ground.machine, sizes.small, sizes.num_compared, folder, new_streams)
+
+
+def _families(ground: Ground) -> list[Mapping[str, Any]]:
+    """As `_equality`, of models whose layers have other kernels."""
+    rows: list[Mapping[str, Any]] = []
+    for name, config in ground.sizes.families.items():
+        num_compared = min(ground.sizes.num_compared, MOST_COMPARED)
+        cases = gpu_parts.equality(ground.machine, config, num_compared, ground.folder / name, new_streams)
+        rows += [{"family": name, **case} for case in cases]
+        ground.tell(rows)
+    return rows
 
 
 def _second_gpu(ground: Ground) -> Any:
@@ -132,6 +145,8 @@ WORK: dict[Part, Callable[[Ground], Any]] = {
     Part("unpacking", 90): lambda ground: unpacking(ground.device, *ground.sizes.unpacked),
     Part("layer_bits", 45): lambda ground: layer_bits(ground.device, ground.sizes.matrices, ground.machine.rows),
     Part("equality", 90): _equality,
+    Part("families", 60): _families,
+    Part("recurrence", 30): lambda ground: recurrence(ground.device, ground.sizes.recurrent_rows),
     Part("draft", 100): _drafts,  # before the targets, whose trees are chosen by a draft's steps
     Part("target 4", 160): _big(4),
     Part("copying", 45): _copying,

@@ -14,10 +14,10 @@ from bough.config.processes import PlanConfig, parse
 from bough.errors import ConfigError
 from bough.model.checkpoint.tensor_source import FreshMemory
 from bough.model.packing.pack import pack
-from bough.model.quant.quantize import GROUP_SIZES
 from bough.model.quant.samples import PackedFormat
 from bough.model.sizes.hardware_probe import unpack_speed
 from bough.sizing.placement import Tier
+from loadtest.gpu.unpacking import FORMATS
 from tests.gpu.test_memory_on_a_gpu import AWQ, llama_70b
 
 CPU = torch.device("cpu")
@@ -88,17 +88,9 @@ def test_a_draft_that_cannot_stay_packed_is_refused(tmp_path: Path, folder: Path
 @pytest.mark.parametrize(
     "packing",
     [
-        PackedFormat("bough", 4, GROUP_SIZES[4]),
-        PackedFormat("bough", 8, GROUP_SIZES[8]),
-        PackedFormat("gptq", 4, 128),
+        *FORMATS,
         PackedFormat("gptq", 8, -1),
-        PackedFormat("gptq", 4, 64, is_ordered=False),
-        PackedFormat("awq", 4, 128),
-        PackedFormat("compressed-tensors", 4, 128),
         PackedFormat("compressed-tensors", 8, 64, is_ordered=False),
-        PackedFormat("int8", 8, -1),
-        PackedFormat("fp8", 8, 128),
-        PackedFormat("mxfp4", 4, 32),
     ],
     ids=str,
 )

@@ -75,6 +75,17 @@ def test_a_packed_sweep_waits_once_and_sends_nothing_within_a_layer(
     assert not seen.inside
 
 
+@pytest.mark.parametrize("kv_on_host", [False, True])
+def test_recurrent_layers_are_told_their_steps_once_and_take_them_in_a_launch(kv_on_host: bool, tmp_path: Path) -> None:
+    """Two trees, and the token that one session has accepted before: a launch each in each of three layers."""
+    folder = save_model(tmp_path / "model", FAMILIES["qwen3.5, recurrent layers"])
+    kv = torch.device("cpu") if kv_on_host else device()
+    seen, _ = counted(folder, Where(kv_on_host=kv_on_host), 64, kv)
+    assert len(seen.stops) == 1, seen.stops
+    assert seen.launches["take_steps"] == 3 * 3
+    assert len(seen.inside) == 3 * 3, "rows, their steps, what the convolution reads for each; in the first layer alone"
+
+
 @pytest.mark.parametrize("family", ["mixtral", "qwen2 moe, shared expert"])
 @pytest.mark.parametrize("elsewhere", [(), (1,)])
 @pytest.mark.parametrize("rows", [64, 16])

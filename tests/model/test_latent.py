@@ -7,11 +7,12 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, Ernie4_5_MoeConfig
 
-from bough.config.processes import DraftConfig, parse
+from bough.config.processes import DraftConfig, TargetConfig, parse
 from bough.model.checkpoint.checkpoint import Checkpoint
 from bough.model.kv.session_kv import KVShape, KVSlot
 from bough.model.loading.loading import build_skeleton
 from bough.model.sizes.draft_needs import draft_needs
+from bough.model.sizes.memory_budget import fixed_bytes
 from bough.trees.tree_plan import MAX_EXPANSIONS
 from tests.conftest import save_model
 from tests.fakes.gpu.device_sweeps import on_cpu
@@ -37,6 +38,16 @@ def test_a_draft_s_memory_counts_latents(tmp_path: Path) -> None:
     folder = save_model(tmp_path / "model", V3)
     needs = draft_needs(parse(DraftConfig, "d", ["--model", str(folder), "--dtype", "float32"], {}))
     assert needs.session == (256 + MAX_EXPANSIONS) * KVShape.of(V3, torch.float32).row_bytes
+
+
+def test_a_cpu_s_memory_counts_scores_of_all_heads() -> None:
+    """Of a tile of 16 rows in each thread: 8 KB for each key that a session may have."""
+    config = AutoConfig.for_model("deepseek_v3", max_position_embeddings=163_840)
+    flags = "--max-context 20000 --max-nodes 480 --kv-memory 4GB --threads 4"
+    settings, shape = parse(TargetConfig, "t", ["--model", "m", *flags.split()], {}), KVShape.of(config, torch.bfloat16)
+    on_gpu, on_cpu = (fixed_bytes(settings, is_gpu, config, shape, 0, 0).activations for is_gpu in (True, False))
+    scores = 4 * 16 * 128 * 20480 * 4
+    assert scores < on_cpu - on_gpu < 1.1 * scores
 
 
 def test_fp8_as_deepseek_publishes_it(tmp_path: Path) -> None:

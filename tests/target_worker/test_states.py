@@ -14,12 +14,10 @@ from bough.errors import ConfigError, Exhausted, StreamError
 from bough.model.architecture import gated_delta
 from bough.model.architecture.gated_delta import run_steps
 from bough.model.batch.batch import Batch, Segment
-from bough.model.checkpoint.checkpoint import Checkpoint
 from bough.model.kv.kv_arena import KVArena
 from bough.model.kv.states import LayerState
 from bough.model.sizes.target_limits import TargetLimits
 from bough.trees.tree import Tree
-from draft_worker.model.sources import load_draft
 from target_worker.kv.session_slot import SessionSlot, Text
 from target_worker.kv.slot_pool import SlotPool
 from target_worker.sweep.streamed_model import StreamedModel
@@ -29,7 +27,7 @@ from tests.fakes.target import Clock
 from tests.model.test_reproducible import FAMILIES
 
 PROMPT = [(7 * i) % 250 for i in range(70)]  # two whole blocks and a bit
-NUM_SLOTS = 2
+NUM_ROWS, NUM_SLOTS = 800, 2
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +44,7 @@ def model(hybrid: Path) -> Iterator[StreamedModel]:
 @pytest.fixture
 def pool(model: StreamedModel) -> SlotPool:
     shape = model.skeleton.kv_shape()
-    return SlotPool(KVArena(shape, shape.empty(800, CPU), most_slots=NUM_SLOTS), 10.0, Clock())
+    return SlotPool(KVArena(shape, shape.empty(NUM_ROWS, CPU), most_slots=NUM_SLOTS), 10.0, Clock())
 
 
 def say(model: StreamedModel, pool: SlotPool, name: str, tokens: list[int], tree: Tree) -> torch.Tensor:
@@ -94,6 +92,18 @@ def test_a_text_that_goes_back_continues_from_a_snapshot(model: StreamedModel, p
     assert torch.equal(say(model, pool, "a", other, Tree.root(4))[0], afresh(model, other, 4))
     assert lease(pool, "a", [1, *PROMPT]).slot.length == 0
     assert torch.equal(say(model, pool, "a", [1, 2], Tree.root(4))[0], afresh(model, [1, 2], 4))
+
+
+def test_states_go_on_and_back_while_keys_and_values_come_from_the_host(
+    hybrid: Path, model: StreamedModel, pool: SlotPool
+) -> None:
+    """Bits are those of a model that has them in place."""
+    with streamed(hybrid, torch.bfloat16, rows=32, staged_rows=NUM_ROWS) as copied:
+        say(copied, pool, "a", PROMPT, FORKED)
+        pool.commit(lease(pool, "a", PROMPT), [70, 71, 73], [9, 8, 6])
+        for text, num_kept in (([*PROMPT, 9, 8, 6], 73), ([*PROMPT[:66], 1], 64)):
+            assert lease(pool, "a", text).slot.length == num_kept
+            assert torch.equal(say(copied, pool, "a", text, Tree.root(3))[0], afresh(model, text, 3))
 
 
 def test_a_prefix_is_shared_where_there_is_a_snapshot_and_the_second_session_leaves_one(
@@ -196,8 +206,3 @@ def test_memory_is_divided_between_rows_and_states() -> None:
     assert limits.num_rows(10, 20_000, 3000) == 500
     with pytest.raises(ConfigError, match="--kv-memory: must be at least 7000 bytes"):
         limits.num_rows(10, 6_999, 3000)
-
-
-def test_a_draft_with_recurrent_layers_is_refused_by_name(hybrid: Path) -> None:
-    with pytest.raises(ConfigError, match=r"--draft: must be a model without recurrent layers, got .*qwen3_5_text"):
-        load_draft(Checkpoint.open(hybrid), (), "bfloat16", CPU)

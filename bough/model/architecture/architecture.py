@@ -21,7 +21,7 @@ from bough.model.architecture.latent import keep_compressed, why_not_compressed
 from bough.model.checkpoint.gguf_config import FACTORS, gguf_config
 from bough.model.checkpoint.gguf_file import is_gguf
 from bough.model.kv.session_kv import KVShape
-from bough.model.kv.states import RECURRENT
+from bough.model.kv.state_shape import RECURRENT
 
 ATTENTIONS = {"full_attention", "sliding_attention"}  # layer types in configurations that can run
 PER_LAYER = ("layer_types", "mlp_layer_types", "no_rope_layers")  # lists in configurations with an entry for each layer

@@ -14,9 +14,11 @@ from torch import nn
 from torch.nn.functional import pad, silu, softplus
 
 from bough.model.batch.batch import BatchPart, Chunk
-from bough.model.batch.state_steps import COMMITTED, Indices, StateSteps, chain_steps
+from bough.model.batch.state_steps import COMMITTED, StateSteps
 from bough.model.cpu.delta_rule import EPSILON, run_on_cpu
-from bough.model.kv.states import RECURRENT, UNUSABLE, LayerState, StateRows, StateShape
+from bough.model.gpu.kernels import kernels_on
+from bough.model.kv.state_shape import RECURRENT, StateShape
+from bough.model.kv.states import UNUSABLE, LayerState, StateRows
 
 MODEL_TYPES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")  # whose recurrent layers are of this kind
 ROW_STEP = 4  # the convolution's rows are padded to multiples, as torch must split them into whole vectors
@@ -70,7 +72,7 @@ def _forward(module: Any, hidden_states: torch.Tensor, chunk: Chunk, **_unused: 
         if piece.is_tree:
             out[piece.span] = _along_tree(module, state, piece, own)
         else:
-            out[piece.span] = _along_text(module, state, int(piece.lengths[0]) - 1, own, sorted(states.wanted))
+            out[piece.span] = _along_text(module, state, piece, own, sorted(states.wanted))
     normed = module.norm(out.reshape(-1, module.head_v_dim), gate.reshape(-1, module.head_v_dim))
     result: torch.Tensor = module.out_proj(normed.reshape(1, len(out), -1))
     return result
@@ -91,24 +93,26 @@ def _projected(module: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return inputs, gate, beta.sigmoid().float(), decay
 
 
-def _along_text(module: Any, state: LayerState, begin: int, rows: StateRows, snapshots: list[int]) -> torch.Tensor:
-    """Outputs of rows of the text from position `begin` on; the state is then after the last of them."""
-    outs, done, num_rows = [], 0, len(rows.decay)
+def _along_text(
+    module: Any, state: LayerState, piece: BatchPart, rows: StateRows, snapshots: list[int]
+) -> torch.Tensor:
+    """Outputs of rows of the text, which are a piece; the state is then after the last of them."""
+    outs, done, num_rows, begin = [], 0, len(rows.decay), int(piece.lengths[0]) - 1
     for end in sorted({*(at - begin for at in snapshots if begin < at <= begin + num_rows), num_rows}):
-        outs.append(_advance(module, state, begin + done, rows.select(slice(done, end))))
+        outs.append(_advance(module, state, piece, begin + done, rows.select(slice(done, end))))
         done = end
         if state.length in snapshots:
             state.snap()
     return torch.cat(outs)
 
 
-def _advance(module: Any, state: LayerState, begin: int, rows: StateRows) -> torch.Tensor:
-    """Advance the state over the rows kept of accepted tokens up to position `begin`, and then over these rows."""
+def _advance(module: Any, state: LayerState, piece: BatchPart, begin: int, rows: StateRows) -> torch.Tensor:
+    """Advance the state over rows kept of accepted tokens up to position `begin`, and then over these of a piece."""
     num_kept, length = begin - state.length, begin + len(rows.decay)
     rows = state.kept.select(slice(num_kept)).followed_by(rows)
-    steps = chain_steps(len(rows.decay), len(state.window))
+    steps = piece.chain_steps(len(rows.decay), len(state.window))
     state.length = UNUSABLE  # if this fails midway
-    out = _run(module, state, rows, steps, num_kept)
+    out = _run(module, state, rows, steps, len(rows.decay) - num_kept)
     state.window = torch.cat((state.window, rows.inputs))[len(rows.decay) :].clone()  # without the memory of the others
     state.length, state.kept = length, state.no_rows()
     return out
@@ -117,20 +121,24 @@ def _advance(module: Any, state: LayerState, begin: int, rows: StateRows) -> tor
 def _along_tree(module: Any, state: LayerState, piece: BatchPart, rows: StateRows) -> torch.Tensor:
     """Outputs of a tree's rows, which are kept; the state advances to the tree's root only."""
     if state.length < piece.base:
-        _advance(module, state, piece.base, rows.select(slice(0, 0)))
-    num_before = int(piece.rows[0]) - piece.base  # nodes that an earlier chunk of the same sweep had
+        nodes = state.kept.select(slice(piece.base - state.length, None))
+        _advance(module, state, piece, piece.base, rows.select(slice(0, 0)))
+        state.kept = nodes
+    num_before = int(piece.rows[0]) - piece.base  # nodes of an earlier chunk of the same sweep, or of a draft's steps
     state.kept = state.kept.select(slice(num_before)).followed_by(rows)
-    return _run(module, state, state.kept, piece.state_steps(len(state.window)), num_before)
+    return _run(module, state, state.kept, piece.tree_steps(len(state.window)), len(rows.decay))
 
 
-def _run(module: Any, state: LayerState, rows: StateRows, steps: StateSteps, begin: int) -> torch.Tensor:
-    """Outputs (num_rows, num_heads, value_dim) of the rows from `begin` on."""
-    qkv = _convolved(module, torch.cat((state.window, rows.inputs)), steps.windows.to(rows.inputs.device))
+def _run(module: Any, state: LayerState, rows: StateRows, steps: StateSteps, num_new: int) -> torch.Tensor:
+    """Outputs (num_new, num_heads, value_dim) of the last rows."""
+    there = steps.on(rows.inputs.device)
+    qkv = _convolved(module, torch.cat((state.window, rows.inputs)), there.windows)
     states = state.memory[:, None]
     if steps.num_places > 1:
         states = state.memory.new_empty(len(state.memory), steps.num_places, *state.memory.shape[1:])
         states[:, COMMITTED] = state.memory
-    out = run_steps(qkv, rows.decay, rows.beta, steps.steps, states, module.num_k_heads, begin)
+    decay, beta, begin = rows.decay[there.rows], rows.beta[there.rows], len(steps.rows) - num_new
+    out = run_steps(qkv, decay, beta, steps, states, module.num_k_heads, begin)
     return out.to(rows.inputs.dtype)
 
 
@@ -138,9 +146,10 @@ def _convolved(module: Any, inputs: torch.Tensor, windows: torch.Tensor) -> torc
     """The convolution at each window, and its activation: (num_windows, num_inputs) float32."""
     weights = module.conv1d.weight[:, 0].float().t()
     windows = pad(windows, (0, 0, 0, -len(windows) % ROW_STEP))
-    total = inputs[windows[:, 0]].float() * weights[0]
+    products = inputs[windows].float().mul_(weights)
+    total = products[:, 0]
     for place in range(1, len(weights)):
-        total = total + inputs[windows[:, place]].float() * weights[place]
+        total = total + products[:, place]
     return silu(total.to(inputs.dtype)).float()
 
 
@@ -148,7 +157,7 @@ def run_steps(
     qkv: torch.Tensor,
     decay: torch.Tensor,
     beta: torch.Tensor,
-    steps: Indices,
+    steps: StateSteps,
     states: torch.Tensor,
     num_key_heads: int,
     begin: int,
@@ -159,7 +168,9 @@ def run_steps(
     beta (num_rows, num_heads); states (num_heads, num_places, key_dim, value_dim), which the steps read and write.
     """
     if qkv.device.type == "cpu":
-        return run_on_cpu(qkv[: len(decay)], decay, beta, steps, states, num_key_heads, begin)
+        return run_on_cpu(qkv[: len(decay)], decay, beta, steps.steps, states, num_key_heads, begin)
+    if kernels := kernels_on(qkv.device):
+        return kernels.take_steps(qkv, decay, beta, steps.on(qkv.device).table, states, num_key_heads, begin)
     return run_on_device(qkv, decay, beta, steps, states, num_key_heads, begin)
 
 
@@ -167,15 +178,15 @@ def run_on_device(
     qkv: torch.Tensor,
     decay: torch.Tensor,
     beta: torch.Tensor,
-    steps: Indices,
+    steps: StateSteps,
     states: torch.Tensor,
     num_key_heads: int,
     begin: int,
 ) -> torch.Tensor:
-    """As `run_steps` on any device: each step by operations of the same sizes, so that all round alike."""
+    """As `run_steps` by torch on any device: each step by operations of the same sizes, so that all round alike."""
     num_heads, _, key_dim, value_dim = states.shape
     out = qkv.new_empty(len(decay) - begin, num_heads, value_dim)
-    for row, before, after in steps.tolist():
+    for row, before, after in steps.steps.tolist():
         heads = torch.split(qkv[row], [num_key_heads * key_dim, num_key_heads * key_dim, num_heads * value_dim])
         queries, keys = (
             _normed(numbers.view(num_key_heads, key_dim)).repeat_interleave(num_heads // num_key_heads, 0)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from bough.model.batch.gpu_paths import IntArray, PathArrays, Paths
 from bough.model.batch.path_spans import PathSpans
-from bough.model.batch.state_steps import StateSteps, tree_steps
+from bough.model.batch.state_steps import StateSteps, chain_steps, tree_steps
 from bough.model.kv.segment import Segment
 from bough.model.kv.session_kv import KVSlot
 from bough.sizing.row_counts import RowCounts
@@ -33,18 +33,25 @@ class BatchPart:
         self.base = segment.base
         self.tail = np.ascontiguousarray(segment.tail)
         self.lengths = segment.positions + np.int32(1)  # number of keys on each row's path
-        self._state_steps: StateSteps | None = None
+        self._tree_steps: StateSteps | None = None
+        self._chain_steps: dict[int, StateSteps] = {}  # by number of rows
 
     @property
     def is_tree(self) -> bool:
         """Whether the rows are nodes of a tree, not of a text."""
         return bool(self.tail.shape[1])
 
-    def state_steps(self, width: int) -> StateSteps:
+    def tree_steps(self, width: int) -> StateSteps:
         """Steps of recurrent layers along the tree; the same for all layers, whose convolutions are equally wide."""
-        if self._state_steps is None:
-            self._state_steps = tree_steps(self, width)
-        return self._state_steps
+        if self._tree_steps is None:
+            self._tree_steps = tree_steps(self, width)
+        return self._tree_steps
+
+    def chain_steps(self, num_rows: int, width: int) -> StateSteps:
+        """Steps over rows that follow one another: some of the piece's, after some that were accepted before."""
+        if num_rows not in self._chain_steps:
+            self._chain_steps[num_rows] = chain_steps(num_rows, width)
+        return self._chain_steps[num_rows]
 
 
 @dataclass(frozen=True)

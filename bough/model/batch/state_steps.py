@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -15,34 +16,63 @@ Indices = NDArray[np.int64]
 COMMITTED = 0  # place of the session's own state
 
 
-class StateSteps(NamedTuple):
-    """Steps of the recurrence over rows, and what the convolution reads for each."""
+class DeviceSteps(NamedTuple):
+    """Steps and windows on a device."""
 
-    steps: Indices  # (num_steps, 3) row; place of the state before it; place of the state after it
+    rows: torch.Tensor
+    table: torch.Tensor  # (num_steps, 5) int32: as `steps`, and whether the state is read, and written, in its place
+    windows: torch.Tensor
+
+
+@dataclass(frozen=True)
+class StateSteps:
+    """Steps of the recurrence over some of the rows kept, and what the convolution reads for each."""
+
+    rows: torch.Tensor  # (num_rows,) these rows, ascending
+    steps: Indices  # (num_rows, 3) number among these; place of the state before it; place of the state after it
     num_places: int
-    windows: torch.Tensor  # (num_rows, width + 1) of the last `width` inputs before the rows, followed by the rows'
+    windows: torch.Tensor  # (num_rows, width + 1) of the last `width` inputs before all rows kept, followed by theirs
+    _on: dict[torch.device, DeviceSteps] = field(default_factory=dict, repr=False)
+
+    def on(self, device: torch.device) -> DeviceSteps:
+        """What a device needs to take the steps; sent there once for all layers."""
+        if device not in self._on:
+            parts = self.rows, torch.from_numpy(self._table()), self.windows
+            self._on[device] = DeviceSteps(*(part.to(device) for part in parts))
+        return self._on[device]
+
+    def _table(self) -> NDArray[np.int32]:
+        """Steps with their transfers: the state at hand is that after the last step, unless it is read."""
+        _, before, after = self.steps.T
+        follows = before[1:] == after[:-1]
+        is_read = np.concatenate(([True], ~follows))[: len(before)]
+        goes_on = np.concatenate((follows & (after[1:] == after[:-1]), [False]))[: len(before)]  # in the same place
+        return np.column_stack((self.steps, is_read, ~goes_on)).astype(np.int32)
 
 
 def chain_steps(num_rows: int, width: int) -> StateSteps:
     """Rows that follow one another, after which the session's own state is that of the last."""
     steps = np.zeros((num_rows, 3), np.int64)
     steps[:, 0] = np.arange(num_rows)
-    return StateSteps(steps, 1, torch.arange(num_rows)[:, None] + torch.arange(width + 1))
+    rows = torch.arange(num_rows)
+    return StateSteps(rows, steps, 1, rows[:, None] + torch.arange(width + 1))
 
 
 def tree_steps(piece: BatchPart, width: int) -> StateSteps:
-    """The nodes of a tree up to the last one of a piece, which leave the session's own state as it is.
+    """The nodes on the paths of a piece of a tree, which leave the session's own state as it is.
 
-    Nodes before the piece are passed again where its paths go through them.
+    Those before the piece are passed again.
     """
-    parents = _parents(piece)
-    windows = np.zeros((int(piece.rows[-1]) - piece.base + 1, width + 1), np.int64)
-    windows[0] = np.arange(width + 1)
-    for node, parent in parents.items():
-        if node:
-            windows[node, :-1], windows[node, -1] = windows[parent, 1:], width + node
+    nodes = _parents(piece)
+    number = {node: place for place, node in enumerate(nodes)}
+    parents = {number[node]: number.get(parent, -1) for node, parent in nodes.items()}
+    windows = np.empty((len(nodes), width + 1), np.int64)
+    for node, place in number.items():
+        windows[place, :-1] = windows[parents[place], 1:] if place else np.arange(width)
+        windows[place, -1] = width + node
     steps, num_places = _steps(parents)
-    return StateSteps(np.array(steps, np.int64), num_places, torch.from_numpy(windows))
+    rows = torch.tensor([*nodes])
+    return StateSteps(rows, np.array(steps, np.int64), num_places, torch.from_numpy(windows))
 
 
 def _parents(piece: BatchPart) -> dict[int, int]:

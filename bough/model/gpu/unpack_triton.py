@@ -17,22 +17,21 @@ from bough.model.gpu.number_formats_triton import from_e2m1, from_e4m3, from_e8m
 NUM_WARPS = 4
 TILE_BYTES = 4096  # packed bytes of a tile in bough's format
 TILE_ROWS, TILE_COLUMNS = 32, 128  # inputs (at most) and outputs of a tile in GPTQ's and AWQ's formats; else reversed
-LEAST_COLUMNS = 32  # inputs of a tile within one group, below which each input's group is looked up
-NIBBLES = 8  # 4-bit values in a word
+LEAST_COLUMNS = 32  # inputs of a tile within one group, below which each input's own scale is read
 KINDS = {torch.int32: "UNSIGNED", torch.int8: "SIGNED", torch.float8_e4m3fn: "E4M3", torch.uint8: "E2M1"}
 
 
 @triton.jit
-def unpack_own(  # type: ignore[no-untyped-def]
-    packed,  # (num_groups, HALF) uint8, or int8 with IS_WHOLE: groups of all rows, one after another
-    scales,  # (num_groups,) float16, in 4 bits followed by as many offsets
-    out,  # (num_groups, group size)
-    num_groups,
+def unpack_own(
+    packed: tl.tensor,  # (num_groups, HALF) uint8, or int8 with IS_WHOLE: groups of all rows, one after another
+    scales: tl.tensor,  # (num_groups,) float16, in 4 bits followed by as many offsets
+    out: tl.tensor,  # (num_groups, group size)
+    num_groups: tl.tensor,
     HALF: tl.constexpr,  # bytes in a group
     IS_WHOLE: tl.constexpr,  # a byte is one number, and there are no offsets
     IS_BF16: tl.constexpr,
     TILE: tl.constexpr,
-):
+) -> None:
     groups = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     columns, is_there = tl.arange(0, HALF), groups < num_groups
     scale = tl.load(scales + groups, mask=is_there, other=0.0).to(tl.float32)[:, None]
@@ -50,7 +49,7 @@ def unpack_own(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _spread(words, PER_WORD: tl.constexpr):  # type: ignore[no-untyped-def]
+def _spread(words: tl.tensor, PER_WORD: tl.constexpr) -> tl.tensor:
     """Repeat every column PER_WORD times, side by side."""
     words = tl.interleave(words, words)
     words = tl.interleave(words, words)
@@ -60,23 +59,24 @@ def _spread(words, PER_WORD: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def unpack_down(  # type: ignore[no-untyped-def]
-    words,  # (num_inputs / PER_WORD, num_outputs) int32
-    zeros,  # (num_groups, num_outputs / PER_WORD) int32
-    scales,  # (num_groups, num_outputs) float16
-    group_of,  # (num_inputs,) int32; unused with IS_ORDERED
-    out,  # (num_inputs, num_outputs)
-    num_inputs,
-    num_outputs,
-    group_size,  # used with IS_ORDERED
-    zero_offset,
-    num_groups,
+def unpack_down(
+    words: tl.tensor,  # (num_inputs / PER_WORD, num_outputs) int32
+    zeros: tl.tensor,  # (num_groups, num_outputs / PER_WORD) int32
+    scales: tl.tensor,  # (num_groups, num_outputs) float16
+    group_of: tl.tensor,  # (num_inputs,) int32; used with HAS_ORDER
+    out: tl.tensor,  # (num_inputs, num_outputs)
+    num_inputs: tl.tensor,
+    num_outputs: tl.tensor,
+    group_size: tl.tensor,  # used without HAS_ORDER
+    zero_offset: tl.tensor,
+    num_groups: tl.tensor,
     BITS: tl.constexpr,
     IS_ORDERED: tl.constexpr,  # all inputs of a tile are in the same group
+    HAS_ORDER: tl.constexpr,  # groups are not consecutive inputs
     ROWS: tl.constexpr,  # rows of words
     COLUMNS: tl.constexpr,
     IS_BF16: tl.constexpr,
-):
+) -> None:
     PER_WORD: tl.constexpr = 32 // BITS
     MASK: tl.constexpr = (1 << BITS) - 1
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -94,7 +94,7 @@ def unpack_down(  # type: ignore[no-untyped-def]
     for i in tl.static_range(PER_WORD):
         inputs = (rows * PER_WORD + i).to(tl.int64)
         if not IS_ORDERED:
-            groups = tl.load(group_of + inputs, mask=is_row, other=0)
+            groups = tl.load(group_of + inputs, mask=is_row, other=0) if HAS_ORDER else inputs // group_size
             groups = tl.minimum(tl.maximum(groups, 0), num_groups - 1)  # an invalid group must not read out of bounds
             groups = groups.to(tl.int64)
             scale = tl.load(scales + groups[:, None] * num_outputs + columns[None, :], mask=is_in, other=0.0)
@@ -108,18 +108,18 @@ def unpack_down(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def unpack_across(  # type: ignore[no-untyped-def]
-    words,  # (num_inputs, num_outputs / 8) int32
-    zeros,  # (num_groups, num_outputs / 8) int32
-    scales,  # (num_groups, num_outputs) float16
-    out,  # (num_inputs, num_outputs)
-    num_inputs,
-    num_outputs,
-    group_size,  # a multiple of ROWS
+def unpack_across(
+    words: tl.tensor,  # (num_inputs, num_outputs / 8) int32
+    zeros: tl.tensor,  # (num_groups, num_outputs / 8) int32
+    scales: tl.tensor,  # (num_groups, num_outputs) float16
+    out: tl.tensor,  # (num_inputs, num_outputs)
+    num_inputs: tl.tensor,
+    num_outputs: tl.tensor,
+    group_size: tl.tensor,  # a multiple of ROWS
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     IS_BF16: tl.constexpr,
-):
+) -> None:
     rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     word_columns = tl.program_id(1) * (COLUMNS // 8) + tl.arange(0, COLUMNS // 8)
@@ -139,25 +139,26 @@ def unpack_across(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def unpack_along(  # type: ignore[no-untyped-def]
-    numbers,  # (num_outputs, num_inputs * BITS / 8) uint8
-    zeros,  # (num_outputs / (32 / BITS), rounded up, num_groups) int32; unused without HAS_ZEROS
-    scales,  # (num_outputs / height, rounded up, num_groups); uint8 are powers of two
-    group_of,  # (num_inputs,) int32; unused with IS_ORDERED
-    out,  # (num_outputs, num_inputs)
-    num_outputs,
-    num_inputs,
-    num_groups,
-    height,  # outputs that share a scale
-    group_size,  # used with IS_ORDERED
+def unpack_along(
+    numbers: tl.tensor,  # (num_outputs, num_inputs * BITS / 8) uint8
+    zeros: tl.tensor,  # (num_outputs / (32 / BITS), rounded up, num_groups) int32; unused without HAS_ZEROS
+    scales: tl.tensor,  # (num_outputs / height, rounded up, num_groups); uint8 are powers of two
+    group_of: tl.tensor,  # (num_inputs,) int32; used with HAS_ORDER
+    out: tl.tensor,  # (num_outputs, num_inputs)
+    num_outputs: tl.tensor,
+    num_inputs: tl.tensor,
+    num_groups: tl.tensor,
+    height: tl.tensor,  # outputs that share a scale
+    group_size: tl.tensor,  # used without HAS_ORDER
     BITS: tl.constexpr,
     KIND: tl.constexpr,  # UNSIGNED, SIGNED, E4M3 or E2M1
     HAS_ZEROS: tl.constexpr,
     IS_ORDERED: tl.constexpr,  # all inputs of a tile are in the same group
+    HAS_ORDER: tl.constexpr,  # groups are not consecutive inputs
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     IS_BF16: tl.constexpr,
-):
+) -> None:
     PER_BYTE: tl.constexpr = 8 // BITS
     PER_WORD: tl.constexpr = 32 // BITS
     MASK: tl.constexpr = (1 << BITS) - 1
@@ -171,7 +172,8 @@ def unpack_along(  # type: ignore[no-untyped-def]
     if IS_ORDERED:
         group, is_in = tl.program_id(1) * COLUMNS // group_size, is_row
     else:
-        group, is_in = tl.load(group_of + columns, mask=is_column, other=0), is_row & is_column
+        is_in = is_row & is_column
+        group = tl.load(group_of + columns, mask=is_column, other=0) if HAS_ORDER else columns // group_size
         group = tl.minimum(tl.maximum(group, 0), num_groups - 1)  # an invalid group must not read out of bounds
     scale = tl.load(scales + rows // height * num_groups + group, mask=is_in, other=0)
     scale = from_e8m0(scale) if scales.dtype.element_ty == tl.uint8 else scale.to(tl.float32)
@@ -219,15 +221,15 @@ def write_down(
     """
     num_inputs, num_outputs = out.shape
     group_size, per_word = num_inputs // len(scales), 32 // bits
-    rows = (_tile_rows(group_size) if groups is None else TILE_ROWS) // per_word
-    is_ordered = groups is None and rows > 0  # a tile must hold whole words
-    if groups is None:
-        groups = words if is_ordered else torch.arange(num_inputs, device=out.device).int() // group_size
+    has_order = groups is not None
+    rows = (TILE_ROWS if has_order else _tile_rows(group_size)) // per_word
+    is_ordered = not has_order and rows > 0  # a tile must hold whole words
     rows = max(rows, 1)
     grid = (triton.cdiv(num_inputs // per_word, rows), triton.cdiv(num_outputs, TILE_COLUMNS))
     numbers = num_inputs, num_outputs, group_size, zero_offset, len(scales)
-    constants = {"BITS": bits, "IS_ORDERED": is_ordered, "ROWS": rows, "COLUMNS": TILE_COLUMNS}
-    unpack_down[grid](words, zeros, scales, groups, bits_of(out), *numbers, **constants, **options(out))
+    constants = {"BITS": bits, "IS_ORDERED": is_ordered, "HAS_ORDER": has_order, "ROWS": rows, "COLUMNS": TILE_COLUMNS}
+    order = words if groups is None else groups
+    unpack_down[grid](words, zeros, scales, order, bits_of(out), *numbers, **constants, **options(out))
 
 
 def write_across(words: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
@@ -264,15 +266,12 @@ def write_along(
     scales = scales.view(torch.uint8) if scales.dtype == torch.float8_e8m0fnu else scales
     columns = TILE_COLUMNS if scales.shape[1] == 1 else min(TILE_COLUMNS, group_size & -group_size)
     is_ordered = groups is None and columns >= LEAST_COLUMNS
-    packed = numbers.view(torch.uint8)
-    if not is_ordered:
-        columns = TILE_COLUMNS
-        groups = torch.arange(num_inputs, device=out.device).int() // group_size if groups is None else groups
+    packed, columns = numbers.view(torch.uint8), columns if is_ordered else TILE_COLUMNS
     grid = (triton.cdiv(num_outputs, TILE_ROWS), triton.cdiv(num_inputs, columns))
     constants = {"BITS": bits, "KIND": kind, "HAS_ZEROS": zeros is not None, "IS_ORDERED": is_ordered}
-    constants |= {"ROWS": TILE_ROWS, "COLUMNS": columns}
+    constants |= {"HAS_ORDER": groups is not None, "ROWS": TILE_ROWS, "COLUMNS": columns}
     numbers_ = num_outputs, num_inputs, scales.shape[1], height, group_size
-    others = packed if zeros is None else zeros, scales, packed if is_ordered else groups
+    others = packed if zeros is None else zeros, scales, packed if groups is None else groups
     unpack_along[grid](packed, *others, bits_of(out), *numbers_, **constants, **options(out))
 
 

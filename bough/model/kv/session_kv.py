@@ -11,7 +11,8 @@ import torch
 from transformers import PretrainedConfig
 
 from bough.model.kv.slot import Slot
-from bough.model.kv.states import SessionStates, StateShape
+from bough.model.kv.state_shape import GROWN_ROWS, PATH_ROWS, StateShape
+from bough.model.kv.states import SessionStates
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +40,13 @@ class KVShape:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of a session beside its rows, however long it is."""
-        return self.states.session_bytes if self.states else 0
+        """Bytes of a target's session beside its rows, however long it is."""
+        return self.states.session_bytes(PATH_ROWS) if self.states else 0
+
+    @property
+    def growing_bytes(self) -> int:
+        """Bytes of a draft's session beside its rows."""
+        return self.states.session_bytes(GROWN_ROWS) if self.states else 0
 
     @property
     def row_bytes(self) -> int:

@@ -7,7 +7,6 @@ that there are snapshots after some of the text's whole blocks.
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,56 +16,10 @@ from typing import NamedTuple, TypeVar
 import torch
 from transformers import PretrainedConfig
 
+from bough.model.kv.state_shape import RECURRENT, SNAPSHOTS, StateShape
+
 Value = TypeVar("Value")
-RECURRENT = "linear_attention"  # layer type in configurations
-SNAPSHOTS = 2  # of a session: where its text left that of another session, and before its last answer
-PATH_ROWS = 64  # accepted rows for which memory is counted; a session's trees are seldom deeper
-FLOAT32_BYTES = 4
 UNUSABLE = sys.maxsize  # length of a state that a step left midway: beyond any text
-
-
-@dataclass(frozen=True, slots=True)
-class StateShape:
-    """Sizes of the recurrent layers of a model."""
-
-    num_layers: int
-    num_key_heads: int
-    num_heads: int  # of values; each key head serves as many of them
-    key_dim: int
-    value_dim: int
-    window: int  # inputs that the convolution reads besides a row's own
-    dtype: torch.dtype  # of these inputs; states are float32
-
-    @classmethod
-    def of(cls, config: PretrainedConfig, dtype: torch.dtype) -> StateShape | None:
-        """The shape for a configuration; None if no layer is recurrent."""
-        num_layers = list(getattr(config, "layer_types", None) or ()).count(RECURRENT)
-        if not num_layers or not hasattr(config, "linear_conv_kernel_dim"):
-            return None
-        heads = int(config.linear_num_key_heads), int(config.linear_num_value_heads)
-        dims = int(config.linear_key_head_dim), int(config.linear_value_head_dim)
-        return cls(num_layers, *heads, *dims, int(config.linear_conv_kernel_dim) - 1, dtype)
-
-    @property
-    def num_inputs(self) -> int:
-        """Numbers of a row that the convolution reads: queries, keys and values."""
-        return 2 * self.num_key_heads * self.key_dim + self.num_heads * self.value_dim
-
-    @property
-    def size(self) -> tuple[int, int, int]:
-        """Shape of a layer's state."""
-        return self.num_heads, self.key_dim, self.value_dim
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes kept of a tree's row in all layers."""
-        return self.num_layers * (self.num_inputs * self.dtype.itemsize + 2 * self.num_heads * FLOAT32_BYTES)
-
-    @property
-    def session_bytes(self) -> int:
-        """Bytes of a session: its states, their snapshots, and the rows of an accepted path."""
-        state = math.prod(self.size) * FLOAT32_BYTES + self.window * self.num_inputs * self.dtype.itemsize
-        return (1 + SNAPSHOTS) * self.num_layers * state + PATH_ROWS * self.row_bytes
 
 
 def kv_places(config: PretrainedConfig) -> list[int]:
@@ -190,10 +143,11 @@ class SessionStates:
         self._layers = {index: layer.copy(length) for index, layer in source._layers.items()}
 
     def commit(self, rows: Sequence[int]) -> None:
-        """Of a tree's rows, keep only those of an accepted path."""
+        """Of a tree's rows, keep only these: those of an accepted path, and those of nodes below it in a draft's."""
         for layer in self._layers.values():
             if rows and rows[0] >= layer.length:
-                path = torch.tensor(rows, device=layer.memory.device) - layer.length
+                before = range(layer.length, rows[0])  # of earlier paths, since which no step has advanced the state
+                path = torch.tensor([*before, *rows], device=layer.memory.device) - layer.length
                 layer.kept = layer.kept.select(path)
 
     @property

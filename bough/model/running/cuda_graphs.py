@@ -150,8 +150,11 @@ def graphed_steps(skeleton: Skeleton, memory: KVMemory, device: torch.device, ca
     """Capture a model's steps; None, with a warning, if that is not possible.
 
     A mixture's are not tried: its host waits for each router, and after a capture that failed torch's allocator may
-    behave as if it went on.
+    behave as if it went on. Nor are a hybrid model's, whose recurrent layers take as many steps as paths have nodes.
     """
+    if skeleton.kv_shape().states is not None:
+        logger.info("draft steps are launched kernel by kernel: recurrent layers take other steps with every tree")
+        return None
     if any(map(has_own_products, skeleton.model.modules())):
         logger.info("draft steps are launched kernel by kernel: a mixture's experts wait for its routers")
         return None

@@ -6,7 +6,8 @@ import json
 import math
 import re
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 from bough.config.cache_paths import EXPANSION_NAME
 from bough.config.processes import DraftConfig
@@ -14,6 +15,7 @@ from bough.errors import CheckpointError
 from bough.model.checkpoint.checkpoint import Checkpoint, TensorPlace
 from bough.model.checkpoint.gguf_config import gguf_config
 from bough.model.checkpoint.gguf_file import BLOCKS, is_gguf
+from bough.model.kv.state_shape import GROWN_ROWS, RECURRENT, StateShape
 from bough.processes.memory_division import DraftNeeds
 from bough.trees.tree_plan import MAX_EXPANSIONS
 
@@ -55,9 +57,24 @@ def draft_needs(config: DraftConfig) -> DraftNeeds:
     width = 2 * int(text.get("num_key_value_heads") or heads) * head_dim
     if rank := text.get("kv_lora_rank"):
         width = int(rank) + int(text.get("qk_rope_head_dim") or 0)
-    row_bytes = len(kept) * width * size
+    states = _states(text, kept, size, where)
+    row_bytes = (len(kept) - (states.num_layers if states else 0)) * width * size
     positions = int(text.get("max_position_embeddings") or config.max_context)
-    return DraftNeeds(int(weights), (min(config.max_context, positions) + MAX_EXPANSIONS) * row_bytes)
+    num_rows = min(config.max_context, positions) + (GROWN_ROWS if states else MAX_EXPANSIONS)
+    return DraftNeeds(int(weights), num_rows * row_bytes + (states.session_bytes(GROWN_ROWS) if states else 0))
+
+
+def _states(text: dict[str, Any], kept: set[int], size: int, where: str) -> StateShape | None:
+    """Sizes of the recurrent layers that are kept, with numbers of `size` bytes. Raises CheckpointError."""
+    interval = int(text.get("full_attention_interval") or 1)  # as Qwen3-Next says it
+    types = text.get("layer_types") or [
+        RECURRENT if (layer + 1) % interval else "" for layer in range(max(kept, default=0) + 1)
+    ]
+    try:
+        config = {**text, "layer_types": [kind for layer, kind in enumerate(types) if layer in kept]}
+        return StateShape.of(SimpleNamespace(**config), cast(Any, SimpleNamespace(itemsize=size)))
+    except (AttributeError, TypeError, ValueError) as exc:
+        raise CheckpointError(f"{where}: must give the sizes of its recurrent layers, got {exc}") from exc
 
 
 def _least_bits(quantization: object, where: str) -> int:

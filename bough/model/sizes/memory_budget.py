@@ -12,6 +12,7 @@ from transformers import PretrainedConfig
 from bough.config.processes import TargetConfig
 from bough.errors import ConfigError
 from bough.model.architecture.architecture import max_positions
+from bough.model.batch.path_spans import SPAN_ROWS
 from bough.model.gpu.kernels import kernels_on
 from bough.model.kv.session_kv import KVShape
 from bough.model.loading.loading import Skeleton
@@ -135,6 +136,7 @@ def fixed_bytes(
     kv, states = _kv_bytes(limits, shape, settings.kv_memory)
     staged, on_host = (kv, 0) if settings.kv_tier == "device" else (STAGED_LAYERS * kv // shape.num_layers, kv)
     activations = activation_bytes(config, shape, limits)
+    activations += 0 if is_gpu else score_bytes(config, shape, limits, settings.threads)
     return Fixed(resident - embeddings, staged + states, activations, scratch, on_host, host_embeddings=embeddings)
 
 
@@ -190,6 +192,16 @@ def activation_bytes(config: PretrainedConfig, shape: KVShape, limits: TargetLim
     return layer_activation_bytes(config, shape, limits) + head + judged
 
 
+def score_bytes(config: PretrainedConfig, shape: KVShape, limits: TargetLimits, num_threads: int) -> int:
+    """What threads of a CPU have of a tile of rows: scores of the query heads of a KV head, their queries and results.
+
+    Latent attention has one KV head, so that a tile has all heads: 8 KB for each key with DeepSeek V3's 128.
+    """
+    group = int(config.num_attention_heads) // shape.num_kv_heads
+    width = limits.slot_rows + 2 * (shape.head_dim + shape.value_dim)
+    return num_threads * SPAN_ROWS * group * width * FLOAT32_BYTES
+
+
 def hidden_bytes(config: PretrainedConfig, dtype: torch.dtype) -> int:
     """Bytes of a row's hidden state."""
     return int(config.hidden_size) * dtype.itemsize
@@ -207,10 +219,14 @@ def layer_activation_bytes(config: PretrainedConfig, shape: KVShape, limits: Tar
     num_chosen = int(getattr(config, "num_experts_per_tok", None) or 0)  # outputs of a row's experts, before their sum
     hidden = tokens * hidden_bytes(config, shape.dtype) * (HIDDEN_COPIES + num_chosen)
     intermediate = rows * int(getattr(config, "intermediate_size", 4 * config.hidden_size)) * size * 4
-    attention = 2 * limits.slot_rows * shape.num_kv_heads * shape.head_dim * FLOAT32_BYTES
+    width = shape.head_dim + (shape.value_dim or shape.head_dim)
+    attention = limits.slot_rows * shape.num_kv_heads * width * FLOAT32_BYTES  # of types that kernels do not read
     if shape.value_dim:  # latents: each head's queries and results are as wide as these, some of them copied
         attention += 4 * rows * int(config.num_attention_heads) * (shape.head_dim + shape.value_dim) * size
-    return hidden + intermediate + attention + (tokens * shape.states.row_bytes if shape.states else 0)
+    recurrence = 0
+    if shape.states:
+        recurrence = tokens * shape.states.row_bytes + shape.states.step_bytes(max(limits.max_nodes, rows))
+    return hidden + intermediate + attention + recurrence
 
 
 def unpacking_bytes(skeleton: Skeleton, device: torch.device) -> int:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from bough.config.processes import TargetConfig
 from bough.errors import ConfigError
+from bough.runtime.kv_budget import num_states
 
 KV_STEP = 256  # few moves of growing slots, and little memory compared with a session's context
 
@@ -36,13 +37,11 @@ class TargetLimits:
     def num_states(self, row_bytes: int, kv_memory: int, state_bytes: int) -> int:
         """Sessions whose states, of `state_bytes` each, fit beside rows; 0 if sessions have none.
 
-        There is room for a quarter of the longest context for each, and for one of the longest; if a number of sessions
-        was asked for, for the longest context of each.
+        If a number of sessions was asked for, there is room for the longest context of each.
         """
-        if not state_bytes or self.kv_sessions:
-            return self.kv_sessions if state_bytes else 0
-        longest = self.slot_rows * row_bytes
-        return max(1, min((kv_memory - longest) // state_bytes, kv_memory // (longest // 4 + state_bytes)))
+        if state_bytes and self.kv_sessions:
+            return self.kv_sessions
+        return num_states(kv_memory, self.slot_rows * row_bytes, state_bytes)
 
     def num_rows(self, row_bytes: int, kv_memory: int, state_bytes: int = 0) -> int:
         """Rows, of `row_bytes` each, for all sessions and their trees together; beside them are their states.

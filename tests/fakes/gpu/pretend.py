@@ -338,8 +338,8 @@ def attend(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, path
 def pretending(attends: Callable[..., torch.Tensor] = attend, unpacking: ModuleType = by_cpu) -> Iterator[Notes]:
     """Let this thread make tensors on the device within the block; yields the notes of what happens.
 
-    `attends` stands in for its attention kernel, and functions of the module `unpacking` for those that unpack weights,
-    as far as it has them; `bough.model.gpu.unpack_triton` has these interpreted.
+    `attends` stands in for its attention kernel, and functions of the module `unpacking` for others, as far as it has
+    them; `bough.model.gpu.unpack_triton` has those that unpack weights, interpreted.
     """
     device()
     notes.begin()

@@ -1,6 +1,7 @@
-"""Kernels that unpack weights, by the code for CPUs: the same bits as Triton's, as `tests/gpu/test_unpack.py` shows.
+"""Kernels by the code for CPUs, as Triton's interpreter takes a hundred times as long.
 
-Triton's interpreter takes a hundred times as long.
+Weights are unpacked to the same bits as Triton's, as `tests/gpu/test_unpack.py` shows; sums of the delta rule are in
+another order (`tests/model/test_delta_rule_triton.py`).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import torch
 
 from bough.model.checkpoint.checkpoint import TensorPlace
 from bough.model.checkpoint.gguf_file import BLOCKS
+from bough.model.cpu.delta_rule import run_on_cpu
 from bough.model.quant.awq import Awq
 from bough.model.quant.bough_format import Packed
 from bough.model.quant.ggml_blocks import TYPES, Blocks, BlockType
@@ -20,6 +22,13 @@ from bough.model.quant.scaled import Scaled
 NAMES = {torch.uint8: "U8", torch.int8: "I8", torch.int32: "I32", torch.float16: "F16"}
 NAMES |= {torch.float8_e4m3fn: "F8_E4M3", torch.float8_e8m0fnu: "F8_E8M0"}
 NAMES |= {torch.bfloat16: "BF16", torch.float32: "F32"}
+
+
+def take_steps(
+    qkv: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor, table: torch.Tensor, states: torch.Tensor, *rest: int
+) -> torch.Tensor:
+    """As `bough.model.gpu.delta_rule_triton.take_steps`."""
+    return run_on_cpu(qkv[: len(decay)], decay, beta, table[:, :3].long().numpy(), states, *rest)
 
 
 def write_own(packed: torch.Tensor, scales: torch.Tensor, bits: int, out: torch.Tensor) -> None:

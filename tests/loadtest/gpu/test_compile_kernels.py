@@ -26,15 +26,15 @@ def compiled(folder: Path, capabilities: Sequence[str], *only: str) -> dict[tupl
 
 def test_every_family_s_kernels_compile_for_consumer_gpus(tmp_path: Path) -> None:
     """On the RTX 40 series and the L40, where most of them once spilled."""
-    found = compiled(tmp_path, ["89"], "bf16")
-    assert len(found) == 24 + 10 + 12
+    found = compiled(tmp_path, ["89"], "bf16", "delta")
+    assert len(found) == 24 + 14 + 12 + 1
     assert all(row["registers"] <= 168 for (name, _), row in found.items() if "attention" not in name), "three blocks"
 
 
 def test_kernels_compile_for_the_oldest_and_the_newest(tmp_path: Path) -> None:
-    """Unpacking, and attention that once spilled there; all others: `python -m loadtest.gpu.compile_kernels`."""
+    """Recurrence, unpacking, and attention that once spilled; others: `python -m loadtest.gpu.compile_kernels`."""
     shapes = "4 heads of 128 a KV head", "8 heads of 64 a KV head, sinks", "2 heads of 128 a KV head, softcap 50"
     unpacking = "bough 4 bits", "bough 8 bits", "gptq", "gptq by g_idx", "awq"
     unpacking += "compressed-tensors", "int8", "fp8", "mxfp4", "nvfp4"
-    found = compiled(tmp_path, ["80", "120"], *(f"{name}, bf16" for name in (*shapes, *unpacking)))
-    assert len(found) == 2 * (3 + 10)
+    found = compiled(tmp_path, ["80", "120"], "delta", *(f"{name}, bf16" for name in (*shapes, *unpacking)))
+    assert len(found) == 2 * (1 + 3 + 10)

@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 import torch
 
+from bough.model.quant.samples import BY_ROWS
 from loadtest.gpu import check as gpu_check
 from loadtest.gpu.pipeline import pipeline
+from loadtest.gpu.unpacking import FORMATS
 
 
 def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -35,6 +37,11 @@ def test_what_is_missing_for_the_sizer_is_named_at_once(
         gpu_check.main()
     assert ended.value.code == 2
     assert "error: simpy is missing" in capsys.readouterr().err
+
+
+def test_every_way_of_storing_numbers_is_measured() -> None:
+    """Of GGUF's types a few: one kernel has them all."""
+    assert {packed.method for packed in FORMATS} > {"bough", "gptq", "awq", *BY_ROWS}
 
 
 def test_it_clears_up_where_it_is_stopped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -124,7 +131,9 @@ def test_a_dry_run_goes_through_everything(
         {"resident": 1, "elsewhere": 0, "host": 5, "disk": 0},
     ]
     assert [case["kv"] for case in report["equality"]] == ["device", "device", "host"]
-    assert len(report["unpacking"]) == 2 * 12, "every format, in both types"
+    assert {case["family"]: case["equal"] for case in report["families"]} == {"recurrent layers": 4, "latents": 4}
+    assert [row["of"] for row in report["recurrence"]] == ["text", "a tree"]
+    assert len(report["unpacking"]) == 2 * len(FORMATS), "every format, in both types"
     assert report["layer_bits"]["equal"] == report["layer_bits"]["compared"]
     assert [kind.split(",")[0] for kind in report["layer_bits"]["by_kind"]] == [
         "products",
@@ -152,6 +161,8 @@ def test_a_dry_run_goes_through_everything(
         ("memory", {"is_within": False}),
         ("unpacking", {"is_equal": False}),
         ("equality", {"equal": 0}),
+        ("families", {"equal": 0}),
+        ("recurrence", {"is_close": False}),
     ):
         broken = {**report, part: [*report[part][1:], {**report[part][0], **wrong}]}
         assert not gpu_check.holds(broken, on_gpu=False), part
