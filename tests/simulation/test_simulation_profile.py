@@ -51,7 +51,6 @@ def test_a_sweep_takes_the_longer_of_link_and_padded_compute() -> None:
     assert target.sweep_seconds(89) == pytest.approx(0.1 + 96 * 0.01 + 0.5)  # padded to 96
     assert target.knee() == 88
     assert target.sweep_seconds(1, Factors(link=3.0)) == pytest.approx(3.5)
-    assert target.knee(Factors(compute=2.0)) == 40
 
 
 def test_a_second_knee_adds_to_rows_beyond_it() -> None:
