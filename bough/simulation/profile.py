@@ -222,7 +222,10 @@ def load_profile(name: str) -> Profile:
         reason = exc.strerror if isinstance(exc, OSError) else "not text in UTF-8"
         must = f"must be a JSON file, or one of {', '.join(known)}"
         raise ConfigError(f"profile: {must}, got {name!r}: {reason}") from exc
-    return parse_profile(content)
+    try:
+        return parse_profile(content)
+    except ConfigError as exc:
+        raise ConfigError(f"{name}: {exc}") from exc
 
 
 def parse_profile(content: str) -> Profile:

@@ -196,5 +196,6 @@ def test_what_is_no_profile_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "mine.json"
     file.write_text(json.dumps(GOOD))
     assert load_profile(str(file)).source == "made up"
-    with pytest.raises(ConfigError, match="target: missing; must be given"):
-        parse_profile(json.dumps({"source": "x"}))
+    file.write_text(json.dumps({"source": "x"}))
+    with pytest.raises(ConfigError, match=f"^{file}: target: missing; must be given"):
+        load_profile(str(file))

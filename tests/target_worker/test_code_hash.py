@@ -30,6 +30,7 @@ OTHERS = modules(
     ("bough.model.quant", "samples"),
     ("bough.model.running", "device"),
     ("bough.model.sizes", "memory_budget model_sizes stored_format"),
+    ("bough.processes", "signals"),
     ("bough.protocol", "cost_curve messages prefix_hash"),
     ("bough.runtime", "fatal_exit host_memory kv_budget machine"),
     ("bough.sizing", "flops other_devices placement row_averages sweep_times"),
