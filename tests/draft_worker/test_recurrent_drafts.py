@@ -44,7 +44,7 @@ VOCAB, MAX_CHILDREN = 262, 4
 PROMPT = [(7 * i) % 250 for i in range(70)]  # two whole blocks and a bit
 WIDE, DEEP = TreePlan(BestFirst(40, 8, 3)), TreePlan(StaticShape.chains(2, 8))
 SHAPE = TreePlan(StaticShape((0, 0, 0, 1, 1, 2, 4, 7)))
-TOLERANCE = 2e-5  # of log-probabilities in float32: products of other numbers of rows round otherwise
+TOLERANCE = 1e-4  # of log-probabilities in float32: products of other numbers of rows round otherwise
 
 
 @pytest.fixture(scope="module")
