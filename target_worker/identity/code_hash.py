@@ -34,7 +34,7 @@ DECIDING = modules(
     ("bough.model.gpu",
      "attention_tiles attention_triton blocks_triton delta_rule_triton kernels number_formats_triton "
      "online_softmax_triton unpack_triton"),
-    ("bough.model.kv", "segment session_kv slot split_layers states"),
+    ("bough.model.kv", "segment session_kv slot split_layers state_shape states"),
     ("bough.model.llama", "layer rows weights workspace"),
     ("bough.model.loading", "late_writes loading weight_map"),
     ("bough.model.quant",

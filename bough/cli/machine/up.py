@@ -195,7 +195,7 @@ def ensure_demonstration(copies: int = DEMONSTRATION_COPIES) -> None:
             if not is_written(folder, copies):
                 _write_demonstration(folder, copies)
     except OSError as exc:
-        raise ConfigError(f"{folder}: {exc}") from exc
+        raise ConfigError(f"{folder}: {exc}; set BOUGH_CACHE_DIR to a folder that can be written to") from exc
 
 
 def _write_demonstration(folder: Path, copies: int) -> None:
