@@ -8,17 +8,16 @@ import logging
 import os
 import re
 import tempfile
-import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+from bough.concurrency.tasks import came_true
 from bough.processes.child import Child, end, open_child
 
 logger = logging.getLogger(__name__)
 
 FOLDER_NAME = "bough"  # in the system's folder for temporary files
-POLL_SECONDS = 0.1
 GPUS = "CUDA_VISIBLE_DEVICES"  # set by Ray in replicas that ask for GPUs
 
 
@@ -79,13 +78,9 @@ async def gpu_lock(module: str, patience_seconds: float) -> AsyncIterator[int]:
     folder.mkdir(parents=True, exist_ok=True)
     name = re.sub(r"[^\w.-]", "-", f"{module}-GPU-{gpus}.lock")
     descriptor = os.open(folder / name if gpus else os.devnull, os.O_CREAT | os.O_RDWR, 0o600)
-    deadline = time.monotonic() + patience_seconds
     try:
-        while gpus and not _taken(descriptor):
-            if time.monotonic() > deadline:
-                logger.warning("an earlier %s still has GPU %s: another one is started beside it", module, gpus)
-                break
-            await asyncio.sleep(POLL_SECONDS)
+        if gpus and not await came_true(lambda: _taken(descriptor), patience_seconds):
+            logger.warning("an earlier %s still has GPU %s: another one is started beside it", module, gpus)
         yield descriptor
     finally:
         os.close(descriptor)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any, TypeVar
+
+POLL_SECONDS = 0.05
 
 Result = TypeVar("Result")
 
@@ -15,6 +18,26 @@ async def end(*tasks: asyncio.Task[Any]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@asynccontextmanager
+async def background(*work: Coroutine[Any, Any, Any]) -> AsyncIterator[None]:
+    """Run coroutines as tasks during the block, which is not told of their exceptions."""
+    tasks = [asyncio.create_task(each) for each in work]
+    try:
+        yield
+    finally:
+        await end(*tasks)
+
+
+async def came_true(condition: Callable[[], object], timeout_seconds: float) -> bool:
+    """Wait until a condition holds, which is looked at every POLL_SECONDS; False if it does not in time."""
+    deadline = time.monotonic() + timeout_seconds
+    while not condition():
+        if time.monotonic() >= deadline:
+            return False
+        await asyncio.sleep(POLL_SECONDS)
+    return True
 
 
 async def run_to_completion(work: Coroutine[Any, Any, Result]) -> Result:

@@ -16,7 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from bough.config.flag_parser import FlagParser
 from bough.errors import ConfigError
-from bough.rpc.tls_faults import explained
+from bough.rpc.status_map import explained
 from bough.security.certificates import CertificateFiles
 from bough.security.secured import add_certificates, channels, files_from
 

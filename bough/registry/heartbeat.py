@@ -7,7 +7,7 @@ import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 
-from bough.concurrency.tasks import end
+from bough.concurrency.tasks import background
 from bough.errors import Unavailable
 from bough.registry.records import WorkerRecord
 from bough.registry.registry import Registry
@@ -24,11 +24,10 @@ async def registered(registry: Registry, present: Callable[[], WorkerRecord]) ->
     `present` returns the record at each heartbeat; its load may change, its id may not.
     """
     await registry.register(present())
-    heartbeat = asyncio.create_task(_beat(registry, present))
     try:
-        yield
+        async with background(_beat(registry, present)):
+            yield
     finally:
-        await end(heartbeat)
         with suppress(Unavailable):
             await registry.deregister(present().worker_id)
 

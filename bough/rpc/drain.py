@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+from bough.concurrency.tasks import came_true
 from bough.errors import Unavailable
 
-POLL_SECONDS = 0.05
 BETWEEN_CALLS_SECONDS = 5.0  # a session that has not called for so long is not in the middle of a request
 ENDING_SECONDS = 5.0  # limit for which a cut-off call may take to free its resources
 
@@ -70,21 +70,14 @@ class Drainer:
 
     async def wait_idle(self, patience_seconds: float) -> bool:
         """Wait until nothing is in flight; False on timeout."""
-        deadline = time.monotonic() + patience_seconds
-        while self.is_busy:
-            if time.monotonic() >= deadline:
-                return False
-            await asyncio.sleep(POLL_SECONDS)
-        return True
+        return await came_true(lambda: not self.is_busy, patience_seconds)
 
     async def cut(self) -> None:
         """Cancel all calls in flight; returns when they have freed their resources."""
         self._cut = set(self._inside)
         for task in self._cut:
             task.cancel()
-        deadline = time.monotonic() + ENDING_SECONDS
-        while self._inside and time.monotonic() < deadline:
-            await asyncio.sleep(POLL_SECONDS)
+        await came_true(lambda: not self._inside, ENDING_SECONDS)
 
 
 class SessionGate(Drainer):

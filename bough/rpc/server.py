@@ -19,6 +19,7 @@ from grpc_reflection.v1alpha import reflection
 
 from bough.config.addresses import joined
 from bough.errors import ConfigError, InvalidRequest
+from bough.rpc.batches import free_batches
 from bough.rpc.drain import Drainer
 from bough.rpc.health_service import HealthService, write
 from bough.rpc.lasting_server import LastingServer
@@ -62,6 +63,7 @@ _CHANNEL_OPTIONS = [
 
 def open_channel(address: str, credentials: grpc.ChannelCredentials | None = None) -> grpc.aio.Channel:
     """A channel to "host:port", with TLS if credentials are given; connects on first use."""
+    free_batches()
     if credentials is None:
         return grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
     return grpc.aio.secure_channel(address, credentials, options=_CHANNEL_OPTIONS)
@@ -185,6 +187,7 @@ async def serving(
     options = [*_SERVER_OPTIONS, *_bounds(), *age]
     health_servicer = HealthService()
 
+    free_batches()
     server = LastingServer(interceptors, options, MAX_CALLS)
     add(server)  # type: ignore[arg-type]  # the stubs of grpc.aio have its classes twice
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)

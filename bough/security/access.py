@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ssl
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, replace
 
 import grpc
@@ -86,11 +86,8 @@ class Access:
     @asynccontextmanager
     async def watching(self) -> AsyncIterator[None]:
         """Watch the files during the block."""
-        async with AsyncExitStack() as stack:
-            if self.key is not None:
-                await stack.enter_async_context(self.key.file.watched())
-            if self.tls is not None:
-                await stack.enter_async_context(self.tls.watched())
+        key = nullcontext() if self.key is None else self.key.file.watched()
+        async with key, nullcontext() if self.tls is None else self.tls.watched():
             yield
 
 

@@ -103,65 +103,30 @@ def _shown(files: CertificateFiles, chain: str, authority: str, *, is_server: bo
     both. An application is a client, whose certificate may be of another authority.
     """
     authority = authority if is_server else ""
-    known = authority or chain
-    uses = [(True, _as_server)] if is_server else [(False, _as_client)]
-    if is_server and authority:
-        uses.append((False, _as_client))
-    shown: Shown = {}
-    for serves, shake in uses:
-        try:
-            shown = shake(files, known)
-        except ssl.SSLCertVerificationError as exc:
-            use = "server" if serves else "client"
-            by = f"the authority in {AUTHORITY} {files.authority}" if authority else "itself"
-            raise ConfigError(
-                f"{CERT}: {files.cert} must be valid now, as a {use}'s, and by {by}, got: {exc.verify_message}"
-            ) from exc
-        except ssl.SSLError as exc:
-            raise ConfigError(f"{CERT}: {files.cert} must be fit for TLS 1.2 or newer, got: {exc.reason}") from exc
-    return shown
-
-
-def _as_server(files: CertificateFiles, known: str) -> Shown:
-    client = _checking(ssl.PROTOCOL_TLS_CLIENT, known)
-    _, shown_to_client = _handshake(own_context(ssl.PROTOCOL_TLS_SERVER, files), client)
-    return shown_to_client
-
-
-def _as_client(files: CertificateFiles, known: str) -> Shown:
-    server = _checking(ssl.PROTOCOL_TLS_SERVER, known)
-    server.load_cert_chain(files.cert, files.key, password=lambda: "")
-    client = own_context(ssl.PROTOCOL_TLS_CLIENT, files)
+    client, server = (own_context(purpose, files) for purpose in (ssl.PROTOCOL_TLS_CLIENT, ssl.PROTOCOL_TLS_SERVER))
     client.check_hostname, client.verify_mode = False, ssl.CERT_NONE
-    shown_to_server, _ = _handshake(server, client)
-    return shown_to_server
-
-
-def _checking(purpose: int, known: str) -> ssl.SSLContext:
-    """A context of a peer that accepts certificates of `known`, whatever their names."""
-    context = ssl.SSLContext(purpose)
-    context.check_hostname = False
-    context.verify_mode = ssl.CERT_REQUIRED
-    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
-    context.load_verify_locations(cadata=known)
-    return context
-
-
-def _handshake(server_context: ssl.SSLContext, client_context: ssl.SSLContext) -> tuple[Shown, Shown]:
-    """The certificates that server and client saw in a handshake in memory. Raises ssl.SSLError."""
+    for peer, checks in ((client, is_server), (server, not is_server or authority)):
+        if checks:
+            peer.verify_mode = ssl.CERT_REQUIRED
+            peer.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+            peer.load_verify_locations(cadata=authority or chain)
     towards_server, towards_client = ssl.MemoryBIO(), ssl.MemoryBIO()
-    server = server_context.wrap_bio(towards_server, towards_client, server_side=True)
-    client = client_context.wrap_bio(towards_client, towards_server)
-    num_done = 0
+    # By what they see the certificate as: the server's, or the client's.
+    sides = {
+        "server": client.wrap_bio(towards_client, towards_server),
+        "client": server.wrap_bio(towards_server, towards_client, server_side=True),
+    }
     for _ in range(MOST_TURNS):
-        num_done = 0
-        for side in (client, server):
+        for use, side in sides.items():
             try:
                 side.do_handshake()
-                num_done += 1
             except ssl.SSLWantReadError:
                 continue
-        if num_done == 2:
-            break
-    assert num_done == 2, "a handshake ends"
-    return server.getpeercert() or {}, client.getpeercert() or {}
+            except ssl.SSLCertVerificationError as exc:
+                by = f"the authority in {AUTHORITY} {files.authority}" if authority else "itself"
+                raise ConfigError(
+                    f"{CERT}: {files.cert} must be valid now, as a {use}'s, and by {by}, got: {exc.verify_message}"
+                ) from exc
+            except ssl.SSLError as exc:
+                raise ConfigError(f"{CERT}: {files.cert} must be fit for TLS 1.2 or newer, got: {exc.reason}") from exc
+    return next(shown for side in sides.values() if (shown := side.getpeercert()))

@@ -15,7 +15,7 @@ from typing import cast
 
 import grpc
 
-from bough.concurrency.tasks import end
+from bough.concurrency.tasks import background
 from bough.errors import ConfigError
 from bough.rpc.server import open_channel
 from bough.security.certificates import CertificateFiles, Certificates, own_context, read_certificates
@@ -52,12 +52,8 @@ class Tls:
     @asynccontextmanager
     async def watched(self) -> AsyncIterator[None]:
         """Watch the files during the block."""
-        reminding = asyncio.create_task(self._remind())
-        try:
-            async with self._watched.watched():
-                yield
-        finally:
-            await end(reminding)
+        async with background(self._remind()), self._watched.watched():
+            yield
 
     async def _remind(self) -> None:
         """Repeat the warning, also for certificates that were far from expiry when read."""

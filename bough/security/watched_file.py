@@ -6,11 +6,11 @@ import asyncio
 import logging
 import os
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Generic, TypeVar
 
-from bough.concurrency.tasks import end
+from bough.concurrency.tasks import background
 from bough.errors import ConfigError
 from bough.security.private_files import read_file
 
@@ -53,14 +53,9 @@ class WatchedFiles(Generic[Value]):
                 return
             logger.info("%s has been read again", self._name)
 
-    @asynccontextmanager
-    async def watched(self) -> AsyncIterator[None]:
+    def watched(self) -> AbstractAsyncContextManager[None]:
         """Watch the files during the block."""
-        task = asyncio.create_task(self._watch())
-        try:
-            yield
-        finally:
-            await end(task)
+        return background(self._watch())
 
     async def _watch(self) -> None:
         while True:

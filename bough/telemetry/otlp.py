@@ -24,8 +24,6 @@ from bough.telemetry.call_context import TRACEPARENT
 from bough.telemetry.spans import NO_ATTRIBUTES, NO_SPAN, Attributes, FinishedSpan, Metadata, Span, Tracer
 
 EXPORT_LOGGER = "opentelemetry.exporter.otlp.proto.grpc.exporter"  # failed calls to the collector
-BATCH_LOGGER = "opentelemetry.sdk._shared_internal"  # dropped spans
-SILENT_SECONDS = 60.0  # between two equal lines in the log
 PROPAGATOR = TraceContextTextMapPropagator()
 GONE = (GeneratorExit, asyncio.CancelledError)  # raised in a block whose result nobody waits for
 
@@ -50,8 +48,6 @@ class OtlpTracer(Tracer):
         self._provider = TracerProvider(sampler=sampler, resource=resource, shutdown_on_exit=False)
         self._exporter = OTLPSpanExporter(endpoint=endpoint)
         logging.getLogger(EXPORT_LOGGER).setLevel("ERROR")  # otherwise every retry is logged
-        for name in (EXPORT_LOGGER, BATCH_LOGGER):
-            logging.getLogger(name).addFilter(Seldom())
         self._provider.add_span_processor(BatchSpanProcessor(self._exporter))
         self._tracer = self._provider.get_tracer("bough", __version__)
 
@@ -133,22 +129,6 @@ class OtlpSpan(Span):
 
     def _now_ns(self) -> int:
         return self._offset_ns + time.perf_counter_ns()
-
-
-class Seldom(logging.Filter):
-    """Drops log lines that repeat within SILENT_SECONDS."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._last: dict[object, float] = {}  # last time of each line, on the monotonic clock
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        """Whether to log a record; records with the same format string count as equal."""
-        now, last = time.monotonic(), self._last.get(record.msg)
-        if last is not None and now - last < SILENT_SECONDS:
-            return False
-        self._last[record.msg] = now
-        return True
 
 
 def clock_offset_ns() -> int:

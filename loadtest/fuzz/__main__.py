@@ -16,6 +16,10 @@ problems        what should not have been, with how often: no status in time, st
 examples        of their messages
 answers         by layer and status
 growth          of the orchestrator and the workers from a tenth of the messages on: memory, descriptors, threads, tasks
+memory          of the same, from a quarter of the messages on, at moments without work, garbage collected, freed memory
+                given back: bytes in use by Python's objects, by malloc, by both (`live_bytes`), and resident, each
+                with its lowest, median and highest growth a message between moments half of that time apart; where
+                those in use grow it is a leak, where only the resident ones do it is space between them
 exact           whether the ordinary request gave the same tokens as before, over both doors
 """
 
@@ -79,6 +83,7 @@ async def run(arguments: argparse.Namespace) -> dict[str, Any]:
         "problems": dict(outcomes.problems.most_common(50)),
         "exact": figures.is_exact,
         "growth": figures.growth,
+        "memory": figures.memory,
         "layers": dict(outcomes.counts),
         "answers": dict(sorted(outcomes.answers.items())),
         "examples": outcomes.examples,

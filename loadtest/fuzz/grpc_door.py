@@ -12,7 +12,7 @@ import grpc
 from bough.rpc.server import open_channel
 from bough.rpc.status_map import ERROR_KEY, MAX_MESSAGE_BYTES, STATUS_OF
 from loadtest.fuzz.mutation import Mutator
-from loadtest.fuzz.ordinary import GRPC, HEALTH, SERVICE
+from loadtest.fuzz.ordinary import GRPC, HEALTH, SERVICE, Calls
 from loadtest.fuzz.outcomes import ANSWER_SECONDS, Outcomes
 
 LAYER, FRAMES = "grpc", "http2 frames"
@@ -24,9 +24,9 @@ MOST_FRAMES = 12  # in a burst, before a ping
 PATIENCE_SECONDS = 0.5
 OWN_PING = b"are you?"
 MOST_CALLS = 8  # at once on a channel
-NO_METHODS = ("/x", SERVICE + "Other", "/bough.v1.Target/Verify", SERVICE + "Generate/Generate", "/" + "y" * 3000)
+NO_METHODS = ("/x", SERVICE + "Other", "/bough.v1.None/Verify", SERVICE + "Generate/Generate", "/" + "y" * 3000)
 # of which gRPC's own code gives the status
-OWN_CODES = dict.fromkeys(NO_METHODS, "CANCELLED") | {HEALTH: "NOT_FOUND"}
+OWN_CODES = dict.fromkeys(NO_METHODS, "UNIMPLEMENTED") | {HEALTH: "NOT_FOUND"}
 NAMES = ("authorization", "traceparent", "tracestate", "x-request-id", "bough-error", "user-agent", "x", "baggage")
 BINARY_NAMES = ("x-bin", "grpc-trace-bin", "grpc-tags-bin", "bough-error-bin")
 VALUES = (
@@ -37,11 +37,14 @@ VALUES = (
 
 
 class GrpcSender:
-    """Sends malformed calls over one channel."""
+    """Sends malformed calls of the given methods over one channel; every second one is of the first."""
 
-    def __init__(self, address: str, mutator: Mutator, outcomes: Outcomes) -> None:
+    def __init__(
+        self, address: str, mutator: Mutator, outcomes: Outcomes, layer: str = LAYER, calls: Calls = GRPC
+    ) -> None:
         self._channel = open_channel(address)
         self._mutator, self._outcomes = mutator, outcomes
+        self._layer, self._calls = layer, calls
 
     async def close(self) -> None:
         """Close the channel."""
@@ -53,8 +56,9 @@ class GrpcSender:
 
     async def _call(self) -> None:
         rng = self._mutator.rng
-        method = SERVICE + "Generate" if rng.random() < 0.5 else self._mutator.pick([*GRPC])
-        given = self._mutator.pick(GRPC[method])
+        methods = [*self._calls]
+        method = methods[0] if rng.random() < 0.5 else self._mutator.pick(methods)
+        given = self._mutator.pick(self._calls[method])
         data = self._mutator.garbage() if rng.random() < 0.1 else self._mutator.message(given)
         data = data[:MAX_MESSAGE_BYTES]  # our channel's limit
         headers = self._headers() if rng.random() < 0.3 else ()
@@ -69,7 +73,7 @@ class GrpcSender:
         except grpc.aio.AioRpcError as exc:
             self._note(exc, sent, OWN_CODES.get(method, ""), is_large=bool(headers))
             return
-        self._outcomes.answered(LAYER, "OK", sent)
+        self._outcomes.answered(self._layer, "OK", sent)
 
     def _headers(self) -> tuple[tuple[str, str | bytes], ...]:
         headers: list[tuple[str, str | bytes]] = []
@@ -85,10 +89,10 @@ class GrpcSender:
         code, name = exc.code(), str(dict(tuple(exc.trailing_metadata() or ())).get(ERROR_KEY))
         is_grpcs = code.name == own_code or (is_large and "metadata size" in str(exc.details()))
         if is_grpcs or (NAMES_OF_ERRORS.get(name) is code and exc.details()):
-            self._outcomes.answered(LAYER, code.name, sent)
+            self._outcomes.answered(self._layer, code.name, sent)
         else:
-            problem = f"grpc: {code.name}, which is none of bough's own: {str(exc.details())[:100]}"
-            self._outcomes.failed(LAYER, problem, sent)
+            problem = f"{self._layer}: {code.name}, which is none of bough's own: {str(exc.details())[:100]}"
+            self._outcomes.failed(self._layer, problem, sent)
 
 
 class FrameSender:

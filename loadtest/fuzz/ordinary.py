@@ -51,7 +51,8 @@ RELEASE = common_pb2.ReleaseRequest(session_id="fuzzed", epoch=1)
 
 SERVICE = "/bough.v1.Generation/"
 HEALTH = "/grpc.health.v1.Health/Check"
-GRPC: dict[str, tuple[Message, ...]] = {
+Calls = dict[str, tuple[Message, ...]]  # valid messages by method, that of most interest first
+GRPC: Calls = {
     SERVICE + "Generate": (GENERATE, GENERATE_CHAT, GENERATE_TEXT, GENERATE_RESUME),
     SERVICE + "Abort": (ABORT,),
     SERVICE + "CloseSession": (CLOSE,),
@@ -61,6 +62,12 @@ GRPC: dict[str, tuple[Message, ...]] = {
     SERVICE + "GetServerInfo": (common_pb2.GetServerInfoRequest(),),
     SERVICE + "GetAcceptance": (generation_pb2.GetAcceptanceRequest(),),
     HEALTH: (health_pb2.HealthCheckRequest(service="bough.v1.Generation"),),
+}
+WORK: dict[str, Calls] = {"target": {"Verify": (VERIFY,)}, "draft": {"Grow": (GROW, GROW_CHAINS, GROW_SHAPE)}}
+INFO = {"GetServerInfo": (common_pb2.GetServerInfoRequest(),), "GetTokenizer": (common_pb2.GetTokenizerRequest(),)}
+OF_WORKERS: dict[str, Calls] = {
+    kind: {f"/bough.v1.{kind.title()}/{name}": given for name, given in {**work, "Release": (RELEASE,), **INFO}.items()}
+    for kind, work in WORK.items()
 }
 
 COMMON_TO_ALL: Json = {

@@ -10,20 +10,24 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import httpx
 import redis.asyncio
 
 from bough.client import Client
 from bough.errors import BoughError
+from bough.processes.launch import INDEX
 from bough.protocol.generation import GenerateOptions, TextPrompt, Tokens
 from loadtest.common.stacks import http_url_of
 from loadtest.fuzz import grpc_door, http_door
 from loadtest.fuzz.grpc_door import FrameSender, GrpcSender
 from loadtest.fuzz.http_door import HttpSender
+from loadtest.fuzz.memory import MemorySeries
 from loadtest.fuzz.mutation import Mutator
+from loadtest.fuzz.ordinary import OF_WORKERS
 from loadtest.fuzz.outcomes import Outcomes
 from loadtest.served.profiles import write_profile
 from loadtest.served.soak import Snapshot, leaks, snapshot
@@ -32,8 +36,8 @@ from loadtest.served.stack import Stack, stack
 SWEEP_SECONDS = 0.001
 MAX_CONTEXT = 48  # ends answers without a limit
 MAX_NODES = 8  # of trees, which are no part of this
-SHARES = {http_door.LAYER: 0.6, grpc_door.LAYER: 0.3, grpc_door.FRAMES: 0.1}
-SENDERS = {http_door.LAYER: 24, grpc_door.LAYER: 6, grpc_door.FRAMES: 12}  # at once
+SHARES = {http_door.LAYER: 0.55, grpc_door.LAYER: 0.25, grpc_door.FRAMES: 0.1} | dict.fromkeys(OF_WORKERS, 0.05)
+SENDERS = {http_door.LAYER: 24, grpc_door.LAYER: 6, grpc_door.FRAMES: 12} | dict.fromkeys(OF_WORKERS, 2)  # at once
 NUM_PROCESSES = 4
 BATCH = 5000  # messages between two checks of the processes
 SETTLE_SECONDS = 30.0
@@ -62,6 +66,7 @@ class Figures:
 
     outcomes: Outcomes = field(default_factory=Outcomes)
     growth: Snapshot = field(default_factory=dict)
+    memory: dict[str, dict[str, Any]] = field(default_factory=dict)  # see `MemorySeries.growth`
     is_exact: bool = True
 
 
@@ -89,8 +94,9 @@ async def at_sockets(
     folder: Path, num_messages: int, seed: int, report: Report, most_seconds: float = math.inf
 ) -> Figures:
     """Send messages to an orchestrator with simulated workers; after `most_seconds` no batch is begun."""
-    figures, ends = Figures(), time.monotonic() + most_seconds
-    async with stack(write_profile(folder, SWEEP_SECONDS, max_context=MAX_CONTEXT, max_nodes=MAX_NODES)) as running:
+    figures, memory, ends = Figures(), MemorySeries(folder), time.monotonic() + most_seconds
+    profile = write_profile(folder, SWEEP_SECONDS, max_context=MAX_CONTEXT, max_nodes=MAX_NODES)
+    async with stack(profile, runner=("loadtest.fuzz.heap", str(folder))) as running:
         ordinary = Ordinary(
             running.addresses("orchestrator")[0], await http_url_of(running.addresses("orchestrator")[0])
         )
@@ -99,7 +105,7 @@ async def at_sockets(
         num_batches = max(2, round(num_messages / BATCH))
         for batch in range(num_batches):
             size = num_messages * (batch + 1) // num_batches - num_messages * batch // num_batches
-            await _send(ordinary, size, f"{seed} {batch}", figures.outcomes)
+            await _send(running, ordinary, size, f"{seed} {batch}", figures.outcomes)
             await _look(running, ordinary, wanted, figures)
             if len(running.process_ids()) < NUM_PROCESSES:
                 return figures
@@ -107,21 +113,32 @@ async def at_sockets(
             if batch == num_batches // 10 or not first:
                 first = now
             figures.growth = _growth(first, now)
-            megabytes = {name: round(each["memory_bytes"] / 1e6) for name, each in figures.growth.items()}
-            report(f"{figures.outcomes.num_messages} over sockets, {dict(figures.outcomes.problems)}, MB: {megabytes}")
+            await memory.measure(figures.outcomes.num_messages, _measured(running))
+            report(f"{figures.outcomes.num_messages} over sockets, {dict(figures.outcomes.problems)}, {memory.told()}")
             if time.monotonic() > ends:
                 break
         figures.outcomes.problems.update(_logged(running))
         figures.outcomes.problems.update(await _everlasting(running))
         await _settled(running, ordinary, first, figures)
+    figures.memory = memory.growth()
+    figures.outcomes.problems.update(memory.leaks())
     return figures
 
 
-async def _send(ordinary: Ordinary, num_messages: int, seed: str, outcomes: Outcomes) -> None:
+def _to_worker(address: str, outcomes: Outcomes, kind: str, mutator: Mutator) -> Sender:
+    return GrpcSender(address, mutator, outcomes, kind, OF_WORKERS[kind])
+
+
+def _measured(running: Stack) -> dict[str, int]:
+    return {name: process_id for name, process_id in running.process_ids().items() if name != INDEX}
+
+
+async def _send(running: Stack, ordinary: Ordinary, num_messages: int, seed: str, outcomes: Outcomes) -> None:
     makes: dict[str, Callable[[Mutator], Sender]] = {
         http_door.LAYER: lambda mutator: HttpSender(ordinary.url, mutator, outcomes),
         grpc_door.LAYER: lambda mutator: GrpcSender(ordinary.address, mutator, outcomes),
         grpc_door.FRAMES: lambda mutator: FrameSender(ordinary.address, mutator, outcomes),
+        **{kind: partial(_to_worker, running.addresses(kind)[0], outcomes, kind) for kind in OF_WORKERS},
     }
 
     async def go_on(layer: str, sender: Sender, most: int) -> None:

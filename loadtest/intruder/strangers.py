@@ -16,7 +16,7 @@ from loadtest.intruder.callers import PATHS, SERVICES, Headers, bearer, grpc_out
 from loadtest.intruder.tally import Tally
 
 REFUSED_GRPC = ("UNAUTHENTICATED",)
-LET_GO = ("CANCELLED",)  # further refusals of methods that do not exist
+NOT_THERE = ("UNIMPLEMENTED",)  # of methods that do not exist
 REFUSED_HTTP = ("401",)
 # Monitoring methods without tenants' data, which the workers' secret may call.
 OF_OPERATORS = ("GetModelInfo", "GetServerInfo", "GetLoads", "GetAcceptance", "ServerReflectionInfo", "Other", "other")
@@ -71,7 +71,7 @@ async def at_grpc(tally: Tally, addresses: Mapping[str, str], secrets: Secrets) 
                 for how, headers in shown.items():
                     what = f"{kind} {call.method} with {how}"
                     is_there = not call.method.lower().endswith("/other")
-                    refusals = REFUSED_GRPC if is_there else LET_GO
+                    refusals = REFUSED_GRPC if is_there else NOT_THERE
                     await tally.attempted(what, grpc_outcome(channel, call, headers), refusals)
             if kind == "orchestrator":
                 await _with_the_workers_secret(tally, address, secrets)

@@ -35,9 +35,11 @@ POLL_SECONDS = 0.05
 class Stack:
     """The running replicas by kind, in order of their start."""
 
-    def __init__(self, cluster: Cluster, registry: Registry, flags: dict[str, Sequence[str]]) -> None:
+    def __init__(
+        self, cluster: Cluster, registry: Registry, flags: dict[str, Sequence[str]], runner: Sequence[str]
+    ) -> None:
         self.replicas: dict[str, list[tuple[Child, WorkerRecord]]] = {kind: [] for kind in CONFIGS}
-        self._cluster, self._registry, self._flags = cluster, registry, flags
+        self._cluster, self._registry, self._flags, self._runner = cluster, registry, flags, runner
         self._numbers = itertools.count()
 
     @property
@@ -68,7 +70,7 @@ class Stack:
         known = {record.worker_id for record in await self._registry.workers()}
         flags = [*self._flags[kind], "--index-url", self._cluster.index_url]
         config = parse(CONFIGS[kind], MODULES[kind], flags, os.environ)
-        command = [sys.executable, *MODULE, MODULES[kind], *to_flags(config)]
+        command = [sys.executable, *MODULE, *self._runner, MODULES[kind], *to_flags(config)]
         child = self._cluster.start(f"{kind}-{next(self._numbers)}", command)
         deadline = time.monotonic() + START_SECONDS
         while time.monotonic() < deadline and not child.has_ended():
@@ -102,8 +104,12 @@ async def stack(
     replicas: int = 1,
     everywhere_flags: Sequence[str] = (),
     worker_flags: Sequence[str] = (),
+    runner: Sequence[str] = (),
 ) -> AsyncIterator[Stack]:
-    """Run simulated workers of a profile with their own index and the given numbers of replicas."""
+    """Run simulated workers of a profile with their own index and the given numbers of replicas.
+
+    `runner` is a module with its first arguments that runs the module of each process, named by its next one.
+    """
     flags: dict[str, Sequence[str]] = {
         "target": ["--simulate", str(profile), *everywhere_flags, *worker_flags],
         "draft": ["--simulate", str(profile), *everywhere_flags, *worker_flags],
@@ -120,7 +126,7 @@ async def stack(
             cluster.start_index()
             registry = Registry(cluster.index_url)
             await registry.wait()
-            running = Stack(cluster, registry, flags)
+            running = Stack(cluster, registry, flags, runner)
             for kind in ("target", "draft", "orchestrator"):
                 for _ in range(replicas):
                     await running.add(kind)

@@ -5,17 +5,16 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from bough.concurrency.tasks import end
+from bough.concurrency.tasks import came_true, end
 from bough.errors import AlreadyRunning, BoughError, DeadlineExceeded, NotFound, StaleEpoch
 from orchestrator.admission.admission import Hold
 
 logger = logging.getLogger(__name__)
 
-POLL_SECONDS = 0.05
 ENDING_SECONDS = 5.0  # limit for a stream that was cut off to free its resources
 
 Result = TypeVar("Result")
@@ -150,20 +149,12 @@ class Running:
 
     async def finished_or_cut_off(self, patience_seconds: float, error: BoughError) -> None:
         """Wait until all streams have finished; after `patience_seconds` end the others with this error."""
-        if await self._emptied(patience_seconds):
+        if await came_true(lambda: not self._by_request, patience_seconds):
             return
         logger.warning("%d requests did not finish in %g s and are cut off", len(self), patience_seconds)
         for stream in self._by_request.values():
             stream.end(error)
-        await self._emptied(ENDING_SECONDS)
-
-    async def _emptied(self, patience_seconds: float) -> bool:
-        """Wait until no stream runs; False on timeout."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(patience_seconds):
-                while self._by_request:
-                    await asyncio.sleep(POLL_SECONDS)
-        return not self._by_request
+        await came_true(lambda: not self._by_request, ENDING_SECONDS)
 
     def _refuse_or_end(self, request_id: str, session_id: str, takes_over: bool) -> Stream | None:
         same, neighbour = self._by_request.get(request_id), self._by_session.get(session_id)

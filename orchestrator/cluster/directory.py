@@ -18,7 +18,7 @@ from typing import Any
 import grpc
 
 from bough.concurrency.iteration_limiter import IterationLimiter
-from bough.concurrency.tasks import end
+from bough.concurrency.tasks import background, end
 from bough.errors import BoughError, Unavailable
 from bough.processes.compatibility import fetch_tokenizer
 from bough.protocol.generation import WorkerStatus
@@ -64,15 +64,14 @@ class Directory:
         Listed workers have been introduced when the block begins, so that a new process does not refuse its first
         request. Workers that do not answer are introduced later, in the background.
         """
-        task = asyncio.create_task(self._poll(looked := asyncio.Event()))
-        watching = asyncio.create_task(watch_weights(lambda: self.targets))
+        looked = asyncio.Event()
         try:
-            await looked.wait()
-            if self._meetings:
-                await asyncio.wait(self._meetings.values(), timeout=FIRST_LOOK_SECONDS)
-            yield
+            async with background(self._poll(looked), watch_weights(lambda: self.targets)):
+                await looked.wait()
+                if self._meetings:
+                    await asyncio.wait(self._meetings.values(), timeout=FIRST_LOOK_SECONDS)
+                yield
         finally:
-            await end(task, watching)
             await end(*self._meetings.values())
             for known in self._everyone():
                 await known.client.close()
@@ -256,16 +255,12 @@ class Directory:
 
     async def _forget_unlisted(self) -> None:
         """Forget workers by number of polls, not by time: an empty index or a paused process must not lose them."""
-        tables: tuple[dict[str, WorkerHandle[TargetClient]] | dict[str, WorkerHandle[DraftClient]], ...] = (
-            self._targets,
-            self._drafts,
-        )
-        for table in tables:
-            # Channels with running calls stay open: a worker that only lost the index still answers them.
-            gone = [name for name, known in table.items() if known.num_missing > MOST_MISSING and not known.num_running]
-            for worker_id in gone:
-                logger.warning("%s is gone", worker_id)
-                await table.pop(worker_id).client.close()
+        # Channels with running calls stay open: a worker that only lost the index still answers them.
+        for known in [k for k in self._everyone() if k.num_missing > MOST_MISSING and not k.num_running]:
+            logger.warning("%s is gone", known.record.worker_id)
+            self._targets.pop(known.record.worker_id, None)
+            self._drafts.pop(known.record.worker_id, None)
+            await known.client.close()
 
 
 def _fit(draft: WorkerHandle[Any], target: WorkerHandle[Any]) -> bool:

@@ -6,7 +6,7 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from http import HTTPStatus
 from typing import Any
@@ -27,7 +27,7 @@ from bough.protocol.generation import ModelInfo, TextPrompt, TokenPrompt
 from bough.registry.records import WorkerRecord
 from orchestrator.http_api import chat, completions
 from orchestrator.http_api.answers.answer import Answer, Head
-from orchestrator.http_api.answers.rounds import cluster_told, decisions_told
+from orchestrator.http_api.answers.rounds import decisions_told
 from orchestrator.http_api.answers.spelling import Spell
 from orchestrator.http_api.body import BodyReader
 from orchestrator.http_api.exchange import Exchange
@@ -213,7 +213,7 @@ class _Api:
 
     async def cluster(self, request: Request, entered: ExitStack) -> Response:
         """This orchestrator and its workers."""
-        return JSONResponse(cluster_told(self.requests.server_info(), self.requests.loads()))
+        return JSONResponse(asdict(self.requests.server_info()) | {"loads": asdict(self.requests.loads())})
 
     async def version(self, request: Request, entered: ExitStack) -> Response:
         """bough's version."""

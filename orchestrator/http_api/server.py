@@ -111,6 +111,11 @@ class _Protocol(H11Protocol):
         if len(self.connections) > most_connections():
             self._make_room()
 
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Stop the timer also where the peer reset the connection: it would keep the connection and what it sent."""
+        super().connection_lost(exc)
+        self._unset_keepalive_if_required()
+
     def data_received(self, data: bytes) -> None:
         """Keep the timer, which the base class would stop, unless a request has begun."""
         timer, self.timeout_keep_alive_task = self.timeout_keep_alive_task, None

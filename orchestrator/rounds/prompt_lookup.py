@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from functools import partial
 
-from bough.concurrency.tasks import end
+from bough.concurrency.tasks import background
 from bough.trees.suffix_automaton import Draft, Guesses, GuessKind, LookupLimits, SuffixAutomaton, grow_continuations
 from bough.trees.tree import Tree
 
@@ -75,21 +74,13 @@ class PromptLookup:
         self._own = Acceptance(shared.probability)
         self._is_reading = False  # in the background
 
-    @asynccontextmanager
-    async def reading(self, tokens: Sequence[int], run: Run) -> AsyncIterator[None]:
+    def reading(self, tokens: Sequence[int], run: Run) -> AbstractAsyncContextManager[None]:
         """Read a long prompt in the background during the block, by `run`, which runs work in a thread.
 
         Rounds do not wait for it; there are no guesses before its end.
         """
-        if len(tokens) <= MAX_READ:
-            yield
-            return
-        self._is_reading = True
-        task = asyncio.create_task(self._read(tokens, run))
-        try:
-            yield
-        finally:
-            await end(task)
+        self._is_reading = len(tokens) > MAX_READ
+        return background(self._read(tokens, run)) if self._is_reading else nullcontext()
 
     async def _read(self, tokens: Sequence[int], run: Run) -> None:
         for begin in range(0, len(tokens), MAX_READ):

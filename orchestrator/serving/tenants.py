@@ -7,12 +7,12 @@ too. So ids of different tenants never collide, and another tenant's id is unkno
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from contextlib import (
+    AbstractAsyncContextManager,
     AbstractContextManager,
     ExitStack,
     aclosing,
-    asynccontextmanager,
     contextmanager,
     nullcontext,
     suppress,
@@ -180,11 +180,9 @@ class Callers:
     tracer: Tracer = NO_TRACER
     _usage: Usage = field(default_factory=Usage)
 
-    @asynccontextmanager
-    async def watching(self) -> AsyncIterator[None]:
+    def watching(self) -> AbstractAsyncContextManager[None]:
         """Watch the file of keys, if there is one, during the block."""
-        async with nullcontext() if self.keyring is None else self.keyring.file.watched():
-            yield
+        return nullcontext() if self.keyring is None else self.keyring.file.watched()
 
     def refresh(self) -> None:
         """Read the keys again, if there are any. Running requests continue."""

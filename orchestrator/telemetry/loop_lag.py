@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 
-from bough.concurrency.tasks import end
+from bough.concurrency.tasks import background
 from orchestrator.sizing.totals import Histogram
 
 PERIOD_SECONDS = 0.02
@@ -27,14 +26,9 @@ class LoopLag:
         self.tally = Histogram(BOUNDS)  # seconds
         self.num_tasks = 0  # of the event loop, as they were counted last
 
-    @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
+    def running(self) -> AbstractAsyncContextManager[None]:
         """Measures for as long as the block runs."""
-        task = asyncio.create_task(self._measure())
-        try:
-            yield
-        finally:
-            await end(task)
+        return background(self._measure())
 
     async def _measure(self) -> None:
         next_count = 0.0

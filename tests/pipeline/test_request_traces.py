@@ -201,11 +201,14 @@ async def test_what_its_caller_does_not_sample_is_not_traced(stack: Traced) -> N
 
 
 async def test_nothing_that_was_written_is_exported(stack: Traced) -> None:
-    events = await stack.grpc("r-private", session_id="chat-of-anna")
+    """Nor a key that was shown, which no log has either, with all that there is to log."""
+    key = "sk-bough-keptclosed"
+    events = await stack.grpc("r-private", ("authorization", f"Bearer {key}"), session_id="chat-of-anna")
     texts = ["".join(event.tokens.texts) for event in events if event.HasField("tokens")]
     await stack.collector.trace_of("r-private")
     assert any(texts)
-    for text in (*KEPT_TO_ITSELF, *(text for text in texts if len(text) > 3)):
+    assert key not in "".join(child.log.read_text() for child in stack.cluster.children.values())
+    for text in (key, *KEPT_TO_ITSELF, *(text for text in texts if len(text) > 3)):
         assert text.encode() not in stack.collector.raw, text
 
 

@@ -157,6 +157,21 @@ async def test_a_call_whose_name_is_no_text_ends_no_server(served: Served) -> No
             writer.close()
 
 
+@pytest.mark.parametrize(("most", "code"), [(256, "UNIMPLEMENTED"), (0, "CANCELLED")])
+async def test_a_method_that_is_not_there_is_refused(
+    served: Served, monkeypatch: pytest.MonkeyPatch, most: int, code: str
+) -> None:
+    """However many call it; beyond a bound of refusals that nobody reads, calls are dropped."""
+    monkeypatch.setattr(lasting_server, "MAX_REFUSALS", most)
+    async with open_channel(f"127.0.0.1:{served.port}") as channel:
+        calls: list[Any] = [
+            channel.unary_stream(method)(b"x") for method in ("/x", f"/{SERVICE}/Other") for _ in range(50)
+        ]
+        assert {(await call.code()).name for call in calls} == {code}
+        assert not most or "method: must be one of this server" in await calls[0].details()
+        assert await is_serving(channel, "", 5.0)
+
+
 def test_a_grpcio_that_takes_calls_in_another_way_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its calls would come in past what keeps names that are no text away from it, and nobody would know."""
     other = type("AioServer", (), {"_request_call": lambda _: None})

@@ -9,12 +9,12 @@ from unittest.mock import Mock
 
 import pytest
 
-from bough.pb import generation_pb2
+from bough.pb import draft_pb2, generation_pb2, target_pb2
 from loadtest.fuzz.__main__ import in_process
 from loadtest.fuzz.decoding import Layer, all_layers, problem_of
 from loadtest.fuzz.http_connection import Answer, HttpConnection
 from loadtest.fuzz.mutation import Mutator
-from loadtest.fuzz.ordinary import GRPC, SERVICE
+from loadtest.fuzz.ordinary import GRPC, OF_WORKERS
 from loadtest.fuzz.sockets import at_sockets
 
 
@@ -28,7 +28,7 @@ async def test_whatever_comes_over_sockets_is_answered_and_leaves_nothing_behind
     figures = await at_sockets(tmp_path, 400, seed=20, report=lambda _: None)
     assert not figures.outcomes.problems, figures.outcomes.examples
     assert figures.is_exact
-    assert set(figures.outcomes.counts) == {"http", "grpc", "http2 frames"}
+    assert set(figures.outcomes.counts) == {"http", "grpc", "http2 frames", "target", "draft"}
     assert sum(figures.outcomes.counts.values()) >= 400
     assert len(figures.outcomes.distinct) > 200, "a message that was sent before finds nothing"
 
@@ -49,9 +49,14 @@ def test_a_seed_gives_the_same_messages() -> None:
     assert drawn() == drawn()
 
 
-def test_every_method_of_the_service_is_called() -> None:
-    methods = generation_pb2.DESCRIPTOR.services_by_name["Generation"].methods
-    assert {SERVICE + method.name for method in methods} <= GRPC.keys()
+def test_every_method_of_all_services_is_called() -> None:
+    for pb, name, calls in (
+        (generation_pb2, "Generation", GRPC),
+        (target_pb2, "Target", OF_WORKERS["target"]),
+        (draft_pb2, "Draft", OF_WORKERS["draft"]),
+    ):
+        methods = pb.DESCRIPTOR.services_by_name[name].methods
+        assert {f"/bough.v1.{name}/{method.name}" for method in methods} <= calls.keys()
 
 
 async def test_answers_of_a_pipeline_are_told_apart_however_they_arrive() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import astuple
 from pathlib import Path
 
 from loadtest.intruder.__main__ import intrude
@@ -19,6 +20,10 @@ async def test_nobody_gets_in_who_may_not(tmp_path: Path) -> None:
     tally = Tally()
     async with staged(tmp_path) as stage:
         await intrude(stage, tally, tmp_path)
+        ids = stage.stack.process_ids().values()
+        children = [child for each in stage.stack.replicas.values() for child, _ in each]
+        told = [child.log.read_bytes() for child in children] + [Path(f"/proc/{i}/cmdline").read_bytes() for i in ids]
+    assert not [secret for secret in astuple(stage.secrets) if secret.encode() in b"".join(told)], "in logs or titles"
     assert not tally.admitted
     assert not tally.locked_out
     assert tally.num_attempts > MANY

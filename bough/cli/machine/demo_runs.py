@@ -142,15 +142,13 @@ class Contest:
     def summary(self) -> dict[str, Any]:
         """The content of the final JSON line."""
         first, plain = self.first, self.plain
+        parts = ("draft", "wait", "compute", "network")
         return {
             "speedup": round(self.speedup, 3),
             "tokens_per_round": round(first.tokens_per_round, 3),
             "same_tokens": self.is_same,
             "sweep_seconds": round(first.mean_seconds("target_ns"), 4),
-            "draft_seconds": round(first.mean_seconds("draft_ns"), 4),
-            "wait_seconds": round(first.mean_seconds("wait_ns"), 4),
-            "compute_seconds": round(first.mean_seconds("compute_ns"), 4),
-            "network_seconds": round(first.mean_seconds("network_ns"), 4),
+            **{f"{part}_seconds": round(first.mean_seconds(f"{part}_ns"), 4) for part in parts},
             "tokens_per_second": round(first.tokens_per_second, 3),
             "plain_tokens_per_second": round(plain.tokens_per_second, 3),
             "plain_sweep_seconds": round(plain.mean_seconds("target_ns"), 4),

@@ -1,4 +1,4 @@
-"""JSON about rounds and the cluster, for the page at /ui and other observers."""
+"""JSON about rounds, for the page at /ui and other observers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from bough.protocol.decision import Decision
-from bough.protocol.generation import Loads, ServerInfo, Tokens, WorkerStatus
+from bough.protocol.generation import Tokens
 from orchestrator.http_api.fields.errors import Json
 
 NANO = 1e-9
@@ -34,34 +34,3 @@ def round_of(event: Tokens) -> Json:
 def decisions_told(decisions: Sequence[Decision]) -> list[Json]:
     """Reasons for the sizes of trees, oldest round first, as `bough explain` prints them."""
     return [asdict(decision) | {"mode": decision.mode.value} for decision in decisions]
-
-
-def cluster_told(info: ServerInfo, loads: Loads) -> Json:
-    """This orchestrator, its workers and the index."""
-    return {
-        "version": info.bough_version,
-        "index": {"url": info.index_url, "problem": info.index_problem},
-        "requests": {
-            "running": loads.num_requests_running,
-            "waiting": loads.num_requests_waiting,
-            "total": loads.num_requests_total,
-        },
-        "workers": [_worker(status) for status in info.workers],
-    }
-
-
-def _worker(status: WorkerStatus) -> Json:
-    info = status.info
-    return {
-        "kind": info.kind,
-        "id": info.worker_id,
-        "address": status.address,
-        "model": info.model_name,
-        "description": info.model_description,
-        "sessions": info.num_sessions,
-        "kv_bytes": info.kv_bytes,
-        "kv_used_bytes": info.kv_used_bytes,
-        "passes": info.num_passes,
-        "problem": status.problem,
-        "notes": list(info.notes),
-    }

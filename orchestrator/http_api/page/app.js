@@ -177,11 +177,11 @@ async function why() {
 async function watchCluster() {
   const cluster = await told("/cluster");
   const megabytes = (bytes) => (bytes / 1e6).toFixed(0);
-  byId("model").textContent = [...new Set(cluster.workers.filter((one) => one.kind === "target").map((one) => one.model))].join(", ");
+  byId("model").textContent = [...new Set(cluster.workers.map((one) => one.info).filter((one) => one.kind === "target").map((one) => one.model_name))].join(", ");
   fill(byId("workers"), ["", "at", "model", "sessions", "KV MB used / all", "passes", "state"],
-    cluster.workers.map((one) => [one.kind, one.address, `${one.model} (${one.description})`, one.sessions,
-      `${megabytes(one.kv_used_bytes)} / ${megabytes(one.kv_bytes)}`, one.passes, one.problem || "in use"]));
-  if (cluster.index.problem) byId("problem").textContent = cluster.index.problem;
+    cluster.workers.map(({ address, info, problem }) => [info.kind, address, `${info.model_name} (${info.model_description})`,
+      info.num_sessions, `${megabytes(info.kv_used_bytes)} / ${megabytes(info.kv_bytes)}`, info.num_passes, problem || "in use"]));
+  if (cluster.index_problem) byId("problem").textContent = cluster.index_problem;
 }
 
 function guarded(act) {

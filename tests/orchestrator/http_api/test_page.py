@@ -62,8 +62,8 @@ async def test_the_cluster_is_its_workers_and_what_is_wrong_with_them(door: Http
     problems = ["not asked yet"]
     while any(problems):  # on a busy machine a worker may be waited for at first, and is said to be
         cluster = (await door.client.get("/cluster")).json()
-        problems = [cluster["index"]["problem"], *(worker["problem"] for worker in cluster["workers"])]
-    assert sorted(worker["kind"] for worker in cluster["workers"]) == ["draft", "target"]
+        problems = [cluster["index_problem"], *(worker["problem"] for worker in cluster["workers"])]
+    assert sorted(worker["info"]["kind"] for worker in cluster["workers"]) == ["draft", "target"]
     assert all(worker["address"] for worker in cluster["workers"])
 
 

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
+import socket
+import struct
 from collections.abc import AsyncIterator
 from contextlib import suppress
+from typing import Any
+from weakref import WeakSet
 
 import httpx
 import pytest
@@ -107,6 +112,28 @@ async def test_a_request_that_is_being_answered_may_take_its_time(port: int, app
     app.may_answer.set()
     assert (await answer(reader)).startswith(b"HTTP/1.1 200 ")
     writer.close()
+
+
+async def test_a_connection_that_is_reset_is_forgotten(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its timer kept it, and what it had sent, for as long as an idle one may stay; no bound counted it."""
+    kept: WeakSet[asyncio.Protocol] = WeakSet()
+
+    class Seen(server._Protocol):
+        def __init__(self, *args: Any, **settings: Any) -> None:
+            super().__init__(*args, **settings)
+            kept.add(self)
+
+    monkeypatch.setattr(server, "_Protocol", Seen)
+    async with http_serving("127.0.0.1", 0, app) as port:
+        _, writer = await connected(port, b"GET /half a head")
+        while not kept:
+            await asyncio.sleep(0.01)
+        writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        writer.transport.abort()
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            while kept:
+                gc.collect()
+                await asyncio.sleep(0.01)
 
 
 async def test_of_too_many_connections_the_longest_idle_one_gives_way(
