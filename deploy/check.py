@@ -20,6 +20,7 @@ from ray.serve.schema import ServeDeploySchema
 from bough.cli.inspection.ray_dashboard import Node, RayDashboard
 from bough.config.addresses import is_loopback
 from bough.config.flag_parser import FlagParser
+from bough.config.json_fields import first_refusal
 from bough.config.processes import OrchestratorConfig, parse
 from bough.errors import BoughError, ConfigError
 from bough.processes.child import STOP_SECONDS as KILL_AFTER_SECONDS
@@ -41,6 +42,7 @@ from deploy.supervisor import DRAIN_MARGIN_SECONDS
 IMPORT_PATH = "deploy.app:build"
 PER_REPLICA = "deploy.policies:PerReplica"
 PORTS = ("port", "http_port", "metrics_port")
+MOST_SHOWN = 80  # characters of a refused value
 HAPROXY = "RAY_SERVE_ENABLE_HA_PROXY"  # Ray's variable, on every node
 DICTS: Mapping[str, type[BaseModel]] = {  # fields that Serve takes as plain mappings, and checks later
     "autoscaling_config": AutoscalingConfig,
@@ -53,15 +55,20 @@ def load(path: Path) -> dict[str, Any]:
     """Read a configuration from a file and check it.
 
     Raises:
-    ConfigError: a key is unknown or its value refused; the message names the key.
+    ConfigError: a key is unknown or its value refused; the message names the file and the key.
     """
     try:
-        config = yaml.safe_load(path.read_text())
-    except (OSError, yaml.YAMLError) as exc:
-        raise ConfigError(f"{path}: {exc}") from exc
+        config = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as exc:
+        raise ConfigError(f"{path}: must be a file that can be read, got: {exc.strerror}") from exc
+    except (ValueError, yaml.YAMLError) as exc:
+        raise ConfigError(f"{path}: must be YAML, got: {' '.join(str(exc).split())}") from exc
     if not isinstance(config, dict):
         raise ConfigError(f"{path}: must be a mapping, as `serve deploy` reads it, got {config!r}")
-    check(config)
+    try:
+        check(config)
+    except ConfigError as exc:
+        raise ConfigError(f"{path}: {exc}") from exc
     return config
 
 
@@ -72,9 +79,7 @@ def check(config: Mapping[str, Any]) -> None:
     try:
         schema = ServeDeploySchema.model_validate(config)
     except ValidationError as exc:
-        first = exc.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise ConfigError(f"{where}: {first['msg']}, got {first['input']!r}") from exc
+        raise ConfigError(": ".join(first_refusal(exc, lambda value: repr(value)[:MOST_SHOWN]))) from exc
     for application in config["applications"]:
         if application["import_path"] == IMPORT_PATH:
             _check_application(application)
@@ -97,6 +102,8 @@ def unknown_keys(model: type[BaseModel], value: Any, where: str) -> Iterator[str
             continue
         parts = enumerate(inner) if isinstance(inner, list) else [("", inner)]
         for number, part in parts:
+            if isinstance(inner, list):  # before Ray's own checks, which take it for one
+                as_mapping(f"{path}[{number}]", part)
             yield from unknown_keys(below, part, f"{path}[{number}]" if isinstance(inner, list) else path)
 
 
@@ -116,10 +123,14 @@ def require_resources(config: Mapping[str, Any], nodes: tuple[Node, ...]) -> Non
 
 
 def wanted_resources(deployment: Mapping[str, Any]) -> dict[str, float]:
-    """Return the resources that one replica asks for, by Ray's names."""
+    """Return the resources that one replica asks for, by Ray's names. Raise ConfigError for what is no number."""
     options = deployment.get("ray_actor_options") or {}
     wanted = {"CPU": options.get("num_cpus", 0), "GPU": options.get("num_gpus", 0), **options.get("resources", {})}
-    return {name: float(amount) for name, amount in wanted.items() if amount}
+    try:
+        return {name: float(amount) for name, amount in wanted.items() if amount}
+    except (TypeError, ValueError) as exc:
+        where = f"{deployment['name']}.ray_actor_options.resources"
+        raise ConfigError(f"{where}: must be numbers by name, got {options['resources']!r}") from exc
 
 
 def _check_application(application: Mapping[str, Any]) -> None:
@@ -129,7 +140,11 @@ def _check_application(application: Mapping[str, Any]) -> None:
         known.remove(INDEX)
     if not args.drafts:
         known.remove(Role.DRAFT.value)
-    given = {deployment["name"]: deployment for deployment in application.get("deployments", ())}
+    given: dict[str, Mapping[str, Any]] = {}
+    for deployment in application.get("deployments", ()):
+        if deployment["name"] in given:
+            raise ConfigError(f"deployments: must have {deployment['name']} once, got it twice")
+        given[deployment["name"]] = deployment
     for name in given:
         if name not in known:
             raise ConfigError(f"deployments: must be of {', '.join(known)}, got {name}")
@@ -186,8 +201,9 @@ def uses_haproxy() -> bool:
 
 
 def _check_deployment(role: Role, deployment: Mapping[str, Any]) -> None:
+    wanted_resources(deployment)
     settings = read_program(role, deployment["user_config"], f"{role.value}.user_config")
-    stop_seconds = deployment.get("graceful_shutdown_timeout_s", STOP_SECONDS)
+    stop_seconds = float(deployment.get("graceful_shutdown_timeout_s", STOP_SECONDS))
     least = settings.config.drain_seconds + DRAIN_MARGIN_SECONDS + KILL_AFTER_SECONDS
     if stop_seconds < least:
         raise ConfigError(
@@ -246,7 +262,7 @@ def main() -> int:
         if arguments.ray:
             require_resources(config, RayDashboard(arguments.ray).nodes())
     except BoughError as exc:
-        print(f"error: {arguments.file}: {exc}", file=sys.stderr)
+        print(f"error: {exc}", file=sys.stderr)
         return 2
     print(f"{arguments.file}: all is well")
     return 0

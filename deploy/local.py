@@ -21,6 +21,7 @@ from bough.cli.inspection.doctor import find_problems
 from bough.cli.inspection.ray_dashboard import Application, Node, RayDashboard
 from bough.cli.machine.up import ensure_demonstration
 from bough.config.addresses import bound
+from bough.config.parsers import MAX_PORT, number
 from bough.config.processes import ServiceConfig
 from bough.errors import BoughError, ConfigError, Unauthenticated, Unavailable
 from bough.simulation.profile import load_profile
@@ -35,6 +36,7 @@ OBJECT_STORE_BYTES = 100 * 1000**2  # the least that Ray takes: nothing of ours 
 OF_ALL = frozenset(f.name for f in fields(ServiceConfig))  # settings that a worker without weights has, too
 HAPROXY_PORTS = {"RAY_SERVE_HAPROXY_STATS_PORT": "8404", "RAY_SERVE_HAPROXY_METRICS_PORT": "9101"}  # Ray's defaults
 HAPROXY_SCRIPT = Path(__file__).with_name("haproxy.sh")
+parse_any_port = number(int, -1, MAX_PORT)
 NUM_RESOURCES = 8  # of each kind that a deployment asks for: more than it needs, as there is one node only
 
 
@@ -96,7 +98,9 @@ def require_free_ports(config: Mapping[str, Any], dashboard_port: int) -> None:
         ports |= {name: int(os.environ.get(name, default)) for name, default in HAPROXY_PORTS.items()}
     for where, port in ports.items():
         try:
-            bound(HOST, max(port, 0)).close()
+            bound(HOST, max(parse_any_port(str(port)), 0)).close()
+        except ValueError as exc:
+            raise ConfigError(f"{where}: {exc}, got {port!r}") from exc
         except OSError as exc:
             raise ConfigError(f"{where}: must be a free port, got {port} ({exc.strerror})") from exc
 
@@ -231,5 +235,5 @@ def catch_signals() -> None:
     def stop(*_: object) -> None:
         raise Stopped
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, stop)
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, stop)

@@ -19,7 +19,7 @@ from bough.errors import ConfigError, Unavailable
 from deploy.forward import Door
 from deploy.index import IndexPlace, IndexServer
 from deploy.policies import CALLS, REQUESTS
-from deploy.settings import INDEX, ProgramSettings, Role, read_index, read_program, resolved_url
+from deploy.settings import INDEX, Role, read_index, read_program, resolved_url
 from deploy.supervisor import Supervisor
 
 INDEX_SECONDS = 120.0  # a replica waits this long for the index to be placed
@@ -47,7 +47,7 @@ class Supervising:
         self._place = IndexPlace("")
         self._supervisor: Supervisor | None = None
         self._restart: asyncio.Task[None] | None = None  # of a program that has ended by itself
-        self._restarted = -inf  # when that was, in seconds on the monotonic clock
+        self._restarted = -inf  # when it served again, in seconds on the monotonic clock
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
         """Start the program, or drain it and start it again with other settings.
@@ -56,11 +56,10 @@ class Supervising:
         """
         settings = read_program(self.role, user_config)
         await self._end()
-        await self._start(settings)
-
-    async def _start(self, settings: ProgramSettings) -> None:
         self._place = await self._find_index(INDEX_SECONDS)
-        supervisor = Supervisor(settings, settings.host or node_address(), self._place)
+        await self._start(Supervisor(settings, settings.host or node_address(), self._place))
+
+    async def _start(self, supervisor: Supervisor) -> None:
         self._supervisor = supervisor
         await supervisor.start()
         await self._started(supervisor)
@@ -82,8 +81,7 @@ class Supervising:
             if time.monotonic() - self._restarted < STEADY_SECONDS:
                 raise
             logger.warning("%s\nit is started again", exc)
-            self._restarted = time.monotonic()
-            self._restart = asyncio.create_task(self._start_again(self._supervisor.settings))
+            self._restart = asyncio.create_task(self._start_again(self._supervisor))
             return
         try:
             place = await self._find_index(ASK_SECONDS)
@@ -92,9 +90,11 @@ class Supervising:
         if place != self._place:
             raise Unavailable(f"the index has moved from {self._place.url} to {place.url}")
 
-    async def _start_again(self, settings: ProgramSettings) -> None:
+    async def _start_again(self, ended: Supervisor) -> None:
+        """Start a program again without asking Ray for anything: its head may be away."""
         await self._stop()
-        await self._start(settings)
+        await self._start(Supervisor(ended.settings, ended.host, self._place))
+        self._restarted = time.monotonic()
 
     async def __del__(self) -> None:
         """Drain before a redeploy or when scaling down; Serve waits for it."""

@@ -189,9 +189,9 @@ def as_mapping(where: str, value: Any) -> Mapping[str, Any]:
 
 
 def _text(where: str, value: Any) -> str:
-    """Return a value in the form that flags have. Raise ConfigError for None."""
-    if value is None:
-        raise ConfigError(f"{where}: must be a value, or left out, got None")
+    """Return a value in the form that flags have. Raise ConfigError for what is none."""
+    if value is None or isinstance(value, Mapping):
+        raise ConfigError(f"{where}: must be a value, or left out, got {value!r}")
     if isinstance(value, list):
         return ",".join(str(part) for part in value)
     if where.endswith(".program.model") and value == DEMONSTRATION:

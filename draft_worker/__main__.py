@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from bough.config.processes import DraftConfig
 from bough.model.cpu import jit
+from bough.processes.compile_once import require_kernel_folder
 from bough.processes.process import run
 from bough.processes.worker_process import serve_worker
 from bough.rpc.services import DRAFT
@@ -25,6 +26,7 @@ def model_parts(config: DraftConfig, worker_id: str) -> Parts[ServedDraft]:
     from bough.model.architecture.light_imports import import_transformers
 
     import_transformers()
+    require_kernel_folder()
     from draft_worker.service import DraftService
     from draft_worker.worker import DraftWorker
 

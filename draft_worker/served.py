@@ -16,7 +16,7 @@ from bough.processes.worker_process import ServedWorker
 from bough.protocol.messages import GrowCall, GrowResult, WorkerInfo
 from bough.registry.records import WorkerLoad
 from bough.telemetry.metrics import MetricsServer
-from bough.telemetry.spans import noted_spans
+from bough.telemetry.spans import NOTED_SPANS
 from draft_worker.engine.engine import DraftEngine, Request
 from draft_worker.metrics import DraftCollector
 
@@ -52,7 +52,7 @@ class ServedDraft(ServedWorker[DraftConfig]):
 
     def grow(self, call: GrowCall) -> Future[GrowResult]:
         """Queue a call; the future raises InvalidRequest or PrefixMissing. A cancelled call ends at the next step."""
-        request = Request(call, Future(), time.perf_counter_ns(), noted_spans())
+        request = Request(call, Future(), time.perf_counter_ns(), NOTED_SPANS.get())
         try:
             self._unanswered.add(request.future)
         except Exhausted as exc:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from bough.config.processes import TargetConfig
+from bough.processes.compile_once import require_kernel_folder
 from bough.processes.process import run
 from bough.processes.worker_process import serve_worker
 from bough.rpc.services import TARGET
@@ -24,6 +25,7 @@ def model_parts(config: TargetConfig, worker_id: str) -> Parts[ServedTarget]:
     from bough.model.architecture.light_imports import import_transformers
 
     import_transformers()
+    require_kernel_folder()
     from target_worker.service import TargetService
     from target_worker.worker import TargetWorker
 

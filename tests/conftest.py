@@ -23,6 +23,7 @@ from bough.model.architecture.light_imports import import_transformers
 import_transformers()  # as workers do, before anything below would import more of it
 
 from bough.cli.machine.up import ensure_demonstration
+from bough.config import addresses
 from bough.config.cache_paths import demonstration_folder
 from bough.config.processes import DraftConfig, OrchestratorConfig, TargetConfig, parse
 from bough.model.checkpoint.tokenizer_files import load_tokenizer_files
@@ -42,6 +43,11 @@ hypothesis.settings.register_profile(
     "patient", deadline=None, derandomize=True, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
 hypothesis.settings.load_profile("patient")
+
+# Ports are drawn at random: each process of pytest has its own part of them, or two tests might get the same one.
+addresses.PORTS = addresses.PORTS[
+    int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) :: int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -25,6 +25,8 @@ def first_refusal(error: ValidationError, shown: Callable[[object], str] = repr)
             problem = "missing; must be given"
         case "extra_forbidden" | "unexpected_keyword_argument":
             problem = "no such field; must be left out"
+        case "value_error":
+            problem = f"{first['ctx']['error']}"
         case "must":
             problem = f"must {first['msg']}, got {shown(first['input'])}"
         case _:

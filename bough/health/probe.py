@@ -16,7 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from bough.config.flag_parser import FlagParser
 from bough.errors import ConfigError
-from bough.rpc.tls_faults import explained
+from bough.rpc.status_map import explained
 from bough.security.certificates import CertificateFiles
 from bough.security.secured import add_certificates, channels, files_from
 
@@ -25,14 +25,14 @@ PLAIN = CertificateFiles()
 
 
 async def status_of(address: str, service: str = "", files: CertificateFiles = PLAIN) -> str:
-    """SERVING, NOT_SERVING or SERVICE_UNKNOWN; where nobody answers, why. Raises ConfigError for `files` of no use."""
+    """SERVING or NOT_SERVING, or why nobody answers. Raises ConfigError for `files` of no use."""
     (peer,) = channels(files, address)
     async with peer.opened() as channel:
         try:
             request = health_pb2.HealthCheckRequest(service=service)
             reply = await health_pb2_grpc.HealthStub(channel).Check(request, timeout=PATIENCE_SECONDS)
         except grpc.aio.AioRpcError as exc:
-            return f"{exc.code().name}: {explained(exc.details() or '')}"
+            return f"{exc.code().name}: {explained(exc.details() or f'no service {service!r}')}"
         return str(health_pb2.HealthCheckResponse.ServingStatus.Name(reply.status))
 
 

@@ -10,9 +10,11 @@ import logging
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from bough.errors import ConfigError
 from bough.processes.exit_with_parent import python, run
 from bough.processes.startup import stage
 
@@ -20,6 +22,19 @@ logger = logging.getLogger(__name__)
 
 TIMEOUT_SECONDS = 900.0
 COMPILING = "compiling kernels"  # a stage of a start
+
+
+def require_kernel_folder() -> None:
+    """Raises ConfigError unless compiled kernels can be kept; numba would name one of our functions instead."""
+    folder = Path(os.environ["NUMBA_CACHE_DIR"])
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as exc:
+        raise ConfigError(
+            f"{folder}: must be a folder that can be written to, for compiled kernels, got: {exc.strerror}; set "
+            "BOUGH_CACHE_DIR to another place"
+        ) from exc
 
 
 def compile_in_subprocess(module: str, arguments: Sequence[str], ground: str) -> bool:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 import tempfile
-import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -24,6 +22,7 @@ from bough.errors import BoughError, ConfigError, Unauthenticated, Unavailable
 from bough.processes.child import KINDS, Child, end, named, open_child
 from bough.processes.compile_once import COMPILING
 from bough.processes.exit_with_parent import python
+from bough.processes.signals import cancelled_by_signals, signals_ignored
 from bough.registry.registry import Registry
 from bough.security.secured import files_towards
 
@@ -196,7 +195,7 @@ async def launched(settings: Settings, report: Report, draft_may_follow: bool = 
 
     Signals are handled only if the event loop runs in the main thread.
     """
-    with tempfile.TemporaryDirectory(prefix="bough-") as folder, cancelled_by_sigterm():
+    with tempfile.TemporaryDirectory(prefix="bough-") as folder, cancelled_by_signals():
         cluster = Cluster(settings, Path(folder))
         try:
             cluster.start_all()
@@ -210,36 +209,3 @@ async def launched(settings: Settings, report: Report, draft_may_follow: bool = 
 def valkey_command(settings: Mapping[str, str]) -> list[str]:
     """The command line of the Valkey that comes with bough."""
     return [str(get_binary_path()), *(word for name, value in settings.items() for word in (f"--{name}", value))]
-
-
-@contextmanager
-def cancelled_by_sigterm() -> Iterator[None]:
-    """While the block runs, SIGTERM cancels its task."""
-    if not _may_handle_signals():
-        yield
-        return
-    loop, task = asyncio.get_running_loop(), asyncio.current_task()
-    assert task is not None, "a coroutine runs in a task"
-    loop.add_signal_handler(signal.SIGTERM, task.cancel)
-    try:
-        yield
-    finally:
-        loop.remove_signal_handler(signal.SIGTERM)
-
-
-@contextmanager
-def signals_ignored() -> Iterator[None]:
-    """Ignore SIGINT and SIGTERM while the block runs, so that repeated signals cannot interrupt a cleanup."""
-    if not _may_handle_signals():
-        yield
-        return
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _may_handle_signals() -> bool:
-    return threading.current_thread() is threading.main_thread()

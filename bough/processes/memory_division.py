@@ -1,17 +1,19 @@
-"""Division of one machine's memory among the processes of `bough up`, for CPU workers only.
+"""Division of one machine's memory among the processes of `bough up`: of CPU workers, or of a GPU that both share.
 
 Memory that processes take besides weights and KV is from `python -m loadtest.pipeline.memory`, plus a margin.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from bough.config.processes import DraftConfig, TargetConfig
 from bough.errors import ConfigError
-from bough.runtime.kv_budget import kv_budget
+from bough.runtime.kv_budget import MOST_BYTES, kv_budget
+from bough.runtime.machine import may_be_gpu
 from bough.sizing.placement import gigabytes
 
 INDEX_BYTES = 50 * 1000**2
@@ -19,6 +21,8 @@ ORCHESTRATOR_BYTES = 150 * 1000**2
 WORKER_BYTES = 320 * 1000**2  # Python, torch, kernels and buffers
 SPARE_BYTES, SPARE_SHARE = 200 * 1000**2, 0.1  # left free, the larger of the two, for page cache and other programs
 LEAST_TARGET_BYTES = 100 * 1000**2  # smallest budget accepted here, below that of any model
+CONTEXT_BYTES = 1000**3  # of a process on a GPU: CUDA's context, libraries, graphs, and what a step computes
+KV_SESSIONS = 8  # of the longest context, that a draft has memory for which is not told
 
 
 class DraftNeeds(NamedTuple):
@@ -95,3 +99,37 @@ def divide(
     remark = f"of which {gigabytes(budget)} for weights, KV and activations"
     shares.append(Share("target worker", WORKER_BYTES + budget, target.threads, remark))
     return Division(free, tuple(shares), replace(target, device_memory=budget), draft)
+
+
+class SharedGpu(NamedTuple):
+    """Settings of both, which keep within one GPU's memory, and why, for people."""
+
+    target: TargetConfig
+    draft: DraftConfig
+    words: str
+
+
+def on_one_gpu(target: TargetConfig, draft: DraftConfig) -> bool:
+    """Whether both may compute on the same one: on the first where nothing else is said."""
+    devices = [config.device for config in (target, draft)]
+    return all(map(may_be_gpu, devices)) and _number(devices[0]) == _number(devices[1])
+
+
+def divide_gpu(target: TargetConfig, draft: DraftConfig, needs: DraftNeeds) -> SharedGpu:
+    """The draft's KV is settled, and the target's memory is what the draft leaves; what a user has told stays."""
+    kv = draft.kv_memory or max(needs.session, min(MOST_BYTES, KV_SESSIONS * needs.session))
+    share = CONTEXT_BYTES + needs.weights + kv
+    words = (
+        f"GPU memory: at most {gigabytes(share)} for the draft worker, of which {gigabytes(kv)} for KV and "
+        f"{gigabytes(needs.weights)} for weights; "
+    )
+    draft = replace(draft, kv_memory=kv)
+    if target.device_memory:
+        return SharedGpu(target, draft, f"{words}{gigabytes(target.device_memory)} for the target, as told")
+    reserve = target.device_reserve or share
+    return SharedGpu(replace(target, device_reserve=reserve), draft, f"{words}most of the rest for the target")
+
+
+def _number(device: str) -> int:
+    found = re.search(r"\d+$", device)
+    return int(found[0]) if found else 0

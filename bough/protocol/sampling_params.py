@@ -64,25 +64,19 @@ class SamplingParams:
 
     def validate(self, vocab_size: int) -> None:
         """Raises InvalidRequest naming the first field out of its range."""
-        _require(
-            self.temperature == 0 or 1e-4 <= self.temperature <= 1e4,
-            "temperature",
-            self.temperature,
-            "0 (greedy), or a number in [0.0001, 10000]",
-        )
-        _require(self.top_k >= 0, "top_k", self.top_k, "0 (off) or more")
-        _require(0 < self.top_p <= 1, "top_p", self.top_p, "a number in (0, 1]")
-        _require(0 <= self.min_p <= 1, "min_p", self.min_p, "a number in [0, 1]")
-        _require(0 <= self.seed <= MAX_SEED, "seed", self.seed, "an unsigned 64-bit number")
-        _require(
-            0.01 <= self.repetition_penalty <= 100,
-            "repetition_penalty",
-            self.repetition_penalty,
-            "a number in [0.01, 100]",
-        )
-        for name in ("presence_penalty", "frequency_penalty"):
-            value = getattr(self, name)
-            _require(-2 <= value <= 2, name, value, "a number in [-2, 2]")
+        warm, within_two = "0 (greedy), or a number in [0.0001, 10000]", "a number in [-2, 2]"
+        for name, is_fine, must_be in (
+            ("temperature", self.is_greedy or 1e-4 <= self.temperature <= 1e4, warm),
+            ("top_k", self.top_k >= 0, "0 (off) or more"),
+            ("top_p", 0 < self.top_p <= 1, "a number in (0, 1]"),
+            ("min_p", 0 <= self.min_p <= 1, "a number in [0, 1]"),
+            ("seed", 0 <= self.seed <= MAX_SEED, "an unsigned 64-bit number"),
+            ("repetition_penalty", 0.01 <= self.repetition_penalty <= 100, "a number in [0.01, 100]"),
+            ("presence_penalty", -2 <= self.presence_penalty <= 2, within_two),
+            ("frequency_penalty", -2 <= self.frequency_penalty <= 2, within_two),
+            ("logprobs", 0 <= (self.logprobs or 0) <= MAX_LOGPROBS, f"0 to {MAX_LOGPROBS}"),
+        ):
+            _require(is_fine, name, getattr(self, name), must_be)
         for name, most in (("logit_bias", MAX_BIASES), ("stop_token_ids", MAX_STOP_TOKENS)):
             _require_number(name, len(getattr(self, name)), most)
         for token, bias in self.logit_bias.items():
@@ -94,12 +88,6 @@ class SamplingParams:
             raise InvalidRequest(f"logit_bias: must leave at least one token, got all {vocab_size} banned")
         if self.min_tokens and len(banned | self.stop_token_ids) == vocab_size:
             raise InvalidRequest(f"min_tokens: must be 0 where any token ends the output, got {self.min_tokens}")
-        _require(
-            self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS,
-            "logprobs",
-            self.logprobs,
-            f"0 to {MAX_LOGPROBS}",
-        )
         if len(self.grammar) > MAX_GRAMMAR:
             raise InvalidRequest(f"grammar: must be at most {MAX_GRAMMAR} characters, got {len(self.grammar)}")
         for token in self.stop_token_ids:

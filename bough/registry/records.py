@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections import abc
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from types import NoneType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
@@ -45,7 +45,7 @@ class WorkerRecord:
 
     def to_json(self) -> str:
         """The format that `from_json` reads."""
-        return json.dumps(asdict(self))
+        return _encode(_fields(self))
 
     @classmethod
     def from_json(cls, data: bytes) -> WorkerRecord | None:
@@ -134,10 +134,19 @@ def pack_tokens(tokens: Sequence[int]) -> bytes:
 
 
 def _sealed(record: SessionRecord | RequestRecord, id_name: str) -> str:
-    stored = asdict(replace(record, tokens=()))
+    stored = _fields(record)
     del stored[id_name], stored["tokens"]
     stored |= {"num_tokens": len(record.tokens), "prefix_hash": prefix_hash(record.tokens)}
-    return json.dumps(stored, default=sorted)  # a set
+    return _encode(stored)
+
+
+def _fields(value: Any) -> Any:
+    """Fields of a dataclass as they are, where `asdict` copies them, in each round; or a set's elements, sorted."""
+    names = getattr(value, "__dataclass_fields__", None)
+    return sorted(value) if names is None else {name: getattr(value, name) for name in names}
+
+
+_encode = json.JSONEncoder(default=_fields).encode
 
 
 def _unsealed(stored: Mapping[str, Any], transcript: bytes) -> tuple[int, ...]:

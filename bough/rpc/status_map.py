@@ -1,4 +1,8 @@
-"""Maps errors to gRPC statuses and back; the only place that knows which error is which status."""
+"""Maps errors to gRPC statuses and back; the only place that knows which error is which status.
+
+gRPC has one status for all failed TLS connections, with its own words and those of its TLS library: here they are
+explained in terms of what a client can change.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,6 @@ from google.rpc import error_details_pb2, status_pb2
 
 from bough import errors
 from bough.errors import BoughError, Exhausted, InvalidRequest, PrefixMissing, StaleEpoch
-from bough.rpc.tls_faults import explained
 from bough.runtime.log_lines import bounded
 
 logger = logging.getLogger(__name__)
@@ -45,6 +48,22 @@ ERROR_KEY, LENGTH_KEY, HASH_KEY = "bough-error", "bough-held-length", "bough-hel
 EPOCH_KEY = "bough-epoch"
 DETAILS_KEY = "grpc-status-details-bin"  # a google.rpc.Status, which any gRPC client can read
 ABORT_SECONDS = 1.0  # for which a status waits for a peer that does not read
+AUTHORITY = "--tls-ca (BOUGH_TLS_CA)"
+MEANINGS = (  # of words in gRPC's details; the first match counts
+    ("certificate has expired", "its certificate must be valid now"),
+    ("CERTIFICATE_VERIFY_FAILED", f"its certificate must be of the authority in {AUTHORITY}"),
+    ("Hostname Verification", "its certificate must have the name in the address"),
+    (
+        "WRONG_VERSION_NUMBER",
+        f"it does not speak TLS: the address must have no grpcs://, and {AUTHORITY} not be given",
+    ),
+)
+CONNECTING = "failed to connect"
+CLOSED = ("Socket closed", "Connection reset", "recvmsg")  # by a server that was connected to
+CLOSED_MEANING = (
+    f"where it speaks TLS, the address must be grpcs://HOST:PORT, or {AUTHORITY} be given; where it asks for a "
+    "certificate, --tls-cert and --tls-key"
+)
 
 
 def to_error(exc: grpc.aio.AioRpcError | grpc.Call, address: str) -> BoughError:
@@ -111,3 +130,11 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], exc: Exception) -> 
     with suppress(TimeoutError, grpc.aio.InternalError):  # do not wait for a peer that does not read or has gone
         async with asyncio.timeout(ABORT_SECONDS):
             await context.abort(code, text, tuple(metadata))
+
+
+def explained(details: str) -> str:
+    """gRPC's details of a failed call, preceded by their meaning if they are about TLS."""
+    meanings = [text for words, text in MEANINGS if words in details]
+    if CONNECTING in details and any(words in details for words in CLOSED):
+        meanings.append(CLOSED_MEANING)
+    return f"{meanings[0]}; got: {details}" if meanings else details

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.resources
 import math
+from bisect import bisect_left
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -16,6 +17,7 @@ from typing import Annotated, Literal, NamedTuple
 from pydantic import Field, PlainValidator
 
 from bough.errors import ConfigError
+from bough.protocol.cost_curve import CostCurve
 from bough.simulation.acceptance_law import AcceptanceLaw, read_acceptance_law
 from bough.simulation.reading import Count, Curve, Number, Positive, as_written, read_text, refusal
 
@@ -81,7 +83,8 @@ class TargetProfile:
         """Compute seconds of the padded rows; never decreases with rows."""
         rows = self.padded(num_rows)
         if self.compute_curve:
-            seconds = interpolated(self.compute_curve, rows)
+            known, known_seconds = zip(*self.compute_curve, strict=True)
+            seconds = CostCurve(known, known_seconds)(rows)
         else:
             seconds = self.compute_base_seconds + self.compute_row_seconds * rows
         beyond = max(0, rows - self.second_knee_rows) if self.second_knee_rows is not None else 0
@@ -92,18 +95,13 @@ class TargetProfile:
         link, compute = self.link_seconds_of(num_rows) * factors.link, self.compute_seconds(num_rows) * factors.compute
         return max(link, compute) + self.overhead_seconds
 
-    def knee(self, factors: Factors = UNCHANGED) -> int:
+    def knee(self) -> int:
         """The most rows within `max_sweep_rows` whose compute time is within the link time, or that of one row."""
 
-        def is_free(rows: int) -> bool:
-            link = max(self.link_seconds_of(rows) * factors.link, self.compute_seconds(1) * factors.compute)
-            return self.compute_seconds(rows) * factors.compute <= link
+        def is_beyond(rows: int) -> bool:
+            return self.compute_seconds(rows) > max(self.link_seconds_of(rows), self.compute_seconds(1))
 
-        low, high = 1, self.max_sweep_rows
-        while low < high:
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if is_free(middle) else (low, middle - 1)
-        return low
+        return 1 + bisect_left(range(2, self.max_sweep_rows + 1), True, key=is_beyond)
 
 
 @as_written
@@ -196,15 +194,6 @@ class Profile:
         return None
 
 
-def interpolated(points: tuple[tuple[float, float], ...], rows: float) -> float:
-    """Linear interpolation, extrapolated beyond the last point and constant before the first."""
-    if rows <= points[0][0]:
-        return points[0][1]
-    above = min(len(points) - 1, sum(known <= rows for known, _ in points))
-    (low, low_seconds), (high, high_seconds) = points[above - 1 : above + 1]
-    return low_seconds + (high_seconds - low_seconds) * (rows - low) / (high - low)
-
-
 def jittered(seconds: float, jitter: float, random: Random) -> float:
     """`seconds` times a lognormal number of mean 1 and relative standard deviation `jitter`."""
     if not jitter or not seconds:
@@ -233,7 +222,10 @@ def load_profile(name: str) -> Profile:
         reason = exc.strerror if isinstance(exc, OSError) else "not text in UTF-8"
         must = f"must be a JSON file, or one of {', '.join(known)}"
         raise ConfigError(f"profile: {must}, got {name!r}: {reason}") from exc
-    return parse_profile(content)
+    try:
+        return parse_profile(content)
+    except ConfigError as exc:
+        raise ConfigError(f"{name}: {exc}") from exc
 
 
 def parse_profile(content: str) -> Profile:

@@ -53,7 +53,7 @@ def _changes(scenario: Scenario) -> list[tuple[str, Scenario]]:
     changes.append((f"{more} more draft{'s' * (more > 1)}", replace(scenario, num_drafts=scenario.num_drafts + more)))
     if target.link_seconds or target.experts:
         changes.append((f"a link {LINK_SPEED:g} times as fast", with_link(1 / LINK_SPEED)))
-        changes.append((f"memory for a {_share(RESIDENT_SHARE)} of what streams", with_link(1 - RESIDENT_SHARE)))
+        changes.append(("memory for a quarter of what streams", with_link(1 - RESIDENT_SHARE)))
     computing = replace(
         _faster(target, "compute_base_seconds", "compute_row_seconds", "second_knee_row_seconds"),
         compute_curve=tuple((rows, seconds / SPEED) for rows, seconds in target.compute_curve),
@@ -73,7 +73,3 @@ def _changes(scenario: Scenario) -> list[tuple[str, Scenario]]:
 def _faster(part: Part, *times: str) -> Part:
     """The same with these times divided by SPEED."""
     return replace(part, **{name: getattr(part, name) / SPEED for name in times})
-
-
-def _share(share: float) -> str:
-    return {0.25: "quarter", 0.5: "half"}.get(share, f"{share:.0%}")

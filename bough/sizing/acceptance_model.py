@@ -127,7 +127,7 @@ class AcceptanceModel:
         self._precision = decay * self._precision + (1 - decay) * PRIOR_PRECISION
         self._precision += (features * variances[:, None]).T @ features
         step = np.linalg.solve(self._precision, features.T @ errors)
-        self._weights = self._weights + np.clip(step, -LONGEST_STEP, LONGEST_STEP)
+        self._weights = self._weights + np.minimum(np.maximum(step, -LONGEST_STEP), LONGEST_STEP)
         self._weights[0] = max(0.0, self._weights[0])  # acceptance must not decrease with q
         bias.information = _decay(SESSION_HALF_LIFE_ROUNDS) * bias.information + float(variances.sum())
         residual = float((accepted - _sigmoid(features @ self._weights + bias.value)).sum())
@@ -158,14 +158,14 @@ def with_values(tree: Tree, values: FloatArray) -> Tree:
     """The tree with log-probabilities whose products along paths are `values`; without draft_probs and draws."""
     least = np.finfo(np.float32).tiny
     above = np.maximum(values[np.maximum(tree.parents, 0)], least)
-    ratios = np.clip(values / above, least, 1.0)
+    ratios = np.minimum(np.maximum(values / above, least), 1.0)
     ratios[0] = 1.0
     return Tree(tree.tokens, tree.parents, np.log(ratios).astype(np.float32))
 
 
 def _features(log_probs: NDArray[np.float32], depths: NDArray[np.intp]) -> FloatArray:
     """(num_nodes, NUM_WEIGHTS) inputs of the regression."""
-    probs = np.clip(np.exp(log_probs.astype(np.float64)), LEAST_PROB, 1 - LEAST_PROB)
+    probs = np.minimum(np.maximum(np.exp(log_probs.astype(np.float64)), LEAST_PROB), 1 - LEAST_PROB)
     features: FloatArray = INPUTS_BY_DEPTH.take(np.minimum(depths, DEPTH_EDGES[-1]), axis=0)
     features[:, 0] = np.log(probs / (1 - probs))
     return features

@@ -32,7 +32,7 @@ class TreeGains(NamedTuple):
     def of(cls, values: FloatArray) -> TreeGains:
         """Of a grown tree, whose nodes, root included, are accepted with probabilities `values` (num_nodes,)."""
         ranked = -np.sort(-values)[1:]
-        covered = np.clip(len(ranked) - EDGES[:-1], 0, SIZES)
+        covered = np.minimum(np.maximum(len(ranked) - EDGES[:-1], 0), SIZES)
         num = int((covered > 0).sum())
         sums = np.add.reduceat(ranked, EDGES[:num]) if num else np.zeros(0)
         return cls(sums / covered[:num], covered[:num] / SIZES[:num])

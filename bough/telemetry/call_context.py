@@ -10,29 +10,25 @@ from urllib.parse import quote, unquote
 
 import grpc
 
-from bough.telemetry.log_context import LogContext, log_context, set_log_context
-from bough.telemetry.spans import FinishedSpan, Metadata, Span, Tracer, set_noted_spans
+from bough.telemetry.log_context import LOG_CONTEXT, LogContext
+from bough.telemetry.spans import NOTED_SPANS, FinishedSpan, Metadata, Span, Tracer
 
 TRACEPARENT = "traceparent"  # W3C Trace Context
 REQUEST_ID = "x-request-id"
 MAX_NAME_LENGTH = 2048  # limit of a percent-encoded name
 
-_traceparent: ContextVar[str] = ContextVar("traceparent", default="")
-
-
-def caller_traceparent() -> str:
-    """The trace context of the call or HTTP request that the running task answers; empty if the caller sent none."""
-    return _traceparent.get()
+# The trace context of the call or HTTP request that the running task answers; empty if the caller sent none.
+CALLER_TRACEPARENT: ContextVar[str] = ContextVar("traceparent", default="")
 
 
 def set_caller_traceparent(values: list[str]) -> None:
     """Set it from all values that a caller has sent; it is ignored unless there is exactly one."""
-    _traceparent.set(values[0] if len(values) == 1 else "")
+    CALLER_TRACEPARENT.set(values[0] if len(values) == 1 else "")
 
 
 def carried(span: Span) -> Metadata:
     """Metadata of a call for the running task's request, within `span`."""
-    name = log_context().request_id
+    name = LOG_CONTEXT.get().request_id
     names = ((REQUEST_ID, quote(name)),) if name else ()
     return (*names, *span.metadata)
 
@@ -49,17 +45,17 @@ class CallContextInterceptor(grpc.aio.ServerInterceptor):
             elif name == REQUEST_ID:
                 names.append(str(value)[:MAX_NAME_LENGTH])
         set_caller_traceparent(parents)
-        set_log_context(LogContext(request_id=unquote(names[0]) if names else ""))
+        LOG_CONTEXT.set(LogContext(request_id=unquote(names[0]) if names else ""))
         return await continuation(handler_call_details)
 
 
 @contextmanager
 def serving_call(tracer: Tracer, method: str) -> Iterator[Span]:
     """The span of a call that the running task answers; what threads record for it becomes child spans."""
-    with tracer.serve(method, caller_traceparent()) as span:
+    with tracer.serve(method, CALLER_TRACEPARENT.get()) as span:
         spans: list[FinishedSpan] | None = [] if span.is_recorded else None
-        set_noted_spans(spans)
-        set_log_context(log_context()._replace(trace_id=span.trace_id))
+        NOTED_SPANS.set(spans)
+        LOG_CONTEXT.set(LOG_CONTEXT.get()._replace(trace_id=span.trace_id))
         try:
             yield span
         finally:

@@ -20,22 +20,10 @@ class LogContext(NamedTuple):
 
 
 NOTHING = LogContext()
-_context: ContextVar[LogContext] = ContextVar("log_context", default=NOTHING)
-
-
-def log_context() -> LogContext:
-    """The log context of the running task."""
-    return _context.get()
-
-
-def set_log_context(context: LogContext) -> None:
-    """Set the log context of the running task and tasks that it starts.
-
-    A task works for one request and ends with it, so that this need not be undone.
-    """
-    _context.set(context)
+# Of the running task and tasks that it starts. A task works for one request and ends with it: it need not be undone.
+LOG_CONTEXT: ContextVar[LogContext] = ContextVar("log_context", default=NOTHING)
 
 
 def log_session(session_id: str) -> None:
     """Set the session id in the running task's log context."""
-    _context.set(_context.get()._replace(session_id=session_id))
+    LOG_CONTEXT.set(LOG_CONTEXT.get()._replace(session_id=session_id))

@@ -11,7 +11,7 @@ from urllib.parse import quote
 from bough.config.processes import ServiceConfig
 from bough.errors import ConfigError
 from bough.runtime.log_lines import LineFormatter, cut
-from bough.telemetry.log_context import log_context
+from bough.telemetry.log_context import LOG_CONTEXT
 
 QUIET = ("httpx", "numba", "asyncio")  # loggers of libraries that log only from WARNING on
 
@@ -38,7 +38,7 @@ class TextFormatter(LineFormatter):
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         """The first line, before any traceback. Client-chosen ids are escaped so that they cannot forge log lines."""
-        names = " ".join(f"{name}={quote(value, safe=SAFE)}" for name, value in log_context().known().items())
+        names = " ".join(f"{name}={quote(value, safe=SAFE)}" for name, value in LOG_CONTEXT.get().known().items())
         line = super().formatMessage(record)
         return f"{line} [{names}]" if names else line
 
@@ -56,7 +56,7 @@ class JsonFormatter(LineFormatter):
             "level": record.levelname,
             "logger": record.name,
             "message": cut(record.getMessage()),
-        } | log_context().known()
+        } | LOG_CONTEXT.get().known()
         if trace := self.trace_lines(record):
             line["exception"] = "\n".join(trace)
         text = json.dumps(line, ensure_ascii=False)

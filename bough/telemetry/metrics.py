@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from functools import partial
 from threading import Lock, Thread
 from typing import TYPE_CHECKING, Any
 from wsgiref.simple_server import WSGIServer
@@ -139,17 +140,14 @@ def labelled(name: str, labels: Mapping[str, str]) -> dict[str, str]:
     return {**labels, "engine": "0"} if name.startswith("vllm:") else dict(labels)
 
 
-def gauge(name: str, text: str, labels: Mapping[str, str], value: float) -> Metric:
-    """A gauge with one value."""
+def _single(
+    family: type[GaugeMetricFamily | CounterMetricFamily], name: str, text: str, labels: Mapping[str, str], value: float
+) -> Metric:
     labels = labelled(name, labels)
-    metric = GaugeMetricFamily(name, text, labels=[*labels])
+    metric = family(name, text, labels=[*labels])
     metric.add_metric([*labels.values()], value)
     return metric
 
 
-def counter(name: str, text: str, labels: Mapping[str, str], value: float) -> Metric:
-    """A counter with one value; Prometheus appends `_total` to its name."""
-    labels = labelled(name, labels)
-    metric = CounterMetricFamily(name, text, labels=[*labels])
-    metric.add_metric([*labels.values()], value)
-    return metric
+gauge = partial(_single, GaugeMetricFamily)  # a metric with one value
+counter = partial(_single, CounterMetricFamily)  # the same; Prometheus appends `_total` to its name

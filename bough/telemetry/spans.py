@@ -98,25 +98,6 @@ class Tracer:
 NO_SPAN = Span()
 NO_TRACER = Tracer()
 
-_span: ContextVar[Span] = ContextVar("span", default=NO_SPAN)
-_finished: ContextVar[list[FinishedSpan] | None] = ContextVar("spans", default=None)
-
-
-def current_span() -> Span:
-    """The span of the request that the running task works for."""
-    return _span.get()
-
-
-def set_current_span(span: Span) -> None:
-    """Set the span for the running task and tasks that it starts."""
-    _span.set(span)
-
-
-def noted_spans() -> list[FinishedSpan] | None:
-    """The list in which threads record work for the running task's call; None if it is not traced."""
-    return _finished.get()
-
-
-def set_noted_spans(spans: list[FinishedSpan] | None) -> None:
-    """Set that list for the running task, which answers one call."""
-    _finished.set(spans)
+CURRENT_SPAN: ContextVar[Span] = ContextVar("span", default=NO_SPAN)  # of the request that the running task works for
+# The list in which threads record work for the call that the running task answers; None if it is not traced.
+NOTED_SPANS: ContextVar[list[FinishedSpan] | None] = ContextVar("spans", default=None)

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bough.errors import InvalidRequest
-from bough.model.sampling.draft_sampler import Purpose, generator, without_replacement
+from bough.model.sampling.draft_sampler import generator, without_replacement
 from bough.protocol.messages import GrowCall
 from bough.trees.draft_probs import DraftProbs, normalised
 from bough.trees.tree import Tree
@@ -91,7 +91,7 @@ class WithoutReplacement:
 
     def draw(self, level: int, candidates: Candidates, counts: NDArray[np.intp]) -> Drawn:
         """counts[i] children from row i of the candidates, in the order drawn."""
-        rng = generator(self._seed, Purpose.DRAFT, self._round, level)
+        rng = generator(self._seed, self._round, level)
         probs = normalised(weights_of(candidates))
         tokens = without_replacement(candidates.tokens, probs, int(counts.max()), self._vocab_size, rng)
         log_probs = log_probs_of(tokens, candidates.tokens, probs, self._vocab_size)

@@ -8,8 +8,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -156,9 +156,8 @@ async def until(is_so: Callable[[], Any], what: str) -> None:
 @asynccontextmanager
 async def ray_cluster(config: Mapping[str, Any]) -> AsyncIterator[RayCluster]:
     """Run a head and two more nodes with a deployed configuration; everything ends with the block."""
-    with TemporaryDirectory(prefix="bgh") as folder, hosts(*RESOURCES) as machines:
+    with TemporaryDirectory(prefix="bgh") as folder, _waited_for() as started, hosts(*RESOURCES) as machines:
         front = machines[FRONT]
-        started: dict[str, subprocess.Popen[bytes]] = {}
 
         def start_head() -> None:
             if FRONT in started:  # the head was killed
@@ -187,6 +186,17 @@ async def ray_cluster(config: Mapping[str, Any]) -> AsyncIterator[RayCluster]:
         except Unavailable as exc:
             problems = [f"{each.name}: {each.message}" for each in await cluster.deployments() if not each.is_healthy]
             raise Unavailable(f"{exc}: {'; '.join(problems)}") from exc
+
+
+@contextmanager
+def _waited_for() -> Iterator[dict[str, subprocess.Popen[bytes]]]:
+    """The processes that the block starts, by host. Something else ends them, and their statuses are collected here."""
+    started: dict[str, subprocess.Popen[bytes]] = {}
+    try:
+        yield started
+    finally:
+        for process in started.values():
+            process.wait()
 
 
 async def _has_nodes(dashboard: RayDashboard, started: Mapping[str, subprocess.Popen[bytes]], folder: Path) -> bool:

@@ -10,7 +10,7 @@ import torch
 
 from bough.model.architecture.attention import attend_by_mask
 from bough.model.batch.batch import BatchPart, Segment
-from bough.model.batch.gpu_paths import PathArrays
+from bough.model.batch.gpu_paths import Paths
 from bough.model.gpu.kernels import kernels_on
 from bough.model.kv.session_kv import KVSlot
 from bough.trees.tree import Tree
@@ -31,7 +31,7 @@ def contexts(device: torch.device, rows: Sequence[int], lengths: Sequence[int]) 
             parents = [-1] + [max(0, node - 3) for node in range(1, count)]
             tree = Tree.of(list(range(count)), parents, [0.0] * count)
             piece = BatchPart(0, Segment.tree(KVSlot.__new__(KVSlot), length, tree))
-            paths = PathArrays.of([piece], [0]).on(device)
+            paths = Paths.of([piece], [0]).on(device)
             act = partial(attend, queries, keys, values, paths, HEAD_DIM**-0.5, 0, 0.0, None)
             found.append({"rows": count, "context": length, "ms": device_milliseconds(act, device)})
     return found

@@ -19,7 +19,7 @@ import torch
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from bough.model.batch.batch import BatchPart, Segment
-from bough.model.batch.gpu_paths import PathArrays
+from bough.model.batch.gpu_paths import Paths
 from bough.model.cpu.attention_cpu import attend_on_cpu
 from bough.model.gpu.kernels import kernels_on
 from bough.model.gpu.ready import settle_sums
@@ -133,7 +133,7 @@ def _attention(rows: _Rows) -> list[torch.Tensor]:
     """A child of the root of a tree whose nodes are all such children: its path is the same at each place."""
     tree = Tree.of([*range(rows.num)], [-1, *[0] * (rows.num - 1)], [0.0] * rows.num)
     piece = BatchPart(0, Segment.tree(KVSlot.__new__(KVSlot), CONTEXT, tree))
-    paths, kernels = PathArrays.of([piece], [0]).on(rows.device), kernels_on(rows.device)
+    paths, kernels = Paths.of([piece], [0]).on(rows.device), kernels_on(rows.device)
     shared = rows.random(2, CONTEXT + 1, KV_HEADS, HEAD_DIM)  # keys and values of the context and the root
     own, rules, found = rows.random(2, KV_HEADS, HEAD_DIM), (HEAD_DIM**-0.5, 0, 0.0, None), []
     query = rows.random(HEADS, HEAD_DIM)

@@ -17,7 +17,7 @@ from transformers import LlamaConfig, PretrainedConfig
 
 from bough.model.architecture.attention import attend_by_mask
 from bough.model.batch.batch import Batch, BatchPart, Segment
-from bough.model.batch.gpu_paths import PathArrays
+from bough.model.batch.gpu_paths import Paths
 from bough.model.cpu.attention_cpu import attend_on_cpu
 from bough.model.gpu import kernels
 from bough.model.kv.kv_arena import KVArena
@@ -101,7 +101,7 @@ def attention(device: torch.device) -> dict[str, Any]:
     queries = torch.randn(64, 64, 128, device=device, dtype=torch.bfloat16)
     tree = _comb(64)
     piece, rules = BatchPart(0, Segment.tree(KVSlot.__new__(KVSlot), base, tree)), (128**-0.5, 0, 0.0, None)
-    paths = PathArrays.of([piece], [0]).on(device)
+    paths = Paths.of([piece], [0]).on(device)
     by_mask = partial(attend_by_mask, queries, keys, values, paths, *rules)
     kernel: Callable[[], torch.Tensor] = partial(attend_on_cpu, queries, keys, values, piece, *rules)
     if device.type != "cpu":

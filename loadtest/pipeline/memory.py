@@ -22,9 +22,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from bough.cli.generation.generate import Answer
-from bough.cli.machine.machine_division import divided
 from bough.cli.machine.progress import tell
-from bough.cli.machine.up import ensure_demonstration, settings_from
+from bough.cli.machine.up import divided, ensure_demonstration, settings_from
 from bough.cli.main import argument_parser
 from bough.client import Client
 from bough.config.cache_paths import SUBSTITUTE_DROPS, demonstration_folder

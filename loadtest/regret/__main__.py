@@ -13,7 +13,7 @@ off_penalty         of regimes where plain decoding was best: 1 - its seconds / 
 token_error         of tokens expected of rounds that read no prompt: over all rounds expected / real - 1
 round_time_error    of their seconds, likewise; simulated ones are of `--more-repeats` texts more than the ratios are,
                     as what 60 rounds come to is a matter of luck: 7 % where a round has 10 tokens
-plan_seconds        that the sizer itself takes for a simulated round
+plan_seconds        of a processor that the sizer itself takes for a simulated round
 
 Errors are by regime inside `simulated` and inside the `details` of `real`; beside them, the one farthest from 0.
 """

@@ -57,6 +57,8 @@ def chat_limits(fields: ChatFields) -> RequestLimits:
     newer, older = fields.max_completion_tokens, fields.max_tokens
     if newer is not None and older is not None and newer != older:
         raise invalid("max_completion_tokens", newer, f"be equal to max_tokens, {older}, or one of them left out")
+    if newer is not None and newer < 1:  # named as the client named it
+        raise invalid("max_completion_tokens", newer, "be 1 or more")
     most = next((given for given in (newer, older) if given is not None), UNLIMITED)
     if fields.top_logprobs and not fields.logprobs:
         raise invalid("top_logprobs", fields.top_logprobs, "be left out unless logprobs is true")

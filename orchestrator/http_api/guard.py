@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from bough.errors import Unauthenticated
 from bough.security.bearer import HEADER
 from bough.telemetry.call_context import TRACEPARENT, set_caller_traceparent
-from bough.telemetry.log_context import LogContext, set_log_context
+from bough.telemetry.log_context import LOG_CONTEXT, LogContext
 from orchestrator.http_api.fields.errors import ApiError, api_error, shortened
 from orchestrator.serving.tenants import Callers, Tenant
 
@@ -94,7 +94,7 @@ class RequestIds:
         """Answer one request."""
         given = dict(scope.get("headers", ())).get(REQUEST_ID, b"")
         name = given if _NAME.fullmatch(given) else uuid.uuid4().hex.encode()
-        set_log_context(LogContext(http_request_id=name.decode()))
+        LOG_CONTEXT.set(LogContext(http_request_id=name.decode()))
         set_caller_traceparent(Headers(scope=scope).getlist(TRACEPARENT))
 
         async def send_named(message: Message) -> None:

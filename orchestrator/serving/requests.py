@@ -13,7 +13,7 @@ from bough.errors import BoughError, Exhausted, InvalidRequest, NotFound, StaleE
 from bough.protocol.decision import Decision, DraftCalibration
 from bough.protocol.generation import Event, GenerateOptions, Loads, ModelInfo, Prompt, ServerInfo, Tokens
 from bough.protocol.messages import PROTOCOL_VERSION
-from bough.telemetry.spans import current_span
+from bough.telemetry.spans import CURRENT_SPAN
 from bough.trees.acceptance import SchemeAcceptance
 from orchestrator.admission.active_streams import Running, Stream
 from orchestrator.admission.admission import Admission, Hold
@@ -126,12 +126,12 @@ class Requests:
         self, stream: Stream, place: AsyncExitStack, prompt: Prompt, options: GenerateOptions, patience: Deadline
     ) -> Opened:
         """Open a session once there is a place; it is freed when `place` is closed."""
-        with current_span().child("queue"):
+        with CURRENT_SPAN.get().child("queue"):
             await self.admission.place(stream.hold, patience)
-        with current_span().child("open"):
+        with CURRENT_SPAN.get().child("open"):
             await self.directory.limiter.acquire()
             opened = await self._opening.open(prompt, options, place, patience)
-        opened.session.patience, opened.session.trace = patience, current_span()
+        opened.session.patience, opened.session.trace = patience, CURRENT_SPAN.get()
         await self._endings.done(opened.session.session_id)
         return opened
 

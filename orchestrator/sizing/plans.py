@@ -129,7 +129,8 @@ def limited(plan: TreePlan, situation: Situation) -> RoundPlan:
     depth = situation.num_left - 1  # deeper nodes could not be kept, and may exceed the model's positions
     if situation.draft is None:
         return RoundPlan(NO_TREE, most, situation.lookup)
-    tree = plan.within(min(most, situation.draft.max_nodes)).no_deeper(depth)
+    tree = plan.within(min(most, situation.draft.max_nodes))
     if isinstance(tree.growth, BestFirst):
-        tree = tree.no_deeper(max(1, MAX_EXPANSIONS // min(tree.growth.width, tree.growth.budget)))
+        depth = min(depth, max(1, MAX_EXPANSIONS // min(tree.growth.width, tree.growth.budget)))
+    tree = tree.no_deeper(depth)
     return RoundPlan(tree if tree.growth.budget > 1 else NO_TREE, most, situation.lookup)

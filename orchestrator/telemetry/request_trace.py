@@ -10,9 +10,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from bough.protocol.generation import Event, Finished, GenerateOptions, Started, Tokens
-from bough.telemetry.call_context import caller_traceparent
-from bough.telemetry.log_context import log_context, set_log_context
-from bough.telemetry.spans import Attributes, Span, Tracer, set_current_span
+from bough.telemetry.call_context import CALLER_TRACEPARENT
+from bough.telemetry.log_context import LOG_CONTEXT
+from bough.telemetry.spans import CURRENT_SPAN, Attributes, Span, Tracer
 
 logger = logging.getLogger(__name__)
 
@@ -26,10 +26,12 @@ def request_trace(tracer: Tracer, options: GenerateOptions) -> Iterator[RequestT
 
     The span is a child of the caller's, if the caller sent one.
     """
-    with tracer.serve("generate", caller_traceparent()) as span:
-        set_current_span(span)
-        set_log_context(
-            log_context()._replace(request_id=options.request_id, session_id=options.session_id, trace_id=span.trace_id)
+    with tracer.serve("generate", CALLER_TRACEPARENT.get()) as span:
+        CURRENT_SPAN.set(span)
+        LOG_CONTEXT.set(
+            LOG_CONTEXT.get()._replace(
+                request_id=options.request_id, session_id=options.session_id, trace_id=span.trace_id
+            )
         )
         if span.is_recorded:
             span.set(request_attributes(options))
@@ -75,7 +77,7 @@ def request_attributes(options: GenerateOptions) -> Attributes:
         attributes["gen_ai.request.model"] = options.model
     if options.session_id:
         attributes["bough.session"] = hashed(options.session_id)
-    if name := log_context().http_request_id:
+    if name := LOG_CONTEXT.get().http_request_id:
         attributes["bough.http_request_id"] = name
     return attributes
 

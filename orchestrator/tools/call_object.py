@@ -20,11 +20,7 @@ class ObjectSyntax:
     """A call that is an object, with the key that templates write for the arguments; any of `ARGUMENTS` is read."""
 
     arguments_key: str
-
-    @property
-    def texts(self) -> Sequence[str]:
-        """Texts that are the same in every call, which may be tokens."""
-        return ()
+    texts: Sequence[str] = ()  # that are the same in every call
 
     def reader(self, functions: Sequence[Function]) -> CallReader:
         """Reads one call, perhaps of one of these functions."""

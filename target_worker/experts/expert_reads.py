@@ -10,8 +10,8 @@ import torch
 
 from bough.model.cpu.huge_pages import large_pages
 from target_worker.experts.expert_cache import Expert
-from target_worker.link.direct_io import Allocate, Disk, ReadError, ReadRange, Slab, cut, stream_error
-from target_worker.link.disk_stats import DiskStats, read_begins, read_ends
+from target_worker.link.direct_io import Allocate, Disk, ReadRange, Slab, cut
+from target_worker.link.disk_stats import DiskStats
 from target_worker.link.layer_extents import LayerExperts, LayerExtents
 
 
@@ -40,7 +40,7 @@ class ExpertReads:
         self._checksums = checksums
         self._unseen = {Expert(i, e) for i, layer in layers.items() for e in range(len(layer.each)) if checksums}
         self._reads: dict[int, list[Future[None]]] = {}  # by slab: reads in flight, or whose result was not checked yet
-        self._traffic = traffic or DiskStats.none_yet()
+        self._traffic = traffic or DiskStats()
         self.wait_ns = 0
 
     def __enter__(self) -> ExpertReads:
@@ -118,10 +118,5 @@ class ExpertReads:
         self.wait_ns += time.perf_counter_ns() - began
 
     def _read(self, weights: LayerExtents, piece: ReadRange, slab: int) -> None:
-        read_begins(self._traffic)
-        try:
-            self._disk.read(piece, self._slabs[slab])
-        except ReadError as exc:
-            raise stream_error(exc, weights, piece.extent) from exc
-        finally:
-            read_ends(self._traffic, piece.num_bytes)
+        with self._traffic.reading(piece.num_bytes):
+            self._disk.read(weights, piece, self._slabs[slab])

@@ -32,8 +32,9 @@ DECIDING = modules(
      "atomics attention_cpu attention_kernel delta_rule float_bits gemm gemm_few_outputs "
      "gemm_int8 gemm_parallel jit kv_rows late_code linear llvm_vectors operands simd threads work_stealing"),
     ("bough.model.gpu",
-     "attention_tiles attention_triton blocks_triton delta_rule_triton kernels number_formats_triton unpack_triton"),
-    ("bough.model.kv", "segment session_kv slot split_layers states"),
+     "attention_tiles attention_triton blocks_triton delta_rule_triton kernels number_formats_triton "
+     "online_softmax_triton unpack_triton"),
+    ("bough.model.kv", "segment session_kv slot split_layers state_shape states"),
     ("bough.model.llama", "layer rows weights workspace"),
     ("bough.model.loading", "late_writes loading weight_map"),
     ("bough.model.quant",

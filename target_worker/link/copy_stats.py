@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from target_worker.link.disk_ring import LinkFigures
+from target_worker.link.disk_stats import LinkFigures
 from target_worker.link.streams import Copy, DeviceEvent
 
 NS_PER_MS = 1_000_000

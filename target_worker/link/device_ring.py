@@ -7,16 +7,17 @@ mixture of experts for each layer's router.
 
 from __future__ import annotations
 
-import threading
+from collections import deque
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 
 import torch
 
 from target_worker.link.copy_stats import CopyStats
-from target_worker.link.disk_ring import LinkFigures
+from target_worker.link.disk_stats import LinkFigures
 from target_worker.link.host_layers import HostLayers
-from target_worker.link.streams import Copy, DeviceEvent, DeviceStreams
+from target_worker.link.streams import DeviceEvent, DeviceStreams
 
 
 class DeviceRing:
@@ -45,28 +46,24 @@ class DeviceRing:
         self._streams = streams
         self._shifts = tuple(shifts) or (0,) * len(self._sizes)
         self._slabs = [streams.device_memory(max(sizes) + max(self._shifts)) for _ in range(num_slabs)]
-        self._state = threading.Condition()
-        self._is_closed = self._is_restarting = self._is_copying = False
         self._traffic = traffic or CopyStats()
+        # Of the next layers to take, one for each slab: the end of the copy, once it is queued; and the thread's work.
+        self._copies: deque[tuple[Future[DeviceEvent], Future[None]]] = deque()
         self._reset(streams.compute_event())  # memory comes again from whoever had it, and may still compute with it
-        self._thread = threading.Thread(target=self._run, name="copies", daemon=True)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="copies")
 
     def __enter__(self) -> DeviceRing:
-        self._thread.start()
+        self._issue_all()
         return self
 
     def __exit__(self, *_: object) -> None:
-        with self._state:
-            self._is_closed = True
-            self._state.notify_all()
-        self._thread.join()
+        self._thread.shutdown(cancel_futures=True)
 
     def _reset(self, computed: DeviceEvent) -> None:
         """Forget all copies. Nothing reads the slabs after `computed`."""
-        self._issued = self._consumed = 0  # sequence numbers: next to copy, next for the sweep
+        self._consumed = 0  # sequence number of the next layer to take
         self._free_after = [computed] * len(self._slabs)
-        self._copied: dict[int, DeviceEvent] = {}  # by sequence number: ends of queued copies
-        self._error: Exception | None = None
+        self._copies.clear()
 
     @contextmanager
     def layer(self, index: int) -> Iterator[torch.Tensor]:
@@ -79,72 +76,50 @@ class DeviceRing:
         """
         sequence = self._consumed
         assert self._indices[sequence % len(self._indices)] == index, "layers are taken in order"
-        with self._state:
-            self._state.wait_for(lambda: self._error is not None or sequence in self._copied)
-            if self._error is not None:
-                raise self._error
-            copied = self._copied.pop(sequence)
+        copied = self._copies[0][0].result()
         ready = self._streams.compute_event()
         self._streams.compute_after(copied)
         self._traffic.waited(ready, self._streams.compute_event())
         yield self._slabs[sequence % len(self._slabs)][self._shifts[sequence % len(self._shifts)] :]
-        computed = self._streams.compute_event()
-        with self._state:
-            self._free_after[sequence % len(self._slabs)] = computed
-            self._consumed += 1
-            self._state.notify_all()
+        self._free_after[sequence % len(self._slabs)] = self._streams.compute_event()
+        self._copies.popleft()
+        self._consumed += 1
+        self._issue(sequence + len(self._slabs))
 
     def restart(self) -> None:
         """Start again with the first layer, after an error or an aborted sweep."""
-        with self._state:
-            self._is_restarting = True
-            self._state.wait_for(lambda: not self._is_copying)
+        for _, work in self._copies:
+            work.cancel()
+        self._thread.submit(lambda: None).result()  # the copy under way may be of a layer that was taken already
         self._source.restart()
-        computed = self._streams.compute_event()
-        with self._state:
-            self._reset(computed)
-            self._is_restarting = False
-            self._state.notify_all()
+        self._reset(self._streams.compute_event())
+        self._issue_all()
 
     def figures(self) -> LinkFigures:
         """Counters since the start; queued copies count when they end."""
         return self._traffic.figures()
 
-    def _run(self) -> None:
-        while (sequence := self._begin()) is not None:
-            error: Exception | None = None
-            try:
-                self._copy(sequence)
-            except Exception as exc:  # raised in the sweep that wants the layer
-                error = exc
-            with self._state:
-                self._is_copying = False
-                self._error = self._error or error
-                self._state.notify_all()
+    def _issue_all(self) -> None:
+        for sequence in range(len(self._slabs)):
+            self._issue(sequence)
 
-    def _begin(self) -> int | None:
-        """The next layer to copy, once the last use of its slab is queued; None when the ring is closed."""
-        with self._state:
-            self._state.wait_for(self._may_copy)
-            if self._is_closed:
-                return None
-            self._is_copying = True
-            self._issued += 1
-            return self._issued - 1
+    def _issue(self, sequence: int) -> None:
+        """Have the thread copy a layer; the last use of its slab is queued."""
+        queued: Future[DeviceEvent] = Future()
+        self._copies.append((queued, self._thread.submit(self._copy, sequence, queued)))
 
-    def _may_copy(self) -> bool:
-        has_room = self._issued < self._consumed + len(self._slabs)
-        return self._is_closed or (self._error is None and not self._is_restarting and has_room)
-
-    def _copy(self, sequence: int) -> None:
+    def _copy(self, sequence: int, queued: Future[DeviceEvent]) -> None:
         number, slab = sequence % len(self._indices), sequence % len(self._slabs)
         index, size = self._indices[number], self._sizes[number]
-        with self._source.layer(index) as data:
-            target = self._slabs[slab][self._shifts[number] :][:size]
-            copy: Copy = self._streams.copy(data[:size], target, self._free_after[slab])
-            self._traffic.copied(copy, size)
-            with self._state:
-                self._copied[sequence] = copy.done
-                self._state.notify_all()
-            if not self._source.stays(index):
-                copy.done.synchronize()  # the next layer read from disk may reuse this memory
+        try:
+            with self._source.layer(index) as data:
+                target = self._slabs[slab][self._shifts[number] :][:size]
+                copy = self._streams.copy(data[:size], target, self._free_after[slab])
+                self._traffic.copied(copy, size)
+                queued.set_result(copy.done)
+                if not self._source.stays(index):
+                    copy.done.synchronize()  # the next layer read from disk may reuse this memory
+        except Exception as exc:  # raised in the sweep that wants the layer
+            if queued.done():
+                raise
+            queued.set_exception(exc)

@@ -77,26 +77,25 @@ class Disk:
                 exit_soon(changed)
                 raise changed
 
-    def place_of(self, piece: ReadRange) -> tuple[int, int, int, int, int]:
-        """Descriptor, offset, bytes, bytes that must exist in the file, and the offset in the layer's slab."""
-        extent = piece.extent
-        needed = min(piece.num_bytes, extent.needed_bytes - piece.begin)
-        descriptor = self._files[extent.file].descriptor
-        return descriptor, extent.offset + piece.begin, piece.num_bytes, needed, extent.slab_offset + piece.begin
-
-    def read(self, piece: ReadRange, slab: Slab) -> None:
-        """Read one range into a slab.
+    def read(self, layer: LayerExtents, piece: ReadRange, slab: Slab) -> None:
+        """Read one range of a layer into a slab.
 
         Raises:
-            ReadError: has the offset that could not be read.
+            StreamError: names the file, the layer and the tensor.
         """
-        descriptor, offset, num_bytes, needed, begin = self.place_of(piece)
-        target, done = slab.view[begin : begin + num_bytes], 0
-        while done < needed:
-            count = _read_twice(descriptor, target[done:], offset + done)
-            if count == 0:
-                raise ReadError(offset + done, "the file ends here")
-            done += count
+        extent, file = piece.extent, self._files[piece.extent.file]
+        needed, offset = min(piece.num_bytes, extent.needed_bytes - piece.begin), extent.offset + piece.begin
+        begin, done = extent.slab_offset + piece.begin, 0
+        target = slab.view[begin : begin + piece.num_bytes]
+        try:
+            while done < needed:
+                count = _read_twice(file.descriptor, target[done:], offset + done)
+                if count == 0:
+                    raise OSError("the file ends here")
+                done += count
+        except OSError as exc:
+            tensor = layer.tensor_at(extent.file, offset + done)
+            raise StreamError(f"{extent.file}: {layer.name}, tensor {tensor}, byte {offset + done}: {exc}") from exc
 
     def load(self, layers: Sequence[LayerExtents], slabs: Sequence[Slab], num_threads: int) -> None:
         """Read whole layers, with several reads in flight.
@@ -105,16 +104,9 @@ class Disk:
             StreamError: names the file, the layer and the tensor.
         """
 
-        def read(job: tuple[LayerExtents, Slab, ReadRange]) -> None:
-            layer, slab, piece = job
-            try:
-                self.read(piece, slab)
-            except ReadError as exc:
-                raise stream_error(exc, layer, piece.extent) from exc
-
-        jobs = [(layer, slab, p) for layer, slab in zip(layers, slabs, strict=True) for p in cut(layer.extents)]
+        jobs = [(layer, p, slab) for layer, slab in zip(layers, slabs, strict=True) for p in cut(layer.extents)]
         with ThreadPoolExecutor(num_threads, thread_name_prefix="load") as threads:
-            for _ in threads.map(read, jobs):
+            for _ in threads.map(lambda job: self.read(*job), jobs):
                 pass
 
 
@@ -124,24 +116,7 @@ def _read_twice(descriptor: int, target: memoryview, offset: int) -> int:
         return os.preadv(descriptor, [target], offset)
     except OSError as exc:
         logger.warning("a read failed and is tried again: %s", exc)
-    try:
-        return os.preadv(descriptor, [target], offset)
-    except OSError as exc:
-        raise ReadError(offset, str(exc)) from exc
-
-
-class ReadError(Exception):
-    """Bytes that could not be read."""
-
-    def __init__(self, offset: int, reason: str) -> None:
-        super().__init__(reason)
-        self.offset = offset
-
-
-def stream_error(error: ReadError, layer: LayerExtents, extent: Extent) -> StreamError:
-    """The StreamError that names the file and tensor of a ReadError."""
-    tensor = layer.tensor_at(extent.file, error.offset)
-    return StreamError(f"{extent.file}: {layer.name}, tensor {tensor}, byte {error.offset}: {error}")
+    return os.preadv(descriptor, [target], offset)
 
 
 def cut(extents: Sequence[Extent]) -> list[ReadRange]:

@@ -1,67 +1,69 @@
-"""Counters of a link: bytes read, and the time with at least one read in flight."""
+"""Counters of a link: bytes that crossed it, the time in which it was busy, and the best speed it has shown."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
-import numpy as np
-from numba import types
-from numpy.typing import NDArray
-
-from bough.model.cpu.atomics import APART, hold, let_go
-from bough.model.cpu.jit import strict, strict_inner
-
-NUM_BYTES, IN_FLIGHT, BUSY_NS, BUSY_SINCE_NS = range(4)
-_CLOCK_MONOTONIC = 1  # which time.perf_counter_ns reads
-_clock_gettime: Any = types.ExternalFunction("clock_gettime", types.intc(types.intc, types.uintp))
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 
-class DiskStats(NamedTuple):
-    """Counters of all readers of one link, changed under the lock."""
+@dataclass(frozen=True, slots=True)
+class LinkFigures:
+    """Counters of the link since the start."""
 
-    lock: NDArray[np.int64]
-    counts: NDArray[np.int64]
-
-    @classmethod
-    def none_yet(cls) -> DiskStats:
-        """Counters before the first read."""
-        return cls(np.zeros(2 * APART, np.int64), np.zeros(4, np.int64))
+    num_bytes: int  # read
+    busy_ns: int  # with at least one read in flight
+    wait_ns: int  # that sweeps waited for layers
 
 
-@strict_inner
-def _now() -> Any:
-    time = np.empty(2, np.int64)  # seconds, nanoseconds
-    _clock_gettime(_CLOCK_MONOTONIC, time.ctypes.data)
-    return time[0] * 1_000_000_000 + time[1]
+class DiskStats:
+    """Counters of all readers of one disk; any thread may add to them."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._num_bytes = self._num_in_flight = self._busy_ns = self._busy_since_ns = 0
+
+    @contextmanager
+    def reading(self, num_bytes: int) -> Iterator[None]:
+        """Count a read, successful or not."""
+        with self._lock:
+            if not self._num_in_flight:
+                self._busy_since_ns = time.perf_counter_ns()
+            self._num_in_flight += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._num_bytes += num_bytes
+                self._num_in_flight -= 1
+                if not self._num_in_flight:
+                    self._busy_ns += time.perf_counter_ns() - self._busy_since_ns
+
+    def figures(self, wait_ns: int) -> LinkFigures:
+        """The counters so far, reads in flight included, with the sweeps' waiting time."""
+        with self._lock:
+            since_ns = time.perf_counter_ns() - self._busy_since_ns if self._num_in_flight else 0
+            return LinkFigures(self._num_bytes, self._busy_ns + since_ns, wait_ns)
 
 
-@strict
-def read_begins(traffic: Any) -> Any:
-    """Count the start of a read."""
-    hold(traffic.lock)
-    traffic.counts[IN_FLIGHT] += 1
-    if traffic.counts[IN_FLIGHT] == 1:
-        traffic.counts[BUSY_SINCE_NS] = _now()
-    let_go(traffic.lock)
+class BestSpeed:
+    """The best speed that a link has reached over at least `least_bytes` bytes.
 
+    Bytes count when a read ends, but time as it passes: over few bytes, reads begun earlier would distort the speed.
+    """
 
-@strict
-def read_ends(traffic: Any, num_bytes: Any) -> Any:
-    """Count the end of a read, successful or not."""
-    hold(traffic.lock)
-    traffic.counts[NUM_BYTES] += num_bytes
-    traffic.counts[IN_FLIGHT] -= 1
-    if traffic.counts[IN_FLIGHT] == 0:
-        traffic.counts[BUSY_NS] += _now() - traffic.counts[BUSY_SINCE_NS]
-    let_go(traffic.lock)
+    def __init__(self, since: LinkFigures, least_bytes: int) -> None:
+        self._since = since
+        self._least_bytes = least_bytes
+        self._best = 0.0
 
-
-@strict
-def bytes_and_busy_ns(traffic: Any) -> Any:
-    """Bytes read so far, and the time with at least one read in flight."""
-    hold(traffic.lock)
-    num_bytes, busy_ns = traffic.counts[NUM_BYTES], traffic.counts[BUSY_NS]
-    if traffic.counts[IN_FLIGHT]:
-        busy_ns += _now() - traffic.counts[BUSY_SINCE_NS]
-    let_go(traffic.lock)
-    return num_bytes, busy_ns
+    def seen(self, figures: LinkFigures) -> float:
+        """Best speed in bytes per nanosecond, including `figures`; 0 before the first read."""
+        num_bytes, busy_ns = figures.num_bytes - self._since.num_bytes, figures.busy_ns - self._since.busy_ns
+        speed = num_bytes / busy_ns if busy_ns else 0.0
+        if num_bytes < self._least_bytes:
+            return self._best or speed
+        self._since, self._best = figures, max(self._best, speed)
+        return self._best

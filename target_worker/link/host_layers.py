@@ -10,8 +10,8 @@ import torch
 
 from bough.runtime.host_memory import in_pieces
 from target_worker.link.direct_io import Allocate, Disk, Slab
-from target_worker.link.disk_ring import LinkFigures, Ring
-from target_worker.link.disk_stats import DiskStats
+from target_worker.link.disk_ring import Ring
+from target_worker.link.disk_stats import DiskStats, LinkFigures
 from target_worker.link.layer_extents import Each, LayerExtents
 
 PIECE_BYTES = 2 * 1000**3  # limit of one allocation
@@ -43,7 +43,7 @@ class HostLayers:
         self._checksums = checksums
         self._unseen = set(range(len(layers))) if checksums else set()
         self._allocate = allocate
-        self._traffic = traffic or DiskStats.none_yet()
+        self._traffic = traffic or DiskStats()
         self._resources = ExitStack()
         self._disk = Disk(extent.file for layer in layers for extent in layer.extents)
         self._slabs: dict[int, Slab] = {}
@@ -135,7 +135,7 @@ class HostLayers:
 
     def figures(self) -> LinkFigures:
         """Counters since the start."""
-        return self._ring.figures() if self._ring is not None else LinkFigures.of(self._traffic, 0)
+        return self._ring.figures() if self._ring is not None else self._traffic.figures(0)
 
     def _check_at_once(self, index: int, slab: torch.Tensor) -> None:
         if index in self._unseen:

@@ -16,7 +16,7 @@ from bough.concurrency.futures import settle
 from bough.model.kv.segment import Segment
 from bough.protocol.cost_curve import CostCurve
 from bough.protocol.messages import Timings, Verdict, VerifyCall, VerifyResult
-from bough.telemetry.spans import FinishedSpan, note_span, noted_spans
+from bough.telemetry.spans import NOTED_SPANS, FinishedSpan, note_span
 from bough.trees.tree import Tree
 from target_worker.kv.session_slot import SessionSlot, Text
 from target_worker.scheduler.batching import Part
@@ -51,7 +51,7 @@ class VerifyJob:
     num_sweeps_skipped: int = 0  # consecutive sweeps without a part of this call
     timings: Timings = field(default_factory=Timings)
     context: Context = field(default_factory=copy_context)  # contextvars of the caller, for the log
-    spans: list[FinishedSpan] | None = field(default_factory=noted_spans)  # recorded for the caller's trace
+    spans: list[FinishedSpan] | None = field(default_factory=NOTED_SPANS.get)  # recorded for the caller's trace
     tree: Tree = field(init=False)  # the nodes that go into a sweep, renumbered
     _kept: NDArray[np.intp] | None = None  # nodes of the call's tree that are in `tree`; None is all
 

@@ -28,7 +28,7 @@ from bough.protocol.cost_curve import CostCurve
 from bough.sizing.sweep_times import SweepPrior, expert_volume
 from bough.trees.tree import Tree
 from target_worker.kv.kv_offload import KVHome
-from target_worker.link.disk_ring import BestSpeed
+from target_worker.link.disk_stats import BestSpeed
 from target_worker.link.layer_extents import MaterializedLayer
 from target_worker.scheduler.sweep_figures import SweepFigures
 from target_worker.sweep.compiled_layers import CompiledLayers, LayerAt

@@ -17,8 +17,7 @@ from target_worker.experts.expert_store import ExpertLoader, ExpertStore
 from target_worker.link.copy_stats import CopyStats
 from target_worker.link.device_ring import DeviceRing
 from target_worker.link.direct_io import Slab
-from target_worker.link.disk_ring import LinkFigures
-from target_worker.link.disk_stats import DiskStats
+from target_worker.link.disk_stats import DiskStats, LinkFigures
 from target_worker.link.host_layers import HostLayers
 from target_worker.link.layer_extents import LayerExperts, LayerExtents, sizes_of
 from target_worker.link.streams import CudaStreams, DeviceStreams
@@ -50,7 +49,7 @@ class Tiers:
         self.layers = tuple(layers)
         self.placement = placement
         self._streams = streams
-        self._traffic, self._copy_stats = DiskStats.none_yet(), CopyStats()
+        self._traffic, self._copy_stats = DiskStats(), CopyStats()
         staying, on_host = placement.layers(Tier.RESIDENT if streams is None else Tier.HOST), self.layers
         numbers: dict[Expert, int] = {}
         if experts and streams is not None:

@@ -53,7 +53,7 @@ def test_a_line_does_not_wrap() -> None:
 def test_who_has_not_activated_the_environment_is_told_how(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`make serve` is run without; the calls that it prints would not be found, or by another Python."""
     python = tmp_path / "python"
-    monkeypatch.setattr(sys, "executable", str(python))
+    monkeypatch.setattr(sys, "executable", f"{python}3")
     monkeypatch.setenv("PATH", "")
     assert activation() == "", "an environment that has nothing to activate"
     (tmp_path / "activate").touch()

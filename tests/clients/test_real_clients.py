@@ -47,7 +47,18 @@ class Served(NamedTuple):
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """`bough up` without weights, on free ports."""
     log = tmp_path_factory.mktemp("clients") / "up.log"
-    command = [sys.executable, "-m", "bough.cli", "up", "--simulate", "l40-70b-4bit", "--port", "0", "--http-port", "0"]
+    command = [
+        sys.executable,
+        "-m",
+        "bough.cli.main",
+        "up",
+        "--simulate",
+        "l40-70b-4bit",
+        "--port",
+        "0",
+        "--http-port",
+        "0",
+    ]
     with log.open("w") as file:
         process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=ENVIRONMENT)
     try:

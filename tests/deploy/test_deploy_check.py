@@ -123,6 +123,25 @@ TARGET, DRAFT, ORCHESTRATOR = (f"{DEPLOYMENTS}.{number}" for number in range(3))
             r"proxy_location: must be Disabled with Orchestrator\.user_config\.program\.tls_client_ca, got EveryNode",
         ),
         (
+            f"{TARGET}.ray_actor_options.resources",
+            {"gpu": "x"},
+            r"Target\.ray_actor_options\.resources: must be numbers",
+        ),
+        (
+            f"{TARGET}.user_config.program.model",
+            {"a": 1},
+            r"program\.model: must be a value, or left out, got {'a': 1}",
+        ),
+        (f"{TARGET}.name", "Draft", "deployments: must have Draft once, got it twice"),
+        (TARGET, [], r"^applications\[0\]\.deployments\[0\]: must be a mapping of names to values, got \[\]"),
+        ("applications.0.import_path", 5, r"^applications\[0\]\.import_path: must be a valid string, got 5$"),
+        (f"{DRAFT}.num_replicas", "x", r"deployments\[1\]: `num_replicas` must be an int or .auto.*got: x$"),
+        (
+            f"{DRAFT}.graceful_shutdown_timeout_s",
+            "12",
+            r"Draft\.graceful_shutdown_timeout_s: must be at least 40, got 12",
+        ),
+        (
             f"{ORCHESTRATOR}.user_config.environment",
             {"BOUGH_ORCHESTRATOR_LOOKUP": 0},
             "LOOKUP: .*must be under program",
@@ -169,11 +188,16 @@ def test_a_door_of_its_own_may_ask_for_certificates_where_there_is_no_proxy() ->
 
 def test_a_file_that_is_none_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
-    for content, text in (("a: [", "while parsing"), ("- a", "must be a mapping"), ("a: 1", "a: no such setting")):
-        path.write_text(content)
-        with pytest.raises(ConfigError, match=text):
+    for content, text in (
+        (b"a: [", "must be YAML, got: while parsing a flow node expected"),
+        (b"\xff", "must be YAML, got: 'utf-8' codec"),
+        (b"- a", "must be a mapping"),
+        (b"a: 1", "a: no such setting"),
+    ):
+        path.write_bytes(content)
+        with pytest.raises(ConfigError, match=f"^{path}: {text}"):
             load(path)
-    with pytest.raises(ConfigError, match="No such file"):
+    with pytest.raises(ConfigError, match=r"nowhere\.yaml: must be a file that can be read, got: No such file"):
         load(tmp_path / "nowhere.yaml")
 
 

@@ -133,6 +133,8 @@ def test_a_profile_that_is_none_and_a_port_in_use_are_named_before_anything_is_s
     file = Path(__file__).parent.parent.parent / "deploy" / "one-machine.yaml"
     with pytest.raises(ConfigError, match="profile: must be a JSON file, or one of a100"):
         local.run(file, "rtx9999", None, 0)
+    with pytest.raises(ConfigError, match=r"--port .*: must be a whole number, -1 to 65535, got 99999"):
+        local.run(file, "l40-70b-4bit", 99999, 0)
     with socket.socket() as other:
         other.bind((local.HOST, 0))
         other.listen()

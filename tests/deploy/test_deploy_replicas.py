@@ -24,7 +24,8 @@ class FakeSupervisor:
     may_start: asyncio.Event
 
     def __init__(self, settings: Any, host: str, index: Any) -> None:
-        self.settings, self.has_ended, self.was_stopped = settings, False, False
+        self.settings, self.host, self.index = settings, host, index
+        self.has_ended = self.was_stopped = False
         self.made.append(self)
 
     async def start(self) -> None:
@@ -87,7 +88,9 @@ async def test_a_program_that_has_ended_is_started_again_and_requests_wait(repli
     await replica.check_health()
     assert not waits(replica._door)
     assert first.was_stopped
-    assert [made.settings for made in FakeSupervisor.made] == [first.settings] * 2
+    assert [(made.settings, made.host, made.index) for made in FakeSupervisor.made] == [
+        (first.settings, "127.0.0.1", first.index)
+    ] * 2
 
 
 @pytest.mark.parametrize("problem", ["", "its port is in use"])

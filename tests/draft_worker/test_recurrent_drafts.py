@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numba
 import numpy as np
 import pytest
 import torch
@@ -19,6 +20,7 @@ from bough.grammar.allowed_tokens import Grammars
 from bough.model.architecture import gated_delta
 from bough.model.batch.batch import Batch, Segment
 from bough.model.checkpoint.checkpoint import Checkpoint
+from bough.model.cpu.threads import compute_with
 from bough.model.kv.kv_arena import KVArena
 from bough.model.kv.session_kv import KVSlot
 from bough.model.kv.state_shape import GROWN_ROWS
@@ -44,7 +46,17 @@ VOCAB, MAX_CHILDREN = 262, 4
 PROMPT = [(7 * i) % 250 for i in range(70)]  # two whole blocks and a bit
 WIDE, DEEP = TreePlan(BestFirst(40, 8, 3)), TreePlan(StaticShape.chains(2, 8))
 SHAPE = TreePlan(StaticShape((0, 0, 0, 1, 1, 2, 4, 7)))
-TOLERANCE = 2e-5  # of log-probabilities in float32: products of other numbers of rows round otherwise
+TOLERANCE = 1e-4  # of log-probabilities in float32: products of other numbers of rows round otherwise
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """A second one would help none of these few numbers, and waits for a busy processor at each of many operations."""
+    before = torch.get_num_threads(), numba.get_num_threads()
+    compute_with(1)
+    yield
+    torch.set_num_threads(before[0])
+    numba.set_num_threads(before[1])
 
 
 @pytest.fixture(scope="module")
@@ -206,8 +218,7 @@ def test_a_text_longer_than_the_draft_sees_begins_anew(model: ResidentModel) -> 
         tokens = after(tokens, tree, 2, 5)
 
 
-@pytest.mark.parametrize("num_steps_before", [0, 1, 2])
-@pytest.mark.parametrize("num_calls", [0, 1])
+@pytest.mark.parametrize(("num_steps_before", "num_calls"), [(0, 0), (0, 1), (1, 0), (2, 1)])
 def test_after_a_step_that_failed_midway_a_session_goes_on(
     model: ResidentModel, monkeypatch: pytest.MonkeyPatch, num_steps_before: int, num_calls: int
 ) -> None:

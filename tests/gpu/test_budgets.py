@@ -83,7 +83,7 @@ def test_recurrent_layers_are_told_their_steps_once_and_take_them_in_a_launch(kv
     seen, _ = counted(folder, Where(kv_on_host=kv_on_host), 64, kv)
     assert len(seen.stops) == 1, seen.stops
     assert seen.launches["take_steps"] == 3 * 3
-    assert len(seen.inside) == 3 * 2, "steps, and what the convolution reads for each; in the first layer alone"
+    assert len(seen.inside) == 3 * 3, "rows, their steps, what the convolution reads for each; in the first layer alone"
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen2 moe, shared expert"])

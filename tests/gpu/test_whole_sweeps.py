@@ -100,19 +100,15 @@ def test_experts_come_to_one_device_beside_whole_layers_on_another(family: str, 
 @pytest.mark.parametrize(
     "where",
     [
-        Where(kv_on_host=True),
-        Where(0, 4, kv_on_host=True, elsewhere=(1, 2)),
-        Where(kv_on_host=True, elsewhere=(0, 3)),
-        Where(elsewhere=(2,)),
+        Where(kv_on_host=True, chance=NEVER),
+        Where(0, 4, kv_on_host=True, elsewhere=(1, 2), chance=0.6),
+        Where(elsewhere=(2,), chance=NEVER),
     ],
 )
 def test_states_stay_where_their_layers_are_wherever_keys_and_values_are(where: Where, tmp_path: Path) -> None:
     """Of these four layers the third alone has keys and values, which come to it from the host; a state never moves."""
     folder = save_model(tmp_path / "model", FAMILIES["qwen3.5, recurrent layers"])
-    wanted = on_device(folder, Where(max_resident=4), torch.bfloat16)
-    for chance, seed in ((NEVER, 0), (0.6, 1)):
-        again = replace(where, chance=chance, seed=seed)
-        assert torch.equal(on_device(folder, again, torch.bfloat16), wanted), (chance, seed)
+    assert torch.equal(on_device(folder, where, torch.bfloat16), on_device(folder, Where(9), torch.bfloat16))
 
 
 def test_latents_on_the_host_and_their_matrix_in_4_bits(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ import torch
 
 from bough.model.architecture.attention import attend_by_mask
 from bough.model.batch.batch import BatchPart, Segment
-from bough.model.batch.gpu_paths import PathArrays, Paths
+from bough.model.batch.gpu_paths import Paths
 from bough.model.kv.session_kv import KVSlot
 from bough.trees.tree import Tree
 
@@ -45,7 +45,7 @@ def random_tree(rng: np.random.Generator, size: int) -> Tree:
 
 
 def paths_of(*segments: Segment, begins: tuple[int, ...] = (0,)) -> Paths:
-    return PathArrays.of([BatchPart(0, segment) for segment in segments], begins).on(DEVICE)
+    return Paths.of([BatchPart(0, segment) for segment in segments], begins).on(DEVICE)
 
 
 def tree_at(base: int, tree: Tree) -> Segment:

@@ -37,7 +37,7 @@ def test_who_comes_second_waits_and_writes_nothing(tmp_path: Path, monkeypatch: 
 def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("BOUGH_CACHE_DIR", str(tmp_path / "file"))
-    with pytest.raises(ConfigError, match=r"file/smollm2-135m-x3: .*exists"):
+    with pytest.raises(ConfigError, match=r"file/smollm2-135m-x3: .*exists.*; set BOUGH_CACHE_DIR to"):
         up.ensure_demonstration(2)
 
 

@@ -26,7 +26,6 @@ from target_worker.experts.expert_cache import Expert
 from target_worker.experts.expert_reads import ExpertReads
 from target_worker.experts.expert_store import ExpertStore
 from target_worker.link import direct_io
-from target_worker.link.disk_ring import LinkFigures
 from target_worker.link.layer_extents import LayerExperts, plan_apart, sizes_of
 from target_worker.sweep.streamed_model import StreamedModel
 from target_worker.worker import TargetWorker
@@ -116,7 +115,7 @@ class Rounds:
 
     def _num_bytes(self) -> int:
         assert isinstance(self._store._loader, ExpertReads)
-        return LinkFigures.of(self._store._loader._traffic, 0).num_bytes
+        return self._store._loader._traffic.figures(0).num_bytes
 
 
 def read(file: Path, offset: int, num_bytes: int) -> bytes:

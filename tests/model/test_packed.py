@@ -22,7 +22,8 @@ from bough.model.checkpoint.tensor_source import FreshMemory, TensorSource
 from bough.model.cpu.float_bits import from_half
 from bough.model.cpu.jit import strict
 from bough.model.loading import loading
-from bough.model.loading.loading import bind_all, build_skeleton, read_place
+from bough.model.loading.late_writes import bind_all
+from bough.model.loading.loading import build_skeleton, read_place
 from bough.model.loading.weight_map import logical_sources
 from bough.model.packing import shard_writer as packing
 from bough.model.packing.pack import pack

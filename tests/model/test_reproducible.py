@@ -39,7 +39,7 @@ from transformers import (
 from bough.model.architecture.architecture import cut_layers, max_positions
 from bough.model.architecture.attention import attend_by_mask
 from bough.model.batch.batch import Batch, BatchPart, Segment
-from bough.model.batch.gpu_paths import PathArrays
+from bough.model.batch.gpu_paths import Paths
 from bough.model.cpu.attention_cpu import attend_on_cpu
 from bough.model.kv.session_kv import KVSlot
 from bough.trees.tree import Tree
@@ -286,5 +286,5 @@ def test_the_kernel_equals_attention_by_mask(window: int, softcap: float, has_si
     queries = torch.randn(30, 6, head_dim)
     sinks = torch.randn(6) if has_sinks else None
     mine = attend_on_cpu(queries, keys, values, piece, 0.25, window, softcap, sinks)
-    theirs = attend_by_mask(queries, keys, values, PathArrays.of([piece], [0]).on(CPU), 0.25, window, softcap, sinks)
+    theirs = attend_by_mask(queries, keys, values, Paths.of([piece], [0]).on(CPU), 0.25, window, softcap, sinks)
     torch.testing.assert_close(mine, theirs, atol=2e-6, rtol=1e-5)

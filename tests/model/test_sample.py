@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bough.errors import InvalidRequest, Unavailable
-from bough.model.sampling.draft_sampler import Purpose, generator, without_replacement
+from bough.model.sampling.draft_sampler import generator, without_replacement
 from bough.protocol.sampling_params import SamplingParams
 from bough.trees.draft_probs import normalised
 from draft_worker.candidates.candidates import Guessing
@@ -51,7 +51,7 @@ def test_at_temperature_0_children_are_the_best_in_their_order(vocab_size: int) 
     best = np.argsort(-logits)
     num = min(4, vocab_size)
     for round_ in range(20):
-        rng = generator(1, Purpose.DRAFT, round_, 0)
+        rng = generator(1, round_, 0)
         drawn = without_replacement(tokens, normalised(weights), num, vocab_size, rng)
         assert drawn.tolist() == best[:num].tolist()
 
@@ -85,9 +85,7 @@ def test_a_request_that_bans_all_that_the_draft_knows_is_not_the_drafts_fault() 
 
 def test_without_replacement_is_drawing_one_after_another() -> None:
     """Chi-square with 5 degrees of freedom; passed by chance once in 10^9."""
-    drawn = without_replacement(
-        np.tile(TOKENS, (NUM, 1)), np.tile(PROBS, (NUM, 1)), 2, 6, generator(3, Purpose.DRAFT, 0, 0)
-    )
+    drawn = without_replacement(np.tile(TOKENS, (NUM, 1)), np.tile(PROBS, (NUM, 1)), 2, 6, generator(3, 0, 0))
     counts = Counter(map(tuple, drawn.tolist()))
     pairs = list(itertools.permutations(range(3), 2))
     probs = np.array([PROBS[i] * PROBS[j] / (1 - PROBS[i]) for i, j in pairs])
@@ -99,7 +97,7 @@ def test_what_is_exhausted_goes_on_with_the_other_tokens() -> None:
     """All of the vocabulary in the end; a token of probability 0 comes no sooner than one that is not listed."""
     counts = np.zeros(6)
     for index in range(4000):
-        drawn = without_replacement(TOKENS, np.array([0.6, 0.4, 0.0]), 9, 6, generator(3, Purpose.DRAFT, 1, index))
+        drawn = without_replacement(TOKENS, np.array([0.6, 0.4, 0.0]), 9, 6, generator(3, 1, index))
         assert sorted(drawn.tolist()) == list(range(6))
         assert set(drawn[:2].tolist()) == {4, 1}
         counts[drawn[2]] += 1
@@ -111,7 +109,7 @@ def test_no_two_rounds_or_places_share_numbers(seed: int, round_: int, index: in
     """Nor does the noise that the text is drawn with, whatever its position."""
 
     def raw(round_: int, index: int) -> set[int]:
-        return set(generator(seed, Purpose.DRAFT, round_, index).bit_generator.random_raw(32).tolist())
+        return set(generator(seed, round_, index).bit_generator.random_raw(32).tolist())
 
     mine = raw(round_, index)
     assert mine == raw(round_, index)

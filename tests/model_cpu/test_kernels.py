@@ -49,7 +49,6 @@ def test_settings_of_the_compiler_stand_in_one_file() -> None:
         (jit.strict_parallel, False),
         (jit.strict_inline, False),
         (jit.strict_inner, False),
-        (jit.fastmath, jit.FASTMATH),
         (jit.fastmath_parallel, jit.FASTMATH),
         (jit.fastmath_inner, jit.FASTMATH),
     ],

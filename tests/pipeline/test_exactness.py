@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from bough.model.sampling.draft_sampler import Purpose, generator, without_replacement
+from bough.model.sampling.draft_sampler import generator, without_replacement
 from bough.model.sampling.sampler import _noisiest, filtered, gumbel_noise, probabilities
 from bough.protocol.messages import Context, VerifyCall
 from bough.protocol.sampling_params import SamplingParams
@@ -303,12 +303,12 @@ def play(world: World, scheme: Scheme, seed: int, rng_of: RngOf) -> Iterator[Rou
 
 
 def own_numbers(seed: int, round_: int, index: int) -> np.random.Generator:
-    return generator(seed, Purpose.DRAFT, round_, index)
+    return generator(seed, round_, index)
 
 
 def same_numbers(seed: int, round_: int, index: int) -> np.random.Generator:
     """Wrong: every round of a session draws the same again, as Sequoia's code does."""
-    return generator(seed, Purpose.DRAFT, 0, index)
+    return generator(seed, 0, index)
 
 
 @pytest.mark.parametrize("scheme", list(Scheme))

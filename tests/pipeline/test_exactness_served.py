@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from bough.model.batch.batch import Batch
-from bough.model.sampling.draft_sampler import Purpose, generator, without_replacement
+from bough.model.sampling.draft_sampler import generator, without_replacement
 from bough.model.sampling.sampler import filtered, gumbel, probabilities
 from bough.pb import common_pb2
 from bough.protocol.codec_trees import tree_from_wire, tree_to_wire
@@ -122,7 +122,7 @@ class Replayed:
 @cache
 def exponentials(round_: int, level: int) -> np.ndarray:
     """(NUM_DRAWS, as many as any scheme takes) numbers of the draft."""
-    rng, num_children = generator(0, Purpose.DRAFT, round_, level), 2 ** (level + 1)
+    rng, num_children = generator(0, round_, level), 2 ** (level + 1)
     return of_all_seeds(rng.bit_generator, lambda: rng.standard_exponential(num_children * VOCAB))
 
 

@@ -255,7 +255,7 @@ async def test_bough_up_leaves_no_process_behind(tiny: Path, tmp_path: Path, num
     marker.symlink_to(tiny)
     model = ["--target", str(marker), "--drop-layers", "2"]
     model = model if when == "its workers load" else ["--simulate", str(write_profile(tmp_path))]
-    command = [sys.executable, "-m", "bough.cli", "up", *model, "--port", "0"]
+    command = [sys.executable, "-m", "bough.cli.main", "up", *model, "--port", "0"]
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite run in the background inherits it ignored
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=tmp_path)
     if when == "it serves":

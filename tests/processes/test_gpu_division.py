@@ -11,9 +11,8 @@ from bough.config.processes import DraftConfig, TargetConfig, parse
 from bough.errors import ConfigError
 from bough.model.sizes import memory_budget
 from bough.model.sizes.memory_budget import device_budget
-from bough.processes import gpu_division
-from bough.processes.gpu_division import CONTEXT_BYTES, divide_gpu, on_one_gpu
-from bough.processes.memory_division import DraftNeeds
+from bough.processes import memory_division
+from bough.processes.memory_division import CONTEXT_BYTES, DraftNeeds, divide_gpu, on_one_gpu
 
 GB = 1000**3
 CARD = 25_757_220_864
@@ -45,7 +44,7 @@ def _flags(flags: dict[str, Any]) -> list[str]:
     ],
 )
 def test_which_share_one(first: str, second: str, is_one: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_division, "may_be_gpu", lambda device: device != "cpu")
+    monkeypatch.setattr(memory_division, "may_be_gpu", lambda device: device != "cpu")
     assert on_one_gpu(target(device=first), draft(device=second)) is is_one
 
 

@@ -15,6 +15,6 @@ async def test_processes_are_asked_as_a_whole_and_by_service(tmp_path: Path) -> 
         address = stack.addresses["orchestrator"]  # of which nobody here says that it is ready
         assert await status_of(address) == "SERVING"
         assert await status_of(address, "bough.v1.Generation") == "NOT_SERVING"
-        assert (await status_of(address, "bough.v1.Nothing")).startswith("NOT_FOUND")
+        assert await status_of(address, "bough.v1.Nothing") == "NOT_FOUND: no service 'bough.v1.Nothing'"
         assert await asyncio.to_thread(main, [address]) == 0
         assert await asyncio.to_thread(main, [address, "bough.v1.Generation"]) == 1

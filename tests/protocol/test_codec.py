@@ -152,6 +152,7 @@ def test_requests_survive_the_wire(prompt: g.Prompt, request_options: g.Generate
     ("options", "message"),
     [
         ({"max_tokens": -1}, "max_tokens: must be 1 to 4294967295, got -1"),
+        ({"logprobs": -1}, "logprobs: must be 0 to 64, got -1"),
         ({"max_tokens": 10**20}, "max_tokens: must be 1 to 4294967295.* got 100000000000000000000"),
         ({"seed": -1}, "seed: must be 0 to 18446744073709551615.* got -1"),
         ({"seed": 2**64}, "seed: must be 0 to.* got 18446744073709551616"),

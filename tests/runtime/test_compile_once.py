@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from bough.errors import ConfigError
 from bough.processes import compile_once
-from bough.processes.compile_once import compile_in_subprocess
+from bough.processes.compile_once import compile_in_subprocess, require_kernel_folder
 
 
 def test_each_set_of_kernels_is_compiled_once_by_a_process_that_ends(
@@ -37,3 +38,11 @@ def test_a_worker_goes_on_where_they_cannot_be(
     assert "kernels could not be compiled in a separate process" in caplog.text
     monkeypatch.setattr(compile_once, "compile_in_a_process", lambda *_: None)
     assert compile_in_subprocess("target", ["bfloat16"], "1")
+
+
+def test_a_folder_that_cannot_be_written_to_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "new"))
+    require_kernel_folder()
+    monkeypatch.setenv("NUMBA_CACHE_DIR", "/dev/null/kernels")
+    with pytest.raises(ConfigError, match=r"^/dev/null/kernels: must be a folder .*; set BOUGH_CACHE_DIR to another"):
+        require_kernel_folder()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from bough.cli.machine.machine_division import divided
+from bough.cli.machine.up import divided
 from bough.config.processes import DraftConfig, OrchestratorConfig, TargetConfig, parse
 from bough.errors import CheckpointError, ConfigError
 from bough.model.sizes import draft_needs as needs_of_drafts

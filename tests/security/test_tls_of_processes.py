@@ -173,7 +173,7 @@ async def served_everywhere(bough: Bough, pair: Pair) -> None:
 
 
 async def test_no_password_is_in_a_log_a_command_line_or_what_doctor_prints(bough: Bough) -> None:
-    command = [sys.executable, "-m", "bough.cli", "doctor", "--address", f"grpcs://{bough.cluster.address}"]
+    command = [sys.executable, "-m", "bough.cli.main", "doctor", "--address", f"grpcs://{bough.cluster.address}"]
     environ = os.environ | {"BOUGH_TLS_CA": bough.files.authority}
     pipe = asyncio.subprocess.PIPE
     doctor = await asyncio.create_subprocess_exec(*command, env=environ, stdout=pipe, stderr=pipe)

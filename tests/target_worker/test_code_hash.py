@@ -30,6 +30,7 @@ OTHERS = modules(
     ("bough.model.quant", "samples"),
     ("bough.model.running", "device"),
     ("bough.model.sizes", "memory_budget model_sizes stored_format"),
+    ("bough.processes", "signals"),
     ("bough.protocol", "cost_curve messages prefix_hash"),
     ("bough.runtime", "fatal_exit host_memory kv_budget machine"),
     ("bough.sizing", "flops other_devices placement row_averages sweep_times"),
@@ -39,7 +40,7 @@ OTHERS = modules(
     ("target_worker.experts", "expert_cache expert_copies expert_reads"),
     ("target_worker.kv", "kv_offload session_slot"),
     ("target_worker.link",
-     "copy_stats device_ring direct_io disk_reader disk_ring disk_stats file_digests host_layers layer_extents "
+     "copy_stats device_ring direct_io disk_ring disk_stats file_digests host_layers layer_extents "
      "open_files pinned_memory streams"),
     ("target_worker.scheduler", "batching job sweep_figures sweeper"),
     ("target_worker.sweep", "tiers warm_up"),

@@ -14,7 +14,6 @@ import pytest
 from bough.errors import StreamError
 from bough.model.checkpoint.checkpoint import TensorPlace
 from target_worker.link.direct_io import Disk
-from target_worker.link.disk_reader import has_arrived
 from target_worker.link.disk_ring import Ring
 from target_worker.link.layer_extents import ALIGNMENT, Extent, LayerExtents
 
@@ -129,21 +128,32 @@ def test_a_file_that_cannot_be_read_is_named_with_its_tensor_until_it_can(
         os.close(unreadable)
 
 
-def test_a_layer_that_fails_ahead_of_its_turn_fails_nobody_before(layers: list[LayerExtents]) -> None:
+def test_a_layer_that_fails_ahead_of_its_turn_fails_nobody_before(
+    layers: list[LayerExtents], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Those before it have been read by then: a sweep of seconds was lost to a layer of the next one."""
     with ring_over(layers, num_slabs=NUM_LAYERS, num_threads=2) as ring:
-        sweep(ring)
-        while not all(has_arrived(ring._link, NUM_LAYERS + index) for index in range(NUM_LAYERS)):
+        while ring.figures().num_bytes < NUM_LAYERS * layers[0].num_bytes:
             pass
-        ring._fail(NUM_LAYERS + 2, StreamError("layer 2 of the next sweep"))
-        ring._fail(NUM_LAYERS + 3, StreamError("layer 3, later"))
+        with monkeypatch.context() as broken:
+            read, disk = ring._disk.read, ring._disk
+            broken.setattr(
+                disk, "read", lambda layer, *rest: fail(layer) if layer in layers[2:4] else read(layer, *rest)
+            )
+            sweep(ring)
+            while ring.figures().num_bytes < 2 * NUM_LAYERS * layers[0].num_bytes:
+                pass
         for index in range(2):
             with ring.layer(index):
                 pass
-        with pytest.raises(StreamError, match="layer 2 of the next sweep"), ring.layer(2):
+        with pytest.raises(StreamError, match="layer 2 is broken"), ring.layer(2):
             pass
         ring.restart()
         sweep(ring)
+
+
+def fail(layer: LayerExtents) -> None:
+    raise StreamError(f"{layer.name} is broken")
 
 
 def whole_extent(extent: Extent, name: str) -> TensorPlace:

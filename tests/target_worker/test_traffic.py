@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import time
 
-from target_worker.link.disk_ring import BestSpeed, LinkFigures
-from target_worker.link.disk_stats import DiskStats, read_begins, read_ends
+from target_worker.link.disk_stats import BestSpeed, DiskStats, LinkFigures
 
 
 def test_time_in_which_two_read_counts_once() -> None:
-    traffic, began = DiskStats.none_yet(), time.perf_counter_ns()
-    read_begins(traffic)
-    read_begins(traffic)
-    time.sleep(0.02)
-    read_ends(traffic, 5)
-    under_way = LinkFigures.of(traffic, 0)
-    assert under_way.num_bytes == 5
-    assert 20_000_000 <= under_way.busy_ns <= time.perf_counter_ns() - began
-    read_ends(traffic, 7)
-    ended, elapsed = LinkFigures.of(traffic, 3), time.perf_counter_ns() - began
+    traffic, began = DiskStats(), time.perf_counter_ns()
+    with traffic.reading(7):
+        with traffic.reading(5):
+            time.sleep(0.02)
+        under_way = traffic.figures(0)
+        assert under_way.num_bytes == 5
+        assert 20_000_000 <= under_way.busy_ns <= time.perf_counter_ns() - began
+    ended, elapsed = traffic.figures(3), time.perf_counter_ns() - began
     assert (ended.num_bytes, ended.wait_ns) == (12, 3)
     assert ended.busy_ns <= elapsed
     time.sleep(0.01)
-    assert LinkFigures.of(traffic, 3) == ended
+    assert traffic.figures(3) == ended
 
 
 def test_a_few_bytes_that_end_at_once_are_no_speed_of_a_link() -> None:

@@ -18,7 +18,7 @@ from bough.config.processes import OrchestratorConfig, parse
 from bough.errors import ConfigError
 from bough.processes.child import message_of
 from bough.telemetry.call_context import carried
-from bough.telemetry.log_context import NOTHING, LogContext, log_session, set_log_context
+from bough.telemetry.log_context import LOG_CONTEXT, NOTHING, LogContext, log_session
 from bough.telemetry.logs import JsonFormatter, TextFormatter, configure_logging
 from bough.telemetry.spans import NO_SPAN
 
@@ -27,9 +27,9 @@ ABOUT = LogContext("r 1\n2026-01-01 00:00:00,000 ERROR forged: é", "s=1]", trac
 
 @pytest.fixture
 def about() -> Iterator[None]:
-    set_log_context(ABOUT)
+    LOG_CONTEXT.set(ABOUT)
     yield
-    set_log_context(NOTHING)
+    LOG_CONTEXT.set(NOTHING)
 
 
 def written(formatter: logging.Formatter, message: str, *arguments: object, is_error: bool = False) -> str:
@@ -94,7 +94,7 @@ def test_what_is_no_line_of_a_log_is_left_as_it_is(line: str) -> None:
 
 async def test_names_are_those_of_a_task_and_of_what_it_starts() -> None:
     async def request(name: str) -> list[str]:
-        set_log_context(LogContext(name))
+        LOG_CONTEXT.set(LogContext(name))
         await asyncio.sleep(0)
 
         async def part() -> str:

@@ -9,9 +9,8 @@ import sys
 
 from bough.cli.flags.machine import up_arguments
 from bough.cli.machine.demo_runs import Contest, Run, Side
-from bough.cli.machine.machine_division import divided
 from bough.cli.machine.progress import Progress, tell
-from bough.cli.machine.up import announce_first_start, ensure_demonstration, settings_from
+from bough.cli.machine.up import announce_first_start, divided, ensure_demonstration, settings_from
 from bough.client import Client
 from bough.processes.launch import launched
 from bough.processes.supervision import supervised

@@ -42,7 +42,8 @@ class Progress:
 def activation() -> str:
     """How a terminal comes to find the commands `bough` and `python` that are shown to a user; empty if it does."""
     script = Path(sys.executable).with_name("activate")
-    is_found = not script.exists() or shutil.which("python") == sys.executable
+    python = str(script.with_name("python"))  # while pip's scripts are run by python3
+    is_found = not script.exists() or shutil.which("python") == python
     return "" if is_found else f" (after `source {script}`)"
 
 

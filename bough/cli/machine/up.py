@@ -9,10 +9,10 @@ import json
 import os
 import re
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from bough.cli.machine.machine_division import divided
 from bough.cli.machine.progress import Progress, activation, tell
 from bough.config.addresses import free_port
 from bough.config.cache_paths import DEMONSTRATION_COPIES, SUBSTITUTE_DROPS, demonstration_folder, is_written
@@ -20,10 +20,13 @@ from bough.config.processes import DraftConfig, OrchestratorConfig, TargetConfig
 from bough.errors import ConfigError
 from bough.model import compiled_folder
 from bough.model.checkpoint.hub import fetch
+from bough.model.sizes.draft_needs import draft_needs
 from bough.processes.exit_with_parent import python, run
 from bough.processes.launch import Settings, launched
+from bough.processes.memory_division import divide, divide_gpu, on_one_gpu
 from bough.processes.supervision import supervised
 from bough.registry.url import without_passwords
+from bough.runtime.machine import free_memory, may_be_gpu
 from bough.security.certificates import AUTHORITY
 from bough.security.secured import files_towards
 from bough.simulation.profile import load_profile, shipped_profiles
@@ -192,7 +195,7 @@ def ensure_demonstration(copies: int = DEMONSTRATION_COPIES) -> None:
             if not is_written(folder, copies):
                 _write_demonstration(folder, copies)
     except OSError as exc:
-        raise ConfigError(f"{folder}: {exc}") from exc
+        raise ConfigError(f"{folder}: {exc}; set BOUGH_CACHE_DIR to a folder that can be written to") from exc
 
 
 def _write_demonstration(folder: Path, copies: int) -> None:
@@ -208,3 +211,26 @@ def announce_first_start() -> None:
             "the first start compiles kernels for this processor, which takes some 20 s on two processors",
             file=sys.stderr,
         )
+
+
+def divided(settings: Settings, report: Callable[[str], None]) -> Settings:
+    """Settings with a memory budget for each worker; `report` is called with the division.
+
+    Settings with a GPU or a simulated worker are returned unchanged: such workers find their budgets themselves. But of
+    two workers on one GPU the target leaves the draft its share, whichever starts first.
+
+    Raises:
+        ConfigError: there is too little memory.
+        CheckpointError: the draft's model is missing or damaged.
+    """
+    target, draft = settings.target, settings.draft
+    if not target.simulate and draft is not None and on_one_gpu(target, draft):
+        shared = divide_gpu(target, draft, draft_needs(draft))
+        report(shared.words)
+        return replace(settings, target=shared.target, draft=shared.draft)
+    if target.simulate or may_be_gpu(target.device) or (draft is not None and may_be_gpu(draft.device)):
+        return settings
+    needs = draft_needs(draft) if draft is not None else None
+    division = divide(free_memory(), target, draft, needs, has_index=not settings.index_url)
+    report("\n".join(division.lines()))
+    return replace(settings, target=division.target, draft=division.draft)

@@ -146,9 +146,10 @@ def _convolved(module: Any, inputs: torch.Tensor, windows: torch.Tensor) -> torc
     """The convolution at each window, and its activation: (num_windows, num_inputs) float32."""
     weights = module.conv1d.weight[:, 0].float().t()
     windows = pad(windows, (0, 0, 0, -len(windows) % ROW_STEP))
-    total = inputs[windows[:, 0]].float() * weights[0]
+    products = inputs[windows].float().mul_(weights)
+    total = products[:, 0]
     for place in range(1, len(weights)):
-        total = total + inputs[windows[:, place]].float() * weights[place]
+        total = total + products[:, place]
     return silu(total.to(inputs.dtype)).float()
 
 

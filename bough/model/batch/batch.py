@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from bough.model.batch.gpu_paths import IntArray, PathArrays, Paths
+from bough.model.batch.gpu_paths import IntArray, Paths
 from bough.model.batch.path_spans import PathSpans
 from bough.model.batch.state_steps import StateSteps, chain_steps, tree_steps
 from bough.model.kv.segment import Segment
@@ -75,23 +75,23 @@ class Chunk:
     @cached_property
     def paths(self) -> Paths:
         """The pieces for a device, in rows of `memory`."""
-        return self.path_arrays().on(self.device)
+        return self.paths_on_host().on(self.device)
 
     def paths_on(self, device: torch.device) -> Paths:
         """As `paths`, on any device that has layers; sent there once."""
         if device == self.device:
             return self.paths
         if device not in self._paths_elsewhere:
-            self._paths_elsewhere[device] = self.path_arrays().on(device)
+            self._paths_elsewhere[device] = self.paths_on_host().on(device)
         return self._paths_elsewhere[device]
 
     @cached_property
     def _paths_elsewhere(self) -> dict[torch.device, Paths]:
         return {}
 
-    def path_arrays(self) -> PathArrays:
+    def paths_on_host(self) -> Paths:
         """The paths before they are sent to a device."""
-        return PathArrays.of(self.pieces, self.begins)
+        return Paths.of(self.pieces, self.begins)
 
     @property
     def begins(self) -> Sequence[int]:

@@ -30,20 +30,9 @@ class Paths(NamedTuple):
     tails: torch.Tensor  # (num_rows, width) int32: [i, j] is for position bases[i] + j; arbitrary beyond the path
     tiles: torch.Tensor  # (num_tiles, 2) int32: first row and end of at most TILE_ROWS rows of one piece
 
-
-class PathArrays(NamedTuple):
-    """The same on the host, all int32."""
-
-    rows: IntArray
-    origins: IntArray
-    bases: IntArray
-    lengths: IntArray
-    tails: IntArray
-    tiles: IntArray
-
     @classmethod
-    def of(cls, pieces: Sequence[BatchPart], begins: Sequence[int]) -> PathArrays:
-        """Paths of all rows of pieces whose slots begin at these rows of one memory."""
+    def of(cls, pieces: Sequence[BatchPart], begins: Sequence[int]) -> Paths:
+        """Paths of all rows of pieces whose slots begin at these rows of one memory, on the host."""
         sizes = [len(piece.lengths) for piece in pieces]
         tails = np.zeros((sum(sizes), max(piece.tail.shape[1] for piece in pieces)), np.int32)
         first = 0
@@ -51,19 +40,19 @@ class PathArrays(NamedTuple):
             tails[first : first + size, : piece.tail.shape[1]] = begin + piece.tail
             first += size
         origins = np.repeat(np.array(begins, np.int32), sizes)
-        return cls(
-            origins + np.concatenate([piece.rows for piece in pieces]).astype(np.int32),
+        arrays = (
+            origins + np.concatenate([piece.rows for piece in pieces]),
             origins,
             np.repeat(np.array([piece.base for piece in pieces], np.int32), sizes),
             np.concatenate([piece.lengths for piece in pieces]),
             tails,
             tiles_of(sizes),
         )
+        return cls(*map(torch.from_numpy, arrays))
 
     def on(self, device: torch.device) -> Paths:
-        """Send the arrays to a device."""
-        rows, *others = (torch.from_numpy(array).to(device) for array in self)
-        return Paths(rows.long(), *others)
+        """The same on a device."""
+        return Paths(*(numbers.to(device) for numbers in self))
 
 
 def tiles_of(sizes: Sequence[int]) -> IntArray:

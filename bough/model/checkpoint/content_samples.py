@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -44,8 +43,9 @@ def samples_digest(tensors: Iterable[TensorPlace], num_samples: int = NUM_SAMPLE
     num_each = max(1, num_samples // max(1, len(ordered)))
     samples = [sample for tensor in ordered for sample in samples_of(tensor, num_each)]
     digest = hashlib.blake2b(digest_size=16)
-    for data in _read_all(samples):
-        digest.update(data)
+    with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="samples") as threads:
+        for data in threads.map(_read, samples):
+            digest.update(data)
     return digest.hexdigest()
 
 
@@ -61,37 +61,17 @@ def samples_of(tensor: TensorPlace, num: int) -> list[Sample]:
     return samples
 
 
-def _read_all(samples: Sequence[Sample]) -> Iterable[bytes]:
-    """Yield the bytes of all samples in order. Each thread reads its samples in the order of their places."""
-    size = max(1, -(-len(samples) // NUM_THREADS))
-    parts = [samples[begin : begin + size] for begin in range(0, len(samples), size)]
-    with ExitStack() as stack, ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="samples") as threads:
-        descriptors: dict[Path, int] = {}
-        for sample in samples:
-            if sample.file not in descriptors:
-                descriptors[sample.file] = _open(sample, stack)
-        for part in threads.map(lambda part: _read(part, descriptors), parts):
-            yield from part
-
-
-def _open(sample: Sample, stack: ExitStack) -> int:
-    """Open a descriptor without read-ahead, closed with the stack."""
+def _read(sample: Sample) -> bytes:
+    """The bytes of a sample, without read-ahead."""
     try:
         descriptor = os.open(sample.file, os.O_RDONLY)
+        try:
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
+            data = os.pread(descriptor, sample.num_bytes, sample.offset)
+        finally:
+            os.close(descriptor)
     except OSError as exc:
         raise CheckpointError(f"{sample.file}: tensor {sample.name} cannot be read: {exc}") from exc
-    stack.callback(os.close, descriptor)
-    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
-    return descriptor
-
-
-def _read(samples: Sequence[Sample], descriptors: Mapping[Path, int]) -> list[bytes]:
-    found: dict[Sample, bytes] = {}
-    for sample in sorted(samples, key=lambda sample: (str(sample.file), sample.offset)):
-        try:
-            found[sample] = os.pread(descriptors[sample.file], sample.num_bytes, sample.offset)
-        except OSError as exc:
-            raise CheckpointError(f"{sample.file}: tensor {sample.name} cannot be read: {exc}") from exc
-        if len(found[sample]) < sample.num_bytes:
-            raise CheckpointError(f"{sample.file}: ends within tensor {sample.name}; the file is truncated")
-    return [found[sample] for sample in samples]
+    if len(data) < sample.num_bytes:
+        raise CheckpointError(f"{sample.file}: ends within tensor {sample.name}; the file is truncated")
+    return data

@@ -26,10 +26,10 @@ _START = r"[^\r\n\p{L}\p{N}]?"  # a sign or space before a word
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 
 
-def _words(digits: str, signs: str = r"[\r\n]*", letters: str = r"\p{L}") -> str:
+def _words(digits: str, letters: str = r"\p{L}") -> str:
     """Llama 3's expression, and those made from it."""
     own = letters if letters == r"\p{L}" else f"[{letters}]"
-    return rf"(?i:{_SHORT})|{_START}{own}+|{digits}| ?[^\s{letters}\p{{N}}]+{signs}|{_SPACES}"
+    return rf"(?i:{_SHORT})|{_START}{own}+|{digits}| ?[^\s{letters}\p{{N}}]+[\r\n]*|{_SPACES}"
 
 
 def _cased(digits: str, ending: str) -> str:

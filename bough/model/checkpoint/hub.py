@@ -11,6 +11,7 @@ from pathlib import Path
 
 from bough.errors import CheckpointError
 from bough.model.checkpoint.gguf_file import files_of, is_gguf
+from bough.processes.signals import ended_by_ctrl_c
 
 WANTED = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]
 UNWANTED = ["original/*", "consolidated*"]  # the same weights in their makers' formats
@@ -74,11 +75,12 @@ def fetch(*models: str) -> None:
 
     for model in ids:
         try:
-            if is_gguf(model):
-                for file in _files(model):
-                    hf_hub_download(*file)
-            else:
-                snapshot_download(model, allow_patterns=WANTED, ignore_patterns=UNWANTED)
+            with ended_by_ctrl_c():
+                if is_gguf(model):
+                    for file in _files(model):
+                        hf_hub_download(*file)
+                else:
+                    snapshot_download(model, allow_patterns=WANTED, ignore_patterns=UNWANTED)
         except LocalEntryNotFoundError:
             cached(model)  # raises if it is not cached
         except (HfHubHTTPError, HFValidationError, OSError) as exc:

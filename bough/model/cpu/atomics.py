@@ -1,4 +1,4 @@
-"""Atomic counters and a lock for compiled code that runs in several threads."""
+"""Atomic counters for compiled code that runs in several threads."""
 
 from __future__ import annotations
 
@@ -66,20 +66,3 @@ def wait_a_moment(spins: Any) -> Any:
     if spins > _SPINS:
         _yield()
     return spins + 1
-
-
-@strict_inner
-def hold(lock: Any) -> Any:
-    """Acquire a lock, (2 * APART,) int64, initially zeros; threads that wait get it in order.
-
-    It spins and never sleeps, so the lock must be held for a few instructions only.
-    """
-    turn, spins = add_one(lock), 0
-    while seen(lock[APART:]) != turn:
-        spins = wait_a_moment(spins)
-
-
-@strict_inner
-def let_go(lock: Any) -> Any:
-    """Release the lock; the next thread sees all writes made under it."""
-    add_one(lock[APART:])

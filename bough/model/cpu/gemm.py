@@ -22,7 +22,6 @@ from bough.model.cpu.llvm_vectors import (
     I64,
     LANES,
     NUM_VECTORS,
-    SECOND_LEVEL,
     WORDS,
     array_of,
     at,
@@ -85,8 +84,7 @@ class Tile:
         b.position_at_end(line)
         line_offset, line_sums = b.phi(I64), [b.phi(FLOATS) for _ in range(num_sums)]
         for row in weights:
-            # The first-level cache supports fewer outstanding lines than memory can deliver.
-            prefetch(b, at(b, at(b, row, line_offset), ahead), SECOND_LEVEL)
+            prefetch(b, at(b, at(b, row, line_offset), ahead))
         next_line = b.add(line_offset, ir.Constant(I64, LINE_BYTES))
         line_end = b.select(b.icmp_signed("<", next_line, row_bytes), next_line, row_bytes)
         line_widened = self._widened_line(weights, line_offset, line_end) if self._is_widened else None

@@ -23,7 +23,6 @@ from bough.model.cpu.llvm_vectors import (
     I32,
     I64,
     LANES,
-    SECOND_LEVEL,
     SHORT,
     array_of,
     at,
@@ -54,7 +53,7 @@ def _sums(
     offset = b.mul(word, ir.Constant(I64, _WORD_BYTES))
     for weights in parts:
         for weight in weights:
-            prefetch(b, at(b, at(b, weight, offset), ahead), SECOND_LEVEL)
+            prefetch(b, at(b, at(b, weight, offset), ahead))
     words_of = [
         turned(b, [b.load(at(b, weight, offset), typ=_SHORT_WORDS, align=2) for weight in weights]) for weights in parts
     ]

@@ -22,7 +22,6 @@ from bough.model.cpu.llvm_vectors import (
     I64,
     LANES,
     NUM_VECTORS,
-    SECOND_LEVEL,
     WORDS,
     array_of,
     at,
@@ -61,7 +60,7 @@ def _sums(b: ir.IRBuilder, num_rows: int, words: Any, group: Any, group_bytes: A
     b.position_at_end(word)
     offset, row_offset, partial = b.phi(I64), b.phi(I64), [b.phi(WORDS) for _ in rows]
     place = at(b, group, offset)
-    prefetch(b, at(b, place, group_bytes), SECOND_LEVEL)  # of the next group
+    prefetch(b, at(b, place, group_bytes))  # of the next group
     numbers, inputs = b.load(place, typ=WORDS, align=4), lanes(row_offset, I32)
     sums = [dot_bytes(b, some, row, numbers) for some, row in zip(partial, inputs, strict=True)]
     following, row_following = plus(offset, _WORD), plus(row_offset, _WORD)

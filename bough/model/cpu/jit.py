@@ -1,6 +1,6 @@
 """The settings with which functions are compiled by numba: no other file calls `numba.njit`.
 
-`strict` functions round exactly as written, so sums keep their order; `fastmath` functions may reorder sums. Every
+`strict` functions round exactly as written, so sums keep their order; `fastmath_` ones may reorder sums. Every
 function must state one of the two: otherwise numba takes the setting of whichever caller is compiled first, and sums
 whose order matters may be reordered. numba is loaded with the first function, and never in a process that calls
 `interpret`.
@@ -48,18 +48,13 @@ def strict_inner(function: Any) -> Any:
     return _inner(function, fastmath=False)
 
 
-def fastmath(function: Any) -> Any:
-    """Compile a function whose sums LLVM may reorder; the order is always the same on one processor."""
-    return _compiled(function, fastmath=FASTMATH)
-
-
 def fastmath_parallel(function: Any) -> Any:
-    """Like `fastmath`, with `numba.prange` over threads."""
+    """Compile a function with `numba.prange` whose sums LLVM may reorder, always in the same order on one processor."""
     return _compiled(function, fastmath=FASTMATH, parallel=True)
 
 
 def fastmath_inner(function: Any) -> Any:
-    """Like `fastmath`, for functions called only by compiled code."""
+    """Like `fastmath_parallel`, for functions called only by compiled code."""
     return _inner(function, fastmath=FASTMATH)
 
 

@@ -16,7 +16,6 @@ LANES = 16  # float32 in a vector, which is an AVX-512 register
 I16, I32, I64, POINTER = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.PointerType()
 FLOATS, WORDS = ir.VectorType(ir.FloatType(), LANES), ir.VectorType(I32, LANES)
 SHORT = 8  # words of a shorter vector, which registers hold with AVX and later
-SECOND_LEVEL = 2  # L2 cache in LLVM's prefetch
 
 
 class _BFloat(ir.types.Type):  # type: ignore[misc]
@@ -261,8 +260,11 @@ def load_some(builder: ir.IRBuilder, address: Any, which: Any) -> Any:
     return call(builder, "llvm.masked.load.v16i32.p0", kind, arguments)
 
 
-def prefetch(builder: ir.IRBuilder, address: Any, level: int) -> None:
-    """Prefetch a cache line for reading into the cache of this level."""
+def prefetch(builder: ir.IRBuilder, address: Any) -> None:
+    """Prefetch a cache line for reading into the second-level cache.
+
+    The first level supports fewer outstanding lines than memory can deliver.
+    """
     kind = ir.FunctionType(ir.VoidType(), [POINTER, I32, I32, I32])
-    flags = [ir.Constant(I32, flag) for flag in (0, level, 1)]  # read, locality, data cache
+    flags = [ir.Constant(I32, flag) for flag in (0, 2, 1)]  # read, locality, data cache
     call(builder, "llvm.prefetch.p0", kind, [builder.bitcast(address, POINTER), *flags])

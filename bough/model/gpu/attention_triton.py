@@ -17,6 +17,7 @@ from triton.runtime.interpreter import InterpretedFunction
 
 from bough.model.batch.gpu_paths import TILE_ROWS, Paths
 from bough.model.gpu.attention_tiles import heads_together, launch_options, tile_constants
+from bough.model.gpu.online_softmax_triton import fold, nothing_seen, product, seen_scores
 
 # Arguments that vary between calls must not be specialised on: each specialisation is another program, which may round
 # differently.
@@ -24,62 +25,25 @@ _VARYING = ("tail_width", "window", "scale")
 
 
 @triton.jit
-def _product(query, key, IN_HALVES: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Products (QUERIES, BLOCK) float32."""
-    if IN_HALVES:
-        return tl.dot(query, tl.trans(key))
-    return tl.dot(query.to(tl.float32), tl.trans(key.to(tl.float32)), input_precision="ieee")
-
-
-@triton.jit
-def _scores(scores, is_seen, SOFTCAP: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Scores (QUERIES, BLOCK) capped; -inf for keys that a query does not see."""
-    if SOFTCAP > 0:
-        scores = SOFTCAP * (1.0 - 2.0 / (tl.exp(scores * (2.0 / SOFTCAP)) + 1.0))  # tanh
-    return tl.where(is_seen, scores, float("-inf"))
-
-
-@triton.jit
-def _fold(scores, value, highest, total, result, IN_HALVES: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Fold a block of keys into the online softmax: highest score, sum of weights, and weighted sum of values.
-
-    The state of a row that sees none of the keys does not change: its decay is 1 and its weights are 0.
-    """
-    peak = tl.maximum(highest, tl.max(scores, 1))
-    against = tl.where(peak == float("-inf"), 0.0, peak)  # avoids -inf - (-inf) in rows without a score
-    decay = tl.exp(highest - against)
-    weights = tl.exp(scores - against[:, None])
-    total = total * decay + tl.sum(weights, 1)
-    result = result * decay[:, None]
-    if IN_HALVES:  # a weight is split into a sum of two 16-bit numbers, with hardly any error
-        high = weights.to(value.dtype)
-        low = (weights - high.to(tl.float32)).to(value.dtype)
-        result = tl.dot(low, value, tl.dot(high, value, result))
-    else:
-        result = tl.dot(weights, value.to(tl.float32), result, input_precision="ieee")
-    return peak, total, result
-
-
-@triton.jit
-def _meet(  # type: ignore[no-untyped-def]
-    query,
-    own_query,  # (QUERIES, KEY_DIM) to keys that have values as a second part
-    keys,
-    values,
-    rows,  # (BLOCK,) memory rows of the block's keys
-    is_there,  # (BLOCK,) whether the key exists
-    is_seen,  # (QUERIES, BLOCK)
-    kv_head,
-    scale,
-    highest,
-    total,
-    result,
+def _meet(
+    query: tl.tensor,
+    own_query: tl.tensor,  # (QUERIES, KEY_DIM) to keys that have values as a second part
+    keys: tl.tensor,
+    values: tl.tensor,
+    rows: tl.tensor,  # (BLOCK,) memory rows of the block's keys
+    is_there: tl.tensor,  # (BLOCK,) whether the key exists
+    is_seen: tl.tensor,  # (QUERIES, BLOCK)
+    kv_head: tl.tensor,
+    scale: tl.tensor,
+    highest: tl.tensor,
+    total: tl.tensor,
+    result: tl.tensor,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     KEY_DIM: tl.constexpr,
     SOFTCAP: tl.constexpr,
     IN_HALVES: tl.constexpr,
-):
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Load a block of keys and values, and fold it into the online softmax."""
     dims = tl.arange(0, query.shape[1])
     if KEY_DIM > 0:
@@ -87,27 +51,28 @@ def _meet(  # type: ignore[no-untyped-def]
         is_own = is_there[:, None] & (own_dims < KEY_DIM)[None, :]
         key = tl.load(keys + rows[:, None] * KEY_DIM + own_dims[None, :], mask=is_own, other=0.0)
         value = tl.load(values + places, mask=is_there[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
-        scores = (_product(own_query, key, IN_HALVES) + _product(query, value, IN_HALVES)) * scale
-        scores = _scores(scores, is_seen, SOFTCAP)
+        scores = (product(own_query, key, IN_HALVES) + product(query, value, IN_HALVES)) * scale
+        scores = seen_scores(scores, is_seen, SOFTCAP)
     else:
         places = (rows[:, None] * NUM_KV_HEADS + kv_head) * HEAD_DIM + dims[None, :]
         is_number = is_there[:, None] & (dims < HEAD_DIM)[None, :]
         key = tl.load(keys + places, mask=is_number, other=0.0)
-        scores = _scores(_product(query, key, IN_HALVES) * scale, is_seen, SOFTCAP)
+        scores = seen_scores(product(query, key, IN_HALVES) * scale, is_seen, SOFTCAP)
         value = tl.load(values + places, mask=is_number, other=0.0)
-    return _fold(scores, value, highest, total, result, IN_HALVES)
+    highest, total, result = fold(scores, value, highest, total, result, IN_HALVES)
+    return highest, total, result
 
 
 @triton.jit
-def _queries(  # type: ignore[no-untyped-def]
-    queries,
-    heads,  # (QUERIES, 1) of all rows
-    is_query,  # (QUERIES,)
-    is_cell,  # (QUERIES, DIM_PADDED)
+def _queries(
+    queries: tl.tensor,
+    heads: tl.tensor,  # (QUERIES, 1) of all rows
+    is_query: tl.tensor,  # (QUERIES,)
+    is_cell: tl.tensor,  # (QUERIES, DIM_PADDED)
     HEAD_DIM: tl.constexpr,
     KEY_DIM: tl.constexpr,
     KEY_PADDED: tl.constexpr,
-):
+) -> tuple[tl.tensor, tl.tensor]:
     """Queries to keys, or to values and to keys that have these as a second part."""
     dims = tl.arange(0, is_cell.shape[1])
     if KEY_DIM > 0:
@@ -122,14 +87,16 @@ def _queries(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _part_of_tile(tile, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _part_of_tile(tile: tl.tensor, ROWS: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
     """This program's rows [begin, end); empty if the tile has fewer."""
     begin_row = tl.load(tile) + ROWS * tl.program_id(2)
     return begin_row, tl.minimum(tl.load(tile + 1), begin_row + ROWS)
 
 
 @triton.jit
-def _reach(lengths, is_row, window):  # type: ignore[no-untyped-def]
+def _reach(
+    lengths: tl.tensor, is_row: tl.tensor, window: tl.tensor
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
     """Ends and first positions of what rows see; the last of the ends, and the earliest of the firsts."""
     length = tl.load(lengths, mask=is_row, other=0)
     first = tl.where(window > 0, tl.maximum(length - window, 0), 0)
@@ -137,18 +104,9 @@ def _reach(lengths, is_row, window):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _nothing_seen(sinks, is_head, query, HAS_SINKS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Initial state of the online softmax, sinks included: highest scores, sums of weights, weighted values."""
-    result = tl.zeros(query.shape, tl.float32)
-    total = tl.zeros((query.shape[0],), tl.float32)
-    highest = tl.full((query.shape[0],), float("-inf"), tl.float32)
-    if HAS_SINKS:
-        highest, total = tl.load(sinks, mask=is_head, other=0.0), total + 1.0
-    return highest, total, result
-
-
-@triton.jit
-def _rows_of(tail, positions, base, origin, is_near):  # type: ignore[no-untyped-def]
+def _rows_of(
+    tail: tl.tensor, positions: tl.tensor, base: tl.tensor, origin: tl.tensor, is_near: tl.tensor
+) -> tl.tensor:
     """Memory rows (BLOCK,) int64 of the keys at these positions of one path."""
     in_tail = is_near & (positions >= base)
     tail_rows = tl.load(tail + (positions - base), mask=in_tail, other=0)
@@ -193,20 +151,20 @@ def _meet_own(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_VARYING)
-def _attend(  # type: ignore[no-untyped-def]
-    queries,  # (num_rows, num_heads, KEY_DIM + HEAD_DIM)
-    keys,  # (num_memory_rows, num_kv_heads, head_dim); (num_memory_rows, 1, KEY_DIM) with KEY_DIM
-    values,  # (num_memory_rows, num_kv_heads, head_dim); (num_memory_rows, 1, HEAD_DIM) with KEY_DIM
-    origins,  # this and the next four arguments are as in `Paths`
-    bases,
-    lengths,
-    tails,
-    tiles,
-    sinks,  # (num_heads,) float32; unused without HAS_SINKS
-    out,  # (num_rows, num_heads, HEAD_DIM)
-    tail_width,
-    scale,
-    window,  # 0 is unlimited
+def _attend(
+    queries: tl.tensor,  # (num_rows, num_heads, KEY_DIM + HEAD_DIM)
+    keys: tl.tensor,  # (num_memory_rows, num_kv_heads, head_dim); (num_memory_rows, 1, KEY_DIM) with KEY_DIM
+    values: tl.tensor,  # (num_memory_rows, num_kv_heads, head_dim); (num_memory_rows, 1, HEAD_DIM) with KEY_DIM
+    origins: tl.tensor,  # this and the next four arguments are as in `Paths`
+    bases: tl.tensor,
+    lengths: tl.tensor,
+    tails: tl.tensor,
+    tiles: tl.tensor,
+    sinks: tl.tensor,  # (num_heads,) float32; unused without HAS_SINKS
+    out: tl.tensor,  # (num_rows, num_heads, HEAD_DIM)
+    tail_width: tl.tensor,
+    scale: tl.tensor,
+    window: tl.tensor,  # 0 is unlimited
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,  # query heads of a KV head
     HEAD_DIM: tl.constexpr,
@@ -219,7 +177,7 @@ def _attend(  # type: ignore[no-untyped-def]
     DIM_PADDED: tl.constexpr,
     KEY_DIM: tl.constexpr,  # width of keys whose second part is the value; 0 if keys are apart from values
     KEY_PADDED: tl.constexpr,
-):
+) -> None:
     kv_head = tl.program_id(1)
     begin_row, end_row = _part_of_tile(tiles + 2 * tl.program_id(0), ROWS)
     lanes, dims, steps = tl.arange(0, ROWS * GROUP_PADDED), tl.arange(0, DIM_PADDED), tl.arange(0, BLOCK)
@@ -234,7 +192,7 @@ def _attend(  # type: ignore[no-untyped-def]
     origin = tl.load(origins + begin_row, mask=is_any, other=0).to(tl.int64)
     base = tl.load(bases + begin_row, mask=is_any, other=0)
     shared = tl.where(longest > base, base // BLOCK * BLOCK, longest)  # end of the blocks that all rows share
-    highest, total, result = _nothing_seen(sinks + kv_head * GROUP + head, head < GROUP, query, HAS_SINKS)
+    highest, total, result = nothing_seen(sinks + kv_head * GROUP + head, head < GROUP, query, HAS_SINKS)
     for begin in range(earliest // BLOCK * BLOCK, shared, BLOCK):
         places = begin + steps
         is_seen = (places[None, :] >= first[:, None]) & (places[None, :] < length[:, None])

@@ -20,7 +20,7 @@ TILE_NUMBERS = 4096  # of a tile
 
 
 @triton.jit
-def _part(block, j, is_in, NUMBERS: tl.constexpr, AT: tl.constexpr):  # type: ignore[no-untyped-def]
+def _part(block: tl.tensor, j: tl.tensor, is_in: tl.tensor, NUMBERS: tl.constexpr, AT: tl.constexpr) -> tl.tensor:
     """Some bits of numbers j; what a `Part` of `ggml_blocks` says of them begins at AT of NUMBERS."""
     places = NUMBERS[AT + 1] + j // NUMBERS[AT + 2] * NUMBERS[AT + 3] + j % NUMBERS[AT + 4]
     shifts = NUMBERS[AT + 7] + j % NUMBERS[AT + 2] // NUMBERS[AT + 5] * NUMBERS[AT + 6]
@@ -28,7 +28,7 @@ def _part(block, j, is_in, NUMBERS: tl.constexpr, AT: tl.constexpr):  # type: ig
 
 
 @triton.jit
-def _number(block, j, is_in, NUMBERS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _number(block: tl.tensor, j: tl.tensor, is_in: tl.tensor, NUMBERS: tl.constexpr) -> tl.tensor:
     """Numbers j of blocks; NUMBERS is a `Numbers` of `ggml_blocks`, flat, with its codes as 128 more in four words."""
     number = _part(block, j, is_in, NUMBERS, 0)
     if NUMBERS[8]:
@@ -40,7 +40,7 @@ def _number(block, j, is_in, NUMBERS: tl.constexpr):  # type: ignore[no-untyped-
 
 
 @triton.jit
-def _half(block, is_in, AT: tl.constexpr):  # type: ignore[no-untyped-def]
+def _half(block: tl.tensor, is_in: tl.tensor, AT: tl.constexpr) -> tl.tensor:
     """The float32 of a float16 at byte AT of blocks."""
     low, high = tl.load(block + AT, mask=is_in, other=0), tl.load(block + AT + 1, mask=is_in, other=0)
     bits = low.to(tl.int32) | (high.to(tl.int32) << 8)
@@ -48,12 +48,12 @@ def _half(block, is_in, AT: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def unpack_blocks(  # type: ignore[no-untyped-def]
-    data,  # (rows, row_blocks * NUM_BYTES) uint8
-    out,  # (rows, row_blocks * GROUPS * SIZE)
-    num_blocks,
-    row_blocks,
-    half,  # as of `ggml_blocks.file_rows`
+def unpack_blocks(
+    data: tl.tensor,  # (rows, row_blocks * NUM_BYTES) uint8
+    out: tl.tensor,  # (rows, row_blocks * GROUPS * SIZE)
+    num_blocks: tl.tensor,
+    row_blocks: tl.tensor,
+    half: tl.tensor,  # as of `ggml_blocks.file_rows`
     NUM_BYTES: tl.constexpr,
     NUMBERS: tl.constexpr,
     SCALE: tl.constexpr,  # byte of the scale
@@ -64,7 +64,7 @@ def unpack_blocks(  # type: ignore[no-untyped-def]
     SIZE: tl.constexpr,  # numbers of a group
     TILE: tl.constexpr,
     IS_BF16: tl.constexpr,
-):
+) -> None:
     blocks = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     is_in, row = (blocks < num_blocks)[:, None, None], blocks // row_blocks
     within = row % (2 * half)

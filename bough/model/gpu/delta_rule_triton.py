@@ -20,32 +20,32 @@ _VARYING = ("num_steps", "num_places", "begin")
 
 
 @triton.jit
-def _normed(cells, is_key, epsilon):  # type: ignore[no-untyped-def]
+def _normed(cells: tl.tensor, is_key: tl.tensor, epsilon: tl.tensor) -> tl.tensor:
     """A vector of `is_key` numbers divided by its length."""
     vector = tl.load(cells, mask=is_key, other=0.0)
     return vector * tl.div_rn(1.0, tl.sqrt_rn(tl.sum(vector * vector, 0) + epsilon))
 
 
 @triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_VARYING)
-def run_steps(  # type: ignore[no-untyped-def]
-    qkv,  # (num_rows, 2 * NUM_KEY_HEADS * KEY_DIM + NUM_HEADS * VALUE_DIM) float32, as all others but `table`
-    decay,  # (num_rows, NUM_HEADS)
-    beta,  # (num_rows, NUM_HEADS)
-    table,  # (num_steps, 5) int32, as in `DeviceSteps`
-    states,  # (NUM_HEADS, num_places, KEY_DIM, VALUE_DIM)
-    out,  # (num_rows - begin, NUM_HEADS, VALUE_DIM)
-    num_steps,
-    num_places,
-    begin,  # first row whose output is wanted
-    epsilon,
-    scale,
+def run_steps(
+    qkv: tl.tensor,  # (num_rows, 2 * NUM_KEY_HEADS * KEY_DIM + NUM_HEADS * VALUE_DIM) float32, as all but `table`
+    decay: tl.tensor,  # (num_rows, NUM_HEADS)
+    beta: tl.tensor,  # (num_rows, NUM_HEADS)
+    table: tl.tensor,  # (num_steps, 5) int32, as in `DeviceSteps`
+    states: tl.tensor,  # (NUM_HEADS, num_places, KEY_DIM, VALUE_DIM)
+    out: tl.tensor,  # (num_rows - begin, NUM_HEADS, VALUE_DIM)
+    num_steps: tl.tensor,
+    num_places: tl.tensor,
+    begin: tl.tensor,  # first row whose output is wanted
+    epsilon: tl.tensor,
+    scale: tl.tensor,
     NUM_KEY_HEADS: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     KEYS: tl.constexpr,  # KEY_DIM, padded to a power of two
     VALUES: tl.constexpr,  # of a program
-):
+) -> None:
     head, keys, values = tl.program_id(0), tl.arange(0, KEYS), tl.program_id(1) * VALUES + tl.arange(0, VALUES)
     is_key, is_value = keys < KEY_DIM, values < VALUE_DIM
     is_cell = is_key[:, None] & is_value[None, :]

@@ -22,16 +22,16 @@ KINDS = {torch.int32: "UNSIGNED", torch.int8: "SIGNED", torch.float8_e4m3fn: "E4
 
 
 @triton.jit
-def unpack_own(  # type: ignore[no-untyped-def]
-    packed,  # (num_groups, HALF) uint8, or int8 with IS_WHOLE: groups of all rows, one after another
-    scales,  # (num_groups,) float16, in 4 bits followed by as many offsets
-    out,  # (num_groups, group size)
-    num_groups,
+def unpack_own(
+    packed: tl.tensor,  # (num_groups, HALF) uint8, or int8 with IS_WHOLE: groups of all rows, one after another
+    scales: tl.tensor,  # (num_groups,) float16, in 4 bits followed by as many offsets
+    out: tl.tensor,  # (num_groups, group size)
+    num_groups: tl.tensor,
     HALF: tl.constexpr,  # bytes in a group
     IS_WHOLE: tl.constexpr,  # a byte is one number, and there are no offsets
     IS_BF16: tl.constexpr,
     TILE: tl.constexpr,
-):
+) -> None:
     groups = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     columns, is_there = tl.arange(0, HALF), groups < num_groups
     scale = tl.load(scales + groups, mask=is_there, other=0.0).to(tl.float32)[:, None]
@@ -49,7 +49,7 @@ def unpack_own(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _spread(words, PER_WORD: tl.constexpr):  # type: ignore[no-untyped-def]
+def _spread(words: tl.tensor, PER_WORD: tl.constexpr) -> tl.tensor:
     """Repeat every column PER_WORD times, side by side."""
     words = tl.interleave(words, words)
     words = tl.interleave(words, words)
@@ -59,24 +59,24 @@ def _spread(words, PER_WORD: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def unpack_down(  # type: ignore[no-untyped-def]
-    words,  # (num_inputs / PER_WORD, num_outputs) int32
-    zeros,  # (num_groups, num_outputs / PER_WORD) int32
-    scales,  # (num_groups, num_outputs) float16
-    group_of,  # (num_inputs,) int32; used with HAS_ORDER
-    out,  # (num_inputs, num_outputs)
-    num_inputs,
-    num_outputs,
-    group_size,  # used without HAS_ORDER
-    zero_offset,
-    num_groups,
+def unpack_down(
+    words: tl.tensor,  # (num_inputs / PER_WORD, num_outputs) int32
+    zeros: tl.tensor,  # (num_groups, num_outputs / PER_WORD) int32
+    scales: tl.tensor,  # (num_groups, num_outputs) float16
+    group_of: tl.tensor,  # (num_inputs,) int32; used with HAS_ORDER
+    out: tl.tensor,  # (num_inputs, num_outputs)
+    num_inputs: tl.tensor,
+    num_outputs: tl.tensor,
+    group_size: tl.tensor,  # used without HAS_ORDER
+    zero_offset: tl.tensor,
+    num_groups: tl.tensor,
     BITS: tl.constexpr,
     IS_ORDERED: tl.constexpr,  # all inputs of a tile are in the same group
     HAS_ORDER: tl.constexpr,  # groups are not consecutive inputs
     ROWS: tl.constexpr,  # rows of words
     COLUMNS: tl.constexpr,
     IS_BF16: tl.constexpr,
-):
+) -> None:
     PER_WORD: tl.constexpr = 32 // BITS
     MASK: tl.constexpr = (1 << BITS) - 1
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -108,18 +108,18 @@ def unpack_down(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def unpack_across(  # type: ignore[no-untyped-def]
-    words,  # (num_inputs, num_outputs / 8) int32
-    zeros,  # (num_groups, num_outputs / 8) int32
-    scales,  # (num_groups, num_outputs) float16
-    out,  # (num_inputs, num_outputs)
-    num_inputs,
-    num_outputs,
-    group_size,  # a multiple of ROWS
+def unpack_across(
+    words: tl.tensor,  # (num_inputs, num_outputs / 8) int32
+    zeros: tl.tensor,  # (num_groups, num_outputs / 8) int32
+    scales: tl.tensor,  # (num_groups, num_outputs) float16
+    out: tl.tensor,  # (num_inputs, num_outputs)
+    num_inputs: tl.tensor,
+    num_outputs: tl.tensor,
+    group_size: tl.tensor,  # a multiple of ROWS
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     IS_BF16: tl.constexpr,
-):
+) -> None:
     rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     word_columns = tl.program_id(1) * (COLUMNS // 8) + tl.arange(0, COLUMNS // 8)
@@ -139,17 +139,17 @@ def unpack_across(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def unpack_along(  # type: ignore[no-untyped-def]
-    numbers,  # (num_outputs, num_inputs * BITS / 8) uint8
-    zeros,  # (num_outputs / (32 / BITS), rounded up, num_groups) int32; unused without HAS_ZEROS
-    scales,  # (num_outputs / height, rounded up, num_groups); uint8 are powers of two
-    group_of,  # (num_inputs,) int32; used with HAS_ORDER
-    out,  # (num_outputs, num_inputs)
-    num_outputs,
-    num_inputs,
-    num_groups,
-    height,  # outputs that share a scale
-    group_size,  # used without HAS_ORDER
+def unpack_along(
+    numbers: tl.tensor,  # (num_outputs, num_inputs * BITS / 8) uint8
+    zeros: tl.tensor,  # (num_outputs / (32 / BITS), rounded up, num_groups) int32; unused without HAS_ZEROS
+    scales: tl.tensor,  # (num_outputs / height, rounded up, num_groups); uint8 are powers of two
+    group_of: tl.tensor,  # (num_inputs,) int32; used with HAS_ORDER
+    out: tl.tensor,  # (num_outputs, num_inputs)
+    num_outputs: tl.tensor,
+    num_inputs: tl.tensor,
+    num_groups: tl.tensor,
+    height: tl.tensor,  # outputs that share a scale
+    group_size: tl.tensor,  # used without HAS_ORDER
     BITS: tl.constexpr,
     KIND: tl.constexpr,  # UNSIGNED, SIGNED, E4M3 or E2M1
     HAS_ZEROS: tl.constexpr,
@@ -158,7 +158,7 @@ def unpack_along(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     IS_BF16: tl.constexpr,
-):
+) -> None:
     PER_BYTE: tl.constexpr = 8 // BITS
     PER_WORD: tl.constexpr = 32 // BITS
     MASK: tl.constexpr = (1 << BITS) - 1

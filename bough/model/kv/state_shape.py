@@ -56,7 +56,7 @@ class StateShape:
     def step_bytes(self, num_rows: int) -> int:
         """Bytes of computing a session's rows in a layer: the convolution's products and sums, and branches' states."""
         num_states = 1 + num_rows.bit_length()
-        return FLOAT32_BYTES * (4 * num_rows * self.num_inputs + num_states * math.prod(self.size))
+        return FLOAT32_BYTES * (6 * num_rows * self.num_inputs + num_states * math.prod(self.size))
 
     def session_bytes(self, num_rows: int) -> int:
         """Bytes of a session: its states, their snapshots, and what is kept of `num_rows` rows."""

@@ -20,8 +20,7 @@ from bough.model.loading.loading import (
     Skeleton,
     bind_resident,
     move_buffers,
-    read_place,
-    verify,
+    read_raw,
 )
 
 _WRITES = "_bough_writes"  # attribute of a module: functions that write its matrix
@@ -42,25 +41,22 @@ class LateWrites:
         known[_WRITES] = self.writes
 
 
-def bind_packed(skeleton: Skeleton, device: torch.device) -> None:
-    """Load a whole model permanently with packed matrices and experts, and memory for the largest dequantized one.
+def bind_all(skeleton: Skeleton, device: torch.device, stays_packed: bool = False) -> None:
+    """Load a whole model permanently; if it stays packed, with memory for the largest matrix or expert written out.
 
     Raises:
         CheckpointError: a tensor cannot be read, or its checksum is wrong.
     """
     slots = [slot for layer in skeleton.layer_slots for slot in layer]
-    waiting = (slot for slot in slots if can_wait(slot) or isinstance(slot.source, Experts))
+    waiting = (slot for slot in slots if stays_packed and (can_wait(slot) or isinstance(slot.source, Experts)))
     late = [slot for slot in waiting if slot.source.scratch_bytes(skeleton.dtype)]
-    bind_resident(skeleton, skeleton.resident_slots, device)
-    bind_resident(skeleton, [slot for slot in slots if slot not in late], device)
+    bind_resident(skeleton, [*skeleton.resident_slots, *(slot for slot in slots if slot not in late)], device)
     move_buffers(skeleton.model, device)
     num_bytes = max((slot.source.scratch_bytes(skeleton.dtype) for slot in late), default=0)
     memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
     for slot in late:
-        scratch, raw = ReusedMemory(memory), [read_place(place) for place in slot.source.places]
-        for place, data in zip(slot.source.places, raw, strict=True):
-            verify(place, data, skeleton.checksums)
-        slot.bind([data.to(device) for data in raw], skeleton.dtype, scratch)
+        scratch = ReusedMemory(memory)
+        slot.bind(read_raw(slot, skeleton.checksums, device), skeleton.dtype, scratch)
         if can_wait(slot):  # a table of experts writes what it is asked for
             LateWrites(slot.module, tuple(scratch.writes)).register()
 

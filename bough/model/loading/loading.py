@@ -235,10 +235,7 @@ def bind_resident(skeleton: Skeleton, slots: Sequence[ParameterSlot], device: to
             _convert(slot.source, value, skeleton.checksums)
             slot.assign(slot.as_parameter(value))
         else:
-            raw = [read_place(place) for place in slot.source.places]
-            for place, data in zip(slot.source.places, raw, strict=True):
-                verify(place, data, skeleton.checksums)
-            slot.bind([data.to(device) for data in raw], skeleton.dtype, memory)
+            slot.bind(read_raw(slot, skeleton.checksums, device), skeleton.dtype, memory)
         loaded[slot.source.places] = (slot.module, slot.key)
 
 
@@ -251,14 +248,6 @@ def _convert(source: Stored | Blocks, out: torch.Tensor, checksums: Mapping[str,
         replace(source, place=part).write(data.to(out.device), out[begin:end])
         begin = end
     require_checksum(place, checksum, checksums)
-
-
-def bind_all(skeleton: Skeleton, device: torch.device) -> None:
-    """Load a whole model permanently."""
-    bind_resident(skeleton, skeleton.resident_slots, device)
-    for slots in skeleton.layer_slots:
-        bind_resident(skeleton, slots, device)
-    move_buffers(skeleton.model, device)
 
 
 def move_buffers(model: nn.Module, device: torch.device) -> None:
@@ -278,6 +267,14 @@ def read_place(place: TensorPlace) -> torch.Tensor:
     if len(data) < place.num_bytes:
         raise CheckpointError(f"{place.file}: tensor {place.name} ends after {len(data)} of {place.num_bytes} bytes")
     return torch.from_numpy(data)
+
+
+def read_raw(slot: ParameterSlot, checksums: Mapping[str, int], device: torch.device) -> list[torch.Tensor]:
+    """The bytes of a parameter's tensors on a device. Raises CheckpointError, also for a wrong checksum."""
+    raw = [read_place(place) for place in slot.source.places]
+    for place, data in zip(slot.source.places, raw, strict=True):
+        verify(place, data, checksums)
+    return [data.to(device) for data in raw]
 
 
 def verify(place: TensorPlace, data: torch.Tensor, checksums: Mapping[str, int]) -> None:

@@ -12,30 +12,27 @@ import torch
 
 from bough.errors import CheckpointError
 from bough.model.checkpoint.checkpoint import TensorPlace
-from bough.model.checkpoint.tensor_source import VALUE_DTYPES, typed
+from bough.model.checkpoint.tensor_source import typed
 from bough.model.cpu.float_bits import rounded
 from bough.model.cpu.jit import strict_parallel
 from bough.model.gpu.kernels import kernels_on
 from bough.model.quant.format import (
     Dequantized,
     PackedTensors,
+    WordsFormat,
     bits_of,
     require_groups,
-    require_matrix,
     require_shape,
     write_out,
 )
 
 
 @dataclass(frozen=True, slots=True)
-class AwqFormat:
+class AwqFormat(WordsFormat):
     """AWQ, always in 4 bits."""
 
     bits: int = 4
     method = "awq"
-    is_transposed = True
-    spare = ()
-    note = ""
 
     @classmethod
     def of(cls, fields: Mapping[str, Any], where: str) -> AwqFormat:
@@ -44,20 +41,9 @@ class AwqFormat:
             raise CheckpointError(f"{where}.version: must be 'gemm', got {fields['version']!r}")
         return cls(bits_of(fields, where, (4,)))
 
-    def __str__(self) -> str:
-        return f"{self.bits} bits ({self.method})"
-
-    def weight_name(self, place: TensorPlace) -> str | None:
-        """X.weight for "X.qweight"."""
-        return place.name.removesuffix(".qweight") + ".weight" if place.name.endswith(".qweight") else None
-
     def source(self, tensor: str, tensors: PackedTensors) -> Awq:
         """Take integers, zeros and scales. Raises CheckpointError."""
-        base = tensor.removesuffix(".qweight")
-        integers = tensors.take(tensor, ("I32",))
-        zeros = tensors.take(f"{base}.qzeros", ("I32",), integers)
-        scales = tensors.take(f"{base}.scales", VALUE_DTYPES, integers)
-        require_matrix(integers)
+        integers, zeros, scales = self._take(tensor, tensors)
         source, num_groups = Awq(integers, zeros, scales), scales.shape[0] if scales.shape else 0
         outputs, inputs = source.shape
         require_shape(scales, (num_groups, outputs))

@@ -19,6 +19,7 @@ from bough.model.gpu.kernels import kernels_on
 from bough.model.quant.format import (
     Dequantized,
     PackedTensors,
+    QuantFormat,
     bits_of,
     require_groups,
     require_matrix,
@@ -33,22 +34,16 @@ SIZES = tuple(2**exponent for exponent in range(1, 13))  # of a group
 
 
 @dataclass(frozen=True, slots=True)
-class BoughFormat:
+class BoughFormat(QuantFormat):
     """The format that `bough pack` writes; `bits` is 0 if it differs by weight."""
 
     bits: int
     method = "bough"
-    is_transposed = False
-    spare = ()
-    note = ""
 
     @classmethod
     def of(cls, fields: Mapping[str, Any], where: str) -> BoughFormat:
         """Read `quantization_config`. Raises CheckpointError."""
         return cls(0 if fields.get("bits") == MIXED else bits_of(fields, where, (4, 8)))
-
-    def __str__(self) -> str:
-        return f"{self.bits or MIXED} bits ({self.method})"
 
     def weight_name(self, place: TensorPlace) -> str | None:
         """X for "X.packed"."""

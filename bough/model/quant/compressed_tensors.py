@@ -19,6 +19,7 @@ from bough.model.quant.scaled import (
     WORDS,
     Scaled,
     Scheme,
+    SchemeFormat,
     block_size,
     nvfp4,
     unquantized,
@@ -36,14 +37,14 @@ WEIGHT_FIELDS = (
 
 
 @dataclass(frozen=True, slots=True)
-class CompressedTensorsFormat:
+class CompressedTensorsFormat(SchemeFormat):
     """The schemes of a checkpoint's groups of modules."""
 
     schemes: tuple[tuple[str, Scheme], ...]  # by target, the more specific first
     ignored: tuple[str, ...]  # targets whose modules are stored unquantized
+    bits: int
     note: str
     method = "compressed-tensors"
-    is_transposed = False
     spare = SPARE
 
     @classmethod
@@ -67,16 +68,8 @@ class CompressedTensorsFormat:
         if fields.get("kv_cache_scheme"):
             changed.add("kv_cache_scheme")
         ignored = _targets(fields.get("ignore") or [], f"{where}.ignore")
-        return cls(tuple(sorted(schemes, key=_rank)), ignored, unquantized(changed))
-
-    @property
-    def bits(self) -> int:
-        """Bits of every weight; 0 if they differ."""
-        first, *others = {scheme.bits for _, scheme in self.schemes}
-        return 0 if others else first
-
-    def __str__(self) -> str:
-        return f"{self.bits or 'mixed'} bits ({self.method})"
+        bits, *others = {scheme.bits for _, scheme in schemes}
+        return cls(tuple(sorted(schemes, key=_rank)), ignored, 0 if others else bits, unquantized(changed))
 
     def weight_name(self, place: TensorPlace) -> str | None:
         """X.weight for "X.weight_packed", and for "X.weight" in 8 bits."""
@@ -93,7 +86,6 @@ class CompressedTensorsFormat:
         return scheme.source(tensor, (f"{weight}_scale",), tensors)
 
     def scheme(self, modules: Collection[str]) -> Scheme | None:
-        """The scheme of a module with one of these names according to config.json; None for unquantized ones."""
         if any(_matches(target, module) for target in self.ignored for module in modules):
             return None
         found = (scheme for target, scheme in self.schemes if any(_matches(target, module) for module in modules))

@@ -1,4 +1,4 @@
-"""Protocol of quantized formats, and what they share.
+"""What quantized formats share.
 
 In every format a weight is (number - zero point) * scale of its group, computed in float32 and rounded to the compute
 dtype, so that a packed model gives the same bits as the same model stored dequantized. A format is one file: how its
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ import torch
 from bough.errors import CheckpointError
 from bough.model.architecture.moe import AnySource
 from bough.model.checkpoint.checkpoint import TensorPlace
-from bough.model.checkpoint.tensor_source import Scratch, room_bytes
+from bough.model.checkpoint.tensor_source import VALUE_DTYPES, Scratch, room_bytes
 
 KERNEL_DTYPES = (torch.bfloat16, torch.float32)  # dtypes that CPU kernels write; others use torch
 
@@ -27,36 +27,29 @@ BLOCK_BYTES = 32  # limit per element of a block while it is made
 BLOCK_ROWS = 32  # blocks are multiples of this, which is whole words in any packing
 
 
-class QuantFormat(Protocol):
+class QuantFormat(ABC):
     """How a checkpoint's weights are packed, according to its config.json."""
 
-    @property
-    def method(self) -> str:
-        """Its `quant_method`."""
+    __slots__ = ()
+    method: ClassVar[str]  # its `quant_method`
+    bits: int  # of every weight; 0 if they differ
+    is_transposed: ClassVar[bool] = False  # values are transposes of contiguous matrices
+    spare: ClassVar[tuple[str, ...]] = ()  # endings of names of tensors that say nothing of weights and are not read
+    note: str = ""  # what the configuration asks for and is not done
 
-    @property
-    def bits(self) -> int:
-        """Bits of every weight; 0 if they differ."""
-
-    @property
-    def is_transposed(self) -> bool:
-        """Whether values are transposes of contiguous matrices."""
-
-    @property
-    def spare(self) -> tuple[str, ...]:
-        """Endings of the names of tensors that say nothing about weights and are not read."""
-
-    @property
-    def note(self) -> str:
-        """What the configuration asks for and is not done; empty if nothing."""
+    def __str__(self) -> str:
+        return f"{self.bits or 'mixed'} bits ({self.method})"
 
     @classmethod
+    @abstractmethod
     def of(cls, fields: Mapping[str, Any], where: str) -> QuantFormat:
         """Read `quantization_config`, which is at `where`. Raises CheckpointError for unsupported variants."""
 
+    @abstractmethod
     def weight_name(self, place: TensorPlace) -> str | None:
         """The weight whose numbers a tensor has; None for other tensors."""
 
+    @abstractmethod
     def source(self, tensor: str, tensors: PackedTensors) -> AnySource:
         """Take the tensors of a weight whose numbers are `tensor`. Raises CheckpointError."""
 
@@ -85,6 +78,25 @@ class Dequantized(ABC):
         out = scratch.take(self.shape[::-1] if self.is_transposed else self.shape, dtype)
         scratch.write(lambda: self._write(raw, out))
         return out.t() if self.is_transposed else out
+
+
+class WordsFormat(QuantFormat):
+    """GPTQ or AWQ: the integers of a transposed X.weight are "X.qweight", packed in words of 32 bits."""
+
+    __slots__ = ()
+    is_transposed = True
+
+    def weight_name(self, place: TensorPlace) -> str | None:
+        return place.name.removesuffix(".qweight") + ".weight" if place.name.endswith(".qweight") else None
+
+    @staticmethod
+    def _take(tensor: str, tensors: PackedTensors) -> tuple[TensorPlace, TensorPlace, TensorPlace]:
+        """Take integers, zeros and scales. Raises CheckpointError."""
+        base, integers = tensor.removesuffix(".qweight"), tensors.take(tensor, ("I32",))
+        zeros = tensors.take(f"{base}.qzeros", ("I32",), integers)
+        scales = tensors.take(f"{base}.scales", VALUE_DTYPES, integers)
+        require_matrix(integers)
+        return integers, zeros, scales
 
 
 class PackedTensors:
@@ -119,6 +131,12 @@ def bits_of(fields: Mapping[str, Any], where: str, allowed: Collection[int]) -> 
     if bits not in allowed:
         raise CheckpointError(f"{where}.bits: must be {' or '.join(map(str, allowed))}, got {bits}")
     return int(bits)
+
+
+def kept_modules(fields: Mapping[str, Any], where: str, *names: str) -> tuple[str, ...]:
+    """The modules that stay unquantized, by the first field of these `names` that is there. Raises CheckpointError."""
+    name = next((name for name in names if fields.get(name)), names[0])
+    return module_names(fields.get(name) or (), f"{where}.{name}")
 
 
 def module_names(found: object, where: str) -> tuple[str, ...]:

@@ -9,15 +9,14 @@ from typing import Any
 from bough.errors import CheckpointError
 from bough.model.architecture.moe import Experts
 from bough.model.checkpoint.checkpoint import TensorPlace
-from bough.model.quant.format import PackedTensors, module_names
-from bough.model.quant.scaled import FLOAT8, SPARE, Scaled, Scheme, block_size, unquantized
+from bough.model.quant.format import PackedTensors, kept_modules
+from bough.model.quant.scaled import FLOAT8, SPARE, Scaled, Scheme, SchemeFormat, block_size, unquantized
 
 SCALE_ENDINGS = ("_scale_inv", "_scale")  # both are what numbers are multiplied by
-KEPT_NAMES = ("modules_to_not_convert", "ignored_layers")  # in config.json
 
 
 @dataclass(frozen=True, slots=True)
-class Fp8Format:
+class Fp8Format(SchemeFormat):
     """E4M3 weights."""
 
     stored: Scheme
@@ -25,7 +24,6 @@ class Fp8Format:
     note: str
     method = "fp8"
     bits = 8
-    is_transposed = False
     spare = SPARE
 
     @classmethod
@@ -37,13 +35,9 @@ class Fp8Format:
         blocks = fields.get("weight_block_size")
         size = block_size(blocks, f"{where}.weight_block_size") if blocks is not None else (1, 1)
         scheme = Scheme(FLOAT8, 8, "block" if blocks is not None else "", size)
-        name = next((name for name in KEPT_NAMES if fields.get(name)), KEPT_NAMES[0])
-        kept = module_names(fields.get(name) or (), f"{where}.{name}")
+        kept = kept_modules(fields, where, "modules_to_not_convert", "ignored_layers")
         changed = [key for key in ("activation_scheme", "kv_cache_scheme") if fields.get(key)]
         return cls(scheme, kept, unquantized(changed))
-
-    def __str__(self) -> str:
-        return f"{self.bits} bits ({self.method})"
 
     def weight_name(self, place: TensorPlace) -> str | None:
         """The name itself: of E4M3 numbers are matrices X.weight, and stacks of experts."""
@@ -54,6 +48,5 @@ class Fp8Format:
         return self.stored.source(tensor, [tensor + ending for ending in SCALE_ENDINGS], tensors)
 
     def scheme(self, modules: Collection[str]) -> Scheme | None:
-        """The scheme of a module with one of these names according to config.json; None for unquantized ones."""
         is_kept = any(f".{kept}." in f".{module}." for kept in self.kept for module in modules)
         return None if is_kept else self.stored

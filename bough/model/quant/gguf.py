@@ -15,7 +15,7 @@ from bough.model.checkpoint.checkpoint import TensorPlace
 from bough.model.checkpoint.gguf_config import METHOD, ROPE_FACTORS
 from bough.model.checkpoint.gguf_file import BLOCKS, PLAIN
 from bough.model.checkpoint.tensor_source import TensorSource, typed
-from bough.model.quant.format import Dequantized, PackedTensors
+from bough.model.quant.format import Dequantized, PackedTensors, QuantFormat
 from bough.model.quant.ggml_blocks import Blocks
 
 EXPERTS = re.compile(r"(.*\.experts)\.(gate_up|down)_proj")  # parameters that have all experts of a layer
@@ -24,7 +24,7 @@ HEAD = "lm_head.weight"  # has no tensor if it is the embeddings
 
 
 @dataclass(frozen=True, slots=True)
-class GgufFormat:
+class GgufFormat(QuantFormat):
     """Any of a file's types."""
 
     architecture: str
@@ -33,9 +33,7 @@ class GgufFormat:
     types: tuple[str, ...]  # by their share of the bytes, the largest first
     method = METHOD
     bits = 0
-    is_transposed = False
     spare = (ROPE_FACTORS,)
-    note = ""
 
     @classmethod
     def of(cls, fields: Mapping[str, Any], _where: str) -> GgufFormat:

@@ -12,16 +12,16 @@ import torch
 
 from bough.errors import CheckpointError, StreamError
 from bough.model.checkpoint.checkpoint import TensorPlace
-from bough.model.checkpoint.tensor_source import VALUE_DTYPES, typed
+from bough.model.checkpoint.tensor_source import typed
 from bough.model.cpu.float_bits import rounded
 from bough.model.cpu.jit import strict_parallel
 from bough.model.gpu.kernels import kernels_on
 from bough.model.quant.format import (
     Dequantized,
     PackedTensors,
+    WordsFormat,
     bits_of,
     require_groups,
-    require_matrix,
     require_shape,
     unless_in_order,
     write_out,
@@ -31,15 +31,12 @@ FIRST, SECOND = "gptq", "gptq_v2"  # versions of the format, by their names in c
 
 
 @dataclass(frozen=True, slots=True)
-class GptqFormat:
+class GptqFormat(WordsFormat):
     """GPTQ in 4 or 8 bits, with or without act-order."""
 
     bits: int
     zero_offset: int = 0  # 1 if the file stores zero - 1, as version 1 of the format does
     method = "gptq"
-    is_transposed = True
-    spare = ()
-    note = ""
 
     @classmethod
     def of(cls, fields: Mapping[str, Any], where: str) -> GptqFormat:
@@ -50,20 +47,9 @@ class GptqFormat:
             raise CheckpointError(f"{where}.{name}: must be {FIRST!r} or {SECOND!r}, got {fields[name]!r}")
         return cls(bits_of(fields, where, (4, 8)), 1 if version == FIRST else 0)
 
-    def __str__(self) -> str:
-        return f"{self.bits} bits ({self.method})"
-
-    def weight_name(self, place: TensorPlace) -> str | None:
-        """X.weight for "X.qweight"."""
-        return place.name.removesuffix(".qweight") + ".weight" if place.name.endswith(".qweight") else None
-
     def source(self, tensor: str, tensors: PackedTensors) -> Gptq:
         """Take integers, zeros, scales, and group indices if there are any. Raises CheckpointError."""
-        base = tensor.removesuffix(".qweight")
-        integers = tensors.take(tensor, ("I32",))
-        zeros = tensors.take(f"{base}.qzeros", ("I32",), integers)
-        scales = tensors.take(f"{base}.scales", VALUE_DTYPES, integers)
-        require_matrix(integers)
+        base, (integers, zeros, scales) = tensor.removesuffix(".qweight"), self._take(tensor, tensors)
         groups = tensors.take(f"{base}.g_idx", ("I32",)) if f"{base}.g_idx" in tensors else None
         num_groups, per_word = scales.shape[0] if scales.shape else 0, 32 // self.bits
         source = Gptq(integers, zeros, scales, groups, self.bits, self.zero_offset)

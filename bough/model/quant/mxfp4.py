@@ -11,8 +11,8 @@ from bough.errors import CheckpointError
 from bough.model.architecture.moe import Experts
 from bough.model.checkpoint.checkpoint import TensorPlace
 from bough.model.checkpoint.tensor_source import Transposed, parts_of
-from bough.model.quant.format import PackedTensors, module_names, require_shape
-from bough.model.quant.scaled import EXPONENTS, FLOAT4, Scaled, Scheme
+from bough.model.quant.format import PackedTensors, kept_modules, require_shape
+from bough.model.quant.scaled import EXPONENTS, FLOAT4, Scaled, Scheme, SchemeFormat
 
 BLOCKS, SCALES = "_blocks", "_scales"  # endings of the names of tensors
 GROUP, GROUP_BYTES = 32, 16  # inputs that share a scale, and the bytes of their numbers
@@ -20,23 +20,17 @@ STORED = Scheme(FLOAT4, 4, "group", (1, GROUP))
 
 
 @dataclass(frozen=True, slots=True)
-class Mxfp4Format:
+class Mxfp4Format(SchemeFormat):
     """Experts of 4 bits; everything else is stored unquantized."""
 
     kept: tuple[str, ...]  # patterns of modules that are stored unquantized, with all within them
     method = "mxfp4"
     bits = 4
-    is_transposed = False  # experts have products of their own
-    spare = ()
-    note = ""
 
     @classmethod
     def of(cls, fields: Mapping[str, Any], where: str) -> Mxfp4Format:
         """Read `quantization_config`. Raises CheckpointError."""
-        return cls(module_names(fields.get("modules_to_not_convert") or (), f"{where}.modules_to_not_convert"))
-
-    def __str__(self) -> str:
-        return f"{self.bits} bits ({self.method})"
+        return cls(kept_modules(fields, where, "modules_to_not_convert"))
 
     def weight_name(self, place: TensorPlace) -> str | None:
         """X for "X_blocks"."""
@@ -63,7 +57,6 @@ class Mxfp4Format:
         return Experts(tuple(map(Transposed, matrices)))
 
     def scheme(self, modules: Collection[str]) -> Scheme | None:
-        """The scheme of a module with one of these names according to config.json; None for unquantized ones."""
         is_stack = any(".experts." in module for module in modules)
         is_kept = any(fnmatchcase(module, f"{kept}*") for kept in self.kept for module in modules)
         return STORED if is_stack and not is_kept else None

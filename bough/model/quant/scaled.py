@@ -7,6 +7,7 @@ config.json. NVFP4 has scales in two levels: E4M3 numbers for each 16 inputs, an
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +26,7 @@ from bough.model.gpu.kernels import kernels_on
 from bough.model.quant.format import (
     Dequantized,
     PackedTensors,
+    QuantFormat,
     read_integers,
     require_matrix,
     require_shape,
@@ -126,6 +128,16 @@ class Scheme:
         each += 0 if self.is_symmetric else -(-outputs * self.bits // 32) * 4 * num_groups
         each += 0 if self.is_ordered else 4 * inputs
         return math.prod(shape[:-2]) * each
+
+
+class SchemeFormat(QuantFormat):
+    """A format in which modules have schemes, or stay unquantized."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def scheme(self, modules: Collection[str]) -> Scheme | None:
+        """The scheme of a module with one of these names according to config.json; None for unquantized ones."""
 
 
 def nvfp4(whole: str) -> Scheme:

@@ -8,8 +8,8 @@ from bough.model.batch.batch import Batch, Segment
 from bough.model.kv.session_kv import KVMemory, KVSlot
 from bough.model.llama.decoder import LlamaDecoder
 from bough.model.llama.weights import supports_fused_layers
-from bough.model.loading.late_writes import bind_packed
-from bough.model.loading.loading import Skeleton, bind_all
+from bough.model.loading.late_writes import bind_all
+from bough.model.loading.loading import Skeleton
 from bough.model.running.cuda_graphs import Capture, GpuCapture, GraphedSteps, graphed_steps
 from bough.model.running.device import working_on
 from bough.trees.tree import Tree
@@ -35,7 +35,7 @@ class ResidentModel:
         self._fused = LlamaDecoder(skeleton, is_int8) if supports_fused_layers(skeleton, device) else None
         if self._fused is None:
             with working_on(device):
-                (bind_packed if stays_packed else bind_all)(skeleton, device)
+                bind_all(skeleton, device, stays_packed)
 
     def warm_up(self, memory: KVMemory, capture: Capture | None = None) -> None:
         """Run one token in the first row of a memory, which compiles kernels (seconds).

@@ -5,7 +5,6 @@ Used by schemes in which the target must know the draft's distribution: all but 
 
 from __future__ import annotations
 
-from enum import Enum
 from typing import Any
 
 import numpy as np
@@ -14,22 +13,17 @@ from numpy.typing import NDArray
 from bough.errors import InvalidRequest, Unavailable
 from bough.model.sampling.sampler import Row
 
+NOT_THE_TEXT = 1  # where the counter of the text's own sampling has 0 (`bough.model.sampling.sampler.gumbel_noise`)
 GREEDY_TOKENS = 32  # limit at temperature 0
 GREEDY_STEP = 7  # powers of two between successive tokens' weights: samples are in the order of rank, nearly always
 
 
-class Purpose(Enum):
-    """Purposes of random numbers. 0 is the text's own sampling (bough.model.sampling.sampler.gumbel_noise)."""
-
-    DRAFT = 1
-
-
-def generator(seed: int, purpose: Purpose, round_: int, index: int) -> np.random.Generator:
-    """A generator that is independent of those of any other (purpose, round, index) of the seed.
+def generator(seed: int, round_: int, index: int) -> np.random.Generator:
+    """A generator that is independent of those of any other (round, index) of the seed, and of the text's own numbers.
 
     Philox with the seed as key and the rest as counter; successive numbers use the lowest counter word, which suffices.
     """
-    counter = np.array([0, index, round_, purpose.value], np.uint64)
+    counter = np.array([0, index, round_, NOT_THE_TEXT], np.uint64)
     return np.random.Generator(np.random.Philox(key=seed, counter=counter))
 
 

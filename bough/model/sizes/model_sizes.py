@@ -93,12 +93,13 @@ def find_config(model: str) -> tuple[PretrainedConfig, Path]:
             raise CheckpointError(f"model: must be a Hugging Face model folder, got {folder}, which has no config.json")
         return load_config(folder), folder
     if not is_hub_id(model):
-        raise CheckpointError(f"model: must be a folder that exists, or a hub id, got {model}")
+        raise CheckpointError(f"model: must be a folder that exists, a GGUF file, or a hub id, got {model}")
     try:
         config = language_part(AutoConfig.from_pretrained(model, trust_remote_code=False))
     except OSError as exc:
         raise CheckpointError(
-            f"model: config.json of {model} can neither be fetched nor is it in the local Hugging Face cache: {exc}"
+            f"model: config.json of {model} can neither be fetched nor is it in the local Hugging Face cache: "
+            f"{(str(exc) or repr(exc)).splitlines()[0]}"
         ) from exc
     except UNREADABLE as exc:
         raise CheckpointError(f"model: config.json of {model}: {exc}") from exc

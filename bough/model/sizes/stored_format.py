@@ -18,15 +18,12 @@ from bough.model.checkpoint.gguf_file import BLOCKS
 from bough.model.checkpoint.tensor_source import STORED_DTYPES
 from bough.model.packing.pack import is_packed, packed_bytes
 from bough.model.quant.bough_format import BoughFormat
-from bough.model.quant.compressed_tensors import CompressedTensorsFormat
-from bough.model.quant.format import module_names
+from bough.model.quant.format import kept_modules
 from bough.model.quant.formats import fields_of, format_of, where_in
-from bough.model.quant.fp8 import Fp8Format
 from bough.model.quant.gguf import GgufFormat
-from bough.model.quant.modelopt import ModeloptFormat
-from bough.model.quant.mxfp4 import Mxfp4Format
 from bough.model.quant.quantize import GROUP_SIZES
 from bough.model.quant.samples import BY_ROWS, PackedFormat
+from bough.model.quant.scaled import SchemeFormat
 
 SCALE_BYTES, INDEX_BYTES = 2, 4
 # FP8 as DeepSeek stores it; Qwen's have 2, which is a ten-thousandth less for the whole weight.
@@ -41,7 +38,7 @@ class Packing:
     description: str
     common: PackedFormat | None  # of all matrices; None if each has its own scheme
     kept: tuple[str, ...] = ()  # modules that stay in 16 bits
-    schemes: CompressedTensorsFormat | Fp8Format | Mxfp4Format | ModeloptFormat | None = None
+    schemes: SchemeFormat | None = None
     file: tuple[GgufFormat, dict[str, TensorPlace]] | None = None  # of GGUF, which tells every tensor's size
 
     @classmethod
@@ -57,7 +54,7 @@ class Packing:
         quantization = format_of(config, folder)
         if quantization is None:
             return None
-        if isinstance(quantization, CompressedTensorsFormat | Fp8Format | Mxfp4Format | ModeloptFormat):
+        if isinstance(quantization, SchemeFormat):
             return cls(str(quantization), None, schemes=quantization)
         if isinstance(quantization, GgufFormat):
             return cls(str(quantization), None, file=(quantization, Checkpoint.open(folder).tensors))
@@ -69,7 +66,7 @@ class Packing:
         fields, where = fields_of(config), where_in(folder)
         is_own = quantization.method == "bough"
         group_size = GROUP_SIZES[quantization.bits] if is_own else _group_size(fields, where)
-        kept = module_names(fields.get("modules_to_not_convert") or (), f"{where}.modules_to_not_convert")
+        kept = kept_modules(fields, where, "modules_to_not_convert")
         common = PackedFormat(quantization.method, quantization.bits, group_size, not fields.get("desc_act"))
         return cls(str(quantization), common, kept)
 

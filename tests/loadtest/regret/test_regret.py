@@ -78,7 +78,7 @@ def test_the_grid_would_tell_a_bad_size_from_a_good_one() -> None:
 
 
 def test_runs_are_the_same_every_time() -> None:
-    """To the last bit, with several sessions, whose calls come at the same time; but for the clock of planning."""
+    """To the last bit, with several sessions, whose calls come at the same time; but for what planning takes."""
     regime = REGIMES["4 sessions"]
     figures = [seconds_of(regime, new_sizer(), Speculation(), SHORT) for _ in range(2)]
     assert figures[0] == figures[1]

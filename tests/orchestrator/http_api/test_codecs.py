@@ -73,6 +73,11 @@ def test_what_is_left_out_has_grpc_s_defaults() -> None:
     assert unlimited >= 2**30
 
 
+def test_a_limit_is_refused_by_the_name_that_the_client_gave_it() -> None:
+    with pytest.raises(ApiError, match=r"^max_completion_tokens: must be 1 or more, got 0$"):
+        chat_limits(parse(ChatFields, b'{"messages": [{"role": "user", "content": "x"}], "max_completion_tokens": 0}'))
+
+
 def test_seeds_of_choices_are_derived_from_the_request_s() -> None:
     seeds = [wanted.options.seed for wanted in chat_choices(seed=7, n=4)]
     assert seeds[0] == 7
