@@ -15,16 +15,21 @@ from grpc._cython import cygrpc
 
 Batch = Coroutine[asyncio.Future[None], None, None]
 
-_execute_batch = cygrpc.execute_batch
+_execute_batch = getattr(cygrpc, "execute_batch", None)
 
 
 def free_batches() -> None:
-    """Have all later calls of this process, as a server and as a client, free their batches."""
-    cygrpc.execute_batch = execute_batch
+    """Have all later calls of this process, as a server and as a client, free their batches.
+
+    A grpcio without this function, which is not of its public interface, is left as it is.
+    """
+    if _execute_batch is not None:
+        cygrpc.execute_batch = execute_batch
 
 
 async def execute_batch(call: Any, operations: tuple[Any, ...], loop: asyncio.AbstractEventLoop) -> None:
     """As gRPC's function of this name, whose coroutine goes on to its end here also if this one is cancelled."""
+    assert _execute_batch is not None
     batch: Batch = _execute_batch(call, operations, loop)
     ended = batch.send(None)  # it awaits the end of the batch
     try:
