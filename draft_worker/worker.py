@@ -79,6 +79,12 @@ class DraftWorker(ServedDraft):
         self._engine = DraftEngine(draft, self.vocab_size, config.branch, pool, self._ahead_steps, scalings)
         self._start_thread(lambda: compute_with(config.threads))
 
+    @property
+    def max_nodes(self) -> int:
+        """Limit of nodes of a tree: where sessions have states, no more than they keep rows of."""
+        most = self._config.max_nodes
+        return min(most, GROWN_ROWS) if self._model.skeleton.kv_shape().states else most
+
     def info(self) -> WorkerInfo:
         dropped, device = self._config.drop_layers, self._model.device
         notes = (
@@ -101,7 +107,7 @@ class DraftWorker(ServedDraft):
             model_description=self._model.describe(),
             model_fingerprint=self._fingerprint,
             max_context=self._max_context,
-            max_nodes=self._config.max_nodes,
+            max_nodes=self.max_nodes,
             max_sessions=self._max_sessions,
             notes=notes,
         )
@@ -117,9 +123,10 @@ class DraftWorker(ServedDraft):
         most = GROWN_ROWS if shape.states else MAX_EXPANSIONS
         window = Window(min(config.max_context, positions), positions, most)
         longest = window.max_rows * shape.row_bytes
+        step_bytes = shape.states.step_bytes(GROWN_ROWS) if shape.states else 0
         kv_memory = config.kv_memory or kv_budget(
-            longest + shape.growing_bytes, free_device_bytes(self._model.device)
-        )  # by the memory that the model leaves free
+            longest + shape.growing_bytes, free_device_bytes(self._model.device) - step_bytes
+        )  # by the memory that the model and its steps leave free
         num_slots = num_states(kv_memory, longest, shape.growing_bytes)
         num_rows = (kv_memory - num_slots * shape.growing_bytes) // shape.row_bytes
         if num_rows <= most:

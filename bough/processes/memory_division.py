@@ -30,6 +30,7 @@ class DraftNeeds(NamedTuple):
 
     weights: int
     session: int  # KV of a session of the longest context
+    step: int = 0  # what a step of recurrent layers computes
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +86,7 @@ def divide(
     if draft is not None and needs is not None:
         kv = draft.kv_memory or kv_budget(needs.session, free // 2)
         remark = f"of which {gigabytes(kv)} for KV and {gigabytes(needs.weights)} for weights"
-        shares.append(Share("draft worker", WORKER_BYTES + needs.weights + kv, draft.threads, remark))
+        shares.append(Share("draft worker", WORKER_BYTES + needs.weights + needs.step + kv, draft.threads, remark))
         draft = replace(draft, kv_memory=kv)
     others = sum(share.num_bytes for share in shares) + WORKER_BYTES
     spare = max(SPARE_BYTES, int(free * SPARE_SHARE))
@@ -118,7 +119,7 @@ def on_one_gpu(target: TargetConfig, draft: DraftConfig) -> bool:
 def divide_gpu(target: TargetConfig, draft: DraftConfig, needs: DraftNeeds) -> SharedGpu:
     """The draft's KV is settled, and the target's memory is what the draft leaves; what a user has told stays."""
     kv = draft.kv_memory or max(needs.session, min(MOST_BYTES, KV_SESSIONS * needs.session))
-    share = CONTEXT_BYTES + needs.weights + kv
+    share = CONTEXT_BYTES + needs.weights + needs.step + kv
     words = (
         f"GPU memory: at most {gigabytes(share)} for the draft worker, of which {gigabytes(kv)} for KV and "
         f"{gigabytes(needs.weights)} for weights; "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Protocol
 
 from bough.model.kv.segment import Segment
@@ -16,6 +17,7 @@ from draft_worker.candidates.temperature_scaling import TemperatureScalings
 from draft_worker.engine.session import DraftSession
 from draft_worker.expansions.cached_growth import CachedGrowth
 from draft_worker.expansions.expansion_cache import PendingExpansions
+from draft_worker.growth.grower import Grower
 from draft_worker.growth.static_shape import grower_for
 
 
@@ -60,13 +62,17 @@ class GrowJob:
         seconds = growth.seconds if isinstance(growth, BestFirst) else 0.0
         self._deadline_ns = arrived_ns + 1e9 * seconds if seconds else math.inf
         self.num_passes = 0
-        grower = grower_for(call, max_children, vocab_size)
+        self._new_grower = partial(grower_for, call, max_children, vocab_size)
+        grower = self._new_grower()
         guessing = Guessing.of(call)
         session.stand_on(call, guessing, scalings.of(guessing))
-        session.grown = grower.tree
-        self._walk = CachedGrowth(grower, session.explored)
+        self._begin(grower)
         self.num_context = 0  # context tokens in the current step
         self.wanted: PendingExpansions | None = None
+
+    def _begin(self, grower: Grower) -> None:
+        self.session.grown = grower.tree
+        self._walk = CachedGrowth(grower, self.session.explored)
 
     @property
     def num_warm(self) -> int:
@@ -85,7 +91,13 @@ class GrowJob:
         if self.num_context < self.session.num_pending:
             self.wanted = None
             return context
-        self.wanted = self.session.explored.wanted(*self._walk.missing())
+        parents, tokens = self._walk.missing()
+        if not self.session.has_rows(len(tokens)):  # beside expansions that this tree has no use for: it begins anew
+            self.session.forget_expansions()
+            self._begin(self._new_grower())
+            self._walk.advance()
+            parents, tokens = self._walk.missing()
+        self.wanted = self.session.explored.wanted(parents, tokens)
         return [*context, self.session.explored.segment(self.session.slot, self.wanted)]
 
     def learn(self, answer: Answer) -> None:

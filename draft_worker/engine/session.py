@@ -97,11 +97,17 @@ class DraftSession:
             self.slot.roll_back(0)
             stands = False
         # Not num_pending: if the text got shorter, or the window keeps nothing, no token needs to be run again.
-        if not stands or guessing != self.guessing or not self.has_rows(growth.max_expansions):
-            self.explored = ExpansionCache(len(tokens) - self.start)
+        if not stands or guessing != self.guessing:
+            self.forget_expansions()
         self.explored.power, self._scaling = scaling.power, scaling
         self.guessing, self.grown = guessing, None
         self.past = TokenCounts.of(tokens if guessing.params.has_penalties else (), guessing.prompt_length)
+
+    def forget_expansions(self) -> None:
+        """Empty the expansion cache below the committed tokens."""
+        power = self.explored.power
+        self.explored = ExpansionCache(len(self.tokens) - self.start)
+        self.explored.power = power
 
     def has_room(self, depth: int) -> bool:
         """Whether a tree of `depth` levels fits after the committed tokens without moving the window."""
@@ -123,7 +129,8 @@ class DraftSession:
         Raises:
             Unavailable: the growing tree is below them; the session's next one begins anew.
         """
-        self.slot.roll_back(self.slot.length)
+        if self.slot.usable(self.slot.length) < self.slot.length:
+            self.slot.roll_back(self.slot.length)
         if self.num_pending and len(self.explored):
             raise Unavailable("the draft's states were lost in a step that failed")
 

@@ -26,6 +26,7 @@ from bough.model.kv.session_kv import KVSlot
 from bough.model.kv.state_shape import GROWN_ROWS
 from bough.model.running.runner import ResidentModel
 from bough.model.sizes.draft_needs import draft_needs
+from bough.processes.memory_division import DraftNeeds
 from bough.protocol.messages import GrowResult
 from bough.tokenization.vocabulary import TokenizerFiles
 from bough.trees.tree import Tree
@@ -145,6 +146,35 @@ def test_paths_accepted_in_rounds_without_a_step_go_into_the_states(model: Resid
     check(model, tokens, grow_now(engine, grow_call(tokens, held, plan=WIDE)).tree)
 
 
+def test_a_tree_begins_anew_where_known_nodes_leave_it_no_rows(model: ResidentModel) -> None:
+    engine, tokens, chains = engine_of(model, window=Window(300, 600, 24)), PROMPT[:9], StaticShape.chains(3, 8)
+    num_known = []
+    for plan in (WIDE, TreePlan(chains)):
+        tree = grow_now(engine, grow_call(tokens, plan=plan)).tree
+        check(model, tokens, tree)
+        num_known.append(len(engine.pool._sessions["s"].explored))
+    assert num_known == [13, chains.max_expansions], "without those that only the first tree needed"
+    tokens = after(tokens, tree, 2, inside(tree, 2))
+    check(model, tokens, grow_now(engine, grow_call(tokens, plan=WIDE)).tree)
+
+
+def test_what_has_not_failed_is_not_rolled_back_and_an_accepted_path_is_sent_once(
+    model: ResidentModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engine_of(model)
+    grow_now(engine, grow_call(PROMPT[:9], plan=DEEP))
+    session, sent, tensor = engine.pool._sessions["s"], list[Any](), torch.tensor
+    slot = session.slot
+    assert isinstance(slot, KVSlot)
+    assert slot.states is not None
+    monkeypatch.setattr(slot, "roll_back", lambda length: pytest.fail("nothing has failed"))
+    session.mend()
+    monkeypatch.setattr(torch, "tensor", lambda *args, **kwargs: sent.append(args) or tensor(*args, **kwargs))
+    slot.states.commit([slot.length, slot.length + 2])
+    assert sent == [([slot.length, slot.length + 2],)]
+    assert {len(layer.kept.decay) for layer in slot.states._layers.values()} == {2}, "in all layers"
+
+
 def test_sessions_that_grow_in_one_batch_keep_their_states_apart(model: ResidentModel) -> None:
     engine = engine_of(model)
     texts = {"a": PROMPT[:5], "b": PROMPT[3:40], "c": [9] * 12}
@@ -210,6 +240,22 @@ def test_a_session_without_room_for_its_states_gives_way_and_is_rebuilt(model: R
         check(model, [3, n], future.result(0).tree)
 
 
+def test_a_session_that_gave_way_keeps_no_states_while_others_grow_and_it_has_yet_to_go_ahead(
+    model: ResidentModel,
+) -> None:
+    engine = engine_of(model, most_slots=1, ahead_steps=9)
+    grow_now(engine, grow_call(PROMPT[:9], session_id="a"))
+    slot = engine.pool._sessions["a"].slot
+    assert isinstance(slot, KVSlot)
+    assert slot.states is not None
+    assert engine.can_go_ahead
+    started(engine, grow_call(PROMPT[:5], session_id="b"))
+    assert (len(engine.pool), engine.pool.num_evictions) == (1, 1)
+    assert not slot.states
+    while engine.is_growing or engine.can_go_ahead:
+        engine.step()
+
+
 def test_a_text_longer_than_the_draft_sees_begins_anew(model: ResidentModel) -> None:
     engine, tokens = engine_of(model, window=Window(40, 600, GROWN_ROWS)), PROMPT[:38]
     for _ in range(3):
@@ -265,12 +311,15 @@ def test_a_draft_worker_counts_states_and_guesses_what_the_model_goes_on_with(
     assert shape.states is not None
     longest = (256 + GROWN_ROWS) * shape.row_bytes
     flags = ["--model", str(hybrid), "--dtype", "float32", "--threads", "1", "--max-context", "256"]
-    config = parse(DraftConfig, "d", flags, {})
-    assert draft_needs(config).session == longest + shape.states.session_bytes(GROWN_ROWS)
+    config = parse(DraftConfig, "d", [*flags, "--max-nodes", "2000"], {})
+    needs = draft_needs(config)
+    assert needs.session == longest + shape.states.session_bytes(GROWN_ROWS)
+    assert needs.step == shape.states.step_bytes(GROWN_ROWS)
     draft = DraftWorker(replace(config, kv_memory=longest + 3 * shape.growing_bytes), "test")
     try:
         info = draft.info()
         assert (info.max_context, info.max_sessions) == (256, 1)
+        assert info.max_nodes == draft.max_nodes == GROWN_ROWS, "a larger shape would be refused"
         assert info.kv_bytes == pytest.approx(longest + 3 * shape.growing_bytes, abs=shape.row_bytes)
         tree = grown(draft, PROMPT[:30]).tree
     finally:
@@ -287,18 +336,27 @@ def test_memory_for_no_session_is_refused(hybrid: Path, model: ResidentModel) ->
         DraftWorker(config, "test")
 
 
-def test_sizes_of_states_are_read_where_only_an_interval_is_given_and_asked_for_where_they_lack(
+def test_sizes_of_states_are_read_where_layers_are_not_listed_and_asked_for_where_they_lack(
     hybrid: Path, tmp_path: Path
 ) -> None:
+    """Without a list every n-th layer has attention, by default every fourth, as transformers has it."""
     fields = json.loads((hybrid / "config.json").read_text())
     assert fields.pop("layer_types").index("full_attention") == 2
     copy = shutil.copytree(hybrid, tmp_path / "copy")
-    (copy / "config.json").write_text(json.dumps({**fields, "full_attention_interval": 3}))
-    needs = [draft_needs(parse(DraftConfig, "d", ["--model", str(folder)], {})) for folder in (hybrid, copy)]
-    assert needs[0] == needs[1]
+
+    def needs(**changed: Any) -> DraftNeeds:
+        (copy / "config.json").write_text(json.dumps({**fields, **changed}))
+        return draft_needs(parse(DraftConfig, "d", ["--model", str(copy)], {}))
+
+    assert needs(full_attention_interval=3) == draft_needs(parse(DraftConfig, "d", ["--model", str(hybrid)], {}))
+    assert needs() == needs(full_attention_interval=4) != needs(full_attention_interval=2)
+    for wrong in ("x", [4], 0, None):
+        with pytest.raises(CheckpointError, match=r"config.json: full_attention_interval must be 1 or more, got "):
+            needs(full_attention_interval=wrong)
+    with pytest.raises(CheckpointError, match=r"config.json: layer_types must be a list, got 5"):
+        needs(layer_types=5)
     del fields["linear_key_head_dim"]
-    (copy / "config.json").write_text(json.dumps({**fields, "full_attention_interval": 3}))
     with pytest.raises(
         CheckpointError, match=r"must give the sizes of its recurrent layers, got .*linear_key_head_dim"
     ):
-        draft_needs(parse(DraftConfig, "d", ["--model", str(copy)], {}))
+        needs(full_attention_interval=3)

@@ -15,7 +15,7 @@ from bough.errors import CheckpointError, ConfigError
 from bough.model.sizes import draft_needs as needs_of_drafts
 from bough.model.sizes.draft_needs import draft_needs
 from bough.processes.launch import Settings
-from bough.processes.memory_division import Division, DraftNeeds, divide
+from bough.processes.memory_division import Division, DraftNeeds, divide, divide_gpu
 from bough.runtime.kv_budget import MOST_BYTES, kv_budget
 from bough.trees.tree_plan import MAX_EXPANSIONS
 
@@ -67,6 +67,19 @@ def test_without_a_draft_the_target_has_its_part() -> None:
     alone = divide(4 * GB, target_of(), None, None, has_index=True)
     assert budget(alone) > budget(divide(4 * GB, target_of(), draft_of(), NEEDS, has_index=True)) + NEEDS.weights
     assert alone.draft is None
+
+
+def test_what_a_step_of_recurrent_layers_computes_is_the_drafts() -> None:
+    shares = [
+        divide(4 * GB, target_of(), draft_of(), needs, has_index=False).shares[1].num_bytes
+        for needs in (NEEDS, NEEDS._replace(step=70_000_000))
+    ]
+    assert shares[1] - shares[0] == 70_000_000
+    drafts = draft_of("--kv-memory", "1GB")
+    reserves = [
+        divide_gpu(target_of(), drafts, needs).target.device_reserve for needs in (NEEDS, NEEDS._replace(step=9))
+    ]
+    assert reserves[1] - reserves[0] == 9
 
 
 def test_too_little_memory_is_refused_with_the_figures() -> None:

@@ -87,7 +87,7 @@ class Arena:
         del self._placed[self._index(slot)]
         self.num_free += slot.num_rows
         slot.move(0, 0, 0)
-        slot.tokens.clear()
+        slot.clear()
 
     def is_check_due(self) -> bool:
         """Whether to check integrity now. As a check looks at every slot, the more there are the more rarely it is."""

@@ -122,6 +122,10 @@ class KVSlot(Slot):
         if self.states:
             self.states.roll_back(length)
 
+    def clear(self) -> None:
+        super().clear()
+        self.states = None  # whoever still refers to the slot shall not keep their memory
+
     def compact(self, rows: Sequence[int], tokens: Sequence[int]) -> None:
         super().compact(rows, tokens)
         if self.states:

@@ -60,6 +60,10 @@ class Slot:
         """Drop all but the first `length` tokens, or fewer if fewer are usable."""
         del self.tokens[length:]
 
+    def clear(self) -> None:
+        """Drop all that is held, when the slot's rows are no longer its own; it must not be used any more."""
+        self.tokens.clear()
+
     def fork(self, source: Slot, length: int) -> None:
         """Copy another slot's tokens from the end of this one's up to `length`, with their rows.
 

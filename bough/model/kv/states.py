@@ -144,11 +144,14 @@ class SessionStates:
 
     def commit(self, rows: Sequence[int]) -> None:
         """Of a tree's rows, keep only these: those of an accepted path, and those of nodes below it in a draft's."""
+        paths: dict[tuple[int, torch.device], torch.Tensor] = {}  # sent once, as most layers are at one length
         for layer in self._layers.values():
             if rows and rows[0] >= layer.length:
                 before = range(layer.length, rows[0])  # of earlier paths, since which no step has advanced the state
-                path = torch.tensor([*before, *rows], device=layer.memory.device) - layer.length
-                layer.kept = layer.kept.select(path)
+                place = layer.length, layer.memory.device
+                if place not in paths:
+                    paths[place] = torch.tensor([*before, *rows], device=place[1]) - layer.length
+                layer.kept = layer.kept.select(paths[place])
 
     @property
     def _is_whole(self) -> bool:

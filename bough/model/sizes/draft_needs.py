@@ -22,6 +22,7 @@ from bough.trees.tree_plan import MAX_EXPANSIONS
 FLOATS = ("BF16", "F16", "F32")
 LAYER = re.compile(r"\b(?:layers|blk)\.(\d+)\.")
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+ATTENTION_INTERVAL = 4  # every fourth layer has attention in Qwen3-Next and Qwen3.5, unless they say otherwise
 AUTO_BYTES = 2  # if the draft's dtype is not configured
 PACKED_BITS = 4  # of a packed checkpoint whose bits are not stated
 
@@ -61,15 +62,26 @@ def draft_needs(config: DraftConfig) -> DraftNeeds:
     row_bytes = (len(kept) - (states.num_layers if states else 0)) * width * size
     positions = int(text.get("max_position_embeddings") or config.max_context)
     num_rows = min(config.max_context, positions) + (GROWN_ROWS if states else MAX_EXPANSIONS)
-    return DraftNeeds(int(weights), num_rows * row_bytes + (states.session_bytes(GROWN_ROWS) if states else 0))
+    needs = DraftNeeds(int(weights), num_rows * row_bytes)
+    if states:
+        needs = needs._replace(
+            session=needs.session + states.session_bytes(GROWN_ROWS), step=states.step_bytes(GROWN_ROWS)
+        )
+    return needs
 
 
 def _states(text: dict[str, Any], kept: set[int], size: int, where: str) -> StateShape | None:
     """Sizes of the recurrent layers that are kept, with numbers of `size` bytes. Raises CheckpointError."""
-    interval = int(text.get("full_attention_interval") or 1)  # as Qwen3-Next says it
-    types = text.get("layer_types") or [
-        RECURRENT if (layer + 1) % interval else "" for layer in range(max(kept, default=0) + 1)
-    ]
+    if "linear_conv_kernel_dim" not in text:
+        return None
+    types = text.get("layer_types")
+    if types is None:
+        interval = text.get("full_attention_interval", ATTENTION_INTERVAL)
+        if type(interval) is not int or interval < 1:
+            raise CheckpointError(f"{where}: full_attention_interval must be 1 or more, got {interval!r}")
+        types = [RECURRENT if (layer + 1) % interval else "" for layer in range(max(kept, default=0) + 1)]
+    if not isinstance(types, list):
+        raise CheckpointError(f"{where}: layer_types must be a list, got {types!r}")
     try:
         config = {**text, "layer_types": [kind for layer, kind in enumerate(types) if layer in kept]}
         return StateShape.of(SimpleNamespace(**config), cast(Any, SimpleNamespace(itemsize=size)))
