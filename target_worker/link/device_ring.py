@@ -14,6 +14,7 @@ from contextlib import contextmanager
 
 import torch
 
+from bough.errors import StreamError
 from target_worker.link.copy_stats import CopyStats
 from target_worker.link.disk_stats import LinkFigures
 from target_worker.link.host_layers import HostLayers
@@ -60,10 +61,10 @@ class DeviceRing:
         self._thread.shutdown(cancel_futures=True)
 
     def _reset(self, computed: DeviceEvent) -> None:
-        """Forget all copies. Nothing reads the slabs after `computed`."""
+        """Begin with the first layer. Nothing reads the slabs after `computed`."""
         self._consumed = 0  # sequence number of the next layer to take
         self._free_after = [computed] * len(self._slabs)
-        self._copies.clear()
+        self._error: Exception | None = None  # of a copy: none is queued behind it
 
     @contextmanager
     def layer(self, index: int) -> Iterator[torch.Tensor]:
@@ -72,9 +73,11 @@ class DeviceRing:
         `index` must be the next layer.
 
         Raises:
-            StreamError: the layer could not be read; call `restart` before the next sweep.
+            StreamError: the layer could not be read, or the last `restart` failed; call it before the next sweep.
         """
         sequence = self._consumed
+        if not self._copies:
+            raise StreamError("no layer is being copied: the link could not be restarted after an error")
         assert self._indices[sequence % len(self._indices)] == index, "layers are taken in order"
         copied = self._copies[0][0].result()
         ready = self._streams.compute_event()
@@ -91,6 +94,7 @@ class DeviceRing:
         for _, work in self._copies:
             work.cancel()
         self._thread.submit(lambda: None).result()  # the copy under way may be of a layer that was taken already
+        self._copies.clear()  # cancelled ones never end, and what follows may fail
         self._source.restart()
         self._reset(self._streams.compute_event())
         self._issue_all()
@@ -112,6 +116,8 @@ class DeviceRing:
         number, slab = sequence % len(self._indices), sequence % len(self._slabs)
         index, size = self._indices[number], self._sizes[number]
         try:
+            if self._error is not None:
+                raise self._error
             with self._source.layer(index) as data:
                 target = self._slabs[slab][self._shifts[number] :][:size]
                 copy = self._streams.copy(data[:size], target, self._free_after[slab])
@@ -119,7 +125,7 @@ class DeviceRing:
                 queued.set_result(copy.done)
                 if not self._source.stays(index):
                     copy.done.synchronize()  # the next layer read from disk may reuse this memory
-        except Exception as exc:  # raised in the sweep that wants the layer
-            if queued.done():
-                raise
-            queued.set_exception(exc)
+        except Exception as exc:  # raised in the sweep that wants the layer, or the next one if this copy was queued
+            self._error = exc
+            if not queued.done():
+                queued.set_exception(exc)

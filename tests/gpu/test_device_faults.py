@@ -32,6 +32,7 @@ from target_worker.verification.logit_rows import RowReader
 from target_worker.worker import TargetWorker
 from tests.fakes.gpu.device_sweeps import Where, on_the_device, three_sweeps
 from tests.fakes.gpu.pretend import device, pretending
+from tests.fakes.gpu.pretend_streams import PretendedEvent
 from tests.fakes.models import CPU
 from tests.fakes.target import LIMITS, NO_GRAMMARS, Clock, FakeModel, new_pool, verify_call
 
@@ -117,6 +118,17 @@ def test_a_device_that_is_lost_in_warming_up_and_in_a_verdict_is_named(
         with pytest.raises(AcceleratorLost):
             RowReader().read(row)
     assert [type(error) for error in ended] == [AcceleratorLost] * 2
+
+
+def test_a_device_that_is_lost_while_it_copies_is_named(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[Exception] = []
+    monkeypatch.setattr(faults, "exit_soon", ended.append)
+    with pretending(), on_the_device(tiny, Where(), torch.float32) as model:
+        monkeypatch.setattr(PretendedEvent, "synchronize", _lost)
+        model.tiers.restart()
+        with pytest.raises(AcceleratorLost, match=r"illegal memory access was encountered$"):
+            three_sweeps(model, device())
+    assert [type(error) for error in ended] == [AcceleratorLost]
 
 
 def _lost(*_: Any) -> torch.Tensor:

@@ -211,13 +211,15 @@ def test_a_file_that_may_not_grow_is_an_error_and_what_was_written_stays(tiny: P
     assert there.items() <= inodes(folder).items(), "what was written is not written again"
 
 
-def test_a_small_file_too_needs_room(tiny: Path, tmp_path: Path) -> None:
+def test_a_small_file_too_needs_room(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A device that is always full is where the configuration is to be written."""
     folder = tmp_path / "packed"
     write_whole(tiny, folder)
     before = contents(folder)
-    partial = folder / "config.json.partial"
-    partial.symlink_to("/dev/full")
+    touch = Path.touch
+    monkeypatch.setattr(
+        Path, "touch", lambda new: new.symlink_to("/dev/full") if new.name == "config.json.partial" else touch(new)
+    )
     with pytest.raises(
         ConfigError, match=r"config\.json: cannot be written: .*No space left.*; the disk is full; make"
     ):
@@ -250,8 +252,9 @@ def test_every_reason_has_its_remedy(tmp_path: Path, code: int, remedy: str, is_
 
 
 def test_others_may_read_weights_as_they_may_read_new_files(tmp_path: Path) -> None:
-    """safetensors closes its files to others: who packs a model need not be who serves it."""
+    """safetensors closes its files to others, also one left by a killed process: who packs need not be who serves."""
     (tmp_path / "new").touch()
+    (tmp_path / "weights.partial").touch(0o600)
 
     def write(partial: Path) -> None:
         partial.unlink()

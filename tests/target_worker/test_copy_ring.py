@@ -22,9 +22,10 @@ from bough.trees.tree import Tree
 from loadtest.common.inline_streams import InlineStreams
 from target_worker.link.device_ring import DeviceRing
 from tests.conftest import TINY, save_model
-from tests.fakes.gpu.late_device import FakeStreams
+from tests.fakes.gpu.late_device import FakeEvent, FakeStreams
 from tests.fakes.models import new_slot, plain_logits, streamed
 from tests.model.test_packed import flip
+from tests.target_worker.test_stream import until_carried
 
 INDICES = (0, 2, 3, 5, 6)  # the others are resident
 SIZE = 1000
@@ -103,8 +104,7 @@ def test_a_sweep_is_queued_without_waiting_for_the_device() -> None:
 def test_copies_run_ahead_of_the_next_sweep_and_no_further_than_the_slabs() -> None:
     with ring_over(FakeHost(), 3) as (ring, streams):
         sweep(ring, streams)
-        while ring.figures().num_bytes < (len(INDICES) + 3) * SIZE:
-            pass  # the slabs that are free are filled without anyone asking
+        until_carried(ring, (len(INDICES) + 3) * SIZE)  # the slabs that are free are filled without anyone asking
         figures = ring.figures()
         assert figures.num_bytes == (len(INDICES) + 3) * SIZE
         assert figures.busy_ns == (len(INDICES) + 3) * 1_000_000
@@ -124,6 +124,44 @@ def test_an_error_of_the_host_reaches_the_sweep_and_is_over_when_its_cause_is() 
         right = sweep(ring, streams)
         streams.compute_event().synchronize()
         assert right == [True] * 2 * len(INDICES)
+
+
+def test_an_error_of_a_queued_copy_is_what_the_next_layer_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host's ring stood still at that layer, and the sweep reported that layers are taken in order."""
+    host = FakeHost()
+    with monkeypatch.context() as broken, ring_over(host, 3) as (ring, streams):
+        broken.setattr(FakeEvent, "synchronize", fail)
+        ring.restart()
+        with ring.layer(INDICES[0]):
+            pass
+        with pytest.raises(StreamError, match="the device fails"), ring.layer(INDICES[1]):
+            pass
+        assert {str(queued.exception(20)) for queued, _ in ring._copies} == {"the device fails"}, "nor is one behind it"
+        broken.undo()
+        ring.restart()
+        right = sweep(ring, streams)
+        streams.compute_event().synchronize()
+        assert right == [True] * 2 * len(INDICES)
+
+
+def test_after_a_restart_that_failed_nobody_waits_and_the_next_one_helps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies that were cancelled never end: a layer of theirs was waited for without end."""
+    host = FakeHost()
+    with ring_over(host, 3) as (ring, streams):
+        with monkeypatch.context() as broken:
+            broken.setattr(host, "restart", fail)
+            with pytest.raises(StreamError, match="the device fails"):
+                ring.restart()
+        with pytest.raises(StreamError, match="could not be restarted"), ring.layer(INDICES[0]):
+            pass
+        ring.restart()
+        right = sweep(ring, streams)
+        streams.compute_event().synchronize()
+        assert right == [True] * 2 * len(INDICES)
+
+
+def fail(*_: object) -> None:
+    raise StreamError("the device fails")
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,6 +14,7 @@ import pytest
 
 from bough.errors import StreamError
 from bough.model.checkpoint.checkpoint import TensorPlace
+from target_worker.link.device_ring import DeviceRing
 from target_worker.link.direct_io import Disk
 from target_worker.link.disk_ring import Ring
 from target_worker.link.layer_extents import ALIGNMENT, Extent, LayerExtents
@@ -55,6 +57,14 @@ def ring_over(layers: list[LayerExtents], num_slabs: int, num_threads: int) -> I
         disk.close()
 
 
+def until_carried(ring: Ring | DeviceRing, num_bytes: int) -> None:
+    """Wait for what a ring does ahead, asleep, as its threads need turns."""
+    deadline = time.monotonic() + 20
+    while (so_far := ring.figures().num_bytes) < num_bytes:
+        assert time.monotonic() < deadline, f"only {so_far} of {num_bytes} bytes came"
+        time.sleep(0.001)
+
+
 def sweep(ring: Ring) -> None:
     for index in range(NUM_LAYERS):
         with ring.layer(index) as slab:
@@ -74,8 +84,7 @@ def test_layers_arrive_whole_and_in_order_round_after_round(
 def test_reading_runs_ahead_of_the_next_sweep_and_no_further_than_the_slabs(layers: list[LayerExtents]) -> None:
     with ring_over(layers, num_slabs=3, num_threads=2) as ring:
         sweep(ring)
-        while ring.figures().num_bytes < (NUM_LAYERS + 3) * layers[0].num_bytes:
-            pass  # the slabs that are free are filled without anyone asking
+        until_carried(ring, (NUM_LAYERS + 3) * layers[0].num_bytes)  # free slabs are filled without anyone asking
         before = ring.figures()
         assert before.num_bytes == (NUM_LAYERS + 3) * layers[0].num_bytes
         sweep(ring)
@@ -133,16 +142,14 @@ def test_a_layer_that_fails_ahead_of_its_turn_fails_nobody_before(
 ) -> None:
     """Those before it have been read by then: a sweep of seconds was lost to a layer of the next one."""
     with ring_over(layers, num_slabs=NUM_LAYERS, num_threads=2) as ring:
-        while ring.figures().num_bytes < NUM_LAYERS * layers[0].num_bytes:
-            pass
+        until_carried(ring, NUM_LAYERS * layers[0].num_bytes)
         with monkeypatch.context() as broken:
             read, disk = ring._disk.read, ring._disk
             broken.setattr(
                 disk, "read", lambda layer, *rest: fail(layer) if layer in layers[2:4] else read(layer, *rest)
             )
             sweep(ring)
-            while ring.figures().num_bytes < 2 * NUM_LAYERS * layers[0].num_bytes:
-                pass
+            until_carried(ring, 2 * NUM_LAYERS * layers[0].num_bytes)
         for index in range(2):
             with ring.layer(index):
                 pass

@@ -54,6 +54,7 @@ def replace(file: Path, write: Callable[[Path], Any], content: str = "") -> None
     """
     partial = file.with_name(file.name + PARTIAL)
     try:
+        partial.unlink(missing_ok=True)  # a killed process may have left it, with another mode
         partial.touch()
         mode = partial.stat().st_mode  # of a new file here; safetensors gives its files to their owner alone
         write(partial)
