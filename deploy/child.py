@@ -63,9 +63,6 @@ async def stop(child: Child, drain_seconds: float, log_folder: str = "") -> None
         child.log.unlink(missing_ok=True)
 
 
-logger = logging.getLogger(__name__)
-
-
 @asynccontextmanager
 async def gpu_lock(module: str, patience_seconds: float) -> AsyncIterator[int]:
     """Wait until no earlier program has the GPUs of this replica, or until `patience_seconds` have passed.

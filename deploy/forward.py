@@ -138,6 +138,13 @@ class Door:
         self._refusal = GIVEN_UP
         self._is_open.set()
 
+    def hope(self) -> None:
+        """Take `give_up` back, as one check that fails does not replace a replica."""
+        if self._refusal == GIVEN_UP:
+            self._refusal = ""
+            if self._forwarder is None:
+                self._is_open.clear()
+
     def shut(self) -> None:
         """Let new requests wait from now on; those that are being forwarded go on."""
         self._refusal = ""

@@ -14,7 +14,7 @@ from ray.serve.handle import DeploymentHandle
 from starlette.requests import Request
 from starlette.responses import Response
 
-from bough.concurrency.tasks import end
+from bough.concurrency.tasks import end, run_to_completion
 from bough.errors import ConfigError, Unavailable
 from deploy.forward import Door
 from deploy.index import IndexPlace, IndexServer
@@ -73,15 +73,18 @@ class Supervising:
             if not self._restart.done():
                 return
             self._restart.result()
-        if self._supervisor is None:
+        supervisor = self._supervisor
+        if supervisor is None:
             return
         try:
-            await self._supervisor.check()
+            await supervisor.check()
         except Unavailable as exc:
+            if supervisor is not self._supervisor:  # a redeploy has ended it meanwhile
+                return
             if time.monotonic() - self._restarted < STEADY_SECONDS:
                 raise
             logger.warning("%s\nit is started again", exc)
-            self._restart = asyncio.create_task(self._start_again(self._supervisor))
+            self._restart = asyncio.create_task(self._start_again(supervisor))
             return
         try:
             place = await self._find_index(ASK_SECONDS)
@@ -91,8 +94,8 @@ class Supervising:
             raise Unavailable(f"the index has moved from {self._place.url} to {place.url}")
 
     async def _start_again(self, ended: Supervisor) -> None:
-        """Start a program again without asking Ray for anything: its head may be away."""
-        await self._stop()
+        """Start a program again without asking Ray for anything, as its head may go meanwhile."""
+        await run_to_completion(self._stop())
         await self._start(Supervisor(ended.settings, ended.host, self._place))
         self._restarted = time.monotonic()
 
@@ -198,6 +201,7 @@ class OrchestratorReplica(Supervising):
         except Exception:
             self._door.give_up()
             raise
+        self._door.hope()
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Return how many requests run and wait, by whichever port they came in."""

@@ -25,8 +25,8 @@ async def pack(arguments: argparse.Namespace) -> int:
     bits = BITS if arguments.bits is None else arguments.bits
     if bits not in WHOLE_BITS:
         raise ConfigError(f"--bits: must be 4 or 8, or given with --draft for mixed bits, got {bits:g}")
-    if arguments.drop_layers:
-        raise ConfigError("--drop-layers: must be given with --draft only")
+    if arguments.drop_layers is not None:
+        raise ConfigError(f"--drop-layers: must be given with --draft only, got {list(arguments.drop_layers)}")
     if arguments.whole:
         raise ConfigError("--whole: must be given with --draft only")
     fetch(arguments.model)
@@ -40,7 +40,7 @@ def _pack_draft(arguments: argparse.Namespace) -> None:
     bits = DRAFT_BITS if arguments.bits is None else arguments.bits
     fetch(arguments.model)
     folder = _folder(arguments, "draft")
-    written = pack_draft(arguments.model, arguments.drop_layers, bits, folder, is_whole=arguments.whole)
+    written = pack_draft(arguments.model, arguments.drop_layers or (), bits, folder, is_whole=arguments.whole)
     numbers = Counter(written.layouts.values())
     kinds = ", ".join(f"{numbers[kind]} in {kind.bits} bits by {kind.group_size}" for kind in sorted(numbers))
     rest = "" if arguments.whole else f"; the rest stays in {arguments.model}"

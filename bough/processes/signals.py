@@ -21,7 +21,8 @@ def cancelled_by_signals() -> Iterator[None]:
         return
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None, "a coroutine runs in a task"
-    numbers = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) != signal.SIG_IGN]
+    is_under_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    numbers = (signal.SIGTERM,) if is_under_nohup else (signal.SIGTERM, signal.SIGHUP)
     for number in numbers:
         loop.add_signal_handler(number, task.cancel)
     try:

@@ -11,7 +11,10 @@ Value = TypeVar("Value")
 
 
 def like(kind: type[Value], source: object, **own: Any) -> Value:
-    """A dataclass with these fields of its `own`, and all others as `source` has them under the same names."""
+    """A dataclass with these fields of its `own`, and all others as `source` has them under the same names.
+
+    A field that means something else in `source` must be among its `own`.
+    """
     return kind(**{name: getattr(source, name) for name in _names(kind) if name not in own}, **own)
 
 

@@ -188,7 +188,7 @@ def _checked(hint: Any, value: Any) -> Any:
 def _read(data: bytes, make: Callable[[Mapping[str, Any]], Value]) -> Value | None:
     try:
         return make(json.loads(data))
-    except (ValueError, TypeError, LookupError, AttributeError, RecursionError, InvalidRequest):
+    except (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError, InvalidRequest):
         return None
 
 

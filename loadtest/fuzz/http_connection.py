@@ -62,9 +62,10 @@ class HttpConnection(asyncio.Protocol):
             self._transport.write(data)
 
     def write_eof(self) -> None:
-        """Close our side."""
+        """Close our side, unless the connection is closed; the loop may not have told of a reset yet."""
         if self._transport is not None and not self._is_closed:
-            self._transport.write_eof()
+            with suppress(OSError):
+                self._transport.write_eof()
 
     def abort(self) -> None:
         """Close the connection at once."""

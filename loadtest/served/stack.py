@@ -27,6 +27,7 @@ CONFIGS: dict[str, type[ServiceConfig]] = {
     "orchestrator": OrchestratorConfig,
 }
 MODULES = {"target": "target_worker", "draft": "draft_worker", "orchestrator": "orchestrator"}
+REPOSITORY = Path(__file__).parents[2]
 START_SECONDS = 60.0
 DRAIN_SECONDS = 60.0
 POLL_SECONDS = 0.05
@@ -71,7 +72,8 @@ class Stack:
         flags = [*self._flags[kind], "--index-url", self._cluster.index_url]
         config = parse(CONFIGS[kind], MODULES[kind], flags, os.environ)
         command = [sys.executable, *MODULE, *self._runner, MODULES[kind], *to_flags(config)]
-        child = self._cluster.start(f"{kind}-{next(self._numbers)}", command)
+        variables = {"PYTHONPATH": str(REPOSITORY)} if self._runner else None  # loadtest is not installed
+        child = self._cluster.start(f"{kind}-{next(self._numbers)}", command, variables)
         deadline = time.monotonic() + START_SECONDS
         while time.monotonic() < deadline and not child.has_ended():
             for record in await self._registry.workers():

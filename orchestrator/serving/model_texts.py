@@ -36,7 +36,8 @@ class PromptRead(NamedTuple):
 class ModelTexts:
     """Tokenizes for models by name; the empty name means the only served model.
 
-    While a target that was there lately is away, calls wait for it as new requests do.
+    While a target that was there lately is away, calls wait for it as new requests do. A prompt of token ids that is
+    to be told again waits here before its request is let in, whose own waits are counted anew.
     """
 
     waiting: TargetWaiting

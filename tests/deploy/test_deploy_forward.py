@@ -169,6 +169,19 @@ async def test_nobody_waits_where_no_orchestrator_is_started_again() -> None:
     await gone.close()
 
 
+async def test_a_replica_that_is_well_again_lets_requests_wait() -> None:
+    """Serve replaces one only after several checks have failed."""
+    door = Door()
+    door.give_up()
+    door.hope()
+    waiting = asyncio.create_task(door.forward(request("/refused")))
+    while not door._num_waiting:
+        await asyncio.sleep(0)
+    async with forwarding() as (_, forwarder):
+        door.open(forwarder)
+        assert (await waiting).status_code == 429
+
+
 async def test_what_an_orchestrator_had_begun_is_not_begun_again() -> None:
     """It had the request, and may have done what was asked."""
     num_asked = 0

@@ -126,7 +126,8 @@ async def test_other_settings_come_before_a_program_that_is_being_started_again(
     FakeSupervisor.may_start.clear()
     FakeSupervisor.made[-1].has_ended = True
     await replica.check_health()
-    await asyncio.sleep(0)
+    while len(FakeSupervisor.made) < 2:
+        await asyncio.sleep(0)
     reconfiguring = asyncio.create_task(
         replica.reconfigure({"program": {"host": "127.0.0.1", "max_running": 7}, "niceness": 1})
     )
@@ -138,3 +139,23 @@ async def test_other_settings_come_before_a_program_that_is_being_started_again(
     assert [made.was_stopped for made in FakeSupervisor.made] == [True, True, False]
     assert FakeSupervisor.made[-1].settings.config.max_running == 7
     assert not waits(replica._door)
+
+
+async def test_a_check_that_a_redeploy_overtakes_ends_nothing(
+    replica: OrchestratorReplica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (first,) = FakeSupervisor.made
+    silent = asyncio.Event()
+
+    async def check() -> None:
+        await silent.wait()
+        raise Unavailable("it has not answered for long")
+
+    monkeypatch.setattr(first, "check", check)
+    checking = asyncio.create_task(replica.check_health())
+    await asyncio.sleep(0)
+    await replica.reconfigure({"program": {"host": "127.0.0.1", "max_running": 7}})
+    silent.set()
+    await checking
+    assert replica._restart is None
+    assert [made.was_stopped for made in FakeSupervisor.made] == [True, False]

@@ -220,7 +220,8 @@ def test_the_command(target: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     ("flags", "message"),
     [
         (["--bits", "5"], "error: --bits: must be 4 or 8, or given with --draft for mixed bits, got 5"),
-        (["--drop-layers", "3"], "error: --drop-layers: must be given with --draft only"),
+        (["--drop-layers", "3"], "error: --drop-layers: must be given with --draft only, got [3]"),
+        (["--drop-layers", ""], "error: --drop-layers: must be given with --draft only, got []"),
         (["--whole"], "error: --whole: must be given with --draft only"),
         (["--draft", "--drop-layers", "x"], "error: --drop-layers: must be layers such as 12-15,20, got 'x'"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from bough.protocol.prefix_hash import block_hashes
 from bough.protocol.sampling_params import SamplingParams, StopConditions
 from bough.registry import registry as registry_module
 from bough.registry.heartbeat import registered
-from bough.registry.records import RequestRecord, SessionRecord, WorkerLoad, WorkerRecord
+from bough.registry.records import RequestRecord, SessionRecord, WorkerLoad, WorkerRecord, pack_tokens
 from bough.registry.registry import Registry
 from tests.fakes.index_server import SERVERS, Server, connected, served
 
@@ -411,3 +412,11 @@ async def test_a_call_can_be_cancelled_at_any_moment(registry: Registry) -> None
         task.cancel()
         await asyncio.wait({task}, timeout=10)
         assert task.cancelled()
+
+
+def test_a_number_that_no_float_holds_makes_a_record_malformed() -> None:
+    stored, tokens = REQUEST.to_json(), pack_tokens(REQUEST.tokens)
+    assert RequestRecord.from_json("r", stored.encode(), tokens) == REQUEST
+    huge = json.loads(stored)
+    huge["sampling"]["temperature"] = 10**400
+    assert RequestRecord.from_json("r", json.dumps(huge).encode(), tokens) is None

@@ -257,7 +257,8 @@ def test_a_profile_that_is_not_there_is_refused_with_those_that_are(command: lis
     )
     assert ran.returncode == 2
     line = ran.stderr.splitlines()[-1]
-    assert line == f"error: profile: must be a JSON file, or one of {', '.join(shipped_profiles())}, got 'no-such'"
+    must = f"must be a JSON file, or one of {', '.join(shipped_profiles())}"
+    assert line == f"error: profile: {must}, got 'no-such': No such file or directory"
 
 
 def test_a_profile_with_a_field_that_does_not_fit_is_refused_by_its_name(tmp_path: Path) -> None:

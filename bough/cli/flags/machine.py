@@ -65,7 +65,7 @@ def add_pack(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help="model folder or cached hub id, in 16 or 32 bits")
     parser.add_argument("--draft", action="store_true", help="write a draft: it shares embeddings and head with MODEL")
     layers = "of a draft: layers to leave out, such as 3,14"
-    parser.add_argument("--drop-layers", type=checked(parse_layers), default=(), help=layers)
+    parser.add_argument("--drop-layers", type=checked(parse_layers), help=layers)
     parser.add_argument(
         "--bits", type=float,
         help="for a weight: 4 (default) or 8; of a draft the average, scales included (default 6.5)",

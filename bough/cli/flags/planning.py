@@ -64,7 +64,7 @@ def add_simulate(parser: argparse.ArgumentParser) -> None:
     nodes = "trees of this size always, divided among sessions; with --depth"
     add("--nodes", type=checked(number(int, 2, MOST_NODES)), metavar="N", help=nodes)
     add("--depth", type=checked(number(int, 1, MOST_NODES)), metavar="N", help="levels of these trees below the root")
-    add("--network", type=amount, metavar="SECONDS", help="one way, instead of the profile's")
+    add("--network", type=checked(number(float, 0, 1e3)), metavar="SECONDS", help="one way, instead of the profile's")
     add("--seed", type=checked(number(int, 0)), default=1, help="of chance (default 1)")
     add("--no-purchases", action="store_true", help="do not work out what to buy next, which takes ten times as long")
     add("--json", action="store_true", help="print one JSON line instead of a table")

@@ -164,7 +164,7 @@ def _draft_config(
     try:
         config = parse(DraftConfig, "draft_worker", flags, os.environ)
     except ConfigError as exc:  # which names the worker's flag
-        raise ConfigError(re.sub("^--device:", "--draft-device:", str(exc))) from exc
+        raise ConfigError(re.sub("^--(device|dtype|bits):", r"--draft-\1:", str(exc))) from exc
     if config.ahead_steps < 0 and _gpu(config.device) == _gpu(target.device):
         return replace(config, ahead_steps=0)  # they would delay the target's sweeps
     return config

@@ -64,6 +64,8 @@ def _files(model: str) -> list[tuple[str, str]]:
 def fetch(*models: str) -> None:
     """Fetch missing files of hub ids, with progress bars; without a connection, cached models must do.
 
+    For commands that have nothing to clean up yet: Ctrl-C meanwhile ends the process at once.
+
     Raises:
         CheckpointError: a model can neither be fetched nor is cached.
     """
