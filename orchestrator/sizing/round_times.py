@@ -15,6 +15,7 @@ HIDDEN_FROM = 0.25  # of a sweep; calls with a longer queueing time wait for ano
 SHARE_OF_WAIT = 0.9  # of that wait, that may be spent drafting
 SMALL_CONTEXT = 16  # tokens; a round with more reads a prompt, and its times say little about the next round's
 FIRST_STEPS = 4  # of a tree, before any was observed
+MOST_EXCESS = 0.5  # of what a target's curve says of its least sweep, that it is believed to say too much
 MAX_WORKERS = 64  # limit of each kind; the most recently used are kept
 
 
@@ -47,7 +48,7 @@ class RoundTimes:
             return None
         num_running = situation.target.num_running
         others, rows = (round(times.other_trees.median), times.other_rows_known) if num_running > 1 else (0, 0)
-        fixed = times.network.median + times.beside.median + times.orchestrator.median
+        fixed = times.network.median + self.beside_sweep(situation) + times.orchestrator.median
         fixed += times.queue.median if num_running > 1 else 0.0
         if self._is_hidden(situation):
             fixed += times.drafting.median
@@ -79,8 +80,14 @@ class RoundTimes:
             parts.network += network
 
     def beside_sweep(self, situation: Situation) -> float:
-        """Seconds of the target's own time outside queue and sweep."""
-        return self._targets(situation.target.worker_id).beside.median
+        """Seconds of the target's own time outside queue and sweep; less than none where its curve says too much.
+
+        At most MOST_EXCESS of the least sweep is taken off: a curve that has come down since would otherwise leave
+        rounds that take no time, or less.
+        """
+        times = self._targets(situation.target.worker_id)
+        least = times.curve(1) if times.curve is not None else 0.0
+        return max(times.beside.median, -MOST_EXCESS * least)
 
     def observe(self, situation: Situation, outcome: RoundOutcome) -> None:
         """Record a round."""

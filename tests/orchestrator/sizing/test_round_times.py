@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from bough.protocol.cost_curve import CostCurve
@@ -64,6 +65,23 @@ def test_what_a_round_takes_beside_the_sweep() -> None:
     without = RoundSeconds()
     times.expect(without, facts(), load, None)
     assert (without.draft, without.network) == (0.0, pytest.approx(0.005))
+
+
+def test_a_curve_that_has_come_down_leaves_rounds_that_take_time() -> None:
+    """The medians remember by how much the target's earlier curve was wrong."""
+    times = RoundTimes()
+    times.note(facts())
+    for _ in range(8):
+        times.observe(facts(), outcome(beside=-1000))
+    quick = CostCurve((1, 101), (0.09, 0.1))
+    last = outcome()
+    times.observe(facts(), replace(last, result=replace(last.result, cost=quick)))
+    load = times.load(facts())
+    assert load is not None
+    assert load.seconds_if_all(np.array([1, 100])) == pytest.approx([0.052, 0.062], abs=2e-3)
+    parts = RoundSeconds()
+    times.expect(parts, facts(), load, None)
+    assert parts.sweep + times.beside_sweep(facts()) > 0.0
 
 
 def test_steps_take_as_long_as_they_have_taken_and_a_prompt_read_beside_is_none() -> None:
