@@ -43,20 +43,18 @@ class DraftProbs(_message.Message):
     def __init__(self, nodes: _Optional[_Iterable[int]] = ..., sizes: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[int]] = ..., weights: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class BestFirst(_message.Message):
-    __slots__ = ("budget", "width", "depth", "node_price", "step_price", "seconds")
+    __slots__ = ("budget", "width", "depth", "step_price", "seconds")
     BUDGET_FIELD_NUMBER: _ClassVar[int]
     WIDTH_FIELD_NUMBER: _ClassVar[int]
     DEPTH_FIELD_NUMBER: _ClassVar[int]
-    NODE_PRICE_FIELD_NUMBER: _ClassVar[int]
     STEP_PRICE_FIELD_NUMBER: _ClassVar[int]
     SECONDS_FIELD_NUMBER: _ClassVar[int]
     budget: int
     width: int
     depth: int
-    node_price: float
     step_price: float
     seconds: float
-    def __init__(self, budget: _Optional[int] = ..., width: _Optional[int] = ..., depth: _Optional[int] = ..., node_price: _Optional[float] = ..., step_price: _Optional[float] = ..., seconds: _Optional[float] = ...) -> None: ...
+    def __init__(self, budget: _Optional[int] = ..., width: _Optional[int] = ..., depth: _Optional[int] = ..., step_price: _Optional[float] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class StaticShape(_message.Message):
     __slots__ = ("parents",)

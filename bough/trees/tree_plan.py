@@ -35,14 +35,12 @@ class Guess(Enum):
 class BestFirst(NamedTuple):
     """Growth of the most probable paths first (SpecExec, arXiv 2406.02532, section 4.2), while they pay.
 
-    With lambda tokens per second, a node costs lambda times the seconds that it adds to a sweep, a draft step lambda
-    times its own seconds (docs/design.md, rule 5).
+    At lambda tokens per second a draft step costs lambda times its own seconds (docs/design.md, rule 5).
     """
 
     budget: int  # nodes, the root included
     width: int  # nodes expanded in one draft step
     depth: int  # levels below the root
-    node_price: float = 0.0  # in expected tokens: nodes whose path is less probable are left out
     step_price: float = 0.0  # in expected tokens: growth ends when a step cannot add as many
     seconds: float = 0.0  # since the call arrived, after which growth ends; 0 is no limit
 

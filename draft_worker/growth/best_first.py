@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -30,7 +28,6 @@ class BestFirstGrower:
         self._is_open = np.zeros(len(self.tree.tokens), np.bool_)  # not expanded yet, and may be
         self._is_open[0] = True
         self._num_steps = 0
-        self._least_score = math.log(limits.node_price) if limits.node_price else -math.inf
 
     def frontier(self) -> NDArray[np.intp]:
         """The `width` best open nodes among the `budget` best, except the last of these.
@@ -49,8 +46,7 @@ class BestFirstGrower:
         self._num_steps += 1
         self._is_open[frontier] = False
         scores, room = self.tree.scores[: self.tree.num_nodes], self.tree.num_free
-        limits = self._max_children, self._limits.budget, self._least_score, room
-        new = self.tree.append(*_promising(scores, frontier, candidates, *limits))
+        new = self.tree.append(*_promising(scores, frontier, candidates, self._max_children, self._limits.budget, room))
         self._is_open[new] = ~np.isin(self.tree.tokens[new], self._stop_tokens) if len(self._stop_tokens) else True
 
     def finished(self) -> Tree:
@@ -82,13 +78,12 @@ def _promising(
     candidates: Candidates,
     max_children: int,
     budget: int,
-    least_score: float,
     room: int,
 ) -> tuple[Nodes, NDArray[np.int32], Scores]:
     """Parents, tokens and log-probabilities, each (num_new,), of at most `room` children that could be in the tree."""
     tokens, log_probs = candidates.tokens[:, :max_children], candidates.log_probs[:, :max_children]
     of_children = (scores[frontier, None] + log_probs).ravel()
     enough = _largest(of_children, min(budget, len(of_children)))  # more than `budget` are never needed
-    least = max(_largest(scores, budget), enough, least_score)
+    least = max(_largest(scores, budget), enough)
     places = np.flatnonzero(np.isfinite(of_children) & (of_children >= least))[:room]
     return frontier[places // log_probs.shape[1]], tokens.ravel()[places], log_probs.ravel()[places]

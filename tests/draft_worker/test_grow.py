@@ -63,17 +63,10 @@ def test_with_width_to_spare_the_best_paths_of_all_are_found(budget: int, depth:
     assert sorted(tree.scores().tolist(), reverse=True) == pytest.approx(best, abs=1e-4)
 
 
-@given(st.integers(2, 40), st.integers(1, 5), st.integers(1, 5), st.floats(1e-4, 0.9), st.floats(0.01, 1.5))
-def test_nothing_is_grown_that_is_not_worth_its_price(
-    budget: int, width: int, depth: int, node_price: float, step_price: float
-) -> None:
-    """Nodes by the probability of their path; steps by all that they could add."""
-    limits = BestFirst(budget, width, depth)
-    free, dear = grown(best_first(limits)), grown(best_first(limits._replace(node_price=node_price)))
-    kept = np.exp(free.scores()) >= node_price
-    assert np.exp(dear.scores()[1:]).min(initial=1.0) >= node_price * (1 - 1e-5)
-    assert len(dear) >= kept.sum() - 1, "what is worth it is there, but for what stands on the edge"
-    grower = best_first(limits._replace(step_price=step_price))
+@given(st.integers(2, 40), st.integers(1, 5), st.integers(1, 5), st.floats(0.01, 1.5))
+def test_no_step_is_made_that_is_not_worth_its_price(budget: int, width: int, depth: int, step_price: float) -> None:
+    """A step is worth all that it could add."""
+    grower = best_first(BestFirst(budget, width, depth, step_price=step_price))
     while len(frontier := grower.frontier()):
         assert np.exp(grower.tree.scores[frontier]).sum() >= step_price
         paths = [[int(grower.tree.tokens[step]) for step in path_to(grower, node)] for node in frontier.tolist()]

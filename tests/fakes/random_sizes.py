@@ -88,7 +88,6 @@ class RandomSizer:
             rng.randint(1, LARGEST.budget),
             rng.randint(1, LARGEST.width),
             rng.randint(1, LARGEST.depth),
-            node_price=rng.choice((0.0, 0.0, 0.01, 0.3)),
             step_price=rng.choice((0.0, 0.0, 0.1, 0.7, 1.5)),
         )
         plan = limited(TreePlan(growth), situation)

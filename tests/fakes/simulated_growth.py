@@ -49,7 +49,7 @@ def grown(
 def wide_tree(folder: Path) -> list[list[float]]:
     """Tokens, parents and log-probabilities of a tree whose draft probabilities are raised to the power 1.7."""
     context = Context.of("s", [*range(300, 340)], 0, 3)
-    plan = TreePlan(BestFirst(40, 8, 5, node_price=1e-4))
+    plan = TreePlan(BestFirst(40, 8, 5))
     call = GrowCall(context, 339, SamplingParams(temperature=0.8, seed=11), context.base_length, plan)
     tree = grown(pair_of(folder), TurnedClock(), [call], power=1.7)[0].tree
     return [tree.tokens.tolist(), tree.parents.tolist(), tree.log_probs.tolist()]

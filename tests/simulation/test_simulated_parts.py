@@ -157,14 +157,13 @@ def test_a_tree_goes_on_below_what_is_right_and_below_what_is_wrong_alike(pair: 
     assert depths.max() >= 2
 
 
-def test_prices_and_depth_bound_a_simulated_tree(pair: SimulatedPair) -> None:
-    plan = TreePlan(BestFirst(40, 8, 6, node_price=0.2))
-    call = grow_call([*range(300, 340)], plan=plan, sampling=SEEDED)
-    tree = grown(pair, TurnedClock(), [call])[0].tree
-    assert 1 < len(tree) < 40
-    assert tree.scores().min() >= np.log(0.2) - 1e-6
-    dear = grow_call([*range(300, 340)], plan=TreePlan(BestFirst(40, 8, 6, step_price=50.0)), sampling=SEEDED)
-    assert len(grown(pair, TurnedClock(), [dear])[0].tree) == 1
+@pytest.mark.parametrize(("step_price", "least", "most"), [(0.0, 40, 40), (0.5, 2, 39), (50.0, 1, 1)])
+def test_the_price_of_a_step_bounds_a_simulated_tree(
+    pair: SimulatedPair, step_price: float, least: int, most: int
+) -> None:
+    plan = TreePlan(BestFirst(40, 8, 6, step_price=step_price))
+    tree = grown(pair, TurnedClock(), [grow_call([*range(300, 340)], plan=plan, sampling=SEEDED)])[0].tree
+    assert least <= len(tree) <= most
 
 
 def test_samples_of_a_greedy_request_are_the_best_in_their_order(pair: SimulatedPair) -> None:

@@ -250,7 +250,7 @@ def test_a_worker_that_is_met_with_a_bad_curve_is_one_of_which_nothing_is_known(
     assert plan.tree.growth == UNKNOWN
 
 
-@pytest.mark.parametrize("field", ["node_price", "step_price", "seconds"])
+@pytest.mark.parametrize("field", ["step_price", "seconds"])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, -0.5])
 def test_prices_that_are_not_numbers_are_refused_by_name(field: str, value: float) -> None:
     growth = BestFirst(16, 4, 4)._replace(**{field: value})
