@@ -34,7 +34,6 @@ from bough.model.sizes.memory_budget import (
     host_budget,
     other_devices,
     resident_bytes,
-    unpacking_bytes,
     with_kv_memory,
 )
 from bough.model.sizes.target_limits import TargetLimits
@@ -231,12 +230,12 @@ class TargetWorker(ServedTarget):
     def _place(self) -> Placement:
         """Decide where each layer is stored, and log it."""
         config, skeleton = self._config, self._skeleton
-        unpacking, is_gpu = unpacking_bytes(skeleton, self._device), self._device.type != "cpu"
-        scratch = max(layer.scratch_bytes(skeleton.dtype, is_gpu) for layer in self.layers) + unpacking
+        is_gpu = self._device.type != "cpu"
+        scratch = max(layer.scratch_bytes(skeleton.dtype, is_gpu) for layer in self.layers)
         sizes = resident_bytes(skeleton), scratch, host_bytes(skeleton, self._device.type)
         fixed = fixed_bytes(config, is_gpu, skeleton.config, skeleton.kv_shape(), *sizes)
         apart, experts = plan_apart(skeleton.layer_slots)
-        parts = sizes_apart(apart, experts, skeleton.dtype, unpacking, is_gpu) if experts else None
+        parts = sizes_apart(apart, experts, skeleton.dtype, is_gpu) if experts else None
         layer_bytes = [layer.num_bytes for layer in self.layers]
         shape, count = skeleton.kv_shape(), torch.cuda.device_count()
         others = other_devices(config, skeleton.config, shape, scratch, str(self._device), count)

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from bough.model.architecture.attention import attend_by_mask
 from bough.model.batch.batch import BatchPart, Segment
 from bough.model.batch.gpu_paths import Paths
 from bough.model.gpu.kernels import kernels_on
 from bough.model.kv.session_kv import KVSlot
 from bough.trees.tree import Tree
 from loadtest.gpu.parts import device_milliseconds
+from loadtest.gpu.reference import attend_by_mask
 
 HEADS, KV_HEADS, HEAD_DIM = 64, 8, 128  # a 70B's
 

@@ -66,9 +66,7 @@ def _swept(folder: Path, device: torch.device, streams: DeviceStreams, is_apart:
     placement = place(sizes, own, budgets)
     if is_apart:
         rest, apart = plan_apart(skeleton.layer_slots)
-        placement = place_with_expert_cache(
-            sizes, sizes_apart(rest, apart, skeleton.dtype, 0), own, budgets, True, True
-        )
+        placement = place_with_expert_cache(sizes, sizes_apart(rest, apart, skeleton.dtype), own, budgets, True, True)
         layers = list(rest)
     with Tiers(layers, placement, LINK_THREADS, {}, streams, apart) as tiers:
         model = StreamedModel(skeleton, tiers, CPU_ROWS, device)

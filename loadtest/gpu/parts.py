@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, PretrainedConfig
 
-from bough.model.architecture.attention import attend_by_mask
 from bough.model.batch.batch import Batch, BatchPart, Segment
 from bough.model.batch.gpu_paths import Paths
 from bough.model.cpu.attention_cpu import attend_on_cpu
@@ -30,6 +29,7 @@ from bough.runtime.machine import free_memory, usable_cpus
 from bough.sizing.placement import Tier
 from bough.trees.tree import Tree
 from loadtest.gpu.random_models import Machine, planned, repeated, streamed, write_random
+from loadtest.gpu.reference import attend_by_mask, kernels_by_torch
 from target_worker.kv.kv_offload import memory_on_host
 from target_worker.link.streams import DeviceStreams
 from target_worker.sweep.streamed_model import StreamedModel
@@ -140,7 +140,7 @@ def equality(
     layer_bytes = max(layer.num_bytes for layer in planned(build_skeleton(checkpoint, torch.bfloat16)))
     cases, first, all_stream = [], None, config.num_hidden_layers + 2
     by_torch = replace(machine, host_memory=all_stream * layer_bytes, streams=new_streams(machine.device))
-    with patch.object(kernels, "of_gpus", lambda: None), streamed(checkpoint, by_torch, 2 * NUM_ROWS) as model:
+    with patch.object(kernels, "of_gpus", kernels_by_torch), streamed(checkpoint, by_torch, 2 * NUM_ROWS) as model:
         wanted = _tree_logits(model, _arena(model, None)).float()
     for host_layers, kv_tier in ((all_stream, "device"), (3, "device"), (all_stream, "host")):  # 3: one, and two slabs
         small = replace(machine, host_memory=host_layers * layer_bytes, streams=new_streams(machine.device))

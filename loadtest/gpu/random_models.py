@@ -20,7 +20,7 @@ from bough.model.loading.loading import Skeleton, build_skeleton
 from bough.model.quant.bough_format import PACKED_SUFFIX, SCALES_SUFFIX
 from bough.model.quant.quantize import GROUP_SIZES
 from bough.model.running.host_embeddings import host_bytes
-from bough.model.sizes.memory_budget import activation_bytes, resident_bytes, unpacking_bytes
+from bough.model.sizes.memory_budget import activation_bytes, resident_bytes
 from bough.model.sizes.target_limits import TargetLimits
 from bough.sizing.placement import Budgets, Fixed, Placement, Tier, place
 from target_worker.kv.kv_offload import OffloadedKV
@@ -118,8 +118,7 @@ def placed(skeleton: Skeleton, machine: Machine, num_layers: int, num_rows: int)
         resident_bytes(skeleton) - on_host,
         num_rows * skeleton.kv_shape().row_bytes,
         activation_bytes(skeleton.config, skeleton.kv_shape(), TargetLimits(rows, num_rows, num_rows, num_rows)),
-        max(layer.scratch_bytes(skeleton.dtype, on_gpu) for layer in layers)
-        + unpacking_bytes(skeleton, machine.device),
+        max(layer.scratch_bytes(skeleton.dtype, on_gpu) for layer in layers),
         host_embeddings=on_host,
     )
     budgets = Budgets(machine.device_memory, machine.host_memory, 3 * max(sizes), machine.max_resident)

@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 
-from bough.model.architecture.gated_delta import run_on_device, run_steps
+from bough.model.architecture.gated_delta import run_steps
 from bough.model.batch.batch import BatchPart, Segment
 from bough.model.batch.state_steps import chain_steps
 from bough.model.kv.session_kv import KVSlot
 from bough.model.running.device import working_on
 from bough.trees.tree import Tree
 from loadtest.gpu.parts import device_milliseconds, milliseconds
+from loadtest.gpu.reference import take_steps
 
 KEY_HEADS, HEADS, DIM, WIDTH = 16, 32, 128, 3  # of Qwen3-Next
 CLOSE = 1e-4  # of the largest output: two orders of sums in float32, over as many steps as there are rows
@@ -33,7 +34,8 @@ def _row(device: torch.device, count: int, is_tree: bool) -> dict[str, Any]:
     qkv = torch.randn(count, (2 * KEY_HEADS + HEADS) * DIM, device=device)
     decay, beta = torch.rand(2, count, HEADS, device=device)
     states = torch.zeros(HEADS, steps.num_places, DIM, DIM, device=device)
-    acts = [partial(run, qkv, decay, beta, steps, states, KEY_HEADS, 0) for run in (run_steps, run_on_device)]
+    ways = (run_steps, steps), (take_steps, steps.on(device).table)
+    acts = [partial(run, qkv, decay, beta, own, states, KEY_HEADS, 0) for run, own in ways]
     with working_on(device):
         mine = acts[0]()
         states.zero_()

@@ -162,13 +162,12 @@ def sizes_apart(
     layers: Sequence[LayerExtents],
     experts: Mapping[int, LayerExperts],
     dtype: torch.dtype,
-    unpacking: int,
     by_matrix: bool = False,
 ) -> SeparateExperts:
-    """Sizes of layers without experts, and of their experts; `unpacking` scratch bytes are added."""
+    """Sizes of layers without experts, and of their experts."""
     scratch = max(layer.scratch_bytes(dtype, by_matrix) for layer in layers)
     scratch += max(layer.scratch_bytes(dtype) for layer in experts.values())
-    return SeparateExperts([layer.num_bytes for layer in layers], sizes_of(experts.values()), scratch + unpacking)
+    return SeparateExperts([layer.num_bytes for layer in layers], sizes_of(experts.values()), scratch)
 
 
 def plan_apart(layers: Sequence[Sequence[ParameterSlot]]) -> tuple[tuple[LayerExtents, ...], dict[int, LayerExperts]]:

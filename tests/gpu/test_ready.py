@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import sysconfig
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from triton.runtime.build import compile_module_from_src
 from bough.errors import AcceleratorFull, ConfigError
 from bough.model.gpu import ready
 from bough.model.gpu.faults import named_faults
+from bough.model.gpu.kernels import of_gpus
 
 GPU = torch.device("cuda", 0)
 LAUNCHER = "#include <Python.h>\nPyMODINIT_FUNC PyInit_nothing(void) { return NULL; }\n"
@@ -42,9 +44,11 @@ def test_without_headers_the_flag_is_named(monkeypatch: pytest.MonkeyPatch, tmp_
         ready.require_kernels(GPU, launch)
 
 
-def test_where_triton_is_missing_nothing_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ready, "of_gpus", lambda: None)
-    ready.require_kernels(GPU, launch)
+def test_without_triton_the_flag_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "bough.model.gpu.attention_triton", None)
+    of_gpus.cache_clear()
+    with pytest.raises(ConfigError, match=r"^--device: for a GPU Triton must be installed, .*attention_triton"):
+        ready.require_kernels(GPU, launch)
 
 
 def test_sums_are_in_float32() -> None:

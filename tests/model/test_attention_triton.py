@@ -19,11 +19,11 @@ import numpy as np
 import pytest
 import torch
 
-from bough.model.architecture.attention import attend_by_mask
 from bough.model.batch.batch import BatchPart, Segment
 from bough.model.batch.gpu_paths import Paths
 from bough.model.kv.session_kv import KVSlot
 from bough.trees.tree import Tree
+from loadtest.gpu.reference import attend_by_mask
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 pytest.importorskip("triton", reason="Triton is not installed; builds of torch for GPUs bring it")

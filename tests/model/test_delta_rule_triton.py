@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 import torch
 
-from bough.model.architecture.gated_delta import run_on_device
 from bough.model.batch.batch import BatchPart, Segment
 from bough.model.batch.state_steps import StateSteps, chain_steps
 from bough.model.cpu.delta_rule import run_on_cpu
 from bough.model.kv.session_kv import KVSlot
 from bough.trees.tree import Tree
+from loadtest.gpu import reference
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 pytest.importorskip("triton", reason="Triton is not installed; builds of torch for GPUs bring it")
@@ -70,8 +70,9 @@ def test_the_kernel_equals_the_cpu_s_and_torch_s_operations(take_steps: Any, beg
     steps = steps_of(tree)
     assert steps.num_places > 2, "states are kept for several branches"
     first, rest = (rows.qkv, rows.decay, rows.beta), (rows.states(steps.num_places), KEY_HEADS, begin)
-    mine = take_steps(*first, steps.on(DEVICE).table, *rest)
-    by_torch = run_on_device(*first, steps, rows.states(steps.num_places), *rest[1:])
+    table = steps.on(DEVICE).table
+    mine = take_steps(*first, table, *rest)
+    by_torch = reference.take_steps(*first, table, rows.states(steps.num_places), *rest[1:])
     cpu = [numbers.cpu() for numbers in first]
     by_cpu = run_on_cpu(*cpu, steps.steps, rows.states(steps.num_places).cpu(), *rest[1:])
     for theirs in (by_torch, by_cpu):

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from bough.model.architecture import attention
 from bough.model.batch.batch import Batch, Segment
 from bough.model.checkpoint.checkpoint import Checkpoint
 from bough.model.kv.kv_arena import KVArena
@@ -18,6 +19,7 @@ from bough.model.loading.loading import build_skeleton
 from bough.model.running.cuda_graphs import ROWS, TAIL_WIDTH, Captured, GpuCapture, GraphedSteps, graphed_steps
 from bough.model.running.runner import ResidentModel
 from bough.trees.tree import Tree
+from loadtest.gpu.reference import kernels_by_torch
 from tests.fakes.models import CPU
 from tests.model.test_reproducible import random_tree
 
@@ -33,8 +35,9 @@ def run_again(act: Callable[[], torch.Tensor]) -> Captured:
 
 
 @pytest.fixture
-def model(tiny: Path) -> ResidentModel:
+def model(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> ResidentModel:
     """In float32: in bfloat16 it would be one that is compiled whole, on the CPU."""
+    monkeypatch.setattr(attention, "kernels_on", lambda _: kernels_by_torch())  # a captured step attends as on a GPU
     return ResidentModel(build_skeleton(Checkpoint.open(tiny), torch.float32), CPU)
 
 

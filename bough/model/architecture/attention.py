@@ -14,54 +14,10 @@ from transformers import AttentionInterface
 from bough.errors import CheckpointError
 from bough.model.architecture.latent import absorbed, expanded, is_latent
 from bough.model.batch.batch import Chunk
-from bough.model.batch.gpu_paths import Paths
 from bough.model.cpu.attention_cpu import KINDS, attend_in_slots, attend_on_cpu
 from bough.model.gpu.kernels import kernels_on
 
 NAME = "bough"
-
-
-def attend_by_mask(
-    queries: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    paths: Paths,
-    scale: float,
-    window: int,
-    softcap: float,
-    sinks: torch.Tensor | None,
-) -> torch.Tensor:
-    """Attention on any device by gathering each row's path: correct, but slow and not bitwise reproducible.
-
-    queries (num_rows, num_heads, head_dim); keys and values (num_memory_rows, num_kv_heads, head_dim). Where queries
-    are wider, a key has its value as a second part. Reference for the kernels, and used on a GPU without Triton.
-    """
-    queries, keys, values = queries.float(), keys.float(), values.float()
-    if queries.shape[2] > keys.shape[2]:
-        keys = torch.cat((keys, values), 2)
-    where, visible = _gathered(paths, window)
-    group = queries.shape[1] // keys.shape[1]
-    path_keys = keys[where].repeat_interleave(group, 2)  # (num_rows, longest, num_heads, head_dim)
-    path_values = values[where].repeat_interleave(group, 2)
-    scores = torch.einsum("rhd,rphd->rhp", queries, path_keys) * scale
-    scores = softcap * torch.tanh(scores / softcap) if softcap else scores
-    scores = scores.masked_fill(~visible[:, None, :], -torch.inf)
-    if sinks is not None:
-        scores = torch.cat((scores, sinks[None, :, None].expand(len(scores), -1, 1)), dim=2)
-    return torch.einsum("rhp,rphd->rhd", scores.softmax(-1)[:, :, : where.shape[1]], path_values)
-
-
-def _gathered(paths: Paths, window: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Memory rows of each row's path by position, (num_rows, longest), and whether the row sees that position."""
-    lengths, bases = paths.lengths[:, None], paths.bases[:, None]
-    positions = torch.arange(int(paths.lengths.max()), device=lengths.device)
-    where = paths.origins[:, None] + positions
-    width = paths.tails.shape[1]
-    if width:
-        in_tail = (positions - bases).clamp(0, width - 1)
-        where = torch.where(positions < bases, where, paths.tails.gather(1, in_tail))
-    visible = (positions < lengths) & (positions >= (lengths - window if window else 0))
-    return torch.where(visible, where, paths.rows[:, None]), visible  # a written row: NaN times 0 is NaN
 
 
 def tree_attention(
@@ -110,15 +66,15 @@ def _require_room(chunk: Chunk, layer: int, key: torch.Tensor, value: torch.Tens
 def _attend_on_paths(
     chunk: Chunk, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *rules: Any
 ) -> torch.Tensor:
-    """Attend with all rows of a chunk at once: on a device, or on a CPU for a chunk without pieces."""
+    """Attend with all rows of a chunk at once, on a device."""
     paths, (held_keys, held_values) = chunk.paths_on(queries.device), chunk.memory(layer)
     num_rows = len(paths.rows)
     held_keys.index_copy_(0, paths.rows, keys[:num_rows])
     held_values.index_copy_(0, paths.rows, values[:num_rows])
     kernels = kernels_on(queries.device)
-    attend = kernels.attend if kernels else attend_by_mask
+    assert kernels is not None, "a CPU attends to pieces in their slots"
     out = queries.new_zeros(*queries.shape[:2], values.shape[2])  # padding rows have no path and stay 0
-    out[:num_rows] = attend(queries[:num_rows], held_keys, held_values, paths, *rules)
+    out[:num_rows] = kernels.attend(queries[:num_rows], held_keys, held_values, paths, *rules)
     return out
 
 

@@ -15,7 +15,7 @@ from torch.nn.functional import pad, silu, softplus
 
 from bough.model.batch.batch import BatchPart, Chunk
 from bough.model.batch.state_steps import COMMITTED, StateSteps
-from bough.model.cpu.delta_rule import EPSILON, run_on_cpu
+from bough.model.cpu.delta_rule import run_on_cpu
 from bough.model.gpu.kernels import kernels_on
 from bough.model.kv.state_shape import RECURRENT, StateShape
 from bough.model.kv.states import UNUSABLE, LayerState, StateRows
@@ -167,38 +167,6 @@ def run_steps(
     qkv (at least num_rows, num_inputs) float32: queries and keys of `num_key_heads` heads, and values of all; decay and
     beta (num_rows, num_heads); states (num_heads, num_places, key_dim, value_dim), which the steps read and write.
     """
-    if qkv.device.type == "cpu":
-        return run_on_cpu(qkv[: len(decay)], decay, beta, steps.steps, states, num_key_heads, begin)
     if kernels := kernels_on(qkv.device):
         return kernels.take_steps(qkv, decay, beta, steps.on(qkv.device).table, states, num_key_heads, begin)
-    return run_on_device(qkv, decay, beta, steps, states, num_key_heads, begin)
-
-
-def run_on_device(
-    qkv: torch.Tensor,
-    decay: torch.Tensor,
-    beta: torch.Tensor,
-    steps: StateSteps,
-    states: torch.Tensor,
-    num_key_heads: int,
-    begin: int,
-) -> torch.Tensor:
-    """As `run_steps` by torch on any device: each step by operations of the same sizes, so that all round alike."""
-    num_heads, _, key_dim, value_dim = states.shape
-    out = qkv.new_empty(len(decay) - begin, num_heads, value_dim)
-    for row, before, after in steps.steps.tolist():
-        heads = torch.split(qkv[row], [num_key_heads * key_dim, num_key_heads * key_dim, num_heads * value_dim])
-        queries, keys = (
-            _normed(numbers.view(num_key_heads, key_dim)).repeat_interleave(num_heads // num_key_heads, 0)
-            for numbers in heads[:2]
-        )
-        state = states[:, before] * decay[row, :, None, None]
-        delta = (heads[2].view(num_heads, value_dim) - (state * keys[:, :, None]).sum(1)) * beta[row, :, None]
-        states[:, after] = state = state + keys[:, :, None] * delta[:, None]
-        if row >= begin:
-            out[row - begin] = (state * (queries / key_dim**0.5)[:, :, None]).sum(1)
-    return out
-
-
-def _normed(rows: torch.Tensor) -> torch.Tensor:
-    return rows * torch.rsqrt((rows * rows).sum(-1, keepdim=True) + float(EPSILON))
+    return run_on_cpu(qkv[: len(decay)], decay, beta, steps.steps, states, num_key_heads, begin)

@@ -53,7 +53,7 @@ def unpack_blocks(
     out: tl.tensor,  # (rows, row_blocks * GROUPS * SIZE)
     num_blocks: tl.tensor,
     row_blocks: tl.tensor,
-    half: tl.tensor,  # as of `ggml_blocks.file_rows`
+    half: tl.tensor,  # as of `ggml_blocks.Blocks`
     NUM_BYTES: tl.constexpr,
     NUMBERS: tl.constexpr,
     SCALE: tl.constexpr,  # byte of the scale

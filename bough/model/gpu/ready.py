@@ -15,7 +15,7 @@ def make_ready(device: torch.device) -> None:
     """Set matrix products to accumulate in float32, and try a kernel; does nothing on the CPU.
 
     Raises:
-        ConfigError: Triton is installed but cannot compile.
+        ConfigError: Triton is not installed, or cannot compile.
         AcceleratorFull: others have taken the device's memory.
     """
     if device.type == "cpu":
@@ -45,13 +45,12 @@ def _take_library_memory(device: torch.device) -> None:
 
 
 def require_kernels(device: torch.device, try_one: Callable[[], None]) -> None:
-    """Run `try_one`, which compiles a kernel, if Triton is installed. Raises ConfigError if it fails.
+    """Run `try_one`, which compiles a kernel. Raises ConfigError if Triton is missing or fails.
 
     Where a device has no memory left, its error is raised as it is.
     Triton needs a C compiler for a kernel's first launch; without one a worker would fail only then.
     """
-    if of_gpus() is None:
-        return
+    of_gpus()
     try:
         try_one()
     except Exception as exc:
@@ -65,12 +64,10 @@ def require_kernels(device: torch.device, try_one: Callable[[], None]) -> None:
 
 def _try_one(device: torch.device) -> None:
     """Unpack one group of 4-bit weights."""
-    kernels = of_gpus()
-    assert kernels is not None
     with torch.cuda.device(device):
         packed = torch.full((1, 16), 0x21, dtype=torch.uint8, device=device)
         out = torch.empty((1, 32), dtype=torch.float16, device=device)
-        kernels.write_own(packed, torch.ones((2, 1, 1), dtype=torch.float16, device=device), 4, out)
+        of_gpus().write_own(packed, torch.ones((2, 1, 1), dtype=torch.float16, device=device), 4, out)
         found = sorted({float(number) for number in out.cpu().flatten()})
     if found != [2.0, 3.0]:
         raise RuntimeError(f"1 and 2 times 1, and 1 more, came to {found}")

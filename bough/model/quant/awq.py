@@ -90,18 +90,12 @@ class Awq(Dequantized):
         if kernels := kernels_on(out.device):
             kernels.write_across(*(typed(*part) for part in zip(raw, self.places, strict=True)), out)
             return
-        words, scales = typed(raw[0], self.words), typed(raw[2], self.scales).float()
-        zeros, group_size = _awq_integers(typed(raw[1], self.zeros)), len(out) // len(scales)
-
-        def by_torch(rows: slice) -> torch.Tensor:
-            groups = torch.arange(rows.start, rows.stop, device=words.device) // group_size
-            return (_awq_integers(words[rows]) - zeros[groups]) * scales[groups]
-
-        write_out(out, _unpack_words_across, by_torch, words, zeros, scales, group_size)
+        words, zeros, scales = (typed(*part) for part in zip(raw, self.places, strict=True))
+        write_out(out, _unpack_words_across, words, _integers(zeros), scales.float(), len(out) // len(scales))
 
 
-def _awq_integers(words: torch.Tensor) -> torch.Tensor:
+def _integers(words: torch.Tensor) -> torch.Tensor:
     """Unpack (rows, n / 8) int32 to (rows, n) float32: column c of eight is at nibble c / 2, plus 4 if c is odd."""
-    column = torch.arange(8, device=words.device, dtype=torch.int32)  # made there: a copy would stop the sweep
+    column = torch.arange(8, dtype=torch.int32)
     nibbles = column // 2 + 4 * (column % 2)
     return ((words[:, :, None] >> (4 * nibbles)) & 15).flatten(1).float()

@@ -131,13 +131,4 @@ class Packed(Dequantized):
         if kernels := kernels_on(out.device):
             kernels.write_own(packed, scales, self.bits, out)
             return
-        kernel = _unpack4 if self.bits == 4 else _unpack8
-        write_out(out, kernel, lambda rows: self._by_torch(packed[rows], scales[:, rows]), packed, scales)
-
-    def _by_torch(self, packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        (_, rows, groups), scales = scales.shape, scales.float()
-        integers = packed.view(rows, groups, -1)
-        if self.bits == 8:
-            return (integers.float() * scales[0, :, :, None]).view(rows, -1)
-        integers = torch.cat((integers & 15, integers >> 4), dim=2)
-        return (integers.float() * scales[0, :, :, None] + scales[1, :, :, None]).view(rows, -1)
+        write_out(out, _unpack4 if self.bits == 4 else _unpack8, packed, scales)

@@ -19,12 +19,7 @@ from bough.model.architecture.moe import AnySource
 from bough.model.checkpoint.checkpoint import TensorPlace
 from bough.model.checkpoint.tensor_source import VALUE_DTYPES, Scratch, room_bytes
 
-KERNEL_DTYPES = (torch.bfloat16, torch.float32)  # dtypes that CPU kernels write; others use torch
-
-# torch dequantizes in blocks: whole matrices in float32 would need several times a layer's memory.
-BLOCK_ELEMENTS = 1 << 24
-BLOCK_BYTES = 32  # limit per element of a block while it is made
-BLOCK_ROWS = 32  # blocks are multiples of this, which is whole words in any packing
+KERNEL_DTYPES = (torch.bfloat16, torch.float32)  # dtypes that CPU kernels write; others are converted
 
 
 class QuantFormat(ABC):
@@ -202,19 +197,14 @@ def unless_in_order(groups: TensorPlace, num_groups: int) -> TensorPlace | None:
     return None if np.array_equal(numbers, in_order) else groups
 
 
-def write_out(
-    out: torch.Tensor, kernel: Callable[..., None], by_torch: Callable[[slice], torch.Tensor], *inputs: object
-) -> None:
-    """Fill `out` by a kernel if there is one, otherwise by `by_torch`, which returns some rows in float32."""
-    if out.device.type != "cpu" or out.dtype not in KERNEL_DTYPES:
-        step = max(BLOCK_ELEMENTS // out.shape[1] // BLOCK_ROWS, 1) * BLOCK_ROWS
-        for begin in range(0, len(out), step):
-            rows = slice(begin, min(begin + step, len(out)))
-            out[rows] = by_torch(rows)
-        return
+def write_out(out: torch.Tensor, kernel: Callable[..., None], *inputs: object) -> None:
+    """Fill a matrix on the CPU by a kernel, which writes float32, or bfloat16 as its bits."""
+    whole = out if out.dtype in KERNEL_DTYPES else torch.empty_like(out, dtype=torch.float32)
     is_bf16 = out.dtype == torch.bfloat16
-    target = out.view(torch.uint16) if is_bf16 else out
+    target = whole.view(torch.uint16) if is_bf16 else whole
     kernel(*(_array(x) if isinstance(x, torch.Tensor) else x for x in inputs), target.numpy(), is_bf16)
+    if whole is not out:
+        out.copy_(whole)
 
 
 def _array(values: torch.Tensor) -> np.ndarray[Any, Any]:

@@ -132,16 +132,6 @@ class _Table(NamedTuple):
         constants = np.array([*masks, numbers.low.bits, numbers.flip, numbers.center, *numbers.codes])
         return cls(np.stack(columns, 1), constants)
 
-    def by_torch(self, blocks: torch.Tensor) -> torch.Tensor:
-        """The numbers (..., count) float32 of blocks (..., bytes) uint8."""
-        at, shifts, high_at, high_shifts = torch.from_numpy(self.places).to(blocks.device).unbind(1)
-        low_mask, high_mask, bits, flip, center, *codes = self.constants.tolist()
-        found = (blocks[..., at].short() >> shifts.short()) & low_mask
-        if high_mask:
-            found |= ((blocks[..., high_at].short() >> high_shifts.short()) & high_mask) << bits
-        numbers: torch.Tensor = (found ^ flip) - center
-        return torch.tensor(codes, device=blocks.device).float()[numbers.int()] if codes else numbers.float()
-
 
 class _Tables(NamedTuple):
     """The tables of a type."""
@@ -158,12 +148,6 @@ class _Tables(NamedTuple):
         layout = [num_bytes, type_.scale, type_.offset, type_.scales.low.bits, type_.mins.low.bits]
         scales, mins = (_Table.of(numbers, type_.num_groups) for numbers in (type_.scales, type_.mins))
         return cls(_Table.of(type_.numbers, count), scales, mins, np.array(layout))
-
-
-def file_rows(rows: Any, half: int) -> Any:
-    """Where a file has these rows: a head's row i, and row i + half, which is rotated with it, stand side by side."""
-    within = rows % (2 * half)
-    return rows - within + 2 * (within % half) + within // half
 
 
 @strict_inline
@@ -216,7 +200,8 @@ class Blocks(Dequantized):
 
     place: TensorPlace  # (rows, bytes of a row) U8
     kind: str  # of TYPES
-    half: int = 1  # as of `file_rows`
+    # A file has rows that are rotated together side by side: row i of a head, and row i + half.
+    half: int = 1
 
     @property
     def places(self) -> tuple[TensorPlace, ...]:
@@ -244,20 +229,4 @@ class Blocks(Dequantized):
             return
         tables = _Tables.of(self.kind)
         arrays = [array for table in tables[:3] for array in table]
-        write_out(out, _unpack_blocks, lambda rows: self._by_torch(data, rows), data, *arrays, tables.layout, self.half)
-
-    def _by_torch(self, data: torch.Tensor, rows: slice) -> torch.Tensor:
-        tables, type_ = _Tables.of(self.kind), TYPES[self.kind]
-        order = file_rows(torch.arange(rows.start, rows.stop, device=data.device), self.half)
-        blocks = data[order].view(len(order), -1, BLOCKS[self.kind][1])
-
-        def half(at: int) -> torch.Tensor:
-            return blocks[..., at : at + 2].contiguous().view(torch.float16).float()
-
-        scales = half(type_.scale) * (tables.scales.by_torch(blocks) if type_.scales.low.bits else 1)
-        numbers = tables.numbers.by_torch(blocks).view(*blocks.shape[:2], type_.num_groups, -1)
-        values: torch.Tensor = numbers * scales[..., None]
-        if type_.offset >= 0:
-            offsets = half(type_.offset) * (-tables.mins.by_torch(blocks) if type_.mins.low.bits else 1)
-            values += offsets[..., None]
-        return values.flatten(1)
+        write_out(out, _unpack_blocks, data, *arrays, tables.layout, self.half)

@@ -138,7 +138,7 @@ def _by_expert(name: str, source: TensorSource) -> Iterator[tuple[str, TensorSou
 
 @dataclass(frozen=True, slots=True)
 class Converted(Dequantized):
-    """A plain tensor whose rows are in the order of `ggml_blocks.file_rows`, or to whose values a number is added."""
+    """A plain tensor whose rows are in the order of `ggml_blocks.Blocks`, or to whose values a number is added."""
 
     place: TensorPlace
     half: int

@@ -105,34 +105,21 @@ class Gptq(Dequantized):
         return (self.words.shape[1], self.words.shape[0] * 32 // self.bits)
 
     def _write(self, raw: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+        words, zeros, scales, *groups = (typed(*part) for part in zip(raw, self.places, strict=True))
         if kernels := kernels_on(out.device):
-            words, zeros, scales, *groups = (typed(*part) for part in zip(raw, self.places, strict=True))
             kernels.write_down(words, zeros, scales, groups[0] if groups else None, self.bits, self.zero_offset, out)
             return
-        self._write_without(raw, out)
-
-    def _write_without(self, raw: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-        """Dequantize on a CPU, or by torch."""
-        words, scales = typed(raw[0], self.words), typed(raw[2], self.scales).float()
-        shifts = torch.arange(0, 32, self.bits, device=words.device, dtype=torch.int32)
-        mask, num_inputs = (1 << self.bits) - 1, len(out)
-        zeros = (typed(raw[1], self.zeros)[:, :, None] >> shifts & mask).flatten(1).float() + self.zero_offset
-        groups = (
-            self._checked(typed(raw[3], self.groups))
-            if self.groups
-            else torch.arange(num_inputs, device=words.device, dtype=torch.int32) // (num_inputs // len(scales))
-        )
-
-        def by_torch(rows: slice) -> torch.Tensor:
-            some = words[rows.start * self.bits // 32 : -(-rows.stop * self.bits // 32)]
-            integers = (some[:, None, :] >> shifts[:, None] & mask).flatten(0, 1).float()
-            return (integers - zeros[groups[rows].long()]) * scales[groups[rows].long()]
-
-        write_out(out, _unpack_words_down, by_torch, words, zeros, scales, groups, self.bits)
+        shifts, mask = torch.arange(0, 32, self.bits, dtype=torch.int32), (1 << self.bits) - 1
+        offsets = (zeros[:, :, None] >> shifts & mask).flatten(1).float() + self.zero_offset
+        if groups:
+            group_of = self._checked(groups[0])
+        else:
+            group_of = torch.arange(len(out), dtype=torch.int32) // (len(out) // len(scales))
+        write_out(out, _unpack_words_down, words, offsets, scales.float(), group_of, self.bits)
 
     def _checked(self, groups: torch.Tensor) -> torch.Tensor:
         """Check group indices again, on which kernels rely, as the file may have changed."""
         num_groups = self.scales.shape[0]
-        if groups.device.type == "cpu" and not 0 <= int(groups.min()) <= int(groups.max()) < num_groups:
+        if not 0 <= int(groups.min()) <= int(groups.max()) < num_groups:
             raise StreamError(f"{self.words.file}: g_idx of {self.words.name} names groups beyond its {num_groups}")
         return groups

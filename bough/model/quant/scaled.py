@@ -214,23 +214,16 @@ class Scaled(Dequantized):
         groups: torch.Tensor | None,
         out: torch.Tensor,
     ) -> None:
-        """Dequantize on a CPU, or by torch."""
-        (num_outputs, num_inputs), (height, width), device = out.shape, self.block, out.device
-        rows_of = torch.arange(num_outputs, device=device) // height
+        """Dequantize on a CPU."""
+        (num_outputs, num_inputs), (height, width) = out.shape, self.block
+        rows_of = torch.arange(num_outputs) // height
         middle = 1 << (self.bits - 1) if numbers.dtype == torch.int32 else 0
         zero = _unpacked(zeros.t(), self.bits).t() if zeros is not None else scales.new_full((1, 1), middle)
         zero = zero[:num_outputs].float().expand(num_outputs, scales.shape[1]).contiguous()
-        places = torch.arange(num_inputs, device=device) // width if groups is None else groups.long()
+        places = torch.arange(num_inputs) // width if groups is None else groups.long()
         places = places.clamp(0, scales.shape[1] - 1)  # the file may have changed, and kernels rely on this
-        table = _table(numbers.dtype).to(device)
-
-        def by_torch(rows: slice) -> torch.Tensor:
-            values = table[_unpacked(numbers[rows], self.bits).int()]
-            return values.sub_(zero[rows][:, places]).mul_(scales[rows_of[rows]][:, places])
-
-        write_out(
-            out, _unpack_along, by_torch, numbers.view(torch.uint8), table, zero, scales, rows_of, places, self.bits
-        )
+        table = _table(numbers.dtype)
+        write_out(out, _unpack_along, numbers.view(torch.uint8), table, zero, scales, rows_of, places, self.bits)
 
 
 @strict_parallel

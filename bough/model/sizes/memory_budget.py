@@ -13,10 +13,8 @@ from bough.config.processes import TargetConfig
 from bough.errors import ConfigError
 from bough.model.architecture.architecture import max_positions
 from bough.model.batch.path_spans import SPAN_ROWS
-from bough.model.gpu.kernels import kernels_on
 from bough.model.kv.session_kv import KVShape
 from bough.model.loading.loading import Skeleton
-from bough.model.quant.format import BLOCK_BYTES, BLOCK_ELEMENTS
 from bough.model.sizes.target_limits import TargetLimits
 from bough.runtime.kv_budget import kv_budget
 from bough.runtime.machine import default_budget, free_memory
@@ -227,12 +225,6 @@ def layer_activation_bytes(config: PretrainedConfig, shape: KVShape, limits: Tar
     if shape.states:
         recurrence = tokens * shape.states.row_bytes + shape.states.step_bytes(max(limits.max_nodes, rows))
     return hidden + intermediate + attention + recurrence
-
-
-def unpacking_bytes(skeleton: Skeleton, device: torch.device) -> int:
-    """Temporary memory of dequantizing without a kernel; 0 on a CPU or with Triton."""
-    has_kernels = device.type == "cpu" or kernels_on(device) is not None
-    return 0 if has_kernels or skeleton.quantization is None else BLOCK_ELEMENTS * BLOCK_BYTES
 
 
 def resident_bytes(skeleton: Skeleton) -> int:

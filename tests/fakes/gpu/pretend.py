@@ -23,8 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
 
-from bough.model.architecture import attention
 from bough.model.gpu import kernels
+from loadtest.gpu.reference import attend_by_mask
 from tests.fakes.gpu import unpacking as by_cpu
 from tests.fakes.gpu.pretend_order import Order, compute_stream
 
@@ -331,7 +331,7 @@ def attend(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, path
         if begin < end:
             out[begin:end] = 0.0
     in_tiles = out == 0.0
-    return torch.where(in_tiles, attention.attend_by_mask(queries, keys, values, paths, *rules).to(out.dtype), out)
+    return torch.where(in_tiles, attend_by_mask(queries, keys, values, paths, *rules).to(out.dtype), out)
 
 
 @contextmanager

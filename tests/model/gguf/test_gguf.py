@@ -33,7 +33,7 @@ from bough.model.checkpoint.tensor_source import FreshMemory
 from bough.model.checkpoint.tokenizer_files import load_tokenizer_files
 from bough.model.loading.default_settings import conversion
 from bough.model.loading.loading import build_skeleton
-from bough.model.quant.ggml_blocks import TYPES, Blocks, file_rows
+from bough.model.quant.ggml_blocks import TYPES, Blocks
 from bough.model.sizes.draft_needs import draft_needs
 from bough.model.sizes.model_sizes import find_config, model_shapes
 from bough.tokenization.tokenizer import Tokenizer
@@ -93,11 +93,6 @@ def test_a_block_has_the_values_of_the_library(kind: str, dtype: torch.dtype) ->
     ordered = Blocks(place, kind, 4).value(raw, dtype, FreshMemory(CPU))
     assert torch.equal(torch.from_numpy(permuted(ordered.float().numpy(), 3)).to(dtype), wanted)
     assert BLOCKS[kind] == gguf.GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
-
-
-def test_rows_of_a_head() -> None:
-    assert file_rows(np.arange(12), 3).tolist() == [0, 2, 4, 1, 3, 5, 6, 8, 10, 7, 9, 11]
-    assert file_rows(np.arange(5), 1).tolist() == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize(("name", "kind"), [*((name, "Q8_0") for name in MODELS), ("llama", "F16"), ("gemma3", "BF16")])

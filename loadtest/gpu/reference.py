@@ -1,0 +1,101 @@
+"""What the GPU's kernels compute, by torch's operators on any device: slow, and with sums in other orders."""
+
+from __future__ import annotations
+
+import torch
+
+from bough.model.batch.gpu_paths import Paths
+from bough.model.cpu.delta_rule import EPSILON
+from bough.model.gpu.kernels import Kernels
+
+
+def attend_by_mask(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    paths: Paths,
+    scale: float,
+    window: int,
+    softcap: float,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attention by gathering each row's path.
+
+    queries (num_rows, num_heads, head_dim); keys and values (num_memory_rows, num_kv_heads, head_dim). Where queries
+    are wider, a key has its value as a second part.
+    """
+    queries, keys, values = queries.float(), keys.float(), values.float()
+    if queries.shape[2] > keys.shape[2]:
+        keys = torch.cat((keys, values), 2)
+    where, visible = _gathered(paths, window)
+    group = queries.shape[1] // keys.shape[1]
+    path_keys = keys[where].repeat_interleave(group, 2)  # (num_rows, longest, num_heads, head_dim)
+    path_values = values[where].repeat_interleave(group, 2)
+    scores = torch.einsum("rhd,rphd->rhp", queries, path_keys) * scale
+    scores = softcap * torch.tanh(scores / softcap) if softcap else scores
+    scores = scores.masked_fill(~visible[:, None, :], -torch.inf)
+    if sinks is not None:
+        scores = torch.cat((scores, sinks[None, :, None].expand(len(scores), -1, 1)), dim=2)
+    return torch.einsum("rhp,rphd->rhd", scores.softmax(-1)[:, :, : where.shape[1]], path_values)
+
+
+def _gathered(paths: Paths, window: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Memory rows of each row's path by position, (num_rows, longest), and whether the row sees that position."""
+    lengths, bases = paths.lengths[:, None], paths.bases[:, None]
+    positions = torch.arange(int(paths.lengths.max()), device=lengths.device)
+    where = paths.origins[:, None] + positions
+    width = paths.tails.shape[1]
+    if width:
+        in_tail = (positions - bases).clamp(0, width - 1)
+        where = torch.where(positions < bases, where, paths.tails.gather(1, in_tail))
+    visible = (positions < lengths) & (positions >= (lengths - window if window else 0))
+    return torch.where(visible, where, paths.rows[:, None]), visible  # a written row: NaN times 0 is NaN
+
+
+def take_steps(
+    qkv: torch.Tensor,
+    decay: torch.Tensor,
+    beta: torch.Tensor,
+    table: torch.Tensor,
+    states: torch.Tensor,
+    num_key_heads: int,
+    begin: int,
+) -> torch.Tensor:
+    """As `bough.model.gpu.delta_rule_triton.take_steps`."""
+    num_heads, _, key_dim, value_dim = states.shape
+    out = qkv.new_empty(len(decay) - begin, num_heads, value_dim)
+    for row, before, after in table[:, :3].tolist():
+        heads = torch.split(qkv[row], [num_key_heads * key_dim, num_key_heads * key_dim, num_heads * value_dim])
+        queries, keys = (
+            _normed(numbers.view(num_key_heads, key_dim)).repeat_interleave(num_heads // num_key_heads, 0)
+            for numbers in heads[:2]
+        )
+        state = states[:, before] * decay[row, :, None, None]
+        delta = (heads[2].view(num_heads, value_dim) - (state * keys[:, :, None]).sum(1)) * beta[row, :, None]
+        states[:, after] = state = state + keys[:, :, None] * delta[:, None]
+        if row >= begin:
+            out[row - begin] = (state * (queries / key_dim**0.5)[:, :, None]).sum(1)
+    return out
+
+
+def _normed(rows: torch.Tensor) -> torch.Tensor:
+    return rows * torch.rsqrt((rows * rows).sum(-1, keepdim=True) + float(EPSILON))
+
+
+def write_own(packed: torch.Tensor, scales: torch.Tensor, bits: int, out: torch.Tensor) -> None:
+    """As `bough.model.gpu.unpack_triton.write_own`, of 4 bits."""
+    assert bits == 4, "models for checks are packed in 4 bits"
+    (_, rows, groups), factors = scales.shape, scales.float()
+    integers = packed.view(rows, groups, -1)
+    integers = torch.cat((integers & 15, integers >> 4), dim=2)
+    out.copy_((integers.float() * factors[0, :, :, None] + factors[1, :, :, None]).view(rows, -1))
+
+
+def kernels_by_torch() -> Kernels:
+    """Kernels for models of `loadtest.gpu.random_models`, which have no other weights than bough's own 4 bits."""
+    nothing = dict.fromkeys(Kernels._fields[3:], _unpacks_nothing)
+    return Kernels(attend=attend_by_mask, take_steps=take_steps, write_own=write_own, **nothing)
+
+
+def _unpacks_nothing(*_: object) -> None:
+    raise AssertionError("checks have no weights in this format")
