@@ -8,7 +8,6 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from bough.model.cpu.jit import strict
 from bough.model.sampling.draft_sampler import GREEDY_TOKENS, greedy_weights, require_numbers
 from bough.protocol.messages import GrowCall
 from bough.protocol.sampling_params import SamplingParams
@@ -90,24 +89,14 @@ class Answer(Protocol):
         """
 
 
-@strict
-def _log_probs(scores: Any, num: Any) -> Any:
+def _log_probs(scores: NDArray[np.floating[Any]], num: int) -> NDArray[np.float32]:
     """Log-softmax over all scores of a node, (num_nodes, num) of the first tokens; -inf for excluded tokens."""
-    log_probs = np.full((len(scores), num), -np.inf, np.float32)
-    for node in range(len(scores)):
-        peak, total = -np.inf, 0.0
-        for score in scores[node]:  # comparisons with NaN are false, here and below
-            peak = np.float64(score) if score > peak else peak
-        if not np.isfinite(peak):
-            continue
-        for score in scores[node]:
-            if score > -np.inf:
-                total += np.exp(np.float64(score) - peak)
-        log_total = np.log(total)
-        for place in range(num):
-            if scores[node, place] > -np.inf:
-                log_probs[node, place] = min(0.0, np.float64(scores[node, place]) - peak - log_total)
-    return log_probs
+    with np.errstate(invalid="ignore"):  # in rows without a finite score
+        known = np.where(scores > -np.inf, scores, -np.inf).astype(np.float64)  # without NaN
+        peaks = known.max(1, keepdims=True)
+        known -= peaks
+        known -= np.log(np.exp(known).sum(1, keepdims=True))
+    return np.where(np.isfinite(peaks), np.minimum(known[:, :num], 0.0), -np.inf).astype(np.float32)
 
 
 def _filtered(values: Scores, params: SamplingParams) -> Scores:

@@ -10,12 +10,9 @@ ranking of a node's children does not depend on it; which nodes are worth adding
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from numpy.typing import NDArray
 
-from bough.model.cpu.jit import strict, strict_inner
 from draft_worker.candidates.candidates import Guessing
 from draft_worker.growth.grower import Candidates
 
@@ -41,7 +38,7 @@ class TemperatureScaling:
         """
         if not self.is_learnt or len(tokens) == 0:
             return
-        slope, information = _slope(candidates.tokens, candidates.log_probs, tokens, self.power)
+        slope, information = _slope(candidates, tokens, self.power)
         self.num_tokens += len(tokens)
         kept = 0.5 ** (len(tokens) / HALF_LIFE_TOKENS)
         self._information = max(PRIOR_INFORMATION, kept * self._information + information)
@@ -82,55 +79,31 @@ class TemperatureScalings:
 
 def scaled(log_probs: NDArray[np.float32], power: float) -> NDArray[np.float32]:
     """Probabilities (num_nodes, num_candidates) to a power, normalised with the rest as one more candidate."""
-    return log_probs if power == 1.0 else _scaled(log_probs, power)
+    if power == 1.0:
+        return log_probs
+    return np.minimum(_raised(_with_rest(log_probs), power)[:, :-1], 0.0).astype(np.float32)
 
 
-@strict_inner
-def _log_rest(log_probs: Any) -> Any:
-    """Logarithm of the probability that candidates leave for other tokens."""
-    total = 0.0
-    for log_prob in log_probs:
-        total += np.exp(np.float64(log_prob))
-    return np.log(max(1.0 - total, LEAST_CHANCE))
+def _with_rest(log_probs: NDArray[np.float32]) -> NDArray[np.float64]:
+    """Log-probabilities (num_nodes, num_candidates + 1), the last that of all other tokens together."""
+    known = log_probs.astype(np.float64)
+    rest = np.log(np.maximum(1.0 - np.exp(known).sum(1, keepdims=True), LEAST_CHANCE))
+    return np.concatenate((known, rest), axis=1)
 
 
-@strict_inner
-def _log_total(log_probs: Any, log_rest: Any, power: Any) -> Any:
-    """Logarithm of the normalising sum of the powers."""
-    total = np.exp(power * log_rest)
-    for log_prob in log_probs:
-        total += np.exp(power * np.float64(log_prob))
-    return np.log(total)
+def _raised(log_probs: NDArray[np.float64], power: float) -> NDArray[np.float64]:
+    """Log-probabilities to a power, each row normalised."""
+    raised: NDArray[np.float64] = power * log_probs
+    raised -= np.log(np.exp(raised).sum(1, keepdims=True))
+    return raised
 
 
-@strict
-def _scaled(log_probs: Any, power: Any) -> Any:
-    result = np.empty_like(log_probs)
-    for node in range(len(log_probs)):
-        log_total = _log_total(log_probs[node], _log_rest(log_probs[node]), power)
-        for place in range(log_probs.shape[1]):
-            result[node, place] = min(0.0, power * np.float64(log_probs[node, place]) - log_total)
-    return result
-
-
-@strict
-def _slope(tokens: Any, log_probs: Any, right: Any, power: Any) -> Any:
+def _slope(candidates: Candidates, right: NDArray[np.int32], power: float) -> tuple[float, float]:
     """Derivative of the log-likelihood of the right tokens by the power, and Fisher's information about the power."""
-    slope, information = 0.0, 0.0
-    for node in range(len(right)):
-        log_rest = _log_rest(log_probs[node])
-        log_total = _log_total(log_probs[node], log_rest, power)
-        prob = np.exp(power * log_rest - log_total)
-        chosen, mean, mean_square = log_rest, prob * log_rest, prob * log_rest**2
-        for place in range(log_probs.shape[1]):
-            log_prob = np.float64(log_probs[node, place])
-            if log_prob == -np.inf:
-                continue
-            if tokens[node, place] == right[node]:
-                chosen = log_prob
-            prob = np.exp(power * log_prob - log_total)
-            mean += prob * log_prob
-            mean_square += prob * log_prob**2
-        slope += chosen - mean
-        information += mean_square - mean**2
-    return slope, information
+    log_probs = _with_rest(candidates.log_probs)
+    probs, finite = np.exp(_raised(log_probs, power)), np.where(np.isfinite(log_probs), log_probs, 0.0)
+    mean, mean_square = (probs * finite).sum(1), (probs * finite**2).sum(1)
+    is_right = (candidates.tokens == right[:, None]) & np.isfinite(candidates.log_probs)
+    places = np.where(is_right.any(1), is_right.argmax(1), -1)  # among candidates, or in the rest
+    chosen = log_probs[np.arange(len(right)), places]
+    return float((chosen - mean).sum()), float((mean_square - mean**2).sum())

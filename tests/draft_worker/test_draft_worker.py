@@ -19,7 +19,7 @@ from bough.errors import ConfigError, NotFound
 from bough.protocol.messages import GrowCall
 from bough.protocol.sampling_params import SamplingParams
 from bough.trees.tree_plan import BestFirst, Scheme, StaticShape, TreePlan
-from draft_worker.candidates import candidates, temperature_scaling
+from draft_worker.candidates import noise
 from draft_worker.worker import DraftWorker
 from tests.fakes.draft import grow_call
 
@@ -96,7 +96,7 @@ def test_a_port_for_metrics_that_is_in_use_is_named(tiny: Path) -> None:
 
 def test_no_call_waits_for_a_compiler(tiny: Path) -> None:
     """What chooses nodes is compiled at the start, for all types that calls and draft-ahead bring."""
-    kernels: list[Any] = [candidates._log_probs, temperature_scaling._scaled]
+    kernels: list[Any] = [noise._raw_at]
     with worker(tiny, "--ahead-steps", "4") as draft:
         compiled = [len(kernel.signatures) for kernel in kernels]
         for plan, root, temperature in itertools.product(PLANS, (7, 8), (0.0, 0.7)):
