@@ -18,7 +18,7 @@ from bough.model.cpu.jit import pointer
 from bough.model.cpu.linear import numbers
 from bough.model.cpu.llvm_vectors import LANES
 from bough.model.cpu.work_stealing import counters
-from bough.model.llama.layer import LOOPS, LayerWeights, run_layer, share_layer
+from bough.model.llama.layer import LOOPS, LayerWeights, Pass, run_layer, share_layer
 from bough.model.llama.rows import Floats, collect, spread
 from bough.model.llama.weights import Matrices, Vectors, sizes_of, window
 from bough.model.llama.workspace import Workspace, num_blocks, word_rows
@@ -68,21 +68,11 @@ class CompiledLayers:
         for chunk, state in zip(batch.chunks, self._states, strict=True):
             workspace = self._workspace.of(len(state.hidden))._replace(hidden=state.hidden)
             spans, number = chunk.spans(index)
-            arguments = (
-                num_threads,
-                chunk.num_tokens,
-                number,
-                weights,
-                self._sizes,
-                workspace,
-                spans,
-                state.cos,
-                state.sin,
-            )
+            rows = Pass(chunk.num_tokens, self._sizes, workspace, spans, state.cos, state.sin)
             taken = counters(num_threads, LOOPS)
             if self._share is None:
-                self._share = pointer(share_layer, taken, 0, *arguments)
-            run_layer(self._share, taken, *arguments)
+                self._share = pointer(share_layer, taken, 0, num_threads, number, weights, rows)
+            run_layer(self._share, taken, num_threads, number, weights, *rows)
         return self._end(hidden, batch) if is_last else hidden
 
     def _begin(self, hidden: torch.Tensor, batch: Batch, rotary: tuple[torch.Tensor, torch.Tensor]) -> None:

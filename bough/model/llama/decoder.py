@@ -18,7 +18,7 @@ from bough.model.batch.batch import Batch
 from bough.model.cpu.jit import pointer
 from bough.model.cpu.llvm_vectors import LANES
 from bough.model.cpu.work_stealing import counters
-from bough.model.llama.layer import LOOPS, LayerWeights
+from bough.model.llama.layer import LOOPS, LayerWeights, Pass
 from bough.model.llama.stacks import Int8Stack, Stack
 from bough.model.llama.step import Weights, run_step, share_head, share_layers
 from bough.model.llama.weights import Matrices, Vectors, biases, floats, sizes_of, window
@@ -55,41 +55,19 @@ class LlamaDecoder:
         logits = self._logits_buffer(num_blocks(len(logit_rows)) * LANES)
         num_threads = numba.get_num_threads()
         taken = counters(num_threads, len(self._weights.layers.window) * LOOPS + 2)
-        cos, sin, workspace = self._cos[positions], self._sin[positions], self._workspace.of(num_blocks(batch.num_rows))
-        spans = chunk.spans(0)[0]
+        workspace, spans = self._workspace.of(num_blocks(batch.num_rows)), chunk.spans(0)[0]
+        rows = Pass(len(positions), self._sizes, workspace, spans, self._cos[positions], self._sin[positions])
         if self._shares is None:
-            self._shares = self._pointers(taken, num_threads, (self._sizes, workspace, spans, cos, sin), logits)
-        run_step(
-            *self._shares,
-            taken,
-            num_threads,
-            batch.tokens,
-            cos,
-            sin,
-            logit_rows,
-            *self._weights,
-            self._sizes,
-            workspace,
-            spans,
-            logits,
-        )
+            self._shares = self._pointers(taken, num_threads, rows, logits)
+        run_step(*self._shares, taken, num_threads, batch.tokens, logit_rows, *self._weights, *rows[1:], logits)
         return torch.from_numpy(logits[: len(logit_rows), : self._vocab_size])
 
-    def _pointers(self, taken: Any, num_threads: int, arguments: tuple[Any, ...], logits: Any) -> tuple[Any, Any]:
+    def _pointers(self, taken: Any, num_threads: int, rows: Pass, logits: Any) -> tuple[Any, Any]:
         """Pointers to the functions that `run_step` calls, compiled for arrays like these."""
-        weights, workspace = self._weights, arguments[1]
-        head = (
-            workspace.hidden,
-            1,
-            weights.final_norm,
-            np.float32(0),
-            workspace.normed,
-            weights.head,
-            weights.head_bias,
-            logits,
-        )
+        weights, hidden, normed = self._weights, rows.workspace.hidden, rows.workspace.normed
+        head = hidden, 1, weights.final_norm, np.float32(0), normed, weights.head, weights.head_bias, logits
         return (
-            pointer(share_layers, taken, 0, num_threads, 1, weights.layers, *arguments),
+            pointer(share_layers, taken, 0, num_threads, weights.layers, rows),
             pointer(share_head, taken, 0, num_threads, *head),
         )
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numba
 import numpy as np
 
+from bough.model.batch.path_spans import PathSpans
 from bough.model.cpu.attention_kernel import Rules, share_attention
 from bough.model.cpu.gemm import GROUP
 from bough.model.cpu.gemm_parallel import form_of, multiply, num_groups_of, num_pieces_of, parts_of, share_product
@@ -65,9 +66,21 @@ class LayerWorkspace(NamedTuple):
     gated: Any  # rows of a product
 
 
+class Pass(NamedTuple):
+    """Rows that go through the layers together."""
+
+    num_rows: int
+    sizes: Sizes
+    workspace: LayerWorkspace
+    spans: PathSpans
+    cos: Floats  # (rows, head_dim)
+    sin: Floats
+
+
 @fastmath_inner
-def _place(task: Any, layer: Any, weights: Any, sizes: Any, workspace: Any, spans: Any, cos: Any, sin: Any) -> Any:
+def _place(task: Any, layer: Any, weights: Any, rows: Any) -> Any:
     """Rotate the queries and keys of a KV head, and write its keys and values to the slots."""
+    sizes, workspace, spans, cos, sin = rows.sizes, rows.workspace, rows.spans, rows.cos, rows.sin
     num_heads, num_kv_heads, head_dim = sizes.num_heads, sizes.num_kv_heads, sizes.head_dim
     group, epsilon = num_heads // num_kv_heads, np.float32(sizes.epsilon)
     piece, first_row, end_row, kv_head = spans.tasks[task]
@@ -87,22 +100,11 @@ def _place(task: Any, layer: Any, weights: Any, sizes: Any, workspace: Any, span
 
 
 @fastmath_inner
-def _share_placing(
-    taken: Any,
-    thread: Any,
-    num_threads: Any,
-    layer: Any,
-    weights: Any,
-    sizes: Any,
-    workspace: Any,
-    spans: Any,
-    cos: Any,
-    sin: Any,
-) -> Any:
-    num_tasks = len(spans.tasks)
+def _share_placing(taken: Any, thread: Any, num_threads: Any, layer: Any, weights: Any, rows: Any) -> Any:
+    num_tasks = len(rows.spans.tasks)
     task = take(taken, thread, num_threads, num_tasks)
     while task < num_tasks:
-        _place(task, layer, weights, sizes, workspace, spans, cos, sin)
+        _place(task, layer, weights, rows)
         task = take_next(taken, thread, num_threads, num_tasks)
     wait_for_all(taken, num_threads, num_tasks)
 
@@ -164,27 +166,15 @@ def _share_gates(
 
 
 @fastmath_inner
-def share_layer(
-    taken: Any,
-    thread: Any,
-    num_threads: Any,
-    num_rows: Any,
-    layer: Any,
-    weights: Any,
-    sizes: Any,
-    workspace: Any,
-    spans: Any,
-    cos: Any,
-    sin: Any,
-) -> Any:
+def share_layer(taken: Any, thread: Any, num_threads: Any, layer: Any, weights: Any, rows: Any) -> Any:
     """A thread's share of `run_layer`; `taken` has the counters of LOOPS loops (`cpu.work_stealing.counters`)."""
-    me, epsilon = (thread, num_threads), np.float32(sizes.epsilon)
-    no_sinks = np.full(sizes.num_heads, -np.inf, np.float32)
+    me, sizes, workspace, num_rows = (thread, num_threads), rows.sizes, rows.workspace, rows.num_rows
+    epsilon, no_sinks = np.float32(sizes.epsilon), np.full(sizes.num_heads, -np.inf, np.float32)
     rules = Rules(sizes.num_kv_heads, np.float32(sizes.scale), weights.window, np.float32(0), no_sinks)
     share_norms(taken[0], *me, workspace.hidden, weights.attention_norm, epsilon, workspace.normed)
     _share_heads(taken[1], *me, weights, workspace.normed, num_rows, workspace.qkv)
-    _share_placing(taken[2], *me, layer, weights, sizes, workspace, spans, cos, sin)
-    share_attention(taken[3], *me, workspace.queries, spans, _BITS, layer, rules, workspace.attended)
+    _share_placing(taken[2], *me, layer, weights, rows)
+    share_attention(taken[3], *me, workspace.queries, rows.spans, _BITS, layer, rules, workspace.attended)
     share_laying_out(taken[4], *me, workspace.attended, workspace.branch)
     share_product(taken[5], *me, workspace.branch, num_rows, weights.out, None, workspace.hidden)
     share_norms(taken[6], *me, workspace.hidden, weights.mlp_norm, epsilon, workspace.normed)
@@ -197,20 +187,21 @@ def run_layer(
     share: Any,
     taken: Any,
     num_threads: Any,
-    num_rows: Any,
     layer: Any,
     weights: Any,
+    num_rows: Any,
     sizes: Any,
     workspace: Any,
     spans: Any,
     cos: Any,
     sin: Any,
 ) -> Any:
-    """Run a layer on workspace.hidden, and write keys and values of all rows to their slots, as layer number `layer`.
+    """Run a layer on the hidden states of a `Pass`, and write its rows' keys and values to their slots.
 
-    `share` is a pointer to `share_layer` (`bough.model.cpu.jit.pointer`); cos and sin are (rows, head_dim) float32;
-    `taken` has counters of LOOPS loops (`bough.model.cpu.work_stealing.counters`).
+    `layer` is the layer's number there; `share` is a pointer to `share_layer` (`bough.model.cpu.jit.pointer`); `taken`
+    has counters of LOOPS loops (`bough.model.cpu.work_stealing.counters`). The `Pass` is given by its fields, as numba
+    takes no tuples of tuples into a parallel loop.
     """
     for number in numba.prange(num_threads):
-        thread = as_thread(number)
-        share(taken, thread, num_threads, num_rows, layer, weights, sizes, workspace, spans, cos, sin)
+        rows = Pass(num_rows, sizes, workspace, spans, cos, sin)
+        share(taken, as_thread(number), num_threads, layer, weights, rows)

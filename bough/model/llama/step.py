@@ -12,7 +12,7 @@ from bough.model.cpu.jit import fastmath_inner, fastmath_parallel
 from bough.model.cpu.llvm_vectors import LANES
 from bough.model.cpu.operands import put_output
 from bough.model.cpu.work_stealing import as_thread
-from bough.model.llama.layer import LOOPS, LayerWeights, share_layer
+from bough.model.llama.layer import LOOPS, LayerWeights, Pass, share_layer
 from bough.model.llama.rows import Floats, share_norms
 
 
@@ -57,22 +57,11 @@ def _layer_of(layers: Any, layer: Any) -> Any:
 
 
 @fastmath_inner
-def share_layers(
-    taken: Any,
-    thread: Any,
-    num_threads: Any,
-    num_rows: Any,
-    weights: Any,
-    sizes: Any,
-    workspace: Any,
-    spans: Any,
-    cos: Any,
-    sin: Any,
-) -> Any:
+def share_layers(taken: Any, thread: Any, num_threads: Any, layers: Any, rows: Any) -> Any:
     """A thread's share of all layers."""
-    for layer in range(len(weights.window)):
-        counts, own = taken[layer * LOOPS : (layer + 1) * LOOPS], _layer_of(weights, layer)
-        share_layer(counts, thread, num_threads, num_rows, layer, own, sizes, workspace, spans, cos, sin)
+    for layer in range(len(layers.window)):
+        counts = taken[layer * LOOPS : (layer + 1) * LOOPS]
+        share_layer(counts, thread, num_threads, layer, _layer_of(layers, layer), rows)
 
 
 @fastmath_inner
@@ -101,8 +90,6 @@ def run_step(
     taken: Any,
     num_threads: Any,
     tokens: Any,
-    cos: Any,
-    sin: Any,
     logit_rows: Any,
     embeddings: Any,
     layers: Any,
@@ -112,6 +99,8 @@ def run_step(
     sizes: Any,
     workspace: Any,
     spans: Any,
+    cos: Any,
+    sin: Any,
     logits: Any,
 ) -> Any:
     """Compute logits (logit rows in whole blocks, vocab_size) float32; cos and sin are (rows, head_dim) float32.
@@ -123,7 +112,8 @@ def run_step(
     _embed(tokens, embeddings, workspace.hidden)
     for number in numba.prange(num_threads):
         thread = as_thread(number)
-        layers_share(taken, thread, num_threads, len(tokens), layers, sizes, workspace, spans, cos, sin)
+        rows = Pass(len(tokens), sizes, workspace, spans, cos, sin)
+        layers_share(taken, thread, num_threads, layers, rows)
     if len(logit_rows) == 0:
         return
     wanted = np.zeros((len(logits) // LANES, workspace.hidden.shape[1], LANES), np.float32)
