@@ -6,7 +6,6 @@ over its nodes: the expected tokens of a round. `nodes` and `levels` are limits 
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -65,58 +64,10 @@ def best_chains(acceptance: Acceptance, nodes: int, levels: int) -> BestChains:
 
 
 def best_shape(acceptance: Acceptance, nodes: int, levels: int) -> StaticShape:
-    """The most valuable shape within `nodes` and `levels`, without worthless nodes."""
-    return best_first(acceptance, nodes, levels) if is_monotone(acceptance) else optimal(acceptance, nodes, levels)
+    """The most valuable shape within `nodes` and `levels`, without worthless nodes.
 
-
-def is_monotone(acceptance: Acceptance) -> bool:
-    """Whether acceptance never increases with rank, at any depth."""
-    return bool((np.diff(acceptance, axis=1) <= 0).all())
-
-
-def best_first(acceptance: Acceptance, nodes: int, levels: int) -> StaticShape:
-    """The best shape for a monotone acceptance, in O(nodes log nodes).
-
-    No node's value exceeds that of its parent or of an earlier sibling, so the most valuable nodes form a tree.
+    Found by dynamic programming (Sequoia, arXiv 2402.12374, section 3.1).
     """
-    taken = _most_valuable(acceptance, nodes, levels)
-    return _shape([(node.parent, node.rank) for node in taken[1:]])
-
-
-class _Node(NamedTuple):
-    """A heap entry, ordered by descending value; ties go to the node found first."""
-
-    negated_value: float
-    found: int
-    parent: int
-    rank: int
-    depth: int
-
-
-def _most_valuable(acceptance: Acceptance, nodes: int, levels: int) -> list[_Node]:
-    """Nodes of the best shape by descending value; `parent` is an index into this list."""
-    rows = [acceptance_below(acceptance, depth).tolist() for depth in range(levels - 1)]
-    taken: list[_Node] = []
-    heap = [_Node(-1.0, 0, -1, 0, 0)]
-    found = 1
-    while heap and len(taken) < nodes:
-        node = heapq.heappop(heap)
-        place = len(taken)
-        taken.append(node)
-        next_places = [(place, 0, node.depth + 1, node.negated_value)]
-        if node.depth:
-            elder_value = taken[node.parent].negated_value
-            next_places.append((node.parent, node.rank + 1, node.depth, elder_value))
-        for parent, rank, depth, value in next_places:
-            row = rows[depth - 1] if depth < levels else []
-            if rank < len(row) and value * row[rank] < 0:
-                heapq.heappush(heap, _Node(value * row[rank], found, parent, rank, depth))
-                found += 1
-    return taken
-
-
-def optimal(acceptance: Acceptance, nodes: int, levels: int) -> StaticShape:
-    """The best shape for any acceptance, by dynamic programming (Sequoia, arXiv 2402.12374, section 3.1)."""
     tables = _tables(acceptance, nodes, levels)
     pairs: list[tuple[int, int]] = []  # (parent, rank), parents first
     waiting = [(0, 0, int(tables[0].best.argmax()))]  # (node, depth, size) of subtrees still to be laid out

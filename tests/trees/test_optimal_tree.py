@@ -1,4 +1,4 @@
-"""Shapes: the dynamic programme against every shape there is, best-first against it, and the figures of the paper."""
+"""Shapes: the dynamic programme against every shape there is, and the figures of the paper."""
 
 from __future__ import annotations
 
@@ -11,15 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bough.trees.acceptance import Acceptance, acceptance_from, smoothed
+from bough.trees.acceptance import Acceptance, acceptance_from
 from bough.trees.optimal_tree import (
     best_chains,
-    best_first,
     best_shape,
     expected_tokens,
     expected_tokens_of_chains,
     node_values,
-    optimal,
 )
 from bough.trees.tree_plan import StaticShape, require_growth
 
@@ -67,7 +65,7 @@ def worth(forest: tuple[object, ...], acceptance: Acceptance, depth: int = 0) ->
 @settings(max_examples=60)
 @given(acceptances, st.integers(1, 7), st.integers(1, 6))
 def test_no_shape_is_better_than_the_optimal_one(acceptance: Acceptance, nodes: int, levels: int) -> None:
-    shape = optimal(acceptance, nodes, levels)
+    shape = best_shape(acceptance, nodes, levels)
     assert shape.budget <= nodes
     assert max(shape.depths()) < levels
     require_growth("shape", shape, nodes)
@@ -75,20 +73,9 @@ def test_no_shape_is_better_than_the_optimal_one(acceptance: Acceptance, nodes: 
     assert expected_tokens(shape, acceptance) == pytest.approx(1 + best, rel=1e-12)
 
 
-@given(acceptances, st.integers(1, 80), st.integers(1, 12))
-def test_best_first_is_optimal_for_monotone_vectors(acceptance: Acceptance, nodes: int, levels: int) -> None:
-    monotone = smoothed(acceptance)
-    fast, exact = best_first(monotone, nodes, levels), optimal(monotone, nodes, levels)
-    require_growth("shape", fast, nodes)
-    assert max(fast.depths()) < levels
-    assert expected_tokens(fast, monotone) == pytest.approx(expected_tokens(exact, monotone), rel=1e-12)
-
-
-def test_best_first_would_be_wrong_for_others() -> None:
-    """A likely third child behind one that is never right: the dynamic programme sees it, and `best_shape` asks it."""
+def test_a_likely_child_behind_one_that_is_never_right_is_seen() -> None:
     acceptance = np.array([[0.3, 0.0, 0.6]])
-    assert best_shape(acceptance, 4, 4) == optimal(acceptance, 4, 4) == StaticShape((0, 0, 0))
-    assert best_first(acceptance, 4, 4) == StaticShape((0, 1, 2))
+    assert best_shape(acceptance, 4, 4) == StaticShape((0, 0, 0))
     assert best_shape(acceptance, 3, 4) == StaticShape((0, 1))
 
 
@@ -105,7 +92,7 @@ def test_the_papers_figures(name: str, nodes: int, levels: int, tokens: float) -
 def test_a_shape_is_worth_what_sampling_it_comes_to() -> None:
     """Walks down by chance, as verification does; 5 standard errors: wrong once in a million runs, and seeded."""
     acceptance = np.array([[0.5, 0.3, 0.1], [0.2, 0.6, 0.1]])
-    shape = optimal(acceptance, 12, 4)
+    shape = best_shape(acceptance, 12, 4)
     children: list[list[int]] = [[] for _ in range(shape.budget)]
     for node, parent in enumerate(shape.parents, start=1):
         children[parent].append(node)
@@ -126,7 +113,7 @@ def test_a_shape_is_worth_what_sampling_it_comes_to() -> None:
 
 def test_what_nothing_is_worth_is_left_out() -> None:
     assert best_shape(np.array([[0.0]]), 9, 9).parents == ()
-    assert optimal(np.array([[0.0, 0.5]]), 2, 9).parents == ()
+    assert best_shape(np.array([[0.0, 0.5]]), 2, 9).parents == ()
     assert best_shape(np.array([[0.5, 0.25], [0.0, 0.0]]), 9, 9).parents == (0, 0)
 
 
@@ -154,7 +141,7 @@ def test_the_best_chains_are_within_their_sizes_and_never_beat_the_best_shape(
     assert chains.num * chains.length < nodes
     assert chains.length < levels
     best = chains.expected_tokens
-    shape = optimal(acceptance, nodes, levels)
+    shape = best_shape(acceptance, nodes, levels)
     assert best <= expected_tokens(shape, acceptance) + 1e-12
     for length in range(1, min(levels, nodes)):
         for num in range(1, (nodes - 1) // length + 1):
