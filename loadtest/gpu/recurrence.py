@@ -34,8 +34,11 @@ def _row(device: torch.device, count: int, is_tree: bool) -> dict[str, Any]:
     qkv = torch.randn(count, (2 * KEY_HEADS + HEADS) * DIM, device=device)
     decay, beta = torch.rand(2, count, HEADS, device=device)
     states = torch.zeros(HEADS, steps.num_places, DIM, DIM, device=device)
-    ways = (run_steps, steps), (take_steps, steps.on(device).table)
-    acts = [partial(run, qkv, decay, beta, own, states, KEY_HEADS, 0) for run, own in ways]
+    rest = states, KEY_HEADS, 0
+    acts = [
+        partial(run_steps, qkv, decay, beta, steps, *rest),
+        partial(take_steps, qkv, decay, beta, steps.on(device).table, *rest),
+    ]
     with working_on(device):
         mine = acts[0]()
         states.zero_()

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from target_worker.experts.expert_cache import Expert
+from target_worker.experts.expert_store import ExpertLoader
 from target_worker.link.copy_stats import CopyStats
 from target_worker.link.host_layers import HostLayers
 from target_worker.link.streams import DeviceEvent, DeviceStreams
@@ -15,10 +16,8 @@ SLAB_ALIGNMENT = 512  # bytes, as torch allocates: a library may choose a produc
 PREFETCH_BYTES = 64 * 1000**2  # limit of queued copies when another prefetch is queued: a demand load waits behind them
 
 
-class ExpertCopies:
-    """ExpertLoader that queues copies on one stream; the compute stream waits for their events."""
-
-    is_direct = True  # there is no file I/O
+class ExpertCopies(ExpertLoader):
+    """Queues copies on one stream; the compute stream waits for their events."""
 
     def __init__(
         self,
@@ -41,28 +40,15 @@ class ExpertCopies:
         self._shifts = dict(shifts)
         slab_bytes += SLAB_ALIGNMENT
         self._slabs = streams.device_memory(num_slabs * slab_bytes).view(num_slabs, slab_bytes)
+        self.device = self._slabs.device
         self._traffic = traffic
         self._on_their_way: dict[int, DeviceEvent] = {}  # by slab: copies that the compute stream does not wait for yet
         self._computed = streams.compute_event()  # recycled memory may still be in use by queued computation
-
-    def __enter__(self) -> ExpertCopies:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Nothing to do: closing the streams waits for queued copies."""
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the slabs."""
-        return self._slabs.device
 
     @property
     def max_prefetches(self) -> int:
         """As many as keep the copy stream busy."""
         return -(-max(0, PREFETCH_BYTES - self._traffic.outstanding_bytes) // self._slabs.shape[1])
-
-    def require_unchanged(self) -> None:
-        """Nothing to check: the host's own reader does."""
 
     def begin(self) -> None:
         """Record the compute stream's progress: slabs given up in this turn are in use until then."""
@@ -74,10 +60,6 @@ class ExpertCopies:
             copy = self._streams.copy(data, self._slabs[slab, self._shifts[expert] :][: len(data)], self._computed)
         self._traffic.copied(copy, len(data))
         self._on_their_way[slab] = copy.done
-
-    def promote(self, expert: Expert, slab: int) -> bool:
-        """Always True: copies keep their order."""
-        return True
 
     def is_there(self, slab: int) -> bool:
         """Whether the copy has ended."""

@@ -10,15 +10,17 @@ import torch
 
 from bough.model.cpu.huge_pages import large_pages
 from target_worker.experts.expert_cache import Expert
+from target_worker.experts.expert_store import ExpertLoader
 from target_worker.link.direct_io import Allocate, Disk, ReadRange, Slab, cut
 from target_worker.link.disk_stats import DiskStats
 from target_worker.link.layer_extents import LayerExperts, LayerExtents
 
 
-class ExpertReads:
-    """ExpertLoader with several reads in flight; demand loads do not queue behind prefetches."""
+class ExpertReads(ExpertLoader):
+    """Has several reads in flight; demand loads do not queue behind prefetches."""
 
     device = torch.device("cpu")
+    wait_ns = 0
 
     def __init__(
         self,
@@ -41,11 +43,11 @@ class ExpertReads:
         self._unseen = {Expert(i, e) for i, layer in layers.items() for e in range(len(layer.each)) if checksums}
         self._reads: dict[int, list[Future[None]]] = {}  # by slab: reads in flight, or whose result was not checked yet
         self._traffic = traffic or DiskStats()
-        self.wait_ns = 0
 
     def __enter__(self) -> ExpertReads:
         each = [expert for layer in self._layers.values() for expert in layer.each]
         self._disk = Disk(extent.file for expert in each for extent in expert.extents)
+        self.is_direct = self._disk.is_direct
         self._threads, self._prefetching = (
             ThreadPoolExecutor(self._num_threads, thread_name_prefix=name) for name in ("experts", "experts-ahead")
         )
@@ -57,11 +59,6 @@ class ExpertReads:
         self._disk.close()
 
     @property
-    def is_direct(self) -> bool:
-        """Whether all reads bypass the page cache."""
-        return self._disk.is_direct
-
-    @property
     def max_prefetches(self) -> int:
         """Unlimited: prefetches have their own threads."""
         return len(self._slabs)
@@ -69,9 +66,6 @@ class ExpertReads:
     def require_unchanged(self) -> None:
         """As `Tiers.require_unchanged`. Raises StreamError."""
         self._disk.require_unchanged()
-
-    def begin(self) -> None:
-        """Nothing to do: the CPU computes synchronously."""
 
     def load(self, expert: Expert, slab: int, is_prefetch: bool) -> None:
         """Start reading."""

@@ -7,8 +7,9 @@ layers: large trees, which use nearly all experts, find them there, while single
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Self
 
 import torch
 
@@ -19,33 +20,36 @@ from target_worker.experts.expert_cache import Expert, ExpertCache
 from target_worker.link.layer_extents import LayerExperts, sizes_of
 
 
-class ExpertLoader(Protocol):
+class ExpertLoader(ABC):
     """Loads experts into slabs: by reading from disk, or by copying to a device."""
 
-    def __enter__(self) -> ExpertLoader:
-        """Open files or streams."""
+    is_direct: bool = True  # all reads bypass the page cache
+    device: torch.device  # of the slabs
 
-    def __exit__(self, *_: object) -> None:
+    def __enter__(self) -> Self:
+        """Open files."""
+        return self
+
+    def __exit__(self, *_: object) -> None:  # noqa: B027
         """Stop loading."""
 
     @property
-    def is_direct(self) -> bool:
-        """Whether all reads bypass the page cache."""
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the slabs."""
-
-    @property
+    @abstractmethod
     def max_prefetches(self) -> int:
         """How many prefetches may start now without delaying demand loads."""
 
-    def require_unchanged(self) -> None:
-        """As `Disk.require_unchanged`."""
+    @property
+    @abstractmethod
+    def wait_ns(self) -> int:
+        """Time for which computation has waited since the start."""
 
-    def begin(self) -> None:
+    def require_unchanged(self) -> None:  # noqa: B027
+        """As `Disk.require_unchanged`, of files of its own. Raises StreamError."""
+
+    def begin(self) -> None:  # noqa: B027
         """Start a layer's turn. All computation with slabs given up from now on has been queued before."""
 
+    @abstractmethod
     def load(self, expert: Expert, slab: int, is_prefetch: bool) -> None:
         """Start loading `expert` into `slab`.
 
@@ -55,23 +59,23 @@ class ExpertLoader(Protocol):
 
     def promote(self, expert: Expert, slab: int) -> bool:
         """Promote a prefetch to a demand load; False if it failed and must be issued again."""
+        return True
 
+    @abstractmethod
     def is_there(self, slab: int) -> bool:
         """Whether `arrived` would return without waiting."""
 
+    @abstractmethod
     def leave(self, slab: int) -> None:
         """Return when nothing writes to the slab any more."""
 
+    @abstractmethod
     def arrived(self, expert: Expert, slab: int) -> torch.Tensor:
         """The slab's bytes (uint8), complete for any computation queued from now on.
 
         Raises:
             StreamError: reading failed, or the checksum is wrong.
         """
-
-    @property
-    def wait_ns(self) -> int:
-        """Time for which computation has waited since the start."""
 
 
 class _Asked(NamedTuple):
@@ -95,29 +99,19 @@ class ExpertStore:
         """`num_slabs` is the number of slabs of `loader`: at least the number of experts of a layer."""
         self._layers = dict(layers)
         self._cache = ExpertCache(max(layers) + 1, sizes_of(layers.values()).most, num_slabs)
-        self._loader, self._num_slabs = loader, num_slabs
+        self.loader = loader
 
     def __enter__(self) -> ExpertStore:
-        self._loader.__enter__()
+        self.loader.__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._loader.__exit__()
-
-    @property
-    def is_direct(self) -> bool:
-        """Whether all reads bypass the page cache."""
-        return self._loader.is_direct
-
-    @property
-    def wait_ns(self) -> int:
-        """As `ExpertLoader.wait_ns`."""
-        return self._loader.wait_ns
+        self.loader.__exit__()
 
     def bind(self, dtype: torch.dtype) -> None:
         """Put tables backed by this store in the parameters' places; dequantized values share one buffer."""
         num_bytes = max(layer.scratch_bytes(dtype) for layer in self._layers.values())
-        scratch = torch.empty(num_bytes, dtype=torch.uint8, device=self._loader.device)
+        scratch = torch.empty(num_bytes, dtype=torch.uint8, device=self.loader.device)
         for index, layer in self._layers.items():
             for number, slot in enumerate(layer.slots):
                 assert isinstance(slot.source, Experts)
@@ -127,7 +121,7 @@ class ExpertStore:
         """Start a layer's turn; layers without experts are ignored."""
         if layer in self._layers:
             self._cache.begin(layer)
-            self._loader.begin()
+            self.loader.begin()
             self._prefetch()
 
     def expect(self, layer: int, experts: Sequence[int]) -> Sequence[int]:
@@ -153,15 +147,11 @@ class ExpertStore:
         slab, weights = self._cache.slab_of(expert), self._layers[expert.layer].each[expert.number]
         assert slab is not None, "who asks for an expert has said so"
         try:
-            data = self._loader.arrived(expert, slab)
+            data = self.loader.arrived(expert, slab)
         except StreamError:
             self._empty(slab)
             raise
         return tuple(weights.bytes_of(place, data) for place in weights.slots[slot].source.places)
-
-    def require_unchanged(self) -> None:
-        """As `Tiers.require_unchanged`. Raises StreamError."""
-        self._loader.require_unchanged()
 
     def restart(self) -> None:
         """Abandon the current turn, after an error or an aborted sweep."""
@@ -172,24 +162,24 @@ class ExpertStore:
         slab = self._cache.slab_of(expert)
         if slab is None:
             return False
-        if self._cache.is_wanted(expert.number) or self._loader.promote(expert, slab):
+        if self._cache.is_wanted(expert.number) or self.loader.promote(expert, slab):
             return True
         self._empty(slab)
         return False
 
     def _is_there(self, expert: Expert) -> bool:
         slab = self._cache.slab_of(expert)
-        return slab is not None and self._loader.is_there(slab)
+        return slab is not None and self.loader.is_there(slab)
 
     def _prefetch(self) -> None:
-        for expert, slab in self._cache.guesses(self._loader.max_prefetches):
+        for expert, slab in self._cache.guesses(self.loader.max_prefetches):
             self._bring(expert, slab, is_prefetch=True)
 
     def _bring(self, expert: Expert, slab: int, is_prefetch: bool) -> None:
         self._empty(slab)
-        self._loader.load(expert, slab, is_prefetch)
+        self.loader.load(expert, slab, is_prefetch)
         self._cache.take(slab, expert)
 
     def _empty(self, slab: int) -> None:
-        self._loader.leave(slab)
+        self.loader.leave(slab)
         self._cache.empty(slab)

@@ -84,7 +84,7 @@ class Tiers:
     @property
     def is_direct(self) -> bool:
         """Whether all reads bypass the page cache."""
-        return self._host.is_direct and (self.experts is None or self.experts.is_direct)
+        return self._host.is_direct and (self.experts is None or self.experts.loader.is_direct)
 
     @property
     def unpinned_bytes(self) -> int:
@@ -159,7 +159,7 @@ class Tiers:
         """As `Disk.require_unchanged`, after a sweep."""
         self._host.require_unchanged()
         if self.experts is not None:
-            self.experts.require_unchanged()
+            self.experts.loader.require_unchanged()
 
     def figures(self) -> LinkFigures:
         """Counters since the start of the link that brings weights to where they are used."""
@@ -168,7 +168,7 @@ class Tiers:
         figures = self._host.figures()
         if self.experts is None:
             return figures
-        return replace(figures, wait_ns=figures.wait_ns + self.experts.wait_ns)
+        return replace(figures, wait_ns=figures.wait_ns + self.experts.loader.wait_ns)
 
 
 def numbered(experts: Mapping[int, LayerExperts], begin: int) -> tuple[dict[Expert, int], list[LayerExtents]]:

@@ -114,8 +114,8 @@ class Rounds:
         return (self._num_bytes() - before) // self._store._layers[0].each[0].num_bytes
 
     def _num_bytes(self) -> int:
-        assert isinstance(self._store._loader, ExpertReads)
-        return self._store._loader._traffic.figures(0).num_bytes
+        assert isinstance(self._store.loader, ExpertReads)
+        return self._store.loader._traffic.figures(0).num_bytes
 
 
 def read(file: Path, offset: int, num_bytes: int) -> bytes:
@@ -175,8 +175,8 @@ def test_what_is_wanted_overtakes_what_is_read_ahead(layers: dict[int, LayerExpe
         rounds, gate = Rounds(store, 4), Event()
         for _ in range(8):
             rounds.sweep(range(6))
-        assert isinstance(store._loader, ExpertReads)
-        stuck = [store._loader._prefetching.submit(gate.wait) for _ in range(3)]
+        assert isinstance(store.loader, ExpertReads)
+        stuck = [store.loader._prefetching.submit(gate.wait) for _ in range(3)]
         try:
             rounds.sweep(range(6))
             assert store._cache._is_ahead.any()
@@ -191,8 +191,8 @@ def test_who_is_there_is_computed_before_those_who_come(layers: dict[int, LayerE
     with store_of(layers, 12) as store:
         rounds, gate = Rounds(store, 4), Event()
         rounds.sweep([1, 4])
-        assert isinstance(store._loader, ExpertReads)
-        stuck = [store._loader._threads.submit(gate.wait) for _ in range(3)]
+        assert isinstance(store.loader, ExpertReads)
+        stuck = [store.loader._threads.submit(gate.wait) for _ in range(3)]
         store.begin(0)
         assert store.expect(0, [0, 1, 4, 5]) == [1, 4, 0, 5]
         gate.set()
