@@ -8,7 +8,6 @@ one then copies over the link between them.
 from __future__ import annotations
 
 import ctypes
-import os
 import platform
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -77,4 +76,4 @@ def _address(memory: memoryview) -> int:
 
 
 def _libc() -> ctypes.CDLL:
-    return ctypes.CDLL(None if os.name == "posix" else "libc.so.6", use_errno=True)
+    return ctypes.CDLL(None, use_errno=True)

@@ -48,7 +48,6 @@ class Measured:
     num_preemptions: int = 0  # preemptions of sessions by older ones
     sizes: dict[Size, int] = field(default_factory=lambda: defaultdict(int))
     _draft_busy_before: list[float] = field(default_factory=list)
-    _rounds_before: int = 0
 
     def count_round(self, size: Size, tokens: int) -> None:
         """Count a round of a session."""
@@ -58,7 +57,7 @@ class Measured:
 
     def begin(self, now: float, draft_busy: list[float]) -> None:
         """End the warm-up: discard all measurements so far."""
-        self.began, self._draft_busy_before, self._rounds_before = now, draft_busy, self.num_rounds
+        self.began, self._draft_busy_before = now, draft_busy
         self.requests.clear()
         self.sizes.clear()
         self.num_tokens = self.num_preemptions = 0

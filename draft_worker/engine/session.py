@@ -7,13 +7,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from bough.errors import PrefixMissing, Unavailable
+from bough.errors import Unavailable
 from bough.grammar.allowed_tokens import AllowedTokens
 from bough.model.kv.segment import Segment
-from bough.model.kv.slot import Slot
+from bough.model.kv.slot import Slot, require_prefix
 from bough.model.sampling.token_counts import TokenCounts
-from bough.protocol.messages import Context, GrowCall
-from bough.protocol.prefix_hash import prefix_hash
+from bough.protocol.messages import GrowCall
 from bough.trees.tree_plan import MAX_EXPANSIONS
 from draft_worker.candidates.candidates import Answer, Guessing
 from draft_worker.candidates.temperature_scaling import TemperatureScaling
@@ -77,7 +76,7 @@ class DraftSession:
             PrefixMissing: the session here holds less than the caller assumes, or something else.
         """
         context = call.context
-        self._require_held(context)
+        require_prefix(self.tokens, context.context_start, context.prefix_hash)
         self.slot.roll_back(self.slot.length)  # or to less, if a step that failed midway has left less of use
         tokens = [*self.tokens[: context.context_start], *context.tokens]
         is_same = tokens[: len(self.tokens)] == self.tokens
@@ -155,18 +154,6 @@ class DraftSession:
         assert self.guessing is not None, "a call asks for something"
         positions = len(self.tokens) + 1 + wanted.depths
         self.explored.learn(wanted, answer.candidates(self.guessing, positions))
-
-    def _require_held(self, context: Context) -> None:
-        start = context.context_start
-        if start <= len(self.tokens) and prefix_hash(self.tokens[:start]) == context.prefix_hash:
-            return
-        held = f"{len(self.tokens)} tokens" if start > len(self.tokens) else "other tokens"
-        raise PrefixMissing(
-            f"context.context_start: must be tokens that are cached, got {start}, but {held} are; "
-            "send the session's tokens again from there",
-            len(self.tokens),
-            prefix_hash(self.tokens),
-        )
 
     def _observe(self, tokens: list[int]) -> None:
         """Learn the exponent from the tokens, root first, that followed the last tree's root.

@@ -72,21 +72,14 @@ class Chunk:
         """The pieces for compiled code on a CPU, and the layer's number there."""
         return self._spans, layer
 
-    @cached_property
-    def paths(self) -> Paths:
-        """The pieces for a device, in rows of `memory`."""
-        return self.paths_on_host().on(self.device)
-
     def paths_on(self, device: torch.device) -> Paths:
-        """As `paths`, on any device that has layers; sent there once."""
-        if device == self.device:
-            return self.paths
-        if device not in self._paths_elsewhere:
-            self._paths_elsewhere[device] = self.paths_on_host().on(device)
-        return self._paths_elsewhere[device]
+        """The pieces, in rows of `memory`, for a device that has layers; sent there once."""
+        if device not in self._paths:
+            self._paths[device] = self.paths_on_host().on(device)
+        return self._paths[device]
 
     @cached_property
-    def _paths_elsewhere(self) -> dict[torch.device, Paths]:
+    def _paths(self) -> dict[torch.device, Paths]:
         return {}
 
     def paths_on_host(self) -> Paths:

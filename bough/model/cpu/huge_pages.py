@@ -19,7 +19,7 @@ def large_pages(num_bytes: int) -> memoryview:
     """
     whole = -(-num_bytes // LARGE_PAGE) * LARGE_PAGE
     memory = mmap.mmap(-1, whole + LARGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(AttributeError, OSError):  # Python or the system has no huge pages
+    with contextlib.suppress(OSError):  # the system has no huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     begin = -np.frombuffer(memory, np.uint8).ctypes.data % LARGE_PAGE
     return memoryview(memory)[begin : begin + num_bytes]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -45,13 +45,5 @@ class Segment:
 
     def part(self, begin: int, end: int) -> Segment:
         """Rows [begin, end) of the segment."""
-        cut = slice(begin, end)
-        return Segment(
-            self.slot,
-            self.tokens[cut],
-            self.positions[cut],
-            self.rows[cut],
-            self.base,
-            self.tail[cut],
-            self.wants_logits,
-        )
+        names = "tokens", "positions", "rows", "tail"
+        return replace(self, **{name: getattr(self, name)[begin:end] for name in names})

@@ -38,16 +38,9 @@ class Slot:
         """Check that the first `context_start` tokens are those that a caller means.
 
         Raises:
-            PrefixMissing: has the length and hash of the slot's tokens.
+            PrefixMissing: as `require_prefix`.
         """
-        if context_start > self.length or prefix_hash(self.tokens[:context_start]) != expected_hash:
-            held = f"{self.length} tokens" if context_start > self.length else "other tokens"
-            raise PrefixMissing(
-                f"context.context_start: must be tokens that are cached, got {context_start}, but {held} are; "
-                "send the session's tokens again from there",
-                self.length,
-                prefix_hash(self.tokens),
-            )
+        require_prefix(self.tokens, context_start, expected_hash)
 
     def usable(self, length: int) -> int:
         """Up to how many of the first `length` tokens a session can go on from what is held."""
@@ -88,3 +81,19 @@ class Slot:
 
     def _gather(self, rows: Sequence[int], begin: int) -> None:
         """Move the contents of `rows` to the rows from `begin` on."""
+
+
+def require_prefix(held: Sequence[int], context_start: int, expected_hash: int) -> None:
+    """Check that the first `context_start` of the tokens held are those that a caller means.
+
+    Raises:
+        PrefixMissing: has the length and hash of the tokens held.
+    """
+    if context_start > len(held) or prefix_hash(held[:context_start]) != expected_hash:
+        found = f"{len(held)} tokens" if context_start > len(held) else "other tokens"
+        raise PrefixMissing(
+            f"context.context_start: must be tokens that are cached, got {context_start}, but {found} are; "
+            "send the session's tokens again from there",
+            len(held),
+            prefix_hash(held),
+        )

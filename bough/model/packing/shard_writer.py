@@ -10,7 +10,6 @@ import json
 import math
 import shutil
 import sys
-import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -32,7 +31,6 @@ from bough.model.quant.quantize import Layout, quantize
 
 FORMAT = 2  # 2: 4 bits with offsets
 SHARD_BYTES = 1_000_000_000
-BLOCK_BYTES = 1 << 24  # compared at once
 
 
 @dataclass(slots=True)
@@ -123,8 +121,9 @@ class ShardWriter:
             raise CheckpointError(f"{file}: its header does not name the tensors that were written")
         checksums = self.manifest["checksums"]
         for place in sorted(places.values(), key=lambda place: place.offset):
-            if place.dtype not in STORED_DTYPES or _checksum(place, count) != checksums.get(place.name):
+            if place.dtype not in STORED_DTYPES or crc32(read_place(place)) != checksums.get(place.name):
                 raise CheckpointError(f"{file}: tensor {place.name} is not what was written")
+            count(place.num_bytes)
 
     def save(self) -> None:
         """Write the manifest atomically."""
@@ -176,20 +175,6 @@ def _tensors(place: TensorPlace, layout: Layout | None, ranges: Sequence[float])
         return {place.name: value.contiguous()}
     packed, scales = quantize(value, *layout, ranges)
     return {place.name + PACKED_SUFFIX: packed, place.name + SCALES_SUFFIX: scales}
-
-
-def _checksum(place: TensorPlace, count: Callable[[int], object]) -> int:
-    """The crc32 of a tensor on disk, read in blocks. Raises CheckpointError."""
-    checksum, left = 0, place.num_bytes
-    try:
-        with place.file.open("rb") as stream:
-            stream.seek(place.offset)
-            while left and (block := stream.read(min(left, BLOCK_BYTES))):
-                checksum, left = zlib.crc32(block, checksum), left - len(block)
-                count(len(block))
-    except OSError as exc:
-        raise CheckpointError(f"{place.file}: tensor {place.name} cannot be read: {exc}") from exc
-    return checksum
 
 
 def shards_of(places: Sequence[TensorPlace], shard_bytes: int) -> list[list[TensorPlace]]:

@@ -79,10 +79,6 @@ class Awq(Dequantized):
     is_transposed = True
 
     @property
-    def places(self) -> tuple[TensorPlace, ...]:
-        return (self.words, self.zeros, self.scales)
-
-    @property
     def shape(self) -> tuple[int, ...]:
         return (self.words.shape[1] * 8, self.words.shape[0])
 

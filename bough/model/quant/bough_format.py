@@ -119,10 +119,6 @@ class Packed(Dequantized):
     bits: int
 
     @property
-    def places(self) -> tuple[TensorPlace, ...]:
-        return (self.packed, self.scales)
-
-    @property
     def shape(self) -> tuple[int, ...]:
         return (self.packed.shape[0], self.packed.shape[1] * 8 // self.bits)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 import numpy as np
@@ -49,11 +50,17 @@ class QuantFormat(ABC):
         """Take the tensors of a weight whose numbers are `tensor`. Raises CheckpointError."""
 
 
+@dataclass(frozen=True, slots=True)
 class Dequantized(ABC):
     """A weight whose value is a whole matrix in scratch memory. Subclasses say from which tensors, and how."""
 
-    __slots__ = ()
     is_transposed: ClassVar[bool] = False  # the value is the transpose of a contiguous matrix
+
+    @property
+    def places(self) -> tuple[TensorPlace, ...]:
+        """The tensors that the value is made from: those of the weight's fields that are tensors, in order."""
+        values = (getattr(self, field.name) for field in fields(self))
+        return tuple(value for value in values if isinstance(value, TensorPlace))
 
     @property
     @abstractmethod

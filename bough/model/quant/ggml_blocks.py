@@ -204,10 +204,6 @@ class Blocks(Dequantized):
     half: int = 1
 
     @property
-    def places(self) -> tuple[TensorPlace, ...]:
-        return (self.place,)
-
-    @property
     def shape(self) -> tuple[int, ...]:
         rows, num_bytes = self.place.shape
         values, block_bytes = BLOCKS[self.kind]

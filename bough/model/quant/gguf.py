@@ -145,10 +145,6 @@ class Converted(Dequantized):
     offset: float
 
     @property
-    def places(self) -> tuple[TensorPlace, ...]:
-        return (self.place,)
-
-    @property
     def shape(self) -> tuple[int, ...]:
         return self.place.shape
 

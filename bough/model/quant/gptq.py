@@ -97,10 +97,6 @@ class Gptq(Dequantized):
     is_transposed = True
 
     @property
-    def places(self) -> tuple[TensorPlace, ...]:
-        return (self.words, self.zeros, self.scales, *((self.groups,) if self.groups else ()))
-
-    @property
     def shape(self) -> tuple[int, ...]:
         return (self.words.shape[1], self.words.shape[0] * 32 // self.bits)
 

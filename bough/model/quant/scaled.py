@@ -169,11 +169,6 @@ class Scaled(Dequantized):
     is_divided: bool = False  # the scales, by that of the whole, with which they are multiplied otherwise
 
     @property
-    def places(self) -> tuple[TensorPlace, ...]:
-        places = self.numbers, self.scales, self.zeros, self.groups, self.whole
-        return tuple(place for place in places if place is not None)
-
-    @property
     def shape(self) -> tuple[int, ...]:
         outputs, elements = self.numbers.shape
         return (outputs, elements * ITEM_BYTES[self.numbers.dtype] * 8 // self.bits)

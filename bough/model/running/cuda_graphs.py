@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -92,8 +91,7 @@ class _SteadyChunk(Chunk):
     steady_paths: Paths
     kv: KVMemory
 
-    @cached_property
-    def paths(self) -> Paths:
+    def paths_on(self, device: torch.device) -> Paths:
         return self.steady_paths
 
     def memory(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
