@@ -20,7 +20,6 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from bough.model.batch.batch import BatchPart, Segment
 from bough.model.batch.gpu_paths import Paths
-from bough.model.cpu.attention_cpu import attend_on_cpu
 from bough.model.gpu.kernels import kernels_on
 from bough.model.gpu.ready import settle_sums
 from bough.model.kv.session_kv import KVSlot
@@ -28,6 +27,7 @@ from bough.model.running.device import working_on
 from bough.trees.tree import Tree
 from loadtest.gpu.contexts import HEAD_DIM, HEADS, KV_HEADS
 from loadtest.gpu.parts import device_milliseconds
+from loadtest.gpu.reference import attend_on_cpu
 
 OTHER_COUNTS = (1, 64)
 DTYPES = (torch.bfloat16, torch.float16)

@@ -17,7 +17,6 @@ from transformers import LlamaConfig, PretrainedConfig
 
 from bough.model.batch.batch import Batch, BatchPart, Segment
 from bough.model.batch.gpu_paths import Paths
-from bough.model.cpu.attention_cpu import attend_on_cpu
 from bough.model.gpu import kernels
 from bough.model.kv.kv_arena import KVArena
 from bough.model.kv.session_kv import KVSlot
@@ -29,7 +28,7 @@ from bough.runtime.machine import free_memory, usable_cpus
 from bough.sizing.placement import Tier
 from bough.trees.tree import Tree
 from loadtest.gpu.random_models import Machine, planned, repeated, streamed, write_random
-from loadtest.gpu.reference import attend_by_mask, kernels_by_torch
+from loadtest.gpu.reference import attend_by_mask, attend_on_cpu, kernels_by_torch
 from target_worker.kv.kv_offload import memory_on_host
 from target_worker.link.streams import DeviceStreams
 from target_worker.sweep.streamed_model import StreamedModel

@@ -1,10 +1,15 @@
-"""What the GPU's kernels compute, by torch's operators on any device: slow, and with sums in other orders."""
+"""What the GPU's kernels compute, by torch's operators on any device or by the CPU's kernel; sums have other orders."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
+from bough.model.batch.batch import BatchPart
 from bough.model.batch.gpu_paths import Paths
+from bough.model.batch.path_spans import PathSpans, Place
+from bough.model.cpu.attention_cpu import attend_over
 from bough.model.cpu.delta_rule import EPSILON
 from bough.model.gpu.kernels import Kernels
 
@@ -37,6 +42,16 @@ def attend_by_mask(
     if sinks is not None:
         scores = torch.cat((scores, sinks[None, :, None].expand(len(scores), -1, 1)), dim=2)
     return torch.einsum("rhp,rphd->rhd", scores.softmax(-1)[:, :, : where.shape[1]], path_values)
+
+
+def attend_on_cpu(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, piece: BatchPart, *rules: Any
+) -> torch.Tensor:
+    """Attention of a piece's rows by the CPU's kernel, in float32; operands as of `attend_by_mask`."""
+    stored_keys, stored_values = (numbers.float().contiguous() for numbers in (keys, values))
+    place = Place(stored_keys.data_ptr(), stored_values.data_ptr(), len(keys))
+    spans = PathSpans.at([place], [piece], keys.shape[1])
+    return attend_over(spans, 0, *values.shape[1:], queries.float(), *rules)
 
 
 def _gathered(paths: Paths, window: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -39,10 +39,9 @@ from transformers import (
 from bough.model.architecture.architecture import cut_layers, max_positions
 from bough.model.batch.batch import Batch, BatchPart, Segment
 from bough.model.batch.gpu_paths import Paths
-from bough.model.cpu.attention_cpu import attend_on_cpu
 from bough.model.kv.session_kv import KVSlot
 from bough.trees.tree import Tree
-from loadtest.gpu.reference import attend_by_mask
+from loadtest.gpu.reference import attend_by_mask, attend_on_cpu
 from target_worker.sweep.streamed_model import StreamedModel
 from tests.conftest import save_model
 from tests.fakes.models import CPU, new_slot, plain_logits, streamed

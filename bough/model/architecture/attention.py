@@ -14,7 +14,7 @@ from transformers import AttentionInterface
 from bough.errors import CheckpointError
 from bough.model.architecture.latent import absorbed, expanded, is_latent
 from bough.model.batch.batch import Chunk
-from bough.model.cpu.attention_cpu import KINDS, attend_in_slots, attend_on_cpu
+from bough.model.cpu.attention_cpu import attend_in_slots
 from bough.model.gpu.kernels import kernels_on
 
 NAME = "bough"
@@ -44,8 +44,7 @@ def tree_attention(
     queries = absorbed(module, query) if is_latent(module) else query[0].transpose(0, 1)
     rules = scaling, sliding_window or 0, softcap or 0.0, None if s_aux is None else s_aux.float()
     if query.device.type == "cpu" and chunk.pieces:
-        attend = attend_in_slots if key.dtype in KINDS else _attend_by_piece
-        out = attend(chunk, layer, queries, keys, values, *rules).to(query.dtype)
+        out = attend_in_slots(chunk, layer, queries, keys, values, *rules).to(query.dtype)
     else:
         out = _attend_on_paths(chunk, layer, queries.contiguous(), keys, values, *rules)
     return (expanded(module, out) if is_latent(module) else out)[None], None
@@ -75,18 +74,6 @@ def _attend_on_paths(
     assert kernels is not None, "a CPU attends to pieces in their slots"
     out = queries.new_zeros(*queries.shape[:2], values.shape[2])  # padding rows have no path and stay 0
     out[:num_rows] = kernels.attend(queries[:num_rows], held_keys, held_values, paths, *rules)
-    return out
-
-
-def _attend_by_piece(
-    chunk: Chunk, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *rules: Any
-) -> torch.Tensor:
-    """Attend piece by piece on a CPU, converting slots of a dtype that the kernel cannot read."""
-    out, memory = queries.new_zeros(*queries.shape[:2], values.shape[2]), chunk.memory(layer)
-    for piece, begin in zip(chunk.pieces, chunk.begins, strict=True):
-        held_keys, held_values = (rows[begin : begin + piece.num_keys] for rows in memory)
-        held_keys[piece.rows], held_values[piece.rows] = keys[piece.span], values[piece.span]
-        out[piece.span] = attend_on_cpu(queries[piece.span], held_keys, held_values, piece, *rules).to(out.dtype)
     return out
 
 

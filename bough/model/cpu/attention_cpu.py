@@ -8,19 +8,23 @@ import numba
 import numpy as np
 import torch
 
-from bough.model.batch.batch import BatchPart, Chunk
-from bough.model.batch.path_spans import PathSpans, Place
+from bough.model.batch.batch import Chunk
+from bough.model.batch.path_spans import PathSpans
 from bough.model.cpu.attention_kernel import Rules, attend, share_attention, store
 from bough.model.cpu.jit import pointer
 from bough.model.cpu.llvm_vectors import LANES
 from bough.model.cpu.work_stealing import counters
 
-# Types that the kernel reads; bfloat16 is passed as its bits.
-KINDS: dict[torch.dtype, np.uint16 | np.float32] = {torch.bfloat16: np.uint16(0), torch.float32: np.float32(0)}
+# Numbers of the types that the kernel reads: bfloat16 and float16 are passed as their bits.
+KINDS: dict[torch.dtype, np.uint16 | np.int16 | np.float32] = {
+    torch.bfloat16: np.uint16(0),
+    torch.float16: np.int16(0),
+    torch.float32: np.float32(0),
+}
 _shares: dict[torch.dtype, Any] = {}  # pointers to `share_attention`, by these types
 
 
-def _attend_over(
+def attend_over(
     spans: PathSpans, layer: int, num_kv_heads: int, value_dim: int, queries: torch.Tensor, *rules: Any
 ) -> torch.Tensor:
     """Attention (num_rows, num_heads, value_dim) of queries (num_rows, num_heads, ...); 0 in rows of no piece."""
@@ -40,30 +44,20 @@ def _attend_over(
 
 
 def _bits(numbers: torch.Tensor) -> torch.Tensor:
-    """A view with a type that numpy has: bfloat16 as int16."""
-    return numbers.view(torch.uint16) if numbers.dtype == torch.bfloat16 else numbers
-
-
-def attend_on_cpu(
-    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, piece: BatchPart, *rules: Any
-) -> torch.Tensor:
-    """Attention of one piece's rows, computed in float32.
-
-    `rules` are scale, window, softcap and sinks, as in `Rules`; sinks may be None.
-    queries (num_rows, num_heads, head_dim), keys and values (num_keys, num_kv_heads, head_dim), of any floating types.
-    Where queries are wider than values, they are as wide as a key and a value, and the value is the key's second part.
-    """
-    stored_keys, stored_values = (numbers.float().contiguous() for numbers in (keys, values))
-    place = Place(stored_keys.data_ptr(), stored_values.data_ptr(), len(keys))
-    spans = PathSpans.at([place], [piece], keys.shape[1])
-    return _attend_over(spans, 0, *values.shape[1:], queries.float(), *rules)
+    """A view with a type that numpy has, and by which the kernel tells both kinds of 16 bits apart."""
+    views = {torch.bfloat16: torch.uint16, torch.float16: torch.int16}
+    return numbers.view(views.get(numbers.dtype, numbers.dtype))
 
 
 def attend_in_slots(
     chunk: Chunk, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *rules: Any
 ) -> torch.Tensor:
-    """Attention of all pieces of a chunk at once, if slots hold a type that the kernel reads; shapes as in `store`."""
+    """Attention of all pieces of a chunk at once; `rules` are scale, window, softcap and sinks, which may be None.
+
+    queries (num_rows, num_heads, head_dim), keys and values as in `store`. Where queries are wider than values, they are
+    as wide as a key and a value, and the value is the key's second part.
+    """
     kind = KINDS[keys.dtype]
     spans, number = chunk.spans(layer)
     store(spans, kind, number, *(_bits(numbers).numpy() for numbers in (keys, values)))
-    return _attend_over(spans, number, *values.shape[1:], queries, *rules)
+    return attend_over(spans, number, *values.shape[1:], queries, *rules)

@@ -16,7 +16,7 @@ from numba.core import types
 from numba.extending import overload
 from numpy.typing import NDArray
 
-from bough.model.cpu.float_bits import widened
+from bough.model.cpu.float_bits import from_half, widened
 from bough.model.cpu.jit import strict, strict_inner, strict_parallel
 from bough.model.cpu.kv_rows import layer_rows
 from bough.model.cpu.llvm_vectors import LANES
@@ -25,6 +25,7 @@ from bough.model.cpu.simd import store as put
 from bough.model.cpu.work_stealing import as_thread, take, take_next, wait_for_all
 
 Floats = NDArray[np.float32]
+_BEYOND_HALF = np.float32(65536)  # what the exponent of infinities and of no numbers would mean in float16
 BLOCK = 16  # keys that are read and converted to float32 together, for all lanes of a tile
 
 
@@ -52,13 +53,24 @@ class _Tile(NamedTuple):
 
 
 def _as_float(number: Any) -> Any:
-    """Convert a float32, or the bits of a bfloat16, to float32. For kernels only."""
+    """Convert a float32, or the bits of a bfloat16 (uint16) or a float16 (int16), to float32. For kernels only."""
     raise NotImplementedError
 
 
 @overload(_as_float)
 def _as_float_of(number):  # type: ignore[no-untyped-def]
-    return (lambda number: number) if isinstance(number, types.Float) else (lambda number: widened(number))
+    if isinstance(number, types.Float):
+        return lambda number: number
+    return (lambda number: _half(number)) if number.signed else (lambda number: widened(number))
+
+
+@strict_inner
+def _half(bits: Any) -> Any:
+    """The float32 with these bits of a float16, which may be infinite or none."""
+    number = from_half(np.uint16(bits))
+    if abs(number) < _BEYOND_HALF:
+        return number
+    return number * np.float32(np.inf) if abs(number) == _BEYOND_HALF else np.float32(np.nan)
 
 
 @strict_inner
@@ -238,7 +250,7 @@ def attend(
     """Attention of all rows over their slots, a tile at a time.
 
     `share` is a pointer to `share_attention` (`bough.model.cpu.jit.pointer`). `queries` (rows, num_heads * head_dim)
-    have the type of the slots: float32, or bfloat16 as its bits; `kind` is a number of this type. `out` is (blocks,
+    have the type of the slots: float32, or 16 bits (`_as_float`); `kind` is a number of this type. `out` is (blocks,
     num_heads * value_dim, LANES) float32, its lanes are rows; rows that belong to no piece are left unchanged. Where
     queries are wider than values, a key's last value_dim numbers are its value, and are not stored twice. `taken` is a
     row of `bough.model.cpu.work_stealing.counters`.

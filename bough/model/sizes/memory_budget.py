@@ -217,10 +217,9 @@ def layer_activation_bytes(config: PretrainedConfig, shape: KVShape, limits: Tar
     num_chosen = int(getattr(config, "num_experts_per_tok", None) or 0)  # outputs of a row's experts, before their sum
     hidden = tokens * hidden_bytes(config, shape.dtype) * (HIDDEN_COPIES + num_chosen)
     intermediate = rows * int(getattr(config, "intermediate_size", 4 * config.hidden_size)) * size * 4
-    width = shape.head_dim + (shape.value_dim or shape.head_dim)
-    attention = limits.slot_rows * shape.num_kv_heads * width * FLOAT32_BYTES  # of types that kernels do not read
+    attention = 0
     if shape.value_dim:  # latents: each head's queries and results are as wide as these, some of them copied
-        attention += 4 * rows * int(config.num_attention_heads) * (shape.head_dim + shape.value_dim) * size
+        attention = 4 * rows * int(config.num_attention_heads) * (shape.head_dim + shape.value_dim) * size
     recurrence = 0
     if shape.states:
         recurrence = tokens * shape.states.row_bytes + shape.states.step_bytes(max(limits.max_nodes, rows))
