@@ -54,8 +54,8 @@ def attend_in_slots(
 ) -> torch.Tensor:
     """Attention of all pieces of a chunk at once; `rules` are scale, window, softcap and sinks, which may be None.
 
-    queries (num_rows, num_heads, head_dim), keys and values as in `store`. Where queries are wider than values, they are
-    as wide as a key and a value, and the value is the key's second part.
+    queries (num_rows, num_heads, head_dim), keys and values as in `store`. Where queries are wider than values, they
+    are as wide as a key and a value, and the value is the key's second part.
     """
     kind = KINDS[keys.dtype]
     spans, number = chunk.spans(layer)
