@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +86,7 @@ def build_empty(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel
         CheckpointError: the architecture cannot run, with the reason.
     """
     try:
-        with init_empty_weights(include_buffers=False), _parameters_left_empty():
+        with init_empty_weights(include_buffers=False), initialization.no_init_weights():
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention.NAME)
         reason = _why_not(model)
     except UNREADABLE as exc:
@@ -100,30 +98,6 @@ def build_empty(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel
     model.eval().requires_grad_(False)
     model.tie_weights()
     return model  # type: ignore[no-any-return]
-
-
-@contextmanager
-def _parameters_left_empty() -> Iterator[None]:
-    """Keep transformers from initialising meta parameters, which took seconds; buffers get their values."""
-    functions: dict[str, Callable[..., Any]] = getattr(initialization, "TORCH_INIT_FUNCTIONS", {})
-    before = dict(functions)
-
-    def unless_empty(function: Callable[..., Any]) -> Callable[..., Any]:
-        def fill(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            return tensor if tensor.is_meta else function(tensor, *args, **kwargs)
-
-        return fill
-
-    of_torch = {name: getattr(nn.init, name) for name in before}  # called by modules in their constructors
-    functions.update({name: unless_empty(function) for name, function in before.items()})
-    for name, function in of_torch.items():
-        setattr(nn.init, name, unless_empty(function))
-    try:
-        yield
-    finally:
-        functions.update(before)
-        for name, function in of_torch.items():
-            setattr(nn.init, name, function)
 
 
 def _why_not(model: PreTrainedModel) -> str:
