@@ -15,9 +15,8 @@ from bough.model.batch.batch import Batch
 from bough.model.gpu.faults import named_faults
 from bough.model.kv.segment import Segment
 from bough.model.running.runner import ResidentModel
+from draft_worker.candidates.adjust import adjust, constrain
 from draft_worker.candidates.candidates import Guessing
-from draft_worker.candidates.constrain import constrain
-from draft_worker.candidates.penalties import adjust
 from draft_worker.candidates.top_k import largest
 from draft_worker.engine.job import Stepping
 from draft_worker.growth.grower import Candidates
