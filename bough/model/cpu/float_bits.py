@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from numba.core import types
+from numba.extending import overload
 
 from bough.model.cpu.jit import strict_inline
 
@@ -28,3 +30,19 @@ def from_half(bits: Any) -> Any:
     shifted = np.uint32((np.uint32(bits) & np.uint32(0x7FFF)) << np.uint32(13))
     magnitude = shifted.view(np.float32) * np.float32(2.0**112)  # difference of the exponents' biases
     return -magnitude if bits & np.uint16(0x8000) else magnitude
+
+
+def put_number(out: Any, place: Any, number: Any) -> None:
+    """Write a float32 to a place of an array of float32, or of the bits of bfloat16. For kernels only."""
+    raise NotImplementedError
+
+
+@overload(put_number)
+def _put_number(out, place, number):  # type: ignore[no-untyped-def]  # noqa: ARG001
+    def as_it_is(out, place, number):  # type: ignore[no-untyped-def]
+        out[place] = number
+
+    def as_bits(out, place, number):  # type: ignore[no-untyped-def]
+        out[place] = rounded(number)
+
+    return as_it_is if isinstance(out.dtype, types.Float) else as_bits

@@ -13,7 +13,7 @@ import torch
 from bough.errors import CheckpointError
 from bough.model.checkpoint.checkpoint import TensorPlace
 from bough.model.checkpoint.tensor_source import typed
-from bough.model.cpu.float_bits import rounded
+from bough.model.cpu.float_bits import put_number
 from bough.model.cpu.jit import strict_parallel
 from bough.model.gpu.kernels import kernels_on
 from bough.model.quant.format import (
@@ -53,7 +53,7 @@ class AwqFormat(WordsFormat):
 
 
 @strict_parallel
-def _unpack_words_across(words: Any, zeros: Any, scales: Any, group_size: Any, out: Any, is_bf16: Any) -> Any:
+def _unpack_words_across(words: Any, zeros: Any, scales: Any, group_size: Any, out: Any) -> Any:
     """Dequantize words (inputs, outputs / 8) int32 by zeros and scales (groups, outputs) to out (inputs, outputs)."""
     num_inputs, num_words = words.shape
     for k in numba.prange(num_inputs):
@@ -62,11 +62,7 @@ def _unpack_words_across(words: Any, zeros: Any, scales: Any, group_size: Any, o
             for c in range(8):
                 n = 8 * word + c
                 integer = np.float32((words[k, word] >> np.int32(4 * (c // 2 + 4 * (c % 2)))) & np.int32(15))
-                value = (integer - zeros[group, n]) * scales[group, n]
-                if is_bf16:
-                    out[k, n] = rounded(value)
-                else:
-                    out[k, n] = value
+                put_number(out, (k, n), (integer - zeros[group, n]) * scales[group, n])
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ import torch
 from bough.errors import CheckpointError
 from bough.model.checkpoint.checkpoint import TensorPlace
 from bough.model.checkpoint.tensor_source import typed
-from bough.model.cpu.float_bits import from_half, rounded
+from bough.model.cpu.float_bits import from_half, put_number
 from bough.model.cpu.jit import strict_parallel
 from bough.model.gpu.kernels import kernels_on
 from bough.model.quant.format import (
@@ -67,11 +67,8 @@ class BoughFormat(QuantFormat):
         return Packed(packed, scales, bits)
 
 
-# Kernels write float32, or bfloat16 bits to a uint16 `out` if `is_bf16`.
-
-
 @strict_parallel
-def _unpack4(packed: Any, scales: Any, out: Any, is_bf16: Any) -> Any:
+def _unpack4(packed: Any, scales: Any, out: Any) -> Any:
     """Dequantize packed (rows, columns / 2) uint8 by scales (2, rows, groups) float16 bits to out (rows, columns)."""
     _, rows, groups = scales.shape
     half = packed.shape[1] // groups
@@ -79,32 +76,22 @@ def _unpack4(packed: Any, scales: Any, out: Any, is_bf16: Any) -> Any:
         for group in range(groups):
             scale, offset = from_half(scales[0, row, group]), from_half(scales[1, row, group])
             begin = 2 * half * group
-            if is_bf16:
-                for j in range(half):
-                    byte = np.int32(packed[row, half * group + j])
-                    out[row, begin + j] = rounded(np.float32(byte & 15) * scale + offset)
-                    out[row, begin + half + j] = rounded(np.float32(byte >> 4) * scale + offset)
-            else:
-                for j in range(half):
-                    byte = np.int32(packed[row, half * group + j])
-                    out[row, begin + j] = np.float32(byte & 15) * scale + offset
-                    out[row, begin + half + j] = np.float32(byte >> 4) * scale + offset
+            for j in range(half):
+                byte = np.int32(packed[row, half * group + j])
+                put_number(out, (row, begin + j), np.float32(byte & 15) * scale + offset)
+                put_number(out, (row, begin + half + j), np.float32(byte >> 4) * scale + offset)
 
 
 @strict_parallel
-def _unpack8(packed: Any, scales: Any, out: Any, is_bf16: Any) -> Any:
+def _unpack8(packed: Any, scales: Any, out: Any) -> Any:
     """Dequantize packed (rows, columns) int8 by scales (1, rows, groups) float16 bits to out (rows, columns)."""
     _, rows, groups = scales.shape
     size = packed.shape[1] // groups
     for row in numba.prange(rows):
         for group in range(groups):
             scale, begin = from_half(scales[0, row, group]), size * group
-            if is_bf16:
-                for j in range(size):
-                    out[row, begin + j] = rounded(np.float32(packed[row, begin + j]) * scale)
-            else:
-                for j in range(size):
-                    out[row, begin + j] = np.float32(packed[row, begin + j]) * scale
+            for j in range(begin, begin + size):
+                put_number(out, (row, j), np.float32(packed[row, j]) * scale)
 
 
 @dataclass(frozen=True, slots=True)

@@ -207,13 +207,11 @@ def unless_in_order(groups: TensorPlace, num_groups: int) -> TensorPlace | None:
 def write_out(out: torch.Tensor, kernel: Callable[..., None], *inputs: object) -> None:
     """Fill a matrix on the CPU by a kernel, which writes float32, or bfloat16 as its bits."""
     whole = out if out.dtype in KERNEL_DTYPES else torch.empty_like(out, dtype=torch.float32)
-    is_bf16 = out.dtype == torch.bfloat16
-    target = whole.view(torch.uint16) if is_bf16 else whole
-    kernel(*(_array(x) if isinstance(x, torch.Tensor) else x for x in inputs), target.numpy(), is_bf16)
+    kernel(*(_array(x) if isinstance(x, torch.Tensor) else x for x in inputs), _array(whole))
     if whole is not out:
         out.copy_(whole)
 
 
 def _array(values: torch.Tensor) -> np.ndarray[Any, Any]:
-    """The tensor for kernels, which take float16 as bits."""
-    return (values.view(torch.uint16) if values.dtype == torch.float16 else values).numpy()
+    """The tensor for kernels, which take 16 bits as such."""
+    return (values.view(torch.uint16) if values.dtype in (torch.float16, torch.bfloat16) else values).numpy()

@@ -19,7 +19,7 @@ import torch
 from bough.model.checkpoint.checkpoint import TensorPlace
 from bough.model.checkpoint.gguf_file import BLOCKS
 from bough.model.checkpoint.tensor_source import typed
-from bough.model.cpu.float_bits import from_half, rounded
+from bough.model.cpu.float_bits import from_half, put_number
 from bough.model.cpu.jit import strict_inline, strict_parallel
 from bough.model.gpu.kernels import kernels_on
 from bough.model.quant.format import Dequantized, write_out
@@ -166,7 +166,7 @@ def _half(block: Any, at: Any) -> Any:
 @strict_parallel
 def _unpack_blocks(
     data: Any, numbers: Any, of_numbers: Any, scales: Any, of_scales: Any, mins: Any, of_mins: Any, layout: Any,
-    half: Any, out: Any, is_bf16: Any,
+    half: Any, out: Any,
 ) -> Any:  # fmt: skip
     """Dequantize data (rows, bytes of a row) uint8 by the arrays of `_Tables` to out (rows, columns)."""
     num_bytes, scale_at, offset_at, has_scales, has_mins = layout[0], layout[1], layout[2], layout[3], layout[4]
@@ -188,10 +188,7 @@ def _unpack_blocks(
                     value = scale * _number(block, numbers, of_numbers, j)
                     if offset_at >= 0:
                         value += offset
-                    if is_bf16:
-                        target[begin + j] = rounded(value)
-                    else:
-                        target[begin + j] = value
+                    put_number(target, begin + j, value)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ import torch
 from bough.errors import CheckpointError, StreamError
 from bough.model.checkpoint.checkpoint import TensorPlace
 from bough.model.checkpoint.tensor_source import typed
-from bough.model.cpu.float_bits import rounded
+from bough.model.cpu.float_bits import put_number
 from bough.model.cpu.jit import strict_parallel
 from bough.model.gpu.kernels import kernels_on
 from bough.model.quant.format import (
@@ -68,20 +68,15 @@ class GptqFormat(WordsFormat):
 
 
 @strict_parallel
-def _unpack_words_down(words: Any, zeros: Any, scales: Any, groups: Any, bits: Any, out: Any, is_bf16: Any) -> Any:
+def _unpack_words_down(words: Any, zeros: Any, scales: Any, groups: Any, bits: Any, out: Any) -> Any:
     """Dequantize words (inputs / per word, outputs) int32 by zeros and scales (groups, outputs), groups (inputs,)."""
     num_inputs, num_outputs = out.shape
     per_word, mask = 32 // bits, np.int32((1 << bits) - 1)
     for k in numba.prange(num_inputs):
         word, shift, group = k // per_word, np.int32(bits * (k % per_word)), groups[k]
-        if is_bf16:
-            for n in range(num_outputs):
-                integer = np.float32((words[word, n] >> shift) & mask)
-                out[k, n] = rounded((integer - zeros[group, n]) * scales[group, n])
-        else:
-            for n in range(num_outputs):
-                integer = np.float32((words[word, n] >> shift) & mask)
-                out[k, n] = (integer - zeros[group, n]) * scales[group, n]
+        for n in range(num_outputs):
+            integer = np.float32((words[word, n] >> shift) & mask)
+            put_number(out, (k, n), (integer - zeros[group, n]) * scales[group, n])
 
 
 @dataclass(frozen=True, slots=True)

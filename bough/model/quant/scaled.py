@@ -20,7 +20,7 @@ from bough.errors import CheckpointError
 from bough.model.architecture.moe import Experts
 from bough.model.checkpoint.checkpoint import ITEM_BYTES, TensorPlace
 from bough.model.checkpoint.tensor_source import VALUE_DTYPES, Scratch, parts_of, room_bytes, typed
-from bough.model.cpu.float_bits import rounded
+from bough.model.cpu.float_bits import put_number
 from bough.model.cpu.jit import strict_parallel
 from bough.model.gpu.kernels import kernels_on
 from bough.model.quant.format import (
@@ -223,7 +223,7 @@ class Scaled(Dequantized):
 
 @strict_parallel
 def _unpack_along(
-    numbers: Any, table: Any, zeros: Any, scales: Any, row_of: Any, group_of: Any, bits: Any, out: Any, is_bf16: Any
+    numbers: Any, table: Any, zeros: Any, scales: Any, row_of: Any, group_of: Any, bits: Any, out: Any
 ) -> Any:
     """Dequantize numbers (outputs, inputs * bits / 8) uint8, of the values in table (256,), to out (outputs, inputs).
 
@@ -237,11 +237,7 @@ def _unpack_along(
             k = np.uint64(i)  # unsigned, or each index would be looked at for being negative
             number = (np.uint64(own[k >> is_half]) >> (np.uint64(4) * (k & is_half))) & mask
             group = np.uint64(group_of[k])
-            value = (table[number] - own_zeros[group]) * own_scales[group]
-            if is_bf16:
-                target[k] = rounded(value)
-            else:
-                target[k] = value
+            put_number(target, k, (table[number] - own_zeros[group]) * own_scales[group])
 
 
 def _table(dtype: torch.dtype) -> torch.Tensor:
