@@ -22,7 +22,7 @@ from bough.model.cpu.kv_rows import layer_rows
 from bough.model.cpu.llvm_vectors import LANES
 from bough.model.cpu.simd import add_products, all_lanes, exp_below_zero, larger, load, magnitude, where_positive
 from bough.model.cpu.simd import store as put
-from bough.model.cpu.work_stealing import as_thread, take, take_next, wait_for_all
+from bough.model.cpu.work_stealing import as_thread, shared
 
 Floats = NDArray[np.float32]
 _BEYOND_HALF = np.float32(65536)  # what the exponent of infinities and of no numbers would mean in float16
@@ -232,15 +232,12 @@ def share_attention(
 ) -> Any:
     """A thread's share of `attend`."""
     num_tasks, num_heads = len(spans.tasks), len(rules.sinks)
-    task = take(taken, thread, num_threads, num_tasks)
-    while task < num_tasks:
+    for task in shared(taken, thread, num_threads, num_tasks):
         tile = _tile_of(spans, task, num_heads // rules.num_kv_heads, rules.window)
         head_dim, value_dim = queries.shape[1] // num_heads, out.shape[1] // num_heads
         key_dim = head_dim if head_dim == value_dim else head_dim - value_dim
         keys, values = _rows_of(spans, spans.tasks[task, 0], kind, layer, rules.num_kv_heads, key_dim, value_dim)
         _attend_tile(queries, keys, values, spans, tile, rules, out)
-        task = take_next(taken, thread, num_threads, num_tasks)
-    wait_for_all(taken, num_threads, num_tasks)
 
 
 @strict_parallel

@@ -13,7 +13,7 @@ from bough.model.cpu.gemm_int8 import multiply_int8
 from bough.model.cpu.jit import strict_inner
 from bough.model.cpu.llvm_vectors import multiplies_pairs
 from bough.model.cpu.operands import are_codes, num_outputs_of
-from bough.model.cpu.work_stealing import take, take_next, wait_for_all
+from bough.model.cpu.work_stealing import shared
 
 PIECES = 8  # of a matrix per thread, for work stealing
 _HAS_FEW = not multiplies_pairs()  # whether few rows have a product of their own, with the bits of many
@@ -88,9 +88,6 @@ def share_product(
     """A thread's share of a product; `taken` is a row of `bough.model.cpu.work_stealing.counters`."""
     few, num_groups = form_of(rows, num_rows), num_groups_of(matrix)
     num_pieces = num_pieces_of(num_groups, num_threads)
-    piece = take(taken, thread, num_threads, num_pieces)
-    while piece < num_pieces:
+    for piece in shared(taken, thread, num_threads, num_pieces):
         begin, end = parts_of(piece, num_pieces, num_groups)
         multiply(rows, few, num_rows, matrix, begin, end, bias, out)
-        piece = take_next(taken, thread, num_threads, num_pieces)
-    wait_for_all(taken, num_threads, num_pieces)

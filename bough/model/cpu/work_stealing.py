@@ -32,7 +32,24 @@ def as_thread(number: Any) -> Any:
 
 
 @strict_inner
-def take(taken: Any, thread: Any, num_threads: Any, num_pieces: Any) -> Any:
+def shared(taken: Any, thread: Any, num_threads: Any, num_pieces: Any) -> Any:
+    """Yield the pieces of a loop that a thread takes; ends when all pieces are done, whoever did them.
+
+    `taken` is a row of `counters`.
+    """
+    done = taken[num_threads * APART :]
+    piece = _take(taken, thread, num_threads, num_pieces)
+    while piece < num_pieces:
+        yield piece
+        add_one(done)
+        piece = _take(taken, thread, num_threads, num_pieces)
+    spins = 0
+    while seen(done) < num_pieces:
+        spins = wait_a_moment(spins)
+
+
+@strict_inner
+def _take(taken: Any, thread: Any, num_threads: Any, num_pieces: Any) -> Any:
     """Take a piece from the thread's own share, or else from another's; returns num_pieces if none is left."""
     for step in range(num_threads):
         owner = (thread + step) % num_threads
@@ -42,18 +59,3 @@ def take(taken: Any, thread: Any, num_threads: Any, num_pieces: Any) -> Any:
             if piece < end:
                 return piece
     return num_pieces
-
-
-@strict_inner
-def take_next(taken: Any, thread: Any, num_threads: Any, num_pieces: Any) -> Any:
-    """Mark the current piece as done and take another one."""
-    add_one(taken[num_threads * APART :])
-    return take(taken, thread, num_threads, num_pieces)
-
-
-@strict_inner
-def wait_for_all(taken: Any, num_threads: Any, num_pieces: Any) -> Any:
-    """Wait until all pieces of a loop are done."""
-    done, spins = taken[num_threads * APART :], 0
-    while seen(done) < num_pieces:
-        spins = wait_a_moment(spins)

@@ -17,7 +17,7 @@ from bough.model.cpu.gemm_parallel import form_of, multiply, num_groups_of, num_
 from bough.model.cpu.jit import fastmath_inner, fastmath_parallel
 from bough.model.cpu.kv_rows import layer_rows
 from bough.model.cpu.operands import LINE, num_outputs_of
-from bough.model.cpu.work_stealing import as_thread, take, take_next, wait_for_all
+from bough.model.cpu.work_stealing import as_thread, shared
 from bough.model.llama.rows import Bits, Floats, gate_line, rotate, round_to, share_laying_out, share_norms
 
 LOOPS = 9  # work-sharing loops of a layer
@@ -102,11 +102,8 @@ def _place(task: Any, layer: Any, weights: Any, rows: Any) -> Any:
 @fastmath_inner
 def _share_placing(taken: Any, thread: Any, num_threads: Any, layer: Any, weights: Any, rows: Any) -> Any:
     num_tasks = len(rows.spans.tasks)
-    task = take(taken, thread, num_threads, num_tasks)
-    while task < num_tasks:
+    for task in shared(taken, thread, num_threads, num_tasks):
         _place(task, layer, weights, rows)
-        task = take_next(taken, thread, num_threads, num_tasks)
-    wait_for_all(taken, num_threads, num_tasks)
 
 
 @fastmath_inner
@@ -128,12 +125,9 @@ def _share_heads(taken: Any, thread: Any, num_threads: Any, weights: Any, rows: 
     """Compute queries, keys and values side by side in `out`, in one loop over three matrices."""
     num_groups = num_groups_of(weights.queries) + num_groups_of(weights.keys) + num_groups_of(weights.values)
     few, num_pieces = form_of(rows, num_rows), num_pieces_of(num_groups, num_threads)
-    piece = take(taken, thread, num_threads, num_pieces)
-    while piece < num_pieces:
+    for piece in shared(taken, thread, num_threads, num_pieces):
         begin, end = parts_of(piece, num_pieces, num_groups)
         _heads_piece(begin, end, weights, rows, few, num_rows, out)
-        piece = take_next(taken, thread, num_threads, num_pieces)
-    wait_for_all(taken, num_threads, num_pieces)
 
 
 @fastmath_inner
@@ -157,12 +151,9 @@ def _share_gates(
     """Compute gated = silu(rows @ gate) * (rows @ up) in whole lines."""
     num_lines = (gate.shape[1] + LINE - 1) // LINE
     few, num_pieces = form_of(rows, num_rows), num_pieces_of(num_lines, num_threads)
-    piece = take(taken, thread, num_threads, num_pieces)
-    while piece < num_pieces:
+    for piece in shared(taken, thread, num_threads, num_pieces):
         begin, end = parts_of(piece, num_pieces, num_lines)
         _gates_piece(begin * LINE, min(end * LINE, gate.shape[1]), weights, rows, few, num_rows, gate, up, gated)
-        piece = take_next(taken, thread, num_threads, num_pieces)
-    wait_for_all(taken, num_threads, num_pieces)
 
 
 @fastmath_inner

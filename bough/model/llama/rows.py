@@ -26,7 +26,7 @@ from bough.model.cpu.simd import (
     store,
     where_positive,
 )
-from bough.model.cpu.work_stealing import take, take_next, wait_for_all
+from bough.model.cpu.work_stealing import shared
 
 Floats = NDArray[np.float32]
 Bits = NDArray[np.uint16]  # of bfloat16
@@ -71,11 +71,8 @@ def _normalise(block: Any, hidden: Any, weight: Any, epsilon: Any, rows: Any) ->
 @fastmath_inner
 def share_norms(taken: Any, thread: Any, num_threads: Any, hidden: Any, weight: Any, epsilon: Any, rows: Any) -> Any:
     """RMS norms of hidden (blocks, hidden, LANES) as rows of a product: a thread's share."""
-    block = take(taken, thread, num_threads, len(hidden))
-    while block < len(hidden):
+    for block in shared(taken, thread, num_threads, len(hidden)):
         _normalise(block, hidden, weight, epsilon, rows)
-        block = take_next(taken, thread, num_threads, len(hidden))
-    wait_for_all(taken, num_threads, len(hidden))
 
 
 @fastmath_inner
@@ -115,12 +112,9 @@ def round_to(numbers: Any, out: Any) -> Any:
 def share_laying_out(taken: Any, thread: Any, num_threads: Any, numbers: Any, rows: Any) -> Any:
     """Write values (blocks, inputs, LANES) as rows of a product: a thread's share."""
     num_blocks, num_inputs = len(numbers), numbers.shape[1]
-    block = take(taken, thread, num_threads, num_blocks)
-    while block < num_blocks:
+    for block in shared(taken, thread, num_threads, num_blocks):
         for begin in range(0, num_inputs, LINE):
             put(numbers[block, begin : min(begin + LINE, num_inputs)], rows, block, begin)
-        block = take_next(taken, thread, num_threads, num_blocks)
-    wait_for_all(taken, num_threads, num_blocks)
 
 
 @fastmath_inner
