@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from bough.config.processes import DraftConfig
-from bough.model.cpu import jit
 from bough.processes.compile_once import require_kernel_folder
 from bough.processes.process import run
 from bough.processes.worker_process import serve_worker
@@ -39,7 +38,6 @@ def simulated_parts(config: DraftConfig, worker_id: str) -> Parts[ServedDraft]:
     Raises:
         ConfigError: the profile is unknown or has an invalid field.
     """
-    jit.interpret()
     from bough.simulation.clock import SimulatedClock
     from bough.simulation.line import Line
     from bough.simulation.pair import simulated_pair

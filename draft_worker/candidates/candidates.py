@@ -12,7 +12,6 @@ from bough.model.sampling.draft_sampler import GREEDY_TOKENS, greedy_weights, re
 from bough.protocol.messages import GrowCall
 from bough.protocol.sampling_params import SamplingParams
 from bough.trees.tree_plan import Guess
-from draft_worker.candidates.noise import noise_at
 from draft_worker.growth.grower import Candidates
 
 NUM_CANDIDATES = 64  # tokens kept of those considered
@@ -58,6 +57,8 @@ class Guessing:
             with np.errstate(divide="ignore", invalid="ignore"):  # where a row has no token with a finite logit
                 scores = _filtered(values.astype(np.float64), self.params)
         if self.is_perturbed:
+            from draft_worker.candidates.noise import noise_at  # compiled: simulated drafts start without numba
+
             scores = self.params.temperature * (scores + noise_at(self.params.seed, positions, tokens))
             best = np.argsort(-scores, axis=1, kind="stable")
             tokens, scores = np.take_along_axis(tokens, best, 1), np.take_along_axis(scores, best, 1)

@@ -1,6 +1,6 @@
 """Trees of a simulated draft, without torch.
 
-`python -m tests.fakes.simulated_growth FOLDER` grows a tree without numba as well, and prints it as JSON.
+`python -m tests.fakes.simulated_growth FOLDER` grows a tree in a process of its own, and prints it as JSON.
 """
 
 from __future__ import annotations
@@ -10,11 +10,6 @@ import sys
 from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
-
-if __name__ == "__main__":
-    from bough.model.cpu import jit
-
-    jit.interpret()
 
 from bough.model.kv.arena import Arena
 from bough.protocol.messages import Context, GrowCall, GrowResult

@@ -226,13 +226,12 @@ def test_a_profile_whose_kv_holds_no_session_is_refused() -> None:
         LIMITS.num_rows(10, 2000)
 
 
-def test_trees_are_the_same_where_nothing_is_compiled(tmp_path: Path) -> None:
-    """A simulated draft loads no numba: its growers run as they are written."""
+def test_a_simulated_draft_loads_neither_numba_nor_torch(tmp_path: Path) -> None:
+    """Its trees are those that any process grows."""
     command = [sys.executable, "-m", "tests.fakes.simulated_growth", str(tmp_path)]
     ran = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=True)
     loaded, (tokens, parents, log_probs) = json.loads(ran.stdout)
-    compiled = wide_tree(tmp_path)
+    here = wide_tree(tmp_path)
     assert loaded == []
     assert len(tokens) > 20
-    assert [tokens, parents] == compiled[:2]
-    assert log_probs == pytest.approx(compiled[2], rel=1e-5)
+    assert [tokens, parents, log_probs] == here

@@ -2,45 +2,39 @@
 
 `strict` functions round exactly as written, so sums keep their order; `fastmath_` ones may reorder sums. Every
 function must state one of the two: otherwise numba takes the setting of whichever caller is compiled first, and sums
-whose order matters may be reordered. numba is loaded with the first function, and never in a process that calls
-`interpret`.
+whose order matters may be reordered.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import numba
+
+from bough.model.cpu.late_code import Inner, make_code_late
+
+make_code_late()
 FASTMATH = {"reassoc", "contract", "nsz", "arcp"}  # without "nnan" and "ninf": NaN and infinities stay valid
-
-_is_interpreted = False
-
-
-def interpret() -> None:
-    """Make the decorators return functions uncompiled, for processes without a model that must start fast."""
-    global _is_interpreted
-    _is_interpreted = True
 
 
 def compiler_setting(name: str) -> Any:
     """The value of a numba setting such as NUMBA_NUM_THREADS; None if it is not set."""
-    from numba import config
-
-    return getattr(config, name)
+    return getattr(numba.config, name)
 
 
 def strict(function: Any) -> Any:
     """Compile a function with strict rounding; the code is cached on disk."""
-    return _compiled(function, fastmath=False)
+    return _njit(function, cache=True, fastmath=False)
 
 
 def strict_parallel(function: Any) -> Any:
     """Like `strict`, with `numba.prange` over threads."""
-    return _compiled(function, fastmath=False, parallel=True)
+    return _njit(function, cache=True, fastmath=False, parallel=True)
 
 
 def strict_inline(function: Any) -> Any:
     """Like `strict`, inlined into its callers before compilation: for a few operations on numbers."""
-    return _compiled(function, fastmath=False, inline="always")
+    return _njit(function, cache=True, fastmath=False, inline="always")
 
 
 def strict_inner(function: Any) -> Any:
@@ -50,7 +44,7 @@ def strict_inner(function: Any) -> Any:
 
 def fastmath_parallel(function: Any) -> Any:
     """Compile a function with `numba.prange` whose sums LLVM may reorder, always in the same order on one processor."""
-    return _compiled(function, fastmath=FASTMATH, parallel=True)
+    return _njit(function, cache=True, fastmath=FASTMATH, parallel=True)
 
 
 def fastmath_inner(function: Any) -> Any:
@@ -58,26 +52,13 @@ def fastmath_inner(function: Any) -> Any:
     return _inner(function, fastmath=FASTMATH)
 
 
-def _compiled(function: Any, **options: Any) -> Any:
-    return function if _is_interpreted else _njit(function, cache=True, **options)
-
-
 def _inner(function: Any, **options: Any) -> Any:
-    if _is_interpreted:
-        return function
-    from bough.model.cpu.late_code import Inner
-
     inner = _njit(function, no_cpython_wrapper=True, **options)
     inner.__class__ = Inner
     return inner
 
 
 def _njit(function: Any, **options: Any) -> Any:
-    import numba
-
-    from bough.model.cpu.late_code import make_code_late
-
-    make_code_late()
     settings: dict[str, Any] = {"error_model": "numpy", "nogil": True, "no_cfunc_wrapper": True}
     return numba.njit(**settings, **options)(function)
 
@@ -88,8 +69,6 @@ def pointer(function: Any, *arguments: Any) -> Any:
     A function that is called by name is compiled again into each caller, three times into a parallel loop; one that
     is called by pointer is compiled once. It must return nothing.
     """
-    import numba
-
     options = {name: function.targetoptions[name] for name in ("fastmath", "error_model", "nogil")}
     signature = numba.types.void(*map(numba.typeof, arguments))
     return numba.cfunc(signature, cache=True, **options)(function.py_func)
