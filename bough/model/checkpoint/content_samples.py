@@ -64,12 +64,9 @@ def samples_of(tensor: TensorPlace, num: int) -> list[Sample]:
 def _read(sample: Sample) -> bytes:
     """The bytes of a sample, without read-ahead."""
     try:
-        descriptor = os.open(sample.file, os.O_RDONLY)
-        try:
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
-            data = os.pread(descriptor, sample.num_bytes, sample.offset)
-        finally:
-            os.close(descriptor)
+        with sample.file.open("rb", buffering=0) as stream:
+            os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
+            data = os.pread(stream.fileno(), sample.num_bytes, sample.offset)
     except OSError as exc:
         raise CheckpointError(f"{sample.file}: tensor {sample.name} cannot be read: {exc}") from exc
     if len(data) < sample.num_bytes:

@@ -84,7 +84,7 @@ class LlamaDecoder:
             self._cos, self._sin = cos[0].float().numpy(), sin[0].float().numpy()
 
 
-def _load(skeleton: Skeleton, stack: type[Stack] | type[Int8Stack]) -> Weights:
+def _load(skeleton: Skeleton, stack: type[Stack]) -> Weights:
     """Load layer by layer, so that at most one layer is in memory twice."""
     bind_resident(skeleton, skeleton.resident_slots, CPU)
     decoder, head = skeleton.model.get_decoder(), skeleton.model.get_output_embeddings()

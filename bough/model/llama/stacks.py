@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,34 +20,32 @@ class Stack:
 
     def __init__(self, count: int) -> None:
         self._count, self._used = count, 0
-        self.matrices: NDArray[np.uint16] = np.zeros((0, 0, 0), np.uint16)  # (count, outputs, inputs)
+        self.matrices: NDArray[Any] = np.zeros(0, np.uint16)  # (count, ...) as `laid_out` makes them
 
     def put(self, matrix: torch.Tensor) -> None:
         """Add the next matrix; all have the same shape."""
+        own = self.laid_out(matrix.detach())
         if not self._used:
-            memory = np.frombuffer(large_pages(self._count * matrix.nbytes), np.uint16)
-            self.matrices = memory.reshape(self._count, *matrix.shape)
-        self.matrices[self._used] = numbers(matrix.detach())
+            memory = np.frombuffer(large_pages(self._count * own.nbytes), own.dtype)
+            self.matrices = memory.reshape(self._count, *own.shape)
+        self.matrices[self._used] = own
         self._used += 1
 
+    @staticmethod
+    def laid_out(matrix: torch.Tensor) -> NDArray[Any]:
+        """The numbers of a matrix, (outputs, inputs) uint16, in the form that products read."""
+        return numbers(matrix)
 
-class Int8Stack:
+
+class Int8Stack(Stack):
     """Stores matrices in 8 bits (`bough.model.cpu.operands`) with a scale for each output: half the bytes to read."""
 
-    def __init__(self, count: int) -> None:
-        self._count, self._used = count, 0
-        self.matrices: NDArray[np.int32] = np.zeros((0, 0, 0, 0), np.int32)  # (count, groups, words, LANES)
-
-    def put(self, matrix: torch.Tensor) -> None:
-        """Add the next matrix; all have one shape, with inputs in whole words. Outputs are padded to whole groups."""
-        whole = nn.functional.pad(matrix.detach().float(), (0, 0, 0, -len(matrix) % LANES))
-        shape = len(whole) // LANES, whole.shape[1] // 4 + 1, LANES
-        if not self._used:
-            memory = np.frombuffer(large_pages(self._count * math.prod(shape) * 4), np.int32)
-            self.matrices = memory.reshape(self._count, *shape)
+    @staticmethod
+    def laid_out(matrix: torch.Tensor) -> NDArray[Any]:
+        """(groups, words, LANES) int32; inputs are whole words, and outputs are padded to whole groups."""
+        whole = nn.functional.pad(matrix.float(), (0, 0, 0, -len(matrix) % LANES))
         scales = whole.abs().amax(1) / MOST
         codes = (whole / scales.clamp(min=torch.finfo(torch.float32).tiny)[:, None]).round().clamp(-MOST, MOST) + ZERO
-        words = codes.to(torch.uint8).numpy().view(np.int32).reshape(-1, LANES, shape[1] - 1)
-        self.matrices[self._used, :, :-1] = words.transpose(0, 2, 1)
-        self.matrices[self._used, :, -1] = scales.numpy().view(np.int32).reshape(-1, LANES)
-        self._used += 1
+        words = codes.to(torch.uint8).numpy().view(np.int32).reshape(-1, LANES, whole.shape[1] // 4)
+        of_outputs = scales.numpy().view(np.int32).reshape(-1, 1, LANES)
+        return np.concatenate((words.transpose(0, 2, 1), of_outputs), axis=1)
