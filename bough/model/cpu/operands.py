@@ -19,7 +19,6 @@ import numba
 import numpy as np
 from numba.extending import overload
 
-from bough.model.cpu.float_bits import widened
 from bough.model.cpu.gemm import LINE_BYTES
 from bough.model.cpu.jit import strict_inner
 from bough.model.cpu.llvm_vectors import LANES, MOST_SIGNED
@@ -92,24 +91,3 @@ def num_outputs_of(matrix: Any) -> int:
 @overload(num_outputs_of)
 def _num_outputs_of(matrix):  # type: ignore[no-untyped-def]
     return (lambda matrix: LANES * len(matrix)) if is_int8(matrix) else (lambda matrix: len(matrix))
-
-
-def put_output(matrix: Any, output: int, out: Any) -> None:
-    """Copy the weights of one output to `out` in float32."""
-    raise NotImplementedError
-
-
-@overload(put_output)
-def _put_output(matrix, output, out):  # type: ignore[no-untyped-def]  # noqa: ARG001
-    def of_codes(matrix, output, out):  # type: ignore[no-untyped-def]
-        words = matrix[output // LANES, :, output % LANES]
-        scale = np.int32(words[len(words) - 1]).view(np.float32)
-        for i in range(len(out)):
-            code = (words[i // 4] >> np.int32(8 * (i % 4))) & np.int32(0xFF)
-            out[i] = np.float32(code - np.int32(ZERO)) * scale
-
-    def of_bits(matrix, output, out):  # type: ignore[no-untyped-def]
-        for i in range(len(out)):
-            out[i] = widened(matrix[output, i])
-
-    return of_codes if is_int8(matrix) else of_bits

@@ -37,7 +37,7 @@ class LlamaDecoder:
         self._rotary = skeleton.model.get_decoder().rotary_emb
         self._vocab_size = skeleton.vocab_size
         self._sizes = sizes_of(skeleton)
-        self._weights = _load(skeleton, Int8Stack if is_int8 else Stack)
+        self._embeddings, self._weights = _load(skeleton, Int8Stack if is_int8 else Stack)
         self._cos = self._sin = np.zeros((0, self._sizes.head_dim), np.float32)
         self._workspace = Workspace(skeleton, code_rows if is_int8 else word_rows)
         self._shares: tuple[Any, Any] | None = None  # pointers to `share_layers` and `share_head`
@@ -56,10 +56,11 @@ class LlamaDecoder:
         num_threads = numba.get_num_threads()
         taken = counters(num_threads, len(self._weights.layers.window) * LOOPS + 2)
         workspace, spans = self._workspace.of(num_blocks(batch.num_rows)), chunk.spans(0)[0]
+        _lay_out(self._embeddings.weights_of(batch.tokens), workspace.hidden)
         rows = Pass(len(positions), self._sizes, workspace, spans, self._cos[positions], self._sin[positions])
         if self._shares is None:
             self._shares = self._pointers(taken, num_threads, rows, logits)
-        run_step(*self._shares, taken, num_threads, batch.tokens, logit_rows, *self._weights, *rows[1:], logits)
+        run_step(*self._shares, taken, num_threads, logit_rows, *self._weights, *rows, logits)
         return torch.from_numpy(logits[: len(logit_rows), : self._vocab_size])
 
     def _pointers(self, taken: Any, num_threads: int, rows: Pass, logits: Any) -> tuple[Any, Any]:
@@ -84,8 +85,8 @@ class LlamaDecoder:
             self._cos, self._sin = cos[0].float().numpy(), sin[0].float().numpy()
 
 
-def _load(skeleton: Skeleton, stack: type[Stack]) -> Weights:
-    """Load layer by layer, so that at most one layer is in memory twice."""
+def _load(skeleton: Skeleton, stack: type[Stack]) -> tuple[Stack, Weights]:
+    """The embeddings, and what else; loaded layer by layer, so that at most one layer is in memory twice."""
     bind_resident(skeleton, skeleton.resident_slots, CPU)
     decoder, head = skeleton.model.get_decoder(), skeleton.model.get_output_embeddings()
     embeddings = stack(1)
@@ -108,7 +109,14 @@ def _load(skeleton: Skeleton, stack: type[Stack]) -> Weights:
     layers = LayerWeights._make((*stacked, *(own.matrices for own in stacks), np.array(windows, np.int64)))
     unused = np.zeros(-len(head_bias) % LANES, np.float32)  # fills the last group of outputs in 8 bits
     head_bias = np.concatenate([head_bias, unused]) if stack is Int8Stack else head_bias
-    return Weights(embeddings.matrices[0], layers, final_norm, output.matrices[0], head_bias)
+    return embeddings, Weights(layers, final_norm, output.matrices[0], head_bias)
+
+
+def _lay_out(rows: NDArray[np.float32], hidden: NDArray[np.float32]) -> None:
+    """Write rows to hidden (blocks, hidden, LANES); lanes beyond the last become 0, so that nothing grows there."""
+    whole = np.zeros((len(hidden) * LANES, rows.shape[1]), np.float32)
+    whole[: len(rows)] = rows
+    hidden[:] = whole.reshape(len(hidden), LANES, -1).transpose(0, 2, 1)
 
 
 def _release(slots: Sequence[ParameterSlot]) -> None:

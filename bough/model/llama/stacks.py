@@ -36,6 +36,10 @@ class Stack:
         """The numbers of a matrix, (outputs, inputs) uint16, in the form that products read."""
         return numbers(matrix)
 
+    def weights_of(self, outputs: NDArray[np.int32]) -> NDArray[np.float32]:
+        """The weights (num_outputs, inputs) of some outputs of the first matrix."""
+        return (self.matrices[0][outputs].astype(np.uint32) << np.uint32(16)).view(np.float32)
+
 
 class Int8Stack(Stack):
     """Stores matrices in 8 bits (`bough.model.cpu.operands`) with a scale for each output: half the bytes to read."""
@@ -49,3 +53,9 @@ class Int8Stack(Stack):
         words = codes.to(torch.uint8).numpy().view(np.int32).reshape(-1, LANES, whole.shape[1] // 4)
         of_outputs = scales.numpy().view(np.int32).reshape(-1, 1, LANES)
         return np.concatenate((words.transpose(0, 2, 1), of_outputs), axis=1)
+
+    def weights_of(self, outputs: NDArray[np.int32]) -> NDArray[np.float32]:
+        words = self.matrices[0][outputs // LANES, :, outputs % LANES]
+        codes, scales = (np.ascontiguousarray(part) for part in (words[:, :-1], words[:, -1:]))
+        weights: NDArray[np.float32] = (codes.view(np.uint8).astype(np.float32) - ZERO) * scales.view(np.float32)
+        return weights

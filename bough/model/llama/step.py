@@ -10,7 +10,6 @@ import numpy as np
 from bough.model.cpu.gemm_parallel import share_product
 from bough.model.cpu.jit import fastmath_inner, fastmath_parallel
 from bough.model.cpu.llvm_vectors import LANES
-from bough.model.cpu.operands import put_output
 from bough.model.cpu.work_stealing import as_thread
 from bough.model.llama.layer import LOOPS, LayerWeights, Pass, share_layer
 from bough.model.llama.rows import Floats, share_norms
@@ -19,22 +18,10 @@ from bough.model.llama.rows import Floats, share_norms
 class Weights(NamedTuple):
     """Weights of a model."""
 
-    embeddings: Any
     layers: LayerWeights
     final_norm: Floats  # (hidden,)
     head: Any
     head_bias: Floats  # (vocab_size,)
-
-
-@fastmath_inner
-def _embed(tokens: Any, embeddings: Any, hidden: Any) -> Any:
-    """Look up embeddings; lanes beyond the last token become 0, so that values do not accumulate there."""
-    for row in range(len(hidden) * LANES):
-        place = hidden[row // LANES, :, row % LANES]
-        if row < len(tokens):
-            put_output(embeddings, tokens[row], place)
-        else:
-            place[:] = 0
 
 
 @fastmath_inner
@@ -89,13 +76,12 @@ def run_step(
     head_share: Any,
     taken: Any,
     num_threads: Any,
-    tokens: Any,
     logit_rows: Any,
-    embeddings: Any,
     layers: Any,
     norm: Any,
     head: Any,
     bias: Any,
+    num_rows: Any,
     sizes: Any,
     workspace: Any,
     spans: Any,
@@ -103,16 +89,15 @@ def run_step(
     sin: Any,
     logits: Any,
 ) -> Any:
-    """Compute logits (logit rows in whole blocks, vocab_size) float32; cos and sin are (rows, head_dim) float32.
+    """Compute logits (logit rows in whole blocks, vocab_size) float32 of a `Pass`, which is given by its fields.
 
     `layers_share` and `head_share` are pointers to `share_layers` and `share_head` (`bough.model.cpu.jit.pointer`).
     Keys and values of all rows are written to their slots. `workspace` has exactly the blocks of the rows; `taken` has
     counters of num_layers * LOOPS + 2 loops (`bough.model.cpu.work_stealing.counters`).
     """
-    _embed(tokens, embeddings, workspace.hidden)
     for number in numba.prange(num_threads):
         thread = as_thread(number)
-        rows = Pass(len(tokens), sizes, workspace, spans, cos, sin)
+        rows = Pass(num_rows, sizes, workspace, spans, cos, sin)
         layers_share(taken, thread, num_threads, layers, rows)
     if len(logit_rows) == 0:
         return
