@@ -32,9 +32,11 @@ from bough.model.cpu.llvm_vectors import (
     prefetch,
     rounded,
     shuffled,
+    spaced,
     splat,
     store,
     widened,
+    zeros,
 )
 
 WORD_BYTES = 4  # a float32, or two neighbouring bfloat16, which AMD's processors multiply and add in one instruction
@@ -75,43 +77,28 @@ class Tile:
 
         Rows of the matrix are `row_step` bytes apart, and `row_bytes` long.
         """
-        b, num_sums = self._builder, len(self._blocks) * len(self._outputs)
-        blocks = [at(b, rows, _times(b, block, block_bytes)) for block in self._blocks]
-        weights = [at(b, matrix, _times(b, output, row_step)) for output in self._outputs]
-        ahead = _times(b, len(self._outputs), row_step)  # offset of the next tile's rows
-        entry, line, word, after, done = b.block, *(b.append_basic_block(n) for n in ("line", "word", "after", "done"))
-        b.branch(line)
-        b.position_at_end(line)
-        line_offset, line_sums = b.phi(I64), [b.phi(FLOATS) for _ in range(num_sums)]
-        for row in weights:
-            prefetch(b, at(b, at(b, row, line_offset), ahead))
-        next_line = b.add(line_offset, ir.Constant(I64, LINE_BYTES))
-        line_end = b.select(b.icmp_signed("<", next_line, row_bytes), next_line, row_bytes)
-        line_widened = self._widened_line(weights, line_offset, line_end) if self._is_widened else None
-        begun = b.block
-        b.branch(word)
-        b.position_at_end(word)
-        offset, begins = b.phi(I64), [b.phi(FLOATS) for _ in range(num_sums)]
-        inputs = [b.load(at(b, block, _times(b, LANES, offset)), typ=WORDS, align=WORD_BYTES) for block in blocks]
-        if line_widened is None:
-            sums = self._add_words(begins, inputs, [at(b, row, offset) for row in weights])
-        else:
-            sums = self._add_widened(begins, inputs, at(b, line_widened, b.sub(offset, line_offset)))
-        following = b.add(offset, ir.Constant(I64, WORD_BYTES))
-        b.cbranch(b.icmp_signed("<", following, line_end), word, after)
-        b.position_at_end(after)
-        b.cbranch(b.icmp_signed("<", line_end, row_bytes), line, done)
-        b.position_at_end(done)
-        zeros = [ir.Constant(FLOATS, [0.0] * LANES)] * num_sums
-        before = [(line_offset, ir.Constant(I64, 0), line_end), *zip(line_sums, zeros, sums, strict=True)]
-        for phi, begin, end in before:
-            phi.add_incoming(begin, entry)
-            phi.add_incoming(end, after)
-        within = [(offset, line_offset, following), *zip(begins, line_sums, sums, strict=True)]
-        for phi, begin, end in within:
-            phi.add_incoming(begin, begun)
-            phi.add_incoming(end, word)
-        return sums
+        b, line_bytes = self._builder, ir.Constant(I64, LINE_BYTES)
+        blocks = spaced(b, rows, block_bytes, len(self._blocks))
+        weights = spaced(b, matrix, row_step, len(self._outputs))
+        ahead = _times(b, len(weights), row_step)  # offset of the next tile's rows
+        sums = zeros(b, FLOATS, len(blocks) * len(weights))
+        with cgutils.for_range_slice(b, ir.Constant(I64, 0), row_bytes, line_bytes) as (begin, _):
+            for row in weights:
+                prefetch(b, at(b, at(b, row, begin), ahead))
+            following = b.add(begin, line_bytes)
+            end = b.select(b.icmp_signed("<", following, row_bytes), following, row_bytes)
+            line = self._widened_line(weights, begin, end) if self._is_widened else None
+            with cgutils.for_range_slice(b, begin, end, ir.Constant(I64, WORD_BYTES)) as (offset, _):
+                places = [at(b, block, _times(b, LANES, offset)) for block in blocks]
+                inputs = [b.load(place, typ=WORDS, align=WORD_BYTES) for place in places]
+                before = [b.load(total) for total in sums]
+                if line is None:
+                    after = self._add_words(before, inputs, [at(b, row, offset) for row in weights])
+                else:
+                    after = self._add_widened(before, inputs, at(b, line, b.sub(offset, begin)))
+                for total, added in zip(sums, after, strict=True):
+                    b.store(added, total)
+        return [b.load(total) for total in sums]
 
     def _add_words(self, sums: Sequence[Any], inputs: Sequence[Any], places: Sequence[Any]) -> list[Any]:
         """Add the products of the rows' word with the matrix's words at the addresses `places`."""

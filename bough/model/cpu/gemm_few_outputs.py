@@ -13,6 +13,7 @@ from typing import Any
 import numba
 import numpy as np
 from llvmlite import ir
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 from bough.model.cpu.float_bits import widened as widened_number
@@ -35,6 +36,7 @@ from bough.model.cpu.llvm_vectors import (
     store,
     turned,
     widened,
+    zeros,
 )
 
 MOST = 8  # rows that are few
@@ -46,37 +48,26 @@ def _sums(
     b: ir.IRBuilder, rows: Sequence[Any], parts: Sequence[Sequence[Any]], ahead: Any, num_words: Any
 ) -> list[list[Any]]:
     """Of rows of float32 with some SHORT outputs (addresses), for each part; `num_words` is a multiple of SHORT."""
-    entry, line, done = b.block, b.append_basic_block("line"), b.append_basic_block("done")
-    b.branch(line)
-    b.position_at_end(line)
-    word, begins = b.phi(I64), [[b.phi(_SHORTS) for _ in rows] for _ in parts]
-    offset = b.mul(word, ir.Constant(I64, _WORD_BYTES))
-    for weights in parts:
-        for weight in weights:
-            prefetch(b, at(b, at(b, weight, offset), ahead))
-    words_of = [
-        turned(b, [b.load(at(b, weight, offset), typ=_SHORT_WORDS, align=2) for weight in weights]) for weights in parts
-    ]
-    sums = [list(some) for some in begins]
-    for index in range(SHORT):
-        weights_of = [widened(b, words[index]) for words in words_of]
-        for odd in range(2):
-            place = b.add(b.mul(offset, ir.Constant(I64, 2)), ir.Constant(I64, _FLOAT_BYTES * (2 * index + odd)))
-            loaded = [b.load(at(b, row, place), typ=ir.FloatType(), align=4) for row in rows]
-            numbers = [splat(b, number, SHORT) for number in loaded]
-            for part, weights in enumerate(weights_of):
-                pairs = zip(sums[part], numbers, strict=True)
-                sums[part] = [multiply_add(b, some, number, weights[odd]) for some, number in pairs]
-    following = b.add(word, ir.Constant(I64, SHORT))
-    b.cbranch(b.icmp_signed("<", following, num_words), line, done)
-    word.add_incoming(ir.Constant(I64, 0), entry)
-    word.add_incoming(following, line)
-    for part, some in enumerate(begins):
-        for row, begin in enumerate(some):
-            begin.add_incoming(ir.Constant(_SHORTS, [0.0] * SHORT), entry)
-            begin.add_incoming(sums[part][row], line)
-    b.position_at_end(done)
-    return sums
+    sums = [zeros(b, _SHORTS, len(rows)) for _ in parts]
+    with cgutils.for_range_slice(b, ir.Constant(I64, 0), num_words, ir.Constant(I64, SHORT)) as (word, _):
+        offset = b.mul(word, ir.Constant(I64, _WORD_BYTES))
+        for weights in parts:
+            for weight in weights:
+                prefetch(b, at(b, at(b, weight, offset), ahead))
+        words_of = [
+            turned(b, [b.load(at(b, weight, offset), typ=_SHORT_WORDS, align=2) for weight in weights])
+            for weights in parts
+        ]
+        for index in range(SHORT):
+            weights_of = [widened(b, words[index]) for words in words_of]
+            for odd in range(2):
+                place = b.add(b.mul(offset, ir.Constant(I64, 2)), ir.Constant(I64, _FLOAT_BYTES * (2 * index + odd)))
+                loaded = [b.load(at(b, row, place), typ=ir.FloatType(), align=4) for row in rows]
+                numbers = [splat(b, number, SHORT) for number in loaded]
+                for totals, weights in zip(sums, weights_of, strict=True):
+                    for total, number in zip(totals, numbers, strict=True):
+                        b.store(multiply_add(b, b.load(total), number, weights[odd]), total)
+    return [[b.load(total) for total in totals] for totals in sums]
 
 
 def _tile_of(num_rows: int) -> Any:

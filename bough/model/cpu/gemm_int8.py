@@ -12,6 +12,7 @@ from typing import Any
 
 import numba
 from llvmlite import ir
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 from bough.model.cpu.gemm import WORD_BYTES, by_lanes
@@ -31,6 +32,7 @@ from bough.model.cpu.llvm_vectors import (
     shuffled,
     splat,
     store,
+    zeros,
 )
 from bough.model.cpu.operands import LINE, LINE_WORDS
 
@@ -49,39 +51,22 @@ def _sums(b: ir.IRBuilder, num_rows: int, words: Any, group: Any, group_bytes: A
     def plus(offset: Any, number: int) -> Any:
         return b.add(offset, ir.Constant(I64, number))
 
-    entry, line, word, after, done = b.block, *(b.append_basic_block(n) for n in ("line", "word", "after", "done"))
-    b.branch(line)
-    b.position_at_end(line)
-    begin, row_begin, totals = b.phi(I64), b.phi(I64), [b.phi(FLOATS) for _ in rows]
-    end, row_end = plus(begin, _CODES), plus(row_begin, LINE_WORDS * _WORD)
-    scales_place = plus(row_begin, _CODES)
-    starts = lanes(plus(scales_place, _WORD), I32)
-    b.branch(word)
-    b.position_at_end(word)
-    offset, row_offset, partial = b.phi(I64), b.phi(I64), [b.phi(WORDS) for _ in rows]
-    place = at(b, group, offset)
-    prefetch(b, at(b, place, group_bytes))  # of the next group
-    numbers, inputs = b.load(place, typ=WORDS, align=4), lanes(row_offset, I32)
-    sums = [dot_bytes(b, some, row, numbers) for some, row in zip(partial, inputs, strict=True)]
-    following, row_following = plus(offset, _WORD), plus(row_offset, _WORD)
-    b.cbranch(b.icmp_signed("<", following, end), word, after)
-    b.position_at_end(after)
-    whole, scales = [b.sitofp(some, FLOATS) for some in sums], lanes(scales_place, ir.FloatType())
-    line_totals = [multiply_add(b, *three) for three in zip(totals, whole, scales, strict=True)]
-    b.cbranch(b.icmp_signed("<", end, inputs_end), line, done)
-    b.position_at_end(done)
-    zero, zeros = ir.Constant(I64, 0), [ir.Constant(FLOATS, [0.0] * LANES)] * num_rows
-    of_lines = [(begin, zero, end), (row_begin, zero, row_end), *zip(totals, zeros, line_totals, strict=True)]
-    of_words = [(offset, begin, following), (row_offset, row_begin, row_following)]
-    for phis, before, back in (
-        (of_lines, entry, after),
-        ([*of_words, *zip(partial, starts, sums, strict=True)], line, word),
-    ):
-        for phi, first, last in phis:
-            phi.add_incoming(first, before)
-            phi.add_incoming(last, back)
+    totals, partial = zeros(b, FLOATS, num_rows), zeros(b, WORDS, num_rows)
+    with cgutils.for_range_slice(b, ir.Constant(I64, 0), inputs_end, ir.Constant(I64, _CODES)) as (begin, line):
+        row_begin = b.mul(line, ir.Constant(I64, LINE_WORDS * _WORD))
+        scales_place = plus(row_begin, _CODES)
+        for some, start in zip(partial, lanes(plus(scales_place, _WORD), I32), strict=True):
+            b.store(start, some)
+        with cgutils.for_range_slice(b, begin, plus(begin, _CODES), ir.Constant(I64, _WORD)) as (offset, _):
+            place = at(b, group, offset)
+            prefetch(b, at(b, place, group_bytes))  # of the next group
+            numbers, inputs = b.load(place, typ=WORDS, align=4), lanes(b.add(row_begin, b.sub(offset, begin)), I32)
+            for some, row in zip(partial, inputs, strict=True):
+                b.store(dot_bytes(b, b.load(some), row, numbers), some)
+        for total, some, scale in zip(totals, partial, lanes(scales_place, ir.FloatType()), strict=True):
+            b.store(multiply_add(b, b.load(total), b.sitofp(b.load(some), FLOATS), scale), total)
     scales_of_outputs = b.load(at(b, group, inputs_end), typ=FLOATS, align=4)
-    return [b.fmul(total, scales_of_outputs) for total in line_totals]
+    return [b.fmul(b.load(total), scales_of_outputs) for total in totals]
 
 
 def _put_rows(b: ir.IRBuilder, sums: Sequence[Any], bias: Any, out: Any, out_row_bytes: Any) -> None:

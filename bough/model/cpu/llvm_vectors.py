@@ -242,6 +242,14 @@ def spaced(builder: ir.IRBuilder, begin: Any, step: Any, count: int) -> list[Any
     return [at(builder, begin, builder.mul(step, ir.Constant(I64, index))) for index in range(count)]
 
 
+def zeros(builder: ir.IRBuilder, kind: ir.VectorType, count: int) -> list[Any]:
+    """`count` variables that are vectors of 0 now; LLVM keeps them in registers."""
+    variables = [cgutils.alloca_once(builder, kind) for _ in range(count)]
+    for variable in variables:
+        builder.store(ir.Constant(kind, None), variable)
+    return variables
+
+
 def array_of(context: Any, builder: ir.IRBuilder, kind: Any, value: Any) -> tuple[Any, list[Any], list[Any]]:
     """Address, strides in bytes and shape of a numba array."""
     made = context.make_array(kind)(context, builder, value)
