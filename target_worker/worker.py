@@ -145,11 +145,6 @@ class TargetWorker(ServedTarget):
         self._resources.callback(self._weights_hash.close)
         self._weights_hash.start(lambda: self._engine.idle_seconds)
 
-    @property
-    def streamed_layers(self) -> tuple[int, ...]:
-        """Layers that are streamed in every sweep."""
-        return self._placement.streamed
-
     def info(self) -> WorkerInfo:
         # the first two decide the order of sums, the third which tokens a grammar allows
         libraries = f"torch {torch.__version__}, numba {numba.__version__}, llguidance {version('llguidance')}"

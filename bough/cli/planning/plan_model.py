@@ -8,6 +8,7 @@ from pathlib import Path
 from bough.config.processes import OrchestratorConfig, PlanConfig
 from bough.errors import ConfigError
 from bough.model.architecture.architecture import max_positions
+from bough.model.cpu.threads import compute_with
 from bough.model.loading.default_settings import CPU_ROWS, settled
 from bough.model.loading.loading import DTYPES
 from bough.model.running.batch_invariance import product_of
@@ -20,7 +21,6 @@ from bough.model.sizes.hardware_probe import (
     matrix_speed,
     memory_speed,
     num_gpus,
-    set_threads,
     unpack_speed,
 )
 from bough.model.sizes.memory_budget import (
@@ -148,7 +148,7 @@ def find_speeds(settings: PlanConfig, shapes: ModelShapes, placement: Placement,
     """
     dtype, device = DTYPES[settings.dtype], find_device(is_gpu)
     is_here = not is_gpu or has_gpu()
-    set_threads(settings.threads)
+    compute_with(settings.threads)
     rows = (settings.rows, COMPARED_ROWS if settings.rows != COMPARED_ROWS else CPU_ROWS)
     compute = _given("--compute-speed", settings.compute_speed, TERA)
     host_link = _given("--host-link-speed", settings.host_link_speed, GIGA) if is_gpu else None

@@ -15,14 +15,13 @@ from pathlib import Path
 from time import perf_counter
 from typing import NamedTuple
 
-import numba
 import numpy as np
 import torch
 
 from bough.errors import ConfigError
 from bough.model.checkpoint.tensor_source import ReusedMemory
 from bough.model.cpu.huge_pages import large_pages
-from bough.model.cpu.jit import compiler_setting
+from bough.model.cpu.threads import compute_with
 from bough.model.quant.samples import PackedFormat
 from bough.model.running.batch_invariance import Product
 from bough.sizing.cost_model import Speed
@@ -51,12 +50,6 @@ def has_gpu() -> bool:
 def num_gpus() -> int:
     """Number of GPUs that torch can use."""
     return torch.cuda.device_count()
-
-
-def set_threads(num_threads: int) -> None:
-    """Use as many threads as the target worker would."""
-    torch.set_num_threads(num_threads)
-    numba.set_num_threads(min(num_threads, compiler_setting("NUMBA_NUM_THREADS")))
 
 
 def disk_speed(path: Path, num_threads: int) -> Speed:
@@ -169,10 +162,10 @@ def _compute_seconds(action: Callable[[], object], device: torch.device, limit_s
     num_threads, least = torch.get_num_threads(), float("inf")
     try:
         for threads in {num_threads, 1}:
-            set_threads(threads)
+            compute_with(threads)
             least = min(least, _least_seconds(action, device, limit_seconds / 2))
     finally:
-        set_threads(num_threads)
+        compute_with(num_threads)
     return least
 
 
