@@ -19,7 +19,7 @@ from bough.model.cpu.llvm_vectors import LANES
 from bough.model.cpu.work_stealing import counters
 from tests.fakes.products import project
 
-lay_out, take = (jit.strict(function.py_func) for function in (gemm.lay_out, work_stealing.take))
+lay_out, take = (jit.strict(function.py_func) for function in (gemm.lay_out, work_stealing._take))
 
 
 def random_numbers(seed: int, *shape: int) -> torch.Tensor:
