@@ -126,6 +126,6 @@ def test_nothing_is_read_beyond_keys_and_values(dtype: torch.dtype) -> None:
     guarded = [before_a_wall(rows.view(torch.uint8).numpy().tobytes()) for rows in (slot.keys, slot.values)]
     place = Place(guarded[0].ctypes.data, guarded[1].ctypes.data, base + size)
     spans = PathSpans.at([place], [piece], NUM_KV_HEADS)
-    found = attention_cpu._attend_over(spans, 0, NUM_KV_HEADS, head_dim, queries, *rules)
-    expected = attention_cpu._attend_over(PathSpans.of([piece]), 0, NUM_KV_HEADS, head_dim, queries, *rules)
+    found = attention_cpu.attend_over(spans, 0, NUM_KV_HEADS, head_dim, queries, *rules)
+    expected = attention_cpu.attend_over(PathSpans.of([piece]), 0, NUM_KV_HEADS, head_dim, queries, *rules)
     assert torch.equal(found, expected)

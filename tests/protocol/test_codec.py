@@ -71,7 +71,7 @@ TREE = Tree.of([3, 4, 5], [-1, 0, 1], [0, -0.5, -0.25])
 growths = st.sampled_from(
     [
         BestFirst(8, 4, 2),
-        BestFirst(8, 4, 2, 0.01, 0.5, 1.5),
+        BestFirst(8, 4, 2, 0.01, 1.5),
         StaticShape((0, 0, 1, 1, 2)),
         StaticShape(()),
         StaticShape.chains(2, 3),

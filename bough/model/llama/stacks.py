@@ -38,7 +38,8 @@ class Stack:
 
     def weights_of(self, outputs: NDArray[np.int32]) -> NDArray[np.float32]:
         """The weights (num_outputs, inputs) of some outputs of the first matrix."""
-        return (self.matrices[0][outputs].astype(np.uint32) << np.uint32(16)).view(np.float32)
+        weights: NDArray[np.float32] = (self.matrices[0][outputs].astype(np.uint32) << np.uint32(16)).view(np.float32)
+        return weights
 
 
 class Int8Stack(Stack):
