@@ -157,7 +157,7 @@ def test_a_tree_goes_on_below_what_is_right_and_below_what_is_wrong_alike(pair: 
     assert depths.max() >= 2
 
 
-@pytest.mark.parametrize(("step_price", "least", "most"), [(0.0, 40, 40), (0.5, 2, 39), (50.0, 1, 1)])
+@pytest.mark.parametrize(("step_price", "least", "most"), [(0.0, 40, 40), (1.0, 2, 39), (50.0, 1, 1)])
 def test_the_price_of_a_step_bounds_a_simulated_tree(
     pair: SimulatedPair, step_price: float, least: int, most: int
 ) -> None:
