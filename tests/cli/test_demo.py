@@ -108,11 +108,12 @@ def test_a_first_run_that_is_cut_short_is_not_the_same() -> None:
 def ran(tmp_path: Path, *flags: str) -> tuple[str, dict[str, object]]:
     """What the command printed, and its last line's JSON."""
     command = [sys.executable, *MODULE, "bough.cli.main", "demo", "--simulate", str(write_profile(tmp_path)), *flags]
-    outcome = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    outcome = subprocess.run([*command, "--http-port", "-1"], capture_output=True, text=True, check=False, timeout=300)
     assert outcome.returncode == 0, outcome.stderr
     return outcome.stdout, json.loads(outcome.stdout.splitlines()[-1])
 
 
+@pytest.mark.pipeline
 def test_the_demonstration_runs_on_simulated_workers(tmp_path: Path) -> None:
     text, summary = ran(tmp_path, "--max-tokens", "32")
     assert summary["same_tokens"] is True
@@ -125,6 +126,7 @@ def test_the_demonstration_runs_on_simulated_workers(tmp_path: Path) -> None:
     assert "2.1 GB" not in text.splitlines()[-2]
 
 
+@pytest.mark.pipeline
 def test_a_size_can_be_asked_for(tmp_path: Path) -> None:
     _, summary = ran(tmp_path, "--max-tokens", "20", "--budget", "4")
     nodes = summary["nodes"]

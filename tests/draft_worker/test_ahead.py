@@ -75,6 +75,7 @@ def test_a_likely_outcome_is_grown_before_it_is_asked_for(plan: TreePlan, params
     assert engine.num_warm_trees >= 5
 
 
+@pytest.mark.slow
 @settings(max_examples=40)  # of rounds that grow several trees each
 @given(
     st.integers(0, 12),

@@ -109,6 +109,7 @@ turns = st.tuples(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(st.lists(turns, min_size=2, max_size=8), st.sampled_from([*PLANS.values()]), st.sampled_from(PARAMS))
 def test_wherever_a_text_is_cut_the_tree_is_that_of_a_fresh_session(

@@ -87,6 +87,7 @@ def test_bits_do_not_depend_on_where_layers_are_and_when_copies_are_made(
         assert torch.equal(on_device(tiny, again, torch.bfloat16), in_order), (chance, seed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", OTHER_MIXTURES)
 def test_experts_come_to_one_device_beside_whole_layers_on_another(family: str, tmp_path: Path) -> None:
     """In the bits of one device that has all layers whole, as late as may be and by chance, wherever KV is."""
@@ -149,6 +150,7 @@ def test_packings_of_others(method: str, is_ordered: bool, bits: int, tiny: Path
     require_close(on_device(folder, Where(), torch.float32), on_cpu(folder, torch.float32))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["bough", "awq", "gptq", "gptq, in an order of its own"])
 def test_kernels_that_unpack_do_so_in_a_sweep(method: str, tmp_path: Path) -> None:
     """Triton's own, interpreted, which takes long: in one layer."""

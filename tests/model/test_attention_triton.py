@@ -250,6 +250,7 @@ CASES = ((75, "*fp16", True), (80, "*fp32", False), (90, "*bf16", True))  # othe
 SHARED_BYTES = {75: 65_536, 80: 166_912, 90: 232_448}  # that a program may have
 
 
+@pytest.mark.slow
 def test_the_kernel_compiles_for_gpus_that_are_not_here(tmp_path: Path) -> None:
     environ = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, "-c", COMPILE, json.dumps(CASES)]

@@ -94,6 +94,7 @@ async def test_a_long_prompt_is_copied_and_hashed_beside_the_event_loop(
     assert threading.main_thread() not in threads["copy"] | threads["hash"]
 
 
+@pytest.mark.slow
 async def test_a_long_prompt_is_read_for_guesses_beside_the_event_loop(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -145,6 +145,7 @@ def test_what_is_there_is_not_copied_again_and_guesses_are_few(
         rounds._streams.hold(False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", NUM_EXPERTS)
 @pytest.mark.parametrize("max_resident", [0, 2, 40])
 def test_the_bits_are_those_of_whole_layers(family: str, max_resident: int, tmp_path: Path) -> None:

@@ -200,7 +200,7 @@ def test_who_gave_way_and_asks_no_more_holds_nobody_up(clock: Clock) -> None:
     use(pool, "a", 60, epoch=1)
     pool.release("a")
     clock.now += ASKING_SECONDS
-    use(pool, "c", 10, epoch=3)
+    assert use(pool, "c", 10, epoch=3).state is SlotState.HELD
 
 
 def test_nobody_comes_in_who_would_give_way_at_once(clock: Clock) -> None:

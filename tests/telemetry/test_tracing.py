@@ -19,7 +19,8 @@ from bough.telemetry.tracing import tracing
 from orchestrator.serving.tenants import Callers
 from tests.fakes.collector import collecting
 from tests.fakes.fleet import FakeDraft, Fleet
-from tests.fakes.streams import kill_the_one_that_gets, until
+from tests.fakes.streams import kill_the_one_that_gets
+from tests.fakes.waiting import until
 
 CALLER = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 

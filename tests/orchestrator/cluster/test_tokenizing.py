@@ -13,7 +13,8 @@ from bough.protocol.generation import ChatPrompt, Message, Prompt, TextPrompt, T
 from bough.tokenization.chat_template import ChatTemplate
 from bough.tokenization.tokenizer import Tokenizer
 from tests.fakes.fleet import Fleet
-from tests.fakes.stage import SHORT, Orchestrator, finish, until
+from tests.fakes.stage import SHORT, Orchestrator, finish
+from tests.fakes.waiting import until
 
 
 @dataclass
