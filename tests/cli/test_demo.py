@@ -108,7 +108,7 @@ def test_a_first_run_that_is_cut_short_is_not_the_same() -> None:
 def ran(tmp_path: Path, *flags: str) -> tuple[str, dict[str, object]]:
     """What the command printed, and its last line's JSON."""
     command = [sys.executable, *MODULE, "bough.cli.main", "demo", "--simulate", str(write_profile(tmp_path)), *flags]
-    outcome = subprocess.run([*command, "--http-port", "-1"], capture_output=True, text=True, check=False, timeout=300)
+    outcome = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     assert outcome.returncode == 0, outcome.stderr
     return outcome.stdout, json.loads(outcome.stdout.splitlines()[-1])
 

@@ -21,6 +21,7 @@ from tests.fakes.streams import OPTIONS, expected, once, read, read_rounds, rena
 from tests.fakes.waiting import until
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop", [(), ("tr",), ("y 木",), ("🌳b", "bb"), ("never",)])
 async def test_a_finished_request_from_every_token(fakes: Fleet, stop: tuple[str, ...]) -> None:
     """On another orchestrator, with the tokens or without: texts, stops and lengths join."""
@@ -40,6 +41,7 @@ async def test_a_finished_request_from_every_token(fakes: Fleet, stop: tuple[str
                     assert rest.ending == whole.ending
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop", [(), ("b木",)])
 async def test_a_request_of_which_only_the_client_knows(fakes: Fleet, stop: tuple[str, ...]) -> None:
     """The index has lost everything: what the client sends back is all there is."""

@@ -42,6 +42,7 @@ def accepted(tokens: list[int], tree: Tree, take: int, bonus: int) -> list[int]:
     return [*tokens, *(int(tree.tokens[node]) for node in nodes), bonus]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 @pytest.mark.parametrize("params", PARAMS[1:], ids=("plain", "penalties"))
 @pytest.mark.parametrize("ahead_steps", [0, 12])

@@ -191,6 +191,7 @@ def test_samples_are_repeatable_and_differ_from_round_to_round(scheme: Scheme) -
     assert len({tuple(grown(grower_for(call, 4, VOCAB)).tokens.tolist()) for call in calls}) > 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", SAMPLED)
 def test_the_first_sample_follows_the_distribution_that_is_sent_along(scheme: Scheme) -> None:
     """Chi-square over 4,000 trees against `draft_probs`: 5 degrees of freedom stay below 40 but for 1.5e-7."""

@@ -110,6 +110,7 @@ async def test_random_bytes(running: Stack, method: str, request_bytes: bytes) -
     await check_answered(running, method, request_bytes)
 
 
+@pytest.mark.slow
 @FUZZ
 @given(data=st.data(), method=st.sampled_from(sorted(METHODS)))
 async def test_valid_messages_with_some_bytes_changed(running: Stack, data: st.DataObject, method: str) -> None:

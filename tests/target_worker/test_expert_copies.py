@@ -99,6 +99,7 @@ def rounds_of(layers: Mapping[int, LayerExperts], num_slabs: int, seed: int) -> 
         streams.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_slabs", [6, 9, 24])
 @pytest.mark.parametrize("seed", range(4))
 def test_an_expert_is_whole_while_it_is_computed_with(

@@ -132,6 +132,7 @@ async def test_off_nothing_of_opentelemetry_is_there() -> None:
     assert done.stdout == "set()\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["orchestrator", "target_worker", "draft_worker"])
 def test_a_process_without_the_packages_names_the_extra(kind: str) -> None:
     flags = ["--otlp-endpoint", "http://h:1", *([] if kind == "orchestrator" else ["--simulate", "l40-70b-4bit"])]

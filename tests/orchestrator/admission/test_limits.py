@@ -253,6 +253,7 @@ async def test_rounds_stand_still_for_a_client_that_has_stopped_reading(
     await until(lambda: stage.target.released)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("session_id", ["", "kept"])
 async def test_a_stalled_stream_is_ended_and_holds_nothing(stage: Stage, session_id: str) -> None:
     async with (
