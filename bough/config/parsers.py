@@ -115,4 +115,3 @@ parse_count = number(int, 1)
 MAX_PORT = 65535
 parse_port = number(int, 0, MAX_PORT)
 parse_seconds = number(float, 0.001)
-parse_speed = number(float, 0)

@@ -8,6 +8,7 @@ from dataclasses import MISSING, Field, field, fields, replace
 from typing import Any, NoReturn, TypeVar
 
 from bough.config.flag_parser import FlagParser
+from bough.config.parsers import parse_switch
 from bough.errors import ConfigError
 
 ENV_PREFIX = "BOUGH"
@@ -20,13 +21,17 @@ SERVICE_LINK = re.compile(
 Config = TypeVar("Config")
 
 
-def setting(default: Any, parse: Callable[[str], Any], text: str, instead: str = "", shared: str = "") -> Any:
-    """A field of a settings class; `default` MISSING makes it required.
+def setting(
+    default: Any, text: str, parse: Callable[[str], Any] | None = None, *, instead: str = "", shared: str = ""
+) -> Any:
+    """A field of a settings class; `default` MISSING makes it required. Without `parse` it is a switch or a text.
 
     `shared` is a variable that sets it for each service whose own variable is not set.
     `instead` names another field: exactly one of the two must be given, and this one is empty if the other is.
     """
-    return field(default=default, metadata={"parse": parse, "help": text, "instead": instead, "shared": shared})
+    read = parse or (parse_switch if isinstance(default, bool) else str)
+    text += f"; {shared} sets it for all processes" if shared else ""
+    return field(default=default, metadata={"parse": read, "help": text, "instead": instead, "shared": shared})
 
 
 def parse(cls: type[Config], service: str, argv: Sequence[str], environ: Mapping[str, str]) -> Config:
