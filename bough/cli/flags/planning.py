@@ -65,7 +65,7 @@ def add_shape(parser: argparse.ArgumentParser) -> None:
 
 
 def add_simulate(parser: argparse.ArgumentParser) -> None:
-    """Of `bough simulate`; `bough.cli.flags.simulation` reads them."""
+    """Of `bough simulate`."""
     add, count, amount = parser.add_argument, checked(number(int, 1, MOST)), checked(number(float, 0, 1e6))
     add("profile", help="name of a shipped profile, or a JSON file; `bough simulate list` names those that are shipped")
     users = f"at once, 1 to {MOST}; several are simulated in turn"
