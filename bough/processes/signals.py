@@ -20,8 +20,8 @@ def cancelled_by_signals() -> Iterator[None]:
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None, "a coroutine runs in a task"
     is_under_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-    numbers = (signal.SIGTERM,) if is_under_nohup else (signal.SIGTERM, signal.SIGHUP)
-    numbers = numbers if _may_handle_signals() else ()
+    wanted = (signal.SIGTERM,) if is_under_nohup else (signal.SIGTERM, signal.SIGHUP)
+    numbers = wanted if _may_handle_signals() else ()
     for number in numbers:
         loop.add_signal_handler(number, task.cancel)
     try:
