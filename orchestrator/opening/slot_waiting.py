@@ -15,8 +15,8 @@ from bough.errors import BoughError, Exhausted, Preempted
 from bough.trees.tree_plan import Scheme
 from orchestrator.cluster.directory import Directory
 from orchestrator.cluster.expected_wait import Need, expected_wait
-from orchestrator.cluster.worker_clients import Answer, TargetClient
-from orchestrator.cluster.worker_handle import WorkerHandle
+from orchestrator.cluster.worker_clients import Answer
+from orchestrator.cluster.worker_handle import TargetHandle
 from orchestrator.cluster.worker_health import is_fault
 from orchestrator.opening.target_lease import TargetLease
 from orchestrator.sessions.session import Session
@@ -118,9 +118,7 @@ class Slots:
                 self.num_waiting -= 1
             may_ask = True
 
-    async def _verify(
-        self, session: Session, target: WorkerHandle[TargetClient], proposal: Proposal, scheme: Scheme
-    ) -> Answer:
+    async def _verify(self, session: Session, target: TargetHandle, proposal: Proposal, scheme: Scheme) -> Answer:
         timeout_seconds = session.patience.within(self.config.target_timeout)
         return await target.client.verify(session, proposal, scheme, target.num_running, timeout_seconds)
 
@@ -162,8 +160,8 @@ class Slots:
             await asyncio.sleep(RETRY_SECONDS)
 
     def _worth_asking(
-        self, session: Session, home: WorkerHandle[TargetClient], num_nodes: int, waited_seconds: float
-    ) -> list[WorkerHandle[TargetClient]]:
+        self, session: Session, home: TargetHandle, num_nodes: int, waited_seconds: float
+    ) -> list[TargetHandle]:
         """The session's own target, and others that would not finish it later, the best first.
 
         The remaining wait at its own target is unknown; it is assumed to be at least the time waited already, so that a
