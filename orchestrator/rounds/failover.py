@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from bough.config.processes import OrchestratorConfig
 from bough.errors import BoughError, NoAnswer, StaleEpoch, Unavailable
 from bough.protocol.messages import weights_differ
-from bough.trees.tree_plan import Scheme
 from orchestrator.cluster.directory import Directory
 from orchestrator.cluster.expected_wait import Need
 from orchestrator.cluster.worker_clients import Answer
@@ -59,7 +58,7 @@ class Failover:
     claims: Epochs
     slots: Slots
 
-    async def verify(self, session: Session, seat: TargetLease, proposal: Proposal, scheme: Scheme) -> Answer:
+    async def verify(self, session: Session, seat: TargetLease, proposal: Proposal) -> Answer:
         """Get the verdict; if the target fails, the lease may move to another one.
 
         Raises:
@@ -74,7 +73,7 @@ class Failover:
         while True:
             session.require_weights(seat.target.info)
             try:
-                answer = await self.slots.verify(session, seat, proposal, scheme)
+                answer = await self.slots.verify(session, seat, proposal)
             except StaleEpoch as exc:
                 if has_overtaken:
                     raise

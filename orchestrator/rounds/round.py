@@ -15,7 +15,7 @@ from bough.protocol.same_fields import like
 from bough.telemetry.log_context import log_session
 from bough.trees.suffix_automaton import LookupLimits
 from bough.trees.tree import Tree
-from bough.trees.tree_plan import Scheme, TreePlan
+from bough.trees.tree_plan import TreePlan
 from orchestrator.cluster.directory import Directory
 from orchestrator.cluster.worker_clients import Timed
 from orchestrator.cluster.worker_handle import DraftHandle, TargetHandle
@@ -89,14 +89,14 @@ class Rounds:
         drafted, grown, drafting = await self._grow(session, seat.target, draft, plan)
         guesses = lookup.grow(session.tokens, drafted, _lookup_limits(session, seat.target, plan))
         proposal = self.sizer.propose(session.session_id, drafted, guesses.tree)
-        # Without samples, all guesses are verified by the target's own scheme.
-        scheme = plan.tree.scheme if len(drafted) > 1 else Scheme.TARGET
-        result, verifying = await self.failover.verify(session, seat, proposal, scheme)
+        if len(drafted) > 1:  # without samples, all guesses are verified by the target's own scheme
+            proposal = proposal._replace(scheme=plan.tree.scheme)
+        result, verifying = await self.failover.verify(session, seat, proposal)
         timings = _timings(began_ns, drafting, result, verifying)
         with session.span.child("commit"):
             chosen = result.verdict.tokens_of(proposal.tree)
             lookup.observe(guesses, chosen)
-            self.acceptance.observe(scheme, *verified_part(proposal.tree, result))
+            self.acceptance.observe(proposal.scheme, *verified_part(proposal.tree, result))
             tokens = session.commit(proposal.tree, drafted, result, timings)
             outcome = RoundOutcome(
                 len(proposal.tree), chosen, result, grown, drafting.network_ns, verifying.network_ns, timings

@@ -15,7 +15,7 @@ from bough.protocol.generation import Speculation
 from bough.protocol.messages import GrowResult, RoundTimings, VerifyResult
 from bough.trees.merge import merged
 from bough.trees.tree import Tree
-from bough.trees.tree_plan import MAX_EXPANSIONS, NO_TREE, BestFirst, TreePlan
+from bough.trees.tree_plan import MAX_EXPANSIONS, NO_TREE, BestFirst, Scheme, TreePlan
 
 MIN_SHARE = 4  # nodes below which sharing does not shrink a tree
 
@@ -66,6 +66,7 @@ class Proposal(NamedTuple):
     may_leave_out: bool  # whether the target may cut it further if others share its sweep
     places: NDArray[np.intp]  # (num_drafted,) number of each drafted node in the tree; -1 for those cut
     is_given: bool = False  # its tokens are the prompt's, whose log-probabilities are wanted
+    scheme: Scheme = Scheme.TARGET  # by which it is verified
 
 
 @dataclass(frozen=True, slots=True)
