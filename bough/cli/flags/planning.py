@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from bough.cli.flags.reaching import add_address
 from bough.cli.flags.speculation import MOST_NODES
 from bough.config.flag_parser import checked
-from bough.config.parsers import DRAFT_BITS, number, one_of
+from bough.config.parsers import DRAFT_BITS, number, one_of, parse_amount
 from bough.config.processes import TargetConfig
 from bough.config.reader import setting
 from bough.trees.tree_plan import Scheme
@@ -21,7 +21,6 @@ PLAN_SETTINGS = (
     "rows", "dtype", "bits", "threads", "link_threads", "link_speed", "host_link_speed", "crossing_speed",
     "compute_speed", "memory_speed", "unpack_speed",
 )  # fmt: skip
-parse_speed = number(float, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,12 +31,12 @@ class PlanConfig(TargetConfig):
     draft_bits: str = setting("auto", "the draft worker's --bits; 4 unpacks in every step", one_of(*DRAFT_BITS))
     bits: int = setting(0, "bits of the layers' matrices: 4 or 8 as `bough pack` writes them", one_of(0, 4, 8, 16))
     device: str = setting("", "cpu, or gpu with its own memory; by default this machine's", one_of("", "cpu", "gpu"))
-    link_speed: float = setting(0.0, "GB/s from disk; measured by default", parse_speed)
-    host_link_speed: float = setting(0.0, "GB/s from host memory to a gpu's; measured by default", parse_speed)
-    crossing_speed: float = setting(0.0, "GB/s from one gpu to another; measured or assumed by default", parse_speed)
-    compute_speed: float = setting(0.0, "TFLOP/s of matrix products of --rows rows; measured by default", parse_speed)
-    memory_speed: float = setting(0.0, "GB/s of the accelerator's memory; measured by default", parse_speed)
-    unpack_speed: float = setting(0.0, "GB/s of weights unpacked from 4 or 8 bits; measured by default", parse_speed)
+    link_speed: float = setting(0.0, "GB/s from disk; measured by default", parse_amount)
+    host_link_speed: float = setting(0.0, "GB/s from host memory to a gpu's; measured by default", parse_amount)
+    crossing_speed: float = setting(0.0, "GB/s from one gpu to another; measured or assumed by default", parse_amount)
+    compute_speed: float = setting(0.0, "TFLOP/s of matrix products of --rows rows; measured by default", parse_amount)
+    memory_speed: float = setting(0.0, "GB/s of the accelerator's memory; measured by default", parse_amount)
+    unpack_speed: float = setting(0.0, "GB/s of weights unpacked from 4 or 8 bits; measured by default", parse_amount)
 
 
 def add_plan(parser: argparse.ArgumentParser) -> None:
