@@ -117,10 +117,9 @@ def _from_environment(cls: type, service: str, environ: Mapping[str, str]) -> di
 def _from_flags(cls: type, service: str, argv: Sequence[str]) -> dict[str, Any]:
     parser = _Parser(prog=f"python -m {service}", description=cls.__doc__)
     for f in _fields(cls):
-        default = "" if f.default in (MISSING, "", ()) else f" (default {f.default})"
         is_switch = isinstance(f.default, bool)
+        default = "" if is_switch or f.default in (MISSING, "", ()) else f" (default {f.default})"
         bare: dict[str, Any] = {"nargs": "?", "const": "yes"} if is_switch else {}
-        default = "" if is_switch else default
         parser.add_argument(_flag(f.name), dest=f.name, default=None, help=f.metadata["help"] + default, **bare)
     given = {name: text for name, text in vars(parser.parse_args(argv)).items() if text is not None}
     return {f.name: _read(_flag(f.name), f, given[f.name]) for f in _fields(cls) if f.name in given}

@@ -127,9 +127,7 @@ class TreeSizer:
         if len(looked_up) > 1:
             both = union(both, looked_up)
             values = np.exp(both.scores().astype(np.float64))
-        order = np.argsort(
-            -values, kind="stable"
-        )  # parents precede children: their values are no less, and the sort is stable
+        order = np.argsort(-values, kind="stable")  # parents precede children, as their values are no less
         most = min(pending.plan.max_nodes, len(order))
         if pending.load is not None and pending.best is not None:
             share = CROWDED if pending.load.num_trees > 1 else 1.0

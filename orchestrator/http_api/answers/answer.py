@@ -184,11 +184,7 @@ class Completion(Answer):
 
     def _usage(self) -> Json:
         prompt, cached, completion = self._counts()
-        usage: Json = {
-            "prompt_tokens": prompt,
-            "completion_tokens": completion,
-            "total_tokens": prompt + completion,
-        }
+        usage: Json = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
         thought = [said.num_thought for said in self.said.values() if said.num_thought is not None]
         if thought:
             usage["completion_tokens_details"] = {"reasoning_tokens": sum(thought)}
