@@ -6,7 +6,7 @@ Unknown names are refused before anything is started.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, Field, dataclass, fields
+from dataclasses import Field, dataclass, fields
 from enum import Enum
 from typing import Any, TypeVar
 
@@ -162,9 +162,6 @@ def read_fields(cls: type[Config], values: Mapping[str, Any], where: str, others
             given[name] = known[name].metadata["parse"](_text(f"{where}.{name}", value))
         except ValueError as exc:
             raise ConfigError(f"{where}.{name}: {exc}, got {value!r}") from exc
-    missing = [name for name, f in known.items() if f.default is MISSING and name not in given]
-    if missing:
-        raise ConfigError(f"{where}.{missing[0]}: missing")
     return cls(**given)
 
 
