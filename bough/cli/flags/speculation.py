@@ -61,8 +61,8 @@ def speculation_from(arguments: argparse.Namespace) -> Speculation:
             "--scheme: must be target with best-first growth, which does not sample, or given with --growth FILE (a "
             f"shape), chain:LENGTH or chains:NUMxLENGTH, got {arguments.scheme}"
         )
-    sizes = (getattr(arguments, name) for name in SIZES)
-    return Speculation(arguments.no_speculation, *sizes, growth, scheme, arguments.lookup)
+    sizes = {name: getattr(arguments, name) for name in SIZES}
+    return Speculation(arguments.no_speculation, **sizes, growth=growth, scheme=scheme, lookup=arguments.lookup)
 
 
 def _growth(text: str) -> Growth | None:

@@ -37,8 +37,10 @@ class TokensSpelled(NamedTuple):
 
     def extend(self, more: TokensSpelled) -> None:
         """Append further tokens."""
-        for entries, further in zip(self, more, strict=True):
-            entries.extend(further)
+        self.tokens.extend(more.tokens)
+        self.token_logprobs.extend(more.token_logprobs)
+        self.top_logprobs.extend(more.top_logprobs)
+        self.text_offset.extend(more.text_offset)
 
 
 def completion_logprobs(
