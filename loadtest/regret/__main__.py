@@ -11,8 +11,8 @@ chosen on half of the repeats and scored on the other half, over seconds self-si
 
 off_penalty         of regimes where plain decoding was best: 1 - its seconds / seconds self-sized, the worst
 token_error         of tokens expected of rounds that read no prompt: over all rounds expected / real - 1
-round_time_error    of their seconds, likewise; simulated ones are of `--more-repeats` texts more than the ratios are,
-                    as what 60 rounds come to is a matter of luck: 7 % where a round has 10 tokens
+round_time_error    of their seconds, likewise; both are of `--more-repeats` or `--more-prompts` texts more than the
+                    ratios are, as what 60 rounds come to is a matter of luck: 7 % where a round has 10 tokens
 plan_seconds        of a processor that the sizer itself takes for a simulated round
 
 Errors are by regime inside `simulated` and inside the `details` of `real`; beside them, the one farthest from 0.
@@ -38,6 +38,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=4, help="real: texts of each regime")
     parser.add_argument("--tokens", type=int, default=32, help="of each of them")
     parser.add_argument("--plain-tokens", type=int, default=12, help="of which plain decoding makes so many")
+    parser.add_argument("--more-prompts", type=int, default=9, help="real: of the sizer alone, likewise")
     parser.add_argument("--seed", type=int, default=0, help="real: the first prompt of those that are taken")
     arguments = parser.parse_args()
     figures = {}
@@ -45,9 +46,10 @@ def main() -> None:
         scale = simulated.Scale(arguments.repeats, arguments.simulated_tokens, arguments.more_repeats)
         figures["simulated"] = simulated.run(scale, arguments.regime)
     if arguments.only != "simulated":
-        figures["real"] = real.run(
-            arguments.regime, arguments.prompts, arguments.tokens, arguments.plain_tokens, arguments.seed
+        asked = real.Scale(
+            arguments.prompts, arguments.tokens, arguments.plain_tokens, arguments.more_prompts, arguments.seed
         )
+        figures["real"] = real.run(asked, arguments.regime)
     print(json.dumps({**figures, **overall(figures), "settings": vars(arguments)}))
 
 

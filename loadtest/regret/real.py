@@ -51,14 +51,22 @@ REGIMES = (
 
 
 @dataclass(frozen=True, slots=True)
+class Scale:
+    """How much is run of each regime."""
+
+    num_prompts: int
+    num_tokens: int
+    plain_tokens: int
+    more_prompts: int  # that only the sizer answers, to judge its predictions by more rounds
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
 class Task:
     """The task of a regime's process."""
 
     regime: RealRegime
-    num_prompts: int
-    num_tokens: int
-    plain_tokens: int
-    seed: int
+    scale: Scale
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,14 +83,14 @@ class Measured:
     facts: dict[str, Any] = field(default_factory=dict)
 
 
-def run(names: Sequence[str], num_prompts: int, num_tokens: int, plain_tokens: int, seed: int) -> dict[str, Any]:
+def run(scale: Scale, names: Sequence[str]) -> dict[str, Any]:
     """Run all regimes, or those named, and return their figures."""
     figures = {}
     for regime in REGIMES:
         if names and regime.name not in names:
             continue
         try:
-            measured = _measure(Task(regime, num_prompts, num_tokens, plain_tokens, seed))
+            measured = _measure(Task(regime, scale))
         except (OSError, subprocess.SubprocessError) as exc:
             print(f"{regime.name}: could not be measured: {exc}", file=sys.stderr, flush=True)
             figures[regime.name] = {"not_measured": str(exc)}

@@ -37,7 +37,7 @@ from bough.registry.records import WorkerRecord
 from bough.registry.registry import Registry
 from bough.tokenization.tokenizer import Tokenizer
 from loadtest.common.prompts import load_prompts
-from loadtest.regret.real import Measured, RealRegime, Task
+from loadtest.regret.real import Measured, RealRegime, Scale, Task
 from loadtest.regret.scoring import round_time_error, token_error
 from loadtest.sessions.runs import Stream, stream
 
@@ -89,8 +89,7 @@ class Bench:
     def __init__(self, task: Task, own: Client, other: Client) -> None:
         self.task, self._own, self._other = task, own, other
         tokenizer = Tokenizer(load_tokenizer_files(Path(demonstration_folder())))
-        num = task.num_prompts * task.regime.num_sessions
-        texts = load_prompts()[task.seed : task.seed + num]
+        texts = load_prompts()[task.scale.seed :]
         self.prompts = [TokenPrompt(tuple(tokenizer.encode_chat([("user", text)]))) for text in texts]
         self.seconds: dict[str, list[float]] = defaultdict(list)
         self.num_unequal = 0
@@ -107,7 +106,7 @@ class Bench:
         for client in (self._own, self._other):
             await stream(client, self.prompts[0], GenerateOptions(temperature=0.0, max_tokens=WARM_TOKENS))
         names = list(contestants)
-        for number in range(self.task.num_prompts):
+        for number in range(self.task.scale.num_prompts):
             plain: list[Stream] = []
             others: list[list[Stream]] = []
             turn = number % len(names)
@@ -123,13 +122,16 @@ class Bench:
             self.num_unequal += sum(
                 _is_unequal(one, its) for each in others for one, its in zip(each, plain, strict=True)
             )
+        scale, num_groups = self.task.scale, len(self.prompts) // self.task.regime.num_sessions
+        for number in range(scale.num_prompts, min(scale.num_prompts + scale.more_prompts, num_groups)):
+            await self._answers("self", contestants["self"], number)
         return self._measured()
 
     async def _answers(self, name: str, speculation: Speculation, number: int) -> list[Stream]:
         """Answers to as many prompts at once as the regime has sessions."""
         task = self.task
         client = self._own if name == "self" else self._other
-        num_tokens = task.plain_tokens if name == "off" else task.num_tokens
+        num_tokens = task.scale.plain_tokens if name == "off" else task.scale.num_tokens
         options = GenerateOptions(
             temperature=task.regime.temperature,
             seed=number,
@@ -220,7 +222,7 @@ def _task_from(text: str) -> Task:
     for name in ("target_flags", "draft_flags"):
         regime[name] = tuple(regime[name])
     regime["grid"] = tuple(map(tuple, regime["grid"]))
-    return Task(regime=RealRegime(**regime), **values)
+    return Task(RealRegime(**regime), Scale(**values["scale"]))
 
 
 def main() -> None:

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from bough.cli.flags.planning import PlanConfig
 from bough.cli.planning.plan_model import make_plan
 from bough.cli.planning.plan_report import as_json
-from bough.config.processes import PlanConfig, parse
+from bough.config.processes import parse
 from bough.errors import ConfigError
 from bough.model.checkpoint.tensor_source import FreshMemory
 from bough.model.packing.pack import pack
@@ -85,6 +86,7 @@ def test_a_draft_that_cannot_stay_packed_is_refused(tmp_path: Path, folder: Path
         planned(folder, "--draft", str(tmp_path / "plain"), "--draft-bits", "4")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "packing",
     [

@@ -95,6 +95,7 @@ def test_a_block_has_the_values_of_the_library(kind: str, dtype: torch.dtype) ->
     assert BLOCKS[kind] == gguf.GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "kind"), [*((name, "Q8_0") for name in MODELS), ("llama", "F16"), ("gemma3", "BF16")])
 def test_a_model_says_what_its_values_say_in_a_folder(name: str, kind: str, tmp_path: Path) -> None:
     """Its configuration included, as the folder has the original one."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -12,8 +13,11 @@ import pytest
 from bough.protocol.generation import ChatPrompt, Message, Prompt, TextPrompt, TokenPrompt
 from bough.tokenization.chat_template import ChatTemplate
 from bough.tokenization.tokenizer import Tokenizer
+from loadtest.fuzz.heap import measured
+from orchestrator.cluster.tokenizer_threads import Tokenizing
 from tests.fakes.fleet import Fleet
-from tests.fakes.stage import SHORT, Orchestrator, finish, until
+from tests.fakes.stage import SHORT, Orchestrator, finish
+from tests.fakes.waiting import until
 
 
 @dataclass
@@ -84,3 +88,41 @@ async def test_workers_with_equal_tokenizers_share_one(fakes: Fleet, monkeypatch
     assert tokenizers[2].files == other  # the vocabulary is the same, and its chats are not
     assert len(threads) == 2
     assert threading.main_thread() not in threads
+
+
+async def test_words_of_a_tokenizer_that_is_gone_are_given_back(fakes: Fleet) -> None:
+    """The library keeps them in each thread that has encoded: every restart of a model's last worker left megabytes."""
+    tokenizing = Tokenizing()
+    text = " ".join(f"{word:0200}" for word in range(1000))
+
+    async def encoded() -> threading.Thread:
+        tokenizer = await tokenizing.shared(fakes.tokenizer)
+        await tokenizing.run(lambda: tokenizer.encode(text))
+        return await tokenizing.run(threading.current_thread)
+
+    try:
+        before = measured().malloc_bytes
+        threads = {await encoded() for _ in range(2)}
+        gc.collect()
+        kept = measured().malloc_bytes - before
+        assert kept > 4_000_000
+        await tokenizing.shared(replace(fakes.tokenizer, chat_template="{{ 'another' }}"))
+        for thread in threads:
+            thread.join(30)
+        assert measured().malloc_bytes - before < kept / 4
+    finally:
+        tokenizing.close()
+
+
+async def test_work_that_waits_is_done_when_another_tokenizer_is_built(fakes: Fleet) -> None:
+    tokenizing, held = Tokenizing(), Held(lambda: 1)
+    try:
+        waiting = [asyncio.create_task(tokenizing.run(held))]
+        await until(held.has_begun.is_set)
+        building = asyncio.create_task(tokenizing.shared(fakes.tokenizer))
+        waiting += [asyncio.create_task(tokenizing.run(lambda: 1)) for _ in range(3)]
+        await building
+        held.may_go_on.set()
+        assert await asyncio.gather(*waiting, tokenizing.run(lambda: 1)) == [1] * 5
+    finally:
+        tokenizing.close()
