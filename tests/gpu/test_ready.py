@@ -12,6 +12,7 @@ import triton
 from triton.runtime.build import compile_module_from_src
 
 from bough.errors import AcceleratorFull, ConfigError
+from bough.model import gpu
 from bough.model.gpu import ready
 from bough.model.gpu.faults import named_faults
 from bough.model.gpu.kernels import of_gpus
@@ -46,6 +47,7 @@ def test_without_headers_the_flag_is_named(monkeypatch: pytest.MonkeyPatch, tmp_
 
 def test_without_triton_the_flag_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "bough.model.gpu.attention_triton", None)
+    monkeypatch.delattr(gpu, "attention_triton", raising=False)
     of_gpus.cache_clear()
     with pytest.raises(ConfigError, match=r"^--device: for a GPU Triton must be installed, .*attention_triton"):
         ready.require_kernels(GPU, launch)
