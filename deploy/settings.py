@@ -6,14 +6,14 @@ Unknown names are refused before anything is started.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, Field, dataclass, fields
+from dataclasses import Field, dataclass, fields
 from enum import Enum
 from typing import Any, TypeVar
 
 from google.protobuf.descriptor import ServiceDescriptor
 
 from bough.config.cache_paths import demonstration_folder
-from bough.config.parsers import number, parse_port, parse_seconds, parse_switch
+from bough.config.parsers import number, parse_port, parse_seconds
 from bough.config.processes import DraftConfig, OrchestratorConfig, ServiceConfig, TargetConfig
 from bough.config.reader import parse, setting
 from bough.errors import ConfigError
@@ -67,15 +67,15 @@ DEPLOYMENTS = (INDEX, *(role.value for role in Role))
 class Supervision:
     """How a replica looks after its program."""
 
-    niceness: int = setting(0, number(int, -20, 19), "niceness of the program; Ray's own processes have 15 by default")
-    start_seconds: float = setting(3600.0, parse_seconds, "seconds in which the program must be ready to serve")
+    niceness: int = setting(0, "niceness of the program; Ray's own processes have 15 by default", number(int, -20, 19))
+    start_seconds: float = setting(3600.0, "seconds in which the program must be ready to serve", parse_seconds)
     silent_seconds: float = setting(
-        30.0, parse_seconds, "seconds after which a program that does not answer is ended and replaced"
+        30.0, "seconds after which a program that does not answer is ended and replaced", parse_seconds
     )
     stall_seconds: float = setting(
-        600.0, parse_seconds, "seconds without an ended sweep (or draft step) while calls wait, after which it is, too"
+        600.0, "seconds without an ended sweep (or draft step) while calls wait, after which it is, too", parse_seconds
     )
-    log_folder: str = setting("", str, "folder for the program's log; the system's folder for temporary files if empty")
+    log_folder: str = setting("", "folder for the program's log; the system's folder for temporary files if empty")
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,10 +97,10 @@ class IndexSettings(ServiceConfig):
     The workers' secret is the index's password; with certificates it accepts TLS only.
     """
 
-    host: str = setting("", str, "address to listen on; empty is the node's own")
-    port: int = setting(INDEX_PORT, parse_port, "port of the index: the same after a restart, so that it is found")
+    host: str = setting("", "address to listen on; empty is the node's own")
+    port: int = setting(INDEX_PORT, "port of the index: the same after a restart, so that it is found", parse_port)
     memory: int = setting(
-        2048, number(int, LEAST_INDEX_MB), "MB that the index may take: more than clients can have in it, or it is full"
+        2048, "MB that the index may take: more than clients can have in it, or it is full", number(int, LEAST_INDEX_MB)
     )
 
 
@@ -109,9 +109,9 @@ class AppSettings:
     """The `args` of the application."""
 
     index_url: str = setting(
-        "", str, "an index of your own; $NAME is the value of that variable on each node. Empty deploys one"
+        "", "an index of your own; $NAME is the value of that variable on each node. Empty deploys one"
     )
-    drafts: bool = setting(True, parse_switch, "no leaves out the draft workers")
+    drafts: bool = setting(True, "no leaves out the draft workers")
 
 
 def read_program(role: Role, user_config: Mapping[str, Any], where: str = "user_config") -> ProgramSettings:
@@ -162,9 +162,6 @@ def read_fields(cls: type[Config], values: Mapping[str, Any], where: str, others
             given[name] = known[name].metadata["parse"](_text(f"{where}.{name}", value))
         except ValueError as exc:
             raise ConfigError(f"{where}.{name}: {exc}, got {value!r}") from exc
-    missing = [name for name, f in known.items() if f.default is MISSING and name not in given]
-    if missing:
-        raise ConfigError(f"{where}.{missing[0]}: missing")
     return cls(**given)
 
 

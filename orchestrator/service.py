@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, aclosing
 from functools import partial
-from typing import Any
 
 import grpc
 
@@ -19,14 +18,12 @@ from bough.protocol.codec_fields import to_fields
 from bough.protocol.generation import PromptLogprobs
 from bough.protocol.sampling_params import MAX_BIASES, MAX_CHOICES, MAX_STOP_TOKENS, MAX_STOPS
 from bough.rpc.server import Served, serving
-from bough.rpc.services import GENERATION, add_service
+from bough.rpc.services import GENERATION, ServicerContext, add_service
 from bough.security.auth_interceptor import AuthInterceptor, authorization
 from orchestrator.cluster.served_models import largest_context
 from orchestrator.serving.tenants import Callers, Tenant
 
 MANY_ENTRIES = 4096  # of all lists of a request; more are decoded in a thread
-
-Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class GenerationService:
@@ -35,7 +32,7 @@ class GenerationService:
     def __init__(self, callers: Callers) -> None:
         self._callers, self._requests = callers, callers.requests
 
-    async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateEvent]:
+    async def Generate(self, request: pb.GenerateRequest, context: ServicerContext) -> AsyncIterator[pb.GenerateEvent]:
         """Stream the events of one request."""
         directory = self._requests.directory
         if not directory.seen:
@@ -53,38 +50,38 @@ class GenerationService:
                 else:
                     yield wire.event_to_wire(event)
 
-    async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortReply:
+    async def Abort(self, request: pb.AbortRequest, context: ServicerContext) -> pb.AbortReply:
         """End a request."""
         self._tenant(context).abort(request.request_id)
         return pb.AbortReply()
 
-    async def CloseSession(self, request: pb.CloseSessionRequest, context: Context) -> pb.CloseSessionReply:
+    async def CloseSession(self, request: pb.CloseSessionRequest, context: ServicerContext) -> pb.CloseSessionReply:
         """Forget a session."""
         await self._tenant(context).close_session(request.session_id)
         return pb.CloseSessionReply()
 
-    async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: Context) -> pb.ModelInfo:
+    async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: ServicerContext) -> pb.ModelInfo:
         """The served models."""
         return wire.models_to_wire(self._requests.models())
 
-    async def GetServerInfo(self, request: common_pb2.GetServerInfoRequest, context: Context) -> pb.ServerInfo:
+    async def GetServerInfo(self, request: common_pb2.GetServerInfoRequest, context: ServicerContext) -> pb.ServerInfo:
         """This orchestrator and its workers."""
         return pb.ServerInfo(**to_fields(self._requests.server_info()))
 
-    async def GetLoads(self, request: pb.GetLoadsRequest, context: Context) -> pb.Loads:
+    async def GetLoads(self, request: pb.GetLoadsRequest, context: ServicerContext) -> pb.Loads:
         """Current load."""
         return pb.Loads(**to_fields(self._requests.loads()))
 
-    async def GetAcceptance(self, request: pb.GetAcceptanceRequest, context: Context) -> pb.Acceptance:
+    async def GetAcceptance(self, request: pb.GetAcceptanceRequest, context: ServicerContext) -> pb.Acceptance:
         """Which guesses were accepted."""
         schemes, drafts = self._requests.acceptance(), self._requests.calibrations()
         return pb.Acceptance(schemes=map(to_fields, schemes), drafts=map(to_fields, drafts))
 
-    async def GetDecisions(self, request: pb.GetDecisionsRequest, context: Context) -> pb.Decisions:
+    async def GetDecisions(self, request: pb.GetDecisionsRequest, context: ServicerContext) -> pb.Decisions:
         """Reasons for the sizes of trees."""
         return pb.Decisions(decisions=map(to_fields, self._tenant(context).decisions(request.session_id)))
 
-    def _tenant(self, context: Context) -> Tenant:
+    def _tenant(self, context: ServicerContext) -> Tenant:
         return self._callers.tenant(authorization(context.invocation_metadata()))
 
 

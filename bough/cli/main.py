@@ -23,7 +23,6 @@ from bough.errors import BoughError
 
 EXIT_PIPE = 128 + signal.SIGPIPE  # the shell's status for SIGPIPE, which Python ignores
 
-
 OURS = frozenset({"", "bough", "draft_worker", "orchestrator", "target_worker"})  # not installable modules
 COMPUTING = frozenset({"pack", "plan", "shape", "simulate"})  # commands that do not await
 LEAST_SECONDS = 0.01  # between two looks of `top`, each of which asks all workers
@@ -109,9 +108,7 @@ def argument_parser() -> argparse.ArgumentParser:
     add_address(chat)
     add_plan(commands.add_parser("plan", help="what a model would need and how fast it would be, before it is there"))
     add_shape(commands.add_parser("shape", help="the tree worth most, given how often guesses are accepted"))
-    add_simulate(
-        commands.add_parser("simulate", help="what many users of many machines would get, and what to buy next")
-    )
+    add_simulate(commands.add_parser("simulate", help="what users of many machines would get, and what to buy next"))
     _add_explain(commands.add_parser("explain", help="why a session's trees were as large as they were"))
     add_keys(commands.add_parser("keys", help="who may come in: add, list and remove keys of applications"))
     running = commands.add_parser("top", help="what is running now, shown again and again")
@@ -124,18 +121,15 @@ def argument_parser() -> argparse.ArgumentParser:
 
 
 def _add_explain(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "session", nargs="?", default="", help="a session, or a request that ran in it (default: the last at work)"
-    )
+    text = "a session, or a request that ran in it (default: the last at work)"
+    parser.add_argument("session", nargs="?", default="", help=text)
     parser.add_argument("--json", action="store_true", help="print one JSON line instead of a table")
     parser.add_argument("--plot", metavar="FILE", help="also draw the rounds into a PNG file")
     add_address(parser)
 
 
 def _add_doctor(parser: argparse.ArgumentParser) -> None:
-    text = (
-        "dashboard of a Ray cluster, such as http://HEAD:8265: show its nodes and replicas, and ask its orchestrators"
-    )
+    text = "dashboard of a Ray cluster, such as http://HEAD:8265: shows nodes and replicas, and asks its orchestrators"
     parser.add_argument("--ray", metavar="URL", default="", help=text)
     add_address(parser)
 

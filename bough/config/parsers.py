@@ -112,7 +112,8 @@ def parse_switch(text: str) -> bool:
 
 
 parse_count = number(int, 1)
+parse_natural = number(int, 0)
 MAX_PORT = 65535
 parse_port = number(int, 0, MAX_PORT)
 parse_seconds = number(float, 0.001)
-parse_speed = number(float, 0)
+parse_amount = number(float, 0)

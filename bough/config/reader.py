@@ -8,6 +8,7 @@ from dataclasses import MISSING, Field, field, fields, replace
 from typing import Any, NoReturn, TypeVar
 
 from bough.config.flag_parser import FlagParser
+from bough.config.parsers import parse_switch
 from bough.errors import ConfigError
 
 ENV_PREFIX = "BOUGH"
@@ -20,13 +21,17 @@ SERVICE_LINK = re.compile(
 Config = TypeVar("Config")
 
 
-def setting(default: Any, parse: Callable[[str], Any], text: str, instead: str = "", shared: str = "") -> Any:
-    """A field of a settings class; `default` MISSING makes it required.
+def setting(
+    default: Any, text: str, parse: Callable[[str], Any] | None = None, *, instead: str = "", shared: str = ""
+) -> Any:
+    """A field of a settings class; `default` MISSING makes it required. Without `parse` it is a switch or a text.
 
     `shared` is a variable that sets it for each service whose own variable is not set.
     `instead` names another field: exactly one of the two must be given, and this one is empty if the other is.
     """
-    return field(default=default, metadata={"parse": parse, "help": text, "instead": instead, "shared": shared})
+    read = parse or (parse_switch if isinstance(default, bool) else str)
+    text += f"; {shared} sets it for all processes" if shared else ""
+    return field(default=default, metadata={"parse": read, "help": text, "instead": instead, "shared": shared})
 
 
 def parse(cls: type[Config], service: str, argv: Sequence[str], environ: Mapping[str, str]) -> Config:
@@ -112,10 +117,9 @@ def _from_environment(cls: type, service: str, environ: Mapping[str, str]) -> di
 def _from_flags(cls: type, service: str, argv: Sequence[str]) -> dict[str, Any]:
     parser = _Parser(prog=f"python -m {service}", description=cls.__doc__)
     for f in _fields(cls):
-        default = "" if f.default in (MISSING, "", ()) else f" (default {f.default})"
         is_switch = isinstance(f.default, bool)
+        default = "" if is_switch or f.default in (MISSING, "", ()) else f" (default {f.default})"
         bare: dict[str, Any] = {"nargs": "?", "const": "yes"} if is_switch else {}
-        default = "" if is_switch else default
         parser.add_argument(_flag(f.name), dest=f.name, default=None, help=f.metadata["help"] + default, **bare)
     given = {name: text for name, text in vars(parser.parse_args(argv)).items() if text is not None}
     return {f.name: _read(_flag(f.name), f, given[f.name]) for f in _fields(cls) if f.name in given}

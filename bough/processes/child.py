@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bough.processes.exit_with_parent import start
+from bough.processes.startup import start_ticks
 from bough.registry.records import WorkerRecord
 
 TAIL_LINES = 12  # last lines of a log that errors quote
 TAIL_BYTES = 8192  # end of a log in which those lines are searched
 KINDS = {"target_worker": "target", "draft_worker": "draft", "orchestrator": "orchestrator"}  # name to index kind
-STARTED = 19  # index of the start time in /proc/PID/stat, counted from the state: field 22 of proc(5)
 LOG_PREFIX = re.compile(r"[\d-]+ [\d:,]+ [A-Z]+ [\w.]+: ")  # see `bough.telemetry.logs`
 DRAIN_SECONDS = 1.0  # between the first SIGTERM, which drains, and the second, which stops
 STOP_SECONDS = 10.0  # between the second SIGTERM and SIGKILL
@@ -41,10 +41,9 @@ def message_of(line: str) -> str:
 def process_name(process_id: int) -> str:
     """The process id and start time in kernel ticks, as ids are reused; the id alone if the process has ended."""
     try:
-        fields = Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()
+        return f"{process_id}-{start_ticks(process_id)}"
     except OSError:
         return str(process_id)
-    return f"{process_id}-{fields[STARTED]}"
 
 
 @dataclass(frozen=True, slots=True)

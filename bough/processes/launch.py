@@ -29,7 +29,7 @@ from bough.security.secured import files_towards
 POLL_SECONDS = 0.1
 LOCAL = "127.0.0.1"
 INDEX = "index"
-DRAFT = "draft_worker"
+DRAFT, TARGET = "draft_worker", "target_worker"
 
 
 class Waiting(NamedTuple):
@@ -84,13 +84,10 @@ class Cluster:
         if not self.index_url:
             self.start_index()
         if self.settings.draft is None or not _takes_free_memory(self.settings.target):
-            self._start_target()
+            self._start_service(TARGET, self.settings.target)
         if self.settings.draft is not None:
             self._start_service(DRAFT, self.settings.draft)
         self._start_service("orchestrator", self.settings.orchestrator)
-
-    def _start_target(self) -> None:
-        self._start_service("target_worker", self.settings.target)
 
     def start_index(self) -> None:
         """Start a Valkey server and set `index_url`."""
@@ -123,8 +120,8 @@ class Cluster:
         began = time.monotonic()
         try:
             while missing := await self.missing(registry, draft_may_follow):
-                if DRAFT not in missing and INDEX not in missing and "target_worker" not in self.children:
-                    self._start_target()
+                if DRAFT not in missing and INDEX not in missing and TARGET not in self.children:
+                    self._start_service(TARGET, self.settings.target)
                 names = tuple(self._described(name, reason) for name, reason in missing.items())
                 report(Waiting(names, time.monotonic() - began))
                 for child in self.children.values():
@@ -148,7 +145,7 @@ class Cluster:
             records = await registry.workers()
         except Unavailable:
             return {INDEX: ""}
-        required = ["target_worker", *([DRAFT] if self.settings.draft is not None else []), "orchestrator"]
+        required = [TARGET, *([DRAFT] if self.settings.draft is not None else []), "orchestrator"]
         children = {name: self.children[name] for name in required if name in self.children}
         own = {name: record for name, child in children.items() for record in records if child.is_of(record)}
         if "orchestrator" in own:

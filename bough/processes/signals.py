@@ -6,8 +6,9 @@ import asyncio
 import os
 import signal
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 EXIT_INTERRUPTED = 130  # as of a shell
 STOPPING = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
@@ -16,13 +17,11 @@ STOPPING = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
 @contextmanager
 def cancelled_by_signals() -> Iterator[None]:
     """While the block runs, SIGTERM cancels its task, and, except under nohup, SIGHUP of a terminal that is closed."""
-    if not _may_handle_signals():
-        yield
-        return
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None, "a coroutine runs in a task"
     is_under_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-    numbers = (signal.SIGTERM,) if is_under_nohup else (signal.SIGTERM, signal.SIGHUP)
+    wanted = (signal.SIGTERM,) if is_under_nohup else (signal.SIGTERM, signal.SIGHUP)
+    numbers = wanted if _may_handle_signals() else ()
     for number in numbers:
         loop.add_signal_handler(number, task.cancel)
     try:
@@ -32,34 +31,27 @@ def cancelled_by_signals() -> Iterator[None]:
             loop.remove_signal_handler(number)
 
 
-@contextmanager
-def ended_by_ctrl_c() -> Iterator[None]:
+def ended_by_ctrl_c() -> AbstractContextManager[None]:
     """While the block runs, SIGINT ends the process at once, whatever threads of a library, as of a download, still do.
 
     asyncio's own handler would wait until a command awaits.
     """
-    if not _may_handle_signals():
-        yield
-        return
-    before = signal.signal(signal.SIGINT, lambda *_: os._exit(EXIT_INTERRUPTED))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
+    return _handled(lambda *_: os._exit(EXIT_INTERRUPTED), signal.SIGINT)
+
+
+def signals_ignored() -> AbstractContextManager[None]:
+    """Ignore SIGINT, SIGTERM and SIGHUP while the block runs, so that repeated signals cannot interrupt a cleanup."""
+    return _handled(signal.SIG_IGN, *STOPPING)
 
 
 @contextmanager
-def signals_ignored() -> Iterator[None]:
-    """Ignore SIGINT, SIGTERM and SIGHUP while the block runs, so that repeated signals cannot interrupt a cleanup."""
-    if not _may_handle_signals():
-        yield
-        return
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in STOPPING}
+def _handled(handler: Callable[..., Any] | signal.Handlers, *numbers: signal.Signals) -> Iterator[None]:
+    before = {number: signal.signal(number, handler) for number in numbers} if _may_handle_signals() else {}
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number, handler_before in before.items():
+            signal.signal(number, handler_before)
 
 
 def _may_handle_signals() -> bool:

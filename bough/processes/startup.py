@@ -40,11 +40,15 @@ class Stages:
         self._since = now
 
 
+def start_ticks(process: int | str = "self") -> int:
+    """When a process was started, in clock ticks since boot: field 22 of proc(5). Raises OSError if it has ended."""
+    return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19])
+
+
 def process_age_seconds() -> float:
     """Seconds since this process was started; 0 if unknown."""
     try:
-        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-        began = int(fields[19]) / os.sysconf("SC_CLK_TCK")  # field 22 of proc(5): clock ticks since boot
+        began = start_ticks() / os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError, IndexError):
         return 0.0
     return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - began)

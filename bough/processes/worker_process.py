@@ -15,7 +15,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Generic, TypeVar
 
-import grpc
 from google.protobuf.descriptor import ServiceDescriptor
 
 from bough import __version__
@@ -42,7 +41,7 @@ from bough.registry.records import WorkerLoad, WorkerRecord
 from bough.registry.registry import Registry
 from bough.rpc.drain import SessionGate
 from bough.rpc.server import Served, serving
-from bough.rpc.services import add_service
+from bough.rpc.services import ServicerContext, add_service
 from bough.runtime.allocator import trim_heap
 from bough.security.access import Access, metrics_context
 from bough.security.guarded import require_guarded
@@ -146,21 +145,19 @@ class WorkerService(Generic[AnyWorker]):
         return self.loaded
 
     async def GetServerInfo(
-        self, request: common_pb2.GetServerInfoRequest, context: grpc.aio.ServicerContext[Any, Any]
+        self, request: common_pb2.GetServerInfoRequest, context: ServicerContext
     ) -> common_pb2.WorkerInfo:
         """Model, tokenizer and limits."""
         return common_pb2.WorkerInfo(**to_fields(self.worker.info()))
 
     async def GetTokenizer(
-        self, request: common_pb2.GetTokenizerRequest, context: grpc.aio.ServicerContext[Any, Any]
+        self, request: common_pb2.GetTokenizerRequest, context: ServicerContext
     ) -> AsyncIterator[common_pb2.TokenizerChunk]:
         """The tokenizer, in chunks."""
         for chunk in codec.tokenizer_to_wire(self.worker.tokenizer):
             yield chunk
 
-    async def Release(
-        self, request: common_pb2.ReleaseRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> common_pb2.ReleaseReply:
+    async def Release(self, request: common_pb2.ReleaseRequest, context: ServicerContext) -> common_pb2.ReleaseReply:
         """Forget a session."""
         await asyncio.wrap_future(self.worker.release(request.session_id, request.epoch))
         return common_pb2.ReleaseReply()

@@ -68,14 +68,17 @@ class CostCurve:
 
     def __call__(self, rows: int) -> float:
         """Seconds for this number of rows."""
-        padded = -(-max(rows, 1) // self.step) * self.step
-        after = bisect_right(self.rows, padded)
+        return self.unpadded(-(-max(rows, 1) // self.step) * self.step)
+
+    def unpadded(self, rows: float) -> float:
+        """Seconds on the line between the knots, also between multiples of `step`."""
+        after = bisect_right(self.rows, rows)
         if after == len(self.rows):
-            return self.seconds[-1] + self.last_slope * (padded - self.rows[-1])
+            return self.seconds[-1] + self.last_slope * (rows - self.rows[-1])
         if after == 0:
             return self.seconds[0]
         (left, right), (below, above) = self.rows[after - 1 : after + 1], self.seconds[after - 1 : after + 1]
-        return below + (above - below) / (right - left) * (padded - left)
+        return below + (above - below) / (right - left) * (rows - left)
 
     @property
     def last_slope(self) -> float:

@@ -9,6 +9,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2
 
 from bough.errors import DeadlineExceeded, Exhausted, Unavailable
+from bough.rpc.services import ServicerContext
 
 MAX_WATCHERS = 1024  # streams; Check calls are limited by the number of connections
 WRITE_SECONDS = 10.0  # for which a watcher may take to read an update
@@ -23,7 +24,7 @@ class HealthService(health.aio.HealthServicer):  # type: ignore[misc]  # it has 
         self._num_watchers = 0
         self._changed = asyncio.Event()  # replaced after each change
 
-    async def Watch(self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+    async def Watch(self, request: health_pb2.HealthCheckRequest, context: ServicerContext) -> None:
         """Send a service's status and its changes. Raises Exhausted for too many watchers."""
         if self._num_watchers >= MAX_WATCHERS:
             raise Exhausted(f"{self._num_watchers} callers watch health, which is the limit; use Check", RETRY_SECONDS)
@@ -33,7 +34,7 @@ class HealthService(health.aio.HealthServicer):  # type: ignore[misc]  # it has 
         finally:
             self._num_watchers -= 1
 
-    async def _tell(self, service: str, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+    async def _tell(self, service: str, context: ServicerContext) -> None:
         last = None
         while True:
             changed = self._changed
@@ -50,7 +51,7 @@ class HealthService(health.aio.HealthServicer):  # type: ignore[misc]  # it has 
         changed.set()
 
 
-async def write(context: grpc.aio.ServicerContext[Any, Any], reply: Any, stalled_seconds: float | None) -> None:
+async def write(context: ServicerContext, reply: Any, stalled_seconds: float | None) -> None:
     """Send a reply of a stream. Raises DeadlineExceeded if its reader takes nothing for so long, or Unavailable."""
     try:
         async with asyncio.timeout(stalled_seconds):

@@ -23,6 +23,7 @@ from bough.rpc.batches import free_batches
 from bough.rpc.drain import Drainer
 from bough.rpc.health_service import HealthService, write
 from bough.rpc.lasting_server import LastingServer
+from bough.rpc.services import ServicerContext
 from bough.rpc.status_map import MAX_MESSAGE_BYTES, abort
 from bough.runtime.connections import connection_limit
 from bough.telemetry.call_context import CallContextInterceptor
@@ -93,7 +94,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
     def _guarded(
         self, method: str, decode: Callable[[bytes], Any], answer: Callable[..., Awaitable[Any]]
     ) -> Callable[..., Awaitable[Any]]:
-        async def run(data: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+        async def run(data: bytes, context: ServicerContext) -> Any:
             try:
                 with self.gate.entering(method, len(data)):
                     request = decoded(data, decode)
@@ -113,7 +114,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         reader stops it and bounds its memory.
         """
 
-        async def run(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        async def run(request: Any, context: ServicerContext) -> None:
             async with aclosing(answer(request, context)) as replies:
                 async for reply in replies:
                     await write(context, reply, self.stalled_seconds)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeAlias
 
 import grpc
 from google.protobuf.descriptor import ServiceDescriptor
 from google.protobuf.message_factory import GetMessageClass
 
 from bough.pb import draft_pb2, generation_pb2, target_pb2
+
+ServicerContext: TypeAlias = grpc.aio.ServicerContext[Any, Any]  # of any call
 
 DRAFT: ServiceDescriptor = draft_pb2.DESCRIPTOR.services_by_name["Draft"]
 GENERATION: ServiceDescriptor = generation_pb2.DESCRIPTOR.services_by_name["Generation"]

@@ -10,7 +10,6 @@ import asyncio
 import logging
 import re
 from contextlib import suppress
-from typing import Any
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -18,6 +17,7 @@ from google.rpc import error_details_pb2, status_pb2
 
 from bough import errors
 from bough.errors import BoughError, Exhausted, InvalidRequest, PrefixMissing, StaleEpoch
+from bough.rpc.services import ServicerContext
 from bough.runtime.log_lines import bounded
 
 logger = logging.getLogger(__name__)
@@ -114,7 +114,7 @@ def _retry_details(code: grpc.StatusCode, text: str, retry_seconds: float) -> by
     return bytes(status.SerializeToString())
 
 
-async def abort(context: grpc.aio.ServicerContext[Any, Any], exc: Exception) -> None:
+async def abort(context: ServicerContext, exc: Exception) -> None:
     """End a call with the status of an error."""
     code = next((STATUS_OF[kind] for kind in type(exc).__mro__ if kind in STATUS_OF), grpc.StatusCode.INTERNAL)
     if code is grpc.StatusCode.INTERNAL:

@@ -11,10 +11,9 @@ import grpc
 from grpc_health.v1 import health
 
 from bough.errors import Unauthenticated
+from bough.rpc.services import ServicerContext
 from bough.rpc.status_map import abort
 from bough.security.bearer import HEADER
-
-Context = grpc.aio.ServicerContext[Any, Any]
 
 KINDS = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")  # of handlers
 NAMES = ("x509_subject_alternative_name", "x509_common_name")  # of gRPC's authentication context
@@ -45,7 +44,7 @@ def authorization(metadata: Iterable[tuple[str, str | bytes]] | None) -> list[st
 def _refusing(error: Unauthenticated) -> grpc.RpcMethodHandler[Any, Any]:
     """A refusing handler; as a stream handler, it runs without waiting for a message."""
 
-    async def refuse(_: object, context: Context) -> None:
+    async def refuse(_: object, context: ServicerContext) -> None:
         await abort(context, error)
 
     return grpc.stream_stream_rpc_method_handler(refuse)
@@ -68,17 +67,17 @@ class PeerNames(grpc.aio.ServerInterceptor):
         return getattr(grpc, f"{kind}_rpc_method_handler")(guarded, *codec)
 
     def _guarded(self, answer: Callable[..., Any]) -> Callable[..., Any]:
-        async def run(request: Any, context: Context) -> Any:
+        async def run(request: Any, context: ServicerContext) -> Any:
             return await answer(request, context) if await self._lets_in(context) else None
 
-        async def stream(request: Any, context: Context) -> AsyncIterator[Any]:
+        async def stream(request: Any, context: ServicerContext) -> AsyncIterator[Any]:
             if await self._lets_in(context):
                 async for reply in answer(request, context):
                     yield reply
 
         return stream if isasyncgenfunction(answer) else run
 
-    async def _lets_in(self, context: Context) -> bool:
+    async def _lets_in(self, context: ServicerContext) -> bool:
         """Whether the caller is admitted; otherwise the call is aborted."""
         shown = context.auth_context()
         names = {value.decode(errors="replace") for name in NAMES for value in shown.get(name, ())}

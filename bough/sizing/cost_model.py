@@ -165,12 +165,7 @@ def purchases(
     bought = []
     for kind in kinds:
         for added in (gigabytes * GIGABYTE for gigabytes in MORE_GIGABYTES):
-            more = (
-                replace(budgets, device=budgets.device + added)
-                if kind == "device"
-                else replace(budgets, host=budgets.host + added)
-            )
-            placement = place(more)
+            placement = place(replace(budgets, **{kind: getattr(budgets, kind) + added}))
             after = seconds(placement)
             bought.append(Purchase(kind, added, placement.link_bytes, after, before - after))
     return bought

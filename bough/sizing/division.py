@@ -29,10 +29,7 @@ class SweepTree:
     @classmethod
     def of(cls, tree: Tree, may_leave_out: bool) -> SweepTree:
         """Take the draft's probabilities of the paths as values."""
-        scores, parents = tree.log_probs.astype(np.float64).tolist(), tree.parents.tolist()
-        for node in range(1, len(scores)):
-            scores[node] = min(0.0, scores[node]) + scores[parents[node]]
-        return cls(np.exp(scores), tree.parents, may_leave_out)
+        return cls(np.exp(tree.scores().astype(np.float64)), tree.parents, may_leave_out)
 
     def least(self) -> Nodes:
         """Nodes that are always kept: all, or the root and its best child."""

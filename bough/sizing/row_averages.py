@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections import deque
 from statistics import median
 
@@ -155,14 +154,7 @@ class RowAverages:
         self._run.clear()
 
     def _log_shape(self, where: float) -> float:
-        rows, seconds, place = self._shape.rows, self._shape.seconds, math.exp(where)
-        if place <= rows[0]:
-            return math.log(seconds[0])
-        if place >= rows[-1]:
-            return math.log(seconds[-1] + self._shape.last_slope * (place - rows[-1]))
-        right = bisect_left(rows, place)
-        slope = (seconds[right] - seconds[right - 1]) / (rows[right] - rows[right - 1])
-        return math.log(seconds[right - 1] + slope * (place - rows[right - 1]))
+        return math.log(self._shape.unpadded(math.exp(where)))
 
     def _ratio(self, where: float) -> float:
         return float(np.interp(where, *self._fit()))

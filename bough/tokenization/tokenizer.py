@@ -35,6 +35,9 @@ class AddedToken(NamedTuple):
     is_special: bool  # left out of decoded text
 
 
+AddedTokens = Mapping[str, AddedToken]  # by their texts
+
+
 class Tokenizer:
     """Converts text to tokens and back."""
 
@@ -124,7 +127,7 @@ class Tokenizer:
         return token.replace("\u2581", " ").encode()
 
     @cached_property
-    def added_tokens(self) -> dict[str, AddedToken]:
+    def added_tokens(self) -> AddedTokens:
         """Tokens that are whole texts apart from the vocabulary's, special ones included, by their spelling."""
         added = self._tokenizer.get_added_tokens_decoder()
         return {token.content: AddedToken(token_id, token.special) for token_id, token in added.items()}

@@ -9,6 +9,7 @@ from bough.client import Client
 from bough.config.cache_paths import SUBSTITUTE_DROPS, demonstration_folder
 from bough.config.processes import DraftConfig, OrchestratorConfig, TargetConfig, parse
 from bough.processes.launch import Settings
+from bough.security.certificates import CertificateFiles
 
 
 def stack_settings(
@@ -33,7 +34,7 @@ def stack_settings(
     )
 
 
-async def http_url_of(address: str) -> str:
+async def http_url_of(address: str, certificates: CertificateFiles | None = None) -> str:
     """URL, without /v1, of the HTTP API of the orchestrator whose gRPC address is given; empty if it has none."""
-    async with Client(address) as client:
+    async with Client(address, certificates=certificates) as client:
         return (await client.server_info()).http_url

@@ -2,15 +2,16 @@
 
     python -m loadtest.fuzz --messages 1000000 --seed 1
     python -m loadtest.fuzz --messages 1000000 --sockets 1 --minutes 10
+    python -m loadtest.fuzz --messages 100000 --sockets 1 --tls
 
 Starts an index, an orchestrator and simulated workers of its own. A share of the messages goes over real sockets to
 both of the orchestrator's doors, many on a connection: bodies, heads, chunks that end half-way, protobufs, frames of
-HTTP/2; a tenth of it are protobufs to the workers. The rest is given to everything that decodes, in this process: what
-doors, workers' services and the index read.
+HTTP/2; a tenth of it are protobufs to the workers, and a twentieth bytes of other protocols to all ports, the index's
+too. The rest is given to everything that decodes, in this process: what doors, workers' services and the index read.
 Prints progress on standard error and ends with one JSON line, and exit status 1 where something is wrong:
 
-messages        all of them; `layers` has how many each layer got: `http`, `grpc`, `http2 frames`, `target` and `draft`
-                are real sockets
+messages        all of them; `layers` has how many each layer got: `http`, `grpc`, `http2 frames`, `other protocols`,
+                `target` and `draft` are real sockets
 distinct        how many differed; frames that were sent at once count as one
 problems        what should not have been, with how often: no status in time, status 500, INTERNAL or UNKNOWN, an
                 error that is none of bough's own or is as long as its message, a process that has ended, an error in a
@@ -76,7 +77,9 @@ async def run(arguments: argparse.Namespace) -> dict[str, Any]:
         most_seconds = 60 * arguments.minutes
         figures = Figures()
         if num_sent:
-            figures = await at_sockets(Path(folder), num_sent, arguments.seed, _report, most_seconds)
+            figures = await at_sockets(
+                Path(folder), num_sent, arguments.seed, _report, most_seconds, has_tls=arguments.tls
+            )
     outcomes = figures.outcomes
     outcomes.add(in_process(arguments.messages - num_sent, arguments.seed))
     return {
@@ -111,6 +114,7 @@ def main() -> int:
     add("--messages", type=int, default=1_000_000)
     add("--sockets", type=float, default=SOCKET_SHARE, help="share of them that goes over real sockets")
     add("--minutes", type=float, default=math.inf, help="after which no more go over sockets")
+    add("--tls", action="store_true", help="the orchestrator and the workers speak nothing but TLS")
     add("--seed", type=int, default=1)
     figures = asyncio.run(run(parser.parse_args()))
     print(json.dumps(figures))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 import struct
 from contextlib import suppress
 from typing import Any
@@ -11,6 +12,7 @@ import grpc
 
 from bough.rpc.server import open_channel
 from bough.rpc.status_map import ERROR_KEY, MAX_MESSAGE_BYTES, STATUS_OF
+from loadtest.fuzz.http_connection import close_side
 from loadtest.fuzz.mutation import Mutator
 from loadtest.fuzz.ordinary import GRPC, HEALTH, SERVICE, Calls
 from loadtest.fuzz.outcomes import ANSWER_SECONDS, Outcomes
@@ -40,9 +42,15 @@ class GrpcSender:
     """Sends malformed calls of the given methods over one channel; every second one is of the first."""
 
     def __init__(
-        self, address: str, mutator: Mutator, outcomes: Outcomes, layer: str = LAYER, calls: Calls = GRPC
+        self,
+        address: str,
+        mutator: Mutator,
+        outcomes: Outcomes,
+        layer: str = LAYER,
+        calls: Calls = GRPC,
+        credentials: grpc.ChannelCredentials | None = None,
     ) -> None:
-        self._channel = open_channel(address)
+        self._channel = open_channel(address, credentials)
         self._mutator, self._outcomes = mutator, outcomes
         self._layer, self._calls = layer, calls
 
@@ -96,11 +104,11 @@ class GrpcSender:
 
 
 class FrameSender:
-    """Sends bursts of malformed frames, each over a new connection."""
+    """Sends bursts of malformed frames, each over a new connection, with TLS if a context is given."""
 
-    def __init__(self, address: str, mutator: Mutator, outcomes: Outcomes) -> None:
+    def __init__(self, address: str, mutator: Mutator, outcomes: Outcomes, tls: ssl.SSLContext | None = None) -> None:
         host, _, port = address.rpartition(":")
-        self._host, self._port = host, int(port)
+        self._host, self._port, self._tls = host, int(port), tls
         self._mutator, self._outcomes = mutator, outcomes
 
     async def close(self) -> None:
@@ -124,7 +132,7 @@ class FrameSender:
             self._outcomes.answered(FRAMES, answer, data, len(frames))
 
     async def _answer(self, data: bytes) -> str:
-        reader, writer = await asyncio.open_connection(self._host, self._port)
+        reader, writer = await asyncio.open_connection(self._host, self._port, ssl=self._tls)
         try:
             with suppress(OSError, asyncio.IncompleteReadError):
                 writer.write(data)
@@ -132,7 +140,7 @@ class FrameSender:
                 with suppress(TimeoutError):
                     async with asyncio.timeout(PATIENCE_SECONDS):
                         return await _read_answer(reader)
-                writer.write_eof()  # the server may be waiting for the rest of a frame
+                close_side(writer.transport)  # the server may be waiting for the rest of a frame
                 return await _read_answer(reader)
             return "closed"
         finally:

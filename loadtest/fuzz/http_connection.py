@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import ssl
 from contextlib import suppress
 from typing import NamedTuple, Self, cast
 
@@ -22,6 +23,14 @@ CLOSED = Answer("closed", is_last=True)
 CUT = ", cut by a reset"  # behind a status whose answer's rest has not come
 
 
+def close_side(transport: asyncio.WriteTransport) -> None:
+    """Close our side of a connection; both where it has TLS, which cannot close one. Raises OSError."""
+    if transport.can_write_eof():
+        transport.write_eof()
+    else:
+        transport.close()
+
+
 class HttpConnection(asyncio.Protocol):
     """One connection. What came before a reset is still read, as asyncio's own StreamReader would not let it be."""
 
@@ -32,9 +41,9 @@ class HttpConnection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
 
     @classmethod
-    async def open(cls, host: str, port: int) -> Self:
-        """Connect. Raises OSError."""
-        _, connection = await asyncio.get_running_loop().create_connection(cls, host, port)
+    async def open(cls, host: str, port: int, tls: ssl.SSLContext | None = None) -> Self:
+        """Connect, with TLS if a context is given. Raises OSError."""
+        _, connection = await asyncio.get_running_loop().create_connection(cls, host, port, ssl=tls)
         return connection
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -51,8 +60,9 @@ class HttpConnection(asyncio.Protocol):
         self._is_closed = True
         if exc is not None and self._transport is not None:
             self._is_reset = True
+            socket = self._transport.get_extra_info("socket")  # None where it has TLS, whose bytes are of no use
             with suppress(OSError):
-                while data := os.read(self._transport.get_extra_info("socket").fileno(), READ_BYTES):
+                while socket is not None and (data := os.read(socket.fileno(), READ_BYTES)):
                     self._received += data
         self._changed.set()
 
@@ -62,10 +72,13 @@ class HttpConnection(asyncio.Protocol):
             self._transport.write(data)
 
     def write_eof(self) -> None:
-        """Close our side, unless the connection is closed; the loop may not have told of a reset yet."""
+        """Close our side, unless the connection is closed; the loop may not have told of a reset yet.
+
+        TLS in asyncio closes both sides at once, after which nothing is read.
+        """
         if self._transport is not None and not self._is_closed:
             with suppress(OSError):
-                self._transport.write_eof()
+                close_side(self._transport)
 
     def abort(self) -> None:
         """Close the connection at once."""

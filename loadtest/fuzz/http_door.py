@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import ssl
 from contextlib import suppress
 from typing import NamedTuple
 from urllib.parse import urlsplit
@@ -35,11 +36,11 @@ class Sent(NamedTuple):
 
 
 class HttpSender:
-    """Sends malformed HTTP over one connection at a time."""
+    """Sends malformed HTTP over one connection at a time, with TLS if a context is given."""
 
-    def __init__(self, url: str, mutator: Mutator, outcomes: Outcomes) -> None:
+    def __init__(self, url: str, mutator: Mutator, outcomes: Outcomes, tls: ssl.SSLContext | None = None) -> None:
         parts = urlsplit(url)
-        self._host, self._port = parts.hostname or "", parts.port or 0
+        self._host, self._port, self._tls = parts.hostname or "", parts.port or 0, tls
         self._mutator, self._outcomes = mutator, outcomes
         self._connection: HttpConnection | None = None
 
@@ -49,7 +50,7 @@ class HttpSender:
         while pipeline[-1].is_whole and len(pipeline) < MOST_PIPELINED and self._mutator.rng.random() < 0.95:
             pipeline.append(self._made())
         try:
-            connection = self._connection or await HttpConnection.open(self._host, self._port)
+            connection = self._connection or await HttpConnection.open(self._host, self._port, self._tls)
         except OSError as exc:
             self._outcomes.failed(LAYER, f"http: no connection: {exc.strerror}", pipeline[0].data)
             return

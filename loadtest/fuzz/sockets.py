@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
+from urllib.parse import urlsplit
 
 import httpx
 import redis.asyncio
@@ -21,13 +22,15 @@ from bough.client import Client
 from bough.errors import BoughError
 from bough.processes.launch import INDEX
 from bough.protocol.generation import GenerateOptions, TextPrompt, Tokens
+from loadtest.common.certificates import Authority, flags_of
 from loadtest.common.stacks import http_url_of
-from loadtest.fuzz import grpc_door, http_door
+from loadtest.fuzz import grpc_door, http_door, other_protocols
 from loadtest.fuzz.grpc_door import FrameSender, GrpcSender
 from loadtest.fuzz.http_door import HttpSender
 from loadtest.fuzz.memory import WARM_MESSAGES, MemorySeries
 from loadtest.fuzz.mutation import Mutator
 from loadtest.fuzz.ordinary import OF_WORKERS
+from loadtest.fuzz.other_protocols import OtherProtocolSender, Trust
 from loadtest.fuzz.outcomes import Outcomes
 from loadtest.served.profiles import write_profile
 from loadtest.served.soak import Snapshot, leaks, snapshot
@@ -36,15 +39,18 @@ from loadtest.served.stack import Stack, stack
 SWEEP_SECONDS = 0.001
 MAX_CONTEXT = 48  # ends answers without a limit
 MAX_NODES = 8  # of trees, which are no part of this
-SHARES = {http_door.LAYER: 0.55, grpc_door.LAYER: 0.25, grpc_door.FRAMES: 0.1} | dict.fromkeys(OF_WORKERS, 0.05)
-SENDERS = {http_door.LAYER: 24, grpc_door.LAYER: 6, grpc_door.FRAMES: 12} | dict.fromkeys(OF_WORKERS, 2)  # at once
+SHARES = {http_door.LAYER: 0.5, grpc_door.LAYER: 0.25, grpc_door.FRAMES: 0.1, other_protocols.LAYER: 0.05}
+SHARES |= dict.fromkeys(OF_WORKERS, 0.05)
+SENDERS = {http_door.LAYER: 24, grpc_door.LAYER: 6, grpc_door.FRAMES: 12, other_protocols.LAYER: 6}  # at once
+SENDERS |= dict.fromkeys(OF_WORKERS, 2)
 NUM_PROCESSES = 4
 BATCH = 5000  # messages between two checks of the processes
 SETTLE_SECONDS = 30.0
 ERRORS = re.compile(r"^(?:.* (?:ERROR|CRITICAL) .*|\w[\w.]*(?:Error|Exception)\b.*)$", re.MULTILINE)
 UNREADABLE = "grpc._cython.cygrpc: Invalid encoding"  # gRPC's line on a header that is no text, which it leaves out
 PROMPT, MAX_TOKENS = "the ordinary request", 16
-NUM_WORDS, WORDS_AT_ONCE = 12_000, 4  # more than the tokenizer keeps; as fit the context
+NUM_WORDS, WORDS_AT_ONCE = 30_000, 7  # more than both threads of the tokenizer keep; as fit the context
+REQUESTS_AT_ONCE = 8  # so that both threads get words
 
 Report = Callable[[str], None]
 
@@ -77,37 +83,49 @@ class Ordinary:
 
     address: str
     url: str
+    trust: Trust
 
     async def tokens(self) -> tuple[list[int], str]:
         """Return the tokens over gRPC and the text over HTTP. Raises BoughError or httpx.HTTPError."""
         options = GenerateOptions(temperature=0.7, seed=11, max_tokens=MAX_TOKENS, ignore_eos=True)
         tokens: list[int] = []
-        async with Client(self.address) as client:
+        async with Client(self.address, certificates=self.trust.files) as client:
             async for event in client.generate(TextPrompt(PROMPT), options):
                 tokens += event.token_ids if isinstance(event, Tokens) else ()
         body = {"prompt": PROMPT, "max_tokens": MAX_TOKENS, "temperature": 0.7, "seed": 11, "ignore_eos": True}
-        async with httpx.AsyncClient(trust_env=False, timeout=60) as client:
+        async with self.client() as client:
             response = (await client.post(f"{self.url}/v1/completions", json=body)).raise_for_status()
         return tokens, response.json()["choices"][0]["text"]
 
+    def client(self) -> httpx.AsyncClient:
+        """A client of the HTTP API, which the caller closes."""
+        return httpx.AsyncClient(trust_env=False, timeout=60, verify=self.trust.http or False)
+
     async def fill_words(self) -> None:
-        """Have the tokenizer, which keeps the tokens of its first 10,000 words for ever, keep as many."""
-        async with httpx.AsyncClient(trust_env=False, timeout=60) as client:
-            for number in range(0, NUM_WORDS, WORDS_AT_ONCE):
-                text = " ".join(f"{word:08}" for word in range(number, number + WORDS_AT_ONCE))
-                (await client.post(f"{self.url}/tokenize", json={"prompt": text})).raise_for_status()
+        """Have the tokenizer, which in each thread keeps the tokens of its first 10,000 words, keep as many."""
+        words = [f"{word:05}" for word in range(NUM_WORDS)]
+        texts = [" ".join(words[at : at + WORDS_AT_ONCE]) for at in range(0, NUM_WORDS, WORDS_AT_ONCE)]
+        async with self.client() as client:
+            for at in range(0, len(texts), REQUESTS_AT_ONCE):
+                asked = [client.post(f"{self.url}/tokenize", json={"prompt": t}) for t in texts[at:][:REQUESTS_AT_ONCE]]
+                for response in await asyncio.gather(*asked):
+                    response.raise_for_status()
 
 
 async def at_sockets(
-    folder: Path, num_messages: int, seed: int, report: Report, most_seconds: float = math.inf
+    folder: Path, num_messages: int, seed: int, report: Report, most_seconds: float = math.inf, *, has_tls: bool = False
 ) -> Figures:
-    """Send messages to an orchestrator with simulated workers; after `most_seconds` no batch is begun."""
+    """Send messages to an orchestrator with simulated workers; after `most_seconds` no batch is begun.
+
+    With `has_tls` these processes speak TLS alone, and most messages come inside of it.
+    """
     figures, memory, ends = Figures(), MemorySeries(folder), time.monotonic() + most_seconds
     profile = write_profile(folder, SWEEP_SECONDS, max_context=MAX_CONTEXT, max_nodes=MAX_NODES)
-    async with stack(profile, runner=("loadtest.fuzz.heap", str(folder))) as running:
-        ordinary = Ordinary(
-            running.addresses("orchestrator")[0], await http_url_of(running.addresses("orchestrator")[0])
-        )
+    trust = Trust.of(Authority().files(folder)) if has_tls else Trust()
+    flags = flags_of(trust.files) if trust.files else ()
+    async with stack(profile, everywhere_flags=flags, runner=("loadtest.fuzz.heap", str(folder))) as running:
+        address = running.addresses("orchestrator")[0]
+        ordinary = Ordinary(address, await http_url_of(address, trust.files), trust)
         wanted = await ordinary.tokens()
         if num_messages > WARM_MESSAGES:
             await ordinary.fill_words()
@@ -119,7 +137,7 @@ async def at_sockets(
             await _look(running, ordinary, wanted, figures)
             if len(running.process_ids()) < NUM_PROCESSES:
                 return figures
-            now = await snapshot(running, ordinary.url)
+            now = await snapshot(running, ordinary.url, trust.http)
             if batch == num_batches // 10 or not first:
                 first = now
             figures.growth = _growth(first, now)
@@ -135,8 +153,8 @@ async def at_sockets(
     return figures
 
 
-def _to_worker(address: str, outcomes: Outcomes, kind: str, mutator: Mutator) -> Sender:
-    return GrpcSender(address, mutator, outcomes, kind, OF_WORKERS[kind])
+def _to_worker(address: str, trust: Trust, outcomes: Outcomes, kind: str, mutator: Mutator) -> Sender:
+    return GrpcSender(address, mutator, outcomes, kind, OF_WORKERS[kind], trust.credentials)
 
 
 def _measured(running: Stack) -> dict[str, int]:
@@ -144,11 +162,16 @@ def _measured(running: Stack) -> dict[str, int]:
 
 
 async def _send(running: Stack, ordinary: Ordinary, num_messages: int, seed: str, outcomes: Outcomes) -> None:
+    trust = ordinary.trust
+    credentials = trust.credentials
+    ports = {address: trust.http2 for kind in running.replicas for address in running.addresses(kind)}
+    ports |= {urlsplit(ordinary.url).netloc: trust.http, urlsplit(running.index_url).netloc: None}
     makes: dict[str, Callable[[Mutator], Sender]] = {
-        http_door.LAYER: lambda mutator: HttpSender(ordinary.url, mutator, outcomes),
-        grpc_door.LAYER: lambda mutator: GrpcSender(ordinary.address, mutator, outcomes),
-        grpc_door.FRAMES: lambda mutator: FrameSender(ordinary.address, mutator, outcomes),
-        **{kind: partial(_to_worker, running.addresses(kind)[0], outcomes, kind) for kind in OF_WORKERS},
+        http_door.LAYER: lambda mutator: HttpSender(ordinary.url, mutator, outcomes, trust.http),
+        grpc_door.LAYER: lambda mutator: GrpcSender(ordinary.address, mutator, outcomes, credentials=credentials),
+        grpc_door.FRAMES: lambda mutator: FrameSender(ordinary.address, mutator, outcomes, trust.http2),
+        other_protocols.LAYER: lambda mutator: OtherProtocolSender(ports, mutator, outcomes),
+        **{kind: partial(_to_worker, running.addresses(kind)[0], trust, outcomes, kind) for kind in OF_WORKERS},
     }
 
     async def go_on(layer: str, sender: Sender, most: int) -> None:
@@ -166,6 +189,8 @@ async def _send(running: Stack, ordinary: Ordinary, num_messages: int, seed: str
 async def _look(running: Stack, ordinary: Ordinary, wanted: Sequence[object], figures: Figures) -> None:
     """Check that all processes run and that the valid request gets its tokens."""
     alive = running.process_ids()
+    if INDEX not in alive:
+        figures.outcomes.problems["the index has ended"] += 1
     for kind, replicas in running.replicas.items():
         for child, _ in replicas:
             if child.name not in alive:
@@ -199,7 +224,7 @@ async def _settled(running: Stack, ordinary: Ordinary, first: Snapshot, figures:
     with suppress(TimeoutError):
         async with asyncio.timeout(SETTLE_SECONDS):
             while True:
-                figures.growth = _growth(first, await snapshot(running, ordinary.url))
+                figures.growth = _growth(first, await snapshot(running, ordinary.url, ordinary.trust.http))
                 too_much = leaks(figures.growth)
                 if not too_much:
                     break

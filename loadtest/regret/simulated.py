@@ -15,7 +15,6 @@ from bough.trees.tree_plan import BestFirst
 from loadtest.regret.regimes import Regime, regimes
 from loadtest.regret.scoring import Score, geomean, round_time_error, score, token_error
 from loadtest.regret.world import World
-from orchestrator.sizing.fixed_sizer import FixedSizer
 from orchestrator.sizing.plans import Proposal, RoundOutcome, RoundPlan, Situation, Sizer
 from orchestrator.sizing.tree_sizer import TreeSizer
 
@@ -116,9 +115,9 @@ class Result:
 
 def measure(regime: Regime, scale: Scale) -> Result:
     """Measure all contestants on one regime."""
-    plain = seconds_of(regime, FixedSizer(BestFirst(1, 1, 1), NO_SHARING), PLAIN, scale)
+    plain = seconds_of(regime, TreeSizer(BestFirst(1, 1, 1), 24, NO_SHARING), PLAIN, scale)
     fixed = {
-        name: seconds_of(regime, FixedSizer(size, NO_SHARING), Speculation(), scale)
+        name: seconds_of(regime, TreeSizer(size, 24, NO_SHARING), Speculation(), scale)
         for name, size in fixed_sizes(scale, min(regime.profile.target.max_nodes, regime.most_nodes)).items()
     }
     sizer = TimedSizer(TreeSizer(BestFirst(64, 16, 7), max_depth=24))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import ssl
 import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -36,7 +37,7 @@ Snapshot = dict[str, dict[str, int]]  # by process and figure
 Uses = tuple[float, dict[str, ProcessorUse]]  # at a moment, by process
 
 
-async def snapshot(running: Stack, url: str) -> Snapshot:
+async def snapshot(running: Stack, url: str, tls: ssl.SSLContext | None = None) -> Snapshot:
     """Memory, descriptors and threads by process, tasks of the orchestrator, and keys of the index."""
     figures = {}
     for name, process_id in running.process_ids().items():
@@ -50,7 +51,7 @@ async def snapshot(running: Stack, url: str) -> Snapshot:
     client = redis.asyncio.Redis.from_url(running.index_url)
     figures["index"]["keys"] = await client.dbsize()
     await client.aclose()
-    async with httpx.AsyncClient(trust_env=False) as door:
+    async with httpx.AsyncClient(trust_env=False, verify=tls or False) as door:
         num_tasks = tasks_in((await door.get(f"{url}/metrics")).text)
     for name in figures:
         if name.startswith("orchestrator"):

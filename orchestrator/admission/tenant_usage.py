@@ -16,6 +16,9 @@ MAX_SESSIONS = 10_000  # of a tenant whose key sets none: a tenth of what the in
 RETRY_SECONDS = 1.0  # after which one of the tenant's running requests may have ended
 
 
+Count = Callable[[Event], None]  # is called with each event of a request
+
+
 @dataclass(slots=True)
 class _Session:
     """A named session of a tenant."""
@@ -47,7 +50,7 @@ class Usage:
     _accounts: dict[str, _Account] = field(default_factory=dict)
 
     @contextmanager
-    def request(self, key: ApiKey, session: str = "", num: int = 1) -> Iterator[Callable[[Event], None]]:
+    def request(self, key: ApiKey, session: str = "", num: int = 1) -> Iterator[Count]:
         """Count `num` requests of one call, in a named session or in none.
 
         The block gets a function to be called with each event.

@@ -31,7 +31,7 @@ from orchestrator.cluster.expected_wait import UsualRound
 from orchestrator.cluster.same_weights import watch_weights, with_weights
 from orchestrator.cluster.tokenizer_threads import Tokenizing
 from orchestrator.cluster.worker_clients import AT_ONCE, DraftClient, TargetClient
-from orchestrator.cluster.worker_handle import AnyClient, WorkerHandle
+from orchestrator.cluster.worker_handle import AnyClient, AnyHandle, DraftHandle, TargetHandle, WorkerHandle
 
 logger = logging.getLogger(__name__)
 
@@ -50,8 +50,8 @@ class Directory:
         self.tokenizing = Tokenizing()
         self.limiter = IterationLimiter(AT_ONCE)  # of all that sessions do between two waits
         self.index_problem = ""
-        self._targets: dict[str, WorkerHandle[TargetClient]] = {}
-        self._drafts: dict[str, WorkerHandle[DraftClient]] = {}
+        self._targets: dict[str, TargetHandle] = {}
+        self._drafts: dict[str, DraftHandle] = {}
         self._seen: dict[str, tuple[WorkerInfo, float]] = {}  # by identity of targets: when one could be used last
         self._usual = UsualRound()
         self._next_sweep = 0.0  # seconds on the monotonic clock
@@ -78,20 +78,16 @@ class Directory:
             self.tokenizing.close()
 
     @property
-    def targets(self) -> tuple[WorkerHandle[TargetClient], ...]:
+    def targets(self) -> tuple[TargetHandle, ...]:
         """Targets without a problem, including those that are paused after a fault."""
         return tuple(known for known in self._targets.values() if not known.problem)
 
-    def alike(
-        self, identity: str, weights_hash: str, max_context: int, max_nodes: int
-    ) -> tuple[WorkerHandle[TargetClient], ...]:
+    def alike(self, identity: str, weights_hash: str, max_context: int, max_nodes: int) -> tuple[TargetHandle, ...]:
         """The targets that give the same tokens, and accept sessions and trees of these sizes."""
         same = with_weights([known for known in self.targets if known.info.identity == identity], weights_hash)
         return tuple(k for k in same if k.info.max_context >= max_context and k.info.max_nodes >= max_nodes)
 
-    def draft(
-        self, target: WorkerHandle[TargetClient], session_id: str, preferred_id: str
-    ) -> WorkerHandle[DraftClient] | None:
+    def draft(self, target: TargetHandle, session_id: str, preferred_id: str) -> DraftHandle | None:
         """A draft worker with the target's tokenizer; None if there is none, so that rounds have no trees.
 
         The preferred one, which has the session's KV, is chosen if it is usable, otherwise the least busy.
@@ -99,7 +95,7 @@ class Directory:
         usable = [known for known in self._drafts.values() if known.is_usable_by(session_id) and _fit(known, target)]
         return min(usable, key=lambda known: (known.record.worker_id != preferred_id, known.busyness), default=None)
 
-    def find(self, worker_id: str) -> WorkerHandle[TargetClient] | WorkerHandle[DraftClient] | None:
+    def find(self, worker_id: str) -> AnyHandle | None:
         """The worker of this id; None if it is unknown."""
         return self._targets.get(worker_id) or self._drafts.get(worker_id)
 
@@ -126,7 +122,7 @@ class Directory:
         """Statuses of all known workers."""
         return tuple(WorkerStatus(k.record.address, k.info, self._problem(k)) for k in self._everyone())
 
-    def _problem(self, known: WorkerHandle[TargetClient] | WorkerHandle[DraftClient]) -> str:
+    def _problem(self, known: AnyHandle) -> str:
         """Why a worker is not used; empty if it is."""
         if known.problem or not known.is_usable:
             return known.problem or "did not answer; left alone"
@@ -136,7 +132,7 @@ class Directory:
             return f"its tokenizer differs from {target.record.worker_id}'s: {difference}"
         return ""
 
-    def _everyone(self) -> list[WorkerHandle[TargetClient] | WorkerHandle[DraftClient]]:
+    def _everyone(self) -> list[AnyHandle]:
         return [*self._targets.values(), *self._drafts.values()]
 
     def why_no_target(self) -> str:
@@ -193,7 +189,7 @@ class Directory:
             self._meetings[key] = asyncio.create_task(self._meet(record))
             self._meetings[key].add_done_callback(lambda _: self._meetings.pop(key))
 
-    def _see(self, target: WorkerHandle[TargetClient]) -> None:
+    def _see(self, target: TargetHandle) -> None:
         if target.is_usable:
             self._seen[target.info.identity] = target.info, time.monotonic()
 

@@ -4,17 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import combinations
-from typing import TYPE_CHECKING
 
 from bough.errors import BoughError
-
-if TYPE_CHECKING:
-    from orchestrator.cluster.worker_clients import TargetClient
-    from orchestrator.cluster.worker_handle import WorkerHandle
-
-    Targets = Sequence[WorkerHandle[TargetClient]]
+from orchestrator.cluster.worker_handle import Targets
 
 logger = logging.getLogger(__name__)
 

@@ -11,12 +11,9 @@ from bough.protocol.same_fields import like
 from bough.registry.records import RequestRecord, SessionRecord
 from orchestrator.cluster.directory import Directory
 from orchestrator.cluster.same_weights import other_weights, with_weights
-from orchestrator.cluster.worker_clients import TargetClient
-from orchestrator.cluster.worker_handle import WorkerHandle
+from orchestrator.cluster.worker_handle import TargetHandle, Targets
 
 SHOWN = 64  # limit of characters of an unknown name in errors
-
-Targets = Sequence[WorkerHandle[TargetClient]]
 
 
 class TargetAway(Unavailable):
@@ -29,7 +26,7 @@ class TargetAway(Unavailable):
 
 def served_models(directory: Directory) -> tuple[ModelInfo, ...]:
     """All models that targets serve, by name. Raises Unavailable if there are none."""
-    by_model: dict[tuple[str, str], list[WorkerHandle[TargetClient]]] = {}
+    by_model: dict[tuple[str, str], list[TargetHandle]] = {}
     for target in directory.targets:
         by_model.setdefault((target.info.model_name, target.info.model_identity), []).append(target)
     if not by_model:

@@ -6,6 +6,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import grpc
@@ -23,7 +24,7 @@ from bough.rpc.status_map import to_error
 from bough.security.access import OPEN, Access
 from bough.telemetry.call_context import carried
 from bough.telemetry.spans import NO_SPAN, Span
-from bough.trees.tree_plan import Scheme, TreePlan
+from bough.trees.tree_plan import TreePlan
 from orchestrator.sessions.session import Session
 from orchestrator.sizing.plans import Proposal
 
@@ -56,11 +57,7 @@ class WorkerClient:
     """Client of a worker of either kind: address, channel and stub."""
 
     def __init__(
-        self,
-        address: str,
-        service: ServiceDescriptor,
-        access: Access,
-        limiter: IterationLimiter | None,
+        self, address: str, service: ServiceDescriptor, access: Access, limiter: IterationLimiter | None
     ) -> None:
         """`limiter` is shared by all clients of an event loop; it limits how many sessions continue at once."""
         self.address, self._access, self._service = address, access, service
@@ -152,61 +149,55 @@ class TargetClient(WorkerClient):
         super().__init__(address, TARGET, access, limiter)
         self._worker_id, self._caller = worker_id, uuid.uuid4().hex
 
-    async def verify(
-        self, session: Session, proposal: Proposal, scheme: Scheme, num_running: int, timeout_seconds: float
-    ) -> tuple[VerifyResult, Timed]:
+    async def verify(self, session: Session, proposal: Proposal, num_running: int, timeout_seconds: float) -> Answer:
         """Get the verdict on a tree, with the call's duration; `num_running` sessions run there now."""
-        call = self._verifying(session, proposal, scheme, num_running, timeout_seconds)
+        call = partial(self._verify, session, proposal, num_running, timeout_seconds)
         return await _with_context(session, session.target_held, call)
 
-    async def reserve(
-        self, session: Session, proposal: Proposal, scheme: Scheme, num_running: int, timeout_seconds: float
-    ) -> Reserved:
+    async def reserve(self, session: Session, proposal: Proposal, num_running: int, timeout_seconds: float) -> Reserved:
         """Ask for a slot without sending the context: the target reserves it before it reports missing tokens.
 
         Raises:
             Exhausted: there is no room.
         """
-        call = self._verifying(session, proposal, scheme, num_running, timeout_seconds, reserves=True)
+        context = _context(session, len(session.tokens))
+        call = self._verify(session, proposal, num_running, timeout_seconds, context, reserves=True)
         try:
-            return Reserved(session.target_held, await _timed(call(_context(session, len(session.tokens)))))
+            return Reserved(session.target_held, await _timed(call))
         except PrefixMissing as exc:
             return Reserved(_common(session.tokens, exc), None)
 
-    def _verifying(
+    async def _verify(
         self,
         session: Session,
         proposal: Proposal,
-        scheme: Scheme,
         num_running: int,
         timeout_seconds: float,
+        context: Context,
         *,
         reserves: bool = False,
-    ) -> Callable[[Context], Awaitable[VerifyResult]]:
-        async def call(context: Context) -> VerifyResult:
-            verify = VerifyCall(
-                context,
-                session.epoch,
-                session.round,
-                proposal.tree,
-                session.sampling,
-                scheme,
-                session.max_length,
-                self._caller,
-                num_running,
-                self._worker_id,
-                proposal.may_leave_out,
-                reserves,
-                proposal.is_given,
-            )
-            request = codec.verify_call_to_wire(verify)
-            with session.span.call("bough.v1.Target/Verify", self.address) as span:
-                reply = await self._ask_in_turn(self._stub.Verify, request, timeout_seconds, span)
-                if proposal.is_given:  # scores of hundreds of tokens, each perhaps with dozens of alternatives
-                    return await asyncio.to_thread(codec.verify_result_from_wire, reply)
-                return codec.verify_result_from_wire(reply)
-
-        return call
+    ) -> VerifyResult:
+        verify = VerifyCall(
+            context,
+            session.epoch,
+            session.round,
+            proposal.tree,
+            session.sampling,
+            proposal.scheme,
+            session.max_length,
+            self._caller,
+            num_running,
+            self._worker_id,
+            proposal.may_leave_out,
+            reserves,
+            proposal.is_given,
+        )
+        request = codec.verify_call_to_wire(verify)
+        with session.span.call("bough.v1.Target/Verify", self.address) as span:
+            reply = await self._ask_in_turn(self._stub.Verify, request, timeout_seconds, span)
+            if proposal.is_given:  # scores of hundreds of tokens, each perhaps with dozens of alternatives
+                return await asyncio.to_thread(codec.verify_result_from_wire, reply)
+            return codec.verify_result_from_wire(reply)
 
 
 async def _with_context(

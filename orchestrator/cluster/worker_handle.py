@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Generic, TypeVar
+from typing import Generic, TypeAlias, TypeVar
 
 from bough.protocol.messages import VerifyResult, WorkerInfo
 from bough.registry.records import WorkerRecord
@@ -70,3 +71,9 @@ class WorkerHandle(Generic[AnyClient]):
     def expected_seconds(self, need: Need) -> float:
         """Expected time of a request at this target with its current load."""
         return expected_seconds(self.pace, self.usual, self.info, self.record.load, self.num_running, need)
+
+
+TargetHandle: TypeAlias = WorkerHandle[TargetClient]
+DraftHandle: TypeAlias = WorkerHandle[DraftClient]
+AnyHandle: TypeAlias = TargetHandle | DraftHandle
+Targets: TypeAlias = Sequence[TargetHandle]

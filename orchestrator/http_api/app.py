@@ -27,7 +27,6 @@ from bough.protocol.generation import ModelInfo, TextPrompt, TokenPrompt
 from bough.registry.records import WorkerRecord
 from orchestrator.http_api import chat, completions
 from orchestrator.http_api.answers.answer import Answer, Head
-from orchestrator.http_api.answers.rounds import decisions_told
 from orchestrator.http_api.answers.spelling import Spell
 from orchestrator.http_api.body import BodyReader
 from orchestrator.http_api.exchange import Exchange
@@ -208,8 +207,9 @@ class _Api:
         return JSONResponse([_discovered(record) for record in records if record.metrics])
 
     async def decisions(self, request: Request, entered: ExitStack) -> Response:
-        """The last rounds of a request or a session, with the reasons for their sizes."""
-        return JSONResponse(decisions_told(tenant_of(request).decisions(request.path_params["name"])))
+        """The last rounds of a request or a session, oldest first, with the reasons for their sizes."""
+        decisions = tenant_of(request).decisions(request.path_params["name"])
+        return JSONResponse([asdict(decision) | {"mode": decision.mode.value} for decision in decisions])
 
     async def cluster(self, request: Request, entered: ExitStack) -> Response:
         """This orchestrator and its workers."""

@@ -33,9 +33,7 @@ _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 class Exchange:
     """ASGI application for one request whose body has been read. It raises no error that a client can cause."""
 
-    streams: Callable[
-        [], AbstractContextManager[Sequence[AsyncGenerator[Event]]]
-    ]  # of the requests, one for each choice
+    streams: Callable[[], AbstractContextManager[Sequence[AsyncGenerator[Event]]]]  # one for each choice
     answer: Answer
     is_stream: bool
     field_names: Mapping[str, str]  # as `names` of `api_error`

@@ -7,8 +7,7 @@ from contextlib import suppress
 
 from bough.errors import BoughError
 from orchestrator.cluster.directory import Directory
-from orchestrator.cluster.worker_clients import DraftClient, TargetClient
-from orchestrator.cluster.worker_handle import WorkerHandle
+from orchestrator.cluster.worker_handle import AnyHandle, TargetHandle
 from orchestrator.opening.recorder import Recorder
 from orchestrator.sessions.session import Session
 
@@ -21,7 +20,7 @@ class Endings:
         self._recorder = recorder
         self._tasks: dict[str, asyncio.Task[None]] = {}  # by session id
 
-    def begin(self, session: Session, target: WorkerHandle[TargetClient]) -> None:
+    def begin(self, session: Session, target: TargetHandle) -> None:
         """Start releasing a session."""
         task = asyncio.create_task(self._forget(session, target))
         self._tasks[session.session_id] = task
@@ -37,15 +36,13 @@ class Endings:
         while self._tasks:
             await asyncio.wait({*self._tasks.values()})
 
-    async def release(
-        self, session_id: str, epoch: int, worker: WorkerHandle[TargetClient] | WorkerHandle[DraftClient] | None
-    ) -> None:
+    async def release(self, session_id: str, epoch: int, worker: AnyHandle | None) -> None:
         """Release a session at a worker, if that is known and answers."""
         if worker is not None:
             with suppress(BoughError):  # gone, never had it, or another request's by now: nothing to free
                 await worker.client.release(session_id, epoch)
 
-    async def _forget(self, session: Session, target: WorkerHandle[TargetClient]) -> None:
+    async def _forget(self, session: Session, target: TargetHandle) -> None:
         await self._recorder.settled(session.session_id)  # the request's record is kept
         self._recorder.drop(session.session_id, session.epoch)
         for worker in (target, self._directory.find(session.draft_id)):

@@ -23,9 +23,8 @@ from bough.trees.tree_plan import Scheme
 from orchestrator.admission.size_limits import require_room, require_size, require_sizes
 from orchestrator.cluster.directory import Directory
 from orchestrator.cluster.expected_wait import Need
-from orchestrator.cluster.served_models import Targets, targets_for
-from orchestrator.cluster.worker_clients import TargetClient
-from orchestrator.cluster.worker_handle import WorkerHandle
+from orchestrator.cluster.served_models import targets_for
+from orchestrator.cluster.worker_handle import TargetHandle, Targets
 from orchestrator.opening.epochs import Epochs
 from orchestrator.opening.output_form import OutputForm, output_form
 from orchestrator.opening.prompt import continued_prompt, next_prompt, whole_prompt
@@ -134,9 +133,7 @@ class Opening:
             session = None
         return _Past(request, session)
 
-    def _tokens(
-        self, prompt: Prompt, options: GenerateOptions, past: _Past, target: WorkerHandle[TargetClient]
-    ) -> list[int]:
+    def _tokens(self, prompt: Prompt, options: GenerateOptions, past: _Past, target: TargetHandle) -> list[int]:
         """The prompt's tokens, with all that it continues; a resumed request's are in its record."""
         if not options.continues:
             return whole_prompt(prompt, target.tokens, target.info.vocab_size)
@@ -176,11 +173,7 @@ class Opening:
         return Need(len(tokens), options.max_tokens, held, home_id)
 
     async def _claim(
-        self,
-        session: Session,
-        options: GenerateOptions,
-        record: SessionRecord | None,
-        target: WorkerHandle[TargetClient],
+        self, session: Session, options: GenerateOptions, record: SessionRecord | None, target: TargetHandle
     ) -> None:
         """Claim the session; what workers held last is assumed to be there until they say otherwise."""
         claim = await self.claims.begin(session.session_id)
@@ -202,7 +195,7 @@ class Opening:
                 await self.directory.registry.record_request(request_record(session), first_new=0)
 
 
-def _quickest(targets: Targets, need: Need) -> WorkerHandle[TargetClient]:
+def _quickest(targets: Targets, need: Need) -> TargetHandle:
     """The target with the shortest expected time, among those whose context fits the request best.
 
     Targets no longer listed in the index come last, as they are about to end.
@@ -233,7 +226,7 @@ def _session(
     tokens: TokenHistory,
     options: GenerateOptions,
     form: OutputForm,
-    target: WorkerHandle[TargetClient],
+    target: TargetHandle,
     request: RequestRecord | None,
 ) -> Session:
     sampling = _sampling(options, form.grammar, target, request)
@@ -273,7 +266,7 @@ def _session(
 
 
 def _sampling(
-    options: GenerateOptions, grammar: str, target: WorkerHandle[TargetClient], request: RequestRecord | None
+    options: GenerateOptions, grammar: str, target: TargetHandle, request: RequestRecord | None
 ) -> SamplingParams:
     own_ends = () if options.ignore_eos else target.tokenizer.eos_token_ids
     seed = options.seed

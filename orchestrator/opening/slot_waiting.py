@@ -12,11 +12,10 @@ from dataclasses import dataclass, field
 
 from bough.config.processes import OrchestratorConfig
 from bough.errors import BoughError, Exhausted, Preempted
-from bough.trees.tree_plan import Scheme
 from orchestrator.cluster.directory import Directory
 from orchestrator.cluster.expected_wait import Need, expected_wait
-from orchestrator.cluster.worker_clients import Answer, TargetClient
-from orchestrator.cluster.worker_handle import WorkerHandle
+from orchestrator.cluster.worker_clients import Answer
+from orchestrator.cluster.worker_handle import TargetHandle
 from orchestrator.cluster.worker_health import is_fault
 from orchestrator.opening.target_lease import TargetLease
 from orchestrator.sessions.session import Session
@@ -84,7 +83,7 @@ class Slots:
     num_waiting: int = 0
     _lines: defaultdict[str, SlotQueue] = field(default_factory=lambda: defaultdict(SlotQueue))  # by target identity
 
-    async def verify(self, session: Session, seat: TargetLease, proposal: Proposal, scheme: Scheme) -> Answer:
+    async def verify(self, session: Session, seat: TargetLease, proposal: Proposal) -> Answer:
         """Get the verdict of the leased target, or of another one with room, to which the lease moves.
 
         Raises:
@@ -97,7 +96,7 @@ class Slots:
         while True:
             if may_ask:
                 try:
-                    answer = await self._verify(session, seat.target, proposal, scheme)
+                    answer = await self._verify(session, seat.target, proposal)
                     seat.has_slot = True
                     return answer
                 except Preempted:
@@ -112,41 +111,35 @@ class Slots:
                 with session.patience.waiting():
                     if seat.has_slot or num_refused > 1:  # only the tree is missing, or a reservation failed
                         await asyncio.sleep(RETRY_SECONDS)
-                    if not seat.has_slot and (answered := await self._turn(line, session, seat, proposal, scheme)):
+                    if not seat.has_slot and (answered := await self._turn(line, session, seat, proposal)):
                         return answered
             finally:
                 self.num_waiting -= 1
             may_ask = True
 
-    async def _verify(
-        self, session: Session, target: WorkerHandle[TargetClient], proposal: Proposal, scheme: Scheme
-    ) -> Answer:
+    async def _verify(self, session: Session, target: TargetHandle, proposal: Proposal) -> Answer:
         timeout_seconds = session.patience.within(self.config.target_timeout)
-        return await target.client.verify(session, proposal, scheme, target.num_running, timeout_seconds)
+        return await target.client.verify(session, proposal, target.num_running, timeout_seconds)
 
-    async def _turn(
-        self, line: SlotQueue, session: Session, seat: TargetLease, proposal: Proposal, scheme: Scheme
-    ) -> Answer | None:
+    async def _turn(self, line: SlotQueue, session: Session, seat: TargetLease, proposal: Proposal) -> Answer | None:
         """Wait for a slot at any target; returns the verdict if nothing else was missing."""
         deadline = time.monotonic() + session.slot_seconds
         with seat.given_up(), line.place(session.epoch) as place:
-            answer = await self._first_with_room(session, seat, proposal, scheme, place, deadline)
+            answer = await self._first_with_room(session, seat, proposal, place, deadline)
         seat.has_slot = answer is not None
         return answer
 
     async def _first_with_room(
-        self, session: Session, seat: TargetLease, proposal: Proposal, scheme: Scheme, place: Place, deadline: float
+        self, session: Session, seat: TargetLease, proposal: Proposal, place: Place, deadline: float
     ) -> Answer | None:
         began, home = time.monotonic(), seat.target
         refusal = Exhausted("KV memory: no target has room")
         while True:
             await place.first(deadline)
             for target in self._worth_asking(session, home, len(proposal.tree), time.monotonic() - began):
-                timeout_seconds = session.patience.within(self.config.target_timeout)
+                seconds = session.patience.within(self.config.target_timeout)
                 try:
-                    held, answer = await target.client.reserve(
-                        session, proposal, scheme, target.num_running + 1, timeout_seconds
-                    )
+                    held, answer = await target.client.reserve(session, proposal, target.num_running + 1, seconds)
                 except Exhausted as exc:
                     refusal = exc
                     continue
@@ -162,8 +155,8 @@ class Slots:
             await asyncio.sleep(RETRY_SECONDS)
 
     def _worth_asking(
-        self, session: Session, home: WorkerHandle[TargetClient], num_nodes: int, waited_seconds: float
-    ) -> list[WorkerHandle[TargetClient]]:
+        self, session: Session, home: TargetHandle, num_nodes: int, waited_seconds: float
+    ) -> list[TargetHandle]:
         """The session's own target, and others that would not finish it later, the best first.
 
         The remaining wait at its own target is unknown; it is assumed to be at least the time waited already, so that a

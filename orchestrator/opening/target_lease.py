@@ -7,15 +7,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from orchestrator.cluster.worker_clients import TargetClient
-from orchestrator.cluster.worker_handle import WorkerHandle
+from orchestrator.cluster.worker_handle import TargetHandle
 
 
 @dataclass(slots=True)
 class TargetLease:
     """A running session's lease of a target, which counts it while the block runs."""
 
-    target: WorkerHandle[TargetClient]
+    target: TargetHandle
     has_slot: bool = False  # the target has answered a call, and keeps the session's KV
     _began: float = 0.0  # seconds on the monotonic clock
 
@@ -26,7 +25,7 @@ class TargetLease:
     def __exit__(self, *_: object) -> None:
         self._leave()
 
-    def move(self, target: WorkerHandle[TargetClient]) -> None:
+    def move(self, target: TargetHandle) -> None:
         """Move the lease to another target."""
         self._leave()
         self.target = target

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 
 from bough.grammar.grammar import before
 from bough.protocol.thoughts import Beginning, Channels, Thoughts
-from bough.tokenization.tokenizer import AddedToken
+from bough.tokenization.tokenizer import AddedTokens
 from orchestrator.tools.call_syntax import written
 from orchestrator.tools.harmony import MESSAGE, messages_grammar
 from orchestrator.tools.tool_format import ranges
 
 
-def after_thoughts(
-    field: str, grammar: str, thoughts: Thoughts | Channels, added_tokens: Mapping[str, AddedToken]
-) -> str:
+def after_thoughts(field: str, grammar: str, thoughts: Thoughts | Channels, added_tokens: AddedTokens) -> str:
     """The grammar of an output whose thoughts are free, and the rest of which has this grammar, that `field` demands.
 
     Thoughts are text up to the mark of their end, whether that is one token or spelled with several. They must end if

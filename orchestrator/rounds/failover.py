@@ -10,11 +10,10 @@ from dataclasses import dataclass, field
 from bough.config.processes import OrchestratorConfig
 from bough.errors import BoughError, NoAnswer, StaleEpoch, Unavailable
 from bough.protocol.messages import weights_differ
-from bough.trees.tree_plan import Scheme
 from orchestrator.cluster.directory import Directory
 from orchestrator.cluster.expected_wait import Need
-from orchestrator.cluster.worker_clients import Answer, TargetClient
-from orchestrator.cluster.worker_handle import WorkerHandle
+from orchestrator.cluster.worker_clients import Answer
+from orchestrator.cluster.worker_handle import TargetHandle
 from orchestrator.cluster.worker_health import is_fault
 from orchestrator.opening.epochs import Epochs
 from orchestrator.opening.slot_waiting import Slots
@@ -59,7 +58,7 @@ class Failover:
     claims: Epochs
     slots: Slots
 
-    async def verify(self, session: Session, seat: TargetLease, proposal: Proposal, scheme: Scheme) -> Answer:
+    async def verify(self, session: Session, seat: TargetLease, proposal: Proposal) -> Answer:
         """Get the verdict; if the target fails, the lease may move to another one.
 
         Raises:
@@ -74,7 +73,7 @@ class Failover:
         while True:
             session.require_weights(seat.target.info)
             try:
-                answer = await self.slots.verify(session, seat, proposal, scheme)
+                answer = await self.slots.verify(session, seat, proposal)
             except StaleEpoch as exc:
                 if has_overtaken:
                     raise
@@ -109,7 +108,7 @@ class Failover:
         if target is not seat.target:
             await self._move(session, seat, target, exc)
 
-    def _blame(self, session: Session, target: WorkerHandle[TargetClient], trouble: _Trouble, exc: BoughError) -> None:
+    def _blame(self, session: Session, target: TargetHandle, trouble: _Trouble, exc: BoughError) -> None:
         """Decide whose fault it is: the target's if it does not answer or refuses, otherwise perhaps this call's.
 
         Raises:
@@ -125,8 +124,8 @@ class Failover:
             ) from exc
 
     async def _successor(
-        self, session: Session, lost: WorkerHandle[TargetClient], num_nodes: int, trouble: _Trouble, exc: BoughError
-    ) -> WorkerHandle[TargetClient] | None:
+        self, session: Session, lost: TargetHandle, num_nodes: int, trouble: _Trouble, exc: BoughError
+    ) -> TargetHandle | None:
         """A target that gives the same tokens as the failed one, possibly that one restarted; None for now.
 
         It must have just answered: if it stops answering during the next call, that call may be the cause.
@@ -151,9 +150,7 @@ class Failover:
             return target
         return None
 
-    async def _move(
-        self, session: Session, seat: TargetLease, target: WorkerHandle[TargetClient], exc: BoughError
-    ) -> None:
+    async def _move(self, session: Session, seat: TargetLease, target: TargetHandle, exc: BoughError) -> None:
         """Move the session; its tokens are all that the other target needs, and are computed again."""
         await self.claims.renew(session)
         lost_id, new_id = seat.target.record.worker_id, target.record.worker_id
@@ -166,7 +163,7 @@ class Failover:
         seat.move(target)
 
 
-async def _still_answers(target: WorkerHandle[TargetClient]) -> bool:
+async def _still_answers(target: TargetHandle) -> bool:
     """Whether the target answers, and is still the same process."""
     try:
         info = await target.client.info()

@@ -14,7 +14,6 @@ from bough.protocol.generation import PromptLogprobs
 from bough.protocol.prefix_hash import TokenHistory
 from bough.tokenization.tokenizer import Tokenizer
 from bough.trees.tree import Tree
-from bough.trees.tree_plan import Scheme
 from orchestrator.opening.target_lease import TargetLease
 from orchestrator.rounds.failover import Failover
 from orchestrator.sessions.detokenizer import TextStream
@@ -44,7 +43,7 @@ async def scored_prompt(
         chain = prompt[num_scored - 1 : num_scored - 1 + seat.target.info.max_nodes]
         proposal = Proposal(Tree.chain(chain), False, np.zeros(0, np.intp), is_given=True)
         with _standing_at(session, num_scored, num_top):
-            result, _ = await failover.verify(session, seat, proposal, Scheme.TARGET)
+            result, _ = await failover.verify(session, seat, proposal)
             session.round += 1
         if [at.token.token_id for at in result.verdict.logprobs] != chain[1:]:
             raise InvalidRequest("prompt_logprobs: must be left out, as this target worker is older and reports none")

@@ -15,10 +15,10 @@ from bough.protocol.same_fields import like
 from bough.telemetry.log_context import log_session
 from bough.trees.suffix_automaton import LookupLimits
 from bough.trees.tree import Tree
-from bough.trees.tree_plan import Scheme, TreePlan
+from bough.trees.tree_plan import TreePlan
 from orchestrator.cluster.directory import Directory
-from orchestrator.cluster.worker_clients import DraftClient, TargetClient, Timed
-from orchestrator.cluster.worker_handle import WorkerHandle
+from orchestrator.cluster.worker_clients import Timed
+from orchestrator.cluster.worker_handle import DraftHandle, TargetHandle
 from orchestrator.opening.recorder import Recorder
 from orchestrator.opening.target_lease import TargetLease
 from orchestrator.rounds.failover import Failover
@@ -89,14 +89,14 @@ class Rounds:
         drafted, grown, drafting = await self._grow(session, seat.target, draft, plan)
         guesses = lookup.grow(session.tokens, drafted, _lookup_limits(session, seat.target, plan))
         proposal = self.sizer.propose(session.session_id, drafted, guesses.tree)
-        # Without samples, all guesses are verified by the target's own scheme.
-        scheme = plan.tree.scheme if len(drafted) > 1 else Scheme.TARGET
-        result, verifying = await self.failover.verify(session, seat, proposal, scheme)
+        if len(drafted) > 1:  # without samples, all guesses are verified by the target's own scheme
+            proposal = proposal._replace(scheme=plan.tree.scheme)
+        result, verifying = await self.failover.verify(session, seat, proposal)
         timings = _timings(began_ns, drafting, result, verifying)
         with session.span.child("commit"):
             chosen = result.verdict.tokens_of(proposal.tree)
             lookup.observe(guesses, chosen)
-            self.acceptance.observe(scheme, *verified_part(proposal.tree, result))
+            self.acceptance.observe(proposal.scheme, *verified_part(proposal.tree, result))
             tokens = session.commit(proposal.tree, drafted, result, timings)
             outcome = RoundOutcome(
                 len(proposal.tree), chosen, result, grown, drafting.network_ns, verifying.network_ns, timings
@@ -105,7 +105,7 @@ class Rounds:
             self.record(session, seat.target)
         return tokens
 
-    def record(self, session: Session, target: WorkerHandle[TargetClient]) -> None:
+    def record(self, session: Session, target: TargetHandle) -> None:
         """Have the session recorded in the index. Raises StaleEpoch as `require_held`."""
         known = (session_record(session, target.record.worker_id), request_record(session))
         self.recorder.record(*known, target.info.model_fingerprint, session.cache_salt)
@@ -116,7 +116,7 @@ class Rounds:
         if session.has_claim:
             self.recorder.require_held(session.session_id)
 
-    def _draft(self, session: Session, target: WorkerHandle[TargetClient]) -> WorkerHandle[DraftClient] | None:
+    def _draft(self, session: Session, target: TargetHandle) -> DraftHandle | None:
         """The draft worker to ask, if a tree is wanted and one is usable."""
         if self.config.draft == "none" or session.speculation.disabled or session.num_left <= 1:
             return None
@@ -126,9 +126,7 @@ class Rounds:
             session.warn("no draft worker could be used: some rounds went without")
         return draft
 
-    def _situation(
-        self, session: Session, target: WorkerHandle[TargetClient], draft: WorkerHandle[DraftClient] | None
-    ) -> Situation:
+    def _situation(self, session: Session, target: TargetHandle, draft: DraftHandle | None) -> Situation:
         """The sizer's input. Sampled schemes use prompt lookup only if the request asks for it.
 
         Sampled schemes draw anew in every round: the same seed gives the same text only if rounds end alike, and lookup
@@ -156,11 +154,7 @@ class Rounds:
         return 0 if session.speculation.scheme.is_sampled else self.config.lookup
 
     async def _grow(
-        self,
-        session: Session,
-        target: WorkerHandle[TargetClient],
-        draft: WorkerHandle[DraftClient] | None,
-        plan: RoundPlan,
+        self, session: Session, target: TargetHandle, draft: DraftHandle | None, plan: RoundPlan
     ) -> tuple[Tree, GrowResult | None, Timed]:
         """A draft worker's tree, or the root alone if none is wanted or available."""
         root = Tree.root(session.tokens[-1])
@@ -192,7 +186,7 @@ class Rounds:
         return result.tree, result, timed
 
 
-def _lookup_limits(session: Session, target: WorkerHandle[TargetClient], plan: RoundPlan) -> LookupLimits:
+def _lookup_limits(session: Session, target: TargetHandle, plan: RoundPlan) -> LookupLimits:
     """Limits of prompt lookup: guesses are added to a sample, but replace worse ones of other trees.
 
     They are no deeper than the requested depth and the tokens left to generate.

@@ -13,8 +13,7 @@ from bough.protocol.generation import GenerateOptions, Prompt
 from bough.tokenization.tokenizer import Tokenizer
 from orchestrator.admission.size_limits import require_size
 from orchestrator.cluster.served_models import targets_for
-from orchestrator.cluster.worker_clients import TargetClient
-from orchestrator.cluster.worker_handle import WorkerHandle
+from orchestrator.cluster.worker_handle import TargetHandle
 from orchestrator.opening.prompt import whole_prompt
 from orchestrator.opening.target_waiting import TargetWaiting
 from orchestrator.sessions.deadline import Deadline
@@ -92,11 +91,11 @@ class ModelTexts:
         """How a model calls tools. Raises as `tokens` does."""
         return format_of(self.config.tool_call_parser, self.tokenizer(model).tool_template)
 
-    async def _awaited(self, model: str) -> WorkerHandle[TargetClient]:
-        async def look() -> WorkerHandle[TargetClient]:
+    async def _awaited(self, model: str) -> TargetHandle:
+        async def look() -> TargetHandle:
             return self._target(model)
 
         return await self.waiting.once_there(look, Deadline(queue_seconds=self.config.queue_timeout))
 
-    def _target(self, model: str) -> WorkerHandle[TargetClient]:
+    def _target(self, model: str) -> TargetHandle:
         return targets_for(self.waiting.directory, GenerateOptions(model=model), None, None)[0]

@@ -33,8 +33,8 @@ from orchestrator.serving.model_texts import MOST_HELD, ModelTexts
 from orchestrator.sessions.deadline import Deadline
 from orchestrator.sessions.session import Session, never_begun
 from orchestrator.sizing.acceptance_counts import AcceptanceCounter
-from orchestrator.sizing.configured import configured_sizer
 from orchestrator.sizing.totals import MeasuredSizer
+from orchestrator.sizing.tree_sizer import TreeSizer
 from orchestrator.telemetry.loop_lag import LoopLag
 from orchestrator.telemetry.metrics import Figures
 from orchestrator.telemetry.request_totals import RequestTotals, RequestWatch
@@ -56,7 +56,7 @@ class Requests:
         self._recorder = Recorder(directory.registry)
         waiting = TargetWaiting(directory, self.admission, config.failover_timeout)
         self._opening = Opening(config, directory, self._recorder, self._claims, waiting)
-        self.sizer = MeasuredSizer(configured_sizer(config))
+        self.sizer = MeasuredSizer(TreeSizer.of(config))
         self._slots = Slots(config, directory)
         failover = Failover(config, directory, self._claims, self._slots)
         self._rounds = Rounds(config, directory, self.sizer, failover, self._recorder, AcceptanceCounter())

@@ -7,7 +7,7 @@ too. So ids of different tenants never collide, and another tenant's id is unkno
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from contextlib import (
     AbstractAsyncContextManager,
     AbstractContextManager,
@@ -27,7 +27,7 @@ from bough.security.worker_key import WorkerKey
 from bough.telemetry.spans import NO_TRACER, Tracer
 from orchestrator.admission.admission import Hold
 from orchestrator.admission.size_limits import require_name, require_texts
-from orchestrator.admission.tenant_usage import Usage
+from orchestrator.admission.tenant_usage import Count, Usage
 from orchestrator.serving.requests import Requests
 from orchestrator.telemetry.request_trace import request_trace
 
@@ -79,7 +79,7 @@ class Tenant:
         self,
         prompt: Prompt,
         options: GenerateOptions,
-        count: Callable[[Event], None],
+        count: Count,
         hold: Hold | None,
         timeout_seconds: float | None = None,
     ) -> AsyncGenerator[Event]:
@@ -96,7 +96,7 @@ class Tenant:
                         await self._close_surplus()
                     yield self._outer(event, request_id)
 
-    def _counted(self, session_id: str, num: int = 1) -> AbstractContextManager[Callable[[Event], None]]:
+    def _counted(self, session_id: str, num: int = 1) -> AbstractContextManager[Count]:
         return nullcontext(_uncounted) if self.key is None else self.usage.request(self.key, session_id, num)
 
     @contextmanager

@@ -15,7 +15,9 @@ from bough.protocol.generation import Speculation
 from bough.protocol.messages import GrowResult, RoundTimings, VerifyResult
 from bough.trees.merge import merged
 from bough.trees.tree import Tree
-from bough.trees.tree_plan import MAX_EXPANSIONS, NO_TREE, BestFirst, TreePlan
+from bough.trees.tree_plan import MAX_EXPANSIONS, NO_TREE, BestFirst, Scheme, TreePlan
+
+MIN_SHARE = 4  # nodes below which sharing does not shrink a tree
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,7 @@ class Proposal(NamedTuple):
     may_leave_out: bool  # whether the target may cut it further if others share its sweep
     places: NDArray[np.intp]  # (num_drafted,) number of each drafted node in the tree; -1 for those cut
     is_given: bool = False  # its tokens are the prompt's, whose log-probabilities are wanted
+    scheme: Scheme = Scheme.TARGET  # by which it is verified
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +123,18 @@ def requested_plan(situation: Situation, size: BestFirst) -> RoundPlan | None:
     budget = speculation.budget or size.budget
     width = speculation.width or min(size.width, max(4, budget // 2))
     growth = speculation.growth or BestFirst(budget, width, speculation.depth or size.depth)
+    return limited(TreePlan(growth, speculation.scheme), situation)
+
+
+def shared_plan(situation: Situation, size: BestFirst, sweep_nodes: int) -> RoundPlan:
+    """The plan of a tree of `size`, or less: sessions at one target share the nodes of a sweep.
+
+    Tokens of the prompt that the target needs are deducted from the session's share.
+    """
+    share = max(MIN_SHARE, sweep_nodes // max(1, situation.target.num_running) - situation.num_context)
+    speculation, budget = situation.speculation, min(size.budget, share)
+    narrow = min(size.width, max(MIN_SHARE, budget // 2))  # a larger width would hardly save steps
+    growth = BestFirst(budget, speculation.width or narrow, speculation.depth or size.depth)
     return limited(TreePlan(growth, speculation.scheme), situation)
 
 

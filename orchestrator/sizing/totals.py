@@ -43,17 +43,13 @@ class RoundTotals:
     rounds: Counter[Mode] = field(default_factory=Counter)
     num_drafts: int = 0  # rounds that verified more than a root
     num_draft_tokens: int = 0  # verified nodes, roots excluded
-    accepted_by_position: list[int] = field(
-        default_factory=lambda: [0] * MAX_POSITIONS
-    )  # levels below the root, less 1
+    accepted_by_position: list[int] = field(default_factory=lambda: [0] * MAX_POSITIONS)  # from the root's children on
     expected_tokens: float = 0.0
     tokens: int = 0
     expected_seconds: float = 0.0
     seconds: float = 0.0
     nodes: Histogram = field(default_factory=lambda: Histogram(NODE_BOUNDS))  # of trees sent, roots included
-    plan_seconds: Histogram = field(
-        default_factory=lambda: Histogram(SECOND_BOUNDS)
-    )  # by round, of all calls of the sizer
+    plan_seconds: Histogram = field(default_factory=lambda: Histogram(SECOND_BOUNDS))  # of the sizer, by round
 
     def add(self, decision: Decision) -> None:
         """Count a round."""

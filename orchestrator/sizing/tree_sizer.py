@@ -1,4 +1,4 @@
-"""The default sizer: chooses each round's tree for the most tokens per second, and no tree where none pays.
+"""The sizer: chooses each round's tree for the most tokens per second, and no tree where none pays.
 
 A round makes three calls. `plan` compares all tree sizes with plain decoding, by the gains of past rounds and the
 seconds of sweeps and draft steps, and sets the price at which the draft worker stops growing. `propose` cuts the grown
@@ -14,6 +14,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
+from bough.config.processes import OrchestratorConfig
 from bough.protocol.decision import Decision, Mode
 from bough.sizing.acceptance_model import with_values
 from bough.sizing.choice import Size, SweepLoad, best_size, cut_size
@@ -22,7 +23,16 @@ from bough.trees.merge import union
 from bough.trees.tree import Tree
 from bough.trees.tree_plan import NO_TREE, BestFirst, TreePlan
 from orchestrator.sizing.pairs import FIRST_BOUND, Pair, PairKey, RoundStats, SessionState, Trust
-from orchestrator.sizing.plans import Proposal, RoundOutcome, RoundPlan, Situation, limited, requested_plan, whole
+from orchestrator.sizing.plans import (
+    Proposal,
+    RoundOutcome,
+    RoundPlan,
+    Situation,
+    limited,
+    requested_plan,
+    shared_plan,
+    whole,
+)
 from orchestrator.sizing.round_times import RoundTimes
 
 MOST_NODES = 1024  # limit of a tree
@@ -67,20 +77,32 @@ class _Pending:
 class TreeSizer:
     """A sizer that learns about every pair of models, every worker and every session while it runs."""
 
-    def __init__(self, default: BestFirst, max_depth: int) -> None:
-        """`default` completes sizes that requests fix in part, and is the least width; `max_depth` limits all trees."""
-        self._default, self._max_depth = default, max_depth
+    def __init__(self, default: BestFirst, max_depth: int, sweep_nodes: int = 0) -> None:
+        """`default` completes sizes that requests fix in part, and is the least width; `max_depth` limits all trees.
+
+        With `sweep_nodes`, to compare with, all trees have the default size, whatever sweeps cost and guesses are
+        worth; so many nodes are shared by sessions at one target.
+        """
+        self._default, self._max_depth, self._sweep_nodes = default, max_depth, sweep_nodes
         self._pairs = lru_cache(MAX_PAIRS)(lambda _: Pair())  # by key; new ones have learnt nothing
         self._times = RoundTimes()
         self._sessions: dict[str, SessionState] = {}
         self._pending: dict[str, _Pending] = {}
 
+    @classmethod
+    def of(cls, config: OrchestratorConfig) -> TreeSizer:
+        """A sizer as --planner and its sizes say."""
+        size = BestFirst(config.budget, config.width, config.depth)
+        return cls(size, config.max_depth, config.sweep_nodes if config.planner == "fixed" else 0)
+
     def plan(self, situation: Situation) -> RoundPlan:
-        """Plan the size with the most tokens per second, or the one that the request fixes."""
+        """Plan the size with the most tokens per second, or the one that the request or the operator fixes."""
         session = self._session(situation)
         session.num_rounds += 1
         self._times.note(situation)
         requested = requested_plan(situation, self._default)
+        if requested is None and self._sweep_nodes:
+            requested = shared_plan(situation, self._default, self._sweep_nodes)
         if requested is not None:
             mode = Mode.FIXED if requested.max_nodes > 1 else Mode.OFF
             pending = self._undecided(situation, session, requested, mode)
@@ -93,21 +115,19 @@ class TreeSizer:
         return pending.plan
 
     def propose(self, session_id: str, drafted: Tree, looked_up: Tree) -> Proposal:
-        """Choose the nodes of the drafted and looked-up trees that are worth their time; samples stay whole."""
+        """Choose the nodes of both trees that are worth their time; samples and trees of a fixed size stay whole."""
         pending, session = self._pending.get(session_id), self._sessions.get(session_id)
         if pending is None or session is None:
             return whole(drafted, looked_up)
         pending.drafted = drafted
-        if drafted.draft_probs is not None:
+        if drafted.draft_probs is not None or self._sweep_nodes:
             return whole(drafted, looked_up, pending.decision, pending.plan.max_nodes)
         values = pending.values = session.pair.acceptance.values(drafted, session.bias)
         both = with_values(drafted, values)
         if len(looked_up) > 1:
             both = union(both, looked_up)
             values = np.exp(both.scores().astype(np.float64))
-        order = np.argsort(
-            -values, kind="stable"
-        )  # parents precede children: their values are no less, and the sort is stable
+        order = np.argsort(-values, kind="stable")  # parents precede children, as their values are no less
         most = min(pending.plan.max_nodes, len(order))
         if pending.load is not None and pending.best is not None:
             share = CROWDED if pending.load.num_trees > 1 else 1.0
@@ -157,7 +177,7 @@ class TreeSizer:
         decision = Decision(session.num_rounds, mode, num_context=situation.num_context)
         growth = plan.tree.growth
         decision.budget, decision.depth = growth.budget, growth.depth
-        load = self._times.load(situation)
+        load = None if self._sweep_nodes else self._times.load(situation)
         if load is not None:
             self._times.expect(decision.expected, situation, load, session.stats if plan.asks_draft else None)
         return _Pending(situation, plan, None, None, decision)

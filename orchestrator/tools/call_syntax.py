@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from bough.protocol.generation import Function
-from bough.tokenization.tokenizer import AddedToken
+from bough.tokenization.tokenizer import AddedTokens
 
 
 class CallBegun(NamedTuple):
@@ -79,7 +79,7 @@ class CallSyntax(Protocol):
         ...
 
 
-def written(text: str, added_tokens: Mapping[str, AddedToken]) -> str:
+def written(text: str, added_tokens: AddedTokens) -> str:
     """A text as part of a rule: where the vocabulary has a token for a part of it, models were trained with that."""
     tokens = sorted((token for token in added_tokens if token in text), key=len, reverse=True)
     parts = re.split(f"({'|'.join(map(re.escape, tokens))})", text) if tokens else [text]

@@ -14,7 +14,7 @@ from functools import partial
 
 from bough.grammar.grammar import ANY_OBJECT, before, embedded_schema
 from bough.protocol.generation import Function, Tools
-from bough.tokenization.tokenizer import AddedToken
+from bough.tokenization.tokenizer import AddedTokens
 from orchestrator.tools.call_parser import CallSpelling
 from orchestrator.tools.call_syntax import Write, written
 from orchestrator.tools.named_call import NamedSyntax
@@ -48,11 +48,7 @@ class HarmonyFormat(ToolFormat):
     """A format whose outputs are whole messages: thoughts and text before a call, and the call or an answer."""
 
     def grammar(
-        self,
-        functions: Mapping[int, Function],
-        tools: Tools,
-        added_tokens: Mapping[str, AddedToken],
-        otherwise: str = "",
+        self, functions: Mapping[int, Function], tools: Tools, added_tokens: AddedTokens, otherwise: str = ""
     ) -> str:
         """As `ToolFormat.grammar`, of all messages. There is never more than one call."""
         calls = [*self._calls(functions, tools, partial(written, added_tokens=added_tokens))]
@@ -60,9 +56,7 @@ class HarmonyFormat(ToolFormat):
         return messages_grammar("chat.tools", last, calls, "" if tools.must_call else otherwise, added_tokens)
 
 
-def messages_grammar(
-    field: str, last: str, calls: Sequence[str], answer: str, added_tokens: Mapping[str, AddedToken]
-) -> str:
+def messages_grammar(field: str, last: str, calls: Sequence[str], answer: str, added_tokens: AddedTokens) -> str:
     """The grammar of an output whose last message is `last`, "answer" or "call", for which `calls` has the rules.
 
     `answer` is the grammar of the text in the channel `final`, beside which no other may be content; without it text is

@@ -11,7 +11,7 @@ from itertools import groupby
 from bough.errors import InvalidRequest
 from bough.grammar.grammar import either, grammar_of
 from bough.protocol.generation import Constraint, Function, Tools
-from bough.tokenization.tokenizer import AddedToken
+from bough.tokenization.tokenizer import AddedTokens
 from orchestrator.tools.call_parser import CallParser, CallSpelling
 from orchestrator.tools.call_syntax import CallSyntax, Write, written
 
@@ -42,7 +42,7 @@ class ToolFormat:
     id_prefix: str = "call_"
     id_length: int = 24  # letters and digits after the prefix
 
-    def shown(self, added_tokens: Mapping[str, AddedToken]) -> dict[int, str]:
+    def shown(self, added_tokens: AddedTokens) -> dict[int, str]:
         """The special tokens that the parser must see, though decoded text has none."""
         texts = self.spelling.mark, self.spelling.end, *self.syntax.texts
         return {added_tokens[t].token_id: t for t in texts if t in added_tokens and added_tokens[t].is_special}
@@ -53,11 +53,7 @@ class ToolFormat:
         return CallParser(self.spelling, names, lambda: self.syntax.reader(tools.functions))
 
     def grammar(
-        self,
-        functions: Mapping[int, Function],
-        tools: Tools,
-        added_tokens: Mapping[str, AddedToken],
-        otherwise: str = "",
+        self, functions: Mapping[int, Function], tools: Tools, added_tokens: AddedTokens, otherwise: str = ""
     ) -> str:
         """The grammar of an output with calls of these functions, which are numbered as the request's.
 
@@ -90,7 +86,7 @@ class ToolFormat:
             except InvalidRequest as exc:
                 raise _renamed(exc, f"chat.tools[{index}].function.parameters") from exc
 
-    def _free(self, added_tokens: Mapping[str, AddedToken]) -> list[str]:
+    def _free(self, added_tokens: AddedTokens) -> list[str]:
         """Rules of text without a mark. Tokens of whole texts are no part of regular expressions."""
         mark, end = self.spelling.mark, self.spelling.end
         others = sorted(token.token_id for text, token in added_tokens.items() if text not in (mark, end))

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from bough.cli.flags.planning import PlanConfig
 from bough.cli.planning.plan_model import make_plan
 from bough.cli.planning.plan_report import as_json
-from bough.config.processes import PlanConfig, parse
+from bough.config.processes import parse
 from bough.errors import ConfigError
 from bough.model.checkpoint.tensor_source import FreshMemory
 from bough.model.packing.pack import pack

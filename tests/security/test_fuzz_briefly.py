@@ -10,11 +10,13 @@ from unittest.mock import Mock
 import pytest
 
 from bough.pb import draft_pb2, generation_pb2, target_pb2
+from loadtest.fuzz import other_protocols
 from loadtest.fuzz.__main__ import in_process
 from loadtest.fuzz.decoding import Layer, all_layers, problem_of
 from loadtest.fuzz.http_connection import Answer, HttpConnection
 from loadtest.fuzz.mutation import Mutator
 from loadtest.fuzz.ordinary import GRPC, OF_WORKERS
+from loadtest.fuzz.outcomes import Outcomes
 from loadtest.fuzz.sockets import at_sockets
 
 
@@ -24,11 +26,12 @@ def test_whatever_comes_is_read_or_refused_in_few_words() -> None:
     assert set(outcomes.counts) == {layer.name for layer in all_layers()}
 
 
-async def test_whatever_comes_over_sockets_is_answered_and_leaves_nothing_behind(tmp_path: Path) -> None:
-    figures = await at_sockets(tmp_path, 400, seed=20, report=lambda _: None)
+@pytest.mark.parametrize("has_tls", [False, True], ids=["plain", "tls"])
+async def test_whatever_comes_over_sockets_is_answered_and_leaves_nothing_behind(tmp_path: Path, has_tls: bool) -> None:
+    figures = await at_sockets(tmp_path, 400, seed=20, report=lambda _: None, has_tls=has_tls)
     assert not figures.outcomes.problems, figures.outcomes.examples
     assert figures.is_exact
-    assert set(figures.outcomes.counts) == {"http", "grpc", "http2 frames", "target", "draft"}
+    assert set(figures.outcomes.counts) == {"http", "grpc", "http2 frames", "other protocols", "target", "draft"}
     assert sum(figures.outcomes.counts.values()) >= 400
     assert len(figures.outcomes.distinct) > 200, "a message that was sent before finds nothing"
 
@@ -57,6 +60,26 @@ def test_every_method_of_all_services_is_called() -> None:
     ):
         methods = pb.DESCRIPTOR.services_by_name[name].methods
         assert {f"/bough.v1.{name}/{method.name}" for method in methods} <= calls.keys()
+
+
+@pytest.mark.parametrize("ends", [True, False])
+async def test_a_port_must_end_the_connection_of_whoever_speaks_another_protocol(
+    ends: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(other_protocols, "ANSWER_SECONDS", 30.0 if ends else 0.2)
+    has_ended = asyncio.Event()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await (reader.read() if ends else has_ended.wait())
+        writer.close()
+
+    outcomes = Outcomes()
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        await other_protocols.OtherProtocolSender({f"127.0.0.1:{port}": None}, Mutator(1), outcomes).send()
+        has_ended.set()
+    assert outcomes.num_problems == (not ends)
+    assert outcomes.counts == {other_protocols.LAYER: 1}
 
 
 async def test_answers_of_a_pipeline_are_told_apart_however_they_arrive() -> None:

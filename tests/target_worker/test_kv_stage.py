@@ -14,8 +14,9 @@ import pytest
 import torch
 from transformers import AutoConfig
 
+from bough.cli.flags.planning import PlanConfig
 from bough.cli.planning.plan_model import make_plan
-from bough.config.processes import PlanConfig, TargetConfig, parse
+from bough.config.processes import TargetConfig, parse
 from bough.errors import ConfigError
 from bough.model.batch.batch import Batch, Segment
 from bough.model.kv.kv_arena import KVArena

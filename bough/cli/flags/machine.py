@@ -31,23 +31,16 @@ def add_up(parser: argparse.ArgumentParser) -> None:
     """Of `bough up`."""
     parser.add_argument("--target", help="model folder, GGUF file or hub id; the demonstration model by default")
     parser.add_argument("--draft", help="the same for the draft, or none; the demonstration model has one by default")
-    parser.add_argument(
-        "--simulate",
-        metavar="PROFILE",
-        help="workers without weights: a shipped profile's name or a JSON file (docs/simulated-workers.md)",
-    )
+    simulate = "workers without weights: a shipped profile's name or a JSON file (docs/simulated-workers.md)"
+    parser.add_argument("--simulate", metavar="PROFILE", help=simulate)
     parser.add_argument("--drop-layers", help="layers that a substitute leaves out, such as 12-15")
-    parser.add_argument(
-        "--dtype", choices=DTYPE_NAMES, help="data type of the target (default: its own on a GPU, else bfloat16)"
-    )
+    parser.add_argument("--dtype", choices=DTYPE_NAMES, help="type of the target (default: its own, bfloat16 on a CPU)")
     parser.add_argument("--max-context", help="most tokens of a session, prompt and output (default 2048)")
     parser.add_argument("--device-memory", help="memory for the target, KV and all (default: most of what is free)")
-    parser.add_argument(
-        "--kv-memory", help="of that, for the keys and values of all sessions (default: an eighth, at most 2GB)"
-    )
+    parser.add_argument("--kv-memory", help="of that, for KV of all sessions (default: an eighth, at most 2GB)")
     parser.add_argument("--host-memory", help="beside a GPU: pinned memory for layers (default: most of what is free)")
     parser.add_argument(
-        "--ahead-steps", help="draft steps while the target verifies, at most (default 64 on a GPU of the draft's own)"
+        "--ahead-steps", help="most draft steps during a sweep (default 64 on a GPU of the draft's own)"
     )
     parser.add_argument("--draft-bits", choices=DRAFT_BITS, help="bits of the draft's products (default auto)")
     parser.add_argument("--draft-device", help="where the draft computes: cpu, cuda or cuda:1 (default: a GPU, if any)")
@@ -66,11 +59,7 @@ def add_pack(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--draft", action="store_true", help="write a draft: it shares embeddings and head with MODEL")
     layers = "of a draft: layers to leave out, such as 3,14"
     parser.add_argument("--drop-layers", type=checked(parse_layers), help=layers)
-    parser.add_argument(
-        "--bits", type=float,
-        help="for a weight: 4 (default) or 8; of a draft the average, scales included (default 6.5)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--whole", action="store_true", help="of a draft: copy what it would share, to use it elsewhere"
-    )
+    bits = "for a weight: 4 (default) or 8; of a draft the average, scales included (default 6.5)"
+    parser.add_argument("--bits", type=float, help=bits)
+    parser.add_argument("--whole", action="store_true", help="of a draft: copy what it would share, to use elsewhere")
     parser.add_argument("--out", help="folder to write, continue or repair; MODEL-4bit or MODEL-draft here by default")

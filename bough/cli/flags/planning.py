@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import fields
+from dataclasses import dataclass, fields
 
 from bough.cli.flags.reaching import add_address
 from bough.cli.flags.speculation import MOST_NODES
 from bough.config.flag_parser import checked
-from bough.config.parsers import number
-from bough.config.processes import PlanConfig
+from bough.config.parsers import DRAFT_BITS, number, one_of, parse_amount
+from bough.config.processes import TargetConfig
+from bough.config.reader import setting
 from bough.trees.tree_plan import Scheme
 
 DEFAULT_MIX = "200:200"
@@ -20,6 +21,22 @@ PLAN_SETTINGS = (
     "rows", "dtype", "bits", "threads", "link_threads", "link_speed", "host_link_speed", "crossing_speed",
     "compute_speed", "memory_speed", "unpack_speed",
 )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanConfig(TargetConfig):
+    """Settings of `bough plan`: those of the planned target, and of its machine, which may be another."""
+
+    draft: str = setting("", "model folder, GGUF file or hub id of the draft, to include its time in each round")
+    draft_bits: str = setting("auto", "the draft worker's --bits; 4 unpacks in every step", one_of(*DRAFT_BITS))
+    bits: int = setting(0, "bits of the layers' matrices: 4 or 8 as `bough pack` writes them", one_of(0, 4, 8, 16))
+    device: str = setting("", "cpu, or gpu with its own memory; by default this machine's", one_of("", "cpu", "gpu"))
+    link_speed: float = setting(0.0, "GB/s from disk; measured by default", parse_amount)
+    host_link_speed: float = setting(0.0, "GB/s from host memory to a gpu's; measured by default", parse_amount)
+    crossing_speed: float = setting(0.0, "GB/s from one gpu to another; measured or assumed by default", parse_amount)
+    compute_speed: float = setting(0.0, "TFLOP/s of matrix products of --rows rows; measured by default", parse_amount)
+    memory_speed: float = setting(0.0, "GB/s of the accelerator's memory; measured by default", parse_amount)
+    unpack_speed: float = setting(0.0, "GB/s of weights unpacked from 4 or 8 bits; measured by default", parse_amount)
 
 
 def add_plan(parser: argparse.ArgumentParser) -> None:
@@ -47,7 +64,7 @@ def add_shape(parser: argparse.ArgumentParser) -> None:
 
 
 def add_simulate(parser: argparse.ArgumentParser) -> None:
-    """Of `bough simulate`; `bough.cli.flags.simulation` reads them."""
+    """Of `bough simulate`."""
     add, count, amount = parser.add_argument, checked(number(int, 1, MOST)), checked(number(float, 0, 1e6))
     add("profile", help="name of a shipped profile, or a JSON file; `bough simulate list` names those that are shipped")
     users = f"at once, 1 to {MOST}; several are simulated in turn"

@@ -31,14 +31,8 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
     add("--repetition-penalty", type=float, default=defaults.repetition_penalty, help="1 is off")
     add("--presence-penalty", type=float, default=defaults.presence_penalty, help="0 is off")
     add("--frequency-penalty", type=float, default=defaults.frequency_penalty, help="0 is off")
-    add(
-        "--logit-bias",
-        type=_bias,
-        action="append",
-        default=[],
-        metavar="TOKEN=BIAS",
-        help="-inf bans it; may be repeated",
-    )
+    bias = "-inf bans it; may be repeated"
+    add("--logit-bias", type=_bias, action="append", default=[], metavar="TOKEN=BIAS", help=bias)
     add("--max-tokens", type=int, default=defaults.max_tokens, help="default 256")
     add("--stop", action="append", default=[], metavar="TEXT", help="ends the output; may be repeated")
     add("--stop-token-id", type=int, action="append", default=[], metavar="TOKEN", help="may be repeated")

@@ -25,20 +25,12 @@ def add_speculation(parser: argparse.ArgumentParser) -> None:
     add("--budget", type=int, help="nodes of a tree that grows best first")
     add("--width", type=int, help="nodes of it that a draft step expands")
     add("--depth", type=int, help="levels of a tree that grows best first")
-    add(
-        "--growth", default=BEST_FIRST, metavar="HOW",
-        help="best-first (default); FILE, a shape as `bough shape` prints it; chain:LENGTH, or chains:NUMxLENGTH",
-    )  # fmt: skip
-    add(
-        "--scheme", choices=[scheme.value for scheme in Scheme], default=Scheme.TARGET.value,
-        help="how guesses are verified (default %(default)s); the others verify samples, in a shape or chains",
-    )  # fmt: skip
-    add(
-        "--lookup",
-        type=int,
-        metavar="N",
-        help="most nodes from the session's own text; 0 is off (default 16; beside samples 0)",
-    )
+    growth = "best-first (default); FILE, a shape as `bough shape` prints it; chain:LENGTH, or chains:NUMxLENGTH"
+    add("--growth", default=BEST_FIRST, metavar="HOW", help=growth)
+    schemes = "how guesses are verified (default %(default)s); the others verify samples, in a shape or chains"
+    add("--scheme", choices=[scheme.value for scheme in Scheme], default=Scheme.TARGET.value, help=schemes)
+    lookup = "most nodes from the session's own text; 0 is off (default 16; beside samples 0)"
+    add("--lookup", type=int, metavar="N", help=lookup)
 
 
 def read_json(flag: str, what: str, file: str) -> Any:
@@ -69,15 +61,8 @@ def speculation_from(arguments: argparse.Namespace) -> Speculation:
             "--scheme: must be target with best-first growth, which does not sample, or given with --growth FILE (a "
             f"shape), chain:LENGTH or chains:NUMxLENGTH, got {arguments.scheme}"
         )
-    return Speculation(
-        arguments.no_speculation,
-        arguments.budget,
-        arguments.width,
-        arguments.depth,
-        growth,
-        scheme,
-        arguments.lookup,
-    )
+    sizes = {name: getattr(arguments, name) for name in SIZES}
+    return Speculation(arguments.no_speculation, **sizes, growth=growth, scheme=scheme, lookup=arguments.lookup)
 
 
 def _growth(text: str) -> Growth | None:

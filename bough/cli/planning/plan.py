@@ -6,10 +6,10 @@ import argparse
 import json
 import os
 
-from bough.cli.flags.planning import PLAN_SETTINGS
+from bough.cli.flags.planning import PLAN_SETTINGS, PlanConfig
 from bough.cli.planning.plan_model import make_plan
 from bough.cli.planning.plan_report import as_json, print_report
-from bough.config.processes import PlanConfig, parse
+from bough.config.processes import parse
 from bough.errors import ConfigError
 
 

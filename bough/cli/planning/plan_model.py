@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from bough.config.processes import OrchestratorConfig, PlanConfig
+from bough.cli.flags.planning import PlanConfig
+from bough.config.processes import OrchestratorConfig
 from bough.errors import ConfigError
 from bough.model.architecture.architecture import max_positions
 from bough.model.loading.default_settings import CPU_ROWS, settled

@@ -9,11 +9,12 @@ from itertools import zip_longest
 from typing import NamedTuple
 
 from bough.protocol.generation import Event, Finished, SpeculationMetrics, Started, Tokens
-from orchestrator.http_api.answers.rounds import round_of
 from orchestrator.http_api.answers.said import Said
 from orchestrator.http_api.answers.spelling import Spell, TokenBytes
 from orchestrator.http_api.fields.errors import ApiError, Json
 from orchestrator.http_api.fields.generation import StreamOptions
+
+NANO = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,15 +184,30 @@ class Completion(Answer):
 
     def _usage(self) -> Json:
         prompt, cached, completion = self._counts()
-        usage: Json = {
-            "prompt_tokens": prompt,
-            "completion_tokens": completion,
-            "total_tokens": prompt + completion,
-        }
+        usage: Json = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
         thought = [said.num_thought for said in self.said.values() if said.num_thought is not None]
         if thought:
             usage["completion_tokens_details"] = {"reasoning_tokens": sum(thought)}
         return usage if cached is None else usage | {"prompt_tokens_details": {"cached_tokens": cached}}
+
+
+def round_of(event: Tokens) -> Json:
+    """One round, for the page at /ui and other observers: its tree, its accepted nodes, and its times.
+
+    `parents` are those of the verified nodes, -1 for the root; `accepted` are node numbers from the root down.
+    """
+    timings, verified = event.timings, event.verified
+    compute_ns = max(0, timings.target_ns - timings.queue_ns - timings.wait_ns)
+    parts = ("total", "draft", "network", "queue", "wait", "other")
+    return {
+        "nodes": event.num_nodes,
+        "depth": event.tree_depth,
+        "parents": verified.tree.parents.tolist() if verified else [],
+        "accepted": list(verified.accepted_nodes) if verified else [],
+        "texts": list(event.texts),
+        "drafted": list(event.drafted),
+        "seconds": {name: getattr(timings, f"{name}_ns") * NANO for name in parts} | {"compute": compute_ns * NANO},
+    }
 
 
 def speculative_decoding(runs: Iterable[SpeculationMetrics]) -> Json:

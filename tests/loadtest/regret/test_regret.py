@@ -29,7 +29,6 @@ from loadtest.regret.simulated import (
     summary,
 )
 from loadtest.regret.world import World
-from orchestrator.sizing.fixed_sizer import FixedSizer
 from orchestrator.sizing.tree_sizer import TreeSizer
 
 SHORT = Scale(repeats=2, num_tokens=64, sizes=(2, 4, 16, 64), depths=(1, 4, 9))
@@ -67,10 +66,10 @@ def test_the_grid_would_tell_a_bad_size_from_a_good_one() -> None:
     """64 nodes where every row costs: the same comparison, with a sizer that always chooses wrong."""
     regime = REGIMES["resident"]
     good = seconds_of(regime, new_sizer(), Speculation(), SHORT)
-    bad = seconds_of(regime, FixedSizer(BestFirst(64, 16, 9), NO_SHARING), Speculation(), SHORT)
-    plain = seconds_of(regime, FixedSizer(BestFirst(1, 1, 1), NO_SHARING), PLAIN, SHORT)
+    bad = seconds_of(regime, TreeSizer(BestFirst(64, 16, 9), 24, NO_SHARING), Speculation(), SHORT)
+    plain = seconds_of(regime, TreeSizer(BestFirst(1, 1, 1), 24, NO_SHARING), PLAIN, SHORT)
     fixed = {
-        name: seconds_of(regime, FixedSizer(size, NO_SHARING), Speculation(), SHORT)
+        name: seconds_of(regime, TreeSizer(size, 24, NO_SHARING), Speculation(), SHORT)
         for name, size in fixed_sizes(SHORT, 64).items()
     }
     assert score(bad, fixed, plain).ratio < 0.7

@@ -16,11 +16,11 @@ from orchestrator.cluster import directory as module
 from orchestrator.cluster.directory import MOST_MISSING, Directory
 from orchestrator.cluster.served_models import TargetAway, targets_for
 from orchestrator.cluster.worker_clients import TargetClient
-from orchestrator.cluster.worker_handle import WorkerHandle
+from orchestrator.cluster.worker_handle import TargetHandle
 from tests.fakes.fleet import FakeDraft, FakeTarget, Fleet
 
 
-def least_busy(directory: Directory) -> WorkerHandle[TargetClient]:
+def least_busy(directory: Directory) -> TargetHandle:
     """Of those that would serve a request without a past."""
     targets = targets_for(directory, GenerateOptions(), None, None)
     return min(targets, key=lambda target: target.busyness)
@@ -114,7 +114,7 @@ async def test_the_connection_to_a_worker_that_cannot_be_used_is_closed(
         closed.append(client)
         await close(client)
 
-    async def fails(_: Directory, known: WorkerHandle[TargetClient], others: object) -> None:
+    async def fails(_: Directory, known: TargetHandle, others: object) -> None:
         opened.append(known.client)
         raise ZeroDivisionError
 

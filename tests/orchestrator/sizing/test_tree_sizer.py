@@ -15,9 +15,8 @@ from bough.protocol.decision import Mode
 from bough.sizing.choice import Size
 from bough.trees.tree import Tree
 from bough.trees.tree_plan import BestFirst
-from orchestrator.sizing.fixed_sizer import FixedSizer
 from orchestrator.sizing.plans import Sizer
-from orchestrator.sizing.tree_sizer import PROBE
+from orchestrator.sizing.tree_sizer import PROBE, TreeSizer
 from tests.fakes.made_rounds import (
     DEFAULT,
     FLAT,
@@ -57,7 +56,7 @@ def test_where_every_row_costs_trees_are_small_and_no_fixed_size_is_clearly_fast
     """The same texts at every size; 4 nodes are found from the prior's 6. Each fixed size has depths to choose from."""
     ours = seconds_per_token(MadeRounds(sweep=STEEP).play(400))
     sizes = [BestFirst(nodes, max(1, nodes // 2), depth) for nodes in (2, 3, 4, 6, 8, 16) for depth in (1, 2, 3, 5)]
-    fixed = {size: seconds_per_token(MadeRounds(FixedSizer(size, 1 << 20), STEEP).play(400)) for size in sizes}
+    fixed = {size: seconds_per_token(MadeRounds(TreeSizer(size, 24, 1 << 20), STEEP).play(400)) for size in sizes}
     assert ours < 1.05 * min(fixed.values())
     assert ours < 0.8 * fixed[BestFirst(16, 8, 5)]
 
@@ -71,7 +70,7 @@ def test_a_draft_that_is_sure_and_wrong_is_given_up_within_four_rounds() -> None
     gaps = [after - before for before, after in pairwise(probes)]
     assert gaps == sorted(gaps), "ever less often"
     assert len(probes) <= 6
-    plain = seconds_per_token(MadeRounds(FixedSizer(BestFirst(1, 1, 1), 64), STEEP).play(300))
+    plain = seconds_per_token(MadeRounds(TreeSizer(BestFirst(1, 1, 1), 24, 64), STEEP).play(300))
     assert seconds_per_token(rounds) < 1.03 * plain
 
 
@@ -238,7 +237,7 @@ def test_predictions_agree_with_what_comes_to_pass() -> None:
     assert seconds == pytest.approx(1.0, abs=0.05)
 
 
-@pytest.mark.parametrize("sizer", [new_sizer(), FixedSizer(DEFAULT, 64)])
+@pytest.mark.parametrize("sizer", [new_sizer(), TreeSizer(DEFAULT, 24, 64)])
 def test_a_round_whose_session_was_forgotten_meanwhile_goes_on(sizer: Sizer) -> None:
     """A stream that was taken over ends late, and has the session forgotten in the middle of the other's round."""
     here = situation()

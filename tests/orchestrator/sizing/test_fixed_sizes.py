@@ -11,15 +11,15 @@ from bough.protocol.decision import Mode
 from bough.protocol.generation import Speculation
 from bough.trees.tree import Tree
 from bough.trees.tree_plan import NO_TREE, BestFirst, Growth, StaticShape
-from orchestrator.sizing.fixed_sizer import MIN_SHARE, FixedSizer
-from orchestrator.sizing.plans import RoundPlan, WorkerFacts
+from orchestrator.sizing.plans import MIN_SHARE, RoundPlan, WorkerFacts
+from orchestrator.sizing.tree_sizer import TreeSizer
 from tests.fakes.made_rounds import FLAT, ROOT, STEEP, MadeRounds, situation
 
 DEFAULT = Speculation()
 
 
-def new_fixed() -> FixedSizer:
-    return FixedSizer(BestFirst(64, 16, 7), sweep_nodes=64)
+def new_fixed() -> TreeSizer:
+    return TreeSizer(BestFirst(64, 16, 7), max_depth=24, sweep_nodes=64)
 
 
 def plan_of(num_sharing: int = 1, speculation: Speculation = DEFAULT, num_context: int = 0) -> RoundPlan:
