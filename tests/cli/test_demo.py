@@ -113,6 +113,7 @@ def ran(tmp_path: Path, *flags: str) -> tuple[str, dict[str, object]]:
     return outcome.stdout, json.loads(outcome.stdout.splitlines()[-1])
 
 
+@pytest.mark.pipeline
 def test_the_demonstration_runs_on_simulated_workers(tmp_path: Path) -> None:
     text, summary = ran(tmp_path, "--max-tokens", "32")
     assert summary["same_tokens"] is True
@@ -125,6 +126,7 @@ def test_the_demonstration_runs_on_simulated_workers(tmp_path: Path) -> None:
     assert "2.1 GB" not in text.splitlines()[-2]
 
 
+@pytest.mark.pipeline
 def test_a_size_can_be_asked_for(tmp_path: Path) -> None:
     _, summary = ran(tmp_path, "--max-tokens", "20", "--budget", "4")
     nodes = summary["nodes"]

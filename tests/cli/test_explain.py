@@ -231,6 +231,7 @@ async def test_requests_are_remembered_by_name_for_a_while(fakes: Fleet, monkeyp
         requests.decisions("first")
 
 
+@pytest.mark.slow
 async def test_the_running_orchestrator_serves_its_figures(
     cluster: Cluster, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -86,6 +86,7 @@ def test_a_draft_that_cannot_stay_packed_is_refused(tmp_path: Path, folder: Path
         planned(folder, "--draft", str(tmp_path / "plain"), "--draft-bits", "4")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "packing",
     [

@@ -15,6 +15,7 @@ from bough.protocol.generation import GenerateOptions, TextPrompt
 from tests.fakes.simulated import simulated_settings, write_profile
 
 
+@pytest.mark.pipeline
 async def test_it_shows_workers_rates_and_the_last_rounds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     profile = write_profile(tmp_path)
     async with launched(simulated_settings(profile, profile), lambda _: None) as cluster:

@@ -17,9 +17,11 @@ from bough.protocol.generation import GenerateOptions, Resume, Started, TextProm
 from bough.rpc.server import serving
 from bough.rpc.services import GENERATION, add_service
 from tests.fakes.fleet import Fleet
-from tests.fakes.streams import OPTIONS, expected, once, read, read_rounds, renamed, until
+from tests.fakes.streams import OPTIONS, expected, once, read, read_rounds, renamed
+from tests.fakes.waiting import until
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop", [(), ("tr",), ("y 木",), ("🌳b", "bb"), ("never",)])
 async def test_a_finished_request_from_every_token(fakes: Fleet, stop: tuple[str, ...]) -> None:
     """On another orchestrator, with the tokens or without: texts, stops and lengths join."""
@@ -39,6 +41,7 @@ async def test_a_finished_request_from_every_token(fakes: Fleet, stop: tuple[str
                     assert rest.ending == whole.ending
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop", [(), ("b木",)])
 async def test_a_request_of_which_only_the_client_knows(fakes: Fleet, stop: tuple[str, ...]) -> None:
     """The index has lost everything: what the client sends back is all there is."""
@@ -99,8 +102,7 @@ async def test_a_resumed_request_takes_over_from_a_stream_that_still_runs(fakes:
     async with Client(first.address) as old, Client(address, patience_seconds=0.0) as new:
         running = asyncio.create_task(read(old))
         await until(lambda: len(target.calls) == 4)
-        while await fakes.registry.load_request("r") is None:
-            await asyncio.sleep(0.01)
+        await until(lambda: fakes.registry.load_request("r"))
         seen = await read(new, replace(OPTIONS, resume=Resume(0)))
         gate.set()
         with pytest.raises(StaleEpoch, match="has been resumed by another call" if is_same else "is over"):
@@ -224,6 +226,7 @@ def test_an_address_that_is_none_is_refused(address: str) -> None:
         Client(address)
 
 
+@pytest.mark.slow
 async def test_a_stream_that_breaks_after_a_long_sweep_is_gone_on_with(fakes: Fleet) -> None:
     """Patience is with what follows the break, not with the sweep before it."""
     target, _ = await fakes.target("t1")

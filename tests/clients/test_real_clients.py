@@ -75,7 +75,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         process.wait(30)
 
 
-def run_python(code: str, *arguments: str) -> str:
+def check_python(code: str, *arguments: str) -> str:
     """What a program prints. Its assertions are the test's."""
     done = subprocess.run(
         [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=CALL_SECONDS, env=ENVIRONMENT
@@ -131,7 +131,7 @@ print(text)
 @needs("openai")
 def test_openai(served: Served) -> None:
     """Models, chat whole and streamed, log-probabilities, several choices, completions, and errors by their class."""
-    assert run_python(OPENAI, served.base_url).strip()
+    assert check_python(OPENAI, served.base_url).strip()
 
 
 RESPONSES = """
@@ -184,7 +184,7 @@ print(text)
 @needs("openai")
 def test_openai_responses(served: Served) -> None:
     """The same text as by chat, whole, streamed and by the package's own accumulator; and errors by their class."""
-    assert run_python(RESPONSES, served.base_url).strip()
+    assert check_python(RESPONSES, served.base_url).strip()
 
 
 TOOLS = """
@@ -320,7 +320,7 @@ async def test_tools_are_called_and_their_results_taken(tiny_cluster: Cluster, c
     """Whole and streamed, by a model whose weights are random: that what it calls is valid is the grammar's doing."""
     async with Client(tiny_cluster.address) as client:
         url, (model,) = (await client.server_info()).http_url, await client.models()
-    await asyncio.to_thread(run_python, code, f"{url}/v1", model.model_name)
+    await asyncio.to_thread(check_python, code, f"{url}/v1", model.model_name)
 
 
 LANGCHAIN = """
@@ -366,7 +366,7 @@ def model_of(served: Served) -> str:
 )
 def test_libraries_built_on_it(served: Served, code: str) -> None:
     """The same seed gives the same text, streamed or not."""
-    run_python(code, served.base_url, model_of(served))
+    check_python(code, served.base_url, model_of(served))
 
 
 @needs("llm")

@@ -100,6 +100,7 @@ def test_wildcards_and_brackets() -> None:
     assert (joined("::1", 1), joined("[::1]", 1), joined("node7", 1)) == ("[::1]:1", "[::1]:1", "node7:1")
 
 
+@pytest.mark.pipeline
 @pytest.mark.parametrize("host", ["0.0.0.0", "::1", "::"])
 async def test_processes_that_listen_there_reach_one_another(tmp_path: Path, host: str) -> None:
     """Over real processes: each is in the index under an address that works, metrics too."""

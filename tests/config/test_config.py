@@ -174,7 +174,7 @@ def test_the_demonstration_starts_what_up_starts() -> None:
     settings = settings_from(up_arguments())
     assert settings.target.model == str(demonstration_folder())
     assert settings.draft is not None
-    assert settings.orchestrator.port == 0
+    assert (settings.orchestrator.port, settings.orchestrator.http_port) == (0, -1)
 
 
 @pytest.mark.parametrize("workers", [[], ["--simulate", "two-cores"]])

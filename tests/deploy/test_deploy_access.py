@@ -20,6 +20,8 @@ from deploy.settings import Role
 from loadtest.common.certificates import Authority
 from tests.fakes.supervised import PROFILE, supervised
 
+pytestmark = pytest.mark.pipeline
+
 
 async def test_programs_with_certificates_are_looked_after_and_forwarded_to(index_url: str, tmp_path: Path) -> None:
     """Serve's proxy comes to the door over https, also when a certificate changes."""

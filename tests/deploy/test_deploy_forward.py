@@ -18,6 +18,7 @@ from deploy import forward  # noqa: E402
 from deploy.forward import Door, Forwarder  # noqa: E402
 from orchestrator.http_api.server import http_serving  # noqa: E402
 from tests.fakes.upstream import Upstream, forwarding, request  # noqa: E402
+from tests.fakes.waiting import until  # noqa: E402
 
 PIECE_BYTES, MAX_BYTES = 1 << 16, 1 << 20
 
@@ -156,8 +157,7 @@ async def test_nobody_waits_where_no_orchestrator_is_started_again() -> None:
         if is_shut:
             door.shut()
         waiting = asyncio.create_task(door.forward(request("/v1")))
-        while not door._num_waiting:
-            await asyncio.sleep(0)
+        await until(lambda: door._num_waiting)
         door.give_up()
         for response in (await waiting, await door.forward(request("/v1"))):
             assert response.status_code == 503
@@ -175,8 +175,7 @@ async def test_a_replica_that_is_well_again_lets_requests_wait() -> None:
     door.give_up()
     door.hope()
     waiting = asyncio.create_task(door.forward(request("/refused")))
-    while not door._num_waiting:
-        await asyncio.sleep(0)
+    await until(lambda: door._num_waiting)
     async with forwarding() as (_, forwarder):
         door.open(forwarder)
         assert (await waiting).status_code == 429

@@ -25,6 +25,8 @@ from deploy.supervisor import Supervisor
 from loadtest.common.certificates import Authority
 from tests.fakes.supervised import HOST, PROFILE, checked_until_it_fails
 
+pytestmark = pytest.mark.pipeline
+
 
 async def test_an_index_is_supervised_as_well(tmp_path: Path) -> None:
     index = IndexServer(IndexSettings(port=free_port(HOST)), HOST)

@@ -11,7 +11,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -27,6 +26,7 @@ from bough.errors import ConfigError, Unavailable
 from deploy import local
 from deploy.check import check, load
 from deploy.endpoints import Endpoints
+from tests.fakes.waiting import block_until
 
 CONFIG = load(Path(__file__).parent.parent.parent / "deploy" / "one-machine.yaml")
 NODE = Node("127.0.0.1", True, {"index": 1, "target_gpu": 1, "draft_gpu": 1, "orchestrator": 1})
@@ -173,8 +173,7 @@ def test_haproxy_ends_with_the_process_that_starts_it(monkeypatch: pytest.Monkey
     with subprocess.Popen(started, stdout=subprocess.PIPE, text=True) as ray:
         assert ray.stdout is not None
         name = Path(f"/proc/{ray.stdout.readline().strip()}/comm")
-        while name.read_text() != "sleep\n":
-            time.sleep(0.01)
+        block_until(lambda: name.read_text() == "sleep\n")
         ray.kill()
         is_closed, _, _ = select.select([ray.stdout], [], [], 30.0)  # its end closes the last copy of the pipe
         assert is_closed

@@ -14,6 +14,7 @@ from bough.errors import ConfigError, Unavailable
 from deploy import replicas
 from deploy.forward import Door, Forwarder
 from deploy.replicas import OrchestratorReplica
+from tests.fakes.waiting import until
 
 
 class FakeSupervisor:
@@ -126,13 +127,11 @@ async def test_other_settings_come_before_a_program_that_is_being_started_again(
     FakeSupervisor.may_start.clear()
     FakeSupervisor.made[-1].has_ended = True
     await replica.check_health()
-    while len(FakeSupervisor.made) < 2:
-        await asyncio.sleep(0)
+    await until(lambda: len(FakeSupervisor.made) >= 2)
     reconfiguring = asyncio.create_task(
         replica.reconfigure({"program": {"host": "127.0.0.1", "max_running": 7}, "niceness": 1})
     )
-    while len(FakeSupervisor.made) < 3:
-        await asyncio.sleep(0)
+    await until(lambda: len(FakeSupervisor.made) >= 3)
     FakeSupervisor.may_start.set()
     await reconfiguring
     await replica.check_health()

@@ -24,6 +24,9 @@ from deploy.index import IndexPlace
 from deploy.settings import Role, read_program
 from deploy.supervisor import Supervisor
 from tests.fakes.supervised import HOST, PROFILE, checked_until_it_fails, supervised
+from tests.fakes.waiting import until
+
+pytestmark = pytest.mark.pipeline
 
 
 def process_id(supervisor: Supervisor) -> int:
@@ -103,16 +106,22 @@ async def ask(client: Client) -> Finished:
     raise AssertionError("a stream ends with Finished")
 
 
+async def has_workers(client: Client) -> bool:
+    return bool((await client.server_info()).workers)
+
+
+async def is_busy(orchestrator: Supervisor) -> bool:
+    return bool((await orchestrator.loads()).num_requests_running)
+
+
 async def test_what_runs_is_finished_before_a_program_is_ended(index_url: str, tmp_path: Path) -> None:
     common = {"namespace": "drain"}
     async with supervised(Role.TARGET, index_url, tmp_path, {"simulate": str(PROFILE), **common}):
         orchestrated = supervised(Role.ORCHESTRATOR, index_url, tmp_path, {"port": 0, "draft": "none", **common})
         async with orchestrated as orchestrator, Client(orchestrator.address) as client:
-            while not (await client.server_info()).workers:
-                await asyncio.sleep(0.05)
+            await until(lambda: has_workers(client))
             asking = asyncio.create_task(ask_long(client))
-            while not (await orchestrator.loads()).num_requests_running:
-                await asyncio.sleep(0.05)
+            await until(lambda: is_busy(orchestrator))
             await orchestrator.stop()
             assert (await asking).usage.completion_tokens == 40
 
@@ -210,7 +219,6 @@ async def test_a_program_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
         "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
     )
     child = start("stubborn", [sys.executable, "-c", code], {}, 0, str(tmp_path))
-    while "up" not in child.tail():
-        await asyncio.sleep(0.02)
+    await until(lambda: "up" in child.tail())
     await stop(child, 0.1)
     assert child.process.returncode == -signal.SIGKILL

@@ -85,6 +85,7 @@ async def test_every_number_that_is_asked_for_is_told_by_some_process(http_url: 
     assert asked - names == set()
 
 
+@pytest.mark.slow
 @needs_promtool
 @pytest.mark.parametrize(
     "arguments",
@@ -114,6 +115,7 @@ def prometheus(http_url: str, tmp_path: Path) -> Iterator[str]:
             process.kill()
 
 
+@pytest.mark.slow
 @needs_prometheus
 async def test_a_real_prometheus_has_data_for_every_query_and_rule(http_url: str, prometheus: str) -> None:
     """While requests come: a rate of nothing is no data."""

@@ -55,6 +55,7 @@ def likely_outcome(tokens: list[int], tree: Tree) -> list[int]:
         node = children[node][token]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 @pytest.mark.parametrize("params", [SamplingParams(0.0), SamplingParams(0.8, seed=3)], ids=["greedy", "drawn"])
 def test_a_likely_outcome_is_grown_before_it_is_asked_for(plan: TreePlan, params: SamplingParams) -> None:
@@ -75,6 +76,7 @@ def test_a_likely_outcome_is_grown_before_it_is_asked_for(plan: TreePlan, params
     assert engine.num_warm_trees >= 5
 
 
+@pytest.mark.slow
 @settings(max_examples=40)  # of rounds that grow several trees each
 @given(
     st.integers(0, 12),
@@ -199,6 +201,7 @@ def test_a_prompt_longer_than_the_drafts_context_is_run_from_where_the_window_be
     assert model.rows_run[0] == 11
 
 
+@pytest.mark.slow
 def test_a_tree_stays_within_the_positions_that_a_draft_was_made_for() -> None:
     highest = []
 

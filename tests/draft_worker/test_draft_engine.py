@@ -155,6 +155,7 @@ calls = st.tuples(
 )
 
 
+@pytest.mark.slow
 @given(st.lists(calls, min_size=1, max_size=6), st.lists(st.integers(0, 3), min_size=6, max_size=6))
 def test_sessions_that_grow_together_grow_what_they_would_alone(
     asked: list[tuple[list[int], float, Growth, Scheme, Guess]], steps_between: list[int]

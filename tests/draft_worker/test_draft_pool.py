@@ -77,6 +77,7 @@ def grown_alone_in(window: Window, call):  # type: ignore[no-untyped-def]
 steps = st.lists(st.tuples(st.integers(0, 4), st.integers(1, 90), st.booleans(), st.booleans()), max_size=8)
 
 
+@pytest.mark.slow
 @settings(max_examples=15)
 @given(steps)
 def test_trees_are_those_grown_alone_whoever_gives_way(calls: list[tuple[int, int, bool, bool]]) -> None:

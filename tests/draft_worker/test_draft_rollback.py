@@ -42,6 +42,7 @@ def accepted(tokens: list[int], tree: Tree, take: int, bonus: int) -> list[int]:
     return [*tokens, *(int(tree.tokens[node]) for node in nodes), bonus]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 @pytest.mark.parametrize("params", PARAMS[1:], ids=("plain", "penalties"))
 @pytest.mark.parametrize("ahead_steps", [0, 12])
@@ -109,6 +110,7 @@ turns = st.tuples(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(st.lists(turns, min_size=2, max_size=8), st.sampled_from([*PLANS.values()]), st.sampled_from(PARAMS))
 def test_wherever_a_text_is_cut_the_tree_is_that_of_a_fresh_session(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ from bough.trees.tree_plan import BestFirst, Scheme, StaticShape, TreePlan
 from draft_worker.candidates import candidates, temperature_scaling
 from draft_worker.worker import DraftWorker
 from tests.fakes.draft import grow_call
+from tests.fakes.waiting import block_until
 
 PLANS = (
     TreePlan(BestFirst(16, 4, 4)),
@@ -103,9 +103,7 @@ def test_no_call_waits_for_a_compiler(tiny: Path) -> None:
             sampling = SamplingParams(temperature=temperature, seed=1)
             call = replace(grow_call([1, 2, 3], plan=plan, sampling=sampling, session_id="one"), root_token=root)
             assert len(draft.grow(call).result().tree) > 1
-            ends = time.monotonic() + 60
-            while draft._engine.can_go_ahead and time.monotonic() < ends:
-                time.sleep(0.01)
+            block_until(lambda: not draft._engine.can_go_ahead)
         assert [len(kernel.signatures) for kernel in kernels] == compiled
 
 

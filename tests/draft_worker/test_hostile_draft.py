@@ -76,6 +76,7 @@ def unwanted(root: int) -> Tree:
     return replace(chain(root, 2), draws=np.array([1, 2], np.int32))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("answer", "scheme", "why"),
     [

@@ -170,6 +170,7 @@ def test_a_draft_that_is_right_more_often_than_it_says_grows_deeper_trees() -> N
     assert tree.scores()[1:].max() > own.scores()[1:].max()
 
 
+@pytest.mark.slow
 def test_trees_are_the_same_whether_or_not_more_was_explored_ahead() -> None:
     """What the draft found out without being asked teaches it nothing, or trees would depend on it."""
     cold, warm = new_engine(FakeModel(), power=0.0), new_engine(FakeModel(), ahead_steps=20, power=0.0)

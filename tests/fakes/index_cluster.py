@@ -43,8 +43,9 @@ async def _join(raws: list[redis.asyncio.Redis], folder: Path, nodes: list[Serve
     for node in nodes[1:]:
         bus = await raws[nodes.index(node)].execute_command("CONFIG GET", "cluster-port")
         await raws[0].execute_command("CLUSTER MEET", "127.0.0.1", node.port, _value(bus))
-    while not all([await _is_whole(raw, len(raws)) for raw in raws]):
-        await asyncio.sleep(0.1)
+    async with asyncio.timeout(START_SECONDS):
+        while not all([await _is_whole(raw, len(raws)) for raw in raws]):
+            await asyncio.sleep(0.1)
 
 
 def _value(answer: object) -> int:

@@ -6,7 +6,6 @@ their own are tested in `tests/loadtest/chaos/test_chaos.py`.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -38,6 +37,7 @@ from orchestrator.serving.tenants import Callers
 from target_worker.service import TargetService
 from target_worker.simulated import SimulatedTarget
 from target_worker.worker import TargetWorker
+from tests.fakes.waiting import until
 
 MAX_CONTEXT = 64
 SMALLEST = LlamaConfig(
@@ -147,6 +147,5 @@ async def _around(
                 await exits.enter_async_context(registered(registry, lambda record=record: record))
         await exits.enter_async_context(directory.running())
         await exits.enter_async_context(requests.running())
-        while len(directory.statuses()) < 2:
-            await asyncio.sleep(0.05)
+        await until(lambda: len(directory.statuses()) >= 2)
         yield Stack(target, draft, requests, registry, cluster.index_url, addresses)

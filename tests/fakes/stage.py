@@ -15,7 +15,6 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from bough.client import Client
 from bough.config.processes import OrchestratorConfig, TargetConfig, parse
-from bough.errors import Unavailable
 from bough.pb import common_pb2, target_pb2
 from bough.processes.launch import Cluster, Settings
 from bough.protocol import codec
@@ -31,6 +30,7 @@ from bough.tokenization.vocabulary import TokenizerFiles
 from orchestrator.assembly import assembled
 from orchestrator.serving.requests import Requests
 from orchestrator.serving.tenants import Callers
+from tests.fakes.waiting import until
 
 MAX_CONTEXT = 100_000
 TOKEN = 65  # the fake target's only answer
@@ -177,12 +177,3 @@ async def finish(orchestrator: Orchestrator, prompt: Prompt = PROMPT, options: G
     events = [event async for event in orchestrator.client.generate(prompt, options)]
     assert isinstance(events[-1], Finished)
     return events[-1]
-
-
-async def until(condition: Any, patience_seconds: float = 20.0) -> None:
-    """Wait until `condition` returns something true. Raises Unavailable after `patience_seconds`."""
-    for _ in range(int(patience_seconds / 0.01)):
-        if condition():
-            return
-        await asyncio.sleep(0.01)
-    raise Unavailable(f"the condition was not met within {patience_seconds} s")

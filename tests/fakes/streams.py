@@ -109,13 +109,6 @@ def kill_the_one_that_gets(call_number: int, targets: list[tuple[FakeTarget, Pro
         target.before = hook_of(server)
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    """Wait until `condition` is true. Raises TimeoutError after 20 s."""
-    async with asyncio.timeout(20):
-        while not condition():
-            await asyncio.sleep(0.01)
-
-
 def renamed(options: GenerateOptions, request_id: str) -> GenerateOptions:
     """The options with another request id."""
     return replace(options, request_id=request_id)

@@ -11,6 +11,7 @@ from typing import Any
 from deploy.index import IndexPlace, IndexServer
 from deploy.settings import Role, read_program
 from deploy.supervisor import Supervisor
+from tests.fakes.waiting import PATIENCE_SECONDS
 
 HOST = "127.0.0.1"
 PROFILE = Path(__file__).parent.parent.parent / "loadtest" / "data" / "cluster-profile.json"
@@ -30,6 +31,7 @@ async def supervised(
 
 
 async def checked_until_it_fails(supervised: Supervisor | IndexServer) -> None:
-    while True:
-        await supervised.check()
-        await asyncio.sleep(0.05)
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        while True:
+            await supervised.check()
+            await asyncio.sleep(0.05)

@@ -23,6 +23,7 @@ from target_worker.kv.slot_pool import SlotPool
 from target_worker.scheduler.engine import SweepEngine
 from target_worker.scheduler.sweep_figures import SweepFigures
 from target_worker.sweep.streamed_sweeper import StreamedSweeper
+from tests.fakes.waiting import block_until
 
 VOCAB = 50
 NO_GRAMMARS = Grammars(TokenizerFiles(b"", "", ()), VOCAB)  # a call with a grammar would be refused
@@ -80,8 +81,7 @@ class FakeModel:
 
     def wait_for_sweep(self, number: int = 1) -> None:
         """Wait until `number` sweeps have begun."""
-        while len(self.batches) < number:
-            pass
+        block_until(lambda: len(self.batches) >= number)
 
 
 class Clock:

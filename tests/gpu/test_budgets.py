@@ -57,6 +57,7 @@ def test_a_packed_layer_costs_a_launch_more_for_each_matrix(tiny: Path, tmp_path
     assert sum(packed.launches.values()) <= num_plain + 7 * num_layers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "is_ordered"), [("bough", True), ("awq", True), ("gptq", True), ("gptq", False), ("FP8, blocks", True)]
 )
@@ -86,6 +87,7 @@ def test_recurrent_layers_are_told_their_steps_once_and_take_them_in_a_launch(kv
     assert len(seen.inside) == 3 * 3, "rows, their steps, what the convolution reads for each; in the first layer alone"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["mixtral", "qwen2 moe, shared expert"])
 @pytest.mark.parametrize("elsewhere", [(), (1,)])
 @pytest.mark.parametrize("rows", [64, 16])

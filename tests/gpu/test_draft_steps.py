@@ -61,6 +61,7 @@ def logits_of(folder: Path, where: torch.device, has_graphs: bool, stays_packed:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", [*(name for name in FAMILIES if "recurrent" not in name), RECURRENT])
 def test_steps_are_captured_and_right(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """But for mixtures', whose experts wait for what their router says, and recurrent ones, whose steps are others each
@@ -75,6 +76,7 @@ def test_steps_are_captured_and_right(family: str, tmp_path: Path, monkeypatch: 
         torch.testing.assert_close(mine, theirs, atol=2e-4, rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["bough", "gptq", "awq"])
 def test_a_packed_draft_stays_packed_and_says_the_same(method: str, tiny: Path, tmp_path: Path) -> None:
     """Its matrices take a fifth of the room, and the largest is there once more, written out."""
@@ -91,6 +93,7 @@ def test_a_packed_draft_stays_packed_and_says_the_same(method: str, tiny: Path, 
         torch.testing.assert_close(mine, theirs, atol=2e-4, rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stays_packed", [False, True])
 def test_a_packed_draft_is_written_out_on_its_own_gpu(stays_packed: bool, tiny: Path, tmp_path: Path) -> None:
     """Kernels are launched on the current GPU; while weights were loaded, that was the first."""

@@ -43,8 +43,10 @@ def test_without_headers_the_flag_is_named(monkeypatch: pytest.MonkeyPatch, tmp_
 
 
 def test_where_triton_is_missing_nothing_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = []
     monkeypatch.setattr(ready, "of_gpus", lambda: None)
-    ready.require_kernels(GPU, launch)
+    ready.require_kernels(GPU, lambda: tried.append(GPU))
+    assert not tried
 
 
 def test_sums_are_in_float32() -> None:
@@ -61,8 +63,13 @@ def test_sums_are_in_float32() -> None:
         products.allow_bf16_reduced_precision_reduction, products.allow_fp16_reduced_precision_reduction = before
 
 
-def test_the_cpu_is_ready() -> None:
+def test_the_cpu_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No kernel is tried for it, and sums stay as they are."""
+    tried = []
+    monkeypatch.setattr(ready, "require_kernels", lambda *_: tried.append("a kernel"))
+    monkeypatch.setattr(ready, "settle_sums", lambda: tried.append("sums"))
     ready.make_ready(torch.device("cpu"))
+    assert not tried
 
 
 def test_a_gpu_whose_memory_others_have_is_not_taken_for_a_missing_compiler() -> None:

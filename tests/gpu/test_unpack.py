@@ -214,6 +214,7 @@ class Traffic:
         return sum(len(np.unique(np.concatenate(places))) for places in (self._read, self._written))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "case", "most_moved"),
     [

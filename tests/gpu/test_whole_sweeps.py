@@ -32,6 +32,7 @@ def require_close(mine: torch.Tensor, theirs: torch.Tensor) -> None:
     torch.testing.assert_close(mine, theirs, atol=CLOSE * float(theirs.abs().max()), rtol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_gives_what_the_cpu_gives(family: str, tmp_path: Path) -> None:
     """On a device whose memory is NaN wherever nobody has written."""
@@ -48,6 +49,7 @@ def test_embeddings_that_stay_on_the_host_are_scaled_there(family: str, tmp_path
     require_close(on_device(folder, Where(), torch.float32), on_cpu(folder, torch.float32))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", OTHER_MIXTURES)
 def test_experts_that_come_when_they_are_chosen(family: str, tmp_path: Path) -> None:
     """Copied from the host's memory as late as may be."""
@@ -76,6 +78,7 @@ def in_order(tiny: Path) -> torch.Tensor:
     return on_device(tiny, Where(), torch.bfloat16)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PLACES)
 def test_bits_do_not_depend_on_where_layers_are_and_when_copies_are_made(
     name: str, tiny: Path, in_order: torch.Tensor
@@ -87,6 +90,7 @@ def test_bits_do_not_depend_on_where_layers_are_and_when_copies_are_made(
         assert torch.equal(on_device(tiny, again, torch.bfloat16), in_order), (chance, seed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", OTHER_MIXTURES)
 def test_experts_come_to_one_device_beside_whole_layers_on_another(family: str, tmp_path: Path) -> None:
     """In the bits of one device that has all layers whole, as late as may be and by chance, wherever KV is."""
@@ -97,6 +101,7 @@ def test_experts_come_to_one_device_beside_whole_layers_on_another(family: str, 
         assert torch.equal(on_device(folder, where, torch.bfloat16), wanted), where
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "where",
     [
@@ -140,6 +145,7 @@ def test_bough_s_own_packing(bits: int, tiny: Path, tmp_path: Path) -> None:
     require_close(on_device(tmp_path / "packed", Where(), torch.float32), on_cpu(tmp_path / "packed", torch.float32))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "is_ordered", "bits"),
     [("awq", True, 4), ("gptq", True, 4), ("gptq", False, 4), ("gptq", True, 8), ("gptq", False, 8)],
@@ -149,6 +155,7 @@ def test_packings_of_others(method: str, is_ordered: bool, bits: int, tiny: Path
     require_close(on_device(folder, Where(), torch.float32), on_cpu(folder, torch.float32))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["bough", "awq", "gptq", "gptq, in an order of its own"])
 def test_kernels_that_unpack_do_so_in_a_sweep(method: str, tmp_path: Path) -> None:
     """Triton's own, interpreted, which takes long: in one layer."""
@@ -161,6 +168,7 @@ def test_kernels_that_unpack_do_so_in_a_sweep(method: str, tmp_path: Path) -> No
     assert torch.equal(found, on_device(folder, Where(), torch.float32))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_late", [True, False])
 def test_matrices_written_one_by_one_are_those_of_a_layer_at_once(
     is_late: bool, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

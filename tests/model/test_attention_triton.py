@@ -52,6 +52,7 @@ def tree_at(base: int, tree: Tree) -> Segment:
     return Segment.tree(KVSlot.__new__(KVSlot), base, tree)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim", "window", "softcap", "has_sinks"),
@@ -92,6 +93,7 @@ def test_a_row_is_bitwise_what_it_would_be_on_a_path_of_its_own(kernel: ModuleTy
     assert torch.equal(in_tree, plain)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_latents_are_keys_and_values(kernel: ModuleType, dtype: torch.dtype) -> None:
     """Of 20 heads, 10 a program: as the reference says, and bitwise what they are on a path of their own."""
@@ -172,6 +174,7 @@ def test_rows_of_a_session_read_what_is_committed_together(kernel: ModuleType, m
     assert once < loads.num_bytes < 1.2 * once
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim", "window", "dtype"),
     [
@@ -250,6 +253,7 @@ CASES = ((75, "*fp16", True), (80, "*fp32", False), (90, "*bf16", True))  # othe
 SHARED_BYTES = {75: 65_536, 80: 166_912, 90: 232_448}  # that a program may have
 
 
+@pytest.mark.slow
 def test_the_kernel_compiles_for_gpus_that_are_not_here(tmp_path: Path) -> None:
     environ = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, "-c", COMPILE, json.dumps(CASES)]

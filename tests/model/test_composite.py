@@ -93,6 +93,7 @@ def greedy(folder: Path) -> list[int]:
     return tokens[len(PROMPT) :]
 
 
+@pytest.mark.slow
 def test_text_is_what_the_whole_model_says(seeing: tuple[Path, list[int]]) -> None:
     folder, said = seeing
     assert greedy(folder) == said

@@ -63,6 +63,7 @@ def steps_of(tree: Tree) -> StateSteps:
     return BatchPart(0, Segment.tree(KVSlot.__new__(KVSlot), 7, tree)).tree_steps(WIDTH)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("begin", [0, 9])
 def test_the_kernel_equals_the_cpu_s_and_torch_s_operations(take_steps: Any, begin: int) -> None:
     """Of a tree's rows from `begin` on, as where an earlier chunk had the others."""
@@ -78,6 +79,7 @@ def test_the_kernel_equals_the_cpu_s_and_torch_s_operations(take_steps: Any, beg
         torch.testing.assert_close(mine.cpu(), theirs.cpu(), atol=CLOSE, rtol=CLOSE)
 
 
+@pytest.mark.slow
 def test_a_node_s_bits_are_those_of_its_path_in_whatever_pieces(take_steps: Any) -> None:
     """In a tree, and as text in two pieces, between which the state goes on."""
     tree, rows = random_tree(12), Rows(12)

@@ -32,6 +32,7 @@ def softmax(logits: np.ndarray) -> np.ndarray:
     return exps / exps.sum()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "params",
     [

@@ -50,6 +50,7 @@ def logits_of(model: StreamedModel, *sizes: int) -> list[torch.Tensor]:
     return [model.sweep(Batch([Segment.tree(slot, 20, tree)], model.rows, CPU))[0].clone() for tree in trees]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_the_bits_are_those_of_whole_layers(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """With as little room as may be, with some more and with room for all; sweeps of several chunks too."""

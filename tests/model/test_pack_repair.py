@@ -82,6 +82,7 @@ def cut_short(shard: Path) -> None:
     os.truncate(shard, shard.stat().st_size - 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -183,6 +184,7 @@ def test_a_disk_that_fills_up_is_told_with_file_and_tensors(
     assert there.items() <= inodes(folder).items(), "what was written is not written again"
 
 
+@pytest.mark.slow
 def test_a_file_that_may_not_grow_is_an_error_and_what_was_written_stays(tiny: Path, tmp_path: Path) -> None:
     """A real limit of the system, of which safetensors tells in an exception of its own."""
     folder = tmp_path / "packed"

@@ -93,6 +93,7 @@ def written_out(packed: torch.Tensor, scales: torch.Tensor, bits: int, dtype: to
     return out.to(dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("config", [TINY, MIXTRAL], ids=["llama", "mixtral"])
@@ -234,6 +235,7 @@ def test_layers_packed_by_the_libraries_themselves(name: str, quantization: Quan
     assert torch.equal(value, weight)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     ("make", "bits", "in_order", "quantization"),

@@ -107,6 +107,7 @@ def test_experts_of_fp8_in_one_tensor_say_what_they_say_written_out(tmp_path: Pa
         assert torch.equal(three_sweeps(model, CPU).float(), wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["W4A16, asymmetric", "FP8, blocks"])
 def test_a_device_s_kernel_writes_matrices_late(name: str, tiny: Path, tmp_path: Path) -> None:
     packed, _ = stored_as(name, tiny, tmp_path, torch.float32)

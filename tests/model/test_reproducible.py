@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -208,9 +208,18 @@ IN_FLOAT32 = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("family", "dtype"), [*((f, torch.bfloat16) for f in FAMILIES), *((f, torch.float32) for f in IN_FLOAT32)]
-)
+QUICK = ("llama", "qwen3", "gemma2, soft-capping, alternating windows", "mixtral", "qwen3.5, recurrent layers")
+
+
+def cases() -> list[Any]:
+    """Every family in bfloat16 and some in float32, of which `make test-fast` takes one of each kind."""
+    both = [*((family, torch.bfloat16) for family in FAMILIES), *((family, torch.float32) for family in IN_FLOAT32)]
+    is_quick = [family in QUICK and dtype is torch.bfloat16 for family, dtype in both]
+    marks = [() if quick else (pytest.mark.slow,) for quick in is_quick]
+    return [pytest.param(*case, marks=own) for case, own in zip(both, marks, strict=True)]
+
+
+@pytest.mark.parametrize(("family", "dtype"), cases())
 def test_logits_are_bitwise_those_of_plain_decoding(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """Of every node on a path of a random tree, which is at any place among others of random sessions, and contexts."""
     rng = np.random.default_rng(list(FAMILIES).index(family))

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from bough.model.cpu.kernel_cache import ByContents, _contents_hash
 
 
@@ -48,6 +50,7 @@ def test_a_package_is_known_by_what_it_compiles_in_any_room(tmp_path: Path) -> N
     assert ByContents.get_suitable_cache_subpath(str(tmp_path / "words" / "package" / "kernels.py")) == paths[2]
 
 
+@pytest.mark.slow
 def test_kernels_of_ours_are_kept_there(tmp_path: Path) -> None:
     code = "from bough.model.cpu import linear; print(linear._multiply._cache._cache_path)"
     environ = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}

@@ -36,6 +36,7 @@ def names_of_numba(path: Path) -> set[str]:
     return names
 
 
+@pytest.mark.slow
 def test_settings_of_the_compiler_stand_in_one_file() -> None:
     """What did not say how it may round took it over from a caller: exact sums were reordered."""
     files = [file for folder in FOLDERS for file in (ROOT / folder).rglob("*.py")]

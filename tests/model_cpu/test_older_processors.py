@@ -20,24 +20,26 @@ ELSEWHERE = "settings_of_the_compiler or every_decorator"  # of these, what no p
 TESTS = {"": [*IN_16_BITS, IN_8_BITS], "avxvnni": [IN_8_BITS]}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not has_feature("avx512f"), reason="this processor runs the other tests with the same instructions")
 @pytest.mark.parametrize("more", TESTS)
 def test_products_without_avx512(more: str) -> None:
     if more and not has_feature(more):
         pytest.skip(f"this processor has no {more}")
     features = ",".join(f"+{name}" for name in f"{FEATURES} {more}".split())
-    run_as({"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": features, "ATEN_CPU_CAPABILITY": "avx2"}, TESTS[more])
+    check_as({"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": features, "ATEN_CPU_CAPABILITY": "avx2"}, TESTS[more])
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not has_feature("avx512bf16"), reason="this processor does not multiply bfloat16 by pairs")
 def test_products_by_pairs_as_on_amds() -> None:
     """Intel's processors have the instruction, and do without it."""
     own = llvmlite.binding.get_host_cpu_features()
     features = ",".join(f"{'+' if has else '-'}{name}" for name, has in own.items())
-    run_as({"NUMBA_CPU_NAME": "znver4", "NUMBA_CPU_FEATURES": features}, TESTS[""])
+    check_as({"NUMBA_CPU_NAME": "znver4", "NUMBA_CPU_FEATURES": features}, TESTS[""])
 
 
-def run_as(processor: dict[str, str], tests: list[str]) -> None:
+def check_as(processor: dict[str, str], tests: list[str]) -> None:
     """Tests in a process that compiles for another processor."""
     command = [sys.executable, "-m", "pytest", *(str(HERE / name) for name in tests), "-k", f"not ({ELSEWHERE})"]
     run = subprocess.run(command, env={**os.environ, **processor}, capture_output=True, text=True, timeout=600)

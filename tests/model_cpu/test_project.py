@@ -38,6 +38,7 @@ def blocks_of(rows: torch.Tensor) -> np.ndarray:
     return blocks
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(
     seed=st.integers(0, 1000),

@@ -24,7 +24,8 @@ from bough.protocol.generation import (
 )
 from orchestrator.assembly import assembled
 from orchestrator.serving.tenants import Tenant
-from tests.fakes.stage import LONG, PROMPT, SHORT, Orchestrator, Stage, config_of, orchestrating, until
+from tests.fakes.stage import LONG, PROMPT, SHORT, Orchestrator, Stage, config_of, orchestrating
+from tests.fakes.waiting import until
 
 
 async def finish(tenant: Tenant, prompt: Prompt = PROMPT, options: GenerateOptions = SHORT) -> list[Event]:
@@ -33,6 +34,10 @@ async def finish(tenant: Tenant, prompt: Prompt = PROMPT, options: GenerateOptio
 
 async def kinds(stage: Stage) -> set[str]:
     return {record.kind for record in await stage.registry.workers()}
+
+
+async def is_announced(stage: Stage) -> bool:
+    return "orchestrator" in await kinds(stage)
 
 
 # A stop event ends it
@@ -45,8 +50,7 @@ async def test_it_serves_until_the_stop_event_and_leaves_signals_alone(stage: St
         await until(lambda: orchestrator.is_ready)
         assert "orchestrator" not in await kinds(stage)  # it listens, and is not announced yet
         serving = asyncio.create_task(orchestrator.serve(stop))
-        while "orchestrator" not in await kinds(stage):
-            await asyncio.sleep(0.02)
+        await until(lambda: is_announced(stage))
         events = await finish(orchestrator.callers.tenant(()))
         assert [type(event) for event in events] == [Started, Tokens, Tokens, Tokens, Finished]
         async with Client(f"127.0.0.1:{orchestrator.port}", patience_seconds=0.0) as client:
@@ -153,6 +157,7 @@ async def test_a_caller_that_stops_reading_holds_nothing(stage: Stage, session_i
             await anext(events)
 
 
+@pytest.mark.slow
 async def test_a_caller_that_reads_in_time_is_left_alone(stage: Stage) -> None:
     async with orchestrating(stage, "--stalled-timeout", "5") as orchestrator:
         num_events = 0

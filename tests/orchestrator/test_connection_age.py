@@ -19,6 +19,7 @@ from tests.fakes.stage import TOKEN, FakeTarget, orchestrating, staged
 NUM_TOKENS = 60
 
 
+@pytest.mark.slow
 async def test_a_stream_outlives_its_connections_age_and_new_calls_go_over_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -60,6 +61,7 @@ async def test_a_stream_outlives_its_connections_age_and_new_calls_go_over_anoth
     assert len(set(target_peers)) > 1
 
 
+@pytest.mark.slow
 async def test_without_an_age_a_connection_lasts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     peers = set()
     get_loads = GenerationService.GetLoads

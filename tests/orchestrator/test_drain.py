@@ -23,7 +23,8 @@ from bough.protocol.generation import Finished, GenerateOptions, Speculation, Te
 from bough.rpc.drain import BETWEEN_CALLS_SECONDS, Drainer, SessionGate
 from bough.rpc.server import is_serving, open_channel, serving
 from tests.conftest import pipeline, settings
-from tests.fakes.stage import Stage, until
+from tests.fakes.stage import Stage
+from tests.fakes.waiting import until
 
 PROMPT = TextPrompt("hello")
 SHORT = GenerateOptions(max_tokens=3, temperature=0.0, ignore_eos=True)
@@ -90,6 +91,7 @@ async def begun(stage: Stage, client: Client, options: GenerateOptions = SHORT) 
     return task
 
 
+@pytest.mark.pipeline
 async def test_an_idle_orchestrator_ends_at_once(stage: Stage) -> None:
     async with program(stage, "--drain-seconds", "600") as orchestrator:
         orchestrator.process.send_signal(signal.SIGTERM)
@@ -97,6 +99,7 @@ async def test_an_idle_orchestrator_ends_at_once(stage: Stage) -> None:
     assert {record.kind for record in await stage.registry.workers()} == {"target"}
 
 
+@pytest.mark.pipeline
 async def test_what_runs_finishes_and_nothing_new_comes_in(stage: Stage) -> None:
     stage.target.may_answer.clear()
     async with (
@@ -125,6 +128,7 @@ async def test_what_runs_finishes_and_nothing_new_comes_in(stage: Stage) -> None
     assert stage.target.released == stage.target.asked[:1]
 
 
+@pytest.mark.pipeline
 async def test_what_does_not_finish_in_time_is_told_so_and_freed(stage: Stage) -> None:
     stage.target.may_answer.clear()
     async with program(stage, "--drain-seconds", "0.5") as orchestrator:
@@ -136,6 +140,7 @@ async def test_what_does_not_finish_in_time_is_told_so_and_freed(stage: Stage) -
     assert stage.target.cancelled == stage.target.released == stage.target.asked
 
 
+@pytest.mark.pipeline
 async def test_a_second_signal_ends_it_at_once(stage: Stage) -> None:
     stage.target.may_answer.clear()
     async with program(stage, "--drain-seconds", "600") as orchestrator:
@@ -159,6 +164,7 @@ async def is_refused_in_the_end(client: Client) -> bool:
     return False
 
 
+@pytest.mark.pipeline
 async def test_workers_let_sessions_finish_and_take_no_new_ones(tiny: Path) -> None:
     """Both real: the stream that runs when they are told goes on to its end, and is what it would have been.
 

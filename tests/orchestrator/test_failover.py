@@ -17,7 +17,8 @@ from bough.registry.records import WorkerRecord
 from orchestrator.cluster.directory import POLL_SECONDS
 from orchestrator.rounds.failover import MOST_TARGETS
 from tests.fakes.fleet import Fleet, Process
-from tests.fakes.streams import OPTIONS, expected, failing, kill_the_one_that_gets, once, read, until
+from tests.fakes.streams import OPTIONS, expected, failing, kill_the_one_that_gets, once, read
+from tests.fakes.waiting import until
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -48,6 +49,7 @@ async def test_another_target_takes_over(fakes: Fleet, call_number: int) -> None
     assert len(epochs) == (1 if call_number == 1 else 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["fingerprint", "arithmetic"])
 async def test_a_target_with_another_model_does_not_take_over(fakes: Fleet, name: str) -> None:
     """It would go on with another text, or with one that is rounded otherwise; for a client that resumes too."""
@@ -76,6 +78,7 @@ async def test_a_target_that_comes_back_goes_on(fakes: Fleet) -> None:
     assert seen.end.num_failovers == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fingerprint", ["fake", "other"])
 async def test_another_process_at_the_same_address_is_another_target(fakes: Fleet, fingerprint: str) -> None:
     """A channel connects to whoever answers there; with another model the text would change in the middle."""
@@ -177,7 +180,7 @@ async def test_a_request_that_always_fails_takes_no_target_from_others(fakes: Fl
     target.before = fail_the_bad
     async with Client(process.address, patience_seconds=0.0) as client:
         bad = asyncio.create_task(read(client, BAD_OPTIONS, BAD))
-        while not bad.done():
+        while not bad.done():  # which has a deadline of its own
             assert (await read(client, replace(OPTIONS, request_id=""))).token_ids == expected(fakes)
         with pytest.raises(BoughError, match="this request fails at every target with its model") as failure:
             await bad

@@ -31,7 +31,8 @@ from bough.rpc.status_map import to_error
 from bough.security.api_keys import hash_of
 from orchestrator.assembly import Orchestrator, assembled
 from tests.fakes.http_stack import error_of
-from tests.fakes.stage import Stage, staged, until
+from tests.fakes.stage import Stage, staged
+from tests.fakes.waiting import until
 
 PROMPT = TextPrompt("hello")
 SHORT = GenerateOptions(max_tokens=3, temperature=0.0)
@@ -281,6 +282,7 @@ async def test_a_tenant_keeps_as_many_sessions_as_its_key_allows(tmp_path: Path)
             await answer(client, replace(again, session_id=name))
 
 
+@pytest.mark.pipeline
 async def test_sighup_has_the_keys_read_again_and_ends_nothing(tmp_path: Path) -> None:
     """The program's own handler, in a process of its own."""
     file = tmp_path / "keys"

@@ -18,7 +18,8 @@ from bough.tokenization.tokenizer import Tokenizer
 from bough.tokenization.vocabulary import TokenizerFiles
 from orchestrator.rounds.prompt_scoring import token_begins
 from tests.fakes.fleet import Fleet
-from tests.fakes.streams import OPTIONS, expected, read, until
+from tests.fakes.streams import OPTIONS, expected, read
+from tests.fakes.waiting import until
 
 SCORED = replace(OPTIONS, max_tokens=5, prompt_logprobs=0)
 

@@ -24,7 +24,8 @@ from bough.security.certificates import CertificateFiles
 from loadtest.common.certificates import Authority, flags_of
 from orchestrator.assembly import Orchestrator, assembled
 from orchestrator.http_api import server as server_module
-from tests.fakes.stage import LONG, PROMPT, SHORT, Stage, config_of, staged, until
+from tests.fakes.stage import LONG, PROMPT, SHORT, Stage, config_of, staged
+from tests.fakes.waiting import until
 
 AUTHORITY, STRANGER, CLIENTS = Authority(), Authority("stranger"), Authority("clients")
 AT_ONCE_SECONDS = 10.0  # on a machine that is busy; what hangs takes a minute
@@ -239,7 +240,7 @@ async def test_a_client_has_its_new_authority_after_a_failure(door: Door, tmp_pa
         await change(door, STRANGER, "127.0.0.1")
         STRANGER.write(tmp_path)
         async with Client("127.0.0.1:1", door.address, patience_seconds=0.0, certificates=files) as other:
-            await other.models()
+            assert await other.models()
 
 
 def test_what_is_no_certificate_is_no_clients() -> None:

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +25,7 @@ from tests.conftest import pipeline, settings
 from tests.fakes.fleet import FakeDraft, Fleet
 from tests.fakes.simulated import simulated_settings, write_profile
 from tests.fakes.streams import OPTIONS, PROMPT, Seen, expected, read
+from tests.fakes.waiting import PATIENCE_SECONDS, until
 
 pytestmark = pytest.mark.chaos
 
@@ -157,8 +157,9 @@ async def test_another_orchestrator_goes_on_with_the_stream_of_one_that_was_kill
     orchestrator = cluster.children["orchestrator"]
     victim = cluster.start("second", orchestrator.command, orchestrator.variables)
     registry = Registry(cluster.index_url)
-    while len(addresses := [r.address for r in await registry.workers() if r.kind == "orchestrator"]) < 2:
-        await asyncio.sleep(0.1)
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        while len(addresses := [r.address for r in await registry.workers() if r.kind == "orchestrator"]) < 2:
+            await asyncio.sleep(0.1)
     await registry.close()
     addresses.remove(cluster.address)
     assert not victim.has_ended()
@@ -212,15 +213,13 @@ async def test_a_truncated_weight_file_ends_its_target_with_the_reason(tiny: Pat
     async with pipeline(config) as cluster, Client(cluster.address, patience_seconds=1.0) as client:
         victim = max(folder.glob("*.safetensors"), key=lambda file: file.stat().st_size)
         whole = victim.read_bytes()
-        while not all(w.info.weights_hash for w in (await client.server_info()).workers):
-            await asyncio.sleep(0.1)  # after that the target can tell whether they are back
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            while not all(w.info.weights_hash for w in (await client.server_info()).workers):
+                await asyncio.sleep(0.1)  # after that the target can tell whether they are back
         os.truncate(victim, 4096)
         with pytest.raises(Unavailable, match=f"{victim.name}.*(layer|got 4096)"):
             await run(client, LONG, 0, None)  # its first sweeps may still find layers that were read ahead
-        deadline = time.monotonic() + 60.0
-        while alive(str(folder)):  # it ends rather than answer from weights that nobody knows
-            assert time.monotonic() < deadline
-            await asyncio.sleep(0.1)
+        await until(lambda: not alive(str(folder)))  # it ends rather than answer from weights that nobody knows
     victim.write_bytes(whole)
     async with pipeline(config) as cluster, Client(cluster.address) as client:  # as a supervisor would start it again
         _, finished = await run(client, replace(LONG, max_tokens=20), 0, None)

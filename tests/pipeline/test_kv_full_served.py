@@ -15,7 +15,8 @@ from bough.protocol.generation import Event, GenerateOptions, TokenPrompt, Token
 from orchestrator.cluster.directory import Directory
 from orchestrator.serving.requests import Requests
 from tests.conftest import pipeline, settings
-from tests.fakes.streams import Seen, until
+from tests.fakes.streams import Seen
+from tests.fakes.waiting import until
 
 CONTEXT, NODES = 384, 16
 STEP = 256

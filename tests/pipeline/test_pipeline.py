@@ -33,9 +33,13 @@ GREEDY = GenerateOptions(temperature=0.0, max_tokens=LENGTH, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 async def cluster(smollm: Path) -> AsyncIterator[Cluster]:
-    """SmolLM2 in float32, a third of it streamed, with a substitute draft of it; room for all prompts at once."""
+    """SmolLM2 in float32, a third of it streamed, with a substitute draft of it; room for all prompts at once.
+
+    The ring has room for half of the streamed layers, so that each sweep must read the others itself: with room for all
+    of them, a sweep may be over before a slow disk has read anything.
+    """
     patient = ("--draft-timeout", "300")  # twelve sessions wait in line for one draft model
-    target_flags = ("--resident-layers", "20", "--max-context", "512")
+    target_flags = ("--resident-layers", "20", "--max-context", "512", "--ring-memory", "72MB")
     config = settings(smollm, smollm, *target_flags, drops="3,14", orchestrator=patient)
     async with pipeline(config) as running:
         yield running

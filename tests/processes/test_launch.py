@@ -13,6 +13,7 @@ from bough.processes.launch import Cluster, launched
 from tests.fakes.simulated import simulated_settings, write_profile
 
 
+@pytest.mark.pipeline
 def test_an_event_loop_beside_the_main_thread_starts_and_ends_processes(tmp_path: Path) -> None:
     """As in an actor of Ray's, where no signal handler can be installed."""
     profile = write_profile(tmp_path)
@@ -31,6 +32,7 @@ def test_an_event_loop_beside_the_main_thread_starts_and_ends_processes(tmp_path
     assert all(child.has_ended() for child in cluster.children.values())
 
 
+@pytest.mark.pipeline
 async def test_the_event_loop_goes_on_while_processes_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     went_on = threading.Event()
     outcomes: list[bool] = []

@@ -40,6 +40,7 @@ def test_a_process_knows_its_age() -> None:
     assert process_age_seconds() > 0
 
 
+@pytest.mark.pipeline
 def test_a_start_is_measured_and_ends_with_one_line_of_json(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -57,6 +58,7 @@ def test_a_start_is_measured_and_ends_with_one_line_of_json(
         assert figures[f"{part}_parts"].keys() == {"target_worker", "draft_worker"}
 
 
+@pytest.mark.slow
 def test_workers_build_a_model_without_the_compiler_and_distributed_tensors(tiny: Path) -> None:
     """They took a third of the imports, and 140 MB; a model that is built so computes with its buffers in place."""
     code = f"""

@@ -15,7 +15,7 @@ from bough.simulation.clock import SimulatedClock
 from target_worker.service import TargetService
 from target_worker.simulated import SimulatedTarget
 from tests.fakes.simulated import pair_of
-from tests.fakes.stage import until
+from tests.fakes.waiting import until
 
 
 async def test_while_a_worker_is_closed_the_event_loop_goes_on(

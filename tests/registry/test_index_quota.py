@@ -147,10 +147,10 @@ OPERATIONS = st.lists(
 def test_the_quota_is_never_exceeded_and_the_ledger_tells_what_is_there(
     server: Server, operations: list[tuple[str, int, int]]
 ) -> None:
-    asyncio.run(_never_exceeded(server, operations))
+    asyncio.run(_check_quota(server, operations))
 
 
-async def _never_exceeded(server: Server, operations: list[tuple[str, int, int]]) -> None:
+async def _check_quota(server: Server, operations: list[tuple[str, int, int]]) -> None:
     quota = Quota(max_records=5, max_bytes=20_000)
     async with flushed(server, quota) as registry:
         raw, epoch = registry._index.redis, 2**51

@@ -48,6 +48,7 @@ async def alone(tmp_path: Path, byte_tokenizer: TokenizerFiles) -> AsyncIterator
             yield fakes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 async def test_the_list_of_workers_stays_as_it_was_and_the_problem_is_told(
     alone: Fleet, fault: str, monkeypatch: pytest.MonkeyPatch

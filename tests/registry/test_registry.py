@@ -199,10 +199,10 @@ STEPS = st.lists(
 def test_the_index_never_holds_what_nobody_wrote(server: Server, steps: list[tuple[str, int, int]]) -> None:
     """Two holders claim, write, repeat old writes and drop, and it may be flushed: what is loaded is always the newest
     write of the newest epoch that was accepted, whole."""
-    asyncio.run(_two_holders(server, steps))
+    asyncio.run(_check_two_holders(server, steps))
 
 
-async def _two_holders(server: Server, steps: list[tuple[str, int, int]]) -> None:
+async def _check_two_holders(server: Server, steps: list[tuple[str, int, int]]) -> None:
     epochs = [1, 2]
     written: list[SessionRecord] = []
     granted, held = 0, None
@@ -303,10 +303,10 @@ async def test_of_too_many_prefixes_the_oldest_go(registry: Registry, monkeypatc
 @settings(max_examples=40)
 @given(st.lists(st.lists(st.integers(0, 1), max_size=6), max_size=5), st.lists(st.integers(0, 1), max_size=6))
 def test_the_longest_prefix_is_found(server: Server, held: list[list[int]], wanted: list[int]) -> None:
-    asyncio.run(_longest_prefix(server, held, wanted))
+    asyncio.run(_check_longest_prefix(server, held, wanted))
 
 
-async def _longest_prefix(server: Server, held: list[list[int]], wanted: list[int]) -> None:
+async def _check_longest_prefix(server: Server, held: list[list[int]], wanted: list[int]) -> None:
     def hashes(blocks: list[int]) -> list[int]:
         return block_hashes([block for block in blocks for _ in range(32)])
 

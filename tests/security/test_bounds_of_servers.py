@@ -85,6 +85,7 @@ async def test_watchers_are_told_of_every_change_and_are_so_many_at_most(served:
                     await asyncio.sleep(0.05)
 
 
+@pytest.mark.slow
 async def test_calls_that_come_all_at_once_wait_and_are_answered(served: Served) -> None:
     """Of more than 1,000 that no task had taken yet, gRPC cancelled some by chance."""
     async with open_channel(f"127.0.0.1:{served.port}") as channel:

@@ -19,6 +19,7 @@ from deploy.tls_front import TlsFront
 from loadtest.common.certificates import Authority
 from orchestrator.http_api import server
 from orchestrator.http_api.server import http_serving
+from tests.fakes.waiting import until
 
 MOST = 4
 SECONDS = 30.0
@@ -60,8 +61,7 @@ async def until_closed(streams: list[Streams], num: int) -> None:
 
     reading = [asyncio.create_task(closed(reader)) for reader, _ in streams]
     try:
-        while sum(task.done() for task in reading) < num:
-            await asyncio.sleep(0.01)
+        await until(lambda: sum(task.done() for task in reading) >= num)
         await asyncio.sleep(0.2)
         assert sum(task.done() for task in reading) == num
     finally:

@@ -26,6 +26,7 @@ def test_whatever_comes_is_read_or_refused_in_few_words() -> None:
     assert set(outcomes.counts) == {layer.name for layer in all_layers()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("has_tls", [False, True], ids=["plain", "tls"])
 async def test_whatever_comes_over_sockets_is_answered_and_leaves_nothing_behind(tmp_path: Path, has_tls: bool) -> None:
     figures = await at_sockets(tmp_path, 400, seed=20, report=lambda _: None, has_tls=has_tls)

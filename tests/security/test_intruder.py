@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import astuple
 from pathlib import Path
 
+import pytest
+
 from loadtest.intruder.__main__ import intrude
 from loadtest.intruder.certificates import at_certificates, secured
 from loadtest.intruder.stage import new_secrets, staged
@@ -15,6 +17,7 @@ from tests.fakes.stage import Orchestrator
 MANY, MANY_CERTIFICATES = 1500, 30
 
 
+@pytest.mark.slow
 async def test_nobody_gets_in_who_may_not(tmp_path: Path) -> None:
     """`python -m loadtest.intruder`, its first half."""
     tally = Tally()
@@ -30,6 +33,7 @@ async def test_nobody_gets_in_who_may_not(tmp_path: Path) -> None:
     assert tally.is_safe
 
 
+@pytest.mark.slow
 async def test_nobody_gets_in_without_a_certificate_that_fits(tmp_path: Path) -> None:
     """Its second half: all have the right key or secret, and speak no TLS, or have a wrong certificate or none."""
     tally = Tally()

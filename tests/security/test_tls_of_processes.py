@@ -30,6 +30,8 @@ from orchestrator.cluster.worker_clients import DraftClient, TargetClient
 from tests.fakes.index_server import connected, served, tls_in_front_of
 from tests.fakes.simulated import pair_of, text_of, write_profile
 
+pytestmark = pytest.mark.pipeline
+
 AUTHORITY, STRANGER = Authority(), Authority("stranger")
 OPTIONS = GenerateOptions(max_tokens=24, temperature=0.8, seed=7, ignore_eos=True)
 PROMPT = TextPrompt("Once upon a time")

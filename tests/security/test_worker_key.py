@@ -89,6 +89,7 @@ async def target_with(folder: Path, cluster: Cluster, key: Path) -> AsyncIterato
         await process.wait()
 
 
+@pytest.mark.pipeline
 async def test_a_target_answers_its_own_orchestrator_and_nobody_else(tmp_path: Path) -> None:
     key = secret_file(tmp_path, SECRET)
     nothing = Settings(parse(TargetConfig, "t", ["--model", "x"], {}), None, parse(OrchestratorConfig, "o", [], {}))

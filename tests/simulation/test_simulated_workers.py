@@ -116,6 +116,7 @@ def expected(pair: SimulatedPair, events: list[Event], options: GenerateOptions)
     return text_of(pair, seed, started(events).prompt_tokens, options.max_tokens)
 
 
+@pytest.mark.pipeline
 @pytest.mark.parametrize("way", WAYS)
 async def test_every_way_to_speculate_says_the_laws_text(client: Client, pair: SimulatedPair, way: str) -> None:
     events = await events_of(client, WAYS[way])
@@ -129,6 +130,7 @@ async def test_every_way_to_speculate_says_the_laws_text(client: Client, pair: S
         assert is_chosen or speculation.tokens_per_round > 1.2, "the draft is right in three of five places"
 
 
+@pytest.mark.pipeline
 async def test_a_text_that_may_end_ends_where_the_law_ends_it(client: Client, pair: SimulatedPair) -> None:
     options = replace(SAMPLED, ignore_eos=False, max_tokens=1000, seed=4, speculation=Speculation(budget=16))
     events = await events_of(client, options)
@@ -138,6 +140,7 @@ async def test_a_text_that_may_end_ends_where_the_law_ends_it(client: Client, pa
     assert finished(events).finish_reason == "stop"
 
 
+@pytest.mark.pipeline
 async def test_sessions_at_once_each_say_their_own_text(client: Client, pair: SimulatedPair) -> None:
     options = [replace(SAMPLED, seed=seed) for seed in range(20, 28)]
     runs = await asyncio.gather(*(events_of(client, own) for own in options))
@@ -146,6 +149,7 @@ async def test_sessions_at_once_each_say_their_own_text(client: Client, pair: Si
     assert len({tuple(tokens_of(events)) for events in runs}) == len(runs)
 
 
+@pytest.mark.pipeline
 async def test_a_second_turn_and_a_common_beginning_are_not_computed_again(client: Client) -> None:
     long = TextPrompt("the same beginning of many prompts " * 12)
     first, second = [finished(await events_of(client, OPTIONS, long)).usage for _ in range(2)]
@@ -159,6 +163,7 @@ async def test_a_second_turn_and_a_common_beginning_are_not_computed_again(clien
     assert after.cached_tokens >= before.prompt_tokens + before.completion_tokens - 1
 
 
+@pytest.mark.pipeline
 async def test_log_probabilities_are_numbers_of_the_law(client: Client) -> None:
     events = await events_of(client, replace(SAMPLED, seed=5, logprobs=3))
     told = [each for event in events if isinstance(event, Tokens) for each in event.logprobs]
@@ -167,6 +172,7 @@ async def test_log_probabilities_are_numbers_of_the_law(client: Client) -> None:
     assert all(len(each.top) == 3 and each.top[0].logprob >= each.top[1].logprob for each in told)
 
 
+@pytest.mark.pipeline
 async def test_they_say_that_they_are_simulated(client: Client) -> None:
     workers = {worker.info.kind: worker for worker in (await client.server_info()).workers}
     for worker in workers.values():
@@ -180,15 +186,18 @@ async def test_they_say_that_they_are_simulated(client: Client) -> None:
     assert workers["target"].info.max_nodes == 512
 
 
+@pytest.mark.pipeline
 async def test_a_round_takes_the_seconds_of_the_profile(client: Client) -> None:
     """4 ms of link, and calls that cross a network: what is waited for is told apart."""
     events = await events_of(client, replace(OPTIONS, speculation=PLAIN))
     timings = [event.timings for event in events if isinstance(event, Tokens)][1:]
+    assert len(timings) == OPTIONS.max_tokens - 1
     assert all(own.link_ns == 4_000_000 for own in timings)
     assert all(own.wait_ns == 2_900_000 for own in timings)
     assert all(own.target_ns >= 4_000_000 and own.network_ns >= 1_000_000 for own in timings)
 
 
+@pytest.mark.pipeline
 async def test_another_target_of_the_profile_takes_over(folder: Path, pair: SimulatedPair) -> None:
     """One whose clock goes faster, and to whom other things happen."""
     profile = write_profile(folder)
@@ -205,6 +214,7 @@ async def test_another_target_of_the_profile_takes_over(folder: Path, pair: Simu
         assert finished(events).num_failovers == 1
 
 
+@pytest.mark.pipeline
 async def test_workers_that_fail_now_and_then_cost_rounds_and_no_tokens(folder: Path, pair: SimulatedPair) -> None:
     flaky = write_profile(
         folder, "flaky", failures=[{"worker": kind, "probability": 0.3} for kind in ("draft", "target")]
@@ -216,6 +226,7 @@ async def test_workers_that_fail_now_and_then_cost_rounds_and_no_tokens(folder: 
     assert finished(events).speculation.num_degraded_rounds > 0, "the draft's fifth call fails"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("package", ["target_worker", "draft_worker"])
 def test_they_load_neither_torch_nor_numba(package: str) -> None:
     """From the settings to a worker that has started: all that a process has loaded when it serves."""
@@ -250,6 +261,7 @@ def test_workers_of_every_shipped_profile_start(name: str) -> None:
         draft.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", [["target_worker"], ["draft_worker"], ["bough.cli.main", "up"]])
 def test_a_profile_that_is_not_there_is_refused_with_those_that_are(command: list[str]) -> None:
     ran = subprocess.run(

@@ -53,6 +53,7 @@ def test_laws_by_depth_are_followed_down() -> None:
         assert RoundYield(law).expected_tokens(nodes, depth) == pytest.approx(exact, rel=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("nodes", "depth"), [(4, 3), (16, 8), (48, 4)])
 def test_where_positions_differ_it_is_what_trees_come_to(nodes: int, depth: int) -> None:
     """Within 3 % and four standard errors of trees of exactly so many nodes: the reckoning takes them as a mean."""

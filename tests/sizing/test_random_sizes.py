@@ -61,6 +61,7 @@ async def client(services: Stack, sizer: RandomSizer) -> AsyncIterator[Client]:
         yield connected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", REQUESTS)
 async def test_sizes_by_chance_give_what_plain_decoding_gives(client: Client, name: str) -> None:
     """Penalties, biases and filters, stop tokens, log-probabilities; five sessions share sweeps, each cut otherwise."""
@@ -74,6 +75,7 @@ async def test_sizes_by_chance_give_what_plain_decoding_gives(client: Client, na
     assert len({end.speculation.num_rounds for _, end in runs}) > 1, "sizes were the same"
 
 
+@pytest.mark.slow
 async def test_sessions_of_many_kinds_at_once_each_say_their_own(client: Client) -> None:
     """Greedy and sampled with seeds of their own, some plain, some of a fixed size."""
     kinds = [GREEDY, *(replace(SAMPLED, seed=seed) for seed in range(3))]
@@ -87,6 +89,7 @@ async def test_sessions_of_many_kinds_at_once_each_say_their_own(client: Client)
     assert len({output[0] for output in plain}) == len(kinds)
 
 
+@pytest.mark.slow
 async def test_a_stop_text_ends_at_the_same_place(client: Client) -> None:
     options = replace(SAMPLED, seed=6, logit_bias=dict.fromkeys(range(66, 92), 12.0))
     whole, _ = await generate(client, replace(options, speculation=PLAIN))
@@ -98,6 +101,7 @@ async def test_a_stop_text_ends_at_the_same_place(client: Client) -> None:
     assert [output for output, _ in await asyncio.gather(*(generate(client, stopped) for _ in range(8)))] == [plain] * 8
 
 
+@pytest.mark.slow
 async def test_samples_keep_the_size_that_was_asked_for(client: Client) -> None:
     """Of them nothing is cut or left out, so that the same plan gives the same text."""
     for scheme in (Scheme.WITHOUT_REPLACEMENT, Scheme.TRAVERSAL):
@@ -107,6 +111,7 @@ async def test_samples_keep_the_size_that_was_asked_for(client: Client) -> None:
         assert runs[0][1].speculation.num_accepted_tokens > 0
 
 
+@pytest.mark.slow
 async def test_chance_tries_every_kind_of_cut(client: Client, sizer: RandomSizer, services: Stack) -> None:
     """Or the tests above would show nothing."""
     await asyncio.gather(*(generate(client, GREEDY) for _ in range(16)))
@@ -117,6 +122,7 @@ async def test_chance_tries_every_kind_of_cut(client: Client, sizer: RandomSizer
     services.check_integrity()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 async def test_a_target_that_fails_in_the_middle_changes_nothing(fakes: Fleet, seed: int) -> None:
     """Both leave out nodes by chance; what the first had verified, the other need not verify alike."""
@@ -139,6 +145,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> SimulatedPair:
     return pair_of(tmp_path_factory.mktemp("profiles"), clock_scale=5000, failures=failures)
 
 
+@pytest.mark.slow
 async def test_simulated_workers_say_the_laws_text_whatever_the_sizes(
     pair: SimulatedPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -52,7 +52,7 @@ def after(machine: Machine, num: int, rows: Rows = any_rows, step: int = 1) -> S
     return times
 
 
-def known(times: SweepTimes | StepTimes) -> CostCurve:
+def check_curve(times: SweepTimes | StepTimes) -> CostCurve:
     curve = times.curve()
     assert curve is not None
     curve.validate("cost")
@@ -66,7 +66,7 @@ def known(times: SweepTimes | StepTimes) -> CostCurve:
 )
 def test_what_sweeps_take_is_found_by_watching(seed: int, link: float, fixed: float, row: float, step: int) -> None:
     machine = Machine(seed, link, fixed, row)
-    curve = known(after(machine, 300, step=step))
+    curve = check_curve(after(machine, 300, step=step))
     for rows in set(machine.seen):
         assert curve(rows) == pytest.approx(machine.seconds(-(-rows // step) * step), rel=0.07)
     errors = [curve(rows) / machine.seconds(-(-rows // step) * step) - 1 for rows in machine.seen]
@@ -89,7 +89,7 @@ def test_a_step_of_the_link_is_followed_within_five_sweeps(seed: int, rows: Rows
     machine.link *= times
     for number in range(5):
         machine.sweep(learnt, rows(machine.random, number))
-    assert known(learnt)(64) == pytest.approx(machine.seconds(64), rel=0.15)
+    assert check_curve(learnt)(64) == pytest.approx(machine.seconds(64), rel=0.15)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -100,7 +100,7 @@ def test_a_core_that_is_taken_away_is_noticed_at_all_rows(seed: int) -> None:
     for _ in range(5):
         machine.sweep(learnt, 64)
     for rows in (40, 64, 300):
-        assert known(learnt)(rows) == pytest.approx(machine.seconds(rows), rel=0.15)
+        assert check_curve(learnt)(rows) == pytest.approx(machine.seconds(rows), rel=0.15)
 
 
 @pytest.mark.parametrize("num_before", [5, 40])
@@ -112,16 +112,16 @@ def test_a_clear_step_is_followed_after_two_sweeps_there_and_back(num_before: in
     for seconds in (2.0, 1.0):
         for factor in (1.0, 1.05):
             times.observe(8, factor * seconds, 0.0)
-        assert known(times)(8) == pytest.approx(seconds, rel=0.15), seconds
+        assert check_curve(times)(8) == pytest.approx(seconds, rel=0.15), seconds
 
 
 def test_outliers_that_follow_one_another_change_little() -> None:
     machine = Machine(0, 1.0, 0.1, 0.001, outliers=0.0)
     learnt = after(machine, 60)
-    before = known(learnt)(64)
+    before = check_curve(learnt)(64)
     for seconds in (5.0, 17.0, 9.0):
         learnt.observe(64, seconds, seconds - 0.2, 1000)
-    assert known(learnt)(64) == pytest.approx(before, rel=0.1)
+    assert check_curve(learnt)(64) == pytest.approx(before, rel=0.1)
 
 
 def test_sweeps_that_compute_for_long_do_not_make_the_link_look_slow() -> None:
@@ -130,12 +130,12 @@ def test_sweeps_that_compute_for_long_do_not_make_the_link_look_slow() -> None:
     learnt = after(machine, 60)
     for rows in (400, 600, 800, 1000) * 50:
         machine.sweep(learnt, rows)
-    assert known(learnt)(1) == pytest.approx(1.0, rel=0.1)
+    assert check_curve(learnt)(1) == pytest.approx(1.0, rel=0.1)
     assert learnt.knee == pytest.approx(180, rel=0.15)
     alone = SweepTimes(1, MOST)
     for rows in (400, 600, 800, 1000) * 10:
         machine.sweep(alone, rows)
-    assert known(alone)(1) < known(alone)(400), "of the link nothing is known, and nothing made up"
+    assert check_curve(alone)(1) < check_curve(alone)(400), "of the link nothing is known, and nothing made up"
     assert alone.knee == math.inf
 
 
@@ -145,16 +145,16 @@ def test_a_link_that_has_become_faster_than_computing_is_known_to_take_no_longer
     machine.link = 0.1
     for _ in range(5):
         machine.sweep(learnt, 64)
-    assert known(learnt)(1) < 1.7
+    assert check_curve(learnt)(1) < 1.7
 
 
 def test_one_sweep_of_one_row_says_nothing_of_the_knee() -> None:
     """A knee of 7 rows was once derived from it, of 190 in truth."""
     prior = CostCurve((1, 257), (0.1, 1.1))
     learnt = SweepTimes(1, MOST, SweepPrior(1, prior))
-    assert known(learnt)(257) == pytest.approx(1.1), "what is given"
+    assert check_curve(learnt)(257) == pytest.approx(1.1), "what is given"
     learnt.observe(1, 1.0, 0.8, 1000)
-    curve = known(learnt)
+    curve = check_curve(learnt)
     assert curve(1) == pytest.approx(1.0), "the link's"
     assert 150 < learnt.knee < 240
     assumed = SweepTimes(1, MOST)
@@ -168,16 +168,16 @@ def test_few_row_counts_rescale_what_was_given_and_keep_its_shape() -> None:
     learnt = SweepTimes(1, MOST, SweepPrior(1, prior))
     for _ in range(20):
         learnt.observe(1, 0.3, 0.0)
-    curve = known(learnt)
+    curve = check_curve(learnt)
     assert [curve(rows) for rows in (1, 64, 129)] == pytest.approx([0.3, 0.3, 0.6], rel=0.05)
 
 
 def test_a_link_that_was_seen_before_the_first_sweep_is_believed_until_sweeps_say_otherwise() -> None:
     learnt = SweepTimes(1, MOST, SweepPrior(1, CostCurve((1, 257), (0.1, 1.1)), 1000, 2.0))
-    assert (known(learnt)(1), learnt.knee) == (pytest.approx(2.0), pytest.approx(487, rel=0.03))
+    assert (check_curve(learnt)(1), learnt.knee) == (pytest.approx(2.0), pytest.approx(487, rel=0.03))
     for _ in range(8):
         learnt.observe(64, 0.8, 0.45, 1000)
-    assert known(learnt)(1) == pytest.approx(0.8, rel=0.1)
+    assert check_curve(learnt)(1) == pytest.approx(0.8, rel=0.1)
 
 
 def test_experts_that_rows_choose_make_the_links_time_grow() -> None:
@@ -191,12 +191,12 @@ def test_experts_that_rows_choose_make_the_links_time_grow() -> None:
 
     for number in range(200):
         sweep([1, 2, 4, 8, 20, 60][number % 6], 1e-6)
-    curve = known(learnt)
+    curve = check_curve(learnt)
     for rows in (1, 4, 8, 20, 60):
         assert curve(rows) == pytest.approx(1 - 0.9**rows, rel=0.12)
     for _ in range(5):
         sweep(8, 3e-6)
-    assert known(learnt)(60) == pytest.approx(3.0, rel=0.2)
+    assert check_curve(learnt)(60) == pytest.approx(3.0, rel=0.2)
 
 
 anything = st.tuples(
@@ -219,8 +219,8 @@ def test_whatever_comes_the_curve_is_one(
     for rows, total, waited, num_bytes in sweeps:
         times.observe(rows, total, waited * total, num_bytes)
         steps.observe(rows, total)
-        known(times)
-        known(steps)
+        check_curve(times)
+        check_curve(steps)
 
 
 def test_what_is_no_sweep_is_no_sample() -> None:
@@ -236,7 +236,7 @@ def test_draft_steps_are_known_by_their_rows() -> None:
     for number in range(200):
         rows = [1, 2, 8, 16][number % 4]
         steps.observe(rows, (0.01 + 0.0004 * rows) * float(np.exp(random.normal(0, 0.1))))
-    curve = known(steps)
+    curve = check_curve(steps)
     for rows in (1, 2, 8, 16):
         assert curve(rows) == pytest.approx(0.01 + 0.0004 * rows, rel=0.06)
 

@@ -182,6 +182,7 @@ def test_a_ring_ends_while_copies_are_outstanding() -> None:
     with ring_over(FakeHost(), 2) as (ring, streams), ring.layer(INDICES[0]):
         streams.hold(True)
         threading.Timer(0.05, streams.hold, [False]).start()
+    assert not any(thread.is_alive() for thread in ring._thread._threads)
 
 
 @pytest.mark.parametrize(

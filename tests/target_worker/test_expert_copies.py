@@ -99,6 +99,7 @@ def rounds_of(layers: Mapping[int, LayerExperts], num_slabs: int, seed: int) -> 
         streams.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_slabs", [6, 9, 24])
 @pytest.mark.parametrize("seed", range(4))
 def test_an_expert_is_whole_while_it_is_computed_with(
@@ -145,6 +146,7 @@ def test_what_is_there_is_not_copied_again_and_guesses_are_few(
         rounds._streams.hold(False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", NUM_EXPERTS)
 @pytest.mark.parametrize("max_resident", [0, 2, 40])
 def test_the_bits_are_those_of_whole_layers(family: str, max_resident: int, tmp_path: Path) -> None:

@@ -71,6 +71,7 @@ def verdicts(model: StreamedModel, num_sessions: int, step: int, num_rows: int) 
     return [session.verdicts for session in sessions], pool.figures().num_preemptions
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_bits_do_not_depend_on_how_slots_grow(tiny: Path, dtype: torch.dtype) -> None:
     with streamed(tiny, dtype) as model:

@@ -300,6 +300,7 @@ def test_a_session_whose_slot_goes_as_it_comes_back_gets_another_one(
     pool.check_integrity()
 
 
+@pytest.mark.slow
 def test_a_lease_takes_no_more_steps_among_hundreds_of_idle_slots() -> None:
     """A worker under load collects idle slots until its memory is full; no request may walk through all of them."""
     few, many = (num_steps_of_a_lease(num_idle, is_full) for num_idle, is_full in ((5, False), (800, False)))

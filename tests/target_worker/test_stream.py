@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from target_worker.link.device_ring import DeviceRing
 from target_worker.link.direct_io import Disk
 from target_worker.link.disk_ring import Ring
 from target_worker.link.layer_extents import ALIGNMENT, Extent, LayerExtents
+from tests.fakes.waiting import PATIENCE_SECONDS
 
 NUM_LAYERS = 5
 LAYER_BYTES = 3 * 1024 * 1024 + 777  # several pieces, and an end that is not aligned
@@ -65,7 +67,7 @@ def until_carried(ring: Ring | DeviceRing, num_bytes: int) -> None:
         time.sleep(0.001)
 
 
-def sweep(ring: Ring) -> None:
+def check_sweep(ring: Ring) -> None:
     for index in range(NUM_LAYERS):
         with ring.layer(index) as slab:
             assert slab.numpy()[:LAYER_BYTES].tobytes() == content(index)
@@ -78,31 +80,55 @@ def test_layers_arrive_whole_and_in_order_round_after_round(
 ) -> None:
     with ring_over(layers, num_slabs, num_threads) as ring:
         for _ in range(3):
-            sweep(ring)
+            check_sweep(ring)
 
 
 def test_reading_runs_ahead_of_the_next_sweep_and_no_further_than_the_slabs(layers: list[LayerExtents]) -> None:
     with ring_over(layers, num_slabs=3, num_threads=2) as ring:
-        sweep(ring)
+        check_sweep(ring)
         until_carried(ring, (NUM_LAYERS + 3) * layers[0].num_bytes)  # free slabs are filled without anyone asking
         before = ring.figures()
         assert before.num_bytes == (NUM_LAYERS + 3) * layers[0].num_bytes
-        sweep(ring)
+        check_sweep(ring)
         assert ring.figures().busy_ns > before.busy_ns
+
+
+@pytest.mark.parametrize("num_slabs", [1, 2, 4])
+def test_a_sweep_brings_what_the_ring_has_no_room_for(layers: list[LayerExtents], num_slabs: int) -> None:
+    with ring_over(layers, num_slabs, num_threads=2) as ring:
+        for number in range(3):
+            until_carried(ring, (number * NUM_LAYERS + num_slabs) * layers[0].num_bytes)
+            before = ring.figures().num_bytes
+            check_sweep(ring)
+            assert ring.figures().num_bytes - before >= (NUM_LAYERS - num_slabs) * layers[0].num_bytes
+
+
+def test_a_sweep_over_a_ring_with_room_for_all_may_be_over_before_a_slow_link_brings_anything(
+    layers: list[LayerExtents], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A test that asked each round for bytes failed now and then on a busy machine."""
+    with ring_over(layers, num_slabs=NUM_LAYERS, num_threads=2) as ring:
+        until_carried(ring, NUM_LAYERS * layers[0].num_bytes)
+        read, may_read = ring._disk.read, threading.Event()
+        monkeypatch.setattr(ring._disk, "read", lambda *range_: may_read.wait(PATIENCE_SECONDS) and read(*range_))
+        check_sweep(ring)
+        assert ring.figures().num_bytes == NUM_LAYERS * layers[0].num_bytes
+        may_read.set()
+        check_sweep(ring)
 
 
 def test_a_read_error_names_file_and_layer_and_is_over_when_its_cause_is(layers: list[LayerExtents]) -> None:
     file = layers[3].extents[0].file
     whole = file.read_bytes()
     with ring_over(layers, num_slabs=1, num_threads=2) as ring:
-        sweep(ring)
+        check_sweep(ring)
         os.truncate(file, layers[3].extents[1].offset)
         for _ in range(2):
             with pytest.raises(StreamError, match=rf"{file.name}: layer 3, tensor padding, byte .*ends here"):
-                sweep(ring)
+                check_sweep(ring)
             ring.restart()
         file.write_bytes(whole)
-        sweep(ring)
+        check_sweep(ring)
 
 
 def test_a_sweep_that_is_given_up_leaves_no_trace(layers: list[LayerExtents]) -> None:
@@ -112,7 +138,7 @@ def test_a_sweep_that_is_given_up_leaves_no_trace(layers: list[LayerExtents]) ->
                 with ring.layer(index):
                     pass
             ring.restart()
-            sweep(ring)
+            check_sweep(ring)
 
 
 @pytest.mark.parametrize("which", [0, 1])
@@ -123,7 +149,7 @@ def test_a_file_that_cannot_be_read_is_named_with_its_tensor_until_it_can(
     file = layers[which].extents[0].file
     named = [replace(layer, begins={whole_extent(e, layer.name): 0 for e in layer.extents}) for layer in layers]
     with ring_over(named, num_slabs=2, num_threads=2) as ring:
-        sweep(ring)
+        check_sweep(ring)
         descriptor = ring._disk._files[file].descriptor
         readable, unreadable = os.dup(descriptor), os.open(file, os.O_WRONLY)
         os.dup2(unreadable, descriptor)
@@ -132,7 +158,7 @@ def test_a_file_that_cannot_be_read_is_named_with_its_tensor_until_it_can(
             sweep_twice(ring)
         os.dup2(readable, descriptor)
         ring.restart()
-        sweep(ring)
+        check_sweep(ring)
         os.close(readable)
         os.close(unreadable)
 
@@ -148,7 +174,7 @@ def test_a_layer_that_fails_ahead_of_its_turn_fails_nobody_before(
             broken.setattr(
                 disk, "read", lambda layer, *rest: fail(layer) if layer in layers[2:4] else read(layer, *rest)
             )
-            sweep(ring)
+            check_sweep(ring)
             until_carried(ring, 2 * NUM_LAYERS * layers[0].num_bytes)
         for index in range(2):
             with ring.layer(index):
@@ -156,7 +182,7 @@ def test_a_layer_that_fails_ahead_of_its_turn_fails_nobody_before(
         with pytest.raises(StreamError, match="layer 2 is broken"), ring.layer(2):
             pass
         ring.restart()
-        sweep(ring)
+        check_sweep(ring)
 
 
 def fail(layer: LayerExtents) -> None:
@@ -169,8 +195,8 @@ def whole_extent(extent: Extent, name: str) -> TensorPlace:
 
 def sweep_twice(ring: Ring) -> None:
     """Some layers have been read ahead."""
-    sweep(ring)
-    sweep(ring)
+    check_sweep(ring)
+    check_sweep(ring)
 
 
 def test_where_direct_reads_are_refused_the_page_cache_serves(
@@ -186,4 +212,4 @@ def test_where_direct_reads_are_refused_the_page_cache_serves(
     monkeypatch.setattr(os, "open", refuse)
     with ring_over(layers, num_slabs=2, num_threads=2) as ring:
         assert "refuses O_DIRECT" in caplog.text
-        sweep(ring)
+        check_sweep(ring)

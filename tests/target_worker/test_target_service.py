@@ -20,6 +20,7 @@ from bough.rpc.services import TARGET, add_service, stub_of
 from bough.trees.tree import Tree
 from target_worker.service import TargetService
 from tests.fakes.target import verify_call
+from tests.fakes.waiting import until
 
 
 class SlowWorker:
@@ -36,9 +37,7 @@ class SlowWorker:
 
 
 async def until_cancelled(worker: SlowWorker) -> None:
-    async with asyncio.timeout(5):
-        while not worker.futures or not worker.futures[0].cancelled():
-            await asyncio.sleep(0.01)
+    await until(lambda: worker.futures and worker.futures[0].cancelled())
 
 
 @pytest.mark.parametrize("how", ["deadline", "cancellation", "connection"])
@@ -50,8 +49,7 @@ async def test_a_call_whose_caller_has_gone_is_cancelled(how: str) -> None:
         request = codec.verify_call_to_wire(verify_call("a", [1, 2]))
         call = stub_of(TARGET, channel).Verify(request, timeout=2.0 if how == "deadline" else 30)
         if how != "deadline":
-            while not worker.futures:
-                await asyncio.sleep(0.01)
+            await until(lambda: worker.futures)
             call.cancel() if how == "cancellation" else await channel.close()
         await until_cancelled(worker)
         with pytest.raises((grpc.aio.AioRpcError, asyncio.CancelledError)):

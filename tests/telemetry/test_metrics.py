@@ -15,6 +15,7 @@ from bough.errors import ConfigError
 from target_worker.kv.slot_pool import PoolFigures
 from target_worker.metrics import Load, Metrics
 from target_worker.scheduler.sweep_figures import SweepFigures
+from tests.fakes.waiting import block_until
 
 
 def test_sweeps_are_counted_and_served() -> None:
@@ -114,10 +115,7 @@ def test_half_requests_are_so_many_at_most_and_keep_nobody_out(monkeypatch: pyte
     try:
         assert b"bough_sweeps_total" in scraped(metrics.port)
         assert [half.recv(1) for half in halves[:36]] == [b""] * 36, "the oldest give way"
-        deadline = time.monotonic() + 30
-        while threading.active_count() > before + 4 and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert threading.active_count() <= before + 4
+        block_until(lambda: threading.active_count() <= before + 4)
     finally:
         for half in halves:
             half.close()

@@ -25,6 +25,7 @@ from orchestrator.sizing.tree_sizer import TreeSizer
 from orchestrator.telemetry.loop_lag import BOUNDS, PERIOD_SECONDS, LoopLag
 from orchestrator.telemetry.metrics import Figures, OrchestratorCollector
 from orchestrator.telemetry.request_totals import RequestTotals, RequestWatch
+from tests.fakes.waiting import until
 
 LABELS = re.compile(r'{(engine="0",)?model_name="m"}')
 
@@ -206,7 +207,6 @@ async def test_a_blocked_event_loop_shows_as_lag() -> None:
     async with lag.running():
         await asyncio.sleep(0)  # the measuring begins
         time.sleep(0.3)
-        while not sum(lag.tally.counts):
-            await asyncio.sleep(0.01)
+        await until(lambda: sum(lag.tally.counts))
     assert lag.tally.total > 0.2
     assert sum(lag.tally.counts) >= 0.2 / PERIOD_SECONDS

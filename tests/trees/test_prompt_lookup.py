@@ -12,6 +12,7 @@ import pytest
 from bough.trees.suffix_automaton import Draft, Guesses, GuessKind, LookupLimits
 from bough.trees.tree import Tree
 from orchestrator.rounds.prompt_lookup import MAX_READ, Acceptance, PromptLookup, assumed_probability
+from tests.fakes.waiting import until
 
 LIMITS = LookupLimits(max_nodes=6, max_depth=6)
 
@@ -112,8 +113,7 @@ async def test_a_long_prompt_is_read_beside_the_event_loop_and_no_round_waits_fo
             await asyncio.sleep(0)
             await asyncio.sleep(0)
             assert len(works) == number + 1
-        while guessing._is_reading:
-            await asyncio.sleep(0)
+        await until(lambda: not guessing._is_reading)
         for _ in range(3):
             expected = grow(at_once, tokens).tree
         assert len(expected) > 1

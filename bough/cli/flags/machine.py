@@ -21,10 +21,10 @@ def add_demo(parser: argparse.ArgumentParser) -> None:
 
 
 def up_arguments(*flags: str) -> argparse.Namespace:
-    """What `bough up` is given by these flags, on a free port."""
+    """What `bough up` is given by these flags, on a free port; no HTTP, as its usual port may be taken meanwhile."""
     parser = FlagParser()
     add_up(parser)
-    return parser.parse_args(["--port", "0", *flags])
+    return parser.parse_args(["--port", "0", "--http-port", "-1", *flags])
 
 
 def add_up(parser: argparse.ArgumentParser) -> None:

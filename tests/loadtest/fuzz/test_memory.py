@@ -10,6 +10,7 @@ from pathlib import Path
 
 from loadtest.fuzz.heap import Heap, heap_of, measured
 from loadtest.fuzz.memory import WARM_MESSAGES, MemorySeries, slopes
+from tests.fakes.waiting import until
 
 STEP = WARM_MESSAGES // 4
 
@@ -61,8 +62,7 @@ async def test_a_process_that_is_measured_is_the_module_that_it_would_be(tmp_pat
     process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe)
     assert process.stdin is not None
     status = Path(f"/proc/{process.pid}/status")
-    while not int(_caught(status), 16) >> (signal.SIGUSR2 - 1) & 1:  # it would end the process before
-        await asyncio.sleep(0.01)
+    await until(lambda: int(_caught(status), 16) >> (signal.SIGUSR2 - 1) & 1)  # it would end the process before
     heap = await heap_of(tmp_path, process.pid)
     assert 0 < heap.live_bytes < heap.resident_bytes
     said, _ = await process.communicate(b'{"a": 1}')

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import time
 from pathlib import Path
 
 import grpc
@@ -29,10 +30,11 @@ async def test_its_collector_takes_spans() -> None:
         await server.stop(None)
 
 
-def test_processor_time_grows() -> None:
-    before = cpu_seconds(os.getpid())
-    while cpu_seconds(os.getpid()) < before + 0.02:
+def test_processor_time_is_that_of_the_process() -> None:
+    before, began = cpu_seconds(os.getpid()), time.process_time()
+    while time.process_time() < began + 0.1:
         pass
+    assert cpu_seconds(os.getpid()) - before >= 0.05, "it is told in steps of 0.01 s"
 
 
 async def test_it_tells_what_traces_cost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -100,6 +100,7 @@ def test_rows_of_a_head() -> None:
     assert file_rows(np.arange(5), 1).tolist() == [0, 1, 2, 3, 4]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "kind"), [*((name, "Q8_0") for name in MODELS), ("llama", "F16"), ("gemma3", "BF16")])
 def test_a_model_says_what_its_values_say_in_a_folder(name: str, kind: str, tmp_path: Path) -> None:
     """Its configuration included, as the folder has the original one."""

@@ -13,6 +13,7 @@ import pytest
 from bough.errors import DeadlineExceeded, Exhausted, Unavailable
 from orchestrator.admission.admission import LONGEST_RETRY_SECONDS, SHORTEST_RETRY_SECONDS, Admission, Hold
 from orchestrator.sessions.deadline import LATE_SECONDS, Deadline
+from tests.fakes.waiting import PATIENCE_SECONDS
 
 
 class Clock:
@@ -119,8 +120,9 @@ async def test_a_turn_that_comes_as_its_caller_goes_is_not_lost(party: Party) ->
     guests = party(Admission(1, 10))
     await guests.come(0, 1, 2)
     leaving = asyncio.create_task(guests.leave(0))
-    while guests.admission.num_waiting == 2:
-        await asyncio.sleep(0)
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        while guests.admission.num_waiting == 2:
+            await asyncio.sleep(0)
     assert guests.placed == [0]
     await guests.cancel(1)
     await leaving

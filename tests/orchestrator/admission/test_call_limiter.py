@@ -34,7 +34,8 @@ from orchestrator.admission.call_limiter import (
     SPARE_CALLS,
     CallLimiter,
 )
-from tests.fakes.stage import MAX_CONTEXT, PROMPT, SHORT, Stage, finish, orchestrating, until
+from tests.fakes.stage import MAX_CONTEXT, PROMPT, SHORT, Stage, finish, orchestrating
+from tests.fakes.waiting import until
 from tests.orchestrator.cluster.test_tokenizing import Held
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -65,10 +66,14 @@ def test_tokens_that_were_used_are_paid_for_by_the_minutes_that_follow() -> None
 
 
 def test_a_key_without_limits_has_none() -> None:
-    usage = Usage()
+    usage, limited = Usage(), replace(ALICE, tokens_per_minute=60)
     for _ in range(100):
         with usage.request(ALICE) as count:
             count(tokens(1000))
+    with usage.request(limited) as count:
+        count(tokens(1000))
+    with pytest.raises(Exhausted), usage.request(limited):
+        pass
 
 
 def test_of_too_many_sessions_those_unused_for_longest_are_given_up_and_none_that_is_in_use() -> None:

@@ -13,7 +13,8 @@ from bough.errors import InvalidRequest, NotFound, Unavailable
 from bough.protocol.generation import GenerateOptions, Resume, TextPrompt
 from orchestrator.serving.requests import Requests
 from tests.fakes.fleet import Fleet, Process
-from tests.fakes.streams import OPTIONS, expected, kill_the_one_that_gets, read, until
+from tests.fakes.streams import OPTIONS, expected, kill_the_one_that_gets, read
+from tests.fakes.waiting import until
 
 TURN = GenerateOptions(session_id="s", seed=3, max_tokens=20, ignore_eos=True)
 NEXT = replace(TURN, continues=True)
@@ -79,6 +80,7 @@ async def test_a_whole_text_begins_a_session_anew_with_the_model_that_it_names(f
         assert after.started.prompt_tokens == moved.started.prompt_tokens + 20 + len(MORE.text)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [NEXT, TURN])
 async def test_a_session_whose_model_is_gone_does_not_go_on_with_another(
     fakes: Fleet, options: GenerateOptions
@@ -96,6 +98,7 @@ async def test_a_session_whose_model_is_gone_does_not_go_on_with_another(
         assert (await read(client, replace(TURN, model="a"), MORE)).started.model_name == "a"
 
 
+@pytest.mark.slow
 async def test_a_request_that_breaks_off_does_not_go_on_with_another_model(fakes: Fleet) -> None:
     servers = {name: await fakes.target_of(f"t-{name}", name) for name in ("a", "b")}
     _, process = await fakes.orchestrator("--failover-timeout", "1", num_targets=2)

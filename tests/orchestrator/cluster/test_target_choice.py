@@ -17,7 +17,8 @@ from bough.registry.records import WorkerLoad
 from orchestrator.cluster.expected_wait import ExpectedWait, Need, UsualRound, expected_seconds
 from orchestrator.serving.requests import Requests
 from tests.fakes.fleet import FakeTarget, Fleet
-from tests.fakes.streams import OPTIONS, once, read, until
+from tests.fakes.streams import OPTIONS, once, read
+from tests.fakes.waiting import until
 
 SYSTEM = tuple(index % 200 for index in range(100))  # three blocks, and a little more
 TURN = GenerateOptions(seed=3, max_tokens=20, ignore_eos=True)

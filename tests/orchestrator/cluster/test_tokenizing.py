@@ -16,7 +16,8 @@ from bough.tokenization.tokenizer import Tokenizer
 from loadtest.fuzz.heap import measured
 from orchestrator.cluster.tokenizer_threads import Tokenizing
 from tests.fakes.fleet import Fleet
-from tests.fakes.stage import SHORT, Orchestrator, finish, until
+from tests.fakes.stage import SHORT, Orchestrator, finish
+from tests.fakes.waiting import until
 
 
 @dataclass

@@ -16,7 +16,8 @@ from bough.protocol.messages import WorkerInfo
 from orchestrator.cluster import same_weights
 from orchestrator.serving.requests import Requests
 from tests.fakes.fleet import FakeTarget, Fleet, Process
-from tests.fakes.streams import OPTIONS, expected, kill_the_one_that_gets, once, read, until
+from tests.fakes.streams import OPTIONS, expected, kill_the_one_that_gets, once, read
+from tests.fakes.waiting import until
 
 TURN = GenerateOptions(session_id="s", seed=3, max_tokens=20, ignore_eos=True)
 NEXT = replace(TURN, continues=True)
@@ -112,6 +113,7 @@ async def test_a_target_is_asked_for_its_hash_before_it_takes_over(
     assert targets["t1"][0].calls == []
 
 
+@pytest.mark.slow
 async def test_a_session_and_a_request_stay_with_their_weights(fakes: Fleet) -> None:
     targets, requests, client = await fleet_of(fakes, {"t0": "h1", "t1": "h2"})
     requests.directory._targets["t1"].num_running += 1

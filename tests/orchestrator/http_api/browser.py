@@ -14,6 +14,8 @@ from typing import Any
 
 import aiohttp
 
+from tests.fakes.waiting import until
+
 UNPACKED = Path.home() / ".cache/bough/chromium"  # by .ci/run, where the system has none
 NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 BROWSER = next(filter(None, (shutil.which(n) or shutil.which(n, path=UNPACKED) for n in NAMES)), None)
@@ -46,8 +48,7 @@ class Page:
 
     async def until(self, condition: str) -> None:
         """Wait until an expression is true."""
-        while not await self.value(condition):
-            await asyncio.sleep(POLL_SECONDS)
+        await until(lambda: self.value(condition))
 
     async def texts(self, selector: str) -> list[str]:
         """What can be read in the elements."""
@@ -101,9 +102,8 @@ async def browser_page(folder: Path) -> AsyncIterator[Page]:
     process = await asyncio.create_subprocess_exec(*command, stdin=DEVNULL, stdout=DEVNULL, stderr=DEVNULL)
     try:
         told = folder / "DevToolsActivePort"
-        while not (told.exists() and told.read_text().count("\n")):
-            assert process.returncode is None, f"{BROWSER} ended with {process.returncode}"
-            await asyncio.sleep(POLL_SECONDS)
+        await until(lambda: process.returncode is not None or (told.exists() and told.read_text().count("\n")))
+        assert process.returncode is None, f"{BROWSER} ended with {process.returncode}"
         address = f"http://127.0.0.1:{told.read_text().split()[0]}"
         async with aiohttp.ClientSession(trust_env=False) as client:
             async with client.get(f"{address}/json/list") as reply:

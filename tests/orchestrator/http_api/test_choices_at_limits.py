@@ -9,6 +9,7 @@ import pytest
 
 from orchestrator.admission.admission import Admission
 from tests.fakes.http_stack import HttpStack, Json, error_of, http_stack
+from tests.fakes.waiting import until
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MESSAGES: Json = {"messages": [{"role": "user", "content": "x"}], "ignore_eos": True, "speculation": False}
@@ -55,8 +56,7 @@ async def test_choices_that_do_not_fit_now_are_all_refused_before_one_begins(
 ) -> None:
     requests, admission = door.stack.requests, limited(door, monkeypatch, max_running=2, max_waiting=1)
     running = asyncio.create_task(door.client.post(COMPLETIONS, json=TEXT | {"max_tokens": 4000}))
-    while requests.loads().num_requests_running != 1:
-        await asyncio.sleep(0.01)
+    await until(lambda: requests.loads().num_requests_running == 1)
     num_before, num_refused = requests.loads().num_requests_total, requests.totals.failed["Exhausted"]
     for is_stream in (False, True):
         refused = await door.post(COMPLETIONS, TEXT | {"max_tokens": 1, "n": 3, "stream": is_stream})
@@ -67,8 +67,7 @@ async def test_choices_that_do_not_fit_now_are_all_refused_before_one_begins(
     assert requests.totals.failed["Exhausted"] == num_refused + 2
     assert len((await door.answer(COMPLETIONS, TEXT | {"max_tokens": 1, "n": 2}))["choices"]) == 2
     running.cancel()
-    while len(requests._running):
-        await asyncio.sleep(0.01)
+    await until(lambda: not requests._running)
     assert len((await door.answer(COMPLETIONS, TEXT | {"max_tokens": 1, "n": 3}))["choices"]) == 3
     assert (admission._num_free, admission.num_waiting) == (2, 0)
 
@@ -88,9 +87,7 @@ async def test_a_client_that_leaves_gives_back_the_turns_of_all_its_choices(
 ) -> None:
     admission = limited(door, monkeypatch, max_running=1, max_waiting=4)
     asking = asyncio.create_task(door.client.post(COMPLETIONS, json=TEXT | {"max_tokens": 4000, "n": 4}))
-    while admission.num_waiting != 3:
-        await asyncio.sleep(0.01)
+    await until(lambda: admission.num_waiting == 3)
     asking.cancel()
-    while admission.num_waiting or not admission._num_free:
-        await asyncio.sleep(0.01)
+    await until(lambda: not admission.num_waiting and admission._num_free)
     assert (await door.answer(COMPLETIONS, TEXT | {"max_tokens": 1}))["choices"]

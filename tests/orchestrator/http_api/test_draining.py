@@ -11,7 +11,8 @@ import pytest
 from bough.client import Client
 from orchestrator.assembly import Orchestrator, assembled
 from tests.fakes.http_stack import Json, error_of
-from tests.fakes.stage import Stage, config_of, until
+from tests.fakes.stage import Stage, config_of
+from tests.fakes.waiting import until
 
 PATH = "/v1/completions"
 SHORT: Json = {"prompt": "hello", "max_tokens": 3, "temperature": 0}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -12,6 +13,7 @@ from bough.config.processes import OrchestratorConfig, parse
 from orchestrator.http_api.ui import FILES, FOLDER
 from orchestrator.http_service import has_page
 from tests.fakes.http_stack import HttpStack, http_stack
+from tests.fakes.waiting import PATIENCE_SECONDS
 from tests.orchestrator.http_api.browser import BROWSER, browser_page
 
 CHAT = "/v1/chat/completions"
@@ -60,9 +62,10 @@ async def test_why_rounds_were_so_is_told_by_the_answers_own_id(door: HttpStack)
 
 async def test_the_cluster_is_its_workers_and_what_is_wrong_with_them(door: HttpStack) -> None:
     problems = ["not asked yet"]
-    while any(problems):  # on a busy machine a worker may be waited for at first, and is said to be
-        cluster = (await door.client.get("/cluster")).json()
-        problems = [cluster["index_problem"], *(worker["problem"] for worker in cluster["workers"])]
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        while any(problems):  # on a busy machine a worker may be waited for at first, and is said to be
+            cluster = (await door.client.get("/cluster")).json()
+            problems = [cluster["index_problem"], *(worker["problem"] for worker in cluster["workers"])]
     assert sorted(worker["info"]["kind"] for worker in cluster["workers"]) == ["draft", "target"]
     assert all(worker["address"] for worker in cluster["workers"])
 

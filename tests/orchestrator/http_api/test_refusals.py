@@ -403,7 +403,7 @@ SPECULATIONS = st.fixed_dictionaries(
 FIELDS = st.dictionaries(NAMES, st.one_of(VALUES, SPECULATIONS), max_size=3)
 
 
-async def is_answered(door: HttpStack, path: str, content: bytes) -> None:
+async def check_answered(door: HttpStack, path: str, content: bytes) -> None:
     """An answer, or a refusal in OpenAI's form that is not the server's fault; a stream ends as one."""
     response = await door.client.post(path, content=content, headers={"content-type": "application/json"})
     if response.status_code != 200:
@@ -428,10 +428,10 @@ async def test_whatever_its_fields_hold_a_body_is_answered_or_refused(
     body = whole[path] | changes
     if body.get("n") not in (None, 1) or (isinstance(body.get("max_tokens"), int) and body["max_tokens"] > 4):
         body |= {"max_tokens": 2}  # to end soon
-    await is_answered(door, path, json.dumps(body).encode())
+    await check_answered(door, path, json.dumps(body).encode())
 
 
 @FUZZ
 @given(path=st.sampled_from([CHAT, COMPLETIONS, "/tokenize", "/detokenize"]), content=st.binary(max_size=60))
 async def test_whatever_its_bytes_a_body_is_refused(door: HttpStack, path: str, content: bytes) -> None:
-    await is_answered(door, path, content)
+    await check_answered(door, path, content)

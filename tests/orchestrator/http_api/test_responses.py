@@ -36,6 +36,7 @@ from orchestrator.http_api.responses.conversation import conversation, response_
 from orchestrator.http_api.responses.fields import ResponseFields
 from orchestrator.tools.formats import HERMES
 from tests.fakes.http_stack import HttpStack, Json, error_of, http_stack
+from tests.fakes.waiting import until
 
 PATH, CHAT = "/v1/responses", "/v1/chat/completions"
 QUESTION = "Why is the sky blue?"
@@ -171,8 +172,7 @@ async def test_a_reader_that_leaves_in_the_middle_frees_its_place(door: HttpStac
         async for line in response.aiter_lines():
             if line == "event: response.output_text.delta":
                 break
-    while door.stack.requests.loads().num_requests_running:
-        await asyncio.sleep(0.01)
+    await until(lambda: not door.stack.requests.loads().num_requests_running)
 
 
 async def broken_by(door: HttpStack, end: Any, **asked: Any) -> list[Json]:

@@ -19,6 +19,7 @@ from starlette.types import Receive, Scope, Send
 from bough.runtime import connections
 from orchestrator.http_api import server
 from orchestrator.http_api.server import http_serving
+from tests.fakes.waiting import until
 
 WHOLE = b"GET /quick HTTP/1.1\r\nhost: x\r\n\r\n"
 PATIENCE_SECONDS = 30.0  # of a test for what must happen, much more than it takes
@@ -126,8 +127,7 @@ async def test_a_connection_that_is_reset_is_forgotten(app: App, monkeypatch: py
     monkeypatch.setattr(server, "_Protocol", Seen)
     async with http_serving("127.0.0.1", 0, app) as port:
         _, writer = await connected(port, b"GET /half a head")
-        while not kept:
-            await asyncio.sleep(0.01)
+        await until(lambda: kept)
         writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         writer.transport.abort()
         async with asyncio.timeout(PATIENCE_SECONDS):
@@ -143,8 +143,7 @@ async def test_of_too_many_connections_the_longest_idle_one_gives_way(
     monkeypatch.setattr(server, "most_connections", lambda: 3)
     async with http_serving("127.0.0.1", 0, app) as port:
         busy = await connected(port, WHOLE.replace(b"quick", b"slow"))
-        while not app.num_waiting:
-            await asyncio.sleep(0.01)
+        await until(lambda: app.num_waiting)
         first, second = await connected(port, b"GET /ha"), await connected(port)
         third = await connected(port, WHOLE)
         assert (await answer(third[0])).startswith(b"HTTP/1.1 200 ")
@@ -162,8 +161,7 @@ async def test_where_all_are_busy_the_connection_too_many_is_told_so(app: App, m
     monkeypatch.setattr(server, "most_connections", lambda: 2)
     async with http_serving("127.0.0.1", 0, app) as port:
         busy = [await connected(port, WHOLE.replace(b"quick", b"slow")) for _ in range(2)]
-        while app.num_waiting < 2:
-            await asyncio.sleep(0.01)
+        await until(lambda: app.num_waiting >= 2)
         said = await until_closed(*await connected(port))
         head, _, body = said.partition(b"\r\n\r\n")
         assert head.startswith(b"HTTP/1.1 503 ")

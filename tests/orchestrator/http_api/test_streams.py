@@ -26,6 +26,7 @@ from orchestrator.http_api.app import http_app
 from orchestrator.http_api.server import http_serving
 from orchestrator.serving.tenants import Callers
 from tests.fakes.http_stack import HttpStack, Json, error_of, http_stack
+from tests.fakes.waiting import PATIENCE_SECONDS, until
 
 PATH = "/v1/chat/completions"
 BODY: Json = {"messages": [{"role": "user", "content": "x"}], "ignore_eos": True, "speculation": False, "seed": 1}
@@ -53,9 +54,8 @@ def head(num_bytes: int) -> bytes:
 
 
 async def until_running(door: HttpStack, num: int) -> None:
-    """Waits until so many requests run; a test that hangs here fails by its runner's time limit."""
-    while door.stack.requests.loads().num_requests_running != num:
-        await asyncio.sleep(0.01)
+    """Wait until so many requests run."""
+    await until(lambda: door.stack.requests.loads().num_requests_running == num)
 
 
 @pytest.mark.parametrize("is_stream", [True, False])
@@ -98,8 +98,7 @@ async def test_a_new_request_waits_for_a_target_that_is_away(door: HttpStack, mo
     (target,) = requests.directory.targets
     target.health._pause.until = math.inf
     held = asyncio.create_task(door.post(PATH, BODY | {"max_tokens": 2, "stream": True}))
-    while not requests.figures().num_held:
-        await asyncio.sleep(0.01)
+    await until(lambda: requests.figures().num_held)
     await asyncio.sleep(0.05)
     monkeypatch.setattr(requests._opening.waiting, "most_seconds", 0.0)
     refused = await door.post(PATH, BODY)
@@ -211,8 +210,7 @@ async def test_a_client_that_stops_reading_loses_its_connection_and_its_place(tm
             (transport,) = door.transports  # whose kernel would by itself keep megabytes for a client
             transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
             await until_running(door, 0)
-            while not transport.is_closing():
-                await asyncio.sleep(0.01)
+            await until(lambda: transport.is_closing())
             assert transport.get_write_buffer_size() == 0, "what it did not read is not kept for it"
 
 
@@ -252,8 +250,9 @@ async def test_bodies_have_one_memory_together(door: HttpStack, monkeypatch: pyt
 
     first = asyncio.create_task(door.client.post(PATH, content=slow(), headers=JSON))
     statuses = set[int]()
-    while 429 not in statuses:  # as soon as the first one's bytes are there
-        statuses.add((await door.client.post(PATH, content=content, headers=JSON)).status_code)
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        while 429 not in statuses:  # as soon as the first one's bytes are there
+            statuses.add((await door.client.post(PATH, content=content, headers=JSON)).status_code)
     may_go_on.set()
     assert (await first).status_code == 200
     assert (await door.client.post(PATH, content=content, headers=JSON)).status_code == 200
@@ -280,5 +279,4 @@ async def test_nothing_is_left_behind(door: HttpStack) -> None:
     before = len(asyncio.all_tasks())
     for _ in range(10):
         await mixed()
-    while len(asyncio.all_tasks()) > before + 2:  # a connection more or less
-        await asyncio.sleep(0.01)
+    await until(lambda: len(asyncio.all_tasks()) <= before + 2)  # a connection more or less

@@ -32,6 +32,7 @@ def bough_up(*flags: str) -> Iterator[subprocess.Popen[str]]:
         process.communicate()
 
 
+@pytest.mark.pipeline
 def test_the_line_that_it_prints_works_as_it_is_pasted_and_doctor_says_where(tmp_path: Path) -> None:
     if shutil.which("curl") is None:
         pytest.skip("curl is not installed")

@@ -16,7 +16,8 @@ from bough.protocol.prefix_hash import block_hashes
 from bough.registry.records import SessionRecord
 from bough.tokenization.tokenizer import Tokenizer
 from tests.fakes.fleet import FakeDraft, Fleet, Law
-from tests.fakes.streams import OPTIONS, PROMPT, once, read, read_rounds, until
+from tests.fakes.streams import OPTIONS, PROMPT, once, read, read_rounds
+from tests.fakes.waiting import until
 
 TURN = GenerateOptions(session_id="s", seed=3, max_tokens=20, ignore_eos=True)
 NEXT = replace(TURN, continues=True)

@@ -14,7 +14,8 @@ from bough.protocol.generation import GenerateOptions
 from bough.protocol.messages import VerifyCall
 from orchestrator.opening.slot_waiting import SlotQueue
 from tests.fakes.fleet import FakeTarget, Fleet
-from tests.fakes.streams import OPTIONS, expected, read, until
+from tests.fakes.streams import OPTIONS, expected, read
+from tests.fakes.waiting import until
 
 FIRST = replace(OPTIONS, session_id="first")
 LATER = replace(OPTIONS, session_id="later", request_id="later")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
@@ -18,6 +18,7 @@ from bough.registry.registry import Registry
 from orchestrator.opening import recorder as recorder_module
 from orchestrator.opening.recorder import Recorder
 from tests.fakes.index_server import connected, served
+from tests.fakes.waiting import until
 
 
 @dataclass
@@ -68,12 +69,6 @@ def record(recorder: Recorder, num_tokens: int, epoch: int = 5, target_id: str =
         RequestRecord("r", "s", epoch, 2, tokens, SamplingParams(), StopConditions(), finish_reason),
         "m",
     )
-
-
-async def until(is_so: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not is_so():
-            await asyncio.sleep(0.005)
 
 
 async def test_a_slow_index_holds_up_nothing_and_gets_the_newest(recorder: Recorder, fake: FakeRegistry) -> None:

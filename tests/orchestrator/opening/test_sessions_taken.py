@@ -15,17 +15,11 @@ from bough.protocol.generation import Resume
 from bough.protocol.messages import VerifyCall
 from orchestrator.serving.requests import Requests
 from tests.fakes.fleet import FakeTarget, Fleet, Process
-from tests.fakes.streams import OPTIONS, expected, once, read, read_rounds, until
+from tests.fakes.streams import OPTIONS, expected, once, read, read_rounds
+from tests.fakes.waiting import until
 
 KEPT = replace(OPTIONS, session_id="s")
 HOUR_US = 3600 * 1_000_000
-
-
-async def until_so(condition: Callable[[], Awaitable[object]]) -> None:
-    """Waits for it, not for ever."""
-    async with asyncio.timeout(20):
-        while not await condition():
-            await asyncio.sleep(0.01)
 
 
 async def close(client: Client) -> bool:
@@ -60,8 +54,8 @@ async def test_a_session_that_is_closed_at_another_orchestrator_ends_there(fakes
     async with Client(first.address) as runs, Client(second.address) as closes:
         running = asyncio.create_task(read(runs, KEPT))
         if has_written:
-            await until_so(lambda: fakes.registry.load_session("s"))
-        await until_so(lambda: close(closes))
+            await until(lambda: fakes.registry.load_session("s"))
+        await until(lambda: close(closes))
         assert not await close(closes), "it is closed already"
         gate.set()
         with pytest.raises(StaleEpoch):
@@ -82,7 +76,7 @@ async def test_a_request_id_that_two_orchestrators_clients_share_leaves_both_ses
     async with Client(first.address) as one, Client(second.address) as other:
         target.before = gated(gate, 4)
         older = asyncio.create_task(read(one, replace(OPTIONS, session_id="older")))
-        await until_so(lambda: fakes.registry.load_request("r"))
+        await until(lambda: fakes.registry.load_request("r"))
         gate.set()
         target.before = once(_nothing, 1)
         newer = await read(other, replace(OPTIONS, session_id="newer"))

@@ -20,7 +20,8 @@ from orchestrator.opening import target_waiting
 from orchestrator.serving.requests import Requests
 from orchestrator.serving.tenants import Callers
 from tests.fakes.fleet import Fleet
-from tests.fakes.streams import OPTIONS, PROMPT, expected, read, until
+from tests.fakes.streams import OPTIONS, PROMPT, expected, read
+from tests.fakes.waiting import until
 
 NAMELESS = replace(OPTIONS, request_id="")
 

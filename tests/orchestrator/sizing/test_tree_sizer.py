@@ -52,6 +52,7 @@ def test_padding_is_filled() -> None:
     assert {played.num_nodes % 16 for played in rounds[5:]} == {0}
 
 
+@pytest.mark.slow
 def test_where_every_row_costs_trees_are_small_and_no_fixed_size_is_clearly_faster() -> None:
     """The same texts at every size; 4 nodes are found from the prior's 6. Each fixed size has depths to choose from."""
     ours = seconds_per_token(MadeRounds(sweep=STEEP).play(400))

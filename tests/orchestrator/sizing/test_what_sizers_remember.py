@@ -139,6 +139,7 @@ def test_sessions_whose_guesses_differ_are_told_apart() -> None:
     assert easy > 1.5 * hard
 
 
+@pytest.mark.slow
 def test_what_is_kept_is_bounded() -> None:
     """Two thousand sessions, each at workers and of models of its own; a tenth of them are never ended."""
     sizer = new_sizer()
