@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from bough.errors import InvalidCurve
 
-MAX_KNOTS = 64
+MAX_KNOTS = 128
 MAX_ROWS = 1 << 24
 MAX_SECONDS = 1e6
 SAME = 1e-9  # relative rounding error by which a flat curve may decrease

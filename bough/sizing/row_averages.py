@@ -81,7 +81,7 @@ class RowAverages:
         self._log_rows, self._shape_values = np.log(rows), shape.at(rows)
         self._of_shape = TRUST if is_given else 0.0
         self._anchor = 0.0  # log scale of the shape
-        self._buckets: dict[int, _Bucket] = {}  # by log2 of rows
+        self._buckets: dict[int, _Bucket] = {}  # by log2 of rows, rounded up: kernels' tiles end at powers of two
         self._residuals: deque[float] = deque(maxlen=WINDOW)
         self._run: deque[tuple[int, float]] = deque(maxlen=CHANGE_RUN)  # bucket and residual of deviating samples
         self._fitted: tuple[list[float], list[float]] | None = None  # log rows, ascending, and log ratios
@@ -93,7 +93,7 @@ class RowAverages:
 
     def observe(self, rows: int, value: float) -> None:
         """Add a sample; `value` must be above 0."""
-        where, number = math.log(rows), rows.bit_length()
+        where, number = math.log(rows), (rows - 1).bit_length()
         ratio = math.log(value) - self._log_shape(where)
         bucket = self._buckets.setdefault(number, _Bucket())
         if len(bucket.samples) >= KNOWN_SAMPLES:

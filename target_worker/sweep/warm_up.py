@@ -10,7 +10,8 @@ from typing import NamedTuple
 from bough.protocol.cost_curve import CostCurve
 from bough.sizing.row_counts import RowCounts
 
-TRIED_ROWS = (8, 64)  # tried besides the fewest and the most rows, while time is left
+# Tried besides the fewest and the most rows, while time is left: tiles of kernels end at powers of two.
+TRIED_ROWS = (8, 64, 16, 17, 32, 33)
 ENOUGH_SECONDS = 0.5  # of measuring; the fewest and the most rows are always measured
 TIMES = 3  # repetitions, of which the shortest counts, as other processes may be computing
 LEAST_SECONDS = 1e-6
