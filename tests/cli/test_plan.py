@@ -92,6 +92,7 @@ FAMILIES: dict[str, PretrainedConfig] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bits", [0, 4, 8])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_sizes_are_those_of_the_real_checkpoint(family: str, bits: int, tmp_path: Path) -> None:

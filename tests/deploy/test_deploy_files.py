@@ -73,6 +73,7 @@ def test_the_image_has_all_that_is_copied_into_it() -> None:
     assert all(Path(name).exists() for name in copied)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("files", [COMPOSE[:1], COMPOSE, [*COMPOSE, TLS]], ids=["compose", "with GPUs", "with TLS"])
 def test_compose_files_are_what_compose_takes(files: list[Path], tmp_path: Path) -> None:
     command = (tool("check-jsonschema"), "--builtin-schema", "vendor.compose-spec")

@@ -170,6 +170,7 @@ def test_a_failure_ahead_costs_nothing_but_the_start(caplog: pytest.LogCaptureFi
     assert grow_now(engine, grow_call(tokens)).tree == grown_alone(grow_call(tokens)).tree
 
 
+@pytest.mark.slow
 def test_a_session_longer_than_the_drafts_context_goes_on_in_a_window() -> None:
     """The oldest tokens are dropped and half of the window is kept, so the rest is seldom run again."""
     model = FakeModel()

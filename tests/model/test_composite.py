@@ -99,6 +99,7 @@ def test_text_is_what_the_whole_model_says(seeing: tuple[Path, list[int]]) -> No
     assert greedy(folder) == said
 
 
+@pytest.mark.slow
 def test_names_may_be_those_of_older_files(seeing: tuple[Path, list[int]], tmp_path: Path) -> None:
     """As the first such checkpoints on the hub have them."""
     folder, said = seeing

@@ -99,6 +99,7 @@ def test_samples_are_few_and_in_every_part_of_a_tensor(tmp_path: Path) -> None:
     assert [(sample.offset, sample.num_bytes) for sample in samples_of(short, 10)] == [(7, 9)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_tensors", [1, 3, 5000])
 def test_however_large_a_checkpoint_is_what_a_start_reads_of_it_is_bounded(
     tmp_path: Path, num_tensors: int, monkeypatch: pytest.MonkeyPatch

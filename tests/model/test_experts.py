@@ -293,6 +293,7 @@ def answer(worker: TargetWorker, tokens: list[int]) -> int:
     return bonus_token
 
 
+@pytest.mark.slow
 def test_a_plan_reckons_with_what_rows_choose(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = save_model(tmp_path / "model", FAMILIES["qwen3 moe"])
     flags = "--resident-layers 0 --kv-memory 1MB --max-context 128 --max-nodes 64 --link-speed 1 --compute-speed 1"

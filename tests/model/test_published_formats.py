@@ -69,6 +69,7 @@ def test_a_weight_has_the_bits_of_its_documented_layout(name: str, dtype: torch.
     assert torch.equal(value, stored.value.to(dtype))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["W4A16, by g_idx", "W8A16", "int8", "FP8, tensors", "NVFP4"])
 def test_a_model_says_what_it_says_written_out(name: str, tiny: Path, tmp_path: Path) -> None:
     """Plain and with trees, streamed and from memory, in the same bits."""

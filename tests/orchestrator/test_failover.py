@@ -173,6 +173,7 @@ async def fail_the_bad(call: VerifyCall) -> None:
         raise ValueError("a bug")
 
 
+@pytest.mark.slow
 async def test_a_request_that_always_fails_takes_no_target_from_others(fakes: Fleet) -> None:
     """183 of 193 others were refused, for a target that had nothing wrong."""
     target, _ = await fakes.target("t1")

@@ -59,6 +59,7 @@ async def test_who_watches_health_and_does_not_read_holds_nobody_up(served: Serv
     writer.transport.abort()
 
 
+@pytest.mark.slow
 async def test_watchers_are_told_of_every_change_and_are_so_many_at_most(served: Served) -> None:
     async with open_channel(f"127.0.0.1:{served.port}") as channel:
         stub = health_pb2_grpc.HealthStub(channel)

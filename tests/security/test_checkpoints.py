@@ -83,6 +83,7 @@ RUNNERS = {"eval", "exec", "os.system", "os.popen", "subprocess.getoutput", "sub
 RUNNERS |= {"torch.load", "numpy.load", "np.load", "torch.hub.load", "commands.getoutput"}
 
 
+@pytest.mark.slow
 def test_no_program_unpickles_evaluates_or_has_a_shell() -> None:
     found = []
     for file, node in _parsed():

@@ -37,6 +37,7 @@ def twelve_layers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(tmp_path_factory.mktemp("models") / "twelve", config)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_what_is_said_afterwards_is_the_same(twelve_layers: Path, way: str) -> None:
     with streamed(twelve_layers, torch.bfloat16, **WAYS[way]) as model:

@@ -68,6 +68,7 @@ async def noted(fakes: Fleet, client: Client, targets: list[FakeTarget]) -> Fake
     return holder
 
 
+@pytest.mark.slow
 async def test_a_shared_beginning_does_not_send_all_to_one_target(fakes: Fleet) -> None:
     """30 of 30 requests went to the one target of three that held one block of all of them."""
     targets = [(await fakes.target(f"t{index}"))[0] for index in range(3)]

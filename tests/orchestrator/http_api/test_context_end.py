@@ -26,6 +26,7 @@ async def door(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[HttpSt
         yield running
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("max_tokens", "is_told"), [(ROOM - 1, False), (ROOM, False), (ROOM + 1, True), (32_000, True), (UNLIMITED, False)]
 )

@@ -188,6 +188,7 @@ async def test_a_prompt_that_is_all_held_leaves_its_last_token_to_be_read(fakes:
         assert read_first == [first.started.prompt_tokens - 1, 0]
 
 
+@pytest.mark.slow
 async def test_a_session_that_is_closed_is_forgotten_everywhere(fakes: Fleet) -> None:
     target, _ = await fakes.target("t1")
     _, server = await fakes.orchestrator()

@@ -66,6 +66,7 @@ def test_a_template_tells_its_format_unless_one_is_named(name: str) -> None:
             format_of(known.name, ChatTemplate(source, "", ""))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("has_tokens", [True, False])
 @pytest.mark.parametrize("name", KNOWN)
 async def test_a_demand_for_calls_allows_nothing_else(name: str, has_tokens: bool) -> None:
@@ -105,6 +106,7 @@ FORMS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KNOWN)
 async def test_what_is_no_call_has_the_form_that_is_asked_for(name: str) -> None:
     model = model_of(name)

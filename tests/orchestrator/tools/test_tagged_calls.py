@@ -124,6 +124,7 @@ async def test_an_argument_whose_name_could_not_be_read_back_is_refused() -> Non
             await model_of("qwen3_coder").form(Tools((function,), ToolChoice.REQUIRED))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "pattern",
     [
