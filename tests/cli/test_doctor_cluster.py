@@ -120,16 +120,16 @@ def test_a_host_that_is_set_is_where_an_orchestrator_listens(dashboard: str) -> 
     assert cluster_problems((), ()) == []
     (application,) = applications
     orchestrator = application.deployments[0]
-    orchestrator.user_config["program"]["host"] = "127.0.0.1"  # type: ignore[index]  # read from JSON, it is a dict
+    orchestrator.user_config["program"]["host"] = "127.0.0.1"
     assert orchestrators(applications) == ["127.0.0.1:7411"]
-    orchestrator.user_config["program"]["host"] = "::1"  # type: ignore[index]
+    orchestrator.user_config["program"]["host"] = "::1"
     assert orchestrators(applications) == ["[::1]:7411"]
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", None])
 def test_one_that_listens_everywhere_is_asked_at_its_node(dashboard: str, host: str | None) -> None:
     applications = RayDashboard(dashboard).applications()
-    applications[0].deployments[0].user_config["program"]["host"] = host  # type: ignore[index]
+    applications[0].deployments[0].user_config["program"]["host"] = host
     assert orchestrators(applications) == ["10.0.0.1:7411"]
 
 

@@ -156,7 +156,7 @@ async def test_resuming_what_makes_no_sense(fakes: Fleet, changes: dict[str, obj
         await read(client)
         await fakes.written("r")
         with pytest.raises(InvalidRequest, match=message):
-            await read(client, replace(OPTIONS, **changes))  # type: ignore[arg-type]
+            await read(client, replace(OPTIONS, **changes))
         with pytest.raises(InvalidRequest, match="request_id 'r' must have the same prompt"):
             await read(client, replace(OPTIONS, resume=Resume(3)), TextPrompt("other"))
         rest = await read(client, replace(OPTIONS, resume=Resume(58)))

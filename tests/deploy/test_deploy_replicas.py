@@ -48,7 +48,7 @@ class FakeSupervisor:
 class Replica(OrchestratorReplica):
     """A replica that is ended by its test."""
 
-    def __del__(self) -> None:  # type: ignore[override]  # Serve awaits it, and nobody here
+    def __del__(self) -> None:
         pass
 
 

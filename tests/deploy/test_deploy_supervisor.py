@@ -70,7 +70,7 @@ async def test_a_program_that_is_silent_is_ended(index_url: str, tmp_path: Path)
         os.kill(process_id(draft), signal.SIGSTOP)
         with pytest.raises(Unavailable, match="has not answered for"):
             await checked_until_it_fails(draft)
-        await asyncio.to_thread(lambda: draft._child.process.wait(30))  # type: ignore[union-attr]  # it was started
+        await asyncio.to_thread(lambda: draft._child.process.wait(30))
         with pytest.raises(Unavailable, match="was killed by SIGKILL"):
             await draft.check()
 

@@ -70,7 +70,7 @@ def test_slots_are_as_large_as_calls_need_and_grow_with_them() -> None:
     engine.pool.check_integrity()
 
 
-def grown_alone_in(window: Window, call):  # type: ignore[no-untyped-def]
+def grown_alone_in(window: Window, call):
     return grow_now(new_engine(FakeModel(), window=window), call).tree
 
 

@@ -34,7 +34,7 @@ async def test_a_draft_that_holds_what_cannot_be(fakes: Fleet, length: str) -> N
         metadata = ((ERROR_KEY, "PrefixMissing"), (LENGTH_KEY, length), (HASH_KEY, "x"))
         await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "no", metadata)
 
-    draft.Grow = grow  # type: ignore[method-assign,assignment]
+    draft.Grow = grow
     await fakes.worker(draft)
     requests, server = await fakes.orchestrator("--draft", "workers")
     async with Client(server.address) as client:
@@ -110,7 +110,7 @@ async def test_a_tree_that_was_not_asked_for(
     async def grow(request: Any, context: Any) -> Any:
         return codec.grow_result_to_wire(GrowResult(answer(request.root_token), 0, Timings()))
 
-    draft.Grow = grow  # type: ignore[method-assign]
+    draft.Grow = grow
     await fakes.worker(draft)
     _, server = await fakes.orchestrator("--draft", "workers", "--lookup", "0")
     async with Client(server.address) as client:
@@ -143,7 +143,7 @@ async def test_a_draft_with_something_new_to_say_in_each_round_does_not_fill_the
         draft.rounds.append(request.round)
         raise InvalidRequest(f"round {request.round}: {'x' * 4000}")
 
-    draft.Grow = grow  # type: ignore[method-assign]
+    draft.Grow = grow
     await fakes.worker(draft)
     _, server = await fakes.orchestrator("--draft", "workers", "--lookup", "0")
     async with Client(server.address) as client:

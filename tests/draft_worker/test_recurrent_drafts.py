@@ -196,7 +196,7 @@ def test_sessions_that_grow_in_one_batch_keep_their_states_apart(model: Resident
 
 def rows_run(engine: DraftEngine, monkeypatch: pytest.MonkeyPatch, tokens: list[int], held: int, name: str) -> int:
     """Rows of the first step of a call, whose tree is checked."""
-    counts, model = list[int](), engine._draft._model  # type: ignore[attr-defined]
+    counts, model = list[int](), engine._draft._model
     run = model.logits
     with monkeypatch.context() as patch:
         patch.setattr(model, "logits", lambda batch: counts.append(batch.num_tokens) or run(batch))

@@ -50,7 +50,7 @@ async def _join(raws: list[redis.asyncio.Redis], folder: Path, nodes: list[Serve
 
 def _value(answer: object) -> int:
     """The value in an answer of CONFIG GET, which is a dict or a list depending on the protocol."""
-    value = next(iter(answer.values())) if isinstance(answer, dict) else answer[1]  # type: ignore[index]
+    value = next(iter(answer.values())) if isinstance(answer, dict) else answer[1]
     return int(value)
 
 

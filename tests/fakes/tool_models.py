@@ -35,7 +35,7 @@ class Model(NamedTuple):
 
     async def form(self, tools: Tools, **options: object) -> tuple[str, dict[int, str]]:
         prompt = ChatPrompt(QUESTION, tools)
-        grammar, shown = await output_form(prompt, GenerateOptions(**options), self.tokens, "auto")  # type: ignore[arg-type]
+        grammar, shown = await output_form(prompt, GenerateOptions(**options), self.tokens, "auto")
         return grammar, dict(shown)
 
     def allows(self, grammar: str, text: str) -> bool:

@@ -242,7 +242,7 @@ async def test_health_says_so_while_it_lasts() -> None:
                 stop.set()
             return trouble or ""
 
-    await asyncio.wait_for(watch(Worker(), Served(), stop, every_seconds=0.01), 10)  # type: ignore[arg-type]
+    await asyncio.wait_for(watch(Worker(), Served(), stop, every_seconds=0.01), 10)
     assert said == [False, True]
 
 

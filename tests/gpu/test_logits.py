@@ -95,10 +95,10 @@ def swept(folder: Path, params: SamplingParams) -> tuple[list[Any], Notes]:
                 )
             )
         sweeper = StreamedSweeper(model, NO_GRAMMARS)
-        sweeper.sweep([Part(job, 0, True) for job in jobs])  # type: ignore[arg-type]
+        sweeper.sweep([Part(job, 0, True) for job in jobs])
         notes.clear()
-        done = sweeper.sweep([Part(job, 0, True) for job in jobs])  # type: ignore[arg-type]
-        return [done.verdict_on(job) for job in jobs], notes  # type: ignore[arg-type]
+        done = sweeper.sweep([Part(job, 0, True) for job in jobs])
+        return [done.verdict_on(job) for job in jobs], notes
 
 
 def test_a_greedy_sweep_brings_back_a_number_a_node(tiny: Path) -> None:

@@ -60,7 +60,7 @@ def test_a_copy_is_made_when_somebody_waits_for_it() -> None:
         source, target = torch.arange(4, dtype=torch.uint8), streams.device_memory(4)
         copy = streams.copy(source, target, None)
         assert not copy.done.query()
-        assert target.raw[0] == 255  # type: ignore[attr-defined]
+        assert target.raw[0] == 255
         streams.compute_after(copy.done)
         assert torch.equal(target.cpu(), source)
         assert not notes.order.races
@@ -109,7 +109,7 @@ class _Nobody(list[DeviceEvent]):
 
 def take_back_at_once(self: _Stage, layer: int, computed: DeviceEvent) -> None:
     """What a layer adds is copied without regard to whether it is there."""
-    take_back(self, layer, None)  # type: ignore[arg-type]
+    take_back(self, layer, None)
 
 
 reset, take_back = DeviceRing._reset, _Stage._copy_out

@@ -243,7 +243,7 @@ def test_logits_that_are_no_numbers_are_an_error_and_not_a_token() -> None:
 )
 def test_parameters_out_of_range_are_refused_by_name(changes: dict[str, object], name: str) -> None:
     with pytest.raises(InvalidRequest, match=name):
-        SamplingParams(**changes).validate(vocab_size=6)  # type: ignore[arg-type]
+        SamplingParams(**changes).validate(vocab_size=6)
 
 
 def test_stop_conditions_out_of_range_are_refused_by_name() -> None:

@@ -62,7 +62,7 @@ def test_fp8_as_deepseek_publishes_it(tmp_path: Path) -> None:
     (slot,) = (slot for slot in skeleton.layer_slots[2] if slot.key == "e_score_correction_bias")
     assert not skeleton.unused
     raw = bias[BIAS].view(torch.uint8)
-    assert torch.equal(slot.materialize([raw], torch.bfloat16, None), bias[BIAS])  # type: ignore[arg-type]
+    assert torch.equal(slot.materialize([raw], torch.bfloat16, None), bias[BIAS])
 
 
 def test_a_router_stored_in_float32_stays_so_by_part_of_its_full_name(tmp_path: Path) -> None:

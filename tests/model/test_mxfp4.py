@@ -162,7 +162,7 @@ def test_a_draft_of_it_without_layers_written_out_or_not(both: tuple[Path, Path]
     for stays_packed in (False, True):
         draft = ResidentModel(build_skeleton(checkpoint, torch.bfloat16, kept), CPU, stays_packed=stays_packed)
         draft.warm_up(draft.skeleton.kv_shape().empty(8, CPU))
-        slot = new_slot(draft)  # type: ignore[arg-type]  # it has the same skeleton
+        slot = new_slot(draft)  # it has the same skeleton
         logits.append(
             draft.logits(Batch([Segment.tree(slot, 0, Tree.of([5, 6, 7], [-1, 0, 0], [0.0] * 3))], None, CPU))
         )

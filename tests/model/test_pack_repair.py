@@ -127,7 +127,7 @@ def test_what_is_compared_counts_as_work(
     """The bar ends full, and what was compared in vain was work besides."""
     bars: list[tqdm[Any]] = []
 
-    class Bar(tqdm):  # type: ignore[type-arg]
+    class Bar(tqdm):
         def __init__(self, *arguments: Any, **options: Any) -> None:
             super().__init__(*arguments, file=io.StringIO(), **options)
             bars.append(self)

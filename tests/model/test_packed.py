@@ -100,7 +100,7 @@ def written_out(packed: torch.Tensor, scales: torch.Tensor, bits: int, dtype: to
 def test_a_packed_model_is_bitwise_the_model_with_its_weights_written_out(
     config: object, bits: int, dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    original = save_model(tmp_path / "original", config)  # type: ignore[arg-type]
+    original = save_model(tmp_path / "original", config)
     pack(str(original), bits, tmp_path / "packed", shard_bytes=100_000)
     values, packed = {}, tensors_of(tmp_path / "packed")
     for name, tensor in packed.items():
@@ -253,7 +253,7 @@ def test_community_checkpoints_load_as_they_are(
     bits: int,
     in_order: bool,
     quantization: dict[str, object],
-    dtype: torch.dtype,  # type: ignore[no-untyped-def]
+    dtype: torch.dtype,
 ) -> None:
     rng = np.random.default_rng(4)
     packed, plain = {}, {}
@@ -540,7 +540,7 @@ def test_scales_are_what_they_are_in_float16() -> None:
 
 
 @strict
-def _floats(halves):  # type: ignore[no-untyped-def]
+def _floats(halves):
     out = np.empty(len(halves), np.float32)
     for i in range(len(halves)):
         out[i] = from_half(halves[i])

@@ -64,7 +64,7 @@ def test_many_nodes_are_weighted_as_each_alone(filters: dict[str, float]) -> Non
     rng = np.random.default_rng(1)
     values = -np.sort(0.8 * np.log(np.arange(1, 257)) + rng.gumbel(size=(5, 256)), axis=1).astype(np.float32)
     tokens = np.stack([rng.permutation(5000)[:256] for _ in values]).astype(np.int32)
-    params = SamplingParams(**filters)  # type: ignore[arg-type]
+    params = SamplingParams(**filters)
     found = Guessing(params, 0, True, False).candidates(values, tokens, np.zeros(5, np.int32))
     for row in range(len(values)):
         places, weights = draft_weights(values[row].astype(np.float64), params, 64)
@@ -129,7 +129,7 @@ def test_candidates_have_log_probabilities_whatever_tails_the_logits_have(
 ) -> None:
     """Descending ones of a draft's row; those without a chance, and rows without any, are -inf, and nothing is NaN."""
     row = np.sort(np.array(values, np.float32))[None, ::-1]
-    params = SamplingParams(temperature=temperature, seed=3, **filters)  # type: ignore[arg-type]
+    params = SamplingParams(temperature=temperature, seed=3, **filters)
     guessing = Guessing(params, 0, is_sample=False, is_perturbed=is_perturbed and temperature > 0)
     tokens = np.arange(len(values), dtype=np.int32)[None]
     found = guessing.candidates(row, tokens, np.array([7], np.int32))

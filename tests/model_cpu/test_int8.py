@@ -36,7 +36,7 @@ GEMMA = SIZES | {"head_dim": 16, "intermediate_size": 2 * LINE}
 
 
 @numba.njit
-def put_line(values, rows, block, begin):  # type: ignore[no-untyped-def]
+def put_line(values, rows, block, begin):
     put(values, rows, block, begin)
 
 
@@ -148,7 +148,7 @@ def test_products_on_processors_without_an_instruction_for_them(monkeypatch: pyt
     tile = gemm_int8.tile_of(8)
 
     @numba.njit
-    def run(rows, matrix, bias, out):  # type: ignore[no-untyped-def]
+    def run(rows, matrix, bias, out):
         tile(rows, 8, matrix, 0, bias, out)
 
     rows, matrix = rows_of(random_numbers(0, LANES, 2 * LINE)), matrix_of(random_numbers(1, LANES, 2 * LINE))

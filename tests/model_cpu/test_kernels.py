@@ -74,7 +74,7 @@ def test_a_function_is_called_by_a_pointer_to_it() -> None:
 
 
 @jit.strict
-def call_twice(function, out, number):  # type: ignore[no-untyped-def]
+def call_twice(function, out, number):
     function(out, number)
     function(out, number)
 

@@ -14,17 +14,17 @@ from bough.model.cpu import jit, late_code
 
 
 @jit.strict_inner
-def _doubled(number):  # type: ignore[no-untyped-def]
+def _doubled(number):
     return 2 * number
 
 
 @jit.strict_inner
-def _added(number, others):  # type: ignore[no-untyped-def]
+def _added(number, others):
     return _doubled(number) + np.zeros(others).sum()
 
 
 @jit.strict
-def both(number):  # type: ignore[no-untyped-def]
+def both(number):
     return _doubled(number) + _added(number, 3)
 
 

@@ -119,7 +119,7 @@ def test_products_on_processors_without_an_instruction_for_them(is_few: bool, mo
     tile, few = gemm.tile_of(1, GROUP), gemm_few_outputs._tile_of(8)
 
     @numba.njit
-    def run(rows, matrix, sums):  # type: ignore[no-untyped-def]
+    def run(rows, matrix, sums):
         if is_few:
             few(rows, matrix, 0, None, sums)
         else:

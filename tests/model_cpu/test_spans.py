@@ -30,7 +30,7 @@ def spans_of(sizes: Sequence[int], num_kv_heads: int) -> PathSpans:
 @pytest.fixture
 def threads() -> Sequence[int]:
     """Numbers of threads that can be tried here."""
-    return range(1, numba.config.NUMBA_NUM_THREADS + 1)  # type: ignore[attr-defined]
+    return range(1, numba.config.NUMBA_NUM_THREADS + 1)
 
 
 @given(sizes=st.lists(st.integers(1, 40), min_size=1, max_size=5), num_kv_heads=st.integers(1, 8))

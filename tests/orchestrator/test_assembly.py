@@ -186,7 +186,7 @@ async def test_half_a_surrogate_pair_is_refused_by_the_name_of_its_field(
     orchestrator: Orchestrator, prompt: Prompt, changes: dict[str, object], name: str
 ) -> None:
     with pytest.raises(InvalidRequest, match=f"^{name}: must be UTF-8"):
-        await finish(orchestrator.callers.tenant(()), prompt, replace(SHORT, **changes))  # type: ignore[arg-type]
+        await finish(orchestrator.callers.tenant(()), prompt, replace(SHORT, **changes))
 
 
 @pytest.mark.parametrize(("name", "why"), [("\ud800", "must be UTF-8"), ("s" * 257, "at most 256 characters, got 257")])

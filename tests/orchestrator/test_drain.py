@@ -178,7 +178,7 @@ async def test_workers_let_sessions_finish_and_take_no_new_ones(tiny: Path) -> N
         undisturbed = [e.token_ids async for e in client.generate(PROMPT, options) if isinstance(e, Tokens)]
         stream = client.generate(PROMPT, options)
         await anext(stream)
-        tokens = [(await anext(stream)).token_ids]  # type: ignore[union-attr]
+        tokens = [(await anext(stream)).token_ids]
         assert [name for name in cluster.children if "worker" in name] == ["draft_worker", "target_worker"]
         workers = [cluster.children[name].process for name in ("target_worker", "draft_worker")]
         for worker in workers:
@@ -210,7 +210,7 @@ async def test_a_worker_with_something_to_hand_over_is_asked_to(is_done: bool) -
         worker.left.set_result(None)
     began = time.monotonic()
     async with serving("127.0.0.1", 0, "bough.v1.Target", lambda _: None, grace_seconds=0.0) as served:
-        await drain_worker(served, worker, "target", 0.3)  # type: ignore[arg-type]
+        await drain_worker(served, worker, "target", 0.3)
     assert worker.num_asked == 1
     assert worker.left.done() == is_done
     assert is_done or time.monotonic() - began >= 0.3

@@ -190,7 +190,7 @@ async def test_keys_change_while_streams_run(door: Guarded) -> None:
         door.orchestrator.callers.refresh()
         await carol.models()
         door.write(line("alice", ALICE))
-        await until(lambda: [key.name for key in door.orchestrator.callers.keyring.file.value] == ["alice"])  # type: ignore[union-attr]
+        await until(lambda: [key.name for key in door.orchestrator.callers.keyring.file.value] == ["alice"])
         await alice.models()
 
 

@@ -43,7 +43,7 @@ RECORDS = Constraint(
 PENALTIES = {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.3}
 REQUESTS = {
     "greedy": replace(GREEDY, logprobs=3),
-    "greedy, penalties": replace(GREEDY, **PENALTIES, logprobs=0),  # type: ignore[arg-type]
+    "greedy, penalties": replace(GREEDY, **PENALTIES, logprobs=0),
     "greedy, bias and penalties": replace(GREEDY, logit_bias={45: 9.0, 70: 9.0, 71: -100.0}, frequency_penalty=2.0),
     "greedy, ends by itself": replace(GREEDY, ignore_eos=False, stop_token_ids=ENDS),
     "greedy, no end before": replace(GREEDY, ignore_eos=False, stop_token_ids=ENDS, min_tokens=15, include_stop=True),
@@ -52,7 +52,7 @@ REQUESTS = {
     "top-k": replace(SAMPLED, seed=2, top_k=5, repetition_penalty=1.3),
     "top-p": replace(SAMPLED, seed=3, top_p=0.7, logit_bias={50: 4.0}, logprobs=1),
     "min-p": replace(SAMPLED, seed=4, min_p=0.1, presence_penalty=0.7, frequency_penalty=0.2),
-    "all at once": replace(  # type: ignore[arg-type]
+    "all at once": replace(
         SAMPLED, seed=2**64 - 1, top_k=40, top_p=0.95, min_p=0.01, logit_bias=LETTERS, logprobs=4, **PENALTIES
     ),
     "greedy, JSON": replace(GREEDY, ignore_eos=False, constraint=RECORDS, logprobs=1),
@@ -64,7 +64,7 @@ REQUESTS = {
 TWO_WORDS = {65: 50.0, 66: 50.0}  # whoever says no others has said most before
 REPEATING = {
     "greedy": replace(GREEDY, max_tokens=60, logit_bias=TWO_WORDS, logprobs=2),
-    "sampled": replace(SAMPLED, max_tokens=60, logit_bias=TWO_WORDS, seed=9, logprobs=1, **PENALTIES),  # type: ignore[arg-type]
+    "sampled": replace(SAMPLED, max_tokens=60, logit_bias=TWO_WORDS, seed=9, logprobs=1, **PENALTIES),
 }
 
 

@@ -180,7 +180,7 @@ assert 3 * len(GRID) + 3 * len(TARGET_GRID) + 22 + NUM_SERVED_TESTS <= NUM_TESTS
 def test_the_law_of_three_tokens_is_that_of_plain_sampling(
     scheme: Scheme, temperature: float, kind: str, filters: int
 ) -> None:
-    params = SamplingParams(temperature=temperature, **FILTERS[filters])  # type: ignore[arg-type]
+    params = SamplingParams(temperature=temperature, **FILTERS[filters])
     world = World(params, kind, seed=10 * DRAFTS.index(kind) + filters)
     texts = sample_texts(world, scheme, NUM_DRAWS)
     assert sum(texts.values()) == NUM_DRAWS
@@ -201,7 +201,7 @@ def test_the_law_of_the_target_scheme_is_that_of_its_random_numbers(
     temperature: float, filters: int, noise: np.ndarray
 ) -> None:
     """Its tokens are plain decoding's, seed by seed (test_equality.py): so these alone could make it wrong."""
-    params = SamplingParams(temperature=temperature, **FILTERS[filters])  # type: ignore[arg-type]
+    params = SamplingParams(temperature=temperature, **FILTERS[filters])
     world = World(params, "good", seed=filters)
     seeds: dict[Text, np.ndarray] = {(): np.arange(NUM_DRAWS)}  # by what each seed's text is so far
     for index in range(LENGTH):

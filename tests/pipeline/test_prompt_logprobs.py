@@ -48,7 +48,7 @@ class Answered(NamedTuple):
 
 
 async def answered(client: Client, prompt: tuple[int, ...], options: GenerateOptions) -> Answered:
-    told = Answered([], [], [], [], Finished("", "", "", None, None, None, ()))  # type: ignore[arg-type]
+    told = Answered([], [], [], [], Finished("", "", "", None, None, None, ()))
     async for event in client.generate(TokenPrompt(prompt), options):
         match event:
             case PromptLogprobs():

@@ -75,7 +75,7 @@ async def draft(tiny_cluster: Cluster) -> AsyncIterator[Any]:
 
 async def finish(client: Client, prompt: object, options: GenerateOptions = SHORT) -> Finished:
     """The last event."""
-    events = [event async for event in client.generate(prompt, options)]  # type: ignore[arg-type]
+    events = [event async for event in client.generate(prompt, options)]
     assert isinstance(events[-1], Finished)
     return events[-1]
 
@@ -108,7 +108,7 @@ async def test_requests_that_make_no_sense(
     client: Client, prompt: object, changes: dict[str, object], message: str
 ) -> None:
     with pytest.raises(InvalidRequest, match=message):
-        await finish(client, prompt, replace(SHORT, **changes))  # type: ignore[arg-type]
+        await finish(client, prompt, replace(SHORT, **changes))
     assert (await finish(client, PROMPT)).usage.completion_tokens == 4
 
 
@@ -133,7 +133,7 @@ def verify_request(**changes: object) -> target_pb2.VerifyRequest:
         "tree": common_pb2.Tree(tokens=[3]),
         "sampling": common_pb2.SamplingParams(top_p=1.0, repetition_penalty=1.0),
     }
-    return target_pb2.VerifyRequest(**{**values, **changes})  # type: ignore[arg-type]
+    return target_pb2.VerifyRequest(**{**values, **changes})
 
 
 def wire_tree(tokens: list[int], parents: list[int]) -> common_pb2.Tree:
@@ -281,7 +281,7 @@ async def test_health_and_reflection_on_all_three(tiny_cluster: Cluster) -> None
             async with asyncio.timeout(60.0):
                 while not await is_serving(channel, service, 60.0):  # an orchestrator looks once a second what it has
                     await asyncio.sleep(0.1)
-            stub = reflection_pb2_grpc.ServerReflectionStub(channel)  # type: ignore[no-untyped-call]
+            stub = reflection_pb2_grpc.ServerReflectionStub(channel)
             call = stub.ServerReflectionInfo(iter([reflection_pb2.ServerReflectionRequest(list_services="")]))
             names = [s.name async for reply in call for s in reply.list_services_response.service]
             assert service in names
@@ -344,7 +344,7 @@ async def test_a_second_turn_finds_its_tokens_held(client: Client) -> None:
     options = replace(SHORT, session_id="talk", max_tokens=12)
     first = [event async for event in client.generate(PROMPT, options)]
     assert isinstance(first[-1], Finished)
-    output = [token for event in first[1:-1] for token in event.token_ids]  # type: ignore[union-attr]
+    output = [token for event in first[1:-1] for token in event.token_ids]
     with_history = TokenPrompt((*await tokens_of("hello", client), *output, 1, 2, 3))
     second = await finish(client, with_history, options)
     history = len(with_history.token_ids) - 3
@@ -385,8 +385,8 @@ async def test_penalties_bias_stops_and_logprobs_are_the_same_with_and_without_t
     for speculation in (Speculation(disabled=True), Speculation(budget=2), Speculation(budget=32, depth=5)):
         events = [e async for e in client.generate(PROMPT, replace(options, speculation=speculation))]
         rounds = events[1:-1]
-        tokens = [token for event in rounds for token in event.token_ids]  # type: ignore[union-attr]
-        logprobs = [entry for event in rounds for entry in event.logprobs]  # type: ignore[union-attr]
+        tokens = [token for event in rounds for token in event.token_ids]
+        logprobs = [entry for event in rounds for entry in event.logprobs]
         assert [entry.token.token_id for entry in logprobs] == tokens
         assert all(len(entry.top) == 2 for entry in logprobs)
         outcomes.append((tokens, logprobs))
@@ -395,10 +395,10 @@ async def test_penalties_bias_stops_and_logprobs_are_the_same_with_and_without_t
 
 async def test_a_stop_text_ends_the_output_where_it_begins(client: Client) -> None:
     whole = [e async for e in client.generate(PROMPT, replace(SHORT, max_tokens=60))]
-    text = "".join(event.text for event in whole[1:])  # type: ignore[union-attr]
+    text = "".join(event.text for event in whole[1:])
     middle = next(text[i : i + 3] for i in range(4, len(text)) if "\ufffd" not in text[i : i + 3])
     cut = [e async for e in client.generate(PROMPT, replace(SHORT, max_tokens=60, stop=(middle,)))]
-    assert "".join(event.text for event in cut[1:]) == text[: text.find(middle)]  # type: ignore[union-attr]
+    assert "".join(event.text for event in cut[1:]) == text[: text.find(middle)]
     last = cut[-1]
     assert isinstance(last, Finished)
     assert (last.finish_reason, last.stop_reason) == ("stop", middle)

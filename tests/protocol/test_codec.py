@@ -217,7 +217,7 @@ def test_acceptance_survives_the_wire(
     message = generation_pb2.Acceptance.FromString(sent.SerializeToString())
     assert tuple(read(one, SchemeAcceptance) for one in message.schemes) == counted
     assert tuple(read(one, DraftCalibration) for one in message.drafts) == drafts
-    message.schemes[0].scheme = 7  # type: ignore[assignment]  # from another release
+    message.schemes[0].scheme = 7  # from another release
     with pytest.raises(InvalidRequest, match=r"schemes\.scheme: must be .* got 7"):
         read(message.schemes[0], SchemeAcceptance, "schemes.")
 

@@ -31,10 +31,10 @@ async def test_a_password_is_read_from_its_file_for_each_connection(tmp_path: Pa
             redis = registry._index.redis
             await redis.config_set("requirepass", "second")
             written(file, "second", "first")
-            await redis.connection_pool.disconnect()  # type: ignore[union-attr]  # no cluster
+            await redis.connection_pool.disconnect()
             await registry.ping()
             file.unlink()
-            await redis.connection_pool.disconnect()  # type: ignore[union-attr]  # no cluster
+            await redis.connection_pool.disconnect()
             with pytest.raises(Unavailable, match=rf"index_url: password_file: {file} must be a file that can be read"):
                 await registry.ping()
 
@@ -79,7 +79,7 @@ async def test_a_certificate_is_read_for_each_connection(tmp_path: Path) -> None
     settings = f"ssl_ca_certs={files.authority}&ssl_certfile={files.cert}&ssl_keyfile={files.key}"
     async with await asyncio.start_server(note, "127.0.0.1", 0, ssl=context) as server:
         index = IndexConnection(f"rediss://127.0.0.1:{server.sockets[0].getsockname()[1]}?{settings}")
-        pool = index.redis.connection_pool  # type: ignore[union-attr]  # no cluster
+        pool = index.redis.connection_pool
         connection = pool.make_connection()
         for _ in range(2):
             with pytest.raises(Exception, match=r"closed|lost|reset"):

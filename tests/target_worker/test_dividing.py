@@ -45,7 +45,7 @@ class Gated:
         self._sweep, self._began, self._gate = model.sweep, threading.Semaphore(0), threading.Event()
         self._gate.set()
         self.num_rows: list[int] = []
-        model.sweep = self._gated  # type: ignore[method-assign]
+        model.sweep = self._gated
         self.engine = SweepEngine(StreamedSweeper(model, NO_GRAMMARS), pool, limits, 100)
         self._num_alone = 0
 
@@ -188,7 +188,7 @@ def test_what_does_not_pay_is_left_out_of_a_sweep_that_is_shared_and_only_of_tho
     with gated(FakeModel(figures=DEAR), new_pool(Clock(), 8 * LIMITS.slot_rows)) as gate:
         gate.engine.verify(shareable("first", [1], 0, 0, Tree.root(1))).result(10)
         gate.engine.cost = CostCurve((1, 101), (0.1, 10.1))
-        gate.engine._observe_times = lambda *_: None  # type: ignore[method-assign]
+        gate.engine._observe_times = lambda *_: None
         calls = [shareable(name, [1], 0, 0, hopeless) for name in ("a", "b")]
         calls.append(replace(calls[0], context=replace(calls[0].context, session_id="c"), may_leave_out=False))
         results = [future.result() for future in gate.together(calls)]
@@ -218,14 +218,14 @@ def test_samples_stay_whole() -> None:
         call = verify_call("a", [1])
 
     held = Held()
-    assert not may_leave_out(held), "nobody has allowed it"  # type: ignore[arg-type]
+    assert not may_leave_out(held), "nobody has allowed it"
     held.call = replace(held.call, may_leave_out=True)
-    assert may_leave_out(held)  # type: ignore[arg-type]
+    assert may_leave_out(held)
     held.call = replace(held.call, scheme=Scheme.WITHOUT_REPLACEMENT)
-    assert not may_leave_out(held)  # type: ignore[arg-type]
+    assert not may_leave_out(held)
     drawn = replace(Tree.root(1), draft_probs=DraftProbs.joined({}))
     held.call = replace(held.call, scheme=Scheme.TARGET, tree=drawn)
-    assert not may_leave_out(held)  # type: ignore[arg-type]
+    assert not may_leave_out(held)
 
 
 def test_the_price_of_a_second_is_what_all_get_in_one() -> None:

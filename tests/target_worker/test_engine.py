@@ -250,7 +250,7 @@ def test_logits_that_are_no_numbers_fail_their_call_alone(engine: SweepEngine, m
         logits[batch.input_ids[0, batch.logit_rows] == 13] = float("nan")
         return logits, figures
 
-    model.sweep = broken  # type: ignore[method-assign]
+    model.sweep = broken
     with pytest.raises(Unavailable, match="not numbers"):
         engine.verify(verify_call("a", [13])).result(5)
     assert engine.verify(verify_call("b", [1])).result(5).verdict.bonus_token == 2

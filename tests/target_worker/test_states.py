@@ -140,7 +140,7 @@ def test_after_a_sweep_that_failed_midway_a_session_goes_on(
     def breaks(index: int, layer: object = model.tiers.layer) -> object:
         if index == 1:
             raise StreamError("no disk")
-        return layer(index)  # type: ignore[operator]
+        return layer(index)
 
     with monkeypatch.context() as patch:
         patch.setattr(model.tiers, "layer", breaks)

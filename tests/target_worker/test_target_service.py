@@ -43,7 +43,7 @@ async def until_cancelled(worker: SlowWorker) -> None:
 @pytest.mark.parametrize("how", ["deadline", "cancellation", "connection"])
 async def test_a_call_whose_caller_has_gone_is_cancelled(how: str) -> None:
     worker, servicer = SlowWorker(), TargetService()
-    servicer.loaded = worker  # type: ignore[assignment]
+    servicer.loaded = worker
     async with serving("127.0.0.1", 0, TARGET.full_name, partial(add_service, TARGET, servicer)) as served:
         channel = open_channel(f"127.0.0.1:{served.port}")
         request = codec.verify_call_to_wire(verify_call("a", [1, 2]))
@@ -75,9 +75,9 @@ async def test_scores_of_given_tokens_are_encoded_off_the_event_loop(monkeypatch
         return encode(result)
 
     monkeypatch.setattr(codec, "verify_result_to_wire", encoded)
-    servicer.loaded = Scorer()  # type: ignore[assignment]
+    servicer.loaded = Scorer()
     call = replace(verify_call("a", [1, 2]), tree=Tree.chain([3, 1, 1]), is_given=True)
-    reply = await servicer.Verify(codec.verify_call_to_wire(call), None)  # type: ignore[arg-type]
+    reply = await servicer.Verify(codec.verify_call_to_wire(call), None)
     assert [at.token.logprob for at in reply.logprobs] == [-1.0, -1.0]
     assert threads
     assert threading.main_thread() not in threads

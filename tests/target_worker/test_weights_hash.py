@@ -46,7 +46,7 @@ def test_a_digest_is_that_of_all_bytes(
     assert file_digest(file, FileState.of(file)) == hashlib.sha256(file.read_bytes()).hexdigest()
 
 
-def _refusing_first(preadv):  # type: ignore[no-untyped-def]
+def _refusing_first(preadv):
     """As a file system without direct reads does: the read that proves them fails."""
     calls = []
 
@@ -180,7 +180,7 @@ def test_closing_ends_the_thread_in_the_middle_of_a_file(tmp_path: Path) -> None
 
     weights.close()  # before it was started
     weights = WeightsHash([file_of(tmp_path, 10)])
-    weights._closed.wait = lambda seconds: asked.set() or threading.Event.wait(weights._closed, seconds)  # type: ignore[method-assign, func-returns-value]
+    weights._closed.wait = lambda seconds: asked.set() or threading.Event.wait(weights._closed, seconds)
     weights.start(idle_seconds)
     assert asked.wait(10)
     weights.close()

@@ -57,7 +57,7 @@ def worth(forest: tuple[object, ...], acceptance: Acceptance, depth: int = 0) ->
     """By definition: what the children of a node at `depth` are worth, if they are such a forest."""
     row = acceptance[min(depth, len(acceptance) - 1)]
     return sum(
-        (row[rank] if rank < len(row) else 0.0) * (1 + worth(child, acceptance, depth + 1))  # type: ignore[arg-type]
+        (row[rank] if rank < len(row) else 0.0) * (1 + worth(child, acceptance, depth + 1))
         for rank, child in enumerate(forest)
     )
 

@@ -72,7 +72,7 @@ def on_the_device(folder: Path, where: Where, dtype: torch.dtype, rows: int = 16
                 finally:
                     notes.is_in_layer = False
 
-        model.tiers.layer = noted  # type: ignore[method-assign]
+        model.tiers.layer = noted
         try:
             yield model
         finally:

@@ -89,7 +89,7 @@ class Pretended(torch.Tensor):
     @staticmethod
     def __new__(cls, raw: torch.Tensor, index: int = 0) -> Pretended:
         with torch.inference_mode(False):
-            made = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            made = torch.Tensor._make_wrapper_subclass(
                 cls,
                 raw.shape,
                 strides=raw.stride(),
@@ -98,9 +98,9 @@ class Pretended(torch.Tensor):
                 device=device(index),
             )
         made.raw = raw
-        return made  # type: ignore[no-any-return]
+        return made
 
-    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+    def __repr__(self, **_: Any) -> str:
         return f"Pretended({tuple(self.shape)}, {self.dtype})"
 
     def data_ptr(self) -> int:

@@ -56,7 +56,7 @@ class OfCases(MultiRoundBench):
 def test_independent_chains_are_tuned_by_draws_not_by_the_children_these_come_to() -> None:
     """Two draws hold B 19 times in 100, but the second child is B nearly always: two chains looked like the best."""
     scripted = Scripted([case for case in cases(2) for _ in range(case.times)])
-    bench = OfCases(scripted, scripted, [[0, 0]] * num_cases(2), length=1)  # type: ignore[arg-type]
+    bench = OfCases(scripted, scripted, [[0, 0]] * num_cases(2), length=1)
     vector = by_rank(bench.acceptance(Scheme.WITHOUT_REPLACEMENT, Guess.SAMPLE, SamplingParams()))
     assert scripted.growths == {StaticShape.chains(1, 1)}
     assert vector[0].tolist() == pytest.approx([0.6, 0.04])

@@ -19,7 +19,7 @@ Say = Callable[[bytes], Awaitable[bytes]]
 Connect = Callable[[], Awaitable[tuple[asyncio.StreamReader, asyncio.StreamWriter]]]
 
 
-class Echo(grpc.GenericRpcHandler):  # type: ignore[misc]
+class Echo(grpc.GenericRpcHandler):
     """Streams the request's bytes back one by one; counts how often it was called. "!" is refused with metadata."""
 
     def __init__(self) -> None:

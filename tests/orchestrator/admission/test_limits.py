@@ -176,7 +176,7 @@ async def test_a_deadline_ends_the_request_and_frees_everything(stage: Stage, or
 async def test_the_deadline_holds_whatever_the_front_door_speaks(stage: Stage, orchestrator: Orchestrator) -> None:
     stage.target.may_answer.clear()
     events = orchestrator.requests.generate(PROMPT, LONG, timeout_seconds=2.0)
-    assert (await anext(events)).prompt_tokens == 5  # type: ignore[union-attr]
+    assert (await anext(events)).prompt_tokens == 5
     with pytest.raises(DeadlineExceeded, match="deadline"):
         await anext(events)
     await until(lambda: stage.target.cancelled == stage.target.released == stage.target.asked != [])
@@ -332,7 +332,7 @@ async def test_what_is_too_large_is_refused_by_its_name(
     orchestrator: Orchestrator, prompt: Prompt, changes: dict[str, object], message: str
 ) -> None:
     with pytest.raises(InvalidRequest, match=message):
-        await finish(orchestrator, prompt, replace(SHORT, **changes))  # type: ignore[arg-type]
+        await finish(orchestrator, prompt, replace(SHORT, **changes))
     largest = replace(SHORT, stop=("~",) * 64, logprobs=64, session_id="s" * 256, stop_token_ids=(1,))
     assert (await finish(orchestrator, options=largest)).usage.completion_tokens == 3
 

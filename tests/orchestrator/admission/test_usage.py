@@ -172,5 +172,5 @@ async def test_a_session_in_which_a_request_begins_while_another_is_closed_is_le
             count(STARTED)
     requests = SimpleNamespace(directory=SimpleNamespace(index_problem=""), close_session=close_session)
     with running:
-        await Tenant(requests, usage, key)._close_surplus()  # type: ignore[arg-type]
+        await Tenant(requests, usage, key)._close_surplus()
     assert closed == ["alice::a"]

@@ -136,7 +136,7 @@ async def test_who_waits_for_room_is_served_in_order_and_sends_its_context_once(
         for number, name in enumerate(names):
             options = replace(OPTIONS, request_id=name, session_id=name)
             reading.append(asyncio.create_task(read(client, options)))
-            await until(lambda wanted=number + 1: requests.loads().num_requests_waiting == wanted)  # type: ignore[misc]
+            await until(lambda wanted=number + 1: requests.loads().num_requests_waiting == wanted)
         await until(lambda: len(target.asked_for_room) >= 3)
         assert set(target.asked_for_room) == {"s0"}, "one asks for all"
         for number in range(4):

@@ -118,7 +118,7 @@ async def test_a_prompt_is_scored_once_for_all_of_its_choices(max_tokens: int) -
         sent.append(message)
 
     answer = CompletionAnswer(Head("id", 0), ["x"], 3, StreamOptions(), lambda _: lambda _: b"x", prompt_logprobs=64)
-    exchange = Exchange(lambda: scored_first(tenant, wanted), answer, False, {}, 10.0)  # type: ignore[arg-type]
+    exchange = Exchange(lambda: scored_first(tenant, wanted), answer, False, {}, 10.0)
     await exchange({"type": "http"}, connected, send)
     whole = json.loads(b"".join(message["body"] for message in sent[1:]))
     first, *others = [choice["logprobs"] for choice in whole["choices"]]

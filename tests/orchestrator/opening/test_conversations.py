@@ -126,7 +126,7 @@ async def test_what_cannot_be_continued(
     async with Client(server.address) as client:
         await read(client, TURN)
         with pytest.raises(error, match=message):
-            await read(client, replace(NEXT, **changes), TextPrompt("more"))  # type: ignore[arg-type]
+            await read(client, replace(NEXT, **changes), TextPrompt("more"))
         assert (await read(client, NEXT, TextPrompt("more"))).end.usage.cached_tokens > 0
 
 

@@ -101,4 +101,4 @@ def test_decisions_are_recorded_as_fixed_or_off_and_forgotten_sessions_count_ane
     assert all(each.tokens >= 1 and each.seconds.sweep >= 1.0 for each in decisions)
     assert world.log.calibrations() == (), "it predicts nothing"
     world.sizer.forget("s")
-    assert world.play(1)[0].decision.number == 1  # type: ignore[union-attr]
+    assert world.play(1)[0].decision.number == 1

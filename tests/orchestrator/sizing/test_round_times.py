@@ -167,4 +167,4 @@ def test_a_change_of_the_network_is_followed_within_five_rounds() -> None:
     world.play(20)
     world.network = 0.5
     world.play(4)
-    assert world.play(1)[0].decision.expected.network == pytest.approx(1.0)  # type: ignore[union-attr]
+    assert world.play(1)[0].decision.expected.network == pytest.approx(1.0)

@@ -105,7 +105,7 @@ def said(output: str, size: int = 0, **how: Any) -> tuple[Json, Json]:
     """The message of an output that comes by characters, and what a client puts together of its stream."""
     thoughts = Channels("assistant")
     pieces = [output[at : at + size] for at in range(0, len(output), size)] if size else [output]
-    whole, chunks = answered(events(thoughts, pieces), formats=lambda _: HARMONY, **how)  # type: ignore[arg-type]
+    whole, chunks = answered(events(thoughts, pieces), formats=lambda _: HARMONY, **how)
     (choice,) = whole["choices"]
     told = joined(chunks)
     deltas = [call for chunk in chunks for call in chunk["choices"][0]["delta"].get("tool_calls", ())]
@@ -145,7 +145,7 @@ def test_items_of_a_response_come_in_the_order_in_which_they_were_said() -> None
     kinds = set()
     for rounds in ([[*output]], [[character] for character in output]):
         answer = ResponseAnswer(Head("id", 1), fields, None, TOOLS, lambda _: HARMONY)
-        for event in events(Channels("assistant"), *rounds):  # type: ignore[arg-type]
+        for event in events(Channels("assistant"), *rounds):
             answer.chunks(0, event)
         kinds.add(json.dumps([(item["type"], item.get("arguments")) for item in answer.whole()["output"]]))
     assert kinds == {json.dumps([("message", None), ("reasoning", None), ("function_call", ROME[1])])}
@@ -156,7 +156,7 @@ async def test_marks_that_are_special_tokens_reach_the_parser_and_no_client() ->
     assert set(shown.values()) == set(MARKS) == set((await form(TOOLS)).shown.values())
     stream = TextStream(lambda tokens: model().decode_showing(tokens, shown))
     output = [stream.push(token).text for token in model().encode_more(f"{THOUGHT}{NEXT}{FINAL}Wél<think>l.<|return|>")]
-    whole, _ = answered(events(Channels("assistant"), output, rest=stream.finish()))  # type: ignore[arg-type]
+    whole, _ = answered(events(Channels("assistant"), output, rest=stream.finish()))
     message = whole["choices"][0]["message"]
     assert (message["reasoning"], message["content"]) == ("Hm, 2 < 3.", "Wéll.")
 
