@@ -18,8 +18,8 @@ from bough.model.quant.scaled import (
     WHOLE_DIVISOR,
     WORDS,
     Scaled,
-    Scheme,
     SchemeFormat,
+    StoredAs,
     block_size,
     nvfp4,
     unquantized,
@@ -40,7 +40,7 @@ WEIGHT_FIELDS = (
 class CompressedTensorsFormat(SchemeFormat):
     """The schemes of a checkpoint's groups of modules."""
 
-    schemes: tuple[tuple[str, Scheme], ...]  # by target, the more specific first
+    schemes: tuple[tuple[str, StoredAs], ...]  # by target, the more specific first
     ignored: tuple[str, ...]  # targets whose modules are stored unquantized
     bits: int
     note: str
@@ -54,7 +54,7 @@ class CompressedTensorsFormat(SchemeFormat):
         groups = fields.get("config_groups")
         if not isinstance(groups, Mapping) or not groups:
             raise CheckpointError(f"{where}.config_groups: must be groups of modules by name, got {groups!r}")
-        schemes, changed = list[tuple[str, Scheme]](), set[str]()
+        schemes, changed = list[tuple[str, StoredAs]](), set[str]()
         for name, group in groups.items():
             at = f"{where}.config_groups.{name}"
             _require_known(group, SCHEME_FIELDS, at)
@@ -85,7 +85,7 @@ class CompressedTensorsFormat(SchemeFormat):
             raise CheckpointError(f"config.json: quantization_config.config_groups has no target for tensor {tensor}")
         return scheme.source(tensor, (f"{weight}_scale",), tensors)
 
-    def scheme(self, modules: Collection[str]) -> Scheme | None:
+    def scheme(self, modules: Collection[str]) -> StoredAs | None:
         if any(_matches(target, module) for target in self.ignored for module in modules):
             return None
         found = (scheme for target, scheme in self.schemes if any(_matches(target, module) for module in modules))
@@ -109,7 +109,7 @@ def _require_known(fields: object, names: Collection[str], where: str) -> None:
         raise CheckpointError(f"{where}: must have no fields but {', '.join(names)}, got {', '.join(unknown)}")
 
 
-def _scheme(weights: Any, format_: object, format_where: str, where: str) -> Scheme:
+def _scheme(weights: Any, format_: object, format_where: str, where: str) -> StoredAs:
     """The scheme of a group's weights, which are stored in `format_`."""
     _require_known(weights, WEIGHT_FIELDS, where)
     _require_one_of(format_, (PACKED, INTEGERS, FLOATS, NAIVE, NVFP4), format_where)
@@ -126,10 +126,10 @@ def _scheme(weights: Any, format_: object, format_where: str, where: str) -> Sch
     strategies = ["group", "channel", *(["tensor"] if is_symmetric else []), *(["block"] if dtype != WORDS else [])]
     _require_one_of(strategy, strategies, f"{where}.strategy")
     is_ordered = str(weights.get("actorder")).lower() not in ("group", "dynamic", "true")
-    return Scheme(dtype, bits if dtype == WORDS else 8, strategy, size, is_symmetric, is_ordered)
+    return StoredAs(dtype, bits if dtype == WORDS else 8, strategy, size, is_symmetric, is_ordered)
 
 
-def _nvfp4(weights: Mapping[str, Any], where: str) -> Scheme:
+def _nvfp4(weights: Mapping[str, Any], where: str) -> StoredAs:
     scheme = nvfp4(WHOLE_DIVISOR)
     named = {"type": "float", "num_bits": scheme.bits, "symmetric": True, "strategy": TENSOR_GROUP}
     for name, value in (named | {"group_size": scheme.size[1], "dynamic": False}).items():

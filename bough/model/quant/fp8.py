@@ -10,7 +10,7 @@ from bough.errors import CheckpointError
 from bough.model.architecture.moe import Experts
 from bough.model.checkpoint.checkpoint import TensorPlace
 from bough.model.quant.format import PackedTensors, kept_modules
-from bough.model.quant.scaled import FLOAT8, SPARE, Scaled, Scheme, SchemeFormat, block_size, unquantized
+from bough.model.quant.scaled import FLOAT8, SPARE, Scaled, SchemeFormat, StoredAs, block_size, unquantized
 
 SCALE_ENDINGS = ("_scale_inv", "_scale")  # both are what numbers are multiplied by
 
@@ -19,7 +19,7 @@ SCALE_ENDINGS = ("_scale_inv", "_scale")  # both are what numbers are multiplied
 class Fp8Format(SchemeFormat):
     """E4M3 weights."""
 
-    stored: Scheme
+    stored: StoredAs
     kept: tuple[str, ...]  # modules that are stored unquantized, with all within them
     note: str
     method = "fp8"
@@ -34,7 +34,7 @@ class Fp8Format(SchemeFormat):
                 raise CheckpointError(f"{where}.{name}: must be {supported!r}, got {found!r}")
         blocks = fields.get("weight_block_size")
         size = block_size(blocks, f"{where}.weight_block_size") if blocks is not None else (1, 1)
-        scheme = Scheme(FLOAT8, 8, "block" if blocks is not None else "", size)
+        scheme = StoredAs(FLOAT8, 8, "block" if blocks is not None else "", size)
         kept = kept_modules(fields, where, "modules_to_not_convert", "ignored_layers")
         changed = [key for key in ("activation_scheme", "kv_cache_scheme") if fields.get(key)]
         return cls(scheme, kept, unquantized(changed))
@@ -47,6 +47,6 @@ class Fp8Format(SchemeFormat):
         """Take numbers and scales. Raises CheckpointError."""
         return self.stored.source(tensor, [tensor + ending for ending in SCALE_ENDINGS], tensors)
 
-    def scheme(self, modules: Collection[str]) -> Scheme | None:
+    def scheme(self, modules: Collection[str]) -> StoredAs | None:
         is_kept = any(f".{kept}." in f".{module}." for kept in self.kept for module in modules)
         return None if is_kept else self.stored

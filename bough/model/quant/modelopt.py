@@ -17,20 +17,20 @@ from bough.model.quant.scaled import (
     SPARE,
     WHOLE_FACTOR,
     Scaled,
-    Scheme,
     SchemeFormat,
+    StoredAs,
     nvfp4,
     unquantized,
 )
 
-STORED = {"NVFP4": nvfp4(WHOLE_FACTOR), "FP8": Scheme(FLOAT8, 8, "tensor")}  # by `quant_algo`
+STORED = {"NVFP4": nvfp4(WHOLE_FACTOR), "FP8": StoredAs(FLOAT8, 8, "tensor")}  # by `quant_algo`
 
 
 @dataclass(frozen=True, slots=True)
 class ModeloptFormat(SchemeFormat):
     """Weights of one of `STORED`."""
 
-    stored: Scheme
+    stored: StoredAs
     bits: int
     kept: tuple[str, ...]  # patterns of modules that are stored unquantized, with all within them
     note: str
@@ -54,7 +54,7 @@ class ModeloptFormat(SchemeFormat):
         """Take numbers and scales. Raises CheckpointError."""
         return self.stored.source(tensor, (f"{tensor}_scale",), tensors)
 
-    def scheme(self, modules: Collection[str]) -> Scheme | None:
+    def scheme(self, modules: Collection[str]) -> StoredAs | None:
         patterns = [pattern for kept in self.kept for pattern in (kept, f"{kept}.*")]
         is_kept = any(fnmatchcase(module, pattern) for pattern in patterns for module in modules)
         return None if is_kept else self.stored

@@ -12,11 +12,11 @@ from bough.model.architecture.moe import Experts
 from bough.model.checkpoint.checkpoint import TensorPlace
 from bough.model.checkpoint.tensor_source import Transposed, parts_of
 from bough.model.quant.format import PackedTensors, kept_modules, require_shape
-from bough.model.quant.scaled import EXPONENTS, FLOAT4, Scaled, Scheme, SchemeFormat
+from bough.model.quant.scaled import EXPONENTS, FLOAT4, Scaled, SchemeFormat, StoredAs
 
 BLOCKS, SCALES = "_blocks", "_scales"  # endings of the names of tensors
 GROUP, GROUP_BYTES = 32, 16  # inputs that share a scale, and the bytes of their numbers
-STORED = Scheme(FLOAT4, 4, "group", (1, GROUP))
+STORED = StoredAs(FLOAT4, 4, "group", (1, GROUP))
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class Mxfp4Format(SchemeFormat):
         matrices = (Scaled(*of, None, None, self.bits, STORED.size) for of in zip(numbers, exponents, strict=True))
         return Experts(tuple(map(Transposed, matrices)))
 
-    def scheme(self, modules: Collection[str]) -> Scheme | None:
+    def scheme(self, modules: Collection[str]) -> StoredAs | None:
         is_stack = any(".experts." in module for module in modules)
         is_kept = any(fnmatchcase(module, f"{kept}*") for kept in self.kept for module in modules)
         return STORED if is_stack and not is_kept else None

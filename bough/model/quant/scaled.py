@@ -48,7 +48,7 @@ SPARE = (  # endings of tensors that are for activations and caches, or of a sym
 
 
 @dataclass(frozen=True, slots=True)
-class Scheme:
+class StoredAs:
     """How a weight is stored, according to config.json."""
 
     dtype: str  # of the tensor with its numbers: WORDS, FLOAT4, INT8 or FLOAT8
@@ -136,13 +136,13 @@ class SchemeFormat(QuantFormat):
     __slots__ = ()
 
     @abstractmethod
-    def scheme(self, modules: Collection[str]) -> Scheme | None:
+    def scheme(self, modules: Collection[str]) -> StoredAs | None:
         """The scheme of a module with one of these names according to config.json; None for unquantized ones."""
 
 
-def nvfp4(whole: str) -> Scheme:
+def nvfp4(whole: str) -> StoredAs:
     """NVFP4, with the scale of the whole matrix as it is named."""
-    return Scheme(FLOAT4, 4, "group", (1, 16), whole=whole)
+    return StoredAs(FLOAT4, 4, "group", (1, 16), whole=whole)
 
 
 def _require_stored_shape(name: str, shape: list[int], tensors: PackedTensors) -> None:
