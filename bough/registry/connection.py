@@ -35,14 +35,14 @@ from bough.security.private_files import read_file
 TIMEOUT_SECONDS = 2.0  # to connect, and to answer
 CALL_SECONDS = 6.0  # total for one call: a retry and the wait for a connection included
 AWAITED_SECONDS = 1.0  # total for a call that a request waits for and can do without
-SILENT_SECONDS = 7.0  # how long calls fail at once after a timeout; longer than one probe (Call.LOOK) can take
+SILENT_SECONDS = 7.0  # how long calls fail at once after a timeout; longer than one probe (CallKind.LOOK) can take
 MAX_CONNECTIONS = 16
 FILES = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile")  # URL settings that name files
 Value = str | bytes | int  # an argument of a script
 SCRIPTS = Path(__file__).parent / "lua"
 
 
-class Call(Enum):
+class CallKind(Enum):
     """The kind of a call, which sets its timeout and whether it is made after the index timed out."""
 
     LOOK = "look"  # periodic: always made, and so detects that the index is back
@@ -53,7 +53,7 @@ class Call(Enum):
 class IndexConnection:
     """Runs the scripts in `bough/registry/lua`; every failure is Unavailable.
 
-    It is a circuit breaker: after a timeout, as in a network that drops packets, calls other than Call.LOOK fail at
+    It is a circuit breaker: after a timeout, as in a network that drops packets, calls other than CallKind.LOOK fail at
     once until a call succeeds or SILENT_SECONDS pass.
     """
 
@@ -74,14 +74,14 @@ class IndexConnection:
     async def close(self) -> None:
         await self.redis.aclose()
 
-    async def run(self, call: Call, script: str, keys: Sequence[str | bytes], args: Sequence[Value]) -> Any:
+    async def run(self, call: CallKind, script: str, keys: Sequence[str | bytes], args: Sequence[Value]) -> Any:
         """Run a script and return its reply. Raises Unavailable for any failure, InvalidRequest for invalid UTF-8."""
-        if call is not Call.LOOK and time.monotonic() < self._silent_until:
+        if call is not CallKind.LOOK and time.monotonic() < self._silent_until:
             raise Unavailable(f"the index at {self.safe_url} does not answer: it was silent a moment ago")
         for text in (*keys, *args):
             if isinstance(text, str):
                 require_text(script, text)  # redis-py would close all connections
-        limit_seconds = AWAITED_SECONDS if call is Call.AWAITED else CALL_SECONDS
+        limit_seconds = AWAITED_SECONDS if call is CallKind.AWAITED else CALL_SECONDS
         try:
             with cancellable():
                 async with asyncio.timeout(limit_seconds), self._turns:

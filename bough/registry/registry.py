@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from bough.errors import StaleEpoch, Unavailable
 from bough.protocol.codec_checks import require_text
-from bough.registry.connection import Call, IndexConnection, Value
+from bough.registry.connection import CallKind, IndexConnection, Value
 from bough.registry.keys import Keys, Kind
 from bough.registry.records import TOKEN_BYTES, Claim, RequestRecord, SessionRecord, WorkerRecord, pack_tokens
 from bough.registry.script_replies import (
@@ -91,12 +91,12 @@ class Registry:
         """Register a worker, or renew its lease and its entries."""
         keys = [*self._keys.registry, self._keys.prefixes(record.worker_id)]
         times = (_milliseconds(lease_seconds), _milliseconds(REGISTRY_SECONDS))
-        await self._call(Call.LOOK, int, "register", keys, record.worker_id, record.to_json(), *times)
+        await self._call(CallKind.LOOK, int, "register", keys, record.worker_id, record.to_json(), *times)
 
     async def deregister(self, worker_id: str) -> None:
         """Remove a worker at once."""
         keys = [*self._keys.registry, self._keys.prefixes(worker_id)]
-        await self._call(Call.BEHIND, int, "deregister", keys, worker_id)
+        await self._call(CallKind.BEHIND, int, "deregister", keys, worker_id)
 
     async def workers(self) -> list[WorkerRecord]:
         """All workers with a valid lease; malformed entries are skipped.
@@ -105,11 +105,11 @@ class Registry:
             Unavailable: the index does not answer, or cannot be written and so cannot renew leases.
         """
         keys = [*self._keys.registry, self._keys.looked]
-        return await self._call(Call.LOOK, read_workers, "live", keys, _milliseconds(REGISTRY_SECONDS))
+        return await self._call(CallKind.LOOK, read_workers, "live", keys, _milliseconds(REGISTRY_SECONDS))
 
     async def sweep_expired(self) -> int:
         """Remove workers whose lease has expired, and return their number."""
-        return await self._call(Call.BEHIND, int, "sweep_expired", self._keys.registry)
+        return await self._call(CallKind.BEHIND, int, "sweep_expired", self._keys.registry)
 
     async def claim_session(self, session_id: str, holder_id: str, epoch: int | None = None, past: int = 0) -> Claim:
         """Claim a session under a new epoch, greater than all before and than `past`; earlier ones can no longer write.
@@ -122,7 +122,7 @@ class Registry:
         claimant = f"{holder_id}/{secrets.token_hex(8)}"  # unique, as a retried call may run twice
         args = (claimant, *times, "" if epoch is None else epoch, past)
         read = partial(read_claim, session_id)
-        claim = await self._enter(Call.AWAITED, read, "claim_session", Kind.SESSION, session_id, *args)
+        claim = await self._enter(CallKind.AWAITED, read, "claim_session", Kind.SESSION, session_id, *args)
         if claim is None:
             raise StaleEpoch(f"session {session_id}: epoch {epoch} is over; it has been claimed by another")
         return claim
@@ -142,19 +142,19 @@ class Registry:
     async def load_session(self, session_id: str) -> SessionRecord | None:
         """The record of a session; None if missing or malformed."""
         keys = self._keys.entry(Kind.SESSION, session_id)
-        return await self._call(Call.AWAITED, partial(read_entry, SessionRecord, session_id), "load", keys)
+        return await self._call(CallKind.AWAITED, partial(read_entry, SessionRecord, session_id), "load", keys)
 
     async def drop_session(self, session_id: str, epoch: int) -> None:
         """Forget a session after its request. Raises StaleEpoch if it has been claimed since `epoch`."""
         keys, keep = self._entry_keys(Kind.SESSION, session_id), _milliseconds(ENDED_SECONDS)
-        if await self._call(Call.BEHIND, int, "drop_session", keys, session_id, epoch, keep) == STALE:
+        if await self._call(CallKind.BEHIND, int, "drop_session", keys, session_id, epoch, keep) == STALE:
             raise StaleEpoch(f"session {session_id}: epoch {epoch} is over; it has been claimed by another")
 
     async def close_session(self, session_id: str) -> Claim | None:
         """End a session, and return a claim with a newer epoch and its last record; None if it does not exist."""
         keys, closer = self._entry_keys(Kind.SESSION, session_id), secrets.token_hex(8)
         args = (session_id, closer, _milliseconds(CLAIM_SECONDS))
-        return await self._call(Call.BEHIND, partial(read_claim, session_id), "close_session", keys, *args)
+        return await self._call(CallKind.BEHIND, partial(read_claim, session_id), "close_session", keys, *args)
 
     async def record_request(self, record: RequestRecord, first_new: int) -> None:
         """Write a request's record and tokens, like `record_session` and with the same errors."""
@@ -165,7 +165,7 @@ class Registry:
     async def load_request(self, request_id: str) -> RequestRecord | None:
         """The record of a request; None if missing or malformed."""
         keys = self._keys.entry(Kind.REQUEST, request_id)
-        return await self._call(Call.AWAITED, partial(read_entry, RequestRecord, request_id), "load", keys)
+        return await self._call(CallKind.AWAITED, partial(read_entry, RequestRecord, request_id), "load", keys)
 
     async def note_prefixes(
         self, model_fingerprint: str, hashes: Sequence[int], worker_id: str, first_new: int = 0
@@ -183,7 +183,7 @@ class Registry:
             names = _prefix_names(model_fingerprint, hashes[first:])
             before = _prefix_names(model_fingerprint, hashes[max(0, first - 1) : first])
             args = (worker_id, names, *limits, before)
-            if await self._call(Call.BEHIND, int, "note_prefixes", keys, *args) != INCOMPLETE:
+            if await self._call(CallKind.BEHIND, int, "note_prefixes", keys, *args) != INCOMPLETE:
                 return
 
     async def find_prefixes(
@@ -192,7 +192,7 @@ class Registry:
         """Leading blocks that each worker has cached; workers without any, or without a lease, are omitted."""
         keys = [self._keys.leases, *(self._keys.prefixes(worker_id) for worker_id in worker_ids)]
         names, read = _prefix_names(model_fingerprint, hashes), partial(read_blocks, worker_ids)
-        return await self._call(Call.AWAITED, read, "find_prefixes", keys, names, *worker_ids)
+        return await self._call(CallKind.AWAITED, read, "find_prefixes", keys, names, *worker_ids)
 
     async def _record(
         self, kind: Kind, name: str, record: SessionRecord | RequestRecord, progress: int, first_new: int, keep: int
@@ -200,7 +200,7 @@ class Registry:
         entry = (record.epoch, progress, record.to_json())
         for first in (first_new, 0):
             args = (*entry, first * TOKEN_BYTES, pack_tokens(record.tokens[first:]), keep)
-            answer = await self._enter(Call.BEHIND, int, "record", kind, name, *args)
+            answer = await self._enter(CallKind.BEHIND, int, "record", kind, name, *args)
             if answer == STALE:
                 raise StaleEpoch(
                     f"{kind.value} {name}: epoch {record.epoch} is over; another has begun, or it was closed"
@@ -209,7 +209,7 @@ class Registry:
                 return
 
     async def _enter(
-        self, call: Call, read: Callable[[Any], Answer], script: str, kind: Kind, name: str, *args: Value
+        self, call: CallKind, read: Callable[[Any], Answer], script: str, kind: Kind, name: str, *args: Value
     ) -> Answer:
         """Run a script that writes an entry, evicting others if the quota leaves no room, and return its reply."""
         keys, quota = self._entry_keys(kind, name), (self._quota.max_records, self._quota.max_bytes)
@@ -227,7 +227,7 @@ class Registry:
         return [*self._keys.entry(kind, name), *self._keys.ledger(kind)]
 
     async def _call(
-        self, call: Call, read: Callable[[Any], Answer], script: str, keys: Sequence[str | bytes], *args: Value
+        self, call: CallKind, read: Callable[[Any], Answer], script: str, keys: Sequence[str | bytes], *args: Value
     ) -> Answer:
         """A script's reply, parsed by `read`. Raises Unavailable for any failure."""
         answer = await self._index.run(call, script, keys, args)
