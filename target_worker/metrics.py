@@ -19,7 +19,7 @@ ROWS = tuple(2**power for power in range(13))  # upper bounds of the buckets of 
 CALLS = tuple(2**power for power in range(9))  # of those of `bough_sweep_calls`
 
 
-class Load(NamedTuple):
+class TargetLoad(NamedTuple):
     """Load of a target at a moment."""
 
     pool: PoolFigures
@@ -30,7 +30,7 @@ class Load(NamedTuple):
 class LoadCollector(Collector):
     """Gauges of slots and calls, under vLLM's names where it has one."""
 
-    def __init__(self, model_name: str, load: Callable[[], Load]) -> None:
+    def __init__(self, model_name: str, load: Callable[[], TargetLoad]) -> None:
         self._model_name, self._load = model_name, load
 
     def collect(self) -> Iterator[Metric]:
@@ -83,7 +83,7 @@ class Metrics(MetricsServer):
         efficiency = "Of the last sweep: the time its weights ideally take on the link, over the time it took"
         self._efficiency = self._gauge("bough_link_efficiency", efficiency)
 
-    def watch(self, load: Callable[[], Load]) -> None:
+    def watch(self, load: Callable[[], TargetLoad]) -> None:
         """Also export slots and calls, as returned by `load` at each scrape."""
         self.registry.register(LoadCollector(self._model_name, load))
 

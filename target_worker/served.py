@@ -13,7 +13,7 @@ from bough.processes.startup import stage
 from bough.processes.worker_process import ServedWorker
 from bough.protocol.messages import VerifyCall, VerifyResult, WorkerInfo
 from bough.registry.records import WorkerLoad
-from target_worker.metrics import Load, Metrics
+from target_worker.metrics import Metrics, TargetLoad
 from target_worker.scheduler.engine import SweepEngine
 
 
@@ -85,5 +85,5 @@ class ServedTarget(ServedWorker[TargetConfig]):
             **own,
         )
 
-    def _load(self) -> Load:
-        return Load(self._engine.pool.figures(), self._engine.num_running, self._engine.num_waiting)
+    def _load(self) -> TargetLoad:
+        return TargetLoad(self._engine.pool.figures(), self._engine.num_running, self._engine.num_waiting)

@@ -16,7 +16,7 @@ from functools import partial
 import simpy
 
 from bough.simulation.acceptance_law import AcceptanceLaw
-from bough.simulation.capacity_choice import LEAST_SHARE, PLAIN, Load, Size, SizeChoice
+from bough.simulation.capacity_choice import LEAST_SHARE, PLAIN, RoundLoad, Size, SizeChoice
 from bough.simulation.capacity_workers import Draft, Session, Target, World
 from bough.simulation.measuring import Measured, report
 from bough.simulation.round_yield import RoundYield
@@ -200,7 +200,7 @@ class _Simulation:
             return PLAIN
         riders, context = num_riders or round(target.riders.value), round(target.context.value)
         halves = round(2 * target.tokens.value)
-        load = Load(target.num_running, riders, round(draft.drafting.value), context, halves)
+        load = RoundLoad(target.num_running, riders, round(draft.drafting.value), context, halves)
         size = self._choices[self._law(session)].choose(load, self._world.factors).size
         nodes = size.nodes
         if self._scenario.fixed and session.context and size != PLAIN:  # like the orchestrator's fixed planner

@@ -39,7 +39,7 @@ class Size(NamedTuple):
 PLAIN = Size(1, 0)
 
 
-class Load(NamedTuple):
+class RoundLoad(NamedTuple):
     """The mean load of a round's workers."""
 
     running: int = 1  # sessions at the target, this one included
@@ -48,10 +48,10 @@ class Load(NamedTuple):
     context: int = 0  # rows of prompts in a sweep
     halves: int = 2  # half tokens of a round, measured together with `context`
 
-    def rounded(self) -> Load:
+    def rounded(self) -> RoundLoad:
         """The load rounded to few values, so that decisions can be cached."""
         running, riders, drafting, context, halves = map(_rounded, self)
-        return Load(max(1, running), max(1, riders), max(1, drafting), context, max(2, halves))
+        return RoundLoad(max(1, running), max(1, riders), max(1, drafting), context, max(2, halves))
 
 
 def _rounded(number: int) -> int:
@@ -90,21 +90,21 @@ class SizeChoice:
         self._nodes = np.array([size.nodes for size in self._sizes])
         self._depths = np.array([size.depth for size in self._sizes])
         self._frontiers = np.array([size.frontier for size in self._sizes])
-        self._known: dict[tuple[Load, Factors], Prediction] = {}
+        self._known: dict[tuple[RoundLoad, Factors], Prediction] = {}
         self._sweeps: dict[Factors, FloatArray] = {}
 
     def depth_probs(self, size: Size) -> FloatArray:
         """(depth,) probability that a round of this size accepts a path as deep as each level."""
         return self._yield.depth_probs(*size)
 
-    def choose(self, load: Load, factors: Factors = UNCHANGED) -> Prediction:
+    def choose(self, load: RoundLoad, factors: Factors = UNCHANGED) -> Prediction:
         """The best size under this load."""
         key = load.rounded(), factors
         if key not in self._known:
             self._known[key] = self._best(*key)
         return self._known[key]
 
-    def _best(self, load: Load, factors: Factors) -> Prediction:
+    def _best(self, load: RoundLoad, factors: Factors) -> Prediction:
         if self._fixed is not None:
             nodes = min(self._fixed.nodes, max(LEAST_SHARE, self._fixed.nodes // load.running))
             size = Size(nodes, min(self._fixed.depth, nodes - 1))
@@ -119,7 +119,7 @@ class SizeChoice:
 
     def _seconds(
         self,
-        load: Load,
+        load: RoundLoad,
         factors: Factors,
         nodes: FloatArray,
         depths: FloatArray,

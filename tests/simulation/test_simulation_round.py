@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from bough.simulation.acceptance_law import LLAMA_3_CNN, AcceptanceLaw
-from bough.simulation.capacity_choice import PLAIN, Load, Size, SizeChoice
+from bough.simulation.capacity_choice import PLAIN, RoundLoad, Size, SizeChoice
 from bough.simulation.law import Law
 from bough.simulation.profile import Profile, parse_profile
 from bough.simulation.round_yield import RoundYield
@@ -93,7 +93,7 @@ def choice_of(profile: Profile, fixed: Size | None = None) -> SizeChoice:
 def test_the_choice_is_the_best_of_all_sizes() -> None:
     profile = profile_of(link_seconds=1.0, compute_base_seconds=0.1, compute_row_seconds=0.01)
     choice = choice_of(profile)
-    best = choice.choose(Load())
+    best = choice.choose(RoundLoad())
     tokens = RoundYield(profile.acceptance)
     for nodes, depth in ((1, 0), (8, 7), (64, 8), (96, 10), (128, 8), (256, 12)):
         seconds = max(1.0, 0.1 + 0.01 * nodes) + 0.01 * depth
@@ -104,15 +104,16 @@ def test_the_choice_is_the_best_of_all_sizes() -> None:
 
 def test_plain_decoding_is_one_of_the_choices() -> None:
     linear = profile_of(compute_base_seconds=0.001, compute_row_seconds=1.0)
-    assert choice_of(linear).choose(Load()).size == PLAIN
+    assert choice_of(linear).choose(RoundLoad()).size == PLAIN
     streamed = profile_of("hostile", link_seconds=1.0)
-    assert choice_of(streamed).choose(Load()).size == PLAIN
+    assert choice_of(streamed).choose(RoundLoad()).size == PLAIN
 
 
 def test_riders_share_the_rows() -> None:
     profile = profile_of(link_seconds=1.0, compute_base_seconds=0.1, compute_row_seconds=0.01)
     choice = choice_of(profile)
-    alone, among, reading = choice.choose(Load()), choice.choose(Load(8, 8, 8)), choice.choose(Load(1, 1, 1, 80))
+    alone, among = choice.choose(RoundLoad()), choice.choose(RoundLoad(8, 8, 8))
+    reading = choice.choose(RoundLoad(1, 1, 1, 80))
     assert among.size.nodes < alone.size.nodes / 3
     assert reading.size.nodes < alone.size.nodes
-    assert choice_of(profile, Size(64, 7)).choose(Load(8, 8, 8)).size == Size(8, 7)
+    assert choice_of(profile, Size(64, 7)).choose(RoundLoad(8, 8, 8)).size == Size(8, 7)

@@ -13,14 +13,14 @@ import pytest
 
 from bough.errors import ConfigError
 from target_worker.kv.slot_pool import PoolFigures
-from target_worker.metrics import Load, Metrics
+from target_worker.metrics import Metrics, TargetLoad
 from target_worker.scheduler.sweep_figures import SweepFigures
 from tests.fakes.waiting import block_until
 
 
 def test_sweeps_are_counted_and_served() -> None:
     metrics = Metrics("tiny")
-    metrics.watch(lambda: Load(PoolFigures(5, 2, 3, 1000, 250, 300, 77, 6, 90, 30, 8), 4, 9))
+    metrics.watch(lambda: TargetLoad(PoolFigures(5, 2, 3, 1000, 250, 300, 77, 6, 90, 30, 8), 4, 9))
     metrics.serve("127.0.0.1", 0)
     try:
         for _ in range(2):
