@@ -1,8 +1,8 @@
 """Weights in the blocks of GGUF files: a float16 scale for 32 or 256 numbers of a row, and smaller scales within.
 
 A weight is scale * number, or scale * number plus an offset, in float32. Up to the sum this is exact, so that any order
-of the products has the bits of the library gguf. Where a block has its numbers is told by `Part`, in plain arithmetic
-from which tables for CPUs are made, and constants of a kernel for GPUs.
+of the products has the bits of the library gguf. Where a block has its numbers is told by `BitField`, in plain
+arithmetic from which tables for CPUs are made, and constants of a kernel for GPUs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from bough.model.gpu.kernels import kernels_on
 from bough.model.quant.format import Dequantized, write_out
 
 
-class Part(NamedTuple):
+class BitField(NamedTuple):
     """Some bits of every number of a block.
 
     Number j has them in byte first + j // span * stride + j % width, above the lowest start + j % span // every * step.
@@ -44,8 +44,8 @@ class Part(NamedTuple):
 class Numbers(NamedTuple):
     """All numbers of one kind in a block: (low, and high bits above them) ^ flip, less center; or what codes say."""
 
-    low: Part
-    high: Part = Part(0)
+    low: BitField
+    high: BitField = BitField(0)
     flip: int = 0  # 128 for signed bytes, of which 128 is then the center
     center: int = 0
     codes: tuple[int, ...] = ()  # signed bytes of which bits tell the place
@@ -57,30 +57,30 @@ class BlockType(NamedTuple):
     numbers: Numbers
     scale: int  # byte of a float16
     offset: int = -1  # byte of a float16; -1: none
-    scales: Numbers = Numbers(Part(0))  # what the scale is multiplied by, for each group of the block's numbers
-    mins: Numbers = Numbers(Part(0))  # what the offset is multiplied by, which is then subtracted
+    scales: Numbers = Numbers(BitField(0))  # what the scale is multiplied by, for each group of the block's numbers
+    mins: Numbers = Numbers(BitField(0))  # what the offset is multiplied by, which is then subtracted
     num_groups: int = 1
 
 
-def _nibbles(first: int, half: int) -> Part:
+def _nibbles(first: int, half: int) -> BitField:
     """4 bits of numbers of which the first `half` have the low bits of as many bytes, the next one the high bits."""
-    return Part(4, first, 2 * half, half, half, half, 4)
+    return BitField(4, first, 2 * half, half, half, half, 4)
 
 
-def _pairs(first: int) -> Part:
+def _pairs(first: int) -> BitField:
     """2 bits of 128 numbers in 32 bytes."""
-    return Part(2, first, 128, 32, 32, 32, 2)
+    return BitField(2, first, 128, 32, 32, 32, 2)
 
 
-def _above(first: int) -> Part:
+def _above(first: int) -> BitField:
     """A bit of 256 numbers in 32 bytes."""
-    return Part(1, first, 256, 0, 32, 32, 1)
+    return BitField(1, first, 256, 0, 32, 32, 1)
 
 
-_BITS_OF_32 = {first: Part(1, first, 8, 1, 1, 1, 1) for first in (2, 4)}
+_BITS_OF_32 = {first: BitField(1, first, 8, 1, 1, 1, 1) for first in (2, 4)}
 _SIX_BITS = (  # of Q4_K and Q5_K: scales, minima
-    Numbers(Part(4, 4, 4, 8, 4), Part(2, 4, 8, 0, 4, 4, 2, 4)),
-    Numbers(Part(4, 8, 8, 0, 8, 4, 4), Part(2, 8, 8, 0, 4, 4, 2, 4)),
+    Numbers(BitField(4, 4, 4, 8, 4), BitField(2, 4, 8, 0, 4, 4, 2, 4)),
+    Numbers(BitField(4, 8, 8, 0, 8, 4, 4), BitField(2, 8, 8, 0, 4, 4, 2, 4)),
 )
 _CODES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)  # of IQ4_NL, as ggml has them
 TYPES = {
@@ -88,14 +88,14 @@ TYPES = {
     "Q4_1": BlockType(Numbers(_nibbles(4, 16)), 0, 2),
     "Q5_0": BlockType(Numbers(_nibbles(6, 16), _BITS_OF_32[2], center=16), 0),
     "Q5_1": BlockType(Numbers(_nibbles(8, 16), _BITS_OF_32[4]), 0, 2),
-    "Q8_0": BlockType(Numbers(Part(8, 2, 32, 0, 32), flip=128, center=128), 0),
+    "Q8_0": BlockType(Numbers(BitField(8, 2, 32, 0, 32), flip=128, center=128), 0),
     "Q2_K": BlockType(
-        Numbers(_pairs(16)), 80, 82, Numbers(Part(4, 0, 16, 0, 16)), Numbers(Part(4, 0, 16, 0, 16, start=4)), 16
+        Numbers(_pairs(16)), 80, 82, Numbers(BitField(4, 0, 16, 0, 16)), Numbers(BitField(4, 0, 16, 0, 16, start=4)), 16
     ),
     "Q3_K": BlockType(
         Numbers(_pairs(32), _above(0), center=4),
         108,
-        scales=Numbers(Part(4, 96, 16, 0, 8, 8, 4), Part(2, 104, 16, 0, 4, 4, 2), center=32),
+        scales=Numbers(BitField(4, 96, 16, 0, 8, 8, 4), BitField(2, 104, 16, 0, 4, 4, 2), center=32),
         num_groups=16,
     ),
     "Q4_K": BlockType(Numbers(_nibbles(16, 32)), 0, 2, *_SIX_BITS, 8),
@@ -103,14 +103,14 @@ TYPES = {
     "Q6_K": BlockType(
         Numbers(_nibbles(0, 64), _pairs(128), center=32),
         208,
-        scales=Numbers(Part(8, 192, 16, 0, 16), flip=128, center=128),
+        scales=Numbers(BitField(8, 192, 16, 0, 16), flip=128, center=128),
         num_groups=16,
     ),
     "IQ4_NL": BlockType(Numbers(_nibbles(2, 16), codes=_CODES), 0),
     "IQ4_XS": BlockType(
         Numbers(_nibbles(8, 16), codes=_CODES),
         0,
-        scales=Numbers(Part(4, 4, 2, 1, 1, 1, 4), Part(2, 2, 4, 1, 1, 1, 2), center=32),
+        scales=Numbers(BitField(4, 4, 2, 1, 1, 1, 4), BitField(2, 2, 4, 1, 1, 1, 2), center=32),
         num_groups=8,
     ),
 }
