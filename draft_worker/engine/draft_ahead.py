@@ -26,7 +26,7 @@ NUM_STEPS = 64  # default limit of steps, where the device is not shared
 NUM_OUTCOMES = 32  # limit of outcomes for which trees are grown
 MAX_ROWS = 32  # of one draft step: a new call waits until it ends
 
-Place = tuple[int, int]  # (expansion of the parent, token)
+ChildKey = tuple[int, int]  # (expansion of the parent, token)
 
 
 def num_steps(setting: int, device_type: str) -> int:
@@ -56,7 +56,7 @@ class DraftAhead:
         self._closed = np.fromiter(call.sampling.stop_token_ids, np.int32)
         self._scores = tree.scores()
         self._num_steps_left = max_steps
-        self._walks: dict[Place, CachedGrowth] = {}
+        self._walks: dict[ChildKey, CachedGrowth] = {}
         self.wanted: PendingExpansions | None = None
 
     def advance(self) -> bool:
@@ -81,7 +81,7 @@ class DraftAhead:
         self._num_steps_left -= 1
         self.session.learn(self.wanted, answer)
 
-    def _options(self) -> list[tuple[float, list[Place]]]:
+    def _options(self) -> list[tuple[float, list[ChildKey]]]:
         """Sets of places to expand, each with the logarithm of its probability of use per row of a step.
 
         Expanding a leaf of the tree gives outcomes below it; what an outcome's tree lacks is a step that is saved
@@ -89,7 +89,7 @@ class DraftAhead:
         """
         expansions = self.session.explored.find_tree(self._tree.parents, self._tree.tokens)
         is_closed = np.isin(self._tree.tokens, self._closed)
-        options: list[tuple[float, list[Place]]] = []
+        options: list[tuple[float, list[ChildKey]]] = []
         for leaf in np.flatnonzero((expansions < 0) & ~is_closed).tolist():
             place = (int(expansions[self._tree.parents[leaf]]), int(self._tree.tokens[leaf]))
             options.append((float(self._scores[leaf]), [place]))
@@ -110,16 +110,16 @@ class DraftAhead:
         return options
 
     @staticmethod
-    def _choose(options: list[tuple[float, list[Place]]]) -> list[Place]:
+    def _choose(options: list[tuple[float, list[ChildKey]]]) -> list[ChildKey]:
         """The most valuable sets that fit one step; part of an outcome's step would be worth nothing."""
-        chosen: dict[Place, None] = {}
+        chosen: dict[ChildKey, None] = {}
         for _, places in sorted(options, key=lambda option: -option[0]):
             new = dict.fromkeys(place for place in places if place not in chosen)
             if not chosen or len(chosen) + len(new) <= MAX_ROWS:
                 chosen |= new
         return list(chosen)[:MAX_ROWS]
 
-    def _outcomes(self, expansions: NDArray[np.int32]) -> Iterator[tuple[float, Place]]:
+    def _outcomes(self, expansions: NDArray[np.int32]) -> Iterator[tuple[float, ChildKey]]:
         """Bonus tokens below expanded nodes, likeliest first, each with the log-probability of its path."""
         nodes = np.flatnonzero(expansions >= 0)
         following = self.session.explored.following(expansions[nodes])

@@ -25,7 +25,7 @@ RETRY_SECONDS = 0.25  # between two requests for a slot
 
 
 @dataclass(slots=True, eq=False)
-class Place:
+class QueuePlace:
     """A waiting session's place."""
 
     epoch: int  # a time: when its request began, or was moved
@@ -45,7 +45,7 @@ class SlotQueue:
     """Ordered by age, not by arrival: a session preempted in the middle of a request comes before new ones."""
 
     def __init__(self) -> None:
-        self._places: list[Place] = []
+        self._places: list[QueuePlace] = []
 
     @property
     def is_empty(self) -> bool:
@@ -53,9 +53,9 @@ class SlotQueue:
         return not self._places
 
     @contextmanager
-    def place(self, epoch: int) -> Iterator[Place]:
+    def place(self, epoch: int) -> Iterator[QueuePlace]:
         """Hold a place during the block."""
-        place = Place(epoch)
+        place = QueuePlace(epoch)
         insort(self._places, place, key=lambda each: each.epoch)
         self._tell()
         try:
@@ -130,7 +130,7 @@ class Slots:
         return answer
 
     async def _first_with_room(
-        self, session: Session, seat: TargetLease, proposal: Proposal, place: Place, deadline: float
+        self, session: Session, seat: TargetLease, proposal: Proposal, place: QueuePlace, deadline: float
     ) -> Answer | None:
         began, home = time.monotonic(), seat.target
         refusal = Exhausted("KV memory: no target has room")
