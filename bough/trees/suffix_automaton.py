@@ -32,7 +32,7 @@ class Follower(NamedTuple):
     match: TextMatch  # the match extended by this token
 
 
-class Draft(IntEnum):
+class DraftOpinion(IntEnum):
     """What the draft model's tree says about a guess from lookup."""
 
     SILENT = 0  # the draft has no children below the same parent
@@ -48,7 +48,7 @@ class GuessKind(NamedTuple):
     match_length: int  # tokens in the match before the guess
     rank: int  # among its siblings, from 0: longest match, then most frequent, then most recent
     depth: int  # levels below the root
-    draft: Draft = Draft.SILENT
+    draft: DraftOpinion = DraftOpinion.SILENT
 
 
 class LookupContext(NamedTuple):
@@ -176,7 +176,7 @@ class SuffixAutomaton:
         return TextMatch(link, self._length[link])
 
 
-_BOUNDS = ((Draft.UNLIKELY, math.log(0.1)), (Draft.POSSIBLE, math.log(0.5)))
+_BOUNDS = ((DraftOpinion.UNLIKELY, math.log(0.1)), (DraftOpinion.POSSIBLE, math.log(0.5)))
 
 
 def grow_continuations(
@@ -215,8 +215,8 @@ def grow_continuations(
     return Guesses(Tree.of(tokens, parents, log_probs), tuple(kinds))
 
 
-def _draft(tree: Tree, children: dict[int, int], token: int) -> Draft:
+def _draft(tree: Tree, children: dict[int, int], token: int) -> DraftOpinion:
     if token not in children:
-        return Draft.OTHERWISE if children else Draft.SILENT
+        return DraftOpinion.OTHERWISE if children else DraftOpinion.SILENT
     log_prob = float(tree.log_probs[children[token]])
-    return next((draft for draft, bound in _BOUNDS if log_prob < bound), Draft.LIKELY)
+    return next((draft for draft, bound in _BOUNDS if log_prob < bound), DraftOpinion.LIKELY)

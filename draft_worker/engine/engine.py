@@ -24,7 +24,7 @@ from bough.trees.tree_plan import BestFirst
 from draft_worker.candidates.candidates import Answer
 from draft_worker.candidates.temperature_scaling import TemperatureScalings
 from draft_worker.engine.draft_ahead import DraftAhead
-from draft_worker.engine.job import Draft, GrowJob
+from draft_worker.engine.job import DraftBackend, GrowJob
 from draft_worker.engine.session_pool import SessionPool
 from draft_worker.growth.grower import Grower
 from draft_worker.growth.static_shape import grower_for
@@ -70,7 +70,7 @@ class DraftEngine:
 
     def __init__(
         self,
-        draft: Draft,
+        draft: DraftBackend,
         vocab_size: int,
         max_children: int,
         pool: SessionPool,

@@ -37,7 +37,7 @@ class Stepping(Protocol):
         """Store the step's answer about the wanted nodes."""
 
 
-class Draft(Protocol):
+class DraftBackend(Protocol):
     """The interface below growing: a model, a simulated one, or a fake."""
 
     def ask(self, parts: Sequence[Stepping]) -> Sequence[Answer]:

@@ -8,7 +8,14 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from functools import partial
 
 from bough.concurrency.tasks import background
-from bough.trees.suffix_automaton import Draft, Guesses, GuessKind, LookupLimits, SuffixAutomaton, grow_continuations
+from bough.trees.suffix_automaton import (
+    DraftOpinion,
+    Guesses,
+    GuessKind,
+    LookupLimits,
+    SuffixAutomaton,
+    grow_continuations,
+)
 from bough.trees.tree import Tree
 
 Run = Callable[[Callable[[], None]], Awaitable[None]]
@@ -20,14 +27,19 @@ MAX_READ = 1024  # tokens read at once, so that a long prompt does not delay oth
 # Measured (docs/decisions/041-prompt-lookup.md); shrunk towards the middle where few were measured.
 FIRST_CHOICE = (0.2, 0.55, 0.7, 0.9, 0.95)  # by the power of two of the match length
 LATER_CHOICE = 0.1  # share of the remaining probability that each later choice gets
-DRAFT = {Draft.OTHERWISE: 0.01, Draft.UNLIKELY: 0.05, Draft.POSSIBLE: 0.3, Draft.LIKELY: 0.75}  # for the shortest match
+DRAFT = {  # for the shortest match
+    DraftOpinion.OTHERWISE: 0.01,
+    DraftOpinion.UNLIKELY: 0.05,
+    DraftOpinion.POSSIBLE: 0.3,
+    DraftOpinion.LIKELY: 0.75,
+}
 
 
 def assumed_probability(kind: GuessKind) -> float:
     """The probability before anything is observed: text and draft are independent evidence, so their odds multiply."""
     first = FIRST_CHOICE[_doublings(kind.match_length, len(FIRST_CHOICE) - 1)]
     own = first if kind.rank == 0 else (1 - first) * LATER_CHOICE**kind.rank
-    if kind.draft is Draft.SILENT:
+    if kind.draft is DraftOpinion.SILENT:
         return own
     odds = _odds(DRAFT[kind.draft]) * _odds(own) / _odds(FIRST_CHOICE[0])
     return odds / (1 + odds)

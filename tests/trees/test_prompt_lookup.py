@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from bough.trees.suffix_automaton import Draft, Guesses, GuessKind, LookupLimits
+from bough.trees.suffix_automaton import DraftOpinion, Guesses, GuessKind, LookupLimits
 from bough.trees.tree import Tree
 from orchestrator.rounds.prompt_lookup import MAX_READ, Acceptance, PromptLookup, assumed_probability
 from tests.fakes.waiting import until
@@ -132,9 +132,10 @@ def test_where_no_guesses_are_wanted_nothing_is_read() -> None:
 @pytest.mark.parametrize("match_length", [1, 30])
 def test_what_the_draft_thinks_of_a_guess_counts_from_the_start(match_length: int) -> None:
     """Guessed otherwise by the draft it is worth less than where the draft is silent; likely to both, more."""
-    worth = [assumed_probability(GuessKind(match_length, 0, 1, draft)) for draft in Draft]
+    worth = [assumed_probability(GuessKind(match_length, 0, 1, draft)) for draft in DraftOpinion]
     assert worth[1:] == sorted(worth[1:])
-    assert 0 < worth[Draft.OTHERWISE.value] < worth[Draft.SILENT.value] < worth[Draft.LIKELY.value] < 1
+    otherwise, silent, likely = DraftOpinion.OTHERWISE, DraftOpinion.SILENT, DraftOpinion.LIKELY
+    assert 0 < worth[otherwise.value] < worth[silent.value] < worth[likely.value] < 1
 
 
 def test_what_the_draft_guessed_otherwise_is_learnt_apart() -> None:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bough.trees.suffix_automaton import (
-    Draft,
+    DraftOpinion,
     Follower,
     Guesses,
     GuessKind,
@@ -118,7 +118,12 @@ def test_guesses_know_whether_the_draft_agrees() -> None:
     text = automaton([1, 2, 3, 1, 4, 5, 1])
     guesses = grow_continuations(text, drafted, LookupLimits(4, 2), by_length)
     kinds = {int(token): kind.draft for token, kind in zip(guesses.tree.tokens[1:], guesses.kinds, strict=True)}
-    assert kinds == {4: Draft.POSSIBLE, 5: Draft.SILENT, 2: Draft.LIKELY, 3: Draft.OTHERWISE}
+    assert kinds == {
+        4: DraftOpinion.POSSIBLE,
+        5: DraftOpinion.SILENT,
+        2: DraftOpinion.LIKELY,
+        3: DraftOpinion.OTHERWISE,
+    }
 
 
 def test_a_repeated_passage_is_one_long_chain() -> None:
