@@ -79,7 +79,7 @@ class Guessing:
         return Candidates(tokens[:, :NUM_CANDIDATES], (scores - scores[:, :1]).astype(np.float32))
 
 
-class Answer(Protocol):
+class StepAnswer(Protocol):
     """A draft's answer about the nodes of one step."""
 
     def candidates(self, guessing: Guessing, positions: NDArray[np.int32]) -> Candidates:

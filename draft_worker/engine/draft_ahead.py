@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from bough.model.kv.segment import Segment
 from bough.protocol.messages import GrowCall
 from bough.trees.tree import Tree
-from draft_worker.candidates.candidates import Answer
+from draft_worker.candidates.candidates import StepAnswer
 from draft_worker.engine.session import DraftSession
 from draft_worker.expansions.cached_growth import CachedGrowth
 from draft_worker.expansions.expansion_cache import PendingExpansions
@@ -75,7 +75,7 @@ class DraftAhead:
         assert self.wanted is not None
         return [self.session.explored.segment(self.session.slot, self.wanted)]
 
-    def learn(self, answer: Answer) -> None:
+    def learn(self, answer: StepAnswer) -> None:
         """Store the answer in the session's expansion cache."""
         assert self.wanted is not None
         self._num_steps_left -= 1

@@ -21,7 +21,7 @@ from bough.sizing.step_times import StepTimes
 from bough.telemetry.spans import FinishedSpan, note_span
 from bough.trees.tree import Tree
 from bough.trees.tree_plan import BestFirst
-from draft_worker.candidates.candidates import Answer
+from draft_worker.candidates.candidates import StepAnswer
 from draft_worker.candidates.temperature_scaling import TemperatureScalings
 from draft_worker.engine.draft_ahead import DraftAhead
 from draft_worker.engine.job import DraftBackend, GrowJob
@@ -197,7 +197,7 @@ class DraftEngine:
         self._times.observe(num_rows, seconds)
         self.cost = self._times.curve()
 
-    def _go_on(self, running: _Running, answer: Answer | None = None, began_ns: int = 0) -> None:
+    def _go_on(self, running: _Running, answer: StepAnswer | None = None, began_ns: int = 0) -> None:
         """Continue with the model's answer, if there is one, until the model is needed again or the tree is done."""
         try:
             if answer is not None:

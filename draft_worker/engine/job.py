@@ -12,7 +12,7 @@ from bough.model.kv.segment import Segment
 from bough.protocol.messages import GrowCall
 from bough.trees.tree import Tree
 from bough.trees.tree_plan import BestFirst
-from draft_worker.candidates.candidates import Answer, Guessing
+from draft_worker.candidates.candidates import Guessing, StepAnswer
 from draft_worker.candidates.temperature_scaling import TemperatureScalings
 from draft_worker.engine.session import DraftSession
 from draft_worker.expansions.cached_growth import CachedGrowth
@@ -33,14 +33,14 @@ class Stepping(Protocol):
     def segments(self) -> list[Segment]:
         """Rows of the step."""
 
-    def learn(self, answer: Answer) -> None:
+    def learn(self, answer: StepAnswer) -> None:
         """Store the step's answer about the wanted nodes."""
 
 
 class DraftBackend(Protocol):
     """The interface below growing: a model, a simulated one, or a fake."""
 
-    def ask(self, parts: Sequence[Stepping]) -> Sequence[Answer]:
+    def ask(self, parts: Sequence[Stepping]) -> Sequence[StepAnswer]:
         """Run one draft step for all parts; the answers are valid until the next step."""
 
 
@@ -100,7 +100,7 @@ class GrowJob:
         self.wanted = self.session.explored.wanted(parents, tokens)
         return [*context, self.session.explored.segment(self.session.slot, self.wanted)]
 
-    def learn(self, answer: Answer) -> None:
+    def learn(self, answer: StepAnswer) -> None:
         """Commit the context, and store the answer in the expansion cache."""
         self.num_passes += 1
         self.session.commit(self.num_context)

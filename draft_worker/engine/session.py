@@ -14,7 +14,7 @@ from bough.model.kv.slot import Slot, require_prefix
 from bough.model.sampling.token_counts import TokenCounts
 from bough.protocol.messages import GrowCall
 from bough.trees.tree_plan import MAX_EXPANSIONS
-from draft_worker.candidates.candidates import Answer, Guessing
+from draft_worker.candidates.candidates import Guessing, StepAnswer
 from draft_worker.candidates.temperature_scaling import TemperatureScaling
 from draft_worker.expansions.expansion_cache import ExpansionCache, PendingExpansions
 from draft_worker.growth.grower import GrowingTree
@@ -149,7 +149,7 @@ class DraftSession:
         steps = np.arange(wanted.paths.shape[1])
         return np.where(steps <= wanted.depths[:, None], len(self.tokens) + steps, -1).astype(np.int32)
 
-    def learn(self, wanted: PendingExpansions, answer: Answer) -> None:
+    def learn(self, wanted: PendingExpansions, answer: StepAnswer) -> None:
         """Store the draft's answer about these nodes."""
         assert self.guessing is not None, "a call asks for something"
         positions = len(self.tokens) + 1 + wanted.depths

@@ -21,7 +21,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from bough.cli.generation.generate import Answer
+from bough.cli.generation.generate import CollectedAnswer
 from bough.cli.machine.progress import tell
 from bough.cli.machine.up import divided, ensure_demonstration, settings_from
 from bough.cli.main import argument_parser
@@ -144,7 +144,7 @@ async def measure(settings: Settings, num_requests: int, max_tokens: int, is_con
         answered, history = [sizes_of_all(cluster)], list[Message]()
         for number in range(num_requests):
             question = Message("user", prompts[number % len(prompts)])
-            answer = await Answer.read(client, ChatPrompt((*history, question)), options, is_shown=False)
+            answer = await CollectedAnswer.read(client, ChatPrompt((*history, question)), options, is_shown=False)
             if is_conversation:
                 history += (question, Message("assistant", answer.text))
             answered.append(sizes_of_all(cluster))

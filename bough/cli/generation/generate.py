@@ -35,7 +35,7 @@ async def generate(arguments: argparse.Namespace) -> int:
     said, kwargs = (*_system(arguments), Message("user", text)), arguments.chat_template_kwargs
     prompt: Prompt = TextPrompt(text) if arguments.raw else ChatPrompt(said, chat_template_kwargs=kwargs)
     async with client_from(arguments) as client:
-        answer = await Answer.read(client, prompt, options_from(arguments), is_shown=not arguments.json)
+        answer = await CollectedAnswer.read(client, prompt, options_from(arguments), is_shown=not arguments.json)
     if arguments.json:
         print(json.dumps(answer.as_json()))
     return 0
@@ -62,19 +62,19 @@ async def chat(arguments: argparse.Namespace) -> int:
 
 async def next_turn(
     client: Client, history: list[Message], question: Message, options: GenerateOptions, template_kwargs: str = ""
-) -> Answer:
+) -> CollectedAnswer:
     """The answer to a question; the history is sent only if the session cannot be continued."""
     turn = ChatPrompt((question,), chat_template_kwargs=template_kwargs)
     if any(message.role == "assistant" for message in history):
         continuing = replace(options, continues=True)
         try:
-            return await Answer.read(client, turn, continuing, is_shown=True)
+            return await CollectedAnswer.read(client, turn, continuing, is_shown=True)
         except (NotFound, InvalidRequest):  # forgotten, or the model's template cannot be continued
             pass
-    return await Answer.read(client, replace(turn, messages=(*history, question)), options, is_shown=True)
+    return await CollectedAnswer.read(client, replace(turn, messages=(*history, question)), options, is_shown=True)
 
 
-class Answer:
+class CollectedAnswer:
     """The collected events of one request."""
 
     def __init__(self) -> None:
@@ -84,7 +84,7 @@ class Answer:
         self.finished: Finished | None = None
 
     @classmethod
-    async def read(cls, client: Client, prompt: Prompt, options: GenerateOptions, *, is_shown: bool) -> Answer:
+    async def read(cls, client: Client, prompt: Prompt, options: GenerateOptions, *, is_shown: bool) -> CollectedAnswer:
         """Read a stream to its end and print it if `is_shown`."""
         answer = cls()
         async for event in client.generate(prompt, options):

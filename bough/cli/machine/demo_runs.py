@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
-from bough.cli.generation.generate import Answer
+from bough.cli.generation.generate import CollectedAnswer
 from bough.protocol.decision import Decision
 from bough.protocol.generation import Event, Tokens
 from bough.sizing.account import ratio
@@ -18,7 +18,7 @@ class Run:
 
     def __init__(self, clock: Callable[[], float] = perf_counter) -> None:
         """Starts now, on `clock` (in seconds)."""
-        self.answer = Answer()
+        self.answer = CollectedAnswer()
         self.decisions: Sequence[Decision] = ()  # of its rounds
         self.first_token_seconds = 0.0
         self.decode_seconds = 0.0  # after the first round, which includes the prefill
