@@ -32,14 +32,14 @@ INDEX = "index"
 DRAFT, TARGET = "draft_worker", "target_worker"
 
 
-class Waiting(NamedTuple):
+class PendingProcesses(NamedTuple):
     """The processes that a start still waits for."""
 
     names: tuple[str, ...]  # display names with states
     seconds: float  # since the start
 
 
-Report = Callable[[Waiting], None]
+Report = Callable[[PendingProcesses], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,7 @@ class Cluster:
                 if DRAFT not in missing and INDEX not in missing and TARGET not in self.children:
                     self._start_service(TARGET, self.settings.target)
                 names = tuple(self._described(name, reason) for name, reason in missing.items())
-                report(Waiting(names, time.monotonic() - began))
+                report(PendingProcesses(names, time.monotonic() - began))
                 for child in self.children.values():
                     if child.has_ended():
                         raise ConfigError(f"{child.title} {child.how_it_ended()}:\n{child.tail()}")

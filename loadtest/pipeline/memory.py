@@ -29,7 +29,7 @@ from bough.client import Client
 from bough.config.cache_paths import SUBSTITUTE_DROPS, demonstration_folder
 from bough.config.flag_parser import FlagParser
 from bough.config.parsers import parse_bytes
-from bough.processes.launch import Cluster, Settings, Waiting
+from bough.processes.launch import Cluster, PendingProcesses, Settings
 from bough.protocol.generation import ChatPrompt, GenerateOptions, Message
 from loadtest.common.limits import limited
 from loadtest.common.prompts import load_prompts
@@ -118,7 +118,7 @@ class Measured(NamedTuple):
 async def running(settings: Settings, before: dict[str, Sizes]) -> AsyncIterator[Cluster]:
     """Like `launched`; adds the workers' memory before loading to `before`."""
 
-    def look(_: Waiting) -> None:
+    def look(_: PendingProcesses) -> None:
         for name, child in cluster.children.items():
             if "worker" in name and not child.has_ended() and LOADS not in child.log.read_text():
                 before[name] = sizes_of(child.process.pid)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from bough.cli.machine.progress import ERASE_LINE, Progress, activation
-from bough.processes.launch import Waiting
+from bough.processes.launch import PendingProcesses
 
 
 class Terminal(io.StringIO):
@@ -23,7 +23,7 @@ def told(stream: io.StringIO) -> str:
     progress = Progress(stream)
     for tenths in range(121):
         names = ("index",) if tenths < 10 else ("target worker (reading weights)", "orchestrator")
-        progress(Waiting(names, tenths / 10))
+        progress(PendingProcesses(names, tenths / 10))
     progress.clear()
     return stream.getvalue()
 
@@ -46,7 +46,7 @@ def test_on_a_terminal_one_line_changes_with_the_seconds_and_is_gone_at_the_end(
 
 def test_a_line_does_not_wrap() -> None:
     stream = Terminal()
-    Progress(stream)(Waiting(("x" * 1000,), 1.0))
+    Progress(stream)(PendingProcesses(("x" * 1000,), 1.0))
     assert len(stream.getvalue()) < 1000
 
 

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TextIO
 
-from bough.processes.launch import Waiting
+from bough.processes.launch import PendingProcesses
 
 QUIET_SECONDS = 5.0  # between equal messages, if the output is not a terminal
 ERASE_LINE = "\r\x1b[K"
@@ -23,7 +23,7 @@ class Progress:
         self._names: tuple[str, ...] = ()  # printed last
         self._printed_seconds = 0.0  # when they were printed, since the start
 
-    def __call__(self, waiting: Waiting) -> None:
+    def __call__(self, waiting: PendingProcesses) -> None:
         """Print what is waited for, if it is new."""
         text = f"waiting {waiting.seconds:.0f} s for {', '.join(waiting.names)}"
         if self._is_terminal:
