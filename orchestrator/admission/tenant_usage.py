@@ -43,7 +43,7 @@ class _Account:
 
 
 @dataclass(slots=True)
-class Usage:
+class TenantUsage:
     """All tenants' accounts. Requests are accepted while a tenant owes less than a minute's tokens."""
 
     clock: Callable[[], float] = time.monotonic

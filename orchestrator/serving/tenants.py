@@ -27,7 +27,7 @@ from bough.security.worker_key import WorkerKey
 from bough.telemetry.spans import NO_TRACER, Tracer
 from orchestrator.admission.admission import Hold
 from orchestrator.admission.size_limits import require_name, require_texts
-from orchestrator.admission.tenant_usage import Count, Usage
+from orchestrator.admission.tenant_usage import Count, TenantUsage
 from orchestrator.serving.requests import Requests
 from orchestrator.telemetry.request_trace import request_trace
 
@@ -39,7 +39,7 @@ class Tenant:
     """Operations of one key's holder, with ids as the holder knows them."""
 
     requests: Requests
-    usage: Usage
+    usage: TenantUsage
     key: ApiKey | None = None  # None if there are no keys
     shares_prefixes: bool = False  # with other tenants
     tracer: Tracer = NO_TRACER
@@ -178,7 +178,7 @@ class Callers:
     share_prefixes: bool = False  # tenants may reuse each other's cached prefixes
     worker_key: WorkerKey | None = None  # its holders may only check health
     tracer: Tracer = NO_TRACER
-    _usage: Usage = field(default_factory=Usage)
+    _usage: TenantUsage = field(default_factory=TenantUsage)
 
     def watching(self) -> AbstractAsyncContextManager[None]:
         """Watch the file of keys, if there is one, during the block."""

@@ -12,7 +12,7 @@ from bough.errors import Exhausted
 from bough.protocol.generation import PromptLogprobs, Started, Tokens
 from bough.protocol.messages import RoundTimings
 from bough.security.api_keys import ApiKey
-from orchestrator.admission.tenant_usage import Usage
+from orchestrator.admission.tenant_usage import TenantUsage
 from orchestrator.serving.tenants import Tenant
 
 ALICE = ApiKey("alice", "0" * 64)
@@ -24,7 +24,7 @@ def tokens(number: int) -> Tokens:
 
 
 def test_requests_at_once_are_one_tenants() -> None:
-    usage, key = Usage(), ApiKey("alice", "0" * 64, requests=2)
+    usage, key = TenantUsage(), ApiKey("alice", "0" * 64, requests=2)
     with usage.request(key), usage.request(key):
         with pytest.raises(Exhausted, match="requests: 2 of this key run") as refused, usage.request(key):
             pass
@@ -36,7 +36,7 @@ def test_requests_at_once_are_one_tenants() -> None:
 
 
 def test_a_request_that_fails_frees_its_place() -> None:
-    usage, key = Usage(), ApiKey("alice", "0" * 64, requests=1)
+    usage, key = TenantUsage(), ApiKey("alice", "0" * 64, requests=1)
     with pytest.raises(ValueError, match="broken"), usage.request(key):
         raise ValueError("broken")
     with usage.request(key):
@@ -45,7 +45,7 @@ def test_a_request_that_fails_frees_its_place() -> None:
 
 def test_tokens_that_were_used_are_paid_for_by_the_minutes_that_follow() -> None:
     now = [100.0]
-    usage, key = Usage(clock=lambda: now[0]), ApiKey("alice", "0" * 64, tokens_per_minute=60)
+    usage, key = TenantUsage(clock=lambda: now[0]), ApiKey("alice", "0" * 64, tokens_per_minute=60)
     with usage.request(key) as count:
         count(Started("r", 30, 1, "m"))
         count(tokens(90))  # what runs is not cut short
@@ -66,7 +66,7 @@ def test_tokens_that_were_used_are_paid_for_by_the_minutes_that_follow() -> None
 
 
 def test_a_key_without_limits_has_none() -> None:
-    usage, limited = Usage(), replace(ALICE, tokens_per_minute=60)
+    usage, limited = TenantUsage(), replace(ALICE, tokens_per_minute=60)
     for _ in range(100):
         with usage.request(ALICE) as count:
             count(tokens(1000))
@@ -77,7 +77,7 @@ def test_a_key_without_limits_has_none() -> None:
 
 
 def test_of_too_many_sessions_those_unused_for_longest_are_given_up_and_none_that_is_in_use() -> None:
-    usage, key = Usage(), ApiKey("alice", "0" * 64, sessions=2)
+    usage, key = TenantUsage(), ApiKey("alice", "0" * 64, sessions=2)
 
     def used(name: str) -> list[str]:
         with usage.request(key, name) as count:
@@ -113,7 +113,7 @@ def test_of_too_many_sessions_those_unused_for_longest_are_given_up_and_none_tha
 
 def test_requests_that_wait_count_for_their_sessions() -> None:
     """Otherwise as many would run at once as come together, and a session would be closed under one that waits."""
-    usage, key = Usage(), ApiKey("alice", "0" * 64, sessions=1)
+    usage, key = TenantUsage(), ApiKey("alice", "0" * 64, sessions=1)
     with usage.request(key, "a") as count:
         count(STARTED)
     with usage.request(key, "a"):  # waits
@@ -131,7 +131,7 @@ def test_requests_that_wait_count_for_their_sessions() -> None:
 
 
 def test_a_session_that_was_closed_under_its_request_is_forgotten_at_its_end() -> None:
-    usage, key = Usage(), ApiKey("alice", "0" * 64, sessions=1)
+    usage, key = TenantUsage(), ApiKey("alice", "0" * 64, sessions=1)
     with usage.request(key, "a") as first:
         first(STARTED)
         usage.forget(key, "a")
@@ -146,7 +146,7 @@ def test_a_session_that_was_closed_under_its_request_is_forgotten_at_its_end() -
 
 def test_scores_of_a_prompt_are_no_further_tokens() -> None:
     """They ended the request of a key with a limit of tokens in an internal error."""
-    usage, key = Usage(clock=lambda: 0.0), ApiKey("alice", "0" * 64, tokens_per_minute=60)
+    usage, key = TenantUsage(clock=lambda: 0.0), ApiKey("alice", "0" * 64, tokens_per_minute=60)
     with usage.request(key) as count:
         count(Started("r", 30, 1, "m"))
         count(PromptLogprobs((7,) * 30, ()))
@@ -159,7 +159,7 @@ def test_scores_of_a_prompt_are_no_further_tokens() -> None:
 
 async def test_a_session_in_which_a_request_begins_while_another_is_closed_is_left_alone() -> None:
     """Its request was ended, as of a session that had been given up."""
-    usage, key = Usage(), ApiKey("alice", "0" * 64, sessions=1)
+    usage, key = TenantUsage(), ApiKey("alice", "0" * 64, sessions=1)
     running, closed = ExitStack(), list[str]()
 
     async def close_session(name: str) -> None:
