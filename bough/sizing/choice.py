@@ -47,7 +47,7 @@ class SweepLoad:
         return self.curve(self.num_context + others + num_nodes)
 
 
-class Size(NamedTuple):
+class PredictedSize(NamedTuple):
     """A tree size and its predicted outcome."""
 
     num_nodes: int  # the root included
@@ -63,7 +63,7 @@ class Size(NamedTuple):
 
 def best_size(
     profile: GainProfile, load: SweepLoad, draft_seconds: float, sizes: NDArray[np.int64], trust: float = 1.0
-) -> Size:
+) -> PredictedSize:
     """The size with the most tokens per second, the smallest among equals.
 
     Drafting takes `draft_seconds` for every size; the profile's gains are multiplied by `trust`.
@@ -72,10 +72,10 @@ def best_size(
     seconds = draft_seconds + load.seconds_if_all(sizes)
     best = int(np.argmax(tokens / seconds))
     rate = float(tokens[best] / seconds[best])
-    return Size(int(sizes[best]), float(tokens[best]), float(seconds[best]), load.num_trees * rate)
+    return PredictedSize(int(sizes[best]), float(tokens[best]), float(seconds[best]), load.num_trees * rate)
 
 
-def cut_size(values: FloatArray, load: SweepLoad, best: Size, share: float, most: int) -> int:
+def cut_size(values: FloatArray, load: SweepLoad, best: PredictedSize, share: float, most: int) -> int:
     """The number of nodes of a grown tree, at least 1, that pay at `share` of the price at the best size.
 
     `values` (num_nodes,) are the nodes' acceptance probabilities, descending from the root's 1. The largest among

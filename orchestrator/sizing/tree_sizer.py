@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from bough.config.processes import OrchestratorConfig
 from bough.protocol.decision import Decision, Mode
 from bough.sizing.acceptance_model import with_values
-from bough.sizing.choice import Size, SweepLoad, best_size, cut_size
+from bough.sizing.choice import PredictedSize, SweepLoad, best_size, cut_size
 from bough.sizing.gain_profile import TreeGains
 from bough.trees.merge import union
 from bough.trees.tree import Tree
@@ -54,7 +54,7 @@ class _Pending:
     situation: Situation
     plan: RoundPlan
     load: SweepLoad | None  # None if the size was not chosen by the sizer
-    best: Size | None
+    best: PredictedSize | None
     decision: Decision
     drafted: Tree | None = None
     values: NDArray[np.float64] | None = None  # acceptance probabilities of the drafted nodes
@@ -204,7 +204,7 @@ class TreeSizer:
         self._times.expect(decision.expected, situation, load, session.stats if plan.asks_draft else None)
         return _Pending(situation, plan, load, best, decision)
 
-    def _weigh(self, session: SessionState, drafting: Size, plain: Size) -> bool:
+    def _weigh(self, session: SessionState, drafting: PredictedSize, plain: PredictedSize) -> bool:
         """Whether to draft; it changes after TIMES_IN_A_ROW rounds in which the opposite was better by BETTER_BY."""
         stats = session.stats
         now, other = (drafting, plain) if stats.is_drafting else (plain, drafting)
@@ -216,7 +216,7 @@ class TreeSizer:
             session.pair.stats.is_drafting = stats.is_drafting
         return stats.is_drafting
 
-    def _growth(self, situation: Situation, session: SessionState, best: Size) -> BestFirst:
+    def _growth(self, situation: Situation, session: SessionState, best: PredictedSize) -> BestFirst:
         """Limits for growing the best size and a little more; the step price limits the depth."""
         speculation = situation.speculation
         budget = min(MOST_NODES, math.ceil(ROOM_TO_GROW * best.num_nodes))

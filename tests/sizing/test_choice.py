@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bough.protocol.cost_curve import CostCurve
-from bough.sizing.choice import Size, SweepLoad, best_size, cut_size
+from bough.sizing.choice import PredictedSize, SweepLoad, best_size, cut_size
 from bough.sizing.gain_profile import EDGES, GainProfile, TreeGains
 
 SIZES = np.arange(1, 513)
@@ -74,19 +74,19 @@ def test_a_cut_is_the_best_of_all_cuts(values: list[float], step: int, price: fl
     load = SweepLoad(CostCurve((4, 20, 40), (0.5, 0.5, 2.0), step), num_context=3, num_trees=3)
     rows = 3 + 2 * others
     worth = [ranked[:n].sum() - price * load.curve(rows + n) for n in range(1, min(len(ranked), most) + 1)]
-    best = Size(others, 1.0, 1.0, price)
+    best = PredictedSize(others, 1.0, 1.0, price)
     assert worth[cut_size(ranked, load, best, 1.0, most) - 1] == pytest.approx(max(worth))
 
 
 def test_padding_is_filled() -> None:
     values = np.array([1.0, 0.9, *[0.01] * 14])
     load = SweepLoad(CostCurve((8, 16), (1.0, 2.0), 8))
-    assert cut_size(values, load, Size(8, 2.0, 1.0, 0.5), 1.0, 16) == 8
+    assert cut_size(values, load, PredictedSize(8, 2.0, 1.0, 0.5), 1.0, 16) == 8
 
 
 def test_less_of_the_price_leaves_more_for_the_target_to_choose_from() -> None:
     values = np.array([1.0, *np.linspace(0.5, 0.01, 31)])
-    load, best = SweepLoad(LINEAR), Size(8, 2.0, 1.0, 8.0)
+    load, best = SweepLoad(LINEAR), PredictedSize(8, 2.0, 1.0, 8.0)
     assert cut_size(values, load, best, 0.5, 32) > cut_size(values, load, best, 1.0, 32)
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from bough.protocol.cost_curve import CostCurve
 from bough.protocol.decision import Mode
-from bough.sizing.choice import Size
+from bough.sizing.choice import PredictedSize
 from bough.trees.tree import Tree
 from bough.trees.tree_plan import BestFirst
 from orchestrator.sizing.plans import Sizer
@@ -100,8 +100,8 @@ def test_minds_change_for_more_than_three_percent_twice_in_a_row() -> None:
 
     def drafts(*rates: float) -> list[bool]:
         """Whether it drafts while trees make these rates, and doing without 1."""
-        plain = Size(1, 1.0, 1.0, 1.0)
-        return [sizer._weigh(session, Size(8, rate, 1.0, rate), plain) for rate in rates]
+        plain = PredictedSize(1, 1.0, 1.0, 1.0)
+        return [sizer._weigh(session, PredictedSize(8, rate, 1.0, rate), plain) for rate in rates]
 
     assert drafts(*[0.98] * 9) == [True] * 9
     assert drafts(0.9, 1.0, 0.9, 1.0) == [True] * 4
