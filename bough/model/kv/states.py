@@ -50,7 +50,7 @@ class StateRows(NamedTuple):
         return StateRows(*(torch.cat(pair) for pair in zip(self, other, strict=True)))
 
 
-class Snapshot(NamedTuple):
+class StateSnapshot(NamedTuple):
     """A layer's state at some length; never written to, so that sessions may share it."""
 
     memory: torch.Tensor
@@ -62,7 +62,7 @@ class LayerState:
 
     def __init__(self, shape: StateShape, device: torch.device) -> None:
         self._shape, self._device = shape, device
-        self.snapshots: dict[int, Snapshot] = {}  # by length
+        self.snapshots: dict[int, StateSnapshot] = {}  # by length
         self.memory = torch.zeros(shape.size, dtype=torch.float32, device=device)
         self.go_back(0)
 
@@ -74,7 +74,7 @@ class LayerState:
 
     def snap(self) -> None:
         """Take a snapshot; of too many, that between the shortest, where others may begin, and the longest goes."""
-        self.snapshots[self.length] = Snapshot(self.memory.clone(), self.window)
+        self.snapshots[self.length] = StateSnapshot(self.memory.clone(), self.window)
         if len(self.snapshots) > SNAPSHOTS:
             del self.snapshots[sorted(self.snapshots)[1]]
 
