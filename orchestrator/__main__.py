@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from bough.config.processes import OrchestratorConfig, parse
-from bough.processes.process import Stopped, run, stop_event
+from bough.processes.process import StoppedAtStart, run, stop_event
 from bough.telemetry.logs import configure_logging
 from orchestrator.assembly import assembled
 
@@ -23,7 +23,7 @@ async def main() -> None:
     stop = stop_event()
     if config.keys:
         _on_hangup(lambda: None)  # SIGHUP must not end the process before there are keys to read again
-    with suppress(Stopped):
+    with suppress(StoppedAtStart):
         async with assembled(config, stop) as orchestrator:
             gc.collect()
             gc.freeze()  # what is there now stays: looking through it again would hold up all streams at once

@@ -27,7 +27,7 @@ EXIT_CONFIG = 2
 EXIT_SIGNAL = 128  # plus the signal's number, as in a shell
 
 
-class Stopped(Unavailable):
+class StoppedAtStart(Unavailable):
     """The process was told to stop during its start."""
 
 
@@ -61,7 +61,7 @@ async def unless_stopped(stop: asyncio.Event, step: Awaitable[Result]) -> Result
     try:
         await asyncio.wait({working, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
-            raise Stopped("the process was told to stop during its start")
+            raise StoppedAtStart("the process was told to stop during its start")
         return await working
     finally:
         await end(working, stopping)
@@ -71,7 +71,7 @@ async def exit_if_stopped(stop: asyncio.Event, step: Awaitable[Result]) -> Resul
     """As `unless_stopped`, but exit at once: no caller depends on the process yet."""
     try:
         return await unless_stopped(stop, step)
-    except Stopped:
+    except StoppedAtStart:
         os._exit(0)  # a normal exit would wait for the thread that loads the model
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from bough.client import Client
 from bough.errors import DeadlineExceeded, InvalidRequest, Unavailable
-from bough.processes.process import Stopped
+from bough.processes.process import StoppedAtStart
 from bough.protocol.generation import (
     ChatPrompt,
     Event,
@@ -80,7 +80,7 @@ async def test_told_to_stop_before_the_index_answers_it_does_not_begin(stage: St
     await asyncio.sleep(0.3)
     assert not entering.done()
     stop.set()
-    with pytest.raises(Stopped):
+    with pytest.raises(StoppedAtStart):
         await entering
 
 
