@@ -17,7 +17,7 @@ from bough.protocol.messages import GrowCall, GrowResult, WorkerInfo
 from bough.registry.records import WorkerLoad
 from bough.telemetry.metrics import MetricsServer
 from bough.telemetry.spans import NOTED_SPANS
-from draft_worker.engine.engine import DraftEngine, Request
+from draft_worker.engine.engine import DraftEngine, PendingGrow
 from draft_worker.metrics import DraftCollector
 
 
@@ -52,7 +52,7 @@ class ServedDraft(ServedWorker[DraftConfig]):
 
     def grow(self, call: GrowCall) -> Future[GrowResult]:
         """Queue a call; the future raises InvalidRequest or PrefixMissing. A cancelled call ends at the next step."""
-        request = Request(call, Future(), time.perf_counter_ns(), NOTED_SPANS.get())
+        request = PendingGrow(call, Future(), time.perf_counter_ns(), NOTED_SPANS.get())
         try:
             self._unanswered.add(request.future)
         except Exhausted as exc:
@@ -100,7 +100,7 @@ class ServedDraft(ServedWorker[DraftConfig]):
             **own,
         )
 
-    def _start(self, request: Request) -> None:
+    def _start(self, request: PendingGrow) -> None:
         if self._is_draining and request.call.context.session_id not in self._engine.pool:
             settle(request.future, Unavailable("this draft worker is draining: new sessions must go to another one"))
         else:

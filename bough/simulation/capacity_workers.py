@@ -13,7 +13,7 @@ import simpy
 
 from bough.simulation.capacity_choice import PLAIN, Size
 from bough.simulation.capacity_slots import SlotMemory
-from bough.simulation.measuring import Request, SweepRecord
+from bough.simulation.measuring import FinishedRequest, SweepRecord
 from bough.simulation.profile import Factors, Profile, jittered
 from bough.simulation.scenario import RequestKind
 
@@ -55,9 +55,9 @@ class Session:
         self.parts[ended] += now - self.since
         self.since = now
 
-    def as_request(self, now: float) -> Request:
+    def as_request(self, now: float) -> FinishedRequest:
         """The finished request, at the time of its last token."""
-        return Request(self.produced, self.first - self.asked, now - self.asked, self.num_rounds, self.parts)
+        return FinishedRequest(self.produced, self.first - self.asked, now - self.asked, self.num_rounds, self.parts)
 
     @property
     def wanted_tokens(self) -> int:

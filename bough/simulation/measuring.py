@@ -12,7 +12,7 @@ from bough.simulation.capacity_choice import Size
 from bough.simulation.scenario import CapacityReport, Percentiles, Scenario
 
 
-class Request(NamedTuple):
+class FinishedRequest(NamedTuple):
     """A finished request; times in seconds."""
 
     tokens: int
@@ -40,7 +40,7 @@ class Measured:
     began: float = 0.0
     ended: float = 0.0
     is_complete: bool = False
-    requests: list[Request] = field(default_factory=list)
+    requests: list[FinishedRequest] = field(default_factory=list)
     sweeps: list[list[SweepRecord]] = field(default_factory=list)  # of each target, from the start on
     draft_busy: list[float] = field(default_factory=list)  # busy seconds of each draft, at the end
     num_rounds: int = 0

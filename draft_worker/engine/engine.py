@@ -35,7 +35,7 @@ NANO = 1e-9
 MAX_STEP_ROWS = 1024  # limit of rows of the cost curve
 
 
-class Request(NamedTuple):
+class PendingGrow(NamedTuple):
     """A call with the future of its answer."""
 
     call: GrowCall
@@ -45,7 +45,7 @@ class Request(NamedTuple):
 
 
 class _Running(NamedTuple):
-    request: Request
+    request: PendingGrow
     job: GrowJob
     began_ns: int
 
@@ -81,7 +81,7 @@ class DraftEngine:
         self._draft, self._vocab_size, self._max_children = draft, vocab_size, max_children
         self.pool, self._ahead_steps, self.scalings = pool, ahead_steps, scalings
         self._running: dict[str, _Running] = {}
-        self._waiting: deque[Request] = deque()  # while all room belongs to sessions whose trees grow
+        self._waiting: deque[PendingGrow] = deque()  # while all room belongs to sessions whose trees grow
         self._ahead: OrderedDict[str, DraftAhead] = OrderedDict()
         self._times = StepTimes(MAX_STEP_ROWS)
         self.cost: CostCurve | None = None  # seconds of a draft step by rows; readable by any thread
@@ -111,7 +111,7 @@ class DraftEngine:
         """Whether there is draft-ahead work."""
         return bool(self._ahead)
 
-    def start(self, request: Request) -> None:
+    def start(self, request: PendingGrow) -> None:
         """Admit a call. An earlier call of the session that is still growing fails: its answer is out of date."""
         session_id = request.call.context.session_id
         self._end(session_id, Unavailable(f"session_id: {session_id!r} was called again before its tree was grown"))

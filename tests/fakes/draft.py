@@ -18,7 +18,7 @@ from bough.protocol.sampling_params import SamplingParams
 from bough.tokenization.vocabulary import TokenizerFiles
 from bough.trees.tree_plan import BestFirst, TreePlan
 from draft_worker.candidates.temperature_scaling import TemperatureScalings
-from draft_worker.engine.engine import DraftEngine, Request
+from draft_worker.engine.engine import DraftEngine, PendingGrow
 from draft_worker.engine.session import Window
 from draft_worker.engine.session_pool import SessionPool
 from draft_worker.model.model_draft import ModelDraft
@@ -109,7 +109,7 @@ def grow_call(
 
 def started(engine: DraftEngine, call: GrowCall) -> Future[GrowResult]:
     future: Future[GrowResult] = Future()
-    engine.start(Request(call, future, 0))
+    engine.start(PendingGrow(call, future, 0))
     return future
 
 

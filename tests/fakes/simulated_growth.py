@@ -18,7 +18,7 @@ from bough.simulation.clock import SimulatedClock
 from bough.simulation.pair import SimulatedPair
 from bough.trees.tree_plan import BestFirst, TreePlan
 from draft_worker.candidates.temperature_scaling import TemperatureScalings
-from draft_worker.engine.engine import DraftEngine, Request
+from draft_worker.engine.engine import DraftEngine, PendingGrow
 from draft_worker.engine.session import Window
 from draft_worker.engine.session_pool import SessionPool
 from draft_worker.simulated import SimulatedDraft
@@ -33,7 +33,7 @@ def grown(
     arena = Arena(len(calls) * window.max_rows, 1, rows_to_keep=lambda slot: slot.num_rows)
     draft, pool = SimulatedDraft(pair, clock), SessionPool(arena, window)
     engine = DraftEngine(draft, pair.vocab_size, 16, pool, 0, TemperatureScalings(power))
-    requests = [Request(call, Future(), 0) for call in calls]
+    requests = [PendingGrow(call, Future(), 0) for call in calls]
     for request in requests:
         engine.start(request)
     while engine.is_growing:
