@@ -43,7 +43,7 @@ def arguments_text(value: Any) -> Any:
     return value or "{}"
 
 
-class Choice(NamedTuple):
+class FunctionChoice(NamedTuple):
     """Whether functions are to be called, and perhaps which."""
 
     choice: ToolChoice = ToolChoice.AUTO
@@ -51,7 +51,7 @@ class Choice(NamedTuple):
     given: Json | str = "auto"  # as the request says it
 
 
-ANY = Choice()
+ANY = FunctionChoice()
 
 
 class ChoiceSpelling(NamedTuple):
@@ -64,9 +64,9 @@ class ChoiceSpelling(NamedTuple):
     def choice(self, value: Any) -> Any:
         """Accept a mode, an object that names a function, or one that names all that may be called."""
         if value in ("none", "auto", "required"):
-            return Choice(ToolChoice(value), given=value)
+            return FunctionChoice(ToolChoice(value), given=value)
         if name := self._name(value):
-            return Choice(ToolChoice.REQUIRED, {f"tool_choice.{self.function}": name}, value)
+            return FunctionChoice(ToolChoice.REQUIRED, {f"tool_choice.{self.function}": name}, value)
         match _fields(value, "allowed_tools", self.allowed):
             case {"mode": "auto" | "required" as mode, "tools": [_, *_] as tools, **more} if not more:
                 if len(tools) > MAX_TOOLS:
@@ -74,7 +74,7 @@ class ChoiceSpelling(NamedTuple):
                 place = f"tool_choice.{self.allowed}"
                 names = {f"{place}[{index}].{self.function}": self._name(tool) for index, tool in enumerate(tools)}
                 if all(names.values()):
-                    return Choice(ToolChoice(mode), names, value)
+                    return FunctionChoice(ToolChoice(mode), names, value)
         raise must(f"be none, auto, required, {self.examples}")
 
     def _name(self, value: Any) -> str:
@@ -137,15 +137,19 @@ class ToolCallFields(Fields):
 
 ToolList = Annotated[list[ToolFields], Field(max_length=MAX_TOOLS)]
 CallList = Annotated[list[ToolCallFields], Field(max_length=MAX_CALLS)]
-ToolChoiceField = Annotated[Choice, BeforeValidator(_IN_CHATS.choice)]
+ToolChoiceField = Annotated[FunctionChoice, BeforeValidator(_IN_CHATS.choice)]
 
 
-def chat_tools(tools: Sequence[ToolFields], chosen: Choice = ANY, *, allows_several: bool = True) -> Tools | None:
+def chat_tools(
+    tools: Sequence[ToolFields], chosen: FunctionChoice = ANY, *, allows_several: bool = True
+) -> Tools | None:
     """The tools of a conversation; None without any. Raises ApiError as `tools_of`."""
     return tools_of([tool.function for tool in tools], ".function", chosen, allows_several=allows_several)
 
 
-def tools_of(given: Sequence[FunctionFields], path: str, chosen: Choice, *, allows_several: bool) -> Tools | None:
+def tools_of(
+    given: Sequence[FunctionFields], path: str, chosen: FunctionChoice, *, allows_several: bool
+) -> Tools | None:
     """The tools of a request; None without any. `path` leads from an entry of `tools` to its function.
 
     Raises:

@@ -15,8 +15,8 @@ from orchestrator.http_api.fields.tools import (
     ANY,
     FUNCTION_NAME,
     MAX_TOOLS,
-    Choice,
     ChoiceSpelling,
+    FunctionChoice,
     FunctionFields,
     arguments_text,
 )
@@ -164,7 +164,7 @@ class ResponseFields(RequestFields):
     max_output_tokens: StrictInt | None = None
     text: TextFields = TextFields()
     tools: list[FlatToolFields] = Field(default_factory=list, max_length=MAX_TOOLS)
-    tool_choice: Annotated[Choice, BeforeValidator(_CHOICE.choice)] = ANY
+    tool_choice: Annotated[FunctionChoice, BeforeValidator(_CHOICE.choice)] = ANY
     parallel_tool_calls: StrictBool = True
     reasoning: ReasoningFields = ReasoningFields()
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
