@@ -89,7 +89,7 @@ async def assembled(config: OrchestratorConfig, stop: asyncio.Event) -> AsyncIte
     """Build an orchestrator in the running event loop. It listens within the block; afterwards everything is closed.
 
     Raises:
-        Stopped: `stop` was set before the index answered.
+        StoppedAtStart: `stop` was set before the index answered.
         Unavailable: the index does not answer.
         ConfigError: a port is in use, the URL of the index or the file of keys cannot be read, no address to advertise
             was found, or the packages for traces are not installed.

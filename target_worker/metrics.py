@@ -20,7 +20,7 @@ CALLS = tuple(2**power for power in range(9))  # of those of `bough_sweep_calls`
 
 
 class TargetLoad(NamedTuple):
-    """Load of a target at a moment."""
+    """The load of a target at a moment."""
 
     pool: PoolFigures
     num_running: int  # calls in the current sweep

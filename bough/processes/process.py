@@ -56,7 +56,7 @@ def stop_event() -> asyncio.Event:
 
 
 async def unless_stopped(stop: asyncio.Event, step: Awaitable[Result]) -> Result:
-    """Await a step of the start. Raises Stopped if `stop` is set before it is done."""
+    """Await a step of the start. Raises StoppedAtStart if `stop` is set before it is done."""
     working, stopping = asyncio.ensure_future(step), asyncio.create_task(stop.wait())
     try:
         await asyncio.wait({working, stopping}, return_when=asyncio.FIRST_COMPLETED)
