@@ -144,7 +144,7 @@ def rate(model: SweepModel, tokens_per_round: float, num_nodes: int, draft_secon
 
 
 @dataclass(frozen=True, slots=True)
-class Purchase:
+class MemoryPurchase:
     """An amount of added memory and the time it saves."""
 
     kind: str  # "device" or "host"
@@ -159,7 +159,7 @@ def purchases(
     kinds: Sequence[str],
     place: Callable[[Budgets], Placement],
     seconds: Callable[[Placement], float],
-) -> list[Purchase]:
+) -> list[MemoryPurchase]:
     """For each kind and amount of added memory, the sweep's `seconds` after `place` has placed the layers again."""
     before = seconds(place(budgets))
     bought = []
@@ -167,5 +167,5 @@ def purchases(
         for added in (gigabytes * GIGABYTE for gigabytes in MORE_GIGABYTES):
             placement = place(replace(budgets, **{kind: getattr(budgets, kind) + added}))
             after = seconds(placement)
-            bought.append(Purchase(kind, added, placement.link_bytes, after, before - after))
+            bought.append(MemoryPurchase(kind, added, placement.link_bytes, after, before - after))
     return bought

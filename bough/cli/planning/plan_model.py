@@ -35,7 +35,7 @@ from bough.model.sizes.memory_budget import (
 )
 from bough.model.sizes.model_sizes import ModelShapes, find_config, model_shapes
 from bough.sizing.cost_model import (
-    Purchase,
+    MemoryPurchase,
     Rate,
     Speed,
     Speeds,
@@ -83,7 +83,7 @@ class Plan:
     num_nodes: int  # tree size assumed for rates and purchases
     draft: DraftCost | None
     rates: tuple[Rate, ...]
-    purchases: tuple[Purchase, ...]
+    purchases: tuple[MemoryPurchase, ...]
 
 
 def make_plan(settings: PlanConfig) -> Plan:

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from bough.cli.planning.plan_model import Plan
-from bough.sizing.cost_model import Purchase, Speed, SweepModel
+from bough.sizing.cost_model import MemoryPurchase, Speed, SweepModel
 from bough.sizing.placement import Tier, gigabytes
 
 TREE_SIZES = (1, 16, 64, 128, 256, 512, 1024)
@@ -132,7 +132,7 @@ def _prices(plan: Plan) -> Iterator[str]:
     yield from (f"  {_price(purchase)}" for purchase in plan.purchases)
 
 
-def _price(purchase: Purchase) -> str:
+def _price(purchase: MemoryPurchase) -> str:
     return (
         f"{purchase.added_bytes // 1000**3:+} GB of {purchase.kind} memory: {purchase.saved_seconds:.3f} s less "
         f"({purchase.sweep_seconds:.3f} s, {gigabytes(purchase.link_bytes)} over the link at most)"
