@@ -17,7 +17,7 @@ import simpy
 
 from bough.simulation.acceptance_law import AcceptanceLaw
 from bough.simulation.capacity_choice import LEAST_SHARE, PLAIN, RoundLoad, Size, SizeChoice
-from bough.simulation.capacity_workers import Draft, Session, Target, World
+from bough.simulation.capacity_workers import Draft, SimulatedSession, Target, World
 from bough.simulation.measuring import Measured, report
 from bough.simulation.round_yield import RoundYield
 from bough.simulation.scenario import CapacityReport, RequestKind, Scenario
@@ -67,7 +67,7 @@ class _Simulation:
         ]
         self._drafts = [Draft(self._world, self._grown) for _ in range(scenario.num_drafts)]
         self._cells = {id(target): self._cell(index) for index, target in enumerate(self._targets)}
-        self._queue: list[Session] = []  # waiting for a KV slot, oldest first
+        self._queue: list[SimulatedSession] = []  # waiting for a KV slot, oldest first
         self._accepts: dict[tuple[AcceptanceLaw, Size], list[float]] = {}
         self._num_asked = 0
         self._weights = [kind.weight for kind in scenario.kinds]
@@ -110,7 +110,7 @@ class _Simulation:
             kind = kinds[self._num_asked % len(kinds)]
         self._num_asked += 1
         now = self._env.now
-        session = Session(kind, now, self._num_asked, since=now, context=kind.prompt_tokens, more=more - 1)
+        session = SimulatedSession(kind, now, self._num_asked, since=now, context=kind.prompt_tokens, more=more - 1)
         session.draft_context = kind.prompt_tokens
         session.luck = self._random.random() if self._scenario.requests_each else 0.0
         self._queue.append(session)
@@ -133,9 +133,9 @@ class _Simulation:
             session.enter("place", self._env.now)
             self._begin_round([session])
 
-    def _begin_round(self, sessions: list[Session]) -> None:
+    def _begin_round(self, sessions: list[SimulatedSession]) -> None:
         """Choose sizes, and send on each session whose slot has room for its tree."""
-        ready: list[Session] = []
+        ready: list[SimulatedSession] = []
         crowded: set[Target] = set()
         for session in sessions:
             target = session.target
@@ -164,37 +164,37 @@ class _Simulation:
             session.enter("place", self._env.now)
         self._send_round(resumed)
 
-    def _put_back(self, session: Session, target: Target) -> None:
+    def _put_back(self, session: SimulatedSession, target: Target) -> None:
         """Queue a preempted session again, before all younger ones."""
         self._leave_workers(session, target)
         session.begin_anew()
         insort(self._queue, session, key=lambda each: each.number)
         self._measured.num_preemptions += 1
 
-    def _leave_workers(self, session: Session, target: Target) -> None:
+    def _leave_workers(self, session: SimulatedSession, target: Target) -> None:
         target.num_running -= 1
         if session.draft is not None:
             session.draft.num_sessions -= 1
 
-    def _send_round(self, sessions: list[Session]) -> None:
+    def _send_round(self, sessions: list[SimulatedSession]) -> None:
         """Send each session to its draft, or directly to its target for plain decoding."""
         self._send([session for session in sessions if session.size.depth], 1, "draft")
         self._send([session for session in sessions if not session.size.depth], 1, "target")
 
-    def _resize(self, session: Session, size: Size) -> None:
+    def _resize(self, session: SimulatedSession, size: Size) -> None:
         session.size = size
         session.accepts = self._accepts_of(self._law(session), size)
 
-    def _trim(self, session: Session, num_riders: int) -> None:
+    def _trim(self, session: SimulatedSession, num_riders: int) -> None:
         """Shrink a tree at the target to the size that would be chosen for this number of riders."""
         self._limit(session, self._size(session, num_riders).nodes)
 
-    def _limit(self, session: Session, most: int) -> None:
+    def _limit(self, session: SimulatedSession, most: int) -> None:
         """Shrink a tree to at most `most` nodes."""
         if most < session.size.nodes:
             self._resize(session, Size(most, min(session.size.depth, most - 1)) if most > 1 else PLAIN)
 
-    def _size(self, session: Session, num_riders: int = 0) -> Size:
+    def _size(self, session: SimulatedSession, num_riders: int = 0) -> Size:
         target, draft = session.target, session.draft
         if draft is None or target is None or session.remaining <= 1:
             return PLAIN
@@ -208,7 +208,7 @@ class _Simulation:
         depth = min(size.depth, nodes - 1, session.remaining - 1)
         return Size(nodes, depth) if depth else PLAIN
 
-    def _law(self, session: Session) -> AcceptanceLaw:
+    def _law(self, session: SimulatedSession) -> AcceptanceLaw:
         return session.kind.acceptance or self._scenario.profile.acceptance
 
     def _accepts_of(self, law: AcceptanceLaw, size: Size) -> list[float]:
@@ -216,7 +216,7 @@ class _Simulation:
             self._accepts[law, size] = [-prob for prob in self._choices[law].depth_probs(size).tolist()]
         return self._accepts[law, size]
 
-    def _send(self, sessions: list[Session], ways: int, to: str) -> None:
+    def _send(self, sessions: list[SimulatedSession], ways: int, to: str) -> None:
         """Deliver sessions after `ways` one-way network delays."""
         if not sessions:
             return
@@ -235,15 +235,15 @@ class _Simulation:
 
         self._world.later(ways * profile.network.call_seconds(self._world.factors) / 2, arrive)
 
-    def _grown(self, sessions: list[Session]) -> None:
+    def _grown(self, sessions: list[SimulatedSession]) -> None:
         for session in sessions:
             session.enter("draft", self._env.now)
         self._send(sessions, 2, "target")
 
-    def _swept(self, sessions: list[Session]) -> None:
+    def _swept(self, sessions: list[SimulatedSession]) -> None:
         self._send(sessions, 1, "answer")
 
-    def _commit(self, sessions: list[Session]) -> None:
+    def _commit(self, sessions: list[SimulatedSession]) -> None:
         going_on = []
         for session in sessions:
             num_accepted = bisect_left(session.accepts, -self._draw(session))  # depths likelier than what was drawn
@@ -262,14 +262,14 @@ class _Simulation:
         if self._measured.num_rounds >= self._scenario.max_rounds and not self._enough.triggered:
             self._enough.succeed()
 
-    def _draw(self, session: Session) -> float:
+    def _draw(self, session: SimulatedSession) -> float:
         """A uniform number: random, or evenly spread for requests given one by one, to reduce variance."""
         if not self._scenario.requests_each:
             return self._random.random()
         session.luck = (session.luck + GOLDEN) % 1.0
         return session.luck
 
-    def _end(self, session: Session) -> None:
+    def _end(self, session: SimulatedSession) -> None:
         target, measured = session.target, self._measured
         assert target is not None, "an admitted session has a target"
         target.slots.leave(session)

@@ -27,7 +27,7 @@ Process = Generator[simpy.Event, Any, None]
 
 
 @dataclass(slots=True, eq=False)
-class Session:
+class SimulatedSession:
     """A running request, and its time by activity."""
 
     kind: RequestKind
@@ -119,18 +119,18 @@ class RunningMean:
 class Draft:
     """Grows the trees of all its sessions in shared steps; sessions that arrive during a step join the next."""
 
-    def __init__(self, world: World, grown: Callable[[list[Session]], None]) -> None:
+    def __init__(self, world: World, grown: Callable[[list[SimulatedSession]], None]) -> None:
         self.num_sessions = 0  # assigned to it
         self.drafting = RunningMean(1.0)  # sessions in one step
         self.busy_seconds = 0.0
         self._world, self._grown = world, grown
-        self._new: list[Session] = []
-        self._ends: list[tuple[int, int, Session]] = []  # heap of (last step, order, session)
+        self._new: list[SimulatedSession] = []
+        self._ends: list[tuple[int, int, SimulatedSession]] = []  # heap of (last step, order, session)
         self._rows, self._count = 0, 0
         self._wake = world.env.event()
         world.env.process(self._run())
 
-    def call(self, session: Session) -> None:
+    def call(self, session: SimulatedSession) -> None:
         """Request a tree of the session's `size`."""
         self._new.append(session)
         if not self._wake.triggered:
@@ -171,13 +171,15 @@ class Draft:
         return context
 
 
-Trim = Callable[[Session, int], None]  # given a session and the number of riders
+Trim = Callable[[SimulatedSession, int], None]  # given a session and the number of riders
 
 
 class Target:
     """Sweeps over the sessions present, after a short delay for sessions that are about to return."""
 
-    def __init__(self, world: World, gather: float, swept: Callable[[list[Session]], None], trim: Trim) -> None:
+    def __init__(
+        self, world: World, gather: float, swept: Callable[[list[SimulatedSession]], None], trim: Trim
+    ) -> None:
         """`swept` is called with sessions that have a verdict; `trim` shrinks a tree if more ride than planned."""
         self.slots = SlotMemory(world.profile.target.kv_tokens)
         self.num_running = 0
@@ -186,14 +188,14 @@ class Target:
         self.tokens = RunningMean(1.0, SLOW_WEIGHT)  # tokens of a round
         self.sweeps: list[SweepRecord] = []
         self._world, self._swept, self._trim, self._most_delay = world, swept, trim, gather
-        self._waiting: deque[Session] = deque()
+        self._waiting: deque[SimulatedSession] = deque()
         self._return = RunningMean()
         self._longest, self._answered = 0.0, 0.0
         self._arrival = world.env.event()
         self._knee = max(CHUNK, world.profile.target.knee())
         world.env.process(self._run())
 
-    def call(self, session: Session) -> None:
+    def call(self, session: SimulatedSession) -> None:
         """Queue a session's tree and context for the next sweep."""
         now = self._world.env.now
         if session.num_rounds:
@@ -240,13 +242,13 @@ class Target:
             self._arrival = env.event()
             yield self._arrival | env.timeout(deadline - env.now)
 
-    def _pack(self) -> tuple[list[Session], list[Session], int]:
+    def _pack(self) -> tuple[list[SimulatedSession], list[SimulatedSession], int]:
         """The riders of the next sweep, those of them that get a verdict, and rows: trees, then chunks of prompts."""
         most = self._world.profile.target.max_sweep_rows
-        riders: list[Session] = []
-        done: list[Session] = []
-        reading: list[Session] = []
-        remaining: list[Session] = []
+        riders: list[SimulatedSession] = []
+        done: list[SimulatedSession] = []
+        reading: list[SimulatedSession] = []
+        remaining: list[SimulatedSession] = []
         rows = 0
         if len(self._waiting) > round(self.riders.value):
             for session in self._waiting:
