@@ -14,7 +14,7 @@ from typing import NamedTuple, Self
 import torch
 
 from bough.errors import StreamError
-from bough.model.architecture.moe import Experts, ExpertTable
+from bough.model.architecture.moe import ExpertSources, ExpertTable
 from bough.model.checkpoint.tensor_source import ReusedMemory
 from target_worker.experts.expert_cache import Expert, ExpertCache
 from target_worker.link.layer_extents import LayerExperts, sizes_of
@@ -114,7 +114,7 @@ class ExpertStore:
         scratch = torch.empty(num_bytes, dtype=torch.uint8, device=self.loader.device)
         for index, layer in self._layers.items():
             for number, slot in enumerate(layer.slots):
-                assert isinstance(slot.source, Experts)
+                assert isinstance(slot.source, ExpertSources)
                 slot.assign(ExpertTable(slot.source, _Asked(self, index, number), dtype, ReusedMemory(scratch)))
 
     def begin(self, layer: int) -> None:

@@ -144,7 +144,7 @@ class LayerExtents:
 class LayerExperts:
     """A layer's experts, each of which can be read separately."""
 
-    slots: tuple[ParameterSlot, ...]  # whose sources are `Experts`
+    slots: tuple[ParameterSlot, ...]  # whose sources are `ExpertSources`
     each: tuple[LayerExtents, ...]  # by index in the layer
 
     def scratch_bytes(self, dtype: torch.dtype) -> int:

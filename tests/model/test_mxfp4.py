@@ -15,7 +15,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from bough.client import Client
 from bough.errors import CheckpointError, ConfigError
-from bough.model.architecture.moe import Experts
+from bough.model.architecture.moe import ExpertSources
 from bough.model.batch.batch import Batch, Segment
 from bough.model.checkpoint.checkpoint import Checkpoint, read_header
 from bough.model.checkpoint.tensor_source import FreshMemory
@@ -69,11 +69,11 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return published(tmp_path_factory.mktemp("gpt-oss"))
 
 
-def opened(blocks: torch.Tensor, scales: torch.Tensor, folder: Path) -> Experts:
+def opened(blocks: torch.Tensor, scales: torch.Tensor, folder: Path) -> ExpertSources:
     save_file({"x_blocks": blocks, "x_scales": scales}, folder / "model.safetensors")
     checkpoint = Checkpoint(folder, read_header(folder / "model.safetensors"))
     source = logical_sources(checkpoint, Mxfp4Format.of(AS_PUBLISHED, ""))["x"]
-    assert isinstance(source, Experts)
+    assert isinstance(source, ExpertSources)
     return source
 
 

@@ -29,7 +29,7 @@ _num_rows: ContextVar[int | None] = ContextVar("num_rows", default=None)  # rows
 
 
 @dataclass(frozen=True, slots=True)
-class Experts:
+class ExpertSources:
     """Sources of one stacked parameter, expert by expert."""
 
     parts: tuple[TensorSource, ...]
@@ -55,7 +55,7 @@ class Experts:
         return ExpertTable(self, _AllThere(raws), dtype, scratch)
 
 
-AnySource = TensorSource | Experts
+AnySource = TensorSource | ExpertSources
 
 
 class ExpertBytes(Protocol):
@@ -95,7 +95,7 @@ def with_rows(num_rows: int) -> Iterator[None]:
 class ExpertTable:
     """The values of a stacked parameter, one expert at a time."""
 
-    def __init__(self, experts: Experts, raw: ExpertBytes, dtype: torch.dtype, scratch: Scratch) -> None:
+    def __init__(self, experts: ExpertSources, raw: ExpertBytes, dtype: torch.dtype, scratch: Scratch) -> None:
         self._experts = experts
         self._raw = raw
         self._dtype = dtype
@@ -209,15 +209,15 @@ def _by_expert(chosen: torch.Tensor, num_experts: int) -> dict[int, tuple[torch.
     return {expert: (rows[begin:end], ranks[begin:end]) for expert, (begin, end) in enumerate(spans) if begin < end}
 
 
-def stack_of(module: nn.Module, source: AnySource) -> Experts | None:
+def stack_of(module: nn.Module, source: AnySource) -> ExpertSources | None:
     """The experts of a stacked parameter, or None if it is none; one stored tensor is split by experts."""
     if not has_own_products(module):
         return None
-    if isinstance(source, Experts):
+    if isinstance(source, ExpertSources):
         return source
     if not isinstance(source, Stored) or len(source.shape) != 3:
         return None
-    return Experts(tuple(map(Stored, parts_of(source.place))))
+    return ExpertSources(tuple(map(Stored, parts_of(source.place))))
 
 
 def has_own_products(module: nn.Module) -> bool:

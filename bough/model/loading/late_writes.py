@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from bough.model.architecture.moe import Experts
+from bough.model.architecture.moe import ExpertSources
 from bough.model.checkpoint.tensor_source import ReusedMemory
 from bough.model.loading.loading import (
     ParameterSlot,
@@ -48,7 +48,7 @@ def bind_all(skeleton: Skeleton, device: torch.device, stays_packed: bool = Fals
         CheckpointError: a tensor cannot be read, or its checksum is wrong.
     """
     slots = [slot for layer in skeleton.layer_slots for slot in layer]
-    waiting = (slot for slot in slots if stays_packed and (can_wait(slot) or isinstance(slot.source, Experts)))
+    waiting = (slot for slot in slots if stays_packed and (can_wait(slot) or isinstance(slot.source, ExpertSources)))
     late = [slot for slot in waiting if slot.source.scratch_bytes(skeleton.dtype)]
     bind_resident(skeleton, [*skeleton.resident_slots, *(slot for slot in slots if slot not in late)], device)
     move_buffers(skeleton.model, device)

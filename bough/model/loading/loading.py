@@ -16,7 +16,7 @@ from transformers.core_model_loading import build_glob_alternation
 from bough.errors import CheckpointError
 from bough.model.architecture import moe
 from bough.model.architecture.architecture import build_empty, cut_layers, describe, load_config, max_positions
-from bough.model.architecture.moe import AnySource, Experts
+from bough.model.architecture.moe import AnySource, ExpertSources
 from bough.model.checkpoint.checkpoint import Checkpoint, TensorPlace
 from bough.model.checkpoint.pack_manifest import read_checksums
 from bough.model.checkpoint.tensor_source import (
@@ -57,7 +57,7 @@ class ParameterSlot:
 
     def materialize(self, raw: Sequence[torch.Tensor], dtype: torch.dtype, scratch: Scratch) -> Any:
         """Make the value in the form that `assign` takes."""
-        if isinstance(self.source, Experts):
+        if isinstance(self.source, ExpertSources):
             return self.source.table(raw, dtype, scratch)
         return self.as_parameter(self.source.value(raw, dtype, scratch))
 
@@ -67,7 +67,7 @@ class ParameterSlot:
 
     def assign(self, value: Any) -> None:
         """Set the parameter to what `materialize` returned."""
-        if isinstance(self.source, Experts):
+        if isinstance(self.source, ExpertSources):
             self.module._parameters.pop(self.key, None)  # a table is no tensor, which nn.Module would refuse
             self.module.__dict__[self.key] = value
         elif self.key in self.module._buffers:
@@ -201,10 +201,10 @@ class _Finder:
 
 def _require_readable(source: AnySource | TensorSource) -> None:
     """Raise CheckpointError for a tensor of unsupported dtype, or whose shape differs from its siblings'."""
-    parts = source.parts if isinstance(source, Joined | Experts) else ()
+    parts = source.parts if isinstance(source, Joined | ExpertSources) else ()
     for part in parts:
         _require_readable(part)
-        if part.shape[1:] != parts[0].shape[1:] or (isinstance(source, Experts) and part.shape != parts[0].shape):
+        if part.shape[1:] != parts[0].shape[1:] or (isinstance(source, ExpertSources) and part.shape != parts[0].shape):
             raise CheckpointError(
                 f"{part.places[0].file}: tensor {part.places[0].name} has shape {list(part.shape)}, but "
                 f"{parts[0].places[0].name}, with which it belongs together, has {list(parts[0].shape)}"

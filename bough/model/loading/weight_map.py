@@ -22,7 +22,7 @@ from transformers.core_model_loading import (
 )
 
 from bough.errors import CheckpointError
-from bough.model.architecture.moe import AnySource, Experts
+from bough.model.architecture.moe import AnySource, ExpertSources
 from bough.model.checkpoint.checkpoint import Checkpoint
 from bough.model.checkpoint.tensor_source import Joined, Stored, TensorSource
 from bough.model.quant.format import PackedTensors, QuantFormat
@@ -101,14 +101,14 @@ class WeightMap:
             return Joined(tuple(column[0] for column in columns))
         if steps in ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)]):
             rows = list(zip(*columns, strict=True))
-            return Experts(tuple(row[0] if len(row) == 1 else Joined(row) for row in rows))
+            return ExpertSources(tuple(row[0] if len(row) == 1 else Joined(row) for row in rows))
         operations = ", ".join(type(step).__name__ for step in converter.operations)
         raise CheckpointError(f"parameter {name}: its tensors are put together by {operations}, which is not supported")
 
     def _apart(self, name: str) -> TensorSource:
         """A value that transformers would combine with others. Raises CheckpointError for a stack of experts."""
         source = self._sources[name]
-        if isinstance(source, Experts):
+        if isinstance(source, ExpertSources):
             raise CheckpointError(f"tensor {source.places[0].name}: packed experts must be stored as the parameter is")
         return source
 

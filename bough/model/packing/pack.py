@@ -19,7 +19,7 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.core_model_loading import MergeModulelist, WeightConverter
 
 from bough.errors import CheckpointError, ConfigError
-from bough.model.architecture.moe import Experts
+from bough.model.architecture.moe import ExpertSources
 from bough.model.checkpoint.checkpoint import Checkpoint, TensorPlace
 from bough.model.checkpoint.tensor_source import STORED_DTYPES, Joined, Stored, TensorSource
 from bough.model.loading.late_writes import can_wait, is_late
@@ -146,7 +146,7 @@ def is_packed(module: nn.Module, name: str, shape: Sequence[int], bits: int) -> 
 
 def matrices_of(slot: ParameterSlot) -> Iterator[TensorPlace]:
     """Tensors of a parameter that can be packed: matrices of linear layers, and of experts."""
-    if can_wait(slot) or isinstance(slot.source, Experts):
+    if can_wait(slot) or isinstance(slot.source, ExpertSources):
         yield from (place for place in _stored(slot.source) if len(place.shape) == 2)
 
 
@@ -163,10 +163,10 @@ def _is_stacked_here(module: nn.Module, name: str) -> bool:
     )
 
 
-def _stored(source: TensorSource | Experts) -> Iterator[TensorPlace]:
+def _stored(source: TensorSource | ExpertSources) -> Iterator[TensorPlace]:
     if isinstance(source, Stored):
         yield source.place
-    elif isinstance(source, Experts | Joined):
+    elif isinstance(source, ExpertSources | Joined):
         for part in source.parts:
             yield from _stored(part)
 

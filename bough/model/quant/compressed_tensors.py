@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bough.errors import CheckpointError
-from bough.model.architecture.moe import Experts
+from bough.model.architecture.moe import ExpertSources
 from bough.model.checkpoint.checkpoint import TensorPlace
 from bough.model.quant.format import PackedTensors, module_names
 from bough.model.quant.scaled import (
@@ -77,7 +77,7 @@ class CompressedTensorsFormat(SchemeFormat):
             return place.name.removesuffix("_packed")
         return place.name if place.name.endswith(".weight") and place.dtype in (INT8, FLOAT8) else None
 
-    def source(self, tensor: str, tensors: PackedTensors) -> Scaled | Experts:
+    def source(self, tensor: str, tensors: PackedTensors) -> Scaled | ExpertSources:
         """Take numbers, scales, and what else the module's scheme asks for. Raises CheckpointError."""
         module, weight = tensor.rpartition(".")[0], tensor.removesuffix("_packed")
         scheme = next((scheme for target, scheme in self.schemes if _matches(target, module)), None)

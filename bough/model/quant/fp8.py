@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bough.errors import CheckpointError
-from bough.model.architecture.moe import Experts
+from bough.model.architecture.moe import ExpertSources
 from bough.model.checkpoint.checkpoint import TensorPlace
 from bough.model.quant.format import PackedTensors, kept_modules
 from bough.model.quant.scaled import FLOAT8, SPARE, Scaled, SchemeFormat, StoredAs, block_size, unquantized
@@ -43,7 +43,7 @@ class Fp8Format(SchemeFormat):
         """The name itself: of E4M3 numbers are matrices X.weight, and stacks of experts."""
         return place.name if place.dtype == FLOAT8 else None
 
-    def source(self, tensor: str, tensors: PackedTensors) -> Scaled | Experts:
+    def source(self, tensor: str, tensors: PackedTensors) -> Scaled | ExpertSources:
         """Take numbers and scales. Raises CheckpointError."""
         return self.stored.source(tensor, [tensor + ending for ending in SCALE_ENDINGS], tensors)
 

@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from bough.errors import CheckpointError
-from bough.model.architecture.moe import Experts
+from bough.model.architecture.moe import ExpertSources
 from bough.model.checkpoint.checkpoint import TensorPlace
 from bough.model.quant.format import PackedTensors, kept_modules
 from bough.model.quant.scaled import (
@@ -50,7 +50,7 @@ class ModeloptFormat(SchemeFormat):
         """The name itself, of a matrix X.weight in few bits."""
         return place.name if place.name.endswith(".weight") and place.dtype in (FLOAT4, FLOAT8) else None
 
-    def source(self, tensor: str, tensors: PackedTensors) -> Scaled | Experts:
+    def source(self, tensor: str, tensors: PackedTensors) -> Scaled | ExpertSources:
         """Take numbers and scales. Raises CheckpointError."""
         return self.stored.source(tensor, (f"{tensor}_scale",), tensors)
 

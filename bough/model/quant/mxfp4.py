@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from bough.errors import CheckpointError
-from bough.model.architecture.moe import Experts
+from bough.model.architecture.moe import ExpertSources
 from bough.model.checkpoint.checkpoint import TensorPlace
 from bough.model.checkpoint.tensor_source import Transposed, parts_of
 from bough.model.quant.format import PackedTensors, kept_modules, require_shape
@@ -36,7 +36,7 @@ class Mxfp4Format(SchemeFormat):
         """X for "X_blocks"."""
         return place.name.removesuffix(BLOCKS) if place.name.endswith(BLOCKS) else None
 
-    def source(self, tensor: str, tensors: PackedTensors) -> Experts:
+    def source(self, tensor: str, tensors: PackedTensors) -> ExpertSources:
         """Take numbers (experts, outputs, groups, bytes) and scales; the parameter has each expert transposed.
 
         Raises:
@@ -54,7 +54,7 @@ class Mxfp4Format(SchemeFormat):
         numbers = parts_of(replace(blocks, dtype=FLOAT4, shape=(experts, outputs, groups * GROUP_BYTES)))
         exponents = parts_of(replace(scales, dtype=EXPONENTS))
         matrices = (Scaled(*of, None, None, self.bits, STORED.size) for of in zip(numbers, exponents, strict=True))
-        return Experts(tuple(map(Transposed, matrices)))
+        return ExpertSources(tuple(map(Transposed, matrices)))
 
     def scheme(self, modules: Collection[str]) -> StoredAs | None:
         is_stack = any(".experts." in module for module in modules)

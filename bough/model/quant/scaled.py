@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from bough.errors import CheckpointError
-from bough.model.architecture.moe import Experts
+from bough.model.architecture.moe import ExpertSources
 from bough.model.checkpoint.checkpoint import ITEM_BYTES, TensorPlace
 from bough.model.checkpoint.tensor_source import VALUE_DTYPES, Scratch, parts_of, room_bytes, typed
 from bough.model.cpu.float_bits import put_number
@@ -59,7 +59,7 @@ class StoredAs:
     is_ordered: bool = True  # a group's inputs are consecutive
     whole: str = ""  # WHOLE_DIVISOR or WHOLE_FACTOR, of scales in two levels
 
-    def source(self, tensor: str, scale_names: Sequence[str], tensors: PackedTensors) -> Scaled | Experts:
+    def source(self, tensor: str, scale_names: Sequence[str], tensors: PackedTensors) -> Scaled | ExpertSources:
         """Take the tensors of a weight whose numbers are `tensor`; the first of its `scale_names` that is there.
 
         Without a module of its own a tensor of E4M3 numbers is a stack of experts.
@@ -78,7 +78,7 @@ class StoredAs:
                 f"inputs each, got shapes {list(numbers.shape)} and {list(scales.shape)}"
             )
         parts = zip(parts_of(numbers), parts_of(scales), strict=True)
-        return Experts(tuple(self._matrix(*of, tensors) for of in parts))
+        return ExpertSources(tuple(self._matrix(*of, tensors) for of in parts))
 
     def _matrix(self, numbers: TensorPlace, scales: TensorPlace, tensors: PackedTensors) -> Scaled:
         """A matrix with these numbers and scales, and what else belongs to it."""
