@@ -43,14 +43,14 @@ class Timed(NamedTuple):
     total_ns: int
 
 
-Answer = tuple[VerifyResult, Timed]
+TimedResult = tuple[VerifyResult, Timed]
 
 
 class Reserved(NamedTuple):
     """A session has a slot at a target."""
 
     held: int  # of its tokens that are in the slot
-    answer: Answer | None  # the verdict, if nothing else was missing
+    answer: TimedResult | None  # the verdict, if nothing else was missing
 
 
 class WorkerClient:
@@ -149,7 +149,9 @@ class TargetClient(WorkerClient):
         super().__init__(address, TARGET, access, limiter)
         self._worker_id, self._caller = worker_id, uuid.uuid4().hex
 
-    async def verify(self, session: Session, proposal: Proposal, num_running: int, timeout_seconds: float) -> Answer:
+    async def verify(
+        self, session: Session, proposal: Proposal, num_running: int, timeout_seconds: float
+    ) -> TimedResult:
         """Get the verdict on a tree, with the call's duration; `num_running` sessions run there now."""
         call = partial(self._verify, session, proposal, num_running, timeout_seconds)
         return await _with_context(session, session.target_held, call)

@@ -14,7 +14,7 @@ from bough.config.processes import OrchestratorConfig
 from bough.errors import BoughError, Exhausted, Preempted
 from orchestrator.cluster.directory import Directory
 from orchestrator.cluster.expected_wait import Need, expected_wait
-from orchestrator.cluster.worker_clients import Answer
+from orchestrator.cluster.worker_clients import TimedResult
 from orchestrator.cluster.worker_handle import TargetHandle
 from orchestrator.cluster.worker_health import is_fault
 from orchestrator.opening.target_lease import TargetLease
@@ -83,7 +83,7 @@ class Slots:
     num_waiting: int = 0
     _lines: defaultdict[str, SlotQueue] = field(default_factory=lambda: defaultdict(SlotQueue))  # by target identity
 
-    async def verify(self, session: Session, seat: TargetLease, proposal: Proposal) -> Answer:
+    async def verify(self, session: Session, seat: TargetLease, proposal: Proposal) -> TimedResult:
         """Get the verdict of the leased target, or of another one with room, to which the lease moves.
 
         Raises:
@@ -117,11 +117,13 @@ class Slots:
                 self.num_waiting -= 1
             may_ask = True
 
-    async def _verify(self, session: Session, target: TargetHandle, proposal: Proposal) -> Answer:
+    async def _verify(self, session: Session, target: TargetHandle, proposal: Proposal) -> TimedResult:
         timeout_seconds = session.patience.within(self.config.target_timeout)
         return await target.client.verify(session, proposal, target.num_running, timeout_seconds)
 
-    async def _turn(self, line: SlotQueue, session: Session, seat: TargetLease, proposal: Proposal) -> Answer | None:
+    async def _turn(
+        self, line: SlotQueue, session: Session, seat: TargetLease, proposal: Proposal
+    ) -> TimedResult | None:
         """Wait for a slot at any target; returns the verdict if nothing else was missing."""
         deadline = time.monotonic() + session.slot_seconds
         with seat.given_up(), line.place(session.epoch) as place:
@@ -131,7 +133,7 @@ class Slots:
 
     async def _first_with_room(
         self, session: Session, seat: TargetLease, proposal: Proposal, place: QueuePlace, deadline: float
-    ) -> Answer | None:
+    ) -> TimedResult | None:
         began, home = time.monotonic(), seat.target
         refusal = Exhausted("KV memory: no target has room")
         while True:

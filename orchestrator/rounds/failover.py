@@ -12,7 +12,7 @@ from bough.errors import BoughError, NoAnswer, StaleEpoch, Unavailable
 from bough.protocol.messages import weights_differ
 from orchestrator.cluster.directory import Directory
 from orchestrator.cluster.expected_wait import Need
-from orchestrator.cluster.worker_clients import Answer
+from orchestrator.cluster.worker_clients import TimedResult
 from orchestrator.cluster.worker_handle import TargetHandle
 from orchestrator.cluster.worker_health import is_fault
 from orchestrator.opening.epochs import Epochs
@@ -58,7 +58,7 @@ class Failover:
     claims: Epochs
     slots: Slots
 
-    async def verify(self, session: Session, seat: TargetLease, proposal: Proposal) -> Answer:
+    async def verify(self, session: Session, seat: TargetLease, proposal: Proposal) -> TimedResult:
         """Get the verdict; if the target fails, the lease may move to another one.
 
         Raises:
