@@ -24,7 +24,7 @@ _TRUTH, _LEVEL, _RANK, _OTHERS, _END = range(1, 6)  # uses of random numbers
 _ON_PATH = 0  # salt of the true path
 
 
-class Candidates(NamedTuple):
+class StatedCandidates(NamedTuple):
     """A draft's candidate children of some nodes, likeliest first."""
 
     tokens: NDArray[np.int32]  # (num_nodes, num_ranks), distinct within a row
@@ -88,7 +88,7 @@ class Law:
         positions: NDArray[np.integer],
         salts: NDArray[np.integer] | int = 0,
         depths: NDArray[np.integer] | int = 0,
-    ) -> Candidates:
+    ) -> StatedCandidates:
         """Candidate children of n nodes, at the absolute `positions` of the children.
 
         `path_is_true` (n,) says whether a node and all its ancestors are true tokens; otherwise the true token is not
@@ -104,7 +104,7 @@ class Law:
         true_ranks = (probs.cumsum(axis=1) <= uniforms(mixed(_RANK, seed, positions))[:, None]).sum(axis=1)
         right = np.flatnonzero(path_is_true & (true_ranks < self.num_ranks))
         tokens[right, true_ranks[right]] = self.truth(seed, np.asarray(positions)[right])
-        return Candidates(tokens, self._stated(self._probs(self._stated_vectors, levels, positions, rows)))
+        return StatedCandidates(tokens, self._stated(self._probs(self._stated_vectors, levels, positions, rows)))
 
     def _probs(
         self,
