@@ -43,7 +43,7 @@ class Opened(NamedTuple):
     """A session that may run, unless it is finished already."""
 
     session: Session
-    seat: TargetLease
+    lease: TargetLease
     unseen: Tokens | None  # generated before the client's stream broke, and not received
 
 
@@ -98,7 +98,7 @@ class Opening:
         form = await output_form(prompt, options, largest.tokens, self.config.tool_call_parser, thoughts)
         need = await self._need(tokens, options, past.session, targets)
         target = _quickest(targets, need)
-        seat = place.enter_context(TargetLease(target))  # at once, so that concurrent requests see each other
+        lease = place.enter_context(TargetLease(target))  # at once, so that concurrent requests see each other
         session, unseen = _session(tokens, options, form, target, past.request), None
         session.weights_hash, session.thoughts = past.weights_hash or target.info.weights_hash, thoughts
         if options.resume is not None:
@@ -107,7 +107,7 @@ class Opening:
             unseen = resume(session, options, options.resume, past.request)
         if not session.is_finished:
             await self._claim(session, options, past.session, target)
-        return Opened(session, seat, unseen)
+        return Opened(session, lease, unseen)
 
     async def _past_and_targets(self, options: GenerateOptions) -> tuple[_Past, Targets]:
         past = await self._past(options)

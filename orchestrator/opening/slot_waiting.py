@@ -83,7 +83,7 @@ class Slots:
     num_waiting: int = 0
     _lines: defaultdict[str, SlotQueue] = field(default_factory=lambda: defaultdict(SlotQueue))  # by target identity
 
-    async def verify(self, session: Session, seat: TargetLease, proposal: Proposal) -> TimedResult:
+    async def verify(self, session: Session, lease: TargetLease, proposal: Proposal) -> TimedResult:
         """Get the verdict of the leased target, or of another one with room, to which the lease moves.
 
         Raises:
@@ -92,16 +92,16 @@ class Slots:
         """
         line = self._lines[session.target_identity]
         # A session whose KV the target holds does not wait: the others may be waiting for its very slot.
-        may_ask, num_refused = seat.has_slot or session.target_held > 0 or line.is_empty, 0
+        may_ask, num_refused = lease.has_slot or session.target_held > 0 or line.is_empty, 0
         while True:
             if may_ask:
                 try:
-                    answer = await self._verify(session, seat.target, proposal)
-                    seat.has_slot = True
+                    answer = await self._verify(session, lease.target, proposal)
+                    lease.has_slot = True
                     return answer
                 except Preempted:
-                    session.gave_way(seat.target.record.worker_id)
-                    seat.has_slot = False
+                    session.gave_way(lease.target.record.worker_id)
+                    lease.has_slot = False
                 except Exhausted:
                     if not session.slot_seconds:
                         raise
@@ -109,9 +109,9 @@ class Slots:
             self.num_waiting += 1
             try:
                 with session.patience.waiting():
-                    if seat.has_slot or num_refused > 1:  # only the tree is missing, or a reservation failed
+                    if lease.has_slot or num_refused > 1:  # only the tree is missing, or a reservation failed
                         await asyncio.sleep(RETRY_SECONDS)
-                    if not seat.has_slot and (answered := await self._turn(line, session, seat, proposal)):
+                    if not lease.has_slot and (answered := await self._turn(line, session, lease, proposal)):
                         return answered
             finally:
                 self.num_waiting -= 1
@@ -122,19 +122,19 @@ class Slots:
         return await target.client.verify(session, proposal, target.num_running, timeout_seconds)
 
     async def _turn(
-        self, line: SlotQueue, session: Session, seat: TargetLease, proposal: Proposal
+        self, line: SlotQueue, session: Session, lease: TargetLease, proposal: Proposal
     ) -> TimedResult | None:
         """Wait for a slot at any target; returns the verdict if nothing else was missing."""
         deadline = time.monotonic() + session.slot_seconds
-        with seat.given_up(), line.place(session.epoch) as place:
-            answer = await self._first_with_room(session, seat, proposal, place, deadline)
-        seat.has_slot = answer is not None
+        with lease.given_up(), line.place(session.epoch) as place:
+            answer = await self._first_with_room(session, lease, proposal, place, deadline)
+        lease.has_slot = answer is not None
         return answer
 
     async def _first_with_room(
-        self, session: Session, seat: TargetLease, proposal: Proposal, place: QueuePlace, deadline: float
+        self, session: Session, lease: TargetLease, proposal: Proposal, place: QueuePlace, deadline: float
     ) -> TimedResult | None:
-        began, home = time.monotonic(), seat.target
+        began, home = time.monotonic(), lease.target
         refusal = Exhausted("KV memory: no target has room")
         while True:
             await place.first(deadline)
@@ -150,7 +150,7 @@ class Slots:
                         raise
                     target.health.blame(session.session_id, exc)
                     continue
-                seat.target, session.target_held = target, held
+                lease.target, session.target_held = target, held
                 return answer
             if time.monotonic() + RETRY_SECONDS > deadline:
                 raise refusal

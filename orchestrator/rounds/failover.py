@@ -58,7 +58,7 @@ class Failover:
     claims: Epochs
     slots: Slots
 
-    async def verify(self, session: Session, seat: TargetLease, proposal: Proposal) -> TimedResult:
+    async def verify(self, session: Session, lease: TargetLease, proposal: Proposal) -> TimedResult:
         """Get the verdict; if the target fails, the lease may move to another one.
 
         Raises:
@@ -71,9 +71,9 @@ class Failover:
         trouble: _Trouble | None = None
         has_overtaken = False
         while True:
-            session.require_weights(seat.target.info)
+            session.require_weights(lease.target.info)
             try:
-                answer = await self.slots.verify(session, seat, proposal)
+                answer = await self.slots.verify(session, lease, proposal)
             except StaleEpoch as exc:
                 if has_overtaken:
                     raise
@@ -82,31 +82,31 @@ class Failover:
             except BoughError as exc:
                 if not is_fault(exc):
                     raise
-                logger.warning("%s: %s", seat.target.record.worker_id, exc)
+                logger.warning("%s: %s", lease.target.record.worker_id, exc)
                 trouble = trouble or _Trouble(time.monotonic())
-                await self._recover(session, seat, len(proposal.tree), trouble, exc)
+                await self._recover(session, lease, len(proposal.tree), trouble, exc)
             else:
-                seat.target.health.succeeded(session.session_id)
-                seat.target.observe(answer[0])
+                lease.target.health.succeeded(session.session_id)
+                lease.target.observe(answer[0])
                 return answer
 
     async def _recover(
-        self, session: Session, seat: TargetLease, num_nodes: int, trouble: _Trouble, exc: BoughError
+        self, session: Session, lease: TargetLease, num_nodes: int, trouble: _Trouble, exc: BoughError
     ) -> None:
         """Return once the call is worth another try, at the same target or at another one."""
         while trouble.lasted_seconds < RETRY_SECONDS:
             await trouble.pause()
-            if await _still_answers(seat.target):
+            if await _still_answers(lease.target):
                 return  # with the same epoch and round, which it answers again if already verified
-        self._blame(session, seat.target, trouble, exc)
-        while (target := await self._successor(session, seat.target, num_nodes, trouble, exc)) is None:
+        self._blame(session, lease.target, trouble, exc)
+        while (target := await self._successor(session, lease.target, num_nodes, trouble, exc)) is None:
             if trouble.lasted_seconds > self.config.failover_timeout:
                 raise Unavailable(
                     f"{exc}; no target with this model could be used for {self.config.failover_timeout:g} s"
                 ) from exc
             await trouble.pause()
-        if target is not seat.target:
-            await self._move(session, seat, target, exc)
+        if target is not lease.target:
+            await self._move(session, lease, target, exc)
 
     def _blame(self, session: Session, target: TargetHandle, trouble: _Trouble, exc: BoughError) -> None:
         """Decide whose fault it is: the target's if it does not answer or refuses, otherwise perhaps this call's.
@@ -150,17 +150,17 @@ class Failover:
             return target
         return None
 
-    async def _move(self, session: Session, seat: TargetLease, target: TargetHandle, exc: BoughError) -> None:
+    async def _move(self, session: Session, lease: TargetLease, target: TargetHandle, exc: BoughError) -> None:
         """Move the session; its tokens are all that the other target needs, and are computed again."""
         await self.claims.renew(session)
-        lost_id, new_id = seat.target.record.worker_id, target.record.worker_id
+        lost_id, new_id = lease.target.record.worker_id, target.record.worker_id
         logger.warning("session %s moves from %s to %s", session.session_id, lost_id, new_id)
         session.warn(f"{lost_id} failed ({exc}): {new_id} has taken over")
         moved = {"bough.from": lost_id, "bough.to": new_id, "error.type": type(exc).__name__}
         session.span.event("failover", moved)
         session.num_failovers += 1
         session.target_held = 0
-        seat.move(target)
+        lease.move(target)
 
 
 async def _still_answers(target: TargetHandle) -> bool:

@@ -22,7 +22,7 @@ from orchestrator.sizing.plans import Proposal
 
 
 async def scored_prompt(
-    session: Session, seat: TargetLease, failover: Failover, num_top: int
+    session: Session, lease: TargetLease, failover: Failover, num_top: int
 ) -> AsyncIterator[PromptLogprobs]:
     """Yield the log-probabilities of a session's prompt, a tree's worth at a time, each with `num_top` alternatives.
 
@@ -33,17 +33,17 @@ async def scored_prompt(
         BoughError: what a round raises.
     """
     prompt = [*session.tokens[: session.prompt_length]]
-    tokenizer = seat.target.tokens
+    tokenizer = lease.target.tokens
     begins = await failover.directory.tokenizing.run(lambda: token_begins(tokenizer, prompt))
     session.target_held = session.cached_tokens = 0
     yield PromptLogprobs(tuple(prompt[:1]), (), begins[:1])
     num_scored = 1
     while num_scored < len(prompt):
         # The last token that was scored is the root, as its keys and values count as not held.
-        chain = prompt[num_scored - 1 : num_scored - 1 + seat.target.info.max_nodes]
+        chain = prompt[num_scored - 1 : num_scored - 1 + lease.target.info.max_nodes]
         proposal = Proposal(Tree.chain(chain), False, np.zeros(0, np.intp), is_given=True)
         with _standing_at(session, num_scored, num_top):
-            result, _ = await failover.verify(session, seat, proposal)
+            result, _ = await failover.verify(session, lease, proposal)
             session.round += 1
         if [at.token.token_id for at in result.verdict.logprobs] != chain[1:]:
             raise InvalidRequest("prompt_logprobs: must be left out, as this target worker is older and reports none")

@@ -48,7 +48,7 @@ class Rounds:
     acceptance: AcceptanceCounter
     lookups: Acceptance = field(default_factory=lambda: Acceptance(assumed_probability))  # shared by all sessions
 
-    async def run(self, session: Session, seat: TargetLease) -> AsyncGenerator[Tokens | PromptLogprobs]:
+    async def run(self, session: Session, lease: TargetLease) -> AsyncGenerator[Tokens | PromptLogprobs]:
         """Run rounds of a session until it is finished, after those that score its prompt, if that is asked for.
 
         A draft's failure costs a round its guesses, except for those from the session's own text. A target's failure
@@ -60,38 +60,38 @@ class Rounds:
             StaleEpoch: another orchestrator has the session.
         """
         if session.prompt_logprobs is not None and not session.is_finished:  # else its client has seen them all
-            async for scores in scored_prompt(session, seat, self.failover, session.prompt_logprobs):
+            async for scores in scored_prompt(session, lease, self.failover, session.prompt_logprobs):
                 yield scores
             if not session.stops.max_tokens:
                 session.finish_reason = "length"
-            self.record(session, seat.target)
+            self.record(session, lease.target)
         lookup = PromptLookup(self.lookups)
         known = session.tokens[:] if self._num_lookup(session) else ()
         async with lookup.reading(known, self.directory.tokenizing.run):
             while not session.is_finished:
-                yield await self._traced(session, seat, lookup)
+                yield await self._traced(session, lease, lookup)
 
-    async def _traced(self, session: Session, seat: TargetLease, lookup: PromptLookup) -> Tokens:
+    async def _traced(self, session: Session, lease: TargetLease, lookup: PromptLookup) -> Tokens:
         """Run one round in its own span."""
         log_session(session.session_id)
         with session.trace.child("round", {"bough.round": session.round}) as session.span:
-            tokens = await self._round(session, seat, lookup)
+            tokens = await self._round(session, lease, lookup)
             if session.span.is_recorded:
                 session.span.set(round_attributes(tokens))
         return tokens
 
-    async def _round(self, session: Session, seat: TargetLease, lookup: PromptLookup) -> Tokens:
+    async def _round(self, session: Session, lease: TargetLease, lookup: PromptLookup) -> Tokens:
         """Run one round, with the guesses that are available."""
         await self.directory.limiter.acquire()
         began_ns = time.perf_counter_ns()
-        draft = self._draft(session, seat.target)
-        plan = self.sizer.plan(self._situation(session, seat.target, draft))
-        drafted, grown, drafting = await self._grow(session, seat.target, draft, plan)
-        guesses = lookup.grow(session.tokens, drafted, _lookup_limits(session, seat.target, plan))
+        draft = self._draft(session, lease.target)
+        plan = self.sizer.plan(self._situation(session, lease.target, draft))
+        drafted, grown, drafting = await self._grow(session, lease.target, draft, plan)
+        guesses = lookup.grow(session.tokens, drafted, _lookup_limits(session, lease.target, plan))
         proposal = self.sizer.propose(session.session_id, drafted, guesses.tree)
         if len(drafted) > 1:  # without samples, all guesses are verified by the target's own scheme
             proposal = proposal._replace(scheme=plan.tree.scheme)
-        result, verifying = await self.failover.verify(session, seat, proposal)
+        result, verifying = await self.failover.verify(session, lease, proposal)
         timings = _timings(began_ns, drafting, result, verifying)
         with session.span.child("commit"):
             chosen = result.verdict.tokens_of(proposal.tree)
@@ -102,7 +102,7 @@ class Rounds:
                 len(proposal.tree), chosen, result, grown, drafting.network_ns, verifying.network_ns, timings
             )
             self.sizer.observe(session.session_id, outcome)
-            self.record(session, seat.target)
+            self.record(session, lease.target)
         return tokens
 
     def record(self, session: Session, target: TargetHandle) -> None:
@@ -160,7 +160,7 @@ class Rounds:
         root = Tree.root(session.tokens[-1])
         if draft is None or not plan.asks_draft:
             return root, None, NOTHING
-        session.seat_draft(draft.record.worker_id)
+        session.assign_draft(draft.record.worker_id)
         draft.num_running += 1
         try:
             vocab_size, timeout = target.info.vocab_size, session.patience.within(self.config.draft_timeout)

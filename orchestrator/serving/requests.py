@@ -136,11 +136,11 @@ class Requests:
         return opened
 
     async def _stream(self, stream: Stream, opened: Opened) -> AsyncGenerator[Event]:
-        session, seat = opened.session, opened.seat
-        rounds = self._rounds.run(session, seat)
+        session, lease = opened.session, opened.lease
+        rounds = self._rounds.run(session, lease)
         try:
             num_seen = session.num_replayed - len(opened.unseen.token_ids if opened.unseen else ())
-            self._note(session, seat.target.info.model_name)
+            self._note(session, lease.target.info.model_name)
             yield session.started(num_seen)
             if opened.unseen is not None:
                 yield opened.unseen
@@ -149,7 +149,7 @@ class Requests:
                 yield event
             if not session.is_finished:
                 session.finish_reason = "abort"
-                self._rounds.record(session, seat.target)
+                self._rounds.record(session, lease.target)
             if self.directory.index_problem:
                 session.warn(f"{self.directory.index_problem}; the session is not recorded")
             elif session.keep:  # the next turn may come through another orchestrator
@@ -166,7 +166,7 @@ class Requests:
             if session.keep or stream.is_superseded:
                 self._recorder.end(session.session_id)
             elif session.epoch:
-                self._endings.begin(session, seat.target)
+                self._endings.begin(session, lease.target)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:

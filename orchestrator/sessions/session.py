@@ -141,7 +141,7 @@ class Session:
         self.span.event("preempted", {"bough.worker": target_id})
         self.warn(f"{target_id}: KV memory was full (--kv-memory); this request gave way to older ones for a while")
 
-    def seat_draft(self, draft_id: str) -> None:
+    def assign_draft(self, draft_id: str) -> None:
         """Note the draft worker that is asked; another one's KV is useless to it."""
         if draft_id != self.draft_id:
             self.draft_id, self.draft_held = draft_id, 0
