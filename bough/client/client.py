@@ -88,7 +88,7 @@ class Client:
         or repeated, and Finished has a warning. A server without capacity is called again when it says. Leaving the
         loop early aborts the request.
         """
-        stream, patience = ResumableStream(options), RetryWindow()
+        stream, retry_window = ResumableStream(options), RetryWindow()
         is_known = False  # an orchestrator has answered
         while True:
             server = self._servers[0]
@@ -97,7 +97,7 @@ class Client:
                     async for event in events:
                         is_known = True
                         if (fresh := stream.take(event)) is not None:  # a repeated Started is no progress
-                            patience.renew()
+                            retry_window.renew()
                             yield fresh
                 return
             except (Unavailable, Exhausted) as exc:
@@ -109,7 +109,7 @@ class Client:
                 stream.broke(exc)
                 self._turn_from(server)
                 most_seconds = self._patience_seconds
-                await patience.wait(exc, most_seconds if is_known else min(START_PATIENCE_SECONDS, most_seconds))
+                await retry_window.wait(exc, most_seconds if is_known else min(START_PATIENCE_SECONDS, most_seconds))
 
     async def abort(self, request_id: str) -> None:
         """Abort a request at any address; its stream finishes with reason "abort". Raises NotFound."""

@@ -92,15 +92,15 @@ class Admission:
             for hold in holds:
                 self._leave(hold)
 
-    async def place(self, hold: Hold, patience: Deadline) -> None:
+    async def place(self, hold: Hold, deadline: Deadline) -> None:
         """Wait for the request's turn; then it has a place.
 
         Raises:
             Exhausted: the queue is full, or the turn did not come in time; has a retry delay.
             Unavailable: all requests are refused.
         """
-        with patience.waiting():
-            await self._turn(hold, patience.queue_seconds)
+        with deadline.waiting():
+            await self._turn(hold, deadline.queue_seconds)
 
     def require_open(self) -> None:
         """Raise Unavailable if all requests are refused."""

@@ -77,7 +77,7 @@ class Opening:
     claims: Epochs
     waiting: TargetWaiting
 
-    async def open(self, prompt: Prompt, options: GenerateOptions, place: AsyncExitStack, patience: Deadline) -> Opened:
+    async def open(self, prompt: Prompt, options: GenerateOptions, place: AsyncExitStack, deadline: Deadline) -> Opened:
         """Open a session for a request with an id, and lease a place at a target until `place` is closed.
 
         Raises:
@@ -86,7 +86,7 @@ class Opening:
             Unavailable: no target with the model can be used, or the index, needed to continue, does not answer.
             StaleEpoch: another request is continuing the same session.
         """
-        past, targets = await self.waiting.once_there(partial(self._past_and_targets, options), patience)
+        past, targets = await self.waiting.once_there(partial(self._past_and_targets, options), deadline)
         past = past.of_model(targets[0].info)
         largest = max(targets, key=lambda known: known.info.max_context)
         if options.resume is not None:

@@ -108,7 +108,7 @@ class Slots:
                     num_refused += 1
             self.num_waiting += 1
             try:
-                with session.patience.waiting():
+                with session.deadline.waiting():
                     if lease.has_slot or num_refused > 1:  # only the tree is missing, or a reservation failed
                         await asyncio.sleep(RETRY_SECONDS)
                     if not lease.has_slot and (answered := await self._turn(line, session, lease, proposal)):
@@ -118,7 +118,7 @@ class Slots:
             may_ask = True
 
     async def _verify(self, session: Session, target: TargetHandle, proposal: Proposal) -> TimedResult:
-        timeout_seconds = session.patience.within(self.config.target_timeout)
+        timeout_seconds = session.deadline.within(self.config.target_timeout)
         return await target.client.verify(session, proposal, target.num_running, timeout_seconds)
 
     async def _turn(
@@ -139,7 +139,7 @@ class Slots:
         while True:
             await place.first(deadline)
             for target in self._worth_asking(session, home, len(proposal.tree), time.monotonic() - began):
-                seconds = session.patience.within(self.config.target_timeout)
+                seconds = session.deadline.within(self.config.target_timeout)
                 try:
                     held, answer = await target.client.reserve(session, proposal, target.num_running + 1, seconds)
                 except Exhausted as exc:

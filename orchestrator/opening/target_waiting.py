@@ -30,7 +30,7 @@ class TargetWaiting:
     most_held: float = inf  # beyond it a request is refused as if no target were expected back
     num_held: int = 0
 
-    async def once_there(self, look: Callable[[], Awaitable[Result]], patience: Deadline) -> Result:
+    async def once_there(self, look: Callable[[], Awaitable[Result]], deadline: Deadline) -> Result:
         """The result of `look` as soon as it does not raise TargetAway; the wait is deducted from the request's budget.
 
         Raises:
@@ -44,8 +44,8 @@ class TargetWaiting:
             away = exc
         self.num_held += 1
         try:
-            with patience.waiting():
-                return await self._held(look, away, min(self.most_seconds, patience.queue_seconds))
+            with deadline.waiting():
+                return await self._held(look, away, min(self.most_seconds, deadline.queue_seconds))
         finally:
             self.num_held -= 1
 

@@ -163,7 +163,7 @@ class Rounds:
         session.assign_draft(draft.record.worker_id)
         draft.num_running += 1
         try:
-            vocab_size, timeout = target.info.vocab_size, session.patience.within(self.config.draft_timeout)
+            vocab_size, timeout = target.info.vocab_size, session.deadline.within(self.config.draft_timeout)
             in_time = plan.tree.in_time(GROWING_SHARE * timeout)
             result, timed = await draft.client.grow(session, in_time, vocab_size, timeout)
             _require_fit(result.tree, session.tokens[-1], vocab_size, plan.tree)

@@ -89,8 +89,8 @@ class Requests:
         tokenizers = {target.tokens for target in self.directory.targets}
         require_size_for_any(prompt, tokenizers, largest_context(self.directory))
         stream = Stream(options.request_id, options.session_id, hold=hold or Hold())
-        patience = Deadline.of(timeout_seconds, inf if stream.hold.is_further else self._queue_timeout)
-        placed = patience.bound(self._placed(stream, prompt, options, patience))
+        deadline = Deadline.of(timeout_seconds, inf if stream.hold.is_further else self._queue_timeout)
+        placed = deadline.bound(self._placed(stream, prompt, options, deadline))
         watch = RequestWatch(self.totals)
         try:
             async with aclosing(stream.delivered(placed, self._stalled_timeout)) as events:
@@ -102,13 +102,13 @@ class Requests:
             raise
 
     async def _placed(
-        self, stream: Stream, prompt: Prompt, options: GenerateOptions, patience: Deadline
+        self, stream: Stream, prompt: Prompt, options: GenerateOptions, deadline: Deadline
     ) -> AsyncGenerator[Event]:
         """The request, once it has its place; whatever ends it ends its wait at once."""
         async with AsyncExitStack() as place:
             earlier = place.enter_context(self._running.admitted(stream, takes_over=options.resume is not None))
             place.enter_context(self.admission.holding(stream.hold, earlier.hold if earlier is not None else None))
-            opened = await stream.before_end(self._open(stream, place, prompt, options, patience))
+            opened = await stream.before_end(self._open(stream, place, prompt, options, deadline))
             if opened is None:
                 for event in never_begun(options):
                     yield event
@@ -123,15 +123,15 @@ class Requests:
                 self._num_total += 1
 
     async def _open(
-        self, stream: Stream, place: AsyncExitStack, prompt: Prompt, options: GenerateOptions, patience: Deadline
+        self, stream: Stream, place: AsyncExitStack, prompt: Prompt, options: GenerateOptions, deadline: Deadline
     ) -> Opened:
         """Open a session once there is a place; it is freed when `place` is closed."""
         with CURRENT_SPAN.get().child("queue"):
-            await self.admission.place(stream.hold, patience)
+            await self.admission.place(stream.hold, deadline)
         with CURRENT_SPAN.get().child("open"):
             await self.directory.limiter.acquire()
-            opened = await self._opening.open(prompt, options, place, patience)
-        opened.session.patience, opened.session.trace = patience, CURRENT_SPAN.get()
+            opened = await self._opening.open(prompt, options, place, deadline)
+        opened.session.deadline, opened.session.trace = deadline, CURRENT_SPAN.get()
         await self._endings.done(opened.session.session_id)
         return opened
 

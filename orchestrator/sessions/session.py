@@ -54,7 +54,7 @@ class Session:
     weights_hash: str = ""  # of these targets; empty until one of them has reported it
     epoch: int = 0
     has_claim: bool = False  # whether the index has granted the epoch
-    patience: Deadline = field(default_factory=Deadline)
+    deadline: Deadline = field(default_factory=Deadline)
     round: int = 0
     target_held: int = 0  # tokens that the target is assumed to hold
     draft_held: int = 0
@@ -96,7 +96,7 @@ class Session:
     @property
     def slot_seconds(self) -> float:
         """Seconds that it may still wait for a KV slot; unlimited (but for the deadline) after its first answer."""
-        return inf if self.round else self.patience.queue_seconds
+        return inf if self.round else self.deadline.queue_seconds
 
     @property
     def ground(self) -> tuple[str, str]:

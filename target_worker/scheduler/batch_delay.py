@@ -46,9 +46,9 @@ class _Caller:
 class BatchDelay:
     """Decides how long to wait for expected sessions. Times are seconds on one clock."""
 
-    def __init__(self, patience: float) -> None:
-        """Wait at most `patience` times the last sweep's time; 0 never waits."""
-        self._patience = patience
+    def __init__(self, max_delay: float) -> None:
+        """Wait at most `max_delay` times the last sweep's time; 0 never waits."""
+        self._max_delay = max_delay
         self._longest = 0.0  # delay before a sweep
         self._began: float | None = None  # when the current delay began
         self._return = _Typical()  # from an answer to the session's next call
@@ -58,7 +58,7 @@ class BatchDelay:
 
     def swept(self, seconds: float) -> None:
         """Record a sweep's time."""
-        self._longest, self._began = self._patience * seconds, None
+        self._longest, self._began = self._max_delay * seconds, None
 
     def answered(self, session_id: str, now: float, caller: str = "") -> None:
         """Record that a session was answered."""

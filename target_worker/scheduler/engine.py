@@ -46,11 +46,11 @@ class SweepEngine:
         pool: SlotPool,
         limits: TargetLimits,
         max_waiting: int,
-        patience: float = 0.0,
+        max_delay: float = 0.0,
         observe: Callable[[int, int, SweepFigures], None] = lambda *_: None,
         progress: Callable[[], int] | None = None,
     ) -> None:
-        """Accept at most `max_waiting` unanswered calls; `patience` is as in `BatchDelay`.
+        """Accept at most `max_waiting` unanswered calls; `max_delay` is as in `BatchDelay`.
 
         `observe` is called after every sweep, on the sweep thread, with its calls, tokens and figures. `progress` is a
         counter that grows while a sweep proceeds, for detecting stalls; without it stalls are not detected.
@@ -66,7 +66,7 @@ class SweepEngine:
         self.cost: CostCurve | None = None  # seconds of a sweep by rows; readable by any thread
         self._most_tokens = limits.max_sweep_tokens  # limit of a sweep; lowered when memory ran out
         self._stall, self._progress = StallTimer(), progress
-        self._batch_delay = BatchDelay(patience)
+        self._batch_delay = BatchDelay(max_delay)
         self._calls = CallQueue(pool, limits, self._batch_delay.left)
         self._price = TokenPrice()
         self._inbox = Inbox(SHUT_DOWN)

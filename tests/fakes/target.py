@@ -102,10 +102,10 @@ def new_pool(
 
 @contextmanager
 def running(
-    model: FakeModel, pool: SlotPool, limits: TargetLimits = LIMITS, max_waiting: int = 100, patience: float = 0.0
+    model: FakeModel, pool: SlotPool, limits: TargetLimits = LIMITS, max_waiting: int = 100, max_delay: float = 0.0
 ) -> Iterator[SweepEngine]:
     """Run a sweep engine whose thread ends with the block."""
-    engine = SweepEngine(StreamedSweeper(model, NO_GRAMMARS), pool, limits, max_waiting, patience)
+    engine = SweepEngine(StreamedSweeper(model, NO_GRAMMARS), pool, limits, max_waiting, max_delay)
     engine.start()
     try:
         yield engine

@@ -427,7 +427,7 @@ def test_the_thread_outlives_what_goes_wrong_before_a_sweep(
 def test_sessions_that_draft_are_waited_for(clock: Clock) -> None:
     """Two sessions whose sweeps take a second and whose drafting takes a moment: rounds go together."""
     model = FakeModel(figures=SweepFigures(1_000_000_000, 0, 0, 0, 0))
-    with running(model, new_pool(clock), patience=0.9) as engine:
+    with running(model, new_pool(clock), max_delay=0.9) as engine:
         tokens = {"a": [1], "b": [1]}
         for round_ in range(6):
             calls = {}
@@ -452,7 +452,7 @@ def say(engine: SweepEngine, name: str, tokens: list[int], round_: int, num_runn
 def test_sessions_that_begin_are_waited_for_and_those_that_have_ended_are_not(clock: Clock) -> None:
     """One session ran alone, and then a caller says that it runs two, and then one again."""
     model = FakeModel(figures=AN_HOUR)
-    with running(model, new_pool(clock), patience=1.0) as engine:
+    with running(model, new_pool(clock), max_delay=1.0) as engine:
         for round_ in range(3):
             say(engine, "a", [*range(1, round_ + 2)], round_, 1).result(5)
             time.sleep(0.5)  # three times this is waited for whoever drafts
@@ -468,7 +468,7 @@ def test_sessions_that_begin_are_waited_for_and_those_that_have_ended_are_not(cl
 def test_a_session_that_finds_no_room_again_and_again_holds_nobody_up(clock: Clock) -> None:
     """It is counted as running and its calls are refused: once every one of them was news of a session to wait for."""
     model = FakeModel(figures=AN_HOUR)
-    with running(model, new_pool(clock), patience=1.0) as engine:
+    with running(model, new_pool(clock), max_delay=1.0) as engine:
         for round_ in range(3):
             for each in [say(engine, name, [*range(1, round_ + 2)], round_, 2) for name in ("a", "b")]:
                 each.result(5)

@@ -28,12 +28,12 @@ class Clock:
 
 @asynccontextmanager
 async def placed(
-    admission: Admission, patience: Deadline | None = None, hold: Hold | None = None, earlier: Hold | None = None
+    admission: Admission, deadline: Deadline | None = None, hold: Hold | None = None, earlier: Hold | None = None
 ) -> AsyncIterator[None]:
     """A place for as long as the block runs."""
     hold = hold or Hold()
     with admission.holding(hold, earlier):
-        await admission.place(hold, patience or Deadline())
+        await admission.place(hold, deadline or Deadline())
         yield
 
 
@@ -68,8 +68,8 @@ class Guests:
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
-    async def _stay(self, number: int, patience: Deadline) -> None:
-        async with placed(self.admission, patience):
+    async def _stay(self, number: int, deadline: Deadline) -> None:
+        async with placed(self.admission, deadline):
             self.placed.append(number)
             await self._leaving[number].wait()
 
@@ -268,14 +268,14 @@ async def test_never_too_many_and_nobody_forgotten() -> None:
 
 
 async def test_one_budget_for_all_that_a_request_waits_for() -> None:
-    patience = Deadline(queue_seconds=60.0)
-    with patience.waiting():
+    deadline = Deadline(queue_seconds=60.0)
+    with deadline.waiting():
         await asyncio.sleep(0.05)
-    assert 0 < patience.queue_seconds <= 59.95
-    patience.queue_seconds = 0.05
-    with patience.waiting():
+    assert 0 < deadline.queue_seconds <= 59.95
+    deadline.queue_seconds = 0.05
+    with deadline.waiting():
         await asyncio.sleep(0.06)
-    assert patience.queue_seconds == 0.0
+    assert deadline.queue_seconds == 0.0
 
 
 async def test_a_workers_time_is_what_is_left_of_the_request() -> None:
@@ -296,8 +296,8 @@ class Numbers:
         self.seen: list[int] = []
         self.num_closed = 0
 
-    async def collect(self, patience: Deadline) -> None:
-        async for number in patience.bound(self._numbers()):
+    async def collect(self, deadline: Deadline) -> None:
+        async for number in deadline.bound(self._numbers()):
             self.seen.append(number)
 
     async def _numbers(self) -> AsyncGenerator[int, None]:
