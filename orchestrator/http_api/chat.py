@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from bough.protocol.generation import ChatPrompt, Event, Finished, Message, Started, Tokens, ToolCall, Tools
 from bough.protocol.sampling_params import UNLIMITED
 from orchestrator.http_api.answers.answer import Completion, Head
-from orchestrator.http_api.answers.said import Call, Formats, Said, ThoughtText
+from orchestrator.http_api.answers.content import AnswerContent, Formats, FunctionCall, ThoughtText
 from orchestrator.http_api.answers.spelling import Spell, chat_logprobs
 from orchestrator.http_api.fields.constraint import response_constraint
 from orchestrator.http_api.fields.errors import Json, invalid
@@ -91,7 +91,7 @@ class ChatAnswer(Completion):
         match event:
             case Started():
                 choice_id = f"{self.head.answer_id}/{index}"
-                self.said[index] = Said(choice_id, event, self._tools, self._formats)
+                self.contents[index] = AnswerContent(choice_id, event, self._tools, self._formats)
                 yield _delta(index, {"role": "assistant", "content": ""})
             case Tokens():
                 logprobs = self._spelled(index, event)
@@ -108,31 +108,31 @@ class ChatAnswer(Completion):
 
     def _deltas(self, index: int, texts: Sequence[str], *, is_end: bool = False) -> Iterator[Json]:
         """What the texts of tokens add to the message of a choice."""
-        said = self.said[index]
-        for piece in said.pieces(texts, is_end=is_end):
+        content = self.contents[index]
+        for piece in content.pieces(texts, is_end=is_end):
             match piece:
                 case ThoughtText(text) if self._has_reasoning:
                     yield _reasoning(text)
                 case ContentText(text):
                     yield {"content": text}
                 case CallBegun():
-                    yield {"tool_calls": [{"index": len(said.calls) - 1} | _call(said.calls[-1])]}
+                    yield {"tool_calls": [{"index": len(content.calls) - 1} | _call(content.calls[-1])]}
                 case ArgumentsText(text):
-                    yield {"tool_calls": [{"index": len(said.calls) - 1, "function": {"arguments": text}}]}
+                    yield {"tool_calls": [{"index": len(content.calls) - 1, "function": {"arguments": text}}]}
 
     def _ending(self, index: int) -> Json:
         """Why a choice ended: by calls only if it ended by itself, and with the last of them."""
-        is_call = self.choices[index].finish_reason == "stop" and self.said[index].has_called
+        is_call = self.choices[index].finish_reason == "stop" and self.contents[index].has_called
         return super()._ending(index) | ({"finish_reason": "tool_calls"} if is_call else {})
 
     def _choice(self, index: int) -> Json:
-        said = self.said[index]
-        content = "".join(said.content) or (None if said.calls or said.has_thoughts else "")
-        message: Json = {"role": "assistant", "refusal": None, "content": content}
-        if said.calls:
-            message["tool_calls"] = [_call(call) for call in said.calls]
-        if said.num_thought is not None and self._has_reasoning:
-            message |= _reasoning("".join(said.thoughts) or None)
+        content = self.contents[index]
+        text = "".join(content.texts) or (None if content.calls or content.has_thoughts else "")
+        message: Json = {"role": "assistant", "refusal": None, "content": text}
+        if content.calls:
+            message["tool_calls"] = [_call(call) for call in content.calls]
+        if content.num_thought is not None and self._has_reasoning:
+            message |= _reasoning("".join(content.thoughts) or None)
         told = None if self._token_bytes is None else {"content": self._logprobs[index], "refusal": None}
         return {"index": index, "message": message, "logprobs": told} | self._ending(index)
 
@@ -149,7 +149,7 @@ def _delta(index: int, delta: Json, logprobs: list[Json] | None = None) -> Json:
     return {"index": index, "delta": delta, "logprobs": told, "finish_reason": None}
 
 
-def _call(call: Call) -> Json:
+def _call(call: FunctionCall) -> Json:
     """A call, whole or as it begins."""
     return {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 

@@ -38,7 +38,7 @@ class _Caller:
     """What a caller reports."""
 
     num_running: int = 0  # sessions; 0 if not reported
-    said: float = 0.0  # when this was reported
+    reported: float = 0.0  # time of that report
     num_new: int = 0  # running sessions that have neither called nor been answered yet
     since: float = 0.0  # when num_new last grew
 
@@ -76,7 +76,7 @@ class BatchDelay:
         elif told.num_new:
             told.num_new -= 1
             self._beginning.observe(min(max(0.0, when - told.since), 2 * self._longest))
-        told.num_running, told.said = num_running, when
+        told.num_running, told.reported = num_running, when
 
     def left(self, session_id: str) -> None:
         """Forget a session that will not return soon."""
@@ -94,7 +94,7 @@ class BatchDelay:
             num_expected = told.num_running - waiting.get(caller, 0) if told.num_running else len(answered)
             num_new = max(0, num_expected - len(answered))
             if num_new > told.num_new:
-                told.since = told.said
+                told.since = told.reported
             told.num_new = num_new
             if num_new:
                 until = max(until, told.since + beginning)

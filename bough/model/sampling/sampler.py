@@ -100,15 +100,15 @@ def draw(logits: Row, params: SamplingParams, position: int) -> int:
     return _noisiest(filtered(logits, params), params.seed, position)
 
 
-def draw_by(law: Callable[[Row], Row], logits: Row, params: SamplingParams, position: int) -> int:
-    """As `draw`, from the probabilities (vocab_size,) that `law` returns for the target's.
+def draw_by(distribution: Callable[[Row], Row], logits: Row, params: SamplingParams, position: int) -> int:
+    """As `draw`, from the probabilities (vocab_size,) that `distribution` returns for the target's.
 
     Raises:
         Unavailable: no logit is finite.
     """
     require_numbers(logits, position)
     with np.errstate(divide="ignore"):
-        log_probs = np.log(law(probabilities(logits, params)))
+        log_probs = np.log(distribution(probabilities(logits, params)))
     return _noisiest(log_probs, params.seed, position)
 
 

@@ -9,7 +9,7 @@ from itertools import zip_longest
 from typing import NamedTuple
 
 from bough.protocol.generation import Event, Finished, SpeculationMetrics, Started, Tokens
-from orchestrator.http_api.answers.said import Said
+from orchestrator.http_api.answers.content import AnswerContent
 from orchestrator.http_api.answers.spelling import Spell, TokenBytes
 from orchestrator.http_api.fields.errors import ApiError, Json
 from orchestrator.http_api.fields.generation import StreamOptions
@@ -82,7 +82,7 @@ class Answer(ABC):
         self._token_bytes: TokenBytes | None = None
         self._spell = spell
         self.choices = [Choice() for _ in range(num_choices)]
-        self.said: dict[int, Said] = {}  # by choice, in answer to a conversation
+        self.contents: dict[int, AnswerContent] = {}  # by choice, in answer to a conversation
         self._choices_per_prompt = choices_per_prompt
 
     def chunks(self, index: int, event: Event) -> list[Json]:
@@ -185,7 +185,7 @@ class Completion(Answer):
     def _usage(self) -> Json:
         prompt, cached, completion = self._counts()
         usage: Json = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
-        thought = [said.num_thought for said in self.said.values() if said.num_thought is not None]
+        thought = [content.num_thought for content in self.contents.values() if content.num_thought is not None]
         if thought:
             usage["completion_tokens_details"] = {"reasoning_tokens": sum(thought)}
         return usage if cached is None else usage | {"prompt_tokens_details": {"cached_tokens": cached}}

@@ -10,7 +10,7 @@ from http import HTTPStatus
 
 from bough.protocol.generation import Event, Finished, Function, Started, Tokens, Tools
 from orchestrator.http_api.answers.answer import Answer, Head
-from orchestrator.http_api.answers.said import Formats, Said, ThoughtText
+from orchestrator.http_api.answers.content import AnswerContent, Formats, ThoughtText
 from orchestrator.http_api.answers.spelling import Spell, chat_logprobs
 from orchestrator.http_api.fields.errors import ApiError, Json
 from orchestrator.http_api.responses.fields import ResponseFields, TextFormatFields
@@ -107,7 +107,7 @@ class ResponseAnswer(Answer):
     def _added(self, index: int, event: Event) -> list[Json]:
         match event:
             case Started():
-                self.said[0] = Said(self.head.answer_id, event, self._tools, self._formats)
+                self.contents[0] = AnswerContent(self.head.answer_id, event, self._tools, self._formats)
                 return [*self._begun()]
             case Tokens():
                 if self._token_bytes is not None:
@@ -123,8 +123,8 @@ class ResponseAnswer(Answer):
 
     def _told_of(self, texts: Sequence[str], *, is_end: bool = False) -> Iterator[Json]:
         """What the texts of further tokens, or the last text, add to the items."""
-        said = self.said[0]
-        pieces, num_thought = said.pieces(texts, is_end=is_end), said.num_thought or 0
+        content = self.contents[0]
+        pieces, num_thought = content.pieces(texts, is_end=is_end), content.num_thought or 0
         del self._logprobs[: num_thought - self._num_thought]  # those of thoughts are left out
         self._num_thought = num_thought
         for piece in pieces:
@@ -134,7 +134,7 @@ class ResponseAnswer(Answer):
                 case ContentText(text):
                     yield from self._add(text, MESSAGE)
                 case CallBegun(name):
-                    yield from self._begin(CallItem(self._item_id("fc"), said.calls[-1].call_id, name))
+                    yield from self._begin(CallItem(self._item_id("fc"), content.calls[-1].call_id, name))
                 case ArgumentsText(text):
                     yield from self._add(text)
 

@@ -25,7 +25,7 @@ class ThoughtText(NamedTuple):
 
 
 @dataclass(slots=True)
-class Call:
+class FunctionCall:
     """A call of a function, as far as it has come."""
 
     call_id: str
@@ -33,14 +33,14 @@ class Call:
     arguments: str = ""
 
 
-class Said:
-    """What one choice has said so far. Calls are looked for in what follows the thoughts."""
+class AnswerContent:
+    """The content of one choice so far. Calls are looked for in what follows the thoughts."""
 
     def __init__(self, choice_id: str, started: Started, tools: Tools | None, formats: Formats) -> None:
         """Ids of calls are made from `choice_id`. A request that was aborted before its model was known has none."""
         self.thoughts: list[str] = []
-        self.content: list[str] = []
-        self.calls: list[Call] = []
+        self.texts: list[str] = []  # what is neither thought nor call
+        self.calls: list[FunctionCall] = []
         self._choice_id = choice_id
         self._num_before_content = 0  # tokens
         may_call = tools is not None and tools.choice is not ToolChoice.NONE and bool(started.model_name)
@@ -96,9 +96,9 @@ class Said:
                 case ThoughtText(text):
                     self.thoughts.append(text)
                 case ContentText(text):
-                    self.content.append(text)
+                    self.texts.append(text)
                 case CallBegun(name):
-                    self.calls.append(Call(self._call_id(), name))
+                    self.calls.append(FunctionCall(self._call_id(), name))
                 case ArgumentsText(text):
                     self.calls[-1].arguments += text
             yield piece
