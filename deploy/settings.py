@@ -47,7 +47,7 @@ class Role(Enum):
 
     @property
     def service(self) -> ServiceDescriptor:
-        """Its gRPC service."""
+        """The program's gRPC service."""
         return {Role.TARGET: TARGET, Role.DRAFT: DRAFT, Role.ORCHESTRATOR: GENERATION}[self]
 
     @property

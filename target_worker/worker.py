@@ -213,7 +213,7 @@ class TargetWorker(ServedTarget):
         return SlotPool(arena, self._config.lease_seconds, time.monotonic, self._limits.kv_step), home
 
     def _streams_for_kv(self) -> dict[torch.device, DeviceStreams]:
-        """Of every GPU to which keys and values come from the host; none where they are on the GPUs."""
+        """Streams of every GPU to which keys and values come from the host; none where they are on the GPUs."""
         if self._config.kv_tier != "host":
             return {}
         devices = dict.fromkeys((self._device, *self._elsewhere.values()))

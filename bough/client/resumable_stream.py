@@ -56,7 +56,7 @@ class ResumableStream:
                 return replace(event, warnings=(*self._seams, *event.warnings))
 
     def _new_of_prompt(self, event: g.PromptLogprobs) -> g.PromptLogprobs | None:
-        """What of it an earlier call has not reported; None if nothing."""
+        """The part of `event` that no earlier call has reported; None if there is none."""
         num_known = min(max(0, self._num_prompt_seen - self._num_prompt), len(event.token_ids))
         self._num_prompt += len(event.token_ids)
         self._num_prompt_seen = max(self._num_prompt_seen, self._num_prompt)

@@ -11,7 +11,7 @@ from pydantic_core import PydanticCustomError
 
 
 def must(text: str) -> PydanticCustomError:
-    """For validators to raise: what a value must, such as "be a text"."""
+    """An error for validators to raise; `text` says what a value must, such as "be a text"."""
     return PydanticCustomError("must", "{text}", {"text": text})
 
 

@@ -71,7 +71,7 @@ class Grammars:
         return compiled
 
     def along(self, grammar: str, held: AllowedTokens | None, cache_salt: str = "") -> AllowedTokens | None:
-        """Those of an output with this grammar: `held` again if they are; None without a grammar."""
+        """The allowed tokens of an output with this grammar: `held` if it still works; None without a grammar."""
         if not grammar:
             return None
         if held is not None and held.grammar == grammar and held.is_working:

@@ -59,7 +59,7 @@ class Child:
 
     @property
     def title(self) -> str:
-        """Its name for display."""
+        """The process's name for display."""
         return named(self.name)
 
     def has_ended(self) -> bool:

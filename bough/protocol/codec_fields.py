@@ -93,7 +93,7 @@ def read(message: Any, kind: type[Value], within: str = "") -> Value:
 
 
 def _described(kind: type) -> tuple[_Field, ...]:
-    """Those that are sent: fields that do not count in a comparison stay in their process."""
+    """The fields that are sent; fields that do not count in a comparison stay in their process."""
     hints = get_type_hints(kind)
     names = [field.name for field in fields(kind) if field.compare] if is_dataclass(kind) else hints
     return tuple(_field(name, hints[name]) for name in names)

@@ -139,7 +139,7 @@ class RoundTimings:
 
     @property
     def other_ns(self) -> int:
-        """Of the total, what the orchestrator took."""
+        """The part of the total that the orchestrator took."""
         return max(0, self.total_ns - self.draft_ns - self.network_ns - self.target_ns)
 
     @property

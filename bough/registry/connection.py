@@ -127,7 +127,7 @@ class _PasswordOfFile(CredentialProvider):
         self._read()
 
     async def get_credentials_async(self) -> tuple[str]:
-        """As redis-py asks before it shows a password. Raises AuthenticationError where the file cannot be used now."""
+        """The password, read anew for each connection. Raises AuthenticationError if the file cannot be used now."""
         try:
             return (await asyncio.to_thread(self._read),)
         except ConfigError as exc:

@@ -71,5 +71,5 @@ def _changes(scenario: Scenario) -> list[tuple[str, Scenario]]:
 
 
 def _faster(part: Part, *times: str) -> Part:
-    """The same with these times divided by SPEED."""
+    """A copy of a part of a profile with these times divided by SPEED."""
     return replace(part, **{name: getattr(part, name) / SPEED for name in times})

@@ -30,7 +30,7 @@ class TreeGains(NamedTuple):
 
     @classmethod
     def of(cls, values: FloatArray) -> TreeGains:
-        """Of a grown tree, whose nodes, root included, are accepted with probabilities `values` (num_nodes,)."""
+        """The gains of a grown tree; `values` (num_nodes,) are its nodes' acceptance probabilities, root included."""
         ranked = -np.sort(-values)[1:]
         covered = np.minimum(np.maximum(len(ranked) - EDGES[:-1], 0), SIZES)
         num = int((covered > 0).sum())

@@ -264,7 +264,7 @@ def _place_on_host(sizes: Sequence[int], streamed: Sequence[int], budget: int) -
 
 
 def _most_that_fit(sizes: Sequence[int], among: Sequence[int], room: int, most: int) -> frozenset[int]:
-    """As many layers as fit, spread evenly."""
+    """Choose as many layers as fit, spread evenly."""
     for count in range(min(most, len(among)), 0, -1):
         chosen = spread(count, among)
         if sum(sizes[index] for index in chosen) <= room:

@@ -31,7 +31,7 @@ class Guessing:
 
     @classmethod
     def of(cls, call: GrowCall) -> Guessing:
-        """What a call asks for."""
+        """The inputs that a call asks for."""
         is_sample = call.plan.scheme.is_sampled
         is_perturbed = not is_sample and call.plan.guess is Guess.SAMPLE and not call.sampling.is_greedy
         return cls(call.sampling, call.context.prompt_length, is_sample, is_perturbed, call.vocab_size)

@@ -16,9 +16,10 @@ LOOK_SECONDS = 5.0  # between two times at which targets without a hash are aske
 
 
 def with_weights(targets: Targets, weights_hash: str) -> Targets:
-    """Those of `targets`, which pass for one model, where something begun with weights of this hash may continue.
+    """The targets at which something that was begun with weights of this hash may continue.
 
-    Equal samples suffice while no two known hashes differ; after that only an equal hash does.
+    All `targets` pass for one model. Equal samples suffice while no two known hashes differ; after that only an equal
+    hash does.
     """
     known = {target.info.weights_hash for target in targets} | {weights_hash}
     if len(known - {""}) <= 1:

@@ -98,7 +98,7 @@ def _begun(targets: Targets, options: GenerateOptions, request: RequestRecord) -
 
 
 def _with_its_weights(usable: Targets, weights_hash: str, whose: str) -> Targets:
-    """Those with the weights that something was begun with. Raises Unavailable if there are none."""
+    """The targets with the weights that something was begun with. Raises Unavailable if there are none."""
     same = with_weights(usable, weights_hash)
     if not same:
         raise Unavailable(f"{whose} cannot go on: {other_weights(usable, weights_hash)}")

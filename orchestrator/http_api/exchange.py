@@ -156,7 +156,7 @@ def _at_once(value: Json) -> bytes:
 
 
 def _in_steps(value: Json) -> bytes:
-    """As `_at_once`, but slower and letting other threads run meanwhile."""
+    """Encode as `_at_once`, but more slowly, so that other threads run meanwhile."""
     written = bytearray()
     for part in _ENCODER.iterencode(value):
         written += part.encode()

@@ -70,7 +70,7 @@ class NamedCall(CallReader):
         return end
 
     def _end_of(self, text: str, *allowed: str) -> int | None:
-        """Where the one of these that comes after blanks ends, 0 with none; None if more of the text must tell."""
+        """Where the allowed text that follows blanks ends: 0 if none follows, None if more of the text must tell."""
         rest = text.lstrip()
         for one in allowed:
             if rest.startswith(one):

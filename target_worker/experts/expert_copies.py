@@ -47,7 +47,7 @@ class ExpertCopies(ExpertLoader):
 
     @property
     def max_prefetches(self) -> int:
-        """As many as keep the copy stream busy."""
+        """The number of prefetches that keeps the copy stream busy."""
         return -(-max(0, PREFETCH_BYTES - self._traffic.outstanding_bytes) // self._slabs.shape[1])
 
     def begin(self) -> None:

@@ -174,7 +174,7 @@ class SlotIndex:
         self._index.check_integrity([*self.slots])
 
     def _place(self, session: SessionSlot) -> int:
-        """Where an idle slot stands in `_idle`."""
+        """The position of an idle slot in `_idle`."""
         return self._idle.index(session, bisect_left(self._idle, session.last_used, key=_last_used))
 
     def _cut(self, session: SessionSlot, num_rows: int) -> None:

@@ -12,7 +12,7 @@ MIN_TOKENS = 16  # of `bough demo`
 
 
 def add_demo(parser: argparse.ArgumentParser) -> None:
-    """Of `bough demo`."""
+    """Add the flags of `bough demo`."""
     parser.add_argument("--prompt", default="Explain how a rainbow forms, step by step.", help="what to answer")
     length = f"length of the answer, {MIN_TOKENS} at least to measure rates (default 64)"
     parser.add_argument("--max-tokens", type=checked(number(int, MIN_TOKENS)), default=64, help=length)
@@ -28,7 +28,7 @@ def up_arguments(*flags: str) -> argparse.Namespace:
 
 
 def add_up(parser: argparse.ArgumentParser) -> None:
-    """Of `bough up`."""
+    """Add the flags of `bough up`."""
     parser.add_argument("--target", help="model folder, GGUF file or hub id; the demonstration model by default")
     parser.add_argument("--draft", help="the same for the draft, or none; the demonstration model has one by default")
     simulate = "workers without weights: a shipped profile's name or a JSON file (docs/simulated-workers.md)"
@@ -54,7 +54,7 @@ def add_up(parser: argparse.ArgumentParser) -> None:
 
 
 def add_pack(parser: argparse.ArgumentParser) -> None:
-    """Of `bough pack`."""
+    """Add the flags of `bough pack`."""
     parser.add_argument("model", help="model folder or cached hub id, in 16 or 32 bits")
     parser.add_argument("--draft", action="store_true", help="write a draft: it shares embeddings and head with MODEL")
     layers = "of a draft: layers to leave out, such as 3,14"

@@ -40,7 +40,7 @@ class PlanConfig(TargetConfig):
 
 
 def add_plan(parser: argparse.ArgumentParser) -> None:
-    """Of `bough plan`."""
+    """Add the flags of `bough plan`."""
     parser.add_argument("model", metavar="MODEL", help="GGUF file, model folder or hub id; config.json is enough")
     texts = {setting.name: setting.metadata["help"] for setting in fields(PlanConfig)}
     for name in PLAN_SETTINGS:
@@ -49,7 +49,7 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
 
 
 def add_shape(parser: argparse.ArgumentParser) -> None:
-    """Of `bough shape`."""
+    """Add the flags of `bough shape`."""
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--vector", metavar="FILE", help="JSON list of acceptances by rank, or of such lists by depth")
     source.add_argument("--from-live", action="store_true", help="what a running orchestrator has measured, smoothed")
@@ -64,7 +64,7 @@ def add_shape(parser: argparse.ArgumentParser) -> None:
 
 
 def add_simulate(parser: argparse.ArgumentParser) -> None:
-    """Of `bough simulate`."""
+    """Add the flags of `bough simulate`."""
     add, count, amount = parser.add_argument, checked(number(int, 1, MOST)), checked(number(float, 0, 1e6))
     add("profile", help="name of a shipped profile, or a JSON file; `bough simulate list` names those that are shipped")
     users = f"at once, 1 to {MOST}; several are simulated in turn"

@@ -16,7 +16,7 @@ AS_GIVEN = (  # flags whose values are the options of the same names
 
 
 def add_sampling(parser: argparse.ArgumentParser) -> None:
-    """Of `bough generate` and `bough chat`."""
+    """Add the flags of `bough generate` and `bough chat`."""
     defaults = GenerateOptions()
     add = parser.add_argument
     add("--system", default="", help="system message")

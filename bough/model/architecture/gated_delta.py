@@ -79,7 +79,7 @@ def _forward(module: Any, hidden_states: torch.Tensor, chunk: Chunk, **_unused: 
 
 
 def _projected(module: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Of all rows: inputs of the convolution, the output's gate, beta, and the factor of the state."""
+    """Projections of all rows: inputs of the convolution, the output's gate, beta, and the factor of the state."""
     if hasattr(module, "in_proj_qkvz"):  # in the order of key heads
         mixed = module.fix_query_key_value_ordering(module.in_proj_qkvz(hidden), module.in_proj_ba(hidden))
         queries, keys, values, gate, beta, rate = (numbers[0] for numbers in mixed)

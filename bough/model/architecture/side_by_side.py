@@ -16,7 +16,7 @@ Result = TypeVar("Result")
 
 
 class _Asking(greenlet):  # type: ignore[misc]  # greenlet has no types
-    """One of the functions."""
+    """The greenlet of one of the functions that run side by side."""
 
 
 def is_side_by_side() -> bool:

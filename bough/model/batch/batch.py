@@ -125,7 +125,7 @@ class Batch:
                 chunk.paths_on(device)
 
     def seen_as(self, chunks: Sequence[Chunk]) -> Batch:
-        """The same rows with other chunks, one for each of its own, whose keys and values are elsewhere."""
+        """A batch of the same rows with other chunks, one for each of its own, whose keys and values are elsewhere."""
         other = copy.copy(self)
         other.chunks = tuple(chunks)
         return other

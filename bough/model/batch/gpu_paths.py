@@ -51,7 +51,7 @@ class Paths(NamedTuple):
         return cls(*map(torch.from_numpy, arrays))
 
     def on(self, device: torch.device) -> Paths:
-        """The same on a device."""
+        """A copy of the arrays on a device."""
         return Paths(*(numbers.to(device) for numbers in self))
 
 

@@ -31,7 +31,7 @@ OF_SEVERAL = re.compile(r"(.*)-00001-of-(\d{5})\.gguf")
 
 
 class ListPlace(NamedTuple):
-    """Where a file has a list."""
+    """The place of a list in a file."""
 
     offset: int  # of the kind of its elements
     length: int

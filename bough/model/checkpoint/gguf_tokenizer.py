@@ -33,7 +33,7 @@ def _words(digits: str, letters: str = r"\p{L}") -> str:
 
 
 def _cased(digits: str, ending: str) -> str:
-    """That of OpenAI's o200k, and of Mistral's Tekken: words end where letters become large again."""
+    """The expression of OpenAI's o200k and Mistral's Tekken: words end where letters become large again."""
     words = rf"{_START}{_UPPER}*{_LOWER}+{ending}|{_START}{_UPPER}+{_LOWER}*{ending}"
     return rf"{words}|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
 

@@ -183,7 +183,7 @@ class Transposed:
         return self.matrix.shape[::-1]
 
     def scratch_bytes(self, dtype: torch.dtype) -> int:
-        """Those of the matrix."""
+        """Scratch bytes of the matrix; its transpose is a view."""
         return self.matrix.scratch_bytes(dtype)
 
     def value(self, raw: Sequence[torch.Tensor], dtype: torch.dtype, scratch: Scratch) -> torch.Tensor:

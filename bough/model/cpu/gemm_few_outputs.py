@@ -47,7 +47,7 @@ _WORD_BYTES, _FLOAT_BYTES = 4, 4
 def _sums(
     b: ir.IRBuilder, rows: Sequence[Any], parts: Sequence[Sequence[Any]], ahead: Any, num_words: Any
 ) -> list[list[Any]]:
-    """Of rows of float32 with some SHORT outputs (addresses), for each part; `num_words` is a multiple of SHORT."""
+    """Sums of each float32 row with SHORT outputs (addresses) of each part; `num_words` is a multiple of SHORT."""
     sums = [zeros(b, _SHORTS, len(rows)) for _ in parts]
     with cgutils.for_range_slice(b, ir.Constant(I64, 0), num_words, ir.Constant(I64, SHORT)) as (word, _):
         offset = b.mul(word, ir.Constant(I64, _WORD_BYTES))

@@ -23,7 +23,7 @@ UNUSABLE = sys.maxsize  # length of a state that a step left midway: beyond any 
 
 
 def kv_places(config: PretrainedConfig) -> list[int]:
-    """Of each layer, its number among those that have keys and values; -1 if it has a state instead."""
+    """The number of each layer among those that have keys and values; -1 if it has a state instead."""
     numbers, types = count(), getattr(config, "layer_types", None) or [""] * int(config.num_hidden_layers)
     return [-1 if kind == RECURRENT else next(numbers) for kind in types]
 
@@ -67,7 +67,7 @@ class LayerState:
         self.go_back(0)
 
     def no_rows(self) -> StateRows:
-        """What is kept of no rows."""
+        """An empty `StateRows`."""
         gates = torch.zeros(0, self._shape.num_heads, dtype=torch.float32, device=self._device)
         inputs = torch.zeros(0, self._shape.num_inputs, dtype=self._shape.dtype, device=self._device)
         return StateRows(inputs, gates, gates)
@@ -143,7 +143,7 @@ class SessionStates:
         self._layers = {index: layer.copy(length) for index, layer in source._layers.items()}
 
     def commit(self, rows: Sequence[int]) -> None:
-        """Of a tree's rows, keep only these: those of an accepted path, and those of nodes below it in a draft's."""
+        """Keep only these rows of a tree: those of an accepted path, and those of nodes below it in a draft's."""
         paths: dict[tuple[int, torch.device], torch.Tensor] = {}  # sent once, as most layers are at one length
         for layer in self._layers.values():
             if rows and rows[0] >= layer.length:

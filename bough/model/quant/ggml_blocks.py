@@ -52,7 +52,7 @@ class Numbers(NamedTuple):
 
 
 class BlockType(NamedTuple):
-    """Where a block has what."""
+    """The layout of a block: where its numbers, its scales and its offset are."""
 
     numbers: Numbers
     scale: int  # byte of a float16

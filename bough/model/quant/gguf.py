@@ -45,7 +45,7 @@ class GgufFormat(QuantFormat):
         return f"{', '.join(kind for kind in self.types if kind in BLOCKS) or self.types[0]} ({self.method})"
 
     def weight_name(self, place: TensorPlace) -> str | None:
-        """Its own name, unless the tensor is read as it is."""
+        """The tensor's own name; None if the tensor is read as it is."""
         is_plain = place.dtype in PLAIN and self._half(place) == 1 and not self._has_offset(place)
         return None if is_plain else place.name
 

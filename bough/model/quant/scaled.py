@@ -174,7 +174,7 @@ class Scaled(Dequantized):
         return (outputs, elements * ITEM_BYTES[self.numbers.dtype] * 8 // self.bits)
 
     def scratch_bytes(self, dtype: torch.dtype) -> int:
-        """Those of the value, and of scales of two levels as they are joined: a quarter of a byte for a weight."""
+        """Bytes of the value, and of joined scales if these have two levels: a quarter of a byte for a weight."""
         return room_bytes(self.shape, dtype) + (room_bytes(self.scales.shape, torch.float32) if self.whole else 0)
 
     def value(self, raw: Sequence[torch.Tensor], dtype: torch.dtype, scratch: Scratch) -> torch.Tensor:

@@ -186,7 +186,10 @@ class MessageFields(Fields):
 
     @classmethod
     def _kept(cls, data: dict[str, Any]) -> dict[str, Any]:
-        """As of all fields, but no content is empty beside calls or thoughts; a refusal, as OpenAI's, was said."""
+        """Drop what changes nothing, as `Fields._kept`; an assistant's message without content may get one.
+
+        That is the refusal, or an empty text beside calls or thoughts.
+        """
         given = super()._kept(data)
         if "content" in given:
             return given
