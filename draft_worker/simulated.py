@@ -49,12 +49,12 @@ class Stated(NamedTuple):
         is_right = (self.paths == truth) | ~is_used
         is_right[:, 0] = True  # the root is committed text
         salts = mixed(*np.where(is_used, self.paths, 0).T)
-        said = self.law.candidates(seed, is_right.all(axis=1), positions, salts, is_used.sum(axis=1) - 1)
+        stated = self.law.candidates(seed, is_right.all(axis=1), positions, salts, is_used.sum(axis=1) - 1)
         if guessing.is_sample and guessing.params.is_greedy:
-            num = min(GREEDY_TOKENS, said.tokens.shape[1])
+            num = min(GREEDY_TOKENS, stated.tokens.shape[1])
             weights = np.broadcast_to(np.log(greedy_weights(num)), (len(positions), num))
-            return Candidates(said.tokens[:, :num], weights.astype(np.float32))
-        return Candidates(*said)
+            return Candidates(stated.tokens[:, :num], weights.astype(np.float32))
+        return Candidates(*stated)
 
 
 class SimulatedDraft:

@@ -168,8 +168,8 @@ class TargetWorker(ServedTarget):
 
     def _notes(self) -> tuple[str, ...]:
         quantization = self._skeleton.quantization
-        said = self._memory_in_words, self._conversion, quantization.note if quantization is not None else ""
-        notes = [note for note in said if note]
+        texts = self._memory_in_words, self._conversion, quantization.note if quantization is not None else ""
+        notes = [text for text in texts if text]
         if self._experts:
             notes.append(f"experts come when rows choose them: {gigabytes(self._placement.expert_bytes)} in all")
         if self._device.type != "cpu":

@@ -57,8 +57,8 @@ def _prompt_from_wire(message: pb.GenerateRequest) -> g.Prompt:
         case "text":
             return g.TextPrompt(message.text)
         case "chat":
-            said = tuple(g.Message(m.role, m.content, reasoning=m.reasoning) for m in message.chat.messages)
-            return g.ChatPrompt(said, chat_template_kwargs=message.chat.chat_template_kwargs)
+            messages = tuple(g.Message(m.role, m.content, reasoning=m.reasoning) for m in message.chat.messages)
+            return g.ChatPrompt(messages, chat_template_kwargs=message.chat.chat_template_kwargs)
         case "token_ids":
             return g.TokenPrompt(tuple(message.token_ids.ids))
         case _:

@@ -122,8 +122,8 @@ class ExpansionCache:
 
     def following(self, expansions: NDArray[np.int32]) -> Candidates:
         """Candidates after these expansions, with scaled probabilities."""
-        said = self.raw_candidates(expansions)
-        return Candidates(said.tokens, scaled(said.log_probs, self.power))
+        raw = self.raw_candidates(expansions)
+        return Candidates(raw.tokens, scaled(raw.log_probs, self.power))
 
     def walk(self, tokens: Sequence[int]) -> list[int]:
         """Expansions along these tokens from the root down, as far as there are any."""

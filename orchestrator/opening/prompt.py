@@ -47,8 +47,8 @@ def _tokens(
         case ChatPrompt(messages, _, kwargs):
             if not messages:
                 raise InvalidRequest("chat.messages: must have at least one message, got none")
-            said = [(message.role, message.content) for message in messages]
-            tokens = encode_messages(said, template_variables(kwargs))
+            turns = [(message.role, message.content) for message in messages]
+            tokens = encode_messages(turns, template_variables(kwargs))
         case TokenPrompt(token_ids):
             require_tokens("token_ids.ids", token_ids, vocab_size)
             tokens = list(token_ids)

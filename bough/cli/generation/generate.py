@@ -32,8 +32,8 @@ from bough.protocol.generation import (
 async def generate(arguments: argparse.Namespace) -> int:
     """Answer one prompt, streamed as text or as one JSON line."""
     text = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
-    said, kwargs = (*_system(arguments), Message("user", text)), arguments.chat_template_kwargs
-    prompt: Prompt = TextPrompt(text) if arguments.raw else ChatPrompt(said, chat_template_kwargs=kwargs)
+    messages, kwargs = (*_system(arguments), Message("user", text)), arguments.chat_template_kwargs
+    prompt: Prompt = TextPrompt(text) if arguments.raw else ChatPrompt(messages, chat_template_kwargs=kwargs)
     async with client_from(arguments) as client:
         answer = await CollectedAnswer.read(client, prompt, options_from(arguments), is_shown=not arguments.json)
     if arguments.json:

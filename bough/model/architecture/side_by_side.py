@@ -44,9 +44,9 @@ def side_by_side(
     try:
         given: list[tuple[_Asking, tuple[Any, ...]]] = [(task, ()) for task in tasks]
         while given:
-            said = [(task, task.switch(*arguments)) for task, arguments in given]
-            results |= {task: value for task, value in said if task.dead}
-            asking = [(task, question) for task, question in said if not task.dead]
+            yielded = [(task, task.switch(*arguments)) for task, arguments in given]
+            results |= {task: value for task, value in yielded if task.dead}
+            asking = [(task, question) for task, question in yielded if not task.dead]
             answers = answer([question for _, question in asking]) if asking else ()
             given = [(task, (answered,)) for (task, _), answered in zip(asking, answers, strict=True)]
     finally:
