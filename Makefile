@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 # Bytecode is written even where the environment says not to: each of hundreds of processes would compile torch again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo serve test test-fast check loadtest bench-docs proto clean help
+.PHONY: demo serve test test-fast test-cluster check loadtest bench-docs proto clean help
 
 help:  ## list the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
@@ -27,6 +27,9 @@ test: $(READY)  ## the whole suite
 test-fast: $(READY)  ## the tests of single parts, in two minutes
 	@$(BIN)/python -m tests.compile_kernels
 	@GOMP_SPINCOUNT=1000 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal -m 'unit and not slow'
+
+test-cluster: $(READY)  ## what the suite leaves out: a Ray cluster of three hosts in network namespaces; seven minutes, and root
+	@$(BIN)/python -m pytest -m cluster tests/deploy
 
 check: $(READY)  ## formatting, lint, types, import rules
 	@$(BIN)/ruff format --check .

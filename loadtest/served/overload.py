@@ -51,11 +51,13 @@ async def overload(seconds: float, seed: int) -> dict[str, Any]:
             await grpc_door.close()
             await http_door.close()
     refused = [sample for sample in samples if sample.is_refused]
+    seconds_to_refusal = [sample.seconds for sample in refused]
     return {
         "goodput_ratio": round(figures["goodput_tokens_per_second"] / peak["goodput_tokens_per_second"], 4),
         "peak_tokens_per_second": peak["goodput_tokens_per_second"],
         "offered_requests_per_second": round(rate, 2),
-        "refusal_p99_seconds": percentile([sample.seconds for sample in refused], 99),
+        "refusal_p99_seconds": percentile(seconds_to_refusal, 99),
+        "refusal_max_seconds": max(seconds_to_refusal, default=0.0),
         "refused": len(refused),
         "refused_without_delay": sum(sample.retry_seconds <= 0 for sample in refused),
         "failed": figures["failed"],

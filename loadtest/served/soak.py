@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import redis.asyncio
 
+from bough.registry.registry import ENDED_SECONDS
 from loadtest.common.processor_use import ProcessorUse, processor_use
 from loadtest.common.stacks import http_url_of
 from loadtest.locust.samples import Sample, percentile
@@ -31,9 +32,15 @@ MOST_GROWTH = {
     "threads": 8,
     "tasks": 8,
 }  # limits of a process; more is a leak
+KEY_BYTES = 1024  # of the index's memory for a key more: a record of an answer this short, and its place in a ledger
+KEPT_SECONDS = ENDED_SECONDS + 5.0  # keys of a request stay for as long after its answer
+# A request leaves its record, its tokens and its session's epoch; up to a tenth of what expired may still be there.
+KEYS_OF_REQUEST = 3.5
+OTHER_KEYS = 64  # those of workers and ledgers, and of requests that come while keys are counted
 TASKS = re.compile(r"^bough_event_loop_tasks(?:{.*})? ([0-9.e+]+)$", re.MULTILINE)
 
 Snapshot = dict[str, dict[str, int]]  # by process and figure
+Snapshots = list[tuple[float, Snapshot]]  # each with its moment, in seconds since the load began
 Uses = tuple[float, dict[str, ProcessorUse]]  # at a moment, by process
 
 
@@ -65,13 +72,32 @@ def tasks_in(metrics: str) -> int:
 
 
 def leaks(growth: Snapshot, in_flight: int = 0) -> list[str]:
-    """Figures that grew by more than their limit, which includes `num_running` running requests."""
+    """Figures that grew by more than their limit, which includes `in_flight` running requests.
+
+    Keys have no limit here (`keys_beyond` has); where there are more of them, the memory of the index may be more too.
+    """
     return [
         f"{process}: {figure} grew by {more}"
         for process, figures in growth.items()
         for figure, more in figures.items()
-        if process != "index" and more > MOST_GROWTH.get(figure, more) + in_flight
+        if figure in MOST_GROWTH and more > MOST_GROWTH[figure] + in_flight + _bytes_of_keys(figure, figures)
     ]
+
+
+def _bytes_of_keys(figure: str, figures: dict[str, int]) -> int:
+    return KEY_BYTES * max(0, figures.get("keys", 0)) if figure == "memory_bytes" else 0
+
+
+def keys_beyond(snapshots: Snapshots, samples: list[Sample], began: float) -> list[str]:
+    """The moment at which most keys of the index were of no request of the last `KEPT_SECONDS`, if too many were."""
+    found: list[tuple[float, str]] = []
+    for moment, figures in snapshots:
+        now, keys = began + moment, figures["index"]["keys"]
+        kept = sum(s.began <= now and s.began + s.seconds > now - KEPT_SECONDS for s in samples)
+        beyond = keys - KEYS_OF_REQUEST * kept - OTHER_KEYS
+        found.append((beyond, f"index: {keys} keys at {moment:.0f} s, of {kept} requests of {KEPT_SECONDS:.0f} s"))
+    beyond, worst = max(found, default=(0.0, ""))
+    return [worst] if beyond > 0 else []
 
 
 async def soak(seconds: float, users: int) -> dict[str, Any]:
@@ -94,7 +120,7 @@ async def soak(seconds: float, users: int) -> dict[str, Any]:
             await grpc_door.close()
             await http_door.close()
     growth = _growth(snapshots, seconds)
-    leaking = leaks(growth, in_flight=users)
+    leaking = leaks(growth, in_flight=users) + keys_beyond(snapshots, samples, began)
     work = _work(samples, uses, began, seconds)
     latency = _latency(samples, began, seconds)
     return {**latency, "processor_ms_a_request": work, "growth": growth, "leaks": leaking, "users": users}
@@ -132,7 +158,7 @@ def _latency(samples: list[Sample], began: float, seconds: float) -> dict[str, A
     }
 
 
-def _growth(snapshots: list[tuple[float, Snapshot]], seconds: float) -> Snapshot:
+def _growth(snapshots: Snapshots, seconds: float) -> Snapshot:
     """Growth by process and figure: the last quarter's minimum less the second quarter's.
 
     Minima over several moments leave out what is only in flight.

@@ -10,7 +10,7 @@ from loadtest.tables.runs import Run, Subject, Table
 
 HEAD = "# Benchmarks"
 INTRODUCTION = (
-    "What runs today, measured. This page is written by `make bench-docs` from the JSON files in "
+    "What was measured, each with its date. This page is written by `make bench-docs` from the JSON files in "
     "[docs/benchmarks](benchmarks): change those, not this page. Machines are virtual, two cores of the processor that "
     "is named, without a GPU, shared with strangers unless it is said otherwise: compare within a table, and believe "
     'ratios. "The demonstration" is SmolLM2-135M-Instruct, block-expanded to 300 layers: the text of a small model at '

@@ -93,7 +93,8 @@ def test_commands_of_the_shell(namespace: str) -> None:
     """Those that ask a running bough; each is the README's own line. `bough top` would not end by itself."""
     for name, more in (("generate", ""), ("chat", ""), ("doctor", ""), ("top", " --count 1"), ("explain", "")):
         line, typed = line_of(name) + more, "Hello\n" if name == "chat" else ""
-        assert any(pasted(namespace, "bash", "-c", line, typed=typed).strip() for _ in range(MOST_TRIES)), name
+        tries = MOST_TRIES if name in ("generate", "chat") else 1
+        assert any(pasted(namespace, "bash", "-c", line, typed=typed).strip() for _ in range(tries)), name
 
 
 def line_of(command: str) -> str:

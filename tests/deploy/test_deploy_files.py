@@ -86,10 +86,11 @@ def test_compose_files_are_what_compose_takes(files: list[Path], tmp_path: Path)
 
 def test_compose_starts_programs_with_settings_that_they_take() -> None:
     services = yaml.safe_load(COMPOSE[0].read_text())["services"]
-    default = ["orchestrator", *(word.strip('",') for word in dockerfile_command("orchestrator"))]
-    commands = {name: services[name].get("command", default) for name in ("target", "draft", "orchestrator")}
-    for name, (module, *flags) in commands.items():
-        environment = services[name]["environment"]
+    for name in ("target", "draft", "orchestrator"):
+        service = services[name]
+        assert (service["build"]["target"], service["image"]) == (name, f"bough-{name}"), "one image a role"
+        module, *flags = service.get("command", dockerfile_command(name))
+        environment = service["environment"]
         config = parse(PROGRAMS[module], module, flags, environment)
         mine = variable(module, "")
         assert {key for key in environment if not key.startswith(mine)} == {KEY_FILE_VARIABLE}, "nobody reads others"
@@ -141,12 +142,13 @@ def test_the_index_has_room_for_all_that_clients_may_have_in_it(path: Path) -> N
 
 
 def dockerfile_command(stage: str) -> list[str]:
-    """The words of a stage's CMD."""
+    """The program that a stage starts, and its flags: the words of its CMD after those of an ENTRYPOINT of its own."""
     text = (DOCKER / "Dockerfile").read_text()
-    after = text[text.index(f" AS {stage}\n") :]
-    found = re.search(r"^CMD \[(.*)\]$", after, re.MULTILINE)
-    assert found is not None
-    return found[1].split()
+    _, _, after = text.partition(f" AS {stage}\n")
+    body, _, _ = after.partition("\nFROM ")
+    lines = re.findall(r"^(?:ENTRYPOINT|CMD) (\[.*\])$", body, re.MULTILINE)
+    words = [word for line in lines for word in json.loads(line)]
+    return words[2:] if words[:2] == ["python", "-m"] else words
 
 
 def manifests() -> Iterator[dict[str, Any]]:

@@ -14,6 +14,7 @@ from bough.model.batch.batch import Batch, BatchPart, Segment
 from bough.model.batch.path_spans import PathSpans, Place
 from bough.model.cpu import attention_cpu, jit
 from bough.model.cpu.attention_cpu import attend_in_slots
+from bough.model.cpu.attention_kernel import _as_float
 from bough.model.kv.session_kv import KVShape, KVSlot
 from bough.trees.tree import Tree
 from tests.fakes.models import CPU
@@ -79,7 +80,7 @@ def call_twice(function, out, number):
     function(out, number)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("head_dim", "window"), [(20, 0), (64, 0), (64, 7)])
 def test_a_nodes_attention_is_bitwise_that_of_its_path(head_dim: int, window: int, dtype: torch.dtype) -> None:
     """Random trees of one tile or several, on contexts of any length, beside another session."""
@@ -116,7 +117,7 @@ def test_a_nodes_attention_is_bitwise_that_of_its_path(head_dim: int, window: in
             assert torch.equal(attended(path, list(range(-1, len(path) - 1)))[-1], whole[node])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_nothing_is_read_beyond_keys_and_values(dtype: torch.dtype) -> None:
     """The last number of the last one stands before memory that nobody may read."""
     base, size, head_dim = 19, 2, 20
@@ -130,3 +131,36 @@ def test_nothing_is_read_beyond_keys_and_values(dtype: torch.dtype) -> None:
     found = attention_cpu.attend_over(spans, 0, NUM_KV_HEADS, head_dim, queries, *rules)
     expected = attention_cpu.attend_over(PathSpans.of([piece]), 0, NUM_KV_HEADS, head_dim, queries, *rules)
     assert torch.equal(found, expected)
+
+
+def test_numbers_in_float16_are_read_as_what_they_are() -> None:
+    """All of them, with their signs; what is no number stays none."""
+    bits = np.arange(2**16, dtype=np.uint16)
+    found, expected = read_all(bits.view(np.int16)), bits.view(np.float16).astype(np.float32)
+    is_number = ~np.isnan(expected)
+    assert np.array_equal(found.view(np.uint32)[is_number], expected.view(np.uint32)[is_number])
+    assert np.isnan(found[~is_number]).all()
+
+
+@jit.strict
+def read_all(numbers):  # type: ignore[no-untyped-def]
+    out = np.empty(len(numbers), np.float32)
+    for i in range(len(numbers)):
+        out[i] = _as_float(numbers[i])
+    return out
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_attention_in_16_bits_is_that_of_the_same_numbers_in_float32(dtype: torch.dtype) -> None:
+    base, parents, head_dim = 37, [-1, 0, 0, 1, 1, 2], 20
+    tree = Tree.of([1] * len(parents), parents, [0.0] * len(parents))
+    held = torch.randn(2, base, NUM_KV_HEADS, head_dim).to(dtype)
+    new = [torch.randn(len(parents), num, head_dim).to(dtype) for num in (NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS)]
+
+    def attended(own: torch.dtype) -> torch.Tensor:
+        slot = KVSlot(KVShape(1, NUM_KV_HEADS, head_dim, own), base + len(parents), CPU)
+        slot.keys[0, :base], slot.values[0, :base] = held.to(own)
+        (chunk,) = Batch([Segment.tree(slot, base, tree)], None, CPU).chunks
+        return attend_in_slots(chunk, 0, *(rows.to(own) for rows in new), 0.25, 0, 0.0, None)
+
+    assert torch.equal(attended(dtype), attended(torch.float32).to(dtype))

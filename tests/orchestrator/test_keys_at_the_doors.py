@@ -249,6 +249,11 @@ async def test_what_a_key_allows_holds_at_both_doors(tmp_path: Path) -> None:
             await answer(alice, GenerateOptions(max_tokens=50, temperature=0.0))
             refused = await refusal(answer(alice))
             assert "tokens_per_minute: this key's 20 are used" in str(refused)
+            assert isinstance(refused, Exhausted)
+            assert refused.retry_seconds > 0
+            response = await http.post("/v1/completions", json=BODY)
+            assert (response.status_code, error_of(response)["code"]) == (429, "rate_limit_exceeded")
+            assert int(response.headers["retry-after"]) >= 1
             await answer(bob)
 
 

@@ -174,9 +174,10 @@ async def served_everywhere(bough: Bough, pair: Pair) -> None:
                 await asyncio.sleep(0.1)
 
 
-async def test_no_password_is_in_a_log_a_command_line_or_what_doctor_prints(bough: Bough) -> None:
+async def test_no_secret_is_in_a_log_a_command_line_or_what_doctor_prints(bough: Bough) -> None:
     command = [sys.executable, "-m", "bough.cli.main", "doctor", "--address", f"grpcs://{bough.cluster.address}"]
-    environ = os.environ | {"BOUGH_TLS_CA": bough.files.authority}
+    api_key = f"sk-{secrets.token_hex(16)}"
+    environ = os.environ | {"BOUGH_TLS_CA": bough.files.authority, "BOUGH_API_KEY": api_key}
     pipe = asyncio.subprocess.PIPE
     doctor = await asyncio.create_subprocess_exec(*command, env=environ, stdout=pipe, stderr=pipe)
     told = b"".join(await doctor.communicate())
@@ -192,6 +193,7 @@ async def test_no_password_is_in_a_log_a_command_line_or_what_doctor_prints(boug
         for where, text in seen.items():
             assert bough.password.encode() not in text, where
             assert key not in text, where
+            assert api_key.encode() not in text, where
             assert text, where
 
 

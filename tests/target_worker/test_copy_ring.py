@@ -218,7 +218,7 @@ class Recorded(TorchDispatchMode):
 
 @pytest.mark.parametrize("bits", [0, 4])
 def test_a_layer_asks_the_device_for_no_number(tiny: Path, tmp_path: Path, bits: int) -> None:
-    """Whatever comes back to the host stops the sweep, and the link after it. In float16, 4 bits go by way of torch."""
+    """Whatever comes back to the host stops the sweep, and the link after it. In float16 products are torch's."""
     folder = tiny
     if bits:
         folder = tmp_path / "packed"

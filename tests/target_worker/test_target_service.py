@@ -20,7 +20,7 @@ from bough.rpc.services import TARGET, add_service, stub_of
 from bough.trees.tree import Tree
 from target_worker.service import TargetService
 from tests.fakes.target import verify_call
-from tests.fakes.waiting import until
+from tests.fakes.waiting import PATIENCE_SECONDS, until
 
 
 class SlowWorker:
@@ -47,7 +47,8 @@ async def test_a_call_whose_caller_has_gone_is_cancelled(how: str) -> None:
     async with serving("127.0.0.1", 0, TARGET.full_name, partial(add_service, TARGET, servicer)) as served:
         channel = open_channel(f"127.0.0.1:{served.port}")
         request = codec.verify_call_to_wire(verify_call("a", [1, 2]))
-        call = stub_of(TARGET, channel).Verify(request, timeout=2.0 if how == "deadline" else 30)
+        seconds = 2.0 if how == "deadline" else 10 * PATIENCE_SECONDS  # or the deadline would cancel the others, too
+        call = stub_of(TARGET, channel).Verify(request, timeout=seconds)
         if how != "deadline":
             await until(lambda: worker.futures)
             call.cancel() if how == "cancellation" else await channel.close()
