@@ -143,7 +143,7 @@ def test_numbers_in_float16_are_read_as_what_they_are() -> None:
 
 
 @jit.strict
-def read_all(numbers):  # type: ignore[no-untyped-def]
+def read_all(numbers):
     out = np.empty(len(numbers), np.float32)
     for i in range(len(numbers)):
         out[i] = _as_float(numbers[i])
