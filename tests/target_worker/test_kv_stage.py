@@ -90,9 +90,10 @@ def compute(sessions: Sessions, staged: Batch, layer: int) -> list[str]:
     for chunk in staged.chunks:
         keys, values = chunk.memory(layer)
         for piece in chunk.pieces:
+            paths = chunk.paths_on_host()
             number = partial(sessions.number, piece.slot, layer)
-            (origin,) = set(chunk.paths.origins[piece.span].tolist())
-            for row, stored in zip(piece.rows.tolist(), chunk.paths.rows[piece.span].tolist(), strict=True):
+            (origin,) = set(paths.origins[piece.span].tolist())
+            for row, stored in zip(piece.rows.tolist(), paths.rows[piece.span].tolist(), strict=True):
                 keys[stored], values[stored] = number(row), -number(row)
             for row in range(piece.slot.length):
                 held = keys[origin + row], values[origin + row]
