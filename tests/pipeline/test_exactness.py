@@ -28,7 +28,6 @@ from target_worker.verification.traversal import Rejected, Traversal
 from target_worker.verification.verdict import compute_verdict, distributions_after
 from target_worker.verification.verify import Draw, conditional_distribution, draws_at
 from tests.fakes.chi_square import fit, tail
-from tests.fakes.sampling import independently
 
 VOCAB = 5
 LENGTH = 3  # tokens whose joint law is compared
@@ -43,6 +42,15 @@ Text = tuple[int, ...]
 Row = np.ndarray
 Law = Callable[[Row, Iterable[Draw]], Row]
 Laws = Callable[[Tree, Scheme, Callable[[int], Row]], Callable[[int, Row], Row]]
+
+
+def independently(tokens: np.ndarray, probs: np.ndarray, num: int, rng: np.random.Generator) -> np.ndarray:
+    """Draw (..., num) tokens with replacement from `tokens` and their `probs`, (..., num_entries) each."""
+    rates = np.repeat(probs[..., None, :], num, -2)
+    arrivals = np.divide(
+        rng.standard_exponential(rates.shape), rates, out=np.full(rates.shape, np.inf), where=rates > 0
+    )
+    return np.take_along_axis(tokens, arrivals.argmin(-1), -1)
 
 
 class World:
