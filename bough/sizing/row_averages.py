@@ -14,7 +14,8 @@ from bough.trees.acceptance import falling
 
 FLAT = CostCurve((1, 2), (1.0, 1.0))
 WINDOW = 32  # most samples of a bucket
-TRUST = 3.0  # weight, in samples, of a given shape, and of the estimate from neighbouring buckets
+TRUST = 3.0  # weight, in samples, of the estimate from neighbouring buckets
+TRUST_GIVEN = 0.5  # and of a given scale: it may have been measured while other programs used the processor
 FADING_SAMPLES = 4.0  # samples of a bucket for which the neighbours' estimate loses a weight of 1
 HALF_WEIGHT_DISTANCE = 0.35  # log distance from the nearest sample at which that estimate has half its weight
 NEIGHBOUR_DECAY = 0.25  # factor by which a sample's weight drops for each bucket of distance
@@ -76,10 +77,10 @@ class RowAverages:
     """
 
     def __init__(self, shape: CostCurve, rows: NDArray[np.int64], is_given: bool = False) -> None:
-        """`values` is for these ascending `rows`; with `is_given` the shape's scale counts as TRUST samples."""
+        """`values` is for these ascending `rows`; with `is_given` the shape's scale counts as TRUST_GIVEN samples."""
         self._shape = shape
         self._log_rows, self._shape_values = np.log(rows), shape.at(rows)
-        self._of_shape = TRUST if is_given else 0.0
+        self._of_shape = TRUST_GIVEN if is_given else 0.0
         self._anchor = 0.0  # log scale of the shape
         self._buckets: dict[int, _Bucket] = {}  # by log2 of rows, rounded up: kernels' tiles end at powers of two
         self._residuals: deque[float] = deque(maxlen=WINDOW)

@@ -177,7 +177,8 @@ class World:
         """Answer a call after its sweep."""
         self._calls.remove(call)
         total, queue = self.env.now - call.arrived, began - call.arrived
-        timings = Timings(round(total * SECOND), round(queue * SECOND), num_passes=1)
+        sweep_ns = round((self.env.now - began) * SECOND)
+        timings = Timings(round(total * SECOND), round(queue * SECOND), compute_ns=sweep_ns, num_passes=1)
         left_out = tuple(np.setdiff1d(np.arange(len(call.tree)), call.kept).tolist())
         self._batch_delay.answered(call.sample.name, self.env.now, "o")
         verdict, curve = call.verdict(), self._sweep_times.curve()

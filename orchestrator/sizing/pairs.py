@@ -111,7 +111,7 @@ class RoundStats:
 
     drafted: GainProfile = field(default_factory=GainProfile)  # of rounds with a drafted tree
     looked_up: GainProfile = field(default_factory=lambda: GainProfile(prior_gain=PRIOR_LOOKUP_GAIN))  # of the others
-    num_steps: float = 0.0  # average draft steps of a tree; 0 before the first
+    num_steps: float | None = None  # average draft steps of a tree, of which draft-ahead may save all
     is_drafting: bool = True  # whether drafting pays
     num_contrary: int = 0  # consecutive rounds that suggest the opposite
 
@@ -121,10 +121,9 @@ class RoundStats:
         return cls(GainProfile(others.drafted), GainProfile(others.looked_up), others.num_steps, others.is_drafting)
 
     def note_steps(self, num_steps: int) -> None:
-        """Add the number of draft steps of a tree; 0 is ignored, as it says nothing about the cost of trees."""
-        if num_steps == 0:
-            return
-        self.num_steps = self.num_steps + 0.2 * (num_steps - self.num_steps) if self.num_steps else float(num_steps)
+        """Add the number of draft steps of a tree."""
+        before = num_steps if self.num_steps is None else self.num_steps
+        self.num_steps = before + 0.2 * (num_steps - before)
 
 
 @dataclass(slots=True)

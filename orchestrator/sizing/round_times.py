@@ -15,7 +15,6 @@ HIDDEN_FROM = 0.25  # of a sweep; calls with a longer queueing time wait for ano
 SHARE_OF_WAIT = 0.9  # of that wait, that may be spent drafting
 SMALL_CONTEXT = 16  # tokens; a round with more reads a prompt, and its times say little about the next round's
 FIRST_STEPS = 4  # of a tree, before any was observed
-MOST_EXCESS = 0.5  # of what a target's curve says of its least sweep, that it is believed to say too much
 MAX_WORKERS = 64  # limit of each kind; the most recently used are kept
 
 
@@ -48,7 +47,7 @@ class RoundTimes:
             return None
         num_running = situation.target.num_running
         others, rows = (round(times.other_trees.median), times.other_rows_known) if num_running > 1 else (0, 0)
-        fixed = times.network.median + self.beside_sweep(situation) + times.orchestrator.median
+        fixed = times.network.median + times.beside.median + times.orchestrator.median
         fixed += times.queue.median if num_running > 1 else 0.0
         if self._is_hidden(situation):
             fixed += times.drafting.median
@@ -80,14 +79,12 @@ class RoundTimes:
             parts.network += network
 
     def beside_sweep(self, situation: Situation) -> float:
-        """Seconds of the target's own time outside queue and sweep; less than none where its curve says too much.
+        """Seconds of the target's own time outside queue and sweep, as measured.
 
-        At most MOST_EXCESS of the least sweep is taken off: a curve that has come down since would otherwise leave
-        rounds that take no time, or less.
+        What its curve says wrongly of sweeps is no part of it: as seconds that no tree can change, it would make trees
+        grow where all sweeps have become slower.
         """
-        times = self._targets(situation.target.worker_id)
-        least = times.curve(1) if times.curve is not None else 0.0
-        return max(times.beside.median, -MOST_EXCESS * least)
+        return self._targets(situation.target.worker_id).beside.median
 
     def observe(self, situation: Situation, outcome: RoundOutcome) -> None:
         """Record a round."""
@@ -109,9 +106,8 @@ class RoundTimes:
         if situation.num_context <= SMALL_CONTEXT:  # sessions that begin together read all their prompts in one sweep
             own_rows = outcome.num_nodes - len(result.left_out_nodes) + situation.num_context
             times.other_rows.add(max(0, result.num_rows - own_rows))
-        if times.curve is not None:
-            sweep = (timings.target_ns - timings.queue_ns) * NANO
-            times.beside.add(sweep - times.curve(result.num_rows))
+        sweep_ns = result.timings.wait_ns + result.timings.compute_ns
+        times.beside.add(max(0, timings.target_ns - timings.queue_ns - sweep_ns) * NANO)
 
     def _observe_draft(self, situation: Situation, draft: WorkerFacts, outcome: RoundOutcome) -> None:
         times, grown = self._drafts(draft.worker_id), outcome.grown
@@ -128,7 +124,8 @@ class RoundTimes:
         if draft is None:
             return 0.0
         times = self._drafts(draft.worker_id)
-        steps = min(stats.num_steps or FIRST_STEPS, situation.num_left - 1)  # no tree is deeper than the tokens left
+        steps = FIRST_STEPS if stats.num_steps is None else stats.num_steps
+        steps = min(steps, situation.num_left - 1)  # no tree is deeper than the tokens left
         return steps * times.step_seconds + times.network.median + times.queue.median
 
     def _wait(self, situation: Situation) -> float:

@@ -148,8 +148,10 @@ class TreeSizer:
         pending.decision.expected_tokens = pending.expected_tokens
         self._learn_guesses(session, pending, outcome)
         if outcome.grown is not None and pending.plan.asks_draft:
-            for stats in (session.stats, session.pair.stats):
-                stats.note_steps(outcome.grown.timings.num_passes)
+            num_steps = outcome.grown.timings.num_passes
+            if num_steps or len(outcome.grown.tree) > 1:  # no step and no tree say nothing of what trees cost
+                for stats in (session.stats, session.pair.stats):
+                    stats.note_steps(num_steps)
             pending.decision.draft_id = pending.situation.draft.worker_id if pending.situation.draft else ""
         pending.decision.settle(len(outcome.tokens), outcome.result, outcome.grown, outcome.timings)
         decision = pending.decision

@@ -142,7 +142,7 @@ class MadeRounds:
         target_ns, draft_ns = round(sweep * SECOND) + queue, grown.timings.total_ns if grown is not None else 0
         network_ns = network * (2 if grown is not None else 1)
         timings = RoundTimings(draft_ns + network_ns + target_ns, draft_ns, network_ns, target_ns, queue)
-        of_target = Timings(target_ns, queue, num_passes=1)
+        of_target = Timings(target_ns, queue, compute_ns=target_ns - queue, num_passes=1)
         num_trees = 1 + self.other_trees
         result = VerifyResult(verdict, 0, of_target, 0, left_out, self.sweep, rows, num_trees)
         chosen = verdict.tokens_of(proposal.tree)

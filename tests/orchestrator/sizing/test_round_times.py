@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from bough.protocol.cost_curve import CostCurve
@@ -34,7 +33,7 @@ def outcome(
     grown = GrowResult(Tree.root(ROOT), 0, Timings(draft * MS, 0, compute_ns=draft * MS, num_passes=passes), 0, STEP)
     target_ns = (queue + sweep) * MS
     timings = RoundTimings((2 + draft + 10) * MS + target_ns, draft * MS, 10 * MS, target_ns, queue * MS)
-    of_target = Timings(target_ns, queue * MS, num_passes=1)
+    of_target = Timings(target_ns, queue * MS, compute_ns=round(1000 * CURVE(rows)) * MS, num_passes=1)
     result = VerifyResult(Verdict((), 7), 0, of_target, 0, (), CURVE, rows, trees)
     return RoundOutcome(10, [7], result, grown, 5 * MS, 5 * MS, timings)
 
@@ -67,21 +66,20 @@ def test_what_a_round_takes_beside_the_sweep() -> None:
     assert (without.draft, without.network) == (0.0, pytest.approx(0.005))
 
 
-def test_a_curve_that_has_come_down_leaves_rounds_that_take_time() -> None:
-    """The medians remember by how much the target's earlier curve was wrong."""
-    times = RoundTimes()
+def test_what_a_curve_says_wrongly_of_sweeps_is_no_time_beside_them() -> None:
+    """Sweeps take twice what the target says: of that no tree would be smaller or larger for long."""
+    times, made = RoundTimes(), outcome()
+    sweep_ns = made.timings.target_ns
+    slow = replace(
+        made, timings=replace(made.timings, target_ns=2 * sweep_ns, total_ns=made.timings.total_ns + sweep_ns)
+    )
+    told = replace(made.result.timings, compute_ns=sweep_ns, wait_ns=sweep_ns)
     times.note(facts())
     for _ in range(8):
-        times.observe(facts(), outcome(beside=-1000))
-    quick = CostCurve((1, 101), (0.09, 0.1))
-    last = outcome()
-    times.observe(facts(), replace(last, result=replace(last.result, cost=quick)))
+        times.observe(facts(), replace(slow, result=replace(made.result, timings=told)))
     load = times.load(facts())
     assert load is not None
-    assert load.seconds_if_all(np.array([1, 100])) == pytest.approx([0.052, 0.062], abs=2e-3)
-    parts = RoundSeconds()
-    times.expect(parts, facts(), load, None)
-    assert parts.sweep + times.beside_sweep(facts()) > 0.0
+    assert load.fixed_seconds == pytest.approx(0.005 + 0.002)
 
 
 def test_steps_take_as_long_as_they_have_taken_and_a_prompt_read_beside_is_none() -> None:
