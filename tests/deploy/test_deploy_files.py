@@ -258,7 +258,7 @@ def test_an_index_of_two_machines_has_a_password() -> None:
 
 
 def test_health_is_told_by_the_exit_status() -> None:
-    """Of nobody here; of a process that serves in tests/processes/test_health.py."""
+    """Of nobody here; of a process that serves in tests/health/test_health.py."""
     done = run(sys.executable, "-m", "bough.health", "127.0.0.1:1")
     assert done.returncode == 1
     assert done.stdout.startswith("UNAVAILABLE")

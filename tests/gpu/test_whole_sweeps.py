@@ -18,8 +18,8 @@ from tests.conftest import TINY, save_model
 from tests.fakes.gpu.device_sweeps import Where, on_cpu, on_device, on_the_device, three_sweeps
 from tests.fakes.gpu.pretend import device, pretending
 from tests.fakes.gpu.pretend_streams import ALWAYS, NEVER
-from tests.model.test_packed import awq, gptq, rewrite, tensors_of
-from tests.model.test_reproducible import FAMILIES, of_two_layers
+from tests.model.quant.test_packed import awq, gptq, rewrite, tensors_of
+from tests.model.running.test_batch_invariance import FAMILIES, of_two_layers
 
 CLOSE = 1e-4  # of the largest: torch's products and ours, in float32, over four layers
 COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")

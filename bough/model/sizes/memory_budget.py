@@ -183,7 +183,7 @@ def budgets(settings: TargetConfig, layer_bytes: Sequence[int], device: int, hos
 
 
 def activation_bytes(config: PretrainedConfig, shape: KVShape, limits: TargetLimits) -> int:
-    """Upper estimate of what a sweep takes besides weights and slots (tests/model/test_memory.py)."""
+    """Upper estimate of what a sweep takes besides weights and slots (tests/model/sizes/test_memory_budget.py)."""
     size, vocab_size = shape.dtype.itemsize, int(config.vocab_size)
     head = _sweep_rows(limits) * vocab_size * size * 2  # in parts, then concatenated
     judged = 8 * vocab_size * FLOAT64_BYTES  # one row at a time

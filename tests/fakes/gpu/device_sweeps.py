@@ -23,7 +23,7 @@ from tests.fakes.gpu import unpacking
 from tests.fakes.gpu.pretend import device, notes, pretending
 from tests.fakes.gpu.pretend_streams import ALWAYS, PretendedStreams
 from tests.fakes.models import CPU, streamed
-from tests.model.test_reproducible import random_tree
+from tests.model.running.test_batch_invariance import random_tree
 
 NUM_ROWS = 200
 

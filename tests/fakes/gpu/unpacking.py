@@ -1,7 +1,7 @@
 """Kernels by the code for CPUs, as Triton's interpreter takes a hundred times as long.
 
-Weights are unpacked to the same bits as Triton's, as `tests/gpu/test_unpack.py` shows; sums of the delta rule are in
-another order (`tests/model/test_delta_rule_triton.py`).
+Weights are unpacked to the same bits as Triton's, as `tests/model/gpu/test_unpack.py` shows; sums of the delta rule are in
+another order (`tests/model/gpu/test_delta_rule_triton.py`).
 """
 
 from __future__ import annotations

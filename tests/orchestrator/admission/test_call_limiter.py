@@ -36,7 +36,7 @@ from orchestrator.admission.call_limiter import (
 )
 from tests.fakes.stage import MAX_CONTEXT, PROMPT, SHORT, Stage, finish, orchestrating
 from tests.fakes.waiting import until
-from tests.orchestrator.cluster.test_tokenizing import Held
+from tests.orchestrator.cluster.test_tokenizer_threads import Held
 
 
 @pytest.fixture
