@@ -38,11 +38,11 @@ def put_number(out: Any, place: Any, number: Any) -> None:
 
 
 @overload(put_number)
-def _put_number(out, place, number):  # type: ignore[no-untyped-def]  # noqa: ARG001
-    def as_it_is(out, place, number):  # type: ignore[no-untyped-def]
+def _put_number(out, place, number):  # type: (Any, Any, Any) -> Any  # noqa: ARG001
+    def as_it_is(out, place, number):  # type: (Any, Any, Any) -> None
         out[place] = number
 
-    def as_bits(out, place, number):  # type: ignore[no-untyped-def]
+    def as_bits(out, place, number):  # type: (Any, Any, Any) -> None
         out[place] = rounded(number)
 
     return as_it_is if isinstance(out.dtype, types.Float) else as_bits
