@@ -54,7 +54,7 @@ def test_the_papers_tree(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_children_can_be_limited_and_plain_decoding_has_no_chains(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(capsys, "--vector", MEASURED, "--nodes", "9", "--branch", "1")["layer_sizes"] == [1] * 9
+    assert run(capsys, "--vector", MEASURED, "--nodes", "9", "--max-children", "1")["layer_sizes"] == [1] * 9
     report = run(capsys, "--vector", MEASURED, "--nodes", "1")
     assert (report["expected_tokens"], report["layer_sizes"], report["chains"]) == (1.0, [1], None)
 
@@ -105,8 +105,8 @@ def test_bad_files_are_refused_by_name(
             "--levels: must be a whole number, 1 to 4096, got",
         ),
         (
-            ["--vector", MEASURED, "--nodes", "4", "--branch", "-1"],
-            "--branch: must be a whole number, 1 to 4096, got",
+            ["--vector", MEASURED, "--nodes", "4", "--max-children", "-1"],
+            "--max-children: must be a whole number, 1 to 4096, got",
         ),
         (["--vector", MEASURED, "--nodes", "4", "--by-depth"], "--by-depth: "),
         (["--vector", MEASURED, "--nodes", "4", "--scheme", "target"], "--scheme: must be given with --from-live only"),

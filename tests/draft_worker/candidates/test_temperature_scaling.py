@@ -52,38 +52,38 @@ def drawn(log_probs: NDArray[np.float64], power: float, seed: int) -> NDArray[np
 @pytest.mark.parametrize("num_kept", [VOCAB, 8])
 def test_the_power_that_made_the_text_is_found(power: float, num_kept: int) -> None:
     """A few nodes at a time, as rounds bring them. What is no candidate counts as one of its own, which is close."""
-    sharpness = TemperatureScaling()
+    scaling = TemperatureScaling()
     for round_ in range(1000):
         candidates, log_probs = said(4, num_kept, round_)
-        sharpness.observe(candidates, drawn(log_probs, power, 10_000 + round_))
-    assert sharpness.num_tokens == 4000
-    assert sharpness.power == pytest.approx(power, rel=0.1)
+        scaling.observe(candidates, drawn(log_probs, power, 10_000 + round_))
+    assert scaling.num_tokens == 4000
+    assert scaling.power == pytest.approx(power, rel=0.1)
 
 
 def test_a_hundred_tokens_are_enough_to_be_better_than_nothing_learnt() -> None:
-    sharpness = TemperatureScaling()
+    scaling = TemperatureScaling()
     for round_ in range(25):
         candidates, log_probs = said(4, VOCAB, round_)
-        sharpness.observe(candidates, drawn(log_probs, 2.0, 10_000 + round_))
-    assert 1.4 < sharpness.power < 2.6
+        scaling.observe(candidates, drawn(log_probs, 2.0, 10_000 + round_))
+    assert 1.4 < scaling.power < 2.6
 
 
 def test_what_was_learnt_gives_way_to_another_text() -> None:
-    sharpness = TemperatureScaling()
+    scaling = TemperatureScaling()
     for power, seed in ((2.0, 1), (0.8, 2)):
         for round_ in range(4000):
             candidates, log_probs = said(4, VOCAB, 10_000 * seed + round_)
-            sharpness.observe(candidates, drawn(log_probs, power, round_))
-        assert sharpness.power == pytest.approx(power, rel=0.15)
+            scaling.observe(candidates, drawn(log_probs, power, round_))
+        assert scaling.power == pytest.approx(power, rel=0.15)
 
 
 @pytest.mark.parametrize(("token", "bound"), [(5, LEAST_POWER), (0, MOST_POWER)])
 def test_a_draft_that_is_always_wrong_or_always_right_ends_at_the_bounds(token: int, bound: float) -> None:
-    sharpness = TemperatureScaling()
+    scaling = TemperatureScaling()
     candidates = Candidates(np.int32([[0, 1, 2]]), np.log(np.float32([[0.5, 0.3, 0.1]])))
     for _ in range(2000):
-        sharpness.observe(candidates, np.int32([token]))
-    assert sharpness.power == bound
+        scaling.observe(candidates, np.int32([token]))
+    assert scaling.power == bound
 
 
 @given(
@@ -106,12 +106,12 @@ def test_whatever_a_draft_says_there_are_probabilities_in_the_same_order(
     assert np.array_equal(np.isfinite(result), np.isfinite(log_probs))
     assert (np.exp(result.astype(np.float64)).sum(1) < 1 + 1e-5).all()
     assert (np.diff(np.where(np.isfinite(result), result, -1e9), axis=1) <= 0).all()
-    sharpness = TemperatureScaling(power)
+    scaling = TemperatureScaling(power)
     right = np.zeros(len(log_probs), np.int32)
-    sharpness.observe(
+    scaling.observe(
         Candidates(np.tile(np.arange(log_probs.shape[1], dtype=np.int32), (len(right), 1)), log_probs), right
     )
-    assert LEAST_POWER <= sharpness.power <= MOST_POWER
+    assert LEAST_POWER <= scaling.power <= MOST_POWER
 
 
 def test_power_one_leaves_probabilities_as_they_are() -> None:
@@ -145,8 +145,8 @@ def test_a_power_that_is_set_is_not_learnt() -> None:
 
 @pytest.mark.parametrize("value", ["-1", "4.5", "much", "nan"])
 def test_a_power_that_is_none_is_refused_by_name(value: str) -> None:
-    with pytest.raises(ConfigError, match=r"--sharpness: .*0 to 4"):
-        parse(DraftConfig, "draft_worker", ["--model", "m", "--sharpness", value], {})
+    with pytest.raises(ConfigError, match=r"--inverse-temperature: .*0 to 4"):
+        parse(DraftConfig, "draft_worker", ["--model", "m", "--inverse-temperature", value], {})
 
 
 def likeliest(tokens: list[int], num_tokens: int) -> list[int]:
@@ -189,13 +189,13 @@ def test_trees_are_the_same_whether_or_not_more_was_explored_ahead() -> None:
 
 def test_another_text_or_the_same_call_again_teaches_nothing() -> None:
     engine = new_engine(FakeModel(), power=0.0)
-    sharpness = engine.scalings.of(guessing(GREEDY))
+    scaling = engine.scalings.of(guessing(GREEDY))
     grow_now(engine, grow_call([3, 1, 4]))
     grow_now(engine, grow_call([3, 1, 4], 2))
     grow_now(engine, grow_call([3, 1, 2, 5], 2))
-    assert (sharpness.power, sharpness.num_tokens) == (1.0, 0)
+    assert (scaling.power, scaling.num_tokens) == (1.0, 0)
     grow_now(engine, grow_call([3, 1, 2, 5, 0], 3))
-    assert sharpness.num_tokens == 1
+    assert scaling.num_tokens == 1
 
 
 def test_samples_are_drawn_from_what_the_draft_says() -> None:
