@@ -138,21 +138,21 @@ class Door:
         self._refusal = GIVEN_UP
         self._is_open.set()
 
-    def hope(self) -> None:
+    def undo_give_up(self) -> None:
         """Take `give_up` back, as one check that fails does not replace a replica."""
         if self._refusal == GIVEN_UP:
             self._refusal = ""
             if self._forwarder is None:
                 self._is_open.clear()
 
-    def shut(self) -> None:
+    def pause(self) -> None:
         """Let new requests wait from now on; those that are being forwarded go on."""
         self._refusal = ""
         self._is_open.clear()
 
     async def close(self) -> None:
         """Close the connections to a program that has ended."""
-        self.shut()
+        self.pause()
         forwarder, self._forwarder = self._forwarder, None
         if forwarder is not None:
             await forwarder.close()
@@ -169,7 +169,7 @@ class _Answer(StreamingResponse):
         ]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send it."""
+        """Send the answer, piece by piece as it comes."""
         try:
             await super().__call__(scope, receive, send)
         finally:

@@ -147,11 +147,11 @@ class Running:
         """The stream of a session, if one is running."""
         return self._by_session.get(session_id)
 
-    async def finished_or_cut_off(self, patience_seconds: float, error: BoughError) -> None:
-        """Wait until all streams have finished; after `patience_seconds` end the others with this error."""
-        if await came_true(lambda: not self._by_request, patience_seconds):
+    async def finished_or_cut_off(self, timeout_seconds: float, error: BoughError) -> None:
+        """Wait until all streams have finished; after `timeout_seconds` end the others with this error."""
+        if await came_true(lambda: not self._by_request, timeout_seconds):
             return
-        logger.warning("%d requests did not finish in %g s and are cut off", len(self), patience_seconds)
+        logger.warning("%d requests did not finish in %g s and are cut off", len(self), timeout_seconds)
         for stream in self._by_request.values():
             stream.end(error)
         await came_true(lambda: not self._by_request, ENDING_SECONDS)

@@ -10,7 +10,7 @@ from bough.protocol.messages import VerifyResult, WorkerInfo
 from bough.registry.records import WorkerRecord
 from bough.tokenization.tokenizer import Tokenizer
 from bough.tokenization.vocabulary import TokenizerFiles
-from orchestrator.cluster.expected_wait import ExpectedWait, Need, UsualRound, expected_seconds
+from orchestrator.cluster.expected_wait import TargetSpeed, Need, UsualRound, expected_seconds
 from orchestrator.cluster.worker_clients import DraftClient, TargetClient
 from orchestrator.cluster.worker_health import Health
 
@@ -29,11 +29,11 @@ class WorkerHandle(Generic[AnyClient]):
     num_running: int = 0
     num_missing: int = 0  # consecutive polls of the index without it
     health: Health = field(default_factory=Health)
-    pace: ExpectedWait = field(default_factory=ExpectedWait)  # for targets
+    speed: TargetSpeed = field(default_factory=TargetSpeed)  # for targets
     usual: UsualRound = field(default_factory=UsualRound)  # shared by all workers
 
     def __post_init__(self) -> None:
-        self.pace.times.update(self.info.worker_id, self.info.cost)
+        self.speed.times.update(self.info.worker_id, self.info.cost)
 
     @property
     def tokenizer(self) -> TokenizerFiles:
@@ -56,7 +56,7 @@ class WorkerHandle(Generic[AnyClient]):
 
     def observe(self, result: VerifyResult) -> None:
         """Record a round at this target."""
-        self.pace.times.update(self.info.worker_id, result.cost)
+        self.speed.times.update(self.info.worker_id, result.cost)
         self.usual.observe(result)
 
     def learn(self, info: WorkerInfo) -> None:
@@ -70,7 +70,7 @@ class WorkerHandle(Generic[AnyClient]):
 
     def expected_seconds(self, need: Need) -> float:
         """Expected time of a request at this target with its current load."""
-        return expected_seconds(self.pace, self.usual, self.info, self.record.load, self.num_running, need)
+        return expected_seconds(self.speed, self.usual, self.info, self.record.load, self.num_running, need)
 
 
 TargetHandle: TypeAlias = WorkerHandle[TargetClient]

@@ -165,9 +165,9 @@ class Slots:
         session does not wait forever beside an idle target.
         """
         home_id = home.record.worker_id
-        need = Need(len(session.tokens), session.num_left, {home_id: session.target_held}, home_id)
+        need = Need(len(session.tokens), session.num_remaining, {home_id: session.target_held}, home_id)
         at_home = home.expected_seconds(need)
-        limit = at_home + max(waited_seconds, expected_wait(home.pace, home.num_running, at_home))
+        limit = at_home + max(waited_seconds, expected_wait(home.speed, home.num_running, at_home))
         others = [
             target
             for target in self.directory.alike(*session.ground, session.max_length, num_nodes)

@@ -179,7 +179,7 @@ class Requests:
             await self._endings.all_done()
             await self._recorder.close()
 
-    async def drain(self, refusal: str, patience_seconds: float) -> None:
+    async def drain(self, refusal: str, timeout_seconds: float) -> None:
         """Refuse new and queued requests with this text, and let running ones finish in time.
 
         Queued requests have lost nothing, and may be served elsewhere. Requests that do not finish in time end as
@@ -187,7 +187,7 @@ class Requests:
         """
         self.admission.close(refusal)
         cut_off = Unavailable(f"{refusal}; this call was cut off, and can be resumed there")
-        await self._running.finished_or_cut_off(patience_seconds, cut_off)
+        await self._running.finished_or_cut_off(timeout_seconds, cut_off)
 
     def abort(self, request_id: str) -> None:
         """End a request at once. Raises NotFound."""

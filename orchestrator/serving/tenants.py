@@ -47,7 +47,7 @@ class Tenant:
     async def generate(
         self, prompt: Prompt, options: GenerateOptions, timeout_seconds: float | None = None
     ) -> AsyncGenerator[Event]:
-        """As `Requests.generate`; also raises Exhausted at the key's limits."""
+        """Yield the events of a request. Raises what `Requests.generate` does, and Exhausted at the key's limits."""
         require_texts(prompt, options)
         with self._counted(options.session_id) as count:
             async with aclosing(self._generated(prompt, options, count, None, timeout_seconds)) as events:
@@ -119,7 +119,7 @@ class Tenant:
             self.requests.abort(self._inner(request_id))
 
     async def close_session(self, session_id: str) -> None:
-        """As `Requests.close_session`."""
+        """Forget a session of the tenant's; a running request of it ends. Raises what `Requests.close_session` does."""
         require_name("session_id", session_id)
         with self._outer_names():
             await self.requests.close_session(self._inner(session_id) if session_id else "")
@@ -127,7 +127,7 @@ class Tenant:
             self.usage.forget(self.key, session_id)
 
     def decisions(self, name: str) -> Sequence[Decision]:
-        """As `Requests.decisions`; an empty name means the tenant's own latest request."""
+        """The last rounds of a session or request of the tenant's; by an empty name of its latest. Raises NotFound."""
         last = self.requests.last_request(self._prefix)
         with self._outer_names():
             return self.requests.decisions(self._inner(name) if name else last or self._prefix)

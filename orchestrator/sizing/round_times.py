@@ -128,7 +128,7 @@ class RoundTimes:
         if draft is None:
             return 0.0
         times = self._drafts(draft.worker_id)
-        steps = min(stats.num_steps or FIRST_STEPS, situation.num_left - 1)  # no tree is deeper than the tokens left
+        steps = min(stats.num_steps or FIRST_STEPS, situation.num_remaining - 1)  # no tree is deeper
         return steps * times.step_seconds + times.network.median + times.queue.median
 
     def _wait(self, situation: Situation) -> float:

@@ -98,7 +98,7 @@ async def test_requests_wait_while_the_orchestrator_is_started_anew(monkeypatch:
     async with forwarding() as (upstream, forwarder), forwarding() as (other, successor):
         door.open(forwarder)
         running = await door.forward(request("/v1"))
-        door.shut()
+        door.pause()
         waiting = asyncio.create_task(door.forward(request("/v1")))
         await asyncio.sleep(0)
         assert (refused := await door.forward(request("/v1"))).status_code == 503
@@ -110,7 +110,7 @@ async def test_requests_wait_while_the_orchestrator_is_started_anew(monkeypatch:
         door.open(successor)
         await read_to_the_end(other, await waiting)
         assert (len(upstream.asked), len(other.asked)) == (1, 1)
-        door.shut()
+        door.pause()
         monkeypatch.setattr(forward, "OPENING_SECONDS", 0.0)
         assert b"being started anew" in (await door.forward(request("/v1"))).body
 
@@ -155,7 +155,7 @@ async def test_nobody_waits_where_no_orchestrator_is_started_again() -> None:
     for is_shut in (False, True):
         door.open(gone)
         if is_shut:
-            door.shut()
+            door.pause()
         waiting = asyncio.create_task(door.forward(request("/v1")))
         await until(lambda: door._num_waiting)
         door.give_up()
@@ -173,7 +173,7 @@ async def test_a_replica_that_is_well_again_lets_requests_wait() -> None:
     """Serve replaces one only after several checks have failed."""
     door = Door()
     door.give_up()
-    door.hope()
+    door.undo_give_up()
     waiting = asyncio.create_task(door.forward(request("/refused")))
     await until(lambda: door._num_waiting)
     async with forwarding() as (_, forwarder):

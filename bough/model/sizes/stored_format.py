@@ -102,7 +102,7 @@ class Packing:
         return PackedFormat(method, scheme.bits, group_size, scheme.is_ordered), scheme.num_bytes(shape, scale_bytes)
 
     def _in_file(self, name: str, dtype: torch.dtype) -> tuple[PackedFormat | None, int] | None:
-        """As `of_parameter`, in a GGUF file; the format is None for plain numbers of another dtype."""
+        """A parameter's format and bytes in a GGUF file; None if plain of this dtype, (None, bytes) if of another."""
         assert self.file is not None, "called for GGUF only"
         format_, tensors = self.file
         places = [tensors[tensor] for tensor, _ in format_.tensors_of(name) if tensor in tensors]

@@ -43,8 +43,8 @@ class MessageItem(Fields):
     ignored = frozenset({"id", "status", "phase"})
 
 
-class CallItem(Fields):
-    """A call that the model made."""
+class InputCall(Fields):
+    """A call that the model made earlier in the conversation."""
 
     type: Literal["function_call"]
     call_id: Annotated[str, Field(min_length=1)]
@@ -53,7 +53,7 @@ class CallItem(Fields):
     ignored = frozenset({"id", "status", "caller"})
 
 
-class OutputItem(Fields):
+class CallOutput(Fields):
     """What a called function returned."""
 
     type: Literal["function_call_output"]
@@ -76,11 +76,11 @@ class _OtherItem(Fields):
     type: Literal["message", "function_call", "function_call_output", "reasoning"]
 
 
-Item = MessageItem | CallItem | OutputItem | ReasoningItem
-_ITEMS: Mapping[Any, type[Item]] = {
+InputItem = MessageItem | InputCall | CallOutput | ReasoningItem
+_ITEMS: Mapping[Any, type[InputItem]] = {
     "message": MessageItem,
-    "function_call": CallItem,
-    "function_call_output": OutputItem,
+    "function_call": InputCall,
+    "function_call_output": CallOutput,
     "reasoning": ReasoningItem,
 }
 
@@ -159,7 +159,7 @@ class ResponseStreamOptions(Fields):
 class ResponseFields(RequestFields):
     """Body of /v1/responses."""
 
-    input: Annotated[list[Annotated[Item, BeforeValidator(_item)]], BeforeValidator(_input)]
+    input: Annotated[list[Annotated[InputItem, BeforeValidator(_item)]], BeforeValidator(_input)]
     instructions: str | None = None
     max_output_tokens: StrictInt | None = None
     text: TextFields = TextFields()
