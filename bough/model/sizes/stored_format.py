@@ -22,7 +22,7 @@ from bough.model.quant.format import kept_modules
 from bough.model.quant.formats import fields_of, format_of, where_in
 from bough.model.quant.gguf import GgufFormat
 from bough.model.quant.quantize import GROUP_SIZES
-from bough.model.quant.samples import BY_ROWS, PackedFormat
+from bough.model.sizes.samples import BY_ROWS, PackedFormat
 from bough.model.quant.scaled import SchemeFormat
 
 SCALE_BYTES, INDEX_BYTES = 2, 4
