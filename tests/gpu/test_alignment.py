@@ -15,7 +15,7 @@ from target_worker.experts.expert_copies import ExpertCopies
 from target_worker.link.copy_stats import CopyStats
 from tests.fakes.gpu.device_sweeps import Where, on_cpu, on_the_device, three_sweeps
 from tests.fakes.gpu.pretend import device, notes, pretending
-from tests.gpu.test_whole_sweeps import require_close
+from tests.fakes.gpu.device_sweeps import require_close
 
 
 def shifted(folder: Path, to: Path, by: int) -> Path:

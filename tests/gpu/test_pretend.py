@@ -17,7 +17,7 @@ from tests.fakes.gpu.device_sweeps import Where, on_device, on_the_device, three
 from tests.fakes.gpu.pretend import device, kernel, notes, pretending
 from tests.fakes.gpu.pretend_streams import NEVER, PretendedStreams
 from tests.fakes.models import CPU
-from tests.model.running.test_batch_invariance import FAMILIES
+from tests.fakes.model.families import FAMILIES
 
 
 def test_two_memories_are_not_mixed() -> None:

@@ -42,10 +42,10 @@ from loadtest.peers.gguf import permuted
 from tests.conftest import save_model
 from tests.fakes.gpu.device_sweeps import Where, on_cpu, on_device, three_sweeps
 from tests.fakes.models import CPU, plain_logits, streamed
-from tests.gpu.test_whole_sweeps import require_close
-from tests.model.checkpoint.gguf_files import finish, random_blocks, values_of, write_gguf
+from tests.fakes.gpu.device_sweeps import require_close
+from tests.fakes.model.gguf_files import finish, random_blocks, values_of, write_gguf
 from tests.model.packing.test_pack_draft import logits
-from tests.model.quant.test_packed import TOKENS, rewrite
+from tests.fakes.model.packed_files import TOKENS, rewrite
 
 COMMON: dict[str, Any] = {
     "vocab_size": 262, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -22,9 +22,9 @@ from bough.model.loading.loading import build_skeleton
 from bough.model.packing.pack import pack
 from bough.model.sizes.model_sizes import find_config
 from tests.conftest import save_model
-from tests.model.checkpoint.gguf_files import finish, write_gguf
+from tests.fakes.model.gguf_files import finish, write_gguf
 from tests.model.checkpoint.test_gguf import MODELS
-from tests.model.quant.test_packed import rewrite, tensors_of
+from tests.fakes.model.packed_files import rewrite, tensors_of
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from bough.model.checkpoint.gguf_file import ListPlace, read_gguf
 from bough.model.checkpoint.gguf_tokenizer import BY_NAME, pre_tokenizer
 from bough.model.checkpoint.tokenizer_files import load_tokenizer_files
 from bough.tokenization.tokenizer import Tokenizer
-from tests.model.checkpoint.gguf_files import finish
+from tests.fakes.model.gguf_files import finish
 
 TEXT = (
     "It's DON'T HTTPServer camelCase  12345.678 x=a/b//\n\n\r\n  Ünïcode naı̈ve नमस्ते ١٢٣ 漢字かな한글 \t(end)!? "

@@ -29,7 +29,8 @@ from draft_worker.model import sources
 from draft_worker.model.sources import load_draft
 from tests.conftest import TINY, save_model
 from tests.fakes.products import project
-from tests.model.llama.test_llama import CONTEXT, CPU, FAMILIES, SIZES, TREE, perturbed
+from tests.fakes.model.llama import CONTEXT, FAMILIES, SIZES, TREE, perturbed
+from tests.fakes.models import CPU
 
 Numbers = NDArray[np.float64]
 GEMMA = SIZES | {"head_dim": 16, "intermediate_size": 2 * LINE}

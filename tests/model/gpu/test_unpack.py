@@ -22,7 +22,7 @@ from bough.model.quant.ggml_blocks import TYPES, Blocks
 from bough.model.quant.gptq import Gptq
 from bough.model.quant.scaled import EXPONENTS, FLOAT4, FLOAT8, INT8, WORDS, Scaled
 from tests.fakes.gpu.unpacking import NAMES
-from tests.model.checkpoint.gguf_files import random_blocks
+from tests.fakes.model.gguf_files import random_blocks
 
 CPU = torch.device("cpu")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

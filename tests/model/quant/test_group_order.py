@@ -15,7 +15,7 @@ from bough.model.checkpoint.checkpoint import Checkpoint, TensorPlace
 from bough.model.loading.loading import build_skeleton
 from bough.model.quant.format import unless_in_order
 from bough.model.quant.gptq import Gptq
-from tests.gpu.test_whole_sweeps import in_words
+from tests.fakes.model.packed_files import in_words
 
 
 def opened(folder: Path) -> list[Gptq]:

@@ -12,7 +12,7 @@ from bough.errors import CheckpointError
 from bough.model.quant.formats import format_of
 from bough.model.quant.fp8 import Fp8Format
 from bough.model.quant.modelopt import ModeloptFormat
-from tests.fakes.published_formats import FP8
+from tests.fakes.model.published_formats import FP8
 
 
 def test_modelopt_s_own_file_counts_where_config_json_says_nothing(tmp_path: Path) -> None:

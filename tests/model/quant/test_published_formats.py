@@ -29,24 +29,11 @@ from bough.model.sizes.model_sizes import model_shapes
 from target_worker.link.layer_extents import plan_layer
 from tests.fakes.gpu.device_sweeps import Where, on_cpu, on_device, three_sweeps
 from tests.fakes.models import CPU, streamed
-from tests.fakes.published_formats import FLOAT8, FORMATS, FP8, GROUP, INT4, compressed, words
-from tests.gpu.test_whole_sweeps import require_close
-from tests.model.quant.test_packed import MIXTRAL, raw_parts, rewrite, save_model, tensors_of
-from tests.model.running.test_batch_invariance import FAMILIES
-
-
-def stored_as(name: str, source: Path, folder: Path, dtype: torch.dtype) -> tuple[Path, Path]:
-    """A model in one of FORMATS, and the same model written out in `dtype`, both in `folder`."""
-    (quantization, store), rng = FORMATS[name], np.random.default_rng(7)
-    packed, plain = {}, {}
-    for tensor, weight in tensors_of(source).items():
-        packed[tensor] = plain[tensor] = weight
-        if "proj" in tensor or ".experts." in tensor:
-            stored = store(*weight.shape, rng)
-            del packed[tensor]
-            packed |= {f"{tensor.removesuffix('weight')}{ending}": part for ending, part in stored.tensors.items()}
-            plain[tensor] = stored.value.to(dtype)
-    return rewrite(source, folder / "packed", packed, quantization), rewrite(source, folder / "plain", plain, None)
+from tests.fakes.model.published_formats import FLOAT8, FORMATS, FP8, GROUP, INT4, compressed, words
+from tests.fakes.gpu.device_sweeps import require_close
+from tests.conftest import save_model
+from tests.fakes.model.packed_files import MIXTRAL, raw_parts, rewrite, stored_as, tensors_of
+from tests.fakes.model.families import FAMILIES
 
 
 def opened(tensors: dict[str, torch.Tensor], quantization: dict[str, Any], folder: Path) -> dict[str, TensorSource]:

@@ -21,7 +21,7 @@ from bough.model.running.runner import ResidentModel
 from bough.trees.tree import Tree
 from loadtest.gpu.reference import kernels_by_torch
 from tests.fakes.models import CPU
-from tests.model.running.test_batch_invariance import random_tree
+from tests.fakes.model.families import random_tree
 
 
 def run_again(act: Callable[[], torch.Tensor]) -> Captured:

@@ -22,7 +22,7 @@ from bough.sizing.other_devices import place_with
 from bough.sizing.placement import HOST_SLABS, Budgets, Fixed, Placement, Tier, place
 from tests.conftest import TINY, save_model
 from tests.fakes.gpu.device_sweeps import Where, on_cpu, on_device
-from tests.model.running.test_batch_invariance import FAMILIES
+from tests.fakes.model.families import FAMILIES
 
 GB = 1000**3
 GPU = torch.device("cuda", 0)

@@ -27,7 +27,7 @@ from tests.conftest import save_model
 from tests.fakes.gpu.late_device import FakeStreams
 from tests.fakes.models import streamed
 from tests.target_worker.experts.test_experts import MIXTURE, NUM_EXPERTS, logits_of, plan_of
-from tests.model.running.test_batch_invariance import FAMILIES
+from tests.fakes.model.families import FAMILIES
 
 
 class FakeHost:

@@ -18,8 +18,8 @@ from loadtest.common.inline_streams import InlineStreams
 from loadtest.common.tiny_model import TINY, save_model
 from target_worker.sweep.warm_up import PassSeconds, compute_curve
 from tests.fakes.models import new_slot, plain_logits, streamed
-from tests.model.quant.test_packed import flip
-from tests.model.running.test_batch_invariance import FAMILIES
+from tests.fakes.model.packed_files import flip
+from tests.fakes.model.families import FAMILIES
 
 TOKENS = [5, 6, 7, 8]
 WAYS: dict[str, dict[str, Any]] = {

@@ -75,7 +75,7 @@ def write_gguf(source: Path, file: Path, kinds: Kinds, **changed: Any) -> dict[s
 
     Returns the values of all tensors as they are in a folder.
     """
-    from tests.model.quant.test_packed import tensors_of
+    from tests.fakes.model.packed_files import tensors_of
 
     config, rng = json.loads((source / "config.json").read_text()), np.random.default_rng(3)
     architecture = ARCHITECTURES.get(config["model_type"], config["model_type"])
