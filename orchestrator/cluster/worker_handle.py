@@ -10,7 +10,7 @@ from bough.protocol.messages import VerifyResult, WorkerInfo
 from bough.registry.records import WorkerRecord
 from bough.tokenization.tokenizer import Tokenizer
 from bough.tokenization.vocabulary import TokenizerFiles
-from orchestrator.cluster.expected_wait import TargetSpeed, Need, UsualRound, expected_seconds
+from orchestrator.cluster.expected_wait import Need, TargetSpeed, UsualRound, expected_seconds
 from orchestrator.cluster.worker_clients import DraftClient, TargetClient
 from orchestrator.cluster.worker_health import Health
 

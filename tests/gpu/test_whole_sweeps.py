@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from transformers import LlamaConfig
@@ -18,8 +17,8 @@ from tests.conftest import TINY, save_model
 from tests.fakes.gpu.device_sweeps import Where, on_cpu, on_device, on_the_device, require_close, three_sweeps
 from tests.fakes.gpu.pretend import device, pretending
 from tests.fakes.gpu.pretend_streams import ALWAYS, NEVER
-from tests.fakes.model.packed_files import in_words
 from tests.fakes.model.families import FAMILIES, MIXTURES, of_two_layers
+from tests.fakes.model.packed_files import in_words
 
 OTHER_MIXTURES = [name for name in MIXTURES if not hasattr(FAMILIES[name], "kv_lora_rank")]
 

@@ -22,8 +22,8 @@ from bough.model.quant.format import kept_modules
 from bough.model.quant.formats import fields_of, format_of, where_in
 from bough.model.quant.gguf import GgufFormat
 from bough.model.quant.quantize import GROUP_SIZES
-from bough.model.sizes.samples import BY_ROWS, PackedFormat
 from bough.model.quant.scaled import SchemeFormat
+from bough.model.sizes.samples import BY_ROWS, PackedFormat
 
 SCALE_BYTES, INDEX_BYTES = 2, 4
 # FP8 as DeepSeek stores it; Qwen's have 2, which is a ten-thousandth less for the whole weight.

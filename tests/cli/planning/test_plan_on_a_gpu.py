@@ -15,8 +15,8 @@ from bough.config.processes import parse
 from bough.errors import ConfigError
 from bough.model.checkpoint.tensor_source import FreshMemory
 from bough.model.packing.pack import pack
-from bough.model.sizes.samples import PackedFormat
 from bough.model.sizes.hardware_probe import unpack_speed
+from bough.model.sizes.samples import PackedFormat
 from bough.sizing.placement import Tier
 from loadtest.gpu.unpacking import FORMATS
 from tests.model.sizes.test_memory_on_a_gpu import AWQ, llama_70b

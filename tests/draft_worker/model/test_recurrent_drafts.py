@@ -40,8 +40,8 @@ from draft_worker.model.sources import load_draft
 from draft_worker.worker import DraftWorker
 from tests.conftest import save_model
 from tests.fakes.draft import grow_call, grow_now, started
-from tests.fakes.models import CPU
 from tests.fakes.model.families import FAMILIES
+from tests.fakes.models import CPU
 
 VOCAB, MAX_CHILDREN = 262, 4
 PROMPT = [(7 * i) % 250 for i in range(70)]  # two whole blocks and a bit

@@ -22,8 +22,8 @@ from target_worker.sweep.streamed_model import StreamedModel
 from tests.fakes.gpu import unpacking
 from tests.fakes.gpu.pretend import device, notes, pretending
 from tests.fakes.gpu.pretend_streams import ALWAYS, PretendedStreams
-from tests.fakes.models import CPU, streamed
 from tests.fakes.model.families import random_tree
+from tests.fakes.models import CPU, streamed
 
 NUM_ROWS = 200
 

@@ -16,9 +16,8 @@ from bough.model.sizes.memory_budget import fixed_bytes
 from bough.trees.tree_plan import MAX_EXPANSIONS
 from tests.conftest import save_model
 from tests.fakes.gpu.device_sweeps import on_cpu
-from tests.fakes.model.packed_files import rewrite, tensors_of
-from tests.fakes.model.packed_files import stored_as
 from tests.fakes.model.families import FAMILIES
+from tests.fakes.model.packed_files import rewrite, stored_as, tensors_of
 
 V3 = FAMILIES["deepseek v3, yarn"]
 BIAS = "model.layers.2.mlp.gate.e_score_correction_bias"

@@ -40,12 +40,11 @@ from bough.tokenization.tokenizer import Tokenizer
 from draft_worker.model.sources import load_draft
 from loadtest.peers.gguf import permuted
 from tests.conftest import save_model
-from tests.fakes.gpu.device_sweeps import Where, on_cpu, on_device, three_sweeps
-from tests.fakes.models import CPU, plain_logits, streamed
-from tests.fakes.gpu.device_sweeps import require_close
+from tests.fakes.gpu.device_sweeps import Where, on_cpu, on_device, require_close, three_sweeps
 from tests.fakes.model.gguf_files import finish, random_blocks, values_of, write_gguf
-from tests.model.packing.test_pack_draft import logits
 from tests.fakes.model.packed_files import TOKENS, rewrite
+from tests.fakes.models import CPU, plain_logits, streamed
+from tests.model.packing.test_pack_draft import logits
 
 COMMON: dict[str, Any] = {
     "vocab_size": 262, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -23,8 +23,8 @@ from bough.model.packing.pack import pack
 from bough.model.sizes.model_sizes import find_config
 from tests.conftest import save_model
 from tests.fakes.model.gguf_files import finish, write_gguf
-from tests.model.checkpoint.test_gguf import MODELS
 from tests.fakes.model.packed_files import rewrite, tensors_of
+from tests.model.checkpoint.test_gguf import MODELS
 
 
 @pytest.fixture(scope="module")

@@ -28,9 +28,9 @@ from bough.trees.tree import Tree
 from draft_worker.model import sources
 from draft_worker.model.sources import load_draft
 from tests.conftest import TINY, save_model
-from tests.fakes.products import project
 from tests.fakes.model.llama import CONTEXT, FAMILIES, SIZES, TREE, perturbed
 from tests.fakes.models import CPU
+from tests.fakes.products import project
 
 Numbers = NDArray[np.float64]
 GEMMA = SIZES | {"head_dim": 16, "intermediate_size": 2 * LINE}

@@ -15,11 +15,9 @@ from bough.model.llama.weights import supports_fused_layers
 from bough.model.loading.loading import build_skeleton
 from bough.model.running import runner
 from bough.model.running.runner import ResidentModel
-
 from tests.conftest import TINY, save_model
 from tests.fakes.model.llama import CONTEXT, FAMILIES, SIZES, TREE, perturbed
 from tests.fakes.models import CPU
-
 
 
 def logits_of(folder: Path, dtype: torch.dtype, fused: bool, monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:

@@ -31,8 +31,8 @@ from bough.model.packing.pack import pack
 from bough.model.sizes.model_sizes import find_config, model_shapes
 from bough.trees.tree import Tree
 from tests.conftest import save_tokenizer
-from tests.fakes.models import CPU, new_slot, streamed
 from tests.fakes.model.families import COMMON, LINEAR
+from tests.fakes.models import CPU, new_slot, streamed
 
 TEXT: dict[str, Any] = {**COMMON, "sliding_window": 12}
 EYES: dict[str, Any] = {

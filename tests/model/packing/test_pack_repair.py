@@ -27,8 +27,8 @@ from bough.model.packing import shard_writer
 from bough.model.packing.pack import pack
 from bough.model.packing.pack_draft import pack_draft
 from tests.conftest import TINY, save_model
-from tests.fakes.model.packed_files import flip
 from tests.fakes.model.families import FAMILIES
+from tests.fakes.model.packed_files import flip
 
 SHARD_BYTES = 60_000
 GPT_OSS = FAMILIES["gpt-oss, sinks, alternating windows"]

@@ -27,16 +27,15 @@ from bough.model.quant.mxfp4 import Mxfp4Format
 from bough.model.running.runner import ResidentModel
 from bough.protocol.generation import Finished, GenerateOptions, Speculation, TokenPrompt, Tokens
 from bough.trees.tree import Tree
-from tests.fakes.gpu.device_sweeps import Where, on_cpu, on_device, three_sweeps
-from tests.fakes.models import CPU, new_slot, streamed
-from tests.fakes.model.published_formats import mxfp4
-from tests.fakes.stack import stack
-from tests.fakes.gpu.device_sweeps import require_close
-from tests.target_worker.experts.test_experts import plan_of
 from tests.conftest import save_model
-from tests.fakes.model.packed_files import raw_parts, rewrite, tensors_of
-from tests.model.quant.test_published_formats import require_same_sizes
+from tests.fakes.gpu.device_sweeps import Where, on_cpu, on_device, require_close, three_sweeps
 from tests.fakes.model.families import FAMILIES
+from tests.fakes.model.packed_files import raw_parts, rewrite, tensors_of
+from tests.fakes.model.published_formats import mxfp4
+from tests.fakes.models import CPU, new_slot, streamed
+from tests.fakes.stack import stack
+from tests.model.quant.test_published_formats import require_same_sizes
+from tests.target_worker.experts.test_experts import plan_of
 
 PROMPT, NAME = list(range(20, 44)), "gpt-oss, sinks, alternating windows"
 # Of two layers, with either window.

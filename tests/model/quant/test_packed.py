@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,12 +12,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, MixtralConfig
+from transformers import AutoModelForCausalLM
 
 from bough.errors import CheckpointError, ConfigError, StreamError
-from bough.model.checkpoint.checkpoint import INDEX_NAME, Checkpoint, TensorPlace, read_header
+from bough.model.checkpoint.checkpoint import Checkpoint, TensorPlace, read_header
 from bough.model.checkpoint.pack_manifest import MANIFEST_NAME
-from bough.model.checkpoint.tensor_source import FreshMemory, TensorSource
+from bough.model.checkpoint.tensor_source import FreshMemory
 from bough.model.cpu.float_bits import from_half
 from bough.model.cpu.jit import strict
 from bough.model.loading import loading
@@ -37,9 +36,8 @@ from bough.model.quant.quantize import GROUP_SIZES, quantize
 from bough.model.running.runner import ResidentModel
 from tests.conftest import TINY, save_model
 from tests.fakes.model.packed_files import MIXTRAL, TOKENS, awq, flip, gptq, raw_parts, rewrite, tensors_of
-from tests.fakes.models import plain_logits, streamed
 from tests.fakes.model.published_formats import INT4, compressed
-
+from tests.fakes.models import plain_logits, streamed
 
 
 def written_out(packed: torch.Tensor, scales: torch.Tensor, bits: int, dtype: torch.dtype) -> torch.Tensor:

@@ -27,13 +27,12 @@ from bough.model.quant.formats import format_of
 from bough.model.quant.fp8 import Fp8Format
 from bough.model.sizes.model_sizes import model_shapes
 from target_worker.link.layer_extents import plan_layer
-from tests.fakes.gpu.device_sweeps import Where, on_cpu, on_device, three_sweeps
-from tests.fakes.models import CPU, streamed
-from tests.fakes.model.published_formats import FLOAT8, FORMATS, FP8, GROUP, INT4, compressed, words
-from tests.fakes.gpu.device_sweeps import require_close
 from tests.conftest import save_model
-from tests.fakes.model.packed_files import MIXTRAL, raw_parts, rewrite, stored_as, tensors_of
+from tests.fakes.gpu.device_sweeps import Where, on_cpu, on_device, require_close, three_sweeps
 from tests.fakes.model.families import FAMILIES
+from tests.fakes.model.packed_files import MIXTRAL, raw_parts, rewrite, stored_as, tensors_of
+from tests.fakes.model.published_formats import FLOAT8, FORMATS, FP8, GROUP, INT4, compressed, words
+from tests.fakes.models import CPU, streamed
 
 
 def opened(tensors: dict[str, torch.Tensor], quantization: dict[str, Any], folder: Path) -> dict[str, TensorSource]:

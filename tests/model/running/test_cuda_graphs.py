@@ -20,8 +20,8 @@ from bough.model.running.cuda_graphs import ROWS, TAIL_WIDTH, Captured, GpuCaptu
 from bough.model.running.runner import ResidentModel
 from bough.trees.tree import Tree
 from loadtest.gpu.reference import kernels_by_torch
-from tests.fakes.models import CPU
 from tests.fakes.model.families import random_tree
+from tests.fakes.models import CPU
 
 
 def run_again(act: Callable[[], torch.Tensor]) -> Captured:

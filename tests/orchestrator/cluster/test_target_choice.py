@@ -14,7 +14,7 @@ from bough.protocol.generation import GenerateOptions, TextPrompt, TokenPrompt
 from bough.protocol.messages import VerifyCall, WorkerInfo
 from bough.protocol.prefix_hash import block_hashes
 from bough.registry.records import WorkerLoad
-from orchestrator.cluster.expected_wait import TargetSpeed, Need, UsualRound, expected_seconds
+from orchestrator.cluster.expected_wait import Need, TargetSpeed, UsualRound, expected_seconds
 from orchestrator.serving.requests import Requests
 from tests.fakes.fleet import FakeTarget, Fleet
 from tests.fakes.streams import OPTIONS, once, read

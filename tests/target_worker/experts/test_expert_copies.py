@@ -25,9 +25,9 @@ from target_worker.sweep.tiers import numbered
 from tests.cli.planning.test_plan import run
 from tests.conftest import save_model
 from tests.fakes.gpu.late_device import FakeStreams
+from tests.fakes.model.families import FAMILIES
 from tests.fakes.models import streamed
 from tests.target_worker.experts.test_experts import MIXTURE, NUM_EXPERTS, logits_of, plan_of
-from tests.fakes.model.families import FAMILIES
 
 
 class FakeHost:

@@ -31,8 +31,8 @@ from target_worker.sweep.streamed_model import StreamedModel
 from target_worker.worker import TargetWorker
 from tests.cli.planning.test_plan import run
 from tests.conftest import save_model
-from tests.fakes.models import CPU, new_slot, plain_logits, streamed
 from tests.fakes.model.families import FAMILIES, of_two_layers, random_tree
+from tests.fakes.models import CPU, new_slot, plain_logits, streamed
 
 NUM_EXPERTS = {"mixtral": 4, "qwen2 moe, shared expert": 6, "qwen3 moe": 6, "gpt-oss, sinks, alternating windows": 4}
 

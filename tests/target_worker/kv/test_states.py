@@ -22,9 +22,9 @@ from target_worker.kv.session_slot import SessionSlot, Text
 from target_worker.kv.slot_pool import SlotPool
 from target_worker.sweep.streamed_model import StreamedModel
 from tests.conftest import save_model
+from tests.fakes.model.families import FAMILIES
 from tests.fakes.models import CPU, new_slot, streamed
 from tests.fakes.target import Clock
-from tests.fakes.model.families import FAMILIES
 
 PROMPT = [(7 * i) % 250 for i in range(70)]  # two whole blocks and a bit
 NUM_ROWS, NUM_SLOTS = 800, 2

@@ -23,8 +23,8 @@ from loadtest.common.inline_streams import InlineStreams
 from target_worker.link.device_ring import DeviceRing
 from tests.conftest import TINY, save_model
 from tests.fakes.gpu.late_device import FakeEvent, FakeStreams
-from tests.fakes.models import new_slot, plain_logits, streamed
 from tests.fakes.model.packed_files import flip
+from tests.fakes.models import new_slot, plain_logits, streamed
 from tests.target_worker.link.test_disk_ring import until_carried
 
 INDICES = (0, 2, 3, 5, 6)  # the others are resident

@@ -17,8 +17,8 @@ from bough.model.packing.pack import pack
 from loadtest.common.inline_streams import InlineStreams
 from target_worker.sweep import streamed_model
 from tests.conftest import TINY, save_model
-from tests.fakes.models import CPU, new_slot, plain_logits, streamed
 from tests.fakes.model.llama import CONTEXT, FAMILIES, SIZES, TREE, perturbed
+from tests.fakes.models import CPU, new_slot, plain_logits, streamed
 
 pytestmark = pytest.mark.skipif(
     not can_multiply(64, torch.bfloat16), reason="this processor has no products of single rows in bfloat16"

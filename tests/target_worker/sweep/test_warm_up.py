@@ -17,9 +17,9 @@ from bough.sizing.row_counts import RowCounts
 from loadtest.common.inline_streams import InlineStreams
 from loadtest.common.tiny_model import TINY, save_model
 from target_worker.sweep.warm_up import PassSeconds, compute_curve
-from tests.fakes.models import new_slot, plain_logits, streamed
-from tests.fakes.model.packed_files import flip
 from tests.fakes.model.families import FAMILIES
+from tests.fakes.model.packed_files import flip
+from tests.fakes.models import new_slot, plain_logits, streamed
 
 TOKENS = [5, 6, 7, 8]
 WAYS: dict[str, dict[str, Any]] = {
