@@ -86,7 +86,8 @@ def test_bad_files_are_refused_by_name(
     file = tmp_path / "v.json"
     file.write_bytes(text.encode("latin-1"))
     error = refused(capsys, "--vector", str(file), "--nodes", "4")
-    assert error.startswith(f"error: --vector: {file}")
+    assert error.startswith("error: --vector: ")
+    assert str(file) in error
     assert message in error
 
 
