@@ -1,4 +1,4 @@
-"""Bytes of other protocols than a port's, over raw sockets: to both APIs, the workers, the index, and one behind TLS."""
+"""Bytes of other protocols than a port's, over raw sockets: to both APIs, workers, the index, and one behind TLS."""
 
 from __future__ import annotations
 
