@@ -7,6 +7,7 @@ import ssl
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Final
+from urllib.parse import quote
 
 import aiohttp
 from starlette.requests import Request
@@ -69,10 +70,10 @@ class Forwarder:
         NotReached: the upstream has ended, and nothing has been read of the body.
         """
         path = str(request.scope["path"]).removeprefix(str(request.scope.get("root_path", "")))
-        url = f"{self._base_url}/{path.removeprefix('/')}"
         is_chunked = "transfer-encoding" in request.headers
         dropped = HOP_BY_HOP | {"content-length"} if is_chunked else HOP_BY_HOP
         headers = [(name, value) for name, value in request.headers.items() if name.lower() not in dropped]
+        url = f"{self._base_url}/{quote(path.removeprefix('/'))}"  # the server has decoded it
         query = request.scope.get("query_string", b"").decode("latin-1")
         length = "" if is_chunked else request.headers.get("content-length", "0")
         has_body = length != "0"

@@ -83,7 +83,7 @@ def http_app(
         Route(HEALTH, _Answered(api.health), methods=["GET"]),
         Route(METRICS, _Answered(api.metrics), methods=["GET"]),
         Route(DISCOVERY, _Answered(api.service_discovery), methods=["GET"]),
-        Route("/decisions/{name}", _Answered(api.decisions), methods=["GET"]),
+        Route("/decisions/{name:path}", _Answered(api.decisions), methods=["GET"]),
         Route("/cluster", _Answered(api.cluster), methods=["GET"]),
         Route("/version", _Answered(api.version), methods=["GET"]),
     ]
@@ -287,4 +287,6 @@ async def _refused(request: Request, exc: Exception) -> Response:
     assert isinstance(exc, HTTPException)
     status = HTTPStatus(exc.status_code)
     message = f"{request.method} {request.url.path}: {status.phrase.lower()}; docs/http-api.md has what is served"
-    return ApiError(status, message, code=status.name.lower()).response()
+    response = ApiError(status, message, code=status.name.lower()).response()
+    response.headers.update(exc.headers or {})  # which methods a path has
+    return response
