@@ -248,6 +248,29 @@ async def test_a_field_of_completions_is_named_too(door: HttpStack, field: str, 
     assert error["param"].startswith(field), error
 
 
+@pytest.mark.parametrize(
+    ("prompt", "echo", "field"),
+    [
+        ([[1], [2, 10**6]], False, "prompt[1][1]"),
+        ([[1], [2, 10**6]], True, "prompt[1][1]"),
+        (["x", "x " * 10_000], False, "prompt[1]"),
+        (["", "x"], False, "prompt[0]"),
+        (["x"], True, ""),
+        ([[10**6]], False, "prompt[0]"),
+        ([[10**6]], True, "prompt[0]"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_of_several_prompts_the_one_that_cannot_be_used_is_named(
+    door: HttpStack, prompt: Any, echo: bool, field: str, stream: bool
+) -> None:
+    response = await door.post(COMPLETIONS, {"prompt": prompt, "echo": echo, "n": 2, "stream": stream} | SHORT)
+    assert response.status_code == (400 if field else 200), response.text
+    if field:
+        assert error_of(response)["param"] == field
+        assert error_of(response)["message"].startswith(f"{field}: ")
+
+
 async def test_null_is_told_as_such_where_a_text_must_be(door: HttpStack) -> None:
     """It was told to be missing, by which nobody finds it. Beside a refusal it is how OpenAI answers."""
     said: Json = {"role": "assistant", "content": None}
