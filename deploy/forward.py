@@ -7,6 +7,7 @@ import ssl
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Final
+from urllib.parse import quote
 
 import aiohttp
 from starlette.requests import Request
@@ -68,7 +69,7 @@ class Forwarder:
         NotReached: the upstream has ended, and nothing has been read of the body.
         """
         path = str(request.scope["path"]).removeprefix(str(request.scope.get("root_path", "")))
-        url = f"{self._base_url}/{path.removeprefix('/')}"
+        url = f"{self._base_url}/{quote(path.removeprefix('/'))}"  # the server has decoded it
         headers = [(name, value) for name, value in request.headers.items() if name.lower() not in HOP_BY_HOP]
         query = request.scope.get("query_string", b"").decode("latin-1")
         length = request.headers.get("content-length", "0")

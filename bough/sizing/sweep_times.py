@@ -14,6 +14,7 @@ from bough.sizing.row_averages import FLAT, RowAverages
 
 WAITED = 0.05  # share of a sweep spent waiting for weights above which the link was the bottleneck
 SHORTER = 0.9  # a sweep shorter than this share of the expected link time shows that the link is faster
+LIKELY = 0.7  # assumed link time in sweeps that were shorter than it was believed to be, and did not wait
 LEAST_SECONDS = 1e-7  # least compute time of a sweep
 # The assumed shape before any sweep: a fixed cost of 32 rows. On two cores of a Zen 5 a sweep of resident weights takes
 # 0.13 s with one row and 1.18 s with 256.
@@ -21,7 +22,7 @@ ASSUMED = CostCurve((1, 257), (33.0, 289.0))
 
 
 class SweepPrior(NamedTuple):
-    """Prior knowledge of sweeps, with the weight of three of them."""
+    """Prior knowledge of sweeps: of computing with the weight of three of them, of the link until a sweep waits."""
 
     step: int  # rows are padded to multiples of it; 1 if padding costs little, as in mixtures of experts
     compute: CostCurve | None = None  # compute seconds by rows; None is unknown
@@ -50,7 +51,8 @@ class SweepTimes:
         has_link = prior.link_bytes > 0 and prior.link_seconds > 0
         num_bytes, seconds = (prior.link_bytes, prior.link_seconds) if has_link else (1, 1.0)
         self._volume = RowAverages(prior.volume or FLAT.scaled(num_bytes), self._rows, has_link)
-        self._byte_seconds = RowAverages(FLAT.scaled(seconds / num_bytes), np.ones(1, np.int64), has_link)
+        self._byte_seconds = RowAverages(FLAT.scaled(seconds / num_bytes), np.ones(1, np.int64))
+        self._assumed = seconds / num_bytes if has_link else math.inf  # seconds of a byte, until a sweep has waited
         self._fit: _Fit | None = None
 
     def observe(self, rows: int, total_seconds: float, wait_seconds: float, link_bytes: int = 0) -> None:
@@ -60,11 +62,15 @@ class SweepTimes:
         padded = -(-rows // self._step) * self._step
         self._compute.observe(padded, max(total_seconds - wait_seconds, LEAST_SECONDS))
         self._volume.observe(padded, max(1.0, link_bytes))
-        byte_seconds, known = total_seconds / self._volume.value(padded), self._byte_seconds
-        has_waited = wait_seconds > WAITED * total_seconds
+        self._observe_link(total_seconds / self._volume.value(padded), wait_seconds > WAITED * total_seconds)
+        self._fit = None
+
+    def _observe_link(self, byte_seconds: float, has_waited: bool) -> None:
+        known = self._byte_seconds
         if has_waited or (known.is_known and byte_seconds < SHORTER * known.value(1)):
             known.observe(1, byte_seconds)
-        self._fit = None
+        elif not known.is_known and byte_seconds < self._assumed < math.inf:
+            self._assumed = LIKELY * byte_seconds
 
     def curve(self) -> CostCurve | None:
         """The cost curve; None while nothing is known."""
@@ -79,7 +85,8 @@ class SweepTimes:
 
     def _fitted(self) -> _Fit | None:
         if self._fit is None and self._compute.is_known:
-            link = self._byte_seconds.value(1) * self._volume.values() if self._byte_seconds.is_known else None
+            byte_seconds = self._byte_seconds.value(1) if self._byte_seconds.is_known else self._assumed
+            link = byte_seconds * self._volume.values() if byte_seconds < math.inf else None
             self._fit = _fit(self._rows, self._compute.values(), link, self._step)
         return self._fit
 

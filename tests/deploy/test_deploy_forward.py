@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
+from urllib.parse import unquote
 
 import pytest
 
@@ -48,6 +49,14 @@ async def test_a_short_body_goes_with_the_head_and_a_longer_one_when_it_is_asked
             assert [piece async for piece in response.body_iterator] == [b'{"error": 1}']
             assert upstream.asked[-1][2] == body
         assert ["expect" in headers for *_, headers in upstream.asked] == [False, True]
+
+
+async def test_a_path_is_passed_on_as_it_was() -> None:
+    """What the server had decoded of it became a query, or the part that is not sent."""
+    async with forwarding() as (upstream, forwarder):
+        await read_to_the_end(upstream, await forwarder.forward(request("/decisions/a/b#c?d%41 \u00e9", query=b"x=1")))
+        path, _, query = upstream.asked[0][1].partition("?")
+        assert (unquote(path), query) == ("/decisions/a/b#c?d%41 \u00e9", "x=1")
 
 
 async def test_a_short_body_that_nobody_reads_takes_no_refusal_away() -> None:

@@ -219,6 +219,11 @@ def test_doors_that_clients_could_not_find_are_refused() -> None:
             Endpoints.of(with_orchestrator(**program) | {"proxy_location": "Disabled"})
 
 
+def test_the_port_of_serves_proxy_is_named_as_such() -> None:
+    with pytest.raises(ConfigError, match=r"^http_options\.port: must be fixed, .*got 0"):
+        Endpoints.of(CONFIG | {"http_options": {"port": 0}})
+
+
 def test_workers_without_weights_keep_what_guards_them() -> None:
     config = copy.deepcopy(CONFIG)
     config["applications"][0]["deployments"][1]["user_config"]["program"]["worker_key_file"] = "worker.key"

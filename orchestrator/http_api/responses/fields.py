@@ -188,13 +188,14 @@ class ResponseFields(RequestFields):
     stream_options: ResponseStreamOptions = ResponseStreamOptions()
     previous_response_id: Annotated[None, BeforeValidator(_kept)] = None
     conversation: Annotated[None, BeforeValidator(_kept)] = None
-    # `max_tool_calls` counts tools that are run by the server, of which there are none.
-    ignored = RequestFields.ignored | {"max_tool_calls", "prompt_cache_options"}
+    # `max_tool_calls` counts tools that are run by the server, and `image` says how to read images: there are neither.
+    ignored = RequestFields.ignored | {"max_tool_calls", "image"}
     neutral: ClassVar[Neutral] = {
         **RequestFields.neutral,
+        "access_programs": (),
         "background": (False,),
+        "background_options": (),
         "truncation": ("disabled",),
         "prompt": (),
         "context_management": ([],),
-        "moderation": (),
     }

@@ -55,6 +55,8 @@ async def test_why_rounds_were_so_is_told_by_the_answers_own_id(door: HttpStack)
     decisions = (await door.client.get(f"/decisions/{chunks[0]['id']}")).json()
     assert sum(one["tokens"] for one in decisions) == 24
     assert {one["mode"] for one in decisions} <= {"draft", "lookup", "probe", "off"}
+    named = await door.answer(CHAT, BODY | {"stream": False, "request_id": "user/1"})
+    assert (await door.client.get(f"/decisions/{named['id']}")).json(), "a name may have a slash"
     refusal = await door.client.get("/decisions/nobody")
     assert refusal.status_code == 404
     assert "nobody" in refusal.json()["error"]["message"]
