@@ -63,18 +63,21 @@ class Forwarder:
         """Return the upstream's answer; a client that hangs up also ends the upstream's request.
 
         A body is passed on as it comes, so that the upstream's limits hold: a long one once the upstream asks for it,
-        so that nothing is read of a request that it refuses by its head; a short one at once, to save a round trip.
+        so that nothing is read of a request that it refuses by its head; a short one at once, to save a round trip. A
+        length beside chunks is not passed on: what is beyond it would be the next request of the connection.
 
         Raises:
         NotReached: the upstream has ended, and nothing has been read of the body.
         """
         path = str(request.scope["path"]).removeprefix(str(request.scope.get("root_path", "")))
+        is_chunked = "transfer-encoding" in request.headers
+        dropped = HOP_BY_HOP | {"content-length"} if is_chunked else HOP_BY_HOP
+        headers = [(name, value) for name, value in request.headers.items() if name.lower() not in dropped]
         url = f"{self._base_url}/{quote(path.removeprefix('/'))}"  # the server has decoded it
-        headers = [(name, value) for name, value in request.headers.items() if name.lower() not in HOP_BY_HOP]
         query = request.scope.get("query_string", b"").decode("latin-1")
-        length = request.headers.get("content-length", "0")
-        has_body = "transfer-encoding" in request.headers or length != "0"
-        is_short = has_body and length.isdigit() and 0 < int(length) <= SHORT_BYTES
+        length = "" if is_chunked else request.headers.get("content-length", "0")
+        has_body = length != "0"
+        is_short = length.isdecimal() and 0 < int(length) <= SHORT_BYTES
         try:
             upstream = await self._session.request(
                 request.method,

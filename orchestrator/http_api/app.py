@@ -25,6 +25,7 @@ from bough import __version__
 from bough.errors import InvalidRequest, NotFound, Unavailable
 from bough.protocol.generation import ModelInfo, TextPrompt
 from bough.registry.records import WorkerRecord
+from orchestrator.admission.call_limiter import GENERATE, TOKENIZE
 from orchestrator.http_api import chat, completions
 from orchestrator.http_api.answers.answer import Answer, Head
 from orchestrator.http_api.answers.spelling import Spell
@@ -52,7 +53,6 @@ from orchestrator.serving.tenants import Callers, Tenant
 
 SESSION_HEADER = "x-session-id"
 HEALTH, METRICS, DISCOVERY = "/health", "/metrics", "/service-discovery"
-GENERATE, TOKENIZE = "Generate", "Tokenize"  # methods, as `CallLimiter` counts them
 Endpoint = Callable[[Request, ExitStack], Awaitable[ASGIApp]]
 
 

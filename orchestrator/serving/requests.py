@@ -9,7 +9,7 @@ from math import inf
 
 from bough import __version__
 from bough.config.processes import OrchestratorConfig
-from bough.errors import BoughError, Exhausted, InvalidRequest, NotFound, StaleEpoch, Unavailable
+from bough.errors import Exhausted, InvalidRequest, NotFound, StaleEpoch, Unavailable
 from bough.protocol.decision import Decision, DraftCalibration
 from bough.protocol.generation import Event, GenerateOptions, Loads, ModelInfo, Prompt, ServerInfo, Tokens
 from bough.protocol.messages import PROTOCOL_VERSION
@@ -37,7 +37,7 @@ from orchestrator.sizing.totals import MeasuredSizer
 from orchestrator.sizing.tree_sizer import TreeSizer
 from orchestrator.telemetry.loop_lag import LoopLag
 from orchestrator.telemetry.metrics import Figures
-from orchestrator.telemetry.request_totals import RequestTotals, RequestWatch
+from orchestrator.telemetry.request_totals import RequestTotals, RequestWatch, TroubleCount
 
 MAX_NAMES = 256  # limit of requests whose sessions are remembered, for `decisions`
 
@@ -49,7 +49,8 @@ class Requests:
         """`holder_id` identifies this orchestrator in claims of sessions."""
         self.directory = directory
         self.admission = Admission(config.max_running, config.max_waiting)
-        self.call_limiter = CallLimiter(self.admission, lambda: largest_context(directory))  # shared by all APIs
+        self.totals = RequestTotals()
+        self.call_limiter = CallLimiter(self.admission, lambda: largest_context(directory), self.totals.failed)
         self._queue_timeout = config.queue_timeout
         self._stalled_timeout = config.stalled_timeout
         self._claims = Epochs(directory, holder_id)
@@ -62,12 +63,10 @@ class Requests:
         failover = Failover(config, directory, self._claims, self._slots)
         self._rounds = Rounds(config, directory, self.sizer, failover, self._recorder, AcceptanceCounter())
         self.loop_lag = LoopLag()
-        self.totals = RequestTotals()
         self._running = Running()
         self._sessions: OrderedDict[str, str] = OrderedDict()  # session ids of the latest requests, by request id
         self.texts = ModelTexts(TargetWaiting(directory, self.admission, config.failover_timeout, MOST_HELD), config)
-        self.metrics_url = ""  # of this orchestrator
-        self.http_url = ""  # of the OpenAI-compatible API
+        self.metrics_url = self.http_url = ""  # of this orchestrator, and of its OpenAI-compatible API
         self._model_name = ""  # of the target used last
         self._num_total = self._num_tokens = 0
 
@@ -97,7 +96,7 @@ class Requests:
                 async for event in events:
                     watch.note(event)
                     yield event
-        except BoughError as exc:
+        except BaseException as exc:  # also where its caller leaves
             watch.failed(exc)
             raise
 
@@ -143,7 +142,7 @@ class Requests:
 
     async def _stream(self, stream: Stream, opened: Opened) -> AsyncGenerator[Event]:
         session, lease = opened.session, opened.lease
-        rounds = self._rounds.run(session, lease)
+        rounds, troubles = self._rounds.run(session, lease), TroubleCount(self.totals, session)
         try:
             num_seen = session.num_replayed - len(opened.unseen.token_ids if opened.unseen else ())
             self._note(session, lease.target.info.model_name)
@@ -151,6 +150,7 @@ class Requests:
             if opened.unseen is not None:
                 yield opened.unseen
             while (event := await stream.before_end(anext(rounds, None))) is not None:
+                troubles.count()
                 self._num_tokens += len(event.token_ids) if isinstance(event, Tokens) else 0
                 yield event
             if not session.is_finished:
@@ -167,6 +167,7 @@ class Requests:
             stream.end(exc)
             raise
         finally:
+            troubles.count()
             self.sizer.forget(session.session_id)
             self._endings.end(stream, session, lease.target)
             await rounds.aclose()  # last, as a further cancellation may interrupt it
@@ -205,8 +206,7 @@ class Requests:
         """
         if not session_id:
             raise InvalidRequest("session_id: must be given, got none")
-        stream = self._running.in_session(session_id)
-        if stream is not None:
+        if (stream := self._running.in_session(session_id)) is not None:
             stream.close(StaleEpoch(f"session_id: {session_id!r} was closed"))
         if not await self._endings.close(session_id) and stream is None:
             raise NotFound(f"session_id: {session_id!r} is not known")
@@ -278,8 +278,7 @@ class Requests:
         Raises:
             NotFound: nothing is remembered of it.
         """
-        decisions = self.sizer.log.of(name) or self.sizer.log.of(self._sessions.get(name, name))
-        if not decisions:
+        if not (decisions := self.sizer.log.of(name) or self.sizer.log.of(self._sessions.get(name, name))):
             raise NotFound(f"session_id: must be a session or request with recent rounds here, got {name!r}")
         return decisions
 

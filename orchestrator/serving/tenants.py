@@ -8,18 +8,10 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
-from contextlib import (
-    AbstractAsyncContextManager,
-    AbstractContextManager,
-    ExitStack,
-    aclosing,
-    contextmanager,
-    nullcontext,
-    suppress,
-)
+from contextlib import AbstractAsyncContextManager, ExitStack, aclosing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 
-from bough.errors import BoughError, NotFound
+from bough.errors import BoughError, Exhausted, NotFound, Unauthenticated
 from bough.protocol.decision import Decision
 from bough.protocol.generation import Event, Finished, GenerateOptions, Prompt, Started
 from bough.security.api_keys import ApiKey, Keyring
@@ -29,6 +21,7 @@ from orchestrator.admission.admission import Hold
 from orchestrator.admission.size_limits import require_name, require_texts
 from orchestrator.admission.tenant_usage import Count, TenantUsage
 from orchestrator.serving.requests import Requests
+from orchestrator.telemetry.request_totals import KEY_LIMIT
 from orchestrator.telemetry.request_trace import request_trace
 
 SEPARATOR = "::"  # tenants' names have no colons
@@ -69,6 +62,11 @@ class Tenant:
             ]
 
     @property
+    def name(self) -> str:
+        """The key holder's name; empty if there are no keys."""
+        return "" if self.key is None else self.key.name
+
+    @property
     def most_at_once(self) -> int:
         """How many requests of a call can ever be let in together."""
         admission = self.requests.admission
@@ -96,8 +94,18 @@ class Tenant:
                         await self._close_surplus()
                     yield self._outer(event, request_id)
 
-    def _counted(self, session_id: str, num: int = 1) -> AbstractContextManager[Count]:
-        return nullcontext(_uncounted) if self.key is None else self.usage.request(self.key, session_id, num)
+    @contextmanager
+    def _counted(self, session_id: str, num: int = 1) -> Iterator[Count]:
+        if self.key is None:
+            yield _uncounted
+            return
+        with ExitStack() as entered:
+            try:
+                count = entered.enter_context(self.usage.request(self.key, session_id, num))
+            except Exhausted:
+                self.requests.totals.failed[KEY_LIMIT] += 1
+                raise
+            yield count
 
     @contextmanager
     def _held(self, num: int) -> Iterator[Sequence[Hold | None]]:
@@ -145,7 +153,7 @@ class Tenant:
 
     @property
     def _prefix(self) -> str:
-        return "" if self.key is None else f"{self.key.name}{SEPARATOR}"
+        return f"{self.name}{SEPARATOR}" if self.name else ""
 
     def _inner(self, name: str) -> str:
         return self._prefix + name
@@ -201,7 +209,11 @@ class Callers:
         Raises:
             Unauthenticated: no valid key.
         """
-        key = None if self.keyring is None else self.keyring.holder(authorization)
+        try:
+            key = None if self.keyring is None else self.keyring.holder(authorization)
+        except Unauthenticated as exc:
+            self.requests.totals.failed[type(exc).__name__] += 1
+            raise
         return Tenant(self.requests, self._usage, key, self.share_prefixes, self.tracer)
 
 

@@ -264,6 +264,20 @@ async def test_a_body_without_end_has_the_limits_of_the_orchestrator(pause_secon
         assert sum(num_read) < 3 * MAX_BYTES
 
 
+async def test_a_length_beside_chunks_is_not_passed_on() -> None:
+    """The chunks are what counts: the orchestrator would take part of the next request for the body, or the reverse."""
+    async with forwarding() as (upstream, forwarder):
+        for length in (b"3", b"900"):
+            asked = request("/refused", b'{"a": 1}')
+            kept = [(name, value) for name, value in asked.scope["headers"] if name != b"content-length"]
+            headers = [*kept, (b"content-length", length), (b"transfer-encoding", b"chunked")]
+            response = await forwarder.forward(requests.Request({**asked.scope, "headers": headers}, asked.receive))
+            assert [piece async for piece in response.body_iterator] == [b'{"error": 1}']
+            _, _, body, passed_on = upstream.asked[-1]
+            assert body == b'{"a": 1}'
+            assert "content-length" not in passed_on
+
+
 async def test_requests_at_once_are_so_many_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
     """A connection is for each of them, and all descriptors of the replica were theirs."""
     monkeypatch.setattr(forward, "most_connections", lambda: 2)

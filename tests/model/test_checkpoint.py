@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import shutil
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,25 @@ def test_offsets_that_are_no_numbers(copy: Path) -> None:
     end = data.index(b"]", begin)
     victim.write_bytes(data[:begin] + b"[]".ljust(end - begin) + data[end:])
     with pytest.raises(CheckpointError, match=rf"{victim.name}: .*malformed"):
+        Checkpoint.open(copy)
+
+
+@pytest.mark.parametrize(
+    ("header", "message"),
+    [
+        (b"[" * 100_000, "header is not a JSON object"),
+        (b'{"w":{"dtype":"F32","shape":[1],"data_offsets":[0,1e999]}}', "header entry of w is malformed"),
+        (
+            b'{"w":{"dtype":"F32","shape":[-1,-1],"data_offsets":[0,4]}}',
+            r"w must have no negative dimension.*\[-1, -1\]",
+        ),
+    ],
+    ids=["nested", "infinite", "negative"],
+)
+def test_headers_that_lie(copy: Path, header: bytes, message: str) -> None:
+    victim = shards(copy)[0]
+    victim.write_bytes(struct.pack("<Q", len(header)) + header + bytes(8))
+    with pytest.raises(CheckpointError, match=f"{victim.name}: .*{message}"):
         Checkpoint.open(copy)
 
 

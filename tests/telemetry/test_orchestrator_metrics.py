@@ -8,6 +8,7 @@ import time
 import urllib.request
 from collections.abc import Sequence
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 
@@ -24,7 +25,7 @@ from orchestrator.sizing.totals import MAX_POSITIONS, Histogram, MeasuredSizer, 
 from orchestrator.sizing.tree_sizer import TreeSizer
 from orchestrator.telemetry.loop_lag import BOUNDS, PERIOD_SECONDS, LoopLag
 from orchestrator.telemetry.metrics import Figures, OrchestratorCollector
-from orchestrator.telemetry.request_totals import RequestTotals, RequestWatch
+from orchestrator.telemetry.request_totals import RequestTotals, RequestWatch, TroubleCount
 from tests.fakes.waiting import until
 
 LABELS = re.compile(r'{(engine="0",)?model_name="m"}')
@@ -100,7 +101,7 @@ def test_requests_are_told_by_how_long_they_waited_for_what_and_how_they_ended()
         (2.0, replace(of_round, num_nodes=0)),  # what a resumed request's client had not seen: of no round of this one
         (4.0, of_round),
         (6.0, of_round),
-        (6.5, Finished("stop", "", "", Usage(30, 6, 20), speculation, timings, (), num_failovers=1)),
+        (6.5, Finished("stop", "", "", Usage(30, 6, 20), speculation, timings, ())),
     ]
     for seconds, event in events:
         now[0] = 100.0 + seconds
@@ -119,7 +120,6 @@ def test_requests_are_told_by_how_long_they_waited_for_what_and_how_they_ended()
     }
     assert values["vllm:prompt_tokens_total"] == 30
     assert values["bough_cached_prompt_tokens_total"] == 20
-    assert values["bough_failovers_total"] == values["bough_degraded_rounds_total"] == 1
     ends = {key: value for key, value in values.items() if key.startswith("vllm:request_success_total")}
     assert ends == {
         f'vllm:request_success_total{{engine="0",finished_reason="{reason}",model_name="m"}}': float(reason == "stop")
@@ -210,3 +210,28 @@ async def test_a_blocked_event_loop_shows_as_lag() -> None:
         await until(lambda: sum(lag.tally.counts))
     assert lag.tally.total > 0.2
     assert sum(lag.tally.counts) >= 0.2 / PERIOD_SECONDS
+
+
+def test_troubles_of_a_request_are_told_while_it_runs() -> None:
+    """They were told at its end, perhaps many minutes later, and never of a request that failed or was left."""
+    totals = RequestTotals()
+    session = Mock(num_failovers=0, num_degraded_rounds=0)
+    troubles = TroubleCount(totals, session)
+    for failovers, degraded in ((0, 1), (0, 1), (1, 4)):
+        session.num_failovers, session.num_degraded_rounds = failovers, degraded
+        troubles.count()
+        assert (totals.num_failovers, totals.num_degraded_rounds) == (failovers, degraded)
+    TroubleCount(totals, Mock(num_failovers=2, num_degraded_rounds=0)).count()
+    assert (totals.num_failovers, totals.num_degraded_rounds) == (3, 4)
+
+
+@pytest.mark.parametrize("error", [GeneratorExit(), asyncio.CancelledError()])
+def test_a_request_that_is_left_was_aborted_unless_it_had_ended(error: BaseException) -> None:
+    totals = RequestTotals()
+    left, ended = RequestWatch(totals), RequestWatch(totals)
+    left.failed(error)
+    ended.note(Finished("stop", "", "", Usage(1, 1, 0), SpeculationMetrics(0, 0, 0, 0.0, (), 0), RoundTimings(), ()))
+    ended.failed(error)
+    assert (totals.finished, totals.failed) == ({"abort": 1, "stop": 1}, {})
+    RequestWatch(totals).failed(KeyError())
+    assert totals.failed == {"KeyError": 1}, "unexpected ones are told too"
