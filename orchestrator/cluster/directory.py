@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, closing, suppress
 from functools import partial
 from math import inf
 from typing import Any
@@ -66,17 +66,16 @@ class Directory:
         request. Workers that do not answer are introduced later, in the background.
         """
         looked = asyncio.Event()
-        try:
-            async with background(self._poll(looked), watch_weights(lambda: self.targets)):
-                await looked.wait()
-                if self._meetings:
-                    await asyncio.wait(self._meetings.values(), timeout=FIRST_LOOK_SECONDS)
-                yield
-        finally:
-            await end(*self._meetings.values())
-            for known in self._everyone():
-                await known.client.close()
-            self.tokenizing.close()
+        with closing(self.tokenizing):
+            try:
+                async with background(self._poll(looked), watch_weights(lambda: self.targets)):
+                    await looked.wait()
+                    if self._meetings:
+                        await asyncio.wait(self._meetings.values(), timeout=FIRST_LOOK_SECONDS)
+                    yield
+            finally:
+                await end(*self._meetings.values())
+                await asyncio.gather(*(known.client.close() for known in self._everyone()))
 
     @property
     def targets(self) -> tuple[TargetHandle, ...]:
@@ -259,11 +258,12 @@ class Directory:
     async def _forget_unlisted(self) -> None:
         """Forget workers by number of polls, not by time: an empty index or a paused process must not lose them."""
         # Channels with running calls stay open: a worker that only lost the index still answers them.
-        for known in [k for k in self._everyone() if k.num_missing > MOST_MISSING and not k.num_running]:
+        gone = [known for known in self._everyone() if known.num_missing > MOST_MISSING and not known.num_running]
+        for known in gone:
             logger.warning("%s is gone", known.record.worker_id)
             self._targets.pop(known.record.worker_id, None)
             self._drafts.pop(known.record.worker_id, None)
-            await known.client.close()
+        await asyncio.gather(*(known.client.close() for known in gone))  # once no request can begin at any of them
 
 
 def _fit(draft: WorkerHandle[Any], target: WorkerHandle[Any]) -> bool:

@@ -58,12 +58,12 @@ class Requests:
         waiting = TargetWaiting(directory, self.admission, config.failover_timeout)
         self._opening = Opening(config, directory, self._recorder, self._claims, waiting)
         self.sizer = MeasuredSizer(TreeSizer.of(config))
-        self._slots = Slots(config, directory)
+        self._endings = Endings(directory, self._recorder)
+        self._slots = Slots(config, directory, self._endings)
         failover = Failover(config, directory, self._claims, self._slots)
         self._rounds = Rounds(config, directory, self.sizer, failover, self._recorder, AcceptanceCounter())
         self.loop_lag = LoopLag()
         self._running = Running()
-        self._endings = Endings(directory, self._recorder)
         self._sessions: OrderedDict[str, str] = OrderedDict()  # session ids of the latest requests, by request id
         self.texts = ModelTexts(TargetWaiting(directory, self.admission, config.failover_timeout, MOST_HELD), config)
         self.metrics_url = self.http_url = ""  # of this orchestrator, and of its OpenAI-compatible API
@@ -107,7 +107,13 @@ class Requests:
         async with AsyncExitStack() as place:
             earlier = place.enter_context(self._running.admitted(stream, takes_over=options.resume is not None))
             place.enter_context(self.admission.holding(stream.hold, earlier.hold if earlier is not None else None))
-            opened = await stream.before_end(self._open(stream, place, prompt, options, deadline))
+            opened = None
+            try:
+                opened = await stream.before_end(self._open(stream, place, prompt, options, deadline))
+            finally:
+                if earlier is not None:
+                    runs = opened.session if opened is not None and opened.session.epoch else None
+                    stream.takes_over(earlier, runs.session_id if runs is not None else "")
             if opened is None:
                 for event in never_begun(options):
                     yield event
@@ -161,13 +167,10 @@ class Requests:
             stream.end(exc)
             raise
         finally:
-            await rounds.aclose()
             troubles.count()
             self.sizer.forget(session.session_id)
-            if session.keep or stream.is_superseded:
-                self._recorder.end(session.session_id)
-            elif session.epoch:
-                self._endings.begin(session, lease.target)
+            self._endings.end(stream, session, lease.target)
+            await rounds.aclose()  # last, as a further cancellation may interrupt it
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -204,14 +207,9 @@ class Requests:
         if not session_id:
             raise InvalidRequest("session_id: must be given, got none")
         if (stream := self._running.in_session(session_id)) is not None:
-            stream.end(StaleEpoch(f"session_id: {session_id!r} was closed"))
-        await self._recorder.settled(session_id)
-        closed = await self.directory.registry.close_session(session_id)
-        if closed is None and stream is None:
+            stream.close(StaleEpoch(f"session_id: {session_id!r} was closed"))
+        if not await self._endings.close(session_id) and stream is None:
             raise NotFound(f"session_id: {session_id!r} is not known")
-        if closed is not None and closed.record is not None:
-            for worker_id in (closed.record.target_id, closed.record.draft_id):
-                await self._endings.release(session_id, closed.epoch, self.directory.find(worker_id))
 
     @property
     def is_ready(self) -> bool:

@@ -19,7 +19,7 @@ from bough.errors import CheckpointError, ConfigError, StreamError
 from bough.model.checkpoint.checkpoint import INDEX_NAME, Checkpoint, TensorPlace, read_header
 from bough.model.checkpoint.pack_manifest import MANIFEST_NAME
 from bough.model.checkpoint.tensor_source import FreshMemory, TensorSource
-from bough.model.cpu.float_bits import from_half
+from bough.model.cpu.float_bits import from_half, put_number
 from bough.model.cpu.jit import strict
 from bough.model.loading import loading
 from bough.model.loading.late_writes import bind_all
@@ -30,7 +30,7 @@ from bough.model.packing.pack import pack
 from bough.model.quant.awq import AwqFormat
 from bough.model.quant.bough_format import BoughFormat, Packed
 from bough.model.quant.compressed_tensors import CompressedTensorsFormat
-from bough.model.quant.format import PackedTensors, QuantFormat
+from bough.model.quant.format import PackedTensors, QuantFormat, write_out
 from bough.model.quant.fp8 import Fp8Format
 from bough.model.quant.gptq import GptqFormat
 from bough.model.quant.quantize import GROUP_SIZES, quantize
@@ -545,3 +545,33 @@ def _floats(halves):
     for i in range(len(halves)):
         out[i] = from_half(halves[i])
     return out
+
+
+def test_numbers_are_rounded_to_float16_as_torch_does() -> None:
+    """At, beside and between all of its numbers, with their signs, and beyond them."""
+    halves = np.arange(2**16, dtype=np.uint16).view(np.float16)
+    exact = halves[np.isfinite(halves)].astype(np.float32)
+    between = (exact[:-1] + exact[1:]) / 2
+    odd = np.array([1e-45, 65519.996, 65520, 65536, 1e30, np.inf], np.float32)
+    some = np.concatenate((exact, between, odd, -odd))
+    numbers = np.concatenate((some, np.nextafter(some, np.float32(np.inf)), np.nextafter(some, np.float32(-np.inf))))
+    expected = torch.from_numpy(numbers).half().view(torch.int16).numpy()
+    assert np.array_equal(_halves(numbers), expected)
+    assert np.isnan(_halves(np.full(1, np.nan, np.float32)).view(np.float16)).all()
+
+
+@strict
+def _halves(numbers):
+    out = np.empty(len(numbers), np.int16)
+    for i in range(len(numbers)):
+        put_number(out, i, numbers[i])
+    return out
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_a_value_is_written_where_it_stands(dtype: torch.dtype) -> None:
+    """In float16 a whole matrix was made in float32 first: gigabytes beside all budgets for a large head."""
+    out = torch.empty(3, 5, dtype=dtype)
+    places: list[int] = []
+    write_out(out, lambda *arrays: places.append(arrays[-1].ctypes.data))
+    assert places == [out.data_ptr()]

@@ -123,3 +123,38 @@ async def test_work_that_waits_is_done_when_another_tokenizer_is_built(fakes: Fl
         assert await asyncio.gather(*waiting, tokenizing.run(lambda: 1)) == [1] * 5
     finally:
         tokenizing.close()
+
+
+async def test_work_that_waits_for_replaced_threads_is_dropped_at_the_end(fakes: Fleet) -> None:
+    """Only the newest threads were ended: the others did all that was queued first, and kept the process alive."""
+    tokenizing, others = Tokenizing(), set(threading.enumerate())
+    first, second = Held(lambda: 1), Held(lambda: 1)
+    running = [asyncio.create_task(tokenizing.run(first))]
+    await until(first.has_begun.is_set)
+    building = asyncio.create_task(tokenizing.shared(fakes.tokenizer))
+    await asyncio.sleep(0)
+    running.append(asyncio.create_task(tokenizing.run(second)))
+    waiting = asyncio.create_task(tokenizing.run(lambda: 1))
+    await building
+    await until(second.has_begun.is_set)
+    tokenizing.close()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    for held in (first, second):
+        held.may_go_on.set()
+    assert await asyncio.gather(*running) == [1, 1]
+    await until(lambda: not any(one.name.startswith("tokenizing") for one in {*threading.enumerate()} - others))
+
+
+async def test_a_tokenizer_that_is_built_at_the_end_begins_no_threads(
+    fakes: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizing, held = Tokenizing(), Held(Tokenizer.__init__)
+    monkeypatch.setattr(Tokenizer, "__init__", lambda self, *args: held(self, *args))
+    building = asyncio.create_task(tokenizing.shared(fakes.tokenizer))
+    await until(held.has_begun.is_set)
+    tokenizing.close()
+    held.may_go_on.set()
+    await building
+    with pytest.raises(RuntimeError, match="after shutdown"):
+        await tokenizing.run(lambda: 1)
