@@ -38,6 +38,7 @@ logger = logging.getLogger(__name__)
 POLL_SECONDS = 0.5
 MOST_MISSING = round(LEASE_SECONDS / POLL_SECONDS)  # consecutive polls without a worker before it is forgotten
 SWEEP_SECONDS = 5.0  # between two cleanups of the index
+LOOK_SECONDS = 0.5  # between two looks at how workers are, and limit for their answers
 FIRST_LOOK_SECONDS = 3.0  # limit for which a start waits for listed workers to answer
 
 
@@ -54,7 +55,7 @@ class Directory:
         self._drafts: dict[str, DraftHandle] = {}
         self._seen: dict[str, tuple[WorkerInfo, float]] = {}  # by identity of targets: when one could be used last
         self._usual = UsualRound()
-        self._next_sweep = 0.0  # seconds on the monotonic clock
+        self._next_sweep = self._next_look = 0.0  # seconds on the monotonic clock
         self._meetings: dict[tuple[str, str], asyncio.Task[None]] = {}  # introductions of new workers, by kind and id
 
     @asynccontextmanager
@@ -116,6 +117,12 @@ class Directory:
     def has_target(self) -> bool:
         """Whether a request could be served now."""
         return any(known.is_usable for known in self._targets.values())
+
+    async def look(self) -> None:
+        """Ask all workers that are used how they are now, at most once within `LOOK_SECONDS`, for `statuses`."""
+        if time.monotonic() >= self._next_look:
+            self._next_look = time.monotonic() + LOOK_SECONDS
+            await asyncio.gather(*(known.look(LOOK_SECONDS) for known in self._everyone() if known.is_usable))
 
     def statuses(self) -> tuple[WorkerStatus, ...]:
         """Statuses of all known workers."""

@@ -216,7 +216,7 @@ class _Api:
 
     async def cluster(self, request: Request, entered: ExitStack) -> Response:
         """This orchestrator and its workers."""
-        return JSONResponse(asdict(self.requests.server_info()) | {"loads": asdict(self.requests.loads())})
+        return JSONResponse(asdict(await self.requests.server_info()) | {"loads": asdict(self.requests.loads())})
 
     async def version(self, request: Request, entered: ExitStack) -> Response:
         """bough's version."""

@@ -220,8 +220,9 @@ class Requests:
         """The served models by name; at least one. Raises Unavailable."""
         return served_models(self.directory)
 
-    def server_info(self) -> ServerInfo:
-        """This orchestrator and its workers."""
+    async def server_info(self) -> ServerInfo:
+        """This orchestrator, and its workers as they are now."""
+        await self.directory.look()
         return ServerInfo(
             self.directory.statuses(),
             self.directory.index_problem,

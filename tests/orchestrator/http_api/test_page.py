@@ -72,6 +72,20 @@ async def test_the_cluster_is_its_workers_and_what_is_wrong_with_them(door: Http
     assert all(worker["address"] for worker in cluster["workers"])
 
 
+async def test_the_cluster_shows_what_its_workers_have_done_since_they_were_met(door: HttpStack) -> None:
+    """It showed what each had told of itself at first: no pass, whatever it did, and `bough top` none a second."""
+    before = await passes(door)
+    await door.chunks(CHAT, BODY)
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        while not all(number > before[kind] for kind, number in (await passes(door)).items()):
+            await asyncio.sleep(0.05)
+
+
+async def passes(door: HttpStack) -> dict[str, int]:
+    cluster = (await door.client.get("/cluster")).json()
+    return {worker["info"]["kind"]: worker["info"]["num_passes"] for worker in cluster["workers"]}
+
+
 async def test_the_page_is_files_that_load_nothing_from_elsewhere(door: HttpStack) -> None:
     for path, (name, media_type) in FILES.items():
         reply = await door.client.get(path)
