@@ -24,7 +24,7 @@ from bough.config.json_fields import first_refusal
 from bough.config.processes import OrchestratorConfig, parse
 from bough.errors import BoughError, ConfigError
 from bough.processes.child import STOP_SECONDS as KILL_AFTER_SECONDS
-from deploy.policies import PerReplica
+from deploy.policies import CALLS, REQUESTS, PerReplica
 from deploy.settings import (
     DEPLOYMENTS,
     INDEX,
@@ -42,6 +42,7 @@ from deploy.supervisor import DRAIN_MARGIN_SECONDS
 IMPORT_PATH = "deploy.app:build"
 PER_REPLICA = "deploy.policies:PerReplica"
 PORTS = ("port", "http_port", "metrics_port")
+METRIC_OF: Mapping[Role, str] = {Role.DRAFT: CALLS, Role.ORCHESTRATOR: REQUESTS}  # that its replicas tell Serve
 MOST_SHOWN = 80  # characters of a refused value
 HAPROXY = "RAY_SERVE_ENABLE_HA_PROXY"  # Ray's variable, on every node
 DICTS: Mapping[str, type[BaseModel]] = {  # fields that Serve takes as plain mappings, and checks later
@@ -124,8 +125,11 @@ def require_resources(config: Mapping[str, Any], nodes: tuple[Node, ...]) -> Non
 
 def wanted_resources(deployment: Mapping[str, Any]) -> dict[str, float]:
     """Return the resources that one replica asks for, by Ray's names. Raise ConfigError for what is no number."""
-    options = deployment.get("ray_actor_options") or {}
-    wanted = {"CPU": options.get("num_cpus", 0), "GPU": options.get("num_gpus", 0), **options.get("resources", {})}
+    given = deployment.get("ray_actor_options")
+    options, num_cpus = given or {}, (given or {}).get("num_cpus")
+    if num_cpus is None:  # Serve's own default is 1; where no options are given, those of deploy.app hold
+        num_cpus = 0 if given is None else 1
+    wanted = {"CPU": num_cpus, "GPU": options.get("num_gpus", 0), **options.get("resources", {})}
     try:
         return {name: float(amount) for name, amount in wanted.items() if amount}
     except (TypeError, ValueError) as exc:
@@ -150,7 +154,7 @@ def _check_application(application: Mapping[str, Any]) -> None:
             raise ConfigError(f"deployments: must be of {', '.join(known)}, got {name}")
     for name in known:
         if name == INDEX:
-            read_index(given.get(INDEX, {}).get("user_config", {}), f"{INDEX}.user_config")
+            _check_index(given.get(INDEX, {}))
         elif "user_config" not in given.get(name, {}):
             raise ConfigError(f"deployments: {name} has no user_config; must be given, with its program's settings")
         else:
@@ -211,16 +215,25 @@ def _check_deployment(role: Role, deployment: Mapping[str, Any]) -> None:
             f"has {settings.config.drain_seconds:g} s to drain"
         )
     scaling = deployment.get("autoscaling_config")
-    if role is Role.TARGET and (scaling or deployment.get("num_replicas") == "auto"):
+    is_scaled = scaling or deployment.get("num_replicas") == "auto"
+    if role is Role.TARGET and is_scaled:
         raise ConfigError(
             "Target.num_replicas: must be a number, without autoscaling_config: targets start for minutes"
         )
-    if scaling:
-        _check_policy(f"{role.value}.autoscaling_config.policy", scaling.get("policy", {}))
+    if is_scaled:
+        _check_policy(role, (scaling or {}).get("policy", {}))
     _require_room_for_ports(settings, deployment)
 
 
-def _check_policy(where: str, value: Any) -> None:
+def _check_index(deployment: Mapping[str, Any]) -> None:
+    read_index(deployment.get("user_config", {}), f"{INDEX}.user_config")
+    number = "several" if deployment.get("autoscaling_config") else deployment.get("num_replicas") or 1
+    if number != 1:
+        raise ConfigError(f"{INDEX}.num_replicas: must be 1, got {number}: each would be an index of its own")
+
+
+def _check_policy(role: Role, value: Any) -> None:
+    where = f"{role.value}.autoscaling_config.policy"
     policy = as_mapping(where, value)
     if policy.get("policy_function") == PER_REPLICA:
         where = f"{where}.policy_kwargs"
@@ -228,6 +241,14 @@ def _check_policy(where: str, value: Any) -> None:
         if {*kwargs} != {"metric", "most"}:
             raise ConfigError(f"{where}: must be metric and most, got {dict(kwargs)}")
         PerReplica(kwargs["metric"], kwargs["most"])
+        if kwargs["metric"] != METRIC_OF[role]:
+            must = f"{METRIC_OF[role]}, as {role.value} tells no other"
+            raise ConfigError(f"{where}.metric: must be {must}, got {kwargs['metric']}")
+    elif role is Role.DRAFT and "policy_function" not in policy:
+        raise ConfigError(
+            f"{where}.policy_function: missing; must be given, such as {PER_REPLICA}: Serve's own counts "
+            "requests that come by its proxy, and trees do not"
+        )
 
 
 def _require_room_for_ports(settings: ProgramSettings, deployment: Mapping[str, Any]) -> None:

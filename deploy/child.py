@@ -64,8 +64,8 @@ async def stop(child: Child, drain_seconds: float, log_folder: str = "") -> None
 
 
 @asynccontextmanager
-async def gpu_lock(module: str, patience_seconds: float) -> AsyncIterator[int]:
-    """Wait until no earlier program has the GPUs of this replica, or until `patience_seconds` have passed.
+async def gpu_lock(module: str, timeout_seconds: float) -> AsyncIterator[int]:
+    """Wait until no earlier program has the GPUs of this replica, or until `timeout_seconds` have passed.
 
     Yields a file descriptor for the program to inherit: the lock is held while any process has it open. After the
     wait the program starts beside the earlier one, with a warning, as several programs may share a GPU on purpose.
@@ -76,7 +76,7 @@ async def gpu_lock(module: str, patience_seconds: float) -> AsyncIterator[int]:
     name = re.sub(r"[^\w.-]", "-", f"{module}-GPU-{gpus}.lock")
     descriptor = os.open(folder / name if gpus else os.devnull, os.O_CREAT | os.O_RDWR, 0o600)
     try:
-        if gpus and not await came_true(lambda: _taken(descriptor), patience_seconds):
+        if gpus and not await came_true(lambda: _taken(descriptor), timeout_seconds):
             logger.warning("an earlier %s still has GPU %s: another one is started beside it", module, gpus)
         yield descriptor
     finally:

@@ -33,12 +33,13 @@ class Endpoints:
     def of(cls, config: Mapping[str, Any]) -> Endpoints:
         """Return the addresses. Raise ConfigError, naming the setting, for a port that is not fixed."""
         orchestrator = orchestrator_of(config, os.environ)
-        port, scheme = http_port(config), "https" if orchestrator.tls_cert else "http"
+        name, port = "http_options.port", http_port(config)
         if config.get("proxy_location") == "Disabled":
-            port = orchestrator.http_port
-        for name, value in (("port", orchestrator.port), ("http_port", port)):
+            name, port = f"{PROGRAM}.http_port", orchestrator.http_port
+        for where, value in ((f"{PROGRAM}.port", orchestrator.port), (name, port)):
             if value <= 0:
-                raise ConfigError(f"{PROGRAM}.{name}: must be fixed, for clients to find it, got {value}")
+                raise ConfigError(f"{where}: must be fixed, for clients to find it, got {value}")
+        scheme = "https" if orchestrator.tls_cert else "http"
         return cls(orchestrator, f"{HOST}:{orchestrator.port}", f"{scheme}://{HOST}:{port}/v1")
 
     def client(self) -> Client:

@@ -7,6 +7,7 @@ import ssl
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Final
+from urllib.parse import quote
 
 import aiohttp
 from starlette.requests import Request
@@ -62,18 +63,21 @@ class Forwarder:
         """Return the upstream's answer; a client that hangs up also ends the upstream's request.
 
         A body is passed on as it comes, so that the upstream's limits hold: a long one once the upstream asks for it,
-        so that nothing is read of a request that it refuses by its head; a short one at once, to save a round trip.
+        so that nothing is read of a request that it refuses by its head; a short one at once, to save a round trip. A
+        length beside chunks is not passed on: what is beyond it would be the next request of the connection.
 
         Raises:
         NotReached: the upstream has ended, and nothing has been read of the body.
         """
         path = str(request.scope["path"]).removeprefix(str(request.scope.get("root_path", "")))
-        url = f"{self._base_url}/{path.removeprefix('/')}"
-        headers = [(name, value) for name, value in request.headers.items() if name.lower() not in HOP_BY_HOP]
+        is_chunked = "transfer-encoding" in request.headers
+        dropped = HOP_BY_HOP | {"content-length"} if is_chunked else HOP_BY_HOP
+        headers = [(name, value) for name, value in request.headers.items() if name.lower() not in dropped]
+        url = f"{self._base_url}/{quote(path.removeprefix('/'))}"  # the server has decoded it
         query = request.scope.get("query_string", b"").decode("latin-1")
-        length = request.headers.get("content-length", "0")
-        has_body = "transfer-encoding" in request.headers or length != "0"
-        is_short = has_body and length.isdigit() and 0 < int(length) <= SHORT_BYTES
+        length = "" if is_chunked else request.headers.get("content-length", "0")
+        has_body = length != "0"
+        is_short = length.isdecimal() and 0 < int(length) <= SHORT_BYTES
         try:
             upstream = await self._session.request(
                 request.method,
@@ -138,21 +142,21 @@ class Door:
         self._refusal = GIVEN_UP
         self._is_open.set()
 
-    def hope(self) -> None:
+    def undo_give_up(self) -> None:
         """Take `give_up` back, as one check that fails does not replace a replica."""
         if self._refusal == GIVEN_UP:
             self._refusal = ""
             if self._forwarder is None:
                 self._is_open.clear()
 
-    def shut(self) -> None:
+    def pause(self) -> None:
         """Let new requests wait from now on; those that are being forwarded go on."""
         self._refusal = ""
         self._is_open.clear()
 
     async def close(self) -> None:
         """Close the connections to a program that has ended."""
-        self.shut()
+        self.pause()
         forwarder, self._forwarder = self._forwarder, None
         if forwarder is not None:
             await forwarder.close()
@@ -169,7 +173,7 @@ class _Answer(StreamingResponse):
         ]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send it."""
+        """Send the answer, piece by piece as it comes."""
         try:
             await super().__call__(scope, receive, send)
         finally:

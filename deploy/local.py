@@ -59,7 +59,7 @@ def run(file: Path, simulate: str, port: int | None, dashboard_port: int) -> Non
     check(config)
     endpoints = Endpoints.of(config)
     if uses_haproxy():
-        tether_haproxy()
+        end_haproxy_with_ray()
     require_free_ports(config, dashboard_port)
     if _uses_demonstration(config):
         ensure_demonstration()
@@ -105,7 +105,7 @@ def require_free_ports(config: Mapping[str, Any], dashboard_port: int) -> None:
             raise ConfigError(f"{where}: must be a free port, got {port} ({exc.strerror})") from exc
 
 
-def tether_haproxy() -> None:
+def end_haproxy_with_ray() -> None:
     """Have Ray run HAProxy through a script by which it ends with Ray's process.
 
     Raise ConfigError where Ray finds no HAProxy: it would serve without any HTTP port, and say so in a log alone.

@@ -117,11 +117,11 @@ class Supervising:
         if supervisor is not None:
             await supervisor.stop()
 
-    async def _find_index(self, patience_seconds: float) -> IndexPlace:
+    async def _find_index(self, timeout_seconds: float) -> IndexPlace:
         if isinstance(self._index, str):
             return IndexPlace(resolved_url(self._index, os.environ))
         try:
-            async with asyncio.timeout(patience_seconds):
+            async with asyncio.timeout(timeout_seconds):
                 return IndexPlace(*await self._index.place.remote())
         except Exception as exc:  # Serve raises various classes where a deployment has no replica
             raise Unavailable(f"the deployment {INDEX} does not answer: {exc}") from exc
@@ -195,13 +195,13 @@ class OrchestratorReplica(Supervising):
         return await self._door.forward(request)
 
     async def check_health(self) -> None:
-        """As `Supervising.check_health`. Where this replica is to be replaced, nobody waits for its program."""
+        """Raise where this replica must be replaced; requests that wait for its program are refused then."""
         try:
             await super().check_health()
         except Exception:
             self._door.give_up()
             raise
-        self._door.hope()
+        self._door.undo_give_up()
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Return how many requests run and wait, by whichever port they came in."""
@@ -212,6 +212,6 @@ class OrchestratorReplica(Supervising):
         self._door.open(supervisor.forwarder())
 
     async def _stop(self) -> None:
-        self._door.shut()
+        self._door.pause()
         await super()._stop()
         await self._door.close()

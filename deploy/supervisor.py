@@ -112,13 +112,13 @@ class Supervisor:
     async def _started(self) -> Child:
         supervision, module = self.settings.supervision, self.role.module
         command, variables = python(module, *self._flags()), child_variables(self.settings, self._index_url)
-        async with gpu_lock(module, self._patience_seconds) as held:
+        async with gpu_lock(module, self._timeout_seconds) as held:
             if self._config.port:
-                await until_free(self.host, self._port, self._patience_seconds)
+                await until_free(self.host, self._port, self._timeout_seconds)
             return start(module, command, variables, supervision.niceness, supervision.log_folder, (held,))
 
     @property
-    def _patience_seconds(self) -> float:
+    def _timeout_seconds(self) -> float:
         """How long a program may take to end by itself after SIGTERM."""
         return self.settings.config.drain_seconds + DRAIN_MARGIN_SECONDS
 
@@ -164,7 +164,7 @@ class Supervisor:
     async def stop(self) -> None:
         """Let the program drain for as long as its own settings say, and end it."""
         if self._child is not None:
-            await stop(self._child, self._patience_seconds, self.settings.supervision.log_folder)
+            await stop(self._child, self._timeout_seconds, self.settings.supervision.log_folder)
         await self._channel.close()
         if self._own_key is not None:
             self._own_key.close()
@@ -210,13 +210,13 @@ class Supervisor:
         return [*self.settings.flags, "--host", self.host, "--drain-seconds", drain_seconds]
 
 
-async def until_free(host: str, port: int, patience_seconds: float) -> None:
+async def until_free(host: str, port: int, timeout_seconds: float) -> None:
     """Wait for what a replica that died has left at the port and drains.
 
     Other errors of the address are left to the program to report. Raise ConfigError if the port is in use still: that
     server would be taken for the program.
     """
-    deadline = time.monotonic() + patience_seconds
+    deadline = time.monotonic() + timeout_seconds
     while True:
         try:
             bound(host, port).close()

@@ -100,7 +100,7 @@ class _Forwarded:
     idle_since: None = None
 
     def abort(self) -> None:
-        """Close it."""
+        """Close the connection at once."""
         self.task.cancel()
 
 

@@ -101,8 +101,8 @@ class SimulatedDraftWorker(ServedDraft):
         ahead_steps = num_steps(config.ahead_steps, "cpu")
         arena = Arena(num_rows, ROW_BYTES, rows_to_keep=lambda slot: slot.num_rows)
         pool = SessionPool(arena, self._window, ahead_steps * MAX_ROWS)
-        draft, scalings = SimulatedDraft(pair, clock), TemperatureScalings(config.sharpness)
-        self._engine = DraftEngine(draft, self.vocab_size, config.branch, pool, ahead_steps, scalings)
+        draft, scalings = SimulatedDraft(pair, clock), TemperatureScalings(config.inverse_temperature)
+        self._engine = DraftEngine(draft, self.vocab_size, config.max_children, pool, ahead_steps, scalings)
         self._start_thread()
 
     def compile_grammar(self, call: GrowCall | VerifyCall) -> None:

@@ -75,8 +75,8 @@ class DraftWorker(ServedDraft):
         pool = on_a_passing_thread(load)
         self.vocab_size = self._model.skeleton.vocab_size
         self.grammars = Grammars(self.tokenizer, self.vocab_size)
-        draft, scalings = ModelDraft(self._model, self.grammars), TemperatureScalings(config.sharpness)
-        self._engine = DraftEngine(draft, self.vocab_size, config.branch, pool, self._ahead_steps, scalings)
+        draft, scalings = ModelDraft(self._model, self.grammars), TemperatureScalings(config.inverse_temperature)
+        self._engine = DraftEngine(draft, self.vocab_size, config.max_children, pool, self._ahead_steps, scalings)
         self._start_thread(lambda: compute_with(config.threads))
 
     @property

@@ -46,7 +46,7 @@ async def serving_http(
         has_page=has_page(config),
         own_name=own_name,
     )
-    async with http_serving(bare(config.host), config.http_port, app, tls) as port:
+    async with http_serving(bare(config.host), config.http_port, app, tls, config.stalled_timeout) as port:
         callers.requests.http_url = f"{'http' if tls is None else 'https'}://{joined(advertised_host(config), port)}"
         logger.info("OpenAI's clients are served at %s/v1", callers.requests.http_url)
         yield

@@ -66,7 +66,7 @@ class GenerationService:
 
     async def GetServerInfo(self, request: common_pb2.GetServerInfoRequest, context: ServicerContext) -> pb.ServerInfo:
         """This orchestrator and its workers."""
-        return pb.ServerInfo(**to_fields(self._requests.server_info()))
+        return pb.ServerInfo(**to_fields(await self._requests.server_info()))
 
     async def GetLoads(self, request: pb.GetLoadsRequest, context: ServicerContext) -> pb.Loads:
         """Current load."""

@@ -84,7 +84,7 @@ class Metrics(MetricsServer):
         self._efficiency = self._gauge("bough_link_efficiency", efficiency)
 
     def watch(self, load: Callable[[], TargetLoad]) -> None:
-        """Also export slots and calls, as returned by `load` at each scrape."""
+        """Export slots and calls too, which `load` returns at each scrape."""
         self.registry.register(LoadCollector(self._model_name, load))
 
     def observe(self, num_calls: int, num_tokens: int, figures: SweepFigures) -> None:

@@ -109,7 +109,7 @@ class TargetWorker(ServedTarget):
             raise
 
     def _start_within_memory(self) -> None:
-        """As `_start`. Raises ConfigError where a GPU has less memory than was reckoned: others took some meanwhile."""
+        """Start. Raises ConfigError where a GPU has less memory than was reckoned, as others took some meanwhile."""
         try:
             with named_faults(self._device, tuple(dict.fromkeys(self._elsewhere.values()))):
                 self._start()

@@ -146,6 +146,14 @@ def test_every_command_line_takes_whole_flags_only() -> None:
             assert "ArgumentParser(" not in path.read_text(), path
 
 
+def test_folders_of_tests_are_those_of_the_code() -> None:
+    """Beside them are kinds of tests: of several processes, of others' clients, of a GPU that is pretended."""
+    tests = ROOT / "tests"
+    for folder in {path.parent.relative_to(tests) for path in python_files("tests")} - {Path()}:
+        if folder.parts[0] not in {"fakes", "data", "pipeline", "clients", "gpu"}:
+            assert (ROOT / folder).is_dir() or (ROOT / "bough" / folder).is_dir(), folder
+
+
 def test_proto_is_no_package() -> None:
     """ray pulls in proto-plus, whose module is `proto`."""
     assert not (ROOT / "proto" / "__init__.py").exists()

@@ -115,8 +115,8 @@ class DraftConfig(WorkerConfig):
         "bits of products; auto is 8 for Llamas where a CPU has those; 4 is packed, on a GPU",
         one_of(*DRAFT_BITS),
     )
-    branch: int = setting(16, "most children of a node", parse_count)
-    sharpness: float = setting(
+    max_children: int = setting(16, "most children of a node", parse_count)
+    inverse_temperature: float = setting(
         0.0, "inverse temperature of the draft's probabilities; 0 learns it from verdicts", number(float, 0, 4)
     )
     ahead_steps: int = setting(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextvars import ContextVar
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -22,15 +23,22 @@ FLEXIBLE: JsonCompileOptions = {"whitespace_pattern": r"\n?[ \t]{0,32}"}
 # As Python and chat templates write JSON.
 AS_DUMPED: JsonCompileOptions = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 ANY_OBJECT = '{"type": "object"}'
+# The salt of the request that the running task works for. How long a grammar takes tells whether it was kept, and so
+# what others have demanded: it is kept for requests of one salt.
+CACHE_SALT: ContextVar[str] = ContextVar("cache_salt", default="")
 
 
-@lru_cache(maxsize=64)  # of the choices of one request, and of those of an application
 def grammar_of(constraint: Constraint) -> str:
-    """The grammar, for `SamplingParams.grammar`. A complex one takes up to a second to check.
+    """The grammar, for `SamplingParams.grammar`. A complex one takes up to a second to check, once for each salt.
 
     Raises:
         InvalidRequest: names the field that cannot be used, and why.
     """
+    return _checked(constraint, CACHE_SALT.get())
+
+
+@lru_cache(maxsize=64)  # of the choices of one request, and of those of an application
+def _checked(constraint: Constraint, _cache_salt: str) -> str:
     size = sum(
         len(text or "") for text in (constraint.json_schema, constraint.regex, constraint.lark, *constraint.choices)
     )

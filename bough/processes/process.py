@@ -68,7 +68,7 @@ async def unless_stopped(stop: asyncio.Event, step: Awaitable[Result]) -> Result
 
 
 async def exit_if_stopped(stop: asyncio.Event, step: Awaitable[Result]) -> Result:
-    """As `unless_stopped`, but exit at once: no caller depends on the process yet."""
+    """Await a step of the start; if `stop` is set before it is done, exit at once, as no caller depends on us yet."""
     try:
         return await unless_stopped(stop, step)
     except StoppedAtStart:

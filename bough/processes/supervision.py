@@ -52,7 +52,7 @@ async def supervised(cluster: Cluster, say: Say, policy: RestartPolicy = DEFAULT
     """
     block = asyncio.current_task()
     assert block is not None, "a coroutine runs in a task"
-    watching = asyncio.create_task(Supervisor(cluster, say, policy).run())
+    watching = asyncio.create_task(ClusterSupervisor(cluster, say, policy).run())
 
     def cancel_block(task: asyncio.Task[None]) -> None:
         if not task.cancelled():
@@ -71,7 +71,7 @@ async def supervised(cluster: Cluster, say: Say, policy: RestartPolicy = DEFAULT
         await end(watching)
 
 
-class Supervisor:
+class ClusterSupervisor:
     """Watches every process of a cluster."""
 
     def __init__(self, cluster: Cluster, say: Say, policy: RestartPolicy) -> None:

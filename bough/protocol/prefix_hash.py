@@ -56,7 +56,7 @@ class TokenPrefix(Sequence[int]):
     __hash__ = None  # type: ignore[assignment]  # it equals a tuple, so it would have to hash all tokens
 
     def prefix_hash(self) -> int:
-        """The same as the function `prefix_hash`, from the history's saved states."""
+        """64 bits of BLAKE2b over the tokens as little-endian int32, from the history's saved states."""
         return self._history.prefix_hash(self._length)
 
 

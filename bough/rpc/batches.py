@@ -28,7 +28,7 @@ def free_batches() -> None:
 
 
 async def execute_batch(call: Any, operations: tuple[Any, ...], loop: asyncio.AbstractEventLoop) -> None:
-    """As gRPC's function of this name, whose coroutine goes on to its end here also if this one is cancelled."""
+    """Await gRPC's function of this name, which goes on to where it frees the batch also if this one is cancelled."""
     assert _execute_batch is not None
     batch: Batch = _execute_batch(call, operations, loop)
     ended = batch.send(None)  # it awaits the end of the batch

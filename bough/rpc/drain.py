@@ -68,9 +68,9 @@ class Drainer:
             self._inside.discard(task)
             self._cut.discard(task)
 
-    async def wait_idle(self, patience_seconds: float) -> bool:
+    async def wait_idle(self, timeout_seconds: float) -> bool:
         """Wait until nothing is in flight; False on timeout."""
-        return await came_true(lambda: not self.is_busy, patience_seconds)
+        return await came_true(lambda: not self.is_busy, timeout_seconds)
 
     async def cut(self) -> None:
         """Cancel all calls in flight; returns when they have freed their resources."""
@@ -101,7 +101,7 @@ class SessionGate(Drainer):
 
     @contextmanager
     def track(self, method: str, request: Any) -> Iterator[None]:
-        """As `Drainer.track`; a released session is no longer waited for."""
+        """Track a call and its session, for which a drain waits until it is released. Raises Unavailable if refused."""
         with super().track(method, request):
             session_id = request.context.session_id if method in self._work else ""
             self._note(session_id)

@@ -48,7 +48,7 @@ async def _unimplemented(call: Any) -> None:
 
 
 class LastingServer(_server.Server):
-    """As grpc.aio's server; services must register all their methods."""
+    """A server of grpc.aio that refuses calls of unregistered methods and goes on; services register all theirs."""
 
     def __init__(
         self, interceptors: Sequence[grpc.aio.ServerInterceptor], options: Sequence[tuple[str, int]], max_calls: int

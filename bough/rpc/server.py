@@ -148,12 +148,12 @@ class Served:
         """Set health to NOT_SERVING permanently, also of the empty name, so that balancers send nobody here."""
         await self._health.enter_graceful_shutdown()
 
-    async def drain(self, refusal: str, patience_seconds: float) -> None:
+    async def drain(self, refusal: str, timeout_seconds: float) -> None:
         """Refuse new work with this text, let running work finish in time, and end the rest as Unavailable."""
         await self.leave()
         self.gate.stop_accepting(refusal)
-        if not await self.gate.wait_idle(patience_seconds):
-            logger.warning("not everything was finished in %g s: the rest is cut off", patience_seconds)
+        if not await self.gate.wait_idle(timeout_seconds):
+            logger.warning("not everything was finished in %g s: the rest is cut off", timeout_seconds)
         await self.gate.cut()
 
 

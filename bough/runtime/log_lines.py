@@ -6,10 +6,13 @@ A session's name, for example, may contain line breaks that forge log lines, ter
 from __future__ import annotations
 
 import logging
+import time
+from collections.abc import Callable
 
 MAX_TEXT_BYTES = 2400  # of a percent-encoded header; gRPC clients accept 8 KB for all headers
 MAX_LOG_CHARACTERS = 4096  # of a log message
 MAX_TRACE_LINES = 120
+MAX_LINES_A_MINUTE, MINUTE_SECONDS = 60, 60.0  # of one place in the code that strangers have write lines
 INDENT = "    | "  # prefix of continuation lines, with which no record begins
 
 
@@ -57,3 +60,30 @@ class LineFormatter(logging.Formatter):
 def cut(text: str) -> str:
     """Cut a text to `MAX_LOG_CHARACTERS`."""
     return text if len(text) <= MAX_LOG_CHARACTERS else f"{text[:MAX_LOG_CHARACTERS]}... ({len(text)} characters)"
+
+
+class SparingFilter(logging.Filter):
+    """Limits the lines of loggers that strangers can make say something, as otherwise they could fill a disk.
+
+    Each place in the code has so many lines a minute; its next one tells how many were left out.
+    """
+
+    def __init__(self, names: tuple[str, ...], clock: Callable[[], float] = time.monotonic) -> None:
+        """`names` are the loggers; `clock` is in seconds."""
+        super().__init__()
+        self._names, self._clock = names, clock
+        self._minutes: dict[tuple[str, int], tuple[float, int]] = {}  # by place: when its minute began, lines in it
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether a record is to be logged."""
+        if record.name not in self._names:
+            return True
+        place, now = (record.pathname, record.lineno), self._clock()
+        began, num_lines = self._minutes.get(place, (now, 0))
+        if now - began >= MINUTE_SECONDS:
+            if num_lines > MAX_LINES_A_MINUTE:
+                left_out = num_lines - MAX_LINES_A_MINUTE
+                record.msg, record.args = f"{record.getMessage()} ({left_out} such lines before were left out)", None
+            began, num_lines = now, 0
+        self._minutes[place] = began, num_lines + 1
+        return num_lines < MAX_LINES_A_MINUTE

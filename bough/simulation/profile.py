@@ -61,8 +61,6 @@ class TargetProfile:
     compute_row_seconds: Number = 0.0
     compute_curve: Curve = ()  # (rows, seconds), instead of base and slope
     row_step: Count = 1  # rows are padded to multiples of this
-    second_knee_rows: Count | None = None
-    second_knee_row_seconds: Number = 0.0  # additional seconds of each padded row beyond it
     experts: Experts | None = None
     overhead_seconds: Number = 0.0
     jitter: Jitter = 0.0  # relative standard deviation, lognormal with mean 1
@@ -84,11 +82,8 @@ class TargetProfile:
         rows = self.padded(num_rows)
         if self.compute_curve:
             known, known_seconds = zip(*self.compute_curve, strict=True)
-            seconds = CostCurve(known, known_seconds)(rows)
-        else:
-            seconds = self.compute_base_seconds + self.compute_row_seconds * rows
-        beyond = max(0, rows - self.second_knee_rows) if self.second_knee_rows is not None else 0
-        return seconds + self.second_knee_row_seconds * beyond
+            return CostCurve(known, known_seconds)(rows)
+        return self.compute_base_seconds + self.compute_row_seconds * rows
 
     def sweep_seconds(self, num_rows: int, factors: Factors = UNCHANGED) -> float:
         """Seconds of a sweep without jitter; link and compute are concurrent."""
@@ -246,8 +241,6 @@ def _check(profile: Profile) -> None:
         raise refusal(
             "target.compute_curve", "given", "empty where compute_base_seconds or compute_row_seconds is given"
         )
-    if target.second_knee_row_seconds and target.second_knee_rows is None:
-        raise refusal("target.second_knee_rows", None, "given where second_knee_row_seconds is")
     if (experts := target.experts) and experts.experts_per_token > experts.num_experts:
         raise refusal(
             "target.experts.experts_per_token",

@@ -55,7 +55,7 @@ def _changes(scenario: Scenario) -> list[tuple[str, Scenario]]:
         changes.append((f"a link {LINK_SPEED:g} times as fast", with_link(1 / LINK_SPEED)))
         changes.append(("memory for a quarter of what streams", with_link(1 - RESIDENT_SHARE)))
     computing = replace(
-        _faster(target, "compute_base_seconds", "compute_row_seconds", "second_knee_row_seconds"),
+        _faster(target, "compute_base_seconds", "compute_row_seconds"),
         compute_curve=tuple((rows, seconds / SPEED) for rows, seconds in target.compute_curve),
     )
     changes.append((f"targets that compute {SPEED:g} times as fast", with_profile(replace(profile, target=computing))))

@@ -46,7 +46,7 @@ def read(kind: type[Value], name: str, value: object) -> Value:
 
 
 def read_text(kind: type[Value], name: str, content: str) -> Value:
-    """As `read`, from a JSON text."""
+    """A value of this kind from a JSON text. Raises ConfigError naming the first field that is invalid."""
     try:
         return TypeAdapter(kind).validate_json(content)
     except ValidationError as exc:

@@ -65,7 +65,7 @@ def place_with(
     from_host: bool = True,
     is_forced: bool = False,
 ) -> Placement:
-    """Like `place`, with layers that do not fit on the first accelerator on the others, as far as they fit there.
+    """Keep layers resident on the first accelerator, then on the others, as far as they fit; the rest stream.
 
     All layers are assumed to be as large as the largest. `fixed.kv` is the KV of all layers. With experts `apart`, the
     first accelerator's layers are placed by `place_with_expert_cache`, with `from_host` and `is_forced`.

@@ -219,7 +219,7 @@ def place_with_expert_cache(
     from_host: bool = False,
     is_forced: bool = False,
 ) -> Placement:
-    """Like `place` if all layers fit; otherwise places layers without experts, which get a cache in the rest of memory.
+    """Keep all layers resident if they fit; otherwise place them without experts, and these in a cache in the rest.
 
     The cache has room for at least all experts of one layer, and for at most those of `budgets.max_resident` layers if
     that is limited. With `from_host`, experts are read from host memory; if they do not all fit there, whole layers are

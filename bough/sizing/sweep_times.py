@@ -13,6 +13,8 @@ from bough.protocol.cost_curve import MAX_SECONDS, CostCurve
 from bough.sizing.row_averages import FLAT, RowAverages
 
 WAITED = 0.05  # share of a sweep spent waiting for weights above which the link was the bottleneck
+SHORTER = 0.9  # a sweep shorter than this share of the expected link time shows that the link is faster
+LIKELY = 0.7  # assumed link time in sweeps that were shorter than it was believed to be, and did not wait
 LEAST_SECONDS = 1e-7  # least compute time of a sweep
 # The assumed shape before any sweep: a fixed cost of 32 rows. On two cores of a Zen 5 a sweep of resident weights takes
 # 0.13 s with one row and 1.18 s with 256.
@@ -20,7 +22,7 @@ ASSUMED = CostCurve((1, 257), (33.0, 289.0))
 
 
 class SweepPrior(NamedTuple):
-    """Prior knowledge of sweeps, whose scales the first sweeps correct."""
+    """Prior knowledge of sweeps: of computing, whose scale the first sweeps correct, and of the link until one waits."""
 
     step: int  # rows are padded to multiples of it; 1 if padding costs little, as in mixtures of experts
     compute: CostCurve | None = None  # compute seconds by rows; None is unknown
@@ -34,8 +36,7 @@ class SweepTimes:
 
     Compute time is the time not spent waiting, by padded rows. Link time is learnt only from sweeps that waited for the
     link: a sweep that computed for longer gives only an upper bound. Used as a sample, it would make the link look
-    slow, trees would grow, sweeps would compute for longer still, and so on. Until a sweep has waited, the bound is put
-    a little lower than sweeps were: trees then shrink until one does.
+    slow, trees would grow, sweeps would compute for longer still, and so on.
 
     Link time is the seconds of a byte, averaged over all sweeps, times the bytes of a sweep, which in a mixture of
     experts grow with its rows: the speed of the link is assumed not to depend on rows.
@@ -50,11 +51,8 @@ class SweepTimes:
         has_link = prior.link_bytes > 0 and prior.link_seconds > 0
         num_bytes, seconds = (prior.link_bytes, prior.link_seconds) if has_link else (1, 1.0)
         self._volume = RowAverages(prior.volume or FLAT.scaled(num_bytes), self._rows, has_link)
-        self._byte_seconds = RowAverages(FLAT.scaled(seconds / num_bytes), np.ones(1, np.int64), has_link)
-        self._bound, self._bound_share = (
-            math.inf,
-            1 - WAITED,
-        )  # of a byte's seconds, by sweeps since the last that waited
+        self._byte_seconds = RowAverages(FLAT.scaled(seconds / num_bytes), np.ones(1, np.int64))
+        self._assumed = seconds / num_bytes if has_link else math.inf  # seconds of a byte, until a sweep has waited
         self._fit: _Fit | None = None
 
     def observe(self, rows: int, total_seconds: float, wait_seconds: float, link_bytes: int = 0) -> None:
@@ -64,13 +62,15 @@ class SweepTimes:
         padded = -(-rows // self._step) * self._step
         self._compute.observe(padded, max(total_seconds - wait_seconds, LEAST_SECONDS))
         self._volume.observe(padded, max(1.0, link_bytes))
-        byte_seconds = total_seconds / self._volume.value(padded)
-        if wait_seconds > WAITED * total_seconds:
-            self._byte_seconds.observe(1, byte_seconds)
-            self._bound, self._bound_share = math.inf, 1.0
-        else:
-            self._bound = min(self._bound, self._bound_share * byte_seconds)
+        self._observe_link(total_seconds / self._volume.value(padded), wait_seconds > WAITED * total_seconds)
         self._fit = None
+
+    def _observe_link(self, byte_seconds: float, has_waited: bool) -> None:
+        known = self._byte_seconds
+        if has_waited or (known.is_known and byte_seconds < SHORTER * known.value(1)):
+            known.observe(1, byte_seconds)
+        elif not known.is_known and byte_seconds < self._assumed < math.inf:
+            self._assumed = LIKELY * byte_seconds
 
     def curve(self) -> CostCurve | None:
         """The cost curve; None while nothing is known."""
@@ -85,9 +85,8 @@ class SweepTimes:
 
     def _fitted(self) -> _Fit | None:
         if self._fit is None and self._compute.is_known:
-            link = None
-            if self._byte_seconds.is_known:
-                link = min(self._byte_seconds.value(1), self._bound) * self._volume.values()
+            byte_seconds = self._byte_seconds.value(1) if self._byte_seconds.is_known else self._assumed
+            link = byte_seconds * self._volume.values() if byte_seconds < math.inf else None
             self._fit = _fit(self._rows, self._compute.values(), link, self._step)
         return self._fit
 

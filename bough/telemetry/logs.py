@@ -10,10 +10,12 @@ from urllib.parse import quote
 
 from bough.config.processes import ServiceConfig
 from bough.errors import ConfigError
-from bough.runtime.log_lines import LineFormatter, cut
+from bough.runtime.log_lines import LineFormatter, SparingFilter, cut
 from bough.telemetry.log_context import LOG_CONTEXT
 
 QUIET = ("httpx", "numba", "asyncio")  # loggers of libraries that log only from WARNING on
+# Loggers to which connections come before anybody is asked for a key.
+AT_THE_DOOR = ("uvicorn.error", "bough.security.handshakes", "bough.telemetry.metrics")
 
 
 def configure_logging(config: ServiceConfig) -> None:
@@ -22,6 +24,7 @@ def configure_logging(config: ServiceConfig) -> None:
         raise ConfigError(f"--log-level: must be DEBUG, INFO, WARNING or ERROR, got {config.log_level!r}")
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if config.log_format == "json" else TextFormatter())
+    handler.addFilter(SparingFilter(AT_THE_DOOR))
     logging.basicConfig(level=config.log_level, handlers=[handler])
     for name in QUIET:
         logging.getLogger(name).setLevel("WARNING")

@@ -59,14 +59,14 @@ class OtlpTracer(Tracer):
         )
         return OtlpSpan(self._tracer, span, offset_ns) if span.is_recording() else NO_SPAN
 
-    def close(self, patience_seconds: float) -> None:
-        """Export the remaining spans within `patience_seconds`. Blocks for at most twice that."""
+    def close(self, timeout_seconds: float) -> None:
+        """Export the remaining spans within `timeout_seconds`. Blocks for at most twice that."""
         closing = Thread(target=self._provider.shutdown, name="tracing", daemon=True)
         closing.start()
-        closing.join(patience_seconds)
+        closing.join(timeout_seconds)
         if closing.is_alive():
             self._exporter.shutdown()  # ends retries
-            closing.join(patience_seconds)
+            closing.join(timeout_seconds)
 
 
 class OtlpSpan(Span):

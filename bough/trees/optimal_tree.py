@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from bough.trees.acceptance import Acceptance, FloatArray
+from bough.trees.acceptance import Acceptance, FloatArray, falling
 from bough.trees.tree_plan import StaticShape
 
-BLOCK_ROWS = 64  # rows of `_best_splits` computed at once, to stay in the processor's cache
+ROUNDING = 1e-13  # in expected tokens: what sums of values may be off by
 
 
 def acceptance_below(acceptance: Acceptance, depth: int) -> FloatArray:
@@ -80,57 +80,104 @@ def best_shape(acceptance: Acceptance, nodes: int, levels: int) -> StaticShape:
     return _shape(pairs)
 
 
+class _Curve(NamedTuple):
+    """Values of subtrees by number of nodes: from a least number on without gaps."""
+
+    least: int
+    values: FloatArray  # [i]: of least + i nodes
+    slopes: FloatArray  # from each value to the next of a concave majorant that begins at the first value
+
+    def table(self, nodes: int) -> FloatArray:
+        """(nodes + 1,) [m]: value of m nodes; -inf where there is none."""
+        values = np.full(nodes + 1, -np.inf)
+        values[self.least : self.least + len(self.values)] = self.values
+        return values
+
+    def scaled(self, prob: float) -> _Curve:
+        """The values as they count for a parent that has such a child with this probability."""
+        return _Curve(self.least, self.values * prob, self.slopes * prob)
+
+    def majorant(self) -> FloatArray:
+        """The concave majorant, of as many sizes as there are values."""
+        majorant: FloatArray = np.concatenate((self.values[:1], self.slopes)).cumsum()
+        return majorant
+
+
+LEAF = _Curve(1, np.ones(1), np.empty(0))  # a root without children
+
+
 class _Table(NamedTuple):
     """Largest values of subtrees whose root is at one depth and counts 1; -inf where no such subtree exists."""
 
-    values: FloatArray  # (num_ranks + 1, nodes + 1) [b, m]: m nodes, b children of the root
+    values: FloatArray  # (most children + 1, nodes + 1) [b, m]: m nodes, b children of the root
     best: FloatArray  # (nodes + 1,) [m]: m nodes, any number of children
+    curve: _Curve  # of `best`
 
 
 def _tables(acceptance: Acceptance, nodes: int, levels: int) -> list[_Table]:
     """A table for each depth: T[m][l][b] = max over y of T[y][l][b-1] + p[b] max_j T[m-y][l-1][j]."""
-    leaf = _leaf(nodes)
-    tables = [_Table(leaf[None], leaf)]  # deepest first
+    tables = [_table([LEAF], nodes)]  # deepest first
     for depth in reversed(range(min(levels, nodes) - 1)):
         is_settled = len(tables) > 2 and np.array_equal(tables[-1].best, tables[-2].best)
         if is_settled and depth >= len(acceptance) - 1:  # deeper subtrees add nothing, so all further tables are equal
             tables.append(tables[-1])
         else:
-            tables.append(_above(acceptance_below(acceptance, depth), tables[-1]))
+            tables.append(_above(acceptance_below(acceptance, depth), tables[-1].curve, nodes))
     return tables[::-1]
 
 
-def _above(row: FloatArray, below: _Table) -> _Table:
-    """The table of a depth whose nodes' children have acceptance `row`, from the table one level deeper."""
-    values = [_leaf(len(below.best) - 1)]
-    for prob in row:
-        values.append(_best_splits(values[-1], _scaled(below.best, prob)))
-    stacked = np.stack(values)
-    return _Table(stacked, stacked.max(axis=0))
+def _above(row: FloatArray, below: _Curve, nodes: int) -> _Table:
+    """The table of a depth whose nodes' children have acceptance `row`, from subtrees one level deeper."""
+    curves = [LEAF]
+    for prob in row[: nodes - 1]:
+        curves.append(_joined(curves[-1], below.scaled(prob), nodes))
+    return _table(curves, nodes)
 
 
-def _leaf(nodes: int) -> FloatArray:
-    """(nodes + 1,) [m]: value of a subtree of m nodes whose root has no children; -inf unless m is 1."""
-    values = np.full(nodes + 1, -np.inf)
-    values[1] = 1.0
-    return values
+def _table(curves: Sequence[_Curve], nodes: int) -> _Table:
+    """The table of these numbers of children, from none on."""
+    values = np.stack([curve.table(nodes) for curve in curves])
+    best = values.max(axis=0)
+    return _Table(values, best, _curve(best[1 : 1 + np.isfinite(best).sum()]))
+
+
+def _curve(values: FloatArray) -> _Curve:
+    """The curve of these values of 1, 2, ... nodes, with the least of its concave majorants."""
+    slopes = np.diff(values)
+    if (np.diff(slopes) > ROUNDING).any():
+        slopes = np.array(falling(slopes.tolist(), [1.0] * len(slopes)))
+    return _Curve(1, values, slopes)
+
+
+def _joined(first: _Curve, second: _Curve, nodes: int) -> _Curve:
+    """The best values of subtrees of both curves together, with at most so many nodes (max-plus convolution).
+
+    Where both curves are concave, the best split of any size takes their steepest slopes. Elsewhere it is near to that:
+    splits further away are tried for as long as the majorants allow more than was found.
+    """
+    least = first.least + second.least
+    slopes = np.concatenate((first.slopes, second.slopes))
+    order = np.argsort(-slopes, kind="stable")[: nodes - least]
+    splits = np.concatenate(([0], np.cumsum(order < len(first.slopes))))  # [i]: steps of `first` in the best i steps
+    steps = np.arange(len(splits))
+    values = first.values[splits] + second.values[steps - splits]
+    most_first, most_second = first.majorant(), second.majorant()
+    for direction in (1, -1):
+        alive, moved = steps, splits
+        while len(alive):
+            moved = moved + direction
+            others = alive - moved
+            is_there = (moved >= 0) & (others >= 0) & (moved < len(first.values)) & (others < len(second.values))
+            alive, moved, others = alive[is_there], moved[is_there], others[is_there]
+            may_gain = most_first[moved] + most_second[others] > values[alive] + ROUNDING
+            alive, moved, others = alive[may_gain], moved[may_gain], others[may_gain]
+            values[alive] = np.maximum(values[alive], first.values[moved] + second.values[others])
+    return _Curve(least, values, slopes[order])
 
 
 def _scaled(values: FloatArray, prob: float) -> FloatArray:
     """values * prob, with -inf kept also at probability 0."""
     return np.where(np.isfinite(values), values, 0.0) * prob + np.where(np.isfinite(values), 0.0, -np.inf)
-
-
-def _best_splits(first: FloatArray, second: FloatArray) -> FloatArray:
-    """Max-plus convolution: [m] is the maximum over y of first[y] + second[m - y]; all of one length."""
-    size = len(first)
-    padded = np.concatenate((second[::-1], np.full(size, -np.inf)))
-    windows = np.lib.stride_tricks.sliding_window_view(padded, size)[size - 1 :: -1]  # [m, y]: second[m - y]
-    best = np.empty(size)
-    for begin in range(0, size, BLOCK_ROWS):
-        end = min(begin + BLOCK_ROWS, size)
-        best[begin:end] = (windows[begin:end, :end] + first[:end]).max(axis=1)
-    return best
 
 
 def _split(tables: Sequence[_Table], acceptance: Acceptance, depth: int, size: int) -> list[int]:

@@ -44,7 +44,7 @@ class Tree:
 
     @classmethod
     def chain(cls, tokens: Sequence[int]) -> Tree:
-        """A tree of one path; of its tokens nothing is said."""
+        """A tree of one path, whose tokens all have the log-probability 0."""
         return cls.of(tokens, range(-1, len(tokens) - 1), [0.0] * len(tokens))
 
     @property

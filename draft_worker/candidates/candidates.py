@@ -101,7 +101,7 @@ def _log_probs(scores: NDArray[np.floating[Any]], num: int) -> NDArray[np.float3
 
 
 def _filtered(values: Scores, params: SamplingParams) -> Scores:
-    """As `bough.model.sampling.sampler.filtered`, for rows in descending order and over these tokens alone."""
+    """Values / temperature, with -inf for those that top-k, top-p and min-p exclude; rows are in descending order."""
     scores: Scores = values / params.temperature
     if 0 < params.top_k < scores.shape[1]:
         scores[:, params.top_k :] = -np.inf

@@ -49,9 +49,10 @@ def main() -> None:
     ensure_demonstration(0)
     folder = demonstration_folder(0)
     flags = ["--model", str(folder), "--drop-layers", arguments.drop_layers, "--bits", arguments.bits]
-    sizes = ["--max-nodes", "1024", "--branch", str(RANKS), "--max-context", "512", "--threads", str(arguments.threads)]
-    config = parse(DraftConfig, "bench", [*flags, *sizes], {})
-    drafts = {True: DraftWorker(config, "bench"), False: DraftWorker(replace(config, sharpness=1.0), "as it is")}
+    sizes = ["--max-nodes", "1024", "--max-children", str(RANKS), "--max-context", "512"]
+    config = parse(DraftConfig, "bench", [*flags, *sizes, "--threads", str(arguments.threads)], {})
+    as_it_is = replace(config, inverse_temperature=1.0)
+    drafts = {True: DraftWorker(config, "bench"), False: DraftWorker(as_it_is, "as it is")}
     tokenizer, target = Tokenizer(drafts[True].tokenizer), LazyTarget(folder, 1024)
     texts = load_prompts(arguments.prompts)[: arguments.num]
     prompts = [tokenizer.encode_chat([("user", text)]) for text in texts]

@@ -83,7 +83,7 @@ class Chaos:
         self._undoing: set[asyncio.Task[None]] = set()
 
     async def run(self, num_faults: int) -> None:
-        """So many faults, every kind as often as any other; returns when all are undone."""
+        """Cause `num_faults` faults, every kind as often as any other; returns when all are undone."""
         whole, rest = divmod(num_faults, len(FAULTS))
         kinds = [*FAULTS * whole, *self._rng.sample(FAULTS, rest)]
         self._rng.shuffle(kinds)

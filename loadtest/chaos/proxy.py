@@ -167,7 +167,7 @@ class CallProxy(grpc.GenericRpcHandler):
                 await server.stop(None)
 
     async def misbehave(self, fault: CallFault, share: float, seconds: float) -> None:
-        """For so many seconds this becomes of a share of the calls; delays are of up to a quarter of that time."""
+        """Have a share of the calls fail by `fault` for some seconds; delays are of up to a quarter of that time."""
         self._fault, self._share, self._seconds = fault, share, seconds
         try:
             await asyncio.sleep(seconds)

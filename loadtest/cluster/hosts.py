@@ -32,8 +32,8 @@ class Host:
         with log.open("ab") as stream:
             return exit_with_parent.start(
                 [_ip(), "netns", "exec", self.namespace, *command],
-                lambda tethered: subprocess.Popen(
-                    tethered, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream, env=environment
+                lambda whole: subprocess.Popen(
+                    whole, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream, env=environment
                 ),
             )
 

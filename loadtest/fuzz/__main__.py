@@ -7,7 +7,8 @@
 Starts an index, an orchestrator and simulated workers of its own. A share of the messages goes over real sockets to
 both of the orchestrator's doors, many on a connection: bodies, heads, chunks that end half-way, protobufs, frames of
 HTTP/2; a tenth of it are protobufs to the workers, and a twentieth bytes of other protocols to all ports, the index's
-too. The rest is given to everything that decodes, in this process: what doors, workers' services and the index read.
+too, and with --tls that of one behind TLS. The rest is given to everything that decodes, in this process: what doors,
+workers' services and the index read.
 Prints progress on standard error and ends with one JSON line, and exit status 1 where something is wrong:
 
 messages        all of them; `layers` has how many each layer got: `http`, `grpc`, `http2 frames`, `other protocols`,

@@ -36,7 +36,7 @@ class MemorySeries:
             self.heaps.setdefault(name, []).append((num_messages, await heap_of(self.folder, process_id)))
 
     def growth(self) -> dict[str, dict[str, Any]]:
-        """By process: bytes in use and resident, and what each grew by for a message, after the warm-up."""
+        """Bytes in use and resident by process, and what each grew by for a message, after the warm-up."""
         return {name: _growth(_warm(heaps)) for name, heaps in self.heaps.items() if len(_warm(heaps)) >= 2}
 
     def told(self) -> str:

@@ -1,23 +1,27 @@
-"""Bytes of other protocols than a port's, over raw sockets: to both APIs, the workers and the index."""
+"""Bytes of other protocols than a port's, over raw sockets: to both APIs, workers, the index, and one behind TLS."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import ssl
-from contextlib import suppress
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
 import grpc
 
+from bough.config.addresses import free_port
 from bough.security.certificates import CertificateFiles
+from deploy.index import IndexServer
+from deploy.settings import IndexSettings
 from loadtest.fuzz.http_connection import close_side
 from loadtest.fuzz.mutation import Mutator
 from loadtest.fuzz.outcomes import ANSWER_SECONDS, Outcomes
 
-LAYER = "other protocols"
+LAYER, HOST = "other protocols", "127.0.0.1"
 PATIENCE_SECONDS = 0.05  # wait for the end of a connection, before closing our side
 HTTP = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
 HTTP2 = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
@@ -108,3 +112,20 @@ async def _answer(address: str, data: bytes, tls: ssl.SSLContext | None) -> str:
         return "closed"
     finally:
         writer.transport.abort()
+
+
+@asynccontextmanager
+async def index_behind_tls(files: CertificateFiles | None) -> AsyncIterator[IndexServer | None]:
+    """An index as `deploy/` has it with these certificates; its port of TLS is served by this process. None without."""
+    if files is None:
+        yield None
+        return
+    index = IndexServer(
+        IndexSettings(host=HOST, port=free_port(HOST), tls_cert=files.cert, tls_key=files.key, tls_ca=files.authority),
+        HOST,
+    )
+    await index.wait()
+    try:
+        yield index
+    finally:
+        await index.stop()

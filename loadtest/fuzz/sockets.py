@@ -22,6 +22,7 @@ from bough.client import Client
 from bough.errors import BoughError
 from bough.processes.launch import INDEX
 from bough.protocol.generation import GenerateOptions, TextPrompt, Tokens
+from deploy.index import IndexServer
 from loadtest.common.certificates import Authority, flags_of
 from loadtest.common.stacks import http_url_of
 from loadtest.fuzz import grpc_door, http_door, other_protocols
@@ -30,7 +31,7 @@ from loadtest.fuzz.http_door import HttpSender
 from loadtest.fuzz.memory import WARM_MESSAGES, MemorySeries
 from loadtest.fuzz.mutation import Mutator
 from loadtest.fuzz.ordinary import OF_WORKERS
-from loadtest.fuzz.other_protocols import OtherProtocolSender, Trust
+from loadtest.fuzz.other_protocols import OtherProtocolSender, Trust, index_behind_tls
 from loadtest.fuzz.outcomes import Outcomes
 from loadtest.served.profiles import write_profile
 from loadtest.served.soak import Snapshot, leaks, snapshot
@@ -84,6 +85,7 @@ class Ordinary:
     address: str
     url: str
     trust: Trust
+    index: IndexServer | None  # besides that of the orchestrator, behind TLS
 
     async def tokens(self) -> tuple[list[int], str]:
         """Return the tokens over gRPC and the text over HTTP. Raises BoughError or httpx.HTTPError."""
@@ -123,9 +125,13 @@ async def at_sockets(
     profile = write_profile(folder, SWEEP_SECONDS, max_context=MAX_CONTEXT, max_nodes=MAX_NODES)
     trust = Trust.of(Authority().files(folder)) if has_tls else Trust()
     flags = flags_of(trust.files) if trust.files else ()
-    async with stack(profile, everywhere_flags=flags, runner=("loadtest.fuzz.heap", str(folder))) as running:
+    runner = ("loadtest.fuzz.heap", str(folder))
+    async with (
+        index_behind_tls(trust.files) as index,
+        stack(profile, everywhere_flags=flags, runner=runner) as running,
+    ):
         address = running.addresses("orchestrator")[0]
-        ordinary = Ordinary(address, await http_url_of(address, trust.files), trust)
+        ordinary = Ordinary(address, await http_url_of(address, trust.files), trust, index)
         wanted = await ordinary.tokens()
         if num_messages > WARM_MESSAGES:
             await ordinary.fill_words()
@@ -166,6 +172,8 @@ async def _send(running: Stack, ordinary: Ordinary, num_messages: int, seed: str
     credentials = trust.credentials
     ports = {address: trust.http2 for kind in running.replicas for address in running.addresses(kind)}
     ports |= {urlsplit(ordinary.url).netloc: trust.http, urlsplit(running.index_url).netloc: None}
+    if ordinary.index is not None:
+        ports[urlsplit(ordinary.index.place.url).netloc] = trust.http
     makes: dict[str, Callable[[Mutator], Sender]] = {
         http_door.LAYER: lambda mutator: HttpSender(ordinary.url, mutator, outcomes, trust.http),
         grpc_door.LAYER: lambda mutator: GrpcSender(ordinary.address, mutator, outcomes, credentials=credentials),
@@ -195,6 +203,11 @@ async def _look(running: Stack, ordinary: Ordinary, wanted: Sequence[object], fi
         for child, _ in replicas:
             if child.name not in alive:
                 figures.outcomes.problems[f"the {kind} has ended: {child.tail()[-3000:]}"] += 1
+    try:
+        if ordinary.index is not None:
+            await ordinary.index.check()
+    except BoughError as exc:
+        figures.outcomes.problems[f"the index behind TLS: {exc}"] += 1
     try:
         figures.is_exact &= await ordinary.tokens() == wanted
     except (BoughError, httpx.HTTPError) as exc:

@@ -146,7 +146,7 @@ def _attention(dtype: str, heads: Heads) -> Kernel:
 
 
 def _recurrence() -> Kernel:
-    """Of Qwen3-Next; Qwen3.5's heads are as large."""
+    """Arguments for the heads of Qwen3-Next; Qwen3.5's are as large."""
     pointers = dict.fromkeys(("qkv", "decay", "beta", "states", "out"), "*fp32") | {"table": "*i32"}
     pointers |= dict.fromkeys(("epsilon", "scale"), "fp32")
     constants = delta_rule_triton.step_constants(16, 32, 128, 128)

@@ -76,7 +76,7 @@ def take_steps(
     num_key_heads: int,
     begin: int,
 ) -> torch.Tensor:
-    """As `bough.model.gpu.delta_rule_triton.take_steps`."""
+    """Take steps of the gated delta rule one by one; shapes are those of the kernel, `delta_rule_triton.take_steps`."""
     num_heads, _, key_dim, value_dim = states.shape
     out = qkv.new_empty(len(decay) - begin, num_heads, value_dim)
     for row, before, after in table[:, :3].tolist():
@@ -98,7 +98,7 @@ def _normed(rows: torch.Tensor) -> torch.Tensor:
 
 
 def write_own(packed: torch.Tensor, scales: torch.Tensor, bits: int, out: torch.Tensor) -> None:
-    """As `bough.model.gpu.unpack_triton.write_own`, of 4 bits."""
+    """Dequantize a matrix that `bough pack` has written in 4 bits, which `unpack_triton.write_own` does on a GPU."""
     assert bits == 4, "models for checks are packed in 4 bits"
     (_, rows, groups), factors = scales.shape, scales.float()
     integers = packed.view(rows, groups, -1)

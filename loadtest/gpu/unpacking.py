@@ -9,7 +9,7 @@ import torch
 
 from bough.model.checkpoint.tensor_source import FreshMemory, ReusedMemory
 from bough.model.quant.quantize import GROUP_SIZES
-from bough.model.quant.samples import PackedFormat, PackedSample
+from bough.model.sizes.samples import PackedFormat, PackedSample
 from loadtest.gpu.parts import device_milliseconds
 
 GROUP = 128  # the group size of most public checkpoints

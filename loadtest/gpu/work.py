@@ -77,7 +77,7 @@ def _equality(ground: Ground) -> Any:
 
 
 def _families(ground: Ground) -> list[Mapping[str, Any]]:
-    """As `_equality`, of models whose layers have other kernels."""
+    """Compare logits with plain decoding, bit for bit, of models whose layers have other kernels."""
     rows: list[Mapping[str, Any]] = []
     for name, config in ground.sizes.families.items():
         num_compared = min(ground.sizes.num_compared, MOST_COMPARED)

@@ -30,7 +30,7 @@ class Tally:
             self.locked_out.append(f"{what}: {outcome}")
 
     async def attempted(self, what: str, outcome: Awaitable[str], refusals: Collection[str]) -> None:
-        """Like `attempt`, with an outcome that is awaited."""
+        """Await the outcome of an unauthorised attempt and count it; it must be one of `refusals`."""
         self.attempt(what, await outcome, refusals)
 
     @property

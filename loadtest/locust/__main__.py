@@ -7,7 +7,8 @@
 
 Without --address it starts a bough of its own: the demonstration models, or with --simulate workers without weights.
 A closed loop of --users who wait for their answers, or requests at a --rate that do not wait, or users that grow by
---step-users until the time to the first token is --bend times what it was at first. Some users hold conversations.
+--step-users until the time to the first token is --bend times what it was at first, or a request is refused. Some users
+hold conversations. Where the orchestrator asks for keys, BOUGH_API_KEY has one.
 Writes locust's HTML report, and ends with one JSON line, by door and for all together:
 
 first_token_seconds   TTFT: exact percentiles over the requests that finished
@@ -16,7 +17,8 @@ longest_gap_seconds   longest time within an answer without a token
 seconds_a_request     from the request to its last token
 goodput_...           of requests within --slo-ttft and --slo-tpot only
 refused, failed       RESOURCE_EXHAUSTED or 429; any other error. `unfinished` were under way at the test's end
-steps                 where users climb: users, requests, TTFT p95, tokens per second
+steps                 where users climb: of each number of users requests, TTFT p95, tokens per second, refused
+bent_at_users         where users climb: how many there were when latency had bent; null if it has not
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
-from bough.config.flag_parser import FlagParser
+from bough.config.flag_parser import FlagParser, checked
+from bough.config.parsers import number
+from bough.errors import BoughError
 from bough.processes.launch import launched
 from loadtest.common.stacks import http_url_of, stack_settings
 from loadtest.locust.mix import parse_kinds
@@ -45,6 +49,8 @@ from loadtest.locust.samples import Objective, Sample, percentile, read_samples,
 STOP_SECONDS = 30.0  # locust's wait for running requests at its end
 KILL_SECONDS = 60.0  # until a locust that does not end is killed
 DEFAULT_MIX = "40:64:3,200:64:2,600:32:1"
+DEFAULT_USERS, MOST_USERS = 8, 512  # who wait for their answers; to whom users climb
+DAY = 86_400.0  # seconds, the most that a test may take
 
 
 class Doors(NamedTuple):
@@ -80,13 +86,14 @@ def plan_from(arguments: argparse.Namespace, doors: Doors, samples: Path) -> Pla
         seed=arguments.seed,
         step_users=arguments.step_users,
         step_seconds=arguments.step_seconds,
-        max_users=arguments.users if arguments.step_users else 0,
+        max_users=arguments.users,
         bend=arguments.bend,
+        most_seconds=arguments.most_seconds,
     )
 
 
 async def run_locust(plan: Plan, arguments: argparse.Namespace) -> None:
-    """Run locust to its end. Raises SystemExit if locust itself fails."""
+    """Run locust to its end. Raises SystemExit if locust itself fails, or does not end."""
     users = 1 if plan.rate else arguments.users
     command = [
         *(sys.executable, "-m", "locust", "-f", str(Path(__file__).with_name("locustfile.py")), "--headless"),
@@ -102,6 +109,8 @@ async def run_locust(plan: Plan, arguments: argparse.Namespace) -> None:
     try:
         async with asyncio.timeout(limit + STOP_SECONDS + KILL_SECONDS):
             status = await process.wait()
+    except TimeoutError as exc:
+        raise SystemExit(f"locust did not end within {limit + STOP_SECONDS + KILL_SECONDS:g} s") from exc
     finally:
         if process.returncode is None:
             process.kill()
@@ -120,6 +129,7 @@ def steps(samples: Sequence[Sample]) -> list[dict[str, float]]:
             "users": users,
             "requests": len(each),
             "first_token_p95": round(percentile([s.first_token_seconds for s in each if not s.error], 95), 4),
+            "tokens_per_second": round(sum(s.num_tokens for s in each if not s.error) / span_seconds(each), 3),
             "refused": sum(s.is_refused for s in each),
         }
         for users, each in sorted(by_users.items())
@@ -132,39 +142,45 @@ async def run(arguments: argparse.Namespace) -> dict[str, Any]:
     with TemporaryDirectory() as folder:
         samples_path = Path(folder) / "samples.jsonl"
         async with system(arguments) as doors:
-            await run_locust(plan_from(arguments, doors, samples_path), arguments)
-        samples = read_samples(samples_path)
+            plan = plan_from(arguments, doors, samples_path)
+            await run_locust(plan, arguments)
+        samples, bent_at = read_samples(samples_path), plan.read_bent_at()
     seconds = span_seconds(samples)
     by_door = {door: [sample for sample in samples if sample.door == door] for door in arguments.doors}
     return {
         **summarise(samples, seconds, objective),
         "doors": {door: summarise(each, seconds, objective) for door, each in by_door.items()},
         "steps": steps(samples) if arguments.step_users else [],
+        "bent_at_users": bent_at or None,
         "report": arguments.html,
         "cores": os.cpu_count(),
         "settings": {name: value for name, value in vars(arguments).items() if name != "mix"},
     }
 
 
-def _arguments() -> argparse.Namespace:
+def read_arguments() -> argparse.Namespace:
+    """The command line. Ends the process with a one-line message where something is wrong with it."""
     parser = FlagParser(description=__doc__)
     add = parser.add_argument
     add("--address", default="", help="HOST:PORT of a running orchestrator's gRPC door")
     add("--http", default="", help="URL of its HTTP door, without /v1")
     add("--simulate", default="", metavar="PROFILE", help="start workers without weights")
     add("--doors", nargs="+", choices=("grpc", "http"), default=["grpc", "http"], help="users take turns among these")
-    add("--users", type=int, default=8, help="who wait for their answers; with --step-users the most")
-    add("--rate", type=float, default=0.0, help="requests a second, whatever becomes of them; 0 is users who wait")
-    add("--step-users", type=int, default=0, help="users that are added in each step, until latency bends")
-    add("--step-seconds", type=float, default=20.0, help="of a step, at least")
-    add("--bend", type=float, default=3.0, help="times the first step's TTFT p95 at which latency has bent")
-    add("--seconds", type=float, default=60.0, help="of the test, without steps")
-    add("--most-seconds", type=float, default=1800.0, help="after which a climb is given up")
+    whole, seconds = checked(number(int, 1)), checked(number(float, 1.0, DAY))
+    from_0, from_1 = checked(number(float, 0.0)), checked(number(float, 1.0))
+    many = f"who wait for their answers, {DEFAULT_USERS} if it is not given; with --step-users the most, {MOST_USERS}"
+    add("--users", type=whole, help=many)
+    add("--rate", type=from_0, default=0.0, help="requests a second, whatever becomes of them; 0 is users who wait")
+    add("--step-users", type=checked(number(int, 0)), default=0, help="added in each step, until latency bends")
+    add("--step-seconds", type=seconds, default=20.0, help="of a step, at least")
+    add("--bend", type=from_1, default=3.0, help="times the first step's TTFT p95 at which latency has bent")
+    add("--seconds", type=seconds, default=60.0, help="of the test, without steps")
+    add("--most-seconds", type=seconds, default=1800.0, help="after which a climb ends, bent or not")
     add("--mix", type=parse_kinds, default=DEFAULT_MIX, help="PROMPT:ANSWER:WEIGHT,...: tokens, and how often")
-    add("--conversations", type=float, default=0.25, help="share of users who hold conversations")
-    add("--turns", type=int, default=3, help="of a conversation")
-    add("--think", type=float, default=1.0, help="mean seconds between an answer and the next question")
-    add("--timeout", type=float, default=300.0, help="seconds after which a request has failed")
+    add("--conversations", type=checked(number(float, 0.0, 1.0)), default=0.25, help="share of users who hold them")
+    add("--turns", type=whole, default=3, help="of a conversation")
+    add("--think", type=from_0, default=1.0, help="mean seconds between an answer and the next question")
+    add("--timeout", type=seconds, default=300.0, help="after which a request has failed")
     add("--slo-ttft", type=float, help="seconds to the first token that count as good; any where it is not given")
     add("--slo-tpot", type=float, help="seconds a token that count as good; any where it is not given")
     add("--html", default="loadtest-report.html", help="file for locust's report")
@@ -174,13 +190,22 @@ def _arguments() -> argparse.Namespace:
         parser.error("--http: missing; must be given beside --address, or --doors must be grpc")
     if arguments.http and not arguments.address and "grpc" in arguments.doors:
         parser.error("--address: missing; must be given beside --http, or --doors must be http")
+    if arguments.step_users and arguments.rate:
+        parser.error("--step-users: must be left out beside --rate, whose requests come whatever the number of users")
+    arguments.users = arguments.users or (MOST_USERS if arguments.step_users else DEFAULT_USERS)
     return arguments
 
 
-def main() -> None:
-    """Print progress, and one JSON line."""
-    print(json.dumps(asyncio.run(run(_arguments()))))
+def main() -> int:
+    """Print progress, and one JSON line; exit with status 2 and a one-line message where something is wrong."""
+    try:
+        figures = asyncio.run(run(read_arguments()))
+    except BoughError as exc:
+        print(f"error: {exc}", file=sys.stderr)
+        return 2
+    print(json.dumps(figures))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

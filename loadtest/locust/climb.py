@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -18,6 +19,7 @@ class Climb:
     step_seconds: float
     max_users: int
     bend: float  # factor of the first step's p95 at which latency counts as risen
+    most_seconds: float = math.inf  # after which the run ends, whatever was found
     users: int = 0
     bent_at: int = 0  # users at which latency rose; 0 if it has not
     _step_began: float = 0.0
@@ -27,8 +29,10 @@ class Climb:
 
     def users_at(self, seconds: float, samples: Sequence[Sample]) -> int | None:
         """The number of users at a moment of the run, given all samples so far; None ends the run."""
+        if seconds >= self.most_seconds:
+            return None
         if self.users == 0:
-            self.users, self._step_began = self.step_users, seconds
+            self.users, self._step_began = min(self.step_users, self.max_users), seconds
             return self.users
         if seconds - self._step_began < self.step_seconds:
             return self.users

@@ -1,10 +1,12 @@
 """Clients of both APIs for users under gevent: synchronous gRPC stubs, and SSE with `requests`.
 
 bough's own client is asyncio's and does not run under gevent, and resuming would hide what a load test is to count.
+Both show the key in BOUGH_API_KEY, if there is one.
 """
 
 from __future__ import annotations
 
+import os
 import uuid
 from dataclasses import dataclass, field
 from typing import Protocol, cast
@@ -16,11 +18,13 @@ from bough.protocol import codec_generation as wire
 from bough.protocol.generation import ChatPrompt, GenerateOptions, Message
 from bough.rpc.services import GENERATION, stub_of
 from bough.rpc.status_map import to_error
+from bough.security.bearer import credentials
 from loadtest.locust.mix import Question
 from loadtest.locust.reading import CHAT_PATH, OK, Reading, chat_body
 from loadtest.locust.samples import Sample
 
 CONNECT_SECONDS = 10.0
+KEY_VARIABLE = "BOUGH_API_KEY"
 
 
 @dataclass(slots=True)
@@ -61,6 +65,7 @@ class GrpcDoor:
         self._address, self._timeout_seconds, self._started = address, timeout_seconds, started
         self._channel = grpc.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1)])
         self._stub = stub_of(GENERATION, self._channel)
+        self._credentials = _credentials()
 
     def close(self) -> None:
         """Ends the connection."""
@@ -78,7 +83,8 @@ class GrpcDoor:
         request = wire.request_to_wire(ChatPrompt((Message("user", question.text),)), options)
         reading = Reading(self.name, self._started)
         try:
-            for message in self._stub.Generate(request, timeout=self._timeout_seconds):
+            call = self._stub.Generate(request, timeout=self._timeout_seconds, metadata=self._credentials)
+            for message in call:
                 reading.take_event(message)
         except grpc.RpcError as exc:
             reading.fail(to_error(cast(grpc.Call, exc), self._address))  # what a sync stub raises is its call
@@ -97,6 +103,7 @@ class HttpDoor:
         """`url` is without /v1; `started` as in `GrpcDoor`."""
         self._url, self._timeout_seconds, self._started = url.rstrip("/"), timeout_seconds, started
         self._session = requests.Session()
+        self._session.headers.update(_credentials())
 
     def close(self) -> None:
         """Ends the connection."""
@@ -126,3 +133,7 @@ class HttpDoor:
         if conversation.session_id and not sample.error:
             conversation.messages = [*messages, Message("assistant", reading.text)]
         return sample
+
+
+def _credentials() -> tuple[tuple[str, str], ...]:
+    return credentials(os.environ.get(KEY_VARIABLE, ""))

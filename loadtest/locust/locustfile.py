@@ -128,7 +128,7 @@ if PLAN.step_users:
     class Steps(LoadTestShape):
         """The load shape that climbs until latency rises; locust discovers it by its class."""
 
-        climb = Climb(PLAN.step_users, PLAN.step_seconds, PLAN.max_users, PLAN.bend)
+        climb = Climb(PLAN.step_users, PLAN.step_seconds, PLAN.max_users, PLAN.bend, PLAN.most_seconds)
 
         def tick(self) -> tuple[int, float] | None:
             """The number of users now, and their spawn rate per second."""
@@ -144,5 +144,7 @@ def stop_arrivals(**_: object) -> None:
 
 @events.quitting.add_listener  # type: ignore[untyped-decorator]
 def close_file(**_: object) -> None:
-    """Flush and close the samples file before the command reads it."""
+    """Flush and close the samples file before the command reads it, and keep what the climb has found."""
     FILE.close()
+    if PLAN.step_users:
+        PLAN.write_bent_at(Steps.climb.bent_at)

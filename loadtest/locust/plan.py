@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Final
 
 from loadtest.locust.mix import Kind
@@ -32,6 +33,19 @@ class Plan:
     step_seconds: float = 20.0
     max_users: int = 512
     bend: float = 3.0  # factor of the first step's TTFT (p95) at which latency counts as risen
+    most_seconds: float = 1800.0  # after which the climb ends
+
+    def write_bent_at(self, users: int) -> None:
+        """Keep the number of users at which latency rose, 0 for none, for the command."""
+        self._bent_path.write_text(str(users))
+
+    def read_bent_at(self) -> int:
+        """What `write_bent_at` kept; 0 if nothing is kept."""
+        return int(self._bent_path.read_text()) if self._bent_path.exists() else 0
+
+    @property
+    def _bent_path(self) -> Path:
+        return Path(self.samples_path).with_suffix(".bent")
 
     def to_environment(self) -> dict[str, str]:
         """The plan as an environment variable."""

@@ -116,7 +116,7 @@ class Measured(NamedTuple):
 
 @asynccontextmanager
 async def running(settings: Settings, before: dict[str, Sizes]) -> AsyncIterator[Cluster]:
-    """Like `launched`; adds the workers' memory before loading to `before`."""
+    """Run a cluster of processes while the block runs; adds the workers' memory before loading to `before`."""
 
     def look(_: PendingProcesses) -> None:
         for name, child in cluster.children.items():

@@ -80,7 +80,7 @@ def _error(
 
 
 def overall(figures: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
-    """Of all figures of a kind, simulated and real, the one farthest from 0; real planning is not timed."""
+    """The figure farthest from 0 of all of a kind, simulated and real; real planning is not timed."""
     simulated, details = figures.get("simulated", {}), figures.get("real", {}).get("details", {})
     measured = {name: found for name, found in details.items() if "ratio" in found}
     penalties = [1 - found["plain_ratio"] for found in measured.values() if "off" in found["best_fixed"]]

@@ -102,7 +102,7 @@ class World:
         self._num_running -= 1
         seconds[sample.name] = self.env.now - began
 
-    def _situation(self, sample: Sample, num_left: int, num_context: int, num_draft_context: int) -> Situation:
+    def _situation(self, sample: Sample, num_remaining: int, num_context: int, num_draft_context: int) -> Situation:
         most = self._profile.target.max_nodes
         return Situation(
             sample.name,
@@ -110,7 +110,7 @@ class World:
             0.0,
             WorkerFacts("target", "target", most, self._sweep_times.curve(), self._num_running),
             WorkerFacts("draft", "draft", most, self._step_times.curve()),
-            num_left,
+            num_remaining,
             num_context,
             num_draft_context,
         )

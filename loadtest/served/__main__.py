@@ -29,8 +29,10 @@ tpot_ratio      where that was run, else `doors`; null where neither was
 overload_goodput_ratio   of `overload`; null where that was not run
 failed_requests of all parts; refusals under overload are none
 unequal_texts   answers that were not what another door, or an undisturbed run, gave
-leaks           what grew in `soak` by more than it may; the exit status is then 1
+leaks           what grew in `soak` by more than it may
 clients         who asked at once in `restarts` and `soak`
+
+The exit status is 1 where a request failed, a text was another, or something leaked.
 """
 
 from __future__ import annotations
@@ -60,7 +62,7 @@ from loadtest.served.soak import soak
 from loadtest.served.stack import stack
 from loadtest.served.streams import Ask, Door, GrpcDoor, HttpDoor
 from loadtest.served.under_ray import Addresses, under_ray
-from loadtest.served.verdict import verdict
+from loadtest.served.verdict import has_failed, verdict
 
 PARTS = ("doors", "demonstration", "carrying", "overload", "restarts", "soak")
 SWEEP_SECONDS = 0.05  # of the part `doors`
@@ -164,7 +166,7 @@ def main() -> int:
         print(f"error: {exc}", file=sys.stderr)
         return 2
     print(json.dumps(figures))
-    return 1 if figures["leaks"] else 0
+    return int(has_failed(figures))
 
 
 if __name__ == "__main__":

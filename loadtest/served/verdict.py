@@ -22,6 +22,11 @@ def verdict(parts: Mapping[str, Any], clients: int) -> dict[str, Any]:
     }
 
 
+def has_failed(told: Mapping[str, Any]) -> bool:
+    """Whether a summary tells of something that must not happen, however slow the machine is."""
+    return any(told[name] for name in ("failed_requests", "unequal_texts", "leaks"))
+
+
 def _ratios(parts: Mapping[str, Any], name: str) -> dict[str, Any] | None:
     """Ratios to direct gRPC by API."""
     part = next((each for each in BESIDE_GRPC if each in parts), "")

@@ -69,13 +69,13 @@ class Watched:
     num_rounds: int = 0
 
     async def __call__(self, ask: Ask) -> Answered:
-        """As a `Door`."""
+        """Make a request, and count its rounds."""
         answered = await self.door(ask)
         self.num_rounds += answered.num_events
         return answered
 
     def cpu_seconds(self) -> dict[str, float]:
-        """Of each process since its start."""
+        """Processor time of each process since its start."""
         return {name: cpu_seconds(self.cluster.children[name].process.pid) for name in PROCESSES}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -30,7 +30,10 @@ class Stream:
     ended: asyncio.Event = field(default_factory=asyncio.Event)  # ended from outside
     error: BoughError | None = None  # the error that it ended with; None is an abort
     hold: Hold = field(default_factory=Hold)  # its place or turn in `Admission`
+    is_closed: bool = False  # the session was closed, so that nothing of it is kept
     _limit: asyncio.Timeout | None = None  # of the work under way
+    _left: Callable[[str], None] | None = None  # is told of the call that takes the session over
+    _successor: str | None = None  # the session that this call runs; empty if none
 
     def end(self, error: BoughError | None = None) -> None:
         """End the stream early."""
@@ -39,10 +42,35 @@ class Stream:
             self.ended.set()
             self._interrupt()
 
+    def close(self, error: BoughError) -> None:
+        """End the stream, as its session was closed."""
+        self.is_closed = True
+        self.end(error)
+
     @property
     def is_superseded(self) -> bool:
         """Whether another call has taken over the request or session."""
-        return isinstance(self.error, StaleEpoch)
+        return isinstance(self.error, StaleEpoch) and not self.is_closed
+
+    def leave(self, tell: Callable[[str], None]) -> None:
+        """Leave the session to the call that has superseded this one; `tell` gets what `succeeded_by` is told."""
+        if self._successor is None:
+            self._left = tell
+        else:
+            tell(self._successor)
+
+    def succeeded_by(self, session_id: str) -> None:
+        """Note which session the call that has superseded this one runs; empty if none."""
+        self._successor, left, self._left = session_id, self._left, None
+        if left is not None:
+            left(session_id)
+
+    def takes_over(self, earlier: Stream, session_id: str) -> None:
+        """Tell an earlier stream which session this one runs; if none, the call that has superseded this one tells."""
+        if self.is_superseded and not session_id:
+            self.leave(earlier.succeeded_by)
+        else:
+            earlier.succeeded_by(session_id)
 
     async def before_end(self, work: Awaitable[Result]) -> Result | None:
         """The result of `work`; None if the stream is aborted first, which cancels it. Raises the stream's error.
@@ -97,9 +125,11 @@ class Stream:
                 finally:
                     timer.cancel()
         finally:
-            async with turn:
-                await events.aclose()
-            await end(freeing)
+            try:
+                async with turn:
+                    await events.aclose()
+            finally:
+                await end(freeing)
 
     async def _free_at_error(self, events: AsyncGenerator[Item, None], turn: asyncio.Lock) -> None:
         await self.ended.wait()
@@ -147,11 +177,11 @@ class Running:
         """The stream of a session, if one is running."""
         return self._by_session.get(session_id)
 
-    async def finished_or_cut_off(self, patience_seconds: float, error: BoughError) -> None:
-        """Wait until all streams have finished; after `patience_seconds` end the others with this error."""
-        if await came_true(lambda: not self._by_request, patience_seconds):
+    async def finished_or_cut_off(self, timeout_seconds: float, error: BoughError) -> None:
+        """Wait until all streams have finished; after `timeout_seconds` end the others with this error."""
+        if await came_true(lambda: not self._by_request, timeout_seconds):
             return
-        logger.warning("%d requests did not finish in %g s and are cut off", len(self), patience_seconds)
+        logger.warning("%d requests did not finish in %g s and are cut off", len(self), timeout_seconds)
         for stream in self._by_request.values():
             stream.end(error)
         await came_true(lambda: not self._by_request, ENDING_SECONDS)

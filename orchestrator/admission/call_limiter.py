@@ -2,32 +2,40 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from bough.errors import InvalidRequest
+from bough.errors import BoughError, InvalidRequest
 from bough.rpc.drain import Drainer
 from bough.rpc.status_map import MAX_MESSAGE_BYTES
 from orchestrator.admission.admission import Admission
 
 SPARE_CALLS = 32  # Generate calls besides those that run and wait: some are ending or about to be refused
+MAX_TOKENIZING = 64  # calls that tokenize for clients, one after another; apart, as long texts of one would hold up all
 MAX_OTHER_CALLS = 256
 MAX_BYTES = 64 * MAX_MESSAGE_BYTES  # of all messages together
 BYTES_PER_TOKEN = 32  # of a prompt, per token of the context: several times what any language needs
 SMALL_BYTES = 256 * 1024  # limit of a message for any context
+GENERATE, TOKENIZE, OTHERS = "Generate", "Tokenize", ""  # kinds of calls: methods, and all others together
 ALWAYS_ANSWERED = frozenset({"Check", "Watch"})  # health checks of load balancers
 
 
 class CallLimiter(Drainer):
     """Limits what is decoded and kept for waiting callers, so that no number of callers exhausts memory."""
 
-    def __init__(self, admission: Admission, largest_context: Callable[[], int]) -> None:
-        """`largest_context` returns the longest context in tokens of any target; 0 if none is known."""
+    def __init__(
+        self, admission: Admission, largest_context: Callable[[], int], failed: Counter[str] | None = None
+    ) -> None:
+        """`largest_context` returns the longest context in tokens of any target; 0 if none is known.
+
+        `failed` counts refused calls by the class name of their error.
+        """
         super().__init__()
         self._admission = admission
         self._largest_context = largest_context
-        self._num_generating = 0
-        self._num_others = 0
+        self._failed: Counter[str] = Counter() if failed is None else failed
+        self._calls: Counter[str] = Counter()  # by method, or OTHERS
         self._num_bytes = 0
 
     @contextmanager
@@ -41,19 +49,21 @@ class CallLimiter(Drainer):
         if method in ALWAYS_ANSWERED:
             yield
             return
-        is_generating = method == "Generate"
-        self._require_room(is_generating, num_bytes)
-        self._num_generating += is_generating
-        self._num_others += not is_generating
+        kind = method if method in (GENERATE, TOKENIZE) else OTHERS
+        try:
+            self._require_room(kind, num_bytes)
+        except BoughError as exc:
+            self._failed[type(exc).__name__] += 1
+            raise
+        self._calls[kind] += 1
         self._num_bytes += num_bytes
         try:
             yield
         finally:
-            self._num_generating -= is_generating
-            self._num_others -= not is_generating
+            self._calls[kind] -= 1
             self._num_bytes -= num_bytes
 
-    def _require_room(self, is_generating: bool, num_bytes: int) -> None:
+    def _require_room(self, kind: str, num_bytes: int) -> None:
         admission, context = self._admission, self._largest_context()
         most_bytes = max(SMALL_BYTES, context * BYTES_PER_TOKEN)
         if context and num_bytes > most_bytes:
@@ -61,9 +71,10 @@ class CallLimiter(Drainer):
                 f"message: must have at most {most_bytes} bytes, as the longest context has "
                 f"{context} tokens, got {num_bytes}"
             )
-        if is_generating and self._num_generating >= admission.max_running + admission.max_waiting + SPARE_CALLS:
-            raise admission.exhausted(f"{self._num_generating} requests run and wait, which is above the limit")
-        if not is_generating and self._num_others >= MAX_OTHER_CALLS:
-            raise admission.exhausted(f"{self._num_others} calls are being answered, which is the limit")
+        most_generating = admission.max_running + admission.max_waiting + SPARE_CALLS
+        most = {GENERATE: most_generating, TOKENIZE: MAX_TOKENIZING}.get(kind, MAX_OTHER_CALLS)
+        if (num_calls := self._calls[kind]) >= most:
+            what = "requests run and wait, which is above" if kind == GENERATE else "calls are being answered, which is"
+            raise admission.exhausted(f"{num_calls} {what} the limit")
         if self._num_bytes + num_bytes > MAX_BYTES:
             raise admission.exhausted(f"the messages of all calls have {self._num_bytes} bytes, about the limit")

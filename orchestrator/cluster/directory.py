@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, closing, suppress
 from functools import partial
 from math import inf
 from typing import Any
@@ -38,6 +38,7 @@ logger = logging.getLogger(__name__)
 POLL_SECONDS = 0.5
 MOST_MISSING = round(LEASE_SECONDS / POLL_SECONDS)  # consecutive polls without a worker before it is forgotten
 SWEEP_SECONDS = 5.0  # between two cleanups of the index
+LOOK_SECONDS = 0.5  # between two looks at how workers are, and limit for their answers
 FIRST_LOOK_SECONDS = 3.0  # limit for which a start waits for listed workers to answer
 
 
@@ -54,7 +55,7 @@ class Directory:
         self._drafts: dict[str, DraftHandle] = {}
         self._seen: dict[str, tuple[WorkerInfo, float]] = {}  # by identity of targets: when one could be used last
         self._usual = UsualRound()
-        self._next_sweep = 0.0  # seconds on the monotonic clock
+        self._next_sweep = self._next_look = 0.0  # seconds on the monotonic clock
         self._meetings: dict[tuple[str, str], asyncio.Task[None]] = {}  # introductions of new workers, by kind and id
 
     @asynccontextmanager
@@ -65,17 +66,16 @@ class Directory:
         request. Workers that do not answer are introduced later, in the background.
         """
         looked = asyncio.Event()
-        try:
-            async with background(self._poll(looked), watch_weights(lambda: self.targets)):
-                await looked.wait()
-                if self._meetings:
-                    await asyncio.wait(self._meetings.values(), timeout=FIRST_LOOK_SECONDS)
-                yield
-        finally:
-            await end(*self._meetings.values())
-            for known in self._everyone():
-                await known.client.close()
-            self.tokenizing.close()
+        with closing(self.tokenizing):
+            try:
+                async with background(self._poll(looked), watch_weights(lambda: self.targets)):
+                    await looked.wait()
+                    if self._meetings:
+                        await asyncio.wait(self._meetings.values(), timeout=FIRST_LOOK_SECONDS)
+                    yield
+            finally:
+                await end(*self._meetings.values())
+                await asyncio.gather(*(known.client.close() for known in self._everyone()))
 
     @property
     def targets(self) -> tuple[TargetHandle, ...]:
@@ -117,6 +117,12 @@ class Directory:
     def has_target(self) -> bool:
         """Whether a request could be served now."""
         return any(known.is_usable for known in self._targets.values())
+
+    async def look(self) -> None:
+        """Ask all workers that are used how they are now, at most once within `LOOK_SECONDS`, for `statuses`."""
+        if time.monotonic() >= self._next_look:
+            self._next_look = time.monotonic() + LOOK_SECONDS
+            await asyncio.gather(*(known.look(LOOK_SECONDS) for known in self._everyone() if known.is_usable))
 
     def statuses(self) -> tuple[WorkerStatus, ...]:
         """Statuses of all known workers."""
@@ -252,11 +258,12 @@ class Directory:
     async def _forget_unlisted(self) -> None:
         """Forget workers by number of polls, not by time: an empty index or a paused process must not lose them."""
         # Channels with running calls stay open: a worker that only lost the index still answers them.
-        for known in [k for k in self._everyone() if k.num_missing > MOST_MISSING and not k.num_running]:
+        gone = [known for known in self._everyone() if known.num_missing > MOST_MISSING and not known.num_running]
+        for known in gone:
             logger.warning("%s is gone", known.record.worker_id)
             self._targets.pop(known.record.worker_id, None)
             self._drafts.pop(known.record.worker_id, None)
-            await known.client.close()
+        await asyncio.gather(*(known.client.close() for known in gone))  # once no request can begin at any of them
 
 
 def _fit(draft: WorkerHandle[Any], target: WorkerHandle[Any]) -> bool:

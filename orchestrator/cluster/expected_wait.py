@@ -41,7 +41,7 @@ class UsualRound:
 
 
 @dataclass(slots=True)
-class ExpectedWait:
+class TargetSpeed:
     """How fast one target is: its sweeps' cost curve, and how long requests kept their slots."""
 
     times: TargetTimes = field(default_factory=TargetTimes)
@@ -54,7 +54,7 @@ class ExpectedWait:
 
 
 def expected_seconds(
-    pace: ExpectedWait, usual: UsualRound, info: WorkerInfo, load: WorkerLoad, num_running: int, need: Need
+    speed: TargetSpeed, usual: UsualRound, info: WorkerInfo, load: WorkerLoad, num_running: int, need: Need
 ) -> float:
     """Expected seconds of a request at a target, where this orchestrator runs `num_running` others.
 
@@ -63,19 +63,19 @@ def expected_seconds(
     """
     num_others = max(num_running, _num_held(info, load) - (need.home_id == info.worker_id))
     other_rows = round(num_others * usual.tree_rows.median)
-    curve = pace.curve
+    curve = speed.curve
     reading = curve(max(1, need.num_tokens - need.held.get(info.worker_id, 0)) + other_rows)
     waiting = curve(other_rows) / 2 if num_others else 0.0
     num_rounds = max(1.0, min(need.num_output, USUAL_OUTPUT) / usual.num_tokens.median)
     working = num_rounds * curve(other_rows + round(usual.tree_rows.median))
     if need.home_id != info.worker_id and _lacks_room(info, load, need):
-        waiting += expected_wait(pace, num_others, reading + working)
+        waiting += expected_wait(speed, num_others, reading + working)
     return reading + waiting + working
 
 
-def expected_wait(pace: ExpectedWait, num_there: int, usual_seconds: float) -> float:
+def expected_wait(speed: TargetSpeed, num_there: int, usual_seconds: float) -> float:
     """Seconds until a session with a slot ends; before any was observed, it is assumed to take `usual_seconds`."""
-    return (pace.stay_seconds.median or usual_seconds) / max(1, num_there)
+    return (speed.stay_seconds.median or usual_seconds) / max(1, num_there)
 
 
 def _num_held(info: WorkerInfo, load: WorkerLoad) -> int:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from threading import Lock
-from typing import TypeVar
+from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
 from bough.tokenization.tokenizer import Tokenizer
@@ -27,24 +27,32 @@ class Tokenizing:
 
     def __init__(self) -> None:
         self._threads = _new_threads()
+        self._is_closed = False
+        self._unfinished: set[Future[Any]] = set()  # work of these threads, and of those before them
         self._building = Lock()
         self._built: WeakValueDictionary[TokenizerFiles, Tokenizer] = WeakValueDictionary()
 
     async def run(self, work: Callable[[], Result]) -> Result:
         """Run `work` in a thread; returns or raises what it does."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        future = self._threads.submit(work)
+        self._unfinished.add(future)
+        future.add_done_callback(self._unfinished.discard)
+        return await asyncio.wrap_future(future)
 
     async def shared(self, files: TokenizerFiles) -> Tokenizer:
         """The tokenizer of these files; the same object for equal files, while anybody uses it."""
         tokenizer, is_new = await self.run(lambda: self._shared(files))
-        if is_new:  # the words of tokenizers that it may have replaced go with the threads
+        if is_new and not self._is_closed:  # the words of tokenizers that it may have replaced go with the threads
             self._threads.shutdown(wait=False)
             self._threads = _new_threads()
         return tokenizer
 
     def close(self) -> None:
-        """End the threads; queued work is dropped."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        """End the threads, also replaced ones that still have work; what is queued is dropped."""
+        self._is_closed = True
+        self._threads.shutdown(wait=False)
+        for future in [*self._unfinished]:
+            future.cancel()  # unless it runs
 
     def _shared(self, files: TokenizerFiles) -> tuple[Tokenizer, bool]:
         """The tokenizer, and whether it was built for this call."""

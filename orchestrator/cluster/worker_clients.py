@@ -91,7 +91,7 @@ class WorkerClient:
     async def _ask_in_turn(
         self, method: Callable[..., Awaitable[Reply]], request: object, timeout_seconds: float, span: Span
     ) -> Reply:
-        """As `_ask`; returns when the event loop has time for what a session makes of an answer."""
+        """Make one call, and return when the event loop has time for what a session makes of the answer."""
         reply = await self._ask(method, request, timeout_seconds, span)
         await self._limiter.acquire()
         return reply

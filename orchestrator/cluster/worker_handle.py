@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Generic, TypeAlias, TypeVar
 
+from bough.errors import BoughError
 from bough.protocol.messages import VerifyResult, WorkerInfo
 from bough.registry.records import WorkerRecord
 from bough.tokenization.tokenizer import Tokenizer
 from bough.tokenization.vocabulary import TokenizerFiles
-from orchestrator.cluster.expected_wait import ExpectedWait, Need, UsualRound, expected_seconds
+from orchestrator.cluster.expected_wait import Need, TargetSpeed, UsualRound, expected_seconds
 from orchestrator.cluster.worker_clients import DraftClient, TargetClient
 from orchestrator.cluster.worker_health import Health
+
+# Of what a worker tells of itself, as it changes while it runs.
+CHANGING = ("weights_hash", "num_sessions", "kv_used_bytes", "num_waiting", "num_running", "num_passes")
 
 AnyClient = TypeVar("AnyClient", DraftClient, TargetClient)
 
@@ -29,11 +35,11 @@ class WorkerHandle(Generic[AnyClient]):
     num_running: int = 0
     num_missing: int = 0  # consecutive polls of the index without it
     health: Health = field(default_factory=Health)
-    pace: ExpectedWait = field(default_factory=ExpectedWait)  # for targets
+    speed: TargetSpeed = field(default_factory=TargetSpeed)  # for targets
     usual: UsualRound = field(default_factory=UsualRound)  # shared by all workers
 
     def __post_init__(self) -> None:
-        self.pace.times.update(self.info.worker_id, self.info.cost)
+        self.speed.times.update(self.info.worker_id, self.info.cost)
 
     @property
     def tokenizer(self) -> TokenizerFiles:
@@ -56,13 +62,19 @@ class WorkerHandle(Generic[AnyClient]):
 
     def observe(self, result: VerifyResult) -> None:
         """Record a round at this target."""
-        self.pace.times.update(self.info.worker_id, result.cost)
+        self.speed.times.update(self.info.worker_id, result.cost)
         self.usual.observe(result)
 
     def learn(self, info: WorkerInfo) -> None:
-        """Take over what the worker did not know at its introduction."""
+        """Take over what the worker did not know at its introduction, and its load."""
         if info.worker_id == self.record.worker_id:
-            self.info = replace(self.info, weights_hash=info.weights_hash)
+            self.info = replace(self.info, **{name: getattr(info, name) for name in CHANGING})
+
+    async def look(self, timeout_seconds: float) -> None:
+        """Ask the worker for its load; where it does not answer, the one that was told last stays."""
+        with suppress(BoughError, TimeoutError):
+            async with asyncio.timeout(timeout_seconds):
+                self.learn(await self.client.info())
 
     def is_usable_by(self, session_id: str) -> bool:
         """Whether it is usable for a session, for which it may have failed before."""
@@ -70,7 +82,7 @@ class WorkerHandle(Generic[AnyClient]):
 
     def expected_seconds(self, need: Need) -> float:
         """Expected time of a request at this target with its current load."""
-        return expected_seconds(self.pace, self.usual, self.info, self.record.load, self.num_running, need)
+        return expected_seconds(self.speed, self.usual, self.info, self.record.load, self.num_running, need)
 
 
 TargetHandle: TypeAlias = WorkerHandle[TargetClient]

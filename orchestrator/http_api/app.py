@@ -6,7 +6,7 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from http import HTTPStatus
 from typing import Any
@@ -23,8 +23,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from bough import __version__
 from bough.errors import InvalidRequest, NotFound, Unavailable
-from bough.protocol.generation import ModelInfo, TextPrompt, TokenPrompt
+from bough.protocol.generation import ModelInfo, TextPrompt
 from bough.registry.records import WorkerRecord
+from orchestrator.admission.call_limiter import GENERATE, TOKENIZE
 from orchestrator.http_api import chat, completions
 from orchestrator.http_api.answers.answer import Answer, Head
 from orchestrator.http_api.answers.spelling import Spell
@@ -52,7 +53,6 @@ from orchestrator.serving.tenants import Callers, Tenant
 
 SESSION_HEADER = "x-session-id"
 HEALTH, METRICS, DISCOVERY = "/health", "/metrics", "/service-discovery"
-GENERATE, TOKENIZE = "Generate", "Tokenize"  # methods, as `CallLimiter` counts them
 Endpoint = Callable[[Request, ExitStack], Awaitable[ASGIApp]]
 
 
@@ -83,7 +83,7 @@ def http_app(
         Route(HEALTH, _Answered(api.health), methods=["GET"]),
         Route(METRICS, _Answered(api.metrics), methods=["GET"]),
         Route(DISCOVERY, _Answered(api.service_discovery), methods=["GET"]),
-        Route("/decisions/{name}", _Answered(api.decisions), methods=["GET"]),
+        Route("/decisions/{name:path}", _Answered(api.decisions), methods=["GET"]),
         Route("/cluster", _Answered(api.cluster), methods=["GET"]),
         Route("/version", _Answered(api.version), methods=["GET"]),
     ]
@@ -147,7 +147,9 @@ class _Api:
         head = _head("cmpl-", fields)
         limits, most = completions.completion_limits(fields), tenant_of(request).most_at_once
         wanted = choices(fields, prompts, limits, head.answer_id, _session_id(request, fields), most)
-        echoes = [await self._echo(one, fields.model) if fields.echo else "" for one in prompts]
+        echoes = [""] * len(prompts)
+        if fields.echo:
+            echoes = await completions.echoes(prompts, self.requests.texts, fields.model)
         answer = completions.CompletionAnswer(
             head,
             echoes,
@@ -157,7 +159,8 @@ class _Api:
             limits.prompt_logprobs,
         )
         names = completions.FIELD_NAMES | constraint_names(fields.structured_outputs)
-        return self._exchange(tenant_of(request), wanted, answer, fields, names)
+        exchange = self._exchange(tenant_of(request), wanted, answer, fields, names)
+        return replace(exchange, streams=lambda: completions.with_places(exchange.streams(), names, len(prompts)))
 
     async def models(self, request: Request, entered: ExitStack) -> Response:
         """All served models."""
@@ -213,7 +216,7 @@ class _Api:
 
     async def cluster(self, request: Request, entered: ExitStack) -> Response:
         """This orchestrator and its workers."""
-        return JSONResponse(asdict(self.requests.server_info()) | {"loads": asdict(self.requests.loads())})
+        return JSONResponse(asdict(await self.requests.server_info()) | {"loads": asdict(self.requests.loads())})
 
     async def version(self, request: Request, entered: ExitStack) -> Response:
         """bough's version."""
@@ -235,11 +238,6 @@ class _Api:
         if wanted[0].options.logprobs is None:
             return None
         return lambda model: self.requests.texts.tokenizer(model).token_bytes
-
-    async def _echo(self, prompt: TextPrompt | TokenPrompt, model: str) -> str:
-        return (
-            prompt.text if isinstance(prompt, TextPrompt) else await self.requests.texts.prompt(prompt.token_ids, model)
-        )
 
     def _card(self, model: ModelInfo) -> Json:
         card: Json = {"id": model.model_name, "object": "model", "created": self.born, "owned_by": "bough"}
@@ -287,4 +285,6 @@ async def _refused(request: Request, exc: Exception) -> Response:
     assert isinstance(exc, HTTPException)
     status = HTTPStatus(exc.status_code)
     message = f"{request.method} {request.url.path}: {status.phrase.lower()}; docs/http-api.md has what is served"
-    return ApiError(status, message, code=status.name.lower()).response()
+    response = ApiError(status, message, code=status.name.lower()).response()
+    response.headers.update(exc.headers or {})  # which methods a path has
+    return response

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import codecs
+from collections import Counter
 from contextlib import ExitStack
 from http import HTTPStatus
 from typing import TypeVar
@@ -14,13 +15,17 @@ from starlette.requests import ClientDisconnect, Request
 from bough.config.json_fields import first_refusal
 from bough.errors import Exhausted, InvalidRequest
 from bough.rpc.status_map import MAX_MESSAGE_BYTES
+from bough.runtime.connections import connection_limit
 from orchestrator.admission.call_limiter import CallLimiter
 from orchestrator.http_api.fields.errors import ApiError, invalid, shortened
+from orchestrator.http_api.guard import tenant_of
+from orchestrator.serving.tenants import Tenant
 
 MAX_BODY_BYTES = MAX_MESSAGE_BYTES  # as much as over gRPC
 MAX_ALL_BYTES = 16 * MAX_BODY_BYTES  # limit of all bodies together that are arriving or being parsed
 LARGE_BYTES = 32 * 1024  # larger bodies are parsed in a thread, so as not to block the event loop
 READ_SECONDS = 60.0  # limit for a body to arrive
+NUM_SHARES = 2  # one tenant of several may have a share of these bytes, and of the connections, with bodies that arrive
 RETRY_SECONDS = 1.0
 
 Fields = TypeVar("Fields", bound=BaseModel)
@@ -31,7 +36,8 @@ class BodyReader:
 
     def __init__(self, call_limiter: CallLimiter) -> None:
         self._call_limiter = call_limiter
-        self._num_bytes = 0
+        self._num_bytes: Counter[str] = Counter()  # of bodies that are read or parsed, by tenant
+        self._arriving: Counter[str] = Counter()  # bodies that are read, by tenant
         self._parsing = asyncio.Lock()  # one large body at a time, as parsing takes CPU time from the streams
 
     async def read(self, request: Request, kind: type[Fields], entered: ExitStack, method: str) -> Fields:
@@ -43,9 +49,9 @@ class BodyReader:
         """
         _require_json(request)
         _require_size(_announced_bytes(request))
-        chunks: list[bytes] = []
+        tenant, chunks = tenant_of(request), list[bytes]()
         try:
-            await self._receive(request, chunks)
+            await self._receive(request, tenant, chunks)
             body = b"".join(chunks)
             self._enter(entered, method, len(body))
             if len(body) <= LARGE_BYTES:
@@ -53,7 +59,7 @@ class BodyReader:
             async with self._parsing:
                 return await asyncio.to_thread(parse, kind, body)
         finally:
-            self._num_bytes -= sum(map(len, chunks))
+            self._num_bytes[tenant.name] -= sum(map(len, chunks))
 
     def _enter(self, entered: ExitStack, method: str, num_bytes: int) -> None:
         try:
@@ -61,27 +67,37 @@ class BodyReader:
         except InvalidRequest as exc:  # larger than any prompt that fits a context
             raise _too_large(str(exc).replace("message: ", "body: ", 1)) from exc
 
-    async def _receive(self, request: Request, chunks: list[bytes]) -> None:
+    async def _receive(self, request: Request, tenant: Tenant, chunks: list[bytes]) -> None:
         """Append the body to `chunks` as it arrives; all its bytes are counted."""
+        self._arriving[tenant.name] += 1
         try:
+            self._require_room(tenant)
             async with asyncio.timeout(READ_SECONDS):
                 num_bytes = 0
                 async for chunk in request.stream():
                     chunks.append(chunk)
                     num_bytes += len(chunk)
-                    self._num_bytes += len(chunk)
+                    self._num_bytes[tenant.name] += len(chunk)
                     _require_size(num_bytes)
-                    self._require_room()
+                    self._require_room(tenant)
         except TimeoutError as exc:
             message = f"body: not complete after {READ_SECONDS:g} s; must arrive in that time"
             raise ApiError(HTTPStatus.REQUEST_TIMEOUT, message) from exc
         except ClientDisconnect as exc:
             raise ApiError(HTTPStatus.BAD_REQUEST, "body: it ended half-way") from exc
+        finally:
+            self._arriving[tenant.name] -= 1
 
-    def _require_room(self) -> None:
-        if self._num_bytes > MAX_ALL_BYTES:
+    def _require_room(self, tenant: Tenant) -> None:
+        """Raise Exhausted where too many bytes, or bodies of this tenant, arrive: slow ones would keep out others."""
+        if self._num_bytes.total() > MAX_ALL_BYTES:
             message = f"body: {MAX_ALL_BYTES} bytes of other requests are being read; one of them must end first"
             raise Exhausted(message, RETRY_SECONDS)
+        most = connection_limit(num_descriptors=2 * NUM_SHARES)
+        is_beyond = self._arriving[tenant.name] > most or self._num_bytes[tenant.name] > MAX_ALL_BYTES // NUM_SHARES
+        if tenant.name and is_beyond:
+            share = f"{most} bodies of this key, of {MAX_ALL_BYTES // NUM_SHARES} bytes in all"
+            raise Exhausted(f"body: {share}, may arrive at once; one of them must end first", RETRY_SECONDS)
 
 
 def _require_json(request: Request) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from bough.protocol.codec_checks import MAX_UINT32
 from bough.protocol.generation import ChatPrompt, Event, Finished, Message, Started, Tokens, ToolCall, Tools
 from bough.protocol.sampling_params import UNLIMITED
 from orchestrator.http_api.answers.answer import Completion, Head
@@ -57,8 +58,8 @@ def chat_limits(fields: ChatFields) -> RequestLimits:
     newer, older = fields.max_completion_tokens, fields.max_tokens
     if newer is not None and older is not None and newer != older:
         raise invalid("max_completion_tokens", newer, f"be equal to max_tokens, {older}, or one of them left out")
-    if newer is not None and newer < 1:  # named as the client named it
-        raise invalid("max_completion_tokens", newer, "be 1 or more")
+    if newer is not None and not 1 <= newer <= MAX_UINT32:  # named as the client named it
+        raise invalid("max_completion_tokens", newer, f"be 1 to {MAX_UINT32}")
     most = next((given for given in (newer, older) if given is not None), UNLIMITED)
     if fields.top_logprobs and not fields.logprobs:
         raise invalid("top_logprobs", fields.top_logprobs, "be left out unless logprobs is true")
@@ -127,12 +128,14 @@ class ChatAnswer(Completion):
 
     def _choice(self, index: int) -> Json:
         content = self.contents[index]
-        text = "".join(content.texts) or (None if content.calls or content.has_thoughts else "")
+        thoughts = "".join(content.thoughts) if self._has_reasoning else ""
+        # Null only beside what may stand without a content: clients send the message back as it is.
+        text = "".join(content.texts) or (None if content.calls or thoughts else "")
         message: Json = {"role": "assistant", "refusal": None, "content": text}
         if content.calls:
             message["tool_calls"] = [_call(call) for call in content.calls]
         if content.num_thought is not None and self._has_reasoning:
-            message |= _reasoning("".join(content.thoughts) or None)
+            message |= _reasoning(thoughts or None)
         told = None if self._token_bytes is None else {"content": self._logprobs[index], "refusal": None}
         return {"index": index, "message": message, "logprobs": told} | self._ending(index)
 

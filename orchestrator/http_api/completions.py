@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, aclosing, contextmanager
 from http import HTTPStatus
 
+from bough.errors import InvalidRequest
 from bough.protocol.generation import Event, Finished, Prompt, PromptLogprobs, Started, TextPrompt, TokenPrompt, Tokens
 from orchestrator.http_api.answers.answer import Completion, Head
 from orchestrator.http_api.answers.spelling import Spell, TokensSpelled, completion_logprobs, prompt_logprobs
 from orchestrator.http_api.chat import chat_prompt
 from orchestrator.http_api.fields.constraint import response_constraint
-from orchestrator.http_api.fields.errors import ApiError, Json, invalid
+from orchestrator.http_api.fields.errors import ApiError, Json, api_error, invalid
 from orchestrator.http_api.fields.generation import CompletionFields, StreamOptions, TextOrTokens, TokenizeFields
 from orchestrator.http_api.fields.options import RequestLimits, template_kwargs
 from orchestrator.http_api.fields.tools import chat_tools
+from orchestrator.serving.model_texts import ModelTexts
 
 DEFAULT_MAX_TOKENS = 16  # as at OpenAI
 ENTRIES_PER_TOKEN = 4  # in the lists of an answer, beside those of the alternatives
@@ -26,6 +29,46 @@ FIELD_NAMES = {"text": "prompt", "token_ids.ids": "prompt", "token_ids": "prompt
 def text_prompt(prompt: TextOrTokens) -> TextPrompt | TokenPrompt:
     """One prompt of the request."""
     return TextPrompt(prompt) if isinstance(prompt, str) else TokenPrompt(prompt)
+
+
+def place_names(num_prompts: int) -> list[dict[str, str]]:
+    """Names of each prompt's fields for error messages: of several prompts, by its place among them."""
+    ours = ("prompt", "tokens", *(name for name, theirs in FIELD_NAMES.items() if theirs == "prompt"))
+    places = ["prompt"] if num_prompts == 1 else [f"prompt[{index}]" for index in range(num_prompts)]
+    return [dict.fromkeys(ours, place) for place in places]
+
+
+async def echoes(prompts: Sequence[TextPrompt | TokenPrompt], texts: ModelTexts, model: str) -> list[str]:
+    """The prompts as texts, for answers to begin with. Raises ApiError naming the invalid one."""
+    told = []
+    for prompt, names in zip(prompts, place_names(len(prompts)), strict=True):
+        try:
+            told.append(prompt.text if isinstance(prompt, TextPrompt) else await texts.prompt(prompt.token_ids, model))
+        except InvalidRequest as exc:
+            raise api_error(exc, names) from exc
+    return told
+
+
+@contextmanager
+def with_places(
+    opened: AbstractContextManager[Sequence[AsyncGenerator[Event]]], names: Mapping[str, str], num_prompts: int
+) -> Iterator[list[AsyncGenerator[Event]]]:
+    """Streams of as many of each prompt, whose errors name the prompt that they are of."""
+    places = place_names(num_prompts)
+    with opened as streams:
+        yield [
+            _named(stream, {**names, **places[index * num_prompts // len(streams)]})
+            for index, stream in enumerate(streams)
+        ]
+
+
+async def _named(stream: AsyncGenerator[Event], names: Mapping[str, str]) -> AsyncGenerator[Event]:
+    async with aclosing(stream):
+        try:
+            async for event in stream:
+                yield event
+        except InvalidRequest as exc:
+            raise api_error(exc, names) from exc
 
 
 def tokenized_prompt(fields: TokenizeFields) -> Prompt:

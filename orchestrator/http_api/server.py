@@ -6,6 +6,7 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator, Generator
 from contextlib import asynccontextmanager, contextmanager
+from functools import partial
 from http import HTTPStatus
 from typing import Any, cast
 
@@ -27,16 +28,20 @@ GRACE_SECONDS = 2  # for sending answers when the server ends; requests have end
 
 
 @asynccontextmanager
-async def http_serving(host: str, port: int, app: ASGIApp, tls: CurrentContext | None = None) -> AsyncIterator[int]:
+async def http_serving(
+    host: str, port: int, app: ASGIApp, tls: CurrentContext | None = None, stalled_seconds: float = 0.0
+) -> AsyncIterator[int]:
     """Serve during the block, which is given the port; port 0 takes a free one.
+
+    A connection whose peer does not read what is sent is closed after `stalled_seconds`, at least `IDLE_SECONDS`.
 
     Raises:
         ConfigError: the port is in use, or the host is not an address of this machine.
     """
-    listener = _listener(host, port)
+    listener, protocol = _listener(host, port), partial(_Protocol, stalled_seconds=stalled_seconds)
     config = uvicorn.Config(
         app,
-        http=_Protocol,
+        http=cast(type[asyncio.Protocol], protocol),
         ws="none",
         lifespan="off",
         log_config=None,
@@ -50,7 +55,7 @@ async def http_serving(host: str, port: int, app: ASGIApp, tls: CurrentContext |
     )
     server = _Server(config)
     if tls is not None:
-        handshakes = Handshakes(_Protocol, tls, server.server_state.connections, most_connections)
+        handshakes = Handshakes(protocol, tls, server.server_state.connections, most_connections)
         config.http = cast(type[asyncio.Protocol], handshakes)
     bound = int(listener.getsockname()[1])
     serving = asyncio.create_task(server.serve([listener]))
@@ -97,34 +102,57 @@ def most_connections() -> int:
 
 
 class _Protocol(H11Protocol):
-    """Lets a request abort its connection, and closes idle or excess connections.
+    """Lets a request abort its connection, and closes idle, unread or excess connections.
 
     A connection counts as idle, with a running timer, until a request head is complete; partial data does not reset the
-    timer, so that slow senders cannot keep connections forever. The body has its own limit (`BodyReader`).
+    timer, so that slow senders cannot keep connections forever. The body has its own limit (`BodyReader`). Another
+    timer runs while answers are not read: who sends one request after another could keep a connection with them.
     """
+
+    def __init__(self, *args: Any, stalled_seconds: float = 0.0, **settings: Any) -> None:
+        """`stalled_seconds` is the limit for which answers may not be read, if it is longer than that of idleness."""
+        super().__init__(*args, **settings)
+        self._stalled_seconds = max(stalled_seconds, self.timeout_keep_alive)
+        self._stalled: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start the idle timer also for a connection that never sends anything."""
         super().connection_made(transport)
         self.app_state = {**self.app_state, "abort": transport.abort}
-        self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
+        self._start_timer()
         if len(self.connections) > most_connections():
             self._make_room()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop the timer also where the peer reset the connection: it would keep the connection and what it sent."""
+        """Stop the timers also where the peer reset the connection: they would keep it and what it sent."""
         super().connection_lost(exc)
         self._unset_keepalive_if_required()
+        self._unset_stalled()
 
     def data_received(self, data: bytes) -> None:
         """Keep the timer, which the base class would stop, unless a request has begun."""
         timer, self.timeout_keep_alive_task = self.timeout_keep_alive_task, None
         super().data_received(data)
-        if self.cycle is not None and not self.cycle.response_complete:
-            if timer is not None:
-                timer.cancel()
-        elif self.timeout_keep_alive_task is None:
+        is_served = self.cycle is not None and not self.cycle.response_complete
+        if self.timeout_keep_alive_task is None and not is_served:
             self.timeout_keep_alive_task = timer
+        elif timer is not None:
+            timer.cancel()
+
+    def pause_writing(self) -> None:
+        """Start the timer of answers that are not read."""
+        super().pause_writing()
+        self._stalled = self.loop.call_later(self._stalled_seconds, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """Stop it."""
+        super().resume_writing()
+        self._unset_stalled()
+
+    def on_response_complete(self) -> None:
+        """Limit also how long a connection that closes waits for its peer to read."""
+        super().on_response_complete()
+        self._require_end()
 
     def send_400_response(self, msg: str) -> None:
         """End also a request whose body this is, and close without a word where its own answer has begun."""
@@ -135,6 +163,7 @@ class _Protocol(H11Protocol):
             super().send_400_response(msg)
         except h11.LocalProtocolError:  # the answer has begun, or is to HEAD and has no body
             self.transport.close()
+        self._require_end()
 
     def timeout_keep_alive_handler(self) -> None:
         """Abort: closing would wait for the peer to read what was sent."""
@@ -146,9 +175,27 @@ class _Protocol(H11Protocol):
 
     @property
     def idle_since(self) -> float | None:
-        """Time of the event loop since which the timer runs; None while a request is served."""
-        timer = self.timeout_keep_alive_task
-        return None if timer is None else timer.when() - self.timeout_keep_alive
+        """Time of the event loop since which a timer runs; None while a request is served that is not in arrears.
+
+        One whose answer cannot begin as those before it have not been read is.
+        """
+        if (timer := self.timeout_keep_alive_task) is not None:
+            return timer.when() - self.timeout_keep_alive
+        if self._stalled is not None and not self.cycle.response_started:
+            return self._stalled.when() - self._stalled_seconds
+        return None
+
+    def _start_timer(self) -> None:
+        self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
+
+    def _require_end(self) -> None:
+        if self.transport.is_closing() and self.timeout_keep_alive_task is None:
+            self._start_timer()
+
+    def _unset_stalled(self) -> None:
+        if self._stalled is not None:
+            self._stalled.cancel()
+            self._stalled = None
 
     def _make_room(self) -> None:
         """Close the connection that has been idle longest; if all others are busy, refuse this one."""

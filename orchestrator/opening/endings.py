@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Coroutine
 from contextlib import suppress
+from functools import partial
 
 from bough.errors import BoughError
+from orchestrator.admission.active_streams import Stream
 from orchestrator.cluster.directory import Directory
 from orchestrator.cluster.worker_handle import AnyHandle, TargetHandle
 from orchestrator.opening.recorder import Recorder
@@ -18,36 +21,74 @@ class Endings:
     def __init__(self, directory: Directory, recorder: Recorder) -> None:
         self._directory = directory
         self._recorder = recorder
-        self._tasks: dict[str, asyncio.Task[None]] = {}  # by session id
+        self._tasks: dict[str, set[asyncio.Task[None]]] = {}  # by session id
 
-    def begin(self, session: Session, target: TargetHandle) -> None:
-        """Start releasing a session."""
-        task = asyncio.create_task(self._forget(session, target))
-        self._tasks[session.session_id] = task
-        task.add_done_callback(lambda _: self._remove(session.session_id, task))
+    def end(self, stream: Stream, session: Session, target: TargetHandle) -> None:
+        """Start releasing a stream's session, unless it is kept or goes on in another stream."""
+        if session.keep or stream.is_superseded or stream.is_closed:
+            self._recorder.end(session.session_id)
+        if not session.epoch or (session.keep and not stream.is_closed):
+            return
+        if stream.is_closed:  # in the index, too
+            self._begin(session, self._release_everywhere(session, target))
+        elif stream.is_superseded:
+            stream.leave(partial(self._forget_unless_taken, session, target))
+        else:
+            self._begin(session, self._forget(session, target))
+
+    def let_go(self, session: Session, target: TargetHandle) -> None:
+        """Start releasing a session at a target where it may have a slot and does not run."""
+        self._begin(session, self._release(session.session_id, session.epoch, target))
+
+    async def close(self, session_id: str) -> bool:
+        """Close a session in the index, and release it at its workers; returns whether the index knew it.
+
+        Raises:
+            Unavailable: the index does not answer.
+        """
+        await self._recorder.settled(session_id)
+        closed = await self._directory.registry.close_session(session_id)
+        if closed is not None and closed.record is not None:
+            for worker_id in (closed.record.target_id, closed.record.draft_id):
+                await self._release(session_id, closed.epoch, self._directory.find(worker_id))
+        return closed is not None
 
     async def done(self, session_id: str) -> None:
-        """Wait until an earlier stream's resources in the session are released."""
+        """Wait until earlier streams' resources in the session are released."""
         if session_id in self._tasks:
-            await asyncio.wait({self._tasks[session_id]})
+            await asyncio.wait({*self._tasks[session_id]})
 
     async def all_done(self) -> None:
         """Wait until all are released."""
         while self._tasks:
-            await asyncio.wait({*self._tasks.values()})
+            await asyncio.wait({task for tasks in self._tasks.values() for task in tasks})
 
-    async def release(self, session_id: str, epoch: int, worker: AnyHandle | None) -> None:
-        """Release a session at a worker, if that is known and answers."""
-        if worker is not None:
-            with suppress(BoughError):  # gone, never had it, or another request's by now: nothing to free
-                await worker.client.release(session_id, epoch)
+    def _forget_unless_taken(self, session: Session, target: TargetHandle, taken: str) -> None:
+        """Start releasing a session unless it is the one that was taken over."""
+        if taken != session.session_id:
+            self._begin(session, self._forget(session, target))
+
+    def _begin(self, session: Session, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.setdefault(session.session_id, set()).add(task)
+        task.add_done_callback(partial(self._ended, session.session_id))
+
+    def _ended(self, session_id: str, task: asyncio.Task[None]) -> None:
+        self._tasks[session_id].remove(task)
+        if not self._tasks[session_id]:
+            del self._tasks[session_id]
 
     async def _forget(self, session: Session, target: TargetHandle) -> None:
         await self._recorder.settled(session.session_id)  # the request's record is kept
         self._recorder.drop(session.session_id, session.epoch)
-        for worker in (target, self._directory.find(session.draft_id)):
-            await self.release(session.session_id, session.epoch, worker)
+        await self._release_everywhere(session, target)
 
-    def _remove(self, session_id: str, task: asyncio.Task[None]) -> None:
-        if self._tasks.get(session_id) is task:  # a later stream of the session may have ended meanwhile
-            del self._tasks[session_id]
+    async def _release_everywhere(self, session: Session, target: TargetHandle) -> None:
+        for worker in (target, self._directory.find(session.draft_id)):
+            await self._release(session.session_id, session.epoch, worker)
+
+    async def _release(self, session_id: str, epoch: int, worker: AnyHandle | None) -> None:
+        """Release a session at a worker, if that is known and answers."""
+        if worker is not None:
+            with suppress(BoughError):  # gone, never had it, or another request's by now: nothing to free
+                await worker.client.release(session_id, epoch)

@@ -276,5 +276,5 @@ def _sampling(
     sampling = like(SamplingParams, options, seed=seed, stop_token_ids=ends, grammar=grammar)
     sampling.validate(target.info.vocab_size)
     if options.resume is not None and options.resume.num_tokens and options.seed is None and request is None:
-        raise InvalidRequest("seed: missing; a request is resumed with the seed that `started` gave")
+        raise InvalidRequest("seed: must be the one that `started` gave, as the request is resumed, got none")
     return sampling

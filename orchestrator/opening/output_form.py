@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from bough.errors import InvalidRequest
-from bough.grammar.grammar import grammar_of
+from bough.grammar.grammar import CACHE_SALT, grammar_of
 from bough.protocol.generation import ChatPrompt, GenerateOptions, Prompt, ToolChoice, Tools
 from bough.protocol.thoughts import Channels, Thoughts
 from bough.tokenization.tokenizer import Tokenizer
@@ -36,6 +36,7 @@ async def output_form(
     Raises:
         InvalidRequest: names the field that demands what cannot be had.
     """
+    CACHE_SALT.set(options.cache_salt)
     tools = prompt.tools if isinstance(prompt, ChatPrompt) else None
     # Grammars are not made on the threads that tokenize for everybody.
     demanded = await asyncio.to_thread(grammar_of, options.constraint) if options.constraint is not None else ""

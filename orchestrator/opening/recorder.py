@@ -92,8 +92,10 @@ class Recorder:
         self._put(session.session_id, _State(session, request, model_fingerprint, cache_salt), has_ended=False)
 
     def drop(self, session_id: str, epoch: int) -> None:
-        """Forget a session that is not kept."""
-        self._put(session_id, _Drop(session_id, epoch), has_ended=True)
+        """Forget a session that is not kept, unless a newer epoch of it is recorded here."""
+        log = self._logs.get(session_id)
+        if log is None or log.epoch <= epoch:
+            self._put(session_id, _Drop(session_id, epoch), has_ended=True)
 
     def end(self, session_id: str) -> None:
         """End the request of a kept session: its log is dropped once all is written."""

@@ -17,6 +17,7 @@ from orchestrator.cluster.expected_wait import Need, expected_wait
 from orchestrator.cluster.worker_clients import TimedResult
 from orchestrator.cluster.worker_handle import TargetHandle
 from orchestrator.cluster.worker_health import is_fault
+from orchestrator.opening.endings import Endings
 from orchestrator.opening.target_lease import TargetLease
 from orchestrator.sessions.session import Session
 from orchestrator.sizing.plans import Proposal
@@ -80,6 +81,7 @@ class Slots:
 
     config: OrchestratorConfig
     directory: Directory
+    endings: Endings
     num_waiting: int = 0
     _lines: defaultdict[str, SlotQueue] = field(default_factory=lambda: defaultdict(SlotQueue))  # by target identity
 
@@ -142,6 +144,10 @@ class Slots:
                 seconds = session.deadline.within(self.config.target_timeout)
                 try:
                     held, answer = await target.client.reserve(session, proposal, target.num_running + 1, seconds)
+                except asyncio.CancelledError:
+                    if target is not home:  # it may have reserved a slot, and will not be told of the request's end
+                        self.endings.let_go(session, target)
+                    raise
                 except Exhausted as exc:
                     refusal = exc
                     continue
@@ -165,9 +171,9 @@ class Slots:
         session does not wait forever beside an idle target.
         """
         home_id = home.record.worker_id
-        need = Need(len(session.tokens), session.num_left, {home_id: session.target_held}, home_id)
+        need = Need(len(session.tokens), session.num_remaining, {home_id: session.target_held}, home_id)
         at_home = home.expected_seconds(need)
-        limit = at_home + max(waited_seconds, expected_wait(home.pace, home.num_running, at_home))
+        limit = at_home + max(waited_seconds, expected_wait(home.speed, home.num_running, at_home))
         others = [
             target
             for target in self.directory.alike(*session.ground, session.max_length, num_nodes)

@@ -47,5 +47,5 @@ class TargetLease:
     def _leave(self) -> None:
         self.target.num_running -= 1
         if self.has_slot:
-            self.target.pace.stay_seconds.add(time.monotonic() - self._began)
+            self.target.speed.stay_seconds.add(time.monotonic() - self._began)
         self.has_slot = False

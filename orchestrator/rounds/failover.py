@@ -140,7 +140,7 @@ class Failover:
         usable = [target for target in untried if target.is_usable]
         if not usable:
             return None
-        need = Need(len(session.tokens), session.num_left, {})
+        need = Need(len(session.tokens), session.num_remaining, {})
         target = min(
             usable, key=lambda known: (known is lost, known.is_leaving, known.expected_seconds(need), known.busyness)
         )

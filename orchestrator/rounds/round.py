@@ -118,7 +118,7 @@ class Rounds:
 
     def _draft(self, session: Session, target: TargetHandle) -> DraftHandle | None:
         """The draft worker to ask, if a tree is wanted and one is usable."""
-        if self.config.draft == "none" or session.speculation.disabled or session.num_left <= 1:
+        if self.config.draft == "none" or session.speculation.disabled or session.num_remaining <= 1:
             return None
         draft = self.directory.draft(target, session.session_id, session.draft_id)
         if draft is None:
@@ -141,7 +141,7 @@ class Rounds:
             session.sampling.temperature,
             like(WorkerFacts, target.info, num_running=target.num_running),
             like(WorkerFacts, draft.info, num_running=1) if draft is not None else None,
-            session.num_left,
+            session.num_remaining,
             num_before - session.target_held,
             num_before - draft_held,
             self._num_lookup(session),
@@ -193,7 +193,7 @@ def _lookup_limits(session: Session, target: TargetHandle, plan: RoundPlan) -> L
     """
     is_sample = plan.tree.scheme.is_sampled
     room = target.info.max_nodes - plan.tree.growth.budget if is_sample else plan.max_nodes - 1
-    depth = min(session.speculation.depth or session.num_left, session.num_left - 1)
+    depth = min(session.speculation.depth or session.num_remaining, session.num_remaining - 1)
     return LookupLimits(min(plan.lookup, room), depth, session.sampling.stop_token_ids)
 
 

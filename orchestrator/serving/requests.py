@@ -9,7 +9,7 @@ from math import inf
 
 from bough import __version__
 from bough.config.processes import OrchestratorConfig
-from bough.errors import BoughError, Exhausted, InvalidRequest, NotFound, StaleEpoch, Unavailable
+from bough.errors import Exhausted, InvalidRequest, NotFound, StaleEpoch, Unavailable
 from bough.protocol.decision import Decision, DraftCalibration
 from bough.protocol.generation import Event, GenerateOptions, Loads, ModelInfo, Prompt, ServerInfo, Tokens
 from bough.protocol.messages import PROTOCOL_VERSION
@@ -37,7 +37,7 @@ from orchestrator.sizing.totals import MeasuredSizer
 from orchestrator.sizing.tree_sizer import TreeSizer
 from orchestrator.telemetry.loop_lag import LoopLag
 from orchestrator.telemetry.metrics import Figures
-from orchestrator.telemetry.request_totals import RequestTotals, RequestWatch
+from orchestrator.telemetry.request_totals import RequestTotals, RequestWatch, TroubleCount
 
 MAX_NAMES = 256  # limit of requests whose sessions are remembered, for `decisions`
 
@@ -49,7 +49,8 @@ class Requests:
         """`holder_id` identifies this orchestrator in claims of sessions."""
         self.directory = directory
         self.admission = Admission(config.max_running, config.max_waiting)
-        self.call_limiter = CallLimiter(self.admission, lambda: largest_context(directory))  # shared by all APIs
+        self.totals = RequestTotals()
+        self.call_limiter = CallLimiter(self.admission, lambda: largest_context(directory), self.totals.failed)
         self._queue_timeout = config.queue_timeout
         self._stalled_timeout = config.stalled_timeout
         self._claims = Epochs(directory, holder_id)
@@ -57,17 +58,15 @@ class Requests:
         waiting = TargetWaiting(directory, self.admission, config.failover_timeout)
         self._opening = Opening(config, directory, self._recorder, self._claims, waiting)
         self.sizer = MeasuredSizer(TreeSizer.of(config))
-        self._slots = Slots(config, directory)
+        self._endings = Endings(directory, self._recorder)
+        self._slots = Slots(config, directory, self._endings)
         failover = Failover(config, directory, self._claims, self._slots)
         self._rounds = Rounds(config, directory, self.sizer, failover, self._recorder, AcceptanceCounter())
         self.loop_lag = LoopLag()
-        self.totals = RequestTotals()
         self._running = Running()
-        self._endings = Endings(directory, self._recorder)
         self._sessions: OrderedDict[str, str] = OrderedDict()  # session ids of the latest requests, by request id
         self.texts = ModelTexts(TargetWaiting(directory, self.admission, config.failover_timeout, MOST_HELD), config)
-        self.metrics_url = ""  # of this orchestrator
-        self.http_url = ""  # of the OpenAI-compatible API
+        self.metrics_url = self.http_url = ""  # of this orchestrator, and of its OpenAI-compatible API
         self._model_name = ""  # of the target used last
         self._num_total = self._num_tokens = 0
 
@@ -97,7 +96,7 @@ class Requests:
                 async for event in events:
                     watch.note(event)
                     yield event
-        except BoughError as exc:
+        except BaseException as exc:  # also where its caller leaves
             watch.failed(exc)
             raise
 
@@ -108,7 +107,13 @@ class Requests:
         async with AsyncExitStack() as place:
             earlier = place.enter_context(self._running.admitted(stream, takes_over=options.resume is not None))
             place.enter_context(self.admission.holding(stream.hold, earlier.hold if earlier is not None else None))
-            opened = await stream.before_end(self._open(stream, place, prompt, options, deadline))
+            opened = None
+            try:
+                opened = await stream.before_end(self._open(stream, place, prompt, options, deadline))
+            finally:
+                if earlier is not None:
+                    runs = opened.session if opened is not None and opened.session.epoch else None
+                    stream.takes_over(earlier, runs.session_id if runs is not None else "")
             if opened is None:
                 for event in never_begun(options):
                     yield event
@@ -137,7 +142,7 @@ class Requests:
 
     async def _stream(self, stream: Stream, opened: Opened) -> AsyncGenerator[Event]:
         session, lease = opened.session, opened.lease
-        rounds = self._rounds.run(session, lease)
+        rounds, troubles = self._rounds.run(session, lease), TroubleCount(self.totals, session)
         try:
             num_seen = session.num_replayed - len(opened.unseen.token_ids if opened.unseen else ())
             self._note(session, lease.target.info.model_name)
@@ -145,6 +150,7 @@ class Requests:
             if opened.unseen is not None:
                 yield opened.unseen
             while (event := await stream.before_end(anext(rounds, None))) is not None:
+                troubles.count()
                 self._num_tokens += len(event.token_ids) if isinstance(event, Tokens) else 0
                 yield event
             if not session.is_finished:
@@ -161,12 +167,10 @@ class Requests:
             stream.end(exc)
             raise
         finally:
-            await rounds.aclose()
+            troubles.count()
             self.sizer.forget(session.session_id)
-            if session.keep or stream.is_superseded:
-                self._recorder.end(session.session_id)
-            elif session.epoch:
-                self._endings.begin(session, lease.target)
+            self._endings.end(stream, session, lease.target)
+            await rounds.aclose()  # last, as a further cancellation may interrupt it
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -179,7 +183,7 @@ class Requests:
             await self._endings.all_done()
             await self._recorder.close()
 
-    async def drain(self, refusal: str, patience_seconds: float) -> None:
+    async def drain(self, refusal: str, timeout_seconds: float) -> None:
         """Refuse new and queued requests with this text, and let running ones finish in time.
 
         Queued requests have lost nothing, and may be served elsewhere. Requests that do not finish in time end as
@@ -187,7 +191,7 @@ class Requests:
         """
         self.admission.close(refusal)
         cut_off = Unavailable(f"{refusal}; this call was cut off, and can be resumed there")
-        await self._running.finished_or_cut_off(patience_seconds, cut_off)
+        await self._running.finished_or_cut_off(timeout_seconds, cut_off)
 
     def abort(self, request_id: str) -> None:
         """End a request at once. Raises NotFound."""
@@ -202,16 +206,10 @@ class Requests:
         """
         if not session_id:
             raise InvalidRequest("session_id: must be given, got none")
-        stream = self._running.in_session(session_id)
-        if stream is not None:
-            stream.end(StaleEpoch(f"session_id: {session_id!r} was closed"))
-        await self._recorder.settled(session_id)
-        closed = await self.directory.registry.close_session(session_id)
-        if closed is None and stream is None:
+        if (stream := self._running.in_session(session_id)) is not None:
+            stream.close(StaleEpoch(f"session_id: {session_id!r} was closed"))
+        if not await self._endings.close(session_id) and stream is None:
             raise NotFound(f"session_id: {session_id!r} is not known")
-        if closed is not None and closed.record is not None:
-            for worker_id in (closed.record.target_id, closed.record.draft_id):
-                await self._endings.release(session_id, closed.epoch, self.directory.find(worker_id))
 
     @property
     def is_ready(self) -> bool:
@@ -222,8 +220,9 @@ class Requests:
         """The served models by name; at least one. Raises Unavailable."""
         return served_models(self.directory)
 
-    def server_info(self) -> ServerInfo:
-        """This orchestrator and its workers."""
+    async def server_info(self) -> ServerInfo:
+        """This orchestrator, and its workers as they are now."""
+        await self.directory.look()
         return ServerInfo(
             self.directory.statuses(),
             self.directory.index_problem,
@@ -280,8 +279,7 @@ class Requests:
         Raises:
             NotFound: nothing is remembered of it.
         """
-        decisions = self.sizer.log.of(name) or self.sizer.log.of(self._sessions.get(name, name))
-        if not decisions:
+        if not (decisions := self.sizer.log.of(name) or self.sizer.log.of(self._sessions.get(name, name))):
             raise NotFound(f"session_id: must be a session or request with recent rounds here, got {name!r}")
         return decisions
 

@@ -8,18 +8,10 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
-from contextlib import (
-    AbstractAsyncContextManager,
-    AbstractContextManager,
-    ExitStack,
-    aclosing,
-    contextmanager,
-    nullcontext,
-    suppress,
-)
+from contextlib import AbstractAsyncContextManager, ExitStack, aclosing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 
-from bough.errors import BoughError, NotFound
+from bough.errors import BoughError, Exhausted, NotFound, Unauthenticated
 from bough.protocol.decision import Decision
 from bough.protocol.generation import Event, Finished, GenerateOptions, Prompt, Started
 from bough.security.api_keys import ApiKey, Keyring
@@ -29,6 +21,7 @@ from orchestrator.admission.admission import Hold
 from orchestrator.admission.size_limits import require_name, require_texts
 from orchestrator.admission.tenant_usage import Count, TenantUsage
 from orchestrator.serving.requests import Requests
+from orchestrator.telemetry.request_totals import KEY_LIMIT
 from orchestrator.telemetry.request_trace import request_trace
 
 SEPARATOR = "::"  # tenants' names have no colons
@@ -47,7 +40,7 @@ class Tenant:
     async def generate(
         self, prompt: Prompt, options: GenerateOptions, timeout_seconds: float | None = None
     ) -> AsyncGenerator[Event]:
-        """As `Requests.generate`; also raises Exhausted at the key's limits."""
+        """Yield the events of a request. Raises what `Requests.generate` does, and Exhausted at the key's limits."""
         require_texts(prompt, options)
         with self._counted(options.session_id) as count:
             async with aclosing(self._generated(prompt, options, count, None, timeout_seconds)) as events:
@@ -67,6 +60,11 @@ class Tenant:
                 self._generated(prompt, options, count, hold)
                 for (prompt, options), hold in zip(wanted, holds, strict=True)
             ]
+
+    @property
+    def name(self) -> str:
+        """The key holder's name; empty if there are no keys."""
+        return "" if self.key is None else self.key.name
 
     @property
     def most_at_once(self) -> int:
@@ -96,8 +94,18 @@ class Tenant:
                         await self._close_surplus()
                     yield self._outer(event, request_id)
 
-    def _counted(self, session_id: str, num: int = 1) -> AbstractContextManager[Count]:
-        return nullcontext(_uncounted) if self.key is None else self.usage.request(self.key, session_id, num)
+    @contextmanager
+    def _counted(self, session_id: str, num: int = 1) -> Iterator[Count]:
+        if self.key is None:
+            yield _uncounted
+            return
+        with ExitStack() as entered:
+            try:
+                count = entered.enter_context(self.usage.request(self.key, session_id, num))
+            except Exhausted:
+                self.requests.totals.failed[KEY_LIMIT] += 1
+                raise
+            yield count
 
     @contextmanager
     def _held(self, num: int) -> Iterator[Sequence[Hold | None]]:
@@ -119,7 +127,7 @@ class Tenant:
             self.requests.abort(self._inner(request_id))
 
     async def close_session(self, session_id: str) -> None:
-        """As `Requests.close_session`."""
+        """Forget a session of the tenant's; a running request of it ends. Raises what `Requests.close_session` does."""
         require_name("session_id", session_id)
         with self._outer_names():
             await self.requests.close_session(self._inner(session_id) if session_id else "")
@@ -127,7 +135,7 @@ class Tenant:
             self.usage.forget(self.key, session_id)
 
     def decisions(self, name: str) -> Sequence[Decision]:
-        """As `Requests.decisions`; an empty name means the tenant's own latest request."""
+        """The last rounds of a session or request of the tenant's; by an empty name of its latest. Raises NotFound."""
         last = self.requests.last_request(self._prefix)
         with self._outer_names():
             return self.requests.decisions(self._inner(name) if name else last or self._prefix)
@@ -145,7 +153,7 @@ class Tenant:
 
     @property
     def _prefix(self) -> str:
-        return "" if self.key is None else f"{self.key.name}{SEPARATOR}"
+        return f"{self.name}{SEPARATOR}" if self.name else ""
 
     def _inner(self, name: str) -> str:
         return self._prefix + name
@@ -201,7 +209,11 @@ class Callers:
         Raises:
             Unauthenticated: no valid key.
         """
-        key = None if self.keyring is None else self.keyring.holder(authorization)
+        try:
+            key = None if self.keyring is None else self.keyring.holder(authorization)
+        except Unauthenticated as exc:
+            self.requests.totals.failed[type(exc).__name__] += 1
+            raise
         return Tenant(self.requests, self._usage, key, self.share_prefixes, self.tracer)
 
 

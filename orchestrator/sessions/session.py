@@ -84,7 +84,7 @@ class Session:
         return len(self.tokens) - self.prompt_length
 
     @property
-    def num_left(self) -> int:
+    def num_remaining(self) -> int:
         """Limit of tokens still to come."""
         return min(self.stops.max_tokens - self.num_generated, self.max_context - len(self.tokens))
 
@@ -213,7 +213,7 @@ class Session:
         piece = self.text.push(token)
         if piece.stop is not None:
             self.finish_reason, self.stop_reason = "stop", piece.stop
-        elif self.num_left <= 0:
+        elif self.num_remaining <= 0:
             self.finish_reason = "length"
             if self.num_generated < self.stops.max_tokens < UNLIMITED:
                 self.warn(

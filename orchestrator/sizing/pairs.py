@@ -131,24 +131,24 @@ class Probing:
     """Schedule of probes while drafting does not pay, for all sessions of a pair, at doubling intervals."""
 
     gap: int = FIRST_PROBE
-    num_left: int = FIRST_PROBE
+    num_remaining: int = FIRST_PROBE
 
     def is_due(self) -> bool:
         """Count a round without a drafted tree; returns whether the round should be a probe."""
-        self.num_left -= 1
-        if self.num_left > 0:
+        self.num_remaining -= 1
+        if self.num_remaining > 0:
             return False
         self.gap = min(2 * self.gap, LAST_PROBE)
-        self.num_left = self.gap
+        self.num_remaining = self.gap
         return True
 
     def paid(self) -> None:
         """Note that the last probe paid: the next one follows soon, to tell luck from change."""
-        self.num_left = min(self.num_left, FIRST_PROBE)
+        self.num_remaining = min(self.num_remaining, FIRST_PROBE)
 
     def begin(self) -> None:
         """Start the schedule, when drafting has been given up."""
-        self.gap = self.num_left = FIRST_PROBE
+        self.gap = self.num_remaining = FIRST_PROBE
 
 
 @dataclass(slots=True)

@@ -40,7 +40,7 @@ class Situation:
     temperature: float
     target: WorkerFacts
     draft: WorkerFacts | None  # None if there is none to ask
-    num_left: int  # limit of tokens still to come
+    num_remaining: int  # limit of tokens still to come
     num_context: int = 0  # tokens before the tree that the target has not cached
     num_draft_context: int = 0  # tokens that the draft has not cached
     lookup: int = 0  # limit of guesses from the session's own text
@@ -116,7 +116,7 @@ def requested_plan(situation: Situation, size: BestFirst) -> RoundPlan | None:
     `size` supplies the parts of the size that the request does not give.
     """
     speculation = situation.speculation
-    if speculation.disabled or situation.num_left <= 1:
+    if speculation.disabled or situation.num_remaining <= 1:
         return RoundPlan(NO_TREE, 1, 0)
     if speculation.growth is None and speculation.budget is None:
         return None
@@ -141,7 +141,7 @@ def shared_plan(situation: Situation, size: BestFirst, sweep_nodes: int) -> Roun
 def limited(plan: TreePlan, situation: Situation) -> RoundPlan:
     """Limit a plan to what both workers and the request allow; without a draft only lookup remains."""
     most = min(plan.growth.budget, situation.target.max_nodes)
-    depth = situation.num_left - 1  # deeper nodes could not be kept, and may exceed the model's positions
+    depth = situation.num_remaining - 1  # deeper nodes could not be kept, and may exceed the model's positions
     if situation.draft is None:
         return RoundPlan(NO_TREE, most, situation.lookup)
     tree = plan.within(min(most, situation.draft.max_nodes))

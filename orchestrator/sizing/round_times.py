@@ -125,7 +125,7 @@ class RoundTimes:
             return 0.0
         times = self._drafts(draft.worker_id)
         steps = FIRST_STEPS if stats.num_steps is None else stats.num_steps
-        steps = min(steps, situation.num_left - 1)  # no tree is deeper than the tokens left
+        steps = min(steps, situation.num_remaining - 1)  # no tree is deeper
         return steps * times.step_seconds + times.network.median + times.queue.median
 
     def _wait(self, situation: Situation) -> float:

@@ -12,10 +12,10 @@ from prometheus_client.registry import Collector
 from bough.protocol.decision import Mode
 from bough.telemetry.metrics import counter, gauge, labelled
 from orchestrator.sizing.totals import Histogram, RoundTotals
-from orchestrator.telemetry.request_totals import RequestTotals
+from orchestrator.telemetry.request_totals import KEY_LIMIT, RequestTotals
 
 ENDS = ("stop", "length", "abort")
-FAILURES = ("Exhausted", "Unavailable", "InvalidRequest", "DeadlineExceeded")
+FAILURES = ("Exhausted", "Unavailable", "InvalidRequest", "DeadlineExceeded", "Unauthenticated", KEY_LIMIT)
 
 
 class Figures(NamedTuple):
@@ -69,7 +69,7 @@ def _requests(name: str, totals: RequestTotals) -> Iterator[Metric]:
     yield counter("bough_degraded_rounds", degraded, model, totals.num_degraded_rounds)
     text = "Requests that came to their end, by why it was"
     yield _by_label("vllm:request_success", text, name, "finished_reason", totals.finished, ENDS)
-    text = "Requests that ended with an error, by its kind"
+    text = "Requests that were refused or ended with an error, by its kind"
     yield _by_label("bough_request_failures", text, name, "error", totals.failed, FAILURES)
     times = {
         "vllm:request_queue_time_seconds": ("Time before a request began", totals.queue),

@@ -27,7 +27,7 @@ class ObjectSyntax:
         return CallObject()
 
     def rules(self, name: str, function: Function, write: Write, *, follows_schema: bool) -> list[str]:
-        """As in `CallSyntax`."""
+        """The rule of this name and its parts: a JSON object with the name and arguments of the schema, or any."""
         # Piece by piece, as JSON of another schema may begin with the same: the lexer does not go back.
         pieces = "{", '"name"', ": ", json.dumps(function.name), ", ", f'"{self.arguments_key}"', ": "
         schema = embedded_schema(function.parameters if follows_schema else ANY_OBJECT)

@@ -50,7 +50,7 @@ class HarmonyFormat(ToolFormat):
     def grammar(
         self, functions: Mapping[int, Function], tools: Tools, added_tokens: AddedTokens, otherwise: str = ""
     ) -> str:
-        """As `ToolFormat.grammar`, of all messages. There is never more than one call."""
+        """The grammar of an output of whole messages, with at most one call of these functions, or `otherwise`."""
         calls = [*self._calls(functions, tools, partial(written, added_tokens=added_tokens))]
         last = self.rules.one if tools.must_call else self.rules.free_or_one
         return messages_grammar("chat.tools", last, calls, "" if tools.must_call else otherwise, added_tokens)

@@ -33,7 +33,7 @@ class NamedSyntax:
         return NamedCall(self)
 
     def rules(self, name: str, function: Function, write: Write, *, follows_schema: bool) -> list[str]:
-        """As in `CallSyntax`."""
+        """The rule of this name and its parts: the function's name, then arguments of the schema, or any."""
         schema = embedded_schema(function.parameters if follows_schema else ANY_OBJECT)
         begin = write(f"{self.before_name}{function.name}{self.after_name}")
         return [f"{name}: {begin} {name}_args {write(self.end)}", f"{name}_args: %json {schema}"]

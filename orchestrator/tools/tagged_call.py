@@ -34,7 +34,7 @@ class TaggedSyntax(NamedSyntax):
         return TaggedCall(self, {function.name: function.parameters for function in functions})
 
     def rules(self, name: str, function: Function, write: Write, *, follows_schema: bool) -> list[str]:
-        """As in `CallSyntax`."""
+        """The rule of this name and its parts: the name, then a tag for each argument of the schema, or for any."""
         begin = write(f"{self.before_name}{function.name}{self.after_name}")
         if not follows_schema:
             key = f"{write(self.before_key)} /[^<>\\s]+/ {write(self.after_key)}"

@@ -64,7 +64,7 @@ class ExpertReads(ExpertLoader):
         return len(self._slabs)
 
     def require_unchanged(self) -> None:
-        """As `Tiers.require_unchanged`. Raises StreamError."""
+        """Check that no file of experts was written to in place. Raises StreamError."""
         self._disk.require_unchanged()
 
     def load(self, expert: Expert, slab: int, is_prefetch: bool) -> None:

@@ -44,7 +44,7 @@ class ExpertLoader(ABC):
         """Time for which computation has waited since the start."""
 
     def require_unchanged(self) -> None:  # noqa: B027
-        """As `Disk.require_unchanged`, of files of its own. Raises StreamError."""
+        """Check that no file that the loader reads was written to in place. Raises StreamError."""
 
     def begin(self) -> None:  # noqa: B027
         """Start a layer's turn. All computation with slabs given up from now on has been queued before."""

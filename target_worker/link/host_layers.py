@@ -129,7 +129,7 @@ class HostLayers:
             self._ring.restart()
 
     def require_unchanged(self) -> None:
-        """As `Disk.require_unchanged`, of files of streamed layers."""
+        """Check that no file of streamed layers was written to in place. Raises StreamError."""
         if self._ring is not None:
             self._disk.require_unchanged()
 

@@ -258,7 +258,7 @@ class SweepEngine:
             job.swept(num_context, swept.figures, began_ns, share)
             if has_tree:
                 try:
-                    self._answer(job, job.judged(swept.verdict_on), share)
+                    self._answer(job, job.verdict(swept.verdict_on), share)
                 except Exception as exc:  # of one call: the others are answered
                     if not isinstance(exc, BoughError):
                         job.context.run(logger.exception, "a verdict failed")

@@ -110,7 +110,7 @@ class VerifyJob:
             num_passes=before.num_passes + 1,
         )
 
-    def judged(self, verdict_on: Callable[[VerifyJob], Verdict]) -> Verdict:
+    def verdict(self, verdict_on: Callable[[VerifyJob], Verdict]) -> Verdict:
         """Compute the verdict on the tree."""
         began_ns = time.perf_counter_ns()
         verdict = verdict_on(self)

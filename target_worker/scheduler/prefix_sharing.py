@@ -35,7 +35,7 @@ def choose_shared(
     min_tokens: int,
     sweep_seconds: Callable[[int], float],
 ) -> list[Part[VerifyJob]]:
-    """As `choose`, but common prefixes of at least `min_tokens` tokens are computed once.
+    """Choose the parts of one sweep; common prefixes of at least `min_tokens` tokens are computed once.
 
     `sweep_seconds` predicts the time of a sweep from its number of tokens.
     """

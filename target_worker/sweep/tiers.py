@@ -156,7 +156,7 @@ class Tiers:
         (self._host if self._copies is None else self._copies).restart()
 
     def require_unchanged(self) -> None:
-        """As `Disk.require_unchanged`, after a sweep."""
+        """Check after a sweep that no file that is read was written to in place. Raises StreamError."""
         self._host.require_unchanged()
         if self.experts is not None:
             self.experts.loader.require_unchanged()

@@ -49,5 +49,5 @@ class LogitRows:
         return self._reader.read(self._rows[path[-1]])
 
     def best_after(self, path: Sequence[int]) -> int | None:
-        """As `best_tokens`, after a path of nodes; None if unknown."""
+        """The token with the largest logit after a path of nodes, or NO_NUMBER; None if logits are on the host."""
         return None if self._best is None else int(self._best[path[-1]])

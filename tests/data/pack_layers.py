@@ -1,4 +1,4 @@
-"""Writes the layers that tests/model/test_packed.py reads, with the packers that published checkpoints are made by.
+"""Writes the layers that tests/model/quant/test_packed.py reads, with packers by which checkpoints are published.
 
     pip install --no-deps --target LIBS auto-gptq==0.7.1 compressed-tensors==0.20.0 loguru
     pip download --no-deps --no-binary :all: autoawq==0.2.9

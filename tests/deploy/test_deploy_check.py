@@ -73,6 +73,21 @@ TARGET, DRAFT, ORCHESTRATOR = (f"{DEPLOYMENTS}.{number}" for number in range(3))
         (f"{DRAFT}.autoscaling_config.policy.policy_kwargs.metric", "load", "metric: must be one of .*, got 'load'"),
         (f"{DRAFT}.autoscaling_config.policy.policy_kwargs.most", 0, "most: must be a number above 0, got 0"),
         (
+            f"{DRAFT}.autoscaling_config.policy.policy_kwargs.metric",
+            "requests",
+            r"Draft\.autoscaling_config\.policy\.policy_kwargs\.metric: must be calls, .* got requests",
+        ),
+        (
+            f"{ORCHESTRATOR}.autoscaling_config.policy.policy_kwargs.metric",
+            "calls",
+            r"policy_kwargs\.metric: must be requests, as Orchestrator tells no other, got calls",
+        ),
+        (
+            f"{DRAFT}.autoscaling_config.policy",
+            None,
+            r"Draft\.autoscaling_config\.policy\.policy_function: missing; must be given",
+        ),
+        (
             f"{ORCHESTRATOR}.max_replicas_per_node",
             None,
             r"Orchestrator\.max_replicas_per_node: must be 1 .* program\.port is fixed, 7411",
@@ -181,6 +196,21 @@ def test_an_index_with_other_settings_is_refused(user_config: Any, text: str) ->
         check(config)
 
 
+@pytest.mark.parametrize(
+    ("field", "value"), [("num_replicas", 2), ("autoscaling_config", {"min_replicas": 1, "max_replicas": 2})]
+)
+def test_there_is_one_index(field: str, value: Any) -> None:
+    """Each replica told programs of another index, and all were started anew for it again and again."""
+    config = yaml.safe_load((FOLDER / "one-machine.yaml").read_text())
+    config["applications"][0]["deployments"][0][field] = value
+    with pytest.raises(ConfigError, match=r"^Index\.num_replicas: must be 1, got (2|several): each would be an index"):
+        check(config)
+
+
+def test_orchestrators_may_be_scaled_by_what_serve_counts() -> None:
+    check(changed(f"{ORCHESTRATOR}.autoscaling_config.policy", None))
+
+
 def test_a_door_of_its_own_may_ask_for_certificates_where_there_is_no_proxy() -> None:
     program = {"keys": "k", "port": 7411, "tls_cert": "c", "tls_key": "k", "tls_client_ca": "a"}
     check({**changed(f"{ORCHESTRATOR}.user_config.program", program), "proxy_location": "Disabled"})
@@ -219,6 +249,16 @@ def test_a_cluster_without_what_is_asked_for_is_told_what_it_has() -> None:
     ):
         with pytest.raises(ConfigError, match=text):
             require_resources(config, nodes)
+
+
+def test_a_replica_takes_a_processor_unless_it_says_otherwise() -> None:
+    """So Serve has it for options that do not say; nodes without one passed, and nothing was ever placed there."""
+    without = Node("10.0.0.3", True, {"GPU": 1, "draft_gpu": 1, "target_gpu": 1, "orchestrator": 2})
+    other = Node("10.0.0.1", True, {"CPU": 4, "orchestrator": 2})
+    config = changed(f"{DRAFT}.ray_actor_options.num_cpus", None)
+    with pytest.raises(ConfigError, match=r"^Draft: asks for CPU 1, GPU 1, draft_gpu 1; must be on one node: "):
+        require_resources(config, (without, other))
+    require_resources(changed(f"{DRAFT}.ray_actor_options", None), (without, other))
 
 
 class Context:

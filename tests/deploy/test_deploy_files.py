@@ -30,6 +30,7 @@ from bough.config.reader import parse, variable
 from bough.processes.process import advertised
 from bough.registry.registry import Quota
 from bough.registry.url import read_address
+from bough.runtime.connections import MAX_CONNECTIONS
 from bough.security.access import certificate_files
 from bough.security.guarded import require_guarded
 from deploy.check import check
@@ -175,6 +176,17 @@ def test_kuberay_takes_the_ray_service_and_its_configuration_is_checked_as_ours(
     check(yaml.safe_load(service["spec"]["serveConfigV2"]))
 
 
+def test_figures_are_open_to_prometheus_on_kubernetes_as_the_guide_says() -> None:
+    guide = Path("docs/deployment.md").read_text()
+    settings = {name: yaml.safe_load(value) for name, value in re.findall(r"`(\w*metrics\w*): (\w+)`", guide)}
+    assert settings.keys() == {"open_metrics", "metrics_port"}
+    (service,) = (each for each in manifests() if each["kind"] == "RayService")
+    serve = yaml.safe_load(service["spec"]["serveConfigV2"])
+    for deployment in serve["applications"][0]["deployments"]:
+        deployment["user_config"]["program"] |= settings
+    check(serve)
+
+
 def test_every_resource_that_a_deployment_wants_is_on_some_node() -> None:
     (service,) = (each for each in manifests() if each["kind"] == "RayService")
     (application,) = yaml.safe_load(service["spec"]["serveConfigV2"])["applications"]
@@ -234,6 +246,22 @@ def test_units_of_workers_hide_no_gpu(unit: str) -> None:
     assert re.findall(r"^ExecStartPre=-\+/usr/bin/nvidia-modprobe -u -c 0$", text, re.MULTILINE)
 
 
+def test_orchestrators_have_descriptors_for_as_many_connections_as_they_take() -> None:
+    """A service has 1,024 by itself, which are 256 clients over gRPC: one that opens as many kept all others out."""
+    unit = (SYSTEMD / "bough-orchestrator.service").read_text()
+    service = yaml.safe_load(COMPOSE[0].read_text())["services"]["orchestrator"]
+    for limit in (*re.findall(r"^LimitNOFILE=(\d+)$", unit, re.MULTILINE), service["ulimits"]["nofile"]):
+        assert int(limit) // 4 >= MAX_CONNECTIONS
+    assert "LimitNOFILE=" in unit
+
+
+def test_nobody_signs_in_to_grafana_by_the_password_that_it_comes_with() -> None:
+    environment = yaml.safe_load(COMPOSE[0].read_text())["services"]["grafana"]["environment"]
+    assert environment["GF_AUTH_ANONYMOUS_ENABLED"] == environment["GF_AUTH_DISABLE_LOGIN_FORM"] == "true"
+    assert environment["GF_AUTH_BASIC_ENABLED"] == "false"
+    assert "GF_AUTH_ANONYMOUS_ORG_ROLE" not in environment, "who comes may look"
+
+
 def test_variables_in_the_guide_are_settings() -> None:
     """Those of docs/deployment.md, as they stand there."""
     text = Path("docs/deployment.md").read_text()
@@ -258,7 +286,7 @@ def test_an_index_of_two_machines_has_a_password() -> None:
 
 
 def test_health_is_told_by_the_exit_status() -> None:
-    """Of nobody here; of a process that serves in tests/processes/test_health.py."""
+    """Of nobody here; of a process that serves in tests/health/test_health.py."""
     done = run(sys.executable, "-m", "bough.health", "127.0.0.1:1")
     assert done.returncode == 1
     assert done.stdout.startswith("UNAVAILABLE")

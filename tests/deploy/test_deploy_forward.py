@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
+from urllib.parse import unquote
 
 import pytest
 
@@ -48,6 +49,14 @@ async def test_a_short_body_goes_with_the_head_and_a_longer_one_when_it_is_asked
             assert [piece async for piece in response.body_iterator] == [b'{"error": 1}']
             assert upstream.asked[-1][2] == body
         assert ["expect" in headers for *_, headers in upstream.asked] == [False, True]
+
+
+async def test_a_path_is_passed_on_as_it_was() -> None:
+    """What the server had decoded of it became a query, or the part that is not sent."""
+    async with forwarding() as (upstream, forwarder):
+        await read_to_the_end(upstream, await forwarder.forward(request("/decisions/a/b#c?d%41 \u00e9", query=b"x=1")))
+        path, _, query = upstream.asked[0][1].partition("?")
+        assert (unquote(path), query) == ("/decisions/a/b#c?d%41 \u00e9", "x=1")
 
 
 async def test_a_short_body_that_nobody_reads_takes_no_refusal_away() -> None:
@@ -98,7 +107,7 @@ async def test_requests_wait_while_the_orchestrator_is_started_anew(monkeypatch:
     async with forwarding() as (upstream, forwarder), forwarding() as (other, successor):
         door.open(forwarder)
         running = await door.forward(request("/v1"))
-        door.shut()
+        door.pause()
         waiting = asyncio.create_task(door.forward(request("/v1")))
         await asyncio.sleep(0)
         assert (refused := await door.forward(request("/v1"))).status_code == 503
@@ -110,7 +119,7 @@ async def test_requests_wait_while_the_orchestrator_is_started_anew(monkeypatch:
         door.open(successor)
         await read_to_the_end(other, await waiting)
         assert (len(upstream.asked), len(other.asked)) == (1, 1)
-        door.shut()
+        door.pause()
         monkeypatch.setattr(forward, "OPENING_SECONDS", 0.0)
         assert b"being started anew" in (await door.forward(request("/v1"))).body
 
@@ -155,7 +164,7 @@ async def test_nobody_waits_where_no_orchestrator_is_started_again() -> None:
     for is_shut in (False, True):
         door.open(gone)
         if is_shut:
-            door.shut()
+            door.pause()
         waiting = asyncio.create_task(door.forward(request("/v1")))
         await until(lambda: door._num_waiting)
         door.give_up()
@@ -173,7 +182,7 @@ async def test_a_replica_that_is_well_again_lets_requests_wait() -> None:
     """Serve replaces one only after several checks have failed."""
     door = Door()
     door.give_up()
-    door.hope()
+    door.undo_give_up()
     waiting = asyncio.create_task(door.forward(request("/refused")))
     await until(lambda: door._num_waiting)
     async with forwarding() as (_, forwarder):
@@ -253,6 +262,20 @@ async def test_a_body_without_end_has_the_limits_of_the_orchestrator(pause_secon
         await asyncio.sleep(0.3)
         assert len(num_read) == told
         assert sum(num_read) < 3 * MAX_BYTES
+
+
+async def test_a_length_beside_chunks_is_not_passed_on() -> None:
+    """The chunks are what counts: the orchestrator would take part of the next request for the body, or the reverse."""
+    async with forwarding() as (upstream, forwarder):
+        for length in (b"3", b"900"):
+            asked = request("/refused", b'{"a": 1}')
+            kept = [(name, value) for name, value in asked.scope["headers"] if name != b"content-length"]
+            headers = [*kept, (b"content-length", length), (b"transfer-encoding", b"chunked")]
+            response = await forwarder.forward(requests.Request({**asked.scope, "headers": headers}, asked.receive))
+            assert [piece async for piece in response.body_iterator] == [b'{"error": 1}']
+            _, _, body, passed_on = upstream.asked[-1]
+            assert body == b'{"a": 1}'
+            assert "content-length" not in passed_on
 
 
 async def test_requests_at_once_are_so_many_at_most(monkeypatch: pytest.MonkeyPatch) -> None:

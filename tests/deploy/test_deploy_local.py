@@ -151,7 +151,7 @@ def test_haproxy_is_there_its_ports_are_free_and_nobody_expects_tls_of_it(monkey
     check(CONFIG)
     monkeypatch.setattr(haproxy, "RAY_SERVE_HAPROXY_BINARY_PATH", "/nowhere/haproxy")
     with pytest.raises(ConfigError, match=r"must have an HAProxy to run: .*'/nowhere/haproxy'"):
-        local.tether_haproxy()
+        local.end_haproxy_with_ray()
     with socket.socket() as other:
         other.bind((local.HOST, 0))
         other.listen()
@@ -168,7 +168,7 @@ def test_haproxy_ends_with_the_process_that_starts_it(monkeypatch: pytest.Monkey
     for name in ("BOUGH_HAPROXY", "BOUGH_PYTHON", "RAY_SERVE_HAPROXY_BINARY_PATH"):
         monkeypatch.setenv(name, "")
     monkeypatch.setattr(haproxy, "RAY_SERVE_HAPROXY_BINARY_PATH", shutil.which("sleep"))
-    local.tether_haproxy()
+    local.end_haproxy_with_ray()
     started = ["sh", "-c", '"$RAY_SERVE_HAPROXY_BINARY_PATH" 60 & echo $!; wait']
     with subprocess.Popen(started, stdout=subprocess.PIPE, text=True) as ray:
         assert ray.stdout is not None
@@ -217,6 +217,11 @@ def test_doors_that_clients_could_not_find_are_refused() -> None:
         (name,) = program
         with pytest.raises(ConfigError, match=rf"Orchestrator\.user_config\.program\.{name}: must be fixed, .*got 0"):
             Endpoints.of(with_orchestrator(**program) | {"proxy_location": "Disabled"})
+
+
+def test_the_port_of_serves_proxy_is_named_as_such() -> None:
+    with pytest.raises(ConfigError, match=r"^http_options\.port: must be fixed, .*got 0"):
+        Endpoints.of(CONFIG | {"http_options": {"port": 0}})
 
 
 def test_workers_without_weights_keep_what_guards_them() -> None:

@@ -13,9 +13,8 @@ import torch
 from loadtest.common.inline_streams import InlineStreams
 from target_worker.experts.expert_copies import ExpertCopies
 from target_worker.link.copy_stats import CopyStats
-from tests.fakes.gpu.device_sweeps import Where, on_cpu, on_the_device, three_sweeps
+from tests.fakes.gpu.device_sweeps import Where, on_cpu, on_the_device, require_close, three_sweeps
 from tests.fakes.gpu.pretend import device, notes, pretending
-from tests.gpu.test_whole_sweeps import require_close
 
 
 def shifted(folder: Path, to: Path, by: int) -> Path:

@@ -11,10 +11,9 @@ from bough.model.packing.pack import pack
 from tests.conftest import save_model
 from tests.fakes.gpu.device_sweeps import Where, on_the_device, three_sweeps
 from tests.fakes.gpu.pretend import Notes, device, notes, pretending
-from tests.fakes.published_formats import FORMATS
-from tests.gpu.test_whole_sweeps import in_words
-from tests.model.test_published_formats import stored_as
-from tests.model.test_reproducible import FAMILIES
+from tests.fakes.model.families import FAMILIES
+from tests.fakes.model.packed_files import in_words, stored_as
+from tests.fakes.model.published_formats import FORMATS
 
 DENSE_LAUNCHES = 57  # of a layer of a Llama and a chunk of rows, in 16 bits, with its share of what is around layers
 LOGITS_LAUNCHES = 8  # of a sweep, for each row's largest logit

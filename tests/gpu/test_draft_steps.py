@@ -21,10 +21,10 @@ from bough.model.sizes.draft_needs import draft_needs
 from draft_worker.model.sources import with_weights
 from tests.conftest import save_model
 from tests.fakes.gpu.pretend import device, notes, pretending
+from tests.fakes.model.families import FAMILIES, MIXTURES, of_two_layers
+from tests.fakes.model.packed_files import in_words
 from tests.fakes.models import CPU
-from tests.gpu.test_whole_sweeps import MIXTURES, in_words
-from tests.model.test_graphs import batch_of, run_again, slots_in
-from tests.model.test_reproducible import FAMILIES, of_two_layers
+from tests.model.running.test_cuda_graphs import batch_of, run_again, slots_in
 
 SIZES = ((5, 0), (1, 30), (20, 20), (0, 1))
 RECURRENT = "qwen3.5, recurrent layers"

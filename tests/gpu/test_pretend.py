@@ -16,8 +16,8 @@ from tests.conftest import save_model
 from tests.fakes.gpu.device_sweeps import Where, on_device, on_the_device, three_sweeps
 from tests.fakes.gpu.pretend import device, kernel, notes, pretending
 from tests.fakes.gpu.pretend_streams import NEVER, PretendedStreams
+from tests.fakes.model.families import FAMILIES
 from tests.fakes.models import CPU
-from tests.model.test_reproducible import FAMILIES
 
 
 def test_two_memories_are_not_mixed() -> None:

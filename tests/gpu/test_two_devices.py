@@ -19,7 +19,7 @@ from bough.sizing.placement import Budgets, ExpertSizes, Fixed, Placement, Separ
 from target_worker.sweep.budgets import choose_places
 from tests.fakes.gpu.device_sweeps import Where, on_device, on_the_device, three_sweeps
 from tests.fakes.gpu.pretend import device, notes, pretending
-from tests.gpu.test_memory_on_a_gpu import AWQ, llama_70b, placed
+from tests.model.sizes.test_memory_on_a_gpu import AWQ, llama_70b, placed
 
 GB = 1000**3
 CPU = torch.device("cpu")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from transformers import LlamaConfig
@@ -15,21 +14,13 @@ from bough.model.loading.late_writes import can_wait
 from bough.model.packing.pack import pack
 from target_worker.link.layer_extents import LayerExtents
 from tests.conftest import TINY, save_model
-from tests.fakes.gpu.device_sweeps import Where, on_cpu, on_device, on_the_device, three_sweeps
+from tests.fakes.gpu.device_sweeps import Where, on_cpu, on_device, on_the_device, require_close, three_sweeps
 from tests.fakes.gpu.pretend import device, pretending
 from tests.fakes.gpu.pretend_streams import ALWAYS, NEVER
-from tests.model.test_packed import awq, gptq, rewrite, tensors_of
-from tests.model.test_reproducible import FAMILIES, of_two_layers
+from tests.fakes.model.families import FAMILIES, MIXTURES, of_two_layers
+from tests.fakes.model.packed_files import in_words
 
-CLOSE = 1e-4  # of the largest: torch's products and ours, in float32, over four layers
-COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
-MIXTURES = [name for name, config in FAMILIES.items() if any(hasattr(config, count) for count in COUNTS)]
 OTHER_MIXTURES = [name for name in MIXTURES if not hasattr(FAMILIES[name], "kv_lora_rank")]
-GROUP = 32
-
-
-def require_close(mine: torch.Tensor, theirs: torch.Tensor) -> None:
-    torch.testing.assert_close(mine, theirs, atol=CLOSE * float(theirs.abs().max()), rtol=0)
 
 
 @pytest.mark.slow
@@ -122,21 +113,6 @@ def test_latents_on_the_host_and_their_matrix_in_4_bits(tmp_path: Path) -> None:
     pack(str(source), 4, tmp_path / "packed")
     mine = on_device(tmp_path / "packed", Where(kv_on_host=True), torch.float32)
     require_close(mine, on_cpu(tmp_path / "packed", torch.float32))
-
-
-def in_words(folder: Path, method: str, is_ordered: bool, source: Path, bits: int = 4) -> Path:
-    """The model in a format of others; `is_ordered` inputs are in the order of their groups."""
-    make, rng, packed = {"awq": awq, "gptq": gptq}[method], np.random.default_rng(5), {}
-    for name, tensor in tensors_of(source).items():
-        if "proj" not in name:
-            packed[name] = tensor
-            continue
-        parts, _ = make(tensor, bits, GROUP, rng, is_ordered)
-        packed |= {f"{name.removesuffix('.weight')}.{key}": data for key, data in parts.items()}
-    quantization: dict[str, object] = {"quant_method": method, "bits": bits, "group_size": GROUP}
-    if method == "awq":
-        quantization["version"] = "gemm"
-    return rewrite(source, folder, packed, quantization)
 
 
 @pytest.mark.parametrize("bits", [4, 8])

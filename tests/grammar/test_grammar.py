@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from unittest.mock import Mock
 
 import pytest
 
 from bough.errors import InvalidRequest
+from bough.grammar import grammar
 from bough.grammar.allowed_tokens import Grammars
 from bough.grammar.grammar import grammar_of
-from bough.protocol.generation import Constraint
+from bough.protocol.generation import Constraint, GenerateOptions, TextPrompt
 from bough.protocol.sampling_params import MAX_CHOICES, MAX_GRAMMAR
 from bough.tokenization.tokenizer import Tokenizer
 from bough.tokenization.vocabulary import TokenizerFiles
+from orchestrator.opening.output_form import output_form
 
 NUMBERS = Constraint(json_schema='{"type": "array", "items": {"type": "integer"}}')
 SUM = Constraint(lark='start: NUMBER ("+" NUMBER)*\nNUMBER: /[0-9]+/')
@@ -87,3 +91,17 @@ def test_a_schema_of_many_parts_is_checked_whole() -> None:
                        "size": {"type": ["number", "null"], "minimum": 0, "default": 1, "examples": [2]}},
     }  # fmt: skip
     assert json.loads(grammar_of(Constraint(json_schema=json.dumps(schema))))["grammars"]
+
+
+async def test_what_was_checked_for_one_salt_is_checked_anew_for_another() -> None:
+    """It was kept for all: a check takes up to a second, and who was refused sooner knew what another had demanded."""
+
+    async def checked(salt: str) -> bool:
+        options = GenerateOptions(constraint=Constraint(regex="[d-f]{7}"), cache_salt=salt)
+        before = grammar._checked.cache_info().misses
+        await output_form(TextPrompt("x"), options, Mock(), "auto")
+        return grammar._checked.cache_info().misses > before
+
+    assert [await asyncio.create_task(checked(salt)) for salt in ("a", "b", "a", "b", "c")] == [
+        True, True, False, False, True,
+    ]  # fmt: skip

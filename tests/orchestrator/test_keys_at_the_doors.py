@@ -29,6 +29,7 @@ from bough.rpc.server import is_serving, open_channel
 from bough.rpc.services import GENERATION, stub_of
 from bough.rpc.status_map import to_error
 from bough.security.api_keys import hash_of
+from loadtest.locust.mix import Question
 from orchestrator.assembly import Orchestrator, assembled
 from tests.fakes.http_stack import error_of
 from tests.fakes.stage import Stage, staged
@@ -132,6 +133,18 @@ async def test_a_key_opens_both_doors_as_its_clients_have_it(door: Guarded, monk
     async with door.http(ALICE) as client:
         assert (await client.post("/v1/completions", json=BODY)).json()["usage"]["completion_tokens"] == 3
         assert (await client.get("/v1/models")).status_code == 200
+
+
+async def test_users_of_a_load_test_show_their_key(door: Guarded, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody could try an orchestrator under load that is guarded as it should be."""
+    doors = pytest.importorskip("loadtest.locust.doors", reason="extra `loadtest`")
+    for key in (ALICE, ""):
+        monkeypatch.setenv("BOUGH_API_KEY", key)
+        url = door.orchestrator.requests.http_url
+        for user in (doors.GrpcDoor(door.address, 60.0, 0.0), doors.HttpDoor(url, 60.0, 0.0)):
+            sample = await asyncio.to_thread(user.ask, doors.Conversation(), Question("hello", 3), 1)
+            user.close()
+            assert ("authorization: must be Bearer" in sample.error) is (key == ""), sample
 
 
 @pytest.mark.parametrize("headers", [{}, {"authorization": "Bearer sk-nobody"}, {"authorization": ALICE}])

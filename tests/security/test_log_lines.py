@@ -10,13 +10,21 @@ import sys
 from dataclasses import replace
 
 import pytest
+from starlette.responses import PlainTextResponse
 
 from bough.client import Client
 from bough.errors import Unavailable
 from bough.processes.child import LOG_PREFIX
 from bough.protocol.messages import VerifyCall
-from bough.runtime.log_lines import MAX_LOG_CHARACTERS, MAX_TRACE_LINES, on_one_line
-from bough.telemetry.logs import JsonFormatter, TextFormatter
+from bough.runtime.log_lines import (
+    MAX_LINES_A_MINUTE,
+    MAX_LOG_CHARACTERS,
+    MAX_TRACE_LINES,
+    SparingFilter,
+    on_one_line,
+)
+from bough.telemetry.logs import AT_THE_DOOR, JsonFormatter, TextFormatter
+from orchestrator.http_api.server import http_serving
 from tests.fakes.fleet import Fleet
 from tests.fakes.streams import OPTIONS, PROMPT, read
 
@@ -79,3 +87,41 @@ async def test_the_name_of_a_session_adds_no_line(fakes: Fleet, caplog: pytest.L
     assert told, "no line has the name of a session any more: another test would do"
     for record in told:
         assert len(re.findall("[\r\n\x1b\u2028]", TextFormatter().format(record))) == 0
+
+
+def test_whoever_comes_to_a_door_fills_no_disk() -> None:
+    """A request that is none had a line each, or two, from whoever reached the port; so had a failed handshake."""
+    now, told = [1000.0], list[str]()
+    sparing = SparingFilter(("door",), lambda: now[0])
+
+    def knock(logger: str, lineno: int) -> None:
+        record = logging.LogRecord(logger, logging.WARNING, "f", lineno, "no: %s", ("x%",), None)
+        if sparing.filter(record):
+            told.append(record.getMessage())
+
+    for _ in range(1000):
+        knock("door", 1)
+    knock("door", 2)
+    assert told == ["no: x%"] * (MAX_LINES_A_MINUTE + 1)
+    for _ in range(1000):
+        knock("inside", 1)
+    assert len(told) == MAX_LINES_A_MINUTE + 1001
+    now[0] += 60.0
+    del told[:]
+    knock("door", 1)
+    knock("door", 1)
+    knock("door", 2)
+    assert told == [f"no: x% ({1000 - MAX_LINES_A_MINUTE} such lines before were left out)", "no: x%", "no: x%"]
+
+
+async def test_lines_of_the_door_come_from_loggers_that_are_sparing(caplog: pytest.LogCaptureFixture) -> None:
+    async with http_serving("127.0.0.1", 0, PlainTextResponse("ok")) as port:
+        for request in (b"no\n\n", b"GET / HTTP/1.1\r\nhost: x\r\nconnection: upgrade\r\nupgrade: x\r\n\r\n"):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(request)
+            async with asyncio.timeout(30):
+                await reader.readline()
+            writer.close()
+    names = {record.name for record in caplog.records if record.levelno >= logging.WARNING}
+    assert names
+    assert names <= set(AT_THE_DOOR)

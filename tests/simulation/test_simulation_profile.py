@@ -53,14 +53,6 @@ def test_a_sweep_takes_the_longer_of_link_and_padded_compute() -> None:
     assert target.sweep_seconds(1, Factors(link=3.0)) == pytest.approx(3.5)
 
 
-def test_a_second_knee_adds_to_rows_beyond_it() -> None:
-    content = json.loads(changed("target.second_knee_rows", 64))
-    content["target"]["second_knee_row_seconds"] = 0.1
-    target = parse_profile(json.dumps(content)).target
-    assert target.compute_seconds(64) == pytest.approx(0.74)
-    assert target.compute_seconds(65) == pytest.approx(0.1 + 72 * 0.01 + 8 * 0.1)
-
-
 def test_a_curve_is_followed_and_goes_on() -> None:
     content = json.loads(json.dumps(GOOD))
     content["target"] = {"compute_curve": [[1, 0.2], [8, 0.9], [16, 1.3]]}
@@ -143,7 +135,6 @@ def test_jitter_keeps_the_mean_and_can_be_repeated() -> None:
             "target.compute_curve: must be empty, or have two points or more, got [[1, 1]]",
         ),
         ("target.compute_curve", [1, 2], "target.compute_curve[0]: must be a valid array"),
-        ("target.second_knee_row_seconds", 0.1, "target.second_knee_rows: must be given"),
         ("target.experts", {"miss_seconds": 1}, "target.experts.num_experts: missing; must be given"),
         (
             "target.experts",

@@ -204,6 +204,27 @@ def test_a_link_that_was_seen_before_the_first_sweep_is_believed_until_sweeps_sa
     assert check_curve(learnt)(1) == pytest.approx(0.8, rel=0.1)
 
 
+def test_a_link_that_looked_slow_at_a_start_is_disproved_by_the_first_sweep_that_waits() -> None:
+    """Processes that start together share the link: it once looked four times slower for ten rounds."""
+    learnt = SweepTimes(1, MOST, SweepPrior(1, CostCurve((1, 257), (0.1, 1.1)), 1000, 4.0))
+    learnt.observe(32, 0.9, 0.3, 1000)
+    assert check_curve(learnt)(1) == pytest.approx(0.9)
+    learnt.observe(257, 1.3, 0.0, 1000)
+    assert check_curve(learnt)(1) == pytest.approx(0.9), "a sweep that computed for longer says nothing"
+
+
+def test_a_link_that_looked_slow_at_a_start_is_disproved_by_shorter_sweeps_that_compute() -> None:
+    """Sizes at the knee of a link that looks slow compute for as long as the link is thought to take."""
+    machine = Machine(0, 0.9, 0.1, 0.005, outliers=0.0)
+    learnt = SweepTimes(1, MOST, SweepPrior(1, CostCurve((1, 257), (0.1, 1.4)), 1000, 4.0))
+    for _ in range(6):
+        machine.sweep(learnt, min(512, int(learnt.knee)))
+    assert check_curve(learnt)(1) == pytest.approx(0.9, rel=0.2)
+    honest = SweepTimes(1, MOST, SweepPrior(1, CostCurve((1, 257), (0.1, 1.4)), 1000, 0.9))
+    honest.observe(257, 1.5, 0.0, 1000)
+    assert check_curve(honest)(1) == pytest.approx(0.9), "a longer sweep disproves nothing"
+
+
 def test_experts_that_rows_choose_make_the_links_time_grow() -> None:
     """All sweeps wait; the bytes, and so the seconds, grow with the rows, and one step of the link moves all."""
     learnt, random = SweepTimes(1, 512), np.random.default_rng(0)

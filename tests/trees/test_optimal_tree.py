@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import json
 from functools import cache
 from pathlib import Path
@@ -11,8 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bough.trees.acceptance import Acceptance, acceptance_from
+from bough.trees.acceptance import Acceptance, acceptance_from, smoothed
 from bough.trees.optimal_tree import (
+    LEAF,
+    _Table,
+    _tables,
     best_chains,
     best_shape,
     expected_tokens,
@@ -146,3 +150,59 @@ def test_the_best_chains_are_within_their_sizes_and_never_beat_the_best_shape(
     for length in range(1, min(levels, nodes)):
         for num in range(1, (nodes - 1) // length + 1):
             assert expected_tokens_of_chains(num, length, acceptance) <= best + 1e-12
+
+
+def by_all_splits(acceptance: Acceptance, nodes: int, levels: int) -> list[_Table]:
+    """As `_tables`, by trying every split of every size."""
+    leaf = np.full(nodes + 1, -np.inf)
+    leaf[1] = 1.0
+    tables = [_Table(leaf[None], leaf, LEAF)]
+    for depth in reversed(range(levels - 1)):
+        values, below = [leaf], tables[-1].best
+        for prob in acceptance[min(depth, len(acceptance) - 1)]:
+            child = np.where(np.isfinite(below), np.nan_to_num(below, neginf=0.0) * prob, -np.inf)
+            values.append(np.array([(values[-1][: m + 1] + child[m::-1]).max() for m in range(nodes + 1)]))
+        tables.append(_Table(np.stack(values), np.max(values, axis=0), LEAF))
+    return tables[::-1]
+
+
+def require_no_better_split(acceptance: Acceptance, nodes: int, levels: int) -> None:
+    tables = by_all_splits(acceptance, nodes, levels)
+    for table, expected in zip(_tables(acceptance, nodes, levels), tables, strict=True):
+        np.testing.assert_allclose(table.best, expected.best, rtol=0, atol=1e-12)
+
+
+@settings(max_examples=60)
+@given(acceptances, st.integers(1, 24), st.integers(1, 8))
+def test_no_split_is_overlooked(acceptance: Acceptance, nodes: int, levels: int) -> None:
+    """Only splits near the best one of concave values are tried."""
+    require_no_better_split(acceptance, nodes, min(levels, nodes))
+
+
+def test_values_far_from_concave_are_split_right() -> None:
+    """A likely child behind many that are never right: the best splits leap."""
+    require_no_better_split(np.array([[0.2, *[0.0] * 9, 0.5, *[0.0] * 5, 0.3]]), 150, 6)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_tree_is_that_of_all_splits(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no two nodes are worth the same: of equal ones either may be taken."""
+    acceptance = np.random.default_rng(seed).dirichlet(np.full(7, 0.5), 7)[:, :6]
+    found = best_shape(acceptance, 60, 8)
+    monkeypatch.setattr("bough.trees.optimal_tree._tables", by_all_splits)
+    assert best_shape(acceptance, 60, 8) == found
+
+
+@pytest.mark.parametrize("name", ["measured", "published"])
+def test_the_largest_shapes_have_the_most_valuable_nodes(name: str) -> None:
+    """Of falling acceptance the best nodes are simply taken one after the other."""
+    acceptance = smoothed(vector(name))
+    waiting, taken = [(-1.0, 0)], []  # (-value, depth) of nodes whose parents were taken
+    while len(taken) < 4096:
+        value, depth = heapq.heappop(waiting)
+        taken.append(-value)
+        if depth + 1 < 30:
+            for prob in acceptance[0]:
+                heapq.heappush(waiting, (value * prob, depth + 1))
+    shape = best_shape(acceptance, 4096, 30)
+    assert expected_tokens(shape, acceptance) == pytest.approx(sum(taken), rel=1e-12)

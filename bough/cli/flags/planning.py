@@ -56,7 +56,7 @@ def add_shape(parser: argparse.ArgumentParser) -> None:
     size = checked(number(int, 1, MOST_NODES))
     parser.add_argument("--nodes", type=size, required=True, help="most nodes, the root included")
     parser.add_argument("--levels", type=size, help="most levels, the root's included (any number by default)")
-    parser.add_argument("--branch", type=size, help="most children of a node (as many as were measured by default)")
+    parser.add_argument("--max-children", type=size, help="most children of a node (as many as measured by default)")
     schemes = [scheme.value for scheme in Scheme]
     parser.add_argument("--scheme", choices=schemes, help=f"of --from-live (default {Scheme.TARGET.value})")
     parser.add_argument("--by-depth", action="store_true", help="of --from-live: tell depths apart")

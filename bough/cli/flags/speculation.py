@@ -40,7 +40,7 @@ def read_json(flag: str, what: str, file: str) -> Any:
     except OSError as exc:
         raise ConfigError(f"{flag}: must be {what}, got {file}, which cannot be read: {exc.strerror}") from exc
     except (ValueError, RecursionError) as exc:  # not UTF-8, not JSON, or nested too deeply
-        raise ConfigError(f"{flag}: {file} is no JSON: {exc}") from exc
+        raise ConfigError(f"{flag}: must be {what}, got {file}, which is no JSON: {exc}") from exc
 
 
 def speculation_from(arguments: argparse.Namespace) -> Speculation:

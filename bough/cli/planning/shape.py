@@ -24,7 +24,7 @@ async def shape(arguments: argparse.Namespace) -> int:
     if arguments.scheme and not arguments.from_live:
         raise ConfigError(f"--scheme: must be given with --from-live only, got {arguments.scheme}")
     acceptance = await live(arguments) if arguments.from_live else read_acceptance(arguments.vector)
-    acceptance = acceptance[:, : arguments.branch]
+    acceptance = acceptance[:, : arguments.max_children]
     levels = min(arguments.levels or arguments.nodes, arguments.nodes)
     began = time.perf_counter()
     best = best_shape(acceptance, arguments.nodes, levels)

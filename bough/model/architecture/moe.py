@@ -109,7 +109,7 @@ class ExpertTable:
             self._materialized = [self._make(expert) for expert in range(len(experts.parts))]
 
     def expect(self, experts: Sequence[int]) -> Sequence[int]:
-        """As `ExpertBytes.expect`."""
+        """Announce all experts that the layer's rows have chosen; returns them in the best order to compute."""
         return self._raw.expect(experts)
 
     def pieces(self, expert: int) -> list[torch.Tensor]:
@@ -244,7 +244,7 @@ def _product(rows: torch.Tensor, weight: torch.Tensor, count: int) -> torch.Tens
 
 
 def _pieces(module: nn.Module, name: str, expert: int) -> list[torch.Tensor]:
-    """As `ExpertTable.pieces`, for a table or a plain stacked parameter."""
+    """An expert's value in parts along the first axis, from a table or a plain stacked parameter."""
     values = getattr(module, name)
     return values.pieces(expert) if isinstance(values, ExpertTable) else [values[expert]]
 

@@ -121,7 +121,7 @@ def read_header(file: Path) -> dict[str, TensorPlace]:
             header: dict[str, Any] = dict(json.loads(stream.read(header_bytes)))
     except OSError as exc:
         raise CheckpointError(f"{file}: cannot be read: {exc}") from exc
-    except (ValueError, TypeError) as exc:
+    except (ValueError, TypeError, RecursionError) as exc:
         raise CheckpointError(f"{file}: header is not a JSON object: {exc}") from exc
     data_start = 8 + header_bytes
     header.pop("__metadata__", None)
@@ -132,8 +132,10 @@ def _place(file: Path, size: int, data_start: int, name: str, entry: dict[str, A
     try:
         begin, end = (int(offset) for offset in entry["data_offsets"])
         dtype, shape = str(entry["dtype"]), tuple(int(n) for n in entry["shape"])
-    except (KeyError, TypeError, ValueError) as exc:
+    except (KeyError, TypeError, ValueError, OverflowError) as exc:
         raise CheckpointError(f"{file}: header entry of {name} is malformed: {entry!r}") from exc
+    if min(shape, default=0) < 0:
+        raise CheckpointError(f"{file}: tensor {name} must have no negative dimension, got shape {list(shape)}")
     if not 0 <= begin <= end or data_start + end > size:
         raise CheckpointError(
             f"{file}: tensor {name} ends at byte {data_start + end} of a file of {size}; the file is truncated"
@@ -194,7 +196,7 @@ def _shards(folder: Path, names: Collection[str]) -> list[str]:
 def _weight_map(index: Path) -> dict[str, str]:
     try:
         names = dict(json.loads(index.read_text())["weight_map"])
-    except (OSError, ValueError, KeyError, TypeError) as exc:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as exc:
         raise CheckpointError(f"{index}: not an index of safetensors files: {exc!r}") from exc
     for name, file in names.items():
         if not isinstance(file, str) or not file:

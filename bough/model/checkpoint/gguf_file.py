@@ -51,7 +51,7 @@ class Cursor:
         return number
 
     def text(self) -> str:
-        """A text."""
+        """A text, which its length precedes."""
         return self._texts(1)[0]
 
     def value(self, kind: int) -> Any:
@@ -263,7 +263,7 @@ class _Stated(NamedTuple):
 
     @classmethod
     def read(cls, cursor: Cursor) -> _Stated:
-        """Take it from a header."""
+        """Take what a header states of one tensor, of which the cursor is at the beginning."""
         from gguf import GGMLQuantizationType
 
         name = cursor.text()

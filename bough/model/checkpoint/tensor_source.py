@@ -54,7 +54,7 @@ class FreshMemory:
         return torch.empty(tuple(shape), dtype=dtype, device=self._device)
 
     def write(self, how: Callable[[], object]) -> None:
-        """Call it once."""
+        """Write the value now, once for good."""
         how()
 
 
@@ -123,7 +123,7 @@ class Stored:
         return self.place.shape
 
     def scratch_bytes(self, dtype: torch.dtype) -> int:
-        """0 for a view."""
+        """Scratch bytes of a converted copy; 0 where the value is a view of the tensor's bytes."""
         return 0 if self._is_view(dtype) else room_bytes(self.shape, dtype)
 
     def value(self, raw: Sequence[torch.Tensor], dtype: torch.dtype, scratch: Scratch) -> torch.Tensor:
@@ -136,7 +136,7 @@ class Stored:
         return out
 
     def write(self, data: torch.Tensor, out: torch.Tensor) -> None:
-        """Convert the tensor's bytes."""
+        """Convert the tensor's bytes to the dtype of `out`."""
         out.copy_(typed(data, self.place))
 
     def _is_view(self, dtype: torch.dtype) -> bool:
@@ -158,7 +158,7 @@ class Joined:
         return (sum(part.shape[0] for part in self.parts), *self.parts[0].shape[1:])
 
     def scratch_bytes(self, dtype: torch.dtype) -> int:
-        """The whole and its parts."""
+        """Scratch bytes of the joined copy and of its parts."""
         return room_bytes(self.shape, dtype) + sum(part.scratch_bytes(dtype) for part in self.parts)
 
     def value(self, raw: Sequence[torch.Tensor], dtype: torch.dtype, scratch: Scratch) -> torch.Tensor:

@@ -58,7 +58,7 @@ def _as_float(number: Any) -> Any:
 
 
 @overload(_as_float)
-def _as_float_of(number):  # type: ignore[no-untyped-def]
+def _as_float_of(number):  # type: (Any) -> Any
     if isinstance(number, types.Float):
         return lambda number: number
     return (lambda number: _half(number)) if number.signed else (lambda number: widened(number))

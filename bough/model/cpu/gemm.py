@@ -130,7 +130,7 @@ class Tile:
         return scratch
 
     def _add_widened(self, sums: Sequence[Any], inputs: Sequence[Any], line: Any) -> list[Any]:
-        """Like `_add_words`, with words of a converted line."""
+        """Add the products of the rows' word with a converted line's words at the address `line`."""
         b = self._builder
         for part, numbers in enumerate(zip(*(widened(b, words) for words in inputs), strict=True)):
             places = (ir.Constant(I64, (2 * output + part) * LANES * WORD_BYTES) for output in self._outputs)

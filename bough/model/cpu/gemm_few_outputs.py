@@ -137,7 +137,7 @@ def few_of(blocks: Any, num_rows: Any) -> Any:
 
 @strict_inner
 def multiply_few(rows: Any, matrix: Any, begin: Any, end: Any, bias: Any, out: Any) -> Any:
-    """As `bough.model.cpu.gemm.multiply_groups`, of 1, 2, 4 or 8 rows as `few_of` makes them."""
+    """Multiply 1, 2, 4 or 8 rows, as `few_of` makes them, with the groups [begin, end) of a matrix, and add `bias`."""
     for group in range(begin, end):
         output = min(group * GROUP, len(matrix) - GROUP)
         if len(rows) == 1:

@@ -129,18 +129,18 @@ _HAS_16, _MOST_WITHOUT = _MOST_ROWS >= LANES, 12  # rows up to which smaller til
 
 
 @strict_inner
-def _multiply_some(rows: Any, row: Any, num_left: Any, matrix: Any, group: Any, bias: Any, out: Any) -> Any:
+def _multiply_some(rows: Any, row: Any, num_remaining: Any, matrix: Any, group: Any, bias: Any, out: Any) -> Any:
     """Multiply rows from `row` on, as many as a tile takes; returns their number."""
-    if _HAS_16 and num_left > _MOST_WITHOUT:
+    if _HAS_16 and num_remaining > _MOST_WITHOUT:
         _tile_16(rows, row, matrix, group, bias, out)
         return 16
-    if _MOST_ROWS >= 8 and num_left > 4:
+    if _MOST_ROWS >= 8 and num_remaining > 4:
         _tile_8(rows, row, matrix, group, bias, out)
         return 8
-    if num_left > 2:
+    if num_remaining > 2:
         _tile_4(rows, row, matrix, group, bias, out)
         return 4
-    if num_left > 1:
+    if num_remaining > 1:
         _tile_2(rows, row, matrix, group, bias, out)
         return 2
     _tile_1(rows, row, matrix, group, bias, out)

@@ -30,17 +30,17 @@ def multiply(rows: Any, few: Any, num_rows: Any, matrix: Any, begin: int, end: i
 
 
 @overload(multiply)
-def _multiply(rows, few, num_rows, matrix, begin, end, bias, out):  # type: ignore[no-untyped-def]  # noqa: ARG001
-    def few_or_many(rows, few, num_rows, matrix, begin, end, bias, out):  # type: ignore[no-untyped-def]  # noqa: ARG001
+def _multiply(rows, few, num_rows, matrix, begin, end, bias, out):  # type: (Any, Any, Any, Any, Any, Any, Any, Any) -> Any  # noqa: ARG001
+    def few_or_many(rows, few, num_rows, matrix, begin, end, bias, out):  # type: (Any, Any, Any, Any, Any, Any, Any, Any) -> None  # noqa: ARG001
         if len(few):
             multiply_few(few, matrix, begin, end, bias, out)
         else:
             multiply_groups(rows, matrix, begin, end, bias, out)
 
-    def in_8_bits(rows, few, num_rows, matrix, begin, end, bias, out):  # type: ignore[no-untyped-def]  # noqa: ARG001
+    def in_8_bits(rows, few, num_rows, matrix, begin, end, bias, out):  # type: (Any, Any, Any, Any, Any, Any, Any, Any) -> None  # noqa: ARG001
         multiply_int8(rows, num_rows, matrix, begin, end, bias, out)
 
-    def as_they_stand(rows, few, num_rows, matrix, begin, end, bias, out):  # type: ignore[no-untyped-def]  # noqa: ARG001
+    def as_they_stand(rows, few, num_rows, matrix, begin, end, bias, out):  # type: (Any, Any, Any, Any, Any, Any, Any, Any) -> None  # noqa: ARG001
         multiply_groups(rows, matrix, begin, end, bias, out)
 
     if are_codes(rows):
@@ -57,7 +57,7 @@ def form_of(rows: Any, num_rows: Any) -> Any:
 
 
 @overload(form_of)
-def _form_of(rows, num_rows):  # type: ignore[no-untyped-def]  # noqa: ARG001
+def _form_of(rows, num_rows):  # type: (Any, Any) -> Any  # noqa: ARG001
     if _HAS_FEW and rows.dtype == numba.types.int32:
         return lambda rows, num_rows: few_of(rows, num_rows)
     return lambda rows, num_rows: rows[:0]  # noqa: ARG005

@@ -28,17 +28,17 @@ def strict(function: Any) -> Any:
 
 
 def strict_parallel(function: Any) -> Any:
-    """Like `strict`, with `numba.prange` over threads."""
+    """Compile a function with strict rounding, whose `numba.prange` runs over threads."""
     return _njit(function, cache=True, fastmath=False, parallel=True)
 
 
 def strict_inline(function: Any) -> Any:
-    """Like `strict`, inlined into its callers before compilation: for a few operations on numbers."""
+    """Inline a function of a few operations on numbers into its callers, compiled with strict rounding."""
     return _njit(function, cache=True, fastmath=False, inline="always")
 
 
 def strict_inner(function: Any) -> Any:
-    """Like `strict`, for functions called only by compiled code: without the Python wrapper, which compiles slowly."""
+    """Compile a function, with strict rounding, for compiled callers: without the slow-to-compile Python wrapper."""
     return _inner(function, fastmath=False)
 
 
@@ -48,7 +48,7 @@ def fastmath_parallel(function: Any) -> Any:
 
 
 def fastmath_inner(function: Any) -> Any:
-    """Like `fastmath_parallel`, for functions called only by compiled code."""
+    """Compile a function for compiled callers; LLVM may reorder its sums, always in the same order on one processor."""
     return _inner(function, fastmath=FASTMATH)
 
 

@@ -77,7 +77,7 @@ def put(values: Any, rows: Any, block: int, begin: int) -> None:
 
 
 @overload(put)
-def _put(values, rows, block, begin):  # type: ignore[no-untyped-def]  # noqa: ARG001
+def _put(values, rows, block, begin):  # type: (Any, Any, Any, Any) -> Any  # noqa: ARG001
     if are_codes(rows):
         return lambda values, rows, block, begin: _put_codes(values, rows[block, begin // LINE * LINE_WORDS :])
     return lambda values, rows, block, begin: _put_words(values, rows[block, begin // 2 :])
@@ -89,5 +89,5 @@ def num_outputs_of(matrix: Any) -> int:
 
 
 @overload(num_outputs_of)
-def _num_outputs_of(matrix):  # type: ignore[no-untyped-def]
+def _num_outputs_of(matrix):  # type: (Any) -> Any
     return (lambda matrix: LANES * len(matrix)) if is_int8(matrix) else (lambda matrix: len(matrix))

@@ -172,7 +172,7 @@ def _define(function: Any, of_floats: str | None, of_words: str | None) -> None:
     }
 
     @overload(function)
-    def defined(first, second):  # type: ignore[no-untyped-def]
+    def defined(first, second):  # type: (Any, Any) -> Any
         if not isinstance(first, Lanes) or first != second or first not in codes:
             return None
         code = codes[first]

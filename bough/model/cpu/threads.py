@@ -45,7 +45,7 @@ def hand_over_soon() -> None:
 
 
 def compute_reproducibly_with(num_threads: int) -> None:
-    """Like `compute_with`, for batch-invariant bits (`bough.model.running.batch_invariance`).
+    """Set the number of threads so that bits are batch-invariant; must be called on the thread that computes.
 
     torch divides numbers evenly among threads: with three it would split a row, and the numbers at the split, which do
     not fill a vector, are rounded differently. So torch gets two threads at most, except for products (`all_threads`).

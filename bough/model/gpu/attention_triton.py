@@ -114,23 +114,23 @@ def _rows_of(
 
 
 @triton.jit
-def _meet_own(  # type: ignore[no-untyped-def]
-    begin_row,
-    end_row,  # of the tile, or `begin_row` if no row has keys of its own
-    row,  # (QUERIES,)
-    shared,  # position of the first key
-    path,  # of `_attend`: lengths, tails, tail_width, base, origin, window
-    asked,  # query and own_query of `_meet`, keys and values
-    kv_head,
-    scale,
-    state,  # of the online softmax
+def _meet_own(
+    begin_row: tl.tensor,
+    end_row: tl.tensor,  # of the tile, or `begin_row` if no row has keys of its own
+    row: tl.tensor,  # (QUERIES,)
+    shared: tl.tensor,  # position of the first key
+    path: tl.tuple,  # of `_attend`: lengths, tails, tail_width, base, origin, window
+    asked: tl.tuple,  # query and own_query of `_meet`, keys and values
+    kv_head: tl.tensor,
+    scale: tl.tensor,
+    state: tl.tuple,  # of the online softmax
     BLOCK: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     KEY_DIM: tl.constexpr,
     SOFTCAP: tl.constexpr,
     IN_HALVES: tl.constexpr,
-):
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Fold the keys on each row's own path into its online softmax, one row after another."""
     steps = tl.arange(0, BLOCK)
     lengths, tails, tail_width, base, origin, window = path

@@ -99,7 +99,7 @@ class KVSlot(Slot):
         self.keys, self.values = memory.keys[:, begin:end], memory.values[:, begin:end]
 
     def move(self, begin: int, end: int, num_kept: int) -> None:
-        """As `Slot.move`: keeps keys and values of the first `num_kept` rows."""
+        """Assign these rows instead of the slot's own, keeping keys and values of the first `num_kept`."""
         old_keys, old_values = self.keys[:, :num_kept], self.values[:, :num_kept]
         is_elsewhere = begin != self.begin
         self.place(self.memory, begin, end)

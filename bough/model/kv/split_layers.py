@@ -52,7 +52,7 @@ class SplitLayers:
             self._parts[part][number, rows] = value
 
     def index_select(self, dim: int, rows: torch.Tensor) -> SplitLayers:
-        """As `torch.Tensor.index_select`, for every layer on its device."""
+        """A copy of these rows along axis `dim`, of every layer on its device."""
         return SplitLayers([part.index_select(dim, rows.to(part.device)) for part in self._parts], self._places)
 
 

@@ -42,11 +42,11 @@ class StateRows(NamedTuple):
     beta: torch.Tensor  # (num_rows, num_heads) float32
 
     def select(self, rows: slice | torch.Tensor) -> StateRows:
-        """Some of the rows."""
+        """A copy or view of some of the rows."""
         return StateRows(*(numbers[rows] for numbers in self))
 
     def followed_by(self, other: StateRows) -> StateRows:
-        """These rows, then the others."""
+        """A copy with the rows of `other` behind these."""
         return StateRows(*(torch.cat(pair) for pair in zip(self, other, strict=True)))
 
 

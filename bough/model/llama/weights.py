@@ -62,7 +62,7 @@ class Matrices(NamedTuple):
 
     @classmethod
     def of(cls, layer: Any) -> Matrices:
-        """The layer's own tensors."""
+        """The matrices of a decoder layer; memory is shared with it."""
         attention, mlp = layer.self_attn, layer.mlp
         own = attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj
         return cls(*(linear.weight.detach() for linear in (*own, mlp.gate_proj, mlp.up_proj, mlp.down_proj)))

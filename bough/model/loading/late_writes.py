@@ -67,7 +67,7 @@ def can_wait(slot: ParameterSlot) -> bool:
 
 
 def is_late(module: nn.Module, key: str) -> bool:
-    """As `can_wait`, by module and name: true for matrices of linear layers, unless latent attention uses parts."""
+    """Whether only a module's forward uses `key`: a linear layer's matrix, unless latent attention uses parts of it."""
     return isinstance(module, nn.Linear) and key == "weight" and not hasattr(module, "is_used_by_parts")
 
 

@@ -96,7 +96,7 @@ class Skeleton:
 
     @property
     def max_positions(self) -> int:
-        """As `architecture.max_positions` of its configuration."""
+        """The context length, within which rotary embeddings do not depend on the rest of the batch."""
         return max_positions(self.config)
 
     def kv_shape(self) -> KVShape:
@@ -278,7 +278,7 @@ def read_raw(slot: ParameterSlot, checksums: Mapping[str, int], device: torch.de
 
 
 def verify(place: TensorPlace, data: torch.Tensor, checksums: Mapping[str, int]) -> None:
-    """As `require_checksum`, of a tensor's bytes; computes nothing if the checksum is not known."""
+    """Verify the crc32 of a tensor's bytes, if it is known. Raises CheckpointError naming the file and the tensor."""
     if place.name in checksums:
         require_checksum(place, crc32(data), checksums)
 

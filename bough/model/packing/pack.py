@@ -44,7 +44,7 @@ def pack(model: str, bits: int, folder: Path, shard_bytes: int = SHARD_BYTES) ->
     checkpoint = Checkpoint.open(model)
     skeleton = build_skeleton(checkpoint, torch.bfloat16)
     if skeleton.quantization is not None:
-        raise ConfigError(f"model: {model} is packed already ({skeleton.quantization.method})")
+        raise ConfigError(f"model: must not be packed, but {model} is packed already ({skeleton.quantization.method})")
     _require_copyable(checkpoint)
     tensors = LayerTensors.of((slot for slots in skeleton.layer_slots for slot in slots), GROUP_SIZES[bits])
     tensors.require_worth(model)

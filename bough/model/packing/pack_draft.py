@@ -61,7 +61,7 @@ def pack_draft(
     kept = kept_layers(checkpoint, drop_layers)
     skeleton = build_skeleton(checkpoint, torch.bfloat16, kept)
     if skeleton.quantization is not None:
-        raise ConfigError(f"model: {model} is packed already ({skeleton.quantization.method})")
+        raise ConfigError(f"model: must not be packed, but {model} is packed already ({skeleton.quantization.method})")
     slots = [slot for layer in skeleton.layer_slots for slot in layer]
     tensors = LayerTensors.of(slots, min(layout.group_size for layout in LAYOUTS))
     tensors.require_worth(model)

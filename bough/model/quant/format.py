@@ -20,8 +20,6 @@ from bough.model.architecture.moe import AnySource
 from bough.model.checkpoint.checkpoint import TensorPlace
 from bough.model.checkpoint.tensor_source import VALUE_DTYPES, Scratch, room_bytes
 
-KERNEL_DTYPES = (torch.bfloat16, torch.float32)  # dtypes that CPU kernels write; others are converted
-
 
 class QuantFormat(ABC):
     """How a checkpoint's weights are packed, according to its config.json."""
@@ -205,13 +203,11 @@ def unless_in_order(groups: TensorPlace, num_groups: int) -> TensorPlace | None:
 
 
 def write_out(out: torch.Tensor, kernel: Callable[..., None], *inputs: object) -> None:
-    """Fill a matrix on the CPU by a kernel, which writes float32, or bfloat16 as its bits."""
-    whole = out if out.dtype in KERNEL_DTYPES else torch.empty_like(out, dtype=torch.float32)
-    kernel(*(_array(x) if isinstance(x, torch.Tensor) else x for x in inputs), _array(whole))
-    if whole is not out:
-        out.copy_(whole)
+    """Fill a matrix on the CPU by a kernel, which writes its numbers by `put_number`."""
+    target = out.view(torch.int16).numpy() if out.dtype == torch.float16 else _array(out)
+    kernel(*(_array(x) if isinstance(x, torch.Tensor) else x for x in inputs), target)
 
 
 def _array(values: torch.Tensor) -> np.ndarray[Any, Any]:
-    """The tensor for kernels, which take 16 bits as such."""
+    """The tensor for kernels, which read 16 bits as such."""
     return (values.view(torch.uint16) if values.dtype in (torch.float16, torch.bfloat16) else values).numpy()

@@ -117,7 +117,7 @@ TYPES = {
 
 
 class _Table(NamedTuple):
-    """A `Numbers` as arrays."""
+    """Where one kind of numbers is in a block (`Numbers`), as arrays for compiled code."""
 
     places: Any  # (count, 4) int64: bytes and shifts of low and high bits
     constants: Any  # (5 or more,) int64: masks of low and high bits, number of low bits, flip, center, codes
@@ -134,7 +134,7 @@ class _Table(NamedTuple):
 
 
 class _Tables(NamedTuple):
-    """The tables of a type."""
+    """Where all kinds of numbers are in blocks of a type, as arrays for compiled code."""
 
     numbers: _Table
     scales: _Table

@@ -25,7 +25,7 @@ HEAD = "lm_head.weight"  # has no tensor if it is the embeddings
 
 @dataclass(frozen=True, slots=True)
 class GgufFormat(QuantFormat):
-    """Any of a file's types."""
+    """The weights of a GGUF file, whose tensors may each be of another type."""
 
     architecture: str
     num_layers: int
@@ -50,7 +50,7 @@ class GgufFormat(QuantFormat):
         return None if is_plain else place.name
 
     def source(self, tensor: str, tensors: PackedTensors) -> TensorSource:
-        """Take a tensor."""
+        """Take a weight's only tensor, in blocks or plain. Raises CheckpointError for other types."""
         place = tensors.take(tensor, (*PLAIN, *BLOCKS))
         half = self._half(place)
         if place.dtype in PLAIN:
@@ -91,7 +91,7 @@ class GgufFormat(QuantFormat):
         return found or parameter
 
     def _half(self, place: TensorPlace) -> int:
-        """As `Blocks.half`: llama's queries and keys have the rows of a rotated pair side by side."""
+        """`half` of `Blocks`: llama's files have rows of queries and keys side by side that are rotated together."""
         for name, heads in zip(("attn_q", "attn_k"), self.num_heads, strict=True):
             if self.architecture == "llama" and f".{name}." in place.name:
                 return max(1, place.shape[0] // heads // 2)

@@ -101,7 +101,7 @@ def draw(logits: Row, params: SamplingParams, position: int) -> int:
 
 
 def draw_by(distribution: Callable[[Row], Row], logits: Row, params: SamplingParams, position: int) -> int:
-    """As `draw`, from the probabilities (vocab_size,) that `distribution` returns for the target's.
+    """The token at an absolute position, from what `distribution` makes of the target's probabilities (vocab_size,).
 
     Raises:
         Unavailable: no logit is finite.
@@ -118,7 +118,7 @@ def require_numbers(logits: Row, position: int) -> None:
 
 
 def require_number(is_there: bool, position: int) -> None:
-    """As `require_numbers`, for logits that were checked elsewhere."""
+    """Raise Unavailable unless `is_there`: the largest logit for a position was found finite elsewhere."""
     if not is_there:
         raise Unavailable(f"the target's logits for position {position} are not numbers; its weights may be damaged")
 

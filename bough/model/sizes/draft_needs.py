@@ -109,7 +109,7 @@ def _object(value: object, where: str) -> dict[str, Any]:
 
 
 def _kept_layers(checkpoint: Checkpoint, num_layers: int) -> set[int]:
-    """As `bough.model.loading.layer_selection.working_layers`, which needs transformers."""
+    """Layers that change their input, without transformers: all but identity copies of a block expansion."""
     if checkpoint.kept_layers is not None:
         return set(checkpoint.kept_layers)
     manifest: Path = checkpoint.path / EXPANSION_NAME

@@ -183,11 +183,11 @@ def budgets(settings: TargetConfig, layer_bytes: Sequence[int], device: int, hos
 
 
 def activation_bytes(config: PretrainedConfig, shape: KVShape, limits: TargetLimits) -> int:
-    """Upper estimate of what a sweep takes besides weights and slots (tests/model/test_memory.py)."""
+    """Upper estimate of what a sweep takes besides weights and slots (tests/model/sizes/test_memory_budget.py)."""
     size, vocab_size = shape.dtype.itemsize, int(config.vocab_size)
     head = _sweep_rows(limits) * vocab_size * size * 2  # in parts, then concatenated
-    judged = 8 * vocab_size * FLOAT64_BYTES  # one row at a time
-    return layer_activation_bytes(config, shape, limits) + head + judged
+    logits = 8 * vocab_size * FLOAT64_BYTES  # one row at a time
+    return layer_activation_bytes(config, shape, limits) + head + logits
 
 
 def score_bytes(config: PretrainedConfig, shape: KVShape, limits: TargetLimits, num_threads: int) -> int:

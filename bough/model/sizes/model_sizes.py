@@ -24,10 +24,10 @@ from bough.model.kv.session_kv import KVShape
 from bough.model.loading.late_writes import is_late
 from bough.model.loading.loading import DTYPES
 from bough.model.quant.formats import format_of
-from bough.model.quant.samples import PackedFormat
 from bough.model.running.batch_invariance import row_counts
 from bough.model.running.host_embeddings import embeddings_for_host
 from bough.model.sizes.memory_budget import fixed_bytes
+from bough.model.sizes.samples import PackedFormat
 from bough.model.sizes.stored_format import Packing
 from bough.sizing.flops import ExpertWork, Work
 from bough.sizing.placement import ExpertSizes, Fixed, SeparateExperts

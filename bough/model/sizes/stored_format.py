@@ -22,8 +22,8 @@ from bough.model.quant.format import kept_modules
 from bough.model.quant.formats import fields_of, format_of, where_in
 from bough.model.quant.gguf import GgufFormat
 from bough.model.quant.quantize import GROUP_SIZES
-from bough.model.quant.samples import BY_ROWS, PackedFormat
 from bough.model.quant.scaled import SchemeFormat
+from bough.model.sizes.samples import BY_ROWS, PackedFormat
 
 SCALE_BYTES, INDEX_BYTES = 2, 4
 # FP8 as DeepSeek stores it; Qwen's have 2, which is a ten-thousandth less for the whole weight.
@@ -102,7 +102,7 @@ class Packing:
         return PackedFormat(method, scheme.bits, group_size, scheme.is_ordered), scheme.num_bytes(shape, scale_bytes)
 
     def _in_file(self, name: str, dtype: torch.dtype) -> tuple[PackedFormat | None, int] | None:
-        """As `of_parameter`, in a GGUF file; the format is None for plain numbers of another dtype."""
+        """A parameter's format and bytes in a GGUF file; None if plain of this dtype, (None, bytes) if of another."""
         assert self.file is not None, "called for GGUF only"
         format_, tensors = self.file
         places = [tensors[tensor] for tensor, _ in format_.tensors_of(name) if tensor in tensors]

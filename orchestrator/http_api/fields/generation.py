@@ -17,6 +17,8 @@ from orchestrator.http_api.fields.tools import ANY, CallList, ToolChoiceField, T
 
 MAX_EFFORT = 32  # characters of `reasoning_effort`, of which templates know different ones
 MAX_REQUEST_ID = 128  # characters of a request's id, before those that make it the answer's
+# The key of its text for each type of part; a refusal is one of an assistant's.
+_SAID = {"text": "text", "input_text": "text", "refusal": "refusal"}
 TextOrTokens = str | tuple[int, ...]
 _DEFAULTS = GenerateOptions()
 AS_RENDERED: Neutral = {"add_generation_prompt": (True,), "continue_final_message": (False,)}
@@ -150,8 +152,11 @@ class RequestFields(Fields):
     structured_outputs: StructuredOutputsFields | None = None
     request_id: Annotated[str, Field(max_length=MAX_REQUEST_ID)] = ""
     speculation: Annotated[SpeculationFields, BeforeValidator(_speculation)] = SpeculationFields()
-    ignored = frozenset({"store", "service_tier", "prompt_cache_key", "prompt_cache_retention", "safety_identifier"})
-    neutral: ClassVar[Neutral] = {"priority": (0,), "skip_special_tokens": (True,)}
+    ignored = frozenset(
+        {"store", "service_tier", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention",
+         "safety_identifier"}
+    )  # fmt: skip
+    neutral: ClassVar[Neutral] = {"priority": (0,), "skip_special_tokens": (True,), "moderation": ()}
 
 
 class GenerationFields(RequestFields):
@@ -178,7 +183,7 @@ class MessageFields(Fields):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     tool_calls: CallList = Field(default_factory=list)
     tool_call_id: str = ""
-    content: Annotated[str, BeforeValidator(partial(parts_text, keys={"text": "text", "input_text": "text"}))]
+    content: Annotated[str, BeforeValidator(partial(parts_text, keys=_SAID))]
     reasoning: str = ""  # as current clients send back what an assistant thought
     reasoning_content: str = ""  # as older ones do
     ignored = frozenset({"name", "refusal", "annotations"})

@@ -12,7 +12,7 @@ from orchestrator.http_api.fields.constraint import constraint_names, constraint
 from orchestrator.http_api.fields.errors import invalid
 from orchestrator.http_api.fields.options import RequestLimits, template_kwargs
 from orchestrator.http_api.fields.tools import MAX_CALLS
-from orchestrator.http_api.responses.fields import CallItem, MessageItem, OutputItem, ReasoningItem, ResponseFields
+from orchestrator.http_api.responses.fields import CallOutput, InputCall, MessageItem, ReasoningItem, ResponseFields
 
 LOGPROBS = "message.output_text.logprobs"  # among `include`
 
@@ -52,9 +52,9 @@ def conversation(fields: ResponseFields, tools: Tools | None) -> Conversation:
                 role, reasoning = item.role, thoughts if item.role == "assistant" else ""
                 messages.append(Message("system" if role == "developer" else role, item.content, reasoning=reasoning))
                 thoughts = ""
-            case OutputItem():
+            case CallOutput():
                 messages.append(Message("tool", item.output, tool_call_id=item.call_id))
-            case CallItem():
+            case InputCall():
                 if thoughts or not messages or messages[-1].role != "assistant":
                     messages.append(Message("assistant", "", reasoning=thoughts))
                     thoughts = ""
@@ -68,7 +68,7 @@ def conversation(fields: ResponseFields, tools: Tools | None) -> Conversation:
     return Conversation(ChatPrompt(tuple(messages), tools, kwargs), _names(fields, messages, origins))
 
 
-def _with_call(message: Message, item: CallItem, index: int) -> Message:
+def _with_call(message: Message, item: InputCall, index: int) -> Message:
     calls = (*message.tool_calls, ToolCall(item.call_id, item.name, item.arguments))
     if len(calls) > MAX_CALLS:
         raise invalid(f"input[{index}]", item.type, f"be one of at most {MAX_CALLS} calls that follow one another")

@@ -43,8 +43,8 @@ class MessageItem(Fields):
     ignored = frozenset({"id", "status", "phase"})
 
 
-class CallItem(Fields):
-    """A call that the model made."""
+class InputCall(Fields):
+    """A call that the model made earlier in the conversation."""
 
     type: Literal["function_call"]
     call_id: Annotated[str, Field(min_length=1)]
@@ -53,7 +53,7 @@ class CallItem(Fields):
     ignored = frozenset({"id", "status", "caller"})
 
 
-class OutputItem(Fields):
+class CallOutput(Fields):
     """What a called function returned."""
 
     type: Literal["function_call_output"]
@@ -76,11 +76,11 @@ class _OtherItem(Fields):
     type: Literal["message", "function_call", "function_call_output", "reasoning"]
 
 
-Item = MessageItem | CallItem | OutputItem | ReasoningItem
-_ITEMS: Mapping[Any, type[Item]] = {
+InputItem = MessageItem | InputCall | CallOutput | ReasoningItem
+_ITEMS: Mapping[Any, type[InputItem]] = {
     "message": MessageItem,
-    "function_call": CallItem,
-    "function_call_output": OutputItem,
+    "function_call": InputCall,
+    "function_call_output": CallOutput,
     "reasoning": ReasoningItem,
 }
 
@@ -159,7 +159,7 @@ class ResponseStreamOptions(Fields):
 class ResponseFields(RequestFields):
     """Body of /v1/responses."""
 
-    input: Annotated[list[Annotated[Item, BeforeValidator(_item)]], BeforeValidator(_input)]
+    input: Annotated[list[Annotated[InputItem, BeforeValidator(_item)]], BeforeValidator(_input)]
     instructions: str | None = None
     max_output_tokens: StrictInt | None = None
     text: TextFields = TextFields()
@@ -188,13 +188,14 @@ class ResponseFields(RequestFields):
     stream_options: ResponseStreamOptions = ResponseStreamOptions()
     previous_response_id: Annotated[None, BeforeValidator(_kept)] = None
     conversation: Annotated[None, BeforeValidator(_kept)] = None
-    # `max_tool_calls` counts tools that are run by the server, of which there are none.
-    ignored = RequestFields.ignored | {"max_tool_calls", "prompt_cache_options"}
+    # `max_tool_calls` counts tools that are run by the server, and `image` says how to read images: there are neither.
+    ignored = RequestFields.ignored | {"max_tool_calls", "image"}
     neutral: ClassVar[Neutral] = {
         **RequestFields.neutral,
+        "access_programs": (),
         "background": (False,),
+        "background_options": (),
         "truncation": ("disabled",),
         "prompt": (),
         "context_management": ([],),
-        "moderation": (),
     }

@@ -1,7 +1,7 @@
 """Kernels by the code for CPUs, as Triton's interpreter takes a hundred times as long.
 
-Weights are unpacked to the same bits as Triton's, as `tests/gpu/test_unpack.py` shows; sums of the delta rule are in
-another order (`tests/model/test_delta_rule_triton.py`).
+Weights are unpacked to the same bits as Triton's, as `tests/model/gpu/test_unpack.py` shows; sums of the delta rule are
+in another order (`tests/model/gpu/test_delta_rule_triton.py`).
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ NAMES |= {torch.bfloat16: "BF16", torch.float32: "F32"}
 def take_steps(
     qkv: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor, table: torch.Tensor, states: torch.Tensor, *rest: int
 ) -> torch.Tensor:
-    """As `bough.model.gpu.delta_rule_triton.take_steps`."""
+    """Take steps of the gated delta rule on the CPU."""
     return run_on_cpu(qkv[: len(decay)], decay, beta, table[:, :3].long().numpy(), states, *rest)
 
 
 def write_own(packed: torch.Tensor, scales: torch.Tensor, bits: int, out: torch.Tensor) -> None:
-    """As `bough.model.gpu.unpack_triton.write_own`."""
+    """Dequantize bough's format on the CPU."""
     _write(Packed(_place(packed), _place(scales), bits), out, packed, scales)
 
 
@@ -45,14 +45,14 @@ def write_down(
     zero_offset: int,
     out: torch.Tensor,
 ) -> None:
-    """As `bough.model.gpu.unpack_triton.write_down`."""
+    """Dequantize GPTQ's format on the CPU."""
     own = None if groups is None else _place(groups)
     source = Gptq(_place(words), _place(zeros), _place(scales), own, bits, zero_offset)
     _write(source, out, words, zeros, scales, *(() if groups is None else (groups,)))
 
 
 def write_across(words: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
-    """As `bough.model.gpu.unpack_triton.write_across`."""
+    """Dequantize AWQ's format on the CPU."""
     _write(Awq(_place(words), _place(zeros), _place(scales)), out, words, zeros, scales)
 
 
@@ -65,14 +65,14 @@ def write_along(
     block: tuple[int, int],
     out: torch.Tensor,
 ) -> None:
-    """As `bough.model.gpu.unpack_triton.write_along`."""
+    """Dequantize numbers by rows on the CPU."""
     tensors = [tensor for tensor in (numbers, scales, zeros, groups) if tensor is not None]
     own_zeros, own_groups = (None if tensor is None else _place(tensor) for tensor in (zeros, groups))
     _write(Scaled(_place(numbers), _place(scales), own_zeros, own_groups, bits, block), out, *tensors)
 
 
 def write_blocks(data: torch.Tensor, size: tuple[int, int], type_: BlockType, half: int, out: torch.Tensor) -> None:
-    """As `bough.model.gpu.unpack_triton.write_blocks`."""
+    """Dequantize a GGUF file's blocks on the CPU."""
     kind = next(kind for kind in TYPES if (BLOCKS[kind], TYPES[kind]) == (size, type_))
     Blocks(_place(data), kind, half).write(data.flatten(), out)
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from bough.model.quant.samples import BY_ROWS
+from bough.model.sizes.samples import BY_ROWS
 from loadtest.gpu import check as gpu_check
 from loadtest.gpu.pipeline import pipeline
 from loadtest.gpu.unpacking import FORMATS

@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import sys
 from pathlib import Path
 
 import pytest
 
+from loadtest.locust.__main__ import MOST_USERS, main, read_arguments, steps
 from loadtest.locust.climb import Climb
 from loadtest.locust.mix import Kind, Mix, parse_kinds
 from loadtest.locust.plan import Plan, plan_from_environment
@@ -139,3 +141,66 @@ def test_a_climb_ends_with_as_many_users_as_it_may_have() -> None:
     climb.users_at(0.0, [])
     assert climb.users_at(1.0, finished(5, 1.0)) is None
     assert climb.bent_at == 0
+
+
+def test_a_climb_begins_with_no_more_users_than_it_may_have_and_ends_in_time() -> None:
+    """It was killed with all that it had measured."""
+    climb = Climb(step_users=8, step_seconds=1.0, max_users=3, bend=9.0, most_seconds=60.0)
+    assert climb.users_at(0.0, []) == 3
+    assert climb.users_at(59.0, finished(1, 1.0)) == 3
+    assert climb.users_at(60.0, finished(1, 1.0)) is None
+    assert climb.bent_at == 0
+
+
+def test_what_a_climb_has_found_is_told(tmp_path: Path) -> None:
+    plan = Plan(("grpc",), "", "", (), 0.0, 1, 0.0, 0.0, 9.0, str(tmp_path / "samples.jsonl"), 7)
+    assert plan.read_bent_at() == 0
+    plan.write_bent_at(12)
+    assert plan.read_bent_at() == 12
+    samples = [
+        Sample("grpc", 1.0, 2.0, first_token_seconds=0.5, num_tokens=10, users=2),
+        Sample("grpc", 2.0, 3.0, first_token_seconds=0.7, num_tokens=10, users=2),
+        Sample("grpc", 5.0, 0.5, error="full", is_refused=True, users=4),
+    ]
+    assert steps(samples) == [
+        {"users": 2, "requests": 2, "first_token_p95": 0.7, "tokens_per_second": 5.0, "refused": 0},
+        {"users": 4, "requests": 1, "first_token_p95": 0.0, "tokens_per_second": 0.0, "refused": 1},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        (["--users", "0"], "--users: must be a whole number, 1 or more, got '0'"),
+        (["--rate", "-5"], "--rate: must be a number, 0.0 or more, got '-5'"),
+        (["--seconds", "0"], "--seconds: must be a number, 1.0 to 86400.0, got '0'"),
+        (["--conversations", "2"], "--conversations: must be a number, 0.0 to 1.0, got '2'"),
+        (["--rate", "5", "--step-users", "4"], "--step-users: must be left out beside --rate"),
+        (["--address", "127.0.0.1:1"], "--http: missing; must be given beside --address"),
+    ],
+)
+def test_a_load_that_is_none_is_refused_by_its_flag(
+    flags: list[str], text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A negative rate was as many requests as the machine could send; no seconds were a test without end."""
+    monkeypatch.setattr(sys, "argv", ["loadtest.locust", *flags])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert f"error: {text}" in capsys.readouterr().err
+
+
+def test_a_profile_that_is_none_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["loadtest.locust", "--simulate", "rtx9999"])
+    assert main() == 2
+    assert capsys.readouterr().err.startswith("error: ")
+
+
+def test_users_climb_as_far_as_they_must(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To eight where nobody said how far: two steps, after which no latency has bent."""
+    monkeypatch.setattr(sys, "argv", ["loadtest.locust", "--step-users", "4"])
+    assert read_arguments().users == MOST_USERS
+    monkeypatch.setattr(sys, "argv", ["loadtest.locust"])
+    assert read_arguments().users == 8

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
@@ -12,7 +13,7 @@ from loadtest.locust.reading import Reading
 from loadtest.locust.samples import Sample
 from loadtest.served.doors import Comparison, compare_doors, door_figures
 from loadtest.served.streams import Answered, Ask, Door
-from loadtest.served.verdict import verdict
+from loadtest.served.verdict import has_failed, verdict
 
 
 def chunk(text: str, num_tokens: int) -> str:
@@ -123,3 +124,10 @@ def test_the_verdict_is_of_the_demonstration_where_that_was_run_and_counts_all_f
     assert (told["failed_requests"], told["unequal_texts"], told["clients"]) == (126, 5, 16)
     assert verdict({"doors": doors}, 1)["ttft_ratio"]["of"] == "doors"
     assert verdict({"soak": {"failed": 0}}, 1)["ttft_ratio"] is None
+
+
+@pytest.mark.parametrize("part", [{"doors": {"failed": 1}}, {"restarts": {"unequal": 1}}, {"soak": {"leaks": ["x"]}}])
+def test_what_must_not_happen_fails_the_command(part: dict[str, Any]) -> None:
+    """Only leaks did."""
+    assert not has_failed(verdict({"doors": {"failed": 0, "unequal": 0}, "soak": {"failed": 0, "leaks": []}}, 1))
+    assert has_failed(verdict(part, 1))

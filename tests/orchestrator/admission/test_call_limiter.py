@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -30,13 +31,14 @@ from orchestrator.admission.call_limiter import (
     BYTES_PER_TOKEN,
     MAX_BYTES,
     MAX_OTHER_CALLS,
+    MAX_TOKENIZING,
     SMALL_BYTES,
     SPARE_CALLS,
     CallLimiter,
 )
 from tests.fakes.stage import MAX_CONTEXT, PROMPT, SHORT, Stage, finish, orchestrating
 from tests.fakes.waiting import until
-from tests.orchestrator.cluster.test_tokenizing import Held
+from tests.orchestrator.cluster.test_tokenizer_threads import Held
 
 
 @pytest.fixture
@@ -181,6 +183,22 @@ def test_calls_are_counted_until_they_end() -> None:
     for method in ("Generate", "Abort"):
         with call_limiter.entering(method, 10):
             pass
+
+
+def test_texts_that_are_tokenized_leave_room_for_other_calls() -> None:
+    """One client's long ones took the places of all calls, so that nobody could abort a request or ask how all is."""
+    failed = Counter[str]()
+    call_limiter = CallLimiter(Admission(2, 3), lambda: 100, failed)
+    with ExitStack() as inside:
+        for _ in range(MAX_TOKENIZING):
+            inside.enter_context(call_limiter.entering("Tokenize", 0))
+        assert f"{MAX_TOKENIZING} calls are being answered" in str(refused(call_limiter, "Tokenize"))
+        for method in ("Generate", "Abort", "GetLoads"):
+            with call_limiter.entering(method, 0):
+                pass
+    assert failed == {"Exhausted": 1}, "which is told"
+    with call_limiter.entering("Tokenize", 0):
+        pass
 
 
 def test_bytes_of_all_calls_together_are_bounded() -> None:

@@ -167,3 +167,47 @@ async def test_a_target_of_another_release_is_not_waited_for(fakes: Fleet, monke
     await asyncio.wait(directory._meetings.values())
     assert "t: it speaks protocol version" in directory.why_no_target()
     assert not directory.seen
+
+
+async def introduced(fakes: Fleet, *names: str) -> Directory:
+    """A directory that does not poll, and knows targets of these names."""
+    for name in names:
+        await fakes.target(name)
+    directory = Directory(fakes.registry)
+    await directory._refresh()
+    await asyncio.wait(directory._meetings.values())
+    return directory
+
+
+async def test_no_request_begins_at_a_target_that_is_about_to_be_forgotten(
+    fakes: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the connection of another one was closed, it was still chosen, and then lost its own."""
+    directory = await introduced(fakes, "a", "b")
+    usable: list[int] = []
+
+    async def close(self: TargetClient) -> None:
+        usable.append(len(directory.targets))
+
+    monkeypatch.setattr(TargetClient, "close", close)
+    for target in directory.targets:
+        target.num_missing = MOST_MISSING + 1
+    await directory._forget_unlisted()
+    assert usable == [0, 0]
+
+
+async def test_threads_end_even_if_a_connection_cannot_be_closed(fakes: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = await introduced(fakes, "a", "b")
+    closed: list[str] = []
+
+    async def close(self: TargetClient) -> None:
+        closed.append(self.address)
+        raise OSError("closed already")
+
+    monkeypatch.setattr(TargetClient, "close", close)
+    with pytest.raises(OSError, match="closed already"):
+        async with directory.running():
+            pass
+    assert len(closed) == 2
+    with pytest.raises(RuntimeError, match="after shutdown"):
+        await directory.tokenizing.run(lambda: None)

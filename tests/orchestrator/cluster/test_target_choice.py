@@ -14,7 +14,7 @@ from bough.protocol.generation import GenerateOptions, TextPrompt, TokenPrompt
 from bough.protocol.messages import VerifyCall, WorkerInfo
 from bough.protocol.prefix_hash import block_hashes
 from bough.registry.records import WorkerLoad
-from orchestrator.cluster.expected_wait import ExpectedWait, Need, UsualRound, expected_seconds
+from orchestrator.cluster.expected_wait import Need, TargetSpeed, UsualRound, expected_seconds
 from orchestrator.serving.requests import Requests
 from tests.fakes.fleet import FakeTarget, Fleet
 from tests.fakes.streams import OPTIONS, once, read
@@ -29,9 +29,9 @@ FULL = WorkerLoad(kv_bytes=1000, kv_used_bytes=990)
 
 def seconds(worker_id: str, need: Need, num_running: int = 0, load: WorkerLoad = WorkerLoad()) -> float:  # noqa: B008
     info = WorkerInfo("target", worker_id, "m", "d", "f", "t", 262, 8192, 64, 8, cost=LINK_BOUND)
-    pace = ExpectedWait()
-    pace.times.update(worker_id, LINK_BOUND)
-    return expected_seconds(pace, UsualRound(), info, load, num_running, need)
+    speed = TargetSpeed()
+    speed.times.update(worker_id, LINK_BOUND)
+    return expected_seconds(speed, UsualRound(), info, load, num_running, need)
 
 
 def test_a_prefix_is_worth_what_computing_it_takes() -> None:

@@ -12,9 +12,9 @@ import pytest
 from bough.config.processes import OrchestratorConfig, parse
 from orchestrator.http_api.ui import FILES, FOLDER
 from orchestrator.http_service import has_page
+from tests.fakes.browser import BROWSER, browser_page
 from tests.fakes.http_stack import HttpStack, http_stack
 from tests.fakes.waiting import PATIENCE_SECONDS
-from tests.orchestrator.http_api.browser import BROWSER, browser_page
 
 CHAT = "/v1/chat/completions"
 BODY = {
@@ -55,6 +55,8 @@ async def test_why_rounds_were_so_is_told_by_the_answers_own_id(door: HttpStack)
     decisions = (await door.client.get(f"/decisions/{chunks[0]['id']}")).json()
     assert sum(one["tokens"] for one in decisions) == 24
     assert {one["mode"] for one in decisions} <= {"draft", "lookup", "probe", "off"}
+    named = await door.answer(CHAT, BODY | {"stream": False, "request_id": "user/1"})
+    assert (await door.client.get(f"/decisions/{named['id']}")).json(), "a name may have a slash"
     refusal = await door.client.get("/decisions/nobody")
     assert refusal.status_code == 404
     assert "nobody" in refusal.json()["error"]["message"]
@@ -68,6 +70,20 @@ async def test_the_cluster_is_its_workers_and_what_is_wrong_with_them(door: Http
             problems = [cluster["index_problem"], *(worker["problem"] for worker in cluster["workers"])]
     assert sorted(worker["info"]["kind"] for worker in cluster["workers"]) == ["draft", "target"]
     assert all(worker["address"] for worker in cluster["workers"])
+
+
+async def test_the_cluster_shows_what_its_workers_have_done_since_they_were_met(door: HttpStack) -> None:
+    """It showed what each had told of itself at first: no pass, whatever it did, and `bough top` none a second."""
+    before = await passes(door)
+    await door.chunks(CHAT, BODY)
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        while not all(number > before[kind] for kind, number in (await passes(door)).items()):
+            await asyncio.sleep(0.05)
+
+
+async def passes(door: HttpStack) -> dict[str, int]:
+    cluster = (await door.client.get("/cluster")).json()
+    return {worker["info"]["kind"]: worker["info"]["num_passes"] for worker in cluster["workers"]}
 
 
 async def test_the_page_is_files_that_load_nothing_from_elsewhere(door: HttpStack) -> None:

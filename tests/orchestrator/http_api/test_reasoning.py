@@ -15,7 +15,7 @@ from bough.protocol.thoughts import Beginning, Thoughts
 from orchestrator.http_api.answers.answer import Head
 from orchestrator.http_api.body import parse
 from orchestrator.http_api.chat import ChatAnswer
-from orchestrator.http_api.fields.generation import StreamOptions
+from orchestrator.http_api.fields.generation import ChatFields, StreamOptions
 from orchestrator.http_api.responses.answer import ResponseAnswer, repeated
 from orchestrator.http_api.responses.conversation import conversation
 from orchestrator.http_api.responses.fields import ResponseFields
@@ -72,7 +72,7 @@ HM = ["<thi", "nk>", "\nHm", ", so.", "\n</", "think>"]
         (events(BEFORE, ["\n", "It"], [" is"]), None, "\nIt is", 0),
         (events(BEFORE, []), None, "", 0),
         (events(INSIDE, ["</think>", "4"]), None, "4", 1),
-        (events(INSIDE, ["</think>"]), None, None, 1),
+        (events(INSIDE, ["</think>"]), None, "", 1),
     ],
 )
 def test_thoughts_are_a_field_of_their_own_whole_and_streamed(
@@ -85,6 +85,7 @@ def test_thoughts_are_a_field_of_their_own_whole_and_streamed(
     assert chunks[-1]["usage"] == whole["usage"]
     message = joined(chunks)
     assert message["content"] == (content or "")
+    require_it_can_be_sent_back(whole)
     assert message.get("reasoning") == message.get("reasoning_content") == reasoning
     chat = pytest.importorskip("openai.types.chat", reason="extra `clients`")
     assert chat.ChatCompletion.model_validate(whole).choices[0].message.reasoning == reasoning
@@ -103,6 +104,18 @@ def test_without_thoughts_asked_for_they_are_left_out_and_counted() -> None:
         [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["logprobs"]],
     ):
         assert sum(len(choice["logprobs"]["content"]) for choice in choices) == 4, "of all tokens"
+
+
+def test_a_message_whose_thoughts_are_left_out_can_be_sent_back() -> None:
+    """Its content was null, which a message has beside calls or thoughts alone."""
+    whole, _ = answered(events(INSIDE, ["Hm"]), has_reasoning=False)
+    assert whole["choices"][0]["message"] == {"role": "assistant", "refusal": None, "content": ""}
+    require_it_can_be_sent_back(whole)
+
+
+def require_it_can_be_sent_back(whole: Json) -> None:
+    said = [{"role": "user", "content": "x"}, whole["choices"][0]["message"]]
+    assert parse(ChatFields, json.dumps({"messages": said}).encode()).messages[1].role == "assistant"
 
 
 def test_a_model_without_thoughts_answers_as_ever() -> None:

@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 
 from orchestrator.admission.call_limiter import SMALL_BYTES
 from orchestrator.http_api.body import MAX_BODY_BYTES
+from orchestrator.http_api.fields.base import Fields
 from orchestrator.http_api.fields.generation import ChatFields, CompletionFields, MessageFields
+from orchestrator.http_api.responses.fields import ResponseFields
 from tests.fakes.http_stack import HttpStack, Json, error_of, http_stack
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -111,6 +113,7 @@ async def door(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[HttpSt
         ("structured_outputs.json", {"json": "x" * 132_000}),
         ("modalities", ["text", "audio"]),
         ("audio", {"voice": "alloy"}),
+        ("moderation", {"model": "omni"}),
         ("web_search_options", {}),
         ("tools", {}),
         ("tool_choice", {"type": "function", "function": {"name": "x"}}),
@@ -176,6 +179,7 @@ async def test_null_is_as_good_as_left_out(door: HttpStack) -> None:
         ("store", False),
         ("metadata", {"a": "b"}),
         ("parallel_tool_calls", True),
+        ("prompt_cache_options", {"mode": "implicit"}),
         ("service_tier", "auto"),
         ("stream_options", {}),
         ("stop", []),
@@ -198,6 +202,7 @@ async def test_null_is_as_good_as_left_out(door: HttpStack) -> None:
         ("messages", [USER, {"role": "assistant", "content": "b", "refusal": None, "annotations": []}, USER]),
         ("messages", [USER, {"role": "assistant", "content": None, "refusal": "No."}, USER]),
         ("messages", [USER, {"role": "assistant", "refusal": "No."}, USER]),
+        ("messages", [USER, BOT | {"content": [{"type": "refusal", "refusal": "No."}]}, USER]),
         ("add_special_tokens", False),
         ("bad_words", []),
         ("echo", False),
@@ -241,6 +246,29 @@ async def test_a_field_of_completions_is_named_too(door: HttpStack, field: str, 
     status, error = await door.refusal(COMPLETIONS, body)
     assert (status, error["type"]) == (400, "invalid_request_error"), error
     assert error["param"].startswith(field), error
+
+
+@pytest.mark.parametrize(
+    ("prompt", "echo", "field"),
+    [
+        ([[1], [2, 10**6]], False, "prompt[1][1]"),
+        ([[1], [2, 10**6]], True, "prompt[1][1]"),
+        (["x", "x " * 10_000], False, "prompt[1]"),
+        (["", "x"], False, "prompt[0]"),
+        (["x"], True, ""),
+        ([[10**6]], False, "prompt[0]"),
+        ([[10**6]], True, "prompt[0]"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_of_several_prompts_the_one_that_cannot_be_used_is_named(
+    door: HttpStack, prompt: Any, echo: bool, field: str, stream: bool
+) -> None:
+    response = await door.post(COMPLETIONS, {"prompt": prompt, "echo": echo, "n": 2, "stream": stream} | SHORT)
+    assert response.status_code == (400 if field else 200), response.text
+    if field:
+        assert error_of(response)["param"] == field
+        assert error_of(response)["message"].startswith(f"{field}: ")
 
 
 async def test_null_is_told_as_such_where_a_text_must_be(door: HttpStack) -> None:
@@ -348,6 +376,7 @@ async def test_paths_methods_and_models_that_are_not_there(door: HttpStack) -> N
         response = await door.client.post(path, json={})
         assert (response.status_code, error_of(response)["type"]) == (404, "invalid_request_error")
     response = await door.client.get(CHAT)
+    assert response.headers["allow"] == "POST"
     assert (response.status_code, error_of(response)["code"]) == (405, "method_not_allowed")
     asked = {"origin": "https://other.example", "access-control-request-method": "POST"}
     preflight = await door.client.options(CHAT, headers=asked)
@@ -364,6 +393,28 @@ async def test_a_session_has_one_name(door: HttpStack) -> None:
     assert (await door.post(COMPLETIONS, body, x_session_id="a")).status_code == 200
     response = await door.post(COMPLETIONS, body, x_session_id="b")
     assert (response.status_code, error_of(response)["param"]) == (400, "session_id")
+
+
+async def test_a_limit_is_named_as_the_client_named_it(door: HttpStack) -> None:
+    for name in ("max_tokens", "max_completion_tokens"):
+        for value in (-1, 0, 2**40):
+            status, error = await door.refusal(CHAT, {"messages": [USER], name: value})
+            assert (status, error["param"]) == (400, name)
+            assert error["message"] == f"{name}: must be 1 to 4294967295, got {value}"
+
+
+def test_every_field_that_openais_package_sends_is_known() -> None:
+    """Some were added there, change nothing, and were refused as if they were misspelt."""
+    kinds: dict[str, type[Fields]] = {
+        "chat.completion_create_params": ChatFields,
+        "completion_create_params": CompletionFields,
+        "responses.response_create_params": ResponseFields,
+    }
+    for name, kind in kinds.items():
+        module = pytest.importorskip(f"openai.types.{name}", reason="extra `clients`")
+        (sent,) = [getattr(module, each) for each in dir(module) if each.endswith("CreateParamsStreaming")]
+        known = kind.model_fields.keys() | kind.ignored | kind.neutral.keys()
+        assert {*sent.__required_keys__, *sent.__optional_keys__} <= known
 
 
 async def test_no_refusal_names_a_value_that_is_refused_next(door: HttpStack) -> None:

@@ -8,7 +8,7 @@ import json
 import socket
 import struct
 from collections.abc import AsyncIterator
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 from weakref import WeakSet
 
@@ -22,11 +22,12 @@ from orchestrator.http_api.server import http_serving
 from tests.fakes.waiting import until
 
 WHOLE = b"GET /quick HTTP/1.1\r\nhost: x\r\n\r\n"
+LONG_BYTES = 1 << 24  # more than what the system keeps of a connection
 PATIENCE_SECONDS = 30.0  # of a test for what must happen, much more than it takes
 
 
 class App:
-    """Answers at once, or at /slow when it may."""
+    """Answers at once, at /slow when it may, and at /long and /pieces with more than is sent to who does not read."""
 
     def __init__(self) -> None:
         self.may_answer = asyncio.Event()
@@ -36,8 +37,12 @@ class App:
         if scope["path"] == "/slow":
             self.num_waiting += 1
             await self.may_answer.wait()
-        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
-        await send({"type": "http.response.body", "body": b"ok"})
+        is_stream, is_long = scope["path"] == "/pieces", scope["path"] in ("/long", "/pieces")
+        body = b"x" * LONG_BYTES if is_long else b"ok"
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % len(body))]})
+        await send({"type": "http.response.body", "body": body, "more_body": is_stream})
+        if is_stream:
+            await send({"type": "http.response.body"})
 
 
 @pytest.fixture
@@ -175,6 +180,79 @@ async def test_where_all_are_busy_the_connection_too_many_is_told_so(app: App, m
             writer.close()
         async with httpx.AsyncClient() as client:
             assert (await client.get(f"http://127.0.0.1:{port}/quick")).status_code == 200
+
+
+LONG, PIECES = WHOLE.replace(b"quick", b"long"), WHOLE.replace(b"quick", b"pieces")
+
+
+def closing(request: bytes) -> bytes:
+    """The request as the last one of its connection."""
+    return request.replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n")
+
+
+@asynccontextmanager
+async def unread(port: int, sent: bytes) -> AsyncIterator[socket.socket]:
+    """A connection that sends, and reads nothing of what comes."""
+    with socket.create_connection(("127.0.0.1", port)) as connection:
+        connection.setblocking(False)
+        await asyncio.get_running_loop().sock_sendall(connection, sent)
+        yield connection
+
+
+@pytest.fixture
+def lost(monkeypatch: pytest.MonkeyPatch) -> list[asyncio.Protocol]:
+    """The server's connections that have ended."""
+    ended: list[asyncio.Protocol] = []
+
+    class Seen(server._Protocol):
+        def connection_lost(self, exc: Exception | None) -> None:
+            super().connection_lost(exc)
+            ended.append(self)
+
+    monkeypatch.setattr(server, "_Protocol", Seen)
+    return ended
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [LONG, PIECES, LONG + WHOLE, LONG + closing(WHOLE), closing(LONG), LONG + b"no\n\n"],
+    ids=["one", "a stream", "another after it", "the last of the connection", "the only one", "none"],
+)
+async def test_answers_that_nobody_reads_hold_no_connection(
+    lost: list[asyncio.Protocol], app: App, monkeypatch: pytest.MonkeyPatch, sent: bytes
+) -> None:
+    """A request after one whose answer was not read held its connection for ever, and all of them anybody's."""
+    monkeypatch.setattr(server, "IDLE_SECONDS", 0.3)
+    async with http_serving("127.0.0.1", 0, app) as port, unread(port, sent), asyncio.timeout(PATIENCE_SECONDS):
+        await until(lambda: lost)
+
+
+async def test_who_reads_no_answers_gives_way(
+    lost: list[asyncio.Protocol], app: App, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was taken for busy, so that whoever came in its place was refused."""
+    monkeypatch.setattr(server, "most_connections", lambda: 1)
+    async with http_serving("127.0.0.1", 0, app) as port, unread(port, LONG + WHOLE):
+        await asyncio.sleep(0.2)  # in which it comes to the second request; before that it gives way too
+        reader, writer = await connected(port, WHOLE)
+        assert (await answer(reader)).startswith(b"HTTP/1.1 200 ")
+        assert len(lost) == 1
+        writer.close()
+
+
+async def test_a_stream_may_stand_for_as_long_as_is_set(
+    lost: list[asyncio.Protocol], app: App, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An answer that is being written has a limit of its own, which may be longer than that of idleness."""
+    monkeypatch.setattr(server, "IDLE_SECONDS", 0.2)
+    async with http_serving("127.0.0.1", 0, app, stalled_seconds=60.0) as port, unread(port, PIECES) as connection:
+        await asyncio.sleep(0.6)
+        assert not lost
+        reader, writer = await asyncio.open_connection(sock=connection.dup())
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            await reader.readuntil(b"\r\n\r\n")
+            assert len(await reader.readexactly(LONG_BYTES)) == LONG_BYTES
+        writer.close()
 
 
 def test_connections_leave_half_of_the_descriptors_to_others(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -121,6 +121,17 @@ async def test_after_another_has_claimed_the_session_nothing_is_written_until_it
     assert fake.calls == [("session", 5, 0), ("request", 5, 0)]
 
 
+async def test_an_end_that_comes_late_does_not_drop_what_a_newer_request_records(
+    recorder: Recorder, fake: FakeRegistry
+) -> None:
+    """That one would have been told that it had lost its session."""
+    record(recorder, 3, epoch=6)
+    recorder.drop("s", 5)
+    fake.go.set()
+    await recorder.settled("s")
+    assert fake.calls == [("session", 3, 0), ("request", 3, 0)]
+
+
 async def test_the_last_record_is_tried_again_and_nobody_waits_for_that(recorder: Recorder, fake: FakeRegistry) -> None:
     fake.go.set()
     fake.failures = [Unavailable("gone")] * 2

@@ -48,7 +48,7 @@ def test_a_size_that_a_request_asks_for_is_not_shared() -> None:
 
 
 def test_the_end_is_near_or_speculation_is_off() -> None:
-    assert new_fixed().plan(situation(num_left=1)) == RoundPlan(NO_TREE, 1, 0)
+    assert new_fixed().plan(situation(num_remaining=1)) == RoundPlan(NO_TREE, 1, 0)
     assert plan_of(speculation=Speculation(disabled=True)) == RoundPlan(NO_TREE, 1, 0)
 
 

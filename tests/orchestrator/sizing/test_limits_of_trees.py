@@ -101,21 +101,21 @@ def test_samples_are_never_cut() -> None:
     assert not beside.may_leave_out
 
 
-@pytest.mark.parametrize("num_left", [0, 1])
-def test_at_the_last_token_nothing_is_guessed(num_left: int) -> None:
+@pytest.mark.parametrize("num_remaining", [0, 1])
+def test_at_the_last_token_nothing_is_guessed(num_remaining: int) -> None:
     world = MadeRounds()
     world.play(5)
-    plan = world.sizer.plan(replace(world.base, num_left=num_left, lookup=8))
+    plan = world.sizer.plan(replace(world.base, num_remaining=num_remaining, lookup=8))
     assert (plan.tree, plan.max_nodes, plan.lookup) == (NO_TREE, 1, 0)
 
 
-@pytest.mark.parametrize("num_left", [2, 3, 9])
-def test_nothing_is_grown_deeper_than_tokens_are_left(num_left: int) -> None:
+@pytest.mark.parametrize("num_remaining", [2, 3, 9])
+def test_nothing_is_grown_deeper_than_tokens_are_left(num_remaining: int) -> None:
     world = MadeRounds()
     world.play(5)
     for speculation in (Speculation(), Speculation(budget=64, depth=20), Speculation(growth=StaticShape.chains(2, 12))):
-        plan = world.sizer.plan(replace(world.base, num_left=num_left, speculation=speculation))
-        assert 1 <= plan.tree.growth.depth <= num_left - 1
+        plan = world.sizer.plan(replace(world.base, num_remaining=num_remaining, speculation=speculation))
+        assert 1 <= plan.tree.growth.depth <= num_remaining - 1
 
 
 def test_off_is_off() -> None:

@@ -1,0 +1,116 @@
+"""`bough plan` for a GPU reckons with what runs there: formats, other GPUs, matrices written out by every chunk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bough.cli.flags.planning import PlanConfig
+from bough.cli.planning.plan_model import make_plan
+from bough.cli.planning.plan_report import as_json
+from bough.config.processes import parse
+from bough.errors import ConfigError
+from bough.model.checkpoint.tensor_source import FreshMemory
+from bough.model.packing.pack import pack
+from bough.model.sizes.hardware_probe import unpack_speed
+from bough.model.sizes.samples import PackedFormat
+from bough.sizing.placement import Tier
+from loadtest.gpu.unpacking import FORMATS
+from tests.model.sizes.test_memory_on_a_gpu import AWQ, llama_70b
+
+CPU = torch.device("cpu")
+GPU = ("--device", "gpu", "--device-memory", "24GB", "--host-memory", "64GB", "--host-link-speed", "25")
+GPU += ("--compute-speed", "150", "--memory-speed", "1000", "--unpack-speed", "400")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Of a 70B in 4 bits its configuration."""
+    llama_70b(dtype="float16", quantization_config=AWQ).save_pretrained(tmp_path / "70b")
+    return tmp_path / "70b"
+
+
+def planned(folder: Path, *flags: str) -> Any:
+    return make_plan(parse(PlanConfig, "target_worker", ["--model", str(folder), *GPU, *flags], {}))
+
+
+def test_a_second_chunk_of_rows_writes_matrices_out_again(folder: Path) -> None:
+    sweep = planned(folder).sweep
+    once = sweep.work.unpacked_bytes / 400e9
+    assert sweep.work.bytes_unpacked_once(1) == 0
+    for num_tokens, num_chunks in ((1, 1), (256, 1), (257, 2), (768, 3)):
+        products = sum(
+            sweep.work.flops(256, 256) / 150e12 for _ in range(num_chunks)
+        )  # which is more than memory takes
+        assert sweep.compute_seconds(num_tokens) == pytest.approx(num_chunks * once + products, rel=0.01)
+
+
+def test_layers_on_another_gpu_do_not_cross_the_link(folder: Path) -> None:
+    alone, both = planned(folder), planned(folder, "--resident-devices", "cuda:1=10GB")
+    count = len(both.placement.layers(Tier.ELSEWHERE))
+    assert 15 <= count <= 21, "of 0.45 GB each, beside what computes them"
+    assert both.sweep.link_seconds < alone.sweep.link_seconds - 0.7 * count * max(both.shapes.layer_bytes) / 25e9
+    assert as_json(both)["tiers"].count("elsewhere") == count
+
+
+def test_what_hidden_states_cross_for_is_reckoned_with(folder: Path) -> None:
+    """Through the host's memory unless it is told: half as fast as the link."""
+    alone = planned(folder)
+    both, told = (
+        planned(folder, "--resident-devices", "cuda:1=10GB", *flags) for flags in ((), ("--crossing-speed", "50"))
+    )
+    count = both.placement.num_crossings
+    assert 2 <= count < 2 * len(both.placement.layers(Tier.ELSEWHERE)), "in runs"
+    for plan, speed in ((both, 12.5e9), (told, 50e9)):
+        for tokens, rows in ((1, 256), (257, 512)):
+            wanted = count * (30e-6 + rows * 8192 * 2 / speed)
+            assert plan.sweep.crossing_seconds(tokens) == pytest.approx(wanted)
+            beside = plan.sweep.compute_seconds(tokens) - alone.sweep.compute_seconds(tokens)
+            assert beside == pytest.approx(wanted)
+    assert as_json(both)["speeds"]["crossing"]["origin"].startswith("assumed: through the host's memory")
+    assert as_json(told)["speeds"]["crossing"]["origin"] == "as told by --crossing-speed"
+    assert (alone.sweep.crossing_seconds(256), alone.speeds.crossing) == (0.0, None)
+
+
+def test_a_draft_that_stays_packed_is_written_out_in_every_step(folder: Path) -> None:
+    sixteen, four = (planned(folder, "--draft", str(folder), "--draft-bits", bits).draft for bits in ("16", "4"))
+    assert four.step_seconds - sixteen.step_seconds == pytest.approx(80 * 855_638_016 * 2 / 400e9, rel=0.01)
+
+
+def test_a_draft_that_cannot_stay_packed_is_refused(tmp_path: Path, folder: Path) -> None:
+    llama_70b(dtype="float16").save_pretrained(tmp_path / "plain")
+    with pytest.raises(ConfigError, match=r"^--draft-bits: must be auto or 16, got 4: .*plain is not packed$"):
+        planned(folder, "--draft", str(tmp_path / "plain"), "--draft-bits", "4")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "packing",
+    [
+        *FORMATS,
+        PackedFormat("gptq", 8, -1),
+        PackedFormat("compressed-tensors", 8, 64, is_ordered=False),
+    ],
+    ids=str,
+)
+def test_every_format_is_timed_as_itself(packing: PackedFormat, monkeypatch: pytest.MonkeyPatch) -> None:
+    sample = packing.sample(64, 256)
+    assert sample.source.shape == (64, 256)
+    assert sample.source.value(sample.raw, torch.float32, FreshMemory(CPU)).isfinite().all()
+    monkeypatch.setattr("bough.model.sizes.hardware_probe.PROBE_SECONDS", 0.001)
+    monkeypatch.setattr("bough.model.sizes.hardware_probe.UNPACK_SHAPE", (64, 256))
+    speed = unpack_speed(packing, [(8192, 28672)], torch.bfloat16, CPU)
+    assert speed.per_second > 0
+    assert speed.origin == f"measured: {packing}, 64 x 256 written out, bytes written"
+
+
+def test_a_model_s_own_format_is_what_is_timed(tmp_path: Path, tiny: Path, folder: Path) -> None:
+    assert str(planned(folder).shapes.packing) == "awq 4 bits"
+    gptq = {"quant_method": "gptq", "bits": 4, "group_size": 64, "desc_act": True}
+    llama_70b(dtype="float16", quantization_config=gptq).save_pretrained(tmp_path / "gptq")
+    assert str(planned(tmp_path / "gptq").shapes.packing) == "gptq 4 bits by g_idx"
+    pack(str(tiny), 8, tmp_path / "packed")
+    assert str(planned(tmp_path / "packed").shapes.packing) == "bough 8 bits"

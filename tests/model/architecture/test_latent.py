@@ -1,0 +1,79 @@
+"""Latent attention: what slots hold of it, and weights that are its own. That it is exact: test_batch_invariance.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, Ernie4_5_MoeConfig
+
+from bough.config.processes import DraftConfig, TargetConfig, parse
+from bough.model.checkpoint.checkpoint import Checkpoint
+from bough.model.kv.session_kv import KVShape, KVSlot
+from bough.model.loading.loading import build_skeleton
+from bough.model.sizes.draft_needs import draft_needs
+from bough.model.sizes.memory_budget import fixed_bytes
+from bough.trees.tree_plan import MAX_EXPANSIONS
+from tests.conftest import save_model
+from tests.fakes.gpu.device_sweeps import on_cpu
+from tests.fakes.model.families import FAMILIES
+from tests.fakes.model.packed_files import rewrite, stored_as, tensors_of
+
+V3 = FAMILIES["deepseek v3, yarn"]
+BIAS = "model.layers.2.mlp.gate.e_score_correction_bias"
+
+
+def test_a_token_takes_its_latent_and_its_rotated_key() -> None:
+    """1.2 KB a layer of DeepSeek V3, where the heads' keys and values would be 80 KB."""
+    shape = KVShape.of(AutoConfig.for_model("deepseek_v3"), torch.bfloat16)
+    assert shape.row_bytes == 61 * (512 + 64) * 2
+    slot = KVSlot(KVShape(2, 1, 4, torch.float32, value_dim=6), 5, torch.device("cpu"))
+    assert (slot.keys.shape, slot.values.shape) == ((2, 5, 1, 4), (2, 5, 1, 6))
+    within = KVShape(2, 1, 4, torch.float32, value_dim=6).within(memoryview(bytearray(5 * 2 * 10 * 4)), 5)
+    assert [part.shape for part in within] == [slot.keys.shape, slot.values.shape]
+
+
+def test_a_draft_s_memory_counts_latents(tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "model", V3)
+    needs = draft_needs(parse(DraftConfig, "d", ["--model", str(folder), "--dtype", "float32"], {}))
+    assert needs.session == (256 + MAX_EXPANSIONS) * KVShape.of(V3, torch.float32).row_bytes
+
+
+def test_a_cpu_s_memory_counts_scores_of_all_heads() -> None:
+    """Of a tile of 16 rows in each thread: 8 KB for each key that a session may have."""
+    config = AutoConfig.for_model("deepseek_v3", max_position_embeddings=163_840)
+    flags = "--max-context 20000 --max-nodes 480 --kv-memory 4GB --threads 4"
+    settings, shape = parse(TargetConfig, "t", ["--model", "m", *flags.split()], {}), KVShape.of(config, torch.bfloat16)
+    on_gpu, on_cpu = (fixed_bytes(settings, is_gpu, config, shape, 0, 0).activations for is_gpu in (True, False))
+    scores = 4 * 16 * 128 * 20480 * 4
+    assert scores < on_cpu - on_gpu < 1.1 * scores
+
+
+def test_fp8_as_deepseek_publishes_it(tmp_path: Path) -> None:
+    """With a layer that predicts further tokens, which is left out, and a router's biases, which stay in float32."""
+    source = save_model(tmp_path / "source", V3)
+    further = {"model.layers.4.eh_proj.weight": torch.ones(64, 96)}
+    bias = {BIAS: torch.linspace(4.0, 4.001, 8)}  # all alike in bfloat16
+    source = rewrite(source, tmp_path / "whole", tensors_of(source) | further | bias, None)
+    packed, plain = stored_as("DeepSeek", source, tmp_path, torch.bfloat16)
+    assert torch.equal(on_cpu(packed, torch.bfloat16), on_cpu(plain, torch.bfloat16))
+    skeleton = build_skeleton(Checkpoint.open(packed), torch.bfloat16)
+    (slot,) = (slot for slot in skeleton.layer_slots[2] if slot.key == "e_score_correction_bias")
+    assert not skeleton.unused
+    raw = bias[BIAS].view(torch.uint8)
+    assert torch.equal(slot.materialize([raw], torch.bfloat16, None), bias[BIAS])
+
+
+def test_a_router_stored_in_float32_stays_so_by_part_of_its_full_name(tmp_path: Path) -> None:
+    """Ernie's patterns are `gate.weight` and the module `moe_statics`; what else is stored in float32 is rounded."""
+    config = Ernie4_5_MoeConfig(
+        vocab_size=262, hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, moe_num_experts=4, moe_k=2, moe_layer_start_index=1,
+        max_position_embeddings=64,
+    )  # fmt: skip
+    folder = save_model(tmp_path / "model", config)
+    skeleton = build_skeleton(Checkpoint.open(folder), torch.bfloat16)
+    kept = [s.source.places[0].name for s in skeleton.layer_slots[1] if getattr(s.source, "keeps_dtype", False)]
+    gate = "model.layers.1.mlp.gate.weight"
+    assert sorted(kept) == [gate, "model.layers.1.mlp.moe_statics.e_score_correction_bias"]
+    assert on_cpu(folder, torch.bfloat16).isfinite().all()

@@ -1,0 +1,279 @@
+"""Weights of compressed-tensors and FP8 checkpoints: bit for bit what the written-out weights give."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import PretrainedConfig
+
+from bough.errors import CheckpointError, ConfigError
+from bough.model.architecture.architecture import load_config
+from bough.model.checkpoint.checkpoint import Checkpoint, read_header
+from bough.model.checkpoint.tensor_source import FreshMemory, TensorSource
+from bough.model.loading.loading import build_skeleton
+from bough.model.loading.weight_map import logical_sources
+from bough.model.packing.pack import pack
+from bough.model.quant.compressed_tensors import CompressedTensorsFormat
+from bough.model.quant.formats import FORMATS as METHODS
+from bough.model.quant.formats import format_of
+from bough.model.quant.fp8 import Fp8Format
+from bough.model.sizes.model_sizes import model_shapes
+from target_worker.link.layer_extents import plan_layer
+from tests.conftest import save_model
+from tests.fakes.gpu.device_sweeps import Where, on_cpu, on_device, require_close, three_sweeps
+from tests.fakes.model.families import FAMILIES
+from tests.fakes.model.packed_files import MIXTRAL, raw_parts, rewrite, stored_as, tensors_of
+from tests.fakes.model.published_formats import FLOAT8, FORMATS, FP8, GROUP, INT4, compressed, words
+from tests.fakes.models import CPU, streamed
+
+
+def opened(tensors: dict[str, torch.Tensor], quantization: dict[str, Any], folder: Path) -> dict[str, TensorSource]:
+    """The values of a file with these tensors."""
+    file, method = folder / "model.safetensors", METHODS[quantization["quant_method"]]
+    save_file(tensors, file)
+    return logical_sources(Checkpoint(folder, read_header(file)), method.of(quantization, "config.json"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_weight_has_the_bits_of_its_documented_layout(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """Of 100 outputs, which fill no whole words and blocks; rounded to float32, and then once more."""
+    quantization, store = FORMATS[name]
+    stored = store(100, 96, np.random.default_rng(len(name)))
+    sources = opened({f"m.x.{ending}": part for ending, part in stored.tensors.items()}, quantization, tmp_path)
+    ((found, source),) = sources.items()
+    value = source.value(raw_parts(source), dtype, FreshMemory(CPU))
+    assert found == "m.x.weight"
+    assert torch.equal(value, stored.value.to(dtype))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["W4A16, by g_idx", "W8A16", "int8", "FP8, tensors", "NVFP4"])
+def test_a_model_says_what_it_says_written_out(name: str, tiny: Path, tmp_path: Path) -> None:
+    """Plain and with trees, streamed and from memory, in the same bits."""
+    packed, plain = stored_as(name, tiny, tmp_path, torch.bfloat16)
+    wanted = on_cpu(plain, torch.bfloat16)
+    assert torch.equal(on_cpu(packed, torch.bfloat16), wanted)
+    with streamed(packed, torch.bfloat16, max_resident=4) as model:
+        assert torch.equal(three_sweeps(model, CPU).float(), wanted)
+
+
+@pytest.mark.parametrize("name", ["W4A16, asymmetric", "DeepSeek", "ModelOpt"])
+def test_experts_say_what_they_say_written_out(name: str, tmp_path: Path) -> None:
+    packed, plain = stored_as(name, save_model(tmp_path / "mixtral", MIXTRAL), tmp_path, torch.bfloat16)
+    with streamed(packed, torch.bfloat16, expert_slabs=8) as model:
+        assert torch.equal(three_sweeps(model, CPU).float(), on_cpu(plain, torch.bfloat16))
+    require_same_sizes(packed)
+
+
+def test_experts_of_fp8_in_one_tensor_say_what_they_say_written_out(tmp_path: Path) -> None:
+    """One of them comes at a time, too."""
+    source, (quantization, store) = save_model(tmp_path / "qwen3", FAMILIES["qwen3 moe"]), FORMATS["DeepSeek"]
+    packed, plain, rng = tensors_of(source), tensors_of(source), np.random.default_rng(8)
+    for layer, (name, matrices) in product(range(4), (("gate_up_proj", ("gate", "up")), ("down_proj", ("down",)))):
+        stack, prefix = [], f"model.layers.{layer}.mlp.experts"
+        for expert in range(6):
+            names = [f"{prefix}.{expert}.{matrix}_proj.weight" for matrix in matrices]
+            outputs, inputs = packed[names[0]].shape
+            stack.append(store(len(names) * outputs, inputs, rng))
+            plain |= dict(zip(names, stack[-1].value.bfloat16().split(outputs), strict=True))
+            packed = {key: tensor for key, tensor in packed.items() if key not in names}
+        for ending in ("", "_scale_inv"):
+            packed[f"{prefix}.{name}{ending}"] = torch.stack([one.tensors[f"weight{ending}"] for one in stack])
+    folder = rewrite(source, tmp_path / "packed", packed, quantization)
+    with streamed(folder, torch.bfloat16, expert_slabs=8) as model:
+        wanted = on_cpu(rewrite(source, tmp_path / "plain", plain, None), torch.bfloat16)
+        assert torch.equal(three_sweeps(model, CPU).float(), wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["W4A16, asymmetric", "FP8, blocks"])
+def test_a_device_s_kernel_writes_matrices_late(name: str, tiny: Path, tmp_path: Path) -> None:
+    packed, _ = stored_as(name, tiny, tmp_path, torch.float32)
+    require_close(on_device(packed, Where(), torch.float32), on_cpu(packed, torch.float32))
+
+
+def require_same_sizes(folder: Path) -> None:
+    """A plan from config.json must have the bytes of the files."""
+    planned = model_shapes(load_config(folder), folder, "bfloat16", 0, 64)
+    skeleton = build_skeleton(Checkpoint.open(folder), torch.bfloat16)
+    layers = [{place for slot in slots for place in slot.source.places} for slots in skeleton.layer_slots]
+    assert planned.layer_bytes == tuple(sum(place.num_bytes for place in places) for places in layers)
+    assert planned.description == skeleton.describe()
+    real_scratch = max(plan_layer("", slots).scratch_bytes(torch.bfloat16) for slots in skeleton.layer_slots)
+    assert real_scratch <= planned.scratch_bytes
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["W4A16, asymmetric", "W4A16, by g_idx", "W4A16, channels", "FP8, tensors", "FP8, channels", "DeepSeek", "NVFP4"],
+)
+def test_a_plan_has_the_sizes_of_the_files(name: str, tiny: Path, tmp_path: Path) -> None:
+    require_same_sizes(stored_as(name, tiny, tmp_path, torch.bfloat16)[0])
+
+
+def test_a_plan_follows_groups_and_what_is_left_out() -> None:
+    """Attention in 8 bits, everything else in 4, but for a layer and a matrix that are ignored."""
+    attention = {"targets": ["re:.*self_attn.*"], "weights": {**FLOAT8, "strategy": "channel"}}
+    config = compressed("mixed-precision", INT4)
+    config["config_groups"]["group_0"]["format"] = "pack-quantized"
+    config["config_groups"]["group_1"] = {**attention, "format": "float-quantized"}
+    config["ignore"] = ["lm_head", "re:.*layers\\.1\\..*", "model.layers.0.mlp.up_proj"]
+    format_ = CompressedTensorsFormat.of(config, "")
+    assert (format_.bits, str(format_)) == (0, "mixed bits (compressed-tensors)")
+    names = "layers.0.self_attn.q_proj", "layers.0.mlp.down_proj", "layers.1.mlp.down_proj", "layers.0.mlp.up_proj"
+    found = [format_.scheme([f"model.{name}"]) for name in names]
+    assert [scheme and scheme.bits for scheme in found] == [8, 4, None, None]
+
+
+def test_modules_that_an_fp8_checkpoint_keeps_are_named_whole() -> None:
+    """A router's name begins as a gate's does."""
+    format_ = Fp8Format.of({**FP8, "modules_to_not_convert": ["model.layers.1.mlp.gate", "lm_head"]}, "")
+    assert format_.scheme(["model.layers.1.mlp.gate"]) is None
+    assert format_.scheme(["model.layers.1.mlp.gate_proj"]) is not None
+    assert format_.scheme(["model.layers.11.mlp.gate"]) is not None
+
+
+@pytest.mark.parametrize(
+    ("name", "field"),
+    [("int8", "input_activations"), ("DeepSeek", "activation_scheme"), ("ModelOpt", "kv_cache_scheme and quant_algo")],
+)
+def test_activations_that_stay_unquantized_are_said_aloud(
+    name: str, field: str, tiny: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And their scales are not among the tensors that have no place."""
+    packed, plain = stored_as(name, tiny, tmp_path, torch.float32)
+    quantization = dict(FORMATS[name][0])
+    if name == "int8":
+        group = {**quantization["config_groups"]["group_0"], "input_activations": {"num_bits": 8, "dynamic": False}}
+        quantization |= {"config_groups": {"group_0": group}, "kv_cache_scheme": {"num_bits": 8}}
+    scales = {f"model.layers.0.self_attn.{of}_scale": torch.ones(1) for of in ("q_proj.input", "k", "v")}
+    folder = rewrite(packed, tmp_path / "static", tensors_of(packed) | scales, quantization)
+    with caplog.at_level(logging.WARNING):
+        skeleton = build_skeleton(Checkpoint.open(folder), torch.float32)
+    assert not skeleton.unused
+    (said,) = (record.message for record in caplog.records)
+    assert f"weights are read exactly as stored; what {field}" in said
+    assert "stays in the compute dtype" in said
+    assert not build_skeleton(Checkpoint.open(plain), torch.float32).unused
+
+
+def test_what_is_stored_in_few_bits_is_not_packed_again(tiny: Path, tmp_path: Path) -> None:
+    packed, _ = stored_as("W4A16", tiny, tmp_path, torch.float32)
+    with pytest.raises(ConfigError, match=r"packed is packed already \(compressed-tensors\)"):
+        pack(str(packed), 4, tmp_path / "again")
+
+
+def weights(**changed: Any) -> dict[str, Any]:
+    return compressed("pack-quantized", {**INT4, **changed})
+
+
+@pytest.mark.parametrize(
+    ("quantization", "message"),
+    [
+        ({"quant_method": "bitsandbytes"}, r"quant_method: must be one of .*, compressed-tensors, fp8, .*bitsandbytes"),
+        (compressed("nvfp4-pack-quantized", INT4), r"group_0\.weights\.type: must be 'float', got 'int'"),
+        (compressed("marlin-24", INT4), r"config\.format: must be .* or 'nvfp4-pack-quantized', got 'marlin-24'"),
+        ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, r"quant_algo: must be NVFP4 or FP8, got 'W4A8_AWQ'"),
+        (compressed("pack-quantized", FLOAT8), r"group_0\.weights\.type: must be 'int', got 'float'"),
+        (
+            compressed("float-quantized", {**FLOAT8, "num_bits": 4}),
+            r"group_0\.weights\.num_bits: must be 8, got 4",
+        ),
+        (weights(num_bits=3), r"weights\.num_bits: must be 4 or 8, got 3"),
+        (weights(strategy="tensor_group"), r"weights\.strategy: must be 'group' or .*, got 'tensor_group'"),
+        (weights(group_size=0), r"weights\.group_size: must be at least 1, got 0"),
+        (weights(dynamic=True), r"weights\.dynamic: must be False, got True"),
+        (weights(codebook=2), r"weights: must have no fields but num_bits, .*, got codebook"),
+        (
+            compressed("int-quantized", {**INT4, "symmetric": False}),
+            r"weights\.symmetric: must be True, got False",
+        ),
+        (
+            compressed("float-quantized", {**FLOAT8, "strategy": "block", "block_structure": [128]}),
+            r"weights\.block_structure: must be the outputs and inputs of a block, .* got \[128\]",
+        ),
+        ({**weights(), "config_groups": {}}, r"config_groups: must be groups of modules by name, got \{\}"),
+        ({**weights(), "config_groups": {"W4A16": ["Linear"]}}, r"config_groups\.W4A16: must be an object"),
+        ({**weights(), "ignore": ["re:("]}, r"ignore: must be regular expressions after re:, got 're:\('"),
+        (
+            {**weights(), "sparsity_config": {"format": "sparse-24-bitmask"}},
+            r"sparsity_config\.format: must be 'dense', got 'sparse-24-bitmask'",
+        ),
+        ({**weights(), "sparsity_config": ["x"]}, r"sparsity_config\.format: must be 'dense', got \['x'\]"),
+        ({**weights(), "transform_config": {"config_groups": {}}}, r"transform_config: must be empty"),
+        ({**FP8, "ignored_layers": "lm_head"}, r"ignored_layers: must be a list of modules, got 'lm_head'"),
+        ({**FP8, "fmt": "e5m2"}, r"fmt: must be 'e4m3', got 'e5m2'"),
+        ({**FP8, "expert_dtype": "fp4"}, r"expert_dtype: must be 'fp8', got 'fp4'"),
+        ({**FP8, "weight_block_size": [128, 0]}, r"weight_block_size: must be the outputs and inputs of a block"),
+    ],
+)
+def test_what_a_configuration_may_not_ask_for_is_named(quantization: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        format_of(PretrainedConfig(quantization_config=quantization), Path())
+
+
+@pytest.mark.parametrize(
+    ("name", "ending", "change", "message"),
+    [
+        ("W4A16", "scale", None, r"x\.weight_scale, which belongs to x\.weight_packed, is missing"),
+        ("W4A16", "scale", lambda t: t[:, :1], r"weight_scale must have shape \[100, 3\], got \[100, 1\]"),
+        ("W4A16", "scale", torch.Tensor.int, r"weight_scale must be BF16 or F16 or F32 or F8_E8M0, got I32"),
+        ("W4A16", "shape", lambda t: t - 1, r"weight_shape must be \[100, 96\], as its numbers are, got \[99, 95\]"),
+        ("W4A16", "shape", lambda t: t.repeat(2), r"weight_shape must have shape \[2\], got \[4\]"),
+        ("W4A16, asymmetric", "zero_point", None, r"x\.weight_zero_point, which belongs to .* is missing"),
+        ("W4A16, asymmetric", "zero_point", lambda t: t[1:], r"zero_point must have shape \[13, 3\], got \[12, 3\]"),
+        ("W4A16, by g_idx", "g_idx", None, r"x\.weight_g_idx, which belongs to .* is missing"),
+        ("W4A16, by g_idx", "g_idx", lambda t: t.clamp(max=1) + 2, r"weight_g_idx: groups must be 0 to 2, got 3"),
+        ("FP8, channels", "scale", None, r"x\.weight_scale, which belongs to x\.weight, is missing"),
+        ("FP8, channels", "", lambda t: t.view(torch.int8), r"x\.weight must be F8_E4M3, got I8"),
+        ("FP8, tensors", "scale", lambda t: t.expand(2), r"weight_scale must have shape \[1\], got \[2\]"),
+        ("NVFP4", "global_scale", None, r"x\.weight_global_scale, which belongs to x\.weight_packed, is missing"),
+        ("NVFP4", "scale", torch.Tensor.float, r"weight_scale must be F8_E4M3, got F32"),
+        ("ModelOpt", "scale", lambda t: t[:, :3], r"weight_scale must have shape \[100, 6\], got \[100, 3\]"),
+        ("ModelOpt", "scale_2", lambda t: t.repeat(2), r"weight_scale_2 must have shape \[1\], got \[2\]"),
+        ("DeepSeek", "scale_inv", None, r"x\.weight_scale_inv, which belongs to x\.weight, is missing"),
+        ("DeepSeek", "", lambda t: t[None], r"x\.weight must be a matrix, got shape \[1, 100, 96\]"),
+    ],
+)  # fmt: skip
+def test_a_tensor_that_is_missing_or_does_not_fit_is_named(
+    name: str, ending: str, change: Callable[[torch.Tensor], torch.Tensor] | None, message: str, tmp_path: Path
+) -> None:
+    quantization, store = FORMATS[name]
+    tensors = {f"x.{key}": tensor for key, tensor in store(100, 96, np.random.default_rng(0)).tensors.items()}
+    victim = f"x.weight{ending and '_'}{ending}"
+    before = tensors.pop(victim)
+    tensors |= {victim: change(before).contiguous()} if change else {}
+    with pytest.raises(CheckpointError, match=message):
+        opened(tensors, quantization, tmp_path)
+
+
+def test_experts_without_a_scale_each_are_named(tmp_path: Path) -> None:
+    tensors = {"x_proj": torch.zeros(2, 8, 8).to(torch.float8_e4m3fn), "x_proj_scale_inv": torch.ones(3)}
+    with pytest.raises(CheckpointError, match=r"x_proj and x_proj_scale_inv must have .* \[2, 8, 8\] and \[3\]"):
+        opened(tensors, FP8, tmp_path)
+
+
+def test_a_tensor_that_no_group_targets_is_named(tmp_path: Path) -> None:
+    quantization = compressed("pack-quantized", INT4)
+    quantization["config_groups"]["group_0"]["targets"] = ["re:.*mlp.*"]
+    tensors = words(4, GROUP)(100, 96, np.random.default_rng(0)).tensors
+    with pytest.raises(CheckpointError, match=r"config_groups has no target for tensor x\.weight_packed"):
+        opened({f"x.{ending}": tensor for ending, tensor in tensors.items()}, quantization, tmp_path)
+
+
+def test_group_indices_that_were_never_set_are_none(tmp_path: Path) -> None:
+    """The library once wrote -1 for each input of a weight whose groups are consecutive."""
+    stored = words(4, GROUP)(8, 96, np.random.default_rng(0))
+    tensors = {f"x.{ending}": tensor for ending, tensor in stored.tensors.items()}
+    tensors["x.weight_g_idx"] = torch.full((96,), -1, dtype=torch.int32)
+    (source,) = opened(tensors, compressed("pack-quantized", INT4), tmp_path).values()
+    assert torch.equal(source.value(raw_parts(source), torch.float32, FreshMemory(CPU)), stored.value)

@@ -1,0 +1,159 @@
+"""docs/design.md, rule 2, on the streamed model: a row's logits are the same bits in any tree, batch and place."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from bough.model.architecture.architecture import max_positions
+from bough.model.batch.batch import Batch, BatchPart, Segment
+from bough.model.batch.gpu_paths import Paths
+from bough.model.kv.session_kv import KVSlot
+from bough.trees.tree import Tree
+from loadtest.gpu.reference import attend_by_mask, attend_on_cpu
+from target_worker.sweep.streamed_model import StreamedModel
+from tests.conftest import save_model
+from tests.fakes.model.families import FAMILIES, of_two_layers, random_tree
+from tests.fakes.models import CPU, new_slot, plain_logits, streamed
+
+
+def test_a_sweep_of_context_alone_needs_no_logits(tiny: Path) -> None:
+    """A prompt longer than a sweep once failed in the output head, which had no rows."""
+    with streamed(tiny, torch.float32) as model:
+        slot = new_slot(model)
+        logits, _ = model.sweep(Batch([Segment.context(slot, 0, [1, 2, 3])], model.rows, CPU))
+        assert logits.shape[0] == 0
+
+
+def test_a_committed_path_is_bitwise_what_decoding_would_have_left(tiny: Path) -> None:
+    """Compaction moves KV; what follows must not be able to tell."""
+    rng = np.random.default_rng(2)
+    with streamed(tiny, torch.bfloat16) as model:
+        prompt, tree, slot = [5, 6, 7], random_tree(rng, 30, root=9), new_slot(model)
+        model.sweep(Batch([Segment.context(slot, 0, prompt), Segment.tree(slot, 3, tree)], model.rows, CPU))
+        slot.compact(range(3), prompt)
+        path = tree.path(29)
+        slot.compact([3 + node for node in path], [int(tree.tokens[node]) for node in path])
+        batch = Batch([Segment.tree(slot, slot.length, Tree.root(11))], model.rows, CPU)
+        after = model.sweep(batch)[0][0]
+        assert torch.equal(after, plain_logits(model, [*slot.tokens, 11])[-1])
+
+
+class Session(NamedTuple):
+    """A context that is new in a sweep, and the tree below it."""
+
+    prompt: list[int]
+    tree: Tree
+    segments: tuple[Segment, Segment]
+
+
+def random_session(model: StreamedModel, rng: np.random.Generator) -> Session:
+    """Of positions on this side of the attention's blocks, beyond them, or across."""
+    prompt = rng.integers(0, 256, rng.integers(1, 70)).tolist()
+    tree, slot = random_tree(rng, int(rng.integers(1, 45)), root=int(rng.integers(256))), new_slot(model)
+    return Session(prompt, tree, (Segment.context(slot, 0, prompt), Segment.tree(slot, len(prompt), tree)))
+
+
+IN_FLOAT32 = [
+    "llama",
+    "qwen3 moe",
+    "qwen3.5, recurrent layers",
+    "gemma2, soft-capping, alternating windows",
+    "starcoder2, biases",
+]
+
+
+QUICK = ("llama", "qwen3", "gemma2, soft-capping, alternating windows", "mixtral", "qwen3.5, recurrent layers")
+
+
+def cases() -> list[Any]:
+    """Every family in bfloat16 and some in float32, of which `make test-fast` takes one of each kind."""
+    both = [*((family, torch.bfloat16) for family in FAMILIES), *((family, torch.float32) for family in IN_FLOAT32)]
+    is_quick = [family in QUICK and dtype is torch.bfloat16 for family, dtype in both]
+    marks = [() if quick else (pytest.mark.slow,) for quick in is_quick]
+    return [pytest.param(*case, marks=own) for case, own in zip(both, marks, strict=True)]
+
+
+@pytest.mark.parametrize(("family", "dtype"), cases())
+def test_logits_are_bitwise_those_of_plain_decoding(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """Of every node on a path of a random tree, which is at any place among others of random sessions, and contexts."""
+    rng = np.random.default_rng(list(FAMILIES).index(family))
+    with streamed(save_model(tmp_path / "model", of_two_layers(family)), dtype) as model:
+        for _ in range(2):
+            sessions = [random_session(model, rng) for _ in range(rng.integers(1, 5))]
+            order = rng.permutation(np.repeat(np.arange(len(sessions)), 2)).tolist()
+            met, segments, begins, num_logits = set[int](), [], {}, 0
+            for number in order:  # a context before its tree
+                segments.append(sessions[number].segments[number in met])
+                if number in met:
+                    begins[number], num_logits = num_logits, num_logits + len(sessions[number].tree)
+                met.add(number)
+            logits, _ = model.sweep(Batch(segments, model.rows, CPU))
+            chosen = int(rng.integers(len(sessions)))
+            prompt, tree, _ = sessions[chosen]
+            path = tree.path(int(tree.depths().argmax()))
+            plain = plain_logits(model, prompt + [int(tree.tokens[node]) for node in path])[len(prompt) :]
+            for node, wanted in zip(path, plain, strict=True):
+                assert torch.equal(logits[begins[chosen] + node], wanted)
+
+
+def test_a_second_rotary_table_is_beyond_a_models_context(tmp_path: Path) -> None:
+    """One token there, and all others of the sweep are placed by that table too: nothing is let that far."""
+    config = FAMILIES["phi3, two rotary tables"]
+    longest = max_positions(config)
+    assert longest == 256
+    with streamed(save_model(tmp_path / "model", config), torch.bfloat16) as model:
+
+        def beside(position: int) -> torch.Tensor:
+            slot, root = new_slot(model), Tree.root(7)
+            session = [Segment.context(slot, 0, [5, 6, 9]), Segment.tree(slot, 3, root)]
+            batch = Batch([*session, Segment.tree(new_slot(model), position, root)], model.rows, CPU)
+            return model.sweep(batch)[0][0].clone()
+
+        assert torch.equal(beside(0), beside(longest - 1))
+        assert not torch.equal(beside(0), beside(longest))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_tree_sweep_equals_generate(family: str, tmp_path: Path) -> None:
+    """A tree that holds the greedy continuation among wrong guesses is accepted along exactly that continuation."""
+    folder = save_model(tmp_path / "model", of_two_layers(family))
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    prompt = list(range(20, 44))
+    wanted = reference.generate(
+        torch.tensor([prompt]), max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0
+    )[0, len(prompt) :].tolist()
+    tokens, parents = [prompt[-1]], [-1]
+    spine = 0
+    for token in wanted[:-1]:
+        tokens += [(token + 1) % 256, token]
+        parents += [spine, spine]
+        spine = len(tokens) - 1
+    tree = Tree.of(tokens, parents, [0.0] * len(tokens))
+    with streamed(folder, torch.float32) as model:
+        slot = new_slot(model)
+        segments = [Segment.context(slot, 0, prompt[:-1]), Segment.tree(slot, len(prompt) - 1, tree)]
+        logits = model.sweep(Batch(segments, model.rows, CPU))[0]
+    assert [int(logits[node].argmax()) for node in tree.path(spine)] == wanted
+
+
+@pytest.mark.parametrize("head_dim", [16, 64])  # whose keys and values are copied, and read where they stand
+@pytest.mark.parametrize("has_sinks", [False, True])
+@pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (20, 0.0), (0, 5.0), (70, 5.0)])
+def test_the_kernel_equals_attention_by_mask(window: int, softcap: float, has_sinks: bool, head_dim: int) -> None:
+    rng = np.random.default_rng(3)
+    torch.manual_seed(3)
+    tree = random_tree(rng, 30, root=1)
+    keys, values = torch.randn(160, 2, head_dim), torch.randn(160, 2, head_dim)
+    slot = KVSlot.__new__(KVSlot)
+    piece = BatchPart(0, Segment.tree(slot, 100, tree))
+    queries = torch.randn(30, 6, head_dim)
+    sinks = torch.randn(6) if has_sinks else None
+    mine = attend_on_cpu(queries, keys, values, piece, 0.25, window, softcap, sinks)
+    theirs = attend_by_mask(queries, keys, values, Paths.of([piece], [0]).on(CPU), 0.25, window, softcap, sinks)
+    torch.testing.assert_close(mine, theirs, atol=2e-6, rtol=1e-5)

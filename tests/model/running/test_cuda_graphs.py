@@ -1,0 +1,140 @@
+"""Draft steps from inputs that stay in place: what a CUDA graph replays, here run again instead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from unittest.mock import MagicMock
+
+import numpy as np
+import pytest
+import torch
+
+from bough.model.architecture import attention
+from bough.model.batch.batch import Batch, Segment
+from bough.model.checkpoint.checkpoint import Checkpoint
+from bough.model.kv.kv_arena import KVArena
+from bough.model.kv.session_kv import KVMemory, KVSlot
+from bough.model.loading.loading import build_skeleton
+from bough.model.running.cuda_graphs import ROWS, TAIL_WIDTH, Captured, GpuCapture, GraphedSteps, graphed_steps
+from bough.model.running.runner import ResidentModel
+from bough.trees.tree import Tree
+from loadtest.gpu.reference import kernels_by_torch
+from tests.fakes.model.families import random_tree
+from tests.fakes.models import CPU
+
+
+def run_again(act: Callable[[], torch.Tensor]) -> Captured:
+    """In place of a graph: does the same from the same inputs, and puts the result in the same place."""
+    result = act().clone()
+
+    def replay() -> None:
+        result.copy_(act())
+
+    return Captured(replay, result)
+
+
+@pytest.fixture
+def model(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> ResidentModel:
+    """In float32: in bfloat16 it would be one that is compiled whole, on the CPU."""
+    monkeypatch.setattr(attention, "kernels_on", lambda _: kernels_by_torch())  # a captured step attends as on a GPU
+    return ResidentModel(build_skeleton(Checkpoint.open(tiny), torch.float32), CPU)
+
+
+def memory_of(model: ResidentModel, num_rows: int = 300) -> KVMemory:
+    return model.skeleton.kv_shape().empty(num_rows, CPU)
+
+
+@torch.inference_mode()
+def steps_over(model: ResidentModel, memory: KVMemory) -> GraphedSteps:
+    return GraphedSteps(model.skeleton, memory, CPU, run_again)
+
+
+def slots_in(model: ResidentModel, memory: KVMemory) -> list[KVSlot]:
+    arena = KVArena(model.skeleton.kv_shape(), memory)
+    return [arena.take(120), arena.take(140)]
+
+
+def batch_of(slots: list[KVSlot], sizes: tuple[int, int]) -> Batch:
+    """Of each session so many tokens: half of them context, the others a tree."""
+    segments = []
+    for slot, size in zip(slots, sizes, strict=True):
+        context = [token % 90 for token in range(size // 2)]
+        segments.append(Segment.context(slot, slot.length, context))
+        if size:
+            tree = random_tree(np.random.default_rng(size), size - len(context), root=3)
+            segments.append(Segment.tree(slot, slot.length + len(context), tree))
+    return Batch(segments, None, CPU)
+
+
+@torch.inference_mode()
+def test_a_replayed_step_is_the_step(model: ResidentModel) -> None:
+    """Sessions side by side, in steps padded to several sizes, against what runs on the CPU otherwise."""
+    graphed, plain = (slots_in(model, memory_of(model)) for _ in range(2))
+    steps = steps_over(model, graphed[0].memory)
+    for sizes in ((5, 0), (1, 30), (1, 1), (0, 70), (20, 20), (0, 1), (60, 68)):
+        mine, theirs = batch_of(graphed, sizes), batch_of(plain, sizes)
+        assert steps.has(mine)
+        torch.testing.assert_close(steps.logits(mine), model.logits(theirs), atol=2e-4, rtol=1e-4)
+        for batch in (mine, theirs):
+            for segment in batch.segments:
+                if not segment.wants_logits:
+                    segment.slot.compact(segment.rows.tolist(), segment.tokens.tolist())
+    for mine_held, theirs_held in zip(graphed, plain, strict=True):
+        held = slice(0, mine_held.length)
+        for mine_rows, theirs_rows in ((mine_held.keys, theirs_held.keys), (mine_held.values, theirs_held.values)):
+            torch.testing.assert_close(mine_rows[:, held], theirs_rows[:, held], atol=2e-4, rtol=1e-4)
+
+
+def test_padding_writes_to_nobody_s_rows(model: ResidentModel) -> None:
+    slots = slots_in(model, memory_of(model))
+    steps = steps_over(model, slots[0].memory)
+    slots[0].memory.keys.fill_(7.0)
+    batch = Batch([Segment.tree(slots[1], 5, Tree.of([1, 2, 3], [-1, 0, 0], [0.0] * 3))], None, CPU)
+    with torch.inference_mode():
+        steps.logits(batch)
+    written = (slots[0].memory.keys != 7.0).any(dim=(0, 2, 3)).nonzero().ravel().tolist()
+    assert written == [slots[1].begin + row for row in (5, 6, 7)]
+
+
+def test_what_was_not_captured_goes_the_other_way(model: ResidentModel) -> None:
+    """Too many rows, too deep a tree, and sessions in other memory."""
+    slots = slots_in(model, memory_of(model))
+    steps = steps_over(model, slots[0].memory)
+    chain = Tree.of([1] * (TAIL_WIDTH + 1), [*range(-1, TAIL_WIDTH)], [0.0] * (TAIL_WIDTH + 1))
+    long_prompt = Segment.context(slots[0], 0, [1] * 100), Segment.context(slots[1], 0, [1] * (ROWS[-1] - 99))
+    elsewhere = KVSlot(model.skeleton.kv_shape(), 10, CPU)
+    assert not steps.has(Batch(long_prompt, None, CPU))
+    assert not steps.has(Batch([Segment.tree(slots[0], 0, chain)], None, CPU))
+    assert not steps.has(Batch([Segment.tree(elsewhere, 0, Tree.root(1))], None, CPU))
+    assert steps.has(Batch([Segment.tree(slots[0], 0, Tree.root(1))], None, CPU))
+
+
+def test_a_worker_s_model_uses_them(model: ResidentModel) -> None:
+    slots = slots_in(model, memory_of(model))
+    batch = Batch([Segment.tree(slots[0], 0, Tree.root(5))], None, CPU)
+    plain = model.logits(batch).clone()
+    model.warm_up(slots[0].memory, run_again)
+    assert model.logits(batch).data_ptr() == model.logits(batch).data_ptr(), "in the same place each time"
+    torch.testing.assert_close(model.logits(batch), plain, atol=2e-4, rtol=1e-4)
+
+
+def test_every_device_is_captured_in_a_stream_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's default stream for captures is made once in a process: on the second GPU it would capture nothing."""
+    streams, graph = [MagicMock(name="cuda:0"), MagicMock(name="cuda:1")], MagicMock()
+    monkeypatch.setattr(torch.cuda, "Stream", MagicMock(side_effect=streams))
+    for name in ("CUDAGraph", "current_stream", "set_stream", "stream"):
+        monkeypatch.setattr(torch.cuda, name, MagicMock())
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    for capture in (GpuCapture(), GpuCapture()):
+        for _ in range(2):
+            capture(lambda: torch.zeros(1))
+    assert [call.args[2] for call in graph.call_args_list] == [streams[0]] * 2 + [streams[1]] * 2
+
+
+def test_where_no_graph_can_be_captured_steps_go_on_without(
+    model: ResidentModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Here for want of CUDA."""
+    assert graphed_steps(model.skeleton, memory_of(model), CPU, GpuCapture()) is None
+    assert "no CUDA graph could be captured" in caplog.text

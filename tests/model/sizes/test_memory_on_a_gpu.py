@@ -1,0 +1,137 @@
+"""What a GPU's memory is for: as many layers as it holds, on the cards that people have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from bough.config.processes import TargetConfig, parse
+from bough.errors import ConfigError
+from bough.model.checkpoint.checkpoint import Checkpoint, TensorPlace
+from bough.model.loading.default_settings import GPU_ROWS, chosen_dtype, conversion, settled
+from bough.model.loading.loading import build_skeleton
+from bough.model.running.host_embeddings import embeddings_for_host, host_bytes
+from bough.model.sizes import memory_budget
+from bough.model.sizes.memory_budget import budgets, device_budget, other_devices, with_kv_memory
+from bough.model.sizes.model_sizes import model_shapes
+from bough.sizing.other_devices import place_with
+from bough.sizing.placement import HOST_SLABS, Budgets, Fixed, Placement, Tier, place
+from tests.conftest import TINY, save_model
+from tests.fakes.gpu.device_sweeps import Where, on_cpu, on_device
+from tests.fakes.model.families import FAMILIES
+
+GB = 1000**3
+GPU = torch.device("cuda", 0)
+CARD = 25_757_220_864  # bytes of an RTX 4090: 24,564 MiB
+CONTEXT = 700_000_000  # of CUDA's context, its libraries, and a screen
+
+
+def llama_70b(**changes: Any) -> LlamaConfig:
+    return LlamaConfig(
+        hidden_size=8192,
+        intermediate_size=28672,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+        num_hidden_layers=80,
+        vocab_size=128256,
+        max_position_embeddings=8192,
+        tie_word_embeddings=False,
+        **changes,
+    )
+
+
+def placed(monkeypatch: pytest.MonkeyPatch, config: LlamaConfig, *flags: str) -> Placement:
+    """As a target places it on such a card with 128 GB beside it."""
+    monkeypatch.setattr(memory_budget, "free_device_bytes", lambda _: CARD - CONTEXT)
+    monkeypatch.setattr(memory_budget, "free_memory", lambda: 128 * GB)
+    settings = settled(parse(TargetConfig, "t", ["--model", "m", *flags], {}), config, "cuda")
+    shapes = model_shapes(config, Path(), settings.dtype, 0, settings.rows, "cuda")
+    device, host = device_budget(settings, GPU), memory_budget.host_budget(settings, is_gpu=True)
+    settings = with_kv_memory(settings, shapes.kv, 8192, device, host)
+    others = other_devices(settings, config, shapes.kv, shapes.scratch_bytes, "cuda:0", 2)
+    allowed = budgets(settings, shapes.layer_bytes, device, host)
+    return place_with(shapes.layer_bytes, shapes.fixed(settings, True), allowed, others)
+
+
+def test_a_card_of_24_gb_keeps_34_layers_of_a_70b_in_4_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With 0.8 of the memory and embeddings there it kept 18."""
+    placement = placed(monkeypatch, llama_70b(dtype="float16", quantization_config=AWQ))
+    assert len(placement.layers(Tier.RESIDENT)) >= 34
+    assert placement.device_bytes <= 0.95 * (CARD - CONTEXT)
+    assert placement.fixed.host_embeddings == 2 * 8192 * 128256
+
+
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm"}
+
+
+def test_of_what_is_unpacked_one_matrix_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer in 16 bits is 1.7 GB, as many as three or four in 4 bits."""
+    placement = placed(monkeypatch, llama_70b(dtype="float16", quantization_config=AWQ))
+    assert placement.fixed.scratch == 2 * 8192 * 28672
+    assert len(placement.layers(Tier.RESIDENT)) >= 38
+
+
+@pytest.mark.parametrize("num_sessions", [1, 2, 4])
+def test_kv_is_told_by_sessions(num_sessions: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of which each takes layers from the card, by what its tokens take."""
+    config = llama_70b(dtype="float16", quantization_config=AWQ)
+    flags = "--max-context", "8000", "--max-nodes", "192"
+    placement = placed(monkeypatch, config, *flags, "--kv-sessions", str(num_sessions))
+    assert placement.fixed.kv == num_sessions * 8192 * 320 * 1024
+    assert len(placement.layers(Tier.RESIDENT)) >= 42 - 7 * num_sessions
+
+
+def test_kv_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = "--kv-sessions", "2", "--kv-memory", "4GB"
+    with pytest.raises(ConfigError, match=r"^--kv-sessions: must be left out with --kv-memory \(4.00 GB\), .*, got 2"):
+        placed(monkeypatch, llama_70b(), *flags)
+
+
+def test_the_ring_to_the_host_leaves_its_memory_to_layers() -> None:
+    """16 bits of a 70B beside 100 GB: it once had 14 slabs, and 32 layers crossed from disk."""
+    placement = place([1_711_000_000] * 80, Fixed(0, 0, 0, 0), Budgets(22 * GB, 100 * GB, 6 * GB, 99))
+    assert placement.num_host_slabs == HOST_SLABS
+    assert len(placement.layers(Tier.DISK)) <= 80 - len(placement.layers(Tier.RESIDENT)) - 55
+    small = place([10_000_000] * 80, Fixed(0, 0, 0, 0), Budgets(GB // 10, 6 * GB // 10, GB, 99))
+    assert small.num_host_slabs > HOST_SLABS, "of small layers as many are ahead as before"
+
+
+def test_rows_and_data_type_are_those_of_device_and_checkpoint() -> None:
+    config, settings = llama_70b(dtype="float16"), parse(TargetConfig, "t", ["--model", "m"], {})
+    assert [settled(settings, config, where).dtype for where in ("cuda", "cpu")] == ["float16", "bfloat16"]
+    assert [settled(settings, config, where).rows for where in ("cuda", "cpu")] == [GPU_ROWS, 64]
+    told = parse(TargetConfig, "t", ["--model", "m", "--rows", "32", "--dtype", "float32"], {})
+    assert (settled(told, config, "cuda").rows, settled(told, config, "cuda").dtype) == (32, "float32")
+    assert chosen_dtype("auto", llama_70b(), "cuda") == "bfloat16"
+
+
+def test_a_conversion_is_said_aloud() -> None:
+    def of(name: str, dtype: str, size: int) -> TensorPlace:
+        return TensorPlace(name, Path(), 0, size, dtype, (size // 2,))
+
+    places = [of("a", "F16", GB), of("norm", "F32", 1000), of("b.scales", "F32", GB)]
+    assert conversion(places, torch.float16) == ""
+    assert conversion(places, torch.bfloat16) == (
+        "weights are converted: 1.00 GB of float16, 0.00 MB of float32, computed in bfloat16; --dtype float16 would "
+        "use most of them unconverted"
+    )
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_embeddings_are_the_host_s_unless_the_head_is_the_same_matrix(is_tied: bool, tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "model", LlamaConfig(**{**TINY.to_dict(), "tie_word_embeddings": is_tied}))
+    skeleton = build_skeleton(Checkpoint.open(folder), torch.bfloat16)
+    assert embeddings_for_host(skeleton.model, "cpu") is None
+    assert host_bytes(skeleton, "cuda") == (0 if is_tied else 2 * 262 * 64)
+    shapes = model_shapes(skeleton.config, folder, "bfloat16", 0, 64, "cuda")
+    assert shapes.host_bytes == host_bytes(skeleton, "cuda")
+
+
+def test_float16_on_the_device_is_near_what_the_cpu_says(tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "model", FAMILIES["llama"])
+    mine, theirs = on_device(folder, Where(), torch.float16), on_cpu(folder, torch.float32)
+    assert float((mine - theirs).abs().max()) < 0.02 * float(theirs.abs().max())

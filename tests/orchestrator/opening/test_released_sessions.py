@@ -1,0 +1,161 @@
+"""Sessions that are not kept leave nothing at their workers, whatever ends their requests and when."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from bough.client import Client
+from bough.errors import InvalidRequest, PrefixMissing, StaleEpoch
+from bough.pb import target_pb2
+from bough.protocol.generation import Resume, Tokens
+from bough.protocol.messages import VerifyCall
+from orchestrator.admission.active_streams import Stream
+from orchestrator.rounds.round import Rounds
+from tests.fakes.fleet import FakeTarget, Fleet
+from tests.fakes.streams import OPTIONS, PROMPT, expected, read
+from tests.fakes.waiting import until
+
+RESUMED = replace(OPTIONS, resume=Resume(0, ()))
+
+
+async def for_ever(call: VerifyCall) -> None:
+    """The answer does not arrive."""
+    await asyncio.Event().wait()
+
+
+async def test_a_slot_reserved_at_another_target_is_let_go_with_the_request(
+    fakes: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request that ended before it was told of its slot left that in use for --lease-seconds, while others waited."""
+    verify, asked = FakeTarget.Verify, []
+
+    async def silent(self: FakeTarget, request: target_pb2.VerifyRequest, context: Any) -> target_pb2.VerifyReply:
+        asked.append(self.worker_id)
+        try:
+            return await verify(self, request, context)
+        except PrefixMissing:
+            await asyncio.Event().wait()
+            raise
+
+    monkeypatch.setattr(FakeTarget, "Verify", silent)
+    targets = [(await fakes.target(f"t{index}"))[0] for index in range(2)]
+    for target in targets:
+        target.num_slots = 0
+    _, process = await fakes.orchestrator(num_targets=2)
+    async with Client(process.address) as client:
+        reading = asyncio.create_task(read(client))
+        await until(lambda: len(asked) > 1)
+        (other,) = (target for target in targets if target.worker_id != asked[0])
+        other.num_slots = 1
+        await until(lambda: other.held)
+        reading.cancel()
+        await until(lambda: not other.held)
+
+
+@pytest.mark.parametrize("is_recorded", [True, False], ids=["after a round", "in its first round"])
+async def test_what_a_resumed_stream_leaves_is_released_where_nobody_goes_on_with_it(
+    fakes: Fleet, is_recorded: bool
+) -> None:
+    """The call that resumes it is refused; or it knows of no session, as no round is recorded yet, and begins one."""
+    target, _ = await fakes.target("t")
+    requests, process = await fakes.orchestrator()
+    async with Client(process.address, patience_seconds=0.0) as client:
+        if is_recorded:
+            target.after = _from_round(3)
+        else:
+            target.after = for_ever
+        running = asyncio.create_task(read(client))
+        await until(lambda: len(target.calls) == (4 if is_recorded else 1))
+        if is_recorded:
+            await until(lambda: fakes.registry.load_request("r"))
+            with pytest.raises(InvalidRequest, match="must have the same sampling parameters"):
+                await read(client, replace(RESUMED, seed=6))
+        else:
+            target.after = _at_once
+            assert (await read(client, RESUMED)).token_ids == expected(fakes)
+        with pytest.raises(StaleEpoch, match="has been resumed by another call"):
+            await running
+    (session, *_) = {call.context.session_id: None for call in target.calls}
+    await until(lambda: not target.held)
+
+    async def is_forgotten() -> bool:
+        return await fakes.registry.load_session(session) is None
+
+    await until(is_forgotten)
+    assert [known.num_running for known in requests.directory.targets] == [0]
+
+
+async def _at_once(call: VerifyCall) -> None:
+    """No fault."""
+
+
+def _from_round(number: int) -> Any:
+    async def hook(call: VerifyCall) -> None:
+        if call.round >= number:
+            await for_ever(call)
+
+    return hook
+
+
+async def test_a_session_closed_in_its_first_round_is_released(fakes: Fleet) -> None:
+    """The index has no record yet of where it runs."""
+    target, _ = await fakes.target("t")
+    _, process = await fakes.orchestrator()
+    target.after = for_ever
+    async with Client(process.address, patience_seconds=0.0) as client:
+        running = asyncio.create_task(read(client, replace(OPTIONS, session_id="s")))
+        await until(lambda: target.held)
+        await client.close_session("s")
+        with pytest.raises(StaleEpoch, match="'s' was closed"):
+            await running
+    await until(lambda: not target.held)
+
+
+async def test_a_cancellation_beside_the_end_of_a_stream_skips_no_release(
+    fakes: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, _ = await fakes.target("t")
+    requests, _ = await fakes.orchestrator()
+    run = Rounds.run
+
+    async def slow_to_end(self: Rounds, *arguments: Any) -> AsyncIterator[Any]:
+        try:
+            async with aclosing(run(self, *arguments)) as rounds:
+                async for tokens in rounds:
+                    yield tokens
+        finally:
+            await asyncio.sleep(60)
+
+    monkeypatch.setattr(Rounds, "run", slow_to_end)
+    events = requests.generate(PROMPT, OPTIONS)
+    while not isinstance(await anext(events), Tokens):
+        pass
+    ending = asyncio.create_task(events.aclose())
+    await asyncio.sleep(0.05)
+    assert not ending.done()
+    ending.cancel()
+    await asyncio.wait({ending})
+    await until(lambda: not target.held)
+    freeing = Stream._free_at_error.__qualname__
+    assert not [task for task in asyncio.all_tasks() if freeing in repr(task.get_coro())]
+
+
+def test_an_earlier_stream_is_told_who_goes_on_with_its_session() -> None:
+    """In whichever order it ends and is told, also by way of a call that was superseded before it ran anything."""
+    first, second = Stream("r", ""), Stream("r", "")
+    told: list[str] = []
+    second.end(StaleEpoch("resumed by a third"))
+    second.takes_over(first, "")
+    first.leave(told.append)
+    assert told == []
+    second.succeeded_by("session")
+    assert told == ["session"]
+    later: list[str] = []
+    first.leave(later.append)
+    assert later == ["session"]

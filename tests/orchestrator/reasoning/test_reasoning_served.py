@@ -1,0 +1,191 @@
+"""Reasoning models over HTTP and gRPC: a random one whose tokens are mostly a, b, the end of thoughts and its end."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client import CollectorRegistry
+from tokenizers import AddedToken, Tokenizer
+
+from bough.client import Client
+from bough.errors import InvalidRequest
+from bough.protocol.generation import ChatPrompt, Constraint, Finished, GenerateOptions, Message, Resume, Tokens
+from loadtest.common.tiny_model import save_model
+from orchestrator.http_api.app import http_app
+from orchestrator.serving.tenants import Callers
+from tests.fakes.stack import SMALLEST, Stack, stack
+
+Json = dict[str, Any]
+
+CHAT = "/v1/chat/completions"
+END, ENDS_THOUGHTS = 261, 257
+TEMPLATE = (
+    "{% for m in messages %}{% if m.reasoning_content %}<{{ m.reasoning_content }}>{% endif %}{{ m.content }}\n"
+    "{% endfor %}"
+    "{% if enable_thinking is defined and enable_thinking is false %}<think></think>{% else %}<think>\n{% endif %}"
+)  # fmt: skip
+HI: Json = {"role": "user", "content": "Hi"}
+
+
+@pytest.fixture(scope="module")
+async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
+    folder = tmp_path_factory.mktemp("reasoning")
+    model = save_model(folder / "model", SMALLEST)
+    file = model / "tokenizer.json"
+    file.write_text(file.read_text().replace('"<u0>"', '"<think>"').replace('"<u1>"', '"</think>"'))
+    tokenizer = Tokenizer.from_file(str(file))
+    tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in ("<think>", "</think>")])
+    tokenizer.save(str(file))
+    (model / "chat_template.jinja").write_text(TEMPLATE)
+    async with stack(folder, model=model) as running:
+        yield running
+
+
+@pytest.fixture
+async def http(served: Stack) -> AsyncIterator[httpx.AsyncClient]:
+    app = http_app(Callers(served.requests), CollectorRegistry(), 60.0)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test", timeout=60) as client:
+        yield client
+
+
+A, B = (ord(letter) - ord("!") for letter in "ab")  # as `save_tokenizer` numbers them
+LIKELY = dict.fromkeys((A, B, ENDS_THOUGHTS, END), 60.0)
+
+
+def body(**fields: Any) -> Json:
+    return {"messages": [HI], "max_tokens": 24, "logit_bias": {str(t): b for t, b in LIKELY.items()}} | fields
+
+
+async def answered(http: httpx.AsyncClient, **fields: Any) -> Json:
+    """The message of the only choice, and what is told beside it."""
+    response = await http.post(CHAT, json=body(**fields))
+    assert response.status_code == 200, response.text
+    answer: Json = response.json()
+    (choice,) = answer["choices"]
+    told: Json = {"usage": answer["usage"], "reason": choice["finish_reason"], "logprobs": choice["logprobs"]}
+    return told | dict(choice["message"])
+
+
+async def streamed(http: httpx.AsyncClient, **fields: Any) -> Json:
+    """The message that a client puts together."""
+    response = await http.post(CHAT, json=body(**fields) | {"stream": True})
+    message: Json = {}
+    for line in response.text.splitlines():
+        for choice in json.loads(line.removeprefix("data: "))["choices"] if line.startswith("data: {") else ():
+            for name in choice["delta"].keys() & {"content", "reasoning"}:
+                message[name] = message.get(name, "") + choice["delta"][name]
+    return message
+
+
+@pytest.mark.slow
+async def test_thoughts_are_parted_whole_and_streamed_and_trees_change_nothing(http: httpx.AsyncClient) -> None:
+    kinds = set()
+    for seed in range(8):
+        whole = await answered(http, seed=seed, logprobs=True)
+        tokens = "".join(entry["token"] for entry in whole["logprobs"]["content"]).removesuffix("</s>")
+        thoughts, mark, content = tokens.partition("</think>")
+        assert (whole["reasoning"], whole["content"]) == (thoughts or None, content or (None if thoughts else ""))
+        assert whole["reasoning_content"] == whole["reasoning"]
+        details = whole["usage"]["completion_tokens_details"]
+        assert details == {"reasoning_tokens": len(thoughts) + (1 if mark else whole["reason"] == "stop")}
+        said = {"reasoning": thoughts, "content": content}
+        assert {"reasoning": "", **await streamed(http, seed=seed)} == said
+        plain = await answered(http, seed=seed, speculation=False)
+        assert (plain["reasoning"], plain["content"]) == (whole["reasoning"], whole["content"])
+        kinds.add((bool(thoughts), bool(content)))
+    assert (True, True) in kinds
+    left_out = await answered(http, seed=1, include_reasoning=False)
+    assert left_out.keys() & {"reasoning", "reasoning_content"} == set()
+    assert left_out["usage"]["completion_tokens_details"]["reasoning_tokens"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sampling", [{"temperature": 0}, {"seed": 4}, {"seed": 5, "temperature": 1.5}])
+async def test_a_form_begins_after_thoughts_whole_streamed_resumed_and_with_trees_or_without(
+    http: httpx.AsyncClient, served: Stack, sampling: Json
+) -> None:
+    forms: list[Json] = [
+        {"structured_outputs": {"regex": "[ab]{2}c"}},
+        {"structured_outputs": {"choice": ["abba", "baab"]}},
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {"enum": ["ab", "ba"]}}}},
+    ]
+    for wanted in forms:
+        whole = await answered(http, **sampling, **wanted)
+        assert whole["reason"] == "stop"
+        assert re.fullmatch('[ab]{2}c|abba|baab|"ab"|"ba"', whole["content"]), whole
+        assert (await streamed(http, **sampling, **wanted))["content"] == whole["content"]
+        plain = await answered(http, **sampling, **wanted, speculation=False)
+        assert (plain["reasoning"], plain["content"]) == (whole["reasoning"], whole["content"])
+        closed = await answered(http, **sampling, **wanted, chat_template_kwargs={"enable_thinking": False})
+        assert closed["reasoning"] is None
+        assert re.fullmatch('[ab]{2}c|abba|baab|"ab"|"ba"', closed["content"]), closed
+
+
+@pytest.mark.slow
+async def test_over_grpc_a_text_has_its_thoughts_and_a_form_is_of_all_of_it_unless_said(served: Stack) -> None:
+    prompt = ChatPrompt((Message("user", "Hi"),))
+    options = GenerateOptions(max_tokens=24, logit_bias=LIKELY, seed=3, constraint=Constraint(regex="[ab]{4}c"))
+    after = replace(options, constraint=Constraint(regex="[ab]{4}c", after_reasoning=True))
+    async with Client(served.addresses["orchestrator"]) as client:
+        whole, tokens = await generated(client, prompt, options)
+        assert re.fullmatch("[ab]{4}c", whole)
+        text, tokens = await generated(client, prompt, after)
+        assert re.fullmatch("[ab]*</think>\n{0,2}[ab]{4}c", text)
+        resumed = replace(after, request_id="r", resume=Resume(2, tuple(tokens[:2])))
+        assert text.endswith((await generated(client, prompt, resumed))[0])
+        closed = replace(prompt, chat_template_kwargs='{"enable_thinking": false}')
+        assert re.fullmatch("[ab]{4}c", (await generated(client, closed, after))[0])
+        with pytest.raises(InvalidRequest, match=r"^chat\.chat_template_kwargs: must have names .* got 'messages'"):
+            await generated(client, replace(prompt, chat_template_kwargs='{"messages": []}'), options)
+
+
+async def generated(client: Client, prompt: ChatPrompt, options: GenerateOptions) -> tuple[str, list[int]]:
+    text, tokens = "", list[int]()
+    async for event in client.generate(prompt, options):
+        tokens += event.token_ids if isinstance(event, Tokens) else ()
+        text += event.text if isinstance(event, Tokens | Finished) else ""
+    return text, tokens
+
+
+async def test_prompts_are_tokenized_with_their_variables_and_thoughts(http: httpx.AsyncClient) -> None:
+    said = [HI, {"role": "assistant", "content": None, "reasoning": "ab"}, HI]
+    off = {"enable_thinking": False}
+    cases: list[tuple[Json, str]] = [
+        ({}, "Hi\n<think>\n"), ({"chat_template_kwargs": off}, "Hi\n<think></think>"),
+        ({"messages": said}, "Hi\n<ab>\nHi\n<think>\n"),
+        ({"messages": said, "chat_template_kwargs": off}, "Hi\n<ab>\nHi\n<think></think>"),
+        ({"messages": [HI, {"role": "assistant", "content": "4", "reasoning_content": "ab"}]}, "Hi\n<ab>4\n<think>\n"),
+    ]  # fmt: skip
+    for fields, text in cases:
+        told = (await http.post("/tokenize", json={"messages": [HI], "return_token_strs": True} | fields)).json()
+        assert "".join(told["token_strs"]) == text
+        usage = (await answered(http, **fields))["usage"]
+        assert usage["prompt_tokens"] == told["count"]
+    effort = await answered(http, reasoning_effort="none")
+    assert (
+        effort["usage"]["prompt_tokens"] == (await answered(http, chat_template_kwargs=off))["usage"]["prompt_tokens"]
+    )
+    both = await answered(http, reasoning_effort="none", chat_template_kwargs={"enable_thinking": True})
+    assert both["usage"]["prompt_tokens"] == (await answered(http))["usage"]["prompt_tokens"]
+
+
+async def test_fields_that_cannot_be_used_are_named(http: httpx.AsyncClient) -> None:
+    for path, fields, param in (
+        (CHAT, {"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+        (CHAT, {"chat_template_kwargs": [1]}, "chat_template_kwargs"),
+        (CHAT, {"reasoning_effort": 3}, "reasoning_effort"),
+        (CHAT, {"include_reasoning": "no"}, "include_reasoning"),
+        (CHAT, {"messages": [HI, HI | {"role": "assistant", "reasoning": [1]}]}, "messages[1].reasoning"),
+        ("/tokenize", {"chat_template_kwargs": {"bos_token": "x"}}, "chat_template_kwargs"),
+        ("/tokenize", {"messages": None, "prompt": "x", "chat_template_kwargs": {"a": 1}}, "chat_template_kwargs"),
+    ):  # fmt: skip
+        response = await http.post(path, json={"messages": [HI]} | fields)
+        error = response.json()["error"]
+        assert (response.status_code, error["param"]) == (400, param), error
+        assert error["message"].startswith(f"{param}: must"), error

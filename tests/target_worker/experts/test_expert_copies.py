@@ -1,0 +1,205 @@
+"""Experts that come to an accelerator from the host's memory: right in any order of work, the bits of whole layers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from bough.errors import ConfigError
+from bough.model.packing.pack import pack
+from bough.sizing.placement import Budgets, Fixed, Tier, place_with_expert_cache
+from loadtest.common.inline_streams import InlineStreams
+from target_worker.experts.expert_cache import Expert
+from target_worker.experts.expert_copies import ExpertCopies
+from target_worker.experts.expert_store import ExpertStore
+from target_worker.link.copy_stats import CopyStats
+from target_worker.link.device_ring import DeviceRing
+from target_worker.link.layer_extents import LayerExperts, sizes_of
+from target_worker.sweep.tiers import numbered
+from tests.cli.planning.test_plan import run
+from tests.conftest import save_model
+from tests.fakes.gpu.late_device import FakeStreams
+from tests.fakes.model.families import FAMILIES
+from tests.fakes.models import streamed
+from tests.target_worker.experts.test_experts import MIXTURE, NUM_EXPERTS, logits_of, plan_of
+
+
+class FakeHost:
+    """Experts whose bytes are their numbers."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    @contextmanager
+    def layer(self, index: int) -> Iterator[torch.Tensor]:
+        yield torch.full((self._size,), index, dtype=torch.uint8)
+
+    def stays(self, index: int) -> bool:
+        return True
+
+    def restart(self) -> None: ...
+
+
+class Rounds:
+    """Sweeps that compute with experts' bytes whenever the streams please."""
+
+    def __init__(self, layers: Mapping[int, LayerExperts], num_slabs: int, streams: FakeStreams) -> None:
+        size = sizes_of(layers.values()).slab_bytes
+        self.numbers, _ = numbered(layers, 100)
+        self.traffic = CopyStats()
+        shifts = {expert: 8 * (number % 2) for expert, number in self.numbers.items()}
+        self.copies = ExpertCopies(FakeHost(size), self.numbers, shifts, size, num_slabs, streams, self.traffic)
+        self.store = ExpertStore(layers, num_slabs, self.copies)
+        self.ring = DeviceRing(range(len(layers)), [size] * len(layers), FakeHost(size), streams, num_slabs=2)
+        self.right: list[bool] = []
+        self._streams, self._num_layers = streams, len(layers)
+
+    def sweep(self, numbers: Sequence[int], until: int | None = None) -> None:
+        """What is left of each layer comes through a ring in the same stream."""
+        for layer in range(self._num_layers)[:until]:
+            self.store.begin(layer)
+            with self.ring.layer(layer) as slab:
+                self._streams.compute(lambda slab=slab, layer=layer: self.right.append(bool((slab == layer).all())))
+                self.store.expect(layer, numbers)
+                for number in numbers:
+                    self._compute(Expert(layer, number))
+                self._streams.compute(lambda slab=slab, layer=layer: self.right.append(bool((slab == layer).all())))
+
+    def restart(self) -> None:
+        self.store.restart()
+        self.ring.restart()
+
+    def _compute(self, expert: Expert) -> None:
+        for data in self.store.bytes_of(expert, 0):
+            self._streams.compute(lambda data=data: self.right.append(bool((data == self.numbers[expert]).all())))
+
+
+@pytest.fixture
+def layers(tmp_path: Path) -> dict[int, LayerExperts]:
+    return plan_of(save_model(tmp_path / "model", FAMILIES["qwen3 moe"]))
+
+
+@contextmanager
+def rounds_of(layers: Mapping[int, LayerExperts], num_slabs: int, seed: int) -> Iterator[Rounds]:
+    streams = FakeStreams(seed)
+    try:
+        rounds = Rounds(layers, num_slabs, streams)
+        with rounds.ring:
+            yield rounds
+            streams.compute_event().synchronize()
+        assert rounds.right
+        assert all(rounds.right)
+    finally:
+        streams.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_slabs", [6, 9, 24])
+@pytest.mark.parametrize("seed", range(4))
+def test_an_expert_is_whole_while_it_is_computed_with(
+    num_slabs: int, seed: int, layers: dict[int, LayerExperts]
+) -> None:
+    """Also in sweeps that begin while one that was given up is still computed."""
+    rng = np.random.default_rng(seed)
+    with rounds_of(layers, num_slabs, seed) as rounds:
+        for number in range(24):
+            chosen = rng.choice(6, size=rng.integers(1, 7), replace=False).tolist()
+            rounds.sweep(chosen, until=2 if number % 5 == 4 else None)
+            if number % 5 == 4:
+                rounds.restart()
+
+
+def test_a_turn_is_queued_without_waiting_for_the_device(layers: dict[int, LayerExperts]) -> None:
+    with rounds_of(layers, 6, 0) as rounds:
+        rounds._streams.hold(True)
+        rounds.sweep([0, 1, 2, 3, 4, 5])
+        rounds.sweep([0, 1, 2])
+        assert not rounds.right
+        rounds._streams.hold(False)
+
+
+def test_what_is_there_is_not_copied_again_and_guesses_are_few(
+    layers: dict[int, LayerExperts], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While copies are outstanding beyond a limit nothing is guessed: what is wanted next would come after them."""
+    size = sizes_of(layers.values()).slab_bytes
+    monkeypatch.setattr("target_worker.experts.expert_copies.PREFETCH_BYTES", 2 * size)
+    with rounds_of(layers, 24, 0) as rounds:
+        for _ in range(5):
+            rounds.sweep(range(6))
+        rounds._streams.compute_event().synchronize()
+        assert rounds.traffic.figures().num_bytes == 24 * size
+    with rounds_of(layers, 12, 0) as rounds:
+        assert rounds.copies.max_prefetches == 2
+        for _ in range(5):
+            rounds.sweep(range(6))
+        rounds._streams.compute_event().synchronize()
+        rounds._streams.hold(True)
+        rounds.sweep(range(6), until=1)
+        assert rounds.copies.max_prefetches == 0
+        rounds._streams.hold(False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", NUM_EXPERTS)
+@pytest.mark.parametrize("max_resident", [0, 2, 40])
+def test_the_bits_are_those_of_whole_layers(family: str, max_resident: int, tmp_path: Path) -> None:
+    """With the rest of the layers on the device, in the host's memory and on disk."""
+    folder, sizes = save_model(tmp_path / "model", FAMILIES[family]), (1, 2, 40, 1, 7, 90)
+    with streamed(folder, torch.bfloat16) as model:
+        wanted = logits_of(model, *sizes)
+    for num_slabs in (NUM_EXPERTS[family], NUM_EXPERTS[family] + 3):
+        apart = streamed(
+            folder, torch.bfloat16, 16, max_resident, InlineStreams(), host_layers=3, expert_slabs=num_slabs
+        )
+        with apart as model:
+            for mine, right in zip(logits_of(model, *sizes), wanted, strict=True):
+                assert torch.equal(mine, right)
+            assert model.tiers.figures().num_bytes > 0
+
+
+def test_packed_experts_too(tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "model", FAMILIES["qwen3 moe"])
+    pack(str(folder), 4, tmp_path / "packed")
+    with streamed(tmp_path / "packed", torch.bfloat16) as model:
+        wanted = logits_of(model, 1, 20)
+    with streamed(tmp_path / "packed", torch.bfloat16, 16, 0, InlineStreams(), 3, expert_slabs=8) as model:
+        for mine, right in zip(logits_of(model, 1, 20), wanted, strict=True):
+            assert torch.equal(mine, right)
+
+
+def test_experts_that_the_host_holds_come_when_they_are_chosen() -> None:
+    """Otherwise layers come whole, as if nothing had been said; or it is said what would do."""
+    fixed, little, much = Fixed(1000, 0, 0, 0), Budgets(3000, 7999, 2000, 10), Budgets(3000, 8100, 2000, 10)
+    placement = place_with_expert_cache(*MIXTURE, fixed, much, from_host=True, is_forced=True)
+    assert (placement.fixed.experts, placement.fixed.host_experts) == (1500, 8000)
+    assert (placement.device_bytes, placement.host_bytes) == (3000, 8000)
+    assert placement.layers(Tier.RESIDENT) == tuple(range(10))
+    for too_little in (little, Budgets(3000, 8050, 2000, 2)):  # the second holds experts, and no slabs for the rest
+        assert place_with_expert_cache(*MIXTURE, fixed, too_little, from_host=True).expert_bytes == 0
+    whole = place_with_expert_cache(*MIXTURE, fixed, little, from_host=True)
+    assert (whole.expert_bytes, whole.layer_bytes) == (0, tuple(MIXTURE[0]))
+    with pytest.raises(
+        ConfigError, match=r"--host-memory: must be at least .* for --experts chosen.*or use --experts all"
+    ):
+        place_with_expert_cache(*MIXTURE, fixed, little, from_host=True, is_forced=True)
+
+
+def test_a_plan_reckons_with_the_link_of_the_host(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = save_model(tmp_path / "model", FAMILIES["qwen3 moe"])
+    slots = [slot for layer in plan_of(folder).values() for slot in layer.slots]
+    flags = ["--device", "gpu", "--device-memory", "9MB", "--kv-memory", "1MB", "--max-context", "128"]
+    flags += ["--max-nodes", "64", "--host-link-speed", "2", "--compute-speed", "1"]
+    flags += ["--link-speed", "1", "--memory-speed", "9", "--resident-layers", "0", "--host-memory", "1GB"]
+    plan = run(capsys, str(folder), *flags)
+    on_host = plan["fixed_bytes"]["host_experts"]
+    assert plan["host_bytes"] > on_host == sum(math.prod(slot.source.shape) * 4 for slot in slots)
+    seconds = {sweep["tokens"]: sweep["link_seconds"] for sweep in plan["sweeps"]}
+    missing = on_host - plan["fixed_bytes"]["experts"]
+    assert seconds[64] - seconds[1] == pytest.approx(missing / 2e9 * 0.5, rel=0.3)

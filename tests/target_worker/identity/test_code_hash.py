@@ -1,0 +1,127 @@
+"""Which code decides whether one target may go on with another's sessions: all that computes, and no word beside it."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from target_worker.identity import code_hash
+from target_worker.identity.code_hash import DECIDING, meaning, modules, source_of
+
+SEEDS = (
+    "target_worker.sweep.compiled_layers",
+    "target_worker.sweep.streamed_model",
+    "target_worker.sweep.streamed_sweeper",
+    "target_worker.verification.verdict",
+)
+# Modules that a sweep imports and that only find, move, count or name things.
+OTHERS = modules(
+    ("bough", "errors"),
+    ("bough.model", "architecture cpu gpu"),  # the rooms themselves
+    ("bough.concurrency", "deep_stack futures inbox"),
+    ("bough.config", "cache_paths flag_parser parsers processes reader"),
+    ("bough.model.checkpoint", "atomic_files checkpoint content_samples gguf_file hub pack_manifest shared_weights"),
+    ("bough.model.cpu", "huge_pages"),
+    ("bough.model.gpu", "faults"),
+    ("bough.model.packing", "pack shard_writer"),
+    ("bough.model.running", "device"),
+    ("bough.model.sizes", "memory_budget model_sizes samples stored_format"),
+    ("bough.processes", "signals"),
+    ("bough.protocol", "cost_curve messages prefix_hash"),
+    ("bough.runtime", "fatal_exit host_memory kv_budget machine"),
+    ("bough.sizing", "flops other_devices placement row_averages sweep_times"),
+    ("bough.telemetry", "spans"),
+    ("bough.tokenization", "vocabulary"),
+    ("bough.trees", "acceptance"),
+    ("target_worker.experts", "expert_cache expert_copies expert_reads"),
+    ("target_worker.kv", "kv_offload session_slot"),
+    ("target_worker.link",
+     "copy_stats device_ring direct_io disk_ring disk_stats file_digests host_layers layer_extents "
+     "open_files pinned_memory streams"),
+    ("target_worker.scheduler", "batching job sweep_figures sweeper"),
+    ("target_worker.sweep", "tiers warm_up"),
+)  # fmt: skip
+SOURCE = b'''"""A module."""
+LIMIT = 3
+
+
+class Row:
+    """A class."""
+
+    def double(self, value):
+        """Doubles."""
+        return value * 2  # a comment
+'''
+
+
+def imported(module: str) -> Iterator[str]:
+    """Modules of `bough` and `target_worker` that a module imports, also within its functions."""
+    for node in ast.walk(ast.parse(source_of(module).read_text())):
+        names = []
+        if isinstance(node, ast.ImportFrom):
+            names = [str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        for name in names:
+            if name.split(".")[0] in ("bough", "target_worker") and source_of(name).is_file():
+                yield name
+
+
+def test_whatever_a_sweep_imports_is_said_to_decide_bits_or_not_to() -> None:
+    seen: set[str] = set()
+    waiting = list(SEEDS)
+    while waiting:
+        module = waiting.pop()
+        if module not in seen:
+            seen.add(module)
+            waiting += imported(module)
+    assert seen - DECIDING - OTHERS == set(), "does it decide bits? DECIDING has what does, and OTHERS what does not"
+    assert not DECIDING & OTHERS
+    assert all(source_of(module).is_file() for module in DECIDING | OTHERS)
+    assert set(SEEDS) <= DECIDING
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (b"A module.", b"Another."),
+        (b"# a comment", b"# more"),
+        (b"Doubles.", b"Twice."),
+        (b"LIMIT = 3", b"\n\nLIMIT = 3"),
+    ],
+)
+def test_words_and_places_change_nothing(old: bytes, new: bytes) -> None:
+    assert old in SOURCE
+    assert meaning(SOURCE.replace(old, new)) == meaning(SOURCE)
+
+
+@pytest.mark.parametrize(("old", "new"), [(b"* 2", b"* 3"), (b"LIMIT = 3", b"LIMIT = 4"), (b"value * 2", b"2 * value")])
+def test_code_changes_it(old: bytes, new: bytes) -> None:
+    assert old in SOURCE
+    assert meaning(SOURCE.replace(old, new)) != meaning(SOURCE)
+
+
+def test_it_is_kept_for_the_next_start_and_found_anew_where_files_differ(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BOUGH_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(code_hash, "ROOT", tmp_path / "repository")
+    monkeypatch.setattr(code_hash, "DECIDING", frozenset({"target_worker.verification.verdict"}))
+    file = tmp_path / "repository" / "target_worker" / "verification" / "verdict.py"
+    file.parent.mkdir(parents=True)
+
+    def found(content: bytes) -> str:
+        code_hash.code_hash.cache_clear()
+        file.write_bytes(content)
+        return code_hash.code_hash()
+
+    first = found(SOURCE)
+    assert found(SOURCE.replace(b"Doubles.", b"Twice.")) == first
+    assert found(SOURCE.replace(b"* 2", b"* 3")) != first
+    assert len(list((tmp_path / "code").iterdir())) == 3
+    monkeypatch.setattr(code_hash, "meaning", None)
+    assert found(SOURCE) == first, "read, not parsed"
+    code_hash.code_hash.cache_clear()

@@ -1,0 +1,109 @@
+"""Layers that a target on the CPU runs compiled whole, against the same model as transformers runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import Gemma2Config
+
+from bough.errors import StreamError
+from bough.model.batch.batch import Batch, Segment
+from bough.model.cpu.linear import can_multiply
+from bough.model.packing.pack import pack
+from loadtest.common.inline_streams import InlineStreams
+from target_worker.sweep import streamed_model
+from tests.conftest import TINY, save_model
+from tests.fakes.model.llama import CONTEXT, FAMILIES, SIZES, TREE, perturbed
+from tests.fakes.models import CPU, new_slot, plain_logits, streamed
+
+pytestmark = pytest.mark.skipif(
+    not can_multiply(64, torch.bfloat16), reason="this processor has no products of single rows in bfloat16"
+)
+
+
+def logits_of(folder: Path, dtype: torch.dtype, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
+    """Of two sessions' trees in one batch, after contexts of different length; (14, vocab_size)."""
+    with monkeypatch.context() as patch:
+        if not compiled:
+            patch.setattr(streamed_model, "supports_fused_layers", lambda *_: False)
+        with streamed(folder, dtype) as model:
+            assert model.arithmetic.endswith("compiled whole") == compiled
+            slots = [new_slot(model), new_slot(model)]
+            for slot in slots:
+                slot.keys.fill_(float("nan"))  # what was never written must not be read
+                slot.values.fill_(float("nan"))
+            model.sweep(Batch([Segment.context(slots[0], 0, CONTEXT * 4)], model.rows, CPU))  # in two chunks
+            together = [
+                Segment.tree(slots[0], 4 * len(CONTEXT), TREE),
+                Segment.context(slots[1], 0, CONTEXT[:33]),
+                Segment.tree(slots[1], 33, TREE),
+            ]
+            return model.sweep(Batch(together, model.rows, CPU))[0]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_compiled_layers_are_nearer_the_truth_than_transformers(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = perturbed(tmp_path, family)
+    truth = logits_of(folder, torch.float32, False, monkeypatch)
+    usual = logits_of(folder, torch.bfloat16, False, monkeypatch).float()
+    mine = logits_of(folder, torch.bfloat16, True, monkeypatch).float()
+    assert (mine - truth).abs().mean() < (usual - truth).abs().mean()
+
+
+def test_packed_weights_pass_through_scratch_memory(tmp_path: Path) -> None:
+    """A layer's values are then where the next one's will be: nothing of them may be kept."""
+    folder = save_model(tmp_path / "model", TINY)
+    pack(str(folder), 8, tmp_path / "packed")
+    with streamed(tmp_path / "packed", torch.bfloat16) as model, streamed(folder, torch.bfloat16) as whole:
+        assert model.arithmetic == whole.arithmetic
+        mine, theirs = (torch.stack(plain_logits(each, CONTEXT[:9])).float() for each in (model, whole))
+    assert (mine - theirs).abs().mean() < 0.05 * theirs.std()
+
+
+def test_other_architectures_go_by_way_of_transformers(tmp_path: Path) -> None:
+    folder = save_model(tmp_path, Gemma2Config(**SIZES, head_dim=16))
+    with streamed(folder, torch.bfloat16) as model:
+        assert model.arithmetic == "products of single rows"
+
+
+@pytest.mark.parametrize("staged_rows", [0, 400])
+def test_a_sweep_that_fails_half_way_leaves_no_trace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, staged_rows: int
+) -> None:
+    """In a layer that could not be read; keys and values in place, and coming with their layer."""
+    folder = save_model(tmp_path / "model", TINY)
+    with streamed(folder, torch.bfloat16, streams=InlineStreams(), host_layers=9, staged_rows=staged_rows) as model:
+        slot, real = new_slot(model), model.tiers.layer
+        batch = Batch([Segment.context(slot, 0, CONTEXT), Segment.tree(slot, len(CONTEXT), TREE)], model.rows, CPU)
+        wanted = model.sweep(batch)[0].clone()
+
+        @contextmanager
+        def broken(index: int) -> Iterator[torch.Tensor]:
+            with real(index) as slab:
+                if index == 2:
+                    raise StreamError("layer 2 is broken")
+                yield slab
+
+        other = Batch([Segment.tree(new_slot(model), 0, TREE)], model.rows, CPU)
+        with monkeypatch.context() as patch:
+            patch.setattr(model.tiers, "layer", broken)
+            with pytest.raises(StreamError, match="layer 2 is broken"):
+                model.sweep(other)
+        again = Batch([Segment.context(slot, 0, CONTEXT), Segment.tree(slot, len(CONTEXT), TREE)], model.rows, CPU)
+        assert torch.equal(model.sweep(again)[0], wanted)
+
+
+def test_weights_are_found_again_where_nobody_remembers_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More layers in more slabs than are remembered."""
+    folder = save_model(tmp_path / "model", TINY)
+    with streamed(folder, torch.bfloat16) as model:
+        wanted = plain_logits(model, CONTEXT[:5])
+    monkeypatch.setattr(streamed_model, "MOST_CACHED", 1)
+    with streamed(folder, torch.bfloat16) as model:
+        assert all(torch.equal(*pair) for pair in zip(plain_logits(model, CONTEXT[:5]), wanted, strict=True))

@@ -1,0 +1,111 @@
+"""A start reads a few layers, compiles where the compiler's memory is given back, and leaves no trace."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from bough.errors import StreamError
+from bough.model.checkpoint.checkpoint import Checkpoint
+from bough.model.packing.pack import pack
+from bough.sizing.row_counts import RowCounts
+from loadtest.common.inline_streams import InlineStreams
+from loadtest.common.tiny_model import TINY, save_model
+from target_worker.sweep.warm_up import PassSeconds, compute_curve
+from tests.fakes.model.families import FAMILIES
+from tests.fakes.model.packed_files import flip
+from tests.fakes.models import new_slot, plain_logits, streamed
+
+TOKENS = [5, 6, 7, 8]
+WAYS: dict[str, dict[str, Any]] = {
+    "from disk": {},
+    "resident": {"max_resident": 12},
+    "resident on a device": {"max_resident": 12, "streams": InlineStreams()},
+    "copied to a device": {"streams": InlineStreams(), "host_layers": 3},
+    "with keys and values": {"streams": InlineStreams(), "host_layers": 12, "staged_rows": 400},
+}
+
+
+@pytest.fixture(scope="module")
+def twelve_layers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = LlamaConfig(**{**TINY.to_dict(), "num_hidden_layers": 12})
+    return save_model(tmp_path_factory.mktemp("models") / "twelve", config)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+def test_what_is_said_afterwards_is_the_same(twelve_layers: Path, way: str) -> None:
+    with streamed(twelve_layers, torch.bfloat16, **WAYS[way]) as model:
+        wanted = plain_logits(model, TOKENS)
+    with streamed(twelve_layers, torch.bfloat16, **WAYS[way]) as model:
+        for _ in range(2):
+            model.warm_up(new_slot(model))
+            assert all(torch.equal(*pair) for pair in zip(plain_logits(model, TOKENS), wanted, strict=True))
+
+
+def test_a_start_tells_what_sweeps_can_be_expected_to_take(twelve_layers: Path) -> None:
+    with streamed(twelve_layers, torch.bfloat16) as model:
+        prior = model.warm_up(new_slot(model))
+        assert prior.compute is not None
+        prior.compute.validate("compute")
+        assert prior.step == prior.compute.step == model.rows.step
+        assert prior.link_bytes == sum(layer.num_bytes for layer in model.tiers.layers)
+        assert prior.link_seconds > 0
+
+
+def test_of_a_layer_and_the_head_a_whole_sweep_is_made() -> None:
+    asked: list[int] = []
+
+    def one_layer(num_tokens: int) -> PassSeconds:
+        asked.append(num_tokens)
+        return PassSeconds(layer=0.2 + 0.01 * num_tokens, rest=0.1 + 0.001 * num_tokens)
+
+    curve = compute_curve(one_layer, RowCounts(256, 1), 1000, 10, lambda: 0.0)
+    assert curve.rows == (1, 8, 16, 17, 32, 33, 64, 256)
+    assert curve.at([1, 256]).tolist() == pytest.approx([2.201, 27.956])
+    few = compute_curve(one_layer, RowCounts(256, 1), 100, 10, lambda: 0.0)
+    assert few.rows[-1] == 100, "a slot has no room for more"
+    now = itertools.count(0.0, 1.0)
+    assert compute_curve(one_layer, RowCounts(256, 1), 1000, 10, lambda: next(now)).rows == (1, 256), "time is up"
+    asked.clear()
+    assert compute_curve(one_layer, RowCounts(128, 128), 1, 10).rows == (128,)
+    assert {*asked} == {1}, "a slot of one row has no room for what pads it"
+    compute_curve(lambda tokens: PassSeconds(1 / tokens, 0.0), RowCounts(256, 1), 1000, 10).validate("compute")
+
+
+def test_experts_that_were_read_for_it_are_no_others_later(tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "model", FAMILIES["qwen3 moe"])
+    with streamed(folder, torch.bfloat16) as model:
+        wanted = plain_logits(model, TOKENS)
+    with streamed(folder, torch.bfloat16, expert_slabs=8) as model:
+        prior = model.warm_up(new_slot(model))
+        assert (prior.step, prior.compute) == (1, None), "rows cost what they choose, not what pads them"
+        assert prior.volume is not None
+        assert 0 < prior.volume(1) <= prior.volume(8) <= model.tiers.placement.link_bytes
+        assert all(torch.equal(*pair) for pair in zip(plain_logits(model, TOKENS), wanted, strict=True))
+
+
+def test_it_does_not_read_the_model(twelve_layers: Path) -> None:
+    """Two layers, the first one again, and what the ring reads ahead of them: not counted as the next sweep's."""
+    with streamed(twelve_layers, torch.bfloat16) as model:
+        sizes = sum(layer.num_bytes for layer in model.tiers.layers)
+        model.warm_up(new_slot(model))
+        assert model.tiers.figures().num_bytes <= 0.8 * sizes
+
+
+def test_a_damaged_layer_is_named_when_it_comes(twelve_layers: Path, tmp_path: Path) -> None:
+    """At the start the first two, later the others."""
+    for layer in (1, 11):
+        folder = tmp_path / str(layer)
+        pack(str(twelve_layers), 4, folder)
+        flip(Checkpoint.open(folder).tensors[f"model.layers.{layer}.mlp.up_proj.weight.packed"])
+        with streamed(folder, torch.bfloat16) as model:
+            if layer == 11:
+                model.warm_up(new_slot(model))
+            with pytest.raises(StreamError, match=rf"layers\.{layer}\.mlp\.up_proj\.weight\.packed .*checksum"):
+                _ = plain_logits(model, TOKENS) if layer == 11 else model.warm_up(new_slot(model))
