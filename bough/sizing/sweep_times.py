@@ -22,7 +22,7 @@ ASSUMED = CostCurve((1, 257), (33.0, 289.0))
 
 
 class SweepPrior(NamedTuple):
-    """Prior knowledge of sweeps: of computing, whose scale the first sweeps correct, and of the link until one waits."""
+    """Prior knowledge of sweeps: of computing, whose scale the first sweeps correct; of the link until one waits."""
 
     step: int  # rows are padded to multiples of it; 1 if padding costs little, as in mixtures of experts
     compute: CostCurve | None = None  # compute seconds by rows; None is unknown
