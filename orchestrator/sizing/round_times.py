@@ -45,7 +45,7 @@ class RoundTimes:
         times = self._targets(situation.target.worker_id)
         if times.curve is None:
             return None
-        num_running = situation.target.num_running
+        num_running = self._num_running(situation)
         others, rows = (round(times.other_trees.median), times.other_rows_known) if num_running > 1 else (0, 0)
         fixed = times.network.median + times.beside.median + times.orchestrator.median
         fixed += times.queue.median if num_running > 1 else 0.0
@@ -71,7 +71,7 @@ class RoundTimes:
         """Fill in the expected parts of a round except its sweep; `stats` is given if a draft is asked."""
         target = self._targets(situation.target.worker_id)
         parts.network, parts.other = target.network.median, target.orchestrator.median
-        parts.queue = target.queue.median if situation.target.num_running > 1 else 0.0
+        parts.queue = target.queue.median if self._num_running(situation) > 1 else 0.0
         parts.sweep = load.expected_sweep(1)
         if stats is not None and situation.draft is not None:
             network = self._drafts(situation.draft.worker_id).network.median
@@ -103,6 +103,7 @@ class RoundTimes:
         if result.timings.num_passes != 1 or result.num_rows == 0:
             return  # a prompt over several sweeps, or a target that reports no figures
         times.other_trees.add(max(0, result.num_trees - 1))
+        times.foreign.add(max(0, result.num_trees - situation.target.num_running))
         if situation.num_context <= SMALL_CONTEXT:  # sessions that begin together read all their prompts in one sweep
             own_rows = outcome.num_nodes - len(result.left_out_nodes) + situation.num_context
             times.other_rows.add(max(0, result.num_rows - own_rows))
@@ -119,6 +120,11 @@ class RoundTimes:
         if times.curve is not None and num_passes and situation.num_draft_context <= SMALL_CONTEXT:
             times.ratio.add(grown.timings.compute_ns * NANO / num_passes / times.curve(1))
 
+    def _num_running(self, situation: Situation) -> int:
+        """Sessions at the target, those of other orchestrators included as far as they have shared sweeps."""
+        foreign = self._targets(situation.target.worker_id).foreign.median
+        return situation.target.num_running + round(foreign)
+
     def _drafting_seconds(self, situation: Situation, stats: RoundStats) -> float:
         draft = situation.draft
         if draft is None:
@@ -131,7 +137,7 @@ class RoundTimes:
     def _wait(self, situation: Situation) -> float:
         """Seconds that calls wait for another sweep to end; 0 if hardly any."""
         times = self._targets(situation.target.worker_id)
-        if times.curve is None or situation.target.num_running < 2:
+        if times.curve is None or self._num_running(situation) < 2:
             return 0.0
         return max(0.0, times.queue.median - HIDDEN_FROM * times.curve(round(times.other_rows.median) + 1))
 

@@ -66,6 +66,7 @@ class TargetTimes(_ReportedTimes):
     orchestrator: RecentMedian = field(default_factory=lambda: RecentMedian(0.0))  # of a round, outside calls
     other_rows: RecentMedian = field(default_factory=lambda: RecentMedian(0.0))  # rows of other sessions in a sweep
     other_trees: RecentMedian = field(default_factory=lambda: RecentMedian(0.0))
+    foreign: RecentMedian = field(default_factory=lambda: RecentMedian(0.0))  # those of other orchestrators at least
 
     @property
     def other_rows_known(self) -> int | None:

@@ -109,6 +109,23 @@ def test_other_sessions_rows_and_tokens_count_while_they_are_there() -> None:
     assert (alone.other_rows, alone.num_trees) == (0, 1)
 
 
+def test_sessions_of_other_orchestrators_count_while_they_share_sweeps() -> None:
+    """Each orchestrator knows of its own sessions only, and once took their target for its own."""
+    times = RoundTimes()
+    for _ in range(8):
+        times.observe(facts(1), outcome(rows=50, trees=3, queue=400))
+    load, parts = times.load(facts(1)), RoundSeconds()
+    assert load is not None
+    assert (load.other_rows, load.num_trees) == (40, 3)
+    times.expect(parts, facts(1), load, None)
+    assert parts.queue == pytest.approx(0.4)
+    for _ in range(4):
+        times.observe(facts(1), outcome(rows=10, trees=1))
+    load = times.load(facts(1))
+    assert load is not None
+    assert (load.other_rows, load.num_trees) == (0, 1)
+
+
 def test_rows_that_were_left_out_and_contexts_are_no_others() -> None:
     times = RoundTimes()
     for _ in range(8):
