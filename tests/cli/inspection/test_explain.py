@@ -30,6 +30,7 @@ from tests.conftest import pipeline
 from tests.fakes.fleet import Fleet
 from tests.fakes.simulated import write_profile
 
+pytestmark = pytest.mark.slow  # running services are called
 DRAFTED = Decision(
     1, Mode.DRAFT, "d", budget=64, width=8, depth=24, price=4.0, draft_rate=4.1, plain_rate=1.1, num_context=35,
     num_grown=60, num_sent=50, num_left_out=10, num_steps=7, num_rows=90, expected_tokens=4.4, tokens=5,
@@ -231,7 +232,6 @@ async def test_requests_are_remembered_by_name_for_a_while(fakes: Fleet, monkeyp
         requests.decisions("first")
 
 
-@pytest.mark.slow
 async def test_the_running_orchestrator_serves_its_figures(
     cluster: Cluster, capsys: pytest.CaptureFixture[str]
 ) -> None:

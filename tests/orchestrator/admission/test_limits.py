@@ -43,6 +43,8 @@ from tests.fakes.stage import (
 )
 from tests.fakes.waiting import PATIENCE_SECONDS, until
 
+pytestmark = pytest.mark.slow  # running services are called
+
 
 def request(options: GenerateOptions = LONG) -> generation_pb2.GenerateRequest:
     return wire.request_to_wire(PROMPT, options)
@@ -253,7 +255,6 @@ async def test_rounds_stand_still_for_a_client_that_has_stopped_reading(
     await until(lambda: stage.target.released)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("session_id", ["", "kept"])
 async def test_a_stalled_stream_is_ended_and_holds_nothing(stage: Stage, session_id: str) -> None:
     async with (
@@ -279,7 +280,6 @@ async def test_a_stalled_stream_is_ended_and_holds_nothing(stage: Stage, session
             await until(lambda: stage.target.released)
 
 
-@pytest.mark.slow
 async def test_a_slow_but_steady_reader_is_left_alone(stage: Stage) -> None:
     async with orchestrating(stage, "--stalled-timeout", "5") as orchestrator, slow_channel(orchestrator.address) as ch:
         call = stub_of(GENERATION, ch).Generate(request(replace(WORDY, max_tokens=1000)))

@@ -20,6 +20,7 @@ from tests.fakes.fleet import FakeTarget, Fleet
 from tests.fakes.streams import OPTIONS, once, read
 from tests.fakes.waiting import until
 
+pytestmark = pytest.mark.slow  # running services are called
 SYSTEM = tuple(index % 200 for index in range(100))  # three blocks, and a little more
 TURN = GenerateOptions(seed=3, max_tokens=20, ignore_eos=True)
 LINK_BOUND = CostCurve((1, 256, 1024), (1.0, 1.0, 4.0))  # up to 256 rows a sweep costs what one does
@@ -68,7 +69,6 @@ async def noted(fakes: Fleet, client: Client, targets: list[FakeTarget]) -> Fake
     return holder
 
 
-@pytest.mark.slow
 async def test_a_shared_beginning_does_not_send_all_to_one_target(fakes: Fleet) -> None:
     """30 of 30 requests went to the one target of three that held one block of all of them."""
     targets = [(await fakes.target(f"t{index}"))[0] for index in range(3)]

@@ -19,6 +19,7 @@ from tests.fakes.fleet import FakeTarget, Fleet, Process
 from tests.fakes.streams import OPTIONS, expected, kill_the_one_that_gets, once, read
 from tests.fakes.waiting import until
 
+pytestmark = pytest.mark.slow  # running services are called
 TURN = GenerateOptions(session_id="s", seed=3, max_tokens=20, ignore_eos=True)
 NEXT = replace(TURN, continues=True)
 MORE = TextPrompt("more")
@@ -113,7 +114,6 @@ async def test_a_target_is_asked_for_its_hash_before_it_takes_over(
     assert targets["t1"][0].calls == []
 
 
-@pytest.mark.slow
 async def test_a_session_and_a_request_stay_with_their_weights(fakes: Fleet) -> None:
     targets, requests, client = await fleet_of(fakes, {"t0": "h1", "t1": "h2"})
     requests.directory._targets["t1"].num_running += 1

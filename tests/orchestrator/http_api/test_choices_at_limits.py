@@ -11,6 +11,7 @@ from orchestrator.admission.admission import Admission
 from tests.fakes.http_stack import HttpStack, Json, error_of, http_stack
 from tests.fakes.waiting import until
 
+pytestmark = pytest.mark.slow  # running services are called
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MESSAGES: Json = {"messages": [{"role": "user", "content": "x"}], "ignore_eos": True, "speculation": False}
 TEXT: Json = {"prompt": "x", "ignore_eos": True, "speculation": False}

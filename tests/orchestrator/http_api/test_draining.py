@@ -14,6 +14,7 @@ from tests.fakes.http_stack import Json, error_of
 from tests.fakes.stage import Stage, config_of
 from tests.fakes.waiting import until
 
+pytestmark = pytest.mark.slow  # running services are called
 PATH = "/v1/completions"
 SHORT: Json = {"prompt": "hello", "max_tokens": 3, "temperature": 0}
 LONG = SHORT | {"max_tokens": 50_000}

@@ -21,6 +21,7 @@ from orchestrator.http_api import server
 from orchestrator.http_api.server import http_serving
 from tests.fakes.waiting import until
 
+pytestmark = pytest.mark.slow  # running services are called
 WHOLE = b"GET /quick HTTP/1.1\r\nhost: x\r\n\r\n"
 LONG_BYTES = 1 << 24  # more than what the system keeps of a connection
 PATIENCE_SECONDS = 30.0  # of a test for what must happen, much more than it takes

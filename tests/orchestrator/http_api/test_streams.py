@@ -28,6 +28,7 @@ from orchestrator.serving.tenants import Callers
 from tests.fakes.http_stack import HttpStack, Json, error_of, http_stack
 from tests.fakes.waiting import PATIENCE_SECONDS, until
 
+pytestmark = pytest.mark.slow  # running services are called
 PATH = "/v1/chat/completions"
 BODY: Json = {"messages": [{"role": "user", "content": "x"}], "ignore_eos": True, "speculation": False, "seed": 1}
 ENDLESS = BODY | {"max_tokens": 4000}

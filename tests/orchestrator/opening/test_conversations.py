@@ -19,6 +19,7 @@ from tests.fakes.fleet import FakeDraft, Fleet, Law
 from tests.fakes.streams import OPTIONS, PROMPT, once, read, read_rounds
 from tests.fakes.waiting import until
 
+pytestmark = pytest.mark.slow  # running services are called
 TURN = GenerateOptions(session_id="s", seed=3, max_tokens=20, ignore_eos=True)
 NEXT = replace(TURN, continues=True)
 
@@ -188,7 +189,6 @@ async def test_a_prompt_that_is_all_held_leaves_its_last_token_to_be_read(fakes:
         assert read_first == [first.started.prompt_tokens - 1, 0]
 
 
-@pytest.mark.slow
 async def test_a_session_that_is_closed_is_forgotten_everywhere(fakes: Fleet) -> None:
     target, _ = await fakes.target("t1")
     _, server = await fakes.orchestrator()

@@ -17,6 +17,7 @@ from tests.fakes.fleet import FakeTarget, Fleet
 from tests.fakes.streams import OPTIONS, expected, read
 from tests.fakes.waiting import until
 
+pytestmark = pytest.mark.slow  # running services are called
 FIRST = replace(OPTIONS, session_id="first")
 LATER = replace(OPTIONS, session_id="later", request_id="later")
 

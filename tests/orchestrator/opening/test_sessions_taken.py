@@ -18,6 +18,7 @@ from tests.fakes.fleet import FakeTarget, Fleet, Process
 from tests.fakes.streams import OPTIONS, expected, once, read, read_rounds
 from tests.fakes.waiting import until
 
+pytestmark = pytest.mark.slow  # running services are called
 KEPT = replace(OPTIONS, session_id="s")
 HOUR_US = 3600 * 1_000_000
 

@@ -21,6 +21,7 @@ from orchestrator.http_api.app import http_app
 from orchestrator.serving.tenants import Callers
 from tests.fakes.stack import SMALLEST, Stack, stack
 
+pytestmark = pytest.mark.slow  # running services are called
 Json = dict[str, Any]
 
 CHAT = "/v1/chat/completions"
@@ -83,7 +84,6 @@ async def streamed(http: httpx.AsyncClient, **fields: Any) -> Json:
     return message
 
 
-@pytest.mark.slow
 async def test_thoughts_are_parted_whole_and_streamed_and_trees_change_nothing(http: httpx.AsyncClient) -> None:
     kinds = set()
     for seed in range(8):
@@ -105,7 +105,6 @@ async def test_thoughts_are_parted_whole_and_streamed_and_trees_change_nothing(h
     assert left_out["usage"]["completion_tokens_details"]["reasoning_tokens"] > 0
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("sampling", [{"temperature": 0}, {"seed": 4}, {"seed": 5, "temperature": 1.5}])
 async def test_a_form_begins_after_thoughts_whole_streamed_resumed_and_with_trees_or_without(
     http: httpx.AsyncClient, served: Stack, sampling: Json
@@ -127,7 +126,6 @@ async def test_a_form_begins_after_thoughts_whole_streamed_resumed_and_with_tree
         assert re.fullmatch('[ab]{2}c|abba|baab|"ab"|"ba"', closed["content"]), closed
 
 
-@pytest.mark.slow
 async def test_over_grpc_a_text_has_its_thoughts_and_a_form_is_of_all_of_it_unless_said(served: Stack) -> None:
     prompt = ChatPrompt((Message("user", "Hi"),))
     options = GenerateOptions(max_tokens=24, logit_bias=LIKELY, seed=3, constraint=Constraint(regex="[ab]{4}c"))

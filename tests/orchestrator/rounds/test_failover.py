@@ -20,6 +20,8 @@ from tests.fakes.fleet import Fleet, Process
 from tests.fakes.streams import OPTIONS, expected, failing, kill_the_one_that_gets, once, read
 from tests.fakes.waiting import until
 
+pytestmark = pytest.mark.slow  # running services are called
+
 
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("error", [Unavailable("gone for a moment"), ValueError("a bug")])
@@ -49,7 +51,6 @@ async def test_another_target_takes_over(fakes: Fleet, call_number: int) -> None
     assert len(epochs) == (1 if call_number == 1 else 2)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["fingerprint", "arithmetic"])
 async def test_a_target_with_another_model_does_not_take_over(fakes: Fleet, name: str) -> None:
     """It would go on with another text, or with one that is rounded otherwise; for a client that resumes too."""
@@ -78,7 +79,6 @@ async def test_a_target_that_comes_back_goes_on(fakes: Fleet) -> None:
     assert seen.end.num_failovers == 1
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("fingerprint", ["fake", "other"])
 async def test_another_process_at_the_same_address_is_another_target(fakes: Fleet, fingerprint: str) -> None:
     """A channel connects to whoever answers there; with another model the text would change in the middle."""
@@ -173,7 +173,6 @@ async def fail_the_bad(call: VerifyCall) -> None:
         raise ValueError("a bug")
 
 
-@pytest.mark.slow
 async def test_a_request_that_always_fails_takes_no_target_from_others(fakes: Fleet) -> None:
     """183 of 193 others were refused, for a target that had nothing wrong."""
     target, _ = await fakes.target("t1")

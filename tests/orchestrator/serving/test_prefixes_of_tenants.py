@@ -16,6 +16,7 @@ from orchestrator.serving.tenants import Callers
 from tests.fakes.simulated import pair_of
 from tests.fakes.stack import Stack, simulated_stack
 
+pytestmark = pytest.mark.slow  # running services are called
 ALICE, BOB = ["Bearer sk-alice"], ["Bearer sk-bob"]
 PROMPT = TokenPrompt(tuple(range(3, 3 + 5 * BLOCK_TOKENS)))
 WHOLE = 4 * BLOCK_TOKENS  # of it, what another request can begin from: the last token is the root
