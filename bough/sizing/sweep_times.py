@@ -38,6 +38,10 @@ class SweepTimes:
     link: a sweep that computed for longer gives only an upper bound. Used as a sample, it would make the link look
     slow, trees would grow, sweeps would compute for longer still, and so on.
 
+    Until a sweep has waited, the prior's link time counts, which is too long if processes that started together shared
+    the link. A sweep that took less without waiting disproves it: the link is then assumed to be faster than that sweep
+    was, so that trees shrink until sweeps wait.
+
     Link time is the seconds of a byte, averaged over all sweeps, times the bytes of a sweep, which in a mixture of
     experts grow with its rows: the speed of the link is assumed not to depend on rows.
     """
