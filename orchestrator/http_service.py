@@ -27,8 +27,7 @@ async def serving_http(
 ) -> AsyncIterator[None]:
     """Serve the OpenAI-compatible API during the block, with `figures` at /metrics; with `tls` by HTTPS only.
 
-    Raises:
-        ConfigError: the port is in use.
+    Raises ConfigError if the port is in use.
     """
     if config.http_port < 0:
         yield
@@ -41,7 +40,6 @@ async def serving_http(
     app = http_app(
         callers,
         figures,
-        config.stalled_timeout,
         has_open_figures=config.open_metrics,
         has_page=has_page(config),
         own_name=own_name,

@@ -34,9 +34,7 @@ async def http_serving(
     """Serve during the block, which is given the port; port 0 takes a free one.
 
     A connection whose peer does not read what is sent is closed after `stalled_seconds`, at least `IDLE_SECONDS`.
-
-    Raises:
-        ConfigError: the port is in use, or the host is not an address of this machine.
+    Raises ConfigError if the port is in use, or the host is not an address of this machine.
     """
     listener, protocol = _listener(host, port), partial(_Protocol, stalled_seconds=stalled_seconds)
     config = uvicorn.Config(
@@ -92,7 +90,6 @@ class _Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Generator[None]:
-        """Capture no signals."""
         yield
 
 
@@ -102,7 +99,7 @@ def most_connections() -> int:
 
 
 class _Protocol(H11Protocol):
-    """Lets a request abort its connection, and closes idle, unread or excess connections.
+    """Closes idle, unread or excess connections.
 
     A connection counts as idle, with a running timer, until a request head is complete; partial data does not reset the
     timer, so that slow senders cannot keep connections forever. The body has its own limit (`BodyReader`). Another
@@ -118,7 +115,6 @@ class _Protocol(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start the idle timer also for a connection that never sends anything."""
         super().connection_made(transport)
-        self.app_state = {**self.app_state, "abort": transport.abort}
         self._start_timer()
         if len(self.connections) > most_connections():
             self._make_room()
@@ -145,7 +141,6 @@ class _Protocol(H11Protocol):
         self._stalled = self.loop.call_later(self._stalled_seconds, self.transport.abort)
 
     def resume_writing(self) -> None:
-        """Stop it."""
         super().resume_writing()
         self._unset_stalled()
 
@@ -170,7 +165,6 @@ class _Protocol(H11Protocol):
         self.transport.abort()
 
     def abort(self) -> None:
-        """Close the connection at once."""
         self.transport.abort()
 
     @property

@@ -157,7 +157,7 @@ TEXTS = {  # all that is asked of a tokenizer alone
 
 
 def http_client(requests: Requests) -> httpx.AsyncClient:
-    transport = httpx.ASGITransport(http_app(Callers(requests), CollectorRegistry(), 60.0))
+    transport = httpx.ASGITransport(http_app(Callers(requests), CollectorRegistry()))
     return httpx.AsyncClient(transport=transport, base_url="http://orchestrator")
 
 
