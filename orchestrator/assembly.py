@@ -57,7 +57,6 @@ class Orchestrator:
 
     @property
     def port(self) -> int:
-        """Port of the gRPC server."""
         return self.served.port
 
     @property

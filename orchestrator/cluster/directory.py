@@ -125,7 +125,6 @@ class Directory:
             await asyncio.gather(*(known.look(LOOK_SECONDS) for known in self._everyone() if known.is_usable))
 
     def statuses(self) -> tuple[WorkerStatus, ...]:
-        """Statuses of all known workers."""
         return tuple(WorkerStatus(k.record.address, k.info, self._problem(k)) for k in self._everyone())
 
     def _problem(self, known: AnyHandle) -> str:
@@ -229,8 +228,7 @@ class Directory:
     ) -> WorkerHandle[AnyClient]:
         """Ask a worker, which is to work with `others`, what it serves; its client is closed if that fails.
 
-        Raises:
-            Unavailable: it does not answer, or not sensibly.
+        Raises Unavailable if it does not answer, or not sensibly.
         """
         try:
             info = await client.info()

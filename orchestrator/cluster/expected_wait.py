@@ -34,7 +34,6 @@ class UsualRound:
     num_tokens: RecentMedian = field(default_factory=lambda: RecentMedian(USUAL_TOKENS))
 
     def observe(self, result: VerifyResult) -> None:
-        """Record a round's result."""
         self.num_tokens.add(len(result.verdict.accepted_nodes) + 1)
         if result.num_trees:
             self.tree_rows.add(result.num_rows / result.num_trees)

@@ -75,7 +75,6 @@ class WorkerClient:
         return self._made
 
     async def close(self) -> None:
-        """Close the connection."""
         await self._channel.close()
 
     async def info(self) -> WorkerInfo:
@@ -159,8 +158,7 @@ class TargetClient(WorkerClient):
     async def reserve(self, session: Session, proposal: Proposal, num_running: int, timeout_seconds: float) -> Reserved:
         """Ask for a slot without sending the context: the target reserves it before it reports missing tokens.
 
-        Raises:
-            Exhausted: there is no room.
+        Raises Exhausted if there is no room.
         """
         context = _context(session, len(session.tokens))
         call = self._verify(session, proposal, num_running, timeout_seconds, context, reserves=True)

@@ -61,7 +61,6 @@ class WorkerHandle(Generic[AnyClient]):
         return self.num_running, load.kv_used_bytes / max(1, load.kv_bytes)
 
     def observe(self, result: VerifyResult) -> None:
-        """Record a round at this target."""
         self.speed.times.update(self.info.worker_id, result.cost)
         self.usual.observe(result)
 

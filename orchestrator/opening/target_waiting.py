@@ -33,8 +33,7 @@ class TargetWaiting:
     async def once_there(self, look: Callable[[], Awaitable[Result]], deadline: Deadline) -> Result:
         """The result of `look` as soon as it does not raise TargetAway; the wait is deducted from the request's budget.
 
-        Raises:
-            Unavailable: no target came back in time, or this orchestrator is draining: another one may have a target.
+        Raises Unavailable if no target came back in time, or this orchestrator drains: another one may have a target.
         """
         try:
             return await look()

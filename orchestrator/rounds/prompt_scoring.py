@@ -26,11 +26,8 @@ async def scored_prompt(
 ) -> AsyncIterator[PromptLogprobs]:
     """Yield the log-probabilities of a session's prompt, a tree's worth at a time, each with `num_top` alternatives.
 
-    The whole prompt is computed, whatever the target holds of it. Afterwards the target holds all of it.
-
-    Raises:
-        InvalidRequest: the target does not score given tokens.
-        BoughError: what a round raises.
+    The whole prompt is computed, whatever the target holds of it. Afterwards the target holds all of it. Raises what a
+    round does, and InvalidRequest if the target does not score given tokens.
     """
     prompt = [*session.tokens[: session.prompt_length]]
     tokenizer = lease.target.tokens

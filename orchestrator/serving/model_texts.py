@@ -44,13 +44,7 @@ class ModelTexts:
     _turn: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(1))  # one thread is left to requests
 
     async def tokens(self, prompt: Prompt, model: str) -> PromptRead:
-        """Tokenize a prompt as a request would.
-
-        Raises:
-            InvalidRequest: names the invalid field.
-            NotFound: no such model.
-            Unavailable: no target serves it.
-        """
+        """Tokenize a prompt as a request would. Raises InvalidRequest, NotFound of the model, or Unavailable."""
         target = await self._awaited(model)
         info = target.info
         require_size(prompt, target.tokens, info.max_context)

@@ -198,12 +198,7 @@ class Requests:
         self._running.request(request_id).end()
 
     async def close_session(self, session_id: str) -> None:
-        """Forget a session, here and at its workers; a running request of it ends.
-
-        Raises:
-            NotFound: the session is unknown.
-            Unavailable: the index does not answer, and the session is not running here.
-        """
+        """Forget a session, here and at its workers; a running request of it ends. Raises NotFound or Unavailable."""
         if not session_id:
             raise InvalidRequest("session_id: must be given, got none")
         if (stream := self._running.in_session(session_id)) is not None:
@@ -272,12 +267,9 @@ class Requests:
         return self._rounds.acceptance.counts()
 
     def decisions(self, name: str) -> Sequence[Decision]:
-        """The last rounds of a session, oldest first, by its id or that of a request in it.
+        """The last rounds of a session, oldest first, by its id or that of a request in it; by "" of the latest.
 
-        An empty name means the session that was active last.
-
-        Raises:
-            NotFound: nothing is remembered of it.
+        Raises NotFound if nothing is remembered of it.
         """
         if not (decisions := self.sizer.log.of(name) or self.sizer.log.of(self._sessions.get(name, name))):
             raise NotFound(f"session_id: must be a session or request with recent rounds here, got {name!r}")

@@ -106,9 +106,8 @@ class Session:
     def require_weights(self, target: WorkerInfo) -> None:
         """Check a target's weights before verifying there; its hash may have become known since the last time.
 
-        Raises:
-            BoughError: the session began with other weights, so its tokens may be of both. Not Unavailable, which
-                clients would retry silently.
+        Raises BoughError for other weights than the session's, as its tokens may be of both. Not Unavailable, which
+        clients would retry silently.
         """
         if weights_differ(self.weights_hash, target.weights_hash):
             raise BoughError(
@@ -170,7 +169,9 @@ class Session:
         accepted = [int(tree.tokens[node]) for node in result.verdict.accepted_nodes]
         verified = verified_part(tree, result)
         num_verified = len(verified.tree)
-        self._count(num_verified - 1, len(accepted), timings)
+        self.timings += timings
+        self.num_draft_tokens += num_verified - 1
+        self.accepted_counts[len(accepted)] += 1
         committed: list[int] = []
         texts: list[str] = []
         begins: list[int] = []
@@ -199,11 +200,6 @@ class Session:
             tuple(begins),
         )
 
-    def _count(self, num_drafted: int, num_accepted: int, timings: RoundTimings) -> None:
-        self.timings += timings
-        self.num_draft_tokens += num_drafted
-        self.accepted_counts[num_accepted] += 1
-
     def _append(self, token: int) -> str:
         """Commit one token; returns its text, and sets the reason if it ends the output."""
         self.tokens.append(token)
@@ -222,11 +218,6 @@ class Session:
                 )
         return piece.text
 
-    def _all_warnings(self) -> list[str]:
-        if not self.num_more_warnings:
-            return self.warnings
-        return [*self.warnings, f"{self.num_more_warnings} more warnings came after these {len(self.warnings)}"]
-
     def started(self, num_seen: int) -> Started:
         """The first event, for a client that has seen so many tokens of the output."""
         return Started(
@@ -238,6 +229,7 @@ class Session:
         num_rounds = sum(self.accepted_counts.values())
         num_accepted = sum(count * rounds for count, rounds in self.accepted_counts.items())
         histogram = tuple(self.accepted_counts[k] for k in range(max(self.accepted_counts, default=-1) + 1))
+        more = f"{self.num_more_warnings} more warnings came after these {len(self.warnings)}"
         return Finished(
             self.finish_reason,
             self.stop_reason,
@@ -253,7 +245,7 @@ class Session:
                 self.num_lookup_tokens,
             ),
             self.timings,
-            tuple(self._all_warnings()),
+            (*self.warnings, *([more] if self.num_more_warnings else [])),
             self.num_failovers,
             self.stop_token_id,
         )
