@@ -115,8 +115,7 @@ class DraftWorker(ServedDraft):
     def _divided(self) -> tuple[Window, int, int]:
         """The window of sessions, the rows that they share, and the number of sessions whose states fit beside these.
 
-        Raises:
-            ConfigError: --kv-memory holds no session.
+        Raises ConfigError if --kv-memory holds no session.
         """
         config, skeleton = self._config, self._model.skeleton
         shape, positions = skeleton.kv_shape(), skeleton.max_positions

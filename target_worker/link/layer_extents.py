@@ -121,8 +121,7 @@ class LayerExtents:
     def verify(self, slab: torch.Tensor, checksums: Mapping[str, int], each: Each = map) -> None:
         """Verify the checksums of the layer's tensors, where known; `each` may be the `map` of several threads.
 
-        Raises:
-            StreamError: names the file and the tensor.
+        Raises StreamError naming the file and the tensor.
         """
 
         def check(place: TensorPlace) -> None:

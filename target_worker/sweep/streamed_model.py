@@ -124,12 +124,8 @@ class StreamedModel:
         """Pass a token through the first layers and the head, which compiles and allocates.
 
         Except for mixtures of experts, layer 0 then runs on up to as many rows as the slot has, to predict the time of
-        sweeps. The link restarts with layer 0. Rows are written to the slot but not committed.
-
-        Raises:
-            StreamError: one of these layers could not be read.
-            Unavailable: the logits are not finite.
-            AcceleratorFull, AcceleratorLost: as `sweep`.
+        sweeps. The link restarts with layer 0. Rows are written to the slot but not committed. Raises what `sweep`
+        does, and Unavailable if the logits are not finite.
         """
         with named_faults(self.device, self._others):
             return self._warmed_up(slot)
