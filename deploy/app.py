@@ -24,8 +24,7 @@ OPTIONS: Mapping[str, Any] = {  # unless the configuration says otherwise
 def build(args: dict[str, Any]) -> serve.Application:
     """Bind all deployments to one another; the configuration says how many replicas each has, and where.
 
-    Raises:
-    ConfigError: an argument is unknown; the message names it.
+    Raise ConfigError naming an argument that is unknown.
     """
     settings = read_fields(AppSettings, args, "args")
     index = settings.index_url or serve.deployment(name=INDEX, user_config={}, **OPTIONS)(IndexReplica).bind()

@@ -53,11 +53,7 @@ DICTS: Mapping[str, type[BaseModel]] = {  # fields that Serve takes as plain map
 
 
 def load(path: Path) -> dict[str, Any]:
-    """Read a configuration from a file and check it.
-
-    Raises:
-    ConfigError: a key is unknown or its value refused; the message names the file and the key.
-    """
+    """Read a configuration from a file and check it. Raise ConfigError naming the file and the key that is refused."""
     try:
         config = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as exc:

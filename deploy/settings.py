@@ -115,11 +115,7 @@ class AppSettings:
 
 
 def read_program(role: Role, user_config: Mapping[str, Any], where: str = "user_config") -> ProgramSettings:
-    """Parse the settings of a worker or an orchestrator.
-
-    Raises:
-    ConfigError: a setting is unknown or cannot be parsed; the message names it.
-    """
+    """Parse the settings of a program. Raise ConfigError naming a setting that is unknown or cannot be parsed."""
     rest = dict(as_mapping(where, user_config))
     program = as_mapping(f"{where}.program", rest.pop("program", {}))
     environment = as_mapping(f"{where}.environment", rest.pop("environment", {}))
@@ -150,8 +146,7 @@ def read_index(user_config: Mapping[str, Any], where: str = "user_config") -> In
 def read_fields(cls: type[Config], values: Mapping[str, Any], where: str, others: Sequence[str] = ()) -> Config:
     """Parse a mapping into a settings class; `others` are allowed names that are read elsewhere.
 
-    Raises:
-    ConfigError: a setting is unknown or cannot be parsed; the message names it.
+    Raise ConfigError naming a setting that is unknown or cannot be parsed.
     """
     known: dict[str, Field[Any]] = {f.name: f for f in fields(cls)}  # type: ignore[arg-type]  # a dataclass
     given = {}
@@ -168,8 +163,7 @@ def read_fields(cls: type[Config], values: Mapping[str, Any], where: str, others
 def resolved_url(index_url: str, environ: Mapping[str, str]) -> str:
     """Return the index's URL; $NAME stands for that environment variable, which keeps passwords out of files.
 
-    Raises:
-        ConfigError: the variable is not set.
+    Raise ConfigError if the variable is not set.
     """
     if not index_url.startswith("$"):
         return index_url

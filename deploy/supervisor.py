@@ -16,6 +16,7 @@ from typing import IO, Any
 import grpc
 
 from bough.concurrency.stall_timer import StallTimer
+from bough.concurrency.tasks import came_true
 from bough.config.addresses import bare, bound, free_port, joined
 from bough.config.processes import OrchestratorConfig, ServiceConfig, parse
 from bough.errors import BoughError, ConfigError, Unauthenticated, Unavailable
@@ -47,8 +48,7 @@ class Supervisor:
     def __init__(self, settings: ProgramSettings, host: str, index: IndexPlace) -> None:
         """Prepare a program that listens on `host`, this node's address, and is announced with it.
 
-        Raises:
-        ConfigError: a setting, or an environment variable of this node, is unusable; the message names it.
+        Raise ConfigError naming a setting, or an environment variable of this node, that is unusable.
         """
         self.settings, self.host = settings, bare(host)
         config = parse(self.role.config, self.role.module, self._given_flags(), os.environ)
@@ -89,10 +89,8 @@ class Supervisor:
     async def start(self) -> None:
         """Start the program and return when it serves.
 
-        An orchestrator serves as soon as it answers, with or without a target.
-
-        Raises:
-        ConfigError: its port is in use, it ended (the message has its log's last lines), or it took too long.
+        An orchestrator serves as soon as it answers, with or without a target. Raise ConfigError if its port is in use,
+        it ended (the message has its log's last lines), or it took too long.
         """
         supervision = self.settings.supervision
         self._child = child = await self._started()
@@ -125,8 +123,7 @@ class Supervisor:
     async def check(self) -> None:
         """Return while the program is well or may recover by itself.
 
-        Raises:
-        Unavailable: it has ended, or was silent or stalled for too long and has been killed.
+        Raise Unavailable if it has ended, or was silent or stalled for too long and has been killed.
         """
         child, answered = self._child, self._answered
         if child is None or answered is None:  # `start` watches it until it serves
@@ -146,11 +143,9 @@ class Supervisor:
             raise Unavailable(f"{self.role.module} at {self.address} {problem}; its process was ended")
 
     async def loads(self) -> Loads:
-        """Return an orchestrator's load."""
         return read(await self._ask("GetLoads", generation_pb2.GetLoadsRequest()), Loads)
 
     async def info(self) -> WorkerInfo:
-        """Return a worker's load."""
         return read(await self._ask("GetServerInfo", common_pb2.GetServerInfoRequest()), WorkerInfo)
 
     async def _ask(self, method: str, request: object) -> Any:
@@ -216,17 +211,16 @@ async def until_free(host: str, port: int, timeout_seconds: float) -> None:
     Other errors of the address are left to the program to report. Raise ConfigError if the port is in use still: that
     server would be taken for the program.
     """
-    deadline = time.monotonic() + timeout_seconds
-    while True:
+
+    def is_free() -> bool:
         try:
             bound(host, port).close()
-            return
         except OSError as exc:
-            if exc.errno != errno.EADDRINUSE:
-                return
-            if time.monotonic() >= deadline:
-                raise ConfigError(f"program.port: must be free at {host}, got {port}, which is in use") from exc
-        await asyncio.sleep(POLL_SECONDS)
+            return exc.errno != errno.EADDRINUSE
+        return True
+
+    if not await came_true(is_free, timeout_seconds):
+        raise ConfigError(f"program.port: must be free at {host}, got {port}, which is in use")
 
 
 def child_variables(settings: ProgramSettings, index_url: str) -> dict[str, str]:
