@@ -133,7 +133,7 @@ class Directory:
             return known.problem or "did not answer; left alone"
         if known.info.kind == "draft" and self._targets and not any(_fit(known, t) for t in self._targets.values()):
             target = next(iter(self._targets.values()))
-            difference = first_difference(known.tokenizer.vocabulary, target.tokenizer.vocabulary)
+            difference = first_difference(known.tokenizer.files.vocabulary, target.tokenizer.files.vocabulary)
             return f"its tokenizer differs from {target.record.worker_id}'s: {difference}"
         return ""
 
@@ -249,8 +249,8 @@ class Directory:
 
     async def _read_vocabularies(self, known: WorkerHandle[AnyClient], others: Iterable[WorkerHandle[Any]]) -> None:
         """Read and cache vocabularies of workers whose tokenizers differ, so that a problem names the difference."""
-        misfits: list[TokenizerFiles] = [other.tokenizer for other in others if not _fit(other, known)]
-        for files in (known.tokenizer, *misfits) if misfits else ():
+        misfits: list[TokenizerFiles] = [other.tokenizer.files for other in others if not _fit(other, known)]
+        for files in (known.tokenizer.files, *misfits) if misfits else ():
             await self.tokenizing.run(partial(getattr, files, "vocabulary"))
 
     async def _forget_unlisted(self) -> None:

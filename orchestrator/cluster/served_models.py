@@ -130,5 +130,5 @@ def _listed(names: Sequence[str]) -> str:
 def _model_info(targets: Targets) -> ModelInfo:
     """The ModelInfo of targets with one model."""
     longest = max(target.info.max_context for target in targets)
-    ends = targets[0].tokenizer.eos_token_ids
+    ends = targets[0].tokenizer.files.eos_token_ids
     return like(ModelInfo, targets[0].info, max_context=longest, eos_token_ids=ends)

@@ -12,7 +12,6 @@ from bough.errors import BoughError
 from bough.protocol.messages import VerifyResult, WorkerInfo
 from bough.registry.records import WorkerRecord
 from bough.tokenization.tokenizer import Tokenizer
-from bough.tokenization.vocabulary import TokenizerFiles
 from orchestrator.cluster.expected_wait import Need, TargetSpeed, UsualRound, expected_seconds
 from orchestrator.cluster.worker_clients import DraftClient, TargetClient
 from orchestrator.cluster.worker_health import Health
@@ -30,7 +29,7 @@ class WorkerHandle(Generic[AnyClient]):
     record: WorkerRecord
     client: AnyClient
     info: WorkerInfo
-    tokens: Tokenizer  # shared by workers with equal tokenizers
+    tokenizer: Tokenizer  # shared by workers with equal tokenizers
     problem: str = ""  # why it is not used, for good
     num_running: int = 0
     num_missing: int = 0  # consecutive polls of the index without it
@@ -40,10 +39,6 @@ class WorkerHandle(Generic[AnyClient]):
 
     def __post_init__(self) -> None:
         self.speed.times.update(self.info.worker_id, self.info.cost)
-
-    @property
-    def tokenizer(self) -> TokenizerFiles:
-        return self.tokens.files
 
     @property
     def is_usable(self) -> bool:

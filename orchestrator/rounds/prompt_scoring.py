@@ -30,7 +30,7 @@ async def scored_prompt(
     round does, and InvalidRequest if the target does not score given tokens.
     """
     prompt = [*session.tokens[: session.prompt_length]]
-    tokenizer = lease.target.tokens
+    tokenizer = lease.target.tokenizer
     begins = await failover.directory.tokenizing.run(lambda: token_begins(tokenizer, prompt))
     session.target_held = session.cached_tokens = 0
     yield PromptLogprobs(tuple(prompt[:1]), (), begins[:1])

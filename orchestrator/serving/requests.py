@@ -85,7 +85,7 @@ class Requests:
             DeadlineExceeded: `timeout_seconds` are over, or the caller has not asked for the next event for as long as
                 the configuration allows. The request's resources are free then.
         """
-        tokenizers = {target.tokens for target in self.directory.targets}
+        tokenizers = {target.tokenizer for target in self.directory.targets}
         require_size_for_any(prompt, tokenizers, largest_context(self.directory))
         stream = Stream(options.request_id, options.session_id, hold=hold or Hold())
         deadline = Deadline.of(timeout_seconds, inf if stream.hold.is_further else self._queue_timeout)

@@ -100,7 +100,7 @@ async def test_how_a_draft_differs_is_found_out_before_anybody_asks(fakes: Fleet
     async with directory.running(), asyncio.timeout(10):
         while len(directory._everyone()) < 2:
             await asyncio.sleep(0.02)
-        assert all("vocabulary" in vars(known.tokenizer) for known in directory._everyone())
+        assert all("vocabulary" in vars(known.tokenizer.files) for known in directory._everyone())
         assert any("its tokenizer differs from a's" in status.problem for status in directory.statuses())
 
 
