@@ -32,9 +32,8 @@ from draft_worker.engine.draft_ahead import MAX_ROWS, num_steps
 from draft_worker.engine.engine import DraftEngine
 from draft_worker.engine.session import Window
 from draft_worker.engine.session_pool import SessionPool
-from draft_worker.model.model_draft import ModelDraft
+from draft_worker.model.model_draft import ModelDraft, warm_up_choosing
 from draft_worker.model.sources import draft_skeleton, is_int8, with_weights
-from draft_worker.model.warm_up import warm_up_choosing
 from draft_worker.served import ServedDraft
 
 

@@ -11,7 +11,10 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing, suppress
 from dataclasses import dataclass
 
+from prometheus_client import CollectorRegistry
+
 from bough import __version__
+from bough.config.addresses import advertised_host, bare, is_loopback, joined
 from bough.config.processes import OrchestratorConfig
 from bough.processes.process import (
     advertised,
@@ -28,10 +31,10 @@ from bough.rpc.server import Served
 from bough.security.access import Access, metrics_context
 from bough.security.api_keys import Keyring
 from bough.security.guarded import require_guarded
+from bough.security.tls import CurrentContext
 from bough.telemetry.metrics import MetricsServer, metrics_url
 from bough.telemetry.tracing import tracing
 from orchestrator.cluster.directory import POLL_SECONDS, Directory
-from orchestrator.http_service import serving_http
 from orchestrator.service import serving_generation
 from orchestrator.serving.requests import Requests
 from orchestrator.serving.tenants import Callers
@@ -129,3 +132,32 @@ def serve_metrics(config: OrchestratorConfig, requests: Requests) -> MetricsServ
     metrics.serve(served.host, config.metrics_port, metrics_context(config))
     requests.metrics_url = metrics_url(metrics_at(served, metrics.port))
     return metrics
+
+
+def has_page(config: OrchestratorConfig) -> bool:
+    """Whether /ui is served; by default only if other machines cannot reach it."""
+    return config.ui == "yes" or (config.ui == "auto" and is_loopback(config.host))
+
+
+@asynccontextmanager
+async def serving_http(
+    config: OrchestratorConfig, callers: Callers, figures: CollectorRegistry, tls: CurrentContext | None = None
+) -> AsyncIterator[None]:
+    """Serve the OpenAI-compatible API during the block, with `figures` at /metrics; with `tls` by HTTPS only.
+
+    Raises ConfigError if the port is in use.
+    """
+    if config.http_port < 0:
+        yield
+        return
+    # Imported only if needed, as HTTP libraries take long.
+    from orchestrator.http_api.app import http_app
+    from orchestrator.http_api.server import http_serving
+
+    own_name = advertised_host(config) if is_loopback(config.host) and not config.keys else None
+    has_open_figures = config.open_metrics
+    app = http_app(callers, figures, has_open_figures=has_open_figures, has_page=has_page(config), own_name=own_name)
+    async with http_serving(bare(config.host), config.http_port, app, tls, config.stalled_timeout) as port:
+        callers.requests.http_url = f"{'http' if tls is None else 'https'}://{joined(advertised_host(config), port)}"
+        logger.info("OpenAI's clients are served at %s/v1", callers.requests.http_url)
+        yield

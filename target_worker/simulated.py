@@ -28,8 +28,7 @@ from bough.sizing.sweep_times import LEAST_SECONDS, SweepPrior, expert_volume
 from target_worker.kv.slot_pool import SlotPool
 from target_worker.scheduler.batching import Part
 from target_worker.scheduler.engine import SweepEngine
-from target_worker.scheduler.job import VerifyJob
-from target_worker.scheduler.sweep_figures import SweepFigures
+from target_worker.scheduler.job import SweepFigures, VerifyJob
 from target_worker.scheduler.sweeper import Swept
 from target_worker.served import ServedTarget
 from target_worker.verification.verify import walk

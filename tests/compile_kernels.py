@@ -13,8 +13,8 @@ from transformers import LlamaConfig
 from bough.model.checkpoint.checkpoint import Checkpoint
 from bough.model.loading.loading import DTYPES, build_skeleton
 from bough.model.running.runner import ResidentModel
+from draft_worker.model.model_draft import warm_up_choosing
 from draft_worker.model.sources import load_draft
-from draft_worker.model.warm_up import warm_up_choosing
 from loadtest.common.tiny_model import TINY, save_model
 from target_worker.sweep.kernels import WEIGHTS
 from target_worker.worker import compile_target

@@ -28,7 +28,7 @@ from orchestrator.cluster.worker_handle import TargetHandle, Targets
 from orchestrator.opening.epochs import Epochs
 from orchestrator.opening.output_form import OutputForm, output_form
 from orchestrator.opening.prompt import continued_prompt, next_prompt, whole_prompt
-from orchestrator.opening.recorder import Recorder
+from orchestrator.opening.recorder import Recorder, request_record
 from orchestrator.opening.resuming import require_resume, require_same_request, resume
 from orchestrator.opening.target_lease import TargetLease
 from orchestrator.opening.target_waiting import TargetWaiting
@@ -36,7 +36,6 @@ from orchestrator.reasoning.formats import thoughts_of
 from orchestrator.sessions.deadline import Deadline
 from orchestrator.sessions.detokenizer import TextStream
 from orchestrator.sessions.session import Session
-from orchestrator.sessions.transcripts import request_record
 
 
 class Opened(NamedTuple):

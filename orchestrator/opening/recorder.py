@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import math
 import time
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from bough.concurrency.tasks import end
 from bough.errors import StaleEpoch, Unavailable
 from bough.protocol.prefix_hash import BLOCK_TOKENS, block_hashes
+from bough.protocol.same_fields import like
+from bough.protocol.sampling_params import SamplingParams
 from bough.registry.records import RequestRecord, SessionRecord
 from bough.registry.registry import Registry
+from orchestrator.sessions.session import Session
 
 logger = logging.getLogger(__name__)
 
@@ -211,3 +215,21 @@ class Recorder:
         target_id = state.session.target_id
         await self._registry.note_prefixes(state.model_fingerprint, log.hashes, target_id, first_new)
         log.noted = _Noted(state.epoch, target_id, num_blocks, noted.all_at if first_new else now)
+
+
+def session_record(session: Session, target_id: str) -> SessionRecord:
+    """The session's place and tokens."""
+    lengths = {"target_length": session.target_held, "draft_length": session.draft_held}
+    return like(SessionRecord, session, target_id=target_id, tokens=session.tokens[:], **lengths)
+
+
+def request_record(session: Session) -> RequestRecord:
+    """The state of the session's request."""
+    sampling = as_recorded(session.sampling)
+    return like(RequestRecord, session, tokens=session.tokens[:], sampling=sampling, keeps_session=session.keep)
+
+
+def as_recorded(sampling: SamplingParams) -> SamplingParams:
+    """Sampling parameters with a hash in place of a grammar, as it may be long and every round is recorded."""
+    digest = hashlib.blake2b(sampling.grammar.encode(), digest_size=12).hexdigest() if sampling.grammar else ""
+    return replace(sampling, grammar=digest)

@@ -8,8 +8,8 @@ from bough.errors import InvalidRequest
 from bough.protocol.codec import require_tokens
 from bough.protocol.generation import GenerateOptions, Resume, Tokens
 from bough.registry.records import RequestRecord
+from orchestrator.opening.recorder import as_recorded
 from orchestrator.sessions.session import Session
-from orchestrator.sessions.transcripts import as_recorded
 
 
 def require_same_request(record: RequestRecord, session: Session) -> None:

@@ -19,13 +19,12 @@ from bough.trees.tree_plan import TreePlan
 from orchestrator.cluster.directory import Directory
 from orchestrator.cluster.worker_clients import Timed
 from orchestrator.cluster.worker_handle import DraftHandle, TargetHandle
-from orchestrator.opening.recorder import Recorder
+from orchestrator.opening.recorder import Recorder, request_record, session_record
 from orchestrator.opening.target_lease import TargetLease
 from orchestrator.rounds.failover import Failover
 from orchestrator.rounds.prompt_lookup import Acceptance, PromptLookup, assumed_probability
 from orchestrator.rounds.prompt_scoring import scored_prompt
 from orchestrator.sessions.session import Session, verified_part
-from orchestrator.sessions.transcripts import request_record, session_record
 from orchestrator.sizing.acceptance_counts import AcceptanceCounter
 from orchestrator.sizing.plans import RoundOutcome, RoundPlan, Situation, Sizer, WorkerFacts
 from orchestrator.telemetry.request_trace import round_attributes

@@ -30,7 +30,7 @@ from bough.trees.tree import Tree
 from target_worker.kv.kv_offload import KVHome
 from target_worker.link.disk_stats import BestSpeed
 from target_worker.link.layer_extents import MaterializedLayer
-from target_worker.scheduler.sweep_figures import SweepFigures
+from target_worker.scheduler.job import SweepFigures
 from target_worker.sweep.compiled_layers import CompiledLayers, LayerAt
 from target_worker.sweep.tiers import Tiers
 from target_worker.sweep.warm_up import PassSeconds, compute_curve

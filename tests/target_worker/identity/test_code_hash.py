@@ -41,7 +41,7 @@ OTHERS = modules(
     ("target_worker.link",
      "copy_stats device_ring direct_io disk_ring disk_stats file_digests host_layers layer_extents "
      "open_files pinned_memory streams"),
-    ("target_worker.scheduler", "batching job sweep_figures sweeper"),
+    ("target_worker.scheduler", "batching job sweeper"),
     ("target_worker.sweep", "tiers warm_up"),
 )  # fmt: skip
 SOURCE = b'''"""A module."""

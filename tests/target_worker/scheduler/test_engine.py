@@ -23,7 +23,7 @@ from bough.protocol.sampling_params import SamplingParams
 from bough.sizing.sweep_times import SweepPrior
 from bough.trees.tree import Tree
 from target_worker.scheduler.engine import SweepEngine
-from target_worker.scheduler.sweep_figures import SweepFigures
+from target_worker.scheduler.job import SweepFigures
 from target_worker.verification.verify import walk
 from tests.fakes.target import CPU, LIMITS, SHAPE, VOCAB, Clock, FakeModel, new_pool, running, verify_call
 
