@@ -158,10 +158,7 @@ def sizes_of(layers: Collection[LayerExperts]) -> ExpertSizes:
 
 
 def sizes_apart(
-    layers: Sequence[LayerExtents],
-    experts: Mapping[int, LayerExperts],
-    dtype: torch.dtype,
-    by_matrix: bool = False,
+    layers: Sequence[LayerExtents], experts: Mapping[int, LayerExperts], dtype: torch.dtype, by_matrix: bool = False
 ) -> SeparateExperts:
     """Sizes of layers without experts, and of their experts."""
     scratch = max(layer.scratch_bytes(dtype, by_matrix) for layer in layers)
