@@ -75,7 +75,7 @@ def load(path: Path) -> dict[str, Any]:
 def check(config: Mapping[str, Any]) -> None:
     """Raise ConfigError, naming the key, for what Serve or one of bough's programs would refuse."""
     for key in unknown_keys(ServeDeploySchema, config, ""):
-        raise ConfigError(f"{key}: no such setting of Ray Serve")
+        raise ConfigError(f"{key}: no such setting of Ray Serve; must be left out")
     try:
         schema = ServeDeploySchema.model_validate(config)
     except ValidationError as exc:
@@ -274,8 +274,8 @@ def _model_in(annotation: Any) -> type[BaseModel] | None:
 def main() -> int:
     """Check the file; exit with status 2 and a one-line message where something is wrong."""
     parser = FlagParser(description=__doc__)
-    parser.add_argument("file", type=Path)
-    parser.add_argument("--ray", metavar="URL", help="of a cluster's dashboard: it must have what is asked for")
+    parser.add_argument("file", type=Path, help="a configuration that `serve deploy` takes")
+    parser.add_argument("--ray", metavar="URL", help="dashboard of a cluster; its nodes must have what is asked for")
     arguments = parser.parse_args()
     try:
         config = load(arguments.file)
