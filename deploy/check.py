@@ -7,7 +7,6 @@ would refuse. --ray also checks that the cluster has the resources which the dep
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, get_args
@@ -24,6 +23,7 @@ from bough.config.json_fields import first_refusal
 from bough.config.processes import OrchestratorConfig, parse
 from bough.errors import BoughError, ConfigError
 from bough.processes.child import STOP_SECONDS as KILL_AFTER_SECONDS
+from bough.runtime.log_lines import say_error
 from deploy.policies import CALLS, REQUESTS, PerReplica
 from deploy.settings import (
     DEPLOYMENTS,
@@ -282,7 +282,7 @@ def main() -> int:
         if arguments.ray:
             require_resources(config, RayDashboard(arguments.ray).nodes())
     except BoughError as exc:
-        print(f"error: {exc}", file=sys.stderr)
+        say_error(exc)
         return 2
     print(f"{arguments.file}: all is well")
     return 0

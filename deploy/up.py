@@ -7,11 +7,11 @@ prints three example calls. `--simulate PROFILE` does it without weights, `--hap
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 
 from bough.config.flag_parser import FlagParser
 from bough.errors import BoughError, ConfigError
+from bough.runtime.log_lines import say_error
 
 FOLDER = Path(__file__).parent
 DASHBOARD_PORT = 8265
@@ -54,7 +54,7 @@ def main() -> int:
         except Stopped:
             return 130
     except BoughError as exc:
-        print(f"error: {exc}", file=sys.stderr)
+        say_error(exc)
         return 2
     return 0
 

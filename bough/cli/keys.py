@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from bough.errors import ConfigError
+from bough.runtime.log_lines import say
 from bough.security.api_keys import (
     LIMITS,
     ApiKey,
@@ -85,7 +86,7 @@ def _list(file: str) -> int:
         limits = [f"{key.requests} requests at once"] if key.requests else []
         limits += [f"{key.tokens_per_minute} tokens a minute"] if key.tokens_per_minute else []
         limits += [f"{key.sessions} sessions"] if key.sessions else []
-        print(f"{key.name}  {key.key_id}  made {key.created or 'some time'}, {ends}", *limits, sep=", ")
+        say(", ".join((f"{key.name}  {key.key_id}  made {key.created or 'some time'}, {ends}", *limits)))
     return 0
 
 
