@@ -43,6 +43,7 @@ from orchestrator.telemetry.metrics import OrchestratorCollector
 logger = logging.getLogger(__name__)
 
 DRAINING = "this orchestrator is draining; ask another orchestrator"
+ARRIVING_SECONDS = 0.3  # in which requests that had reached a port when it closed are read
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,7 @@ class Orchestrator:
     requests: Requests
     served: Served  # the gRPC server
     callers: Callers
-    metrics_address: str  # host:port of /metrics; empty if not served
+    metrics: MetricsServer
 
     @property
     def port(self) -> int:
@@ -67,11 +68,16 @@ class Orchestrator:
         """Whether a new request could be served."""
         return self.requests.is_ready
 
+    @property
+    def metrics_address(self) -> str:
+        """host:port of /metrics; empty if not served."""
+        return metrics_at(for_metrics(self.config), self.metrics.port)
+
     async def serve(self, stop: asyncio.Event) -> None:
         """Register the orchestrator in the index until `stop` is set, then drain it.
 
-        New requests through any API are then refused as Unavailable; running ones have `drain_seconds` to
-        finish. APIs should stay open until this returns, so that clients get these answers.
+        It leaves its ports at once, so that a successor may listen there; HTTP's is left with `stop` itself. Requests
+        that have come in, through any API, have `drain_seconds` to finish; further ones are refused as Unavailable.
         """
         address = advertised(self.config, self.port)
         record = WorkerRecord("orchestrator", self.worker_id, address, metrics=self.metrics_address)
@@ -83,6 +89,8 @@ class Orchestrator:
                     async with asyncio.timeout(POLL_SECONDS):
                         await stop.wait()
             await self.served.leave()
+            self.served.close_port()
+        await asyncio.gather(asyncio.to_thread(self.metrics.close), asyncio.sleep(ARRIVING_SECONDS))
         await self.requests.drain(DRAINING, self.config.drain_seconds)
 
 
@@ -114,12 +122,9 @@ async def assembled(config: OrchestratorConfig, stop: asyncio.Event) -> AsyncIte
                     callers.watching(),
                     access.watching(),
                     serving_generation(config, callers, access.api_credentials) as served,
-                    serving_http(config, callers, metrics.registry, access.api_context),
+                    serving_http(config, callers, metrics.registry, access.api_context, stop),
                 ):
-                    metrics_address = metrics_at(for_metrics(config), metrics.port)
-                    yield Orchestrator(
-                        config, worker_id, registry, directory, requests, served, callers, metrics_address
-                    )
+                    yield Orchestrator(config, worker_id, registry, directory, requests, served, callers, metrics)
     finally:
         await registry.close()
 
@@ -141,11 +146,15 @@ def has_page(config: OrchestratorConfig) -> bool:
 
 @asynccontextmanager
 async def serving_http(
-    config: OrchestratorConfig, callers: Callers, figures: CollectorRegistry, tls: CurrentContext | None = None
+    config: OrchestratorConfig,
+    callers: Callers,
+    figures: CollectorRegistry,
+    tls: CurrentContext | None,
+    leaving: asyncio.Event,
 ) -> AsyncIterator[None]:
     """Serve the OpenAI-compatible API during the block, with `figures` at /metrics; with `tls` by HTTPS only.
 
-    Raises ConfigError if the port is in use.
+    Once `leaving` is set the port is given up; what is being answered goes on. Raises ConfigError if it is in use.
     """
     if config.http_port < 0:
         yield
@@ -157,7 +166,7 @@ async def serving_http(
     own_name = advertised_host(config) if is_loopback(config.host) and not config.keys else None
     has_open_figures = config.open_metrics
     app = http_app(callers, figures, has_open_figures=has_open_figures, has_page=has_page(config), own_name=own_name)
-    async with http_serving(bare(config.host), config.http_port, app, tls, config.stalled_timeout) as port:
+    async with http_serving(bare(config.host), config.http_port, app, tls, config.stalled_timeout, leaving) as port:
         callers.requests.http_url = f"{'http' if tls is None else 'https'}://{joined(advertised_host(config), port)}"
         logger.info("OpenAI's clients are served at %s/v1", callers.requests.http_url)
         yield
