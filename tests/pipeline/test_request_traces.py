@@ -140,7 +140,7 @@ async def test_a_prompt_whose_probabilities_are_asked_for_is_in_the_trace(stack:
     trace_id, verify, seen = TRACE_ID.replace("0af7", "6af7"), "bough.v1.Target/Verify", stack.collector
     with pytest.raises(grpc.aio.AioRpcError, match="simulated workers know no probabilities"):
         await stack.grpc("r-scored", ("traceparent", CALLER.replace("0af7", "6af7")), prompt_logprobs=0)
-    await seen.until(lambda: seen.named("generate", trace_id) and len(seen.named(verify, trace_id)) == 2)
+    await until(lambda: seen.named("generate", trace_id) and len(seen.named(verify, trace_id)) == 2)
     (root,), (score,) = seen.named("generate", trace_id), seen.named("score", trace_id)
     call, served = seen.named(verify, trace_id)
     assert (score.parent_id, call.parent_id, served.parent_id) == (root.span_id, score.span_id, call.span_id)
@@ -151,6 +151,7 @@ async def test_sweeps_tell_where_their_time_went(stack: Traced) -> None:
     await stack.grpc("r-sweeps")
     spans = await stack.collector.trace_of("r-sweeps")
     sweeps = [span for span in spans if span.name == "sweep"]
+    assert sweeps
     for sweep in sweeps:
         told = sweep.attributes
         seconds = told["bough.sweep.wait_seconds"] + told["bough.sweep.compute_seconds"]
