@@ -157,6 +157,16 @@ TARGET, DRAFT, ORCHESTRATOR = (f"{DEPLOYMENTS}.{number}" for number in range(3))
             r"Draft\.graceful_shutdown_timeout_s: must be at least 40, got 12",
         ),
         (
+            f"{ORCHESTRATOR}.graceful_shutdown_timeout_s",
+            45,
+            r"Orchestrator\.graceful_shutdown_timeout_s: must be at least 615, got 45: the program has 600 s to drain",
+        ),
+        (
+            f"{ORCHESTRATOR}.user_config.program.drain_seconds",
+            606,
+            r"Orchestrator\.graceful_shutdown_timeout_s: must be at least 621, got 620",
+        ),
+        (
             f"{ORCHESTRATOR}.user_config.environment",
             {"BOUGH_ORCHESTRATOR_LOOKUP": 0},
             "LOOKUP: .*must be under program",
