@@ -27,7 +27,7 @@ def test_shipped_configurations_are_right(path: Path) -> None:
     assert {"Target", "Draft", "Orchestrator"} <= {*names}
 
 
-def test_there_are_three() -> None:
+def test_configurations_for_one_machine_two_and_a_cluster_are_shipped() -> None:
     assert {path.name for path in SERVE_FILES} >= {"one-machine.yaml", "two-machines.yaml", "cluster.yaml"}
 
 

@@ -46,7 +46,8 @@ class Program:
 @asynccontextmanager
 async def program(stage: Stage, *flags: str) -> AsyncIterator[Program]:
     """Started, and at its end ended."""
-    command = [sys.executable, "-m", "orchestrator", "--port", "0", "--draft", "none", "--index-url", stage.index_url]
+    index = ["--index-url", stage.index_url, "--namespace", stage.namespace]
+    command = [sys.executable, "-m", "orchestrator", "--port", "0", "--draft", "none", *index]
     process = subprocess.Popen([*command, *flags])
     try:
         async with Client(await address_of(stage, "orchestrator"), patience_seconds=0.0) as client:
@@ -58,22 +59,22 @@ async def program(stage: Stage, *flags: str) -> AsyncIterator[Program]:
 
 
 async def address_of(stage: Stage, kind: str) -> str:
-    for _ in range(3000):
-        for record in await stage.registry.workers():
-            if record.kind == kind:
-                return record.address
-        await asyncio.sleep(0.02)
-    raise AssertionError(f"no {kind} came")
+    async def addresses() -> list[str]:
+        return [record.address for record in await stage.registry.workers() if record.kind == kind]
+
+    await until(addresses)
+    return (await addresses())[0]
 
 
 async def wait_for_target(client: Client) -> None:
-    for _ in range(3000):
+    async def is_there() -> bool:
         try:
             await client.model_info()
-            return
         except BoughError:
-            await asyncio.sleep(0.02)
-    raise AssertionError("the orchestrator never found the target")
+            return False
+        return True
+
+    await until(is_there)
 
 
 async def finish(client: Client, options: GenerateOptions = SHORT) -> Finished:

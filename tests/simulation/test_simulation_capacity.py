@@ -77,7 +77,7 @@ def test_where_computing_is_the_limit_users_bring_no_more() -> None:
     assert many.nodes == 1, "a hostile draft is not asked"
 
 
-def test_targets_add_up() -> None:
+def test_ten_targets_serve_ten_times_as_much() -> None:
     profile = profile_of(link_seconds=1.0, compute_row_seconds=0.01)
     one = simulate(Scenario(profile, num_users=6, kinds=(RequestKind(50, 100),)))
     ten = simulate(Scenario(profile, num_users=60, num_targets=10, num_drafts=10, kinds=(RequestKind(50, 100),)))
