@@ -29,7 +29,7 @@ from bough.security.bearer import credentials, require_key
 from bough.security.certificates import CertificateFiles
 from bough.security.secured import channels, environment_files
 from bough.security.tls import PeerChannel
-from bough.trees.acceptance import SchemeAcceptance
+from bough.trees.scheme_acceptance import SchemeAcceptance
 
 KEY_VARIABLE = "BOUGH_API_KEY"
 DEFAULT_OPTIONS = g.GenerateOptions()
