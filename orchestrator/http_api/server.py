@@ -53,7 +53,7 @@ async def http_serving(
         timeout_graceful_shutdown=GRACE_SECONDS,
         backlog=MAX_ACCEPTED,
     )
-    server = _Server(config)
+    server = _HttpServer(config)
     if tls is not None:
         handshakes = Handshakes(protocol, tls, server.server_state.connections, most_connections)
         config.http = cast(type[asyncio.Protocol], handshakes)
@@ -81,7 +81,7 @@ def _listener(host: str, port: int) -> socket.socket:
     return listener
 
 
-class _Server(uvicorn.Server):
+class _HttpServer(uvicorn.Server):
     """Leaves signals to the process, which drains first and then sets `should_exit`."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
