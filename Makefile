@@ -38,7 +38,7 @@ check: $(READY)  ## formatting, lint, types, import rules
 	@$(BIN)/python -m pytest --noconftest tests/test_layout.py
 
 loadtest: $(READY)  ## users by locust over both doors, on workers without weights; loadtest-report.html, one JSON line
-	@$(BIN)/python -m loadtest.locust --simulate l40-70b-4bit
+	@$(BIN)/python -m loadtest.locust --simulate l40-70b-4bit --slo-ttft 2 --slo-tpot 0.2
 
 bench-docs: $(READY)  ## write docs/benchmarks.md from the runs in docs/benchmarks/
 	@$(BIN)/python -m loadtest.tables

@@ -22,7 +22,7 @@
     │   └── CheckpointError  an invalid model folder, found at start
     └── PairingError         two incompatible workers
 
-`bough.rpc.server` alone maps them to gRPC statuses.
+`bough.rpc.status_map` alone maps them to gRPC statuses.
 """
 
 from __future__ import annotations

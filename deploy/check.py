@@ -7,7 +7,6 @@ would refuse. --ray also checks that the cluster has the resources which the dep
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, get_args
@@ -24,6 +23,7 @@ from bough.config.json_fields import first_refusal
 from bough.config.processes import OrchestratorConfig, parse
 from bough.errors import BoughError, ConfigError
 from bough.processes.child import STOP_SECONDS as KILL_AFTER_SECONDS
+from bough.runtime.log_lines import say_error
 from deploy.policies import CALLS, REQUESTS, PerReplica
 from deploy.settings import (
     DEPLOYMENTS,
@@ -76,7 +76,7 @@ def load(path: Path) -> dict[str, Any]:
 def check(config: Mapping[str, Any]) -> None:
     """Raise ConfigError, naming the key, for what Serve or one of bough's programs would refuse."""
     for key in unknown_keys(ServeDeploySchema, config, ""):
-        raise ConfigError(f"{key}: no such setting of Ray Serve")
+        raise ConfigError(f"{key}: no such setting of Ray Serve; must be left out")
     try:
         schema = ServeDeploySchema.model_validate(config)
     except ValidationError as exc:
@@ -275,15 +275,15 @@ def _model_in(annotation: Any) -> type[BaseModel] | None:
 def main() -> int:
     """Check the file; exit with status 2 and a one-line message where something is wrong."""
     parser = FlagParser(description=__doc__)
-    parser.add_argument("file", type=Path)
-    parser.add_argument("--ray", metavar="URL", help="of a cluster's dashboard: it must have what is asked for")
+    parser.add_argument("file", type=Path, help="a configuration that `serve deploy` takes")
+    parser.add_argument("--ray", metavar="URL", help="dashboard of a cluster; its nodes must have what is asked for")
     arguments = parser.parse_args()
     try:
         config = load(arguments.file)
         if arguments.ray:
             require_resources(config, RayDashboard(arguments.ray).nodes())
     except BoughError as exc:
-        print(f"error: {exc}", file=sys.stderr)
+        say_error(exc)
         return 2
     print(f"{arguments.file}: all is well")
     return 0

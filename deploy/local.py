@@ -24,6 +24,7 @@ from bough.config.addresses import bound
 from bough.config.parsers import MAX_PORT, number
 from bough.config.processes import ServiceConfig
 from bough.errors import BoughError, ConfigError, Unauthenticated, Unavailable
+from bough.runtime.log_lines import say
 from bough.simulation.profile import load_profile
 from deploy.check import HAPROXY, check, load, orchestrator_of, require_resources, uses_haproxy
 from deploy.endpoints import HOST, Endpoints, http_port
@@ -160,7 +161,7 @@ def serve(config: Mapping[str, Any], dashboard: RayDashboard, endpoints: Endpoin
             is_ready = True
             print(endpoints.how_to_ask(dashboard.url), flush=True)
         elif waiting and waiting != said:
-            print(f"waiting: {waiting}", file=sys.stderr, flush=True)
+            say(f"waiting: {waiting}", file=sys.stderr)
         said = waiting
         time.sleep(POLL_SECONDS)
 

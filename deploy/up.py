@@ -7,11 +7,11 @@ prints three example calls. `--simulate PROFILE` does it without weights, `--hap
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 
 from bough.config.flag_parser import FlagParser
 from bough.errors import BoughError, ConfigError
+from bough.runtime.log_lines import say_error
 
 FOLDER = Path(__file__).parent
 DASHBOARD_PORT = 8265
@@ -37,8 +37,8 @@ def main() -> int:
     default = FOLDER / "one-machine.yaml"
     parser.add_argument("file", type=Path, nargs="?", default=default, help="a configuration for one machine")
     parser.add_argument("--simulate", metavar="PROFILE", default="", help="workers without weights, as for `bough up`")
-    parser.add_argument("--port", type=int, help="of HTTP, instead of what the file says; `make serve PORT=N`")
-    parser.add_argument("--dashboard-port", type=int, default=DASHBOARD_PORT, help=f"default {DASHBOARD_PORT}")
+    parser.add_argument("--port", type=int, help="port of HTTP instead of the file's; `make serve PORT=N`")
+    parser.add_argument("--dashboard-port", type=int, default=DASHBOARD_PORT, help=f"of Ray (default {DASHBOARD_PORT})")
     parser.add_argument("--haproxy", action="store_true", help="HTTP comes in through HAProxy; `make serve HAPROXY=1`")
     arguments = parser.parse_args()
     if arguments.haproxy:
@@ -54,7 +54,7 @@ def main() -> int:
         except Stopped:
             return 130
     except BoughError as exc:
-        print(f"error: {exc}", file=sys.stderr)
+        say_error(exc)
         return 2
     return 0
 

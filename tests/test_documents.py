@@ -25,6 +25,18 @@ def test_links_lead_somewhere(document: Path) -> None:
         assert "://" in link or (document.parent / link).exists(), link
 
 
+def anchors(document: Path) -> set[str]:
+    """Of its headings, as GitHub makes them."""
+    titles = re.findall(r"^#+ (.+)$", document.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name)
+def test_links_lead_to_headings(document: Path) -> None:
+    for file, anchor in re.findall(r"\]\(([^)#\s:]*)#([\w-]+)\)", document.read_text()):
+        assert anchor in anchors(document.parent / file if file else document), anchor
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=name)
 def test_tests_that_are_named_are_there(document: Path) -> None:
     """A guarantee is worth as much as the test that holds it."""
@@ -47,6 +59,24 @@ def test_benchmarks_that_are_named_are_there(document: Path) -> None:
     for module in re.findall(r"python\s+-m\s+(loadtest(?:\.\w+)+)", text):
         path = ROOT / module.replace(".", "/")
         assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), module
+
+
+def our_flags() -> set[str]:
+    """Flags of all command lines here: as they are written in the code, and by the fields of settings."""
+    code = "\n".join((ROOT / module[1:]).read_text() for module in MODULES if not module.startswith("/tests/"))
+    settings = re.findall(r"^    (\w+): .+ = setting\(", code, re.MULTILINE)
+    fields = {f"--{field.replace('_', '-')}" for field in settings}
+    return {"--help", "--version", *re.findall(r"[\"'](--[a-z][\w-]*)", code), *fields}
+
+
+FLAGS = our_flags()
+
+
+@pytest.mark.parametrize("document", [each for each in DOCUMENTS if each.parent != DECISIONS], ids=name)
+def test_flags_that_are_named_are_there(document: Path) -> None:
+    """Those that stand alone: within a command they may be another program's."""
+    for flag in re.findall(r"`(--[a-z][\w-]*)", document.read_text()):
+        assert {flag, flag.replace("--no-", "--", 1)} & FLAGS, flag
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=name)

@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from bough.errors import ConfigError
+from bough.runtime.log_lines import say
 from bough.security.api_keys import (
     LIMITS,
     ApiKey,
@@ -34,16 +35,16 @@ def add_keys(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("action", choices=("add", "list", "remove"), help="what to do; add prints the new key, once")
     parser.add_argument("name", nargs="?", help="the tenant's name: what several keys of it have in common")
     file = os.environ.get(FILE_VARIABLE, "")
-    parser.add_argument(FLAG, default=file, help=f"the file of --keys; {FILE_VARIABLE} by default")
-    parser.add_argument("--id", default="", help="of remove: one key of the tenant, as list shows it, instead of all")
-    parser.add_argument("--expires", help="of add: a time such as 2027-01-31T00:00:00Z (default: never)")
+    parser.add_argument(FLAG, default=file, help=f"file that the orchestrator's --keys names ({FILE_VARIABLE})")
+    parser.add_argument("--id", default="", help="with remove: one key of the tenant, as list shows it, not all")
+    parser.add_argument("--expires", help="with add: a time such as 2027-01-31T00:00:00Z (default: never)")
     limits = {
         "--requests": "most requests at once (default: any number)",
         "--tokens-per-minute": "most tokens, of prompts and output (default: any number)",
         "--sessions": "most named sessions that are kept (default: 10,000)",
     }
     for flag, text in limits.items():
-        parser.add_argument(flag, type=int, default=0, help=f"of add: {text}")
+        parser.add_argument(flag, type=int, default=0, help=f"with add: {text}")
 
 
 async def keys(arguments: argparse.Namespace) -> int:
@@ -85,7 +86,7 @@ def _list(file: str) -> int:
         limits = [f"{key.requests} requests at once"] if key.requests else []
         limits += [f"{key.tokens_per_minute} tokens a minute"] if key.tokens_per_minute else []
         limits += [f"{key.sessions} sessions"] if key.sessions else []
-        print(f"{key.name}  {key.key_id}  made {key.created or 'some time'}, {ends}", *limits, sep=", ")
+        say(", ".join((f"{key.name}  {key.key_id}  made {key.created or 'some time'}, {ends}", *limits)))
     return 0
 
 

@@ -20,6 +20,7 @@ from bough.cli.keys import add_keys
 from bough.config.flag_parser import FlagParser, checked
 from bough.config.parsers import number
 from bough.errors import BoughError
+from bough.runtime.log_lines import say_error
 
 EXIT_PIPE = 128 + signal.SIGPIPE  # the shell's status for SIGPIPE, which Python ignores
 
@@ -66,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         raise SystemExit(asyncio.run(_command(arguments.command)(arguments)))
     except BoughError as exc:
-        print(f"error: {exc}", file=sys.stderr)
+        say_error(exc)
         raise SystemExit(2) from exc
     except ModuleNotFoundError as exc:
         module = (exc.name or "").split(".")[0]

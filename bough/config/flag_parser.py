@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from typing import NoReturn, TypeVar
+from difflib import get_close_matches
+from typing import Any, NoReturn, TypeVar
 
 from bough.config.parsers import number
 
@@ -22,6 +23,15 @@ class FlagParser(argparse.ArgumentParser):
         super().__init__(prog, description=description, formatter_class=as_written, allow_abbrev=False)
         self.register("type", int, checked(number(int)))
         self.register("type", float, checked(number(float)))
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """Refuse unknown arguments in the name of the subcommand; argparse would do so in that of the whole program."""
+        known, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            similar = get_close_matches(unknown[0].partition("=")[0], self._option_string_actions, 1, 0.75)
+            hint = f" (similar: {similar[0]})" if similar else ""
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+        return known, unknown
 
     def error(self, message: str) -> NoReturn:
         """End with status 2; argparse would print the names of all flags before the one that is wrong."""

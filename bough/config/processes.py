@@ -109,7 +109,9 @@ class WorkerConfig(ServiceConfig):
 class DraftConfig(WorkerConfig):
     """Settings of a draft worker."""
 
-    drop_layers: tuple[int, ...] = setting((), "layers that a substitute leaves out, such as 12-15", parse_layers)
+    drop_layers: tuple[int, ...] = setting(
+        (), "layers of --model that the draft leaves out, such as 12-15", parse_layers
+    )
     bits: str = setting(
         "auto",
         "bits of products; auto is 8 for Llamas where a CPU has those; 4 is packed, on a GPU",

@@ -17,6 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from bough.config.flag_parser import FlagParser
 from bough.errors import ConfigError
 from bough.rpc.status_map import explained
+from bough.runtime.log_lines import say
 from bough.security.certificates import CertificateFiles
 from bough.security.secured import add_certificates, channels, files_from
 
@@ -55,5 +56,5 @@ def main(argv: Sequence[str] | None = None) -> int:
             status = f"error: {exc}"
         if status == "SERVING":
             break
-    print(status)
+    say(status)
     return 0 if status == "SERVING" else 1

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 
 import grpc
 
-from bough.errors import PairingError
+from bough.errors import PairingError, Unavailable
 from bough.pb import common_pb2
 from bough.protocol import codec
 from bough.protocol.codec_fields import read
@@ -23,14 +23,26 @@ from bough.tokenization.vocabulary import TokenizerFiles, first_difference
 logger = logging.getLogger(__name__)
 
 PEER_TIMEOUT_SECONDS = 10.0
+MAX_TOKENIZER_BYTES = 128 * 1024 * 1024  # some times the largest; a worker could send without end
+LEAST_BYTES = 1024  # that a chunk counts for
 
 
 async def fetch_tokenizer(channel: grpc.aio.Channel, kind: str, access: Access = OPEN) -> TokenizerFiles:
-    """Fetch the tokenizer of a draft or target worker. Raises grpc.aio.AioRpcError."""
+    """Fetch the tokenizer of a draft or target worker. Raises grpc.aio.AioRpcError, or Unavailable for nonsense."""
     call = stub_of(DRAFT if kind == "draft" else TARGET, channel).GetTokenizer(
         common_pb2.GetTokenizerRequest(), timeout=PEER_TIMEOUT_SECONDS, metadata=access.credentials
     )
-    return codec.tokenizer_from_wire([chunk async for chunk in call])
+    chunks, num_bytes = list[common_pb2.TokenizerChunk](), 0
+    async for chunk in call:
+        chunks.append(chunk)
+        num_bytes += max(chunk.ByteSize(), LEAST_BYTES)
+        if num_bytes > MAX_TOKENIZER_BYTES:
+            call.cancel()
+            break
+    if not 0 < num_bytes <= MAX_TOKENIZER_BYTES:
+        got = "more" if chunks else "none"
+        raise Unavailable(f"its tokenizer must have 1 to {MAX_TOKENIZER_BYTES} bytes, got {got}")
+    return codec.tokenizer_from_wire(chunks)
 
 
 async def check_compatibility(
@@ -73,5 +85,6 @@ async def _reaching(record: WorkerRecord, what: str, access: Access) -> AsyncIte
     try:
         async with access.channel(record.address).opened() as channel:
             yield channel
-    except grpc.aio.AioRpcError as exc:
-        logger.warning("cannot fetch the %s of %s at %s: %s", what, record.worker_id, record.address, exc.details())
+    except (grpc.aio.AioRpcError, Unavailable) as exc:
+        why = exc.details() if isinstance(exc, grpc.aio.AioRpcError) else exc
+        logger.warning("cannot fetch the %s of %s at %s: %s", what, record.worker_id, record.address, why)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import sys
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import replace
@@ -17,6 +16,7 @@ from bough.config.processes import ServiceConfig
 from bough.errors import BoughError, Unavailable
 from bough.processes.child import process_name
 from bough.runtime.allocator import configure_allocator
+from bough.runtime.log_lines import say_error
 from bough.security.guarded import guards_of
 
 Result = TypeVar("Result")
@@ -37,7 +37,7 @@ def run(main: Callable[[], Coroutine[None, None, None]]) -> None:
     try:
         asyncio.run(main())
     except BoughError as exc:
-        print(f"error: {exc}", file=sys.stderr)
+        say_error(exc)
         raise SystemExit(EXIT_CONFIG) from exc
 
 

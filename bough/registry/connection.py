@@ -167,7 +167,12 @@ def _client(address: IndexAddress) -> redis.asyncio.Redis | redis.asyncio.RedisC
         "credential_provider": _PasswordOfFile(address.password_file) if address.password_file else None,
     }
     if address.is_cluster:
-        return redis.asyncio.RedisCluster.from_url(address.url, **settings)
+        cluster = redis.asyncio.RedisCluster.from_url(address.url, **settings)
+        if cluster.connection_kwargs["connection_class"] is redis.asyncio.SSLConnection:
+            cluster.connection_kwargs["connection_class"] = _CurrentTls  # of nodes that are found
+            for node in cluster.startup_nodes:
+                node.connection_class = _CurrentTls
+        return cluster
     pool = redis.asyncio.ConnectionPool.from_url(address.url, **settings)
     if pool.connection_class is redis.asyncio.SSLConnection:
         pool.connection_class = _CurrentTls

@@ -6,14 +6,19 @@ A session's name, for example, may contain line breaks that forge log lines, ter
 from __future__ import annotations
 
 import logging
+import re
+import sys
 import time
 from collections.abc import Callable
+from typing import TextIO
 
 MAX_TEXT_BYTES = 2400  # of a percent-encoded header; gRPC clients accept 8 KB for all headers
 MAX_LOG_CHARACTERS = 4096  # of a log message
 MAX_TRACE_LINES = 120
 MAX_LINES_A_MINUTE, MINUTE_SECONDS = 60, 60.0  # of one place in the code that strangers have write lines
 INDENT = "    | "  # prefix of continuation lines, with which no record begins
+# Control characters but tab and line break, and those that turn the order of characters around.
+_STEERING = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
 def bounded(text: str, most_bytes: int = MAX_TEXT_BYTES) -> str:
@@ -30,10 +35,27 @@ def on_one_line(text: str) -> str:
     """Escape control characters and line breaks as in Python literals."""
     if text.isprintable():
         return text
-    return "".join(
-        character if character.isprintable() else character.encode("unicode_escape").decode("ascii")
-        for character in text
-    )
+    return "".join(character if character.isprintable() else _escaped(character) for character in text)
+
+
+def say(*lines: str, file: TextIO | None = None) -> None:
+    """Print lines, by default on standard output; whatever names and texts of others are in them, each is one."""
+    print("\n".join(on_one_line(cut(line)) for line in lines), file=file, flush=True)
+
+
+def say_error(error: object) -> None:
+    """Print an error on standard error; further lines of its text, as of a log that it quotes, have a prefix."""
+    first, *others = f"error: {error}".split("\n")
+    say(first, *(INDENT + line for line in others), file=sys.stderr)
+
+
+def shown(text: str, stream: TextIO) -> str:
+    """A model's text for a stream: as it is, or, where that is a terminal, with what would steer it escaped."""
+    return _STEERING.sub(lambda found: _escaped(found[0]), text) if stream.isatty() else text
+
+
+def _escaped(character: str) -> str:
+    return character.encode("unicode_escape").decode("ascii")
 
 
 class LineFormatter(logging.Formatter):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+from contextlib import suppress
 from pathlib import Path
 
 from bough.errors import ConfigError
@@ -30,7 +31,7 @@ def read_file(setting: str, path: str, *, is_public: bool = False) -> str:
 
 
 def write_private(setting: str, path: str, text: str) -> None:
-    """Replace a file atomically by one that only its owner can read.
+    """Replace a file atomically by one that only its owner can read; one that is there keeps its owner, group and mode.
 
     Raises:
         ConfigError: names the setting.
@@ -39,6 +40,7 @@ def write_private(setting: str, path: str, text: str) -> None:
     draft = target.with_name(f".{target.name}.{os.getpid()}")
     try:
         with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as stream:
+            _keep_owner(stream.fileno(), target)
             stream.write(text)
             stream.flush()
             os.fsync(stream.fileno())
@@ -46,3 +48,11 @@ def write_private(setting: str, path: str, text: str) -> None:
     except OSError as exc:
         draft.unlink(missing_ok=True)
         raise ConfigError(f"{setting}: {path} must be a file that can be written, got: {exc.strerror}") from exc
+
+
+def _keep_owner(descriptor: int, before: Path) -> None:
+    """Have a file's owner, group and mode for its successor, as a process that reads it is often another user's."""
+    with suppress(FileNotFoundError):
+        status = before.stat()
+        os.fchown(descriptor, status.st_uid, status.st_gid)
+        os.fchmod(descriptor, stat.S_IMODE(status.st_mode) & ~FORBIDDEN)

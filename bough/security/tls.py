@@ -15,7 +15,7 @@ from typing import cast
 
 import grpc
 
-from bough.concurrency.tasks import background
+from bough.concurrency.tasks import background, end
 from bough.errors import ConfigError
 from bough.rpc.server import open_channel
 from bough.security.certificates import CertificateFiles, Certificates, own_context, read_certificates
@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 SOON_SECONDS = 14 * 24 * 3600.0  # a warning is logged if a certificate ends within these
 REMIND_SECONDS = 24 * 3600.0  # between two such warnings
 GRACE_SECONDS = 3600.0  # limit for calls that began before a certificate was changed
+CLOSING_SECONDS = 1.0  # limit for what ends with the last channel to a server
 
 
 class Tls:
@@ -140,7 +141,7 @@ class PeerChannel:
         self.address, self._tls, self._is_to_itself = address, tls, is_to_itself
         self._of = None if tls is None else tls.now
         self._channel = self._opened()
-        self._closing: set[asyncio.Task[None]] = set()
+        self._older: dict[asyncio.Task[None], grpc.aio.Channel] = {}  # by the task that closes it after its calls
 
     def refresh(self) -> None:
         """Reload changed certificates for the next call; used after a failed one."""
@@ -153,9 +154,9 @@ class PeerChannel:
         if self._tls is not None and self._of is not self._tls.now:
             self._of, before = self._tls.now, self._channel
             self._channel = self._opened()
-            closing = asyncio.ensure_future(before.close(GRACE_SECONDS))
-            self._closing.add(closing)
-            closing.add_done_callback(self._closing.discard)
+            closing = asyncio.create_task(before.close(GRACE_SECONDS))
+            self._older[closing] = before
+            closing.add_done_callback(self._older.pop)
         return self._channel
 
     @asynccontextmanager
@@ -168,9 +169,12 @@ class PeerChannel:
 
     async def close(self) -> None:
         """Close all connections, including those with older certificates, and their calls."""
-        for closing in self._closing:
-            closing.cancel()
-        await self._channel.close()
+        ending = [asyncio.create_task(self._channel.close()), *self._older]
+        for before in self._older.values():  # a second close would do nothing: its first one ends with its calls
+            for call in list(getattr(before, "_active_calls", ())):  # private: of another grpcio they may run on
+                call.cancel()
+        _, late = await asyncio.wait(ending, timeout=CLOSING_SECONDS)
+        await end(*late)
 
     def _opened(self) -> grpc.aio.Channel:
         if self._tls is None:

@@ -1,11 +1,13 @@
 """Measures the cost of keys and certificates: time per token with both and with neither, request by request.
 
     python -m loadtest.intruder.cost --requests 60
-    python -m loadtest.intruder.cost --demonstration --requests 60 --minutes 7
+    python -m loadtest.intruder.cost --demonstration --launches 4 --requests 100 --minutes 7
 
 Two boughs of this machine, one of which has keys, a secret among processes, and TLS everywhere with certificates of
 clients; each request goes to both, one after another, in an order that is drawn. Trees have one size, so that the
-rounds of a request are the same in both, and each is compared with its like. Ends with one JSON line:
+rounds of a request are the same in both, and each is compared with its like. Two processes differ by where their memory
+lies, too, so `--launches` starts all of them anew, the other bough first, and `--control` gives neither bough keys:
+what then differs is the measurement's own. Ends with one JSON line:
 
 ratio           time per token with keys and TLS over that without: geometric mean over requests, with a 95 % interval
 round_ratio     time of a round over that of the same round in the other: median over rounds, with a 95 % interval, for
@@ -13,6 +15,7 @@ round_ratio     time of a round over that of the same round in the other: median
 processor       for each kind of process its milliseconds of a processor a token, with and without, and the difference
                 in percent of the time per token, with a 95 % interval; what else runs on the machine hardly shows in it
 token_seconds   means of both
+launches        round_ratio of each launch
 unequal         requests for which the two gave different tokens; none is right
 """
 
@@ -113,32 +116,51 @@ async def guarded(folder: Path, profile: str) -> AsyncIterator[Side]:
         yield Side(cluster, client)
 
 
+@asynccontextmanager
+async def open_to_all(profile: str) -> AsyncIterator[Side]:
+    """Processes without keys and without TLS."""
+    async with launched(stack_settings(profile), lambda _: None) as cluster, Client(cluster.address) as client:
+        yield Side(cluster, client)
+
+
 async def run(arguments: argparse.Namespace) -> dict[str, object]:
     """Measure, and return the figures."""
-    async with AsyncExitStack() as stack:
-        folder = Path(stack.enter_context(TemporaryDirectory(prefix="bough-cost-")))
-        profile = "" if arguments.demonstration else str(write_profile(folder, SWEEP_SECONDS))
-        cluster = await stack.enter_async_context(launched(stack_settings(profile), lambda _: None))
-        without = Side(cluster, await stack.enter_async_context(Client(cluster.address)))
-        pairs = await _pairs(await stack.enter_async_context(guarded(folder, profile)), without, arguments)
+    launches = [await _launch(number, arguments) for number in range(arguments.launches)]
+    pairs = list(chain.from_iterable(launches))
     return {
         **figures(pairs, arguments.seed),
+        "launches": [figures(each, arguments.seed)["round_ratio"]["median"] for each in launches],
         "requests": len(pairs),
+        "keys": "in neither" if arguments.control else "in one of the two",
         "workers": "demonstration" if arguments.demonstration else f"simulated, sweeps of {SWEEP_SECONDS:g} s",
         "cores": os.cpu_count(),
     }
 
 
-async def _pairs(with_keys: Side, without: Side, arguments: argparse.Namespace) -> list[tuple[Answered, Answered]]:
+async def _launch(number: int, arguments: argparse.Namespace) -> list[tuple[Answered, Answered]]:
+    """Start both boughs, in the other order at every second launch, and ask both."""
+    async with AsyncExitStack() as stack:
+        folder = Path(stack.enter_context(TemporaryDirectory(prefix="bough-cost-")))
+        profile = "" if arguments.demonstration else str(write_profile(folder, SWEEP_SECONDS))
+        with_keys = open_to_all(profile) if arguments.control else guarded(folder, profile)
+        starts = [with_keys, open_to_all(profile)]
+        order = (0, 1) if number % 2 else (1, 0)
+        sides = {place: await stack.enter_async_context(starts[place]) for place in order}
+        return await _pairs(sides[0], sides[1], arguments, number * arguments.requests)
+
+
+async def _pairs(
+    with_keys: Side, without: Side, arguments: argparse.Namespace, first_text: int
+) -> list[tuple[Answered, Answered]]:
     """Each request's answers, with keys and without, until all are had or the time is over."""
-    rng, texts, pairs = random.Random(arguments.seed), load_prompts(), []
+    rng, texts, pairs = random.Random(arguments.seed + first_text), load_prompts(), []
     ends = time.monotonic() + 60 * arguments.minutes
     for number in range(arguments.requests + 1):
         if number > 1 and time.monotonic() > ends:
             break
         answers = {}
         for side in rng.sample([with_keys, without], 2):
-            answers[side] = await ask(side, texts[number % len(texts)], arguments.answer_tokens)
+            answers[side] = await ask(side, texts[(first_text + number) % len(texts)], arguments.answer_tokens)
         if number:  # the first request is a warm-up
             pairs.append((answers[with_keys], answers[without]))
         print(f"{number} of {arguments.requests}", file=sys.stderr, flush=True)
@@ -186,8 +208,10 @@ def _processor(pairs: Sequence[tuple[Answered, Answered]], kind: str, seed: int)
 def main() -> int:
     """Print progress, and one JSON line."""
     parser = FlagParser(description=__doc__)
-    parser.add_argument("--requests", type=int, default=40, help="through each of the two")
-    parser.add_argument("--minutes", type=float, default=60.0, help="after which no request is begun")
+    parser.add_argument("--requests", type=int, default=40, help="through each of the two, a launch")
+    parser.add_argument("--minutes", type=float, default=60.0, help="of a launch, after which no request is begun")
+    parser.add_argument("--launches", type=int, default=1, help="times that all processes are started")
+    parser.add_argument("--control", action="store_true", help="neither has keys")
     parser.add_argument("--answer-tokens", type=int, default=32)
     parser.add_argument("--demonstration", action="store_true", help="the demonstration models, not simulated workers")
     parser.add_argument("--seed", type=int, default=1)

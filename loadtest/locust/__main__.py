@@ -12,11 +12,13 @@ hold conversations. Where the orchestrator asks for keys, BOUGH_API_KEY has one.
 Writes locust's HTML report, and ends with one JSON line, by door and for all together:
 
 first_token_seconds   TTFT: exact percentiles over the requests that finished
-token_seconds         TPOT: (last event - first) / tokens after those of the first event; tokens come in bursts
+token_seconds         TPOT: (last event - first) / tokens after those of the first event; tokens come in bursts. Answers
+                      that came as one event have none, nor gaps
 longest_gap_seconds   longest time within an answer without a token
 seconds_a_request     from the request to its last token
 goodput_...           of requests within --slo-ttft and --slo-tpot only
 refused, failed       RESOURCE_EXHAUSTED or 429; any other error. `unfinished` were under way at the test's end
+offered_...           with --rate: requests a second that were sent
 steps                 where users climb: of each number of users requests, TTFT p95, tokens per second, refused
 bent_at_users         where users climb: how many there were when latency had bent; null if it has not
 """
@@ -136,6 +138,13 @@ def steps(samples: Sequence[Sample]) -> list[dict[str, float]]:
     ]
 
 
+def offered_rate(samples: Sequence[Sample]) -> float:
+    """Requests a second that were sent, whatever became of them; below --rate where this machine is too slow to."""
+    begins = [sample.began for sample in samples]
+    seconds = max(begins, default=0.0) - min(begins, default=0.0)
+    return round((len(begins) - 1) / seconds, 3) if seconds else 0.0
+
+
 async def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Run the load test and return the figures of the JSON line."""
     objective = Objective(arguments.slo_ttft or math.inf, arguments.slo_tpot or math.inf)
@@ -150,6 +159,7 @@ async def run(arguments: argparse.Namespace) -> dict[str, Any]:
     return {
         **summarise(samples, seconds, objective),
         "doors": {door: summarise(each, seconds, objective) for door, each in by_door.items()},
+        "offered_requests_per_second": offered_rate(samples) if arguments.rate else None,
         "steps": steps(samples) if arguments.step_users else [],
         "bent_at_users": bent_at or None,
         "report": arguments.html,

@@ -13,7 +13,10 @@ LEAST_SAMPLES = 3  # finished requests of a step before it is judged
 
 @dataclass(slots=True)
 class Climb:
-    """Raises the number of users step by step until TTFT rises, or requests are refused."""
+    """Raises the number of users step by step until TTFT rises, or requests are refused.
+
+    A step is judged by requests that began with all of its users: one that only ended in it says what fewer users get.
+    """
 
     step_users: int
     step_seconds: float
@@ -36,7 +39,7 @@ class Climb:
             return self.users
         if seconds - self._step_began < self.step_seconds:
             return self.users
-        recent = samples[self._taken :]
+        recent = [sample for sample in samples[self._taken :] if sample.users >= self.users]
         finished = [sample.first_token_seconds for sample in recent if not sample.error]
         is_refused = any(sample.is_refused for sample in recent)
         if len(finished) < LEAST_SAMPLES and not is_refused:

@@ -21,7 +21,7 @@ from locust.exception import StopUser
 from loadtest.common.prompts import load_prompts
 from loadtest.locust.climb import Climb
 from loadtest.locust.doors import Conversation, Door, GrpcDoor, HttpDoor
-from loadtest.locust.mix import Mix, Question
+from loadtest.locust.mix import Mix, Question, holds_conversations
 from loadtest.locust.plan import plan_from_environment
 from loadtest.locust.samples import UNFINISHED, Sample, write_sample
 
@@ -83,7 +83,7 @@ class Person(User):
         self.number = next(numbers)
         self.mix = Mix(PLAN.kinds, load_prompts(), PLAN.seed + self.number)
         self.door = open_door(self.number)
-        self.holds_conversations = (self.number % 100) < 100 * PLAN.conversations
+        self.holds_conversations = holds_conversations(self.number // len(PLAN.doors), PLAN.conversations)
 
     def on_stop(self) -> None:
         """Close the user's connection."""
@@ -104,11 +104,12 @@ class Person(User):
                 return
 
     def _offer(self) -> None:
-        """Send requests as a Poisson process, each over its own connection, without waiting for answers."""
-        pool = Pool()
+        """Send requests by the clock as a Poisson process, over connections of their own, whatever became of others."""
+        pool, due = Pool(), time.monotonic()
         try:
             for number in itertools.count():
-                if is_stopping.wait(self.mix.pause(1 / PLAN.rate)):
+                due += self.mix.pause(1 / PLAN.rate)
+                if is_stopping.wait(max(0.0, due - time.monotonic())):
                     break
                 pool.spawn(self._arrive, number, len(pool))
             pool.join()  # locust limits the wait

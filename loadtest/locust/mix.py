@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -47,6 +48,11 @@ class Mix:
     def pause(self, mean_seconds: float) -> float:
         """Seconds until a user's next message, exponentially distributed."""
         return self._random.expovariate(1 / mean_seconds) if mean_seconds > 0 else 0.0
+
+
+def holds_conversations(number: int, share: float) -> bool:
+    """Whether a user of this number, counted from 0 at each API, is of the share who hold conversations."""
+    return math.floor((number + 1) * share) > math.floor(number * share)
 
 
 def parse_kinds(text: str) -> tuple[Kind, ...]:

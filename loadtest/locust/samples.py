@@ -93,9 +93,11 @@ def span_seconds(samples: Sequence[Sample]) -> float:
 def summarise(samples: Sequence[Sample], seconds: float, objective: Objective) -> dict[str, Any]:
     """Figures of the JSON line over requests that ran within `seconds` of wall-clock time.
 
-    Percentiles are of the requests that finished. `goodput` counts only tokens and requests within the objective.
+    Percentiles are of requests that finished; those per token, of answers that came in several events. `goodput` counts
+    only tokens and requests within the objective.
     """
     finished = [sample for sample in samples if not sample.error]
+    several = [sample for sample in finished if sample.token_seconds]  # an answer that came at once has no interval
     good = [sample for sample in finished if objective.holds(sample)]
     refused = [sample for sample in samples if sample.is_refused]
     unfinished = [sample for sample in samples if sample.error == UNFINISHED]
@@ -113,8 +115,8 @@ def summarise(samples: Sequence[Sample], seconds: float, objective: Objective) -
         "goodput_tokens_per_second": round(sum(sample.num_tokens for sample in good) / seconds, 3),
         "goodput_requests_per_second": round(len(good) / seconds, 3),
         "first_token_seconds": _spread([sample.first_token_seconds for sample in finished]),
-        "token_seconds": _spread([sample.token_seconds for sample in finished]),
-        "longest_gap_seconds": _spread([sample.longest_gap_seconds for sample in finished]),
+        "token_seconds": _spread([sample.token_seconds for sample in several]),
+        "longest_gap_seconds": _spread([sample.longest_gap_seconds for sample in several]),
         "seconds_a_request": _spread([sample.seconds for sample in finished]),
         "refusal_seconds": _spread([sample.seconds for sample in refused]),
     }

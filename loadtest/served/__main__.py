@@ -5,6 +5,7 @@
     python -m loadtest.served --parts doors --requests 10 --no-proxy
     python -m loadtest.served --parts demonstration --prompts 12 --answer-tokens 24 --repeats 2
     python -m loadtest.served --parts soak --soak-seconds 600
+    python -m loadtest.served --parts second overload
 
 Parts, each on processes of its own on this machine. All but `demonstration` have simulated workers, whose seconds are
 round numbers, so that what is measured is bough's own:
@@ -15,10 +16,12 @@ doors           gRPC straight to an orchestrator beside that orchestrator's own 
                 `added_chunk_ms` (medians, with theirs). Ray Serve is started as `make serve` does; --no-proxy leaves
                 it out
 demonstration   the same on the 2 GB demonstration model
-carrying        streams on sweeps of one second until the event loop's p99 lag passes 50 ms, with one orchestrator,
-                with two, and with one that decodes plainly, without a draft; the load comes from the same machine
-overload        five times as many requests as are served at the peak: `goodput_ratio` (under overload / peak), how
-                soon the rest is refused, and with what delay
+carrying        streams on sweeps of one second until the event loop's p99 lag passes 50 ms, with trees; and without, so
+                that no draft is at work beside; the load comes from the same machine
+second          one orchestrator beside two, all five times slower and each on a fifth of a core, so that orchestrators
+                are what bends first (root): `bent_at_streams`, `most_rounds_ratio`
+overload        rates of requests over both APIs climb to the peak of goodput under an objective, and then come five
+                times as many: `goodput_ratio` (under overload / peak), how soon the rest is refused, with what delay
 restarts        orchestrators, drafts and targets replaced one after another under load: failed requests, other texts
 soak            minutes at a high rate: errors, latency early and late, growth of each process by figure
 
@@ -48,7 +51,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from bough.config.flag_parser import FlagParser
+from bough.config.flag_parser import FlagParser, checked
+from bough.config.parsers import number
 from bough.errors import BoughError
 from bough.processes.launch import launched
 from loadtest.common.prompts import load_prompts
@@ -58,13 +62,14 @@ from loadtest.served.doors import DIRECT, compare_doors, door_figures
 from loadtest.served.overload import overload
 from loadtest.served.profiles import write_profile
 from loadtest.served.restarts import restarts
+from loadtest.served.second import second
 from loadtest.served.soak import soak
 from loadtest.served.stack import stack
 from loadtest.served.streams import Ask, Door, GrpcDoor, HttpDoor
 from loadtest.served.under_ray import Addresses, under_ray
 from loadtest.served.verdict import has_failed, verdict
 
-PARTS = ("doors", "demonstration", "carrying", "overload", "restarts", "soak")
+PARTS = ("doors", "demonstration", "carrying", "second", "overload", "restarts", "soak")
 SWEEP_SECONDS = 0.05  # of the part `doors`
 
 
@@ -112,12 +117,11 @@ async def without_proxy(address: str) -> Addresses:
 
 
 async def carrying(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Measure the capacity of one orchestrator, of two, and of one without trees."""
+    """Measure the capacity of one orchestrator, with and without trees."""
     settings = arguments.streams, 1.0, arguments.carry_seconds
     return {
-        "one": await carry(*settings, replicas=1, speculates=True),
-        "two": await carry(*settings, replicas=2, speculates=True),
-        "one_without_trees": await carry(*settings, replicas=1, speculates=False),
+        "one": await carry(*settings, speculates=True),
+        "one_without_trees": await carry(*settings, speculates=False),
     }
 
 
@@ -127,6 +131,7 @@ async def run(arguments: argparse.Namespace) -> dict[str, Any]:
         "doors": lambda: doors(arguments),
         "demonstration": lambda: demonstration(arguments),
         "carrying": lambda: carrying(arguments),
+        "second": lambda: second(arguments.streams_each),
         "overload": lambda: overload(arguments.overload_seconds, arguments.seed),
         "restarts": lambda: restarts(arguments.clients, num_prompts=16),
         "soak": lambda: soak(arguments.soak_seconds, arguments.clients),
@@ -156,7 +161,8 @@ def main() -> int:
     add("--proxy", action=argparse.BooleanOptionalAction, default=True, help="doors, demonstration: through Serve too")
     add("--streams", nargs="+", type=int, default=[50, 100, 200, 300, 400], help="carrying: at once, ascending")
     add("--carry-seconds", type=float, default=20.0, help="carrying: of each number")
-    add("--overload-seconds", type=float, default=20.0, help="overload: of the peak, and of the overload")
+    add("--streams-each", nargs="+", type=int, default=[150, 300, 450], help="second: at each orchestrator, ascending")
+    add("--overload-seconds", type=checked(number(float, 10.0)), default=20.0, help="overload: of each rate")
     add("--clients", type=int, default=16, help="restarts, soak: who ask at once")
     add("--soak-seconds", type=float, default=600.0)
     add("--seed", type=int, default=1)

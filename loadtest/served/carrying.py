@@ -1,4 +1,4 @@
-"""Measures how many streams an orchestrator serves with a responsive event loop, and what a second one adds.
+"""Measures how many streams an orchestrator serves with a responsive event loop.
 
 The load, the workers, the index and each orchestrator are processes of their own on one machine. Each one's processor
 time for a round is told, and for how much of the time an orchestrator was ready to run and had no core: on few cores an
@@ -58,9 +58,7 @@ class Reading(NamedTuple):
         return min(bound for bound, count in counts.items() if count >= 0.99 * max(counts.values()))
 
 
-async def carry(
-    numbers: Sequence[int], sweep_seconds: float, seconds: float, replicas: int, speculates: bool
-) -> list[dict[str, Any]]:
+async def carry(numbers: Sequence[int], sweep_seconds: float, seconds: float, speculates: bool) -> list[dict[str, Any]]:
     """Run `_step` for increasing numbers of streams until the event loop is overloaded.
 
     Without `speculates` streams need no draft worker, which on few cores is the first to have no time left.
@@ -68,60 +66,62 @@ async def carry(
     steps: list[dict[str, Any]] = []
     with TemporaryDirectory() as folder:
         profile = write_profile(Path(folder), sweep_seconds, max_nodes=MAX_NODES)
-        flags = ["--max-running", str(max(numbers)), "--max-waiting", str(max(numbers))]
-        async with stack(profile, flags) as running:
-            for _ in range(replicas - 1):
-                await running.add("orchestrator")
-            addresses = running.addresses("orchestrator")
-            doors = [GrpcDoor(address) for address in addresses]
-            urls = [await _metrics_url(address) for address in addresses]
+        async with stack(profile, room_for(max(numbers))) as running:
+            door = GrpcDoor(running.addresses("orchestrator")[0])
             for number in numbers:
-                steps.append(await _step(running, doors, urls, number, seconds, speculates))
+                steps.append(await _step(running, door, number, seconds, speculates))
                 if steps[-1]["loop_lag_p99_seconds"] > MOST_LAG_SECONDS:
                     break
-            for door in doors:
-                await door.close()
+            await door.close()
     return steps
 
 
-async def _step(
-    running: Stack, doors: Sequence[GrpcDoor], urls: Sequence[str], number: int, seconds: float, speculates: bool
-) -> dict[str, Any]:
-    """Run concurrent streams; returns the largest event-loop lag, the generated tokens, and the processor time.
+def room_for(num_streams: int) -> list[str]:
+    """An orchestrator's flags with which so many streams run at once."""
+    return ["--max-running", str(num_streams), "--max-waiting", str(num_streams)]
 
-    Figures are of the time after `SETTLE_SECONDS` with all streams running.
-    """
+
+async def _step(running: Stack, door: GrpcDoor, number: int, seconds: float, speculates: bool) -> dict[str, Any]:
+    """Figures of a number of concurrent streams; they begin `SETTLE_SECONDS` after these."""
     load = asyncio.create_task(
-        closed_loop(doors, number, seconds, lambda n: Ask(f"question {n}", ANSWER_TOKENS, n, speculates=speculates))
+        closed_loop([door], number, seconds, lambda n: Ask(f"question {n}", ANSWER_TOKENS, n, speculates=speculates))
     )
     await asyncio.sleep(SETTLE_SECONDS)
-    process_ids = running.process_ids() | {"load": os.getpid()}
-    before, used_before, began = await _read(urls), _uses(process_ids), time.monotonic()
-    await asyncio.sleep(max(1.0, seconds - SETTLE_SECONDS))
-    after, used, window = await _read(urls), _uses(process_ids), time.monotonic() - began
+    figures = await measured(running, number, max(1.0, seconds - SETTLE_SECONDS))
     samples = await load
     finished = [sample for sample in samples if not sample.error]
-    num_rounds = sum(now.num_rounds - then.num_rounds for now, then in zip(after, before, strict=True)) or 1.0
-    num_tokens = sum(now.num_tokens - then.num_tokens for now, then in zip(after, before, strict=True))
-    spent = {name: used[name] - used_before[name] for name in used}
-    loops = [use for name, use in spent.items() if name.startswith("orchestrator")]
-    return {
-        "streams": number,
-        "orchestrators": len(doors),
-        "loop_lag_p99_seconds": max(now.lag_p99(then) for now, then in zip(after, before, strict=True)),
-        "orchestrators_waited_for_a_core": round(sum(use.waited for use in loops) / window / len(loops), 3),
-        "rounds_per_second": round(num_rounds / window, 1),
-        "tokens_per_second": round(num_tokens / window, 1),
-        "orchestrator_ms_a_stream_and_second": round(1000 * sum(use.ran for use in loops) / window / number, 2),
-        "processor_ms_a_round": {name: round(1000 * use.ran / num_rounds, 2) for name, use in spent.items()},
+    return figures | {
         "first_token_p95_seconds": round(percentile([s.first_token_seconds for s in finished], 95), 3),
         "failed": len(samples) - len(finished),
     }
 
 
+async def measured(running: Stack, num_streams: int, seconds: float) -> dict[str, Any]:
+    """Figures of the next seconds: the largest event-loop lag, rounds, tokens, and processor time."""
+    urls = [await _metrics_url(address) for address in running.addresses("orchestrator")]
+    process_ids = running.process_ids() | {"load": os.getpid()}
+    before, used_before, began = await _read(urls), _uses(process_ids), time.monotonic()
+    await asyncio.sleep(seconds)
+    after, used, window = await _read(urls), _uses(process_ids), time.monotonic() - began
+    num_rounds = sum(now.num_rounds - then.num_rounds for now, then in zip(after, before, strict=True)) or 1.0
+    num_tokens = sum(now.num_tokens - then.num_tokens for now, then in zip(after, before, strict=True))
+    spent = {name: used[name] - used_before[name] for name in used}
+    loops = [use for name, use in spent.items() if name.startswith("orchestrator")]
+    return {
+        "streams": num_streams,
+        "orchestrators": len(urls),
+        "loop_lag_p99_seconds": max(now.lag_p99(then) for now, then in zip(after, before, strict=True)),
+        "orchestrators_waited_for_a_core": round(sum(use.waited for use in loops) / window / len(loops), 3),
+        "rounds_per_second": round(num_rounds / window, 1),
+        "tokens_per_second": round(num_tokens / window, 1),
+        "orchestrator_ms_a_stream_and_second": round(1000 * sum(use.ran for use in loops) / window / num_streams, 2),
+        "processor_ms_a_round": {name: round(1000 * use.ran / num_rounds, 2) for name, use in spent.items()},
+    }
+
+
 async def _read(urls: Sequence[str]) -> list[Reading]:
     async with httpx.AsyncClient(trust_env=False) as client:
-        return [Reading.of((await client.get(url)).text) for url in urls]
+        return [Reading.of((await client.get(url, timeout=60.0)).text) for url in urls]
 
 
 def _uses(process_ids: dict[str, int]) -> dict[str, ProcessorUse]:

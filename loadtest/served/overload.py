@@ -1,40 +1,124 @@
-"""Measures five-fold overload: goodput relative to its peak, and refusals."""
+"""Measures overload: the peak of goodput under an objective, then five times the peak's requests, and refusals.
+
+Rates of requests climb until goodput no longer does, each for the same time and counted alike: tokens of requests that
+met `OBJECTIVE` and ended after `FILL_SECONDS`, when places and queue are as full as the rate makes them. The highest
+goodput of the climb is the peak, measured once more after the overload, as a machine may change meanwhile. Requests are
+sent by the clock over both APIs, whatever became of earlier ones, and how late this process sent them is told.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import random
 import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from loadtest.common.stacks import http_url_of
-from loadtest.locust.samples import Objective, Sample, percentile, summarise
+from loadtest.locust.samples import Objective, Sample, percentile
 from loadtest.served.profiles import write_profile
 from loadtest.served.stack import stack
-from loadtest.served.streams import Ask, Door, GrpcDoor, HttpDoor, closed_loop
+from loadtest.served.streams import Answered, Ask, Door, GrpcDoor, HttpDoor, closed_loop
 
-RUNNING, WAITING = 16, 16
+RUNNING, WAITING = 16, 8  # a queue no longer than the objective lets a request wait
 SWEEP_SECONDS = 0.2
 ANSWER_TOKENS = 32
-FACTOR = 5.0  # offered load relative to capacity
+OBJECTIVE = Objective(first_token_seconds=4.0, token_seconds=0.25)  # a token in a sweep, and some time beside sweeps
+FACTOR = 5.0  # offered requests in overload, over those that ended in time at the peak
+FIRST_SHARE, CLIMB = 0.7, 1.25  # the climb's first rate over what users who wait achieve; each rate over the one before
+STEPS_PAST_PEAK = 2  # with less goodput, after which the climb ends
+MOST_STEPS = 12
+FILL_SECONDS = 5.0
 
 
-async def open_loop(doors: list[Door], rate: float, seconds: float, seed: int) -> list[Sample]:
-    """Send requests as a Poisson process; running ones may finish at the end."""
-    rng, began, number = random.Random(seed), time.monotonic(), 0
-    tasks: list[asyncio.Task[Any]] = []
-    while time.monotonic() - began < seconds:
-        await asyncio.sleep(rng.expovariate(rate))
-        number += 1
-        ask = Ask(f"overload {number}", ANSWER_TOKENS, seed=number)
-        tasks.append(asyncio.ensure_future(doors[number % len(doors)](ask)))
-    return [(await task).sample for task in tasks]
+@dataclass(frozen=True, slots=True)
+class Offered:
+    """Requests that were sent at a rate, and what became of them."""
+
+    samples: Sequence[Sample]
+    began: float  # on the monotonic clock, like the samples' own
+    seconds: float  # in which requests were sent; the last ones ended later
+    lateness: Sequence[float]  # seconds by which each was sent later than it was due
+
+    @property
+    def requests_per_second(self) -> float:
+        """The rate at which requests were sent."""
+        return len(self.samples) / self.seconds
+
+    def ended(self) -> list[Sample]:
+        """Answers that ended while requests were sent, from `FILL_SECONDS` on."""
+        first, last = self.began + FILL_SECONDS, self.began + self.seconds
+        return [s for s in self.samples if not s.error and first <= s.began + s.seconds < last]
+
+    def good(self) -> list[Sample]:
+        """Those of them within the objective."""
+        return [sample for sample in self.ended() if OBJECTIVE.holds(sample)]
+
+    @property
+    def goodput(self) -> float:
+        """Tokens a second of the good requests."""
+        return self._tokens_per_second(self.good())
+
+    def _tokens_per_second(self, samples: Sequence[Sample]) -> float:
+        return sum(sample.num_tokens for sample in samples) / (self.seconds - FILL_SECONDS)
+
+    @property
+    def good_requests_per_second(self) -> float:
+        """Good requests a second."""
+        return len(self.good()) / (self.seconds - FILL_SECONDS)
+
+    def figures(self) -> dict[str, Any]:
+        """Figures of one step."""
+        finished = [sample for sample in self.samples if not sample.error]
+        failed = [sample for sample in self.samples if sample.error and not sample.is_refused]
+        return {
+            "offered_requests_per_second": round(self.requests_per_second, 2),
+            "goodput_tokens_per_second": round(self.goodput, 1),
+            "tokens_per_second": round(self._tokens_per_second(self.ended()), 1),
+            "first_token_p95_seconds": round(percentile([s.first_token_seconds for s in finished], 95), 3),
+            "token_p95_seconds": round(percentile([s.token_seconds for s in finished if s.token_seconds], 95), 3),
+            "finished": len(finished),
+            "beyond_objective": sum(not OBJECTIVE.holds(sample) for sample in finished),
+            "refused": sum(sample.is_refused for sample in self.samples),
+            "failed": len(failed),
+            "failures": sorted({sample.error for sample in failed})[:5],
+            "sent_late_p99_seconds": round(percentile(self.lateness, 99), 4),
+        }
+
+
+async def offer(doors: Sequence[Door], rate: float, seconds: float, seed: int) -> Offered:
+    """Send requests over the APIs in turn as a Poisson process, by the clock; running ones may finish at the end."""
+    rng, began = random.Random(seed), time.monotonic()
+    due, lateness, tasks = began, list[float](), list[asyncio.Future[Answered]]()
+    while (due := due + rng.expovariate(rate)) < began + seconds:
+        await asyncio.sleep(due - time.monotonic())
+        lateness.append(time.monotonic() - due)
+        ask = Ask(f"question {seed} {len(tasks)}", ANSWER_TOKENS, seed=len(tasks))
+        tasks.append(asyncio.ensure_future(doors[len(tasks) % len(doors)](ask)))
+    return Offered([(await task).sample for task in tasks], began, seconds, lateness)
+
+
+async def climb(doors: Sequence[Door], rate: float, seconds: float, seed: int) -> list[Offered]:
+    """Offer rates from `rate` on, until `STEPS_PAST_PEAK` of them had less goodput than the best one."""
+    steps: list[Offered] = []
+    while len(steps) < MOST_STEPS and not _is_past_peak([step.goodput for step in steps]):
+        steps.append(await offer(doors, rate, seconds, seed + len(steps)))
+        rate *= CLIMB
+    return steps
+
+
+def _is_past_peak(goodputs: Sequence[float]) -> bool:
+    """Whether goodput has risen above 0, and the last steps were not better than one before them."""
+    best = max(goodputs, default=0.0)
+    return best > 0 and len(goodputs) - 1 - goodputs.index(best) >= STEPS_PAST_PEAK
 
 
 async def overload(seconds: float, seed: int) -> dict[str, Any]:
-    """Measure capacity with a closed loop, and then `FACTOR` times that load over both APIs."""
+    """Find the peak of goodput, and offer `FACTOR` times its requests; `seconds` are of each rate."""
     with TemporaryDirectory() as folder:
         profile = write_profile(Path(folder), SWEEP_SECONDS, knee_rows=512)
         flags = ["--max-running", str(RUNNING), "--max-waiting", str(WAITING)]
@@ -42,24 +126,53 @@ async def overload(seconds: float, seed: int) -> dict[str, Any]:
             address = running.addresses("orchestrator")[0]
             grpc_door, http_door = GrpcDoor(address), HttpDoor(await http_url_of(address))
             doors: list[Door] = [grpc_door, http_door]
-            peak_samples, began = [], time.monotonic()
-            peak_samples = await closed_loop(doors, RUNNING, seconds, lambda n: Ask(f"peak {n}", ANSWER_TOKENS, seed=n))
-            peak = summarise(peak_samples, time.monotonic() - began, Objective())
-            rate, began = FACTOR * peak["requests_per_second"], time.monotonic()
-            samples = await open_loop(doors, rate, seconds, seed)
-            figures = summarise(samples, time.monotonic() - began, Objective())
+            began = time.monotonic()
+            waited = await closed_loop(doors, RUNNING, seconds, lambda n: Ask(f"user {n}", ANSWER_TOKENS, seed=n))
+            capacity = sum(not sample.error for sample in waited) / (time.monotonic() - began)
+            steps = await climb(doors, FIRST_SHARE * max(capacity, 0.1), seconds, seed)
+            best = max(steps, key=lambda step: step.goodput)
+            beyond = await offer(doors, FACTOR * best.good_requests_per_second or FACTOR, seconds, seed + MOST_STEPS)
+            again = await offer(doors, best.requests_per_second, seconds, seed + MOST_STEPS + 1)
             await grpc_door.close()
             await http_door.close()
-    refused = [sample for sample in samples if sample.is_refused]
-    seconds_to_refusal = [sample.seconds for sample in refused]
+    return overload_figures(steps, again, beyond)
+
+
+def overload_figures(steps: Sequence[Offered], again: Offered, beyond: Offered) -> dict[str, Any]:
+    """Figures of the part; the peak is the best of the climb and of `again`, its rate once more."""
+    peak = max((*steps, again), key=lambda step: step.goodput)
+    best = max(steps, key=lambda step: step.goodput)
+    refused = [sample for sample in beyond.samples if sample.is_refused]
+    factor = beyond.requests_per_second / best.good_requests_per_second if best.goodput else None
     return {
-        "goodput_ratio": round(figures["goodput_tokens_per_second"] / peak["goodput_tokens_per_second"], 4),
-        "peak_tokens_per_second": peak["goodput_tokens_per_second"],
-        "offered_requests_per_second": round(rate, 2),
-        "refusal_p99_seconds": percentile(seconds_to_refusal, 99),
-        "refusal_max_seconds": max(seconds_to_refusal, default=0.0),
-        "refused": len(refused),
+        "objective_seconds": {"first_token": OBJECTIVE.first_token_seconds, "token": OBJECTIVE.token_seconds},
+        "goodput_ratio": round(beyond.goodput / peak.goodput, 4) if peak.goodput else None,
+        "peak_tokens_per_second": round(peak.goodput, 1),
+        "times_the_peaks_requests": round(factor, 2) if factor else None,
+        **beyond.figures(),
+        "refusal_p99_seconds": _refusal_seconds(refused, 99),
+        "refusal_max_seconds": _refusal_seconds(refused, 100),
         "refused_without_delay": sum(sample.retry_seconds <= 0 for sample in refused),
-        "failed": figures["failed"],
-        "finished": figures["finished"],
+        "refusals_by_api": _by_door(refused),
+        "climb": [step.figures() for step in steps],
+        "peak_again": [again.figures()],
     }
+
+
+def _by_door(refused: Sequence[Sample]) -> Mapping[str, Mapping[str, Any]]:
+    """Of each API's refusals how many there were, how soon they came, and the delays that they named."""
+    found: dict[str, dict[str, Any]] = {}
+    for door in sorted({sample.door for sample in refused}):
+        own = [sample for sample in refused if sample.door == door]
+        delays = [sample.retry_seconds for sample in own]
+        found[door] = {
+            "refused": len(own),
+            "p99_seconds": _refusal_seconds(own, 99),
+            "max_seconds": _refusal_seconds(own, 100),
+            "delay_seconds": {"least": min(delays), "median": median(delays), "most": max(delays)},
+        }
+    return found
+
+
+def _refusal_seconds(refused: Sequence[Sample], share: float) -> float:
+    return round(percentile([sample.seconds for sample in refused], share), 4)

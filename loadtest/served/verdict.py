@@ -36,7 +36,7 @@ def _ratios(parts: Mapping[str, Any], name: str) -> dict[str, Any] | None:
 
 
 def _all(parts: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """The figures of each part; of `carrying`, those of each step."""
+    """The figures of each part, and those of its steps."""
     for figures in parts.values():
         steps = [each for value in figures.values() if isinstance(value, list) for each in value]
-        yield from [step for step in steps if isinstance(step, dict)] or [figures]
+        yield from [figures, *(step for step in steps if isinstance(step, dict))]

@@ -171,7 +171,7 @@ class _Api:
         """One served model."""
         name, cards = request.path_params["model"], {one.model_name: self._card(one) for one in self.requests.models()}
         if name not in cards:
-            raise NotFound(f"model: {name!r} is not served here")
+            raise NotFound(f"model: must be one of {', '.join(map(repr, sorted(cards)))}, got {name!r}")
         return JSONResponse(cards[name])
 
     async def tokenize(self, request: Request, entered: ExitStack) -> Response:

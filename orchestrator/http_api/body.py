@@ -132,5 +132,6 @@ def parse(kind: type[Fields], body: bytes) -> Fields:
         param, problem = first_refusal(exc, shortened)
         if param:
             raise ApiError(HTTPStatus.BAD_REQUEST, f"{param}: {problem}", param=param) from exc
-        problem = problem if problem.startswith("no JSON") else "must be a JSON object"
-        raise ApiError(HTTPStatus.BAD_REQUEST, f"body: {problem}", code="invalid_json") from exc
+        got = problem if problem.startswith("no JSON") else shortened(exc.errors(include_url=False)[0]["input"])
+        message = f"body: must be a JSON object, got {got}"
+        raise ApiError(HTTPStatus.BAD_REQUEST, message, code="invalid_json") from exc

@@ -39,10 +39,11 @@ def chat_prompt(messages: Sequence[MessageFields], tools: Tools | None = None, t
 
 def _message(index: int, fields: MessageFields) -> Message:
     calls = tuple(ToolCall(call.id, call.function.name, call.function.arguments) for call in fields.tool_calls)
+    left_out = f"be left out of the role {fields.role}"
     if calls and fields.role != "assistant":
-        raise invalid(f"messages[{index}].tool_calls", [call.name for call in calls], "be left out of such a role")
+        raise invalid(f"messages[{index}].tool_calls", [call.name for call in calls], left_out)
     if (fields.role == "tool") != bool(fields.tool_call_id):
-        must = "be the id of the call that is answered" if fields.role == "tool" else "be left out of such a role"
+        must = "be the id of the call that is answered" if fields.role == "tool" else left_out
         raise invalid(f"messages[{index}].tool_call_id", fields.tool_call_id, must)
     reasoning = (fields.reasoning or fields.reasoning_content) if fields.role == "assistant" else ""
     role = "system" if fields.role == "developer" else fields.role

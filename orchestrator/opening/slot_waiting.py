@@ -155,6 +155,7 @@ class Slots:
                     if target is home or not is_fault(exc):
                         raise
                     target.health.blame(session.session_id, exc)
+                    self.endings.let_go(session, target)  # it may have reserved a slot before the answer was lost
                     continue
                 lease.target, session.target_held = target, held
                 return answer

@@ -42,7 +42,7 @@ async def scored_prompt(
         # The last token that was scored is the root, as its keys and values count as not held.
         chain = prompt[num_scored - 1 : num_scored - 1 + lease.target.info.max_nodes]
         proposal = Proposal(Tree.chain(chain), False, np.zeros(0, np.intp), is_given=True)
-        with _standing_at(session, num_scored, num_top):
+        with session.trace.child("score") as session.span, _standing_at(session, num_scored, num_top):
             result, _ = await failover.verify(session, lease, proposal)
             session.round += 1
         if [at.token.token_id for at in result.verdict.logprobs] != chain[1:]:

@@ -238,7 +238,8 @@ def test_what_is_started_does_not_depend_on_the_folder_one_is_in(tmp_path: Path)
     [
         (["up", "--port", "x"], "--port: must be a whole number, got 'x'; see bough up --help"),
         (["generate", "--temperature", "hot", "Hi"], "--temperature: must be a number, got 'hot'; see bough generate"),
-        (["generate", "--no-such", "Hi"], "unrecognized arguments: --no-such"),
+        (["generate", "--no-such", "Hi"], "unrecognized arguments: --no-such; see bough generate --help"),
+        (["chat", "--sed=9"], "unrecognized arguments: --sed=9 (similar: --seed); see bough chat --help"),
     ],
 )
 def test_a_flag_that_is_wrong_is_named_in_one_line(

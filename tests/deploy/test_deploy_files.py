@@ -96,7 +96,12 @@ def test_compose_starts_programs_with_settings_that_they_take() -> None:
         mine = variable(module, "")
         assert {key for key in environment if not key.startswith(mine)} == {KEY_FILE_VARIABLE}, "nobody reads others"
         assert config.index_url == "redis://index:6379"
-        assert config.worker_key_file == "/run/secrets/worker-key"
+        assert config.worker_key_file == "/etc/bough/worker.key"
+        assert (service["read_only"], service["cap_drop"]) == (True, ["ALL"])
+        assert service["security_opt"] == ["no-new-privileges:true"]
+        folders = {volume.rsplit(":", 2)[1] for volume in service["volumes"] if volume.endswith(":ro")}
+        assert "/etc/bough" in folders, "a file by itself would be the one of the start, whatever takes its place"
+        assert "secrets" not in service
         assert config.open_metrics, "Prometheus has no key"
         assert config.host == "0.0.0.0"
     for name, service in services.items():
@@ -116,7 +121,7 @@ def test_compose_with_tls_has_certificates_for_every_program_and_names_for_them(
         assert shared == {KEY_FILE_VARIABLE, CERT_VARIABLE, TLS_KEY_VARIABLE, AUTHORITY_VARIABLE}
         config = parse(PROGRAMS[module], module, ["--host", "0.0.0.0"], environment)
         files = certificate_files(config)
-        assert {*files.paths} == {f"/run/secrets/{secret}" for secret in tls[name]["secrets"]}
+        assert files.paths == ("/etc/bough/tls.pem", "/etc/bough/tls.key", "/etc/bough/ca.pem")
         assert advertised(config, 1) == f"{name}:1", "a certificate knows no container by its address"
         assert f"DNS:{name}" in TLS.read_text()
         require_guarded(config)
@@ -207,6 +212,21 @@ def test_clients_of_several_orchestrators_do_not_stay_with_one_for_good(path: Pa
     (own,) = (one for one in app["deployments"] if one["name"] == "Orchestrator")
     assert own.get("num_replicas", 0) > 1 or own["autoscaling_config"]["max_replicas"] > 1
     assert 30 <= own["user_config"]["program"]["max_connection_age"] <= 3600
+
+
+def test_pods_run_as_nobody_in_particular() -> None:
+    """Neither as root nor with what root may, and without a way in to Kubernetes' API."""
+    (service,) = (each for each in manifests() if each["kind"] == "RayService")
+    cluster = service["spec"]["rayClusterConfig"]
+    index = next(each for each in manifests() if each["kind"] == "Deployment")["spec"]["template"]["spec"]
+    groups = [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
+    for spec in [index, *(group["template"]["spec"] for group in groups)]:
+        assert spec["automountServiceAccountToken"] is False
+        assert spec["securityContext"]["runAsNonRoot"]
+        assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        for container in spec["containers"]:
+            assert container["securityContext"]["allowPrivilegeEscalation"] is False
+            assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
 
 
 def test_only_pods_of_bough_reach_workers_and_index() -> None:

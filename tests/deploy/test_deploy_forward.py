@@ -38,6 +38,7 @@ async def test_pieces_come_one_by_one_before_the_last_is_there() -> None:
         assert (method, path, body) == ("POST", "/v1/chat/completions?x=%20y", b'{"a": 1}')
         assert (headers["x-request-id"], headers["authorization"]) == ("r1", "Bearer key")
         assert headers["host"] == "outside", "which the orchestrator may refuse"
+        assert headers["traceparent"] == "00-1-2-01", "a caller's trace goes on behind the proxy"
         assert (response.status_code, response.headers["content-type"]) == (200, "text/event-stream")
 
 

@@ -86,6 +86,15 @@ async def test_every_number_that_is_asked_for_is_told_by_some_process(http_url: 
     assert asked - names == set()
 
 
+async def test_every_number_of_ours_is_in_the_guide(http_url: str) -> None:
+    guide = Path("docs/monitoring.md").read_text()
+    async with httpx.AsyncClient() as client:
+        told = (await client.get(f"{http_url}/service-discovery")).json()
+        texts = [(await client.get(f"http://{one['targets'][0]}/metrics")).text for one in told]
+    names = {name for text in texts for name in re.findall(r"^# HELP (bough_\w+)", text, re.MULTILINE)}
+    assert {name for name in names if not name.endswith("_created") and not re.search(rf"{name}\b", guide)} == set()
+
+
 @needs_promtool
 @pytest.mark.parametrize(
     "arguments",

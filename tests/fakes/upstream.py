@@ -69,6 +69,7 @@ def request(path: str, body: bytes = b"", root_path: str = "", query: bytes = b"
         return {"type": "http.request", "body": body, "more_body": False}
 
     headers = [(b"host", b"outside"), (b"x-request-id", b"r1"), (b"authorization", b"Bearer key")]
+    headers += [(b"traceparent", b"00-1-2-01")]
     headers += [(b"content-length", str(len(body)).encode()), (b"connection", b"keep-alive")]
     scope = {"type": "http", "method": "POST", "path": path, "root_path": root_path, "query_string": query}
     return Request({**scope, "headers": headers}, receive)

@@ -134,6 +134,18 @@ async def test_spans_lie_within_those_that_they_are_part_of(stack: Traced) -> No
     assert abs(roots[0].began_ns - time.time_ns()) < 600e9
 
 
+async def test_a_prompt_whose_probabilities_are_asked_for_is_in_the_trace(stack: Traced) -> None:
+    """The target's work for them was in none. One without weights refuses it."""
+    trace_id, verify, seen = TRACE_ID.replace("0af7", "6af7"), "bough.v1.Target/Verify", stack.collector
+    with pytest.raises(grpc.aio.AioRpcError, match="simulated workers know no probabilities"):
+        await stack.grpc("r-scored", ("traceparent", CALLER.replace("0af7", "6af7")), prompt_logprobs=0)
+    await seen.until(lambda: seen.named("generate", trace_id) and len(seen.named(verify, trace_id)) == 2)
+    (root,), (score,) = seen.named("generate", trace_id), seen.named("score", trace_id)
+    call, served = seen.named(verify, trace_id)
+    assert (score.parent_id, call.parent_id, served.parent_id) == (root.span_id, score.span_id, call.span_id)
+    assert served.service == "bough-target-worker"
+
+
 async def test_sweeps_tell_where_their_time_went(stack: Traced) -> None:
     await stack.grpc("r-sweeps")
     spans = await stack.collector.trace_of("r-sweeps")

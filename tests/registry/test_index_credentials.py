@@ -7,6 +7,7 @@ import ssl
 from pathlib import Path
 
 import pytest
+from redis.asyncio.cluster import ClusterNode
 
 from bough.errors import ConfigError, Unavailable
 from bough.registry.connection import IndexConnection
@@ -63,7 +64,8 @@ def test_other_settings_stay_beside_it() -> None:
     assert read_address(url) == ("rediss://host:1?ssl_ca_certs=%2Fa%2Fb.pem&db=0", True, "/c")
 
 
-async def test_a_certificate_is_read_for_each_connection(tmp_path: Path) -> None:
+@pytest.mark.parametrize("scheme", ["rediss", "rediss+cluster"])
+async def test_a_certificate_is_read_for_each_connection(tmp_path: Path, scheme: str) -> None:
     """redis-py keeps what it read first, until that is over and the index refuses it."""
     authority = Authority()
     files = authority.files(tmp_path)
@@ -78,9 +80,14 @@ async def test_a_certificate_is_read_for_each_connection(tmp_path: Path) -> None
     context.load_cert_chain(files.cert, files.key)
     settings = f"ssl_ca_certs={files.authority}&ssl_certfile={files.cert}&ssl_keyfile={files.key}"
     async with await asyncio.start_server(note, "127.0.0.1", 0, ssl=context) as server:
-        index = IndexConnection(f"rediss://127.0.0.1:{server.sockets[0].getsockname()[1]}?{settings}")
-        pool = index.redis.connection_pool
-        connection = pool.make_connection()
+        index = IndexConnection(f"{scheme}://127.0.0.1:{server.sockets[0].getsockname()[1]}?{settings}")
+        if scheme == "rediss":
+            connection = index.redis.connection_pool.make_connection()
+        else:
+            (node,) = index.redis.startup_nodes
+            found = ClusterNode("127.0.0.1", 1, **index.redis.nodes_manager.connection_kwargs)
+            assert found.connection_class is node.connection_class, "as of nodes that the cluster tells of"
+            connection = node.acquire_connection()
         for _ in range(2):
             with pytest.raises(Exception, match=r"closed|lost|reset"):
                 await connection.connect()

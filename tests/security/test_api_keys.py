@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -43,6 +44,32 @@ def test_a_key_is_printed_once_and_only_its_hash_is_kept(tmp_path: Path, capsys:
     assert key not in listed
     assert "alice" in listed
     assert "3 requests at once, 500 tokens a minute" in listed
+
+
+def test_a_file_that_is_changed_keeps_its_owner_and_mode(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Root added a key, and the file was root's alone: the orchestrator, another user, could not read it any more."""
+    file = written(tmp_path / "keys", LINE, mode=0o640)
+    owner = (12345, 23456) if os.geteuid() == 0 else (os.geteuid(), os.getegid())
+    os.chown(file, *owner)
+    keys(capsys, "add", "bob", "--file", str(file))
+    status = file.stat()
+    assert (status.st_uid, status.st_gid, status.st_mode & 0o777) == (*owner, 0o640)
+    assert len(read_keys("f", file.read_text())) == 2
+
+
+def test_a_file_whose_owner_cannot_be_kept_is_not_changed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    file = written(tmp_path / "keys", LINE)
+    before = file.read_text()
+    monkeypatch.setattr(os, "fchown", refuse)
+    with pytest.raises(SystemExit, match="2"):
+        main(["keys", "add", "bob", "--file", str(file)])
+    assert "must be a file that can be written, got: Operation not permitted" in capsys.readouterr().err
+    assert (file.read_text(), os.listdir(tmp_path)) == (before, ["keys"])
 
 
 def test_one_of_a_tenants_keys_can_go_and_the_other_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

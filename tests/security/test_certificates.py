@@ -9,6 +9,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import grpc
 import pytest
 
 from bough.config.processes import OrchestratorConfig, TargetConfig
@@ -199,6 +200,39 @@ async def test_a_process_is_found_by_its_new_certificate_where_there_is_no_autho
         access.refresh()
         assert await is_serving(peer.current, "", 10.0)
         await peer.close()
+
+
+async def test_connections_of_older_certificates_end_with_the_last(tmp_path: Path) -> None:
+    """Their calls went on, by a process that had closed all that it knew of, until an hour was over."""
+    files = AUTHORITY.files(tmp_path)
+    access = Access(tls=Tls(files, is_server=True))
+    running, gone = asyncio.Event(), asyncio.Event()
+
+    async def for_ever(_: bytes, __: object) -> bytes:
+        running.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            gone.set()
+        return b""
+
+    def add(server: grpc.aio.Server) -> None:
+        server.add_registered_method_handlers("s", {"wait": grpc.unary_unary_rpc_method_handler(for_ever, bytes)})
+
+    async with serving("127.0.0.1", 0, "service", add, credentials=access.api_credentials) as served:
+        peer = access.channel(f"localhost:{served.port}")
+        before = peer.current
+        call = before.unary_unary("/s/wait")(b"")
+        async with asyncio.timeout(30):
+            await running.wait()
+            AUTHORITY.files(tmp_path)
+            access.refresh()
+            assert peer.current is not before
+            await asyncio.sleep(0.05)
+            assert not call.done(), "what runs goes on"
+            await peer.close()
+            assert call.done()
+            await gone.wait()
 
 
 async def test_a_process_that_asks_clients_for_certificates_is_found_by_its_own(tmp_path: Path) -> None:

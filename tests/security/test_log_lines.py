@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import logging
 import re
@@ -22,6 +23,9 @@ from bough.runtime.log_lines import (
     MAX_TRACE_LINES,
     SparingFilter,
     on_one_line,
+    say,
+    say_error,
+    shown,
 )
 from bough.telemetry.logs import AT_THE_DOOR, JsonFormatter, TextFormatter
 from orchestrator.http_api.server import http_serving
@@ -48,6 +52,31 @@ def test_a_message_is_one_line_whatever_is_in_it() -> None:
     assert r"x\n2026-01-01" in line
     assert line.encode()
     assert on_one_line("añ 木 🌳") == "añ 木 🌳"
+
+
+class Terminal(io.StringIO):
+    """A stream that says it is one."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_models_text_steers_no_terminal_and_is_whole_in_a_file() -> None:
+    """A model may be asked to say anything, and a worker may answer any tokens."""
+    text = "añ 木 👩\u200d🚀 שלום\tx\n"
+    assert shown(text, Terminal()) == text
+    assert shown("a\x1b[2J\r\x9b1m\u202eb\u2066", Terminal()) == r"a\x1b[2J\r\x9b1m\u202eb\u2066"
+    assert shown(FORGED, io.StringIO()) == FORGED
+
+
+def test_what_is_printed_is_as_many_lines_as_are_given(capsys: pytest.CaptureFixture[str]) -> None:
+    say("first", "", FORGED, "x" * 1_000_000)
+    first, second, third, fourth, end = capsys.readouterr().out.split("\n")
+    assert (first, second, end) == ("first", "", "")
+    assert third == on_one_line(FORGED)
+    assert len(fourth) < 2 * MAX_LOG_CHARACTERS
+    say_error("it ended:\nlast \x1b[31mline")
+    assert capsys.readouterr().err == "error: it ended:\n    | last \\x1b[31mline\n"
 
 
 def test_a_message_has_an_end() -> None:

@@ -58,8 +58,9 @@ def add_shape(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--levels", type=size, help="most levels, the root's included (any number by default)")
     parser.add_argument("--max-children", type=size, help="most children of a node (as many as measured by default)")
     schemes = [scheme.value for scheme in Scheme]
-    parser.add_argument("--scheme", choices=schemes, help=f"of --from-live (default {Scheme.TARGET.value})")
-    parser.add_argument("--by-depth", action="store_true", help="of --from-live: tell depths apart")
+    scheme = f"with --from-live: the scheme whose trees were counted (default {Scheme.TARGET.value})"
+    parser.add_argument("--scheme", choices=schemes, help=scheme)
+    parser.add_argument("--by-depth", action="store_true", help="with --from-live: an acceptance for each depth")
     add_address(parser)
 
 
@@ -67,21 +68,21 @@ def add_simulate(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `bough simulate`."""
     add, count, amount = parser.add_argument, checked(number(int, 1, MOST)), checked(number(float, 0, 1e6))
     add("profile", help="name of a shipped profile, or a JSON file; `bough simulate list` names those that are shipped")
-    users = f"at once, 1 to {MOST}; several are simulated in turn"
+    users = f"users at once, 1 to {MOST} (default 1); several numbers are simulated one after another"
     add("--users", type=count, nargs="+", default=[1], metavar="N", help=users)
     add("--targets", type=count, default=1, help="target workers, 1 or more (default 1)")
     drafts = "draft workers; 0 is plain decoding (default 1)"
     add("--drafts", type=checked(number(int, 0, MOST)), default=1, help=drafts)
-    mix = f"tokens of prompts and answers, and how often each kind comes (default {DEFAULT_MIX})"
+    mix = f"kinds of requests: tokens of prompt and answer, and how often each comes (default {DEFAULT_MIX})"
     add("--mix", default=DEFAULT_MIX, metavar="PROMPT:OUTPUT[:WEIGHT],...", help=mix)
     think = "mean time from an answer to the next question (default 0)"
     add("--think", type=amount, default=0.0, metavar="SECONDS", help=think)
-    gather = "longest wait for sessions that draft (default 1)"
+    gather = "longest wait of a sweep for sessions that draft, in sweeps (default 1)"
     add("--gather", type=amount, default=1.0, metavar="SWEEPS", help=gather)
     nodes = "trees of this size always, divided among sessions; with --depth"
     add("--nodes", type=checked(number(int, 2, MOST_NODES)), metavar="N", help=nodes)
-    add("--depth", type=checked(number(int, 1, MOST_NODES)), metavar="N", help="levels of these trees below the root")
-    add("--network", type=checked(number(float, 0, 1e3)), metavar="SECONDS", help="one way, instead of the profile's")
-    add("--seed", type=checked(number(int, 0)), default=1, help="of chance (default 1)")
+    add("--depth", type=checked(number(int, 1, MOST_NODES)), metavar="N", help="with --nodes: levels below the root")
+    add("--network", type=checked(number(float, 0, 1e3)), metavar="SECONDS", help="one-way time, not the profile's")
+    add("--seed", type=checked(number(int, 0)), default=1, help="seed of the random numbers (default 1)")
     add("--no-purchases", action="store_true", help="do not work out what to buy next, which takes ten times as long")
     add("--json", action="store_true", help="print one JSON line instead of a table")

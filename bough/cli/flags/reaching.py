@@ -12,9 +12,9 @@ from bough.security.secured import add_certificates, files_from
 
 def add_address(parser: argparse.ArgumentParser) -> None:
     """Add the flags that `client_from` reads."""
-    default = os.environ.get("BOUGH_ADDRESS", f"127.0.0.1:{DEFAULT_PORT}")
-    text = f"of the orchestrator, or of several: A,B; grpcs://HOST:PORT for TLS (BOUGH_ADDRESS; default {default})"
-    parser.add_argument("--address", default=default, help=text)
+    local = f"127.0.0.1:{DEFAULT_PORT}"
+    text = f"HOST:PORT of the orchestrator, or of several: A,B; grpcs://HOST:PORT for TLS (BOUGH_ADDRESS, or {local})"
+    parser.add_argument("--address", default=os.environ.get("BOUGH_ADDRESS", local), help=text)
     add_certificates(parser)
 
 

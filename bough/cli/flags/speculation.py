@@ -22,14 +22,14 @@ def add_speculation(parser: argparse.ArgumentParser) -> None:
     """Add the flags that `speculation_from` reads."""
     add = parser.add_argument
     add("--no-speculation", action="store_true", help="plain decoding: the same tokens, one a sweep")
-    add("--budget", type=int, help="nodes of a tree that grows best first")
-    add("--width", type=int, help="nodes of it that a draft step expands")
-    add("--depth", type=int, help="levels of a tree that grows best first")
+    add("--budget", type=int, help="nodes of a tree that grows best first (default: trees size themselves)")
+    add("--width", type=int, help="nodes of such a tree that a draft step expands")
+    add("--depth", type=int, help="levels of such a tree below the root")
     growth = "best-first (default); FILE, a shape as `bough shape` prints it; chain:LENGTH, or chains:NUMxLENGTH"
     add("--growth", default=BEST_FIRST, metavar="HOW", help=growth)
     schemes = "how guesses are verified (default %(default)s); the others verify samples, in a shape or chains"
     add("--scheme", choices=[scheme.value for scheme in Scheme], default=Scheme.TARGET.value, help=schemes)
-    lookup = "most nodes from the session's own text; 0 is off (default 16; beside samples 0)"
+    lookup = "most nodes from the session's own text; 0 is off (default: as the orchestrator is set)"
     add("--lookup", type=int, metavar="N", help=lookup)
 
 

@@ -27,6 +27,7 @@ from bough.protocol.generation import (
     TextPrompt,
     Tokens,
 )
+from bough.runtime.log_lines import say, shown
 
 
 async def generate(arguments: argparse.Namespace) -> int:
@@ -47,7 +48,7 @@ async def chat(arguments: argparse.Namespace) -> int:
     history = list(_system(arguments))
     async with client_from(arguments) as client:
         name = options.model or (await client.model_info()).model_name
-        print(f"{name}; end with Ctrl-D", file=sys.stderr)
+        say(f"{name}; end with Ctrl-D", file=sys.stderr)
         while line := await _read_line():
             if not line.strip():
                 continue
@@ -90,11 +91,11 @@ class CollectedAnswer:
         async for event in client.generate(prompt, options):
             text = answer.add(event)
             if is_shown:
-                print(text, end="", flush=True)
+                print(shown(text, sys.stdout), end="", flush=True)
         if is_shown:
             print()
             for warning in answer.finished.warnings if answer.finished else ():
-                print(f"warning: {warning}", file=sys.stderr)
+                say(f"warning: {warning}", file=sys.stderr)
         return answer
 
     def add(self, event: Event) -> str:

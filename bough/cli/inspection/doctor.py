@@ -16,6 +16,7 @@ from bough.config.processes import DEFAULT_PORT
 from bough.errors import BoughError, Unauthenticated
 from bough.protocol.decision import DraftCalibration
 from bough.protocol.generation import Loads, ServerInfo, WorkerStatus
+from bough.runtime.log_lines import say
 
 MISSING = "is it running? `bough up` starts everything; --address or BOUGH_ADDRESS sets its address"
 REFUSED = "it runs and requires a key: BOUGH_API_KEY must be one of its API keys"
@@ -31,30 +32,30 @@ async def doctor(arguments: argparse.Namespace) -> int:
             server, loads = await client.server_info(), await client.loads()
             calibrations = {one.draft_id: one for one in await client.calibrations()}
         except BoughError as exc:
-            print(f"orchestrator  {address}: {exc}")
+            say(f"orchestrator  {address}: {exc}")
             problems.append(REFUSED if isinstance(exc, Unauthenticated) else MISSING)
             return _conclude(problems)
-    print(f"python        {sys.version.split()[0]}, bough {__version__}")
-    print(f"orchestrator  {client.address}, bough {server.bough_version}; {_describe_loads(loads)}")
+    say(f"python        {sys.version.split()[0]}, bough {__version__}")
+    say(f"orchestrator  {client.address}, bough {server.bough_version}; {_describe_loads(loads)}")
     if server.http_url:
-        print(f"              OpenAI's clients at {server.http_url}/v1")
+        say(f"              OpenAI's clients at {server.http_url}/v1")
     if server.metrics_url:
-        print(f"              metrics at {server.metrics_url}")
-    print(f"index         {server.index_url}")
+        say(f"              metrics at {server.metrics_url}")
+    say(f"index         {server.index_url}")
     for worker in server.workers:
         _print_worker(worker)
         if worker.info.worker_id in calibrations:
-            print(f"              {_describe_calibration(calibrations[worker.info.worker_id])}")
+            say(f"              {_describe_calibration(calibrations[worker.info.worker_id])}")
     if server.is_draftless:
-        print("draft         none, as set: guesses come from a session's own text")
+        say("draft         none, as set: guesses come from a session's own text")
     return _conclude([*problems, *find_problems(server)])
 
 
 def _conclude(problems: list[str]) -> int:
     for problem in problems:
-        print(f"problem: {problem}")
+        say(f"problem: {problem}")
     if not problems:
-        print("all is well")
+        say("all is well")
     return 1 if problems else 0
 
 
@@ -97,18 +98,18 @@ def _describe_calibration(calibration: DraftCalibration) -> str:
 
 def _print_worker(worker: WorkerStatus) -> None:
     info = worker.info
-    print(f"{info.kind:13} {worker.address}, {info.worker_id}, bough {info.bough_version}")
-    print(f"              {info.model_name} ({info.model_description}), fingerprint {info.model_fingerprint}")
+    say(f"{info.kind:13} {worker.address}, {info.worker_id}, bough {info.bough_version}")
+    say(f"              {info.model_name} ({info.model_description}), fingerprint {info.model_fingerprint}")
     if info.kind == "target":
-        print(f"              weights {info.weights_hash or 'are still being read for a hash over all of them'}")
-    print(
+        say(f"              weights {info.weights_hash or 'are still being read for a hash over all of them'}")
+    say(
         f"              context {info.max_context}, trees up to {info.max_nodes} nodes, "
         f"{info.num_sessions} sessions held, KV {info.kv_used_bytes / 1e9:.2f} of {info.kv_bytes / 1e9:.2f} GB"
     )
     if info.link_bytes_per_pass:
-        print(f"              {info.link_bytes_per_pass / 1e9:.2f} GB over the link in every sweep, at most")
+        say(f"              {info.link_bytes_per_pass / 1e9:.2f} GB over the link in every sweep, at most")
     for note in info.notes:
-        print(f"              {note}")
+        say(f"              {note}")
 
 
 async def report_cluster(url: str) -> tuple[list[str], list[str]]:
@@ -120,13 +121,13 @@ async def report_cluster(url: str) -> tuple[list[str], list[str]]:
     except BoughError as exc:
         return [str(exc)], []
     for node in nodes:
-        print(f"node          {node.host}, {'alive' if node.is_alive else 'dead'}; {node.describe_resources()}")
+        say(f"node          {node.host}, {'alive' if node.is_alive else 'dead'}; {node.describe_resources()}")
     for application in applications:
-        print(f"application   {application.name}, {application.status.lower()}")
+        say(f"application   {application.name}, {application.status.lower()}")
         for deployment in application.deployments:
             _print_deployment(deployment)
     if not applications:
-        print("application   none: `serve deploy deploy/cluster.yaml` would deploy one")
+        say("application   none: `serve deploy deploy/cluster.yaml` would deploy one")
     return cluster_problems(nodes, applications), orchestrators(applications)
 
 
@@ -153,7 +154,7 @@ def orchestrators(applications: Sequence[Application]) -> list[str]:
 
 def _print_deployment(deployment: Deployment) -> None:
     running = sum(replica.state == "RUNNING" for replica in deployment.replicas)
-    print(f"  {deployment.name:13}{deployment.status.lower()}, {running} of {deployment.num_wanted} replicas run")
+    say(f"  {deployment.name:13}{deployment.status.lower()}, {running} of {deployment.num_wanted} replicas run")
     for replica in deployment.replicas:
         where = f"on {replica.host}, process {replica.process_id}" if replica.host else "not placed yet"
-        print(f"              {replica.state.lower()} {where}")
+        say(f"              {replica.state.lower()} {where}")

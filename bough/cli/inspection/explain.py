@@ -12,6 +12,7 @@ from bough.cli.flags.reaching import client_from
 from bough.cli.inspection.decision_plot import save_decisions
 from bough.errors import NotFound
 from bough.protocol.decision import Decision
+from bough.runtime.log_lines import say
 from bough.sizing.account import PART_NAMES, Account, account, why
 
 LEAST_SECONDS = 0.0005  # activities that take less in every round have no column
@@ -30,8 +31,7 @@ async def explain(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(as_json(arguments.session, decisions)))
     else:
-        print(f"{_title(arguments.session)}\n")
-        print("\n".join([*table(decisions), "", *summary(decisions)]))
+        say(_title(arguments.session), "", *table(decisions), "", *summary(decisions))
     return 0
 
 

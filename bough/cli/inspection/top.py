@@ -14,6 +14,7 @@ from bough.client import Client
 from bough.errors import BoughError, NotFound
 from bough.protocol.decision import Decision
 from bough.protocol.generation import Loads, ServerInfo, WorkerStatus
+from bough.runtime.log_lines import say
 from bough.sizing.account import PART_NAMES, why
 
 CLEAR = "\x1b[H\x1b[2J"  # clears a terminal
@@ -41,12 +42,13 @@ async def top(arguments: argparse.Namespace) -> int:
             try:
                 now = await _look(client)
             except BoughError as exc:
-                print(f"{client.address}: {exc}", flush=True)
+                say(f"{client.address}: {exc}")
                 if arguments.count:
                     return 1
                 continue
-            text = "\n".join(lines(client.address, now, before))
-            print(f"{CLEAR if sys.stdout.isatty() else ''}{text}", flush=True)
+            if sys.stdout.isatty():
+                print(CLEAR, end="")
+            say(*lines(client.address, now, before))
             before = now
     return 0
 

@@ -16,6 +16,7 @@ from bough.processes.launch import launched
 from bough.processes.supervision import supervised
 from bough.protocol.generation import ChatPrompt, GenerateOptions, Message, Speculation, Tokens
 from bough.protocol.worker_info import WorkerInfo
+from bough.runtime.log_lines import say, shown
 
 GRID_TOKENS = 24  # tokens of each run that compares sizes
 GRID_NODES = (4, 16, 64)
@@ -41,7 +42,7 @@ async def demo(arguments: argparse.Namespace) -> int:
     else:
         print("The target, block-expanded, has the text of SmolLM2-135M-Instruct and the cost of a 2.1 GB model.")
     models = {kind: _described(info) for kind, info in sorted(workers.items())}
-    print("\n".join(f"{kind}: {words}" for kind, words in models.items()) + "\n")
+    say(*(f"{kind}: {words}" for kind, words in models.items()), "")
     print(json.dumps({**contest.summary(), **models}))
     return 0 if contest.is_same else 1
 
@@ -100,7 +101,7 @@ def _coloured(tokens: Tokens) -> str:
     if not sys.stdout.isatty():
         return tokens.text
     pairs = zip(tokens.texts, tokens.drafted, strict=True)
-    return "".join(f"{GREEN if drafted else YELLOW}{text}{PLAIN}" for text, drafted in pairs)
+    return "".join(f"{GREEN if drafted else YELLOW}{shown(text, sys.stdout)}{PLAIN}" for text, drafted in pairs)
 
 
 def _legend() -> str:

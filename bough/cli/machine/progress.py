@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TextIO
 
 from bough.processes.launch import PendingProcesses
+from bough.runtime.log_lines import on_one_line, say
 
 QUIET_SECONDS = 5.0  # between equal messages, if the output is not a terminal
 ERASE_LINE = "\r\x1b[K"
@@ -25,7 +26,7 @@ class Progress:
 
     def __call__(self, waiting: PendingProcesses) -> None:
         """Print what is waited for, if it is new."""
-        text = f"waiting {waiting.seconds:.0f} s for {', '.join(waiting.names)}"
+        text = on_one_line(f"waiting {waiting.seconds:.0f} s for {', '.join(waiting.names)}")
         if self._is_terminal:
             width = shutil.get_terminal_size().columns - 1  # a line that wraps could not be erased
             print(f"{ERASE_LINE}{text[:width]}", end="", file=self._stream, flush=True)
@@ -50,4 +51,5 @@ def activation() -> str:
 def tell(text: str) -> None:
     """Print one line on standard error, on a new line if text is being printed."""
     sys.stdout.flush()
-    print(f"\n{text}" if sys.stdout.isatty() and sys.stderr.isatty() else text, file=sys.stderr, flush=True)
+    begin = [""] if sys.stdout.isatty() and sys.stderr.isatty() else []
+    say(*begin, text, file=sys.stderr)

@@ -17,8 +17,9 @@ from bough.cli.machine.progress import Progress, activation, tell
 from bough.config.addresses import free_port
 from bough.config.cache_paths import DEMONSTRATION_COPIES, SUBSTITUTE_DROPS, demonstration_folder, is_written
 from bough.config.processes import DraftConfig, OrchestratorConfig, TargetConfig, parse
-from bough.errors import ConfigError
+from bough.errors import CheckpointError, ConfigError
 from bough.model import compiled_folder
+from bough.model.checkpoint.checkpoint import Checkpoint
 from bough.model.checkpoint.hub import fetch
 from bough.model.sizes.draft_needs import draft_needs
 from bough.processes.exit_with_parent import python, run
@@ -46,7 +47,7 @@ async def up(arguments: argparse.Namespace) -> int:
     if not settings.target.simulate:
         if settings.target.model == str(demonstration_folder()):
             await asyncio.to_thread(ensure_demonstration)  # Ctrl-C acts where a command awaits
-        fetch(settings.target.model, *([settings.draft.model] if settings.draft else []))
+        require_models(settings)
         announce_first_start()
     settings = divided(settings, tell)
     progress = Progress()
@@ -65,6 +66,23 @@ async def up(arguments: argparse.Namespace) -> int:
         sys.stdout.flush()
         await asyncio.Event().wait()
     return 0
+
+
+def require_models(settings: Settings) -> None:
+    """Fetch models of the hub, and open all models, so that one that is not there is named by the command's own flag.
+
+    Raises:
+        CheckpointError: a model cannot be fetched, does not exist or is damaged.
+    """
+    flags = {settings.target.model: "--target"}
+    if settings.draft is not None:
+        flags.setdefault(settings.draft.model, "--draft")
+    for model, flag in flags.items():
+        try:
+            fetch(model)
+            Checkpoint.open(model)
+        except CheckpointError as exc:
+            raise CheckpointError(re.sub("^model:", f"{flag}:", str(exc))) from exc
 
 
 def print_http_usage(url: str, *, has_keys: bool, authority: str = "") -> None:

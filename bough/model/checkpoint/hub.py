@@ -44,8 +44,8 @@ def cached(model: str) -> Path:
             folder = Path(snapshot_download(model, cache_dir=cache, local_files_only=True))
     except (LocalEntryNotFoundError, HFValidationError, ValueError) as exc:
         raise CheckpointError(
-            f"model: must be a folder or a model in the local Hugging Face cache, got {model}; "
-            "fetch models with `hf download`"
+            f"model: must be a folder or a model in the local Hugging Face cache, got {model}, of which {cache} has no "
+            "revision (refs/main and its snapshot); fetch models with `hf download`"
         ) from exc
     # Compared as spelled: symbolic links in the cache are made by its owner.
     if not Path(os.path.normpath(folder)).is_relative_to(os.path.normpath(cache)):
@@ -83,8 +83,11 @@ def fetch(*models: str) -> None:
                         hf_hub_download(*file)
                 else:
                     snapshot_download(model, allow_patterns=WANTED, ignore_patterns=UNWANTED)
-        except LocalEntryNotFoundError:
-            cached(model)  # raises if it is not cached
+        except LocalEntryNotFoundError as exc:
+            try:
+                cached(model)
+            except CheckpointError as missing:
+                raise CheckpointError(f"{missing}; the hub cannot be reached from here") from exc
         except (HfHubHTTPError, HFValidationError, OSError) as exc:
             reason = (str(exc).strip() or repr(exc)).splitlines()[0]
             raise CheckpointError(f"model: {model} cannot be fetched: {reason}") from exc

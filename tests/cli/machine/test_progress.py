@@ -44,6 +44,13 @@ def test_on_a_terminal_one_line_changes_with_the_seconds_and_is_gone_at_the_end(
     assert lines[-2] == "waiting 12 s for target worker (reading weights), orchestrator"
 
 
+def test_what_a_worker_is_waited_for_is_one_line_that_steers_no_terminal() -> None:
+    """Its tokenizer, of which a token is quoted, may be anybody's."""
+    stream = io.StringIO()
+    Progress(stream)(PendingProcesses(("target (token \x1b[2J\n)",), 1.0))
+    assert stream.getvalue() == "waiting 1 s for target (token \\x1b[2J\\n)\n"
+
+
 def test_a_line_does_not_wrap() -> None:
     stream = Terminal()
     Progress(stream)(PendingProcesses(("x" * 1000,), 1.0))

@@ -13,9 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from bough.cli.machine.up import settings_from
+from bough.cli.machine.up import require_models, settings_from
 from bough.cli.main import argument_parser
 from bough.config.addresses import free_port
+from bough.errors import CheckpointError
 from bough.processes.exit_with_parent import MODULE
 from tests.fakes.simulated import write_profile
 
@@ -69,3 +70,16 @@ def test_up_takes_the_usual_port_or_another_or_none(monkeypatch: pytest.MonkeyPa
         number = taken.getsockname()[1]
         assert free_port("127.0.0.1", number) not in (0, number)
     assert free_port("127.0.0.1", number) == number
+
+
+def test_a_model_that_is_not_there_is_named_by_the_flag_that_names_it(tiny: Path, tmp_path: Path) -> None:
+    """A worker would end, and its log would name its own setting, `model`, whichever of the two it was."""
+    nowhere = str(tmp_path / "nowhere")
+    for flags, message in (
+        (("--target", nowhere, "--draft", "none"), f"--target: must be a folder .*, got {nowhere}"),
+        (("--target", str(tiny), "--draft", str(tmp_path)), f"--draft: must be a Hugging Face .*, got {tmp_path}"),
+        (("--target", str(tiny), "--draft", nowhere), f"--draft: must be a folder .*, got {nowhere}"),
+    ):
+        settings = settings_from(argument_parser().parse_args(["up", *flags]))
+        with pytest.raises(CheckpointError, match=f"^{message}"):
+            require_models(settings)

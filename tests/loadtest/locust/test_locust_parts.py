@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from loadtest.locust.__main__ import MOST_USERS, main, read_arguments, steps
+from loadtest.locust.__main__ import MOST_USERS, main, offered_rate, read_arguments, steps
 from loadtest.locust.climb import Climb
-from loadtest.locust.mix import Kind, Mix, parse_kinds
+from loadtest.locust.mix import Kind, Mix, holds_conversations, parse_kinds
 from loadtest.locust.plan import Plan, plan_from_environment
 from loadtest.locust.samples import (
     UNFINISHED,
@@ -75,6 +75,26 @@ def test_a_rate_is_over_the_time_in_which_requests_ran() -> None:
     assert span_seconds([]) == 1.0
 
 
+def test_an_offered_rate_is_what_was_sent() -> None:
+    assert offered_rate([Sample("grpc", begin, 9.0) for begin in (1.0, 1.5, 2.0, 2.5, 3.0)]) == 2.0
+    assert offered_rate([Sample("grpc", 1.0, 9.0)]) == offered_rate([]) == 0.0
+
+
+def test_answers_that_came_at_once_make_no_token_faster() -> None:
+    """Half of such answers made the median time of a token 0."""
+    at_once = Sample("grpc", 0.0, 1.0, first_token_seconds=1.0, num_tokens=3)
+    slow = Sample("grpc", 0.0, 9.0, first_token_seconds=1.0, token_seconds=0.5, longest_gap_seconds=2.0, num_tokens=17)
+    figures = summarise([at_once, at_once, at_once, slow], 10.0, Objective(token_seconds=0.1))
+    assert (figures["token_seconds"]["p50"], figures["longest_gap_seconds"]["p50"]) == (0.5, 2.0)
+    assert figures["goodput_requests_per_second"] == 0.3
+
+
+@pytest.mark.parametrize(("share", "holders"), [(0.0, []), (0.25, [3, 7]), (0.5, [1, 3, 5, 7]), (1.0, [*range(8)])])
+def test_the_share_of_users_who_hold_conversations_is_that_of_few_users_too(share: float, holders: list[int]) -> None:
+    """With a share of 0.25 the first 25 users held them, which were all of eight."""
+    assert [number for number in range(8) if holds_conversations(number, share)] == holders
+
+
 def test_samples_survive_their_file_but_for_a_line_that_was_cut(tmp_path: Path) -> None:
     path = tmp_path / "samples.jsonl"
     sample = Sample("http", 1.0, 2.0, num_tokens=3, error='a "quoted" word')
@@ -109,20 +129,22 @@ def test_a_plan_reaches_the_other_process_whole(monkeypatch: pytest.MonkeyPatch)
     assert plan_from_environment() == plan
 
 
-def finished(num: int, seconds: float) -> list[Sample]:
-    return [Sample("grpc", 0.0, 1.0, first_token_seconds=seconds, num_tokens=1)] * num
+def finished(num: int, seconds: float, users: int) -> list[Sample]:
+    return [Sample("grpc", 0.0, 1.0, first_token_seconds=seconds, num_tokens=1, users=users)] * num
 
 
 def test_users_climb_until_the_first_token_takes_three_times_as_long() -> None:
     climb = Climb(step_users=2, step_seconds=10.0, max_users=100, bend=3.0)
     samples: list[Sample] = []
     assert climb.users_at(0.0, samples) == 2
-    samples += finished(5, 1.0)
+    samples += finished(5, 1.0, users=2)
     assert climb.users_at(9.0, samples) == 2
     assert climb.users_at(10.0, samples) == 4
-    samples += finished(5, 2.0)
+    samples += finished(5, 2.0, users=4)
     assert climb.users_at(20.0, samples) == 6
-    samples += finished(5, 3.5)
+    samples += finished(3, 1.0, users=4)  # began before the step
+    assert climb.users_at(30.0, samples) == 6
+    samples += finished(5, 3.5, users=6)
     assert climb.users_at(30.0, samples) is None
     assert climb.bent_at == 6
     assert climb.steps == [(2, 1.0), (4, 2.0), (6, 3.5)]
@@ -131,7 +153,7 @@ def test_users_climb_until_the_first_token_takes_three_times_as_long() -> None:
 def test_a_refusal_ends_the_climb_and_a_step_without_answers_goes_on() -> None:
     climb = Climb(step_users=1, step_seconds=1.0, max_users=100, bend=math.inf)
     climb.users_at(0.0, [])
-    assert climb.users_at(5.0, finished(2, 1.0)) == 1
+    assert climb.users_at(5.0, finished(2, 1.0, users=1)) == 1
     assert climb.users_at(6.0, [Sample("grpc", 0.0, 0.1, error="full", is_refused=True)]) is None
     assert climb.bent_at == 1
 
@@ -139,7 +161,7 @@ def test_a_refusal_ends_the_climb_and_a_step_without_answers_goes_on() -> None:
 def test_a_climb_ends_with_as_many_users_as_it_may_have() -> None:
     climb = Climb(step_users=3, step_seconds=1.0, max_users=3, bend=9.0)
     climb.users_at(0.0, [])
-    assert climb.users_at(1.0, finished(5, 1.0)) is None
+    assert climb.users_at(1.0, finished(5, 1.0, users=3)) is None
     assert climb.bent_at == 0
 
 
@@ -147,8 +169,8 @@ def test_a_climb_begins_with_no_more_users_than_it_may_have_and_ends_in_time() -
     """It was killed with all that it had measured."""
     climb = Climb(step_users=8, step_seconds=1.0, max_users=3, bend=9.0, most_seconds=60.0)
     assert climb.users_at(0.0, []) == 3
-    assert climb.users_at(59.0, finished(1, 1.0)) == 3
-    assert climb.users_at(60.0, finished(1, 1.0)) is None
+    assert climb.users_at(59.0, finished(1, 1.0, users=3)) == 3
+    assert climb.users_at(60.0, finished(1, 1.0, users=3)) is None
     assert climb.bent_at == 0
 
 

@@ -64,6 +64,23 @@ def test_refusals_of_both_doors_are_counted_as_such() -> None:
     assert other.sample().error == "gone"
 
 
+def test_what_ends_an_answer_that_has_begun_is_no_refusal_and_what_ends_a_wait_is_one() -> None:
+    """A stream over HTTP that waits long has its status before its refusal, which comes as an event."""
+    refusal = 'data: {"error": {"message": "no place came free", "code": "rate_limit_exceeded"}}'
+    waiting, begun, grpc = Reading("http"), Reading("http"), Reading("grpc")
+    waiting.take_line(": keep-alive")
+    waiting.take_line(refusal)
+    for line in (chunk("a", 1), refusal):
+        begun.take_line(line)
+    grpc.take_event(pb.GenerateEvent(tokens=pb.Tokens(token_ids=[1], texts=["a"])))
+    grpc.fail(Exhausted("no slot", 3.0))
+    assert [(r.is_refused, bool(r.error)) for r in (waiting, begun, grpc)] == [
+        (True, True),
+        (False, True),
+        (False, True),
+    ]
+
+
 def answered(first: float, seconds: float, text: str = "x", error: str = "") -> Answered:
     sample = Sample("door", 0.0, seconds, first, (seconds - first) / 4, num_tokens=5, error=error)
     return Answered(sample, text, num_events=3)

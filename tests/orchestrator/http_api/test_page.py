@@ -94,7 +94,9 @@ async def test_the_page_is_files_that_load_nothing_from_elsewhere(door: HttpStac
         assert "default-src 'self'" in reply.headers["content-security-policy"]
     text = (FOLDER / "index.html").read_text() + (FOLDER / "app.js").read_text()
     assert not re.findall(r"https?://(?!www\.w3\.org/2000/svg)", text)
-    assert "innerHTML" not in text, "what a model says must not become markup"
+    for sink in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "setHTML", "srcdoc", "DOMParser"):
+        assert sink not in text, "what a model or a worker says must not become markup"
+    assert not re.findall(r"\b(?:eval|Function)\(|createContextualFragment", text), "nor code"
 
 
 @pytest.mark.parametrize(
@@ -127,5 +129,8 @@ async def test_in_a_browser_an_answer_is_read_and_its_tree_is_seen(door: HttpSta
         await page.until("document.querySelector('#decisions td') != null")
         assert len(await page.texts("#workers tr")) == 3
         assert await page.texts("#problem") == [""]
+        told = "[document.querySelectorAll('#workers img').length, document.querySelector('#workers td').textContent]"
+        shown = await page.value(f"fill(byId('workers'), ['at'], [['<img src=x>']]), {told}")
+        assert shown == [0, "<img src=x>"], "a worker's name is text"
         assert page.problems == []
         assert (await page.picture()).startswith(b"\x89PNG")

@@ -333,7 +333,16 @@ async def test_a_request_s_own_id_is_its_answer_s(door: HttpStack, path: str, pr
 async def test_what_is_no_json_object_is_refused_as_such(door: HttpStack, body: bytes) -> None:
     response = await door.client.post(CHAT, content=body, headers={"content-type": "application/json"})
     assert response.status_code == 400
-    assert error_of(response)["message"].startswith(("body: ", "messages: "))
+    assert error_of(response)["message"].startswith(("body: must be a JSON object, got ", "messages: "))
+
+
+@pytest.mark.parametrize(
+    ("body", "got"),
+    [(b'["x"]', "['x']"), (b"null", "null"), (b"{", "no JSON: EOF while parsing an object at line 1 column 1")],
+)
+async def test_what_came_in_place_of_an_object_is_said(door: HttpStack, body: bytes, got: str) -> None:
+    response = await door.client.post(CHAT, content=body, headers={"content-type": "application/json"})
+    assert error_of(response)["message"] == f"body: must be a JSON object, got {got}"
 
 
 async def test_a_text_that_is_not_utf_8_is_refused(door: HttpStack) -> None:
@@ -385,6 +394,9 @@ async def test_paths_methods_and_models_that_are_not_there(door: HttpStack) -> N
     for path, body in ((CHAT, {"messages": [USER]}), (COMPLETIONS, {"prompt": "x"}), ("/tokenize", {"prompt": "x"})):
         status, error = await door.refusal(path, body | ({} if path == "/tokenize" else SHORT) | {"model": "gpt-9"})
         assert (status, error["code"], error["param"]) == (404, "model_not_found", "model")
+    unknown = await door.client.get("/v1/models/gpt-9")
+    assert (unknown.status_code, error_of(unknown)["code"]) == (404, "model_not_found")
+    assert error_of(unknown)["message"].startswith("model: must be one of '")
 
 
 async def test_a_session_has_one_name(door: HttpStack) -> None:

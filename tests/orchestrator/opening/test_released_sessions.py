@@ -29,10 +29,11 @@ async def for_ever(call: VerifyCall) -> None:
     await asyncio.Event().wait()
 
 
-async def test_a_slot_reserved_at_another_target_is_let_go_with_the_request(
-    fakes: Fleet, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("flags", [(), ("--target-timeout", "2")], ids=["the request ends", "no answer in time"])
+async def test_a_slot_reserved_at_another_target_that_is_not_heard_of_is_let_go(
+    fakes: Fleet, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...]
 ) -> None:
-    """A request that ended before it was told of its slot left that in use for --lease-seconds, while others waited."""
+    """A request that was not told of its slot left that in use for --lease-seconds, while others waited."""
     verify, asked = FakeTarget.Verify, []
 
     async def silent(self: FakeTarget, request: target_pb2.VerifyRequest, context: Any) -> target_pb2.VerifyReply:
@@ -47,15 +48,40 @@ async def test_a_slot_reserved_at_another_target_is_let_go_with_the_request(
     targets = [(await fakes.target(f"t{index}"))[0] for index in range(2)]
     for target in targets:
         target.num_slots = 0
-    _, process = await fakes.orchestrator(num_targets=2)
+    _, process = await fakes.orchestrator(*flags, num_targets=2)
     async with Client(process.address) as client:
         reading = asyncio.create_task(read(client))
         await until(lambda: len(asked) > 1)
         (other,) = (target for target in targets if target.worker_id != asked[0])
         other.num_slots = 1
         await until(lambda: other.held)
+        if not flags:
+            reading.cancel()
+        await until(lambda: other.released)
         reading.cancel()
-        await until(lambda: not other.held)
+        await asyncio.wait({reading})
+
+
+async def test_a_target_that_is_left_as_it_does_not_answer_keeps_no_slot(fakes: Fleet) -> None:
+    """It was there all the while, and kept one for --lease-seconds for a session that had gone on elsewhere."""
+    targets = [(await fakes.target(f"t{index}"))[0] for index in range(2)]
+    _, process = await fakes.orchestrator("--target-timeout", "2", num_targets=2)
+    stuck: list[str] = []
+
+    async def answer_no_more(call: VerifyCall) -> None:
+        if call.round == 3 and not stuck:
+            stuck.append(call.worker_id)
+        if call.worker_id in stuck:
+            await for_ever(call)
+
+    for target in targets:
+        target.before = answer_no_more
+    async with Client(process.address) as client:
+        seen = await read(client)
+    assert seen.token_ids == expected(fakes)
+    assert seen.end.num_failovers == 1
+    (left,) = (target for target in targets if target.worker_id in stuck)
+    await until(lambda: left.released)
 
 
 @pytest.mark.parametrize("is_recorded", [True, False], ids=["after a round", "in its first round"])
