@@ -19,7 +19,7 @@ demonstration   the same on the 2 GB demonstration model
 carrying        streams on sweeps of one second until the event loop's p99 lag passes 50 ms, with trees; and without, so
                 that no draft is at work beside; the load comes from the same machine
 second          one orchestrator beside two, all five times slower and each on a fifth of a core, so that orchestrators
-                are what bends first (root): `bent_at_streams`, `most_rounds_ratio`
+                are what bends first (root): `bent_at_streams`; `rounds_ratios`, of two over one at each number
 overload        rates of requests over both APIs climb to the peak of goodput under an objective, and then come five
                 times as many: `goodput_ratio` (under overload / peak), how soon the rest is refused, with what delay
 restarts        orchestrators, drafts and targets replaced one after another under load: failed requests, other texts
@@ -161,7 +161,7 @@ def main() -> int:
     add("--proxy", action=argparse.BooleanOptionalAction, default=True, help="doors, demonstration: through Serve too")
     add("--streams", nargs="+", type=int, default=[50, 100, 200, 300, 400], help="carrying: at once, ascending")
     add("--carry-seconds", type=float, default=20.0, help="carrying: of each number")
-    add("--streams-each", nargs="+", type=int, default=[150, 300, 450], help="second: at each orchestrator, ascending")
+    add("--streams-each", nargs="+", type=int, default=[150, 250, 350], help="second: at each orchestrator, ascending")
     add("--overload-seconds", type=checked(number(float, 10.0)), default=20.0, help="overload: of each rate")
     add("--clients", type=int, default=16, help="restarts, soak: who ask at once")
     add("--soak-seconds", type=float, default=600.0)

@@ -24,7 +24,7 @@ from loadtest.served.profiles import write_profile
 from loadtest.served.stack import stack
 from loadtest.served.streams import Answered, Ask, Door, GrpcDoor, HttpDoor, closed_loop
 
-RUNNING, WAITING = 16, 8  # a queue no longer than the objective lets a request wait
+RUNNING, WAITING = 16, 4  # a queue through which a request waits for about a quarter of an answer: some 1 s of the 4
 SWEEP_SECONDS = 0.2
 ANSWER_TOKENS = 32
 OBJECTIVE = Objective(first_token_seconds=4.0, token_seconds=0.25)  # a token in a sweep, and some time beside sweeps

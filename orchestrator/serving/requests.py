@@ -184,10 +184,9 @@ class Requests:
             await self._recorder.close()
 
     async def drain(self, refusal: str, timeout_seconds: float) -> None:
-        """Refuse new and queued requests with this text, and let running ones finish in time.
+        """Refuse further requests with this text, and let those that run or wait finish in time.
 
-        Queued requests have lost nothing, and may be served elsewhere. Requests that do not finish in time end as
-        Unavailable at any API, and their resources are freed.
+        Requests that do not finish in time end as Unavailable at any API, and their resources are freed.
         """
         self.admission.close(refusal)
         cut_off = Unavailable(f"{refusal}; this call was cut off, and can be resumed there")
