@@ -56,7 +56,7 @@ async def http_serving(
         timeout_graceful_shutdown=GRACE_SECONDS,
         backlog=MAX_ACCEPTED,
     )
-    server = _Server(config, leaving or asyncio.Event())
+    server = _HttpServer(config, leaving or asyncio.Event())
     if tls is not None:
         handshakes = Handshakes(protocol, tls, server.server_state.connections, most_connections)
         config.http = cast(type[asyncio.Protocol], handshakes)
@@ -84,7 +84,7 @@ def _listener(host: str, port: int) -> socket.socket:
     return listener
 
 
-class _Server(uvicorn.Server):
+class _HttpServer(uvicorn.Server):
     """Leaves signals to the process, which gives up the port, drains, and then sets `should_exit`."""
 
     def __init__(self, config: uvicorn.Config, leaving: asyncio.Event) -> None:

@@ -12,9 +12,9 @@ from bough.config.processes import OrchestratorConfig
 from bough.errors import Exhausted, InvalidRequest, NotFound, StaleEpoch, Unavailable
 from bough.protocol.decision import Decision, DraftCalibration
 from bough.protocol.generation import Event, GenerateOptions, Loads, ModelInfo, Prompt, ServerInfo, Tokens
-from bough.protocol.messages import PROTOCOL_VERSION
+from bough.protocol.worker_info import PROTOCOL_VERSION
 from bough.telemetry.spans import CURRENT_SPAN
-from bough.trees.acceptance import SchemeAcceptance
+from bough.trees.scheme_acceptance import SchemeAcceptance
 from orchestrator.admission.active_streams import Running, Stream
 from orchestrator.admission.admission import Admission, Hold
 from orchestrator.admission.call_limiter import CallLimiter

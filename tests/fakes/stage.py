@@ -20,7 +20,7 @@ from bough.processes.launch import Cluster, Settings
 from bough.protocol import codec
 from bough.protocol.codec_fields import to_fields
 from bough.protocol.generation import Finished, GenerateOptions, Prompt, TextPrompt
-from bough.protocol.messages import WorkerInfo
+from bough.protocol.worker_info import WorkerInfo
 from bough.registry.heartbeat import registered
 from bough.registry.records import WorkerRecord
 from bough.registry.registry import Registry

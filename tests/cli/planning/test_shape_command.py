@@ -16,8 +16,9 @@ from bough.cli.planning.shape import shape
 from bough.client import Client
 from bough.processes.launch import Cluster
 from bough.protocol.generation import Finished, GenerateOptions, Speculation, TextPrompt
-from bough.trees.acceptance import DepthCounts, SchemeAcceptance, acceptance_from
+from bough.trees.acceptance import acceptance_from
 from bough.trees.optimal_tree import expected_tokens
+from bough.trees.scheme_acceptance import DepthCounts, SchemeAcceptance
 from bough.trees.tree_plan import Scheme, StaticShape
 
 DATA = Path(__file__).parents[3] / "loadtest" / "data"
