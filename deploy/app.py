@@ -32,4 +32,5 @@ def build(args: dict[str, Any]) -> serve.Application:
     workers = [serve.deployment(name=Role.TARGET.value, **OPTIONS)(TargetReplica).bind(index)]
     if settings.drafts:
         workers.append(serve.deployment(name=Role.DRAFT.value, **OPTIONS)(DraftReplica).bind(index))
-    return serve.deployment(name=Role.ORCHESTRATOR.value, **OPTIONS)(OrchestratorReplica).bind(index, workers)
+    options = {**OPTIONS, "graceful_shutdown_timeout_s": Role.ORCHESTRATOR.stop_seconds}
+    return serve.deployment(name=Role.ORCHESTRATOR.value, **options)(OrchestratorReplica).bind(index, workers)

@@ -22,23 +22,25 @@ from bough.errors import BoughError, ConfigError, Unauthenticated, Unavailable
 from bough.pb import common_pb2, generation_pb2
 from bough.processes.child import Child
 from bough.processes.exit_with_parent import python
+from bough.processes.process import for_metrics
 from bough.protocol.codec_fields import read
 from bough.protocol.generation import Loads
-from bough.protocol.messages import WorkerInfo
+from bough.protocol.worker_info import WorkerInfo
 from bough.rpc.server import is_serving
 from bough.rpc.services import stub_of
 from bough.rpc.status_map import to_error
 from bough.security.access import Access
-from deploy.child import describe_end, gpu_lock, start, stop
+from deploy.child import GPUS, describe_end, gpu_lock, start, stop
 from deploy.forward import Forwarder
 from deploy.index import IndexPlace
-from deploy.settings import ProgramSettings, Role
+from deploy.settings import PORTS, ProgramSettings, Role
 
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.1
 CALL_SECONDS = 5.0  # within which a program must answer a health check
 DRAIN_MARGIN_SECONDS = 5.0  # beyond the program's drain time, before the second SIGTERM
+LEAVING_SECONDS = 30.0  # within which an orchestrator that drains has left its ports
 
 
 class Supervisor:
@@ -109,12 +111,25 @@ class Supervisor:
         self._answered = time.monotonic()
         logger.info("%s serves at %s; its log is %s", self.role.module, self.address, child.log)
 
+    async def until_ready(self, timeout_seconds: float) -> None:
+        """Return once a request could be served, by an orchestrator once it has a target, or after this time."""
+        child, deadline = self._child, time.monotonic() + timeout_seconds
+        while not await is_serving(self._channel.current, self.role.service.full_name, CALL_SECONDS):
+            if child is None or child.has_ended() or time.monotonic() > deadline:
+                return
+            await asyncio.sleep(POLL_SECONDS)
+
     async def _started(self) -> Child:
         supervision, module = self.settings.supervision, self.role.module
         command, variables = python(module, *self._flags()), child_variables(self.settings, self._index_url)
-        async with gpu_lock(module, self._timeout_seconds) as held:
-            if self._config.port:
-                await until_free(self.host, self._port, self._timeout_seconds)
+        gpus, seconds = os.environ.get(GPUS, ""), self._timeout_seconds
+        if self.role is Role.ORCHESTRATOR:  # it needs no GPU, and an earlier one leaves its ports before it drains
+            gpus, seconds = "", LEAVING_SECONDS
+        async with gpu_lock(module, gpus, seconds) as held:
+            for name in PORTS:
+                host = for_metrics(self._config).host if name == "metrics_port" else self.host
+                if (port := getattr(self._config, name, 0)) > 0:
+                    await until_free(name, host, port, seconds)
             return start(module, command, variables, supervision.niceness, supervision.log_folder, (held,))
 
     @property
@@ -210,8 +225,8 @@ class Supervisor:
         return [*self.settings.flags, "--host", self.host, "--drain-seconds", drain_seconds]
 
 
-async def until_free(host: str, port: int, timeout_seconds: float) -> None:
-    """Wait for what a replica that died has left at the port and drains.
+async def until_free(name: str, host: str, port: int, timeout_seconds: float) -> None:
+    """Wait for an earlier program to leave the port that the setting `name` gives, as one whose replica died drains.
 
     Other errors of the address are left to the program to report. Raise ConfigError if the port is in use still: that
     server would be taken for the program.
@@ -225,7 +240,7 @@ async def until_free(host: str, port: int, timeout_seconds: float) -> None:
             if exc.errno != errno.EADDRINUSE:
                 return
             if time.monotonic() >= deadline:
-                raise ConfigError(f"program.port: must be free at {host}, got {port}, which is in use") from exc
+                raise ConfigError(f"program.{name}: must be free at {host}, got {port}, which is in use") from exc
         await asyncio.sleep(POLL_SECONDS)
 
 

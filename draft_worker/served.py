@@ -13,7 +13,8 @@ from bough.concurrency.inbox import Inbox
 from bough.config.processes import DraftConfig
 from bough.errors import Exhausted, Unavailable
 from bough.processes.worker_process import ServedWorker
-from bough.protocol.messages import GrowCall, GrowResult, WorkerInfo
+from bough.protocol.messages import GrowCall, GrowResult
+from bough.protocol.worker_info import WorkerInfo
 from bough.registry.records import WorkerLoad
 from bough.telemetry.metrics import MetricsServer
 from bough.telemetry.spans import NOTED_SPANS

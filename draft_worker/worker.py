@@ -24,7 +24,7 @@ from bough.model.running.device import choose_device
 from bough.model.sizes.memory_budget import free_device_bytes
 from bough.processes.compile_once import compile_in_subprocess
 from bough.processes.startup import stage
-from bough.protocol.messages import WorkerInfo
+from bough.protocol.worker_info import WorkerInfo
 from bough.runtime.kv_budget import kv_budget, num_states
 from bough.trees.tree_plan import MAX_EXPANSIONS
 from draft_worker.candidates.temperature_scaling import TemperatureScalings

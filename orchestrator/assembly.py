@@ -40,6 +40,7 @@ from orchestrator.telemetry.metrics import OrchestratorCollector
 logger = logging.getLogger(__name__)
 
 DRAINING = "this orchestrator is draining; ask another orchestrator"
+ARRIVING_SECONDS = 0.3  # in which requests that had reached a port when it closed are read
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,7 @@ class Orchestrator:
     requests: Requests
     served: Served  # the gRPC server
     callers: Callers
-    metrics_address: str  # host:port of /metrics; empty if not served
+    metrics: MetricsServer
 
     @property
     def port(self) -> int:
@@ -65,11 +66,16 @@ class Orchestrator:
         """Whether a new request could be served."""
         return self.requests.is_ready
 
+    @property
+    def metrics_address(self) -> str:
+        """host:port of /metrics; empty if not served."""
+        return metrics_at(for_metrics(self.config), self.metrics.port)
+
     async def serve(self, stop: asyncio.Event) -> None:
         """Register the orchestrator in the index until `stop` is set, then drain it.
 
-        New requests through any API are then refused as Unavailable; running ones have `drain_seconds` to
-        finish. APIs should stay open until this returns, so that clients get these answers.
+        It leaves its ports at once, so that a successor may listen there; HTTP's is left with `stop` itself. Requests
+        that have come in, through any API, have `drain_seconds` to finish; further ones are refused as Unavailable.
         """
         address = advertised(self.config, self.port)
         record = WorkerRecord("orchestrator", self.worker_id, address, metrics=self.metrics_address)
@@ -81,6 +87,8 @@ class Orchestrator:
                     async with asyncio.timeout(POLL_SECONDS):
                         await stop.wait()
             await self.served.leave()
+            self.served.close_port()
+        await asyncio.gather(asyncio.to_thread(self.metrics.close), asyncio.sleep(ARRIVING_SECONDS))
         await self.requests.drain(DRAINING, self.config.drain_seconds)
 
 
@@ -112,12 +120,9 @@ async def assembled(config: OrchestratorConfig, stop: asyncio.Event) -> AsyncIte
                     callers.watching(),
                     access.watching(),
                     serving_generation(config, callers, access.api_credentials) as served,
-                    serving_http(config, callers, metrics.registry, access.api_context),
+                    serving_http(config, callers, metrics.registry, access.api_context, stop),
                 ):
-                    metrics_address = metrics_at(for_metrics(config), metrics.port)
-                    yield Orchestrator(
-                        config, worker_id, registry, directory, requests, served, callers, metrics_address
-                    )
+                    yield Orchestrator(config, worker_id, registry, directory, requests, served, callers, metrics)
     finally:
         await registry.close()
 

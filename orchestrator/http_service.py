@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -23,9 +24,15 @@ def has_page(config: OrchestratorConfig) -> bool:
 
 @asynccontextmanager
 async def serving_http(
-    config: OrchestratorConfig, callers: Callers, figures: CollectorRegistry, tls: CurrentContext | None = None
+    config: OrchestratorConfig,
+    callers: Callers,
+    figures: CollectorRegistry,
+    tls: CurrentContext | None,
+    leaving: asyncio.Event,
 ) -> AsyncIterator[None]:
     """Serve the OpenAI-compatible API during the block, with `figures` at /metrics; with `tls` by HTTPS only.
+
+    Once `leaving` is set the port is given up; what is being answered goes on.
 
     Raises:
         ConfigError: the port is in use.
@@ -46,7 +53,7 @@ async def serving_http(
         has_page=has_page(config),
         own_name=own_name,
     )
-    async with http_serving(bare(config.host), config.http_port, app, tls, config.stalled_timeout) as port:
+    async with http_serving(bare(config.host), config.http_port, app, tls, config.stalled_timeout, leaving) as port:
         callers.requests.http_url = f"{'http' if tls is None else 'https'}://{joined(advertised_host(config), port)}"
         logger.info("OpenAI's clients are served at %s/v1", callers.requests.http_url)
         yield

@@ -11,7 +11,8 @@ from bough.config.processes import TargetConfig
 from bough.errors import Unavailable
 from bough.processes.startup import stage
 from bough.processes.worker_process import ServedWorker
-from bough.protocol.messages import VerifyCall, VerifyResult, WorkerInfo
+from bough.protocol.messages import VerifyCall, VerifyResult
+from bough.protocol.worker_info import WorkerInfo
 from bough.registry.records import WorkerLoad
 from target_worker.metrics import Metrics, TargetLoad
 from target_worker.scheduler.engine import SweepEngine

@@ -57,6 +57,7 @@ MEANINGS = (  # of words in gRPC's details; the first match counts
         "WRONG_VERSION_NUMBER",
         f"it does not speak TLS: the address must have no grpcs://, and {AUTHORITY} not be given",
     ),
+    ("http1.x server", "it speaks HTTP: the address must be that of the gRPC API, such as 127.0.0.1:7411"),
 )
 CONNECTING = "failed to connect"
 CLOSED = ("Socket closed", "Connection reset", "recvmsg")  # by a server that was connected to

@@ -22,7 +22,7 @@ from bough.concurrency.tasks import background, end
 from bough.errors import BoughError, Unavailable
 from bough.processes.compatibility import fetch_tokenizer
 from bough.protocol.generation import WorkerStatus
-from bough.protocol.messages import PROTOCOL_VERSION, WorkerInfo
+from bough.protocol.worker_info import PROTOCOL_VERSION, WorkerInfo
 from bough.registry.records import WorkerRecord
 from bough.registry.registry import LEASE_SECONDS, Registry
 from bough.security.access import OPEN, Access

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field, replace
 from typing import Generic, TypeAlias, TypeVar
 
 from bough.errors import BoughError
-from bough.protocol.messages import VerifyResult, WorkerInfo
+from bough.protocol.messages import VerifyResult
+from bough.protocol.worker_info import WorkerInfo
 from bough.registry.records import WorkerRecord
 from bough.tokenization.tokenizer import Tokenizer
 from bough.tokenization.vocabulary import TokenizerFiles

@@ -29,9 +29,14 @@ GRACE_SECONDS = 2  # for sending answers when the server ends; requests have end
 
 @asynccontextmanager
 async def http_serving(
-    host: str, port: int, app: ASGIApp, tls: CurrentContext | None = None, stalled_seconds: float = 0.0
+    host: str,
+    port: int,
+    app: ASGIApp,
+    tls: CurrentContext | None = None,
+    stalled_seconds: float = 0.0,
+    leaving: asyncio.Event | None = None,
 ) -> AsyncIterator[int]:
-    """Serve during the block, which is given the port; port 0 takes a free one.
+    """Serve during the block, which is given the port; port 0 takes a free one, and `leaving` gives it up early.
 
     A connection whose peer does not read what is sent is closed after `stalled_seconds`, at least `IDLE_SECONDS`.
 
@@ -53,7 +58,7 @@ async def http_serving(
         timeout_graceful_shutdown=GRACE_SECONDS,
         backlog=MAX_ACCEPTED,
     )
-    server = _Server(config)
+    server = _HttpServer(config, leaving or asyncio.Event())
     if tls is not None:
         handshakes = Handshakes(protocol, tls, server.server_state.connections, most_connections)
         config.http = cast(type[asyncio.Protocol], handshakes)
@@ -81,14 +86,31 @@ def _listener(host: str, port: int) -> socket.socket:
     return listener
 
 
-class _Server(uvicorn.Server):
-    """Leaves signals to the process, which drains first and then sets `should_exit`."""
+class _HttpServer(uvicorn.Server):
+    """Leaves signals to the process, which gives up the port, drains, and then sets `should_exit`."""
+
+    def __init__(self, config: uvicorn.Config, leaving: asyncio.Event) -> None:
+        super().__init__(config)
+        self._leaving, self._has_left = leaving, False
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Let connections wait in the system; uvicorn would only let as many wait as it accepts at once."""
         await super().startup(sockets)
         for listener in sockets or []:
             listener.listen(NUM_PENDING)
+
+    async def on_tick(self, counter: int) -> bool:
+        """Stop listening once the process leaves; connections close as soon as nothing is answered there.
+
+        uvicorn calls this ten times a second.
+        """
+        if self._leaving.is_set() and not self._has_left:
+            self._has_left = True
+            for listener in self.servers:
+                listener.close()
+            for connection in list(self.server_state.connections):
+                connection.shutdown()
+        return await super().on_tick(counter)
 
     @contextmanager
     def capture_signals(self) -> Generator[None]:

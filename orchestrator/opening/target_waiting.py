@@ -34,7 +34,7 @@ class TargetWaiting:
         """The result of `look` as soon as it does not raise TargetAway; the wait is deducted from the request's budget.
 
         Raises:
-            Unavailable: no target came back in time, or this orchestrator is draining: another one may have a target.
+            Unavailable: no target came back in time, or this orchestrator is draining and the call has no place.
         """
         try:
             return await look()
@@ -56,7 +56,8 @@ class TargetWaiting:
             if time.monotonic() > min(began + most_seconds, last_usable + self.most_seconds):
                 raise Unavailable(f"{away}; none came back in time (--failover-timeout, --queue-timeout)") from away
             await asyncio.sleep(POLL_SECONDS)
-            self.admission.require_open()
+            if self.most_held < inf:  # no drain waits for those without a place
+                self.admission.require_open()
             try:
                 return await look()
             except TargetAway as exc:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from bough.config.processes import OrchestratorConfig
 from bough.errors import BoughError, NoAnswer, StaleEpoch, Unavailable
-from bough.protocol.messages import weights_differ
+from bough.protocol.worker_info import weights_differ
 from orchestrator.cluster.directory import Directory
 from orchestrator.cluster.expected_wait import Need
 from orchestrator.cluster.worker_clients import TimedResult

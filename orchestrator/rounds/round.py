@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 
 from bough.config.processes import OrchestratorConfig
 from bough.errors import BoughError, InvalidRequest, InvalidTree, Unavailable
+from bough.protocol.decision import RoundTimings
 from bough.protocol.generation import PromptLogprobs, Tokens
-from bough.protocol.messages import GrowResult, RoundTimings, VerifyResult
+from bough.protocol.messages import GrowResult, VerifyResult
 from bough.protocol.same_fields import like
 from bough.telemetry.log_context import log_session
 from bough.trees.suffix_automaton import LookupLimits

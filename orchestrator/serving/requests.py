@@ -12,9 +12,9 @@ from bough.config.processes import OrchestratorConfig
 from bough.errors import Exhausted, InvalidRequest, NotFound, StaleEpoch, Unavailable
 from bough.protocol.decision import Decision, DraftCalibration
 from bough.protocol.generation import Event, GenerateOptions, Loads, ModelInfo, Prompt, ServerInfo, Tokens
-from bough.protocol.messages import PROTOCOL_VERSION
+from bough.protocol.worker_info import PROTOCOL_VERSION
 from bough.telemetry.spans import CURRENT_SPAN
-from bough.trees.acceptance import SchemeAcceptance
+from bough.trees.scheme_acceptance import SchemeAcceptance
 from orchestrator.admission.active_streams import Running, Stream
 from orchestrator.admission.admission import Admission, Hold
 from orchestrator.admission.call_limiter import CallLimiter
@@ -184,10 +184,9 @@ class Requests:
             await self._recorder.close()
 
     async def drain(self, refusal: str, timeout_seconds: float) -> None:
-        """Refuse new and queued requests with this text, and let running ones finish in time.
+        """Refuse further requests with this text, and let those that run or wait finish in time.
 
-        Queued requests have lost nothing, and may be served elsewhere. Requests that do not finish in time end as
-        Unavailable at any API, and their resources are freed.
+        Requests that do not finish in time end as Unavailable at any API, and their resources are freed.
         """
         self.admission.close(refusal)
         cut_off = Unavailable(f"{refusal}; this call was cut off, and can be resumed there")

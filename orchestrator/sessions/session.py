@@ -10,6 +10,7 @@ from math import inf
 import numpy as np
 
 from bough.errors import BoughError
+from bough.protocol.decision import RoundTimings
 from bough.protocol.generation import (
     Event,
     Finished,
@@ -21,10 +22,11 @@ from bough.protocol.generation import (
     Usage,
     VerifiedTree,
 )
-from bough.protocol.messages import RoundTimings, VerifyResult, WorkerInfo, weights_differ
+from bough.protocol.messages import VerifyResult
 from bough.protocol.prefix_hash import TokenHistory
 from bough.protocol.sampling_params import UNLIMITED, SamplingParams, StopConditions
 from bough.protocol.thoughts import Channels, Thoughts
+from bough.protocol.worker_info import WorkerInfo, weights_differ
 from bough.telemetry.spans import NO_SPAN, Span
 from bough.trees.tree import Tree
 from orchestrator.sessions.deadline import Deadline
@@ -168,8 +170,8 @@ class Session:
         Accepted tokens that are also in `drafted` count as the draft's; others as looked up.
         """
         accepted = [int(tree.tokens[node]) for node in result.verdict.accepted_nodes]
-        verified = verified_part(tree, result)
-        num_verified = len(verified.tree)
+        part, accepted_nodes = verified_part(tree, result)
+        verified, num_verified = VerifiedTree(part.parents.tolist(), accepted_nodes), len(part)
         self._count(num_verified - 1, len(accepted), timings)
         committed: list[int] = []
         texts: list[str] = []
@@ -268,9 +270,9 @@ def never_begun(options: GenerateOptions) -> tuple[Event, ...]:
     )
 
 
-def verified_part(tree: Tree, result: VerifyResult) -> VerifiedTree:
+def verified_part(tree: Tree, result: VerifyResult) -> tuple[Tree, Sequence[int]]:
     """The part of the tree that the target verified, and its accepted nodes."""
     if not result.left_out_nodes:
-        return VerifiedTree(tree, result.verdict.accepted_nodes)
+        return tree, result.verdict.accepted_nodes
     kept = np.setdiff1d(np.arange(len(tree)), result.left_out_nodes)
-    return VerifiedTree(tree.only(kept), np.searchsorted(kept, result.verdict.accepted_nodes).tolist())
+    return tree.only(kept), np.searchsorted(kept, result.verdict.accepted_nodes).tolist()

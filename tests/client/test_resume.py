@@ -210,6 +210,19 @@ async def test_requests_without_names_get_one(fakes: Fleet) -> None:
     assert seen.token_ids == again.token_ids
 
 
+async def test_the_port_of_http_is_told_from_one_that_does_not_answer() -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(16)
+        writer.write(b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\n\r\n")
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        async with Client(f"127.0.0.1:{port}") as client:
+            with pytest.raises(Unavailable, match="it speaks HTTP: the address must be that of the gRPC API"):
+                await client.model_info()
+
+
 def test_a_client_needs_an_address() -> None:
     with pytest.raises(ConfigError, match=r"addresses: must be one or more such as .*, got ''"):
         Client("")

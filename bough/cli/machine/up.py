@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import errno
 import fcntl
 import json
 import os
@@ -14,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from bough.cli.machine.progress import Progress, activation, tell
-from bough.config.addresses import free_port
+from bough.config.addresses import bound, free_port
 from bough.config.cache_paths import DEMONSTRATION_COPIES, SUBSTITUTE_DROPS, demonstration_folder, is_written
 from bough.config.processes import DraftConfig, OrchestratorConfig, TargetConfig, parse
 from bough.errors import CheckpointError, ConfigError
@@ -44,6 +45,7 @@ MODEL_FLAGS = (
 async def up(arguments: argparse.Namespace) -> int:
     """Start all processes and restart ended ones until Ctrl-C."""
     settings = settings_from(arguments)
+    require_free_ports(settings.orchestrator)
     if not settings.target.simulate:
         if settings.target.model == str(demonstration_folder()):
             await asyncio.to_thread(ensure_demonstration)  # Ctrl-C acts where a command awaits
@@ -66,6 +68,17 @@ async def up(arguments: argparse.Namespace) -> int:
         sys.stdout.flush()
         await asyncio.Event().wait()
     return 0
+
+
+def require_free_ports(config: OrchestratorConfig) -> None:
+    """Raise ConfigError, by the flag, for a port in use, which the orchestrator would find with models half read."""
+    for flag, port in (("--port", config.port), ("--http-port", config.http_port)):
+        try:
+            bound(config.host, max(port, 0)).close()
+        except OSError as exc:
+            if exc.errno == errno.EADDRINUSE:  # what else is wrong with the address is left to the orchestrator to say
+                message = f"{flag}: must be a free port of {config.host}, or 0 for any, got {port}, which is in use"
+                raise ConfigError(message) from exc
 
 
 def require_models(settings: Settings) -> None:

@@ -202,7 +202,7 @@ def round_of(event: Tokens) -> Json:
     return {
         "nodes": event.num_nodes,
         "depth": event.tree_depth,
-        "parents": verified.tree.parents.tolist() if verified else [],
+        "parents": list(verified.parents) if verified else [],
         "accepted": list(verified.accepted_nodes) if verified else [],
         "texts": list(event.texts),
         "drafted": list(event.drafted),

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from bough.cli.machine.up import require_models, settings_from
+from bough.cli.machine.up import require_free_ports, require_models, settings_from
 from bough.cli.main import argument_parser
 from bough.config.addresses import free_port
-from bough.errors import CheckpointError
+from bough.errors import CheckpointError, ConfigError
 from bough.processes.exit_with_parent import MODULE
 from tests.fakes.simulated import write_profile
 
@@ -70,6 +70,20 @@ def test_up_takes_the_usual_port_or_another_or_none(monkeypatch: pytest.MonkeyPa
         number = taken.getsockname()[1]
         assert free_port("127.0.0.1", number) not in (0, number)
     assert free_port("127.0.0.1", number) == number
+
+
+def test_a_port_in_use_is_named_before_anything_starts() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        number = str(taken.getsockname()[1])
+        for flags in (("--port", number), ("--port", "0", "--http-port", number)):
+            arguments = argument_parser().parse_args(["up", "--simulate", "two-cores", *flags])
+            message = f"^{flags[-2]}: must be a free port .*, got {number}, which is in use$"
+            with pytest.raises(ConfigError, match=message):
+                require_free_ports(settings_from(arguments).orchestrator)
+    arguments = argument_parser().parse_args(["up", "--simulate", "two-cores", "--port", "0", "--http-port", "-1"])
+    require_free_ports(settings_from(arguments).orchestrator)
 
 
 def test_a_model_that_is_not_there_is_named_by_the_flag_that_names_it(tiny: Path, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from bough.protocol.decision import RoundTimings
 from bough.protocol.generation import (
     Event,
     Finished,
@@ -21,7 +22,6 @@ from bough.protocol.generation import (
     TextPrompt,
     Usage,
 )
-from bough.protocol.messages import RoundTimings
 from bough.protocol.sampling_params import PositionLogprobs, TokenLogprob
 from orchestrator.http_api.answers.answer import Head
 from orchestrator.http_api.body import parse

@@ -97,18 +97,20 @@ async def test_a_new_request_waits_for_a_target_that_is_away(door: HttpStack, mo
     monkeypatch.setattr(exchange, "SILENT_SECONDS", 0.02)
     requests = door.stack.requests
     (target,) = requests.directory.targets
-    target.health._pause.until = math.inf
-    held = asyncio.create_task(door.post(PATH, BODY | {"max_tokens": 2, "stream": True}))
-    await until(lambda: requests.figures().num_held)
-    await asyncio.sleep(0.05)
-    monkeypatch.setattr(requests._opening.waiting, "most_seconds", 0.0)
-    refused = await door.post(PATH, BODY)
+    monkeypatch.setattr(target.health._pause, "until", math.inf)
+    with monkeypatch.context() as impatient:
+        impatient.setattr(requests._opening.waiting, "most_seconds", 0.0)
+        refused = await door.post(PATH, BODY)
     assert (refused.status_code, error_of(refused)["code"]) == (503, "unavailable")
     assert int(refused.headers["retry-after"]) > 0
-    target.health._pause.until = 0.0
-    events = [event for event in (await held).text.split("\n\n") if event]
-    assert (events[0], events[-1]) == (": keep-alive", "data: [DONE]")
-    assert not any("error" in event for event in events)
+    async with door.client.stream("POST", PATH, json=BODY | {"max_tokens": 2, "stream": True}) as response:
+        lines = response.aiter_lines()
+        assert await anext(lines) == ": keep-alive"
+        assert requests.figures().num_held == 1
+        target.health._pause.until = 0.0
+        rest = [line async for line in lines if line]
+    assert rest[-1] == "data: [DONE]"
+    assert not any("error" in line for line in rest)
 
 
 async def test_no_chunk_waits_for_the_one_before_to_be_acknowledged(door: HttpStack) -> None:

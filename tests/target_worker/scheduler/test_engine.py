@@ -449,6 +449,7 @@ def say(engine: SweepEngine, name: str, tokens: list[int], round_: int, num_runn
     return engine.verify(replace(verify, caller="o", num_running=num_running))
 
 
+@pytest.mark.slow
 def test_sessions_that_begin_are_waited_for_and_those_that_have_ended_are_not(clock: Clock) -> None:
     """One session ran alone, and then a caller says that it runs two, and then one again."""
     model = FakeModel(figures=AN_HOUR)
@@ -465,6 +466,7 @@ def test_sessions_that_begin_are_waited_for_and_those_that_have_ended_are_not(cl
         say(engine, "a", [1, 2, 3, 4, 5], 4, 1).result(1.0)  # one that is waited for has more
 
 
+@pytest.mark.slow
 def test_a_session_that_finds_no_room_again_and_again_holds_nobody_up(clock: Clock) -> None:
     """It is counted as running and its calls are refused: once every one of them was news of a session to wait for."""
     model = FakeModel(figures=AN_HOUR)
