@@ -24,12 +24,12 @@ OPTIONS: Mapping[str, Any] = {  # unless the configuration says otherwise
 def build(args: dict[str, Any]) -> serve.Application:
     """Bind all deployments to one another; the configuration says how many replicas each has, and where.
 
-    Raises:
-    ConfigError: an argument is unknown; the message names it.
+    Raise ConfigError naming an argument that is unknown.
     """
     settings = read_fields(AppSettings, args, "args")
     index = settings.index_url or serve.deployment(name=INDEX, user_config={}, **OPTIONS)(IndexReplica).bind()
     workers = [serve.deployment(name=Role.TARGET.value, **OPTIONS)(TargetReplica).bind(index)]
     if settings.drafts:
         workers.append(serve.deployment(name=Role.DRAFT.value, **OPTIONS)(DraftReplica).bind(index))
-    return serve.deployment(name=Role.ORCHESTRATOR.value, **OPTIONS)(OrchestratorReplica).bind(index, workers)
+    options = {**OPTIONS, "graceful_shutdown_timeout_s": Role.ORCHESTRATOR.stop_seconds}
+    return serve.deployment(name=Role.ORCHESTRATOR.value, **options)(OrchestratorReplica).bind(index, workers)

@@ -28,7 +28,7 @@ from deploy.policies import CALLS, REQUESTS, PerReplica
 from deploy.settings import (
     DEPLOYMENTS,
     INDEX,
-    STOP_SECONDS,
+    PORTS,
     AppSettings,
     ProgramSettings,
     Role,
@@ -41,7 +41,6 @@ from deploy.supervisor import DRAIN_MARGIN_SECONDS
 
 IMPORT_PATH = "deploy.app:build"
 PER_REPLICA = "deploy.policies:PerReplica"
-PORTS = ("port", "http_port", "metrics_port")
 METRIC_OF: Mapping[Role, str] = {Role.DRAFT: CALLS, Role.ORCHESTRATOR: REQUESTS}  # that its replicas tell Serve
 MOST_SHOWN = 80  # characters of a refused value
 HAPROXY = "RAY_SERVE_ENABLE_HA_PROXY"  # Ray's variable, on every node
@@ -53,11 +52,7 @@ DICTS: Mapping[str, type[BaseModel]] = {  # fields that Serve takes as plain map
 
 
 def load(path: Path) -> dict[str, Any]:
-    """Read a configuration from a file and check it.
-
-    Raises:
-    ConfigError: a key is unknown or its value refused; the message names the file and the key.
-    """
+    """Read a configuration from a file and check it. Raise ConfigError naming the file and the key that is refused."""
     try:
         config = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as exc:
@@ -207,7 +202,7 @@ def uses_haproxy() -> bool:
 def _check_deployment(role: Role, deployment: Mapping[str, Any]) -> None:
     wanted_resources(deployment)
     settings = read_program(role, deployment["user_config"], f"{role.value}.user_config")
-    stop_seconds = float(deployment.get("graceful_shutdown_timeout_s", STOP_SECONDS))
+    stop_seconds = float(deployment.get("graceful_shutdown_timeout_s", role.stop_seconds))
     least = settings.config.drain_seconds + DRAIN_MARGIN_SECONDS + KILL_AFTER_SECONDS
     if stop_seconds < least:
         raise ConfigError(

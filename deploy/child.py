@@ -58,19 +58,20 @@ async def stop(child: Child, drain_seconds: float, log_folder: str = "") -> None
     """
     if child.has_ended():
         return
-    await asyncio.to_thread(end, [child], drain_seconds)
+    child.process.terminate()
+    if not await came_true(child.has_ended, drain_seconds):  # no thread waits, as this may take long
+        await asyncio.to_thread(end, [child], 0.0)
     if child.process.returncode == 0 and not log_folder:
         child.log.unlink(missing_ok=True)
 
 
 @asynccontextmanager
-async def gpu_lock(module: str, timeout_seconds: float) -> AsyncIterator[int]:
-    """Wait until no earlier program has the GPUs of this replica, or until `timeout_seconds` have passed.
+async def gpu_lock(module: str, gpus: str, timeout_seconds: float) -> AsyncIterator[int]:
+    """Wait until no earlier program has these GPUs, as in GPUS, or until `timeout_seconds` have passed; "" are none.
 
     Yields a file descriptor for the program to inherit: the lock is held while any process has it open. After the
     wait the program starts beside the earlier one, with a warning, as several programs may share a GPU on purpose.
     """
-    gpus = os.environ.get(GPUS, "")
     folder = Path(tempfile.gettempdir()) / FOLDER_NAME
     folder.mkdir(parents=True, exist_ok=True)
     name = re.sub(r"[^\w.-]", "-", f"{module}-GPU-{gpus}.lock")

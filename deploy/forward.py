@@ -29,7 +29,7 @@ NO_HTTP = (
     "this orchestrator has no HTTP port that Serve's proxy may lead to: with --tls-client-ca clients show their "
     "certificates there themselves"
 )
-OPENING_SECONDS = 60.0  # for a program that is started anew: its streams may drain first
+OPENING_SECONDS = 60.0  # for a program that is started anew, and for its target to come back
 AGAIN_SECONDS = 0.25  # between two attempts to connect to one that has ended
 MOST_WAITING = 256  # requests that wait for that
 SHORT_BYTES = 1 << 16  # of a body, less than what connections hold for a reader who has not asked for it
@@ -154,11 +154,15 @@ class Door:
         self._refusal = ""
         self._is_open.clear()
 
-    async def close(self) -> None:
-        """Close the connections to a program that has ended."""
+    def release(self) -> Forwarder | None:
+        """Let new requests wait; return the forwarder of those that go on, which the caller closes after them."""
         self.pause()
         forwarder, self._forwarder = self._forwarder, None
-        if forwarder is not None:
+        return forwarder
+
+    async def close(self) -> None:
+        """Close the connections to a program that has ended."""
+        if (forwarder := self.release()) is not None:
             await forwarder.close()
 
 

@@ -68,9 +68,7 @@ class IndexServer:
     def __init__(self, settings: IndexSettings, host: str) -> None:
         """Start the server on `host`, this node's address, unless the settings name another.
 
-        Raises:
-            ConfigError: it would be reachable by others without a secret or certificates, or a secret's file is
-                unusable.
+        Raise ConfigError if others could reach it without a secret or certificates, or a secret's file is unusable.
         """
         settings = with_shared(settings, os.environ)
         own = bare(settings.host)

@@ -46,12 +46,7 @@ class Stopped(KeyboardInterrupt):
 
 
 def run(file: Path, simulate: str, port: int | None, dashboard_port: int) -> None:
-    """Serve until a signal.
-
-    Raises:
-    Stopped: at the signal.
-    BoughError: the user has to correct something.
-    """
+    """Serve until a signal, which raises Stopped. Raise BoughError where the user has to correct something."""
     catch_signals()
     if simulate:
         load_profile(simulate)  # errors in it are reported before anything starts

@@ -16,7 +16,7 @@ from starlette.responses import Response
 
 from bough.concurrency.tasks import end, run_to_completion
 from bough.errors import ConfigError, Unavailable
-from deploy.forward import Door
+from deploy.forward import Door, Forwarder
 from deploy.index import IndexPlace, IndexServer
 from deploy.policies import CALLS, REQUESTS
 from deploy.settings import INDEX, Role, read_index, read_program, resolved_url
@@ -25,6 +25,8 @@ from deploy.supervisor import Supervisor
 INDEX_SECONDS = 120.0  # a replica waits this long for the index to be placed
 ASK_SECONDS = 5.0
 STEADY_SECONDS = 60.0  # a program that has been started in place and ends sooner is left to Serve
+PASSED_ON_SECONDS = 0.5  # in which a request that is being passed on reaches its program
+READY_SECONDS = 50.0  # that a program which is started anew has to find a target, before requests come to it
 
 logger = logging.getLogger(__name__)
 
@@ -50,12 +52,15 @@ class Supervising:
         self._restarted = -inf  # when it served again, in seconds on the monotonic clock
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
-        """Start the program, or drain it and start it again with other settings.
+        """Start the program, or start it anew with other settings.
 
-        Serve calls this after the constructor, and for one replica after the other when `user_config` has changed.
+        Serve calls this after the constructor, for one replica after the other when `user_config` has changed, and
+        when only the rank of a replica has, which concerns no program.
         """
         settings = read_program(self.role, user_config)
-        await self._end()
+        if self._supervisor is not None and self._supervisor.settings == settings:
+            return
+        await self._make_room()
         self._place = await self._find_index(INDEX_SECONDS)
         await self._start(Supervisor(settings, settings.host or node_address(), self._place))
 
@@ -103,11 +108,18 @@ class Supervising:
         """Drain before a redeploy or when scaling down; Serve waits for it."""
         await self._end()
 
+    async def _make_room(self) -> None:
+        """Let the program drain before another is started with other settings, as it has the GPU; may be overridden."""
+        await self._end()
+
     async def _end(self) -> None:
+        await self._end_restart()
+        await self._stop()
+
+    async def _end_restart(self) -> None:
         restart, self._restart = self._restart, None
         if restart is not None:
             await end(restart)
-        await self._stop()
 
     async def _started(self, supervisor: Supervisor) -> None:
         """Run once the program serves; subclasses override it."""
@@ -189,6 +201,8 @@ class OrchestratorReplica(Supervising):
         super().__init__(index)
         self._workers = workers
         self._door = Door()
+        self._leaving: set[asyncio.Task[None]] = set()  # of programs that drain beside their successors
+        self._has_served = False
 
     async def __call__(self, request: Request) -> Response:
         """Answer one HTTP request, streamed."""
@@ -208,10 +222,37 @@ class OrchestratorReplica(Supervising):
         loads = await self._supervisor.loads() if self._supervisor else None
         return {REQUESTS: float(loads.num_requests_running + loads.num_requests_waiting) if loads else 0.0}
 
+    async def _make_room(self) -> None:
+        """Let the program drain beside its successor: it leaves its ports at once, and what runs there goes on.
+
+        Requests that come by Serve's proxy wait until the successor serves.
+        """
+        await self._end_restart()
+        supervisor, self._supervisor = self._supervisor, None
+        if supervisor is None:
+            return
+        leaving = asyncio.create_task(_drained(supervisor, self._door.release()))
+        self._leaving.add(leaving)
+        leaving.add_done_callback(self._leaving.discard)
+
+    async def _end(self) -> None:
+        await asyncio.gather(super()._end(), *self._leaving)
+
     async def _started(self, supervisor: Supervisor) -> None:
+        if self._has_served:  # requests wait, perhaps for a target that is started anew as well
+            await supervisor.until_ready(READY_SECONDS)
+        self._has_served = True
         self._door.open(supervisor.forwarder())
 
     async def _stop(self) -> None:
         self._door.pause()
         await super()._stop()
         await self._door.close()
+
+
+async def _drained(supervisor: Supervisor, forwarder: Forwarder | None) -> None:
+    """End a program once what is being passed on has reached it, and the connections to it after it."""
+    await asyncio.sleep(PASSED_ON_SECONDS)
+    await supervisor.stop()
+    if forwarder is not None:
+        await forwarder.close()

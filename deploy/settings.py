@@ -22,6 +22,8 @@ from bough.rpc.services import DRAFT, GENERATION, TARGET
 
 INDEX_PORT = 7412  # not 6379, which Ray's own GCS listens on
 STOP_SECONDS = 45.0  # for a replica to drain: the program's own 25 s, and its exit
+ORCHESTRATOR_DRAIN_SECONDS = 600.0  # by default: as long as OpenAI's clients wait, since others serve meanwhile
+PORTS = ("port", "http_port", "metrics_port")  # settings of programs
 DEMONSTRATION = "demonstration"  # as a model: the one that `bough demo` writes
 SUPERVISED = frozenset({"advertise", "advertise_port", "index_url"})  # set by the supervisor only
 
@@ -55,6 +57,11 @@ class Role(Enum):
         """Names of the program's settings that a `user_config` may give."""
         return frozenset(f.name for f in fields(self.config)) - SUPERVISED
 
+    @property
+    def stop_seconds(self) -> float:
+        """Limit for a replica to drain, unless the configuration has another."""
+        return ORCHESTRATOR_DRAIN_SECONDS + 20.0 if self is Role.ORCHESTRATOR else STOP_SECONDS
+
 
 INDEX = "Index"
 INDEX_SETTINGS = ("host", "port", "memory", "worker_key_file", "tls_cert", "tls_key", "tls_ca", "insecure")
@@ -84,7 +91,7 @@ class ProgramSettings:
 
     role: Role
     flags: tuple[str, ...]  # the program's, without those that its supervisor adds
-    config: ServiceConfig  # as parsed from these flags
+    config: ServiceConfig  # as parsed from these flags, and defaults of this deployment
     host: str  # to listen on; empty for the node's own address
     supervision: Supervision
     environment: tuple[tuple[str, str], ...]
@@ -115,16 +122,13 @@ class AppSettings:
 
 
 def read_program(role: Role, user_config: Mapping[str, Any], where: str = "user_config") -> ProgramSettings:
-    """Parse the settings of a worker or an orchestrator.
-
-    Raises:
-    ConfigError: a setting is unknown or cannot be parsed; the message names it.
-    """
+    """Parse the settings of a program. Raise ConfigError naming a setting that is unknown or cannot be parsed."""
     rest = dict(as_mapping(where, user_config))
     program = as_mapping(f"{where}.program", rest.pop("program", {}))
     environment = as_mapping(f"{where}.environment", rest.pop("environment", {}))
     supervision = read_fields(Supervision, rest, where, others=("program", "environment"))
     flags: list[str] = []
+    defaults = ["--drain-seconds", str(ORCHESTRATOR_DRAIN_SECONDS)] if role is Role.ORCHESTRATOR else []
     for name, value in program.items():
         if name in SUPERVISED:
             raise ConfigError(f"{where}.program.{name}: must be left to the supervisor, got {value!r}")
@@ -132,7 +136,7 @@ def read_program(role: Role, user_config: Mapping[str, Any], where: str = "user_
             raise _unknown(f"{where}.program.{name}", sorted(role.settings))
         flags += ["--" + name.replace("_", "-"), _text(f"{where}.program.{name}", value)]
     try:
-        config = parse(role.config, role.module, flags, {})
+        config = parse(role.config, role.module, [*defaults, *flags], {})
     except ConfigError as exc:
         raise ConfigError(f"{where}.program: {exc}") from exc
     pairs = tuple((name, _variable(f"{where}.environment.{name}", value)) for name, value in environment.items())
@@ -150,8 +154,7 @@ def read_index(user_config: Mapping[str, Any], where: str = "user_config") -> In
 def read_fields(cls: type[Config], values: Mapping[str, Any], where: str, others: Sequence[str] = ()) -> Config:
     """Parse a mapping into a settings class; `others` are allowed names that are read elsewhere.
 
-    Raises:
-    ConfigError: a setting is unknown or cannot be parsed; the message names it.
+    Raise ConfigError naming a setting that is unknown or cannot be parsed.
     """
     known: dict[str, Field[Any]] = {f.name: f for f in fields(cls)}  # type: ignore[arg-type]  # a dataclass
     given = {}
@@ -168,8 +171,7 @@ def read_fields(cls: type[Config], values: Mapping[str, Any], where: str, others
 def resolved_url(index_url: str, environ: Mapping[str, str]) -> str:
     """Return the index's URL; $NAME stands for that environment variable, which keeps passwords out of files.
 
-    Raises:
-        ConfigError: the variable is not set.
+    Raise ConfigError if the variable is not set.
     """
     if not index_url.startswith("$"):
         return index_url

@@ -16,29 +16,32 @@ from typing import IO, Any
 import grpc
 
 from bough.concurrency.stall_timer import StallTimer
+from bough.concurrency.tasks import came_true
 from bough.config.addresses import bare, bound, free_port, joined
 from bough.config.processes import OrchestratorConfig, ServiceConfig, parse
 from bough.errors import BoughError, ConfigError, Unauthenticated, Unavailable
 from bough.pb import common_pb2, generation_pb2
 from bough.processes.child import Child
 from bough.processes.exit_with_parent import python
+from bough.processes.process import for_metrics
 from bough.protocol.codec_fields import read
 from bough.protocol.generation import Loads
-from bough.protocol.messages import WorkerInfo
+from bough.protocol.worker_info import WorkerInfo
 from bough.rpc.server import is_serving
 from bough.rpc.services import stub_of
 from bough.rpc.status_map import to_error
 from bough.security.access import Access
-from deploy.child import describe_end, gpu_lock, start, stop
+from deploy.child import GPUS, describe_end, gpu_lock, start, stop
 from deploy.forward import Forwarder
 from deploy.index import IndexPlace
-from deploy.settings import ProgramSettings, Role
+from deploy.settings import PORTS, ProgramSettings, Role
 
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.1
 CALL_SECONDS = 5.0  # within which a program must answer a health check
 DRAIN_MARGIN_SECONDS = 5.0  # beyond the program's drain time, before the second SIGTERM
+LEAVING_SECONDS = 30.0  # within which an orchestrator that drains has left its ports
 
 
 class Supervisor:
@@ -47,8 +50,7 @@ class Supervisor:
     def __init__(self, settings: ProgramSettings, host: str, index: IndexPlace) -> None:
         """Prepare a program that listens on `host`, this node's address, and is announced with it.
 
-        Raises:
-        ConfigError: a setting, or an environment variable of this node, is unusable; the message names it.
+        Raise ConfigError naming a setting, or an environment variable of this node, that is unusable.
         """
         self.settings, self.host = settings, bare(host)
         config = parse(self.role.config, self.role.module, self._given_flags(), os.environ)
@@ -89,10 +91,8 @@ class Supervisor:
     async def start(self) -> None:
         """Start the program and return when it serves.
 
-        An orchestrator serves as soon as it answers, with or without a target.
-
-        Raises:
-        ConfigError: its port is in use, it ended (the message has its log's last lines), or it took too long.
+        An orchestrator serves as soon as it answers, with or without a target. Raise ConfigError if its port is in use,
+        it ended (the message has its log's last lines), or it took too long.
         """
         supervision = self.settings.supervision
         self._child = child = await self._started()
@@ -109,12 +109,25 @@ class Supervisor:
         self._answered = time.monotonic()
         logger.info("%s serves at %s; its log is %s", self.role.module, self.address, child.log)
 
+    async def until_ready(self, timeout_seconds: float) -> None:
+        """Return once a request could be served, by an orchestrator once it has a target, or after this time."""
+        child, deadline = self._child, time.monotonic() + timeout_seconds
+        while not await is_serving(self._channel.current, self.role.service.full_name, CALL_SECONDS):
+            if child is None or child.has_ended() or time.monotonic() > deadline:
+                return
+            await asyncio.sleep(POLL_SECONDS)
+
     async def _started(self) -> Child:
         supervision, module = self.settings.supervision, self.role.module
         command, variables = python(module, *self._flags()), child_variables(self.settings, self._index_url)
-        async with gpu_lock(module, self._timeout_seconds) as held:
-            if self._config.port:
-                await until_free(self.host, self._port, self._timeout_seconds)
+        gpus, seconds = os.environ.get(GPUS, ""), self._timeout_seconds
+        if self.role is Role.ORCHESTRATOR:  # it needs no GPU, and an earlier one leaves its ports before it drains
+            gpus, seconds = "", LEAVING_SECONDS
+        async with gpu_lock(module, gpus, seconds) as held:
+            for name in PORTS:
+                host = for_metrics(self._config).host if name == "metrics_port" else self.host
+                if (port := getattr(self._config, name, 0)) > 0:
+                    await until_free(name, host, port, seconds)
             return start(module, command, variables, supervision.niceness, supervision.log_folder, (held,))
 
     @property
@@ -125,8 +138,7 @@ class Supervisor:
     async def check(self) -> None:
         """Return while the program is well or may recover by itself.
 
-        Raises:
-        Unavailable: it has ended, or was silent or stalled for too long and has been killed.
+        Raise Unavailable if it has ended, or was silent or stalled for too long and has been killed.
         """
         child, answered = self._child, self._answered
         if child is None or answered is None:  # `start` watches it until it serves
@@ -146,11 +158,9 @@ class Supervisor:
             raise Unavailable(f"{self.role.module} at {self.address} {problem}; its process was ended")
 
     async def loads(self) -> Loads:
-        """Return an orchestrator's load."""
         return read(await self._ask("GetLoads", generation_pb2.GetLoadsRequest()), Loads)
 
     async def info(self) -> WorkerInfo:
-        """Return a worker's load."""
         return read(await self._ask("GetServerInfo", common_pb2.GetServerInfoRequest()), WorkerInfo)
 
     async def _ask(self, method: str, request: object) -> Any:
@@ -210,23 +220,22 @@ class Supervisor:
         return [*self.settings.flags, "--host", self.host, "--drain-seconds", drain_seconds]
 
 
-async def until_free(host: str, port: int, timeout_seconds: float) -> None:
-    """Wait for what a replica that died has left at the port and drains.
+async def until_free(name: str, host: str, port: int, timeout_seconds: float) -> None:
+    """Wait for an earlier program to leave the port that the setting `name` gives, as one whose replica died drains.
 
     Other errors of the address are left to the program to report. Raise ConfigError if the port is in use still: that
     server would be taken for the program.
     """
-    deadline = time.monotonic() + timeout_seconds
-    while True:
+
+    def is_free() -> bool:
         try:
             bound(host, port).close()
-            return
         except OSError as exc:
-            if exc.errno != errno.EADDRINUSE:
-                return
-            if time.monotonic() >= deadline:
-                raise ConfigError(f"program.port: must be free at {host}, got {port}, which is in use") from exc
-        await asyncio.sleep(POLL_SECONDS)
+            return exc.errno != errno.EADDRINUSE
+        return True
+
+    if not await came_true(is_free, timeout_seconds):
+        raise ConfigError(f"program.{name}: must be free at {host}, got {port}, which is in use")
 
 
 def child_variables(settings: ProgramSettings, index_url: str) -> dict[str, str]:

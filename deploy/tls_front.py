@@ -41,11 +41,7 @@ class TlsFront:
         self._thread.start()
 
     async def listen(self, host: str, port: int) -> None:
-        """Listen; each connection gets the certificates of its time.
-
-        Raises:
-        ConfigError: the port is in use.
-        """
+        """Listen; each connection gets the certificates of its time. Raise ConfigError if the port is in use."""
         try:
             self._server = await self._there(self._loop.create_server(self._handshakes, host, port))
         except OSError as exc:
@@ -100,7 +96,6 @@ class _Forwarded:
     idle_since: None = None
 
     def abort(self) -> None:
-        """Close the connection at once."""
         self.task.cancel()
 
 

@@ -33,11 +33,7 @@ def model_parts(config: DraftConfig, worker_id: str) -> Parts[ServedDraft]:
 
 
 def simulated_parts(config: DraftConfig, worker_id: str) -> Parts[ServedDraft]:
-    """The parts of a simulated worker, which has no weights; imports no torch and no numba.
-
-    Raises:
-        ConfigError: the profile is unknown or has an invalid field.
-    """
+    """The parts of a simulated worker; imports no torch and no numba. Raises ConfigError for an invalid profile."""
     from bough.simulation.clock import SimulatedClock
     from bough.simulation.line import Line
     from bough.simulation.pair import simulated_pair

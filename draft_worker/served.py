@@ -13,7 +13,8 @@ from bough.concurrency.inbox import Inbox
 from bough.config.processes import DraftConfig
 from bough.errors import Exhausted, Unavailable
 from bough.processes.worker_process import ServedWorker
-from bough.protocol.messages import GrowCall, GrowResult, WorkerInfo
+from bough.protocol.messages import GrowCall, GrowResult
+from bough.protocol.worker_info import WorkerInfo
 from bough.registry.records import WorkerLoad
 from bough.telemetry.metrics import MetricsServer
 from bough.telemetry.spans import NOTED_SPANS
@@ -34,11 +35,7 @@ class ServedDraft(ServedWorker[DraftConfig]):
         self._inbox = Inbox("the draft worker is being shut down")
 
     def _start_thread(self, prepare: Callable[[], None] = lambda: None) -> None:
-        """Start the thread, which first calls `prepare`, and serve metrics.
-
-        Raises:
-            ConfigError: the port for metrics is in use.
-        """
+        """Start the thread, which first calls `prepare`; serve metrics. Raises ConfigError if their port is in use."""
         self._metrics.registry.register(DraftCollector(self._name, self._engine, lambda: len(self._unanswered)))
         self._serve_metrics()
         self._inbox.put(prepare)
@@ -62,10 +59,7 @@ class ServedDraft(ServedWorker[DraftConfig]):
         return request.future
 
     def release(self, session_id: str, epoch: int = 0) -> Future[None]:
-        """Forget a session unless it has a newer epoch; epoch 0 always forgets.
-
-        The future raises NotFound or StaleEpoch.
-        """
+        """Forget a session; epoch 0 always forgets. The future raises NotFound, or StaleEpoch for a newer epoch."""
         future: Future[None] = Future()
 
         def release() -> None:

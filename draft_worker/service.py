@@ -24,7 +24,6 @@ class DraftService(WorkerService[ServedDraft]):
     async def Grow(
         self, request: draft_pb2.GrowRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> draft_pb2.GrowReply:
-        """Grow a tree."""
         async with self.crossed():
             with serving_call(self.tracer, "bough.v1.Draft/Grow") as span:
                 call = codec.grow_call_from_wire(request, self.worker.vocab_size, self.worker.max_nodes)

@@ -14,7 +14,8 @@ from bough.config.reader import at_most
 from bough.errors import ConfigError
 from bough.model.kv.arena import Arena
 from bough.model.sampling.draft_sampler import GREEDY_TOKENS, greedy_weights
-from bough.protocol.messages import GrowCall, VerifyCall, WorkerInfo
+from bough.protocol.messages import GrowCall, VerifyCall
+from bough.protocol.worker_info import WorkerInfo
 from bough.runtime.kv_budget import MOST_BYTES
 from bough.simulation.clock import SimulatedClock
 from bough.simulation.hashing import key_of, mixed

@@ -24,7 +24,7 @@ from bough.model.running.device import choose_device
 from bough.model.sizes.memory_budget import free_device_bytes
 from bough.processes.compile_once import compile_in_subprocess
 from bough.processes.startup import stage
-from bough.protocol.messages import WorkerInfo
+from bough.protocol.worker_info import WorkerInfo
 from bough.runtime.kv_budget import kv_budget, num_states
 from bough.trees.tree_plan import MAX_EXPANSIONS
 from draft_worker.candidates.temperature_scaling import TemperatureScalings
@@ -32,9 +32,8 @@ from draft_worker.engine.draft_ahead import MAX_ROWS, num_steps
 from draft_worker.engine.engine import DraftEngine
 from draft_worker.engine.session import Window
 from draft_worker.engine.session_pool import SessionPool
-from draft_worker.model.model_draft import ModelDraft
+from draft_worker.model.model_draft import ModelDraft, warm_up_choosing
 from draft_worker.model.sources import draft_skeleton, is_int8, with_weights
-from draft_worker.model.warm_up import warm_up_choosing
 from draft_worker.served import ServedDraft
 
 
@@ -115,8 +114,7 @@ class DraftWorker(ServedDraft):
     def _divided(self) -> tuple[Window, int, int]:
         """The window of sessions, the rows that they share, and the number of sessions whose states fit beside these.
 
-        Raises:
-            ConfigError: --kv-memory holds no session.
+        Raises ConfigError if --kv-memory holds no session.
         """
         config, skeleton = self._config, self._model.skeleton
         shape, positions = skeleton.kv_shape(), skeleton.max_positions

@@ -11,7 +11,10 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing, suppress
 from dataclasses import dataclass
 
+from prometheus_client import CollectorRegistry
+
 from bough import __version__
+from bough.config.addresses import advertised_host, bare, is_loopback, joined
 from bough.config.processes import OrchestratorConfig
 from bough.processes.process import (
     advertised,
@@ -28,10 +31,10 @@ from bough.rpc.server import Served
 from bough.security.access import Access, metrics_context
 from bough.security.api_keys import Keyring
 from bough.security.guarded import require_guarded
+from bough.security.tls import CurrentContext
 from bough.telemetry.metrics import MetricsServer, metrics_url
 from bough.telemetry.tracing import tracing
 from orchestrator.cluster.directory import POLL_SECONDS, Directory
-from orchestrator.http_service import serving_http
 from orchestrator.service import serving_generation
 from orchestrator.serving.requests import Requests
 from orchestrator.serving.tenants import Callers
@@ -40,6 +43,7 @@ from orchestrator.telemetry.metrics import OrchestratorCollector
 logger = logging.getLogger(__name__)
 
 DRAINING = "this orchestrator is draining; ask another orchestrator"
+ARRIVING_SECONDS = 0.3  # in which requests that had reached a port when it closed are read
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +57,10 @@ class Orchestrator:
     requests: Requests
     served: Served  # the gRPC server
     callers: Callers
-    metrics_address: str  # host:port of /metrics; empty if not served
+    metrics: MetricsServer
 
     @property
     def port(self) -> int:
-        """Port of the gRPC server."""
         return self.served.port
 
     @property
@@ -65,11 +68,16 @@ class Orchestrator:
         """Whether a new request could be served."""
         return self.requests.is_ready
 
+    @property
+    def metrics_address(self) -> str:
+        """host:port of /metrics; empty if not served."""
+        return metrics_at(for_metrics(self.config), self.metrics.port)
+
     async def serve(self, stop: asyncio.Event) -> None:
         """Register the orchestrator in the index until `stop` is set, then drain it.
 
-        New requests through any API are then refused as Unavailable; running ones have `drain_seconds` to
-        finish. APIs should stay open until this returns, so that clients get these answers.
+        It leaves its ports at once, so that a successor may listen there; HTTP's is left with `stop` itself. Requests
+        that have come in, through any API, have `drain_seconds` to finish; further ones are refused as Unavailable.
         """
         address = advertised(self.config, self.port)
         record = WorkerRecord("orchestrator", self.worker_id, address, metrics=self.metrics_address)
@@ -81,6 +89,8 @@ class Orchestrator:
                     async with asyncio.timeout(POLL_SECONDS):
                         await stop.wait()
             await self.served.leave()
+            self.served.close_port()
+        await asyncio.gather(asyncio.to_thread(self.metrics.close), asyncio.sleep(ARRIVING_SECONDS))
         await self.requests.drain(DRAINING, self.config.drain_seconds)
 
 
@@ -112,12 +122,9 @@ async def assembled(config: OrchestratorConfig, stop: asyncio.Event) -> AsyncIte
                     callers.watching(),
                     access.watching(),
                     serving_generation(config, callers, access.api_credentials) as served,
-                    serving_http(config, callers, metrics.registry, access.api_context),
+                    serving_http(config, callers, metrics.registry, access.api_context, stop),
                 ):
-                    metrics_address = metrics_at(for_metrics(config), metrics.port)
-                    yield Orchestrator(
-                        config, worker_id, registry, directory, requests, served, callers, metrics_address
-                    )
+                    yield Orchestrator(config, worker_id, registry, directory, requests, served, callers, metrics)
     finally:
         await registry.close()
 
@@ -130,3 +137,36 @@ def serve_metrics(config: OrchestratorConfig, requests: Requests) -> MetricsServ
     metrics.serve(served.host, config.metrics_port, metrics_context(config))
     requests.metrics_url = metrics_url(metrics_at(served, metrics.port))
     return metrics
+
+
+def has_page(config: OrchestratorConfig) -> bool:
+    """Whether /ui is served; by default only if other machines cannot reach it."""
+    return config.ui == "yes" or (config.ui == "auto" and is_loopback(config.host))
+
+
+@asynccontextmanager
+async def serving_http(
+    config: OrchestratorConfig,
+    callers: Callers,
+    figures: CollectorRegistry,
+    tls: CurrentContext | None,
+    leaving: asyncio.Event,
+) -> AsyncIterator[None]:
+    """Serve the OpenAI-compatible API during the block, with `figures` at /metrics; with `tls` by HTTPS only.
+
+    Once `leaving` is set the port is given up; what is being answered goes on. Raises ConfigError if it is in use.
+    """
+    if config.http_port < 0:
+        yield
+        return
+    # Imported only if needed, as HTTP libraries take long.
+    from orchestrator.http_api.app import http_app
+    from orchestrator.http_api.server import http_serving
+
+    own_name = advertised_host(config) if is_loopback(config.host) and not config.keys else None
+    has_open_figures = config.open_metrics
+    app = http_app(callers, figures, has_open_figures=has_open_figures, has_page=has_page(config), own_name=own_name)
+    async with http_serving(bare(config.host), config.http_port, app, tls, config.stalled_timeout, leaving) as port:
+        callers.requests.http_url = f"{'http' if tls is None else 'https'}://{joined(advertised_host(config), port)}"
+        logger.info("OpenAI's clients are served at %s/v1", callers.requests.http_url)
+        yield

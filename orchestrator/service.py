@@ -27,13 +27,12 @@ MANY_ENTRIES = 4096  # of all lists of a request; more are decoded in a thread
 
 
 class GenerationService:
-    """Implements bough.v1.Generation."""
+    """Implements bough.v1.Generation, whose calls `proto/generation.proto` describes."""
 
     def __init__(self, callers: Callers) -> None:
         self._callers, self._requests = callers, callers.requests
 
     async def Generate(self, request: pb.GenerateRequest, context: ServicerContext) -> AsyncIterator[pb.GenerateEvent]:
-        """Stream the events of one request."""
         directory = self._requests.directory
         if not directory.seen:
             raise Unavailable(directory.why_no_target())
@@ -51,34 +50,27 @@ class GenerationService:
                     yield wire.event_to_wire(event)
 
     async def Abort(self, request: pb.AbortRequest, context: ServicerContext) -> pb.AbortReply:
-        """End a request."""
         self._tenant(context).abort(request.request_id)
         return pb.AbortReply()
 
     async def CloseSession(self, request: pb.CloseSessionRequest, context: ServicerContext) -> pb.CloseSessionReply:
-        """Forget a session."""
         await self._tenant(context).close_session(request.session_id)
         return pb.CloseSessionReply()
 
     async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: ServicerContext) -> pb.ModelInfo:
-        """The served models."""
         return wire.models_to_wire(self._requests.models())
 
     async def GetServerInfo(self, request: common_pb2.GetServerInfoRequest, context: ServicerContext) -> pb.ServerInfo:
-        """This orchestrator and its workers."""
         return pb.ServerInfo(**to_fields(await self._requests.server_info()))
 
     async def GetLoads(self, request: pb.GetLoadsRequest, context: ServicerContext) -> pb.Loads:
-        """Current load."""
         return pb.Loads(**to_fields(self._requests.loads()))
 
     async def GetAcceptance(self, request: pb.GetAcceptanceRequest, context: ServicerContext) -> pb.Acceptance:
-        """Which guesses were accepted."""
         schemes, drafts = self._requests.acceptance(), self._requests.calibrations()
         return pb.Acceptance(schemes=map(to_fields, schemes), drafts=map(to_fields, drafts))
 
     async def GetDecisions(self, request: pb.GetDecisionsRequest, context: ServicerContext) -> pb.Decisions:
-        """Reasons for the sizes of trees."""
         return pb.Decisions(decisions=map(to_fields, self._tenant(context).decisions(request.session_id)))
 
     def _tenant(self, context: ServicerContext) -> Tenant:
@@ -88,9 +80,7 @@ class GenerationService:
 def require_counts(request: pb.GenerateRequest, largest_context: int) -> int:
     """Count the entries of all lists of a request.
 
-    Raises:
-        InvalidRequest: a list is longer than any target accepts. Its entries, millions in a message of a few megabytes,
-            are not decoded.
+    Raises InvalidRequest for a list longer than any target accepts, perhaps millions of entries, which are not decoded.
     """
     counts = (
         ("token_ids", len(request.token_ids.ids), largest_context),

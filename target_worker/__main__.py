@@ -33,11 +33,7 @@ def model_parts(config: TargetConfig, worker_id: str) -> Parts[ServedTarget]:
 
 
 def simulated_parts(config: TargetConfig, worker_id: str) -> Parts[ServedTarget]:
-    """The parts of a simulated worker, which has no weights; imports no torch.
-
-    Raises:
-        ConfigError: the profile is unknown or has an invalid field.
-    """
+    """The parts of a simulated worker; imports no torch. Raises ConfigError for an invalid profile."""
     from bough.simulation.clock import SimulatedClock
     from bough.simulation.line import Line
     from bough.simulation.pair import simulated_pair

@@ -12,7 +12,7 @@ from prometheus_client.registry import Collector
 from bough.telemetry.metrics import MetricsServer, counter, gauge
 from target_worker.kv.session_slot import SlotState
 from target_worker.kv.slot_pool import PoolFigures
-from target_worker.scheduler.sweep_figures import SweepFigures
+from target_worker.scheduler.job import SweepFigures
 
 NANO = 1e-9
 ROWS = tuple(2**power for power in range(13))  # upper bounds of the buckets of `bough_sweep_rows`

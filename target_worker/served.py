@@ -11,7 +11,8 @@ from bough.config.processes import TargetConfig
 from bough.errors import Unavailable
 from bough.processes.startup import stage
 from bough.processes.worker_process import ServedWorker
-from bough.protocol.messages import VerifyCall, VerifyResult, WorkerInfo
+from bough.protocol.messages import VerifyCall, VerifyResult
+from bough.protocol.worker_info import WorkerInfo
 from bough.registry.records import WorkerLoad
 from target_worker.metrics import Metrics, TargetLoad
 from target_worker.scheduler.engine import SweepEngine
@@ -32,9 +33,7 @@ class ServedTarget(ServedWorker[TargetConfig]):
     def _start_engine(self, prepare: Callable[[], None] = lambda: None) -> None:
         """Start the sweep thread, which first calls `prepare`, and serve metrics; returns when it has warmed up.
 
-        Raises:
-            ConfigError: the port for metrics is in use.
-            BoughError: the first sweep failed.
+        Raises ConfigError if the port for metrics is in use, or what the first sweep raised.
         """
         self._metrics.watch(self._load)
         self._engine.start(prepare)
@@ -45,11 +44,7 @@ class ServedTarget(ServedWorker[TargetConfig]):
         self._engine.warm_up().result()
 
     def verify(self, call: VerifyCall) -> Future[VerifyResult]:
-        """Queue a call for the next sweep with room.
-
-        Raises:
-            Unavailable: the call is for another worker, which had this one's address.
-        """
+        """Queue a call for the next sweep with room. Raises Unavailable for one of another worker at this address."""
         if call.worker_id not in ("", self._worker_id):
             raise Unavailable(f"worker_id: must be {self._worker_id} at this address, got {call.worker_id!r}")
         return self._engine.verify(call)
@@ -64,7 +59,6 @@ class ServedTarget(ServedWorker[TargetConfig]):
         return self._engine.drain()
 
     def close(self) -> None:
-        """End the sweep thread and close its resources."""
         self._resources.close()
 
     def load(self) -> WorkerLoad:

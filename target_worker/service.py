@@ -24,7 +24,6 @@ class TargetService(WorkerService[ServedTarget]):
     async def Verify(
         self, request: target_pb2.VerifyRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> target_pb2.VerifyReply:
-        """Verify a tree."""
         async with self.crossed():
             with serving_call(self.tracer, "bough.v1.Target/Verify") as span:
                 call = codec.verify_call_from_wire(request, self.worker.vocab_size, self.worker.max_nodes)

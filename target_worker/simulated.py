@@ -15,8 +15,9 @@ from bough.model.kv.arena import Arena
 from bough.model.kv.slot import Slot
 from bough.model.sizes.target_limits import TargetLimits
 from bough.protocol.cost_curve import CostCurve
-from bough.protocol.messages import GrowCall, Verdict, VerifyCall, WorkerInfo
+from bough.protocol.messages import GrowCall, Verdict, VerifyCall
 from bough.protocol.sampling_params import PositionLogprobs, TokenLogprob
+from bough.protocol.worker_info import WorkerInfo
 from bough.simulation.clock import SimulatedClock
 from bough.simulation.hashing import key_of
 from bough.simulation.law import Law
@@ -28,8 +29,7 @@ from bough.sizing.sweep_times import LEAST_SECONDS, SweepPrior, expert_volume
 from target_worker.kv.slot_pool import SlotPool
 from target_worker.scheduler.batching import Part
 from target_worker.scheduler.engine import SweepEngine
-from target_worker.scheduler.job import VerifyJob
-from target_worker.scheduler.sweep_figures import SweepFigures
+from target_worker.scheduler.job import SweepFigures, VerifyJob
 from target_worker.scheduler.sweeper import Swept
 from target_worker.served import ServedTarget
 from target_worker.verification.verify import walk

@@ -39,7 +39,7 @@ from bough.model.sizes.memory_budget import (
 from bough.model.sizes.target_limits import TargetLimits
 from bough.processes.compile_once import compile_in_subprocess
 from bough.processes.startup import stage
-from bough.protocol.messages import WorkerInfo
+from bough.protocol.worker_info import WorkerInfo
 from bough.sizing.placement import Placement, Tier, gigabytes
 from target_worker.identity.code_hash import code_hash
 from target_worker.identity.weights_hash import WeightsHash

@@ -1,54 +1,37 @@
-"""Has numba compile the kernels once, before dozens of processes would each do it at the same time."""
+"""Has numba compile the kernels once, before dozens of processes would each do it at the same time.
+
+Where all is compiled already, which a file beside the compiled code tells, nothing that compiles is imported.
+"""
 
 from __future__ import annotations
 
-from concurrent.futures import ProcessPoolExecutor
-from itertools import product
-from multiprocessing import get_context
+import hashlib
+import os
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
-from transformers import LlamaConfig
+from bough.model.cpu.kernel_cache import compiled_ground
 
-from bough.model.checkpoint.checkpoint import Checkpoint
-from bough.model.loading.loading import DTYPES, build_skeleton
-from bough.model.running.runner import ResidentModel
-from draft_worker.model.sources import load_draft
-from draft_worker.model.warm_up import warm_up_choosing
-from loadtest.common.tiny_model import TINY, save_model
-from target_worker.sweep.kernels import WEIGHTS
-from target_worker.worker import compile_target
-from tests.fakes.models import CPU
+ROOT = Path(__file__).parents[1]
+CALLERS = ("bough/model", "draft_worker", "target_worker")  # their code decides which kernels are called with what
 
 
-def compile_for(dtype: str) -> None:
-    """All that a target in numbers of a type calls, and a draft."""
-    for kinds in (*product(("whole", "attention"), WEIGHTS), ("recurrent", "plain")):
-        if not compile_target(dtype, *kinds):
-            raise SystemExit("the kernels do not compile; the log above says why")
-    with TemporaryDirectory() as folder:
-        tiny = save_model(Path(folder) / "tiny", TINY)
-        warm_up(ResidentModel(build_skeleton(Checkpoint.open(tiny), DTYPES[dtype]), CPU))
-
-
-def warm_up(draft: ResidentModel) -> None:
-    draft.warm_up(draft.skeleton.kv_shape().empty(1, CPU))
-
-
-def compile_for_drafts() -> None:
-    """All that chooses a draft's nodes, and what it calls whose products are in 8 bits."""
-    warm_up_choosing(1 << 15, CPU)
-    with TemporaryDirectory() as folder:
-        tiny = save_model(Path(folder) / "tiny", LlamaConfig(**{**TINY.to_dict(), "intermediate_size": 64}))
-        warm_up(load_draft(Checkpoint.open(tiny), (), "bfloat16", CPU, bits="8"))
+def ground() -> str:
+    """Key of all that kernels are compiled from and for."""
+    hash_ = hashlib.sha256(compiled_ground(ROOT / "target_worker").encode())
+    files = [file for folder in CALLERS for file in sorted((ROOT / folder).rglob("*.py"))]
+    for file in (*files, ROOT / "tests" / "all_kernels.py"):
+        hash_.update(file.read_bytes())
+    return hash_.hexdigest()[:16]
 
 
 def main() -> None:
-    """Takes a minute or two where nothing is in the cache, and seconds where all is."""
-    with ProcessPoolExecutor(2, get_context("fork")) as processes:  # which have what is imported above
-        works = [processes.submit(compile_for, dtype) for dtype in ("bfloat16", "float32")]
-        for work in [*works, processes.submit(compile_for_drafts)]:
-            work.result()
+    """Takes a minute or two where nothing is in the cache, and a moment where all is."""
+    done = Path(os.environ["NUMBA_CACHE_DIR"]) / f"tests-{ground()}"
+    if not done.exists():
+        from tests.all_kernels import compile_all
+
+        compile_all()
+        done.touch()
 
 
 if __name__ == "__main__":

@@ -125,7 +125,7 @@ def test_messages_of_the_wire_stay_at_the_wire() -> None:
     for path in python_files("bough", *SERVICES):
         uses_messages = any(name.startswith("bough.pb") for name in imports(path))
         at_the_wire = path.name in {
-            "codec.py", "codec_trees.py", "codec_generation.py", "client.py", "service.py",
+            "codec.py", "codec_growth.py", "codec_trees.py", "codec_generation.py", "client.py", "service.py",
             "worker_clients.py", "compatibility.py", "worker_process.py", "services.py",
         } or path.parent.name == "pb"  # fmt: skip
         assert at_the_wire or not uses_messages, path
@@ -204,12 +204,20 @@ def test_what_speaks_http_is_in_one_room_and_imported_only_when_its_door_opens()
 
 
 @pytest.mark.parametrize(
-    "module", ["client", "cli.generation.generate", "cli.inspection.doctor", "cli.inspection.explain"]
+    "module",
+    [
+        "client",
+        "cli.main",
+        "cli.generation.generate",
+        "cli.inspection.doctor",
+        "cli.inspection.explain",
+        "cli.inspection.top",
+    ],
 )
 def test_what_applications_import_needs_no_extra(module: str) -> None:
     """Their packages are the dependencies of the distribution; all others are in its extras."""
     others = loaded_by(f"bough.{module}") - sys.stdlib_module_names
-    theirs = {"bough", "google", "grpc", "grpc_health", "grpc_reflection", "numpy", "typing_extensions"}
+    theirs = {"bough", "google", "grpc", "grpc_health", "grpc_reflection", "typing_extensions"}
     assert {name for name in others if not name.startswith(("_", "cython_runtime", "grpc_tools"))} <= theirs
 
 

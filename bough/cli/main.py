@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         module = (exc.name or "").split(".")[0]
         if module in OURS:
             raise
-        extra = "plan" if arguments.command == "simulate" or module == "matplotlib" else "worker"
+        extra = "plan" if arguments.command in ("shape", "simulate") or module == "matplotlib" else "worker"
         print(f"error: bough {arguments.command} needs {module}: pip install '.[{extra}]'", file=sys.stderr)
         raise SystemExit(2) from exc
     except (KeyboardInterrupt, asyncio.CancelledError):  # Ctrl-C, or SIGTERM as `bough.processes.launch` takes it

@@ -29,7 +29,7 @@ from bough.security.bearer import credentials, require_key
 from bough.security.certificates import CertificateFiles
 from bough.security.secured import channels, environment_files
 from bough.security.tls import PeerChannel
-from bough.trees.acceptance import SchemeAcceptance
+from bough.trees.scheme_acceptance import SchemeAcceptance
 
 KEY_VARIABLE = "BOUGH_API_KEY"
 DEFAULT_OPTIONS = g.GenerateOptions()
@@ -60,7 +60,7 @@ class Client:
             raise ConfigError(f"addresses: must be one or more such as 127.0.0.1:7411, got {', '.join(addresses)!r}")
         key = require_key("api_key", os.environ.get(KEY_VARIABLE, "") if api_key is None else api_key)
         files = environment_files() if certificates is None else certificates
-        self._servers = [_Server(channel, key) for channel in channels(files, *addresses)]  # the first is in use
+        self._servers = [_Orchestrator(channel, key) for channel in channels(files, *addresses)]  # the first is in use
         self._patience_seconds = patience_seconds
         self._is_closed = False
 
@@ -176,14 +176,14 @@ class Client:
         server = self._servers[0]
         return await server.call(method, request)
 
-    def _turn_from(self, server: _Server) -> None:
+    def _turn_from(self, server: _Orchestrator) -> None:
         """Use another server for the next call, unless another stream has switched already."""
         server.channel.refresh()
         if self._servers[0] is server:
             self._servers.append(self._servers.pop(0))
 
 
-class _Server:
+class _Orchestrator:
     """One orchestrator."""
 
     def __init__(self, channel: PeerChannel, api_key: str) -> None:

@@ -35,7 +35,8 @@ from bough.processes.process import (
 from bough.processes.startup import ready, stage
 from bough.protocol import codec
 from bough.protocol.codec_fields import to_fields
-from bough.protocol.messages import GrowCall, VerifyCall, WorkerInfo
+from bough.protocol.messages import GrowCall, VerifyCall
+from bough.protocol.worker_info import WorkerInfo
 from bough.registry.heartbeat import registered
 from bough.registry.records import WorkerLoad, WorkerRecord
 from bough.registry.registry import Registry

@@ -8,6 +8,7 @@ from bough.errors import InvalidRequest
 from bough.pb import common_pb2, draft_pb2, target_pb2
 from bough.protocol import messages as m
 from bough.protocol.codec_fields import from_fields, read, to_fields
+from bough.protocol.codec_trees import tree_from_wire, tree_to_wire
 from bough.tokenization.vocabulary import TokenizerFiles
 from bough.trees.tree_plan import Scheme, TreePlan, require_growth
 
@@ -57,24 +58,25 @@ def grow_call_from_wire(message: draft_pb2.GrowRequest, vocab_size: int, max_nod
 
 def grow_result_to_wire(result: m.GrowResult) -> draft_pb2.GrowReply:
     """The message of a result."""
-    return draft_pb2.GrowReply(**to_fields(result))
+    return draft_pb2.GrowReply(tree=tree_to_wire(result.tree), **to_fields(result, "tree"))
 
 
 def grow_result_from_wire(message: draft_pb2.GrowReply) -> m.GrowResult:
     """The result of a message; raises InvalidTree where the tree's arrays have inconsistent lengths."""
-    return read(message, m.GrowResult)
+    return m.GrowResult(tree_from_wire(message.tree), **from_fields(message, m.GrowResult, "tree"))
 
 
 def verify_call_to_wire(call: m.VerifyCall) -> target_pb2.VerifyRequest:
     """The message of a call."""
-    return target_pb2.VerifyRequest(**to_fields(call))
+    return target_pb2.VerifyRequest(tree=tree_to_wire(call.tree), **to_fields(call, "tree"))
 
 
 def verify_call_from_wire(message: target_pb2.VerifyRequest, vocab_size: int, max_nodes: int) -> m.VerifyCall:
     """The call of a message, every field checked. Raises InvalidRequest."""
     context = context_from_wire(message.context, vocab_size)
-    call = m.VerifyCall(context=context, **from_fields(message, m.VerifyCall, "context"))
-    call.tree.validate(vocab_size, max_nodes, call.scheme)
+    tree = tree_from_wire(message.tree)
+    call = m.VerifyCall(context=context, tree=tree, **from_fields(message, m.VerifyCall, "context", "tree"))
+    tree.validate(vocab_size, max_nodes, call.scheme)
     if call.is_given and (call.scheme is not Scheme.TARGET or not call.tree.is_chain):
         raise InvalidRequest("is_given: must be false unless the tree is a chain, and the scheme target")
     call.sampling.validate(vocab_size)

@@ -10,16 +10,8 @@ from types import NoneType
 from typing import Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 from bough.errors import InvalidRequest
-from bough.protocol.codec_trees import (
-    SCHEMES,
-    growth_from_wire,
-    growth_to_wire,
-    scheme_from_wire,
-    tree_from_wire,
-    tree_to_wire,
-)
+from bough.protocol.codec_growth import SCHEMES, growth_from_wire, growth_to_wire, scheme_from_wire
 from bough.protocol.decision import Mode
-from bough.trees.tree import Tree
 from bough.trees.tree_plan import Growth, Scheme
 
 Value = TypeVar("Value")
@@ -41,7 +33,6 @@ def _mode_from_wire(name: str, text: str) -> Mode:
 
 
 _CONVERSIONS: Mapping[Any, _Conversion] = {
-    Tree: _Conversion(tree_to_wire, lambda _, message: tree_from_wire(message)),
     Growth: _Conversion(growth_to_wire, growth_from_wire),
     Scheme: _Conversion(SCHEMES.__getitem__, scheme_from_wire),
     Mode: _Conversion(lambda mode: mode.value, _mode_from_wire),
@@ -73,7 +64,7 @@ def from_fields(message: Any, kind: type[Value], *besides: str, within: str = ""
     A field that the message tells to be unset is left to the default.
 
     Raises:
-        InvalidRequest, InvalidTree: names the field that cannot be converted.
+        InvalidRequest: names the field that cannot be converted.
     """
     given = {}
     for field, may_be_unset in _readable(kind, type(message)):

@@ -1,4 +1,4 @@
-"""Conversion of trees, growths and schemes to and from protobuf."""
+"""Conversion of trees to and from protobuf."""
 
 from __future__ import annotations
 
@@ -7,13 +7,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bough.errors import InvalidRequest, InvalidTree
+from bough.errors import InvalidTree
 from bough.pb import common_pb2
 from bough.trees.draft_probs import DraftProbs
 from bough.trees.tree import Tree
-from bough.trees.tree_plan import BestFirst, Growth, Scheme, StaticShape
-
-SCHEMES: dict[Scheme, common_pb2.VerificationScheme] = {scheme: getattr(common_pb2, scheme.name) for scheme in Scheme}
 
 
 def tree_to_wire(tree: Tree) -> common_pb2.Tree:
@@ -66,32 +63,3 @@ def draft_probs_from_wire(message: common_pb2.DraftProbs) -> DraftProbs:
 def _narrow(numbers: Any) -> NDArray[np.int32]:
     """Unsigned numbers as int32; larger numbers become 2**31 - 1, which every check rejects."""
     return np.minimum(np.asarray(numbers, np.uint64), 2**31 - 1).astype(np.int32)
-
-
-def growth_to_wire(growth: Growth) -> common_pb2.Growth:
-    """Convert a growth of any kind."""
-    match growth:
-        case BestFirst():
-            return common_pb2.Growth(best_first=common_pb2.BestFirst(**growth._asdict()))
-        case StaticShape():
-            return common_pb2.Growth(shape=common_pb2.StaticShape(parents=growth.parents))
-
-
-def growth_from_wire(name: str, message: common_pb2.Growth) -> Growth:
-    """Convert a growth; raises InvalidRequest if missing. `require_growth` checks sizes."""
-    match message.WhichOneof("kind"):
-        case "best_first":
-            return BestFirst(*(getattr(message.best_first, size) for size in BestFirst._fields))
-        case "shape":
-            return StaticShape(tuple(message.shape.parents))
-        case _:
-            raise InvalidRequest(f"{name}: must be best_first or shape, got none")
-
-
-def scheme_from_wire(name: str, value: int) -> Scheme:
-    """The scheme of a protobuf number; raises InvalidRequest if unknown."""
-    for scheme, number in SCHEMES.items():
-        if number == value:
-            return scheme
-    known = ", ".join(f"{number} ({scheme.value})" for scheme, number in SCHEMES.items())
-    raise InvalidRequest(f"{name}: must be one of {known}, got {value}")

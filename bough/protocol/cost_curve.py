@@ -6,9 +6,6 @@ import math
 from bisect import bisect_right
 from dataclasses import dataclass
 
-import numpy as np
-from numpy.typing import ArrayLike, NDArray
-
 from bough.errors import InvalidCurve
 
 MAX_KNOTS = 128
@@ -55,17 +52,6 @@ class CostCurve:
                     f"got {seconds}"
                 )
 
-    def padded(self, rows: ArrayLike) -> NDArray[np.int64]:
-        """Numbers of rows, padded to multiples of `step`."""
-        padded: NDArray[np.int64] = -(-np.maximum(rows, 1) // self.step) * self.step
-        return padded
-
-    def at(self, rows: ArrayLike) -> NDArray[np.float64]:
-        """Seconds for each of these numbers of rows."""
-        padded = self.padded(rows)
-        inside: NDArray[np.float64] = np.interp(padded, self.rows, self.seconds)
-        return inside + self.last_slope * np.maximum(padded - self.rows[-1], 0)
-
     def __call__(self, rows: int) -> float:
         """Seconds for this number of rows."""
         return self.unpadded(-(-max(rows, 1) // self.step) * self.step)
@@ -86,11 +72,6 @@ class CostCurve:
         if len(self.rows) == 1:
             return self.seconds[0] / self.rows[0]
         return (self.seconds[-1] - self.seconds[-2]) / (self.rows[-1] - self.rows[-2])
-
-    def steps(self, most: int) -> NDArray[np.int64]:
-        """The multiples of `step` up to `most`, and `most` itself: the only candidates for a best size."""
-        edges = np.arange(self.step, most + 1, self.step)
-        return edges if len(edges) and edges[-1] == most else np.append(edges, most)
 
     def scaled(self, factor: float) -> CostCurve:
         """The same curve with all seconds multiplied by `factor`."""

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import Enum
-
-from bough.protocol.messages import GrowResult, RoundTimings, VerifyResult
 
 NANO = 1e-9
 
@@ -18,6 +16,35 @@ class Mode(Enum):
     PROBE = "probe"  # a small drafted tree, to measure whether drafting pays again
     FIXED = "fixed"  # sizes fixed by the request or the operator
     OFF = "off"  # no tree: disabled by the request, or at its last token
+
+
+@dataclass(frozen=True, slots=True)
+class RoundTimings:
+    """Durations of one round in nanoseconds, by activity."""
+
+    total_ns: int = 0
+    draft_ns: int = 0
+    network_ns: int = 0  # duration of calls beyond the workers' own totals
+    target_ns: int = 0
+    queue_ns: int = 0  # of target_ns
+    wait_ns: int = 0  # of target_ns
+    compute_ns: int = 0  # of target_ns
+    link_ns: int = 0
+    link_bytes: int = 0
+    link_ideal_ns: int = 0  # link_bytes at the best speed measured
+
+    @property
+    def other_ns(self) -> int:
+        """The part of the total that the orchestrator took."""
+        return max(0, self.total_ns - self.draft_ns - self.network_ns - self.target_ns)
+
+    @property
+    def link_efficiency(self) -> float:
+        """Ideal link time over total time: 1 if the link alone bounds the round, 0 if nothing crosses it."""
+        return self.link_ideal_ns / self.total_ns if self.total_ns else 0.0
+
+    def __add__(self, other: RoundTimings) -> RoundTimings:
+        return RoundTimings(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
 
 @dataclass(slots=True)
@@ -66,10 +93,9 @@ class Decision:
         """Whether there is a prediction; there is none for fixed sizes or without a cost curve of the target."""
         return self.expected.sweep > 0
 
-    def settle(self, num_tokens: int, result: VerifyResult, grown: GrowResult | None, timings: RoundTimings) -> None:
+    def settle(self, timings: RoundTimings, num_tokens: int, num_steps: int, num_left_out: int, num_rows: int) -> None:
         """Record the outcome of the round."""
-        self.tokens, self.num_left_out, self.num_rows = num_tokens, len(result.left_out_nodes), result.num_rows
-        self.num_steps = grown.timings.num_passes if grown is not None else 0
+        self.tokens, self.num_steps, self.num_left_out, self.num_rows = num_tokens, num_steps, num_left_out, num_rows
         sweep_ns = timings.target_ns - timings.queue_ns
         parts_ns = timings.draft_ns, timings.network_ns, timings.queue_ns, sweep_ns, timings.other_ns
         self.seconds = RoundSeconds(*(part_ns * NANO for part_ns in parts_ns))

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
-from bough.protocol.messages import RoundTimings, WorkerInfo
+from bough.protocol.decision import RoundTimings
 from bough.protocol.sampling_params import PositionLogprobs
 from bough.protocol.thoughts import Channels, Thoughts
-from bough.trees.tree import Tree
+from bough.protocol.worker_info import WorkerInfo
 from bough.trees.tree_plan import Growth, Scheme
 
 
@@ -174,7 +174,7 @@ class Started:
 class VerifiedTree(NamedTuple):
     """The tree that the target verified in a round, and the accepted path."""
 
-    tree: Tree
+    parents: Sequence[int]  # of each node; -1 at the root
     accepted_nodes: Sequence[int]  # from the root (excluded) down
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from bough.protocol.cost_curve import CostCurve
@@ -12,8 +11,6 @@ from bough.protocol.prefix_hash import prefix_hash
 from bough.protocol.sampling_params import PositionLogprobs, SamplingParams
 from bough.trees.tree import Tree
 from bough.trees.tree_plan import Scheme, TreePlan
-
-PROTOCOL_VERSION = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,92 +117,3 @@ class VerifyResult:
     cost: CostCurve | None = None  # seconds of a sweep by its rows, all sessions together
     num_rows: int = 0  # rows of the sweep that verified the tree
     num_trees: int = 0  # trees in that sweep
-
-
-@dataclass(frozen=True, slots=True)
-class RoundTimings:
-    """Durations of one round in nanoseconds, by activity."""
-
-    total_ns: int = 0
-    draft_ns: int = 0
-    network_ns: int = 0  # duration of calls beyond the workers' own totals
-    target_ns: int = 0
-    queue_ns: int = 0  # of target_ns
-    wait_ns: int = 0  # of target_ns
-    compute_ns: int = 0  # of target_ns
-    link_ns: int = 0
-    link_bytes: int = 0
-    link_ideal_ns: int = 0  # link_bytes at the best speed measured
-
-    @property
-    def other_ns(self) -> int:
-        """The part of the total that the orchestrator took."""
-        return max(0, self.total_ns - self.draft_ns - self.network_ns - self.target_ns)
-
-    @property
-    def link_efficiency(self) -> float:
-        """Ideal link time over total time: 1 if the link alone bounds the round, 0 if nothing crosses it."""
-        return self.link_ideal_ns / self.total_ns if self.total_ns else 0.0
-
-    def __add__(self, other: RoundTimings) -> RoundTimings:
-        return RoundTimings(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerInfo:
-    """A worker's model, limits and load."""
-
-    kind: str  # "draft" or "target"
-    worker_id: str
-    model_name: str
-    model_description: str
-    model_fingerprint: str
-    tokenizer_fingerprint: str
-    vocab_size: int
-    max_context: int  # tokens of a session, the root included
-    max_nodes: int
-    max_sessions: int  # sessions of max_context tokens that fit; more if shorter
-    num_sessions: int = 0
-    kv_bytes: int = 0  # capacity of the KV cache
-    kv_used_bytes: int = 0  # part of kv_bytes that cannot be evicted now
-    num_waiting: int = 0  # calls that wait for a sweep or a draft step
-    link_bytes_per_pass: int = 0
-    notes: tuple[str, ...] = ()
-    protocol_version: int = PROTOCOL_VERSION
-    bough_version: str = ""
-    arithmetic: str = ""  # of a target: kernels, data types and versions on which its exact bits depend
-    cost: CostCurve | None = None  # seconds of a sweep, or of a draft step, by its rows
-    num_running: int = 0  # calls in the current sweep; a draft counts all calls as waiting
-    num_passes: int = 0  # sweeps or draft steps completed since the start
-    weights_hash: str = ""  # of a target: hash over all weight bytes; empty until computed
-
-    @property
-    def model_identity(self) -> str:
-        """Equal for targets of one model: a session may move among them, though perhaps not bit for bit."""
-        return _digest(self.model_fingerprint, self.model_description, self.tokenizer_fingerprint)
-
-    def contradiction(self, other: WorkerInfo) -> str:
-        """Why sessions must not move between two targets of the same model identity; empty if nothing forbids it."""
-        if {self.kind, other.kind} != {"target"} or self.model_identity != other.model_identity:
-            return ""
-        if not weights_differ(self.weights_hash, other.weights_hash):
-            return ""
-        first, second = sorted((self, other), key=lambda info: info.worker_id)
-        return (
-            f"{first.worker_id} and {second.worker_id} claim the same model but have different weights: "
-            f"{first.weights_hash} and {second.weights_hash}"
-        )
-
-    @property
-    def identity(self) -> str:
-        """Equal for targets that produce equal tokens, bit for bit; short enough to be recorded."""
-        return _digest(self.model_fingerprint, self.model_description, self.tokenizer_fingerprint, self.arithmetic)
-
-
-def weights_differ(first: str, second: str) -> bool:
-    """Whether both hashes are known and differ."""
-    return bool(first and second) and first != second
-
-
-def _digest(*parts: str) -> str:
-    return hashlib.blake2b("\n".join(parts).encode(), digest_size=16).hexdigest()

@@ -5,6 +5,7 @@ Only `bough.rpc.status_map` knows which error is which status.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
@@ -35,6 +36,7 @@ MAX_CALLS = 8192  # limit of a server for all calls
 HANDSHAKE_SECONDS = 20.0  # for which a connection may take to begin speaking HTTP/2
 IDLE_SECONDS = 600.0  # after its last call a connection is closed; clients reconnect when needed
 MAX_METADATA_BYTES = 16 * 1024  # limit of a call's headers
+LASTING_SECONDS = 1e6  # for which calls may go on once their port is closed: until the server is stopped
 
 _KEEPALIVE = [
     ("grpc.keepalive_time_ms", 20_000),
@@ -137,6 +139,7 @@ class Served:
     port: int
     service: str
     gate: Drainer
+    close_port: Callable[[], None]  # frees it for another process: no call comes in, and those that run go on
     _health: HealthService
 
     async def set_ready(self, is_ready: bool) -> None:
@@ -200,7 +203,12 @@ async def serving(
         raise ConfigError(
             f"--port: cannot listen on {where}; it is in use, or --host is not this machine's; 0 takes a free one"
         ) from exc
-    served = Served(bound, service, gate, health_servicer)
+    closing: list[asyncio.Task[None]] = []
+
+    def close_port() -> None:
+        closing.append(asyncio.create_task(server.stop(LASTING_SECONDS)))
+
+    served = Served(bound, service, gate, close_port, health_servicer)
     await served.set_ready(False)
     await server.start()
     try:
@@ -208,6 +216,7 @@ async def serving(
     finally:
         await served.set_ready(False)
         await server.stop(grace_seconds)
+        await asyncio.gather(*closing)
 
 
 def most_connections() -> int:

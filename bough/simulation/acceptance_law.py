@@ -23,6 +23,7 @@ PUBLISHED = {
     "llama-3-70b-8b-cnn-dailymail": LLAMA_3_CNN,
 }
 HOSTILE_RANKS = 16
+MOST_RANKS = 256  # fewer than there are words, as the guesses for a position are distinct
 Rows = tuple[tuple[float, ...], ...]  # [depth][rank]; the last row also applies to all deeper nodes
 NO_ROWS: Rows = ()
 
@@ -33,7 +34,10 @@ def _probs(name: str, value: Any) -> Rows:
         if value not in PUBLISHED:
             raise refusal(name, value, f"a list of probabilities by rank, or one of {', '.join(PUBLISHED)}")
         return (PUBLISHED[value],)
-    return tuple(tuple(row) for row in acceptance_from(name, value).tolist())
+    rows = acceptance_from(name, value)
+    if rows.shape[1] > MOST_RANKS:
+        raise refusal(name, rows.shape[1], f"at most {MOST_RANKS} probabilities")
+    return tuple(tuple(row) for row in rows.tolist())
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,7 @@ def simulate(scenario: Scenario) -> CapacityReport:
     the waiting time of the others follows from Little's law.
 
     Raises:
-        ConfigError: a request does not fit a target.
+        ConfigError: a request does not fit a target, or no request ends within the rounds that are simulated.
     """
     scenario.check()
     share, num_shares = scenario.sliced()
@@ -259,8 +259,14 @@ class _Simulation:
             else:
                 self._end(session)
         self._begin_round(going_on)
+        if self._left_out and 2 * self._measured.num_rounds >= self._scenario.max_rounds:
+            self._begin_measuring()
         if self._measured.num_rounds >= self._scenario.max_rounds and not self._enough.triggered:
             self._enough.succeed()
+
+    def _begin_measuring(self) -> None:
+        self._left_out = 0
+        self._measured.begin(self._env.now, [each.busy_seconds for each in self._drafts])
 
     def _draw(self, session: SimulatedSession) -> float:
         """A uniform number: random, or evenly spread for requests given one by one, to reduce variance."""
@@ -278,7 +284,7 @@ class _Simulation:
         if self._left_out:
             self._left_out -= 1
             if not self._left_out:
-                measured.begin(self._env.now, [each.busy_seconds for each in self._drafts])
+                self._begin_measuring()
         else:
             measured.requests.append(session.as_request(self._env.now))
             if len(measured.requests) >= self._wanted and not self._enough.triggered:

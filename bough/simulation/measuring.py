@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from bough.errors import ConfigError
 from bough.simulation.capacity_choice import Size
 from bough.simulation.scenario import CapacityReport, Percentiles, Scenario
 
@@ -80,15 +81,23 @@ class Measured:
 
 
 def report(measured: Measured, scenario: Scenario, num_shares: int, more_wait: float) -> CapacityReport:
-    """The report on a scenario of which one of `num_shares` shares was simulated, with `more_wait` added to waits."""
+    """The report on a scenario of which one of `num_shares` shares was simulated, with `more_wait` added to waits.
+
+    Raises:
+        ConfigError: no request ended.
+    """
+    if not measured.requests:
+        raise ConfigError(
+            f"--users: must be fewer, or the answers of --mix shorter, as none ended within the {measured.num_rounds} "
+            f"rounds that were simulated; got {scenario.num_users} users of {scenario.num_targets} targets"
+        )
     requests, seconds = measured.requests, measured.seconds
     sweeps = [sweep for each in measured.sweeps for sweep in each if sweep.ended > measured.began]
     swept = sum(sweep.seconds for sweep in sweeps) or 1e-9
     num_targets = max(1, len(measured.sweeps))
     rounds = max(1, sum(measured.sizes.values()))
-    parts = {name: sum(request.parts[name] for request in requests) for name in (requests[0].parts if requests else {})}
-    if parts:
-        parts["place"] += more_wait * len(requests)
+    parts = {name: sum(request.parts[name] for request in requests) for name in requests[0].parts}
+    parts["place"] += more_wait * len(requests)
     whole = sum(parts.values()) or 1e-9
     latencies = np.array([request.latency + more_wait for request in requests])
     inner = [each for each in requests if each.tokens > 1]
@@ -100,7 +109,7 @@ def report(measured: Measured, scenario: Scenario, num_shares: int, more_wait: f
         num_requests=len(requests),
         measured_seconds=seconds,
         tokens_per_second=num_shares * measured.num_tokens / seconds,
-        user_tokens_per_second=float(np.median(rates)) if rates else 0.0,
+        user_tokens_per_second=float(np.median(rates)),
         ttft=_percentiles([request.ttft + more_wait for request in requests]),
         tpot=_percentiles([(each.latency - each.ttft) / (each.tokens - 1) for each in inner]),
         latency=_percentiles(latencies.tolist()),
@@ -110,12 +119,12 @@ def report(measured: Measured, scenario: Scenario, num_shares: int, more_wait: f
         link_bound=sum(sweep.seconds for sweep in sweeps if sweep.is_link_bound) / swept,
         rows_per_sweep=sum(sweep.rows for sweep in sweeps) / max(1, len(sweeps)),
         riders_per_sweep=sum(sweep.riders for sweep in sweeps) / max(1, len(sweeps)),
-        waiting_users=parts.get("place", 0.0) / max(1, len(requests)) * num_shares * measured.requests_per_second,
-        round_seconds=(whole - parts.get("place", 0.0)) / max(1, sum(request.num_rounds for request in requests)),
+        waiting_users=parts["place"] / len(requests) * num_shares * measured.requests_per_second,
+        round_seconds=(whole - parts["place"]) / sum(request.num_rounds for request in requests),
         tokens_per_round=measured.num_tokens / rounds,
         nodes=sum(size.nodes * number for size, number in measured.sizes.items()) / rounds,
         depth=sum(size.depth * number for size, number in measured.sizes.items()) / rounds,
-        preemptions=measured.num_preemptions / max(1, len(requests)),
+        preemptions=measured.num_preemptions / len(requests),
         parts={name: value / whole for name, value in parts.items()},
         is_complete=measured.is_complete,
     )

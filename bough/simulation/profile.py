@@ -66,7 +66,7 @@ class TargetProfile:
     jitter: Jitter = 0.0  # relative standard deviation, lognormal with mean 1
     max_nodes: Count = 512
     max_context: Annotated[int, Field(ge=2)] = 4096
-    max_sweep_rows: Count = 1024
+    max_sweep_rows: Annotated[int, Field(ge=8)] = 1024  # at least max_nodes, as a sweep has whole trees
     kv_tokens: Count = 65536
 
     def padded(self, num_rows: int) -> int:
@@ -241,6 +241,8 @@ def _check(profile: Profile) -> None:
         raise refusal(
             "target.compute_curve", "given", "empty where compute_base_seconds or compute_row_seconds is given"
         )
+    if target.max_sweep_rows < target.max_nodes:
+        raise refusal("target.max_sweep_rows", target.max_sweep_rows, f"at least max_nodes, {target.max_nodes}")
     if (experts := target.experts) and experts.experts_per_token > experts.num_experts:
         raise refusal(
             "target.experts.experts_per_token",

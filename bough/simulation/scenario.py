@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import isclose
 from typing import Any, NamedTuple
 
 from bough.errors import ConfigError
 from bough.simulation.acceptance_law import AcceptanceLaw
 from bough.simulation.capacity_choice import Size
 from bough.simulation.profile import Profile
+
+MOST_EXACT = 64  # targets of a share up to which one that divides everything is preferred to a smaller one
+ROUNDING = 0.02  # share of a number by which rounding may change it; differences below 3 % are chance
 
 
 class RequestKind(NamedTuple):
@@ -42,8 +46,12 @@ class Scenario:
     max_rounds: int = 1_000_000  # rounds after which it stops, even with too few measured requests
 
     def check(self) -> None:
-        """Raises ConfigError if a kind of request does not fit a target."""
+        """Raises ConfigError if a kind of request, or the fixed size, does not fit a target."""
         target = self.profile.target
+        if self.fixed and self.fixed.nodes > target.max_nodes:
+            raise ConfigError(
+                f"--nodes: must be at most {target.max_nodes}, the most that the target takes, got {self.fixed.nodes}"
+            )
         for kind in self.kinds:
             name = f"--mix: {kind.prompt_tokens}:{kind.output_tokens}"
             most = min(target.max_context, target.kv_tokens)
@@ -62,12 +70,16 @@ class Scenario:
     def sliced(self) -> tuple[Scenario, int]:
         """One of several equal shares of users, targets and drafts, and the number of shares; 1 if not divisible.
 
-        Identical shares are independent; a share has at least four targets, so that routing still has an effect.
+        Identical shares are independent; a share has at least four targets, so that routing still has an effect. Where
+        only large shares divide all three, smaller ones are rounded.
         """
-        for shares in range(self.num_targets // 4, 1, -1):
-            if not (self.num_users % shares or self.num_targets % shares or self.num_drafts % shares):
-                numbers = (self.num_users // shares, self.num_targets // shares, self.num_drafts // shares)
-                return replace(self, num_users=numbers[0], num_targets=numbers[1], num_drafts=numbers[2]), shares
+        whole = (self.num_users, self.num_targets, self.num_drafts)
+        for slack, most_targets in ((0.0, MOST_EXACT), (ROUNDING, self.num_targets)):
+            for shares in range(self.num_targets // 4, 1, -1):
+                users, targets, drafts = numbers = [round(number / shares) for number in whole]
+                near = (isclose(own * shares, all_, rel_tol=slack) for own, all_ in zip(numbers, whole, strict=True))
+                if targets <= most_targets and all(near):
+                    return replace(self, num_users=users, num_targets=targets, num_drafts=drafts), shares
         return self, 1
 
 

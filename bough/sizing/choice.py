@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bough.protocol.cost_curve import CostCurve
+from bough.sizing.curve_arrays import seconds_at
 from bough.sizing.gain_profile import GainProfile
 from bough.trees.acceptance import FloatArray
 
@@ -34,12 +35,12 @@ class SweepLoad:
         Sessions that share a sweep decide by the same rule at the same time. Taking the others' trees as given would
         oscillate: a session would see a full sweep and send no tree, the next would see an empty one, and so on.
         """
-        return self.fixed_seconds + self.curve.at(self.num_context + self.num_trees * num_nodes)
+        return self.fixed_seconds + seconds_at(self.curve, self.num_context + self.num_trees * num_nodes)
 
     def seconds_beside(self, num_nodes: NDArray[np.int64], num_others: int) -> FloatArray:
         """(num_sizes,) seconds of a round with a tree of `num_nodes`, if every other session's has `num_others`."""
         rows = self.num_context + (self.num_trees - 1) * num_others + num_nodes
-        return self.fixed_seconds + self.curve.at(rows)
+        return self.fixed_seconds + seconds_at(self.curve, rows)
 
     def expected_sweep(self, num_nodes: int) -> float:
         """Seconds of the sweep with a tree of `num_nodes` nodes and the recent rows of the others."""

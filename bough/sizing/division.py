@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bough.protocol.cost_curve import CostCurve
+from bough.sizing.curve_arrays import seconds_at, sizes_up_to
 from bough.trees.tree import Tree
 
 Floats = NDArray[np.float64]
@@ -70,7 +71,7 @@ def divide(trees: Sequence[SweepTree], fixed_rows: int, cost: CostCurve, price: 
     num_rows = fixed_rows + len(values) - len(order)
     edges = _edges(num_rows, num_rows + len(order), cost, most_rows)
     gained = values[is_kept].sum() + np.append(0.0, np.cumsum(values[order]))[edges - num_rows]
-    seconds = cost.at(edges)
+    seconds = seconds_at(cost, edges)
     worth = gained - max(price.values_per_second, float((gained / (seconds + price.gap_seconds)).max())) * seconds
     best = len(edges) - 1 - int(np.argmax(worth[::-1]))
     is_kept[order[: edges[best] - num_rows]] = True
@@ -79,5 +80,5 @@ def divide(trees: Sequence[SweepTree], fixed_rows: int, cost: CostCurve, price: 
 
 def _edges(least: int, all_rows: int, cost: CostCurve, most_rows: int) -> NDArray[np.int64]:
     """Numbers of rows to compare, ascending from `least`."""
-    edges = cost.steps(max(least, min(all_rows, most_rows)))
+    edges = sizes_up_to(cost, max(least, min(all_rows, most_rows)))
     return np.append(least, edges[edges > least])

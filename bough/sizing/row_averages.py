@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bough.protocol.cost_curve import CostCurve
+from bough.sizing.curve_arrays import seconds_at
 from bough.trees.acceptance import falling
 
 FLAT = CostCurve((1, 2), (1.0, 1.0))
@@ -79,7 +80,7 @@ class RowAverages:
     def __init__(self, shape: CostCurve, rows: NDArray[np.int64], is_given: bool = False) -> None:
         """`values` is for these ascending `rows`; with `is_given` the shape's scale counts as TRUST_GIVEN samples."""
         self._shape = shape
-        self._log_rows, self._shape_values = np.log(rows), shape.at(rows)
+        self._log_rows, self._shape_values = np.log(rows), seconds_at(shape, rows)
         self._of_shape = TRUST_GIVEN if is_given else 0.0
         self._anchor = 0.0  # log scale of the shape
         self._buckets: dict[int, _Bucket] = {}  # by log2 of rows, rounded up: kernels' tiles end at powers of two

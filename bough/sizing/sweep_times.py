@@ -57,7 +57,7 @@ class SweepTimes:
         self._volume = RowAverages(prior.volume or FLAT.scaled(num_bytes), self._rows, has_link)
         self._byte_seconds = RowAverages(FLAT.scaled(seconds / num_bytes), np.ones(1, np.int64))
         self._assumed = seconds / num_bytes if has_link else math.inf  # seconds of a byte, until a sweep has waited
-        self._fit: _Fit | None = None
+        self._fit: _FittedSweep | None = None
 
     def observe(self, rows: int, total_seconds: float, wait_seconds: float, link_bytes: int = 0) -> None:
         """Add a sweep, which waited `wait_seconds` of its time for weights; `link_bytes` crossed the link."""
@@ -87,7 +87,7 @@ class SweepTimes:
         fit = self._fitted()
         return fit.knee if fit is not None else math.inf
 
-    def _fitted(self) -> _Fit | None:
+    def _fitted(self) -> _FittedSweep | None:
         if self._fit is None and self._compute.is_known:
             byte_seconds = self._byte_seconds.value(1) if self._byte_seconds.is_known else self._assumed
             link = byte_seconds * self._volume.values() if byte_seconds < math.inf else None
@@ -96,7 +96,7 @@ class SweepTimes:
 
 
 @dataclass(frozen=True, slots=True)
-class _Fit:
+class _FittedSweep:
     curve: CostCurve
     knee: float
 
@@ -123,10 +123,12 @@ def grid(step: int, most_rows: int) -> NDArray[np.int64]:
     return unique
 
 
-def _fit(rows: NDArray[np.int64], compute: NDArray[np.float64], link: NDArray[np.float64] | None, step: int) -> _Fit:
+def _fit(
+    rows: NDArray[np.int64], compute: NDArray[np.float64], link: NDArray[np.float64] | None, step: int
+) -> _FittedSweep:
     """The maximum of compute and link, with a knot on either side of each crossing."""
     if link is None:
-        return _Fit(to_curve(rows, compute, step), math.inf)
+        return _FittedSweep(to_curve(rows, compute, step), math.inf)
     is_longer = compute > link
     crossings = np.flatnonzero(is_longer[1:] != is_longer[:-1])
     knots, knee = [rows], 0.0 if is_longer[0] else math.inf
@@ -139,7 +141,7 @@ def _fit(rows: NDArray[np.int64], compute: NDArray[np.float64], link: NDArray[np
     every = np.unique(np.concatenate(knots))
     every = every[(every >= rows[0]) & (every <= rows[-1])]
     seconds = np.maximum(np.interp(every, rows, compute), np.interp(every, rows, link))
-    return _Fit(to_curve(every, seconds, step), math.inf if not is_longer.any() else knee)
+    return _FittedSweep(to_curve(every, seconds, step), math.inf if not is_longer.any() else knee)
 
 
 def to_curve(rows: NDArray[np.int64], seconds: NDArray[np.float64], step: int) -> CostCurve:

@@ -107,9 +107,6 @@ class OtlpSpan(Span):
             span = self._tracer.start_span(one.name, within, attributes=one.attributes, start_time=began_ns)
             span.end(self._offset_ns + one.ended_ns)
 
-    def __enter__(self) -> Span:
-        return self
-
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:

@@ -9,36 +9,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from bough.errors import ConfigError
-from bough.trees.tree_plan import Scheme
+from bough.trees.scheme_acceptance import SchemeAcceptance
 
 FloatArray = NDArray[np.float64]
 Acceptance = FloatArray  # (num_depths, num_ranks)
 
 SUM_SLACK = 1e-6  # rounded probabilities may sum to slightly more than 1
 PRIOR_NODES = 50.0  # weight of the average over all depths in each depth's estimate, as a number of observed nodes
-
-
-@dataclass(frozen=True, slots=True)
-class DepthCounts:
-    """Outcomes for the children of nodes at one depth, as node counts in which older nodes may weigh less."""
-
-    accepted: tuple[float, ...]  # (num_ranks,) [k]: the child of rank k was accepted
-    rejected: tuple[float, ...]  # (num_ranks,) [k]: there were k + 1 children, and none was accepted
-
-
-@dataclass(frozen=True, slots=True)
-class SchemeAcceptance:
-    """Acceptance counts that a running system collected for one verification scheme."""
-
-    scheme: Scheme
-    num_rounds: int  # rounds whose tree had more than its root, including rounds that no longer weigh in the counts
-    depths: tuple[DepthCounts, ...]
 
 
 def acceptance_from(name: str, value: object) -> Acceptance:

@@ -106,7 +106,7 @@ class _Curve(NamedTuple):
 LEAF = _Curve(1, np.ones(1), np.empty(0))  # a root without children
 
 
-class _Table(NamedTuple):
+class _SubtreeValues(NamedTuple):
     """Largest values of subtrees whose root is at one depth and counts 1; -inf where no such subtree exists."""
 
     values: FloatArray  # (most children + 1, nodes + 1) [b, m]: m nodes, b children of the root
@@ -114,7 +114,7 @@ class _Table(NamedTuple):
     curve: _Curve  # of `best`
 
 
-def _tables(acceptance: Acceptance, nodes: int, levels: int) -> list[_Table]:
+def _tables(acceptance: Acceptance, nodes: int, levels: int) -> list[_SubtreeValues]:
     """A table for each depth: T[m][l][b] = max over y of T[y][l][b-1] + p[b] max_j T[m-y][l-1][j]."""
     tables = [_table([LEAF], nodes)]  # deepest first
     for depth in reversed(range(min(levels, nodes) - 1)):
@@ -126,7 +126,7 @@ def _tables(acceptance: Acceptance, nodes: int, levels: int) -> list[_Table]:
     return tables[::-1]
 
 
-def _above(row: FloatArray, below: _Curve, nodes: int) -> _Table:
+def _above(row: FloatArray, below: _Curve, nodes: int) -> _SubtreeValues:
     """The table of a depth whose nodes' children have acceptance `row`, from subtrees one level deeper."""
     curves = [LEAF]
     for prob in row[: nodes - 1]:
@@ -134,11 +134,11 @@ def _above(row: FloatArray, below: _Curve, nodes: int) -> _Table:
     return _table(curves, nodes)
 
 
-def _table(curves: Sequence[_Curve], nodes: int) -> _Table:
+def _table(curves: Sequence[_Curve], nodes: int) -> _SubtreeValues:
     """The table of these numbers of children, from none on."""
     values = np.stack([curve.table(nodes) for curve in curves])
     best = values.max(axis=0)
-    return _Table(values, best, _curve(best[1 : 1 + np.isfinite(best).sum()]))
+    return _SubtreeValues(values, best, _curve(best[1 : 1 + np.isfinite(best).sum()]))
 
 
 def _curve(values: FloatArray) -> _Curve:
@@ -180,7 +180,7 @@ def _scaled(values: FloatArray, prob: float) -> FloatArray:
     return np.where(np.isfinite(values), values, 0.0) * prob + np.where(np.isfinite(values), 0.0, -np.inf)
 
 
-def _split(tables: Sequence[_Table], acceptance: Acceptance, depth: int, size: int) -> list[int]:
+def _split(tables: Sequence[_SubtreeValues], acceptance: Acceptance, depth: int, size: int) -> list[int]:
     """Sizes of the root's child subtrees in the best subtree of `size` nodes at `depth`."""
     values, row = tables[depth].values, acceptance_below(acceptance, depth)
     sizes = []

@@ -67,8 +67,7 @@ class Guessing:
     def _weighted(self, values: NDArray[np.float32], tokens: NDArray[np.int32]) -> Candidates:
         """Logarithms of `draft_sampler.draft_weights` of every node; -inf for tokens that are not sampled.
 
-        Raises:
-            Unavailable: a row has no finite logit.
+        Raises Unavailable for a row without a finite logit.
         """
         require_numbers(values[:, 0])
         if self.params.is_greedy:
@@ -85,8 +84,7 @@ class StepAnswer(Protocol):
     def candidates(self, guessing: Guessing, positions: NDArray[np.int32]) -> Candidates:
         """Candidates after each node; `positions` (num_nodes,) are the absolute ones of the children.
 
-        Raises:
-            InvalidRequest, Unavailable: nothing can be chosen.
+        Raises InvalidRequest or Unavailable if nothing can be chosen.
         """
 
 

@@ -71,12 +71,10 @@ class DraftAhead:
         return True
 
     def segments(self) -> list[Segment]:
-        """The rows of a step."""
         assert self.wanted is not None
         return [self.session.explored.segment(self.session.slot, self.wanted)]
 
     def learn(self, answer: StepAnswer) -> None:
-        """Store the answer in the session's expansion cache."""
         assert self.wanted is not None
         self._num_steps_left -= 1
         self.session.learn(self.wanted, answer)

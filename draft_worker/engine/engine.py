@@ -98,7 +98,6 @@ class DraftEngine:
 
     @property
     def num_growing(self) -> int:
-        """Number of calls whose trees are growing."""
         return len(self._running)
 
     @property
@@ -108,7 +107,6 @@ class DraftEngine:
 
     @property
     def can_go_ahead(self) -> bool:
-        """Whether there is draft-ahead work."""
         return bool(self._ahead)
 
     def start(self, request: PendingGrow) -> None:
@@ -136,12 +134,7 @@ class DraftEngine:
         self._go_on(running)
 
     def release(self, session_id: str, epoch: int = 0) -> None:
-        """Forget a session and end its call, unless it has a newer epoch; epoch 0 always forgets.
-
-        Raises:
-            NotFound: the session has no slot, and no call of it waits.
-            StaleEpoch: the session has a newer epoch.
-        """
+        """Forget a session, ending its calls; epoch 0 always does. Raises NotFound, or StaleEpoch for a newer epoch."""
         if epoch:
             self._require_epoch(session_id, epoch)
         is_held = session_id in self.pool
@@ -158,7 +151,6 @@ class DraftEngine:
             raise StaleEpoch(f"epoch: must be at least {newest}, the session's, got {epoch}")
 
     def close(self) -> None:
-        """End all calls."""
         for session_id in [*self._running, *(request.call.context.session_id for request in self._waiting)]:
             self._end(session_id, Unavailable("the draft worker is being shut down"))
 
@@ -271,8 +263,7 @@ def frontier_rows(jobs: Sequence[GrowJob]) -> int:
 def _fitted(call: GrowCall, most: int) -> GrowCall:
     """Limit the levels of a best-first tree, so that the session has rows for the nodes that it may expand, `most`.
 
-    Raises:
-        InvalidRequest: a shape needs more rows; it is not cut, as a caller chose its size.
+    Raises InvalidRequest for a shape that needs more rows; it is not cut, as a caller chose its size.
     """
     growth = call.plan.growth
     if growth.max_expansions <= most:

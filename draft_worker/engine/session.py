@@ -70,10 +70,8 @@ class DraftSession:
     def stand_on(self, call: GrowCall, guessing: Guessing, scaling: TemperatureScaling) -> None:
         """Adopt the call's context, and keep expansions that are still below it.
 
-        First `scaling`, the exponent for such guesses, learns from what followed the last tree.
-
-        Raises:
-            PrefixMissing: the session here holds less than the caller assumes, or something else.
+        First `scaling`, the exponent for such guesses, learns from what followed the last tree. Raises PrefixMissing
+        if the session here holds less than the caller assumes, or something else.
         """
         context = call.context
         require_prefix(self.tokens, context.context_start, context.prefix_hash)
@@ -125,8 +123,7 @@ class DraftSession:
     def mend(self) -> None:
         """Drop what a step that failed midway has left of no use; the model is then run on these tokens again.
 
-        Raises:
-            Unavailable: the growing tree is below them; the session's next one begins anew.
+        Raises Unavailable if the growing tree is below them; the session's next one begins anew.
         """
         if self.slot.usable(self.slot.length) < self.slot.length:
             self.slot.roll_back(self.slot.length)

@@ -28,10 +28,8 @@ class SessionPool:
         self._arena, self.window, self._ahead_rows, self._state_bytes = arena, window, ahead_rows, state_bytes
         self._sessions: OrderedDict[str, DraftSession] = OrderedDict()  # least recently used first
         self._index: PrefixIndex[DraftSession] = PrefixIndex()
-        self.num_evictions = 0
 
     def __len__(self) -> int:
-        """Number of sessions."""
         return len(self._sessions)
 
     def __contains__(self, session_id: object) -> bool:
@@ -145,5 +143,4 @@ class SessionPool:
             return False
         for name in evicted:
             self.release(name)
-        self.num_evictions += len(evicted)
         return True

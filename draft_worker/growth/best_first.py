@@ -73,12 +73,7 @@ def _best_open(scores: Scores, is_open: NDArray[np.bool_], budget: int, width: i
 
 
 def _promising(
-    scores: Scores,
-    frontier: Nodes,
-    candidates: Candidates,
-    max_children: int,
-    budget: int,
-    room: int,
+    scores: Scores, frontier: Nodes, candidates: Candidates, max_children: int, budget: int, room: int
 ) -> tuple[Nodes, NDArray[np.int32], Scores]:
     """Parents, tokens and log-probabilities, each (num_new,), of at most `room` children that could be in the tree."""
     tokens, log_probs = candidates.tokens[:, :max_children], candidates.log_probs[:, :max_children]

@@ -62,7 +62,6 @@ class GrowingTree:
         return [*takewhile(lambda expansion: expansion >= 0, self.expansions[path].tolist())]
 
     def tree(self) -> Tree:
-        """All nodes."""
         cut = slice(0, self.num_nodes)
         return Tree(self.tokens[cut].copy(), self.parents[cut].copy(), self.log_probs[cut].copy())
 

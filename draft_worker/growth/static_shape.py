@@ -27,10 +27,8 @@ NUM_SHAPES = 64  # in the cache
 def grower_for(call: GrowCall, max_children: int, vocab_size: int) -> Grower:
     """The grower for a call; in a best-first tree a node has at most `max_children` children.
 
-    `vocab_size` is the draft's, used if the call does not give the target's.
-
-    Raises:
-        InvalidRequest: the scheme cannot verify trees of this growth.
+    `vocab_size` is the draft's, used if the call does not give the target's. Raises InvalidRequest if the scheme cannot
+    verify trees of this growth.
     """
     growth, scheme = call.plan.growth, call.plan.scheme
     stop_tokens = np.fromiter(call.sampling.stop_token_ids, np.int32)

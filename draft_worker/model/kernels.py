@@ -20,8 +20,8 @@ from transformers.utils.logging import disable_progress_bar
 
 from bough.model.checkpoint.checkpoint import Checkpoint
 from bough.model.cpu.small_model import SIZES, WHOLE, write_small
+from draft_worker.model.model_draft import warm_up_choosing
 from draft_worker.model.sources import load_draft
-from draft_worker.model.warm_up import warm_up_choosing
 
 CPU = torch.device("cpu")
 NICENESS = 10  # answers do not wait for a draft: the target's kernels, and then its sweeps, go first

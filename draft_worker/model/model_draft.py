@@ -15,6 +15,7 @@ from bough.model.batch.batch import Batch
 from bough.model.gpu.faults import named_faults
 from bough.model.kv.segment import Segment
 from bough.model.running.runner import ResidentModel
+from bough.protocol.sampling_params import SamplingParams
 from draft_worker.candidates.adjust import adjust, constrain
 from draft_worker.candidates.candidates import Guessing
 from draft_worker.candidates.top_k import largest
@@ -76,3 +77,10 @@ class ModelDraft:
             prompt_length = session.guessing.prompt_length
             allowed.stand_on(session.tokens[prompt_length:])
             constrain(logits, allowed, paths, positions >= prompt_length)
+
+
+def warm_up_choosing(vocab_size: int, device: torch.device) -> None:
+    """Compile what a step needs besides the model: choose the largest of some logits, perturbed as by the target."""
+    values, tokens = largest(torch.zeros(1, vocab_size, device=device), NUM_CONSIDERED)
+    guessing = Guessing(SamplingParams(temperature=1.0), 0, is_sample=False, is_perturbed=True)
+    guessing.candidates(values, tokens, np.zeros(1, np.int32))

@@ -28,11 +28,7 @@ def draft_skeleton(checkpoint: Checkpoint, drop_layers: tuple[int, ...], dtype: 
 
 
 def load_draft(
-    checkpoint: Checkpoint,
-    drop_layers: tuple[int, ...],
-    dtype: str,
-    device: torch.device,
-    bits: str = "16",
+    checkpoint: Checkpoint, drop_layers: tuple[int, ...], dtype: str, device: torch.device, bits: str = "16"
 ) -> ResidentModel:
     """Load a resident draft model, as `draft_skeleton` and `with_weights` do."""
     return with_weights(draft_skeleton(checkpoint, drop_layers, dtype, device), device, bits)

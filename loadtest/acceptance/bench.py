@@ -11,7 +11,7 @@ import numpy as np
 
 from bough.protocol.messages import Context, GrowCall, Verdict, VerifyCall
 from bough.protocol.sampling_params import SamplingParams
-from bough.trees.acceptance import SchemeAcceptance
+from bough.trees.scheme_acceptance import SchemeAcceptance
 from bough.trees.tree import Tree
 from bough.trees.tree_plan import Growth, Guess, Scheme, StaticShape, TreePlan
 from draft_worker.worker import DraftWorker

@@ -22,8 +22,10 @@ from __future__ import annotations
 
 import json
 
-from bough.config.flag_parser import FlagParser
+from bough.config.flag_parser import FlagParser, checked
+from bough.config.parsers import number
 from loadtest.regret import real, simulated
+from loadtest.regret.regimes import regimes
 from loadtest.regret.scoring import overall
 
 
@@ -31,11 +33,14 @@ def main() -> None:
     """Print progress, and one JSON line."""
     parser = FlagParser(description=__doc__)
     parser.add_argument("--only", choices=("simulated", "real"), help="one of the two")
-    parser.add_argument("--regime", action="append", default=[], help="only this one; may be repeated")
-    parser.add_argument("--repeats", type=int, default=8, help="simulated: texts of each regime")
+    two_or_more = checked(number(int, 2))  # the best size is chosen on one half and scored on the other
+    known = [*(each.name for each in regimes()), *(each.name for each in real.REGIMES)]
+    only_this = "only this one; may be repeated"
+    parser.add_argument("--regime", action="append", default=[], choices=known, metavar="NAME", help=only_this)
+    parser.add_argument("--repeats", type=two_or_more, default=8, help="simulated: texts of each regime")
     parser.add_argument("--more-repeats", type=int, default=24, help="of the sizer alone, to judge its predictions by")
     parser.add_argument("--simulated-tokens", type=int, default=128, help="of each of them")
-    parser.add_argument("--prompts", type=int, default=4, help="real: texts of each regime")
+    parser.add_argument("--prompts", type=two_or_more, default=4, help="real: texts of each regime")
     parser.add_argument("--tokens", type=int, default=32, help="of each of them")
     parser.add_argument("--plain-tokens", type=int, default=12, help="of which plain decoding makes so many")
     parser.add_argument("--more-prompts", type=int, default=9, help="real: of the sizer alone, likewise")

@@ -105,8 +105,10 @@ class Bench:
         }
         for client in (self._own, self._other):
             await stream(client, self.prompts[0], GenerateOptions(temperature=0.0, max_tokens=WARM_TOKENS))
-        names = list(contestants)
-        for number in range(self.task.scale.num_prompts):
+        names, scale = list(contestants), self.task.scale
+        num_groups = len(self.prompts) // self.task.regime.num_sessions
+        num_prompts = min(scale.num_prompts, num_groups)
+        for number in range(num_prompts):
             plain: list[Stream] = []
             others: list[list[Stream]] = []
             turn = number % len(names)
@@ -122,8 +124,7 @@ class Bench:
             self.num_unequal += sum(
                 _is_unequal(one, its) for each in others for one, its in zip(each, plain, strict=True)
             )
-        scale, num_groups = self.task.scale, len(self.prompts) // self.task.regime.num_sessions
-        for number in range(scale.num_prompts, min(scale.num_prompts + scale.more_prompts, num_groups)):
+        for number in range(num_prompts, min(num_prompts + scale.more_prompts, num_groups)):
             await self._answers("self", contestants["self"], number)
         return self._measured()
 

@@ -147,6 +147,8 @@ def run(scale: Scale, names: Sequence[str] = ()) -> dict[str, Any]:
 
 def summary(results: Sequence[Result]) -> dict[str, Any]:
     """The figures of the JSON line."""
+    if not results:  # those named are real
+        return {"regimes": {}}
     ratios = {result.regime.name: round(result.score.ratio, 4) for result in results}
     off = [r.score.plain_ratio for r in results if "off" in r.score.best_fixed]
     rounds = sum(result.sizer.num_rounds for result in results)

@@ -14,8 +14,9 @@ import numpy as np
 import simpy
 
 from bough.protocol.cost_curve import CostCurve
+from bough.protocol.decision import RoundTimings
 from bough.protocol.generation import Speculation
-from bough.protocol.messages import GrowResult, RoundTimings, Timings, VerifyResult
+from bough.protocol.messages import GrowResult, Timings, VerifyResult
 from bough.simulation.profile import Factors, Profile, jittered
 from bough.sizing.division import SweepTree, divide
 from bough.sizing.step_times import StepTimes

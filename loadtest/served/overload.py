@@ -26,7 +26,10 @@ from loadtest.served.streams import Answered, Ask, Door, GrpcDoor, HttpDoor, clo
 
 RUNNING, WAITING = 16, 4  # a queue through which a request waits for about a quarter of an answer: some 1 s of the 4
 SWEEP_SECONDS = 0.2
-ANSWER_TOKENS = 32
+ANSWER_TOKENS = (
+    16,
+    48,
+)  # least and most: answers of one length that begin together would end together, again and again
 OBJECTIVE = Objective(first_token_seconds=4.0, token_seconds=0.25)  # a token in a sweep, and some time beside sweeps
 FACTOR = 5.0  # offered requests in overload, over those that ended in time at the peak
 FIRST_SHARE, CLIMB = 0.7, 1.25  # the climb's first rate over what users who wait achieve; each rate over the one before
@@ -97,9 +100,12 @@ async def offer(doors: Sequence[Door], rate: float, seconds: float, seed: int) -
     while (due := due + rng.expovariate(rate)) < began + seconds:
         await asyncio.sleep(due - time.monotonic())
         lateness.append(time.monotonic() - due)
-        ask = Ask(f"question {seed} {len(tasks)}", ANSWER_TOKENS, seed=len(tasks))
-        tasks.append(asyncio.ensure_future(doors[len(tasks) % len(doors)](ask)))
+        tasks.append(asyncio.ensure_future(doors[len(tasks) % len(doors)](_ask(f"question {seed}", len(tasks)))))
     return Offered([(await task).sample for task in tasks], began, seconds, lateness)
+
+
+def _ask(text: str, number: int) -> Ask:
+    return Ask(f"{text} {number}", random.Random(number).randint(*ANSWER_TOKENS), seed=number)
 
 
 async def climb(doors: Sequence[Door], rate: float, seconds: float, seed: int) -> list[Offered]:
@@ -127,7 +133,7 @@ async def overload(seconds: float, seed: int) -> dict[str, Any]:
             grpc_door, http_door = GrpcDoor(address), HttpDoor(await http_url_of(address))
             doors: list[Door] = [grpc_door, http_door]
             began = time.monotonic()
-            waited = await closed_loop(doors, RUNNING, seconds, lambda n: Ask(f"user {n}", ANSWER_TOKENS, seed=n))
+            waited = await closed_loop(doors, RUNNING, seconds, lambda number: _ask("user", number))
             capacity = sum(not sample.error for sample in waited) / (time.monotonic() - began)
             steps = await climb(doors, FIRST_SHARE * max(capacity, 0.1), seconds, seed)
             best = max(steps, key=lambda step: step.goodput)

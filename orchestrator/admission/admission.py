@@ -53,7 +53,7 @@ class Admission:
 
     @property
     def is_closed(self) -> bool:
-        """Whether all requests are refused."""
+        """Whether further requests are refused."""
         return self._refusal != ""
 
     @property
@@ -80,7 +80,7 @@ class Admission:
 
         Raises:
             Exhausted: they do not all have room, so none has got anything; has a retry delay.
-            Unavailable: all requests are refused.
+            Unavailable: further requests are refused.
         """
         self._require_room(num)
         holds = [Hold(is_further=index > 0) for index in range(num)]
@@ -97,23 +97,19 @@ class Admission:
 
         Raises:
             Exhausted: the queue is full, or the turn did not come in time; has a retry delay.
-            Unavailable: all requests are refused.
+            Unavailable: further requests are refused.
         """
         with deadline.waiting():
             await self._turn(hold, deadline.queue_seconds)
 
     def require_open(self) -> None:
-        """Raise Unavailable if all requests are refused."""
+        """Raise Unavailable if further requests are refused."""
         if self._refusal:
             raise Unavailable(self._refusal)
 
     def close(self, refusal: str) -> None:
-        """Refuse all requests from now on, including queued ones, as Unavailable with this text."""
+        """Refuse further requests as Unavailable with this text; those that have a place or a turn keep it."""
         self._refusal = refusal
-        for hold in self._queue:
-            if hold.turn is not None and not hold.turn.done():
-                hold.turn.set_exception(Unavailable(refusal))
-                hold.turn.exception()  # of a request that is not waited for yet nobody asks
 
     def exhausted(self, problem: str, num: int = 1) -> Exhausted:
         """The error for a refused caller of `num` requests, with a retry delay that increases from caller to caller.
@@ -146,7 +142,6 @@ class Admission:
         if hold not in self._began and hold not in self._queue:
             self._require_room(1)
             self._enter(hold)
-        self.require_open()
         if hold in self._began:
             return
         assert hold.turn is not None, "it waits for one"

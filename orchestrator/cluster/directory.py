@@ -22,7 +22,7 @@ from bough.concurrency.tasks import background, end
 from bough.errors import BoughError, Unavailable
 from bough.processes.compatibility import fetch_tokenizer
 from bough.protocol.generation import WorkerStatus
-from bough.protocol.messages import PROTOCOL_VERSION, WorkerInfo
+from bough.protocol.worker_info import PROTOCOL_VERSION, WorkerInfo
 from bough.registry.records import WorkerRecord
 from bough.registry.registry import LEASE_SECONDS, Registry
 from bough.security.access import OPEN, Access
@@ -125,7 +125,6 @@ class Directory:
             await asyncio.gather(*(known.look(LOOK_SECONDS) for known in self._everyone() if known.is_usable))
 
     def statuses(self) -> tuple[WorkerStatus, ...]:
-        """Statuses of all known workers."""
         return tuple(WorkerStatus(k.record.address, k.info, self._problem(k)) for k in self._everyone())
 
     def _problem(self, known: AnyHandle) -> str:
@@ -134,7 +133,7 @@ class Directory:
             return known.problem or "did not answer; left alone"
         if known.info.kind == "draft" and self._targets and not any(_fit(known, t) for t in self._targets.values()):
             target = next(iter(self._targets.values()))
-            difference = first_difference(known.tokenizer.vocabulary, target.tokenizer.vocabulary)
+            difference = first_difference(known.tokenizer.files.vocabulary, target.tokenizer.files.vocabulary)
             return f"its tokenizer differs from {target.record.worker_id}'s: {difference}"
         return ""
 
@@ -229,8 +228,7 @@ class Directory:
     ) -> WorkerHandle[AnyClient]:
         """Ask a worker, which is to work with `others`, what it serves; its client is closed if that fails.
 
-        Raises:
-            Unavailable: it does not answer, or not sensibly.
+        Raises Unavailable if it does not answer, or not sensibly.
         """
         try:
             info = await client.info()
@@ -251,8 +249,8 @@ class Directory:
 
     async def _read_vocabularies(self, known: WorkerHandle[AnyClient], others: Iterable[WorkerHandle[Any]]) -> None:
         """Read and cache vocabularies of workers whose tokenizers differ, so that a problem names the difference."""
-        misfits: list[TokenizerFiles] = [other.tokenizer for other in others if not _fit(other, known)]
-        for files in (known.tokenizer, *misfits) if misfits else ():
+        misfits: list[TokenizerFiles] = [other.tokenizer.files for other in others if not _fit(other, known)]
+        for files in (known.tokenizer.files, *misfits) if misfits else ():
             await self.tokenizing.run(partial(getattr, files, "vocabulary"))
 
     async def _forget_unlisted(self) -> None:

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from bough.protocol.cost_curve import CostCurve
-from bough.protocol.messages import VerifyResult, WorkerInfo
+from bough.protocol.messages import VerifyResult
+from bough.protocol.worker_info import WorkerInfo
 from bough.registry.records import WorkerLoad
 from orchestrator.sizing.worker_times import RecentMedian, TargetTimes
 
@@ -34,7 +35,6 @@ class UsualRound:
     num_tokens: RecentMedian = field(default_factory=lambda: RecentMedian(USUAL_TOKENS))
 
     def observe(self, result: VerifyResult) -> None:
-        """Record a round's result."""
         self.num_tokens.add(len(result.verdict.accepted_nodes) + 1)
         if result.num_trees:
             self.tree_rows.add(result.num_rows / result.num_trees)

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 from bough.errors import InvalidRequest, NotFound, Unavailable
 from bough.protocol.generation import GenerateOptions, ModelInfo
-from bough.protocol.messages import WorkerInfo
 from bough.protocol.same_fields import like
+from bough.protocol.worker_info import WorkerInfo
 from bough.registry.records import RequestRecord, SessionRecord
 from orchestrator.cluster.directory import Directory
 from orchestrator.cluster.same_weights import other_weights, with_weights
@@ -130,5 +130,5 @@ def _listed(names: Sequence[str]) -> str:
 def _model_info(targets: Targets) -> ModelInfo:
     """The ModelInfo of targets with one model."""
     longest = max(target.info.max_context for target in targets)
-    ends = targets[0].tokenizer.eos_token_ids
+    ends = targets[0].tokenizer.files.eos_token_ids
     return like(ModelInfo, targets[0].info, max_context=longest, eos_token_ids=ends)

@@ -17,8 +17,9 @@ from bough.errors import BoughError, PrefixMissing, Unavailable
 from bough.pb import common_pb2
 from bough.protocol import codec
 from bough.protocol.codec_fields import read
-from bough.protocol.messages import Context, GrowCall, GrowResult, VerifyCall, VerifyResult, WorkerInfo
+from bough.protocol.messages import Context, GrowCall, GrowResult, VerifyCall, VerifyResult
 from bough.protocol.prefix_hash import prefix_hash
+from bough.protocol.worker_info import WorkerInfo
 from bough.rpc.services import DRAFT, TARGET, stub_of
 from bough.rpc.status_map import to_error
 from bough.security.access import OPEN, Access
@@ -75,7 +76,6 @@ class WorkerClient:
         return self._made
 
     async def close(self) -> None:
-        """Close the connection."""
         await self._channel.close()
 
     async def info(self) -> WorkerInfo:
@@ -159,8 +159,7 @@ class TargetClient(WorkerClient):
     async def reserve(self, session: Session, proposal: Proposal, num_running: int, timeout_seconds: float) -> Reserved:
         """Ask for a slot without sending the context: the target reserves it before it reports missing tokens.
 
-        Raises:
-            Exhausted: there is no room.
+        Raises Exhausted if there is no room.
         """
         context = _context(session, len(session.tokens))
         call = self._verify(session, proposal, num_running, timeout_seconds, context, reserves=True)

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field, replace
 from typing import Generic, TypeAlias, TypeVar
 
 from bough.errors import BoughError
-from bough.protocol.messages import VerifyResult, WorkerInfo
+from bough.protocol.messages import VerifyResult
+from bough.protocol.worker_info import WorkerInfo
 from bough.registry.records import WorkerRecord
 from bough.tokenization.tokenizer import Tokenizer
-from bough.tokenization.vocabulary import TokenizerFiles
 from orchestrator.cluster.expected_wait import Need, TargetSpeed, UsualRound, expected_seconds
 from orchestrator.cluster.worker_clients import DraftClient, TargetClient
 from orchestrator.cluster.worker_health import Health
@@ -30,7 +30,7 @@ class WorkerHandle(Generic[AnyClient]):
     record: WorkerRecord
     client: AnyClient
     info: WorkerInfo
-    tokens: Tokenizer  # shared by workers with equal tokenizers
+    tokenizer: Tokenizer  # shared by workers with equal tokenizers
     problem: str = ""  # why it is not used, for good
     num_running: int = 0
     num_missing: int = 0  # consecutive polls of the index without it
@@ -40,10 +40,6 @@ class WorkerHandle(Generic[AnyClient]):
 
     def __post_init__(self) -> None:
         self.speed.times.update(self.info.worker_id, self.info.cost)
-
-    @property
-    def tokenizer(self) -> TokenizerFiles:
-        return self.tokens.files
 
     @property
     def is_usable(self) -> bool:
@@ -61,7 +57,6 @@ class WorkerHandle(Generic[AnyClient]):
         return self.num_running, load.kv_used_bytes / max(1, load.kv_bytes)
 
     def observe(self, result: VerifyResult) -> None:
-        """Record a round at this target."""
         self.speed.times.update(self.info.worker_id, result.cost)
         self.usual.observe(result)
 

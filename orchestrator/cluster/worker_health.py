@@ -56,7 +56,6 @@ class Health:
 
     @property
     def is_good(self) -> bool:
-        """Whether it is used."""
         return self._pause.is_over
 
     def is_good_for(self, session_id: str) -> bool:

@@ -6,7 +6,7 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from http import HTTPStatus
 from typing import Any
@@ -27,7 +27,7 @@ from bough.protocol.generation import ModelInfo, TextPrompt
 from bough.registry.records import WorkerRecord
 from orchestrator.admission.call_limiter import GENERATE, TOKENIZE
 from orchestrator.http_api import chat, completions
-from orchestrator.http_api.answers.answer import Answer, Head
+from orchestrator.http_api.answers.answer import Head
 from orchestrator.http_api.answers.spelling import Spell
 from orchestrator.http_api.body import BodyReader
 from orchestrator.http_api.exchange import Exchange
@@ -49,7 +49,7 @@ from orchestrator.http_api.responses.answer import ResponseAnswer, repeated
 from orchestrator.http_api.responses.fields import NOT_KEPT, ResponseFields
 from orchestrator.http_api.ui import FILES, page_routes
 from orchestrator.serving.requests import Requests
-from orchestrator.serving.tenants import Callers, Tenant
+from orchestrator.serving.tenants import Callers
 
 SESSION_HEADER = "x-session-id"
 HEALTH, METRICS, DISCOVERY = "/health", "/metrics", "/service-discovery"
@@ -59,7 +59,6 @@ Endpoint = Callable[[Request, ExitStack], Awaitable[ASGIApp]]
 def http_app(
     callers: Callers,
     figures: CollectorRegistry,
-    stalled_seconds: float,
     *,
     has_open_figures: bool = False,
     has_page: bool = False,
@@ -70,7 +69,7 @@ def http_app(
     With `has_page` the page at /ui is served too. With `own_name` requests to other host names are refused.
     """
     requests = callers.requests
-    api = _Api(requests, figures, stalled_seconds, BodyReader(requests.call_limiter))
+    api = _Api(requests, figures, BodyReader(requests.call_limiter))
     routes = [
         Route("/v1/chat/completions", _Answered(api.chat, chat.FIELD_NAMES), methods=["POST"]),
         Route("/v1/responses", _Answered(api.responses, conversation.FIELD_NAMES), methods=["POST"]),
@@ -105,12 +104,10 @@ class _Api:
 
     requests: Requests
     figures: CollectorRegistry
-    stalled_seconds: float
     bodies: BodyReader
     born: int = field(default_factory=lambda: int(time.time()))
 
     async def chat(self, request: Request, entered: ExitStack) -> ASGIApp:
-        """/v1/chat/completions."""
         fields = await self.bodies.read(request, ChatFields, entered, GENERATE)
         tools = chat_tools(fields.tools, fields.tool_choice, allows_several=fields.parallel_tool_calls)
         variables = template_kwargs(fields.chat_template_kwargs, fields.reasoning_effort)
@@ -122,10 +119,9 @@ class _Api:
         has_reasoning, options = fields.include_reasoning, fields.stream_options
         answer = chat.ChatAnswer(head, len(wanted), options, spell, tools, formats, has_reasoning)
         names = chat.FIELD_NAMES | constraint_names(fields.structured_outputs)
-        return self._exchange(tenant_of(request), wanted, answer, fields, names)
+        return Exchange(partial(scored_first, tenant_of(request), wanted), answer, fields.stream, names)
 
     async def responses(self, request: Request, entered: ExitStack) -> ASGIApp:
-        """/v1/responses."""
         fields = await self.bodies.read(request, ResponseFields, entered, GENERATE)
         tools = tools_of(fields.tools, "", fields.tool_choice, allows_several=fields.parallel_tool_calls)
         prompt, names = conversation.conversation(fields, tools)
@@ -134,14 +130,13 @@ class _Api:
         answer = ResponseAnswer(
             head, repeated(fields, tools), self._spell(wanted), tools, self.requests.texts.tool_format
         )
-        return self._exchange(tenant_of(request), wanted, answer, fields, names)
+        return Exchange(partial(scored_first, tenant_of(request), wanted), answer, fields.stream, names)
 
     async def response(self, request: Request, entered: ExitStack) -> Response:
         """A response of before, which is not kept."""
         raise NotFound(f"response_id: {request.path_params['response_id']!r} is not here: {NOT_KEPT}")
 
     async def completions(self, request: Request, entered: ExitStack) -> ASGIApp:
-        """/v1/completions."""
         fields = await self.bodies.read(request, CompletionFields, entered, GENERATE)
         prompts = tuple(map(completions.text_prompt, fields.prompt))
         head = _head("cmpl-", fields)
@@ -159,16 +154,14 @@ class _Api:
             limits.prompt_logprobs,
         )
         names = completions.FIELD_NAMES | constraint_names(fields.structured_outputs)
-        exchange = self._exchange(tenant_of(request), wanted, answer, fields, names)
-        return replace(exchange, streams=lambda: completions.with_places(exchange.streams(), names, len(prompts)))
+        streams = partial(scored_first, tenant_of(request), wanted)
+        return Exchange(lambda: completions.with_places(streams(), names, len(prompts)), answer, fields.stream, names)
 
     async def models(self, request: Request, entered: ExitStack) -> Response:
-        """All served models."""
         cards = [self._card(model) for model in self.requests.models()]
         return JSONResponse({"object": "list", "data": cards})
 
     async def model(self, request: Request, entered: ExitStack) -> Response:
-        """One served model."""
         name, cards = request.path_params["model"], {one.model_name: self._card(one) for one in self.requests.models()}
         if name not in cards:
             raise NotFound(f"model: must be one of {', '.join(map(repr, sorted(cards)))}, got {name!r}")
@@ -219,19 +212,7 @@ class _Api:
         return JSONResponse(asdict(await self.requests.server_info()) | {"loads": asdict(self.requests.loads())})
 
     async def version(self, request: Request, entered: ExitStack) -> Response:
-        """bough's version."""
         return JSONResponse({"version": __version__})
-
-    def _exchange(
-        self,
-        tenant: Tenant,
-        wanted: tuple[RequestedOutput, ...],
-        answer: Answer,
-        fields: RequestFields,
-        field_names: Mapping[str, str],
-    ) -> Exchange:
-        streams = partial(scored_first, tenant, wanted)
-        return Exchange(streams, answer, fields.stream, field_names, self.stalled_seconds)
 
     def _spell(self, wanted: tuple[RequestedOutput, ...]) -> Spell | None:
         """The function that spells a model's tokens, if log-probabilities are requested."""
@@ -271,7 +252,6 @@ class _Answered:
     field_names: Mapping[str, str] = field(default_factory=dict)  # of errors
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
         with ExitStack() as entered:
             try:
                 answer = await self.endpoint(Request(scope, receive), entered)

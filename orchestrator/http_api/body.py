@@ -28,7 +28,7 @@ READ_SECONDS = 60.0  # limit for a body to arrive
 NUM_SHARES = 2  # one tenant of several may have a share of these bytes, and of the connections, with bodies that arrive
 RETRY_SECONDS = 1.0
 
-Fields = TypeVar("Fields", bound=BaseModel)
+Body = TypeVar("Body", bound=BaseModel)
 
 
 class BodyReader:
@@ -40,12 +40,10 @@ class BodyReader:
         self._arriving: Counter[str] = Counter()  # bodies that are read, by tenant
         self._parsing = asyncio.Lock()  # one large body at a time, as parsing takes CPU time from the streams
 
-    async def read(self, request: Request, kind: type[Fields], entered: ExitStack, method: str) -> Fields:
+    async def read(self, request: Request, kind: type[Body], entered: ExitStack, method: str) -> Body:
         """Read the fields of a request, which counts as a call of `method` until `entered` is closed.
 
-        Raises:
-            ApiError: the body is too large, not JSON, or has an invalid field.
-            Exhausted: there are too many requests, or other bodies use all the memory.
+        Raises ApiError for a body that is too large, not JSON, or has an invalid field, and Exhausted for too many.
         """
         _require_json(request)
         _require_size(_announced_bytes(request))
@@ -124,7 +122,7 @@ def _too_large(message: str) -> ApiError:
     return ApiError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, message, code="body_too_large")
 
 
-def parse(kind: type[Fields], body: bytes) -> Fields:
+def parse(kind: type[Body], body: bytes) -> Body:
     """Parse a JSON text. Raises ApiError naming the first invalid field."""
     try:
         return kind.model_validate_json(body.removeprefix(codecs.BOM_UTF8))

@@ -29,11 +29,7 @@ FIELD_NAMES = {
 
 
 def chat_prompt(messages: Sequence[MessageFields], tools: Tools | None = None, template_kwargs: str = "") -> ChatPrompt:
-    """The conversation as a prompt; OpenAI's role "developer" is "system" to chat templates.
-
-    Raises:
-        ApiError: names the invalid field.
-    """
+    """The conversation as a prompt, OpenAI's role "developer" as "system". Raises ApiError naming the invalid field."""
     return ChatPrompt(tuple(_message(index, fields) for index, fields in enumerate(messages)), tools, template_kwargs)
 
 
@@ -51,11 +47,7 @@ def _message(index: int, fields: MessageFields) -> Message:
 
 
 def chat_limits(fields: ChatFields) -> RequestLimits:
-    """Limits of the request; by default the answer may fill the context, as at OpenAI.
-
-    Raises:
-        ApiError: names the invalid field.
-    """
+    """Limits of the request; by default the answer may fill the context. Raises ApiError naming the invalid field."""
     newer, older = fields.max_completion_tokens, fields.max_tokens
     if newer is not None and older is not None and newer != older:
         raise invalid("max_completion_tokens", newer, f"be equal to max_tokens, {older}, or one of them left out")

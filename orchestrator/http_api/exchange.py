@@ -6,7 +6,7 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
-from contextlib import AbstractContextManager, aclosing, suppress
+from contextlib import AbstractContextManager, aclosing
 from dataclasses import dataclass
 
 from starlette.responses import JSONResponse, Response
@@ -37,7 +37,6 @@ class Exchange:
     answer: Answer
     is_stream: bool
     field_names: Mapping[str, str]  # as `names` of `api_error`
-    stalled_seconds: float  # a stream whose reader takes nothing for so long is ended
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer the request; if the client disconnects, its requests end and free their resources."""
@@ -64,21 +63,17 @@ class Exchange:
 
     async def _stream(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Stream the answer. An error before the first byte becomes a status, a later one an event."""
-        # Other servers than ours must handle stalled connections themselves.
-        writer = _Writer(send, self.stalled_seconds, scope.get("state", {}).get("abort", lambda: None))
-        with suppress(_Stalled):
-            try:
-                await self._written(writer)
-            except Exception as exc:  # every error becomes a status or an event here
-                if isinstance(exc, _Stalled):
-                    raise
-                error = api_error(exc, self.field_names)
-                if not writer.has_begun:
-                    await error.response()(scope, receive, send)
-                    return
-                await writer.write(b"".join(map(_data, self.answer.failed(error))))
-            await writer.write(self.answer.stream_end)
-            await writer.end()
+        writer = _Writer(send)
+        try:
+            await self._written(writer)
+        except Exception as exc:  # every error becomes a status or an event here
+            error = api_error(exc, self.field_names)
+            if not writer.has_begun:
+                await error.response()(scope, receive, send)
+                return
+            await writer.write(b"".join(map(_data, self.answer.failed(error))))
+        await writer.write(self.answer.stream_end)
+        await send({"type": "http.response.body", "body": b""})
 
     async def _written(self, writer: _Writer) -> None:
         with self.streams() as streams:
@@ -114,17 +109,11 @@ class Exchange:
         return self.answer.chunks(*one)
 
 
-class _Stalled(Exception):
-    """The client has stopped reading."""
-
-
 @dataclass(slots=True)
 class _Writer:
-    """Sends a stream as fast as it is read."""
+    """Sends a stream as fast as it is read; the server closes a connection that is not read."""
 
     send: Send
-    stalled_seconds: float
-    abort: Callable[[], None]  # closes the connection, dropping unsent data
     has_begun: bool = False
 
     async def begin(self, data: bytes) -> None:
@@ -134,21 +123,9 @@ class _Writer:
         await self.write(data)
 
     async def write(self, data: bytes) -> None:
-        """Send data. Raises _Stalled if earlier data has not been read."""
+        """Send data, if there is any."""
         if data:
-            await self._send(data, more_body=True)
-
-    async def end(self) -> None:
-        """End the stream."""
-        await self._send(b"", more_body=False)
-
-    async def _send(self, data: bytes, *, more_body: bool) -> None:
-        try:
-            async with asyncio.timeout(self.stalled_seconds):
-                await self.send({"type": "http.response.body", "body": data, "more_body": more_body})
-        except TimeoutError as exc:
-            self.abort()
-            raise _Stalled from exc
+            await self.send({"type": "http.response.body", "body": data, "more_body": True})
 
 
 def _at_once(value: Json) -> bytes:

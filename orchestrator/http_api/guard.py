@@ -35,7 +35,6 @@ class Guard:
     open_paths: Collection[str]  # need no key
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request, or refuse it."""
         if scope["path"] not in self.open_paths:
             try:
                 scope[TENANT] = self.callers.tenant(Headers(scope=scope).getlist(HEADER))
@@ -57,7 +56,6 @@ class HostGuard:
     own_name: str  # beside addresses and localhost
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request, or refuse it."""
         host = Headers(scope=scope).get("host", "")
         if host and not self._is_own(host):  # HTTP/1.0 need not tell it; browsers do
             message = (
@@ -91,7 +89,6 @@ class RequestIds:
     app: ASGIApp
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
         given = dict(scope.get("headers", ())).get(REQUEST_ID, b"")
         name = given if _NAME.fullmatch(given) else uuid.uuid4().hex.encode()
         LOG_CONTEXT.set(LogContext(http_request_id=name.decode()))

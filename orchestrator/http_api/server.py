@@ -29,14 +29,17 @@ GRACE_SECONDS = 2  # for sending answers when the server ends; requests have end
 
 @asynccontextmanager
 async def http_serving(
-    host: str, port: int, app: ASGIApp, tls: CurrentContext | None = None, stalled_seconds: float = 0.0
+    host: str,
+    port: int,
+    app: ASGIApp,
+    tls: CurrentContext | None = None,
+    stalled_seconds: float = 0.0,
+    leaving: asyncio.Event | None = None,
 ) -> AsyncIterator[int]:
-    """Serve during the block, which is given the port; port 0 takes a free one.
+    """Serve during the block, which is given the port; port 0 takes a free one, and `leaving` gives it up early.
 
     A connection whose peer does not read what is sent is closed after `stalled_seconds`, at least `IDLE_SECONDS`.
-
-    Raises:
-        ConfigError: the port is in use, or the host is not an address of this machine.
+    Raises ConfigError if the port is in use, or the host is not an address of this machine.
     """
     listener, protocol = _listener(host, port), partial(_Protocol, stalled_seconds=stalled_seconds)
     config = uvicorn.Config(
@@ -53,7 +56,7 @@ async def http_serving(
         timeout_graceful_shutdown=GRACE_SECONDS,
         backlog=MAX_ACCEPTED,
     )
-    server = _Server(config)
+    server = _HttpServer(config, leaving or asyncio.Event())
     if tls is not None:
         handshakes = Handshakes(protocol, tls, server.server_state.connections, most_connections)
         config.http = cast(type[asyncio.Protocol], handshakes)
@@ -81,8 +84,12 @@ def _listener(host: str, port: int) -> socket.socket:
     return listener
 
 
-class _Server(uvicorn.Server):
-    """Leaves signals to the process, which drains first and then sets `should_exit`."""
+class _HttpServer(uvicorn.Server):
+    """Leaves signals to the process, which gives up the port, drains, and then sets `should_exit`."""
+
+    def __init__(self, config: uvicorn.Config, leaving: asyncio.Event) -> None:
+        super().__init__(config)
+        self._leaving, self._has_left = leaving, False
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Let connections wait in the system; uvicorn would only let as many wait as it accepts at once."""
@@ -90,9 +97,21 @@ class _Server(uvicorn.Server):
         for listener in sockets or []:
             listener.listen(NUM_PENDING)
 
+    async def on_tick(self, counter: int) -> bool:
+        """Stop listening once the process leaves; connections close as soon as nothing is answered there.
+
+        uvicorn calls this ten times a second.
+        """
+        if self._leaving.is_set() and not self._has_left:
+            self._has_left = True
+            for listener in self.servers:
+                listener.close()
+            for connection in list(self.server_state.connections):
+                connection.shutdown()
+        return await super().on_tick(counter)
+
     @contextmanager
     def capture_signals(self) -> Generator[None]:
-        """Capture no signals."""
         yield
 
 
@@ -102,7 +121,7 @@ def most_connections() -> int:
 
 
 class _Protocol(H11Protocol):
-    """Lets a request abort its connection, and closes idle, unread or excess connections.
+    """Closes idle, unread or excess connections.
 
     A connection counts as idle, with a running timer, until a request head is complete; partial data does not reset the
     timer, so that slow senders cannot keep connections forever. The body has its own limit (`BodyReader`). Another
@@ -118,7 +137,6 @@ class _Protocol(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start the idle timer also for a connection that never sends anything."""
         super().connection_made(transport)
-        self.app_state = {**self.app_state, "abort": transport.abort}
         self._start_timer()
         if len(self.connections) > most_connections():
             self._make_room()
@@ -145,7 +163,6 @@ class _Protocol(H11Protocol):
         self._stalled = self.loop.call_later(self._stalled_seconds, self.transport.abort)
 
     def resume_writing(self) -> None:
-        """Stop it."""
         super().resume_writing()
         self._unset_stalled()
 
@@ -170,7 +187,6 @@ class _Protocol(H11Protocol):
         self.transport.abort()
 
     def abort(self) -> None:
-        """Close the connection at once."""
         self.transport.abort()
 
     @property

@@ -41,11 +41,7 @@ class Endings:
         self._begin(session, self._release(session.session_id, session.epoch, target))
 
     async def close(self, session_id: str) -> bool:
-        """Close a session in the index, and release it at its workers; returns whether the index knew it.
-
-        Raises:
-            Unavailable: the index does not answer.
-        """
+        """Close a session in the index and at its workers; returns whether the index knew it. Raises Unavailable."""
         await self._recorder.settled(session_id)
         closed = await self._directory.registry.close_session(session_id)
         if closed is not None and closed.record is not None:
@@ -59,7 +55,6 @@ class Endings:
             await asyncio.wait({*self._tasks[session_id]})
 
     async def all_done(self) -> None:
-        """Wait until all are released."""
         while self._tasks:
             await asyncio.wait({task for tasks in self._tasks.values() for task in tasks})
 

@@ -27,20 +27,14 @@ class Epochs:
         return await self._claim(session_id, None)
 
     async def renew(self, session: Session) -> None:
-        """Claim a session again for a request that moves to another target.
-
-        Raises:
-            StaleEpoch: another orchestrator has claimed it.
-        """
+        """Claim a session again, for a request that moves. Raises StaleEpoch if another orchestrator has claimed it."""
         await self._take(session, past=0)
 
     async def overtake(self, session: Session, refusal: StaleEpoch) -> None:
         """Claim a session past the epoch of a target's refusal, for a request that has just begun.
 
         A clock that is ahead gave that epoch to an earlier request while the index was away or before it was emptied.
-
-        Raises:
-            StaleEpoch: another request has claimed the session since; or `refusal` if that is possible.
+        Raises StaleEpoch if another request has claimed the session since; or `refusal` if that is possible.
         """
         if session.round or not session.epoch < refusal.newest < MAX_EPOCH // 2:
             raise refusal

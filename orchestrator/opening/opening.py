@@ -14,10 +14,10 @@ from typing import NamedTuple
 from bough.config.processes import OrchestratorConfig
 from bough.errors import InvalidRequest, NotFound, StaleEpoch, Unavailable
 from bough.protocol.generation import GenerateOptions, Prompt, Tokens
-from bough.protocol.messages import WorkerInfo, weights_differ
 from bough.protocol.prefix_hash import BLOCK_TOKENS, TokenHistory, block_hashes, common_length
 from bough.protocol.same_fields import like
 from bough.protocol.sampling_params import MAX_LOGPROBS, SamplingParams, StopConditions
+from bough.protocol.worker_info import WorkerInfo, weights_differ
 from bough.registry.records import RequestRecord, SessionRecord
 from bough.trees.tree_plan import Scheme
 from orchestrator.admission.size_limits import require_room, require_size, require_sizes
@@ -28,7 +28,7 @@ from orchestrator.cluster.worker_handle import TargetHandle, Targets
 from orchestrator.opening.epochs import Epochs
 from orchestrator.opening.output_form import OutputForm, output_form
 from orchestrator.opening.prompt import continued_prompt, next_prompt, whole_prompt
-from orchestrator.opening.recorder import Recorder
+from orchestrator.opening.recorder import Recorder, request_record
 from orchestrator.opening.resuming import require_resume, require_same_request, resume
 from orchestrator.opening.target_lease import TargetLease
 from orchestrator.opening.target_waiting import TargetWaiting
@@ -36,7 +36,6 @@ from orchestrator.reasoning.formats import thoughts_of
 from orchestrator.sessions.deadline import Deadline
 from orchestrator.sessions.detokenizer import TextStream
 from orchestrator.sessions.session import Session
-from orchestrator.sessions.transcripts import request_record
 
 
 class Opened(NamedTuple):
@@ -91,11 +90,11 @@ class Opening:
         largest = max(targets, key=lambda known: known.info.max_context)
         if options.resume is not None:
             require_resume(options.resume, largest.info.vocab_size)
-        require_size(prompt, largest.tokens, largest.info.max_context)
+        require_size(prompt, largest.tokenizer, largest.info.max_context)
         tokens = await self.directory.tokenizing.run(lambda: TokenHistory(self._tokens(prompt, options, past, largest)))
         require_room(tokens, largest.info.max_context)
-        thoughts = thoughts_of(prompt, tokens, largest.tokens, self.config.reasoning_parser)
-        form = await output_form(prompt, options, largest.tokens, self.config.tool_call_parser, thoughts)
+        thoughts = thoughts_of(prompt, tokens, largest.tokenizer, self.config.reasoning_parser)
+        form = await output_form(prompt, options, largest.tokenizer, self.config.tool_call_parser, thoughts)
         need = await self._need(tokens, options, past.session, targets)
         target = _quickest(targets, need)
         lease = place.enter_context(TargetLease(target))  # at once, so that concurrent requests see each other
@@ -136,12 +135,12 @@ class Opening:
     def _tokens(self, prompt: Prompt, options: GenerateOptions, past: _Past, target: TargetHandle) -> list[int]:
         """The prompt's tokens, with all that it continues; a resumed request's are in its record."""
         if not options.continues:
-            return whole_prompt(prompt, target.tokens, target.info.vocab_size)
+            return whole_prompt(prompt, target.tokenizer, target.info.vocab_size)
         if not options.session_id:
             raise InvalidRequest("session_id: must be given with continues true")
         if past.request is not None:
             tokens = list(past.request.tokens[: past.request.prompt_length])
-            new = next_prompt(prompt, target.tokens, target.info.vocab_size)
+            new = next_prompt(prompt, target.tokenizer, target.info.vocab_size)
             return tokens if tokens[-len(new) :] == new else new  # another prompt, which is refused as such
         if options.resume is not None and options.resume.num_tokens > 0:
             raise NotFound(
@@ -154,7 +153,7 @@ class Opening:
                 "false"
             )
         require_vocabulary(past.session.tokens, target.info.vocab_size, options.session_id)
-        return continued_prompt(past.session.tokens, prompt, target.tokens, target.info.vocab_size)
+        return continued_prompt(past.session.tokens, prompt, target.tokenizer, target.info.vocab_size)
 
     async def _need(
         self, tokens: TokenHistory, options: GenerateOptions, session: SessionRecord | None, targets: Targets
@@ -251,7 +250,7 @@ def _session(
         # at temperature 0 all schemes accept the same tokens, and the target's allows the likeliest guesses
         speculation=replace(options.speculation, scheme=Scheme.TARGET) if sampling.is_greedy else options.speculation,
         text=TextStream(
-            partial(target.tokens.decode_showing, shown=form.shown) if form.shown else target.tokens.decode,
+            partial(target.tokenizer.decode_showing, shown=form.shown) if form.shown else target.tokenizer.decode,
             options.stop,
             min_tokens=options.min_tokens,
             include_stop=options.include_stop,
@@ -268,7 +267,7 @@ def _session(
 def _sampling(
     options: GenerateOptions, grammar: str, target: TargetHandle, request: RequestRecord | None
 ) -> SamplingParams:
-    own_ends = () if options.ignore_eos else target.tokenizer.eos_token_ids
+    own_ends = () if options.ignore_eos else target.tokenizer.files.eos_token_ids
     seed = options.seed
     if seed is None:
         seed = secrets.randbits(64) if request is None else request.sampling.seed

@@ -33,8 +33,7 @@ async def output_form(
 ) -> OutputForm:
     """The form that a request demands, with the format of tool calls that is configured, after thoughts if it has any.
 
-    Raises:
-        InvalidRequest: names the field that demands what cannot be had.
+    Raises InvalidRequest naming the field that demands what cannot be had.
     """
     CACHE_SALT.set(options.cache_salt)
     tools = prompt.tools if isinstance(prompt, ChatPrompt) else None
@@ -66,10 +65,8 @@ def _of_tools(
 ) -> OutputForm:
     """The form of an output that is calls, or where the model decides, what is demanded otherwise.
 
-    If that is nothing, it is free unless it matters what is called, with which arguments or how often.
-
-    Raises:
-        InvalidRequest: the functions cannot be called so, or the parser of calls does not go with that of thoughts.
+    If that is nothing, it is free unless it matters what is called, with which arguments or how often. Raises
+    InvalidRequest if the functions cannot be called so, or the parser of calls does not go with that of thoughts.
     """
     known = format_of(tool_format, tokenizer.tool_template)
     if (known is HARMONY) is not isinstance(thoughts, Channels):

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import math
 import time
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from bough.concurrency.tasks import end
 from bough.errors import StaleEpoch, Unavailable
 from bough.protocol.prefix_hash import BLOCK_TOKENS, block_hashes
+from bough.protocol.same_fields import like
+from bough.protocol.sampling_params import SamplingParams
 from bough.registry.records import RequestRecord, SessionRecord
 from bough.registry.registry import Registry
+from orchestrator.sessions.session import Session
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +28,7 @@ PAUSES_SECONDS = (0.5, 1.0, 2.0, 4.0, 8.0, 8.0, 8.0)  # after consecutive failur
 CLOSE_SECONDS = 5.0  # for writing the rest on close
 
 
-class _State(NamedTuple):
+class _RoundRecord(NamedTuple):
     """A session after a round."""
 
     session: SessionRecord
@@ -58,7 +62,7 @@ class _Noted:
 class _Log:
     """What remains to be written of one session, and what has been written."""
 
-    waiting: _State | _Drop | None = None  # the newest, until it is written
+    waiting: _RoundRecord | _Drop | None = None  # the newest, until it is written
     is_settled: asyncio.Event = field(default_factory=asyncio.Event)  # unless something was not tried yet
     has_ended: bool = False  # the request has ended: no more records will come
     task: asyncio.Task[None] | None = None
@@ -69,7 +73,7 @@ class _Log:
     hashes: list[int] = field(default_factory=list)  # of the blocks that the target holds
     noted: _Noted = field(default_factory=lambda: _Noted())
 
-    def put(self, waiting: _State | _Drop) -> None:
+    def put(self, waiting: _RoundRecord | _Drop) -> None:
         """Replace what is to be written by something newer."""
         if waiting.epoch != self.epoch:
             self.epoch, self.refusal, self.refused_request_id, self.num_written = waiting.epoch, None, "", 0
@@ -89,7 +93,7 @@ class Recorder:
         self, session: SessionRecord, request: RequestRecord, model_fingerprint: str, cache_salt: str = ""
     ) -> None:
         """Record a round: the session's place, its request's tokens, and the prefixes that its target holds."""
-        self._put(session.session_id, _State(session, request, model_fingerprint, cache_salt), has_ended=False)
+        self._put(session.session_id, _RoundRecord(session, request, model_fingerprint, cache_salt), has_ended=False)
 
     def drop(self, session_id: str, epoch: int) -> None:
         """Forget a session that is not kept, unless a newer epoch of it is recorded here."""
@@ -122,7 +126,7 @@ class Recorder:
     def unwritten(self, session_id: str) -> SessionRecord | None:
         """The newest state of a session that is not in the index yet."""
         log = self._logs.get(session_id)
-        if log is None or log.refusal is not None or not isinstance(log.waiting, _State):
+        if log is None or log.refusal is not None or not isinstance(log.waiting, _RoundRecord):
             return None
         return log.waiting.session
 
@@ -133,7 +137,7 @@ class Recorder:
             await asyncio.wait(tasks, timeout=CLOSE_SECONDS)
         await end(*tasks)
 
-    def _put(self, session_id: str, waiting: _State | _Drop, has_ended: bool) -> None:
+    def _put(self, session_id: str, waiting: _RoundRecord | _Drop, has_ended: bool) -> None:
         log = self._logs.setdefault(session_id, _Log())
         log.has_ended = has_ended
         log.put(waiting)
@@ -169,7 +173,7 @@ class Recorder:
             log.is_settled.set()
             self._forget_if_done(session_id, log)
 
-    async def _write(self, log: _Log, state: _State | _Drop) -> None:
+    async def _write(self, log: _Log, state: _RoundRecord | _Drop) -> None:
         """Write once. Raises StaleEpoch or Unavailable."""
         if log.refusal is not None:
             return
@@ -182,7 +186,7 @@ class Recorder:
             log.num_written = len(state.session.tokens)
             await self._note_prefixes(log, state)
 
-    async def _record_request(self, log: _Log, state: _State) -> None:
+    async def _record_request(self, log: _Log, state: _RoundRecord) -> None:
         """Record the request, unless another session's request has taken its id; the session is recorded anyway."""
         if log.refused_request_id == state.request.request_id:
             return
@@ -193,7 +197,7 @@ class Recorder:
             if log.epoch == state.epoch:
                 log.refused_request_id = state.request.request_id
 
-    async def _note_prefixes(self, log: _Log, state: _State) -> None:
+    async def _note_prefixes(self, log: _Log, state: _RoundRecord) -> None:
         """Note new blocks that the target holds, and from time to time all, as they are in use."""
         num_blocks, noted, now = state.session.target_length // BLOCK_TOKENS, log.noted, time.monotonic()
         if num_blocks == 0:
@@ -211,3 +215,21 @@ class Recorder:
         target_id = state.session.target_id
         await self._registry.note_prefixes(state.model_fingerprint, log.hashes, target_id, first_new)
         log.noted = _Noted(state.epoch, target_id, num_blocks, noted.all_at if first_new else now)
+
+
+def session_record(session: Session, target_id: str) -> SessionRecord:
+    """The session's place and tokens."""
+    lengths = {"target_length": session.target_held, "draft_length": session.draft_held}
+    return like(SessionRecord, session, target_id=target_id, tokens=session.tokens[:], **lengths)
+
+
+def request_record(session: Session) -> RequestRecord:
+    """The state of the session's request."""
+    sampling = as_recorded(session.sampling)
+    return like(RequestRecord, session, tokens=session.tokens[:], sampling=sampling, keeps_session=session.keep)
+
+
+def as_recorded(sampling: SamplingParams) -> SamplingParams:
+    """Sampling parameters with a hash in place of a grammar, as it may be long and every round is recorded."""
+    digest = hashlib.blake2b(sampling.grammar.encode(), digest_size=12).hexdigest() if sampling.grammar else ""
+    return replace(sampling, grammar=digest)

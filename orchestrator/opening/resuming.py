@@ -8,8 +8,8 @@ from bough.errors import InvalidRequest
 from bough.protocol.codec import require_tokens
 from bough.protocol.generation import GenerateOptions, Resume, Tokens
 from bough.registry.records import RequestRecord
+from orchestrator.opening.recorder import as_recorded
 from orchestrator.sessions.session import Session
-from orchestrator.sessions.transcripts import as_recorded
 
 
 def require_same_request(record: RequestRecord, session: Session) -> None:
@@ -27,10 +27,8 @@ def require_same_request(record: RequestRecord, session: Session) -> None:
 def resume(session: Session, options: GenerateOptions, wanted: Resume, record: RequestRecord | None) -> Tokens | None:
     """Bring a new session to its request's state; returns the tokens that the client has not seen, if any.
 
-    The client is trusted about what it has seen; the index only where it agrees.
-
-    Raises:
-        InvalidRequest: what the client has seen is unknown.
+    The client is trusted about what it has seen; the index only where it agrees. Raises InvalidRequest if what the
+    client has seen is unknown.
     """
     recorded = () if record is None else record.tokens[record.prompt_length :]
     seen = _seen(wanted, recorded, session.request_id)

@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from math import inf
 
 from bough.config.processes import OrchestratorConfig
 from bough.errors import BoughError, Exhausted, Preempted
@@ -34,9 +35,8 @@ class QueuePlace:
 
     async def first(self, deadline: float) -> None:
         """Wait until no older session waits. Raises Exhausted at `deadline`, in seconds on the monotonic clock."""
-        seconds = deadline - time.monotonic()
         try:
-            async with asyncio.timeout(seconds if seconds < float("inf") else None):
+            async with asyncio.timeout_at(deadline if deadline < inf else None):
                 await self.is_first.wait()
         except TimeoutError as exc:
             raise Exhausted("no KV slot came free in time (--queue-timeout)") from exc
@@ -50,12 +50,10 @@ class SlotQueue:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no session waits."""
         return not self._places
 
     @contextmanager
     def place(self, epoch: int) -> Iterator[QueuePlace]:
-        """Hold a place during the block."""
         place = QueuePlace(epoch)
         insort(self._places, place, key=lambda each: each.epoch)
         self._tell()
@@ -88,9 +86,7 @@ class Slots:
     async def verify(self, session: Session, lease: TargetLease, proposal: Proposal) -> TimedResult:
         """Get the verdict of the leased target, or of another one with room, to which the lease moves.
 
-        Raises:
-            Exhausted: no slot became free in the time that the request may wait before its first answer.
-            BoughError: the target's error.
+        Raises the target's error, or Exhausted if no slot became free in the time that the request may wait.
         """
         line = self._lines[session.target_identity]
         # A session whose KV the target holds does not wait: the others may be waiting for its very slot.

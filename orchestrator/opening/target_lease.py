@@ -26,7 +26,6 @@ class TargetLease:
         self._leave()
 
     def move(self, target: TargetHandle) -> None:
-        """Move the lease to another target."""
         self._leave()
         self.target = target
         self._take()

@@ -33,8 +33,7 @@ class TargetWaiting:
     async def once_there(self, look: Callable[[], Awaitable[Result]], deadline: Deadline) -> Result:
         """The result of `look` as soon as it does not raise TargetAway; the wait is deducted from the request's budget.
 
-        Raises:
-            Unavailable: no target came back in time, or this orchestrator is draining: another one may have a target.
+        Raises Unavailable if no target came back in time, or this orchestrator drains and the call has no place.
         """
         try:
             return await look()
@@ -56,7 +55,8 @@ class TargetWaiting:
             if time.monotonic() > min(began + most_seconds, last_usable + self.most_seconds):
                 raise Unavailable(f"{away}; none came back in time (--failover-timeout, --queue-timeout)") from away
             await asyncio.sleep(POLL_SECONDS)
-            self.admission.require_open()
+            if self.most_held < inf:  # no drain waits for those without a place
+                self.admission.require_open()
             try:
                 return await look()
             except TargetAway as exc:

@@ -17,9 +17,7 @@ def after_thoughts(field: str, grammar: str, thoughts: Thoughts | Channels, adde
 
     Thoughts are text up to the mark of their end, whether that is one token or spelled with several. They must end if
     the prompt has opened them; else there may be none. After them there may be two line breaks, as models write them.
-
-    Raises:
-        InvalidRequest: the grammar would be too large.
+    Raises InvalidRequest if the grammar would be too large.
     """
     if isinstance(thoughts, Channels):
         is_open = MESSAGE in thoughts.header

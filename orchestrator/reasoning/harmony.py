@@ -16,7 +16,7 @@ _CHANNEL, _RECIPIENT = re.compile(re.escape(CHANNEL) + r"\s*(\w+)"), re.compile(
 _FUNCTION = re.compile(re.escape(RECIPIENT) + f"({NAME})")
 
 
-class _In(Enum):
+class _MessagePart(Enum):
     BEGINNING = auto()  # the first header, unless what comes is no header
     HEADER = auto()
     THOUGHTS = auto()
@@ -36,9 +36,11 @@ class HarmonyParser:
     def __init__(self, channels: Channels, *, has_calls: bool) -> None:
         self._header, self._has_calls = channels.header, has_calls
         self._name = ""  # of the function that is called
-        self._in = _In.BEGINNING
+        self._in = _MessagePart.BEGINNING
         self._text = ""  # not told yet
-        self._gap = dict.fromkeys((_In.THOUGHTS, _In.CONTENT), "")  # before the next message of a kind
+        self._gap = dict.fromkeys(
+            (_MessagePart.THOUGHTS, _MessagePart.CONTENT), ""
+        )  # before the next message of a kind
         self.has_thoughts = False
         self.is_before_content = True
         if MESSAGE in channels.header:
@@ -55,26 +57,26 @@ class HarmonyParser:
     def finish(self) -> Parted:
         """What remains at the end of the text, which may be cut off anywhere; a header that was cut off is none."""
         rest, self._text = self._text, ""
-        if self._in is _In.BEGINNING and not any(mark in rest for mark in MARKS):
-            self._in = _In.CONTENT
-        is_open = self._in in (_In.THOUGHTS, _In.CONTENT, _In.CALL) and bool(rest)
+        if self._in is _MessagePart.BEGINNING and not any(mark in rest for mark in MARKS):
+            self._in = _MessagePart.CONTENT
+        is_open = self._in in (_MessagePart.THOUGHTS, _MessagePart.CONTENT, _MessagePart.CALL) and bool(rest)
         return self._told(rest) if is_open else Parted("", "")
 
     def _read(self) -> Parted | None:
         """Read what is certain; None if more must come."""
-        if self._in is _In.BEGINNING:
+        if self._in is _MessagePart.BEGINNING:
             text = self._text.lstrip()
             if not text or any(mark.startswith(text) for mark in _HEADER_BEGINS):
                 return None
-            self._in = _In.HEADER if text.startswith(_HEADER_BEGINS) else _In.CONTENT
-            self.is_before_content = self._in is _In.HEADER
-        if self._in is _In.HEADER:
+            self._in = _MessagePart.HEADER if text.startswith(_HEADER_BEGINS) else _MessagePart.CONTENT
+            self.is_before_content = self._in is _MessagePart.HEADER
+        if self._in is _MessagePart.HEADER:
             header, found, rest = self._text.partition(MESSAGE)
             if not found:
                 return None
             self._text = rest
             self._begin_body(self._header + header)
-        if self._in is _In.BEFORE_CALL:
+        if self._in is _MessagePart.BEFORE_CALL:
             return self._read_call_begin()
         return self._read_body()
 
@@ -84,20 +86,22 @@ class HarmonyParser:
         if recipient is not None:
             function = _FUNCTION.fullmatch(recipient[1]) if self._has_calls else None
             self._name = function[1] if function is not None else ""
-            self._in = _In.THOUGHTS if function is None else _In.BEFORE_CALL
+            self._in = _MessagePart.THOUGHTS if function is None else _MessagePart.BEFORE_CALL
         else:
-            self._in = _In.THOUGHTS if channel is not None and channel[1] == "analysis" else _In.CONTENT
-        self.has_thoughts = self.has_thoughts or self._in is _In.THOUGHTS
-        self.is_before_content = self.is_before_content and self._in is _In.THOUGHTS
+            self._in = (
+                _MessagePart.THOUGHTS if channel is not None and channel[1] == "analysis" else _MessagePart.CONTENT
+            )
+        self.has_thoughts = self.has_thoughts or self._in is _MessagePart.THOUGHTS
+        self.is_before_content = self.is_before_content and self._in is _MessagePart.THOUGHTS
 
     def _read_call_begin(self) -> Parted | None:
         """Begin a call if its body is an object; what else is said to a function counts as thoughts."""
         body = self._text.lstrip()
         if not body:
             return None
-        self._in = _In.CALL if body.startswith("{") else _In.THOUGHTS
-        self.has_thoughts = self.has_thoughts or self._in is _In.THOUGHTS
-        return Parted("", f"{CALL}{self._name}{MESSAGE}") if self._in is _In.CALL else Parted("", "")
+        self._in = _MessagePart.CALL if body.startswith("{") else _MessagePart.THOUGHTS
+        self.has_thoughts = self.has_thoughts or self._in is _MessagePart.THOUGHTS
+        return Parted("", f"{CALL}{self._name}{MESSAGE}") if self._in is _MessagePart.CALL else Parted("", "")
 
     def _read_body(self) -> Parted | None:
         text = self._text
@@ -112,11 +116,11 @@ class HarmonyParser:
         if mark not in (MESSAGE, CONSTRAIN):  # which end nothing, and should not be there
             if self._in in self._gap:
                 self._gap[self._in] = "\n"
-            self._in = _In.HEADER
+            self._in = _MessagePart.HEADER
         return parted
 
     def _told(self, text: str) -> Parted:
         """A piece of a body, after a line break if messages of its kind came before."""
         if text and self._in in self._gap:
             text, self._gap[self._in] = self._gap[self._in] + text, ""
-        return Parted(text, "") if self._in is _In.THOUGHTS else Parted("", text)
+        return Parted(text, "") if self._in is _MessagePart.THOUGHTS else Parted("", text)

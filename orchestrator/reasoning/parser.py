@@ -16,7 +16,7 @@ class Parted(NamedTuple):
     content: str
 
 
-class _In(Enum):
+class _AnswerPart(Enum):
     BEGINNING = auto()  # what comes first is not certain
     THOUGHTS = auto()
     BETWEEN = auto()  # blanks after the thoughts
@@ -31,7 +31,7 @@ class ReasoningParser:
 
     def __init__(self, thoughts: Thoughts) -> None:
         self._thoughts = thoughts
-        self._in = _In.BEGINNING
+        self._in = _AnswerPart.BEGINNING
         self._text = ""  # not told yet
         self._has_told = False  # some of the thoughts
         self.has_thoughts = False  # the output begins with thoughts, if only with an empty text
@@ -39,32 +39,32 @@ class ReasoningParser:
     @property
     def is_before_content(self) -> bool:
         """Whether the thoughts have not ended, or what comes first is not certain."""
-        return self._in in (_In.BEGINNING, _In.THOUGHTS)
+        return self._in in (_AnswerPart.BEGINNING, _AnswerPart.THOUGHTS)
 
     def push(self, text: str) -> Parted:
         """Read a further piece of the text."""
         self._text += text
         told, content = "", ""
-        if self._in is _In.BEGINNING:
+        if self._in is _AnswerPart.BEGINNING:
             self._read_beginning()
-        if self._in is _In.THOUGHTS:
+        if self._in is _AnswerPart.THOUGHTS:
             told = self._read_thoughts()
-        if self._in is _In.BETWEEN:
+        if self._in is _AnswerPart.BETWEEN:
             self._text = self._text.lstrip()
-            self._in = _In.CONTENT if self._text else _In.BETWEEN
-        if self._in is _In.CONTENT:
+            self._in = _AnswerPart.CONTENT if self._text else _AnswerPart.BETWEEN
+        if self._in is _AnswerPart.CONTENT:
             content, self._text = self._text, ""
         return Parted(told, content)
 
     def finish(self) -> Parted:
         """What remains at the end of the text, which may be cut off anywhere."""
         rest, self._text = self._text, ""
-        if self._in is _In.BEGINNING and self._thoughts.beginning is Beginning.INSIDE:
+        if self._in is _AnswerPart.BEGINNING and self._thoughts.beginning is Beginning.INSIDE:
             self._begin_thoughts()
             rest = rest.lstrip()
-        if self._in is _In.THOUGHTS:
+        if self._in is _AnswerPart.THOUGHTS:
             return Parted(rest.rstrip(), "")
-        return Parted("", rest if self._in is _In.BEGINNING else "")
+        return Parted("", rest if self._in is _AnswerPart.BEGINNING else "")
 
     def _read_beginning(self) -> None:
         text, begin = self._text.lstrip(), self._thoughts.begin
@@ -75,10 +75,10 @@ class ReasoningParser:
             if self._thoughts.beginning is Beginning.INSIDE:
                 self._begin_thoughts()
             else:
-                self._in = _In.CONTENT
+                self._in = _AnswerPart.CONTENT
 
     def _begin_thoughts(self) -> None:
-        self._in, self.has_thoughts = _In.THOUGHTS, True
+        self._in, self.has_thoughts = _AnswerPart.THOUGHTS, True
 
     def _read_thoughts(self) -> str:
         end = self._thoughts.end
@@ -88,6 +88,6 @@ class ReasoningParser:
             thoughts = text[: len(text) - overlap(text, end)]
         certain = thoughts.rstrip()
         self._text = rest if found else text[len(certain) :]
-        self._in = _In.BETWEEN if found else _In.THOUGHTS
+        self._in = _AnswerPart.BETWEEN if found else _AnswerPart.THOUGHTS
         self._has_told = self._has_told or bool(certain)
         return certain

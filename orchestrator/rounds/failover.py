@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from bough.config.processes import OrchestratorConfig
 from bough.errors import BoughError, NoAnswer, StaleEpoch, Unavailable
-from bough.protocol.messages import weights_differ
+from bough.protocol.worker_info import weights_differ
 from orchestrator.cluster.directory import Directory
 from orchestrator.cluster.expected_wait import Need
 from orchestrator.cluster.worker_clients import TimedResult
@@ -111,8 +111,7 @@ class Failover:
     def _blame(self, session: Session, target: TargetHandle, trouble: _Trouble, exc: BoughError) -> None:
         """Decide whose fault it is: the target's if it does not answer or refuses, otherwise perhaps this call's.
 
-        Raises:
-            BoughError: it is this call's, which must not be tried at further targets or repeated.
+        Raises BoughError if it is this call's, which must not be tried at further targets or repeated.
         """
         target.health.blame(session.session_id, exc)
         if not isinstance(exc, Unavailable):
@@ -128,10 +127,8 @@ class Failover:
     ) -> TargetHandle | None:
         """A target that gives the same tokens as the failed one, possibly that one restarted; None for now.
 
-        It must have just answered: if it stops answering during the next call, that call may be the cause.
-
-        Raises:
-            BoughError: the call has failed at every target.
+        It must have just answered: if it stops answering during the next call, that call may be the cause. Raises
+        BoughError if the call has failed at every target.
         """
         alike = self.directory.alike(*session.ground, session.max_length, num_nodes)
         untried = [target for target in alike if target.record.worker_id not in trouble.failed_at]

@@ -26,14 +26,11 @@ async def scored_prompt(
 ) -> AsyncIterator[PromptLogprobs]:
     """Yield the log-probabilities of a session's prompt, a tree's worth at a time, each with `num_top` alternatives.
 
-    The whole prompt is computed, whatever the target holds of it. Afterwards the target holds all of it.
-
-    Raises:
-        InvalidRequest: the target does not score given tokens.
-        BoughError: what a round raises.
+    The whole prompt is computed, whatever the target holds of it. Afterwards the target holds all of it. Raises what a
+    round does, and InvalidRequest if the target does not score given tokens.
     """
     prompt = [*session.tokens[: session.prompt_length]]
-    tokenizer = lease.target.tokens
+    tokenizer = lease.target.tokenizer
     begins = await failover.directory.tokenizing.run(lambda: token_begins(tokenizer, prompt))
     session.target_held = session.cached_tokens = 0
     yield PromptLogprobs(tuple(prompt[:1]), (), begins[:1])

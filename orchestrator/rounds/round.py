@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 
 from bough.config.processes import OrchestratorConfig
 from bough.errors import BoughError, InvalidRequest, InvalidTree, Unavailable
+from bough.protocol.decision import RoundTimings
 from bough.protocol.generation import PromptLogprobs, Tokens
-from bough.protocol.messages import GrowResult, RoundTimings, VerifyResult
+from bough.protocol.messages import GrowResult, VerifyResult
 from bough.protocol.same_fields import like
 from bough.telemetry.log_context import log_session
 from bough.trees.suffix_automaton import LookupLimits
@@ -19,13 +20,12 @@ from bough.trees.tree_plan import TreePlan
 from orchestrator.cluster.directory import Directory
 from orchestrator.cluster.worker_clients import Timed
 from orchestrator.cluster.worker_handle import DraftHandle, TargetHandle
-from orchestrator.opening.recorder import Recorder
+from orchestrator.opening.recorder import Recorder, request_record, session_record
 from orchestrator.opening.target_lease import TargetLease
 from orchestrator.rounds.failover import Failover
 from orchestrator.rounds.prompt_lookup import Acceptance, PromptLookup, assumed_probability
 from orchestrator.rounds.prompt_scoring import scored_prompt
 from orchestrator.sessions.session import Session, verified_part
-from orchestrator.sessions.transcripts import request_record, session_record
 from orchestrator.sizing.acceptance_counts import AcceptanceCounter
 from orchestrator.sizing.plans import RoundOutcome, RoundPlan, Situation, Sizer, WorkerFacts
 from orchestrator.telemetry.request_trace import round_attributes
@@ -52,12 +52,8 @@ class Rounds:
         """Run rounds of a session until it is finished, after those that score its prompt, if that is asked for.
 
         A draft's failure costs a round its guesses, except for those from the session's own text. A target's failure
-        costs the time to continue, possibly at another target, to which the lease moves.
-
-        Raises:
-            Unavailable: no target could be used for too long.
-            Exhausted: no KV slot became free in time.
-            StaleEpoch: another orchestrator has the session.
+        costs the time to continue, possibly at another target, to which the lease moves. Raises what `Failover.verify`
+        does.
         """
         if session.prompt_logprobs is not None and not session.is_finished:  # else its client has seen them all
             async for scores in scored_prompt(session, lease, self.failover, session.prompt_logprobs):
@@ -198,11 +194,7 @@ def _lookup_limits(session: Session, target: TargetHandle, plan: RoundPlan) -> L
 
 
 def _require_fit(tree: Tree, root_token: int, vocab_size: int, plan: TreePlan) -> None:
-    """Check a draft worker's tree like any other untrusted input.
-
-    Raises:
-        InvalidTree: it is invalid, or not as requested.
-    """
+    """Check a draft worker's tree like any other untrusted input. Raises InvalidTree."""
     tree.validate(vocab_size, plan.growth.budget, plan.scheme)
     if not plan.scheme.is_sampled and not (tree.draft_probs is None and tree.draws is None):
         raise InvalidTree("tree.draft_probs: must be left out, with draws, as no sample was asked for")

@@ -44,21 +44,15 @@ class ModelTexts:
     _turn: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(1))  # one thread is left to requests
 
     async def tokens(self, prompt: Prompt, model: str) -> PromptRead:
-        """Tokenize a prompt as a request would.
-
-        Raises:
-            InvalidRequest: names the invalid field.
-            NotFound: no such model.
-            Unavailable: no target serves it.
-        """
+        """Tokenize a prompt as a request would. Raises InvalidRequest, NotFound of the model, or Unavailable."""
         target = await self._awaited(model)
         info = target.info
-        require_size(prompt, target.tokens, info.max_context)
+        require_size(prompt, target.tokenizer, info.max_context)
         async with self._turn:
             token_ids = await self.waiting.directory.tokenizing.run(
-                lambda: whole_prompt(prompt, target.tokens, info.vocab_size)
+                lambda: whole_prompt(prompt, target.tokenizer, info.vocab_size)
             )
-        return PromptRead(token_ids, target.tokens, info.max_context)
+        return PromptRead(token_ids, target.tokenizer, info.max_context)
 
     async def text(self, token_ids: Sequence[int], model: str) -> str:
         """Decode tokens, without special ones. Raises as `tokens` does."""
@@ -75,7 +69,7 @@ class ModelTexts:
 
         def decoded() -> str:
             require_tokens("tokens", token_ids, target.info.vocab_size)
-            return decode(target.tokens, token_ids)
+            return decode(target.tokenizer, token_ids)
 
         async with self._turn:
             return await self.waiting.directory.tokenizing.run(decoded)
@@ -84,8 +78,8 @@ class ModelTexts:
         """A model's tokenizer, even while no target with it is usable. Raises as `tokens` does, at once."""
         for target in self.waiting.directory.targets:
             if target.info.model_name == model:
-                return target.tokens
-        return self._target(model).tokens
+                return target.tokenizer
+        return self._target(model).tokenizer
 
     def tool_format(self, model: str) -> ToolFormat:
         """How a model calls tools. Raises as `tokens` does."""

@@ -12,9 +12,9 @@ from bough.config.processes import OrchestratorConfig
 from bough.errors import Exhausted, InvalidRequest, NotFound, StaleEpoch, Unavailable
 from bough.protocol.decision import Decision, DraftCalibration
 from bough.protocol.generation import Event, GenerateOptions, Loads, ModelInfo, Prompt, ServerInfo, Tokens
-from bough.protocol.messages import PROTOCOL_VERSION
+from bough.protocol.worker_info import PROTOCOL_VERSION
 from bough.telemetry.spans import CURRENT_SPAN
-from bough.trees.acceptance import SchemeAcceptance
+from bough.trees.scheme_acceptance import SchemeAcceptance
 from orchestrator.admission.active_streams import Running, Stream
 from orchestrator.admission.admission import Admission, Hold
 from orchestrator.admission.call_limiter import CallLimiter
@@ -85,7 +85,7 @@ class Requests:
             DeadlineExceeded: `timeout_seconds` are over, or the caller has not asked for the next event for as long as
                 the configuration allows. The request's resources are free then.
         """
-        tokenizers = {target.tokens for target in self.directory.targets}
+        tokenizers = {target.tokenizer for target in self.directory.targets}
         require_size_for_any(prompt, tokenizers, largest_context(self.directory))
         stream = Stream(options.request_id, options.session_id, hold=hold or Hold())
         deadline = Deadline.of(timeout_seconds, inf if stream.hold.is_further else self._queue_timeout)
@@ -184,10 +184,9 @@ class Requests:
             await self._recorder.close()
 
     async def drain(self, refusal: str, timeout_seconds: float) -> None:
-        """Refuse new and queued requests with this text, and let running ones finish in time.
+        """Refuse further requests with this text, and let those that run or wait finish in time.
 
-        Queued requests have lost nothing, and may be served elsewhere. Requests that do not finish in time end as
-        Unavailable at any API, and their resources are freed.
+        Requests that do not finish in time end as Unavailable at any API, and their resources are freed.
         """
         self.admission.close(refusal)
         cut_off = Unavailable(f"{refusal}; this call was cut off, and can be resumed there")
@@ -198,12 +197,7 @@ class Requests:
         self._running.request(request_id).end()
 
     async def close_session(self, session_id: str) -> None:
-        """Forget a session, here and at its workers; a running request of it ends.
-
-        Raises:
-            NotFound: the session is unknown.
-            Unavailable: the index does not answer, and the session is not running here.
-        """
+        """Forget a session, here and at its workers; a running request of it ends. Raises NotFound or Unavailable."""
         if not session_id:
             raise InvalidRequest("session_id: must be given, got none")
         if (stream := self._running.in_session(session_id)) is not None:
@@ -272,12 +266,9 @@ class Requests:
         return self._rounds.acceptance.counts()
 
     def decisions(self, name: str) -> Sequence[Decision]:
-        """The last rounds of a session, oldest first, by its id or that of a request in it.
+        """The last rounds of a session, oldest first, by its id or that of a request in it; by "" of the latest.
 
-        An empty name means the session that was active last.
-
-        Raises:
-            NotFound: nothing is remembered of it.
+        Raises NotFound if nothing is remembered of it.
         """
         if not (decisions := self.sizer.log.of(name) or self.sizer.log.of(self._sessions.get(name, name))):
             raise NotFound(f"session_id: must be a session or request with recent rounds here, got {name!r}")

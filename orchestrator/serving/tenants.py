@@ -204,11 +204,7 @@ class Callers:
             self.tenant(shown)
 
     def tenant(self, authorization: Iterable[str | bytes]) -> Tenant:
-        """The tenant that calls, from all values of the authorization header.
-
-        Raises:
-            Unauthenticated: no valid key.
-        """
+        """The tenant that calls, from all values of the authorization header. Raises Unauthenticated."""
         try:
             key = None if self.keyring is None else self.keyring.holder(authorization)
         except Unauthenticated as exc:

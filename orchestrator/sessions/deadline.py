@@ -43,25 +43,15 @@ class Deadline:
             self.queue_seconds = max(0.0, self.queue_seconds - (time.monotonic() - began))
 
     async def bound(self, events: AsyncGenerator[Item, None]) -> AsyncGenerator[Item, None]:
-        """Yield `events` until the deadline, which also interrupts waiting for the next event.
-
-        Raises:
-            DeadlineExceeded: the deadline has passed.
-        """
+        """Yield `events` until the deadline, which interrupts waiting for the next event. Raises DeadlineExceeded."""
         async with aclosing(events):
             while True:
                 try:
-                    async with asyncio.timeout_at(self._on_the_loop):
+                    # The clock of asyncio's own event loops is the monotonic one.
+                    async with asyncio.timeout_at(self.deadline if self.deadline < inf else None):
                         event = await anext(events)
                 except StopAsyncIteration:
                     return
                 except TimeoutError as exc:
                     raise DeadlineExceeded("deadline: the caller's deadline for this request has passed") from exc
                 yield event
-
-    @property
-    def _on_the_loop(self) -> float | None:
-        """The deadline on the event loop's clock."""
-        if self.deadline == inf:
-            return None
-        return asyncio.get_running_loop().time() + self.deadline - time.monotonic()

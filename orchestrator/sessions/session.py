@@ -10,6 +10,7 @@ from math import inf
 import numpy as np
 
 from bough.errors import BoughError
+from bough.protocol.decision import RoundTimings
 from bough.protocol.generation import (
     Event,
     Finished,
@@ -21,10 +22,11 @@ from bough.protocol.generation import (
     Usage,
     VerifiedTree,
 )
-from bough.protocol.messages import RoundTimings, VerifyResult, WorkerInfo, weights_differ
+from bough.protocol.messages import VerifyResult
 from bough.protocol.prefix_hash import TokenHistory
 from bough.protocol.sampling_params import UNLIMITED, SamplingParams, StopConditions
 from bough.protocol.thoughts import Channels, Thoughts
+from bough.protocol.worker_info import WorkerInfo, weights_differ
 from bough.telemetry.spans import NO_SPAN, Span
 from bough.trees.tree import Tree
 from orchestrator.sessions.deadline import Deadline
@@ -106,9 +108,8 @@ class Session:
     def require_weights(self, target: WorkerInfo) -> None:
         """Check a target's weights before verifying there; its hash may have become known since the last time.
 
-        Raises:
-            BoughError: the session began with other weights, so its tokens may be of both. Not Unavailable, which
-                clients would retry silently.
+        Raises BoughError for other weights than the session's, as its tokens may be of both. Not Unavailable, which
+        clients would retry silently.
         """
         if weights_differ(self.weights_hash, target.weights_hash):
             raise BoughError(
@@ -168,9 +169,11 @@ class Session:
         Accepted tokens that are also in `drafted` count as the draft's; others as looked up.
         """
         accepted = [int(tree.tokens[node]) for node in result.verdict.accepted_nodes]
-        verified = verified_part(tree, result)
-        num_verified = len(verified.tree)
-        self._count(num_verified - 1, len(accepted), timings)
+        part, accepted_nodes = verified_part(tree, result)
+        verified, num_verified = VerifiedTree(part.parents.tolist(), accepted_nodes), len(part)
+        self.timings += timings
+        self.num_draft_tokens += num_verified - 1
+        self.accepted_counts[len(accepted)] += 1
         committed: list[int] = []
         texts: list[str] = []
         begins: list[int] = []
@@ -199,11 +202,6 @@ class Session:
             tuple(begins),
         )
 
-    def _count(self, num_drafted: int, num_accepted: int, timings: RoundTimings) -> None:
-        self.timings += timings
-        self.num_draft_tokens += num_drafted
-        self.accepted_counts[num_accepted] += 1
-
     def _append(self, token: int) -> str:
         """Commit one token; returns its text, and sets the reason if it ends the output."""
         self.tokens.append(token)
@@ -222,11 +220,6 @@ class Session:
                 )
         return piece.text
 
-    def _all_warnings(self) -> list[str]:
-        if not self.num_more_warnings:
-            return self.warnings
-        return [*self.warnings, f"{self.num_more_warnings} more warnings came after these {len(self.warnings)}"]
-
     def started(self, num_seen: int) -> Started:
         """The first event, for a client that has seen so many tokens of the output."""
         return Started(
@@ -238,6 +231,7 @@ class Session:
         num_rounds = sum(self.accepted_counts.values())
         num_accepted = sum(count * rounds for count, rounds in self.accepted_counts.items())
         histogram = tuple(self.accepted_counts[k] for k in range(max(self.accepted_counts, default=-1) + 1))
+        more = f"{self.num_more_warnings} more warnings came after these {len(self.warnings)}"
         return Finished(
             self.finish_reason,
             self.stop_reason,
@@ -253,7 +247,7 @@ class Session:
                 self.num_lookup_tokens,
             ),
             self.timings,
-            tuple(self._all_warnings()),
+            (*self.warnings, *([more] if self.num_more_warnings else [])),
             self.num_failovers,
             self.stop_token_id,
         )
@@ -268,9 +262,9 @@ def never_begun(options: GenerateOptions) -> tuple[Event, ...]:
     )
 
 
-def verified_part(tree: Tree, result: VerifyResult) -> VerifiedTree:
+def verified_part(tree: Tree, result: VerifyResult) -> tuple[Tree, Sequence[int]]:
     """The part of the tree that the target verified, and its accepted nodes."""
     if not result.left_out_nodes:
-        return VerifiedTree(tree, result.verdict.accepted_nodes)
+        return tree, result.verdict.accepted_nodes
     kept = np.setdiff1d(np.arange(len(tree)), result.left_out_nodes)
-    return VerifiedTree(tree.only(kept), np.searchsorted(kept, result.verdict.accepted_nodes).tolist())
+    return tree.only(kept), np.searchsorted(kept, result.verdict.accepted_nodes).tolist()

@@ -10,7 +10,8 @@ from itertools import zip_longest
 
 import numpy as np
 
-from bough.trees.acceptance import DepthCounts, FloatArray, SchemeAcceptance
+from bough.trees.acceptance import FloatArray
+from bough.trees.scheme_acceptance import DepthCounts, SchemeAcceptance
 from bough.trees.tree import Tree
 from bough.trees.tree_plan import Scheme
 

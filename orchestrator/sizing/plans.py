@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bough.protocol.cost_curve import CostCurve
-from bough.protocol.decision import Decision
+from bough.protocol.decision import Decision, RoundTimings
 from bough.protocol.generation import Speculation
-from bough.protocol.messages import GrowResult, RoundTimings, VerifyResult
+from bough.protocol.messages import GrowResult, VerifyResult
 from bough.trees.merge import merged
 from bough.trees.tree import Tree
 from bough.trees.tree_plan import MAX_EXPANSIONS, NO_TREE, BestFirst, Scheme, TreePlan

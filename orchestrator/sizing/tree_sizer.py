@@ -147,14 +147,14 @@ class TreeSizer:
         pending.sent_values[list(outcome.result.left_out_nodes)] = 0.0
         pending.decision.expected_tokens = pending.expected_tokens
         self._learn_guesses(session, pending, outcome)
+        num_steps = outcome.grown.timings.num_passes if outcome.grown is not None else 0
         if outcome.grown is not None and pending.plan.asks_draft:
-            num_steps = outcome.grown.timings.num_passes
             if num_steps or len(outcome.grown.tree) > 1:  # no step and no tree say nothing of what trees cost
                 for stats in (session.stats, session.pair.stats):
                     stats.note_steps(num_steps)
             pending.decision.draft_id = pending.situation.draft.worker_id if pending.situation.draft else ""
-        pending.decision.settle(len(outcome.tokens), outcome.result, outcome.grown, outcome.timings)
-        decision = pending.decision
+        decision, result = pending.decision, outcome.result
+        decision.settle(outcome.timings, len(outcome.tokens), num_steps, len(result.left_out_nodes), result.num_rows)
         if decision.mode is Mode.PROBE and decision.tokens > decision.plain_rate * decision.seconds.total:
             session.pair.probing.paid()
         return decision

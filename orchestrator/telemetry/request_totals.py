@@ -55,7 +55,6 @@ class RequestWatch:
         self._began = self.clock()
 
     def note(self, event: Event) -> None:
-        """Count an event of the request."""
         now = self.clock()
         match event:
             case Started():

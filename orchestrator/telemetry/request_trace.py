@@ -47,7 +47,6 @@ class RequestTrace:
     _has_tokens: bool = False
 
     def note(self, event: Event) -> None:
-        """Add an event's attributes."""
         match event:
             case Started() if self.span.is_recorded:
                 self.span.set({"gen_ai.response.model": event.model_name, "bough.tokens.resumed": event.resumed_tokens})
@@ -66,7 +65,6 @@ class RequestTrace:
 
 
 def request_attributes(options: GenerateOptions) -> Attributes:
-    """Attributes of what is requested."""
     attributes: dict[str, str | int | float] = {
         "gen_ai.request.id": options.request_id,
         "gen_ai.request.max_tokens": options.max_tokens,
@@ -83,7 +81,6 @@ def request_attributes(options: GenerateOptions) -> Attributes:
 
 
 def finished_attributes(event: Finished) -> Attributes:
-    """Attributes of the whole request."""
     return {
         "gen_ai.response.finish_reasons": (event.finish_reason,),
         "gen_ai.usage.input_tokens": event.usage.prompt_tokens,
@@ -96,7 +93,6 @@ def finished_attributes(event: Finished) -> Attributes:
 
 
 def round_attributes(tokens: Tokens) -> Attributes:
-    """Attributes of a round with its verdict."""
     timings = tokens.timings
     parts = ("draft", "network", "queue", "wait", "compute")
     return {

@@ -23,7 +23,6 @@ class ObjectSyntax:
     texts: Sequence[str] = ()  # that are the same in every call
 
     def reader(self, functions: Sequence[Function]) -> CallReader:
-        """Reads one call, perhaps of one of these functions."""
         return CallObject()
 
     def rules(self, name: str, function: Function, write: Write, *, follows_schema: bool) -> list[str]:

@@ -31,7 +31,7 @@ class CallSpelling:
     may_lack_mark: bool = False  # a call of a known function, an object, may begin the text without a mark
 
 
-class _In(Enum):
+class _CallPart(Enum):
     CONTENT = auto()
     OPENING = auto()  # between a mark and the first call
     CALL = auto()
@@ -47,7 +47,7 @@ class CallParser:
     def __init__(self, spelling: CallSpelling, names: Collection[str], read: Callable[[], CallReader]) -> None:
         """`names` are those of the functions that may be called; `read` gives a reader of one call."""
         self._spelling, self._names, self._reader = spelling, frozenset(names), read
-        self._in = _In.CONTENT
+        self._in = _CallPart.CONTENT
         self._text = ""  # not read yet
         self._skipped = ""  # blanks, mark and opening before a call of which nothing is told yet
         self._call = read()
@@ -59,10 +59,10 @@ class CallParser:
         """Read a further piece of the text."""
         self._text += text
         readers = {
-            _In.CONTENT: self._read_content,
-            _In.OPENING: self._read_opening,
-            _In.CALL: self._read_call,
-            _In.CLOSING: self._read_closing,
+            _CallPart.CONTENT: self._read_content,
+            _CallPart.OPENING: self._read_opening,
+            _CallPart.CALL: self._read_call,
+            _CallPart.CLOSING: self._read_closing,
         }
         pieces: list[Piece] = []
         while self._text and (more := readers[self._in]()) is not None:
@@ -71,10 +71,10 @@ class CallParser:
 
     def finish(self) -> list[Piece]:
         """What remains at the end of the text, which may be cut off anywhere."""
-        if self._in is _In.CALL and not self._call.is_told:
+        if self._in is _CallPart.CALL and not self._call.is_told:
             return self._content(self._skipped + self._call.raw + self._text)
-        rest = self._skipped if self._in is _In.OPENING else ""
-        return self._content(rest + self._text if self._in in (_In.CONTENT, _In.OPENING) else rest)
+        rest = self._skipped if self._in is _CallPart.OPENING else ""
+        return self._content(rest + self._text if self._in in (_CallPart.CONTENT, _CallPart.OPENING) else rest)
 
     def _read_content(self) -> list[Piece] | None:
         """Read up to a mark; None if nothing more is certain."""
@@ -88,7 +88,7 @@ class CallParser:
         self._text = text[len(certain) :]
         if begin >= 0:
             end = begin + len(mark)
-            self._skipped, self._text, self._in = text[len(certain) : end], text[end:], _In.OPENING
+            self._skipped, self._text, self._in = text[len(certain) : end], text[end:], _CallPart.OPENING
         elif not certain:
             return None
         return self._content(certain)
@@ -106,7 +106,7 @@ class CallParser:
 
     def _begin_call(self, skipped: str, rest: str, *, is_marked: bool) -> None:
         self._skipped, self._text, self._is_marked = skipped, rest, is_marked
-        self._call, self._in = self._reader(), _In.CALL
+        self._call, self._in = self._reader(), _CallPart.CALL
 
     def _read_call(self) -> list[Piece] | None:
         """Read what has come of a call; None if more of it must come."""
@@ -114,16 +114,16 @@ class CallParser:
         num_read = call.push(self._text)
         self._text = self._text[num_read:]
         if not self._is_marked and call.name is not None and call.name not in self._names:
-            self._in = _In.CONTENT
+            self._in = _CallPart.CONTENT
             return self._content(self._skipped + call.raw)
         told: list[Piece] = [*call.told()]
         if call.is_told:
             self._has_begun, self.is_in_call = True, not call.is_complete
         if call.is_malformed:
-            self._in = _In.CONTENT
+            self._in = _CallPart.CONTENT
             return told if call.is_told else self._content(self._skipped + call.raw)
         if call.is_complete:
-            self._skipped, self._in = "", _In.CLOSING
+            self._skipped, self._in = "", _CallPart.CLOSING
             return told
         return told or ([] if num_read else None)
 
@@ -135,15 +135,17 @@ class CallParser:
             self._begin_call("", following, is_marked=True)
             return []
         if end and rest.startswith(end):
-            self._text, self._in = rest.removeprefix(end), _In.CONTENT
+            self._text, self._in = rest.removeprefix(end), _CallPart.CONTENT
             return []
         if not rest or end.startswith(rest) or (separator and not following):
             return None
-        self._in = _In.CONTENT
+        self._in = _CallPart.CONTENT
         return []
 
     def _content(self, text: str) -> list[Piece]:
-        if not text or (self._has_begun and not text.strip() and self._in is _In.CONTENT and self._call.is_complete):
+        if not text or (
+            self._has_begun and not text.strip() and self._in is _CallPart.CONTENT and self._call.is_complete
+        ):
             return []
         self._has_begun = self._has_begun or bool(text.strip())
         return [ContentText(text)]

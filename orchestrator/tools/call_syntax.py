@@ -64,19 +64,15 @@ class CallSyntax(Protocol):
     @property
     def texts(self) -> Sequence[str]:
         """Texts that are the same in every call, which may be tokens."""
-        ...
 
     def reader(self, functions: Sequence[Function]) -> CallReader:
         """Reads one call, perhaps of one of these functions."""
-        ...
 
     def rules(self, name: str, function: Function, write: Write, *, follows_schema: bool) -> list[str]:
         """The rule of this name and those that it needs: a call with arguments of the schema, or with any.
 
-        Raises:
-            InvalidRequest: the schema cannot be followed.
+        Raises InvalidRequest if the schema cannot be followed.
         """
-        ...
 
 
 def written(text: str, added_tokens: AddedTokens) -> str:

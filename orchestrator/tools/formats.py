@@ -123,8 +123,7 @@ FORMATS = HERMES, LLAMA_JSON, MISTRAL, MISTRAL_NAMED, QWEN3_CODER, SEED_OSS, GLM
 def format_of(named: str, template: ChatTemplate) -> ToolFormat:
     """The format that is named, or if that is "auto" the one of a template.
 
-    Raises:
-        InvalidRequest: the template does not know tools, or writes calls in no known way.
+    Raises InvalidRequest if the template does not know tools, or writes calls in no known way.
     """
     require_tools(template)
     found = _written_by(template.source, named)

@@ -31,7 +31,6 @@ class HarmonySyntax(NamedSyntax):
 
     @property
     def texts(self) -> Sequence[str]:
-        """The marks of all messages."""
         return MARKS
 
     def rules(self, name: str, function: Function, write: Write, *, follows_schema: bool) -> list[str]:
@@ -60,10 +59,7 @@ def messages_grammar(field: str, last: str, calls: Sequence[str], answer: str, a
     """The grammar of an output whose last message is `last`, "answer" or "call", for which `calls` has the rules.
 
     `answer` is the grammar of the text in the channel `final`, beside which no other may be content; without it text is
-    free.
-
-    Raises:
-        InvalidRequest: `field` demands what cannot be followed.
+    free. Raises InvalidRequest if `field` demands what cannot be followed.
     """
     write = partial(written, added_tokens=added_tokens)
     kinds = '"analysis"' if answer else '("analysis" | "commentary")'

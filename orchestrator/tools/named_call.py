@@ -25,11 +25,9 @@ class NamedSyntax:
 
     @property
     def texts(self) -> Sequence[str]:
-        """Texts that are the same in every call, which may be tokens."""
         return [*self.before_name.split(), *self.after_name.split(), *self.end.split()]
 
     def reader(self, functions: Sequence[Function]) -> CallReader:
-        """Reads one call, perhaps of one of these functions."""
         return NamedCall(self)
 
     def rules(self, name: str, function: Function, write: Write, *, follows_schema: bool) -> list[str]:
@@ -52,7 +50,6 @@ class NamedCall(CallReader):
         self._object = JsonValue("{")
 
     def push(self, text: str) -> int:
-        """Read a piece; returns how many characters of it were read, the others come again before the next piece."""
         index = 0
         while not (self.is_complete or self.is_malformed):
             rest = text[index:]

@@ -26,7 +26,6 @@ class TaggedSyntax(NamedSyntax):
 
     @property
     def texts(self) -> Sequence[str]:
-        """Texts that are the same in every call, which may be tokens."""
         return [*super().texts, self.before_key, *self.after_key.split(), self.after_value.strip()]
 
     def reader(self, functions: Sequence[Function]) -> CallReader:

@@ -25,11 +25,7 @@ class ArgumentRules(NamedTuple):
 
 
 def argument_rules(name: str, parameters: str, after_value: str, write: Write) -> dict[str, ArgumentRules]:
-    """Rules by the names of the arguments that a schema lists; their own begin with `name`.
-
-    Raises:
-        InvalidRequest: the schema says what such rules cannot.
-    """
+    """Rules by the names of the arguments that a schema lists; their own begin with `name`. Raises InvalidRequest."""
     root = json.loads(parameters)
     if odd := [key for key in (*ALTERNATIVES, *_NO_LIST) if key in root]:
         raise InvalidRequest(f"constraint: must have no {odd[0]} beside its type, as this model names each argument")
@@ -45,8 +41,7 @@ def argument_rules(name: str, parameters: str, after_value: str, write: Write) -
 def value_rules(name: str, schema: object, root: Schema, after_value: str, write: Write) -> list[str]:
     """The rule of this name and those that it needs, of a value of a schema, a part of `root`, and the text after it.
 
-    Raises:
-        InvalidRequest: the schema says what such rules cannot.
+    Raises InvalidRequest if the schema says what such rules cannot.
     """
     shared = {key: root[key] for key in ("$defs", "definitions") if key in root}
     closing, tag = after_value.rstrip(), after_value.strip()

@@ -59,9 +59,7 @@ class ToolFormat:
 
         `otherwise` is the grammar of an output without calls, if there may be one; without it that is any text.
         Unless calls are demanded only functions that are strict have the arguments of their schema, others any object.
-
-        Raises:
-            InvalidRequest: names the function whose schema cannot be followed.
+        Raises InvalidRequest naming the function whose schema cannot be followed.
         """
         rules, write = self.rules, partial(written, added_tokens=added_tokens)
         is_alone = tools.must_call or bool(otherwise)  # no text beside calls

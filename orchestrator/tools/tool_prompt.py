@@ -23,8 +23,7 @@ def has_fields(prompt: ChatPrompt) -> bool:
 def tool_prompt(prompt: ChatPrompt, tokenizer: Tokenizer) -> list[int]:
     """Tokens of a conversation that has more than roles and contents, up to the start of the assistant's answer.
 
-    Raises:
-        InvalidRequest: the model's chat template would leave out a part of it, or rejects it.
+    Raises InvalidRequest if the model's chat template would leave out a part of it, or rejects it.
     """
     functions = prompt.tools.functions if prompt.tools else ()
     template = tokenizer.tool_template if functions else tokenizer.template
@@ -41,11 +40,7 @@ def tool_prompt(prompt: ChatPrompt, tokenizer: Tokenizer) -> list[int]:
 
 
 def require_tools(template: ChatTemplate) -> None:
-    """Refuse tools with a template that would leave them out.
-
-    Raises:
-        InvalidRequest: the template does not know tools.
-    """
+    """Raise InvalidRequest if a template does not know tools, and so would leave them out."""
     if "tools" not in template.variables:
         raise InvalidRequest("chat.tools: must be left out, as this model's chat template does not know tools")
 

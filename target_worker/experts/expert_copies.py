@@ -55,14 +55,12 @@ class ExpertCopies(ExpertLoader):
         self._computed = self._streams.compute_event()
 
     def load(self, expert: Expert, slab: int, is_prefetch: bool) -> None:
-        """Queue a copy."""
         with self._host.layer(self._numbers[expert]) as data:
             copy = self._streams.copy(data, self._slabs[slab, self._shifts[expert] :][: len(data)], self._computed)
         self._traffic.copied(copy, len(data))
         self._on_their_way[slab] = copy.done
 
     def is_there(self, slab: int) -> bool:
-        """Whether the copy has ended."""
         return slab not in self._on_their_way or self._on_their_way[slab].query()
 
     def leave(self, slab: int) -> None:

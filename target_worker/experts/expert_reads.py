@@ -64,11 +64,9 @@ class ExpertReads(ExpertLoader):
         return len(self._slabs)
 
     def require_unchanged(self) -> None:
-        """Check that no file of experts was written to in place. Raises StreamError."""
         self._disk.require_unchanged()
 
     def load(self, expert: Expert, slab: int, is_prefetch: bool) -> None:
-        """Start reading."""
         weights, threads = self._weights(expert), self._prefetching if is_prefetch else self._threads
         self._reads[slab] = [threads.submit(self._read, weights, piece, slab) for piece in cut(weights.extents)]
 
@@ -83,7 +81,6 @@ class ExpertReads(ExpertLoader):
         return True
 
     def is_there(self, slab: int) -> bool:
-        """Whether all reads have ended."""
         return all(read.done() for read in self._reads.get(slab, ()))
 
     def leave(self, slab: int) -> None:

@@ -51,11 +51,7 @@ class ExpertLoader(ABC):
 
     @abstractmethod
     def load(self, expert: Expert, slab: int, is_prefetch: bool) -> None:
-        """Start loading `expert` into `slab`.
-
-        Raises:
-            StreamError: as `arrived`, if the error is known at once.
-        """
+        """Start loading `expert` into `slab`. Raises StreamError as `arrived`, if the error is known at once."""
 
     def promote(self, expert: Expert, slab: int) -> bool:
         """Promote a prefetch to a demand load; False if it failed and must be issued again."""
@@ -73,8 +69,7 @@ class ExpertLoader(ABC):
     def arrived(self, expert: Expert, slab: int) -> torch.Tensor:
         """The slab's bytes (uint8), complete for any computation queued from now on.
 
-        Raises:
-            StreamError: reading failed, or the checksum is wrong.
+        Raises StreamError if reading failed, or the checksum is wrong.
         """
 
 
@@ -141,8 +136,7 @@ class ExpertStore:
     def bytes_of(self, expert: Expert, slot: int) -> tuple[torch.Tensor, ...]:
         """Tensors (uint8) of a parameter of an expert announced by `expect`; valid until its layer's turn is over.
 
-        Raises:
-            StreamError: as `ExpertLoader.arrived`; call `restart` before the next sweep.
+        Raises StreamError as `ExpertLoader.arrived`; call `restart` before the next sweep.
         """
         slab, weights = self._cache.slab_of(expert), self._layers[expert.layer].each[expert.number]
         assert slab is not None, "who asks for an expert has said so"

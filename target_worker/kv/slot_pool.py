@@ -106,16 +106,14 @@ class SlotPool:
         """Lease the session's slot with room for `num_rows`, holding as much of `text` as is cached; starts a call.
 
         The common prefix of the slot and the text stays; what another slot has beyond that is copied. `most_rows` is
-        the limit of rows in the present request.
+        the limit of rows in the present request. The session has no newer epoch.
+
         Raises:
-            StaleEpoch: the session has a newer epoch.
             Preempted: the session was preempted, and there is no room for it yet.
             Exhausted: there is no room. A session that could not grow keeps what it holds.
         """
         self._expire()  # first, as it may evict the session's own slot
         session = self._kept.sessions.get(session_id)
-        if session is not None:
-            session.require_epoch(epoch)
         if session is None or session.state is SlotState.IDLE:
             self._require_entry(session_id, epoch, num_rows - (session.slot.num_rows if session is not None else 0))
         if session is None:
@@ -181,11 +179,7 @@ class SlotPool:
         self._num_computed += num_computed
 
     def release(self, session_id: str) -> None:
-        """Forget a session. Its slot stays idle until its rows are needed.
-
-        Raises:
-            NotFound: the session has no slot.
-        """
+        """Forget a session. Its slot stays idle until its rows are needed. Raises NotFound."""
         self._order.leave(session_id)
         session = self._kept.sessions.pop(session_id, None)
         if session is None:

@@ -68,12 +68,9 @@ class DeviceRing:
 
     @contextmanager
     def layer(self, index: int) -> Iterator[torch.Tensor]:
-        """Yield the next layer's slab (uint8, on the device) for computation queued within the block.
+        """Yield the slab of the next layer, `index`, (uint8, on the device) for computation queued within the block.
 
-        `index` must be the next layer.
-
-        Raises:
-            StreamError: the layer could not be read, or the last `restart` failed; call it before the next sweep.
+        Raises StreamError if it could not be read, or the last `restart` failed; call it before the next sweep.
         """
         sequence = self._consumed
         if not self._copies:
@@ -90,7 +87,6 @@ class DeviceRing:
         self._issue(sequence + len(self._slabs))
 
     def restart(self) -> None:
-        """Start again with the first layer, after an error or an aborted sweep."""
         for _, work in self._copies:
             work.cancel()
         self._thread.submit(lambda: None).result()  # the copy under way may be of a layer that was taken already

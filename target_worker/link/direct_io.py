@@ -56,18 +56,14 @@ class Disk:
         return all(file.is_direct for file in self._files.values())
 
     def close(self) -> None:
-        """Close the files."""
         for file in self._files.values():
             os.close(file.descriptor)
 
     def require_unchanged(self) -> None:
-        """Check after reads, before their data is used, that no file was written to in place.
+        """Check after reads, before their data is used, that no file was written to in place. Raises StreamError.
 
         Otherwise reads may have mixed two checkpoints, and this process ends: whoever supervises it starts another,
         with what is there then.
-
-        Raises:
-            StreamError: a file was written to.
         """
         for path, file in self._files.items():
             if FileState.of(file.descriptor) != self._states[path]:
@@ -78,11 +74,7 @@ class Disk:
                 raise changed
 
     def read(self, layer: LayerExtents, piece: ReadRange, slab: Slab) -> None:
-        """Read one range of a layer into a slab.
-
-        Raises:
-            StreamError: names the file, the layer and the tensor.
-        """
+        """Read one range of a layer into a slab. Raises StreamError naming the file, the layer and the tensor."""
         extent, file = piece.extent, self._files[piece.extent.file]
         needed, offset = min(piece.num_bytes, extent.needed_bytes - piece.begin), extent.offset + piece.begin
         begin, done = extent.slab_offset + piece.begin, 0
@@ -98,12 +90,7 @@ class Disk:
             raise StreamError(f"{extent.file}: {layer.name}, tensor {tensor}, byte {offset + done}: {exc}") from exc
 
     def load(self, layers: Sequence[LayerExtents], slabs: Sequence[Slab], num_threads: int) -> None:
-        """Read whole layers, with several reads in flight.
-
-        Raises:
-            StreamError: names the file, the layer and the tensor.
-        """
-
+        """Read whole layers, with several reads in flight. Raises StreamError as `read`."""
         jobs = [(layer, p, slab) for layer, slab in zip(layers, slabs, strict=True) for p in cut(layer.extents)]
         with ThreadPoolExecutor(num_threads, thread_name_prefix="load") as threads:
             for _ in threads.map(lambda job: self.read(*job), jobs):

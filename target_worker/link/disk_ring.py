@@ -56,12 +56,9 @@ class Ring:
 
     @contextmanager
     def layer(self, index: int) -> Iterator[torch.Tensor]:
-        """Yield the next layer's slab, (slab_bytes,) uint8, valid until the block ends.
+        """Yield the slab of the next layer, `index`: (slab_bytes,) uint8, valid until the block ends.
 
-        `index` must be the next layer.
-
-        Raises:
-            StreamError: the layer could not be read; call `restart` before the next sweep.
+        Raises StreamError if it could not be read; call `restart` before the next sweep.
         """
         sequence = self._consumed
         assert sequence % len(self.layers) == index, "layers are taken in order"
@@ -75,7 +72,6 @@ class Ring:
         self._issue(sequence + len(self._slabs))
 
     def restart(self) -> None:
-        """Start again with layer 0, after an error or an aborted sweep."""
         wait(
             [read for reads in self._reads for read in reads if not read.cancel()]
         )  # until nothing writes to the slabs
@@ -85,7 +81,6 @@ class Ring:
             self._issue(sequence)
 
     def figures(self) -> LinkFigures:
-        """Counters since the start."""
         return self._traffic.figures(self._wait_ns)
 
     def _issue(self, sequence: int) -> None:

@@ -24,10 +24,8 @@ def file_digest(file: Path, state: FileState, before_piece: Callable[[], None] =
     """SHA-256 of a file in this state, as `sha256sum` prints it; cached.
 
     `before_piece` is called before each read and may block. The page cache keeps nothing of what is read, except where
-    O_DIRECT is refused and pages of this file are dropped.
-
-    Raises:
-        CheckpointError: the file cannot be read, or is no longer in this state.
+    O_DIRECT is refused and pages of this file are dropped. Raises CheckpointError for a file that cannot be read, or is
+    no longer in this state.
     """
     digest, opened = hashlib.sha256(), open_file(file)
     try:

@@ -51,11 +51,9 @@ class HostLayers:
 
     @property
     def is_direct(self) -> bool:
-        """Whether all reads bypass the page cache."""
         return self._disk.is_direct
 
     def stays(self, index: int) -> bool:
-        """Whether a layer is resident."""
         return index in self._slabs
 
     def __enter__(self) -> HostLayers:
@@ -66,11 +64,7 @@ class HostLayers:
         self._resources.close()
 
     def fill(self) -> None:
-        """Allocate memory, read the resident layers and start the ring.
-
-        Raises:
-            StreamError: a resident layer could not be read.
-        """
+        """Allocate memory, read the resident layers and start the ring. Raises StreamError if one cannot be read."""
         layers, sizes = self._layers, [self._layers[index].num_bytes for index in self._staying]
         self._slabs = dict(zip(self._staying, map(Slab.over, self._memory(sizes)), strict=True))
         self._disk.load([layers[index] for index in self._staying], list(self._slabs.values()), self._num_threads)
@@ -80,11 +74,7 @@ class HostLayers:
             self._ring = self._resources.enter_context(ring)
 
     def verify(self) -> None:
-        """Verify the resident layers' checksums by several threads, before one thread does at each one's first use.
-
-        Raises:
-            StreamError: one is wrong.
-        """
+        """Verify resident layers' checksums by several threads, before one does at first use. Raises StreamError."""
         for index, slab in self._slabs.items():
             self._check_at_once(index, slab.bytes)
 
@@ -97,11 +87,7 @@ class HostLayers:
                 used += size
 
     def read(self, index: int, slab: Slab) -> torch.Tensor:
-        """Read a layer into the caller's slab: (num_bytes,) uint8. Works before `fill`.
-
-        Raises:
-            StreamError: reading failed, or a checksum is wrong.
-        """
+        """Read a layer into the caller's slab: (num_bytes,) uint8; before `fill`, too. Raises StreamError."""
         layer = self._layers[index]
         self._disk.load([layer], [slab], self._num_threads)
         self._check_at_once(index, slab.bytes)
@@ -111,8 +97,7 @@ class HostLayers:
     def layer(self, index: int) -> Iterator[torch.Tensor]:
         """Yield a layer's slab (uint8), valid until the block ends. Streamed layers must be taken in order.
 
-        Raises:
-            StreamError: reading failed, or a checksum is wrong; call `restart` before the next sweep.
+        Raises StreamError if reading failed, or a checksum is wrong; call `restart` before the next sweep.
         """
         if index in self._slabs:
             self._check(index, self._slabs[index].bytes)
@@ -124,7 +109,6 @@ class HostLayers:
             yield slab
 
     def restart(self) -> None:
-        """Start again with the first layer, after an error or an aborted sweep."""
         if self._ring is not None:
             self._ring.restart()
 

@@ -121,8 +121,7 @@ class LayerExtents:
     def verify(self, slab: torch.Tensor, checksums: Mapping[str, int], each: Each = map) -> None:
         """Verify the checksums of the layer's tensors, where known; `each` may be the `map` of several threads.
 
-        Raises:
-            StreamError: names the file and the tensor.
+        Raises StreamError naming the file and the tensor.
         """
 
         def check(place: TensorPlace) -> None:
@@ -159,10 +158,7 @@ def sizes_of(layers: Collection[LayerExperts]) -> ExpertSizes:
 
 
 def sizes_apart(
-    layers: Sequence[LayerExtents],
-    experts: Mapping[int, LayerExperts],
-    dtype: torch.dtype,
-    by_matrix: bool = False,
+    layers: Sequence[LayerExtents], experts: Mapping[int, LayerExperts], dtype: torch.dtype, by_matrix: bool = False
 ) -> SeparateExperts:
     """Sizes of layers without experts, and of their experts."""
     scratch = max(layer.scratch_bytes(dtype, by_matrix) for layer in layers)

@@ -73,19 +73,15 @@ class CudaStreams:
 
     @property
     def unpinned_bytes(self) -> int:
-        """Bytes that the system refused to pin."""
         return self._memory.unpinned_bytes
 
     def host_memory(self, num_bytes: int) -> memoryview:
-        """Allocate pinned memory; if the system refuses, unpinned memory with a warning."""
         return self._memory.take(num_bytes)
 
     def device_memory(self, num_bytes: int) -> torch.Tensor:
-        """Allocate with torch's allocator."""
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
 
     def copy(self, source: torch.Tensor, target: torch.Tensor, after: DeviceEvent | None) -> Copy:
-        """Queue a copy on the copy stream."""
         begun, done = _event(), _event()
         # The first of these restores the caller's device without making a context there, of hundreds of megabytes.
         with self._lock, torch.cuda.device(self.device), torch.cuda.stream(self._copying):
@@ -97,17 +93,14 @@ class CudaStreams:
         return Copy(begun, done)
 
     def compute_after(self, event: DeviceEvent) -> None:
-        """Make the current stream wait."""
         torch.cuda.current_stream(self.device).wait_event(cast(torch.cuda.Event, event))
 
     def compute_event(self) -> DeviceEvent:
-        """An event on the current stream."""
         event = _event()
         event.record(torch.cuda.current_stream(self.device))
         return event
 
     def close(self) -> None:
-        """Wait for both streams, then unpin."""
         torch.cuda.synchronize(self.device)
         self._memory.close()
 

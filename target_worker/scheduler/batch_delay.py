@@ -57,11 +57,9 @@ class BatchDelay:
         self._callers: dict[str, _Caller] = {}
 
     def swept(self, seconds: float) -> None:
-        """Record a sweep's time."""
         self._longest, self._began = self._max_delay * seconds, None
 
     def answered(self, session_id: str, now: float, caller: str = "") -> None:
-        """Record that a session was answered."""
         if self._longest:
             self._answered[session_id] = caller, now
 

@@ -22,12 +22,11 @@ from bough.sizing.sweep_times import SweepTimes
 from target_worker.kv.slot_pool import SlotPool
 from target_worker.scheduler.batch_delay import BatchDelay
 from target_worker.scheduler.batching import Part
-from target_worker.scheduler.job import SweepShare, VerifyJob
+from target_worker.scheduler.job import SweepFigures, SweepShare, VerifyJob
 from target_worker.scheduler.prefix_sharing import choose_shared
 from target_worker.scheduler.price import TokenPrice
 from target_worker.scheduler.request_queue import CallQueue
 from target_worker.scheduler.row_division import expected_tokens, make_fit, share_rows
-from target_worker.scheduler.sweep_figures import SweepFigures
 from target_worker.scheduler.sweeper import Sweeper, Swept
 
 logger = logging.getLogger(__name__)

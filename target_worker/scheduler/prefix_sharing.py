@@ -29,11 +29,7 @@ class _Follower(NamedTuple):
 
 
 def choose_shared(
-    jobs: Sequence[VerifyJob],
-    max_tokens: int,
-    knee: float,
-    min_tokens: int,
-    sweep_seconds: Callable[[int], float],
+    jobs: Sequence[VerifyJob], max_tokens: int, knee: float, min_tokens: int, sweep_seconds: Callable[[int], float]
 ) -> list[Part[VerifyJob]]:
     """Choose the parts of one sweep; common prefixes of at least `min_tokens` tokens are computed once.
 

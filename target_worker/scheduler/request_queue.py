@@ -34,7 +34,6 @@ class CallQueue:
         return iter(self._jobs.values())
 
     def by_caller(self) -> Counter[str]:
-        """Number of waiting calls by caller."""
         return Counter(job.call.caller for job in self)
 
     def admit(self, call: VerifyCall, future: Future[VerifyResult], arrived_ns: int) -> None:
@@ -99,7 +98,6 @@ class CallQueue:
         job.settle(result)
 
     def drop_all(self, error: Exception) -> None:
-        """End all calls with an error."""
         for session_id in [*self._jobs]:
             self.drop(session_id, error)
 
@@ -121,8 +119,6 @@ class CallQueue:
         length, longest = call.context.base_length + 1, self._limits.max_context
         if length > longest:
             raise InvalidRequest(f"context: must have at most {longest} tokens, got {length}")
-        if len(call.tree) > self._limits.max_nodes:
-            raise InvalidRequest(f"tree: must have at most {self._limits.max_nodes} nodes, got {len(call.tree)}")
         if (deepest := call.context.base_length + int(call.tree.depths().max())) >= longest:
             # Beyond its maximum context a model may compute wrong positions for a whole batch, other sessions included.
             raise InvalidRequest(f"tree: positions must be from 0 to {longest - 1}, got {deepest}")

@@ -10,8 +10,7 @@ from bough.protocol.messages import Verdict
 from bough.sizing.row_counts import RowCounts
 from bough.sizing.sweep_times import SweepPrior
 from target_worker.scheduler.batching import Part
-from target_worker.scheduler.job import VerifyJob
-from target_worker.scheduler.sweep_figures import SweepFigures
+from target_worker.scheduler.job import SweepFigures, VerifyJob
 
 
 class Swept(NamedTuple):

@@ -35,10 +35,8 @@ def choose_places(
     """Place each layer, with its experts or, if given a cache of their own (`Fixed.experts`), without.
 
     Experts get a cache where not everything stays in memory; on a device with its own memory, only if host memory holds
-    all experts. Layers that stay on `others` keep their experts.
-
-    Raises:
-        ConfigError: names the setting that leaves too little memory, or that has no meaning on this device.
+    all experts. Layers that stay on `others` keep their experts. Raises ConfigError naming the setting that leaves too
+    little memory, or that has no meaning on this device.
     """
     _require_free(others)
     free, is_gpu = free_device_bytes(device), device.type != "cpu"

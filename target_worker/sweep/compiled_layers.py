@@ -27,7 +27,7 @@ from bough.model.loading.loading import Skeleton
 LayerAt = tuple[int, int]  # a layer's index, and the address of its slab
 
 
-class _State(NamedTuple):
+class _ChunkState(NamedTuple):
     """The state of a chunk between layers."""
 
     hidden: Floats  # (blocks, hidden, LANES)
@@ -45,7 +45,7 @@ class CompiledLayers:
         self._sizes, self._workspace = sizes_of(skeleton), Workspace(skeleton, word_rows)
         self._vectors: dict[int, Vectors] = {}
         self._weights: dict[LayerAt, LayerWeights] = {}
-        self._states: list[_State] = []
+        self._states: list[_ChunkState] = []
         self._share: Any = None  # pointer to `share_layer`, compiled for the types of these arrays
 
     def run(
@@ -82,7 +82,7 @@ class CompiledLayers:
             own = slice(chunk.begin, chunk.end)
             blocks = np.empty((num_blocks(chunk.end - chunk.begin), rows.shape[1], LANES), np.float32)
             spread(rows[own], blocks)
-            self._states.append(_State(blocks, cos[own], sin[own]))
+            self._states.append(_ChunkState(blocks, cos[own], sin[own]))
 
     def _end(self, like: torch.Tensor, batch: Batch) -> torch.Tensor:
         out = torch.empty_like(like)

@@ -30,7 +30,7 @@ from bough.trees.tree import Tree
 from target_worker.kv.kv_offload import KVHome
 from target_worker.link.disk_stats import BestSpeed
 from target_worker.link.layer_extents import MaterializedLayer
-from target_worker.scheduler.sweep_figures import SweepFigures
+from target_worker.scheduler.job import SweepFigures
 from target_worker.sweep.compiled_layers import CompiledLayers, LayerAt
 from target_worker.sweep.tiers import Tiers
 from target_worker.sweep.warm_up import PassSeconds, compute_curve
@@ -124,12 +124,8 @@ class StreamedModel:
         """Pass a token through the first layers and the head, which compiles and allocates.
 
         Except for mixtures of experts, layer 0 then runs on up to as many rows as the slot has, to predict the time of
-        sweeps. The link restarts with layer 0. Rows are written to the slot but not committed.
-
-        Raises:
-            StreamError: one of these layers could not be read.
-            Unavailable: the logits are not finite.
-            AcceleratorFull, AcceleratorLost: as `sweep`.
+        sweeps. The link restarts with layer 0. Rows are written to the slot but not committed. Raises what `sweep`
+        does, and Unavailable if the logits are not finite.
         """
         with named_faults(self.device, self._others):
             return self._warmed_up(slot)

@@ -28,7 +28,6 @@ class StreamedSweeper:
         self.rows = model.rows
 
     def sweep(self, parts: Sequence[Part[VerifyJob]]) -> Swept:
-        """Sweep all parts in one batch."""
         segments = [segment for part in parts for segment in part.job.segments(part.num_context, part.has_tree)]
         logits, figures = self._model.sweep(Batch(segments, self._model.rows, self._model.device))
         own = self._by_job([part.job for part in parts if part.has_tree], logits)
@@ -49,5 +48,4 @@ class StreamedSweeper:
         return {id(job): LogitRows(*pair, self._reader) for job, pair in zip(jobs, pairs, strict=True)}
 
     def warm_up(self, slot: Slot) -> SweepPrior | None:
-        """Run a first pass over rows of a slot, as `Sweeper.warm_up`."""
         return self._model.warm_up(slot)

@@ -83,7 +83,6 @@ class Tiers:
 
     @property
     def is_direct(self) -> bool:
-        """Whether all reads bypass the page cache."""
         return self._host.is_direct and (self.experts is None or self.experts.loader.is_direct)
 
     @property
@@ -138,8 +137,7 @@ class Tiers:
     def layer(self, index: int) -> Iterator[torch.Tensor]:
         """Yield a layer's slab (uint8, on its device), valid until the block ends. Streamed layers come in order.
 
-        Raises:
-            StreamError: reading failed, or a checksum is wrong; call `restart` before the next sweep.
+        Raises StreamError as `HostLayers.layer`; call `restart` before the next sweep.
         """
         if self.experts is not None:
             self.experts.begin(index)

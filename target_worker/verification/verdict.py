@@ -97,8 +97,7 @@ def adjusted_after(
 ) -> Callable[[Sequence[int], Row], Row]:
     """A function from a path of nodes and the target's raw logits after it to the logits that are drawn from.
 
-    Raises:
-        InvalidRequest: the output so far does not follow the call's grammar.
+    Raises InvalidRequest if the output so far does not follow the call's grammar.
     """
     tree, params, prompt_length = call.tree, call.sampling, call.context.prompt_length
     counts = TokenCounts.of(held if params.has_penalties else (), prompt_length)

@@ -73,7 +73,7 @@ def pasted(namespace: str, *command: str, typed: str = "") -> str:
 
 
 @pytest.mark.pipeline
-def test_curl(namespace: str) -> None:
+def test_curl_as_in_the_readme_is_answered(namespace: str) -> None:
     (block,) = blocks("bash")
     answer = pasted(namespace, "bash", "-c", block)
     assert re.search(r'"finish_reason": ?"(length|stop)"', answer), answer
@@ -81,7 +81,7 @@ def test_curl(namespace: str) -> None:
 
 @pytest.mark.pipeline
 @pytest.mark.parametrize("number", range(2), ids=["openai", "grpc"])
-def test_python(namespace: str, number: int) -> None:
+def test_python_as_in_the_readme_is_answered(namespace: str, number: int) -> None:
     block = blocks("python")[number]
     if "from openai" in block:
         pytest.importorskip("openai")

@@ -53,7 +53,7 @@ def test_bad_settings_are_refused_by_name(argv: list[str], environ: dict[str, st
         parse(TargetConfig, "target_worker", argv, environ)
 
 
-def test_bytes_and_layers() -> None:
+def test_sizes_in_bytes_and_ranges_of_layers_are_read() -> None:
     assert parse_bytes("1.5GB") == 1_500_000_000
     assert parse_bytes("512 MiB") == 512 * 2**20
     assert parse_layers("") == ()

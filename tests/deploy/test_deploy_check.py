@@ -27,7 +27,7 @@ def test_shipped_configurations_are_right(path: Path) -> None:
     assert {"Target", "Draft", "Orchestrator"} <= {*names}
 
 
-def test_there_are_three() -> None:
+def test_configurations_for_one_machine_two_and_a_cluster_are_shipped() -> None:
     assert {path.name for path in SERVE_FILES} >= {"one-machine.yaml", "two-machines.yaml", "cluster.yaml"}
 
 
@@ -155,6 +155,16 @@ TARGET, DRAFT, ORCHESTRATOR = (f"{DEPLOYMENTS}.{number}" for number in range(3))
             f"{DRAFT}.graceful_shutdown_timeout_s",
             "12",
             r"Draft\.graceful_shutdown_timeout_s: must be at least 40, got 12",
+        ),
+        (
+            f"{ORCHESTRATOR}.graceful_shutdown_timeout_s",
+            45,
+            r"Orchestrator\.graceful_shutdown_timeout_s: must be at least 615, got 45: the program has 600 s to drain",
+        ),
+        (
+            f"{ORCHESTRATOR}.user_config.program.drain_seconds",
+            606,
+            r"Orchestrator\.graceful_shutdown_timeout_s: must be at least 621, got 620",
         ),
         (
             f"{ORCHESTRATOR}.user_config.environment",

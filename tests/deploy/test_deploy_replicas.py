@@ -11,18 +11,19 @@ import pytest
 pytest.importorskip("ray")
 
 from bough.errors import ConfigError, Unavailable
-from deploy import replicas
+from deploy import forward, replicas
 from deploy.forward import Door, Forwarder
-from deploy.replicas import OrchestratorReplica
+from deploy.replicas import DraftReplica, OrchestratorReplica
 from tests.fakes.waiting import until
 
 
 class FakeSupervisor:
-    """A program that is there as soon as it is let; none can be started while there is a `problem`."""
+    """A program that is there, and has drained, as soon as it is let; none can be started with a `problem`."""
 
     made: list[FakeSupervisor]
     problem = ""
     may_start: asyncio.Event
+    may_end: asyncio.Event
 
     def __init__(self, settings: Any, host: str, index: Any) -> None:
         self.settings, self.host, self.index = settings, host, index
@@ -38,8 +39,12 @@ class FakeSupervisor:
         if self.has_ended:
             raise Unavailable("it ended with status 1")
 
+    async def until_ready(self, timeout_seconds: float) -> None:
+        pass
+
     async def stop(self) -> None:
         self.was_stopped = True
+        await self.may_end.wait()
 
     def forwarder(self) -> Forwarder | None:
         return Forwarder("http://127.0.0.1:9")
@@ -52,12 +57,22 @@ class Replica(OrchestratorReplica):
         pass
 
 
+class DraftWorker(DraftReplica):
+    """The same of a draft worker."""
+
+    def __del__(self) -> None:
+        pass
+
+
 @pytest.fixture
 async def replica(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[OrchestratorReplica]:
     """A replica whose program runs."""
     monkeypatch.setattr(replicas, "Supervisor", FakeSupervisor)
     monkeypatch.setattr(FakeSupervisor, "made", [], raising=False)
     monkeypatch.setattr(FakeSupervisor, "may_start", asyncio.Event(), raising=False)
+    monkeypatch.setattr(FakeSupervisor, "may_end", asyncio.Event(), raising=False)
+    FakeSupervisor.may_end.set()
+    monkeypatch.setattr(replicas, "PASSED_ON_SECONDS", 0.0)
     FakeSupervisor.may_start.set()
     made = Replica("redis://127.0.0.1:1", [])
     await made.reconfigure({"program": {"host": "127.0.0.1"}})
@@ -157,4 +172,68 @@ async def test_a_check_that_a_redeploy_overtakes_ends_nothing(
     silent.set()
     await checking
     assert replica._restart is None
-    assert [made.was_stopped for made in FakeSupervisor.made] == [True, False]
+    await until(lambda: [made.was_stopped for made in FakeSupervisor.made] == [True, False])
+
+
+async def test_streams_of_an_orchestrator_end_beside_its_successor(replica: OrchestratorReplica) -> None:
+    """They were cut off after the drain, as the successor waited for it, and so did everybody who came meanwhile."""
+    (first,) = FakeSupervisor.made
+    FakeSupervisor.may_end.clear()
+    before = replica._door._forwarder
+    await replica.reconfigure({"program": {"host": "127.0.0.1", "max_running": 7}})
+    assert not waits(replica._door)
+    assert replica._door._forwarder is not before
+    await until(lambda: first.was_stopped)
+    assert before is not None
+    assert not before._session.closed
+    await replica.check_health()
+    ending = asyncio.create_task(replica._end())
+    await until(lambda: FakeSupervisor.made[-1].was_stopped)
+    assert not ending.done(), "Serve waits until all have drained"
+    FakeSupervisor.may_end.set()
+    await ending
+    assert before._session.closed
+
+
+async def test_requests_wait_until_a_successor_has_a_target(
+    replica: OrchestratorReplica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that has never seen a target refuses them at once, and the same redeploy may start the target anew."""
+    has_target = asyncio.Event()
+    limits: list[float] = []
+
+    async def until_ready(self: FakeSupervisor, timeout_seconds: float) -> None:
+        limits.append(timeout_seconds)
+        await has_target.wait()
+
+    monkeypatch.setattr(FakeSupervisor, "until_ready", until_ready)
+    redeploying = asyncio.create_task(replica.reconfigure({"program": {"host": "127.0.0.1", "max_running": 7}}))
+    await until(lambda: limits)
+    assert waits(replica._door)
+    has_target.set()
+    await redeploying
+    assert not waits(replica._door)
+    assert limits[0] < forward.OPENING_SECONDS, "after which they are refused"
+
+
+async def test_a_change_of_rank_alone_starts_nothing_anew(replica: OrchestratorReplica) -> None:
+    """Ray Serve renumbers replicas when it takes one away, and calls with the settings that they have."""
+    await replica.reconfigure({"program": {"host": "127.0.0.1"}})
+    assert [made.was_stopped for made in FakeSupervisor.made] == [False]
+
+
+@pytest.mark.usefixtures("replica")
+async def test_a_worker_drains_before_another_takes_its_gpu() -> None:
+    draft = DraftWorker("redis://127.0.0.1:1")
+    await draft.reconfigure({"program": {"host": "127.0.0.1", "simulate": "two-cores"}})
+    FakeSupervisor.may_end.clear()
+    redeploying = asyncio.create_task(
+        draft.reconfigure({"program": {"host": "127.0.0.1", "simulate": "two-cores", "max_waiting": 7}})
+    )
+    await until(lambda: FakeSupervisor.made[-1].was_stopped)
+    assert not redeploying.done()
+    num_made = len(FakeSupervisor.made)
+    FakeSupervisor.may_end.set()
+    await redeploying
+    assert len(FakeSupervisor.made) == num_made + 1
+    await draft._end()

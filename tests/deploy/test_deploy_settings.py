@@ -96,3 +96,10 @@ def test_a_program_gets_its_threads_and_its_index_back_from_ray() -> None:
     }
     settings = read_program(Role.TARGET, {"program": program, "environment": {"OMP_NUM_THREADS": 2}})
     assert child_variables(settings, "redis://a")["OMP_NUM_THREADS"] == "2"
+
+
+def test_an_orchestrator_drains_for_long_unless_it_is_told_otherwise() -> None:
+    """Its successor serves meanwhile. A worker's successor waits for its memory."""
+    assert read_program(Role.ORCHESTRATOR, {}).config.drain_seconds == 600
+    assert read_program(Role.ORCHESTRATOR, {"program": {"drain_seconds": 7}}).config.drain_seconds == 7
+    assert read_program(Role.TARGET, {"program": SIMULATED}).config.drain_seconds == 25

@@ -19,7 +19,6 @@ from bough.processes.launch import launched
 from bough.protocol.generation import GenerateOptions, TextPrompt
 from tests.fakes.simulated import simulated_settings, write_profile
 
-pytestmark = pytest.mark.slow  # running services are called
 FOLDER = Path("deploy/monitoring")
 DASHBOARD = FOLDER / "grafana" / "bough.json"
 # Debian's package, or where `.ci/run` unpacks it.
@@ -66,6 +65,7 @@ def test_the_dashboard_can_be_imported_anywhere() -> None:
     assert len(set(places)) == len(places), "panels lie on one another"
 
 
+@pytest.mark.pipeline
 async def test_every_process_tells_where_its_metrics_are(http_url: str) -> None:
     async with httpx.AsyncClient() as client:
         told = (await client.get(f"{http_url}/service-discovery")).json()
@@ -75,6 +75,7 @@ async def test_every_process_tells_where_its_metrics_are(http_url: str) -> None:
             assert "vllm:num_requests_running" in (await client.get(f"http://{address}/metrics")).text
 
 
+@pytest.mark.pipeline
 async def test_every_number_that_is_asked_for_is_told_by_some_process(http_url: str) -> None:
     async with httpx.AsyncClient() as client:
         told = (await client.get(f"{http_url}/service-discovery")).json()
@@ -124,6 +125,7 @@ def prometheus(http_url: str, tmp_path: Path) -> Iterator[str]:
             process.kill()
 
 
+@pytest.mark.pipeline
 @needs_prometheus
 async def test_a_real_prometheus_has_data_for_every_query_and_rule(http_url: str, prometheus: str) -> None:
     """While requests come: a rate of nothing is no data."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +18,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import (
 )
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
 
-PATIENCE_SECONDS = 60.0
+from tests.fakes.waiting import until
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,21 +62,15 @@ class Collector(TraceServiceServicer):
             (s for s in self.spans if (s.name, s.trace_id) == (name, trace_id)), key=lambda span: span.began_ns
         )
 
-    async def until(self, is_there: Callable[[], object]) -> None:
-        """Wait until `is_there` returns something true. Raises TimeoutError after `PATIENCE_SECONDS`."""
-        async with asyncio.timeout(PATIENCE_SECONDS):
-            while not is_there():
-                await asyncio.sleep(0.05)
-
     async def trace_of(self, request_id: str) -> list[Seen]:
-        """All spans of a request, once every call in its trace has a server span. Raises TimeoutError like `until`."""
+        """All spans of a request, once every call in its trace has a server span. Raises TimeoutError."""
 
         def is_whole() -> bool:
             spans = self._of(request_id)
             calls = {span.span_id for span in spans if span.kind == CLIENT and not span.is_error}
             return bool(spans) and calls <= {span.parent_id for span in spans if span.kind == SERVER}
 
-        await self.until(is_whole)
+        await until(is_whole)
         return self._of(request_id)
 
     def _of(self, request_id: str) -> list[Seen]:

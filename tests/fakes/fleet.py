@@ -5,7 +5,6 @@ The next token of a fake target is a function of the seed, the position and the 
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -22,9 +21,10 @@ from bough.errors import Exhausted, NotFound, Preempted, PrefixMissing, StaleEpo
 from bough.pb import common_pb2, draft_pb2, target_pb2
 from bough.protocol import codec
 from bough.protocol.codec_fields import to_fields
-from bough.protocol.messages import GrowResult, Timings, Verdict, VerifyCall, VerifyResult, WorkerInfo
+from bough.protocol.messages import GrowResult, Timings, Verdict, VerifyCall, VerifyResult
 from bough.protocol.prefix_hash import prefix_hash
 from bough.protocol.sampling_params import PositionLogprobs, TokenLogprob
+from bough.protocol.worker_info import WorkerInfo
 from bough.registry.heartbeat import registered
 from bough.registry.records import WorkerRecord
 from bough.registry.registry import Registry
@@ -39,6 +39,7 @@ from orchestrator.service import GenerationService
 from orchestrator.serving.requests import Requests
 from orchestrator.serving.tenants import Callers
 from target_worker.verification.verify import walk
+from tests.fakes.waiting import until
 
 VOCAB, MAX_CONTEXT, MAX_NODES = 262, 512, 32
 WORDS = ("a", "b", "try ", "é", "木", "🌳")  # no two have a byte in common
@@ -279,16 +280,17 @@ class Fleet:
         await process.stack.enter_async_context(directory.running())
         await process.stack.enter_async_context(requests.running())
         await process.serve("Generation", partial(add_service, GENERATION, service))
-        async with asyncio.timeout(20):
-            while sum(target.is_usable for target in directory.targets) < num_targets:
-                await asyncio.sleep(0.02)
+        await until(lambda: sum(target.is_usable for target in directory.targets) >= num_targets)
         return requests, process
 
     async def written(self, request_id: str) -> None:
         """Wait until the index has the finish reason of a request."""
-        async with asyncio.timeout(10):
-            while (record := await self.registry.load_request(request_id)) is None or not record.finish_reason:
-                await asyncio.sleep(0.01)
+
+        async def has_ended() -> bool:
+            record = await self.registry.load_request(request_id)
+            return record is not None and bool(record.finish_reason)
+
+        await until(has_ended)
 
     async def _process(self) -> Process:
         return Process(await self.stack.enter_async_context(AsyncExitStack()))

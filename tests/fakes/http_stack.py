@@ -21,8 +21,6 @@ from orchestrator.telemetry.metrics import OrchestratorCollector
 from tests.fakes.simulated import pair_of
 from tests.fakes.stack import Stack, simulated_stack
 
-STALLED_SECONDS = 60.0
-
 Json = dict[str, Any]
 
 
@@ -81,23 +79,21 @@ def error_of(response: httpx.Response) -> Json:
 
 
 @asynccontextmanager
-async def http_stack(
-    folder: Path, stalled_seconds: float = STALLED_SECONDS, **profile: Any
-) -> AsyncIterator[HttpStack]:
+async def http_stack(folder: Path, stalled_seconds: float = 0.0, **profile: Any) -> AsyncIterator[HttpStack]:
     """Serve the HTTP API for the duration of the block; `profile` changes fields of the simulated workers' profile."""
     pair = pair_of(folder, **profile)
     async with simulated_stack(folder, pair) as stack:
         figures = CollectorRegistry()
         figures.register(OrchestratorCollector(stack.requests.figures))
-        app = http_app(Callers(stack.requests), figures, stalled_seconds, has_page=True)
+        app = http_app(Callers(stack.requests), figures, has_page=True)
         transports: list[asyncio.Transport] = []
 
         async def noted(scope: Scope, receive: Receive, send: Send) -> None:
-            transports.append(scope["state"]["abort"].__self__)
+            transports.append(send.__self__.transport)  # type: ignore[attr-defined]  # uvicorn's cycle has it
             await app(scope, receive, send)
 
         async with (
-            http_serving("127.0.0.1", 0, noted) as port,
+            http_serving("127.0.0.1", 0, noted, stalled_seconds=stalled_seconds) as port,
             httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60) as client,
         ):
             yield HttpStack(stack, client, port, transports)

@@ -67,10 +67,7 @@ async def _answering(raw: redis.asyncio.Redis) -> None:
 
 
 async def _is_whole(raw: redis.asyncio.Redis, num_nodes: int) -> bool:
+    """Whether a node knows all others and serves all slots; redis-py answers with a dict or with bytes."""
     info = await raw.execute_command("CLUSTER INFO")
-    text = info.decode() if isinstance(info, bytes) else str(info)
-    return "cluster_state" in text and "ok" in text and str(num_nodes) in _known_nodes(text)
-
-
-def _known_nodes(text: str) -> str:
-    return text.partition("cluster_known_nodes")[2][:8]
+    state = info if isinstance(info, dict) else dict(line.split(":") for line in info.decode().split())
+    return (state["cluster_state"], state["cluster_known_nodes"]) == ("ok", str(num_nodes))

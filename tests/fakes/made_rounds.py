@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from bough.protocol.cost_curve import CostCurve
-from bough.protocol.decision import Decision
+from bough.protocol.decision import Decision, RoundTimings
 from bough.protocol.generation import Speculation
-from bough.protocol.messages import GrowResult, RoundTimings, Timings, VerifyResult
+from bough.protocol.messages import GrowResult, Timings, VerifyResult
 from bough.trees.tree import Tree
 from bough.trees.tree_plan import BestFirst, TreePlan
 from draft_worker.growth.best_first import BestFirstGrower

@@ -20,7 +20,7 @@ from bough.processes.launch import Cluster, Settings
 from bough.protocol import codec
 from bough.protocol.codec_fields import to_fields
 from bough.protocol.generation import Finished, GenerateOptions, Prompt, TextPrompt
-from bough.protocol.messages import WorkerInfo
+from bough.protocol.worker_info import WorkerInfo
 from bough.registry.heartbeat import registered
 from bough.registry.records import WorkerRecord
 from bough.registry.registry import Registry
@@ -114,9 +114,10 @@ class FakeTarget:
 
 @dataclass
 class Stage:
-    """An index and the fake target registered in it."""
+    """The fake target, registered in a namespace of an index."""
 
     index_url: str
+    namespace: str
     registry: Registry
     target: FakeTarget
 
@@ -127,7 +128,17 @@ async def staged(folder: Path, max_connection_age: float = 0.0) -> AsyncIterator
     nothing = Settings(parse(TargetConfig, "t", ["--model", "x"], {}), None, parse(OrchestratorConfig, "o", [], {}))
     cluster = Cluster(nothing, folder)
     cluster.start_index()
-    registry, target = Registry(cluster.index_url), FakeTarget()
+    try:
+        async with staged_at(cluster.index_url, max_connection_age=max_connection_age) as stage:
+            yield stage
+    finally:
+        cluster.stop_all()
+
+
+@asynccontextmanager
+async def staged_at(index_url: str, namespace: str = "bough", max_connection_age: float = 0.0) -> AsyncIterator[Stage]:
+    """Run a fake target during the block, registered in a namespace that nobody else uses."""
+    registry, target = Registry(index_url, namespace), FakeTarget()
     target.may_answer.set()
     try:
         await registry.wait()
@@ -136,10 +147,9 @@ async def staged(folder: Path, max_connection_age: float = 0.0) -> AsyncIterator
         async with serves as served:
             record = WorkerRecord("target", "target-fake", f"127.0.0.1:{served.port}")
             async with registered(registry, lambda: record):
-                yield Stage(cluster.index_url, registry, target)
+                yield Stage(index_url, namespace, registry, target)
     finally:
         await registry.close()
-        cluster.stop_all()
 
 
 @dataclass
@@ -158,7 +168,8 @@ class Orchestrator:
 
 def config_of(stage: Stage, *flags: str) -> OrchestratorConfig:
     """Settings of an orchestrator that uses the stage's index and no draft."""
-    everywhere = ["--index-url", stage.index_url, "--draft", "none", "--port", "0", "--metrics-port", "-1"]
+    index = ["--index-url", stage.index_url, "--namespace", stage.namespace]
+    everywhere = [*index, "--draft", "none", "--port", "0", "--metrics-port", "-1"]
     return parse(OrchestratorConfig, "o", [*everywhere, *flags], {})
 
 

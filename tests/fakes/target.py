@@ -21,7 +21,7 @@ from bough.tokenization.vocabulary import TokenizerFiles
 from bough.trees.tree import Tree
 from target_worker.kv.slot_pool import SlotPool
 from target_worker.scheduler.engine import SweepEngine
-from target_worker.scheduler.sweep_figures import SweepFigures
+from target_worker.scheduler.job import SweepFigures
 from target_worker.sweep.streamed_sweeper import StreamedSweeper
 from tests.fakes.waiting import block_until
 

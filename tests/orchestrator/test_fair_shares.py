@@ -13,6 +13,7 @@ import pytest
 from bough.protocol.generation import GenerateOptions
 from orchestrator.http_api import body
 from tests.fakes.http_stack import error_of
+from tests.fakes.waiting import PATIENCE_SECONDS, until
 from tests.orchestrator.test_keys_at_the_doors import ALICE, BOB, BODY, PROMPT, Guarded, answer, guarded, refusal
 
 pytestmark = pytest.mark.slow  # running services are called
@@ -46,14 +47,14 @@ async def test_slow_bodies_of_one_key_leave_room_for_others(
         async with (
             slow_body(door, ALICE, num_sent),
             slow_body(door, ALICE, num_sent),
-            asyncio.timeout(30),
+            asyncio.timeout(PATIENCE_SECONDS),
         ):
             while (response := await alice.post(PATH, json=BODY)).status_code != 429:
                 pass  # as soon as the bytes of the others are there
             assert "of this key" in error_of(response)["message"]
             assert response.headers["retry-after"]
             assert (await bob.post(PATH, json=BODY)).status_code == 200
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             while (await alice.post(PATH, json=BODY)).status_code == 429:
                 await asyncio.sleep(0.01)  # until the server has noticed that they left
 
@@ -84,11 +85,9 @@ async def test_a_request_whose_caller_leaves_is_counted_as_one_that_was_aborted(
     """It was counted nowhere, as was one that an unexpected error ended."""
     async with guarded(tmp_path) as door, door.client(ALICE) as alice:
         totals = door.orchestrator.requests.totals
-        async with asyncio.timeout(30):
-            async for _ in (stream := alice.generate(PROMPT, GenerateOptions(max_tokens=200, ignore_eos=True))):
-                break
-            await stream.aclose()
-            while not totals.finished["abort"]:
-                await asyncio.sleep(0.01)
+        async for _ in (stream := alice.generate(PROMPT, GenerateOptions(max_tokens=200, ignore_eos=True))):
+            break
+        await stream.aclose()
+        await until(lambda: totals.finished["abort"])
         await answer(alice)
         assert totals.finished == {"abort": 1, "length": 1}

@@ -148,7 +148,7 @@ async def test_killing_the_target_gives_a_status_within_seconds(cluster: Cluster
         await asyncio.wait_for(run(client, LONG, 40, lambda: end(cluster, "target_worker")), 30)
     with pytest.raises(Unavailable, match="no target"):
         await asyncio.wait_for(run(client, LONG, 0, None), 20)
-    async with asyncio.timeout(20):  # until its registration has run out
+    async with asyncio.timeout(PATIENCE_SECONDS):  # until its registration has run out
         while not any("no target worker" in problem for problem in find_problems(await client.server_info())):
             await asyncio.sleep(0.1)
 

@@ -20,6 +20,7 @@ from orchestrator.telemetry.request_trace import hashed
 from tests.conftest import pipeline
 from tests.fakes.collector import CLIENT, SERVER, Collector, Seen, collecting
 from tests.fakes.simulated import simulated_settings, write_profile
+from tests.fakes.waiting import until
 
 PROMPT = "the secret word is marzipan"
 CALLER = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -139,7 +140,7 @@ async def test_a_prompt_whose_probabilities_are_asked_for_is_in_the_trace(stack:
     trace_id, verify, seen = TRACE_ID.replace("0af7", "6af7"), "bough.v1.Target/Verify", stack.collector
     with pytest.raises(grpc.aio.AioRpcError, match="simulated workers know no probabilities"):
         await stack.grpc("r-scored", ("traceparent", CALLER.replace("0af7", "6af7")), prompt_logprobs=0)
-    await seen.until(lambda: seen.named("generate", trace_id) and len(seen.named(verify, trace_id)) == 2)
+    await until(lambda: seen.named("generate", trace_id) and len(seen.named(verify, trace_id)) == 2)
     (root,), (score,) = seen.named("generate", trace_id), seen.named("score", trace_id)
     call, served = seen.named(verify, trace_id)
     assert (score.parent_id, call.parent_id, served.parent_id) == (root.span_id, score.span_id, call.span_id)
@@ -150,6 +151,7 @@ async def test_sweeps_tell_where_their_time_went(stack: Traced) -> None:
     await stack.grpc("r-sweeps")
     spans = await stack.collector.trace_of("r-sweeps")
     sweeps = [span for span in spans if span.name == "sweep"]
+    assert sweeps
     for sweep in sweeps:
         told = sweep.attributes
         seconds = told["bough.sweep.wait_seconds"] + told["bough.sweep.compute_seconds"]
@@ -167,7 +169,7 @@ async def test_over_http_the_trace_is_the_callers_too(stack: Traced) -> None:
         response = await client.post("/v1/completions", json=body, headers=headers)
     assert response.status_code == 200, response.text
     trace_id = TRACE_ID.replace("0af7", "1af7")
-    await stack.collector.until(lambda: len(stack.collector.named("generate", trace_id)) == 2)
+    await until(lambda: len(stack.collector.named("generate", trace_id)) == 2)
     for root in stack.collector.named("generate", trace_id):
         assert root.parent_id == CALLER_SPAN
         assert root.attributes["bough.http_request_id"] == "http-7"
@@ -200,7 +202,7 @@ async def test_two_traceparents_are_as_good_as_none(stack: Traced) -> None:
     assert response.status_code == 200, response.text
     name = response.json()["id"]
     told = stack.collector.spans
-    await stack.collector.until(lambda: any(s.attributes.get("gen_ai.request.id", "").startswith(name) for s in told))
+    await until(lambda: any(s.attributes.get("gen_ai.request.id", "").startswith(name) for s in told))
     assert not [span for span in told if span.trace_id[:4] in ("4af7", "5af7")]
 
 

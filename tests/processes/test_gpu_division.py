@@ -43,7 +43,9 @@ def _flags(flags: dict[str, Any]) -> list[str]:
         ("cuda:1", "cpu", False),
     ],
 )
-def test_which_share_one(first: str, second: str, is_one: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_share_a_gpu_where_both_devices_are_the_same(
+    first: str, second: str, is_one: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(memory_division, "may_be_gpu", lambda device: device != "cpu")
     assert on_one_gpu(target(device=first), draft(device=second)) is is_one
 

@@ -21,13 +21,14 @@ from bough.protocol import codec_generation as wg
 from bough.protocol import generation as g
 from bough.protocol import messages as m
 from bough.protocol.codec_fields import read, to_fields
-from bough.protocol.codec_trees import growth_to_wire
+from bough.protocol.codec_growth import growth_to_wire
 from bough.protocol.cost_curve import CostCurve
-from bough.protocol.decision import Decision, DraftCalibration, Mode, RoundSeconds
+from bough.protocol.decision import Decision, DraftCalibration, Mode, RoundSeconds, RoundTimings
 from bough.protocol.sampling_params import BANNED, PositionLogprobs, SamplingParams, TokenLogprob
+from bough.protocol.worker_info import WorkerInfo
 from bough.tokenization.vocabulary import TokenizerFiles
-from bough.trees.acceptance import DepthCounts, SchemeAcceptance
 from bough.trees.draft_probs import DraftProbs
+from bough.trees.scheme_acceptance import DepthCounts, SchemeAcceptance
 from bough.trees.tree import Tree
 from bough.trees.tree_plan import BestFirst, Scheme, StaticShape, TreePlan
 
@@ -195,7 +196,7 @@ def test_bytes_that_are_no_text_are_refused_by_name(prompt: g.Prompt, options: d
 
 @given(st.lists(logprobs, max_size=2).map(tuple))
 def test_events_survive_the_wire(positions: tuple[PositionLogprobs, ...]) -> None:
-    times, metrics = m.RoundTimings(*range(9)), g.SpeculationMetrics(1, 2, 3, 1.5, (0, 1), 4, 2)
+    times, metrics = RoundTimings(*range(9)), g.SpeculationMetrics(1, 2, 3, 1.5, (0, 1), 4, 2)
     for event in (
         g.Started("r", 3, 2**63, "model", 7),
         g.Tokens((1, 2), (True, False), ("a", ""), positions, 8, 3, times, 1),
@@ -233,10 +234,10 @@ def test_decisions_survive_the_wire() -> None:
 
 
 def test_descriptions_survive_the_wire() -> None:
-    info = m.WorkerInfo(
+    info = WorkerInfo(
         "draft", "id", "name", "words", "f", "t", 9, 8, 7, 6, 5, 40, 30, 2, 4, ("a", "b"), 3, "0.1", "64 rows", COST
     )
-    assert read(common_pb2.WorkerInfo(**to_fields(info)), m.WorkerInfo) == info
+    assert read(common_pb2.WorkerInfo(**to_fields(info)), WorkerInfo) == info
     server = g.ServerInfo(
         (g.WorkerStatus("a:1", info, "p"),), "index", "url", 1, "0.1", True, "http://a:2/metrics", "http://a:3"
     )

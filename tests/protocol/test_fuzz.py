@@ -106,7 +106,7 @@ GOOD: dict[str, tuple[int, ...]] = {}  # what the ordinary request got the first
 
 @FUZZ
 @given(method=st.sampled_from(sorted(METHODS)), request_bytes=st.binary(max_size=200))
-async def test_random_bytes(running: Stack, method: str, request_bytes: bytes) -> None:
+async def test_random_bytes_are_answered_with_a_status(running: Stack, method: str, request_bytes: bytes) -> None:
     await check_answered(running, method, request_bytes)
 
 

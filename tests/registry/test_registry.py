@@ -20,6 +20,7 @@ from bough.registry.heartbeat import registered
 from bough.registry.records import RequestRecord, SessionRecord, WorkerLoad, WorkerRecord, pack_tokens
 from bough.registry.registry import Registry
 from tests.fakes.index_server import SERVERS, Server, connected, served
+from tests.fakes.waiting import until
 
 WORKER = WorkerRecord("draft", "draft-1", "127.0.0.1:9", WorkerLoad(1000, 300))
 SESSION = SessionRecord("s", "t1", "d1", 5, 2, 2, (1, 2, 3))
@@ -45,11 +46,10 @@ async def flush(registry: Registry) -> None:
 
 
 async def until_there(registry: Registry, *workers: WorkerRecord) -> None:
-    for _ in range(100):
-        if await registry.workers() == list(workers):
-            return
-        await asyncio.sleep(0.05)
-    raise AssertionError(f"{await registry.workers()} are there, not {workers}")
+    async def are_there() -> bool:
+        return await registry.workers() == list(workers)
+
+    await until(are_there)
 
 
 async def test_leases_run_out_by_the_servers_clock(registry: Registry) -> None:
@@ -81,9 +81,7 @@ async def test_a_worker_that_once_cannot_tell_its_load_stays(
         return answers.pop()  # an IndexError where there is none
 
     async with registered(registry, present):
-        async with asyncio.timeout(10):
-            while "a heartbeat failed" not in caplog.text:
-                await asyncio.sleep(0.01)
+        await until(lambda: "a heartbeat failed" in caplog.text)
         answers += [WORKER] * 1000
         await flush(registry)
         await until_there(registry, WORKER)

@@ -22,7 +22,7 @@ from bough.trees.tree import Tree
 from bough.trees.tree_plan import BestFirst, Scheme, StaticShape, TreePlan
 from target_worker.kv.slot_pool import SlotPool
 from target_worker.scheduler.engine import SweepEngine
-from target_worker.scheduler.sweep_figures import SweepFigures
+from target_worker.scheduler.job import SweepFigures
 from target_worker.simulated import SimulatedSweeper
 from tests.fakes.draft import grow_call
 from tests.fakes.simulated import TurnedClock, pair_of, text_of

@@ -77,7 +77,7 @@ def test_where_computing_is_the_limit_users_bring_no_more() -> None:
     assert many.nodes == 1, "a hostile draft is not asked"
 
 
-def test_targets_add_up() -> None:
+def test_ten_targets_serve_ten_times_as_much() -> None:
     profile = profile_of(link_seconds=1.0, compute_row_seconds=0.01)
     one = simulate(Scenario(profile, num_users=6, kinds=(RequestKind(50, 100),)))
     ten = simulate(Scenario(profile, num_users=60, num_targets=10, num_drafts=10, kinds=(RequestKind(50, 100),)))
@@ -141,8 +141,26 @@ def test_a_hundred_thousand_users_are_simulated_as_shares() -> None:
     scenario = Scenario(load_profile("a100-70b-4bit"), num_users=100_000, num_targets=1000, num_drafts=1000)
     share, num_shares = scenario.sliced()
     assert (share.num_users, share.num_targets, share.num_drafts, num_shares) == (400, 4, 4, 250)
-    assert replace(scenario, num_users=99_999).sliced()[1] == 1, "cannot be divided evenly"
+    share, num_shares = replace(scenario, num_users=99_999, num_targets=1003).sliced()
+    assert (share.num_users, share.num_targets, share.num_drafts, num_shares) == (400, 4, 4, 250), "as nearly as can be"
+    share, num_shares = replace(scenario, num_targets=1002, num_drafts=3).sliced()
+    assert (share.num_targets, share.num_drafts, num_shares) == (334, 1, 3), "or as many more are not divided"
     assert replace(scenario, num_users=8, num_targets=7).sliced()[1] == 1
+
+
+def test_a_run_that_is_too_long_is_measured_from_its_half_on_and_told_to_be_incomplete() -> None:
+    """Warming up 60 users would take all the rounds: nothing had been measured, and the report failed."""
+    profile = profile_of(link_seconds=1.0)
+    scenario = Scenario(profile, num_users=60, num_drafts=0, kinds=(RequestKind(5, 50),), max_rounds=60 * 110)
+    report = simulate(scenario)
+    assert not report.is_complete
+    assert report.num_requests >= 50
+    assert report.tokens_per_second == pytest.approx(60.0, rel=0.1)
+    assert report.tpot.p50 == pytest.approx(1.0)
+    with pytest.raises(ConfigError, match=r"^--users: must be fewer, .* within the \d+ rounds .*; got 60 users of 1 t"):
+        simulate(replace(scenario, max_rounds=60 * 20))
+    (bought,) = (each for each in purchases(scenario, report) if each.name == "a link 2 times as fast")
+    assert bought.throughput_gain > 0.8
 
 
 def test_what_to_buy_is_told_with_what_it_brings() -> None:
@@ -199,6 +217,7 @@ def test_the_command_prints_a_table_or_one_json_line(capsys: pytest.CaptureFixtu
         (("two-cores", "--network", "-1"), "--network: must be a number, 0"),
         (("two-cores", "--nodes", "64"), "--nodes: must be given together with --depth"),
         (("two-cores", "--nodes", "4", "--depth", "4"), "--depth: must be below --nodes, 4, got 4"),
+        (("two-cores", "--nodes", "513", "--depth", "4"), "--nodes: must be at most 512, the most that the target"),
     ],
 )
 def test_flags_that_do_not_fit_are_refused(

@@ -4,13 +4,29 @@ from __future__ import annotations
 
 import json
 import random
+import re
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from bough.errors import ConfigError
-from bough.simulation.profile import Factors, jittered, load_profile, parse_profile, shipped_profiles
+from bough.simulation.acceptance_law import PUBLISHED, VECTORS
+from bough.simulation.profile import (
+    DraftProfile,
+    Event,
+    Experts,
+    Factors,
+    Failure,
+    NetworkProfile,
+    Profile,
+    TargetProfile,
+    jittered,
+    load_profile,
+    parse_profile,
+    shipped_profiles,
+)
 
 GOOD: dict[str, Any] = {
     "source": "made up",
@@ -142,18 +158,33 @@ def test_jitter_keeps_the_mean_and_can_be_repeated() -> None:
             "target.experts.experts_per_token: must be at most num_experts, 4, got 5",
         ),
         ("target.jitter", 3, "target.jitter: must be less than or equal to 2, got 3"),
+        ("target.jitter", float("nan"), "target.jitter: must be less than or equal to 2, got nan"),
+        ("draft.jitter", float("nan"), "draft.jitter: must be less than or equal to 2, got nan"),
+        ("target.max_nodes", 2048, "target.max_sweep_rows: must be at least max_nodes, 2048, got 1024"),
+        ("target.max_sweep_rows", 4, "target.max_sweep_rows: must be greater than or equal to 8, got 4"),
         ("target", {}, "target.compute_base_seconds: must be above 0"),
         ("target", 3, "target: must be an object, got 3"),
         ("source", "", "source: must have at least 1 character, got ''"),
         ("events", [{"link": 2}], "events[0].at_second: missing; must be given"),
         ("events", {"link": 2}, "events: must be a valid array"),
+        (
+            "events",
+            [{"at_second": 1, "link": float("nan")}],
+            "events[0].link: must be less than or equal to 1000, got nan",
+        ),
         ("failures", [{"worker": "index"}], "failures[0].worker: must be 'target' or 'draft', got 'index'"),
         (
             "failures",
             [{"worker": "draft", "probability": 2}],
             "failures[0].probability: must be less than or equal to 1, got 2",
         ),
+        (
+            "failures",
+            [{"worker": "draft", "probability": float("nan")}],
+            "failures[0].probability: must be less than or equal to 1, got nan",
+        ),
         ("clock_scale", 0, "clock_scale: must be greater than 0, got 0"),
+        ("clock_scale", float("nan"), "clock_scale: must be a finite number, got nan"),
         ("acceptance", {}, "acceptance.kind: must be one of by_rank, by_depth"),
         ("acceptance.kind", "lucky", "acceptance.kind: must be one of by_rank"),
         (
@@ -162,9 +193,17 @@ def test_jitter_keeps_the_mean_and_can_be_repeated() -> None:
             "acceptance.vector: must sum to at most 1, as at most one child is accepted, got 1.1",
         ),
         ("acceptance.vector", [0.7, -0.1], "acceptance.vector[1]: must be a probability from 0 to 1, got -0.1"),
+        ("acceptance.vector", [0.5, float("nan")], "acceptance.vector[1]: must be a probability from 0 to 1, got nan"),
+        ("acceptance.vector", [0.001] * 300, "acceptance.vector: must be at most 256 probabilities, got 300"),
         ("acceptance.vector", "gpt", "acceptance.vector: must be a list of probabilities by rank, or"),
         ("acceptance.vector", [[0.5], [0.4]], "acceptance.vector: must be one list"),
         ("acceptance.spread", 1, "acceptance.spread: must be less than or equal to 0.99, got 1"),
+        ("acceptance.spread", float("nan"), "acceptance.spread: must be less than or equal to 0.99, got nan"),
+        (
+            "acceptance.overconfidence",
+            float("nan"),
+            "acceptance.overconfidence: must be less than or equal to 16, got nan",
+        ),
         ("acceptance.overconfidence", 0, "acceptance.overconfidence: must be greater than 0, got 0"),
     ],
 )
@@ -190,3 +229,25 @@ def test_what_is_no_profile_is_refused(tmp_path: Path) -> None:
     file.write_text(json.dumps({"source": "x"}))
     with pytest.raises(ConfigError, match=f"^{file}: target: missing; must be given"):
         load_profile(str(file))
+
+
+def test_the_document_names_every_field_and_every_law() -> None:
+    """What a stranger writes a profile of their own by."""
+    text = Path("docs/simulated-workers.md").read_text()
+    parts = (Profile, TargetProfile, Experts, DraftProfile, NetworkProfile, Event, Failure)
+    named = {field.name for part in parts for field in fields(part)}
+    named |= {*VECTORS, *(name for names in VECTORS.values() for name in names), *PUBLISHED}
+    named |= {"over_positions", "spread", "overconfidence"}
+    assert [name for name in sorted(named) if f"`{name}`" not in text] == []
+    assert [name for name in shipped_profiles() if f"`{name}`" not in text] == []
+
+
+def test_the_example_in_the_document_is_a_profile() -> None:
+    """The longest of its blocks; the others are parts of one."""
+    blocks = re.findall(r"```json\n(.*?)```", Path("docs/simulated-workers.md").read_text(), re.DOTALL)
+    profile = parse_profile(max(blocks, key=len))
+    assert profile.target.knee() > 1
+    (part,) = (block for block in blocks if "failures" in block)
+    changed_in_mid_run = parse_profile(json.dumps(GOOD | json.loads("{" + part + "}")))
+    assert changed_in_mid_run.failure_at("target", 25, 0.4) is not None
+    assert changed_in_mid_run.factors_at(61).link == 3

@@ -14,7 +14,7 @@ import pytest
 from bough.errors import ConfigError
 from target_worker.kv.slot_pool import PoolFigures
 from target_worker.metrics import Metrics, TargetLoad
-from target_worker.scheduler.sweep_figures import SweepFigures
+from target_worker.scheduler.job import SweepFigures
 from tests.fakes.waiting import block_until
 
 

@@ -47,7 +47,7 @@ async def test_a_target_that_is_lost_is_an_event(fakes: Fleet, tracer_of: list[O
         events = [event async for event in tenant.generate(TextPrompt("hello"), options)]
         assert isinstance(events[-1], Finished)
         assert events[-1].num_failovers == 1
-        await collector.until(lambda: any(span.name == "generate" for span in collector.spans))
+        await until(lambda: any(span.name == "generate" for span in collector.spans))
         spans = collector.spans
         ((name, told),) = [event for span in spans for event in span.events]
         assert name == "failover"
@@ -71,7 +71,7 @@ async def test_a_draft_worker_that_fails_is_an_event(fakes: Fleet, tracer_of: li
         options = GenerateOptions(max_tokens=4, temperature=0.0, speculation=Speculation(budget=4, width=1, depth=2))
         events = Callers(requests, tracer=tracer).tenant([]).generate(TextPrompt("hello"), options)
         assert [event async for event in events]
-        await collector.until(lambda: any(span.name == "generate" for span in collector.spans))
+        await until(lambda: any(span.name == "generate" for span in collector.spans))
         (first, *_) = [event for span in collector.spans for event in span.events]
         assert first == ("degraded", {"bough.worker": "d", "error.type": "NoAnswer"})
 
@@ -84,7 +84,7 @@ async def test_a_request_that_its_caller_leaves_is_no_error(fakes: Fleet, tracer
         events = Callers(requests, tracer=tracer).tenant([]).generate(TextPrompt("hello"), GenerateOptions())
         await anext(events)
         await events.aclose()
-        await collector.until(lambda: any(span.name == "generate" for span in collector.spans))
+        await until(lambda: any(span.name == "generate" for span in collector.spans))
         (root,) = [span for span in collector.spans if span.name == "generate"]
         assert (root.attributes["bough.cancelled"], root.is_error) == (True, False)
 

@@ -10,15 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bough.errors import ConfigError
-from bough.trees.acceptance import (
-    PRIOR_NODES,
-    DepthCounts,
-    SchemeAcceptance,
-    acceptance_from,
-    by_depth_and_rank,
-    by_rank,
-    smoothed,
-)
+from bough.trees.acceptance import PRIOR_NODES, acceptance_from, by_depth_and_rank, by_rank, smoothed
+from bough.trees.scheme_acceptance import DepthCounts, SchemeAcceptance
 from bough.trees.tree_plan import Scheme
 
 NAN = float("nan")

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from bough.trees.acceptance import Acceptance, acceptance_from, smoothed
 from bough.trees.optimal_tree import (
     LEAF,
-    _Table,
+    _SubtreeValues,
     _tables,
     best_chains,
     best_shape,
@@ -152,17 +152,17 @@ def test_the_best_chains_are_within_their_sizes_and_never_beat_the_best_shape(
             assert expected_tokens_of_chains(num, length, acceptance) <= best + 1e-12
 
 
-def by_all_splits(acceptance: Acceptance, nodes: int, levels: int) -> list[_Table]:
+def by_all_splits(acceptance: Acceptance, nodes: int, levels: int) -> list[_SubtreeValues]:
     """As `_tables`, by trying every split of every size."""
     leaf = np.full(nodes + 1, -np.inf)
     leaf[1] = 1.0
-    tables = [_Table(leaf[None], leaf, LEAF)]
+    tables = [_SubtreeValues(leaf[None], leaf, LEAF)]
     for depth in reversed(range(levels - 1)):
         values, below = [leaf], tables[-1].best
         for prob in acceptance[min(depth, len(acceptance) - 1)]:
             child = np.where(np.isfinite(below), np.nan_to_num(below, neginf=0.0) * prob, -np.inf)
             values.append(np.array([(values[-1][: m + 1] + child[m::-1]).max() for m in range(nodes + 1)]))
-        tables.append(_Table(np.stack(values), np.max(values, axis=0), LEAF))
+        tables.append(_SubtreeValues(np.stack(values), np.max(values, axis=0), LEAF))
     return tables[::-1]
 
 

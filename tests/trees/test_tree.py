@@ -37,12 +37,8 @@ def naive_path(tree: Tree, node: int) -> list[int]:
 
 
 @given(trees())
-def test_generated_trees_are_valid(tree: Tree) -> None:
+def test_trees_of_every_shape_are_valid_and_derived_arrays_equal_their_definitions(tree: Tree) -> None:
     tree.validate(VOCAB, max_nodes=len(tree))
-
-
-@given(trees())
-def test_derived_arrays_equal_their_definitions(tree: Tree) -> None:
     table, ancestors, depths, scores = tree.path_table(), tree.ancestors(), tree.depths(), tree.scores()
     sums = along_paths(np.add, np.arange(len(tree)), ancestors)
     for node in range(len(tree)):

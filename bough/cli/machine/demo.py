@@ -15,7 +15,7 @@ from bough.client import Client
 from bough.processes.launch import launched
 from bough.processes.supervision import supervised
 from bough.protocol.generation import ChatPrompt, GenerateOptions, Message, Speculation, Tokens
-from bough.protocol.messages import WorkerInfo
+from bough.protocol.worker_info import WorkerInfo
 from bough.runtime.log_lines import say, shown
 
 GRID_TOKENS = 24  # tokens of each run that compares sizes

@@ -188,7 +188,7 @@ def _outputs(chunks: Sequence[_Routed]) -> list[torch.Tensor]:
 
 def _of_expert(module: nn.Module, expert: int, rows: torch.Tensor) -> torch.Tensor:
     """The output of one expert for these rows."""
-    padded = rows if rows.requires_grad else nn.functional.pad(rows, (0, 0, 0, -len(rows) % EXPERT_ROWS))
+    padded = nn.functional.pad(rows, (0, 0, 0, -len(rows) % EXPERT_ROWS))
     up = _products(module, "gate_up_proj" if module.has_gate else "up_proj", expert, padded, len(rows))
     inner = module._apply_gate(up) if module.has_gate else module.act_fn(up)  # type: ignore[operator]
     out = _products(module, "down_proj", expert, inner, len(rows))
@@ -235,8 +235,6 @@ def _products(module: nn.Module, name: str, expert: int, rows: torch.Tensor, cou
 
 
 def _product(rows: torch.Tensor, weight: torch.Tensor, count: int) -> torch.Tensor:
-    if rows.requires_grad:  # training needs no reproducible bits, and a product of ours has no gradient
-        return rows @ weight.t()
     if is_left_to_us(rows, weight):
         return nn.functional.pad(multiply(rows[:count], weight, None), (0, 0, 0, len(rows) - count))
     with all_threads():

@@ -33,14 +33,14 @@ class Sample(NamedTuple):
     num_bytes: int
 
 
-def samples_digest(tensors: Iterable[TensorPlace], num_samples: int = NUM_SAMPLES) -> str:
-    """Hash of `num_samples` samples, at least one of every tensor, independent of the order of tensors.
+def samples_digest(tensors: Iterable[TensorPlace]) -> str:
+    """Hash of NUM_SAMPLES samples, at least one of every tensor, independent of the order of tensors.
 
     Raises:
         CheckpointError: a file cannot be read, or is too short.
     """
     ordered = sorted(tensors, key=lambda tensor: (tensor.name, str(tensor.file)))
-    num_each = max(1, num_samples // max(1, len(ordered)))
+    num_each = max(1, NUM_SAMPLES // max(1, len(ordered)))
     samples = [sample for tensor in ordered for sample in samples_of(tensor, num_each)]
     digest = hashlib.blake2b(digest_size=16)
     with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="samples") as threads:

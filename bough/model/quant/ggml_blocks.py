@@ -116,14 +116,14 @@ TYPES = {
 }
 
 
-class _Table(NamedTuple):
+class _NumberLayout(NamedTuple):
     """Where one kind of numbers is in a block (`Numbers`), as arrays for compiled code."""
 
     places: Any  # (count, 4) int64: bytes and shifts of low and high bits
     constants: Any  # (5 or more,) int64: masks of low and high bits, number of low bits, flip, center, codes
 
     @classmethod
-    def of(cls, numbers: Numbers, count: int) -> _Table:
+    def of(cls, numbers: Numbers, count: int) -> _NumberLayout:
         j, columns = np.arange(count), []
         for part in (numbers.low, numbers.high):
             columns.append(part.first + j // part.span * part.stride + j % part.width)
@@ -133,21 +133,21 @@ class _Table(NamedTuple):
         return cls(np.stack(columns, 1), constants)
 
 
-class _Tables(NamedTuple):
+class _BlockLayout(NamedTuple):
     """Where all kinds of numbers are in blocks of a type, as arrays for compiled code."""
 
-    numbers: _Table
-    scales: _Table
-    mins: _Table
+    numbers: _NumberLayout
+    scales: _NumberLayout
+    mins: _NumberLayout
     layout: Any  # (5,) int64: bytes of a block, byte of its scale, of its offset, whether it has scales, minima
 
     @classmethod
     @cache
-    def of(cls, kind: str) -> _Tables:
+    def of(cls, kind: str) -> _BlockLayout:
         type_, (count, num_bytes) = TYPES[kind], BLOCKS[kind]
         layout = [num_bytes, type_.scale, type_.offset, type_.scales.low.bits, type_.mins.low.bits]
-        scales, mins = (_Table.of(numbers, type_.num_groups) for numbers in (type_.scales, type_.mins))
-        return cls(_Table.of(type_.numbers, count), scales, mins, np.array(layout))
+        scales, mins = (_NumberLayout.of(numbers, type_.num_groups) for numbers in (type_.scales, type_.mins))
+        return cls(_NumberLayout.of(type_.numbers, count), scales, mins, np.array(layout))
 
 
 @strict_inline
@@ -168,7 +168,7 @@ def _unpack_blocks(
     data: Any, numbers: Any, of_numbers: Any, scales: Any, of_scales: Any, mins: Any, of_mins: Any, layout: Any,
     half: Any, out: Any,
 ) -> Any:  # fmt: skip
-    """Dequantize data (rows, bytes of a row) uint8 by the arrays of `_Tables` to out (rows, columns)."""
+    """Dequantize data (rows, bytes of a row) uint8 by the arrays of `_BlockLayout` to out (rows, columns)."""
     num_bytes, scale_at, offset_at, has_scales, has_mins = layout[0], layout[1], layout[2], layout[3], layout[4]
     num_groups, size = len(scales), len(numbers) // len(scales)
     for row in numba.prange(len(out)):
@@ -220,6 +220,6 @@ class Blocks(Dequantized):
         if kernels := kernels_on(out.device):
             kernels.write_blocks(data, BLOCKS[self.kind], TYPES[self.kind], self.half, out)
             return
-        tables = _Tables.of(self.kind)
+        tables = _BlockLayout.of(self.kind)
         arrays = [array for table in tables[:3] for array in table]
         write_out(out, _unpack_blocks, data, *arrays, tables.layout, self.half)

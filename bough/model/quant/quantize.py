@@ -48,24 +48,24 @@ def rounding_error(weight: torch.Tensor, layout: Layout, ranges: Sequence[float]
     return float(_fit(weight, layout, ranges).errors.sum()) / total if total else 0.0
 
 
-def _fit(weight: torch.Tensor, layout: Layout, ranges: Sequence[float]) -> _Fit:
+def _fit(weight: torch.Tensor, layout: Layout, ranges: Sequence[float]) -> _RoundedGroups:
     groups = weight.float().view(len(weight), -1, layout.group_size)
     if layout.bits == 8:
-        return _Fit.symmetric(groups)
+        return _RoundedGroups.symmetric(groups)
     lowest, highest = groups.amin(2), groups.amax(2)
-    best: _Fit | None = None
+    best: _RoundedGroups | None = None
     for part in ranges:
         offsets = _half(lowest + (highest - lowest) * (1 - part) / 2)
-        fit = _Fit.round(groups, _half((highest - lowest) * part / 15), offsets)
+        fit = _RoundedGroups.round(groups, _half((highest - lowest) * part / 15), offsets)
         best = fit if best is None else best.better(fit)
         for _ in range(NUM_FITS):
-            fit = _Fit.round(groups, *fit.least_squares(groups))
+            fit = _RoundedGroups.round(groups, *fit.least_squares(groups))
             best = best.better(fit)
     assert best is not None, "there is at least one range"
     return best
 
 
-class _Fit(NamedTuple):
+class _RoundedGroups(NamedTuple):
     """Integers (rows, groups, size) for scales and offsets (rows, groups), and their errors."""
 
     integers: torch.Tensor
@@ -74,7 +74,7 @@ class _Fit(NamedTuple):
     errors: torch.Tensor  # (rows, groups), sums of squares
 
     @classmethod
-    def symmetric(cls, groups: torch.Tensor) -> _Fit:
+    def symmetric(cls, groups: torch.Tensor) -> _RoundedGroups:
         """8 bits, scaled by the largest value: fitting has no measurable benefit."""
         scales = _half(groups.abs().amax(2) / 127)
         integers = (groups / _or_one(scales)[:, :, None]).round_().clamp_(-127, 127)
@@ -82,7 +82,7 @@ class _Fit(NamedTuple):
         return cls(integers, scales, torch.zeros_like(scales), errors)
 
     @classmethod
-    def round(cls, groups: torch.Tensor, scales: torch.Tensor, offsets: torch.Tensor) -> _Fit:
+    def round(cls, groups: torch.Tensor, scales: torch.Tensor, offsets: torch.Tensor) -> _RoundedGroups:
         """4 bits, rounded to the nearest."""
         steps = (groups - offsets[:, :, None]) / _or_one(scales)[:, :, None]
         integers = steps.round_().clamp_(0, 15)
@@ -97,10 +97,10 @@ class _Fit(NamedTuple):
         scales = _half((spread * groups).sum(2) / _or_one(variance))
         return scales, _half(target - scales * mean)
 
-    def better(self, other: _Fit) -> _Fit:
+    def better(self, other: _RoundedGroups) -> _RoundedGroups:
         """The better fit of each group."""
         is_other = other.errors < self.errors
-        return _Fit(
+        return _RoundedGroups(
             torch.where(is_other[:, :, None], other.integers, self.integers),
             *(torch.where(is_other, theirs, mine) for mine, theirs in zip(self[1:], other[1:], strict=True)),
         )

@@ -6,7 +6,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import NamedTuple
 
 from bough.protocol.generation import Event, Finished, SpeculationMetrics, Started, Tokens
 from orchestrator.http_api.answers.content import AnswerContent
@@ -34,7 +33,6 @@ class Choice:
     finished: Finished | None = None
 
     def observe(self, event: Event) -> None:
-        """Add an event."""
         match event:
             case Started():
                 self.prompt_tokens = event.prompt_tokens
@@ -56,14 +54,6 @@ class Choice:
             return None
         token_id = self.finished.stop_token_id
         return self.finished.stop_reason or None if token_id is None else token_id
-
-
-class Counts(NamedTuple):
-    """Tokens of an answer so far; choices of one prompt count it once."""
-
-    prompt: int
-    cached: int | None  # of the prompt; None before it is known
-    completion: int
 
 
 class Answer(ABC):
@@ -109,12 +99,13 @@ class Answer(ABC):
     def _added(self, index: int, event: Event) -> list[Json]:
         """The chunks for an event that has been observed."""
 
-    def _counts(self) -> Counts:
+    def _counts(self) -> tuple[int, int | None, int]:
+        """Tokens of prompts, each counted once; of these those cached, None before that is known; tokens generated."""
         firsts = self.choices[:: self._choices_per_prompt]
         ends = [choice.finished for choice in firsts if choice.finished]
         cached = sum(end.usage.cached_tokens for end in ends) if len(ends) == len(firsts) else None
         prompt = sum(choice.prompt_tokens for choice in firsts)
-        return Counts(prompt, cached, sum(choice.num_tokens for choice in self.choices))
+        return prompt, cached, sum(choice.num_tokens for choice in self.choices)
 
     def _figures(self) -> Json:
         """What is told once, at the end; each warning once, whichever choice it is of."""
@@ -146,7 +137,6 @@ class Completion(Answer):
             yield self._frame(self.chunk_object) | {"choices": []} | self._figures()
 
     def whole(self) -> Json:
-        """The answer as one object, once all choices are finished."""
         choices = [self._choice(index) for index in range(len(self.choices))]
         return self._frame(self.whole_object) | {"choices": choices} | self._figures()
 
@@ -202,7 +192,7 @@ def round_of(event: Tokens) -> Json:
     return {
         "nodes": event.num_nodes,
         "depth": event.tree_depth,
-        "parents": verified.tree.parents.tolist() if verified else [],
+        "parents": list(verified.parents) if verified else [],
         "accepted": list(verified.accepted_nodes) if verified else [],
         "texts": list(event.texts),
         "drafted": list(event.drafted),

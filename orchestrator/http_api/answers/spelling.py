@@ -36,7 +36,6 @@ class TokensSpelled(NamedTuple):
     text_offset: list[int]  # of the token's text in the whole text, in characters
 
     def extend(self, more: TokensSpelled) -> None:
-        """Append further tokens."""
         self.tokens.extend(more.tokens)
         self.token_logprobs.extend(more.token_logprobs)
         self.top_logprobs.extend(more.top_logprobs)

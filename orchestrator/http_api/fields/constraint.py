@@ -12,8 +12,7 @@ _ANY_OBJECT = Constraint(json_schema='{"type": "object"}', after_reasoning=True)
 def constraint_of(field: str, kind: str, schema: str | None, vllm: StructuredOutputsFields | None) -> Constraint | None:
     """The constraint that `field` demands by its type and schema, or vLLM's; None leaves the output free.
 
-    Raises:
-        ApiError: both demand one, or vLLM's is invalid.
+    Raises ApiError if both demand one, or vLLM's is invalid.
     """
     if vllm is not None:
         if kind != "text":

@@ -52,8 +52,7 @@ def choices(
 ) -> tuple[RequestedOutput, ...]:
     """The requests, prompt by prompt; no more than could ever run and wait at once.
 
-    Raises:
-        ApiError, InvalidRequest: names the invalid field.
+    Raises ApiError or InvalidRequest naming the invalid field.
     """
     num = _num_choices(limits.num_choices, len(prompts), most_at_once)
     if session_id and num * len(prompts) > 1:

@@ -152,8 +152,7 @@ def tools_of(
 ) -> Tools | None:
     """The tools of a request; None without any. `path` leads from an entry of `tools` to its function.
 
-    Raises:
-        ApiError: names the invalid field.
+    Raises ApiError naming the invalid field.
     """
     choice, allowed, wanted = chosen
     if not given:

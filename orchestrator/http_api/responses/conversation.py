@@ -38,8 +38,7 @@ class Conversation(NamedTuple):
 def conversation(fields: ResponseFields, tools: Tools | None) -> Conversation:
     """The prompt of a request: the instructions first, and calls as part of the assistant's message before them.
 
-    Raises:
-        ApiError: names the invalid field.
+    Raises ApiError naming the invalid field.
     """
     messages: list[Message] = []
     origins: list[str] = []  # of each message
@@ -88,11 +87,7 @@ def _names(fields: ResponseFields, messages: Sequence[Message], origins: Sequenc
 
 
 def response_limits(fields: ResponseFields) -> RequestLimits:
-    """Limits of the request; by default the answer may fill the context, as at OpenAI.
-
-    Raises:
-        ApiError: names the invalid field.
-    """
+    """Limits of the request; by default the answer may fill the context. Raises ApiError naming the invalid field."""
     has_logprobs, form = LOGPROBS in fields.include, fields.text.format
     if fields.top_logprobs and not has_logprobs:
         raise invalid("top_logprobs", fields.top_logprobs, f"be left out unless include has {LOGPROBS}")

@@ -86,7 +86,6 @@ class CallItem:
     text: str = ""
 
     def told(self) -> Json:
-        """The call as JSON."""
         told: Json = {"id": self.item_id, "type": "function_call", "status": self.status}
         return told | {"call_id": self.call_id, "name": self.name, "arguments": self.text}
 

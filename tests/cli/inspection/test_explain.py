@@ -30,7 +30,6 @@ from tests.conftest import pipeline
 from tests.fakes.fleet import Fleet
 from tests.fakes.simulated import write_profile
 
-pytestmark = pytest.mark.slow  # running services are called
 DRAFTED = Decision(
     1, Mode.DRAFT, "d", budget=64, width=8, depth=24, price=4.0, draft_rate=4.1, plain_rate=1.1, num_context=35,
     num_grown=60, num_sent=50, num_left_out=10, num_steps=7, num_rows=90, expected_tokens=4.4, tokens=5,
@@ -78,7 +77,7 @@ def test_of_fixed_sizes_nothing_was_expected() -> None:
         (Mode.OFF, 0.0, 0.0, "no tree: the request wants none, or one token is left"),
     ],
 )
-def test_reasons_in_words(mode: Mode, draft_rate: float, plain_rate: float, reason: str) -> None:
+def test_why_a_size_was_chosen_is_told_in_words(mode: Mode, draft_rate: float, plain_rate: float, reason: str) -> None:
     decision = Decision(1, mode, draft_rate=draft_rate, plain_rate=plain_rate)
     assert why(decision) == reason
 
@@ -153,6 +152,7 @@ async def explained(cluster: Cluster, capsys: pytest.CaptureFixture[str], *flags
     return capsys.readouterr().out
 
 
+@pytest.mark.pipeline
 async def test_sessions_are_explained_by_their_names_and_by_their_requests(
     cluster: Cluster, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -172,6 +172,7 @@ async def test_sessions_are_explained_by_their_names_and_by_their_requests(
     assert len(text.splitlines()) > 3 + len(by_name["rounds"])
 
 
+@pytest.mark.pipeline
 async def test_an_unknown_session_is_one_line_and_status_2(cluster: Cluster) -> None:
     command = [sys.executable, *MODULE, "bough.cli.main", "explain", "nobody", "--address", cluster.address]
     outcome = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -181,6 +182,7 @@ async def test_an_unknown_session_is_one_line_and_status_2(cluster: Cluster) -> 
     assert outcome.stderr == f"error: {problem}\n"
 
 
+@pytest.mark.pipeline
 async def test_a_sample_is_recorded_in_its_whole_size(cluster: Cluster) -> None:
     """It was recorded as a root alone: metrics would have had no draft tokens of it."""
     shape = Speculation(growth=StaticShape((0, 0, 1, 1)), scheme=Scheme.WITHOUT_REPLACEMENT, lookup=0)
@@ -232,6 +234,7 @@ async def test_requests_are_remembered_by_name_for_a_while(fakes: Fleet, monkeyp
         requests.decisions("first")
 
 
+@pytest.mark.pipeline
 async def test_the_running_orchestrator_serves_its_figures(
     cluster: Cluster, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -16,9 +16,8 @@ from bough.cli.machine.demo_runs import Contest, Run, Side
 from bough.cli.main import argument_parser
 from bough.errors import ConfigError
 from bough.processes.exit_with_parent import MODULE
-from bough.protocol.decision import Decision, Mode
+from bough.protocol.decision import Decision, Mode, RoundTimings
 from bough.protocol.generation import Tokens
-from bough.protocol.messages import RoundTimings
 from tests.fakes.simulated import write_profile
 
 

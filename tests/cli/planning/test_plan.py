@@ -315,7 +315,9 @@ def test_a_model_that_is_nowhere_is_refused(tmp_path: Path, monkeypatch: pytest.
         find_config(str(tmp_path / "missing"))
 
 
-def test_tables_and_a_plot(llama_70b: str, tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_tells_its_knee_what_more_memory_brings_and_its_draft_steps(
+    llama_70b: str, tiny: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
         main(["plan", llama_70b, *ELSEWHERE, "--bits", "4", "--draft", str(tiny), "--memory-speed", "900"])
     out = capsys.readouterr().out

@@ -16,8 +16,9 @@ from bough.cli.planning.shape import shape
 from bough.client import Client
 from bough.processes.launch import Cluster
 from bough.protocol.generation import Finished, GenerateOptions, Speculation, TextPrompt
-from bough.trees.acceptance import DepthCounts, SchemeAcceptance, acceptance_from
+from bough.trees.acceptance import acceptance_from
 from bough.trees.optimal_tree import expected_tokens
+from bough.trees.scheme_acceptance import DepthCounts, SchemeAcceptance
 from bough.trees.tree_plan import Scheme, StaticShape
 
 DATA = Path(__file__).parents[3] / "loadtest" / "data"
@@ -59,7 +60,7 @@ def test_children_can_be_limited_and_plain_decoding_has_no_chains(capsys: pytest
     assert (report["expected_tokens"], report["layer_sizes"], report["chains"]) == (1.0, [1], None)
 
 
-def test_by_depth(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_vector_may_differ_by_depth(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "v.json"
     file.write_text("[[0.5, 0.25], [0.75], [0]]")
     report = run(capsys, "--vector", str(file), "--nodes", "9")
@@ -117,7 +118,7 @@ def test_bad_flags_are_named(flags: Sequence[str], message: str, capsys: pytest.
     assert message in refused(capsys, *flags)
 
 
-def test_nobody_there(capsys: pytest.CaptureFixture[str]) -> None:
+def test_from_live_names_the_address_where_nobody_answers(capsys: pytest.CaptureFixture[str]) -> None:
     assert "127.0.0.1:1" in refused(capsys, "--from-live", "--nodes", "4", "--address", "127.0.0.1:1")
 
 

@@ -98,7 +98,7 @@ def test_scores_are_the_same_in_the_peers_order() -> None:
         assert other != pytest.approx(score), "the order is of consequence"
 
 
-def test_the_order_of_rows() -> None:
+def test_the_halves_of_a_heads_rows_are_interleaved() -> None:
     assert permuted(np.arange(8).reshape(8, 1), 2).ravel().tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
 
 
@@ -155,7 +155,9 @@ def test_the_tokenizer_is_that_of_the_package(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("few_tokens")
 @pytest.mark.parametrize(("format_name", "largest_error"), [("f16", 0.0), ("q4_0", 0.5)])
-def test_other_formats(checkpoint: Path, tmp_path: Path, format_name: str, largest_error: float) -> None:
+def test_weights_in_other_formats_are_as_near_as_these_allow(
+    checkpoint: Path, tmp_path: Path, format_name: str, largest_error: float
+) -> None:
     from gguf.quants import dequantize
 
     file = tmp_path / "other.gguf"

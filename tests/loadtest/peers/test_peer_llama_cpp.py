@@ -75,7 +75,7 @@ def test_ratios_are_paired_by_prompt_and_come_with_an_interval() -> None:
         ratio([1.0], [0.0], seed=1)
 
 
-def test_spread_and_mean() -> None:
+def test_spreads_have_quartiles_and_means_are_geometric() -> None:
     assert spread([1.0, 2.0, 3.0, 4.0, 5.0]) == {"median": 3.0, "q1": 2.0, "q3": 4.0}
     assert geometric_mean([1.0, 4.0]) == pytest.approx(2.0)
 
@@ -196,7 +196,9 @@ class FakeSides:
         yield Bough()
 
 
-async def test_a_regime(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_lengths_are_chosen_on_some_prompts_and_sides_scored_on_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The length is chosen on some prompts, all sides are scored on the others, and a text that differs is told."""
     sides = FakeSides(monkeypatch)
     arguments = parse_arguments(["--prompts", "4", "--peer-python", "python-of-peer", "--peer-variable", "A=b=c"])

@@ -15,6 +15,7 @@ from bough.protocol.decision import Decision
 from bough.protocol.generation import Speculation
 from bough.simulation.profile import Factors
 from bough.trees.tree_plan import BestFirst
+from loadtest.regret.__main__ import main
 from loadtest.regret.regimes import MEDIUM, Regime, regimes
 from loadtest.regret.scoring import geomean, interval, overall, score
 from loadtest.regret.simulated import (
@@ -129,6 +130,7 @@ def decisions_of(regime: Regime, num_tokens: int) -> list[Decision]:
 STEPS = {
     "the link, three times slower": ("link three times slower in mid-run", Factors(link=3.0)),
     "a processor taken": ("resident", Factors(compute=2.0)),
+    "the link, three times faster": ("slow link", Factors(link=1 / 3)),
     "a processor given back": ("resident", Factors(compute=0.5)),
 }
 
@@ -204,6 +206,27 @@ def test_the_interval_holds_the_mean_and_narrows_with_more_repeats() -> None:
     assert many[1] - many[0] < 0.5 * (few[1] - few[0])
     assert interval([0.3] * 8) == pytest.approx((1.35, 1.35), abs=0.001)
     assert interval([0.1, -0.3, 0.2]) == interval([0.1, -0.3, 0.2]), "the same every time"
+
+
+def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *flags: str) -> str:
+    """What the command says before it measures anything."""
+    monkeypatch.setattr("sys.argv", ["regret", *flags])
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    return capsys.readouterr().err
+
+
+def test_flags_that_would_measure_nothing_are_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A name that is none, or one repeat, on which nothing can be both chosen and scored, failed after all runs."""
+    said = refused(monkeypatch, capsys, "--regime", "residents")
+    assert said.startswith("error: --regime: invalid choice: 'residents' (choose from")
+    assert "four sessions" in said
+    assert "a processor taken in mid-run" in said
+    for flag in ("--repeats", "--prompts"):
+        assert f"{flag}: must be a whole number, 2 or more, got '1'" in refused(monkeypatch, capsys, flag, "1")
+    assert summary([]) == {"regimes": {}}, "where only real regimes are named"
 
 
 def test_there_are_the_regimes_that_were_asked_for() -> None:

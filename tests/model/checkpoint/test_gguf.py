@@ -190,7 +190,7 @@ def test_a_file_is_told_by_its_header_and_its_weights(wide: tuple[Path, Path], t
         assert first.fingerprint() != Checkpoint.open(copy).fingerprint()
 
 
-def test_scaled_rotations(tmp_path: Path) -> None:
+def test_scaled_rotations_are_those_of_transformers(tmp_path: Path) -> None:
     """As llama.cpp writes those of Llama 3.1, as factors; linear and yarn by their fields."""
     llama3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     config = LlamaConfig(**COMMON, rope_parameters={**llama3, "original_max_position_embeddings": 64})
@@ -232,7 +232,7 @@ def with_factors(file: Path, factors: torch.Tensor) -> None:
     file.with_suffix(".new").rename(file)
 
 
-def test_a_split_model(tmp_path: Path) -> None:
+def test_a_split_model_is_read_from_its_first_file(tmp_path: Path) -> None:
     """Whose files, after the first, have tensors alone."""
     source, whole = save_model(tmp_path / "source", MODELS["llama"]), tmp_path / "whole.gguf"
     write_gguf(source, whole, lambda _: "Q8_0")

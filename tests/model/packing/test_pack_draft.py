@@ -200,7 +200,9 @@ def test_it_is_refused_where_it_makes_no_sense(target: Path, draft: Path, tmp_pa
         model_shapes(*find_config(str(draft)), "bfloat16", 0, 64)
 
 
-def test_the_command(target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_writes_a_checkpoint_that_knows_its_layers(
+    target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "draft"
     command = ["pack", str(target), "--draft", "--drop-layers", "1-2", "--bits", "6", "--out", str(out)]
     with pytest.raises(SystemExit, match="0"):

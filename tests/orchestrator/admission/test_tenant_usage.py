@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from bough.errors import Exhausted
+from bough.protocol.decision import RoundTimings
 from bough.protocol.generation import PromptLogprobs, Started, Tokens
-from bough.protocol.messages import RoundTimings
 from bough.security.api_keys import ApiKey
 from orchestrator.admission.tenant_usage import TenantUsage
 from orchestrator.serving.tenants import Tenant

@@ -18,6 +18,7 @@ from orchestrator.cluster.served_models import TargetAway, targets_for
 from orchestrator.cluster.worker_clients import TargetClient
 from orchestrator.cluster.worker_handle import TargetHandle
 from tests.fakes.fleet import FakeDraft, FakeTarget, Fleet
+from tests.fakes.waiting import PATIENCE_SECONDS, until
 
 
 def least_busy(directory: Directory) -> TargetHandle:
@@ -32,7 +33,7 @@ async def test_between_equals_the_one_that_all_together_keep_less_busy(fakes: Fl
     requests, _ = await fakes.orchestrator(num_targets=2)
     directory = requests.directory
     for busy, idle in (("a", "b"), ("b", "a")):
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             while least_busy(directory).record.worker_id != idle:
                 for worker_id, used in ((busy, 80), (idle, 20)):
                     there = first.address if worker_id == "a" else second.address
@@ -61,12 +62,11 @@ async def test_a_worker_that_does_not_answer_holds_up_no_start(fakes: Fleet, mon
 
     await fakes.worker(Silent("silent", fakes.tokenizer))
     directory = Directory(fakes.registry)
-    async with directory.running(), asyncio.timeout(10):
+    async with directory.running():
         with pytest.raises(Unavailable, match="no target worker can be used: silent: has not said yet"):
             least_busy(directory)
         patient.set()
-        while not directory.has_target:
-            await asyncio.sleep(0.02)
+        await until(lambda: directory.has_target)
         assert least_busy(directory).record.worker_id == "silent"
 
 
@@ -97,10 +97,9 @@ async def test_how_a_draft_differs_is_found_out_before_anybody_asks(fakes: Fleet
     other.add_tokens(["another"])
     await fakes.worker(FakeDraft("b", replace(fakes.tokenizer, tokenizer_json=other.to_str().encode())))
     directory = Directory(fakes.registry)
-    async with directory.running(), asyncio.timeout(10):
-        while len(directory._everyone()) < 2:
-            await asyncio.sleep(0.02)
-        assert all("vocabulary" in vars(known.tokenizer) for known in directory._everyone())
+    async with directory.running():
+        await until(lambda: len(directory._everyone()) == 2)
+        assert all("vocabulary" in vars(known.tokenizer.files) for known in directory._everyone())
         assert any("its tokenizer differs from a's" in status.problem for status in directory.statuses())
 
 
@@ -122,9 +121,8 @@ async def test_the_connection_to_a_worker_that_cannot_be_used_is_closed(
     monkeypatch.setattr(Directory, "_read_vocabularies", fails)
     await fakes.target("odd")
     directory = Directory(fakes.registry)
-    async with directory.running(), asyncio.timeout(10):
-        while len(opened) < 2:
-            await asyncio.sleep(0.02)
+    async with directory.running():
+        await until(lambda: len(opened) >= 2)
         assert closed[:1] == opened[:1]
         assert not directory.has_target
 

@@ -107,9 +107,7 @@ async def test_a_request_that_breaks_off_does_not_go_on_with_another_model(fakes
     async with Client(process.address, patience_seconds=0.5) as client:
         with pytest.raises(Unavailable, match="no target with this model could be used"):
             await asyncio.wait_for(read(client, options), 30)
-        async with asyncio.timeout(10):  # the index hears of it behind the stream's back
-            while await fakes.registry.load_request("r") is None:
-                await asyncio.sleep(0.02)
+        await until(lambda: fakes.registry.load_request("r"))  # the index hears of it behind the stream's back
         # Held until the target's pause is over, after which it is tried once more; or refused before that.
         with pytest.raises(Unavailable, match=r"no target (that gives the same tokens|with this model could be used)"):
             await read(client, replace(options, model="", resume=Resume(0)))

@@ -11,8 +11,9 @@ from bough.client import Client
 from bough.errors import Exhausted
 from bough.protocol.cost_curve import CostCurve
 from bough.protocol.generation import GenerateOptions, TextPrompt, TokenPrompt
-from bough.protocol.messages import VerifyCall, WorkerInfo
+from bough.protocol.messages import VerifyCall
 from bough.protocol.prefix_hash import block_hashes
+from bough.protocol.worker_info import WorkerInfo
 from bough.registry.records import WorkerLoad
 from orchestrator.cluster.expected_wait import Need, TargetSpeed, UsualRound, expected_seconds
 from orchestrator.serving.requests import Requests
@@ -62,9 +63,8 @@ async def noted(fakes: Fleet, client: Client, targets: list[FakeTarget]) -> Fake
     """One of the targets holds SYSTEM, and the index knows."""
     await read(client, TURN, TokenPrompt((*SYSTEM, 1)))
     names = [worker.worker_id for worker in await fakes.registry.workers() if worker.kind == "target"]
-    async with asyncio.timeout(10):  # prefixes are noted behind the stream's back
-        while not await fakes.registry.find_prefixes("fake", block_hashes(SYSTEM), names):
-            await asyncio.sleep(0.02)
+    # Prefixes are noted behind the stream's back.
+    await until(lambda: fakes.registry.find_prefixes("fake", block_hashes(SYSTEM), names))
     (holder,) = [target for target in targets if target.calls]
     return holder
 

@@ -83,7 +83,7 @@ async def test_workers_with_equal_tokenizers_share_one(fakes: Fleet, monkeypatch
     monkeypatch.setattr(Tokenizer, "__init__", counted)
     requests, _ = await fakes.orchestrator(num_targets=3)
     found = [requests.directory.find(name) for name in "abc"]
-    tokenizers = [known.tokens for known in found if known is not None]
+    tokenizers = [known.tokenizer for known in found if known is not None]
     assert tokenizers[0] is tokenizers[1]
     assert tokenizers[2].files == other  # the vocabulary is the same, and its chats are not
     assert len(threads) == 2

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from bough.errors import DeadlineExceeded, Exhausted, InvalidRequest, NotFound, StaleEpoch, Unavailable
+from bough.protocol.decision import RoundTimings
 from bough.protocol.generation import (
     ChatPrompt,
     Finished,
@@ -23,7 +24,6 @@ from bough.protocol.generation import (
     Tokens,
     Usage,
 )
-from bough.protocol.messages import RoundTimings
 from bough.protocol.sampling_params import PositionLogprobs, TokenLogprob
 from orchestrator.http_api.answers.answer import Head, speculative_decoding
 from orchestrator.http_api.answers.spelling import chat_logprobs, completion_logprobs

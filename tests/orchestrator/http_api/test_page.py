@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from bough.config.processes import OrchestratorConfig, parse
+from orchestrator.assembly import has_page
 from orchestrator.http_api.ui import FILES, FOLDER
-from orchestrator.http_service import has_page
 from tests.fakes.browser import BROWSER, browser_page
 from tests.fakes.http_stack import HttpStack, http_stack
 from tests.fakes.waiting import PATIENCE_SECONDS

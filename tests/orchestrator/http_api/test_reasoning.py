@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter
 
+from bough.protocol.decision import RoundTimings
 from bough.protocol.generation import Event, Finished, Function, SpeculationMetrics, Started, Tokens, Tools, Usage
-from bough.protocol.messages import RoundTimings
 from bough.protocol.sampling_params import PositionLogprobs, TokenLogprob
 from bough.protocol.thoughts import Beginning, Thoughts
 from orchestrator.http_api.answers.answer import Head

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from bough.protocol.decision import RoundTimings
 from bough.protocol.generation import (
     Event,
     Finished,
@@ -21,7 +22,6 @@ from bough.protocol.generation import (
     TextPrompt,
     Usage,
 )
-from bough.protocol.messages import RoundTimings
 from bough.protocol.sampling_params import PositionLogprobs, TokenLogprob
 from orchestrator.http_api.answers.answer import Head
 from orchestrator.http_api.body import parse
@@ -64,7 +64,7 @@ async def answered(prompt_tokens: int, num_choices: int, *, is_stream: bool) -> 
 
     answer = CompletionAnswer(Head("id", 0), ["x"], num_choices, StreamOptions(), lambda _: spell, prompt_logprobs=64)
     streams = [scored(prompt_tokens, has_scores=index == 0) for index in range(num_choices)]
-    await Exchange(lambda: nullcontext(streams), answer, is_stream, {}, 10.0)({"type": "http"}, connected, send)
+    await Exchange(lambda: nullcontext(streams), answer, is_stream, {})({"type": "http"}, connected, send)
     return Answered(sent[0]["status"], b"".join(message["body"] for message in sent[1:]), threads)
 
 
@@ -118,7 +118,7 @@ async def test_a_prompt_is_scored_once_for_all_of_its_choices(max_tokens: int) -
         sent.append(message)
 
     answer = CompletionAnswer(Head("id", 0), ["x"], 3, StreamOptions(), lambda _: lambda _: b"x", prompt_logprobs=64)
-    exchange = Exchange(lambda: scored_first(tenant, wanted), answer, False, {}, 10.0)
+    exchange = Exchange(lambda: scored_first(tenant, wanted), answer, False, {})
     await exchange({"type": "http"}, connected, send)
     whole = json.loads(b"".join(message["body"] for message in sent[1:]))
     first, *others = [choice["logprobs"] for choice in whole["choices"]]

@@ -21,7 +21,7 @@ from bough.pb import generation_pb2 as pb
 from bough.rpc.server import open_channel
 from bough.rpc.services import GENERATION, stub_of
 from orchestrator.admission.admission import Admission
-from orchestrator.http_api import body, exchange
+from orchestrator.http_api import body, exchange, server
 from orchestrator.http_api.app import http_app
 from orchestrator.http_api.server import http_serving
 from orchestrator.serving.tenants import Callers
@@ -81,7 +81,7 @@ async def test_a_stream_says_that_it_is_alive_while_a_sweep_runs(
     slow: HttpStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(exchange, "SILENT_SECONDS", 0.02)
-    app = http_app(Callers(slow.stack.requests), CollectorRegistry(), 60.0)
+    app = http_app(Callers(slow.stack.requests), CollectorRegistry())
     async with http_serving("127.0.0.1", 0, app) as port, httpx.AsyncClient(timeout=60) as client:
         asked = BODY | {"max_tokens": 2, "stream": True}
         response = await client.post(f"http://127.0.0.1:{port}{PATH}", json=asked)
@@ -97,18 +97,20 @@ async def test_a_new_request_waits_for_a_target_that_is_away(door: HttpStack, mo
     monkeypatch.setattr(exchange, "SILENT_SECONDS", 0.02)
     requests = door.stack.requests
     (target,) = requests.directory.targets
-    target.health._pause.until = math.inf
-    held = asyncio.create_task(door.post(PATH, BODY | {"max_tokens": 2, "stream": True}))
-    await until(lambda: requests.figures().num_held)
-    await asyncio.sleep(0.05)
-    monkeypatch.setattr(requests._opening.waiting, "most_seconds", 0.0)
-    refused = await door.post(PATH, BODY)
+    monkeypatch.setattr(target.health._pause, "until", math.inf)
+    with monkeypatch.context() as impatient:
+        impatient.setattr(requests._opening.waiting, "most_seconds", 0.0)
+        refused = await door.post(PATH, BODY)
     assert (refused.status_code, error_of(refused)["code"]) == (503, "unavailable")
     assert int(refused.headers["retry-after"]) > 0
-    target.health._pause.until = 0.0
-    events = [event for event in (await held).text.split("\n\n") if event]
-    assert (events[0], events[-1]) == (": keep-alive", "data: [DONE]")
-    assert not any("error" in event for event in events)
+    async with door.client.stream("POST", PATH, json=BODY | {"max_tokens": 2, "stream": True}) as response:
+        lines = response.aiter_lines()
+        assert await anext(lines) == ": keep-alive"
+        assert requests.figures().num_held == 1
+        target.health._pause.until = 0.0
+        rest = [line async for line in lines if line]
+    assert rest[-1] == "data: [DONE]"
+    assert not any("error" in line for line in rest)
 
 
 async def test_no_chunk_waits_for_the_one_before_to_be_acknowledged(door: HttpStack) -> None:
@@ -198,7 +200,10 @@ async def test_without_a_target_nothing_can_be_asked(door: HttpStack, monkeypatc
     assert (response.status_code, error_of(response)["code"]) == (503, "unavailable")
 
 
-async def test_a_client_that_stops_reading_loses_its_connection_and_its_place(tmp_path: Path) -> None:
+async def test_a_client_that_stops_reading_loses_its_connection_and_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "IDLE_SECONDS", 0.2)
     async with http_stack(tmp_path, stalled_seconds=0.2) as door:
         content = json.dumps(ENDLESS | {"stream": True, "logprobs": True, "top_logprobs": 20}).encode()
         with socket.socket() as client:
@@ -217,7 +222,7 @@ async def test_a_client_that_stops_reading_loses_its_connection_and_its_place(tm
 
 async def test_the_server_takes_no_signals_and_ends_with_its_block(door: HttpStack) -> None:
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
-    app = http_app(Callers(door.stack.requests), CollectorRegistry(), 60.0)
+    app = http_app(Callers(door.stack.requests), CollectorRegistry())
     async with http_serving("127.0.0.1", 0, app) as port, httpx.AsyncClient() as client:
         url = f"http://127.0.0.1:{port}/version"
         assert (await client.get(url)).status_code == 200

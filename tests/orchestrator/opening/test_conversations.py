@@ -246,9 +246,11 @@ async def test_a_new_session_goes_to_the_target_that_holds_its_prefix(fakes: Fle
     async with Client(server.address) as client:
         await read(client, TURN, TokenPrompt((*system, 1)))
         (holder,) = [name for name, target in targets.items() if target.calls]
-        async with asyncio.timeout(20):  # prefixes are noted behind the stream's back
-            while await fakes.registry.find_prefixes("fake", block_hashes(system), [holder]) != {holder: 3}:
-                await asyncio.sleep(0.01)
+
+        async def is_noted() -> bool:  # which is done behind the stream's back
+            return await fakes.registry.find_prefixes("fake", block_hashes(system), [holder]) == {holder: 3}
+
+        await until(is_noted)
         for index in range(2):
             await read(client, replace(TURN, session_id=f"new {index}"), TokenPrompt((*system, 2 + index)))
         await read(client, NEXT, TextPrompt("more"))

@@ -136,16 +136,30 @@ async def test_a_callers_deadline_ends_its_wait(fakes: Fleet) -> None:
     assert requests.figures().num_held == 0
 
 
-async def test_who_drains_refuses_those_that_wait(fakes: Fleet) -> None:
-    """They have lost nothing, and another orchestrator may have a target."""
+async def test_who_drains_lets_those_wait_that_it_has_let_in(fakes: Fleet) -> None:
+    """As long as it drains: to a client of HTTP a refusal would be a failed request."""
     await fakes.target("t1")
     requests, process = await fakes.orchestrator()
     async with client_of(process.address) as client:
         with away(requests):
             held = asyncio.create_task(read(client))
             await until(lambda: requests.figures().num_held == 1)
-            await requests.drain("it drains", 5.0)
-            with pytest.raises(Unavailable, match="it drains"):
+            draining = asyncio.create_task(requests.drain("it drains", 60.0))
+            await until(lambda: requests.loads().is_draining)
+            assert not held.done()
+        assert (await held).token_ids == expected(fakes)
+        await draining
+
+
+async def test_a_drain_has_an_end_for_those_that_wait_too(fakes: Fleet) -> None:
+    await fakes.target("t1")
+    requests, process = await fakes.orchestrator()
+    async with client_of(process.address) as client:
+        with away(requests):
+            held = asyncio.create_task(read(client))
+            await until(lambda: requests.figures().num_held == 1)
+            await requests.drain("it drains", 0.1)
+            with pytest.raises(Unavailable, match="it drains; this call was cut off"):
                 await held
 
 
@@ -157,7 +171,7 @@ TEXTS = {  # all that is asked of a tokenizer alone
 
 
 def http_client(requests: Requests) -> httpx.AsyncClient:
-    transport = httpx.ASGITransport(http_app(Callers(requests), CollectorRegistry(), 60.0))
+    transport = httpx.ASGITransport(http_app(Callers(requests), CollectorRegistry()))
     return httpx.AsyncClient(transport=transport, base_url="http://orchestrator")
 
 

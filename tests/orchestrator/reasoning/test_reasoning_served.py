@@ -50,7 +50,7 @@ async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stac
 
 @pytest.fixture
 async def http(served: Stack) -> AsyncIterator[httpx.AsyncClient]:
-    app = http_app(Callers(served.requests), CollectorRegistry(), 60.0)
+    app = http_app(Callers(served.requests), CollectorRegistry())
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test", timeout=60) as client:
         yield client
 

@@ -15,6 +15,7 @@ from bough.security.api_keys import Keyring, hash_of
 from orchestrator.serving.tenants import Callers
 from tests.fakes.simulated import pair_of
 from tests.fakes.stack import Stack, simulated_stack
+from tests.fakes.waiting import until
 
 pytestmark = pytest.mark.slow  # running services are called
 ALICE, BOB = ["Bearer sk-alice"], ["Bearer sk-bob"]
@@ -85,8 +86,6 @@ async def test_the_index_finds_a_tenant_its_own_prefixes_alone(tmp_path: Path) -
             hashes = block_hashes(PROMPT.token_ids, cache_salt=cache_salt)
             return bool(await stack.registry.find_prefixes(fingerprint, hashes, ["target"]))
 
-        async with asyncio.timeout(10):
-            while not await found("alice::"):
-                await asyncio.sleep(0.02)
+        await until(lambda: found("alice::"))
         assert not await found("bob::")
         assert not await found("")

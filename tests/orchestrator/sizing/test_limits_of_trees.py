@@ -118,7 +118,7 @@ def test_nothing_is_grown_deeper_than_tokens_are_left(num_remaining: int) -> Non
         assert 1 <= plan.tree.growth.depth <= num_remaining - 1
 
 
-def test_off_is_off() -> None:
+def test_a_request_without_speculation_has_no_tree_whatever_pays() -> None:
     world = MadeRounds()
     world.play(5)
     played = world.round(replace(world.base, speculation=Speculation(disabled=True), lookup=8))

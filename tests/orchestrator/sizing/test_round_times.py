@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from bough.protocol.cost_curve import CostCurve
-from bough.protocol.decision import RoundSeconds
-from bough.protocol.messages import GrowResult, RoundTimings, Timings, Verdict, VerifyResult
+from bough.protocol.decision import RoundSeconds, RoundTimings
+from bough.protocol.messages import GrowResult, Timings, Verdict, VerifyResult
 from bough.trees.tree import Tree
 from orchestrator.sizing.pairs import RoundStats
 from orchestrator.sizing.plans import RoundOutcome, Situation, WorkerFacts

@@ -69,6 +69,7 @@ def test_a_draft_that_is_sure_and_wrong_is_given_up_within_four_rounds() -> None
     probes = [index for index, played in enumerate(rounds) if index >= 4 and played.num_nodes > 1]
     assert all(rounds[index].num_nodes <= PROBE.budget for index in probes)
     gaps = [after - before for before, after in pairwise(probes)]
+    assert len(gaps) > 1
     assert gaps == sorted(gaps), "ever less often"
     assert len(probes) <= 6
     plain = seconds_per_token(MadeRounds(TreeSizer(BestFirst(1, 1, 1), 24, 64), STEEP).play(300))

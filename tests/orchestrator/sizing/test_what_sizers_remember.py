@@ -216,6 +216,6 @@ def test_decisions_say_what_was_decided_expected_and_found() -> None:
     assert calibration.expected_seconds == pytest.approx(calibration.realised_seconds, rel=0.1)
 
 
-def test_good_is_the_prior() -> None:
+def test_a_first_tree_is_that_of_a_good_draft() -> None:
     """The first tree of a pair of which nothing is known is as large as one that is guessed well."""
     assert MadeRounds(claimed=GOOD).play(1)[0].num_nodes == 64

@@ -14,9 +14,9 @@ import pytest
 
 from bough.config.processes import OrchestratorConfig, parse
 from bough.errors import ConfigError, Exhausted
-from bough.protocol.decision import Decision, Mode, RoundSeconds
+from bough.protocol.decision import Decision, Mode, RoundSeconds, RoundTimings
 from bough.protocol.generation import Event, Finished, Speculation, SpeculationMetrics, Started, Tokens, Usage
-from bough.protocol.messages import RoundTimings, Timings, Verdict, VerifyResult
+from bough.protocol.messages import Timings, Verdict, VerifyResult
 from bough.telemetry.metrics import MetricsServer
 from bough.trees.tree import Tree
 from bough.trees.tree_plan import BestFirst

@@ -201,7 +201,7 @@ def test_who_is_there_is_computed_before_those_who_come(layers: dict[int, LayerE
 
 
 @pytest.mark.parametrize("num_slabs", [6, 9])
-def test_any_wishes(num_slabs: int, layers: dict[int, LayerExperts]) -> None:
+def test_the_cache_knows_where_experts_are_whatever_is_wanted(num_slabs: int, layers: dict[int, LayerExperts]) -> None:
     rng = np.random.default_rng(0)
     with store_of(layers, num_slabs) as store:
         rounds = Rounds(store, 4)
@@ -270,6 +270,7 @@ def test_too_little_room_for_a_layers_experts_is_said() -> None:
         place_with_expert_cache(*MIXTURE, Fixed(1000, 0, 0, 0), Budgets(1850, 0, 500, 10))
 
 
+@pytest.mark.slow
 def test_a_target_with_little_memory_says_and_does_the_same(tmp_path: Path) -> None:
     """Also where even layers without experts stream."""
     folder, answers = save_model(tmp_path / "model", FAMILIES["mixtral"]), []

@@ -21,7 +21,7 @@ from bough.sizing.row_counts import RowCounts
 from bough.trees.tree import Tree
 from target_worker.kv.slot_pool import SlotPool
 from target_worker.scheduler.engine import SweepEngine
-from target_worker.scheduler.sweep_figures import SweepFigures
+from target_worker.scheduler.job import SweepFigures
 from target_worker.sweep.streamed_model import StreamedModel
 from target_worker.sweep.streamed_sweeper import StreamedSweeper
 from tests.fakes.models import streamed

@@ -23,7 +23,7 @@ from bough.protocol.sampling_params import SamplingParams
 from bough.sizing.sweep_times import SweepPrior
 from bough.trees.tree import Tree
 from target_worker.scheduler.engine import SweepEngine
-from target_worker.scheduler.sweep_figures import SweepFigures
+from target_worker.scheduler.job import SweepFigures
 from target_worker.verification.verify import walk
 from tests.fakes.target import CPU, LIMITS, SHAPE, VOCAB, Clock, FakeModel, new_pool, running, verify_call
 
@@ -449,6 +449,7 @@ def say(engine: SweepEngine, name: str, tokens: list[int], round_: int, num_runn
     return engine.verify(replace(verify, caller="o", num_running=num_running))
 
 
+@pytest.mark.slow
 def test_sessions_that_begin_are_waited_for_and_those_that_have_ended_are_not(clock: Clock) -> None:
     """One session ran alone, and then a caller says that it runs two, and then one again."""
     model = FakeModel(figures=AN_HOUR)
@@ -465,6 +466,7 @@ def test_sessions_that_begin_are_waited_for_and_those_that_have_ended_are_not(cl
         say(engine, "a", [1, 2, 3, 4, 5], 4, 1).result(1.0)  # one that is waited for has more
 
 
+@pytest.mark.slow
 def test_a_session_that_finds_no_room_again_and_again_holds_nobody_up(clock: Clock) -> None:
     """It is counted as running and its calls are refused: once every one of them was news of a session to wait for."""
     model = FakeModel(figures=AN_HOUR)

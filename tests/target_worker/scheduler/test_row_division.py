@@ -26,9 +26,9 @@ from bough.trees.tree_plan import Scheme
 from loadtest.common.tiny_model import TINY, save_model
 from target_worker.kv.slot_pool import SlotPool
 from target_worker.scheduler.engine import SweepEngine
+from target_worker.scheduler.job import SweepFigures
 from target_worker.scheduler.price import TokenPrice
 from target_worker.scheduler.row_division import may_leave_out
-from target_worker.scheduler.sweep_figures import SweepFigures
 from target_worker.sweep.streamed_model import StreamedModel
 from target_worker.sweep.streamed_sweeper import StreamedSweeper
 from tests.fakes.models import streamed

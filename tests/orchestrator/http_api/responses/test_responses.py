@@ -12,6 +12,7 @@ from typing import Any, get_args
 import pytest
 
 from bough.errors import InvalidRequest
+from bough.protocol.decision import RoundTimings
 from bough.protocol.generation import (
     ChatPrompt,
     Event,
@@ -25,7 +26,6 @@ from bough.protocol.generation import (
     Tools,
     Usage,
 )
-from bough.protocol.messages import RoundTimings
 from bough.protocol.sampling_params import PositionLogprobs, TokenLogprob
 from orchestrator.http_api.answers.answer import Head
 from orchestrator.http_api.body import parse
