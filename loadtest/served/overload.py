@@ -26,10 +26,8 @@ from loadtest.served.streams import Answered, Ask, Door, GrpcDoor, HttpDoor, clo
 
 RUNNING, WAITING = 16, 4  # a queue through which a request waits for about a quarter of an answer: some 1 s of the 4
 SWEEP_SECONDS = 0.2
-ANSWER_TOKENS = (
-    16,
-    48,
-)  # least and most: answers of one length that begin together would end together, again and again
+# Least and most: answers of one length that begin together would end together, again and again.
+ANSWER_TOKENS = (16, 48)
 OBJECTIVE = Objective(first_token_seconds=4.0, token_seconds=0.25)  # a token in a sweep, and some time beside sweeps
 FACTOR = 5.0  # offered requests in overload, over those that ended in time at the peak
 FIRST_SHARE, CLIMB = 0.7, 1.25  # the climb's first rate over what users who wait achieve; each rate over the one before
