@@ -24,7 +24,7 @@ from bough.config.addresses import bound
 from bough.config.parsers import MAX_PORT, number
 from bough.config.processes import ServiceConfig
 from bough.errors import BoughError, ConfigError, Unauthenticated, Unavailable
-from bough.runtime.log_lines import say
+from bough.runtime.log_lines import quoted_lines, say
 from bough.simulation.profile import load_profile
 from deploy.check import HAPROXY, check, load, orchestrator_of, require_resources, uses_haproxy
 from deploy.endpoints import HOST, Endpoints, http_port
@@ -33,6 +33,7 @@ from deploy.settings import DEMONSTRATION, INDEX, INDEX_PORT, Role
 POLL_SECONDS = 1.0
 START_SECONDS = 120.0  # for the dashboard to answer
 STOP_SECONDS = 60.0  # for all replicas to drain
+DRAIN_SECONDS = 25.0  # of an orchestrator: whoever presses Ctrl-C does not want to wait for ten minutes
 OBJECT_STORE_BYTES = 100 * 1000**2  # the least that Ray takes: nothing of ours goes through it
 OF_ALL = frozenset(f.name for f in fields(ServiceConfig))  # settings that a worker without weights has, too
 HAPROXY_PORTS = {"RAY_SERVE_HAPROXY_STATS_PORT": "8404", "RAY_SERVE_HAPROXY_METRICS_PORT": "9101"}  # Ray's defaults
@@ -64,7 +65,10 @@ def run(file: Path, simulate: str, port: int | None, dashboard_port: int) -> Non
 
 
 def adapt(config: dict[str, Any], simulate: str, port: int | None) -> None:
-    """Apply the command line to a configuration, and give Serve's proxy the orchestrator's certificate."""
+    """Apply the command line and defaults of one machine to a configuration.
+
+    Serve's proxy gets the orchestrator's certificate.
+    """
     options = config.setdefault("http_options", {})
     if port is not None:
         options["port"] = port
@@ -73,6 +77,10 @@ def adapt(config: dict[str, Any], simulate: str, port: int | None) -> None:
         options.setdefault("ssl_certfile", orchestrator.tls_cert)
         options.setdefault("ssl_keyfile", orchestrator.tls_key)
     for deployment in _deployments(config):
+        if deployment["name"] == Role.ORCHESTRATOR.value:
+            own = deployment.get("user_config", {})
+            program = {"drain_seconds": DRAIN_SECONDS, **own.get("program", {})}
+            deployment["user_config"] = {**own, "program": program}
         if simulate and deployment["name"] in (Role.TARGET.value, Role.DRAFT.value):
             profile = str(Path(simulate).absolute()) if Path(simulate).is_file() else simulate
             program = {name: value for name, value in deployment["user_config"]["program"].items() if name in OF_ALL}
@@ -156,7 +164,7 @@ def serve(config: Mapping[str, Any], dashboard: RayDashboard, endpoints: Endpoin
             is_ready = True
             print(endpoints.how_to_ask(dashboard.url), flush=True)
         elif waiting and waiting != said:
-            say(f"waiting: {waiting}", file=sys.stderr)
+            say(*quoted_lines(f"waiting: {waiting}"), file=sys.stderr)
         said = waiting
         time.sleep(POLL_SECONDS)
 

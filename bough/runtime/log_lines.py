@@ -17,8 +17,9 @@ MAX_LOG_CHARACTERS = 4096  # of a log message
 MAX_TRACE_LINES = 120
 MAX_LINES_A_MINUTE, MINUTE_SECONDS = 60, 60.0  # of one place in the code that strangers have write lines
 INDENT = "    | "  # prefix of continuation lines, with which no record begins
-# Control characters but tab and line break, and those that turn the order of characters around.
-_STEERING = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+# Control characters but tab and line break, and those that turn the order of characters around. The group is a carriage
+# return that a line break follows, or may follow in the next piece of a text.
+_STEERING = re.compile(r"(\r(?=\n|\Z))|[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
 def bounded(text: str, most_bytes: int = MAX_TEXT_BYTES) -> str:
@@ -43,15 +44,25 @@ def say(*lines: str, file: TextIO | None = None) -> None:
     print("\n".join(on_one_line(cut(line)) for line in lines), file=file, flush=True)
 
 
+def quoted_lines(text: str) -> list[str]:
+    """The lines of a text that may quote a log or a traceback: those after the first have a prefix."""
+    first, *others = text.split("\n")
+    return [first, *(INDENT + line for line in others)]
+
+
 def say_error(error: object) -> None:
-    """Print an error on standard error; further lines of its text, as of a log that it quotes, have a prefix."""
-    first, *others = f"error: {error}".split("\n")
-    say(first, *(INDENT + line for line in others), file=sys.stderr)
+    """Print an error on standard error; further lines of its text have a prefix."""
+    say(*quoted_lines(f"error: {error}"), file=sys.stderr)
 
 
 def shown(text: str, stream: TextIO) -> str:
-    """A model's text for a stream: as it is, or, where that is a terminal, with what would steer it escaped."""
-    return _STEERING.sub(lambda found: _escaped(found[0]), text) if stream.isatty() else text
+    """A model's text for a stream: as it is, or, where that is a terminal, with what would steer it escaped.
+
+    A line that ends as on Windows ends as any other there.
+    """
+    if not stream.isatty():
+        return text
+    return _STEERING.sub(lambda found: "" if found[1] else _escaped(found[0]), text)
 
 
 def _escaped(character: str) -> str:

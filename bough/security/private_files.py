@@ -54,5 +54,9 @@ def _keep_owner(descriptor: int, before: Path) -> None:
     """Have a file's owner, group and mode for its successor, as a process that reads it is often another user's."""
     with suppress(FileNotFoundError):
         status = before.stat()
-        os.fchown(descriptor, status.st_uid, status.st_gid)
+        try:
+            os.fchown(descriptor, status.st_uid, status.st_gid)
+        except PermissionError as exc:
+            owner = f"user {status.st_uid}, group {status.st_gid}"
+            raise PermissionError(exc.errno, f"no right to keep its owner ({owner}), which root has") from exc
         os.fchmod(descriptor, stat.S_IMODE(status.st_mode) & ~FORBIDDEN)

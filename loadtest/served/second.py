@@ -40,7 +40,8 @@ async def second(numbers: Sequence[int]) -> dict[str, Any]:
     """
     one, two = [await _carried(numbers, replicas) for replicas in (1, 2)]
     ratios = [
-        round(more["rounds_per_second"] / less["rounds_per_second"], 3) for less, more in zip(one, two, strict=True)
+        round(more["rounds_per_second"] / less["rounds_per_second"], 3) if less["rounds_per_second"] else None
+        for less, more in zip(one, two, strict=True)
     ]
     bends = {"one": bent_at(one), "two": bent_at(two)}
     return {"slower": SLOWER, "one": one, "two": two, "bent_at_streams": bends, "rounds_ratios": ratios}

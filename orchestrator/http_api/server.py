@@ -102,12 +102,14 @@ class _HttpServer(uvicorn.Server):
 
         uvicorn calls this ten times a second.
         """
-        if self._leaving.is_set() and not self._has_left:
-            self._has_left = True
-            for listener in self.servers:
-                listener.close()
-            for connection in list(self.server_state.connections):
-                connection.shutdown()
+        if self._leaving.is_set():
+            if not self._has_left:
+                self._has_left = True
+                for listener in self.servers:
+                    listener.close()
+            for connection in list(self.server_state.connections):  # one accepted at the end comes in a later tick
+                if not connection.transport.is_closing():
+                    connection.shutdown()
         return await super().on_tick(counter)
 
     @contextmanager

@@ -34,6 +34,7 @@ from bough.runtime.connections import MAX_CONNECTIONS
 from bough.security.access import certificate_files
 from bough.security.guarded import require_guarded
 from deploy.check import check
+from deploy.settings import Role
 
 DOCKER, KUBERNETES, SYSTEMD = (Path("deploy") / name for name in ("docker", "kubernetes", "systemd"))
 COMPOSE = [DOCKER / "compose.yaml", DOCKER / "compose.gpu.yaml"]
@@ -199,6 +200,17 @@ def test_every_resource_that_a_deployment_wants_is_on_some_node() -> None:
     groups = service["spec"]["rayClusterConfig"]["workerGroupSpecs"]
     there = {name for group in groups for name in json.loads(json.loads(group["rayStartParams"]["resources"]))}
     assert wanted == there
+
+
+def test_pods_are_given_the_time_that_their_replicas_take_to_drain() -> None:
+    (service,) = (each for each in manifests() if each["kind"] == "RayService")
+    (application,) = yaml.safe_load(service["spec"]["serveConfigV2"])["applications"]
+    groups = {each["groupName"]: each for each in service["spec"]["rayClusterConfig"]["workerGroupSpecs"]}
+    for role in Role:
+        (own,) = (each for each in application["deployments"] if each["name"] == role.value)
+        (group,) = (one for name, one in groups.items() if role.value.lower() in name)
+        grace = group["template"]["spec"]["terminationGracePeriodSeconds"]
+        assert grace > own.get("graceful_shutdown_timeout_s", role.stop_seconds)
 
 
 @pytest.mark.parametrize("path", [KUBERNETES / "bough.yaml", Path("deploy") / "cluster.yaml"], ids=str)

@@ -23,9 +23,11 @@ from ray.serve._private import haproxy
 
 from bough.cli.inspection.ray_dashboard import Application, Node, RayDashboard
 from bough.errors import ConfigError, Unavailable
+from bough.processes.child import STOP_SECONDS as KILL_AFTER_SECONDS
 from deploy import local
 from deploy.check import check, load
 from deploy.endpoints import Endpoints
+from deploy.supervisor import DRAIN_MARGIN_SECONDS
 from tests.fakes.waiting import block_until
 
 CONFIG = load(Path(__file__).parent.parent.parent / "deploy" / "one-machine.yaml")
@@ -222,6 +224,16 @@ def test_doors_that_clients_could_not_find_are_refused() -> None:
 def test_the_port_of_serves_proxy_is_named_as_such() -> None:
     with pytest.raises(ConfigError, match=r"^http_options\.port: must be fixed, .*got 0"):
         Endpoints.of(CONFIG | {"http_options": {"port": 0}})
+
+
+@pytest.mark.parametrize(("given", "seconds"), [({}, local.DRAIN_SECONDS), ({"drain_seconds": 50}, 50)])
+def test_ctrl_c_waits_for_no_orchestrator_longer_than_for_all_replicas(given: dict[str, Any], seconds: float) -> None:
+    config = copy.deepcopy(CONFIG)
+    (own,) = (each for each in config["applications"][0]["deployments"] if each["name"] == "Orchestrator")
+    own["user_config"]["program"] |= given
+    local.adapt(config, "", None)
+    assert own["user_config"]["program"] == {"host": local.HOST, "port": 7411, "drain_seconds": seconds}
+    assert local.DRAIN_SECONDS + DRAIN_MARGIN_SECONDS + KILL_AFTER_SECONDS <= local.STOP_SECONDS
 
 
 def test_workers_without_weights_keep_what_guards_them() -> None:

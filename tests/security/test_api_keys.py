@@ -68,7 +68,7 @@ def test_a_file_whose_owner_cannot_be_kept_is_not_changed(
     monkeypatch.setattr(os, "fchown", refuse)
     with pytest.raises(SystemExit, match="2"):
         main(["keys", "add", "bob", "--file", str(file)])
-    assert "must be a file that can be written, got: Operation not permitted" in capsys.readouterr().err
+    assert "must be a file that can be written, got: no right to keep its owner (user " in capsys.readouterr().err
     assert (file.read_text(), os.listdir(tmp_path)) == (before, ["keys"])
 
 

@@ -66,6 +66,7 @@ def test_a_models_text_steers_no_terminal_and_is_whole_in_a_file() -> None:
     text = "añ 木 👩\u200d🚀 שלום\tx\n"
     assert shown(text, Terminal()) == text
     assert shown("a\x1b[2J\r\x9b1m\u202eb\u2066", Terminal()) == r"a\x1b[2J\r\x9b1m\u202eb\u2066"
+    assert shown("a\r\nb\r", Terminal()) + shown("\nc", Terminal()) == "a\nb\nc"
     assert shown(FORGED, io.StringIO()) == FORGED
 
 

@@ -16,7 +16,7 @@ from bough.config.processes import DEFAULT_PORT
 from bough.errors import BoughError, Unauthenticated
 from bough.protocol.decision import DraftCalibration
 from bough.protocol.generation import Loads, ServerInfo, WorkerStatus
-from bough.runtime.log_lines import say
+from bough.runtime.log_lines import quoted_lines, say
 
 MISSING = "is it running? `bough up` starts everything; --address or BOUGH_ADDRESS sets its address"
 REFUSED = "it runs and requires a key: BOUGH_API_KEY must be one of its API keys"
@@ -53,7 +53,7 @@ async def doctor(arguments: argparse.Namespace) -> int:
 
 def _conclude(problems: list[str]) -> int:
     for problem in problems:
-        say(f"problem: {problem}")
+        say(*quoted_lines(f"problem: {problem}"))
     if not problems:
         say("all is well")
     return 1 if problems else 0

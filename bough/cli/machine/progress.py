@@ -49,7 +49,7 @@ def activation() -> str:
 
 
 def tell(text: str) -> None:
-    """Print one line on standard error, on a new line if text is being printed."""
+    """Print lines on standard error, on a new line if text is being printed."""
     sys.stdout.flush()
     begin = [""] if sys.stdout.isatty() and sys.stderr.isatty() else []
-    say(*begin, text, file=sys.stderr)
+    say(*begin, *text.split("\n"), file=sys.stderr)

@@ -8,6 +8,7 @@ file.
 from __future__ import annotations
 
 import hashlib
+import sys
 from functools import cache
 from pathlib import Path
 
@@ -47,6 +48,7 @@ def _contents_hash(folder: Path) -> str:
 
 
 def compiled_ground(package: Path) -> str:
-    """Key of a package's compiled code: numba's version, the processor, and the contents of its files."""
-    ground = f"{numba.__version__} {get_host_cpu_name()} {_contents_hash(package)}"
+    """Key of a package's compiled code: versions of Python and numba, the processor, and the contents of its files."""
+    versions = f"{sys.implementation.cache_tag} {numba.__version__}"
+    ground = f"{versions} {get_host_cpu_name()} {_contents_hash(package)}"
     return hashlib.sha256(ground.encode()).hexdigest()[:12]

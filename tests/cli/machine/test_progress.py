@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bough.cli.machine.progress import ERASE_LINE, Progress, activation
+from bough.cli.machine.progress import ERASE_LINE, Progress, activation, tell
 from bough.processes.launch import PendingProcesses
 
 
@@ -49,6 +49,11 @@ def test_what_a_worker_is_waited_for_is_one_line_that_steers_no_terminal() -> No
     stream = io.StringIO()
     Progress(stream)(PendingProcesses(("target (token \x1b[2J\n)",), 1.0))
     assert stream.getvalue() == "waiting 1 s for target (token \\x1b[2J\\n)\n"
+
+
+def test_a_table_is_told_in_lines_of_which_none_steers_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    tell("memory:\n  target\x1b[2J 1 GB")
+    assert capsys.readouterr().err == "memory:\n  target\\x1b[2J 1 GB\n"
 
 
 def test_a_line_does_not_wrap() -> None:
