@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Coroutine
-from contextlib import suppress
 from functools import partial
 
-from bough.errors import BoughError
+from bough.concurrency.tasks import end
+from bough.errors import BoughError, Unavailable
 from orchestrator.admission.active_streams import Stream
 from orchestrator.cluster.directory import Directory
 from orchestrator.cluster.worker_handle import AnyHandle, TargetHandle
 from orchestrator.opening.recorder import Recorder
+from orchestrator.opening.target_lease import TargetLease
 from orchestrator.sessions.session import Session
+
+# Seconds before further attempts to release; a target keeps the slot for a minute in any case (--lease-seconds).
+RETRY_PAUSES = (1.0, 2.0, 4.0, 8.0)
 
 
 class Endings:
@@ -22,6 +27,7 @@ class Endings:
         self._directory = directory
         self._recorder = recorder
         self._tasks: dict[str, set[asyncio.Task[None]]] = {}  # by session id
+        self._retries: set[asyncio.Task[None]] = set()  # releases that got no answer; nobody waits for them
 
     def end(self, stream: Stream, session: Session, target: TargetHandle) -> None:
         """Start releasing a stream's session, unless it is kept or goes on in another stream."""
@@ -36,9 +42,9 @@ class Endings:
         else:
             self._begin(session, self._forget(session, target))
 
-    def let_go(self, session: Session, target: TargetHandle) -> None:
-        """Start releasing a session at a target where it may have a slot and does not run."""
-        self._begin(session, self._release(session.session_id, session.epoch, target))
+    def let_go(self, session: Session, target: TargetHandle, lease: TargetLease) -> None:
+        """Start releasing a session at a target where it may have a slot; it runs at that of its lease."""
+        self._begin(session, self._release(session.session_id, session.epoch, target, lease))
 
     async def close(self, session_id: str) -> bool:
         """Close a session in the index and at its workers; returns whether the index knew it. Raises Unavailable."""
@@ -55,8 +61,10 @@ class Endings:
             await asyncio.wait({*self._tasks[session_id]})
 
     async def all_done(self) -> None:
+        """Wait until workers have been asked for all releases, and give up further attempts."""
         while self._tasks:
             await asyncio.wait({task for tasks in self._tasks.values() for task in tasks})
+        await end(*self._retries)
 
     def _forget_unless_taken(self, session: Session, target: TargetHandle, taken: str) -> None:
         """Start releasing a session unless it is the one that was taken over."""
@@ -82,8 +90,34 @@ class Endings:
         for worker in (target, self._directory.find(session.draft_id)):
             await self._release(session.session_id, session.epoch, worker)
 
-    async def _release(self, session_id: str, epoch: int, worker: AnyHandle | None) -> None:
-        """Release a session at a worker, if that is known and answers."""
-        if worker is not None:
-            with suppress(BoughError):  # gone, never had it, or another request's by now: nothing to free
-                await worker.client.release(session_id, epoch)
+    async def _release(
+        self, session_id: str, epoch: int, worker: AnyHandle | None, lease: TargetLease | None = None
+    ) -> None:
+        """Release a session at a worker, if that is known; one that does not answer is asked again in the background.
+
+        With a lease it is not asked again once the session runs there anew.
+        """
+        if worker is not None and not await _has_released(worker, session_id, epoch):
+            retrying = asyncio.create_task(self._release_later(session_id, epoch, worker, lease))
+            self._retries.add(retrying)
+            retrying.add_done_callback(self._retries.discard)
+
+    async def _release_later(self, session_id: str, epoch: int, worker: AnyHandle, lease: TargetLease | None) -> None:
+        for seconds in RETRY_PAUSES:
+            await asyncio.sleep(seconds * random.uniform(0.5, 1.0))
+            is_known = self._directory.find(worker.record.worker_id) is worker
+            if not is_known or (lease is not None and lease.target is worker):
+                return
+            if await _has_released(worker, session_id, epoch):
+                return
+
+
+async def _has_released(worker: AnyHandle, session_id: str, epoch: int) -> bool:
+    """Release a session at a worker; False if that does not answer."""
+    try:
+        await worker.client.release(session_id, epoch)
+    except Unavailable:
+        return False
+    except BoughError:  # it never had it, or it is another request's by now: nothing to free
+        pass
+    return True

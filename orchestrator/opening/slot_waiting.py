@@ -142,7 +142,7 @@ class Slots:
                     held, answer = await target.client.reserve(session, proposal, target.num_running + 1, seconds)
                 except asyncio.CancelledError:
                     if target is not home:  # it may have reserved a slot, and will not be told of the request's end
-                        self.endings.let_go(session, target)
+                        self.endings.let_go(session, target, lease)
                     raise
                 except Exhausted as exc:
                     refusal = exc
@@ -151,7 +151,8 @@ class Slots:
                     if target is home or not is_fault(exc):
                         raise
                     target.health.blame(session.session_id, exc)
-                    self.endings.let_go(session, target)  # it may have reserved a slot before the answer was lost
+                    # It may have reserved a slot before the answer was lost.
+                    self.endings.let_go(session, target, lease)
                     continue
                 lease.target, session.target_held = target, held
                 return answer

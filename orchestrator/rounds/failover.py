@@ -150,7 +150,7 @@ class Failover:
     async def _move(self, session: Session, lease: TargetLease, target: TargetHandle, exc: BoughError) -> None:
         """Move the session; its tokens are all that the other target needs, and are computed again."""
         # It may be there still, with a slot. By the epoch of before: a process at its address may be the new target.
-        self.slots.endings.let_go(session, lease.target)
+        self.slots.endings.let_go(session, lease.target, lease)
         await self.claims.renew(session)
         lost_id, new_id = lease.target.record.worker_id, target.record.worker_id
         logger.warning("session %s moves from %s to %s", session.session_id, lost_id, new_id)

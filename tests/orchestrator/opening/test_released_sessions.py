@@ -6,20 +6,24 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from bough.client import Client
-from bough.errors import InvalidRequest, PrefixMissing, StaleEpoch
-from bough.pb import target_pb2
+from bough.errors import InvalidRequest, PrefixMissing, StaleEpoch, Unavailable
+from bough.pb import common_pb2, target_pb2
 from bough.protocol.generation import Resume, Tokens
 from bough.protocol.messages import VerifyCall
 from orchestrator.admission.active_streams import Stream
+from orchestrator.opening import endings
+from orchestrator.opening.target_lease import TargetLease
 from orchestrator.rounds.round import Rounds
+from orchestrator.sessions.session import Session
 from tests.fakes.fleet import FakeTarget, Fleet
 from tests.fakes.streams import OPTIONS, PROMPT, expected, read
-from tests.fakes.waiting import until
+from tests.fakes.waiting import PATIENCE_SECONDS, until
 
 RESUMED = replace(OPTIONS, resume=Resume(0, ()))
 
@@ -185,3 +189,64 @@ def test_an_earlier_stream_is_told_who_goes_on_with_its_session() -> None:
     later: list[str] = []
     first.leave(later.append)
     assert later == ["session"]
+
+
+def deaf(monkeypatch: pytest.MonkeyPatch, num_calls: int) -> list[str]:
+    """Make fake targets fail their first calls to release; returns the sessions of all such calls."""
+    release, asked = FakeTarget.Release, list[str]()
+
+    async def late(self: FakeTarget, request: common_pb2.ReleaseRequest, context: Any) -> common_pb2.ReleaseReply:
+        asked.append(request.session_id)
+        if len(asked) <= num_calls:
+            raise Unavailable("it does not answer")
+        return await release(self, request, context)
+
+    monkeypatch.setattr(FakeTarget, "Release", late)
+    return asked
+
+
+async def test_a_release_that_is_not_answered_is_repeated(fakes: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The slot stayed in use for --lease-seconds where the one attempt met a target that did not answer just then."""
+    monkeypatch.setattr(endings, "RETRY_PAUSES", 3 * (0.01,))
+    asked = deaf(monkeypatch, 3)
+    target, _ = await fakes.target("t")
+    requests, process = await fakes.orchestrator()
+    async with Client(process.address) as client:
+        await read(client)
+    await until(lambda: target.released)
+    assert not target.held
+    assert asked == 4 * target.released
+    await until(lambda: not requests._endings._retries)
+
+
+async def test_nobody_waits_for_a_release_to_be_repeated(fakes: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the session's next request nor an orchestrator that ends."""
+    monkeypatch.setattr(endings, "RETRY_PAUSES", (3600.0,))
+    asked = deaf(monkeypatch, 1000)
+    await fakes.target("t")
+    requests, process = await fakes.orchestrator()
+    async with Client(process.address) as client:
+        await read(client)
+    await until(lambda: requests._endings._retries)
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        await requests._endings.done(asked[0])
+        await process.kill()
+    assert len(asked) == 1
+    assert not requests._endings._retries
+
+
+@pytest.mark.parametrize("is_known", [True, False], ids=["it runs there again", "the target was forgotten"])
+async def test_a_release_is_not_repeated_where_it_would_free_nothing_or_too_much(
+    fakes: Fleet, monkeypatch: pytest.MonkeyPatch, is_known: bool
+) -> None:
+    """A session may come back, in the same epoch, to a target that it has left: its slot is in use then."""
+    monkeypatch.setattr(endings, "RETRY_PAUSES", (0.01,))
+    asked = deaf(monkeypatch, 1000)
+    await fakes.target("t")
+    requests, _ = await fakes.orchestrator()
+    (target,) = requests.directory.targets
+    left = target if is_known else replace(target)
+    session = cast(Session, SimpleNamespace(session_id="s", epoch=1))
+    requests._endings.let_go(session, left, TargetLease(target))
+    await until(lambda: asked and not requests._endings._tasks and not requests._endings._retries)
+    assert asked == ["s"]
