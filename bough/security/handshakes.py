@@ -62,7 +62,7 @@ class _Handshake(asyncio.Protocol):
         """Begin the handshake, unless there are too many connections, and all others are busy."""
         transport.pause_reading()
         loop = asyncio.get_running_loop()
-        self._transport, self.idle_since = transport, loop.time()
+        self.transport, self.idle_since = transport, loop.time()  # the server looks at it as it leaves
         self._task = loop.create_task(self._run())
         self._handshakes.connections.add(self)
         self._handshakes.make_room()
@@ -71,7 +71,7 @@ class _Handshake(asyncio.Protocol):
         """End the handshake and the connection."""
         self._handshakes.connections.discard(self)
         self._task.cancel()
-        self._transport.abort()
+        self.transport.abort()
 
     shutdown = abort  # called by uvicorn as its server ends
 
@@ -85,10 +85,10 @@ class _Handshake(asyncio.Protocol):
 
     async def _run(self) -> None:
         """Perform the handshake and hand the connection over; errors close it and are logged."""
-        peer, context = self._transport.get_extra_info("peername"), self._handshakes.contexts()
+        peer, context = self.transport.get_extra_info("peername"), self._handshakes.contexts()
         try:
             secured = await asyncio.get_running_loop().start_tls(
-                self._transport, self, context, server_side=True, ssl_handshake_timeout=HANDSHAKE_SECONDS
+                self.transport, self, context, server_side=True, ssl_handshake_timeout=HANDSHAKE_SECONDS
             )
         except OSError as exc:  # includes ssl.SSLError and TimeoutError
             logger.warning("TLS with %s failed: %s", peer, _reason(exc))

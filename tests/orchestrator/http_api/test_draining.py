@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 
 import httpx
 import pytest
+from starlette.types import Receive, Scope, Send
 
 from bough.client import Client
+from bough.security.handshakes import _Handshake
+from loadtest.common.certificates import Authority
 from orchestrator.assembly import Orchestrator, assembled
+from orchestrator.http_api import server
 from tests.fakes.http_stack import Json, error_of
 from tests.fakes.stage import Stage, config_of
 from tests.fakes.waiting import until
@@ -100,3 +108,67 @@ async def test_doctor_and_clients_are_told_where_it_is_or_that_it_is_nowhere(sta
             url = (await client.server_info()).http_url
             assert url.startswith("http://127.0.0.1:") is is_open
             assert bool(url) is is_open
+
+
+async def test_a_connection_that_comes_as_the_server_leaves_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """asyncio hands over a connection some steps after accepting it: such a one stayed open, and could ask on."""
+    arrived, told = list[Callable[[], None]](), list[bool]()
+    connection_made, on_tick = server._Protocol.connection_made, server._HttpServer.on_tick
+
+    def late(self: server._Protocol, transport: asyncio.Transport) -> None:
+        arrived.append(partial(connection_made, self, transport))
+
+    async def noted(self: server._HttpServer, counter: int) -> bool:
+        is_over = await on_tick(self, counter)
+        told.append(self._has_left)
+        return is_over
+
+    async def nothing(scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer nobody."""
+
+    monkeypatch.setattr(server._Protocol, "connection_made", late)
+    monkeypatch.setattr(server._HttpServer, "on_tick", noted)
+    leaving = asyncio.Event()
+    async with server.http_serving("127.0.0.1", 0, nothing, leaving=leaving) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        await until(lambda: arrived)
+        leaving.set()
+        await until(lambda: True in told)  # the connections of then have been told
+        arrived[0]()
+        async with asyncio.timeout(20.0):  # an idle connection would stay open for a minute
+            assert await reader.read() == b""
+        writer.close()
+
+
+async def test_a_handshake_in_progress_ends_no_server(
+    stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is a connection like others to a server that leaves, and had no `transport`: what was answered was lost."""
+    begun, connection_made = list[_Handshake](), _Handshake.connection_made
+
+    def noted(self: _Handshake, transport: asyncio.Transport) -> None:
+        connection_made(self, transport)
+        begun.append(self)
+
+    monkeypatch.setattr(_Handshake, "connection_made", noted)
+    authority, stop = Authority(), asyncio.Event()
+    certificate, key = authority.pair("door").write(tmp_path, "door")
+    context = ssl.create_default_context(cadata=authority.certificate.decode())
+    config = config_of(stage, "--tls-cert", str(certificate), "--tls-key", str(key))
+    async with assembled(config, stop) as orchestrator:
+        url = httpx.URL(orchestrator.requests.http_url)
+        async with httpx.AsyncClient(base_url=url, verify=context, timeout=60) as client:
+            await until(lambda: orchestrator.is_ready)
+            serving = asyncio.create_task(orchestrator.serve(stop))
+            stage.target.may_answer.clear()
+            running = asyncio.create_task(client.post(PATH, json=SHORT))
+            await until(lambda: stage.target.asked)
+            reader, writer = await asyncio.open_connection(url.host, url.port)
+            await until(lambda: len(begun) == 2)
+            stop.set()
+            async with asyncio.timeout(20.0):  # it would have ten seconds for its handshake
+                assert await reader.read() == b""
+            stage.target.may_answer.set()
+            assert (await running).json()["choices"][0]["finish_reason"] == "length"
+            await serving
+            writer.close()
