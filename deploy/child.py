@@ -77,8 +77,10 @@ async def gpu_lock(module: str, gpus: str, timeout_seconds: float) -> AsyncItera
     name = re.sub(r"[^\w.-]", "-", f"{module}-GPU-{gpus}.lock")
     descriptor = os.open(folder / name if gpus else os.devnull, os.O_CREAT | os.O_RDWR, 0o600)
     try:
-        if gpus and not await came_true(lambda: _taken(descriptor), timeout_seconds):
-            logger.warning("an earlier %s still has GPU %s: another one is started beside it", module, gpus)
+        if gpus and not _taken(descriptor):
+            logger.info("waiting for an earlier %s to leave GPU %s, %g s at most", module, gpus, timeout_seconds)
+            if not await came_true(lambda: _taken(descriptor), timeout_seconds):
+                logger.warning("an earlier %s still has GPU %s: another one is started beside it", module, gpus)
         yield descriptor
     finally:
         os.close(descriptor)

@@ -18,7 +18,7 @@ from ray.exceptions import RayError
 from ray.serve.context import _get_global_client
 
 from bough.cli.inspection.doctor import find_problems
-from bough.cli.inspection.ray_dashboard import Application, Node, RayDashboard
+from bough.cli.inspection.ray_dashboard import TIMEOUT_SECONDS, Application, Node, RayDashboard
 from bough.cli.machine.up import ensure_demonstration
 from bough.config.addresses import bound
 from bough.config.parsers import MAX_PORT, number
@@ -40,6 +40,7 @@ HAPROXY_PORTS = {"RAY_SERVE_HAPROXY_STATS_PORT": "8404", "RAY_SERVE_HAPROXY_METR
 HAPROXY_SCRIPT = Path(__file__).with_name("haproxy.sh")
 parse_any_port = number(int, -1, MAX_PORT)
 NUM_RESOURCES = 8  # of each kind that a deployment asks for: more than it needs, as there is one node only
+TAKING_IN = "Serve to take the application in"
 
 
 class Stopped(KeyboardInterrupt):
@@ -127,20 +128,27 @@ def end_haproxy_with_ray() -> None:
 
 @contextmanager
 def ray_node(config: Mapping[str, Any], dashboard_port: int) -> Iterator[RayDashboard]:
-    """Run a Ray cluster of one node with the resources that the configuration asks for, until the block ends."""
+    """Run a Ray cluster of one node with the resources that the configuration asks for, until the block ends.
+
+    Raise Unavailable where it does not start within the times that Ray has for its parts (`deploy/up.py` has two).
+    """
     names = {name for deployment in _deployments(config) for name in _resources(deployment)}
-    print("starting a Ray node", file=sys.stderr, flush=True)
-    ray.init(
-        address="local",  # a new cluster, even if RAY_ADDRESS names one or one runs here
-        num_cpus=max(2, os.cpu_count() or 1),
-        resources={name: float(NUM_RESOURCES) for name in names},
-        object_store_memory=OBJECT_STORE_BYTES,
-        include_dashboard=True,
-        dashboard_host=HOST,
-        dashboard_port=dashboard_port,
-        log_to_driver=False,
-        logging_level="ERROR",
-    )
+    print("starting a Ray node, for which a busy machine may take minutes", file=sys.stderr, flush=True)
+    try:
+        ray.init(
+            address="local",  # a new cluster, even if RAY_ADDRESS names one or one runs here
+            num_cpus=max(2, os.cpu_count() or 1),
+            resources={name: float(NUM_RESOURCES) for name in names},
+            object_store_memory=OBJECT_STORE_BYTES,
+            include_dashboard=True,
+            dashboard_host=HOST,
+            dashboard_port=dashboard_port,
+            log_to_driver=False,
+            logging_level="ERROR",
+        )
+    except Exception as exc:  # Ray raises plain ones where a part of its node is not there in time
+        ray.shutdown()
+        raise Unavailable(f"the Ray node did not start: {exc}") from exc
     catch_signals()  # again, as Ray has replaced the handlers
     dashboard = RayDashboard(f"http://{HOST}:{dashboard_port}")
     try:
@@ -153,8 +161,9 @@ def ray_node(config: Mapping[str, Any], dashboard_port: int) -> Iterator[RayDash
 def serve(config: Mapping[str, Any], dashboard: RayDashboard, endpoints: Endpoints) -> None:
     """Deploy, and watch until a signal. Raise ConfigError where Serve gives the deployment up."""
     require_resources(config, _nodes_when_known(dashboard))
+    _say_waiting(TAKING_IN)
     dashboard.deploy(config)
-    said, is_ready = "", False
+    said, is_ready = TAKING_IN, False
     while True:
         try:
             waiting = waits_for(dashboard.applications(), endpoints)
@@ -164,7 +173,7 @@ def serve(config: Mapping[str, Any], dashboard: RayDashboard, endpoints: Endpoin
             is_ready = True
             print(endpoints.how_to_ask(dashboard.url), flush=True)
         elif waiting and waiting != said:
-            say(*quoted_lines(f"waiting: {waiting}"), file=sys.stderr)
+            _say_waiting(waiting)
         said = waiting
         time.sleep(POLL_SECONDS)
 
@@ -178,7 +187,7 @@ def waits_for(applications: Sequence[Application], endpoints: Endpoints) -> str:
     if unhealthy:
         return ", ".join(f"{each.name} ({each.message or each.status.lower()})" for each in unhealthy)
     if not applications or any(application.status != "RUNNING" for application in applications):
-        return "Serve to take the application in"
+        return TAKING_IN
     return asyncio.run(_unused_workers(endpoints))
 
 
@@ -196,6 +205,8 @@ async def _unused_workers(endpoints: Endpoints) -> str:
 
 def _nodes_when_known(dashboard: RayDashboard) -> tuple[Node, ...]:
     """Return the nodes once the dashboard, which starts after its node, knows them. Raise Unavailable when late."""
+    most = START_SECONDS + TIMEOUT_SECONDS  # as the last of its calls may take its time
+    _say_waiting(f"the Ray dashboard at {dashboard.url} to know its node, {most:g} s at most")
     deadline = time.monotonic() + START_SECONDS
     while True:
         problem = f"the Ray dashboard at {dashboard.url} knows of no node"
@@ -209,12 +220,16 @@ def _nodes_when_known(dashboard: RayDashboard) -> tuple[Node, ...]:
         time.sleep(POLL_SECONDS)
 
 
+def _say_waiting(what: str) -> None:
+    say(*quoted_lines(f"waiting: {what}"), file=sys.stderr)
+
+
 def _stop() -> None:
     """Let every replica drain; a second Ctrl-C stops at once.
 
     Serve's controller is told, and not the dashboard, which a terminal's Ctrl-C ends as well.
     """
-    print("ending everything; what runs may finish", file=sys.stderr, flush=True)
+    print(f"ending everything; what runs may finish, {STOP_SECONDS:g} s at most", file=sys.stderr, flush=True)
     with suppress(Stopped, RayError):
         if client := _get_global_client(raise_if_no_controller_running=False):
             client.shutdown(STOP_SECONDS)

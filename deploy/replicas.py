@@ -136,7 +136,7 @@ class Supervising:
             async with asyncio.timeout(timeout_seconds):
                 return IndexPlace(*await self._index.place.remote())
         except Exception as exc:  # Serve raises various classes where a deployment has no replica
-            raise Unavailable(f"the deployment {INDEX} does not answer: {exc}") from exc
+            raise Unavailable(f"the deployment {INDEX} does not answer within {timeout_seconds:g} s: {exc!r}") from exc
 
 
 class IndexReplica:

@@ -234,6 +234,9 @@ async def until_free(name: str, host: str, port: int, timeout_seconds: float) ->
             return exc.errno != errno.EADDRINUSE
         return True
 
+    if is_free():
+        return
+    logger.info("waiting for port %d at %s (program.%s) to be free, %g s at most", port, host, name, timeout_seconds)
     if not await came_true(is_free, timeout_seconds):
         raise ConfigError(f"program.{name}: must be free at {host}, got {port}, which is in use")
 

@@ -242,3 +242,27 @@ def test_workers_without_weights_keep_what_guards_them() -> None:
     local.adapt(config, "l40-70b-4bit", None)
     target = config["applications"][0]["deployments"][1]["user_config"]["program"]
     assert target == {"host": local.HOST, "worker_key_file": "worker.key", "simulate": "l40-70b-4bit"}
+
+
+def test_every_wait_is_told_when_it_begins(capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing was said while the dashboard of a busy machine took its three minutes."""
+    with pytest.raises(ConfigError, match="bough: there is no such model"):
+        serve([(NODE,)], [(), (FAILED,)])
+    assert capsys.readouterr().err == (
+        "waiting: the Ray dashboard at http://127.0.0.1:8265 to know its node, 180 s at most\n"
+        "waiting: Serve to take the application in\n"
+    )
+
+
+def test_a_node_that_does_not_start_is_told_of_in_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray's own exceptions ended the command with a traceback; nothing that it has started is left."""
+    ended: list[bool] = []
+
+    def late(**options: Any) -> None:
+        raise RuntimeError("The current node timed out during startup.")
+
+    monkeypatch.setattr(local.ray, "init", late)
+    monkeypatch.setattr(local.ray, "shutdown", lambda: ended.append(True))
+    with pytest.raises(Unavailable, match=r"^the Ray node did not start: The current node timed out during startup\.$"):
+        local.ray_node(CONFIG, 8265).__enter__()
+    assert ended == [True]
