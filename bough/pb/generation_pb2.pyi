@@ -345,7 +345,7 @@ class GetLoadsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class Loads(_message.Message):
-    __slots__ = ("num_requests_running", "num_requests_waiting", "num_requests_total", "num_tokens_total", "max_requests_running", "max_requests_waiting", "wait_seconds", "is_draining")
+    __slots__ = ("num_requests_running", "num_requests_waiting", "num_requests_total", "num_tokens_total", "max_requests_running", "max_requests_waiting", "wait_seconds")
     NUM_REQUESTS_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_REQUESTS_WAITING_FIELD_NUMBER: _ClassVar[int]
     NUM_REQUESTS_TOTAL_FIELD_NUMBER: _ClassVar[int]
@@ -353,7 +353,6 @@ class Loads(_message.Message):
     MAX_REQUESTS_RUNNING_FIELD_NUMBER: _ClassVar[int]
     MAX_REQUESTS_WAITING_FIELD_NUMBER: _ClassVar[int]
     WAIT_SECONDS_FIELD_NUMBER: _ClassVar[int]
-    IS_DRAINING_FIELD_NUMBER: _ClassVar[int]
     num_requests_running: int
     num_requests_waiting: int
     num_requests_total: int
@@ -361,8 +360,7 @@ class Loads(_message.Message):
     max_requests_running: int
     max_requests_waiting: int
     wait_seconds: float
-    is_draining: bool
-    def __init__(self, num_requests_running: _Optional[int] = ..., num_requests_waiting: _Optional[int] = ..., num_requests_total: _Optional[int] = ..., num_tokens_total: _Optional[int] = ..., max_requests_running: _Optional[int] = ..., max_requests_waiting: _Optional[int] = ..., wait_seconds: _Optional[float] = ..., is_draining: _Optional[bool] = ...) -> None: ...
+    def __init__(self, num_requests_running: _Optional[int] = ..., num_requests_waiting: _Optional[int] = ..., num_requests_total: _Optional[int] = ..., num_tokens_total: _Optional[int] = ..., max_requests_running: _Optional[int] = ..., max_requests_waiting: _Optional[int] = ..., wait_seconds: _Optional[float] = ...) -> None: ...
 
 class GetAcceptanceRequest(_message.Message):
     __slots__ = ()

@@ -296,4 +296,3 @@ class Loads:
     max_requests_running: int = 0
     max_requests_waiting: int = 0
     wait_seconds: float = 0.0  # estimated wait of a new request for admission
-    is_draining: bool = False  # new requests are refused

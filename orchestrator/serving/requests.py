@@ -239,7 +239,6 @@ class Requests:
             admission.max_running,
             admission.max_waiting,
             admission.wait_seconds,
-            admission.is_closed,
         )
 
     @property

@@ -103,7 +103,7 @@ async def test_draining_lets_a_caller_without_grpc_finish(stage: Stage) -> None:
         running = asyncio.create_task(finish(orchestrator.callers.tenant(())))
         await until(lambda: stage.target.asked)
         stop.set()
-        await until(lambda: orchestrator.requests.loads().is_draining)
+        await until(lambda: orchestrator.requests.admission.is_closed)
         with pytest.raises(Unavailable, match="draining"):
             await finish(orchestrator.callers.tenant(()))
         assert not serving.done()

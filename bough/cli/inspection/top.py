@@ -69,8 +69,7 @@ def lines(address: str, now: Snapshot, before: Snapshot | None) -> Iterator[str]
     if before is not None and now.at > before.at:
         tokens = loads.num_tokens_total - before.loads.num_tokens_total
         rate = f", {tokens / (now.at - before.at):.1f} tokens/s"
-    state = ", draining" if loads.is_draining else ""
-    yield f"{address}: {loads.num_requests_running} running, {loads.num_requests_waiting} waiting{rate}{state}"
+    yield f"{address}: {loads.num_requests_running} running, {loads.num_requests_waiting} waiting{rate}"
     if now.server.index_problem:
         yield f"index: {now.server.index_problem}"
     yield ""

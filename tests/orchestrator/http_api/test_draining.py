@@ -42,7 +42,7 @@ async def test_what_runs_finishes_while_nobody_new_reaches_it(stage: Stage) -> N
         running = [asyncio.create_task(client.post(PATH, json=SHORT | {"stream": way})) for way in (False, True)]
         await until(lambda: len(stage.target.asked) == 2)
         stop.set()
-        await until(lambda: orchestrator.requests.loads().is_draining)
+        await until(lambda: orchestrator.requests.admission.is_closed)
         with pytest.raises(httpx.ConnectError):
             await client.get("/health")
         stage.target.may_answer.set()

@@ -145,7 +145,7 @@ async def test_who_drains_lets_those_wait_that_it_has_let_in(fakes: Fleet) -> No
             held = asyncio.create_task(read(client))
             await until(lambda: requests.figures().num_held == 1)
             draining = asyncio.create_task(requests.drain("it drains", 60.0))
-            await until(lambda: requests.loads().is_draining)
+            await until(lambda: requests.admission.is_closed)
             assert not held.done()
         assert (await held).token_ids == expected(fakes)
         await draining
