@@ -11,8 +11,9 @@ from bough.simulation.acceptance_law import AcceptanceLaw
 from bough.simulation.capacity_choice import Size
 from bough.simulation.profile import Profile
 
-MOST_EXACT = 64  # targets of a share up to which one that divides everything is preferred to a smaller one
+MOST_EXACT = 64  # targets of a share up to which one that is divided more exactly is preferred to a smaller one
 ROUNDING = 0.02  # share of a number by which rounding may change it; differences below 3 % are chance
+LESS_ROUNDING = (0.0, ROUNDING / 8, ROUNDING / 4, ROUNDING / 2)  # tried first, with shares of up to MOST_EXACT targets
 
 
 class RequestKind(NamedTuple):
@@ -74,7 +75,7 @@ class Scenario:
         only large shares divide all three, smaller ones are rounded.
         """
         whole = (self.num_users, self.num_targets, self.num_drafts)
-        for slack, most_targets in ((0.0, MOST_EXACT), (ROUNDING, self.num_targets)):
+        for slack, most_targets in (*((less, MOST_EXACT) for less in LESS_ROUNDING), (ROUNDING, self.num_targets)):
             for shares in range(self.num_targets // 4, 1, -1):
                 users, targets, drafts = numbers = [round(number / shares) for number in whole]
                 near = (isclose(own * shares, all_, rel_tol=slack) for own, all_ in zip(numbers, whole, strict=True))

@@ -142,10 +142,21 @@ def test_a_hundred_thousand_users_are_simulated_as_shares() -> None:
     share, num_shares = scenario.sliced()
     assert (share.num_users, share.num_targets, share.num_drafts, num_shares) == (400, 4, 4, 250)
     share, num_shares = replace(scenario, num_users=99_999, num_targets=1003).sliced()
-    assert (share.num_users, share.num_targets, share.num_drafts, num_shares) == (400, 4, 4, 250), "as nearly as can be"
+    assert (share.num_users, share.num_targets, share.num_drafts, num_shares) == (599, 6, 6, 167), "as nearly as can be"
     share, num_shares = replace(scenario, num_targets=1002, num_drafts=3).sliced()
     assert (share.num_targets, share.num_drafts, num_shares) == (334, 1, 3), "or as many more are not divided"
     assert replace(scenario, num_users=8, num_targets=7).sliced()[1] == 1
+
+
+def test_what_more_targets_bring_is_not_what_numbers_are_rounded_by() -> None:
+    """Shares of 22 users for 4 targets, and of 43 for 9, made a tenth more targets look 5 % better than they are."""
+    scenario = Scenario(load_profile("a100-70b-4bit"), num_users=1000, num_targets=185, num_drafts=92)
+
+    def error(scenario: Scenario) -> float:
+        share, _ = scenario.sliced()
+        return share.num_users / share.num_targets * scenario.num_targets / scenario.num_users - 1
+
+    assert error(scenario) == pytest.approx(error(replace(scenario, num_targets=203)), abs=0.011)
 
 
 def test_a_run_that_is_too_long_is_measured_from_its_half_on_and_told_to_be_incomplete() -> None:
