@@ -230,10 +230,10 @@ class Requests:
 
     def loads(self) -> Loads:
         """Current load. Requests that wait for a target or a KV slot have places, but count as waiting."""
-        admission, num_waiting = self.admission, self._num_waiting
+        admission = self.admission
         return Loads(
-            len(self._running) - num_waiting,
-            num_waiting,
+            self._num_running,
+            self._num_waiting,
             self._num_total,
             self._num_tokens,
             admission.max_running,
@@ -243,16 +243,24 @@ class Requests:
         )
 
     @property
+    def _num_running(self) -> int:
+        return self.admission.num_running - self._num_held_up
+
+    @property
     def _num_waiting(self) -> int:
-        return self.admission.num_waiting + self._slots.num_waiting + self._opening.waiting.num_held
+        return self.admission.num_waiting + self._num_held_up
+
+    @property
+    def _num_held_up(self) -> int:
+        """Requests that have places and wait for a target or a KV slot."""
+        return self._slots.num_waiting + self._opening.waiting.num_held
 
     def figures(self) -> Figures:
         """Figures for Prometheus; any thread."""
-        num_waiting = self._num_waiting
         return Figures(
             self._model_name,
-            len(self._running) - num_waiting,
-            num_waiting,
+            self._num_running,
+            self._num_waiting,
             self._num_tokens,
             self.totals,
             self.sizer.totals,
