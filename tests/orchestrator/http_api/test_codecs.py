@@ -78,6 +78,21 @@ def test_a_limit_is_refused_by_the_name_that_the_client_gave_it() -> None:
         chat_limits(parse(ChatFields, b'{"messages": [{"role": "user", "content": "x"}], "max_completion_tokens": 0}'))
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "problem"),
+    [
+        ("stop", ["x"] * 65, "must have at most 64 texts"),
+        ("stop_token_ids", [1] * 1025, "must have at most 1024 items"),
+        ("logit_bias", {str(token): 1 for token in range(1025)}, "must have at most 1024 items"),
+    ],
+)
+def test_lists_that_no_target_accepts_are_refused_as_they_are_read(field: str, value: object, problem: str) -> None:
+    """Of a list as long as a body may be each entry was gone through while all streams waited."""
+    with pytest.raises(ApiError, match=f"^{field}: {problem}, got ") as refused:
+        chat_fields(**{field: value})
+    assert refused.value.param == field
+
+
 def test_seeds_of_choices_are_derived_from_the_request_s() -> None:
     seeds = [wanted.options.seed for wanted in chat_choices(seed=7, n=4)]
     assert seeds[0] == 7
