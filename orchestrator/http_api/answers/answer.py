@@ -78,7 +78,7 @@ class Answer(ABC):
     def chunks(self, index: int, event: Event) -> list[Json]:
         """The chunks that an event of one choice adds to the stream."""
         self.choices[index].observe(event)
-        if isinstance(event, Started):
+        if isinstance(event, Started) and event.model_name:  # a choice that was aborted before it began has none
             self.model = event.model_name
             self._token_bytes = self._spell(event.model_name) if self._spell else None
         return self._added(index, event)

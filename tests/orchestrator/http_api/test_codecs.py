@@ -33,6 +33,7 @@ from orchestrator.http_api.completions import completion_limits, text_prompt
 from orchestrator.http_api.fields.errors import ApiError, api_error, shortened
 from orchestrator.http_api.fields.generation import ChatFields, CompletionFields, StreamOptions
 from orchestrator.http_api.fields.options import RequestedOutput, choices
+from orchestrator.sessions.session import never_begun
 from orchestrator.tools.formats import HERMES
 
 SNOWMAN = "☃".encode()
@@ -158,6 +159,20 @@ def test_text_that_was_held_back_comes_before_the_end() -> None:
     assert whole["choices"][0]["message"]["content"] == "xheld"
     assert whole["usage"]["prompt_tokens_details"] == {"cached_tokens": 2}
     assert whole["model"] == "m"
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_choice_that_is_aborted_before_it_begins_takes_nothing_from_the_others(is_first: bool) -> None:
+    """The model had no name from then on; log-probabilities were lost, or several models an error."""
+    answer = ChatAnswer(Head("id", 1), 2, StreamOptions(), {"m": WORDS.__getitem__}.__getitem__, None, lambda _: HERMES)
+    begun = [(0, Started("r", 5, 1, "m"))]
+    aborted = [(1, event) for event in never_begun(GenerateOptions(request_id="r-1"))]
+    for index, event in [*aborted, *begun] if is_first else [*begun, *aborted]:
+        answer.chunks(index, event)
+    (chunk,) = answer.chunks(0, Tokens((0,), (False,), (" a",), positions(-0.5), 1, 0, RoundTimings()))
+    assert (chunk["model"], chunk["choices"][0]["logprobs"]["content"][0]["token"]) == ("m", " a")
+    answer.chunks(0, ended())
+    assert [choice["finish_reason"] for choice in answer.whole()["choices"]] == ["stop", "abort"]
 
 
 def test_speculation_is_told_by_the_names_that_benchmarks_read() -> None:
