@@ -33,6 +33,7 @@ from orchestrator.http_api.completions import completion_limits, text_prompt
 from orchestrator.http_api.fields.errors import ApiError, api_error, shortened
 from orchestrator.http_api.fields.generation import ChatFields, CompletionFields, StreamOptions
 from orchestrator.http_api.fields.options import RequestedOutput, choices
+from orchestrator.http_api.responses.fields import ResponseFields
 from orchestrator.sessions.session import never_begun
 from orchestrator.tools.formats import HERMES
 
@@ -217,6 +218,13 @@ def test_errors_have_a_status_and_the_field_s_name_over_http(error: Exception, s
     assert headers.get("retry-after") == {429: "3", 503: "1"}.get(status)
     assert headers.get("retry-after-ms") == {429: "2500", 503: "1000"}.get(status)
     assert headers.get("x-should-retry") == {409: "false"}.get(status)
+
+
+def test_a_number_that_is_too_large_is_refused_in_the_parameters_of_a_tool() -> None:
+    """A response repeats its tools: it failed when all of it had been generated, a stream had what is no JSON."""
+    body = b'{"input": "x", "tools": [{"type": "function", "name": "f", "parameters": {"maximum": 1e999}}]}'
+    with pytest.raises(ApiError, match=r"^tools\[0\]\.parameters: must be a JSON Schema of finite numbers, got "):
+        parse(ResponseFields, body)
 
 
 def test_a_value_is_shown_as_far_as_it_fits() -> None:
