@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, aclosing
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from bough.concurrency.tasks import end
-from bough.protocol.generation import Event, PromptLogprobs, Started
+from bough.protocol.generation import Event, Finished, PromptLogprobs, Started
 from orchestrator.http_api.answers.answer import Answer
 from orchestrator.http_api.fields.errors import Json, api_error
 from orchestrator.http_api.merging import Indexed, merged
@@ -35,13 +35,12 @@ class Exchange:
 
     streams: Callable[[], AbstractContextManager[Sequence[AsyncGenerator[Event]]]]  # one for each choice
     answer: Answer
-    is_stream: bool
     field_names: Mapping[str, str]  # as `names` of `api_error`
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer the request; if the client disconnects, its requests end and free their resources."""
-        work = self._stream(scope, receive, send) if self.is_stream else self._whole(scope, receive, send)
-        await _unless_gone(receive, work)
+        answered = self._stream if self.answer.head.is_stream else self._whole
+        await _unless_gone(receive, answered(scope, receive, send))
 
     async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -57,9 +56,13 @@ class Exchange:
 
     async def _response(self) -> Response:
         whole = self.answer.whole()
-        if self.answer.num_entries < MANY_ENTRIES:
+        if not self._has_many_entries:
             return JSONResponse(whole)
         return Response(await asyncio.to_thread(_in_steps, whole), media_type="application/json")
+
+    @property
+    def _has_many_entries(self) -> bool:
+        return self.answer.num_entries >= MANY_ENTRIES
 
     async def _stream(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Stream the answer. An error before the first byte becomes a status, a later one an event."""
@@ -81,7 +84,7 @@ class Exchange:
                 await writer.begin(await self._opened(events))
                 async for one in events:
                     await writer.write(KEEP_ALIVE if one is None else await self._data(one))
-        await writer.write(b"".join(map(_data, self.answer.last_chunks())))
+        await writer.write(await _encoded(self.answer.last_chunks(), is_large=self._has_many_entries))
 
     async def _opened(self, events: AsyncGenerator[Indexed | None]) -> bytes:
         """The first bytes of the stream, once all requests have started or after `SILENT_SECONDS`."""
@@ -98,10 +101,8 @@ class Exchange:
         return beginning
 
     async def _data(self, one: Indexed) -> bytes:
-        chunks = await self._chunks(one)
-        if isinstance(one.event, PromptLogprobs):
-            return await asyncio.to_thread(lambda: b"".join(_data(chunk, _in_steps) for chunk in chunks))
-        return b"".join(map(_data, chunks))
+        may_be_large = isinstance(one.event, PromptLogprobs | Finished)  # the end of a response's item repeats it
+        return await _encoded(await self._chunks(one), is_large=may_be_large and self._has_many_entries)
 
     async def _chunks(self, one: Indexed) -> list[Json]:
         if isinstance(one.event, PromptLogprobs):  # of hundreds of tokens, each perhaps with dozens of alternatives
@@ -138,6 +139,13 @@ def _in_steps(value: Json) -> bytes:
     for part in _ENCODER.iterencode(value):
         written += part.encode()
     return bytes(written)
+
+
+async def _encoded(chunks: Iterable[Json], *, is_large: bool) -> bytes:
+    """The events of these chunks; large ones are written in a thread."""
+    if is_large:
+        return await asyncio.to_thread(lambda: b"".join(_data(chunk, _in_steps) for chunk in chunks))
+    return b"".join(map(_data, chunks))
 
 
 def _data(value: Json, encode: Callable[[Json], bytes] = _at_once) -> bytes:
