@@ -178,8 +178,7 @@ class _Api:
             raise api_error(exc, names) from exc
         answer: Json = {"count": len(read.token_ids), "max_model_len": read.max_context, "tokens": read.token_ids}
         if fields.return_token_strs:
-            token_bytes = read.tokenizer.token_bytes
-            answer["token_strs"] = [token_bytes(token).decode(errors="replace") for token in read.token_ids]
+            answer["token_strs"] = await run_in_threadpool(read.token_strs)
         return JSONResponse(answer)
 
     async def detokenize(self, request: Request, entered: ExitStack) -> Response:

@@ -8,6 +8,7 @@ from http import HTTPStatus
 
 from bough.errors import InvalidRequest
 from bough.protocol.generation import Event, Finished, Prompt, PromptLogprobs, Started, TextPrompt, TokenPrompt, Tokens
+from bough.tokenization.tokenizer import Tokenizer
 from orchestrator.http_api.answers.answer import Completion, Head
 from orchestrator.http_api.answers.spelling import Spell, TokensSpelled, completion_logprobs, prompt_logprobs
 from orchestrator.http_api.chat import chat_prompt
@@ -42,8 +43,11 @@ async def echoes(prompts: Sequence[TextPrompt | TokenPrompt], texts: ModelTexts,
     """The prompts as texts, for answers to begin with. Raises ApiError naming the invalid one."""
     told = []
     for prompt, names in zip(prompts, place_names(len(prompts)), strict=True):
+        if isinstance(prompt, TextPrompt):
+            told.append(prompt.text)
+            continue
         try:
-            told.append(prompt.text if isinstance(prompt, TextPrompt) else await texts.prompt(prompt.token_ids, model))
+            told.append(await texts.text(prompt.token_ids, model, Tokenizer.decode_prompt))
         except InvalidRequest as exc:
             raise api_error(exc, names) from exc
     return told
