@@ -56,13 +56,9 @@ class Exchange:
 
     async def _response(self) -> Response:
         whole = self.answer.whole()
-        if not self._has_many_entries:
+        if self.answer.num_entries < MANY_ENTRIES:
             return JSONResponse(whole)
         return Response(await asyncio.to_thread(_in_steps, whole), media_type="application/json")
-
-    @property
-    def _has_many_entries(self) -> bool:
-        return self.answer.num_entries >= MANY_ENTRIES
 
     async def _stream(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Stream the answer. An error before the first byte becomes a status, a later one an event."""
@@ -84,7 +80,7 @@ class Exchange:
                 await writer.begin(await self._opened(events))
                 async for one in events:
                     await writer.write(KEEP_ALIVE if one is None else await self._data(one))
-        await writer.write(await _encoded(self.answer.last_chunks(), is_large=self._has_many_entries))
+        await writer.write(await self._maybe_large(self.answer.last_chunks()))
 
     async def _opened(self, events: AsyncGenerator[Indexed | None]) -> bytes:
         """The first bytes of the stream, once all requests have started or after `SILENT_SECONDS`."""
@@ -101,8 +97,16 @@ class Exchange:
         return beginning
 
     async def _data(self, one: Indexed) -> bytes:
-        may_be_large = isinstance(one.event, PromptLogprobs | Finished)  # the end of a response's item repeats it
-        return await _encoded(await self._chunks(one), is_large=may_be_large and self._has_many_entries)
+        chunks = await self._chunks(one)
+        if isinstance(one.event, PromptLogprobs | Finished):  # what ends a response's item repeats it
+            return await self._maybe_large(chunks)
+        return b"".join(map(_data, chunks))
+
+    async def _maybe_large(self, chunks: Iterable[Json]) -> bytes:
+        """The events of chunks that may have all log-probabilities of the answer; many are written in a thread."""
+        if self.answer.num_entries < MANY_ENTRIES:
+            return b"".join(map(_data, chunks))
+        return await asyncio.to_thread(lambda: b"".join(_data(chunk, _in_steps) for chunk in chunks))
 
     async def _chunks(self, one: Indexed) -> list[Json]:
         if isinstance(one.event, PromptLogprobs):  # of hundreds of tokens, each perhaps with dozens of alternatives
@@ -139,13 +143,6 @@ def _in_steps(value: Json) -> bytes:
     for part in _ENCODER.iterencode(value):
         written += part.encode()
     return bytes(written)
-
-
-async def _encoded(chunks: Iterable[Json], *, is_large: bool) -> bytes:
-    """The events of these chunks; large ones are written in a thread."""
-    if is_large:
-        return await asyncio.to_thread(lambda: b"".join(_data(chunk, _in_steps) for chunk in chunks))
-    return b"".join(map(_data, chunks))
 
 
 def _data(value: Json, encode: Callable[[Json], bytes] = _at_once) -> bytes:

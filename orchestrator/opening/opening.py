@@ -5,7 +5,6 @@ from __future__ import annotations
 import secrets
 import time
 import uuid
-from collections.abc import Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -152,7 +151,9 @@ class Opening:
                 f"session_id: {options.session_id!r} is not known (any more); send the full history, with continues "
                 "false"
             )
-        require_vocabulary(past.session.tokens, target.info.vocab_size, options.session_id)
+        if max(past.session.tokens) >= target.info.vocab_size:
+            other = "is another model's; send the full history, with continues false"
+            raise NotFound(f"session_id: {options.session_id!r} {other}")
         return continued_prompt(past.session.tokens, prompt, target.tokenizer, target.info.vocab_size)
 
     async def _need(
@@ -203,12 +204,6 @@ def _quickest(targets: Targets, need: Need) -> TargetHandle:
     wanted = min(need.num_tokens + need.num_output, longest)
     fitting = [target for target in targets if target.info.max_context >= wanted]
     return min(fitting, key=lambda target: (target.is_leaving, target.expected_seconds(need), target.busyness))
-
-
-def require_vocabulary(tokens: Sequence[int], vocab_size: int, session_id: str) -> None:
-    """Raise NotFound if recorded tokens cannot be this model's."""
-    if max(tokens) >= vocab_size:
-        raise NotFound(f"session_id: {session_id!r} is another model's; send the full history, with continues false")
 
 
 def _session_id(options: GenerateOptions, request: RequestRecord | None) -> str:

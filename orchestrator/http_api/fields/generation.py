@@ -27,10 +27,8 @@ AS_RENDERED: Neutral = {"add_generation_prompt": (True,), "continue_final_messag
 def _stops(value: Any) -> Any:
     """Accept one text or a list of texts."""
     texts = [value] if isinstance(value, str) else value
-    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-        raise must("be a text or a list of texts")
-    if len(texts) > MAX_STOPS:
-        raise must(f"have at most {MAX_STOPS} texts")
+    if not isinstance(texts, list) or len(texts) > MAX_STOPS or not all(isinstance(text, str) for text in texts):
+        raise must(f"be a text or a list of at most {MAX_STOPS} texts")
     return tuple(texts)
 
 

@@ -83,7 +83,7 @@ def test_a_limit_is_refused_by_the_name_that_the_client_gave_it() -> None:
 @pytest.mark.parametrize(
     ("field", "value", "problem"),
     [
-        ("stop", ["x"] * 65, "must have at most 64 texts"),
+        ("stop", ["x"] * 65, "must be a text or a list of at most 64 texts"),
         ("stop_token_ids", [1] * 1025, "must have at most 1024 items"),
         ("logit_bias", {str(token): 1 for token in range(1025)}, "must have at most 1024 items"),
     ],
