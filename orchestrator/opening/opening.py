@@ -18,6 +18,7 @@ from bough.protocol.same_fields import like
 from bough.protocol.sampling_params import MAX_LOGPROBS, SamplingParams, StopConditions
 from bough.protocol.worker_info import WorkerInfo, weights_differ
 from bough.registry.records import RequestRecord, SessionRecord
+from bough.tokenization.tokenizer import Tokenizer
 from bough.trees.tree_plan import Scheme
 from orchestrator.admission.size_limits import require_room, require_size, require_sizes
 from orchestrator.cluster.directory import Directory
@@ -65,6 +66,15 @@ class _Past(NamedTuple):
         return next((record.weights_hash for record in self if record is not None and record.weights_hash), "")
 
 
+class _Made(NamedTuple):
+    """The tokens of the prompt that was read last."""
+
+    prompt: Prompt
+    tokenizer: Tokenizer
+    vocab_size: int
+    tokens: list[int]
+
+
 @dataclass(slots=True)
 class Opening:
     """Checks everything about a request that can be checked before it runs."""
@@ -74,6 +84,7 @@ class Opening:
     recorder: Recorder
     claims: Epochs
     waiting: TargetWaiting
+    _made: _Made | None = None
 
     async def open(self, prompt: Prompt, options: GenerateOptions, place: AsyncExitStack, deadline: Deadline) -> Opened:
         """Open a session for a request with an id, and lease a place at a target until `place` is closed.
@@ -134,7 +145,7 @@ class Opening:
     def _tokens(self, prompt: Prompt, options: GenerateOptions, past: _Past, target: TargetHandle) -> list[int]:
         """The prompt's tokens, with all that it continues; a resumed request's are in its record."""
         if not options.continues:
-            return whole_prompt(prompt, target.tokenizer, target.info.vocab_size)
+            return self._whole(prompt, target.tokenizer, target.info.vocab_size)
         if not options.session_id:
             raise InvalidRequest("session_id: must be given with continues true")
         if past.request is not None:
@@ -155,6 +166,14 @@ class Opening:
             other = "is another model's; send the full history, with continues false"
             raise NotFound(f"session_id: {options.session_id!r} {other}")
         return continued_prompt(past.session.tokens, prompt, target.tokenizer, target.info.vocab_size)
+
+    def _whole(self, prompt: Prompt, tokenizer: Tokenizer, vocab_size: int) -> list[int]:
+        """Tokens of a prompt that begins a text, made once for the choices of a call, which have the same object."""
+        made = self._made  # several threads set it
+        if made is None or made.prompt is not prompt or (made.tokenizer, made.vocab_size) != (tokenizer, vocab_size):
+            tokens = whole_prompt(prompt, tokenizer, vocab_size)
+            made = self._made = _Made(prompt, tokenizer, vocab_size, tokens)
+        return made.tokens
 
     async def _need(
         self, tokens: TokenHistory, options: GenerateOptions, session: SessionRecord | None, targets: Targets

@@ -9,7 +9,11 @@ import pytest
 
 from bough.client import Client
 from bough.protocol.generation import GenerateOptions, Prompt, TextPrompt
+from bough.tokenization.tokenizer import Tokenizer
 from orchestrator.admission.admission import Admission
+from orchestrator.cluster.tokenizer_threads import NUM_THREADS
+from orchestrator.opening import opening
+from orchestrator.opening.prompt import whole_prompt
 from orchestrator.serving import tenants
 from orchestrator.serving.tenants import Callers
 from tests.fakes.http_stack import HttpStack, Json, error_of, http_stack
@@ -101,6 +105,25 @@ async def test_the_texts_of_a_prompt_are_looked_at_once_for_all_of_its_choices(
     monkeypatch.setattr(tenants, "require_texts", lambda prompt, _: looked_at.append(prompt))
     await door.answer(COMPLETIONS, TEXT | {"prompt": ["x", "x", "y"], "n": 3, "max_tokens": 1})
     assert looked_at == [TextPrompt("x"), TextPrompt("x"), TextPrompt("y")]
+
+
+async def test_a_prompt_is_tokenized_once_for_all_of_its_choices(
+    door: HttpStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """New requests waited while the threads that tokenize read a long prompt for each of a hundred choices."""
+    made: list[Prompt] = []
+
+    def noted(prompt: Prompt, tokenizer: Tokenizer, vocab_size: int) -> list[int]:
+        made.append(prompt)
+        return whole_prompt(prompt, tokenizer, vocab_size)
+
+    monkeypatch.setattr(opening, "whole_prompt", noted)
+    for text in ("x", "y"):
+        answer = await door.answer(COMPLETIONS, TEXT | {"prompt": text, "n": 16, "max_tokens": 1})
+        assert answer["usage"]["completion_tokens"] == 16
+        assert {*made} == {TextPrompt(text)}
+        assert len(made) <= NUM_THREADS, "each at once, the others later"
+        made.clear()
 
 
 async def test_a_choice_waits_for_its_siblings_for_as_long_as_they_take(
