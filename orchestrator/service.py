@@ -67,7 +67,7 @@ class GenerationService:
         return pb.Loads(**to_fields(self._requests.loads()))
 
     async def GetAcceptance(self, request: pb.GetAcceptanceRequest, context: ServicerContext) -> pb.Acceptance:
-        schemes, drafts = self._requests.acceptance(), self._requests.calibrations()
+        schemes, drafts = self._requests.acceptance(), self._requests.sizer.log.calibrations()
         return pb.Acceptance(schemes=map(to_fields, schemes), drafts=map(to_fields, drafts))
 
     async def GetDecisions(self, request: pb.GetDecisionsRequest, context: ServicerContext) -> pb.Decisions:

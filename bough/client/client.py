@@ -67,7 +67,7 @@ class Client:
     @property
     def address(self) -> str:
         """The address of the orchestrator in use."""
-        return self._servers[0].address
+        return self._servers[0].channel.address
 
     async def __aenter__(self) -> Client:
         return self
@@ -189,10 +189,6 @@ class _Orchestrator:
     def __init__(self, channel: PeerChannel, api_key: str) -> None:
         self.channel, self._metadata = channel, credentials(api_key)
 
-    @property
-    def address(self) -> str:
-        return self.channel.address
-
     async def generate(self, prompt: g.Prompt, options: g.GenerateOptions) -> AsyncGenerator[g.Event]:
         """The events of one call. Raises Unavailable if it ends before Finished."""
         call = stub_of(GENERATION, self.channel.current).Generate(
@@ -205,10 +201,10 @@ class _Orchestrator:
                 if isinstance(event, g.Finished):
                     return
         except grpc.aio.AioRpcError as exc:
-            raise to_error(exc, self.address) from exc
+            raise to_error(exc, self.channel.address) from exc
         finally:
             call.cancel()
-        raise Unavailable(f"{self.address} ended the stream before its last event")
+        raise Unavailable(f"{self.channel.address} ended the stream before its last event")
 
     async def call(self, method: str, request: object) -> Any:
         """A unary call."""
@@ -216,4 +212,4 @@ class _Orchestrator:
         try:
             return await call(request, timeout=INFO_TIMEOUT_SECONDS, metadata=self._metadata)
         except grpc.aio.AioRpcError as exc:
-            raise to_error(exc, self.address) from exc
+            raise to_error(exc, self.channel.address) from exc

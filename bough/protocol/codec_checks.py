@@ -46,11 +46,11 @@ def require_texts(prompt: Prompt, options: GenerateOptions) -> None:
         case ChatPrompt(messages, tools, kwargs):
             texts.append(("chat.chat_template_kwargs", kwargs))
             for i, message in enumerate(messages):
-                texts.append((f"messages[{i}].reasoning", message.reasoning))
-                texts += [(f"messages[{i}].role", message.role), (f"messages[{i}].content", message.content)]
-                texts += [(f"messages[{i}].tool_calls", f"{call.name}{call.arguments}") for call in message.tool_calls]
+                place, calls = f"chat.messages[{i}]", message.tool_calls
+                texts += [(f"{place}.{name}", getattr(message, name)) for name in ("role", "content", "reasoning")]
+                texts += [(f"{place}.tool_calls", f"{call.name}{call.arguments}") for call in calls]
             for i, function in enumerate(tools.functions if tools else ()):
-                texts.append((f"tools[{i}].function", f"{function.description or ''}{function.parameters}"))
+                texts.append((f"chat.tools[{i}].function", f"{function.description or ''}{function.parameters}"))
     for name, text in texts:
         require_text(name, text)
 

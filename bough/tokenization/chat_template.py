@@ -46,7 +46,7 @@ class ChatTemplate:
         self._problem = "this model has no chat template"
         if source:
             try:
-                self._template = _compile(source)
+                self._template = _environment().from_string(source)
             except jinja2.TemplateError as exc:
                 self._problem = f"this model's chat template cannot be read: {exc}"
 
@@ -113,10 +113,6 @@ class _GenerationTag(jinja2.ext.Extension):
         """The nodes between the tag and its end tag."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _compile(source: str) -> jinja2.Template:
-    return _environment().from_string(source)
 
 
 @cache

@@ -43,7 +43,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=two_or_more, default=4, help="real: texts of each regime")
     parser.add_argument("--tokens", type=int, default=32, help="of each of them")
     parser.add_argument("--plain-tokens", type=int, default=12, help="of which plain decoding makes so many")
-    parser.add_argument("--more-prompts", type=int, default=9, help="real: of the sizer alone, as far as the prompts go")
+    parser.add_argument("--more-prompts", type=int, default=9, help="real: of the sizer alone, if there are so many")
     parser.add_argument("--seed", type=int, default=0, help="real: the first prompt of those that are taken")
     arguments = parser.parse_args()
     figures = {}

@@ -52,6 +52,11 @@ class Admission:
         return sum(hold.is_waiting for hold in list(self._queue))  # a copy, as other threads call this
 
     @property
+    def num_running(self) -> int:
+        """Requests that have places, those of a call that have not begun yet among them."""
+        return len(self._began)
+
+    @property
     def is_closed(self) -> bool:
         """Whether further requests are refused."""
         return self._refusal != ""
@@ -154,7 +159,7 @@ class Admission:
     def _require_room(self, num: int) -> None:
         self.require_open()
         if num > self._num_free + self.max_waiting - self.num_waiting:
-            problem = f"{self.max_running - self._num_free} requests run and {self.num_waiting} wait"
+            problem = f"{self.num_running} requests run and {self.num_waiting} wait"
             beyond = f"and {num} more are above the limits, {self.max_running} and {self.max_waiting}"
             raise self.exhausted(f"{problem}, {'the limits' if num == 1 else beyond}", num)
 

@@ -90,10 +90,11 @@ class Directory:
     def draft(self, target: TargetHandle, session_id: str, preferred_id: str) -> DraftHandle | None:
         """A draft worker with the target's tokenizer; None if there is none, so that rounds have no trees.
 
-        The preferred one, which has the session's KV, is chosen if it is usable, otherwise the least busy.
+        The preferred one, which has the session's KV, is chosen if it is usable, otherwise the least busy; one that is
+        about to end, and refuses new sessions, comes last.
         """
         usable = [known for known in self._drafts.values() if known.is_usable_by(session_id) and _fit(known, target)]
-        return min(usable, key=lambda known: (known.record.worker_id != preferred_id, known.busyness), default=None)
+        return min(usable, key=lambda k: (k.record.worker_id != preferred_id, k.is_leaving, k.busyness), default=None)
 
     def find(self, worker_id: str) -> AnyHandle | None:
         """The worker of this id; None if it is unknown."""

@@ -6,7 +6,6 @@ import asyncio
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import grpc
@@ -153,7 +152,11 @@ class TargetClient(WorkerClient):
         self, session: Session, proposal: Proposal, num_running: int, timeout_seconds: float
     ) -> TimedResult:
         """Get the verdict on a tree, with the call's duration; `num_running` sessions run there now."""
-        call = partial(self._verify, session, proposal, num_running, timeout_seconds)
+
+        def call(context: Context) -> Awaitable[VerifyResult]:
+            session.target_held = context.context_start  # as far as the target has not denied to hold it
+            return self._verify(session, proposal, num_running, timeout_seconds, context)
+
         return await _with_context(session, session.target_held, call)
 
     async def reserve(self, session: Session, proposal: Proposal, num_running: int, timeout_seconds: float) -> Reserved:

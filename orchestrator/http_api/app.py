@@ -119,7 +119,7 @@ class _Api:
         has_reasoning, options = fields.include_reasoning, fields.stream_options
         answer = chat.ChatAnswer(head, len(wanted), options, spell, tools, formats, has_reasoning)
         names = chat.FIELD_NAMES | constraint_names(fields.structured_outputs)
-        return Exchange(partial(scored_first, tenant_of(request), wanted), answer, fields.stream, names)
+        return Exchange(partial(scored_first, tenant_of(request), wanted), answer, names)
 
     async def responses(self, request: Request, entered: ExitStack) -> ASGIApp:
         fields = await self.bodies.read(request, ResponseFields, entered, GENERATE)
@@ -130,7 +130,7 @@ class _Api:
         answer = ResponseAnswer(
             head, repeated(fields, tools), self._spell(wanted), tools, self.requests.texts.tool_format
         )
-        return Exchange(partial(scored_first, tenant_of(request), wanted), answer, fields.stream, names)
+        return Exchange(partial(scored_first, tenant_of(request), wanted), answer, names)
 
     async def response(self, request: Request, entered: ExitStack) -> Response:
         """A response of before, which is not kept."""
@@ -155,7 +155,7 @@ class _Api:
         )
         names = completions.FIELD_NAMES | constraint_names(fields.structured_outputs)
         streams = partial(scored_first, tenant_of(request), wanted)
-        return Exchange(lambda: completions.with_places(streams(), names, len(prompts)), answer, fields.stream, names)
+        return Exchange(lambda: completions.with_places(streams(), names, len(prompts)), answer, names)
 
     async def models(self, request: Request, entered: ExitStack) -> Response:
         cards = [self._card(model) for model in self.requests.models()]
@@ -178,8 +178,7 @@ class _Api:
             raise api_error(exc, names) from exc
         answer: Json = {"count": len(read.token_ids), "max_model_len": read.max_context, "tokens": read.token_ids}
         if fields.return_token_strs:
-            token_bytes = read.tokenizer.token_bytes
-            answer["token_strs"] = [token_bytes(token).decode(errors="replace") for token in read.token_ids]
+            answer["token_strs"] = await run_in_threadpool(read.token_strs)
         return JSONResponse(answer)
 
     async def detokenize(self, request: Request, entered: ExitStack) -> Response:
@@ -226,7 +225,7 @@ class _Api:
 
 
 def _head(kind: str, fields: RequestFields) -> Head:
-    return Head(f"{kind}{fields.request_id or uuid.uuid4().hex}", int(time.time()))
+    return Head(f"{kind}{fields.request_id or uuid.uuid4().hex}", int(time.time()), fields.stream)
 
 
 def _session_id(request: Request, fields: RequestFields) -> str:

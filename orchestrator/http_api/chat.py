@@ -136,7 +136,8 @@ class ChatAnswer(Completion):
         if self._token_bytes is None:
             return []
         spelled = chat_logprobs(event.logprobs, self._token_bytes)
-        self._logprobs[index] += spelled
+        if not self.head.is_stream:
+            self._logprobs[index] += spelled
         return spelled
 
 

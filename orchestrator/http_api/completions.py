@@ -8,6 +8,7 @@ from http import HTTPStatus
 
 from bough.errors import InvalidRequest
 from bough.protocol.generation import Event, Finished, Prompt, PromptLogprobs, Started, TextPrompt, TokenPrompt, Tokens
+from bough.tokenization.tokenizer import Tokenizer
 from orchestrator.http_api.answers.answer import Completion, Head
 from orchestrator.http_api.answers.spelling import Spell, TokensSpelled, completion_logprobs, prompt_logprobs
 from orchestrator.http_api.chat import chat_prompt
@@ -42,8 +43,11 @@ async def echoes(prompts: Sequence[TextPrompt | TokenPrompt], texts: ModelTexts,
     """The prompts as texts, for answers to begin with. Raises ApiError naming the invalid one."""
     told = []
     for prompt, names in zip(prompts, place_names(len(prompts)), strict=True):
+        if isinstance(prompt, TextPrompt):
+            told.append(prompt.text)
+            continue
         try:
-            told.append(prompt.text if isinstance(prompt, TextPrompt) else await texts.prompt(prompt.token_ids, model))
+            told.append(await texts.text(prompt.token_ids, model, Tokenizer.decode_prompt))
         except InvalidRequest as exc:
             raise api_error(exc, names) from exc
     return told
@@ -116,7 +120,7 @@ class CompletionAnswer(Completion):
         super().__init__(head, len(echoes) * choices_per_prompt, choices_per_prompt, stream_options, spell)
         self._echoes = [echo for echo in echoes for _ in range(choices_per_prompt)]
         self._logprobs = [TokensSpelled([], [], [], []) for _ in self.choices]
-        self._prompt_logprobs = prompt_logprobs
+        self._prompt_logprobs, self._num_scored = prompt_logprobs, 0
         self._texts: list[list[str]] = [[] for _ in self.choices]
 
     def _told(self, index: int, event: Event) -> Iterator[Json]:
@@ -129,8 +133,7 @@ class CompletionAnswer(Completion):
             case PromptLogprobs() if self._token_bytes is not None:
                 spelled = prompt_logprobs(event, self._token_bytes)
                 for each in range(index, index + self._choices_per_prompt):
-                    self._logprobs[each].extend(spelled)
-                    yield _entry(each, "", spelled)
+                    yield _entry(each, "", self._noted(each, spelled))
             case Tokens():
                 self._texts[index].append(event.text)
                 logprobs = self._spelled(index, event)
@@ -144,10 +147,10 @@ class CompletionAnswer(Completion):
         """Count the entries of a prompt's tokens, at its first choice for all. Raises ApiError for too many."""
         if self._prompt_logprobs is None or index % self._choices_per_prompt:
             return
-        self.num_entries += self._choices_per_prompt * prompt_tokens * (self._prompt_logprobs + ENTRIES_PER_TOKEN)
-        if self.num_entries > MAX_ENTRIES:
+        self._num_scored += self._choices_per_prompt * prompt_tokens * (self._prompt_logprobs + ENTRIES_PER_TOKEN)
+        if self._num_scored > MAX_ENTRIES:
             size = f"n x tokens of the prompts x (logprobs + {ENTRIES_PER_TOKEN})"
-            message = f"echo: {size} must be at most {MAX_ENTRIES}, got {self.num_entries} or more"
+            message = f"echo: {size} must be at most {MAX_ENTRIES}, got {self._num_scored} or more"
             raise ApiError(HTTPStatus.BAD_REQUEST, message, param="echo")
 
     def _choice(self, index: int) -> Json:
@@ -158,8 +161,12 @@ class CompletionAnswer(Completion):
         if self._token_bytes is None:
             return None
         begins = [begin + len(self._echoes[index]) for begin in event.begins]
-        spelled = completion_logprobs(event.logprobs, begins, self._token_bytes)
-        self._logprobs[index].extend(spelled)
+        return self._noted(index, completion_logprobs(event.logprobs, begins, self._token_bytes))
+
+    def _noted(self, index: int, spelled: TokensSpelled) -> TokensSpelled:
+        """Entries of a choice, which are kept where they are told at the end."""
+        if not self.head.is_stream:
+            self._logprobs[index].extend(spelled)
         return spelled
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, aclosing
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from bough.concurrency.tasks import end
-from bough.protocol.generation import Event, PromptLogprobs, Started
+from bough.protocol.generation import Event, Finished, PromptLogprobs, Started
 from orchestrator.http_api.answers.answer import Answer
 from orchestrator.http_api.fields.errors import Json, api_error
 from orchestrator.http_api.merging import Indexed, merged
@@ -35,13 +35,12 @@ class Exchange:
 
     streams: Callable[[], AbstractContextManager[Sequence[AsyncGenerator[Event]]]]  # one for each choice
     answer: Answer
-    is_stream: bool
     field_names: Mapping[str, str]  # as `names` of `api_error`
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer the request; if the client disconnects, its requests end and free their resources."""
-        work = self._stream(scope, receive, send) if self.is_stream else self._whole(scope, receive, send)
-        await _unless_gone(receive, work)
+        answered = self._stream if self.answer.head.is_stream else self._whole
+        await _unless_gone(receive, answered(scope, receive, send))
 
     async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -81,7 +80,7 @@ class Exchange:
                 await writer.begin(await self._opened(events))
                 async for one in events:
                     await writer.write(KEEP_ALIVE if one is None else await self._data(one))
-        await writer.write(b"".join(map(_data, self.answer.last_chunks())))
+        await writer.write(await self._maybe_large(self.answer.last_chunks()))
 
     async def _opened(self, events: AsyncGenerator[Indexed | None]) -> bytes:
         """The first bytes of the stream, once all requests have started or after `SILENT_SECONDS`."""
@@ -99,9 +98,15 @@ class Exchange:
 
     async def _data(self, one: Indexed) -> bytes:
         chunks = await self._chunks(one)
-        if isinstance(one.event, PromptLogprobs):
-            return await asyncio.to_thread(lambda: b"".join(_data(chunk, _in_steps) for chunk in chunks))
+        if isinstance(one.event, PromptLogprobs | Finished):  # what ends a response's item repeats it
+            return await self._maybe_large(chunks)
         return b"".join(map(_data, chunks))
+
+    async def _maybe_large(self, chunks: Iterable[Json]) -> bytes:
+        """The events of chunks that may have all log-probabilities of the answer; many are written in a thread."""
+        if self.answer.num_entries < MANY_ENTRIES:
+            return b"".join(map(_data, chunks))
+        return await asyncio.to_thread(lambda: b"".join(_data(chunk, _in_steps) for chunk in chunks))
 
     async def _chunks(self, one: Indexed) -> list[Json]:
         if isinstance(one.event, PromptLogprobs):  # of hundreds of tokens, each perhaps with dozens of alternatives

@@ -5,7 +5,6 @@ from __future__ import annotations
 import secrets
 import time
 import uuid
-from collections.abc import Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,6 +18,7 @@ from bough.protocol.same_fields import like
 from bough.protocol.sampling_params import MAX_LOGPROBS, SamplingParams, StopConditions
 from bough.protocol.worker_info import WorkerInfo, weights_differ
 from bough.registry.records import RequestRecord, SessionRecord
+from bough.tokenization.tokenizer import Tokenizer
 from bough.trees.tree_plan import Scheme
 from orchestrator.admission.size_limits import require_room, require_size, require_sizes
 from orchestrator.cluster.directory import Directory
@@ -66,6 +66,15 @@ class _Past(NamedTuple):
         return next((record.weights_hash for record in self if record is not None and record.weights_hash), "")
 
 
+class _Made(NamedTuple):
+    """The tokens of the prompt that was read last."""
+
+    prompt: Prompt
+    tokenizer: Tokenizer
+    vocab_size: int
+    tokens: list[int]
+
+
 @dataclass(slots=True)
 class Opening:
     """Checks everything about a request that can be checked before it runs."""
@@ -75,6 +84,7 @@ class Opening:
     recorder: Recorder
     claims: Epochs
     waiting: TargetWaiting
+    _made: _Made | None = None
 
     async def open(self, prompt: Prompt, options: GenerateOptions, place: AsyncExitStack, deadline: Deadline) -> Opened:
         """Open a session for a request with an id, and lease a place at a target until `place` is closed.
@@ -135,7 +145,7 @@ class Opening:
     def _tokens(self, prompt: Prompt, options: GenerateOptions, past: _Past, target: TargetHandle) -> list[int]:
         """The prompt's tokens, with all that it continues; a resumed request's are in its record."""
         if not options.continues:
-            return whole_prompt(prompt, target.tokenizer, target.info.vocab_size)
+            return self._whole(prompt, target.tokenizer, target.info.vocab_size)
         if not options.session_id:
             raise InvalidRequest("session_id: must be given with continues true")
         if past.request is not None:
@@ -152,8 +162,18 @@ class Opening:
                 f"session_id: {options.session_id!r} is not known (any more); send the full history, with continues "
                 "false"
             )
-        require_vocabulary(past.session.tokens, target.info.vocab_size, options.session_id)
+        if max(past.session.tokens) >= target.info.vocab_size:
+            other = "is another model's; send the full history, with continues false"
+            raise NotFound(f"session_id: {options.session_id!r} {other}")
         return continued_prompt(past.session.tokens, prompt, target.tokenizer, target.info.vocab_size)
+
+    def _whole(self, prompt: Prompt, tokenizer: Tokenizer, vocab_size: int) -> list[int]:
+        """Tokens of a prompt that begins a text, made once for the choices of a call, which have the same object."""
+        made = self._made  # several threads set it
+        if made is None or made.prompt is not prompt or (made.tokenizer, made.vocab_size) != (tokenizer, vocab_size):
+            tokens = whole_prompt(prompt, tokenizer, vocab_size)
+            made = self._made = _Made(prompt, tokenizer, vocab_size, tokens)
+        return made.tokens
 
     async def _need(
         self, tokens: TokenHistory, options: GenerateOptions, session: SessionRecord | None, targets: Targets
@@ -203,12 +223,6 @@ def _quickest(targets: Targets, need: Need) -> TargetHandle:
     wanted = min(need.num_tokens + need.num_output, longest)
     fitting = [target for target in targets if target.info.max_context >= wanted]
     return min(fitting, key=lambda target: (target.is_leaving, target.expected_seconds(need), target.busyness))
-
-
-def require_vocabulary(tokens: Sequence[int], vocab_size: int, session_id: str) -> None:
-    """Raise NotFound if recorded tokens cannot be this model's."""
-    if max(tokens) >= vocab_size:
-        raise NotFound(f"session_id: {session_id!r} is another model's; send the full history, with continues false")
 
 
 def _session_id(options: GenerateOptions, request: RequestRecord | None) -> str:

@@ -88,13 +88,14 @@ class Slots:
 
         Raises the target's error, or Exhausted if no slot became free in the time that the request may wait.
         """
-        line = self._lines[session.target_identity]
+        line, believed = self._lines[session.target_identity], session.target_held
         # A session whose KV the target holds does not wait: the others may be waiting for its very slot.
         may_ask, num_refused = lease.has_slot or session.target_held > 0 or line.is_empty, 0
         while True:
             if may_ask:
                 try:
-                    answer = await self._verify(session, lease.target, proposal)
+                    target, seconds = lease.target, session.deadline.within(self.config.target_timeout)
+                    answer = await target.client.verify(session, proposal, target.num_running, seconds)
                     lease.has_slot = True
                     return answer
                 except Preempted:
@@ -104,6 +105,8 @@ class Slots:
                     if not session.slot_seconds:
                         raise
                     num_refused += 1
+                    # A leased slot keeps its tokens: if some are gone, so is the lease, as after a long pause.
+                    lease.has_slot = lease.has_slot and session.target_held >= believed
             self.num_waiting += 1
             try:
                 with session.deadline.waiting():
@@ -114,10 +117,6 @@ class Slots:
             finally:
                 self.num_waiting -= 1
             may_ask = True
-
-    async def _verify(self, session: Session, target: TargetHandle, proposal: Proposal) -> TimedResult:
-        timeout_seconds = session.deadline.within(self.config.target_timeout)
-        return await target.client.verify(session, proposal, target.num_running, timeout_seconds)
 
     async def _turn(
         self, line: SlotQueue, session: Session, lease: TargetLease, proposal: Proposal

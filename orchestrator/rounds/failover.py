@@ -36,10 +36,7 @@ class _Trouble:
     pause_seconds: float = FIRST_PAUSE_SECONDS
     failed_at: set[str] = field(default_factory=set)  # targets that answered with an error and are still there
     num_targets: int = 0  # targets where it failed, or that were lost over it
-
-    @property
-    def lasted_seconds(self) -> float:
-        return time.monotonic() - self.began
+    away_seconds: float = 0.0  # spent without a target that could be used, so not while calls ran
 
     async def pause(self) -> None:
         await asyncio.sleep(self.pause_seconds)
@@ -94,17 +91,19 @@ class Failover:
         self, session: Session, lease: TargetLease, num_nodes: int, trouble: _Trouble, exc: BoughError
     ) -> None:
         """Return once the call is worth another try, at the same target or at another one."""
-        while trouble.lasted_seconds < RETRY_SECONDS:
+        since = time.monotonic() - trouble.away_seconds
+        while time.monotonic() - trouble.began < RETRY_SECONDS:
             await trouble.pause()
             if await _still_answers(lease.target):
                 return  # with the same epoch and round, which it answers again if already verified
         self._blame(session, lease.target, trouble, exc)
         while (target := await self._successor(session, lease.target, num_nodes, trouble, exc)) is None:
-            if trouble.lasted_seconds > self.config.failover_timeout:
+            if time.monotonic() - since > self.config.failover_timeout:
                 raise Unavailable(
                     f"{exc}; no target with this model could be used for {self.config.failover_timeout:g} s"
                 ) from exc
             await trouble.pause()
+        trouble.away_seconds = time.monotonic() - since
         if target is not lease.target:
             await self._move(session, lease, target, exc)
 
@@ -141,7 +140,9 @@ class Failover:
         target = min(
             usable, key=lambda known: (known is lost, known.is_leaving, known.expected_seconds(need), known.busyness)
         )
-        if not await _still_answers(target):
+        with TargetLease(target):  # meanwhile, so that sessions that choose at the same moment see each other
+            has_answered = await _still_answers(target)
+        if not has_answered:
             target.health.lost()
         elif not weights_differ(session.weights_hash, target.info.weights_hash):
             return target
@@ -151,15 +152,15 @@ class Failover:
         """Move the session; its tokens are all that the other target needs, and are computed again."""
         # It may be there still, with a slot. By the epoch of before: a process at its address may be the new target.
         self.slots.endings.let_go(session, lease.target)
-        await self.claims.renew(session)
         lost_id, new_id = lease.target.record.worker_id, target.record.worker_id
+        lease.move(target)  # before anything is waited for, so that others see it
+        session.target_held = 0
+        await self.claims.renew(session)
         logger.warning("session %s moves from %s to %s", session.session_id, lost_id, new_id)
         session.warn(f"{lost_id} failed ({exc}): {new_id} has taken over")
         moved = {"bough.from": lost_id, "bough.to": new_id, "error.type": type(exc).__name__}
         session.span.event("failover", moved)
         session.num_failovers += 1
-        session.target_held = 0
-        lease.move(target)
 
 
 async def _still_answers(target: TargetHandle) -> bool:

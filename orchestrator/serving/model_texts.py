@@ -30,6 +30,10 @@ class PromptRead(NamedTuple):
     tokenizer: Tokenizer
     max_context: int
 
+    def token_strs(self) -> list[str]:
+        """The text of each token, with U+FFFD for parts of characters. Of long prompts it takes a while."""
+        return [self.tokenizer.token_bytes(token).decode(errors="replace") for token in self.token_ids]
+
 
 @dataclass(slots=True)
 class ModelTexts:
@@ -54,17 +58,10 @@ class ModelTexts:
             )
         return PromptRead(token_ids, target.tokenizer, info.max_context)
 
-    async def text(self, token_ids: Sequence[int], model: str) -> str:
-        """Decode tokens, without special ones. Raises as `tokens` does."""
-        return await self._decoded(token_ids, model, Tokenizer.decode)
-
-    async def prompt(self, token_ids: Sequence[int], model: str) -> str:
-        """The text that is read as these tokens, with the special ones that are written in it. Raises as `tokens`."""
-        return await self._decoded(token_ids, model, Tokenizer.decode_prompt)
-
-    async def _decoded(
-        self, token_ids: Sequence[int], model: str, decode: Callable[[Tokenizer, Sequence[int]], str]
+    async def text(
+        self, token_ids: Sequence[int], model: str, decode: Callable[[Tokenizer, Sequence[int]], str] = Tokenizer.decode
     ) -> str:
+        """The text of tokens, by default without special ones. Raises as `tokens` does."""
         target = await self._awaited(model)
 
         def decoded() -> str:

@@ -10,7 +10,7 @@ from math import inf
 from bough import __version__
 from bough.config.processes import OrchestratorConfig
 from bough.errors import Exhausted, InvalidRequest, NotFound, StaleEpoch, Unavailable
-from bough.protocol.decision import Decision, DraftCalibration
+from bough.protocol.decision import Decision
 from bough.protocol.generation import Event, GenerateOptions, Loads, ModelInfo, Prompt, ServerInfo, Tokens
 from bough.protocol.worker_info import PROTOCOL_VERSION
 from bough.telemetry.spans import CURRENT_SPAN
@@ -230,10 +230,9 @@ class Requests:
 
     def loads(self) -> Loads:
         """Current load. Requests that wait for a target or a KV slot have places, but count as waiting."""
-        admission, num_waiting = self.admission, self._num_waiting
+        admission = self.admission
         return Loads(
-            len(self._running) - num_waiting,
-            num_waiting,
+            *self._counts,
             self._num_total,
             self._num_tokens,
             admission.max_running,
@@ -243,16 +242,16 @@ class Requests:
         )
 
     @property
-    def _num_waiting(self) -> int:
-        return self.admission.num_waiting + self._slots.num_waiting + self._opening.waiting.num_held
+    def _counts(self) -> tuple[int, int]:
+        """Requests that run, and that wait for a place, a target or a KV slot."""
+        num_held_up = self._slots.num_waiting + self._opening.waiting.num_held
+        return self.admission.num_running - num_held_up, self.admission.num_waiting + num_held_up
 
     def figures(self) -> Figures:
         """Figures for Prometheus; any thread."""
-        num_waiting = self._num_waiting
         return Figures(
             self._model_name,
-            len(self._running) - num_waiting,
-            num_waiting,
+            *self._counts,
             self._num_tokens,
             self.totals,
             self.sizer.totals,
@@ -277,10 +276,6 @@ class Requests:
     def last_request(self, prefix: str) -> str:
         """The id of the latest request whose id has this prefix; empty if there is none."""
         return next((name for name in reversed(self._sessions) if name.startswith(prefix)), "") if prefix else ""
-
-    def calibrations(self) -> tuple[DraftCalibration, ...]:
-        """Expected and realised tokens and seconds by draft worker."""
-        return self.sizer.log.calibrations()
 
     def _note(self, session: Session, model_name: str) -> None:
         self._model_name = model_name

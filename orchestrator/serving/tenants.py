@@ -41,23 +41,25 @@ class Tenant:
         self, prompt: Prompt, options: GenerateOptions, timeout_seconds: float | None = None
     ) -> AsyncGenerator[Event]:
         """Yield the events of a request. Raises what `Requests.generate` does, and Exhausted at the key's limits."""
-        require_texts(prompt, options)
-        with self._counted(options.session_id) as count:
-            async with aclosing(self._generated(prompt, options, count, None, timeout_seconds)) as events:
+        with self.together([(prompt, options)], timeout_seconds) as (stream,):
+            async with aclosing(stream) as events:
                 async for event in events:
                     yield event
 
     @contextmanager
-    def together(self, wanted: Sequence[tuple[Prompt, GenerateOptions]]) -> Iterator[list[AsyncGenerator[Event]]]:
+    def together(
+        self, wanted: Sequence[tuple[Prompt, GenerateOptions]], timeout_seconds: float | None = None
+    ) -> Iterator[list[AsyncGenerator[Event]]]:
         """The events of each request of one call. They are let in together or not at all: then none begins.
 
-        Raises Exhausted or Unavailable if they have no room; each stream raises what `generate` does.
+        Requests with the same prompt object are choices, whose options differ in ids and seeds alone. Raises Exhausted
+        or Unavailable if they have no room; each stream raises what `generate` does.
         """
-        for prompt, options in wanted:
+        for prompt, options in {id(prompt): (prompt, options) for prompt, options in wanted}.values():
             require_texts(prompt, options)
         with self._counted(wanted[0][1].session_id, len(wanted)) as count, self._held(len(wanted)) as holds:
             yield [
-                self._generated(prompt, options, count, hold)
+                self._generated(prompt, options, count, hold, timeout_seconds)
                 for (prompt, options), hold in zip(wanted, holds, strict=True)
             ]
 
@@ -79,7 +81,7 @@ class Tenant:
         options: GenerateOptions,
         count: Count,
         hold: Hold | None,
-        timeout_seconds: float | None = None,
+        timeout_seconds: float | None,
     ) -> AsyncGenerator[Event]:
         request_id = options.request_id or uuid.uuid4().hex
         session_id = self._inner(options.session_id) if options.session_id else ""
@@ -95,9 +97,9 @@ class Tenant:
                     yield self._outer(event, request_id)
 
     @contextmanager
-    def _counted(self, session_id: str, num: int = 1) -> Iterator[Count]:
+    def _counted(self, session_id: str, num: int) -> Iterator[Count]:
         if self.key is None:
-            yield _uncounted
+            yield lambda _: None
             return
         with ExitStack() as entered:
             try:
@@ -211,7 +213,3 @@ class Callers:
             self.requests.totals.failed[type(exc).__name__] += 1
             raise
         return Tenant(self.requests, self._usage, key, self.share_prefixes, self.tracer)
-
-
-def _uncounted(event: Event) -> None:
-    """Do nothing, for callers without limits."""

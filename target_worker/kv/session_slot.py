@@ -17,19 +17,17 @@ from bough.protocol.prefix_hash import block_hashes
 
 
 class SlotState(Enum):
-    """States of a slot: FREE, HELD, IDLE, possibly HELD again, EVICTING, FREE."""
+    """States of a slot: FREE, HELD, IDLE, possibly HELD again, FREE."""
 
     FREE = "free"  # has no rows
     HELD = "held"  # its session has a call in flight or a current lease
     IDLE = "idle"  # without a lease: kept while there is room
-    EVICTING = "evicting"  # its rows are being returned
 
 
 _AFTER = {
     SlotState.FREE: {SlotState.HELD},
     SlotState.HELD: {SlotState.IDLE},
-    SlotState.IDLE: {SlotState.HELD, SlotState.EVICTING},
-    SlotState.EVICTING: {SlotState.FREE},
+    SlotState.IDLE: {SlotState.HELD, SlotState.FREE},
 }
 
 

@@ -82,13 +82,12 @@ class SlotIndex:
 
     def give_back(self, session: SessionSlot) -> None:
         """Return the rows of an idle slot and remove it."""
-        session.become(SlotState.EVICTING)
+        session.become(SlotState.FREE)
         del self._idle[self._place(session)]
         self.sessions.pop(session.session_id, None)
         self._index.forget(session)
         del self.slots[session]
         self.arena.give_back(session.slot)
-        session.become(SlotState.FREE)
 
     def follow(self, session: SessionSlot) -> None:
         """Update the prefix index after a change of what the slot holds."""

@@ -124,7 +124,6 @@ class SlotPool:
         session.most_rows = most_rows
         if epoch > session.epoch:
             session.epoch, session.last_round, session.last_result = epoch, -1, None
-        session.is_busy = True
         if session.state is SlotState.IDLE:
             self._kept.hold(session)
         slot = session.slot
@@ -134,6 +133,7 @@ class SlotPool:
         self.copy_prefix(session, text)
         if slot.length < len(text.tokens):
             slot.snapshot_at({whole_blocks(len(text.tokens)), shared.length if shared is not None else 0})
+        session.is_busy = True  # last: where a copy fails there is no call that would end, and so no lease either
         return session
 
     @property

@@ -207,8 +207,8 @@ async def test_a_caller_that_reads_in_time_is_left_alone(stage: Stage) -> None:
     ("prompt", "changes", "name"),
     [
         (TextPrompt("a\ud800"), {}, "text"),
-        (ChatPrompt((Message("us\udcffer", "x"),)), {}, r"messages\[0\]\.role"),
-        (ChatPrompt((Message("user", "x"), Message("user", "\udfff"))), {}, r"messages\[1\]\.content"),
+        (ChatPrompt((Message("us\udcffer", "x"),)), {}, r"chat\.messages\[0\]\.role"),
+        (ChatPrompt((Message("user", "x"), Message("user", "\udfff"))), {}, r"chat\.messages\[1\]\.content"),
         (PROMPT, {"stop": ("x", "\ud800")}, r"stop\[1\]"),
         (PROMPT, {"session_id": "\ud800"}, "session_id"),
         (PROMPT, {"request_id": "\ud800"}, "request_id"),

@@ -181,8 +181,8 @@ def test_numbers_that_no_message_can_carry_are_refused_by_name(options: dict[str
     ("prompt", "options", "name"),
     [
         (g.TextPrompt("caf\udce9"), {}, "text: "),
-        (g.ChatPrompt((g.Message("user", "a"), g.Message("user", "caf\udce9"))), {}, r"messages\[1\]\.content: "),
-        (g.ChatPrompt((g.Message("user", "a", reasoning="caf\udce9"),)), {}, r"messages\[0\]\.reasoning: "),
+        (g.ChatPrompt((g.Message("user", "a"), g.Message("user", "caf\udce9"))), {}, r"chat\.messages\[1\]\.content: "),
+        (g.ChatPrompt((g.Message("user", "a", reasoning="caf\udce9"),)), {}, r"chat\.messages\[0\]\.reasoning: "),
         (g.ChatPrompt((), chat_template_kwargs="caf\udce9"), {}, r"chat\.chat_template_kwargs: "),
         (g.TextPrompt("a"), {"stop": ("b", "caf\udce9")}, r"stop\[1\]: "),
         (g.TextPrompt("a"), {"session_id": "caf\udce9"}, "session_id: "),
@@ -190,7 +190,7 @@ def test_numbers_that_no_message_can_carry_are_refused_by_name(options: dict[str
 )
 def test_bytes_that_are_no_text_are_refused_by_name(prompt: g.Prompt, options: dict[str, Any], name: str) -> None:
     """What Python makes of a command line, or of a file, in Latin-1."""
-    with pytest.raises(InvalidRequest, match=name + r"must be UTF-8, got '\\udce9' at character 3"):
+    with pytest.raises(InvalidRequest, match=rf"^{name}must be UTF-8, got '\\udce9' at character 3"):
         wg.request_to_wire(prompt, g.GenerateOptions(**options))
 
 

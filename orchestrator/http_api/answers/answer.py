@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
-from bough.protocol.generation import Event, Finished, SpeculationMetrics, Started, Tokens
+from bough.protocol.generation import Event, Finished, PromptLogprobs, SpeculationMetrics, Started, Tokens
 from orchestrator.http_api.answers.content import AnswerContent
 from orchestrator.http_api.answers.spelling import Spell, TokenBytes
 from orchestrator.http_api.fields.errors import ApiError, Json
@@ -18,10 +18,11 @@ NANO = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """Fields that every chunk of an answer has."""
+    """Fields that every chunk of an answer has, and how it is told."""
 
     answer_id: str
     created: int  # seconds since 1970
+    is_stream: bool = False  # told chunk by chunk, and not as one object at the end
 
 
 @dataclass(slots=True)
@@ -68,7 +69,7 @@ class Answer(ABC):
         """`spell` is given if log-probabilities are reported."""
         self.head = head
         self.model = ""  # known once a request has started
-        self.num_entries = 0  # of prompts' tokens, by which the whole may be megabytes
+        self.num_entries = 0  # log-probabilities so far, by which the end may be megabytes
         self._token_bytes: TokenBytes | None = None
         self._spell = spell
         self.choices = [Choice() for _ in range(num_choices)]
@@ -78,7 +79,10 @@ class Answer(ABC):
     def chunks(self, index: int, event: Event) -> list[Json]:
         """The chunks that an event of one choice adds to the stream."""
         self.choices[index].observe(event)
-        if isinstance(event, Started):
+        if isinstance(event, Tokens | PromptLogprobs):
+            num_told = self._choices_per_prompt if isinstance(event, PromptLogprobs) else 1  # by each choice
+            self.num_entries += num_told * sum(1 + len(at.top) for at in event.logprobs)
+        if isinstance(event, Started) and event.model_name:  # a choice that was aborted before it began has none
             self.model = event.model_name
             self._token_bytes = self._spell(event.model_name) if self._spell else None
         return self._added(index, event)

@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field, StrictBool, StrictInt, model_valida
 
 from bough.config.json_fields import must
 from bough.protocol.generation import GenerateOptions
-from bough.protocol.sampling_params import MAX_CHOICES, MAX_GRAMMAR
+from bough.protocol.sampling_params import MAX_BIASES, MAX_CHOICES, MAX_GRAMMAR, MAX_STOP_TOKENS, MAX_STOPS
 from orchestrator.http_api.fields.base import Fields, Neutral
 from orchestrator.http_api.fields.tools import ANY, CallList, ToolChoiceField, ToolList
 
@@ -24,11 +24,11 @@ _DEFAULTS = GenerateOptions()
 AS_RENDERED: Neutral = {"add_generation_prompt": (True,), "continue_final_message": (False,)}
 
 
-def _texts(value: Any) -> Any:
+def _stops(value: Any) -> Any:
     """Accept one text or a list of texts."""
     texts = [value] if isinstance(value, str) else value
-    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-        raise must("be a text or a list of texts")
+    if not isinstance(texts, list) or len(texts) > MAX_STOPS or not all(isinstance(text, str) for text in texts):
+        raise must(f"be a text or a list of at most {MAX_STOPS} texts")
     return tuple(texts)
 
 
@@ -136,15 +136,15 @@ class RequestFields(Fields):
     top_p: float = _DEFAULTS.top_p
     # Extensions by bough, in responses also those of chat.
     seed: StrictInt | None = None
-    stop: Annotated[tuple[str, ...], BeforeValidator(_texts)] = ()
-    logit_bias: dict[str, float] = Field(default_factory=dict)
+    stop: Annotated[tuple[str, ...], BeforeValidator(_stops)] = ()
+    logit_bias: dict[str, float] = Field(default_factory=dict, max_length=MAX_BIASES)
     presence_penalty: float = _DEFAULTS.presence_penalty
     frequency_penalty: float = _DEFAULTS.frequency_penalty
     top_k: StrictInt = _DEFAULTS.top_k
     min_p: float = _DEFAULTS.min_p
     repetition_penalty: float = _DEFAULTS.repetition_penalty
     ignore_eos: StrictBool = False
-    stop_token_ids: list[StrictInt] = Field(default_factory=list)
+    stop_token_ids: list[StrictInt] = Field(default_factory=list, max_length=MAX_STOP_TOKENS)
     min_tokens: StrictInt = 0
     include_stop_str_in_output: StrictBool = False
     session_id: str = ""

@@ -28,7 +28,10 @@ def _parameters(value: Any) -> Any:
     schema = value if "type" in value else {"type": "object"} | value
     if schema["type"] != "object":
         raise must('be a JSON Schema of type "object"')
-    return json.dumps(schema, ensure_ascii=False)
+    try:
+        return json.dumps(schema, ensure_ascii=False, allow_nan=False)
+    except ValueError as exc:  # 1e999 is read as infinity
+        raise must("be a JSON Schema of finite numbers") from exc
 
 
 def arguments_text(value: Any) -> Any:

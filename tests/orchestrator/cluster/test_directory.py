@@ -209,3 +209,17 @@ async def test_threads_end_even_if_a_connection_cannot_be_closed(fakes: Fleet, m
     assert len(closed) == 2
     with pytest.raises(RuntimeError, match="after shutdown"):
         await directory.tokenizing.run(lambda: None)
+
+
+async def test_no_session_begins_at_a_draft_worker_that_leaves_while_another_is_there(fakes: Fleet) -> None:
+    """It refuses new sessions, and had the fewest: each began with a round without guesses."""
+    for name in ("a", "b"):
+        await fakes.worker(FakeDraft(name, fakes.tokenizer))
+    directory = await introduced(fakes, "t")
+    (target,) = directory.targets
+    busy, leaving = (directory._drafts[name] for name in ("a", "b"))
+    busy.num_running, leaving.num_missing = 5, 2
+    assert directory.draft(target, "new", "") is busy
+    assert directory.draft(target, "old", "b") is leaving, "with the session's KV, for as long as it answers"
+    busy.problem = "gone"
+    assert directory.draft(target, "new", "") is leaving

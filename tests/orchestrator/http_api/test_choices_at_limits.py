@@ -7,7 +7,15 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from bough.client import Client
+from bough.protocol.generation import GenerateOptions, Prompt, TextPrompt
+from bough.tokenization.tokenizer import Tokenizer
 from orchestrator.admission.admission import Admission
+from orchestrator.cluster.tokenizer_threads import NUM_THREADS
+from orchestrator.opening import opening
+from orchestrator.opening.prompt import whole_prompt
+from orchestrator.serving import tenants
+from orchestrator.serving.tenants import Callers
 from tests.fakes.http_stack import HttpStack, Json, error_of, http_stack
 from tests.fakes.waiting import until
 
@@ -71,6 +79,51 @@ async def test_choices_that_do_not_fit_now_are_all_refused_before_one_begins(
     await until(lambda: not requests._running)
     assert len((await door.answer(COMPLETIONS, TEXT | {"max_tokens": 1, "n": 3}))["choices"]) == 3
     assert (admission._num_free, admission.num_waiting) == (2, 0)
+
+
+async def test_choices_that_have_not_begun_are_counted_by_what_they_hold(
+    door: HttpStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While a prompt was scored its other choices waited and were not running: fewer than none ran, and the call of
+    the loads failed, by which a supervisor takes its program for broken."""
+    limited(door, monkeypatch, max_running=1, max_waiting=2)
+    tenant = Callers(door.stack.requests).tenant(())
+    wanted = [(TextPrompt("x"), GenerateOptions(request_id=f"choice {index}")) for index in range(3)]
+    async with Client(door.stack.addresses["orchestrator"]) as client:
+        with tenant.together(wanted):
+            loads = await client.loads()
+        assert (loads.num_requests_running, loads.num_requests_waiting) == (1, 2)
+        loads = await client.loads()
+        assert (loads.num_requests_running, loads.num_requests_waiting) == (0, 0)
+
+
+async def test_the_texts_of_a_prompt_are_looked_at_once_for_all_of_its_choices(
+    door: HttpStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All streams waited while a long conversation was gone through for each of a hundred choices."""
+    looked_at: list[Prompt] = []
+    monkeypatch.setattr(tenants, "require_texts", lambda prompt, _: looked_at.append(prompt))
+    await door.answer(COMPLETIONS, TEXT | {"prompt": ["x", "x", "y"], "n": 3, "max_tokens": 1})
+    assert looked_at == [TextPrompt("x"), TextPrompt("x"), TextPrompt("y")]
+
+
+async def test_a_prompt_is_tokenized_once_for_all_of_its_choices(
+    door: HttpStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """New requests waited while the threads that tokenize read a long prompt for each of a hundred choices."""
+    made: list[Prompt] = []
+
+    def noted(prompt: Prompt, tokenizer: Tokenizer, vocab_size: int) -> list[int]:
+        made.append(prompt)
+        return whole_prompt(prompt, tokenizer, vocab_size)
+
+    monkeypatch.setattr(opening, "whole_prompt", noted)
+    for text in ("x", "y"):
+        answer = await door.answer(COMPLETIONS, TEXT | {"prompt": text, "n": 16, "max_tokens": 1})
+        assert answer["usage"]["completion_tokens"] == 16
+        assert {*made} == {TextPrompt(text)}
+        assert len(made) <= NUM_THREADS, "each at once, the others later"
+        made.clear()
 
 
 async def test_a_choice_waits_for_its_siblings_for_as_long_as_they_take(

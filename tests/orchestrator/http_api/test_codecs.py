@@ -33,6 +33,8 @@ from orchestrator.http_api.completions import completion_limits, text_prompt
 from orchestrator.http_api.fields.errors import ApiError, api_error, shortened
 from orchestrator.http_api.fields.generation import ChatFields, CompletionFields, StreamOptions
 from orchestrator.http_api.fields.options import RequestedOutput, choices
+from orchestrator.http_api.responses.fields import ResponseFields
+from orchestrator.sessions.session import never_begun
 from orchestrator.tools.formats import HERMES
 
 SNOWMAN = "☃".encode()
@@ -76,6 +78,21 @@ def test_what_is_left_out_has_grpc_s_defaults() -> None:
 def test_a_limit_is_refused_by_the_name_that_the_client_gave_it() -> None:
     with pytest.raises(ApiError, match=r"^max_completion_tokens: must be 1 to 4294967295, got 0$"):
         chat_limits(parse(ChatFields, b'{"messages": [{"role": "user", "content": "x"}], "max_completion_tokens": 0}'))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "problem"),
+    [
+        ("stop", ["x"] * 65, "must be a text or a list of at most 64 texts"),
+        ("stop_token_ids", [1] * 1025, "must have at most 1024 items"),
+        ("logit_bias", {str(token): 1 for token in range(1025)}, "must have at most 1024 items"),
+    ],
+)
+def test_lists_that_no_target_accepts_are_refused_as_they_are_read(field: str, value: object, problem: str) -> None:
+    """Of a list as long as a body may be each entry was gone through while all streams waited."""
+    with pytest.raises(ApiError, match=f"^{field}: {problem}, got ") as refused:
+        chat_fields(**{field: value})
+    assert refused.value.param == field
 
 
 def test_seeds_of_choices_are_derived_from_the_request_s() -> None:
@@ -145,6 +162,20 @@ def test_text_that_was_held_back_comes_before_the_end() -> None:
     assert whole["model"] == "m"
 
 
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_choice_that_is_aborted_before_it_begins_takes_nothing_from_the_others(is_first: bool) -> None:
+    """The model had no name from then on; log-probabilities were lost, or several models an error."""
+    answer = ChatAnswer(Head("id", 1), 2, StreamOptions(), {"m": WORDS.__getitem__}.__getitem__, None, lambda _: HERMES)
+    begun = [(0, Started("r", 5, 1, "m"))]
+    aborted = [(1, event) for event in never_begun(GenerateOptions(request_id="r-1"))]
+    for index, event in [*aborted, *begun] if is_first else [*begun, *aborted]:
+        answer.chunks(index, event)
+    (chunk,) = answer.chunks(0, Tokens((0,), (False,), (" a",), positions(-0.5), 1, 0, RoundTimings()))
+    assert (chunk["model"], chunk["choices"][0]["logprobs"]["content"][0]["token"]) == ("m", " a")
+    answer.chunks(0, ended())
+    assert [choice["finish_reason"] for choice in answer.whole()["choices"]] == ["stop", "abort"]
+
+
 def test_speculation_is_told_by_the_names_that_benchmarks_read() -> None:
     one = ended().speculation
     other = replace(one, num_rounds=1, num_draft_tokens=2, num_accepted_tokens=0, acceptance_histogram=(1,))
@@ -187,6 +218,13 @@ def test_errors_have_a_status_and_the_field_s_name_over_http(error: Exception, s
     assert headers.get("retry-after") == {429: "3", 503: "1"}.get(status)
     assert headers.get("retry-after-ms") == {429: "2500", 503: "1000"}.get(status)
     assert headers.get("x-should-retry") == {409: "false"}.get(status)
+
+
+def test_a_number_that_is_too_large_is_refused_in_the_parameters_of_a_tool() -> None:
+    """A response repeats its tools: it failed when all of it had been generated, a stream had what is no JSON."""
+    body = b'{"input": "x", "tools": [{"type": "function", "name": "f", "parameters": {"maximum": 1e999}}]}'
+    with pytest.raises(ApiError, match=r"^tools\[0\]\.parameters: must be a JSON Schema of finite numbers, got "):
+        parse(ResponseFields, body)
 
 
 def test_a_value_is_shown_as_far_as_it_fits() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -20,19 +20,30 @@ from bough.protocol.generation import (
     SpeculationMetrics,
     Started,
     TextPrompt,
+    Tokens,
     Usage,
 )
 from bough.protocol.sampling_params import PositionLogprobs, TokenLogprob
-from orchestrator.http_api.answers.answer import Head
+from orchestrator.http_api import exchange
+from orchestrator.http_api.answers.answer import Answer, Head
 from orchestrator.http_api.body import parse
+from orchestrator.http_api.chat import ChatAnswer
 from orchestrator.http_api.completions import MAX_ENTRIES, CompletionAnswer, completion_limits
 from orchestrator.http_api.exchange import MANY_ENTRIES, Exchange
 from orchestrator.http_api.fields.generation import CompletionFields, StreamOptions
 from orchestrator.http_api.fields.options import RequestedOutput, choices
 from orchestrator.http_api.merging import scored_first
+from orchestrator.http_api.responses.answer import ResponseAnswer
+from orchestrator.tools.formats import HERMES
 
 NUM_TOKENS = 200
 POSITION = PositionLogprobs(TokenLogprob(5, -0.5), tuple(TokenLogprob(token, -1.0) for token in range(64)))
+NUM_ENTRIES = (NUM_TOKENS - 1) * 65
+STARTED = Started("r", 1, 0, "m")
+TOKENS = Tokens(
+    (5,) * NUM_TOKENS, (True,) * NUM_TOKENS, ("x",) * NUM_TOKENS, (POSITION,) * NUM_TOKENS, 1, 0, RoundTimings(),
+    begins=tuple(range(NUM_TOKENS)),
+)  # fmt: skip
 END = Finished("length", "", "", Usage(0, 0, 0), SpeculationMetrics(0, 0, 0, 0.0, (), 0), RoundTimings(), ())
 
 
@@ -62,9 +73,10 @@ async def answered(prompt_tokens: int, num_choices: int, *, is_stream: bool) -> 
     async def send(message: Any) -> None:
         sent.append(message)
 
-    answer = CompletionAnswer(Head("id", 0), ["x"], num_choices, StreamOptions(), lambda _: spell, prompt_logprobs=64)
+    head = Head("id", 0, is_stream)
+    answer = CompletionAnswer(head, ["x"], num_choices, StreamOptions(), lambda _: spell, prompt_logprobs=64)
     streams = [scored(prompt_tokens, has_scores=index == 0) for index in range(num_choices)]
-    await Exchange(lambda: nullcontext(streams), answer, is_stream, {})({"type": "http"}, connected, send)
+    await Exchange(lambda: nullcontext(streams), answer, {})({"type": "http"}, connected, send)
     return Answered(sent[0]["status"], b"".join(message["body"] for message in sent[1:]), threads)
 
 
@@ -75,7 +87,7 @@ async def connected() -> Any:
 
 async def test_scores_are_spelled_off_the_event_loop() -> None:
     whole, stream = [await answered(NUM_TOKENS, 1, is_stream=is_stream) for is_stream in (False, True)]
-    assert NUM_TOKENS * 68 > MANY_ENTRIES
+    assert NUM_ENTRIES > MANY_ENTRIES
     for each in (whole, stream):
         assert each.status == 200
         assert each.threads
@@ -118,7 +130,7 @@ async def test_a_prompt_is_scored_once_for_all_of_its_choices(max_tokens: int) -
         sent.append(message)
 
     answer = CompletionAnswer(Head("id", 0), ["x"], 3, StreamOptions(), lambda _: lambda _: b"x", prompt_logprobs=64)
-    exchange = Exchange(lambda: scored_first(tenant, wanted), answer, False, {})
+    exchange = Exchange(lambda: scored_first(tenant, wanted), answer, {})
     await exchange({"type": "http"}, connected, send)
     whole = json.loads(b"".join(message["body"] for message in sent[1:]))
     first, *others = [choice["logprobs"] for choice in whole["choices"]]
@@ -139,3 +151,51 @@ async def test_scores_that_would_take_too_much_memory_are_refused(is_stream: boo
     assert error["message"].startswith(
         f"echo: n x tokens of the prompts x (logprobs + 4) must be at most {MAX_ENTRIES}"
     )
+
+
+async def generated() -> AsyncGenerator[Event]:
+    yield STARTED
+    yield TOKENS
+    yield END
+
+
+@pytest.mark.parametrize(
+    "make_answer",
+    [
+        lambda: ChatAnswer(Head("id", 0), 1, StreamOptions(), lambda _: lambda _: b"x", None, lambda _: HERMES),
+        lambda: ResponseAnswer(Head("id", 0, is_stream=True), {}, lambda _: lambda _: b"x", None, lambda _: HERMES),
+    ],
+    ids=["whole", "the last event of a stream"],
+)
+async def test_many_log_probabilities_are_written_off_the_event_loop(
+    make_answer: Callable[[], Answer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only those of prompts were: while megabytes of others were written all streams waited."""
+    threads, in_steps, sent = list[int](), exchange._in_steps, list[Any]()
+
+    def noted(value: dict[str, object]) -> bytes:
+        threads.append(threading.get_ident())
+        return in_steps(value)
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    monkeypatch.setattr(exchange, "_in_steps", noted)
+    await Exchange(lambda: nullcontext([generated()]), make_answer(), {})({"type": "http"}, connected, send)
+    assert sent[0]["status"] == 200
+    assert b"".join(message["body"] for message in sent[1:]).count(b'"top_logprobs"') >= NUM_TOKENS
+    assert threads
+    assert threading.get_ident() not in threads
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_stream_keeps_no_log_probabilities(is_stream: bool) -> None:
+    """It kept all that it had told, megabytes of a long answer, to its end."""
+    head = Head("id", 0, is_stream)
+    chat = ChatAnswer(head, 1, StreamOptions(), lambda _: lambda _: b"x", None, lambda _: HERMES)
+    text = CompletionAnswer(head, [""], 1, StreamOptions(), lambda _: lambda _: b"x")
+    for answer in (chat, text):
+        chunks = [chunk for event in (STARTED, TOKENS, END) for chunk in answer.chunks(0, event)]
+        assert any(choice["logprobs"] for chunk in chunks for choice in chunk["choices"])
+        kept = answer.whole()["choices"][0]["logprobs"]
+        assert any(kept.values()) is not is_stream

@@ -64,6 +64,33 @@ async def test_who_gave_way_goes_on_wherever_there_is_room(fakes: Fleet) -> None
     assert all(target.calls for target in targets)
 
 
+async def test_who_lost_its_slot_unheard_waits_like_others_and_goes_on_wherever_there_is_room(fakes: Fleet) -> None:
+    """Its lease had ended, as when nobody read for long: it sent its whole text every moment to a target without room,
+    past those who were in line, and looked at no other."""
+    targets = [(await fakes.target(f"t{index}"))[0] for index in range(2)]
+    _, process = await fakes.orchestrator(num_targets=2)
+
+    lost_at: list[FakeTarget] = []
+
+    def evicting(target: FakeTarget) -> Callable[[VerifyCall], Awaitable[None]]:
+        async def hook(call: VerifyCall) -> None:
+            if call.round == 7 and not lost_at:
+                lost_at.append(target)
+                del target.held["first"]
+                target.num_slots = 0
+
+        return hook
+
+    for target in targets:
+        target.before = evicting(target)
+    async with Client(process.address) as client:
+        seen = await asyncio.wait_for(read(client, FIRST), 20)
+    assert seen.token_ids == expected(fakes)
+    assert (seen.end.num_failovers, seen.end.warnings) == (0, ())
+    assert all(target.calls for target in targets)
+    assert all("first" in target.asked_for_room for target in targets), "without its context, one after the other"
+
+
 async def test_who_gave_way_comes_before_those_who_have_not_begun(fakes: Fleet) -> None:
     """It was asked for first, though it joins those who wait last."""
     target, _ = await fakes.target("t")

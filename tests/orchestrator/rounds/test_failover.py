@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from functools import partial
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 
 from bough.client import Client
-from bough.errors import BoughError, StaleEpoch, Unavailable
+from bough.errors import BoughError, NoAnswer, StaleEpoch, Unavailable
 from bough.protocol.generation import TextPrompt
 from bough.protocol.messages import VerifyCall
 from bough.registry.records import WorkerRecord
 from orchestrator.cluster.directory import POLL_SECONDS
-from orchestrator.rounds.failover import MOST_TARGETS
+from orchestrator.opening.target_lease import TargetLease
+from orchestrator.rounds.failover import MOST_TARGETS, Failover, _Trouble
 from tests.fakes.fleet import Fleet, Process
 from tests.fakes.streams import OPTIONS, expected, failing, kill_the_one_that_gets, once, read
 from tests.fakes.waiting import until
@@ -256,3 +259,49 @@ async def test_targets_that_were_dead_before_are_not_counted(fakes: Fleet) -> No
     async with Client(process.address) as client:
         seen = await asyncio.wait_for(read(client), 60)
     assert seen.token_ids == expected(fakes)
+
+
+async def test_the_sessions_of_a_lost_target_are_divided_among_the_others(fakes: Fleet) -> None:
+    """All choose at the same moment: 20 of 20 went to one of two idle targets, and computed their texts there."""
+    lost, server = await fakes.target("lost")
+    requests, process = await fakes.orchestrator()
+    num_calls = 0
+
+    async def hold(call: VerifyCall) -> None:
+        nonlocal num_calls
+        num_calls += 1
+        await asyncio.sleep(60)
+
+    lost.before = hold
+    options = [replace(OPTIONS, request_id=f"r{index}") for index in range(20)]
+    async with Client(process.address) as client:
+        running = [asyncio.create_task(read(client, each)) for each in options]
+        await until(lambda: num_calls == len(options))
+        others = [(await fakes.target(name))[0] for name in ("t1", "t2")]
+        await until(lambda: len(requests.directory.targets) == 3)
+        await server.kill()
+        for seen in await asyncio.wait_for(asyncio.gather(*running), 60):
+            assert (seen.token_ids, seen.end.num_failovers) == (expected(fakes), 1)
+    shares = [len(target.epochs) for target in others]
+    assert sum(shares) == len(options)
+    assert max(shares) <= 13
+    await until(lambda: not any(target.num_running for target in requests.directory.targets))
+
+
+async def test_the_time_in_which_a_call_ran_is_no_time_without_a_target(
+    fakes: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A target that was lost minutes after an earlier fault of the same call was not waited for at all."""
+    await fakes.target("t1")
+    requests, _ = await fakes.orchestrator("--failover-timeout", "5")
+    (target,) = requests.directory.targets
+    failover, lease = requests._rounds.failover, TargetLease(target)
+    monkeypatch.setattr(Failover, "_successor", AsyncMock(side_effect=[None, None, target]))
+    trouble = _Trouble(time.monotonic() - 600.0)
+    exc = NoAnswer("gone")
+    await failover._recover(Mock(session_id="s"), lease, 1, trouble, exc)
+    assert 0 < trouble.away_seconds < 5
+    trouble.away_seconds = 10.0
+    monkeypatch.setattr(Failover, "_successor", AsyncMock(return_value=None))
+    with pytest.raises(Unavailable, match="no target with this model could be used for 5 s"):
+        await failover._recover(Mock(session_id="s"), lease, 1, trouble, exc)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from bough.errors import Exhausted, NotFound
 from bough.model.kv.arena import Arena
 from bough.model.kv.kv_arena import KVArena
+from bough.model.kv.session_kv import KVSlot
 from bough.protocol.prefix_hash import BLOCK_TOKENS
 from target_worker.kv import slot_index
 from target_worker.kv.session_slot import SessionSlot, SlotState, Text
@@ -143,6 +144,20 @@ def test_an_idle_session_gives_its_unused_rows_before_its_tokens(pool: SlotPool,
     assert held.slot.num_rows == 40
 
 
+def test_a_slot_to_which_nothing_could_be_copied_is_not_in_use_for_ever(
+    pool: SlotPool, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its call had failed, and counted as in flight: nobody else had the room again."""
+    use(pool, "a", text(64))
+    with monkeypatch.context() as patched:
+        patched.setattr(KVSlot, "fork", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            pool.lease("b", 1, 100, Text(text(100)))
+    clock.now += 20.0
+    use(pool, "c", text(ROWS, 1000))
+    pool.check_integrity()
+
+
 def test_a_session_whose_caller_has_gone_is_idle_at_once(pool: SlotPool) -> None:
     session = pool.lease("a", 1, ROWS, Text(text(5)))
     with pytest.raises(Exhausted):
@@ -232,8 +247,8 @@ def test_a_newer_epoch_forgets_the_answers(pool: SlotPool) -> None:
 
 def test_states_change_only_as_they_may(pool: SlotPool) -> None:
     session = use(pool, "a", text(5))
-    with pytest.raises(AssertionError, match="a slot that is held cannot become evicting"):
-        session.become(SlotState.EVICTING)
+    with pytest.raises(AssertionError, match="a slot that is held cannot become free"):
+        session.become(SlotState.FREE)
 
 
 def test_sessions_that_come_and_go_leave_nothing(pool: SlotPool, clock: Clock) -> None:
