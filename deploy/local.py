@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray._private.resource_and_label_spec import ResourceAndLabelSpec
 from ray.exceptions import RayError
 from ray.serve.context import _get_global_client
 
@@ -59,6 +60,7 @@ def run(file: Path, simulate: str, port: int | None, dashboard_port: int) -> Non
     if uses_haproxy():
         end_haproxy_with_ray()
     require_free_ports(config, dashboard_port)
+    require_resources(config, (node_to_be(config),))  # a node takes minutes to start on a busy machine
     if _uses_demonstration(config):
         ensure_demonstration()
     with ray_node(config, dashboard_port) as dashboard:
@@ -132,14 +134,11 @@ def ray_node(config: Mapping[str, Any], dashboard_port: int) -> Iterator[RayDash
 
     Raise Unavailable where it does not start within the times that Ray has for its parts (`deploy/up.py` has two).
     """
-    names = {name for deployment in _deployments(config) for name in _resources(deployment)}
     print("starting a Ray node, for which a busy machine may take minutes", file=sys.stderr, flush=True)
     try:
         ray.init(
             address="local",  # a new cluster, even if RAY_ADDRESS names one or one runs here
-            num_cpus=max(2, os.cpu_count() or 1),
-            resources={name: float(NUM_RESOURCES) for name in names},
-            object_store_memory=OBJECT_STORE_BYTES,
+            **_node_options(config),
             include_dashboard=True,
             dashboard_host=HOST,
             dashboard_port=dashboard_port,
@@ -156,6 +155,12 @@ def ray_node(config: Mapping[str, Any], dashboard_port: int) -> Iterator[RayDash
     finally:
         _stop()
         ray.shutdown()
+
+
+def node_to_be(config: Mapping[str, Any]) -> Node:
+    """Return the node that `ray_node` would start, with what Ray finds on this machine, such as GPUs."""
+    spec = ResourceAndLabelSpec(**_node_options(config)).resolve(is_head=True, node_ip_address=HOST)
+    return Node(HOST, True, spec.to_resource_dict())
 
 
 def serve(config: Mapping[str, Any], dashboard: RayDashboard, endpoints: Endpoints) -> None:
@@ -239,8 +244,14 @@ def _deployments(config: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [each for application in config["applications"] for each in application.get("deployments", ())]
 
 
-def _resources(deployment: Mapping[str, Any]) -> Mapping[str, float]:
-    return (deployment.get("ray_actor_options") or {}).get("resources") or {}
+def _node_options(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what Ray is told of its node; the rest it finds out by itself."""
+    asked = [(each.get("ray_actor_options") or {}).get("resources") or {} for each in _deployments(config)]
+    return {
+        "num_cpus": max(2, os.cpu_count() or 1),
+        "resources": {name: float(NUM_RESOURCES) for each in asked for name in each},
+        "object_store_memory": OBJECT_STORE_BYTES,
+    }
 
 
 def _uses_demonstration(config: Mapping[str, Any]) -> bool:

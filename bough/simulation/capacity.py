@@ -182,8 +182,8 @@ class _Simulation:
         self._send([session for session in sessions if not session.size.depth], 1, "target")
 
     def _resize(self, session: SimulatedSession, size: Size) -> None:
-        session.size = size
-        session.accepts = self._accepts_of(self._law(session), size)
+        if size != session.size:  # else both are as they were
+            session.size, session.accepts = size, self._accepts_of(self._law(session), size)
 
     def _trim(self, session: SimulatedSession, num_riders: int) -> None:
         """Shrink a tree at the target to the size that would be chosen for this number of riders."""

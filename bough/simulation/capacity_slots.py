@@ -73,8 +73,11 @@ class SlotMemory:
         return resumed, preempted
 
     def _missing(self, session: SimulatedSession) -> int:
-        steps = -(-session.wanted_tokens // STEP_TOKENS) * STEP_TOKENS
-        wanted = min(steps, max(session.wanted_tokens, session.final_tokens), self._num_tokens)
+        needed = session.wanted_tokens
+        if needed <= session.slot_tokens:  # as most often
+            return 0
+        steps = -(-needed // STEP_TOKENS) * STEP_TOKENS
+        wanted = min(steps, max(needed, session.final_tokens), self._num_tokens)
         return max(0, wanted - session.slot_tokens)
 
     def _take(self, session: SimulatedSession) -> None:

@@ -72,7 +72,7 @@ class SimulatedSession:
     def begin_anew(self) -> None:
         """Reset after preemption: all of its text must be computed again, at any target."""
         self.target = self.draft = None
-        self.size = PLAIN
+        self.size, self.accepts = PLAIN, []
         self.context = self.draft_context = self.kind.prompt_tokens + self.produced
 
     @property

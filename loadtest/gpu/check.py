@@ -54,7 +54,8 @@ def check(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
 
     def command(parts: Sequence[str], found: dict[str, Any]) -> list[str]:
         (folder / "found.json").write_text(json.dumps(found))
-        return [sys.executable, "-m", "loadtest.gpu.work", f"--parts={','.join(parts)}", f"--folder={folder}", *told]
+        modules = "bough.model.architecture.light_imports", "loadtest.gpu.work"  # imported as a worker is
+        return [sys.executable, "-m", *modules, f"--parts={','.join(parts)}", f"--folder={folder}", *told]
 
     wanted = [part for part in WORK if not arguments.parts or part.name in arguments.parts.split(",")]
     seconds = arguments.seconds

@@ -7,6 +7,7 @@ by other names there.
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -56,4 +57,6 @@ def logits(folder: Path, dtype_name: str) -> np.ndarray:
 
 if __name__ == "__main__":
     import_module("bough.model")  # before torch, see there
+    with suppress(ImportError):  # there are trees without it
+        found("import_transformers", "bough.model.architecture.light_imports")()
     np.save(sys.argv[3], logits(Path(sys.argv[1]), sys.argv[2]))

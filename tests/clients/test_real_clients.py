@@ -1,6 +1,7 @@
 """Clients that others wrote, as their users call them, against a bough that runs beside them: extra `clients`.
 
-Each runs in a process of its own: what it imports, patches and warns of is not the tests' business.
+Each runs in a process of its own: what it imports, patches and warns of is not the tests' business. These are
+forked from one that has imported the libraries that most of them use, and nothing else.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
@@ -26,7 +28,7 @@ from bough.processes.launch import Cluster
 
 ROOT = Path(__file__).parents[2]
 START_SECONDS = 60.0
-CALL_SECONDS = 120.0
+CALL_SECONDS = 120
 BIN = Path(sys.executable).parent
 ENVIRONMENT = {
     **os.environ,
@@ -75,13 +77,50 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         process.wait(30)
 
 
-def check_python(code: str, *arguments: str) -> str:
-    """What a program prints. Its assertions are the test's."""
-    done = subprocess.run(
-        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=CALL_SECONDS, env=ENVIRONMENT
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+# Imports what its arguments name, and then runs each program of standard input, a JSON line of code, arguments, seconds
+# that it may take, and files for its output and errors, in a forked process, whose exit status it prints.
+FORKS = """
+import json, os, signal, sys
+for name in sys.argv[1:]:
+    __import__(name)
+for line in sys.stdin:
+    code, arguments, seconds, *files = json.loads(line)
+    if (forked := os.fork()) == 0:
+        signal.alarm(seconds)
+        for stream, file in enumerate(files, 1):
+            os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), stream)
+        sys.argv = ["-c", *arguments]
+        exec(compile(code, "<client>", "exec"), globals())
+        break
+    print(os.waitstatus_to_exitcode(os.waitpid(forked, 0)[1]), flush=True)
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Python:
+    """The process that forks, and where programs write."""
+
+    process: subprocess.Popen[str]
+    folder: Path
+
+    def check(self, code: str, *arguments: str) -> str:
+        """What a program prints. Its assertions are the test's."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        output, errors = self.folder / "output", self.folder / "errors"
+        print(
+            json.dumps([code, arguments, CALL_SECONDS, str(output), str(errors)]), file=self.process.stdin, flush=True
+        )
+        assert self.process.stdout.readline() == "0\n", errors.read_text()
+        return output.read_text()
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Python]:
+    command = [sys.executable, "-c", FORKS, *(name for name in ("openai", "langchain_openai") if find_spec(name))]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=ENVIRONMENT) as process:
+        yield Python(process, tmp_path_factory.mktemp("python"))
 
 
 def needs(package: str) -> pytest.MarkDecorator:
@@ -129,9 +168,9 @@ print(text)
 
 
 @needs("openai")
-def test_openai(served: Served) -> None:
+def test_openai(served: Served, python: Python) -> None:
     """Models, chat whole and streamed, log-probabilities, several choices, completions, and errors by their class."""
-    assert check_python(OPENAI, served.base_url).strip()
+    assert python.check(OPENAI, served.base_url).strip()
 
 
 RESPONSES = """
@@ -182,9 +221,9 @@ print(text)
 
 
 @needs("openai")
-def test_openai_responses(served: Served) -> None:
+def test_openai_responses(served: Served, python: Python) -> None:
     """The same text as by chat, whole, streamed and by the package's own accumulator; and errors by their class."""
-    assert check_python(RESPONSES, served.base_url).strip()
+    assert python.check(RESPONSES, served.base_url).strip()
 
 
 TOOLS = """
@@ -316,11 +355,11 @@ asyncio.run(main())
         pytest.param(AGENTS, marks=needs("agents"), id="openai-agents"),
     ],
 )
-async def test_tools_are_called_and_their_results_taken(tiny_cluster: Cluster, code: str) -> None:
+async def test_tools_are_called_and_their_results_taken(tiny_cluster: Cluster, python: Python, code: str) -> None:
     """Whole and streamed, by a model whose weights are random: that what it calls is valid is the grammar's doing."""
     async with Client(tiny_cluster.address) as client:
         url, (model,) = (await client.server_info()).http_url, await client.models()
-    await asyncio.to_thread(check_python, code, f"{url}/v1", model.model_name)
+    await asyncio.to_thread(python.check, code, f"{url}/v1", model.model_name)
 
 
 LANGCHAIN = """
@@ -364,9 +403,9 @@ def model_of(served: Served) -> str:
         pytest.param(LITELLM, marks=needs("litellm"), id="litellm"),
     ],
 )
-def test_libraries_built_on_it(served: Served, code: str) -> None:
+def test_libraries_built_on_it(served: Served, python: Python, code: str) -> None:
     """The same seed gives the same text, streamed or not."""
-    check_python(code, served.base_url, model_of(served))
+    python.check(code, served.base_url, model_of(served))
 
 
 @needs("llm")

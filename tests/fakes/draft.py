@@ -53,14 +53,13 @@ class FakeModel:
         self.rows_run.append(batch.num_tokens)
         rows = []
         for segment in batch.segments:
-            keys = segment.slot.keys
-            for i in range(len(segment)):
-                keys[0, segment.rows[i], 0, 0] = float(segment.tokens[i])
-            for i in range(len(segment) if segment.wants_logits else 0):
-                before = [int(keys[0, row, 0, 0]) for row in range(segment.base)]
-                depth = int(segment.positions[i]) - segment.base
-                path = [int(keys[0, row, 0, 0]) for row in segment.tail[i, : depth + 1]]
-                rows.append(fake_log_probs([*before, *path]))
+            held = segment.slot.keys[0, :, 0, 0].numpy()  # the token of each row
+            held[segment.rows] = segment.tokens
+            if segment.wants_logits:
+                known = held.tolist()
+                before = list(map(int, known[: segment.base]))
+                for depth, tail in zip(segment.positions - segment.base, segment.tail.tolist(), strict=True):
+                    rows.append(fake_log_probs([*before, *(int(known[row]) for row in tail[: depth + 1])]))
         return torch.from_numpy(np.stack(rows)) if rows else torch.zeros(0, VOCAB)
 
 

@@ -14,7 +14,16 @@ from bough.model.loading.late_writes import can_wait
 from bough.model.packing.pack import pack
 from target_worker.link.layer_extents import LayerExtents
 from tests.conftest import TINY, save_model
-from tests.fakes.gpu.device_sweeps import Where, on_cpu, on_device, on_the_device, require_close, three_sweeps
+from tests.fakes.gpu import unpacking
+from tests.fakes.gpu.device_sweeps import (
+    Where,
+    on_cpu,
+    on_device,
+    on_the_device,
+    one_sweep,
+    require_close,
+    three_sweeps,
+)
 from tests.fakes.gpu.pretend import device, pretending
 from tests.fakes.gpu.pretend_streams import ALWAYS, NEVER
 from tests.fakes.model.families import FAMILIES, MIXTURES, of_two_layers
@@ -134,14 +143,16 @@ def test_packings_of_others(method: str, is_ordered: bool, bits: int, tiny: Path
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["bough", "awq", "gptq", "gptq, in an order of its own"])
 def test_kernels_that_unpack_do_so_in_a_sweep(method: str, tmp_path: Path) -> None:
-    """Triton's own, interpreted, which takes long: in one layer."""
+    """Triton's own, interpreted, which takes long: in one layer and one chunk of rows."""
     one = save_model(tmp_path / "one", LlamaConfig(**{**TINY.to_dict(), "num_hidden_layers": 1}))
     if method == "bough":
         pack(str(one), 4, folder := tmp_path / "packed")
     else:
         folder = in_words(tmp_path / "packed", method.partition(",")[0], method in ("awq", "gptq"), one)
-    found = on_device(folder, Where(), torch.float32, unpacking=unpack_triton)
-    assert torch.equal(found, on_device(folder, Where(), torch.float32))
+    found, wanted = (
+        on_device(folder, Where(), torch.float32, unpacking=by, sweeps=one_sweep) for by in (unpack_triton, unpacking)
+    )
+    assert torch.equal(found, wanted)
 
 
 @pytest.mark.slow

@@ -5,16 +5,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from bough.cli.inspection.doctor import find_problems
 from bough.client import Client
+from bough.config.processes import OrchestratorConfig, parse
 from bough.processes.launch import Cluster
 from bough.protocol.generation import Finished, GenerateOptions, Speculation, TokenPrompt, Tokens
 from bough.trees.tree_plan import Scheme, StaticShape
-from tests.conftest import pipeline, settings
+from orchestrator.assembly import assembled
+from tests.fakes.waiting import until
 
 PASSAGE = tuple(range(40, 60))
 PROMPT = TokenPrompt(PASSAGE * 4)
@@ -27,11 +28,13 @@ PENALISED = replace(SAMPLED, repetition_penalty=1.2, frequency_penalty=0.2, logi
 
 
 @pytest.fixture(scope="module")
-async def draftless(tiny: Path) -> AsyncIterator[Client]:
-    """A target that is served without any draft worker."""
-    config = settings(tiny, None, "--max-nodes", "32", orchestrator=("--draft", "none"))
-    async with pipeline(config) as cluster, Client(cluster.address) as client:
-        yield client
+async def draftless(tiny_cluster: Cluster) -> AsyncIterator[Client]:
+    """The cluster's target, served without any draft worker by another orchestrator."""
+    flags = ["--index-url", tiny_cluster.index_url, "--draft", "none", "--port", "0", "--metrics-port", "-1"]
+    async with assembled(parse(OrchestratorConfig, "o", flags, {}), asyncio.Event()) as orchestrator:
+        await until(lambda: orchestrator.directory.has_target)
+        async with Client(f"127.0.0.1:{orchestrator.port}") as client:
+            yield client
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from bough.client import Client
 from bough.errors import Unavailable
 from bough.processes.child import Child
 from bough.processes.exit_with_parent import MODULE
-from bough.processes.launch import INDEX, Cluster, launched
+from bough.processes.launch import INDEX, Cluster, Settings, launched
 from bough.processes.supervision import RestartPolicy, supervised
 from bough.protocol.generation import Event, Finished, GenerateOptions, TextPrompt, Tokens
 from tests.fakes.index_server import served
@@ -62,10 +62,16 @@ class Watched:
 
 
 @asynccontextmanager
-async def watched(folder: Path, policy: RestartPolicy = POLICY) -> AsyncIterator[Watched]:
-    profile, lines = write_profile(folder, clock_scale=20), list[str]()
-    starting = launched(simulated_settings(profile, profile), lambda _: None, draft_may_follow=True)
-    async with starting as cluster, supervised(cluster, lines.append, policy):
+async def started(folder: Path) -> AsyncIterator[Cluster]:
+    profile = write_profile(folder, clock_scale=20)
+    async with launched(simulated_settings(profile, profile), lambda _: None, draft_may_follow=True) as cluster:
+        yield cluster
+
+
+@asynccontextmanager
+async def watched(cluster: Cluster, policy: RestartPolicy = POLICY) -> AsyncIterator[Watched]:
+    lines = list[str]()
+    async with supervised(cluster, lines.append, policy):
         yield Watched(cluster, lines)
 
 
@@ -80,20 +86,39 @@ def replace_command(cluster: Cluster, name: str, command: list[str]) -> Child:
     return replaced
 
 
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """A cluster, and what it was when it had started."""
+
+    cluster: Cluster
+    settings: Settings
+    children: dict[str, Child]
+
+
 @pytest.fixture(scope="module")
-async def shared(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Watched]:
-    """A cluster that tests leave whole, each having ended another process."""
-    async with watched(tmp_path_factory.mktemp("shared")) as running:
-        yield running
+async def shared(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Shared]:
+    async with started(tmp_path_factory.mktemp("shared")) as cluster:
+        yield Shared(cluster, cluster.settings, dict(cluster.children))
+
+
+@pytest.fixture
+async def cluster(shared: Shared) -> Cluster:
+    """The cluster for one more test: what others have ended or given up is started again, sooner than all anew."""
+    cluster = shared.cluster
+    cluster.settings = replace(cluster.settings, draft=shared.settings.draft)
+    for name, first in shared.children.items():
+        if cluster.children.get(name, first).has_ended():
+            cluster.children[name] = first
+            cluster.restart(name)
+    await cluster.wait_until_ready(lambda _: None)
+    return cluster
 
 
 @pytest.mark.parametrize("name", ["target_worker", "draft_worker", "orchestrator", INDEX])
 async def test_a_process_killed_during_a_generation_is_back_and_the_tokens_are_those_of_an_undisturbed_run(
-    shared: Watched, name: str
+    cluster: Cluster, name: str
 ) -> None:
-    running = shared
-    running.lines.clear()
-    async with Client(running.cluster.address) as client:
+    async with watched(cluster) as running, Client(cluster.address) as client:
         undisturbed = [event async for event in client.generate(PROMPT, OPTIONS)]
         killed = running.cluster.children[name]
         events: list[Event] = []
@@ -124,7 +149,7 @@ async def test_answers_do_not_wait_for_a_draft_that_compiles_and_have_its_trees_
         return start(cluster, name, [*before, *command], *variables)
 
     monkeypatch.setattr(Cluster, "start", start_late)
-    async with watched(tmp_path) as running, Client(running.cluster.address) as client:
+    async with started(tmp_path) as cluster, watched(cluster) as running, Client(cluster.address) as client:
         assert await running.said("^draft worker is still compiling kernels: until it is ready")
         early = [event async for event in client.generate(PROMPT, OPTIONS)]
         is_compiled.touch()
@@ -135,8 +160,8 @@ async def test_answers_do_not_wait_for_a_draft_that_compiles_and_have_its_trees_
         assert warnings == [("no draft worker could be used: some rounds went without",), ()]
 
 
-async def test_a_draft_that_stays_dead_is_gone_on_without(tmp_path: Path) -> None:
-    async with watched(tmp_path) as running, Client(running.cluster.address) as client:
+async def test_a_draft_that_stays_dead_is_gone_on_without(cluster: Cluster) -> None:
+    async with watched(cluster) as running, Client(cluster.address) as client:
         replace_command(running.cluster, "draft_worker", FAILS).process.kill()
         given_up = await running.said("going on without it")
         assert given_up.startswith(
@@ -150,21 +175,21 @@ async def test_a_draft_that_stays_dead_is_gone_on_without(tmp_path: Path) -> Non
         await registry.close()
 
 
-async def test_a_target_that_stays_dead_ends_everything_aloud(tmp_path: Path) -> None:
+async def test_a_target_that_stays_dead_ends_everything_aloud(cluster: Cluster) -> None:
     async def run() -> None:
-        async with watched(tmp_path) as running:
-            replace_command(running.cluster, "target_worker", FAILS).process.kill()
+        async with watched(cluster):
+            replace_command(cluster, "target_worker", FAILS).process.kill()
             await asyncio.sleep(PATIENCE_SECONDS)
 
     with pytest.raises(Unavailable, match=r"target worker ended with status 1; .*3 times in a row: given up"):
         await run()
 
 
-async def test_whoever_cancels_the_block_gets_a_cancellation(shared: Watched) -> None:
+async def test_whoever_cancels_the_block_gets_a_cancellation(cluster: Cluster) -> None:
     is_running = asyncio.Event()
 
     async def run() -> None:
-        async with supervised(shared.cluster, shared.lines.append, POLICY):
+        async with watched(cluster):
             is_running.set()
             await asyncio.sleep(PATIENCE_SECONDS)
 
@@ -173,7 +198,7 @@ async def test_whoever_cancels_the_block_gets_a_cancellation(shared: Watched) ->
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert all(not child.has_ended() for child in shared.cluster.children.values())
+    assert all(not child.has_ended() for child in cluster.children.values())
 
 
 def test_pauses_grow_to_the_longest_and_end() -> None:
@@ -181,8 +206,8 @@ def test_pauses_grow_to_the_longest_and_end() -> None:
     assert [policy.pause_seconds(number) for number in range(1, 6)] == [1, 2, 4, 5, None]
 
 
-async def test_a_process_that_served_for_long_counts_from_one_again(tmp_path: Path) -> None:
-    async with watched(tmp_path, replace(POLICY, max_in_a_row=1, steady_seconds=0.0)) as running:
+async def test_a_process_that_served_for_long_counts_from_one_again(cluster: Cluster) -> None:
+    async with watched(cluster, replace(POLICY, max_in_a_row=1, steady_seconds=0.0)) as running:
         for number in (1, 2, 3):
             running.cluster.children["draft_worker"].process.kill()
             async with asyncio.timeout(PATIENCE_SECONDS):

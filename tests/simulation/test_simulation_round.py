@@ -24,6 +24,7 @@ def grown_one_by_one(law: AcceptanceLaw, nodes: int, depth: int, num_rounds: int
     for seed in range(num_rounds):
         heap = [(-1.0, 0, 0, True)]
         found, taken, true_nodes = 1, 0, 0
+        right = true_ranks(guesses, seed, np.arange(1, depth + 1))
         while heap and taken < nodes:
             value, name, at, is_true = heapq.heappop(heap)
             taken += 1
@@ -31,9 +32,8 @@ def grown_one_by_one(law: AcceptanceLaw, nodes: int, depth: int, num_rounds: int
             if at < depth:
                 here, position = np.array([is_true]), np.array([at + 1])
                 probs = np.exp(guesses.candidates(seed, here, position, np.array([name])).log_probs[0].astype(float))
-                right = true_ranks(guesses, seed, position)[0]
                 for rank, prob in enumerate(probs):
-                    heapq.heappush(heap, (value * prob, found, at + 1, bool(is_true and rank == right)))
+                    heapq.heappush(heap, (value * prob, found, at + 1, bool(is_true and rank == right[at])))
                     found += 1
         tokens.append(true_nodes)
     return tokens

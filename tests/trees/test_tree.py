@@ -15,21 +15,25 @@ from bough.protocol import codec_trees
 from bough.trees.tree import Tree, along_paths
 
 VOCAB = 1000
+NUMBERS, TOKENS, LOG_PROBS = st.integers(0, 1 << 16), st.integers(0, VOCAB - 1), st.floats(-20, 0, width=32)
 
 
 @st.composite
 def trees(draw: st.DrawFn, max_nodes: int = 40) -> Tree:
     """Valid trees of every shape: any earlier node may be the parent, siblings have distinct tokens."""
     size = draw(st.integers(1, max_nodes))
-    parents = [-1] + [draw(st.integers(0, node - 1)) for node in range(1, size)]
-    used: dict[int, set[int]] = {}
-    tokens = []
-    for parent in parents:
-        token = draw(st.integers(0, VOCAB - 1).filter(lambda t, parent=parent: t not in used.get(parent, set())))
-        used.setdefault(parent, set()).add(token)
+
+    def several(kind: st.SearchStrategy, count: int) -> list:
+        return draw(st.lists(kind, min_size=count, max_size=count))
+
+    parents = [-1, *(number % node for node, number in enumerate(several(NUMBERS, size - 1), 1))]
+    tokens, used = [], dict.fromkeys(parents, frozenset[int]())
+    for parent, token in zip(parents, several(TOKENS, size), strict=True):
+        while token in used[parent]:
+            token = (token + 1) % VOCAB
+        used[parent] |= {token}
         tokens.append(token)
-    log_probs = [0.0] + [draw(st.floats(-20, 0, width=32)) for _ in range(1, size)]
-    return Tree.of(tokens, parents, log_probs)
+    return Tree.of(tokens, parents, [0.0, *several(LOG_PROBS, size - 1)])
 
 
 def naive_path(tree: Tree, node: int) -> list[int]:

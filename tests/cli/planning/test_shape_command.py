@@ -14,12 +14,12 @@ import pytest
 from bough.cli.main import argument_parser, main
 from bough.cli.planning.shape import shape
 from bough.client import Client
-from bough.processes.launch import Cluster
 from bough.protocol.generation import Finished, GenerateOptions, Speculation, TextPrompt
 from bough.trees.acceptance import acceptance_from
 from bough.trees.optimal_tree import expected_tokens
 from bough.trees.scheme_acceptance import DepthCounts, SchemeAcceptance
 from bough.trees.tree_plan import Scheme, StaticShape
+from tests.fakes.stack import stack
 
 DATA = Path(__file__).parents[3] / "loadtest" / "data"
 MEASURED = str(DATA / "acceptance-measured.json")
@@ -122,21 +122,20 @@ def test_from_live_names_the_address_where_nobody_answers(capsys: pytest.Capture
     assert "127.0.0.1:1" in refused(capsys, "--from-live", "--nodes", "4", "--address", "127.0.0.1:1")
 
 
-async def test_from_what_a_running_system_has_measured(
-    tiny_cluster: Cluster, capsys: pytest.CaptureFixture[str]
-) -> None:
-    options = GenerateOptions(max_tokens=60, temperature=0.0, ignore_eos=True, speculation=Speculation(budget=24))
-    async with Client(tiny_cluster.address) as client:
+@pytest.mark.slow
+async def test_from_what_a_running_system_has_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = GenerateOptions(max_tokens=50, temperature=0.0, ignore_eos=True, speculation=Speculation(budget=24))
+    async with stack(tmp_path) as running, Client(address := running.addresses["orchestrator"]) as client:
         events = [event async for event in client.generate(TextPrompt("hello"), options)]
-    assert isinstance(events[-1], Finished)
-    live = ["shape", "--from-live", "--address", tiny_cluster.address, "--nodes", "16", "--levels", "5"]
-    for flags, most_rows in ([], 1), (["--by-depth"], 64):
-        assert await shape(argument_parser().parse_args([*live, *flags])) == 0
-        report = json.loads(capsys.readouterr().out)
-        assert 1 < report["expected_tokens"] <= report["levels"] <= 5
-        acceptance = acceptance_from("printed", report["acceptance"])
-        assert 1 <= len(acceptance) <= most_rows
-        assert expected_tokens(StaticShape(tuple(report["parents"])), acceptance) == report["expected_tokens"]
+        assert isinstance(events[-1], Finished)
+        live = ["shape", "--from-live", "--address", address, "--nodes", "16", "--levels", "5"]
+        for flags, most_rows in ([], 1), (["--by-depth"], 64):
+            assert await shape(argument_parser().parse_args([*live, *flags])) == 0
+            report = json.loads(capsys.readouterr().out)
+            assert 1 < report["expected_tokens"] <= report["levels"] <= 5
+            acceptance = acceptance_from("printed", report["acceptance"])
+            assert 1 <= len(acceptance) <= most_rows
+            assert expected_tokens(StaticShape(tuple(report["parents"])), acceptance) == report["expected_tokens"]
 
 
 def test_live_counts_become_a_shape(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,19 +80,26 @@ def on_the_device(folder: Path, where: Where, dtype: torch.dtype, rows: int = 16
                 kv_streams.close()
 
 
+def _arena(model: StreamedModel, kv: torch.device) -> KVArena:
+    shape = model.skeleton.kv_shape()
+    if kv.type == "cpu" and model.device.type != "cpu":
+        return KVArena(shape, memory_on_host(shape, NUM_ROWS, InlineStreams()))
+    where = by_kv_place(model.skeleton.config, model.tiers.elsewhere)
+    return KVArena(shape, split_memory(shape, NUM_ROWS, kv, where))
+
+
+def one_sweep(model: StreamedModel, kv: torch.device) -> torch.Tensor:
+    """Logits of a root, in one chunk of rows."""
+    slot = _arena(model, kv).take(NUM_ROWS)
+    return model.sweep(Batch([Segment.tree(slot, 0, Tree.root(3))], model.rows, model.device))[0].cpu()
+
+
 def three_sweeps(model: StreamedModel, kv: torch.device, counting: bool = False) -> torch.Tensor:
     """Logits of two sweeps after a prefill: of a tree and another root, then of a root after committing a path.
 
     With `counting`, the notes are cleared before the second sweep, and only its logits are returned.
     """
-    shape = model.skeleton.kv_shape()
-    is_on_host = kv.type == "cpu" and model.device.type != "cpu"
-    memory = (
-        memory_on_host(shape, NUM_ROWS, InlineStreams())
-        if is_on_host
-        else split_memory(shape, NUM_ROWS, kv, by_kv_place(model.skeleton.config, model.tiers.elsewhere))
-    )
-    arena = KVArena(shape, memory)
+    arena = _arena(model, kv)
     first, second = arena.take(NUM_ROWS // 2), arena.take(NUM_ROWS // 2)
 
     def sweep(*segments: Segment) -> torch.Tensor:
@@ -120,11 +127,16 @@ def on_cpu(folder: Path, dtype: torch.dtype, rows: int = 16) -> torch.Tensor:
 
 
 def on_device(
-    folder: Path, where: Where, dtype: torch.dtype, rows: int = 16, unpacking: ModuleType = unpacking
+    folder: Path,
+    where: Where,
+    dtype: torch.dtype,
+    rows: int = 16,
+    unpacking: ModuleType = unpacking,
+    sweeps: Callable[[StreamedModel, torch.device], torch.Tensor] = three_sweeps,
 ) -> torch.Tensor:
     """The logits computed on the pretended device; asserts that there was no race."""
     with pretending(unpacking=unpacking), on_the_device(folder, where, dtype, rows) as model:
-        logits = three_sweeps(model, CPU if where.kv_on_host else device())
+        logits = sweeps(model, CPU if where.kv_on_host else device())
     assert not notes.order.races, notes.order.races[:3]
     return logits.float()
 

@@ -102,13 +102,13 @@ class Order:
                 self._compare(self._accesses[first], Access(stream, clock[stream], begin, end, is_write), clock)
 
     def _compare(self, accesses: list[Access], new: Access, clock: Clock) -> None:
-        kept = []
+        kept, (stream, _, begin, end, is_write) = [], new
         for old in accesses:
-            meet, is_over = old.begin < new.end and new.begin < old.end, clock.get(old.stream, 0) >= old.time
-            if meet and not is_over and old.stream != new.stream and (old.is_write or new.is_write):
+            is_over, meet = clock.get(old.stream, 0) >= old.time, old.begin < end and begin < old.end
+            if not is_over and meet and old.stream != stream and (old.is_write or is_write):
                 self.races.append(f"{new} beside {old}")
-            is_hidden = is_over and new.is_write and new.begin <= old.begin and old.end <= new.end
-            is_same = old._replace(time=new.time) == new
+            is_hidden = is_over and is_write and begin <= old.begin and old.end <= end
+            is_same = (old.begin, old.end, old.stream, old.is_write) == (begin, end, stream, is_write)
             if not (is_hidden or is_same):
                 kept.append(old)
         accesses[:] = [*kept, new]

@@ -28,8 +28,10 @@ COMPILERS = {"jit", "njit", "cfunc", "vectorize", "guvectorize", "stencil", "jit
 
 def names_of_numba(path: Path) -> set[str]:
     """What a file takes from numba, by way of the module or by name."""
+    if "numba" not in (text := path.read_text()):  # most do not name it, and take long to parse
+        return set()
     names: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "numba":
             names.add(node.attr)
         elif isinstance(node, ast.ImportFrom) and node.module == "numba":

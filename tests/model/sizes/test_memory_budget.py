@@ -16,7 +16,7 @@ RING_BYTES = 40_000_000
 WARM_BYTES = 2 * 7_100_000  # two layers
 OTHER_READS = 60_000_000  # tokenizer, configuration, modules that are imported late
 
-BUDGETS = ("250MB", "320MB", "2GB")
+BUDGETS = ("250MB", "2GB")  # of which the first holds some of the layers, the second all
 
 # SmolLM2 as it is: 30 layers of 7 MB, and embeddings of 57 MB. Each budget's target is a process of its own, forked
 # from one that has imported what all of them need and computes nothing itself.
@@ -28,6 +28,9 @@ def status(name):
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
 
+from bough.model.architecture.light_imports import import_transformers
+
+import_transformers()  # as a target worker does
 from bough.config.processes import TargetConfig, parse
 from bough.protocol.messages import Context, VerifyCall
 from bough.protocol.sampling_params import SamplingParams

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -27,7 +28,7 @@ from tests.conftest import save_model
 from tests.fakes.gpu.late_device import FakeStreams
 from tests.fakes.model.families import FAMILIES
 from tests.fakes.models import streamed
-from tests.target_worker.experts.test_experts import MIXTURE, NUM_EXPERTS, logits_of, plan_of
+from tests.target_worker.experts.test_experts import MIXTURE, NUM_EXPERTS, SIZES, logits_of, plan_of
 
 
 class FakeHost:
@@ -146,20 +147,32 @@ def test_what_is_there_is_not_copied_again_and_guesses_are_few(
         rounds._streams.hold(False)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", NUM_EXPERTS)
-@pytest.mark.parametrize("max_resident", [0, 2, 40])
-def test_the_bits_are_those_of_whole_layers(family: str, max_resident: int, tmp_path: Path) -> None:
-    """With the rest of the layers on the device, in the host's memory and on disk."""
-    folder, sizes = save_model(tmp_path / "model", FAMILIES[family]), (1, 2, 40, 1, 7, 90)
+class WholeLayers(NamedTuple):
+    """A mixture of four layers, and its logits where layers come whole."""
+
+    family: str
+    folder: Path
+    wanted: list[torch.Tensor]
+
+
+@pytest.fixture(scope="module", params=NUM_EXPERTS)
+def whole_layers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> WholeLayers:
+    folder = save_model(tmp_path_factory.mktemp("mixture"), FAMILIES[request.param])
     with streamed(folder, torch.bfloat16) as model:
-        wanted = logits_of(model, *sizes)
+        return WholeLayers(request.param, folder, logits_of(model, *SIZES))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("max_resident", [0, 2, 40])
+def test_the_bits_are_those_of_whole_layers(whole_layers: WholeLayers, max_resident: int) -> None:
+    """With the rest of the layers on the device, in the host's memory and on disk."""
+    family, folder, wanted = whole_layers
     for num_slabs in (NUM_EXPERTS[family], NUM_EXPERTS[family] + 3):
         apart = streamed(
             folder, torch.bfloat16, 16, max_resident, InlineStreams(), host_layers=3, expert_slabs=num_slabs
         )
         with apart as model:
-            for mine, right in zip(logits_of(model, *sizes), wanted, strict=True):
+            for mine, right in zip(logits_of(model, *SIZES), wanted, strict=True):
                 assert torch.equal(mine, right)
             assert model.tiers.figures().num_bytes > 0
 
