@@ -42,6 +42,7 @@ from typing import Any, NamedTuple
 from bough.config.flag_parser import FlagParser, checked
 from bough.config.parsers import number
 from bough.errors import BoughError
+from bough.processes.exit_with_parent import python
 from bough.processes.launch import launched
 from loadtest.common.stacks import http_url_of, stack_settings
 from loadtest.locust.mix import parse_kinds
@@ -104,8 +105,9 @@ async def run_locust(plan: Plan, arguments: argparse.Namespace) -> None:
     ]
     if not plan.step_users:
         command += ["--users", str(users), "--spawn-rate", str(users), "--run-time", f"{math.ceil(arguments.seconds)}s"]
+    ends_with_us = python("bough.processes.exit_with_parent", str(os.getpid()), *command)
     process = await asyncio.create_subprocess_exec(
-        *command, env={**os.environ, **plan.to_environment()}, stdout=subprocess.DEVNULL
+        *ends_with_us, env={**os.environ, **plan.to_environment()}, stdout=subprocess.DEVNULL
     )
     limit = arguments.seconds if not plan.step_users else arguments.most_seconds
     try:
