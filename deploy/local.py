@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray._private.resource_and_label_spec import ResourceAndLabelSpec
 from ray.exceptions import RayError
 from ray.serve.context import _get_global_client
 
@@ -58,6 +59,7 @@ def run(file: Path, simulate: str, port: int | None, dashboard_port: int) -> Non
     if uses_haproxy():
         end_haproxy_with_ray()
     require_free_ports(config, dashboard_port)
+    require_resources(config, (node_to_be(config),))  # a node takes minutes to start on a busy machine
     if _uses_demonstration(config):
         ensure_demonstration()
     with ray_node(config, dashboard_port) as dashboard:
@@ -137,13 +139,10 @@ def end_haproxy_with_ray() -> None:
 @contextmanager
 def ray_node(config: Mapping[str, Any], dashboard_port: int) -> Iterator[RayDashboard]:
     """Run a Ray cluster of one node with the resources that the configuration asks for, until the block ends."""
-    names = {name for deployment in _deployments(config) for name in _resources(deployment)}
     print("starting a Ray node", file=sys.stderr, flush=True)
     ray.init(
         address="local",  # a new cluster, even if RAY_ADDRESS names one or one runs here
-        num_cpus=max(2, os.cpu_count() or 1),
-        resources={name: float(NUM_RESOURCES) for name in names},
-        object_store_memory=OBJECT_STORE_BYTES,
+        **_node_options(config),
         include_dashboard=True,
         dashboard_host=HOST,
         dashboard_port=dashboard_port,
@@ -159,8 +158,15 @@ def ray_node(config: Mapping[str, Any], dashboard_port: int) -> Iterator[RayDash
         ray.shutdown()
 
 
+def node_to_be(config: Mapping[str, Any]) -> Node:
+    """Return the node that `ray_node` would start, with what Ray finds on this machine, such as GPUs."""
+    spec = ResourceAndLabelSpec(**_node_options(config)).resolve(is_head=True, node_ip_address=HOST)
+    return Node(HOST, True, spec.to_resource_dict())
+
+
 def serve(config: Mapping[str, Any], dashboard: RayDashboard, endpoints: Endpoints) -> None:
     """Deploy, and watch until a signal. Raise ConfigError where Serve gives the deployment up."""
+    print("waiting for Ray's dashboard", file=sys.stderr, flush=True)
     require_resources(config, _nodes_when_known(dashboard))
     dashboard.deploy(config)
     said, is_ready = "", False
@@ -233,8 +239,14 @@ def _deployments(config: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [each for application in config["applications"] for each in application.get("deployments", ())]
 
 
-def _resources(deployment: Mapping[str, Any]) -> Mapping[str, float]:
-    return (deployment.get("ray_actor_options") or {}).get("resources") or {}
+def _node_options(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what Ray is told of its node; the rest it finds out by itself."""
+    asked = [(each.get("ray_actor_options") or {}).get("resources") or {} for each in _deployments(config)]
+    return {
+        "num_cpus": max(2, os.cpu_count() or 1),
+        "resources": {name: float(NUM_RESOURCES) for each in asked for name in each},
+        "object_store_memory": OBJECT_STORE_BYTES,
+    }
 
 
 def _uses_demonstration(config: Mapping[str, Any]) -> bool:

@@ -30,6 +30,7 @@ class GrowingTree:
         self.parents = np.full(max_nodes, -1, np.int32)
         self.log_probs = np.zeros(max_nodes, np.float32)
         self.scores = np.full(max_nodes, -np.inf, np.float32)  # log-probability of the whole path
+        self.depths = np.zeros(max_nodes, np.int32)
         self.expansions = np.full(max_nodes, -1, np.int32)  # index in `ExpansionCache`; -1 before expansion
         self.num_nodes = 1
         self.tokens[0], self.scores[0] = root_token, 0.0
@@ -45,7 +46,7 @@ class GrowingTree:
         """Add children of these parents, each argument (num_new,); returns the new nodes."""
         new = slice(self.num_nodes, self.num_nodes + len(parents))
         self.tokens[new], self.parents[new], self.log_probs[new] = tokens, parents, log_probs
-        self.scores[new] = self.scores[parents] + log_probs
+        self.scores[new], self.depths[new] = self.scores[parents] + log_probs, self.depths[parents] + 1
         self.num_nodes = new.stop
         return np.arange(new.start, new.stop)
 

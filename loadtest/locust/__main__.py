@@ -42,7 +42,7 @@ from typing import Any, NamedTuple
 from bough.config.flag_parser import FlagParser, checked
 from bough.config.parsers import number
 from bough.errors import BoughError
-from bough.processes.exit_with_parent import python
+from bough.processes import exit_with_parent
 from bough.processes.launch import launched
 from loadtest.common.stacks import http_url_of, stack_settings
 from loadtest.locust.mix import parse_kinds
@@ -50,6 +50,7 @@ from loadtest.locust.plan import Plan
 from loadtest.locust.samples import Objective, Sample, percentile, read_samples, span_seconds, summarise
 
 STOP_SECONDS = 30.0  # locust's wait for running requests at its end
+POLL_SECONDS = 0.1
 KILL_SECONDS = 60.0  # until a locust that does not end is killed
 DEFAULT_MIX = "40:64:3,200:64:2,600:32:1"
 DEFAULT_USERS, MOST_USERS = 8, 512  # who wait for their answers; to whom users climb
@@ -105,20 +106,21 @@ async def run_locust(plan: Plan, arguments: argparse.Namespace) -> None:
     ]
     if not plan.step_users:
         command += ["--users", str(users), "--spawn-rate", str(users), "--run-time", f"{math.ceil(arguments.seconds)}s"]
-    ends_with_us = python("bough.processes.exit_with_parent", str(os.getpid()), *command)
-    process = await asyncio.create_subprocess_exec(
-        *ends_with_us, env={**os.environ, **plan.to_environment()}, stdout=subprocess.DEVNULL
+    environment = {**os.environ, **plan.to_environment()}
+    process = exit_with_parent.start(  # a locust that outlived this command would go on asking what is under test
+        command, lambda line: subprocess.Popen(line, env=environment, stdout=subprocess.DEVNULL)
     )
     limit = arguments.seconds if not plan.step_users else arguments.most_seconds
     try:
         async with asyncio.timeout(limit + STOP_SECONDS + KILL_SECONDS):
-            status = await process.wait()
+            while (status := process.poll()) is None:
+                await asyncio.sleep(POLL_SECONDS)
     except TimeoutError as exc:
         raise SystemExit(f"locust did not end within {limit + STOP_SECONDS + KILL_SECONDS:g} s") from exc
     finally:
         if process.returncode is None:
             process.kill()
-            await process.wait()
+            process.wait()
     if status != 0:
         raise SystemExit(f"locust ended with status {status}")
 

@@ -32,6 +32,7 @@ from orchestrator.cluster.same_weights import watch_weights, with_weights
 from orchestrator.cluster.tokenizer_threads import Tokenizing
 from orchestrator.cluster.worker_clients import AT_ONCE, DraftClient, TargetClient
 from orchestrator.cluster.worker_handle import AnyClient, AnyHandle, DraftHandle, TargetHandle, WorkerHandle
+from orchestrator.cluster.worker_health import Pause
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +41,8 @@ MOST_MISSING = round(LEASE_SECONDS / POLL_SECONDS)  # consecutive polls without 
 SWEEP_SECONDS = 5.0  # between two cleanups of the index
 LOOK_SECONDS = 0.5  # between two looks at how workers are, and limit for their answers
 FIRST_LOOK_SECONDS = 3.0  # limit for which a start waits for listed workers to answer
+
+Place = tuple[str, str, str]  # kind, id and address of a listed worker
 
 
 class Directory:
@@ -57,6 +60,7 @@ class Directory:
         self._usual = UsualRound()
         self._next_sweep = self._next_look = 0.0  # seconds on the monotonic clock
         self._meetings: dict[tuple[str, str], asyncio.Task[None]] = {}  # introductions of new workers, by kind and id
+        self._pauses: dict[Place, Pause] = {}  # of listed workers whose introduction has failed
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -172,6 +176,8 @@ class Directory:
         await self._sweep()
         for known in self._everyone():
             known.num_missing += 1
+        listed = set(map(_place, records))
+        self._pauses = {place: pause for place, pause in self._pauses.items() if place in listed}
         for record in records:
             self._note(record)
         await self._forget_unlisted()
@@ -191,7 +197,9 @@ class Directory:
             known.num_missing = 0
             if known.record.address == record.address:
                 known.record = record
-        elif (key := (record.kind, record.worker_id)) not in self._meetings:
+        elif (key := (record.kind, record.worker_id)) not in self._meetings and (
+            (pause := self._pauses.get(_place(record))) is None or pause.is_over
+        ):
             self._meetings[key] = asyncio.create_task(self._meet(record))
             self._meetings[key].add_done_callback(lambda _: self._meetings.pop(key))
 
@@ -214,11 +222,14 @@ class Directory:
             else:
                 return
         except BoughError as exc:
+            self._pauses.setdefault(_place(record), Pause()).extend()
             logger.warning("%s is registered at %s, but: %s", record.worker_id, record.address, exc)
             return
         except Exception:  # an invalid answer of one worker must not affect others
+            self._pauses.setdefault(_place(record), Pause()).extend()
             logger.exception("%s is registered at %s, but could not be met", record.worker_id, record.address)
             return
+        self._pauses.pop(_place(record), None)
         for other in self._everyone():
             if other.record.address == record.address and other.record.worker_id != record.worker_id:
                 other.problem = f"{record.worker_id} is at its address now"
@@ -263,6 +274,10 @@ class Directory:
             self._targets.pop(known.record.worker_id, None)
             self._drafts.pop(known.record.worker_id, None)
         await asyncio.gather(*(known.client.close() for known in gone))  # once no request can begin at any of them
+
+
+def _place(record: WorkerRecord) -> Place:
+    return record.kind, record.worker_id, record.address
 
 
 def _fit(draft: WorkerHandle[Any], target: WorkerHandle[Any]) -> bool:

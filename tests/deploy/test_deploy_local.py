@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import json
 import os
 import select
 import shutil
@@ -144,6 +145,35 @@ def test_a_profile_that_is_none_and_a_port_in_use_are_named_before_anything_is_s
         port = other.getsockname()[1]
         with pytest.raises(ConfigError, match=rf"--port \(or http_options.port\): must be a free port, got {port}"):
             local.run(file, "l40-70b-4bit", port, 0)
+
+
+def test_a_gpu_where_there_is_none_is_named_before_anything_is_started(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Once the answer came after minutes, as a whole Ray node had to be started to find out."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    config = with_orchestrator(port=free_port(local.HOST)) | {
+        "http_options": {"host": local.HOST, "port": free_port(local.HOST)}
+    }
+    index, target = config["applications"][0]["deployments"][:2]
+    index["user_config"]["port"] = free_port(local.HOST)
+    (file := tmp_path / "serve.yaml").write_text(json.dumps(config))
+    monkeypatch.setattr(local, "catch_signals", lambda: None)
+    monkeypatch.setattr(local, "ensure_demonstration", lambda: None)
+    started: list[Any] = []
+    monkeypatch.setattr(local.ray, "init", lambda **options: started.append(options))
+    monkeypatch.setattr(local.ray, "shutdown", lambda: None)
+    monkeypatch.setattr(local, "_stop", lambda: None)
+    monkeypatch.setattr(local, "serve", lambda *_: None)
+    local.run(file, "", None, 0)
+    assert len(started) == 1, "what asks for no GPU is served"
+    target["ray_actor_options"]["num_gpus"] = 1
+    file.write_text(json.dumps(config))
+    with pytest.raises(
+        ConfigError, match=r"Target: asks for GPU 1, target_gpu 1; .*\(no node has any GPU\): 127\.0\.0\.1 has CPU"
+    ):
+        local.run(file, "", None, 0)
+    assert len(started) == 1
 
 
 def test_haproxy_is_there_its_ports_are_free_and_nobody_expects_tls_of_it(monkeypatch: pytest.MonkeyPatch) -> None:

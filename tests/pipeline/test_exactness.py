@@ -297,13 +297,14 @@ def play(world: World, scheme: Scheme, seed: int, rng_of: RngOf) -> Iterator[Rou
         first = draw_some(world, text, scheme, 2, rng_of(seed, number, 0))
         below = draw_some(world, (*text, int(first[0])), scheme, 1, rng_of(seed, number, 1))
         tree = build(world, text, scheme, tuple(first.tolist()), tuple(below.tolist()))
-        paths = [tuple(int(tree.tokens[node]) for node in tree.path(leaf)[1:]) for leaf in range(len(tree))]
-        logits = np.stack([world.logits((*text, *path)) for path in paths])
         held = [0, *text]
         context = Context.of("s", [*held, 0], 0, 1)
         params = SamplingParams(world.params.temperature, world.params.top_k, world.params.top_p, seed=seed)
+        tokens = tree.tokens.tolist()
         verdict = compute_verdict(
-            VerifyCall(context, 1, number, tree, params, scheme), held, lambda path, rows=logits: rows[path[-1]]
+            VerifyCall(context, 1, number, tree, params, scheme),
+            held,
+            lambda path, text=text, tokens=tokens: world.logits((*text, *(tokens[node] for node in path[1:]))),
         )
         new = (*(int(tree.tokens[node]) for node in verdict.accepted_nodes), verdict.bonus_token)
         yield Round(new, len(verdict.accepted_nodes))

@@ -220,8 +220,10 @@ async def test_a_truncated_weight_file_ends_its_target_with_the_reason(tiny: Pat
         with pytest.raises(Unavailable, match=f"{victim.name}.*(layer|got 4096)"):
             await run(client, LONG, 0, None)  # its first sweeps may still find layers that were read ahead
         await until(lambda: not alive(str(folder)))  # it ends rather than answer from weights that nobody knows
-    victim.write_bytes(whole)
-    async with pipeline(config) as cluster, Client(cluster.address) as client:  # as a supervisor would start it again
+        cluster.children["target_worker"].process.wait()
+        victim.write_bytes(whole)
+        cluster.restart("target_worker")  # as a supervisor would
+        await cluster.wait_until_ready(lambda _: None)
         _, finished = await run(client, replace(LONG, max_tokens=20), 0, None)
         assert finished.finish_reason == "length"
 

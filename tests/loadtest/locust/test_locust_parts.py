@@ -5,6 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
+import select
+import subprocess
 import sys
 import threading
 import time
@@ -265,3 +268,26 @@ def test_a_request_over_http_fails_after_the_time_that_one_over_grpc_has() -> No
         server.shutdown()
     assert sample.error == "Timeout: no end within 0.5 s"
     assert not sample.is_refused
+
+
+RUN_LOCUST = """
+import argparse, asyncio
+from loadtest.locust.__main__ import run_locust
+from loadtest.locust.plan import Plan
+plan = Plan(("grpc",), "", "", (), 0.0, 1, 0.0, 0.0, 9.0, "samples.jsonl", 7)
+asyncio.run(run_locust(plan, argparse.Namespace(users=1, seconds=60.0, html="report.html")))
+"""
+
+
+def test_locust_ends_with_the_command_that_started_it(tmp_path: Path) -> None:
+    """After a `timeout 60 python -m loadtest.locust` its locust went on asking the orchestrator under test."""
+    (tmp_path / "locust.py").write_text("import sys, time; print('begun', file=sys.stderr, flush=True); time.sleep(90)")
+    path = os.pathsep.join((str(tmp_path), str(Path(__file__).parents[3])))
+    command = [sys.executable, "-c", RUN_LOCUST]
+    environment = {**os.environ, "PYTHONPATH": path}
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=tmp_path, env=environment) as outer:
+        assert outer.stderr is not None
+        assert outer.stderr.readline() == "begun\n"
+        outer.terminate()
+        is_closed, _, _ = select.select([outer.stderr], [], [], 30.0)  # locust's end closes the last copy of the pipe
+        assert is_closed
