@@ -13,6 +13,7 @@ from deploy.settings import INDEX, STOP_SECONDS, AppSettings, Role, read_fields
 MANY = 100_000  # requests at one replica; the orchestrator's admission limits how many run
 OPTIONS: Mapping[str, Any] = {  # unless the configuration says otherwise
     "ray_actor_options": {"num_cpus": 0},  # resources choose the node
+    "user_config": {},  # one without any would have nothing to start, and be healthy
     "max_ongoing_requests": MANY,
     "health_check_period_s": 2.0,  # three failures in a row replace a replica
     "health_check_timeout_s": 20.0,
@@ -27,7 +28,7 @@ def build(args: dict[str, Any]) -> serve.Application:
     Raise ConfigError naming an argument that is unknown.
     """
     settings = read_fields(AppSettings, args, "args")
-    index = settings.index_url or serve.deployment(name=INDEX, user_config={}, **OPTIONS)(IndexReplica).bind()
+    index = settings.index_url or serve.deployment(name=INDEX, **OPTIONS)(IndexReplica).bind()
     workers = [serve.deployment(name=Role.TARGET.value, **OPTIONS)(TargetReplica).bind(index)]
     if settings.drafts:
         workers.append(serve.deployment(name=Role.DRAFT.value, **OPTIONS)(DraftReplica).bind(index))

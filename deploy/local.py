@@ -28,8 +28,8 @@ from bough.errors import BoughError, ConfigError, Unauthenticated, Unavailable
 from bough.runtime.log_lines import quoted_lines, say
 from bough.simulation.profile import load_profile
 from deploy.check import HAPROXY, check, load, orchestrator_of, require_resources, uses_haproxy
-from deploy.endpoints import HOST, Endpoints, http_port
-from deploy.settings import DEMONSTRATION, INDEX, INDEX_PORT, Role
+from deploy.endpoints import HOST, PROGRAM, Endpoints, http_port
+from deploy.settings import DEMONSTRATION, INDEX, INDEX_PORT, PORTS, Role
 
 POLL_SECONDS = 1.0
 START_SECONDS = 120.0  # for the dashboard to answer
@@ -73,6 +73,9 @@ def adapt(config: dict[str, Any], simulate: str, port: int | None) -> None:
     """
     options = config.setdefault("http_options", {})
     if port is not None:
+        if config.get("proxy_location") == "Disabled":
+            message = f"--port: must be left out with proxy_location: Disabled, got {port}; {PROGRAM}.http_port sets it"
+            raise ConfigError(message)
         options["port"] = port
     orchestrator = orchestrator_of(config, os.environ)
     if orchestrator.tls_cert:
@@ -81,7 +84,7 @@ def adapt(config: dict[str, Any], simulate: str, port: int | None) -> None:
     for deployment in _deployments(config):
         if deployment["name"] == Role.ORCHESTRATOR.value:
             own = deployment.get("user_config", {})
-            program = {"drain_seconds": DRAIN_SECONDS, **own.get("program", {})}
+            program = {"host": HOST, "drain_seconds": DRAIN_SECONDS, **own.get("program", {})}
             deployment["user_config"] = {**own, "program": program}
         if simulate and deployment["name"] in (Role.TARGET.value, Role.DRAFT.value):
             profile = str(Path(simulate).absolute()) if Path(simulate).is_file() else simulate
@@ -91,24 +94,30 @@ def adapt(config: dict[str, Any], simulate: str, port: int | None) -> None:
 
 
 def require_free_ports(config: Mapping[str, Any], dashboard_port: int) -> None:
-    """Raise ConfigError, naming the setting, for a port that is in use."""
-    ports = {"--dashboard-port": dashboard_port, "--port (or http_options.port)": http_port(config)}
+    """Raise ConfigError, naming the setting, for a port that is given twice or in use."""
+    ports: dict[str, Any] = {"--dashboard-port": dashboard_port}
+    if config.get("proxy_location") != "Disabled":
+        ports["--port (or http_options.port)"] = http_port(config)
     for deployment in _deployments(config):
         name, settings = deployment["name"], deployment.get("user_config", {})
         if name == INDEX:
             ports["Index.user_config.port"] = settings.get("port", INDEX_PORT)
         else:
             program = settings.get("program", {})
-            ports |= {f"{name}.user_config.program.{key}": program.get(key, 0) for key in ("port", "http_port")}
+            ports |= {f"{name}.user_config.program.{key}": program.get(key, 0) for key in PORTS}
     if uses_haproxy():
-        ports |= {name: int(os.environ.get(name, default)) for name, default in HAPROXY_PORTS.items()}
-    for where, port in ports.items():
+        ports |= {name: os.environ.get(name, default) for name, default in HAPROXY_PORTS.items()}
+    taken: dict[int, str] = {}
+    for where, given in ports.items():
         try:
-            bound(HOST, max(parse_any_port(str(port)), 0)).close()
+            port = max(parse_any_port(str(given)), 0)
+            bound(HOST, port).close()
         except ValueError as exc:
-            raise ConfigError(f"{where}: {exc}, got {port!r}") from exc
+            raise ConfigError(f"{where}: {exc}, got {given!r}") from exc
         except OSError as exc:
             raise ConfigError(f"{where}: must be a free port, got {port} ({exc.strerror})") from exc
+        if port and taken.setdefault(port, where) != where:
+            raise ConfigError(f"{where}: must be another port than {taken[port]}, got {port} for both")
 
 
 def end_haproxy_with_ray() -> None:

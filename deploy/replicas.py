@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from bough.concurrency.tasks import end, run_to_completion
-from bough.errors import ConfigError, Unavailable
+from bough.errors import Unavailable
 from deploy.forward import Door, Forwarder
 from deploy.index import IndexPlace, IndexServer
 from deploy.policies import CALLS, REQUESTS
@@ -156,7 +156,7 @@ class IndexReplica:
     async def place(self) -> IndexPlace:
         """Return where the index is."""
         if self._server is None:
-            raise ConfigError("the index has not been started: its deployment must have a user_config, {} perhaps")
+            raise Unavailable("the index is being started")
         return self._server.place
 
     async def check_health(self) -> None:

@@ -65,7 +65,8 @@ class Supervisor:
         self._config, self._access = config, Access.of(config)
         self._child: Child | None = None
         self._channel = self._access.own_channel(self.address)
-        self._answered: float | None = None  # monotonic time of its last answer; None before it serves
+        self._has_served = False
+        self._silent_since: float | None = None  # monotonic time of the first check that it did not answer
 
     @property
     def address(self) -> str:
@@ -106,7 +107,7 @@ class Supervisor:
                 raise ConfigError(f"{self.role.module} did not serve within {supervision.start_seconds:g} s")
             await asyncio.sleep(POLL_SECONDS)
         await self._require_answers(child)
-        self._answered = time.monotonic()
+        self._has_served = True
         logger.info("%s serves at %s; its log is %s", self.role.module, self.address, child.log)
 
     async def until_ready(self, timeout_seconds: float) -> None:
@@ -140,16 +141,19 @@ class Supervisor:
 
         Raise Unavailable if it has ended, or was silent or stalled for too long and has been killed.
         """
-        child, answered = self._child, self._answered
-        if child is None or answered is None:  # `start` watches it until it serves
+        child = self._child
+        if child is None or not self._has_served:  # `start` watches it until it serves
             return
         if child.has_ended():
             raise Unavailable(describe_end(child))
         await asyncio.to_thread(self._access.refresh)
+        began = time.monotonic()
         try:
             problem = await self._problem()
         except BoughError as exc:
-            silent_seconds = time.monotonic() - answered
+            # Not since its last answer: nobody asks while Ray has no head.
+            self._silent_since = self._silent_since or began
+            silent_seconds = time.monotonic() - self._silent_since
             if silent_seconds < self.settings.supervision.silent_seconds:
                 return
             problem = f"has not answered for {silent_seconds:.0f} s ({exc})"
@@ -196,10 +200,10 @@ class Supervisor:
         if self.role is Role.ORCHESTRATOR:
             with suppress(Unauthenticated):  # an answer too
                 await self.loads()
-            self._answered = time.monotonic()
+            self._silent_since = None
             return ""
         info = await self.info()
-        now = self._answered = time.monotonic()
+        self._silent_since, now = None, time.monotonic()
         num_calls = info.num_waiting + info.num_running
         seconds = self._stall.seconds(num_calls > 0, info.num_passes, now)
         if seconds < self.settings.supervision.stall_seconds:

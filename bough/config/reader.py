@@ -68,7 +68,9 @@ def to_flags(config: object, besides: Collection[str] = ()) -> list[str]:
         if f.name in besides:
             continue
         value = getattr(config, f.name)
-        flags += [_flag(f.name), ",".join(map(str, value)) if isinstance(value, tuple) else str(value)]
+        parts = value if isinstance(value, tuple) else (value,)
+        texts = ("=".join(map(str, part)) if isinstance(part, tuple) else str(part) for part in parts)
+        flags += [_flag(f.name), ",".join(texts)]
     return flags
 
 

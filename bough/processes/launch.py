@@ -83,7 +83,9 @@ class Cluster:
         """
         if not self.index_url:
             self.start_index()
-        if self.settings.draft is None or not _takes_free_memory(self.settings.target):
+        target = self.settings.target
+        takes_free_memory = target.device_memory == 0 and target.resident_layers != 0 and not target.simulate
+        if self.settings.draft is None or not takes_free_memory:
             self._start_service(TARGET, self.settings.target)
         if self.settings.draft is not None:
             self._start_service(DRAFT, self.settings.draft)
@@ -179,11 +181,6 @@ class Cluster:
         """The index's URL is an environment variable, which other users cannot read: it may contain a password."""
         command = python(name, *to_flags(config, besides=("index_url",)))
         return self.start(name, command, {variable(name, "index_url"): self.index_url})
-
-
-def _takes_free_memory(target: TargetConfig) -> bool:
-    """Whether the target has no memory budget and takes most of the free memory at its start."""
-    return target.device_memory == 0 and target.resident_layers != 0 and not target.simulate
 
 
 @asynccontextmanager

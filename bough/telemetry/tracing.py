@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from bough.config.processes import ServiceConfig
@@ -28,7 +28,8 @@ async def tracing(config: ServiceConfig, kind: str, process_id: str, sample: flo
     if not config.otlp_endpoint:
         yield NO_TRACER
         return
-    require_grpc(os.environ)
+    if (protocol := os.environ.get(PROTOCOL_VARIABLE, "")) not in ("", "grpc"):
+        raise ConfigError(f"{PROTOCOL_VARIABLE}: must be grpc, or not set, got {protocol!r}")
     try:  # imported only if needed
         from bough.telemetry.otlp import OtlpTracer
     except ModuleNotFoundError as exc:
@@ -44,10 +45,3 @@ async def tracing(config: ServiceConfig, kind: str, process_id: str, sample: flo
         yield tracer
     finally:
         await asyncio.to_thread(tracer.close, FLUSH_SECONDS)
-
-
-def require_grpc(environ: Mapping[str, str]) -> None:
-    """Raise ConfigError if OpenTelemetry is configured to export by another protocol than gRPC."""
-    protocol = environ.get(PROTOCOL_VARIABLE, "")
-    if protocol not in ("", "grpc"):
-        raise ConfigError(f"{PROTOCOL_VARIABLE}: must be grpc, or not set, got {protocol!r}")

@@ -7,6 +7,7 @@ Both show the key in BOUGH_API_KEY, if there is one.
 from __future__ import annotations
 
 import os
+import time
 import uuid
 from dataclasses import dataclass, field
 from typing import Protocol, cast
@@ -88,7 +89,7 @@ class GrpcDoor:
                 reading.take_event(message)
         except grpc.RpcError as exc:
             reading.fail(to_error(cast(grpc.Call, exc), self._address))  # what a sync stub raises is its call
-        return reading.sample(conversation.turn, users)
+        return reading.sample(users)
 
 
 class HttpDoor:
@@ -127,9 +128,12 @@ class HttpDoor:
                 else:
                     for line in response.iter_lines(chunk_size=None):  # type: ignore[call-overload]  # allowed
                         reading.take_line(line.decode())
+                        # The session's own begins anew with each keep-alive.
+                        if time.monotonic() - reading.arrivals.began > self._timeout_seconds:
+                            raise requests.Timeout(f"no end within {self._timeout_seconds:g} s")
         except (requests.RequestException, ValueError) as exc:
             reading.error = f"{type(exc).__name__}: {exc}"
-        sample = reading.sample(conversation.turn, users)
+        sample = reading.sample(users)
         if conversation.session_id and not sample.error:
             conversation.messages = [*messages, Message("assistant", reading.text)]
         return sample

@@ -29,7 +29,6 @@ class Reading:
     arrivals: Arrivals = field(default_factory=lambda: Arrivals(time.monotonic()))
     texts: list[str] = field(default_factory=list)
     num_events: int = 0  # events with tokens
-    num_prompt_tokens: int = 0
     has_ended: bool = False  # whether it ended properly
     error: str = ""
     is_refused: bool = False
@@ -47,7 +46,6 @@ class Reading:
                 self._take(len(event.token_ids), event.text)
             case Finished() as event:
                 self._take(0, event.text)
-                self.num_prompt_tokens = event.usage.prompt_tokens
                 self.has_ended = True
 
     def take_line(self, line: str) -> None:
@@ -69,7 +67,7 @@ class Reading:
         if isinstance(error, Exhausted):
             self.is_refused, self.retry_seconds = not self.num_events, error.retry_seconds or 0.0
 
-    def sample(self, turn: int = 1, users: int = 1) -> Sample:
+    def sample(self, users: int = 1) -> Sample:
         """The sample of the stream so far."""
         arrivals = self.arrivals
         return Sample(
@@ -80,8 +78,6 @@ class Reading:
             arrivals.token_seconds,
             arrivals.longest_gap,
             arrivals.num_tokens,
-            self.num_prompt_tokens,
-            turn,
             users,
             self.error or self._lack(),
             self.is_refused,
@@ -102,7 +98,6 @@ class Reading:
         usage = chunk.get("usage") or {}
         text = "".join(choice["delta"].get("content") or "" for choice in chunk["choices"])
         self._take(usage.get("completion_tokens", 0) - self.arrivals.num_tokens, text)
-        self.num_prompt_tokens = usage.get("prompt_tokens", self.num_prompt_tokens)
 
     def _take(self, num_tokens: int, text: str) -> None:
         if num_tokens > 0:

@@ -24,8 +24,6 @@ class Sample:
     token_seconds: float = 0.0  # TPOT: (last event - first event) / tokens after those of the first event
     longest_gap_seconds: float = 0.0  # between two events with tokens
     num_tokens: int = 0
-    num_prompt_tokens: int = 0
-    turn: int = 1  # number in its conversation
     users: int = 1  # users, or open streams, when it began
     error: str = ""  # empty for a finished request
     is_refused: bool = False  # RESOURCE_EXHAUSTED or status 429

@@ -13,6 +13,7 @@ import re
 import time
 from collections import defaultdict
 from collections.abc import Sequence
+from math import inf
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -53,9 +54,10 @@ class Reading(NamedTuple):
         return cls(lags, sums["bough_sizer_rounds_total"], sums["vllm:generation_tokens_total"])
 
     def lag_p99(self, earlier: Reading) -> float:
-        """Bound of the bucket with the 99th percentile of lags since an earlier reading."""
+        """Bound of the bucket with the 99th percentile of lags since an earlier reading; inf if the loop stood."""
         counts = {bound: count - earlier.lags.get(bound, 0.0) for bound, count in self.lags.items()}
-        return min(bound for bound, count in counts.items() if count >= 0.99 * max(counts.values()))
+        most = max(counts.values())
+        return min(bound for bound, count in counts.items() if count >= 0.99 * most) if most else inf
 
 
 async def carry(numbers: Sequence[int], sweep_seconds: float, seconds: float, speculates: bool) -> list[dict[str, Any]]:
@@ -103,7 +105,7 @@ async def measured(running: Stack, num_streams: int, seconds: float) -> dict[str
     before, used_before, began = await _read(urls), _uses(process_ids), time.monotonic()
     await asyncio.sleep(seconds)
     after, used, window = await _read(urls), _uses(process_ids), time.monotonic() - began
-    num_rounds = sum(now.num_rounds - then.num_rounds for now, then in zip(after, before, strict=True)) or 1.0
+    num_rounds = sum(now.num_rounds - then.num_rounds for now, then in zip(after, before, strict=True))
     num_tokens = sum(now.num_tokens - then.num_tokens for now, then in zip(after, before, strict=True))
     spent = {name: used[name] - used_before[name] for name in used}
     loops = [use for name, use in spent.items() if name.startswith("orchestrator")]
@@ -115,7 +117,7 @@ async def measured(running: Stack, num_streams: int, seconds: float) -> dict[str
         "rounds_per_second": round(num_rounds / window, 1),
         "tokens_per_second": round(num_tokens / window, 1),
         "orchestrator_ms_a_stream_and_second": round(1000 * sum(use.ran for use in loops) / window / num_streams, 2),
-        "processor_ms_a_round": {name: round(1000 * use.ran / num_rounds, 2) for name, use in spent.items()},
+        "processor_ms_a_round": {name: round(1000 * use.ran / (num_rounds or 1.0), 2) for name, use in spent.items()},
     }
 
 

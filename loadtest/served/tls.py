@@ -17,7 +17,6 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import subprocess
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -33,6 +32,7 @@ from bough.rpc.server import open_channel, serving
 from bough.security.access import Access
 from bough.security.certificates import CertificateFiles
 from bough.security.tls import Tls
+from loadtest.common.certificates import Authority
 from loadtest.common.ratios import interval
 
 REQUEST_BYTES, REPLY_BYTES = 1500, 600
@@ -40,20 +40,6 @@ METHOD = "/bough.tests.Echo/Call"
 PLAIN, DOORS = "plain", ("tls", "mutual")
 HANDSHAKES = 20
 WARM_UP_CALLS = 200
-
-
-def make_certificates(folder: Path) -> CertificateFiles:
-    """Create an authority and a certificate of this machine with the commands of docs/security.md."""
-    key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
-    (folder / "tls.ext").write_text("subjectAltName=IP:127.0.0.1")
-    for command in (
-        ["req", "-x509", *key, "-days", "2", "-subj", "/CN=a", "-keyout", "ca.key", "-out", "ca.pem"],
-        ["req", "-new", *key, "-subj", "/CN=process", "-keyout", "tls.key", "-out", "tls.csr"],
-        ["x509", "-req", "-in", "tls.csr", "-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-days", "2",
-         "-extfile", "tls.ext", "-out", "tls.pem"],
-    ):  # fmt: skip
-        subprocess.run(["openssl", *command], cwd=folder, check=True, capture_output=True)
-    return CertificateFiles(*(str(folder / name) for name in ("tls.pem", "tls.key", "ca.pem")))
 
 
 @asynccontextmanager
@@ -91,7 +77,7 @@ async def measure(num_calls: int, seed: int) -> tuple[dict[str, list[float]], di
     """Seconds of calls, and of first calls over new connections, by variant and turn."""
     drawn = random.Random(seed)
     with tempfile.TemporaryDirectory() as folder:
-        files = make_certificates(Path(folder))
+        files = Authority().files(Path(folder))
         opened, known = Tls(files), Tls(CertificateFiles(authority=files.authority))
         credentials = {PLAIN: None, "tls": known.channel_credentials(), "mutual": opened.channel_credentials()}
         async with doors(files) as ports, AsyncExitStack() as stack:

@@ -117,7 +117,6 @@ class CallObject(CallReader):
 def _string(text: str) -> str | None:
     """The value of a JSON string; None if it is none."""
     try:
-        value = json.loads(text)
+        return str(json.loads(text)) if text.startswith('"') else None
     except ValueError:
         return None
-    return value if isinstance(value, str) else None

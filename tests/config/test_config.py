@@ -32,6 +32,13 @@ def test_flags_make_an_equal_value() -> None:
     assert parse(DraftConfig, "draft_worker", to_flags(config), {}) == config
 
 
+def test_what_other_gpus_compute_is_passed_on_as_it_was_given() -> None:
+    """A target that `bough up` started was given a Python tuple, refused it, and the start failed."""
+    flags = ["--model", "m", "--resident-devices", "cuda:1=10GB,cuda:2=8GB", "--tls-peer-names", "a,b"]
+    config = parse(TargetConfig, "target_worker", flags, {})
+    assert parse(TargetConfig, "target_worker", to_flags(config), {}) == config
+
+
 @pytest.mark.parametrize(
     ("argv", "environ", "message"),
     [

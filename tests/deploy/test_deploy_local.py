@@ -252,6 +252,30 @@ def test_doors_that_clients_could_not_find_are_refused() -> None:
             Endpoints.of(with_orchestrator(**program) | {"proxy_location": "Disabled"})
 
 
+def test_a_port_that_is_given_twice_or_to_nobody_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Serve's proxy and the orchestrator would meet there, after minutes of `make serve`."""
+    config = with_orchestrator(port=0) | {"http_options": {"port": 0}}
+    index = config["applications"][0]["deployments"][0]["user_config"]
+    index["port"] = port = free_port(local.HOST)
+    local.require_free_ports(config, 0)
+    named = rf"^--port \(or http_options\.port\): must be another port than --dashboard-port, got {port} for both"
+    with pytest.raises(ConfigError, match=named):
+        local.require_free_ports(config | {"http_options": {"port": port}}, port)
+    twice = with_orchestrator(port=0, metrics_port=port) | {"http_options": {"port": 0}}
+    twice["applications"][0]["deployments"][0]["user_config"]["port"] = port
+    named = r"^Orchestrator\.user_config\.program\.metrics_port: must be another port than Index\.user_config\.port"
+    with pytest.raises(ConfigError, match=named):
+        local.require_free_ports(twice, 0)
+    monkeypatch.setenv("RAY_SERVE_ENABLE_HA_PROXY", "1")
+    monkeypatch.setenv("RAY_SERVE_HAPROXY_METRICS_PORT", "many")
+    monkeypatch.setenv("RAY_SERVE_HAPROXY_STATS_PORT", "0")
+    with pytest.raises(ConfigError, match=r"^RAY_SERVE_HAPROXY_METRICS_PORT: must be a whole number, .*got 'many'"):
+        local.require_free_ports(config, 0)
+    own = with_orchestrator(http_port=8000) | {"proxy_location": "Disabled"}
+    with pytest.raises(ConfigError, match=r"^--port: must be left out with proxy_location: Disabled, got 9000; Orch"):
+        local.adapt(own, "", 9000)
+
+
 def test_the_port_of_serves_proxy_is_named_as_such() -> None:
     with pytest.raises(ConfigError, match=r"^http_options\.port: must be fixed, .*got 0"):
         Endpoints.of(CONFIG | {"http_options": {"port": 0}})
@@ -262,6 +286,7 @@ def test_ctrl_c_waits_for_no_orchestrator_longer_than_for_all_replicas(given: di
     config = copy.deepcopy(CONFIG)
     (own,) = (each for each in config["applications"][0]["deployments"] if each["name"] == "Orchestrator")
     own["user_config"]["program"] |= given
+    del own["user_config"]["program"]["host"]  # it listened on its node's address, and was waited for at 127.0.0.1
     local.adapt(config, "", None)
     assert own["user_config"]["program"] == {"host": local.HOST, "port": 7411, "drain_seconds": seconds}
     assert local.DRAIN_SECONDS + DRAIN_MARGIN_SECONDS + KILL_AFTER_SECONDS <= local.STOP_SECONDS

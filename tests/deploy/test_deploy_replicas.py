@@ -12,6 +12,7 @@ pytest.importorskip("ray")
 
 from bough.errors import ConfigError, Unavailable
 from deploy import forward, replicas
+from deploy.app import build
 from deploy.forward import Door, Forwarder
 from deploy.replicas import DraftReplica, OrchestratorReplica
 from tests.fakes.waiting import until
@@ -237,3 +238,14 @@ async def test_a_worker_drains_before_another_takes_its_gpu() -> None:
     await redeploying
     assert len(FakeSupervisor.made) == num_made + 1
     await draft._end()
+
+
+async def test_a_deployment_without_settings_is_told_what_it_lacks() -> None:
+    """Serve leaves one without a `user_config` alone: it was healthy, and nothing ran there."""
+    orchestrator = build({})._bound_deployment
+    index, workers = list(orchestrator.init_args)
+    deployed = [orchestrator, *(each._bound_deployment for each in (index, *workers))]
+    assert [each.user_config for each in deployed] == [{}] * 4
+    worker = DraftWorker("redis://127.0.0.1:1")
+    with pytest.raises(ConfigError, match=r"^user_config\.program: --model: missing; must be set"):
+        await worker.reconfigure({})

@@ -75,6 +75,21 @@ async def test_a_program_that_is_silent_is_ended(index_url: str, tmp_path: Path)
             await draft.check()
 
 
+async def test_a_program_that_nobody_has_asked_for_long_is_not_silent(
+    index_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without Ray's head no check comes. The first one after that ended a program whose answer was late once."""
+    program = {"simulate": str(PROFILE), "namespace": "unasked"}
+    async with supervised(Role.DRAFT, index_url, tmp_path, program, silent_seconds=2.0) as draft:
+        await asyncio.sleep(2.1)
+        os.kill(process_id(draft), signal.SIGSTOP)
+        with monkeypatch.context() as patched:
+            patched.setattr(supervisor_module, "CALL_SECONDS", 0.2)
+            await draft.check()
+        os.kill(process_id(draft), signal.SIGCONT)
+        await draft.check()
+
+
 async def test_a_sweep_that_never_ends_is_a_stall(index_url: str, tmp_path: Path) -> None:
     """The program answers all the while; idle for longer than that it is left alone."""
     profile = json.loads(PROFILE.read_text())

@@ -51,7 +51,7 @@ def add_up(parser: argparse.ArgumentParser) -> None:
     planner = "how trees are sized: self, by cost, or fixed, to compare with (default self)"
     parser.add_argument("--planner", choices=PLANNERS, help=planner)
     port = f"port of the orchestrator's gRPC API (default {DEFAULT_PORT}; 0 takes a free one)"
-    parser.add_argument("--port", type=int, default=DEFAULT_PORT, help=port)
+    parser.add_argument("--port", type=int, help=port)
     http = "port of the orchestrator's HTTP API, for OpenAI's clients (default 8000, or a free one; -1 is none)"
     parser.add_argument("--http-port", help=http)
     index = "URL of a running Redis or Valkey (default: one is started); BOUGH_ORCHESTRATOR_INDEX_URL hides a password"

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from bough.cli.flags.reaching import client_from
 from bough.cli.inspection.decision_plot import save_decisions
-from bough.errors import NotFound
+from bough.errors import NotFound, Unavailable
 from bough.protocol.decision import Decision
 from bough.runtime.log_lines import say
 from bough.sizing.account import PART_NAMES, Account, account, why
@@ -22,7 +22,7 @@ async def explain(arguments: argparse.Namespace) -> int:
     """Print a line for each round and a summary, or one JSON line.
 
     Raises:
-        NotFound: no orchestrator in --address has decisions of the session.
+        NotFound, Unavailable: no orchestrator in --address has decisions of the session, or none answers.
         ConfigError: the plot cannot be written.
     """
     decisions = await _decisions(arguments)
@@ -37,13 +37,13 @@ async def explain(arguments: argparse.Namespace) -> int:
 
 async def _decisions(arguments: argparse.Namespace) -> tuple[Decision, ...]:
     """Decisions from the first orchestrator that has some of the session."""
-    problem: NotFound | None = None
+    problem: NotFound | Unavailable | None = None
     for address in arguments.address.split(","):
         async with client_from(arguments, address) as client:
             try:
                 return await client.decisions(arguments.session)
-            except NotFound as exc:
-                problem = exc
+            except (NotFound, Unavailable) as exc:
+                problem = exc if problem is None or isinstance(exc, NotFound) else problem
     assert problem is not None, "there is at least one address"
     raise problem
 

@@ -52,7 +52,8 @@ async def _run_all(client: Client, arguments: argparse.Namespace, max_nodes: int
     is_asked = arguments.budget is not None
     title = f"{arguments.budget} nodes" if is_asked else "self-sized, cold"
     first_words = "of the size asked for" if is_asked else "that size themselves, of which nothing is known yet"
-    print(f"prompt: {arguments.prompt}\n\nwith trees {first_words} ({_legend()}):\n")
+    legend = f"{GREEN}drafted{PLAIN}, {YELLOW}bonus{PLAIN}" if sys.stdout.isatty() else "greedy"
+    print(f"prompt: {arguments.prompt}\n\nwith trees {first_words} ({legend}):\n")
     first = await _run(client, arguments, Speculation(budget=arguments.budget))
     print("\nwithout speculation:\n")
     plain = await _run(client, arguments, Speculation(disabled=True))
@@ -102,10 +103,6 @@ def _coloured(tokens: Tokens) -> str:
         return tokens.text
     pairs = zip(tokens.texts, tokens.drafted, strict=True)
     return "".join(f"{GREEN if drafted else YELLOW}{shown(text, sys.stdout)}{PLAIN}" for text, drafted in pairs)
-
-
-def _legend() -> str:
-    return f"{GREEN}drafted{PLAIN}, {YELLOW}bonus{PLAIN}" if sys.stdout.isatty() else "greedy"
 
 
 def _described(info: WorkerInfo) -> str:

@@ -71,7 +71,9 @@ async def up(arguments: argparse.Namespace) -> int:
 
 
 def require_free_ports(config: OrchestratorConfig) -> None:
-    """Raise ConfigError, by the flag, for a port in use, which the orchestrator would find with models half read."""
+    """Raise ConfigError, by the flag, for a port given twice or in use, before any model is read."""
+    if config.port == config.http_port > 0:
+        raise ConfigError(f"--http-port: must be another port than --port, got {config.port} for both")
     for flag, port in (("--port", config.port), ("--http-port", config.http_port)):
         try:
             bound(config.host, max(port, 0)).close()
@@ -166,11 +168,11 @@ def _simulated(arguments: argparse.Namespace) -> tuple[TargetConfig, DraftConfig
 
 
 def _orchestrator_config(arguments: argparse.Namespace, has_draft: bool) -> OrchestratorConfig:
-    flags = ["--draft", "workers" if has_draft else NO_DRAFT, "--port", str(arguments.port)]
+    flags = ["--draft", "workers" if has_draft else NO_DRAFT, *_given("--port", arguments.port)]
     flags += [*_given("--planner", arguments.planner), *_given("--http-port", arguments.http_port)]
     config = parse(OrchestratorConfig, "orchestrator", flags, os.environ)
     if config.http_port == 0:  # fixed here, so that it stays the same after a restart
-        return replace(config, http_port=free_port(config.host, HTTP_PORT))
+        return replace(config, http_port=free_port(config.host, HTTP_PORT if config.port != HTTP_PORT else 0))
     return config
 
 
@@ -206,8 +208,8 @@ def _gpu(device: str) -> str:
     return "cuda:0" if device in ("auto", "cuda") else device
 
 
-def _given(flag: str, value: str | None) -> list[str]:
-    return [] if value is None else [flag, value]
+def _given(flag: str, value: str | int | None) -> list[str]:
+    return [] if value is None else [flag, str(value)]
 
 
 def ensure_demonstration(copies: int = DEMONSTRATION_COPIES) -> None:

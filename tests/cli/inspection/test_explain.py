@@ -19,7 +19,7 @@ from bough.cli.inspection.explain import as_json, explain, summary, table
 from bough.cli.main import argument_parser
 from bough.client import Client
 from bough.config.processes import DraftConfig, OrchestratorConfig, TargetConfig, parse
-from bough.errors import ConfigError, NotFound
+from bough.errors import ConfigError, NotFound, Unavailable
 from bough.processes.exit_with_parent import MODULE
 from bough.processes.launch import Cluster, Settings
 from bough.protocol.decision import Decision, Mode, RoundSeconds
@@ -196,7 +196,7 @@ async def test_a_sample_is_recorded_in_its_whole_size(cluster: Cluster) -> None:
 
 
 async def test_the_orchestrator_that_remembers_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of several, each knows its own rounds only."""
+    """Of several, each knows its own rounds only, and one may be down."""
 
     class OneOf:
         def __init__(self, address: str) -> None:
@@ -209,15 +209,20 @@ async def test_the_orchestrator_that_remembers_is_found(monkeypatch: pytest.Monk
             pass
 
         async def decisions(self, session: str) -> tuple[Decision, ...]:
+            if self.address == "down:0":
+                raise Unavailable("down:0 does not answer")
             if session != f"of {self.address}":
                 raise NotFound(f"{self.address} has no {session}")
             return (FIXED,)
 
     monkeypatch.setattr(explain_module, "client_from", lambda _, address: OneOf(address))
-    arguments = argument_parser().parse_args(["explain", "of b:2", "--address", "a:1,b:2", "--json"])
+    arguments = argument_parser().parse_args(["explain", "of b:2", "--address", "down:0,a:1,b:2", "--json"])
     assert await explain(arguments) == 0
     arguments.session = "of c:3"
     with pytest.raises(NotFound, match="b:2 has no of c:3"):
+        await explain(arguments)
+    arguments.address = "down:0"
+    with pytest.raises(Unavailable, match="down:0 does not answer"):
         await explain(arguments)
 
 

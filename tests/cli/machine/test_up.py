@@ -72,6 +72,18 @@ def test_up_takes_the_usual_port_or_another_or_none(monkeypatch: pytest.MonkeyPa
     assert free_port("127.0.0.1", number) == number
 
 
+def test_ports_come_from_the_environment_too_and_are_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The usual port for HTTP was taken although gRPC had been given it."""
+    up = argument_parser().parse_args(["up", "--simulate", "two-cores"])
+    assert settings_from(up).orchestrator.port == 7411
+    monkeypatch.setenv("BOUGH_ORCHESTRATOR_PORT", "8000")
+    orchestrator = settings_from(up).orchestrator
+    assert orchestrator.port == 8000
+    assert orchestrator.http_port not in (0, 8000)
+    other = argument_parser().parse_args(["up", "--simulate", "two-cores", "--port", "9000"])
+    assert settings_from(other).orchestrator.port == 9000
+
+
 def test_a_port_in_use_is_named_before_anything_starts() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -82,6 +94,9 @@ def test_a_port_in_use_is_named_before_anything_starts() -> None:
             message = f"^{flags[-2]}: must be a free port .*, got {number}, which is in use$"
             with pytest.raises(ConfigError, match=message):
                 require_free_ports(settings_from(arguments).orchestrator)
+    same = argument_parser().parse_args(["up", "--simulate", "two-cores", "--port", number, "--http-port", number])
+    with pytest.raises(ConfigError, match=f"^--http-port: must be another port than --port, got {number} for both$"):
+        require_free_ports(settings_from(same).orchestrator)
     arguments = argument_parser().parse_args(["up", "--simulate", "two-cores", "--port", "0", "--http-port", "-1"])
     require_free_ports(settings_from(arguments).orchestrator)
 

@@ -9,13 +9,17 @@ import os
 import select
 import subprocess
 import sys
+import threading
+import time
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
 from loadtest.locust.__main__ import MOST_USERS, main, offered_rate, read_arguments, steps
 from loadtest.locust.climb import Climb
-from loadtest.locust.mix import Kind, Mix, holds_conversations, parse_kinds
+from loadtest.locust.mix import Kind, Mix, Question, holds_conversations, parse_kinds
 from loadtest.locust.plan import Plan, plan_from_environment
 from loadtest.locust.samples import (
     UNFINISHED,
@@ -229,6 +233,41 @@ def test_users_climb_as_far_as_they_must(monkeypatch: pytest.MonkeyPatch) -> Non
     assert read_arguments().users == MOST_USERS
     monkeypatch.setattr(sys, "argv", ["loadtest.locust"])
     assert read_arguments().users == 8
+
+
+class KeptAlive(BaseHTTPRequestHandler):
+    """Answers with keep-alives for five seconds, and then with a token."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["content-length"]))
+        self.send_response(200)
+        self.send_header("transfer-encoding", "chunked")
+        self.end_headers()
+        chunk = {"choices": [{"delta": {"content": "a"}}], "usage": {"completion_tokens": 1}}
+        token = f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n".encode()
+        with suppress(OSError):
+            for piece in [b": keep-alive\n\n"] * 50 + [token]:
+                self.wfile.write(f"{len(piece):x}\r\n".encode() + piece + b"\r\n")
+                time.sleep(0.1)
+            self.wfile.write(b"0\r\n\r\n")
+
+    def log_message(self, *_: object) -> None:
+        """Says nothing."""
+
+
+def test_a_request_over_http_fails_after_the_time_that_one_over_grpc_has() -> None:
+    """Keep-alives gave it more, and what gRPC counted as failed was an answer over HTTP."""
+    doors = pytest.importorskip("loadtest.locust.doors", reason="extra `loadtest`")
+    with ThreadingHTTPServer(("127.0.0.1", 0), KeptAlive) as server:
+        threading.Thread(target=server.serve_forever).start()
+        door = doors.HttpDoor(f"http://127.0.0.1:{server.server_port}", 0.5, 0.0)
+        sample = door.ask(doors.Conversation(), Question("hello", 1), 1)
+        door.close()
+        server.shutdown()
+    assert sample.error == "Timeout: no end within 0.5 s"
+    assert not sample.is_refused
 
 
 RUN_LOCUST = """

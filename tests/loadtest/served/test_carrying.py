@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import os
 import time
+from math import inf
+from typing import cast
+
+import pytest
 
 from loadtest.common.processor_use import processor_use
+from loadtest.served import carrying
 from loadtest.served.carrying import Reading
+from loadtest.served.stack import Stack
 
 BEFORE = """
 bough_event_loop_lag_seconds_bucket{le="0.05",model_name="m"} 10.0
@@ -30,6 +36,31 @@ def test_only_lags_between_two_readings_count() -> None:
     assert (after.num_rounds, after.num_tokens) == (9.0, 1200.0)
     assert after.lag_p99(Reading.of(BEFORE)) == 0.05
     assert after.lag_p99(Reading.of("")) == 0.1
+
+
+class Standing:
+    """A stack of one orchestrator, which is this process."""
+
+    def addresses(self, kind: str) -> list[str]:
+        return ["127.0.0.1:1"]
+
+    def process_ids(self) -> dict[str, int]:
+        return {"orchestrator-0": os.getpid()}
+
+
+async def test_an_event_loop_that_stands_is_not_told_as_the_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its figures are served by another thread. A round was counted, and its lag was the least that is told apart."""
+
+    async def url(address: str) -> str:
+        return address
+
+    async def unchanged(urls: list[str]) -> list[Reading]:
+        return [Reading.of(AFTER)]
+
+    monkeypatch.setattr(carrying, "_metrics_url", url)
+    monkeypatch.setattr(carrying, "_read", unchanged)
+    figures = await carrying.measured(cast(Stack, Standing()), 3, 0.01)
+    assert (figures["rounds_per_second"], figures["loop_lag_p99_seconds"]) == (0.0, inf)
 
 
 def test_processor_time_is_what_was_computed() -> None:

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import shutil
-
-import pytest
-
 from loadtest.served.tls import DOORS, HANDSHAKES, PLAIN, measure, summary
 
 
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not installed")
 async def test_calls_through_each_door_are_paired() -> None:
     calls, first = await measure(20, seed=1)
     assert {name: len(each) for name, each in calls.items()} == dict.fromkeys((PLAIN, *DOORS), 20)

@@ -181,3 +181,9 @@ def test_what_is_told_of_a_text_does_not_depend_on_its_pieces(format_name: str, 
     whole = read(format_name, ["".join(pieces)])
     assert read(format_name, pieces) == whole
     assert read(format_name, list("".join(pieces))) == whole
+
+
+def test_a_name_that_is_nested_too_deeply_is_text() -> None:
+    """Python's reader of JSON calls itself for each bracket: its RecursionError ended the request."""
+    text = '<tool_call>{"name": ' + "[" * 9000 + "]" * 9000 + "}</tool_call>"
+    assert read("hermes", [text]) == Read(text, [], False)
