@@ -17,7 +17,6 @@ from bough.processes.child import Child, end, open_child
 
 logger = logging.getLogger(__name__)
 
-FOLDER_NAME = "bough"  # in the system's folder for temporary files
 GPUS = "CUDA_VISIBLE_DEVICES"  # set by Ray in replicas that ask for GPUs
 
 
@@ -33,7 +32,7 @@ def start(
 
     Where its niceness may not be set (only root may lower it), it keeps this process's, with a warning.
     """
-    folder = Path(log_folder) if log_folder else Path(tempfile.gettempdir()) / FOLDER_NAME
+    folder = Path(log_folder) if log_folder else temporary_folder()
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(prefix=f"{name}-", suffix=".log", dir=folder, delete=False) as log:
         child = open_child(name, command, Path(log.name), variables, held)
@@ -44,6 +43,11 @@ def start(
     except ProcessLookupError:
         pass
     return child
+
+
+def temporary_folder() -> Path:
+    """Return the folder for logs and locks: each user's own, as none may write in that of another."""
+    return Path(tempfile.gettempdir()) / f"bough-{os.getuid()}"
 
 
 def describe_end(child: Child) -> str:
@@ -72,7 +76,7 @@ async def gpu_lock(module: str, gpus: str, timeout_seconds: float) -> AsyncItera
     Yields a file descriptor for the program to inherit: the lock is held while any process has it open. After the
     wait the program starts beside the earlier one, with a warning, as several programs may share a GPU on purpose.
     """
-    folder = Path(tempfile.gettempdir()) / FOLDER_NAME
+    folder = temporary_folder()
     folder.mkdir(parents=True, exist_ok=True)
     name = re.sub(r"[^\w.-]", "-", f"{module}-GPU-{gpus}.lock")
     descriptor = os.open(folder / name if gpus else os.devnull, os.O_CREAT | os.O_RDWR, 0o600)

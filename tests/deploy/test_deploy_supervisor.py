@@ -19,7 +19,7 @@ from bough.protocol.generation import Finished, GenerateOptions, TextPrompt
 from bough.registry.registry import Registry
 from bough.simulation.profile import load_profile
 from deploy import supervisor as supervisor_module
-from deploy.child import start, stop
+from deploy.child import gpu_lock, start, stop, temporary_folder
 from deploy.index import IndexPlace
 from deploy.settings import Role, read_program
 from deploy.supervisor import Supervisor
@@ -214,7 +214,7 @@ async def test_a_log_is_kept_where_somebody_may_read_it(
     index_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
-    asked_for, temporary = tmp_path / "asked-for", tmp_path / "temporary" / "bough"
+    asked_for, temporary = tmp_path / "asked-for", temporary_folder()
     program = {"simulate": str(PROFILE), "namespace": "logs"}
     async with supervised(Role.DRAFT, index_url, asked_for, program):
         pass
@@ -237,3 +237,17 @@ async def test_a_program_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
     await until(lambda: "up" in child.tail())
     await stop(child, 0.1)
     assert child.process.returncode == -signal.SIGKILL
+
+
+async def test_users_of_one_machine_are_in_nobody_elses_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever came second could not write in the first one's folder, so that none of his programs started."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    made = list[set[str]]()
+    for user in (1001, 1002):
+        monkeypatch.setattr(os, "getuid", lambda user=user: user)
+        async with gpu_lock("target_worker", "0", 1.0) as held:
+            child = start("sleeper", [sys.executable, "-c", ""], {}, held=(held,))
+            await until(child.has_ended)
+        made.append({path.name for path in tmp_path.iterdir()})
+    assert made == [{"bough-1001"}, {"bough-1001", "bough-1002"}]
+    assert {path.suffix for path in (tmp_path / "bough-1002").iterdir()} == {".lock", ".log"}
