@@ -182,6 +182,7 @@ def read_arguments() -> argparse.Namespace:
     add("--doors", nargs="+", choices=("grpc", "http"), default=["grpc", "http"], help="users take turns among these")
     whole, seconds = checked(number(int, 1)), checked(number(float, 1.0, DAY))
     from_0, from_1 = checked(number(float, 0.0)), checked(number(float, 1.0))
+    positive = checked(number(float, 0.001))
     many = f"who wait for their answers, {DEFAULT_USERS} if it is not given; with --step-users the most, {MOST_USERS}"
     add("--users", type=whole, help=many)
     add("--rate", type=from_0, default=0.0, help="requests a second, whatever becomes of them; 0 is users who wait")
@@ -195,8 +196,8 @@ def read_arguments() -> argparse.Namespace:
     add("--turns", type=whole, default=3, help="of a conversation")
     add("--think", type=from_0, default=1.0, help="mean seconds between an answer and the next question")
     add("--timeout", type=seconds, default=300.0, help="after which a request has failed")
-    add("--slo-ttft", type=float, help="seconds to the first token that count as good; any where it is not given")
-    add("--slo-tpot", type=float, help="seconds a token that count as good; any where it is not given")
+    add("--slo-ttft", type=positive, help="seconds to the first token that count as good; any where it is not given")
+    add("--slo-tpot", type=positive, help="seconds a token that count as good; any where it is not given")
     add("--html", default="loadtest-report.html", help="file for locust's report")
     add("--seed", type=int, default=1)
     arguments = parser.parse_args()
@@ -211,14 +212,17 @@ def read_arguments() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Print progress, and one JSON line; exit with status 2 and a one-line message where something is wrong."""
+    """Print one JSON line, and return the exit status: 1 if requests failed or none was finished.
+
+    It is 2, with a one-line message, where the test itself could not be made.
+    """
     try:
         figures = asyncio.run(run(read_arguments()))
     except BoughError as exc:
         print(f"error: {exc}", file=sys.stderr)
         return 2
     print(json.dumps(figures))
-    return 0
+    return 1 if figures["failed"] or not figures["finished"] else 0
 
 
 if __name__ == "__main__":

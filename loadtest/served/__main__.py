@@ -32,10 +32,11 @@ tpot_ratio      where that was run, else `doors`; null where neither was
 overload_goodput_ratio   of `overload`; null where that was not run
 failed_requests of all parts; refusals under overload are none
 unequal_texts   answers that were not what another door, or an undisturbed run, gave
+bad_exits       processes that `restarts` asked to end and that ended with a status but 0
 leaks           what grew in `soak` by more than it may
 clients         who asked at once in `restarts` and `soak`
 
-The exit status is 1 where a request failed, a text was another, or something leaked.
+The exit status is 1 where a request failed, a text was another, a process ended badly, or something leaked.
 """
 
 from __future__ import annotations

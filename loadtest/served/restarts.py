@@ -68,6 +68,7 @@ async def restarts(streams: int, num_prompts: int) -> dict[str, Any]:
     return {
         "restarted": len(statuses),
         "exit_statuses": sorted(set(statuses)),
+        "bad_exits": sum(status != 0 for status in statuses),  # processes that did not end as they were asked to
         "answers": num_answers,
         "failed": len(failures),
         "failures": sorted(set(failures))[:5],

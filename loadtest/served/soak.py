@@ -76,6 +76,8 @@ def leaks(growth: Snapshot, in_flight: int = 0) -> list[str]:
 
     Keys have no limit here (`keys_beyond` has); where there are more of them, the memory of the index may be more too.
     """
+    if not growth:
+        return ["growth is not known, as the soak was too short for two figures of it"]
     return [
         f"{process}: {figure} grew by {more}"
         for process, figures in growth.items()

@@ -17,6 +17,7 @@ def verdict(parts: Mapping[str, Any], clients: int) -> dict[str, Any]:
         "overload_goodput_ratio": parts.get("overload", {}).get("goodput_ratio"),
         "failed_requests": sum(figures.get("failed", 0) for figures in _all(parts)),
         "unequal_texts": sum(figures.get("unequal", 0) for figures in _all(parts)),
+        "bad_exits": sum(figures.get("bad_exits", 0) for figures in _all(parts)),
         "leaks": parts.get("soak", {}).get("leaks", []),
         "clients": clients,
     }
@@ -24,7 +25,7 @@ def verdict(parts: Mapping[str, Any], clients: int) -> dict[str, Any]:
 
 def has_failed(told: Mapping[str, Any]) -> bool:
     """Whether a summary tells of something that must not happen, however slow the machine is."""
-    return any(told[name] for name in ("failed_requests", "unequal_texts", "leaks"))
+    return any(told[name] for name in ("failed_requests", "unequal_texts", "bad_exits", "leaks"))
 
 
 def _ratios(parts: Mapping[str, Any], name: str) -> dict[str, Any] | None:

@@ -30,9 +30,9 @@ from bough.tokenization.vocabulary import TokenizerFiles, first_difference
 from orchestrator.cluster.expected_wait import UsualRound
 from orchestrator.cluster.same_weights import watch_weights, with_weights
 from orchestrator.cluster.tokenizer_threads import Tokenizing
+from orchestrator.cluster.unmet_workers import UnmetWorkers
 from orchestrator.cluster.worker_clients import AT_ONCE, DraftClient, TargetClient
 from orchestrator.cluster.worker_handle import AnyClient, AnyHandle, DraftHandle, TargetHandle, WorkerHandle
-from orchestrator.cluster.worker_health import Pause
 
 logger = logging.getLogger(__name__)
 
@@ -41,8 +41,6 @@ MOST_MISSING = round(LEASE_SECONDS / POLL_SECONDS)  # consecutive polls without 
 SWEEP_SECONDS = 5.0  # between two cleanups of the index
 LOOK_SECONDS = 0.5  # between two looks at how workers are, and limit for their answers
 FIRST_LOOK_SECONDS = 3.0  # limit for which a start waits for listed workers to answer
-
-Place = tuple[str, str, str]  # kind, id and address of a listed worker
 
 
 class Directory:
@@ -60,7 +58,7 @@ class Directory:
         self._usual = UsualRound()
         self._next_sweep = self._next_look = 0.0  # seconds on the monotonic clock
         self._meetings: dict[tuple[str, str], asyncio.Task[None]] = {}  # introductions of new workers, by kind and id
-        self._pauses: dict[Place, Pause] = {}  # of listed workers whose introduction has failed
+        self._unmet = UnmetWorkers()
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -150,7 +148,9 @@ class Directory:
         if self.index_problem:
             return f"no target worker is known, and {self.index_problem}"
         problems = [f"{k.record.worker_id}: {k.problem or 'does not answer'}" for k in self._targets.values()]
-        problems += [f"{name}: has not said yet what it serves" for kind, name in self._meetings if kind == "target"]
+        unmet = {name: "has not said yet what it serves" for kind, name in self._meetings if kind == "target"}
+        unmet |= self._unmet.problems("target")
+        problems += [f"{name}: {problem}" for name, problem in unmet.items()]
         return "no target worker can be used: " + ("; ".join(problems) or "none is registered in the index")
 
     async def _poll(self, looked: asyncio.Event) -> None:
@@ -176,8 +176,7 @@ class Directory:
         await self._sweep()
         for known in self._everyone():
             known.num_missing += 1
-        listed = set(map(_place, records))
-        self._pauses = {place: pause for place, pause in self._pauses.items() if place in listed}
+        self._unmet.keep_listed(records)
         for record in records:
             self._note(record)
         await self._forget_unlisted()
@@ -191,15 +190,15 @@ class Directory:
             await self.registry.sweep_expired()
 
     def _note(self, record: WorkerRecord) -> None:
-        """Record that a worker is listed; introduce a new one in the background, so that it does not delay polling."""
+        """Record that a process is listed, and introduce a new worker in the background, so that polling goes on."""
         known = self.find(record.worker_id)
         if known is not None:
             known.num_missing = 0
             if known.record.address == record.address:
                 known.record = record
-        elif (key := (record.kind, record.worker_id)) not in self._meetings and (
-            (pause := self._pauses.get(_place(record))) is None or pause.is_over
-        ):
+            return
+        key = record.kind, record.worker_id
+        if record.kind in ("target", "draft") and key not in self._meetings and self._unmet.may_try(record):
             self._meetings[key] = asyncio.create_task(self._meet(record))
             self._meetings[key].add_done_callback(lambda _: self._meetings.pop(key))
 
@@ -216,20 +215,13 @@ class Directory:
                 known.usual = self._usual
                 self._targets[record.worker_id] = known
                 self._see(known)
-            elif record.kind == "draft":
+            else:
                 drafter = DraftClient(record.address, self._access, self.limiter)
                 self._drafts[record.worker_id] = await self._introduce(record, drafter, self._targets)
-            else:
-                return
-        except BoughError as exc:
-            self._pauses.setdefault(_place(record), Pause()).extend()
-            logger.warning("%s is registered at %s, but: %s", record.worker_id, record.address, exc)
+        except Exception as exc:  # an invalid answer of one worker must not affect others
+            self._unmet.failed(record, exc)
             return
-        except Exception:  # an invalid answer of one worker must not affect others
-            self._pauses.setdefault(_place(record), Pause()).extend()
-            logger.exception("%s is registered at %s, but could not be met", record.worker_id, record.address)
-            return
-        self._pauses.pop(_place(record), None)
+        self._unmet.met(record)
         for other in self._everyone():
             if other.record.address == record.address and other.record.worker_id != record.worker_id:
                 other.problem = f"{record.worker_id} is at its address now"
@@ -274,10 +266,6 @@ class Directory:
             self._targets.pop(known.record.worker_id, None)
             self._drafts.pop(known.record.worker_id, None)
         await asyncio.gather(*(known.client.close() for known in gone))  # once no request can begin at any of them
-
-
-def _place(record: WorkerRecord) -> Place:
-    return record.kind, record.worker_id, record.address
 
 
 def _fit(draft: WorkerHandle[Any], target: WorkerHandle[Any]) -> bool:

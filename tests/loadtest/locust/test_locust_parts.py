@@ -14,6 +14,7 @@ import time
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -204,6 +205,8 @@ def test_what_a_climb_has_found_is_told(tmp_path: Path) -> None:
         (["--rate", "-5"], "--rate: must be a number, 0.0 or more, got '-5'"),
         (["--seconds", "0"], "--seconds: must be a number, 1.0 to 86400.0, got '0'"),
         (["--conversations", "2"], "--conversations: must be a number, 0.0 to 1.0, got '2'"),
+        (["--slo-ttft", "0"], "--slo-ttft: must be a number, 0.001 or more, got '0'"),
+        (["--slo-tpot", "-1"], "--slo-tpot: must be a number, 0.001 or more, got '-1'"),
         (["--rate", "5", "--step-users", "4"], "--step-users: must be left out beside --rate"),
         (["--address", "127.0.0.1:1"], "--http: missing; must be given beside --address"),
     ],
@@ -225,6 +228,18 @@ def test_a_profile_that_is_none_is_one_line(
     monkeypatch.setattr(sys, "argv", ["loadtest.locust", "--simulate", "rtx9999"])
     assert main() == 2
     assert capsys.readouterr().err.startswith("error: ")
+
+
+@pytest.mark.parametrize(("finished", "failed", "status"), [(3, 0, 0), (3, 1, 1), (0, 0, 1)])
+def test_a_load_whose_requests_fail_fails_the_command(
+    finished: int, failed: int, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its status was 0 where every request had failed."""
+    monkeypatch.setattr(sys, "argv", ["loadtest.locust"])
+    monkeypatch.setattr(
+        "loadtest.locust.__main__.run", AsyncMock(return_value={"finished": finished, "failed": failed})
+    )
+    assert main() == status
 
 
 def test_users_climb_as_far_as_they_must(monkeypatch: pytest.MonkeyPatch) -> None:

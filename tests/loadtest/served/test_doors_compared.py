@@ -143,7 +143,15 @@ def test_the_verdict_is_of_the_demonstration_where_that_was_run_and_counts_all_f
     assert verdict({"soak": {"failed": 0}}, 1)["ttft_ratio"] is None
 
 
-@pytest.mark.parametrize("part", [{"doors": {"failed": 1}}, {"restarts": {"unequal": 1}}, {"soak": {"leaks": ["x"]}}])
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"doors": {"failed": 1}},
+        {"restarts": {"unequal": 1}},
+        {"restarts": {"bad_exits": 1}},
+        {"soak": {"leaks": ["x"]}},
+    ],
+)
 def test_what_must_not_happen_fails_the_command(part: dict[str, Any]) -> None:
     """Only leaks did."""
     assert not has_failed(verdict({"doors": {"failed": 0, "unequal": 0}, "soak": {"failed": 0, "leaks": []}}, 1))

@@ -73,3 +73,8 @@ def test_keys_are_those_of_requests_that_can_be_resumed() -> None:
     assert indexed(seconds=1500, left=1)
     assert indexed(seconds=300, left=1), "a key too many of each request shows at once"
     assert keys_beyond([], [], 0.0) == []
+
+
+def test_a_soak_too_short_to_tell_of_growth_does_not_pass() -> None:
+    (leak,) = leaks(_growth([], SECONDS))
+    assert "too short" in leak

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
-from bough.model.cpu import linear
+import pytest
+
 from bough.model.cpu.kernel_cache import ByContents, _contents_hash
 
 
@@ -47,7 +50,16 @@ def test_a_package_is_known_by_what_it_compiles_in_any_room(tmp_path: Path) -> N
     assert ByContents.get_suitable_cache_subpath(str(tmp_path / "words" / "package" / "kernels.py")) == paths[2]
 
 
-def test_kernels_of_ours_are_kept_there() -> None:
-    """In this process too, where importing `bough.model` has chosen the place."""
-    folder = Path(os.environ["NUMBA_CACHE_DIR"]) / ByContents.get_suitable_cache_subpath(linear.__file__)
-    assert linear._multiply._cache._cache_path == str(folder)
+@pytest.mark.slow
+def test_kernels_of_ours_are_kept_there(tmp_path: Path) -> None:
+    code = "from bough.model.cpu import linear; print(linear._multiply._cache._cache_path)"
+    environ = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
+    environ.pop("NUMBA_CACHE_LOCATOR_CLASSES", None)
+    output = subprocess.run([sys.executable, "-c", code], env=environ, check=True, capture_output=True, text=True)
+    assert output.stdout.strip() == str(tmp_path / ByContents.get_suitable_cache_subpath(_products()))
+
+
+def _products() -> str:
+    from bough.model.cpu import linear
+
+    return linear.__file__

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import math
-import time
 from dataclasses import replace
 from unittest.mock import AsyncMock
 
-import grpc
 import pytest
 from tokenizers import Tokenizer
 
@@ -128,36 +125,6 @@ async def test_the_connection_to_a_worker_that_cannot_be_used_is_closed(
         await until(lambda: len(opened) >= 2)
         assert closed[:1] == opened[:1]
         assert not directory.has_target
-
-
-async def test_a_worker_that_cannot_be_met_is_asked_less_and_less_and_at_once_when_it_is_listed_anew(
-    fakes: Fleet, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """At every poll it would cost a connection and a line of the log."""
-    monkeypatch.setattr(module, "POLL_SECONDS", 0.01)
-    asked = list[float]()
-
-    class Broken(FakeTarget):
-        async def GetServerInfo(self, request: object, context: grpc.aio.ServicerContext) -> object:
-            if len(asked) < 2:
-                asked.append(time.monotonic())
-                await context.abort(grpc.StatusCode.INTERNAL, "not now")
-            return await super().GetServerInfo(request, context)
-
-    await fakes.worker(Broken("broken", fakes.tokenizer))
-    directory = Directory(fakes.registry)
-    async with directory.running():
-        await until(lambda: len(asked) == 2)
-        assert asked[1] - asked[0] >= 1.0
-        await until(lambda: any(not pause.is_over for pause in directory._pauses.values()))
-        pause = next(iter(directory._pauses.values()))
-        assert pause.until - asked[1] >= 1.9
-        pause.until = math.inf
-        record = next(iter(await fakes.registry.workers()))
-        await fakes.registry.deregister(record.worker_id)
-        await until(lambda: not directory._pauses)
-        await fakes.registry.register(record)
-        await until(lambda: directory.has_target)
 
 
 async def test_a_target_is_known_to_be_usable_while_the_index_is_away(
