@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from bough.concurrency.tasks import came_true
+from bough.errors import ConfigError
 from bough.processes.child import Child, end, open_child
 
 logger = logging.getLogger(__name__)
@@ -46,8 +47,16 @@ def start(
 
 
 def temporary_folder() -> Path:
-    """Return the folder for logs and locks: each user's own, as none may write in that of another."""
-    return Path(tempfile.gettempdir()) / f"bough-{os.getuid()}"
+    """Return the folder for logs and locks, which is made where it is not there. Raise ConfigError if it is another's.
+
+    Its name can be guessed, and whoever made it could replace what is written there.
+    """
+    folder = Path(tempfile.gettempdir()) / f"bough-{os.getuid()}"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if folder.is_symlink() or (owner := folder.stat().st_uid) != os.getuid():
+        found = "a link" if folder.is_symlink() else f"that of user {owner}"
+        raise ConfigError(f"{folder}: must be this user's own folder (TMPDIR names another place), got {found}")
+    return folder
 
 
 def describe_end(child: Child) -> str:
@@ -77,7 +86,6 @@ async def gpu_lock(module: str, gpus: str, timeout_seconds: float) -> AsyncItera
     wait the program starts beside the earlier one, with a warning, as several programs may share a GPU on purpose.
     """
     folder = temporary_folder()
-    folder.mkdir(parents=True, exist_ok=True)
     name = re.sub(r"[^\w.-]", "-", f"{module}-GPU-{gpus}.lock")
     descriptor = os.open(folder / name if gpus else os.devnull, os.O_CREAT | os.O_RDWR, 0o600)
     try:

@@ -141,7 +141,7 @@ def end_haproxy_with_ray() -> None:
 def ray_node(config: Mapping[str, Any], dashboard_port: int) -> Iterator[RayDashboard]:
     """Run a Ray cluster of one node with the resources that the configuration asks for, until the block ends.
 
-    Raise Unavailable where it does not start within the times that Ray has for its parts (`deploy/up.py` has two).
+    Raise Unavailable where a part of it does not start within Ray's own limits, two of which `deploy.up` sets.
     """
     print("starting a Ray node, for which a busy machine may take minutes", file=sys.stderr, flush=True)
     try:
@@ -167,9 +167,15 @@ def ray_node(config: Mapping[str, Any], dashboard_port: int) -> Iterator[RayDash
 
 
 def node_to_be(config: Mapping[str, Any]) -> Node:
-    """Return the node that `ray_node` would start, with what Ray finds on this machine, such as GPUs."""
-    spec = ResourceAndLabelSpec(**_node_options(config)).resolve(is_head=True, node_ip_address=HOST)
-    return Node(HOST, True, spec.to_resource_dict())
+    """Return the node that `ray_node` would start, with what Ray finds on this machine, such as GPUs.
+
+    Raise Unavailable where Ray would start none, as with too little memory.
+    """
+    try:
+        spec = ResourceAndLabelSpec(**_node_options(config)).resolve(is_head=True, node_ip_address=HOST)
+        return Node(HOST, True, spec.to_resource_dict())
+    except Exception as exc:  # Ray raises plain ones
+        raise Unavailable(f"the Ray node would not start: {exc}") from exc
 
 
 def serve(config: Mapping[str, Any], dashboard: RayDashboard, endpoints: Endpoints) -> None:

@@ -135,8 +135,10 @@ class Supervising:
         try:
             async with asyncio.timeout(timeout_seconds):
                 return IndexPlace(*await self._index.place.remote())
+        except TimeoutError as exc:
+            raise Unavailable(f"the deployment {INDEX} does not answer within {timeout_seconds:g} s") from exc
         except Exception as exc:  # Serve raises various classes where a deployment has no replica
-            raise Unavailable(f"the deployment {INDEX} does not answer within {timeout_seconds:g} s: {exc!r}") from exc
+            raise Unavailable(f"the deployment {INDEX} does not say where the index is: {exc!r}") from exc
 
 
 class IndexReplica:

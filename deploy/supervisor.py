@@ -11,6 +11,7 @@ import tempfile
 import time
 from contextlib import suppress
 from dataclasses import replace
+from math import inf
 from typing import IO, Any
 
 import grpc
@@ -41,6 +42,7 @@ logger = logging.getLogger(__name__)
 POLL_SECONDS = 0.1
 CALL_SECONDS = 5.0  # within which a program must answer a health check
 DRAIN_MARGIN_SECONDS = 5.0  # beyond the program's drain time, before the second SIGTERM
+UNASKED_SECONDS = 60.0  # longer without a check than Serve leaves: nobody has asked meanwhile
 LEAVING_SECONDS = 30.0  # within which an orchestrator that drains has left its ports
 
 
@@ -67,6 +69,7 @@ class Supervisor:
         self._channel = self._access.own_channel(self.address)
         self._has_served = False
         self._silent_since: float | None = None  # monotonic time of the first check that it did not answer
+        self._checked = -inf  # monotonic time at which the last check ended
 
     @property
     def address(self) -> str:
@@ -151,12 +154,15 @@ class Supervisor:
         try:
             problem = await self._problem()
         except BoughError as exc:
-            # Not since its last answer: nobody asks while Ray has no head.
-            self._silent_since = self._silent_since or began
+            # Only while somebody asks: nobody does while Ray has no head.
+            if self._silent_since is None or began - self._checked > UNASKED_SECONDS:
+                self._silent_since = began
             silent_seconds = time.monotonic() - self._silent_since
             if silent_seconds < self.settings.supervision.silent_seconds:
                 return
             problem = f"has not answered for {silent_seconds:.0f} s ({exc})"
+        finally:
+            self._checked = time.monotonic()
         if problem:
             child.process.kill()
             raise Unavailable(f"{self.role.module} at {self.address} {problem}; its process was ended")

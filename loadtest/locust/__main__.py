@@ -21,6 +21,9 @@ refused, failed       RESOURCE_EXHAUSTED or 429; any other error. `unfinished` w
 offered_...           with --rate: requests a second that were sent
 steps                 where users climb: of each number of users requests, TTFT p95, tokens per second, refused
 bent_at_users         where users climb: how many there were when latency had bent; null if it has not
+
+The exit status is 1 where a request failed (refused and unfinished ones have not) or none finished, and 2 where the
+test could not be made.
 """
 
 from __future__ import annotations

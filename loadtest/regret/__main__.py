@@ -40,10 +40,17 @@ def main() -> None:
     parser.add_argument("--repeats", type=two_or_more, default=8, help="simulated: texts of each regime")
     parser.add_argument("--more-repeats", type=int, default=24, help="of the sizer alone, to judge its predictions by")
     parser.add_argument("--simulated-tokens", type=int, default=128, help="of each of them")
-    parser.add_argument("--prompts", type=two_or_more, default=4, help="real: texts of each regime")
+    parser.add_argument(
+        "--prompts",
+        type=two_or_more,
+        default=4,
+        help="real: texts of each regime, or groups of as many as it has sessions",
+    )
     parser.add_argument("--tokens", type=int, default=32, help="of each of them")
     parser.add_argument("--plain-tokens", type=int, default=12, help="of which plain decoding makes so many")
-    parser.add_argument("--more-prompts", type=int, default=9, help="real: of the sizer alone, if there are so many")
+    parser.add_argument(
+        "--more-prompts", type=int, default=9, help="real: likewise, of the sizer alone, if there are so many"
+    )
     parser.add_argument("--seed", type=int, default=0, help="real: the first prompt of those that are taken")
     arguments = parser.parse_args()
     figures = {}

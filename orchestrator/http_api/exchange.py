@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from bough.concurrency.tasks import end
-from bough.protocol.generation import Event, Finished, PromptLogprobs, Started
+from bough.protocol.generation import Event, PromptLogprobs, Started
 from orchestrator.http_api.answers.answer import Answer
 from orchestrator.http_api.fields.errors import Json, api_error
 from orchestrator.http_api.merging import Indexed, merged
@@ -25,6 +25,7 @@ STREAM_HEADERS = [
     (b"x-accel-buffering", b"no"),  # otherwise nginx would buffer the stream
 ]
 KEEP_ALIVE = b": keep-alive\n\n"
+ITEM_END = "response.output_item.done"  # repeats all of an item of a response
 MANY_ENTRIES = 10_000  # which take some 10 ms to write
 _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 
@@ -70,7 +71,7 @@ class Exchange:
             if not writer.has_begun:
                 await error.response()(scope, receive, send)
                 return
-            await writer.write(b"".join(map(_data, self.answer.failed(error))))
+            await writer.write(await self._maybe_large(self.answer.failed(error)))
         await writer.write(self.answer.stream_end)
         await send({"type": "http.response.body", "body": b""})
 
@@ -98,7 +99,7 @@ class Exchange:
 
     async def _data(self, one: Indexed) -> bytes:
         chunks = await self._chunks(one)
-        if isinstance(one.event, PromptLogprobs | Finished):  # what ends a response's item repeats it
+        if isinstance(one.event, PromptLogprobs) or any(each.get("type") == ITEM_END for each in chunks):
             return await self._maybe_large(chunks)
         return b"".join(map(_data, chunks))
 

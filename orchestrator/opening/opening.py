@@ -168,7 +168,10 @@ class Opening:
         return continued_prompt(past.session.tokens, prompt, target.tokenizer, target.info.vocab_size)
 
     def _whole(self, prompt: Prompt, tokenizer: Tokenizer, vocab_size: int) -> list[int]:
-        """Tokens of a prompt that begins a text, made once for the choices of a call, which have the same object."""
+        """Tokens of a prompt that begins a text; the choices of a call, which have the same object, share them.
+
+        Choices that ask at the same moment, in several threads, each make them.
+        """
         made = self._made  # several threads set it
         if made is None or made.prompt is not prompt or (made.tokenizer, made.vocab_size) != (tokenizer, vocab_size):
             tokens = whole_prompt(prompt, tokenizer, vocab_size)

@@ -152,11 +152,13 @@ def test_a_gpu_where_there_is_none_is_named_before_anything_is_started(
 ) -> None:
     """Once the answer came after minutes, as a whole Ray node had to be started to find out."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    config = with_orchestrator(port=free_port(local.HOST)) | {
-        "http_options": {"host": local.HOST, "port": free_port(local.HOST)}
-    }
+    ports = set[int]()
+    while len(ports) < 3:  # they are drawn by chance, and two may be the same
+        ports.add(free_port(local.HOST))
+    own, http, index_port = ports
+    config = with_orchestrator(port=own) | {"http_options": {"host": local.HOST, "port": http}}
     index, target = config["applications"][0]["deployments"][:2]
-    index["user_config"]["port"] = free_port(local.HOST)
+    index["user_config"]["port"] = index_port
     (file := tmp_path / "serve.yaml").write_text(json.dumps(config))
     monkeypatch.setattr(local, "catch_signals", lambda: None)
     monkeypatch.setattr(local, "ensure_demonstration", lambda: None)
@@ -322,3 +324,12 @@ def test_a_node_that_does_not_start_is_told_of_in_one_error(monkeypatch: pytest.
     with pytest.raises(Unavailable, match=r"^the Ray node did not start: The current node timed out during startup\.$"):
         local.ray_node(CONFIG, 8265).__enter__()
     assert ended == [True]
+
+
+def test_a_node_that_ray_would_not_start_is_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise ValueError("not enough memory")
+
+    monkeypatch.setattr(local.ResourceAndLabelSpec, "resolve", refuse)
+    with pytest.raises(Unavailable, match="the Ray node would not start: not enough memory"):
+        local.node_to_be(CONFIG)

@@ -19,7 +19,7 @@ from bough.protocol.generation import Finished, GenerateOptions, TextPrompt
 from bough.registry.registry import Registry
 from bough.simulation.profile import load_profile
 from deploy import supervisor as supervisor_module
-from deploy.child import gpu_lock, start, stop, temporary_folder
+from deploy.child import start, stop, temporary_folder
 from deploy.index import IndexPlace
 from deploy.settings import Role, read_program
 from deploy.supervisor import Supervisor
@@ -85,6 +85,9 @@ async def test_a_program_that_nobody_has_asked_for_long_is_not_silent(
         os.kill(process_id(draft), signal.SIGSTOP)
         with monkeypatch.context() as patched:
             patched.setattr(supervisor_module, "CALL_SECONDS", 0.2)
+            await draft.check()
+            patched.setattr(supervisor_module, "UNASKED_SECONDS", 1.0)
+            await asyncio.sleep(2.1)  # the head went after a check without an answer
             await draft.check()
         os.kill(process_id(draft), signal.SIGCONT)
         await draft.check()
@@ -229,6 +232,24 @@ async def test_a_log_is_kept_where_somebody_may_read_it(
         assert len([*temporary.glob("*.log")]) == is_killed, "of one that crashed it is all that is left"
 
 
+def test_a_folder_for_logs_that_somebody_else_made_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its name, another one for each user, can be guessed; whoever made it could replace logs and locks."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    folder = temporary_folder()
+    assert folder == tmp_path / f"bough-{os.getuid()}"
+    assert folder.stat().st_mode & 0o77 == 0
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    (tmp_path / "bough-12345").mkdir()
+    with pytest.raises(ConfigError, match=r"bough-12345: must be this user's own folder .* got that of user"):
+        temporary_folder()
+    monkeypatch.undo()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    folder.rename(tmp_path / "elsewhere")
+    folder.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match="got a link"):
+        temporary_folder()
+
+
 async def test_a_program_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
     code = (
         "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
@@ -237,17 +258,3 @@ async def test_a_program_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
     await until(lambda: "up" in child.tail())
     await stop(child, 0.1)
     assert child.process.returncode == -signal.SIGKILL
-
-
-async def test_users_of_one_machine_are_in_nobody_elses_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever came second could not write in the first one's folder, so that none of his programs started."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    made = list[set[str]]()
-    for user in (1001, 1002):
-        monkeypatch.setattr(os, "getuid", lambda user=user: user)
-        async with gpu_lock("target_worker", "0", 1.0) as held:
-            child = start("sleeper", [sys.executable, "-c", ""], {}, held=(held,))
-            await until(child.has_ended)
-        made.append({path.name for path in tmp_path.iterdir()})
-    assert made == [{"bough-1001"}, {"bough-1001", "bough-1002"}]
-    assert {path.suffix for path in (tmp_path / "bough-1002").iterdir()} == {".lock", ".log"}

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import LlamaConfig
 
 from bough.cli.main import argument_parser, main
 from bough.cli.planning.shape import shape
@@ -19,7 +20,8 @@ from bough.trees.acceptance import acceptance_from
 from bough.trees.optimal_tree import expected_tokens
 from bough.trees.scheme_acceptance import DepthCounts, SchemeAcceptance
 from bough.trees.tree_plan import Scheme, StaticShape
-from tests.fakes.stack import stack
+from loadtest.common.tiny_model import save_model
+from tests.fakes.stack import SMALLEST, stack
 
 DATA = Path(__file__).parents[3] / "loadtest" / "data"
 MEASURED = str(DATA / "acceptance-measured.json")
@@ -125,7 +127,13 @@ def test_from_live_names_the_address_where_nobody_answers(capsys: pytest.Capture
 @pytest.mark.slow
 async def test_from_what_a_running_system_has_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = GenerateOptions(max_tokens=50, temperature=0.0, ignore_eos=True, speculation=Speculation(budget=24))
-    async with stack(tmp_path) as running, Client(address := running.addresses["orchestrator"]) as client:
+    draft = save_model(
+        tmp_path / "draft", LlamaConfig(**{**SMALLEST.to_dict(), "initializer_range": 0.2})
+    )  # seldom right
+    async with (
+        stack(tmp_path, draft_model=draft) as running,
+        Client(address := running.addresses["orchestrator"]) as client,
+    ):
         events = [event async for event in client.generate(TextPrompt("hello"), options)]
         assert isinstance(events[-1], Finished)
         live = ["shape", "--from-live", "--address", address, "--nodes", "16", "--levels", "5"]

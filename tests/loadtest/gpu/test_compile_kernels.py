@@ -52,7 +52,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     """
     environ = {**os.environ, "EMPTY": str(tmp_path_factory.mktemp("cache"))}
     command = [sys.executable, "-c", COMPILE, json.dumps(RUNS)]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=600, check=False)
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=1200, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return [json.loads(line) for line in done.stdout.splitlines() if not line.startswith("Compiled(")]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from math import inf
 from typing import cast
 
 import pytest
@@ -60,7 +59,8 @@ async def test_an_event_loop_that_stands_is_not_told_as_the_fastest(monkeypatch:
     monkeypatch.setattr(carrying, "_metrics_url", url)
     monkeypatch.setattr(carrying, "_read", unchanged)
     figures = await carrying.measured(cast(Stack, Standing()), 3, 0.01)
-    assert (figures["rounds_per_second"], figures["loop_lag_p99_seconds"]) == (0.0, inf)
+    assert figures["rounds_per_second"] == 0.0
+    assert figures["loop_lag_p99_seconds"] >= 0.01
 
 
 def test_processor_time_is_what_was_computed() -> None:

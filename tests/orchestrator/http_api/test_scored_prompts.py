@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from bough.errors import Unavailable
 from bough.protocol.decision import RoundTimings
 from bough.protocol.generation import (
     Event,
@@ -159,16 +160,29 @@ async def generated() -> AsyncGenerator[Event]:
     yield END
 
 
+async def broken_off() -> AsyncGenerator[Event]:
+    yield STARTED
+    yield TOKENS
+    raise Unavailable("the target has gone")
+
+
+def chat() -> Answer:
+    return ChatAnswer(Head("id", 0), 1, StreamOptions(), lambda _: lambda _: b"x", None, lambda _: HERMES)
+
+
+def response() -> Answer:
+    return ResponseAnswer(Head("id", 0, is_stream=True), {}, lambda _: lambda _: b"x", None, lambda _: HERMES)
+
+
 @pytest.mark.parametrize(
-    "make_answer",
-    [
-        lambda: ChatAnswer(Head("id", 0), 1, StreamOptions(), lambda _: lambda _: b"x", None, lambda _: HERMES),
-        lambda: ResponseAnswer(Head("id", 0, is_stream=True), {}, lambda _: lambda _: b"x", None, lambda _: HERMES),
-    ],
-    ids=["whole", "the last event of a stream"],
+    ("make_answer", "events"),
+    [(chat, generated), (response, generated), (response, broken_off)],
+    ids=["whole", "the last event of a stream", "a response that fails, which repeats itself"],
 )
 async def test_many_log_probabilities_are_written_off_the_event_loop(
-    make_answer: Callable[[], Answer], monkeypatch: pytest.MonkeyPatch
+    make_answer: Callable[[], Answer],
+    events: Callable[[], AsyncGenerator[Event]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Only those of prompts were: while megabytes of others were written all streams waited."""
     threads, in_steps, sent = list[int](), exchange._in_steps, list[Any]()
@@ -181,7 +195,7 @@ async def test_many_log_probabilities_are_written_off_the_event_loop(
         sent.append(message)
 
     monkeypatch.setattr(exchange, "_in_steps", noted)
-    await Exchange(lambda: nullcontext([generated()]), make_answer(), {})({"type": "http"}, connected, send)
+    await Exchange(lambda: nullcontext([events()]), make_answer(), {})({"type": "http"}, connected, send)
     assert sent[0]["status"] == 200
     assert b"".join(message["body"] for message in sent[1:]).count(b'"top_logprobs"') >= NUM_TOKENS
     assert threads

@@ -250,3 +250,17 @@ async def test_a_release_is_not_repeated_where_it_would_free_nothing_or_too_much
     requests._endings.let_go(session, left, TargetLease(target))
     await until(lambda: asked and not requests._endings._tasks and not requests._endings._retries)
     assert asked == ["s"]
+
+
+async def test_a_release_is_repeated_where_the_session_runs_elsewhere_by_now(
+    fakes: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(endings, "RETRY_PAUSES", (0.01,))
+    asked = deaf(monkeypatch, 1000)
+    await fakes.target("t")
+    requests, _ = await fakes.orchestrator()
+    (target,) = requests.directory.targets
+    session = cast(Session, SimpleNamespace(session_id="s", epoch=1))
+    requests._endings.let_go(session, target, TargetLease(replace(target)))
+    await until(lambda: asked and not requests._endings._tasks and not requests._endings._retries)
+    assert asked == ["s", "s"]

@@ -17,7 +17,10 @@ from tests.fakes.stack import stack
 @pytest.mark.slow
 async def test_a_running_system_tells(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What expectations are worth on a random model of one layer is another matter: they are there, and move."""
-    options = GenerateOptions(max_tokens=40, temperature=0.0, ignore_eos=True, speculation=Speculation(lookup=0))
+    always = Speculation(
+        budget=8, lookup=0
+    )  # trees that size themselves may send no guesses of a draft that costs much
+    options = GenerateOptions(max_tokens=40, temperature=0.0, ignore_eos=True, speculation=always)
     async with stack(tmp_path) as running, Client(address := running.addresses["orchestrator"]) as client:
         assert await client.calibrations() == ()
         events = [event async for event in client.generate(TokenPrompt((40, 41, 42)), options)]
