@@ -163,7 +163,7 @@ def mutate(data: st.DataObject, message: Message) -> None:
 
 
 @pytest.mark.slow
-@settings(FUZZ, max_examples=150)
+@settings(FUZZ, max_examples=250)
 @given(
     data=st.data(),
     call=st.sampled_from(
@@ -243,7 +243,7 @@ async def right(running: Stack) -> list[int]:
 
 
 @pytest.mark.slow
-@settings(FUZZ, max_examples=40)
+@settings(FUZZ, max_examples=60)
 @given(steps=STEPS)
 async def test_any_order_of_verify_and_release(running: Stack, right: list[int], steps: list[Step]) -> None:
     """Wrong epochs, rounds and beliefs, repeated and at once; whoever gets a verdict gets the right one."""

@@ -54,7 +54,7 @@ class Session(NamedTuple):
 
 def random_session(model: StreamedModel, rng: np.random.Generator) -> Session:
     """Of positions on this side of the attention's blocks, beyond them, or across."""
-    prompt = rng.integers(0, 256, rng.integers(1, 40)).tolist()
+    prompt = rng.integers(0, 256, rng.integers(1, 70)).tolist()
     tree, slot = random_tree(rng, int(rng.integers(1, 45)), root=int(rng.integers(256))), new_slot(model)
     return Session(prompt, tree, (Segment.context(slot, 0, prompt), Segment.tree(slot, len(prompt), tree)))
 
