@@ -235,9 +235,13 @@ async def test_nobody_waits_for_a_release_to_be_repeated(fakes: Fleet, monkeypat
     assert not requests._endings._retries
 
 
-@pytest.mark.parametrize("is_known", [True, False], ids=["it runs there again", "the target was forgotten"])
-async def test_a_release_is_not_repeated_where_it_would_free_nothing_or_too_much(
-    fakes: Fleet, monkeypatch: pytest.MonkeyPatch, is_known: bool
+@pytest.mark.parametrize(
+    ("is_known", "is_elsewhere", "num_asked"),
+    [(True, False, 1), (False, False, 1), (True, True, 2)],
+    ids=["it runs there again", "the target was forgotten", "it runs elsewhere by now"],
+)
+async def test_a_release_is_repeated_only_where_it_frees_a_slot_that_is_left(
+    fakes: Fleet, monkeypatch: pytest.MonkeyPatch, is_known: bool, is_elsewhere: bool, num_asked: int
 ) -> None:
     """A session may come back, in the same epoch, to a target that it has left: its slot is in use then."""
     monkeypatch.setattr(endings, "RETRY_PAUSES", (0.01,))
@@ -247,20 +251,6 @@ async def test_a_release_is_not_repeated_where_it_would_free_nothing_or_too_much
     (target,) = requests.directory.targets
     left = target if is_known else replace(target)
     session = cast(Session, SimpleNamespace(session_id="s", epoch=1))
-    requests._endings.let_go(session, left, TargetLease(target))
+    requests._endings.let_go(session, left, TargetLease(replace(target) if is_elsewhere else target))
     await until(lambda: asked and not requests._endings._tasks and not requests._endings._retries)
-    assert asked == ["s"]
-
-
-async def test_a_release_is_repeated_where_the_session_runs_elsewhere_by_now(
-    fakes: Fleet, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(endings, "RETRY_PAUSES", (0.01,))
-    asked = deaf(monkeypatch, 1000)
-    await fakes.target("t")
-    requests, _ = await fakes.orchestrator()
-    (target,) = requests.directory.targets
-    session = cast(Session, SimpleNamespace(session_id="s", epoch=1))
-    requests._endings.let_go(session, target, TargetLease(replace(target)))
-    await until(lambda: asked and not requests._endings._tasks and not requests._endings._retries)
-    assert asked == ["s", "s"]
+    assert asked == ["s"] * num_asked
