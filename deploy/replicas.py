@@ -48,7 +48,7 @@ class Supervising:
         self._index = index
         self._place = IndexPlace("")
         self._supervisor: Supervisor | None = None
-        self._restart: asyncio.Task[None] | None = None  # of a program that has ended by itself
+        self._restart: asyncio.Task[None] | None = None  # of a program that has ended by itself, or whose index moved
         self._restarted = -inf  # when it served again, in seconds on the monotonic clock
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
@@ -70,8 +70,9 @@ class Supervising:
         await self._started(supervisor)
 
     async def check_health(self) -> None:
-        """Raise where this replica must be replaced. A program that has ended is started again here, once in a while.
+        """Raise where this replica must be replaced.
 
+        A program that has ended is started again here, once in a while, and one whose index has moved whenever it has:
         Serve would take three checks, and another process on a node with the same resources, to do that.
         """
         if self._restart is not None:
@@ -89,19 +90,21 @@ class Supervising:
             if time.monotonic() - self._restarted < STEADY_SECONDS:
                 raise
             logger.warning("%s\nit is started again", exc)
-            self._restart = asyncio.create_task(self._start_again(supervisor))
+            self._restart = asyncio.create_task(self._start_again(supervisor, self._place))
             return
         try:
             place = await self._find_index(ASK_SECONDS)
         except Unavailable:  # it is being replaced; streams continue without it
             return
-        if place != self._place:
-            raise Unavailable(f"the index has moved from {self._place.url} to {place.url}")
+        if place != self._place and supervisor is self._supervisor:
+            logger.warning("the index has moved from %s to %s: the program starts anew", self._place.url, place.url)
+            self._restart = asyncio.create_task(self._start_again(supervisor, place))
 
-    async def _start_again(self, ended: Supervisor) -> None:
+    async def _start_again(self, before: Supervisor, place: IndexPlace) -> None:
         """Start a program again without asking Ray for anything, as its head may go meanwhile."""
         await run_to_completion(self._stop())
-        await self._start(Supervisor(ended.settings, ended.host, self._place))
+        self._place = place
+        await self._start(Supervisor(before.settings, before.host, place))
         self._restarted = time.monotonic()
 
     async def __del__(self) -> None:

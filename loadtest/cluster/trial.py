@@ -122,7 +122,8 @@ class Trial:
         self.replicas_stayed &= replicas == await self._replica_ids()
 
     async def _move_index(self) -> None:
-        """Move the index to another host."""
+        """Move the index to another host; replicas stay and start their programs anew."""
+        replicas = await self._replica_ids()
         config = with_index_elsewhere(trial_config())
         host = self._cluster.hosts[DRAFT].address
 
@@ -133,6 +134,7 @@ class Trial:
         await asyncio.to_thread(self._cluster.dashboard.deploy, config)
         await until(is_found, "the orchestrators to find the index where it is now")
         await self._cluster.redeploy(config)
+        self.replicas_stayed &= replicas == await self._replica_ids()
 
     async def _kill_head(self) -> None:
         """Kill the head's host with one orchestrator; the index, workers and the other orchestrator are elsewhere."""

@@ -110,6 +110,34 @@ async def test_a_program_that_has_ended_is_started_again_and_requests_wait(repli
     ] * 2
 
 
+async def test_a_program_whose_index_has_moved_starts_anew_at_the_new_one(
+    replica: OrchestratorReplica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Serve is told nothing: it would replace the replica, in three checks and with another process."""
+    (first,) = FakeSupervisor.made
+    monkeypatch.setattr(replica, "_index", "redis://127.0.0.1:2")
+    await replica.check_health()
+    await restarted(replica)
+    await replica.check_health()
+    assert first.was_stopped
+    assert [(made.settings, made.host, made.index.url) for made in FakeSupervisor.made] == [
+        (first.settings, "127.0.0.1", f"redis://127.0.0.1:{number}") for number in (1, 2)
+    ]
+    assert not waits(replica._door)
+
+
+async def test_a_program_that_does_not_start_at_the_new_index_is_left_to_serve(
+    replica: OrchestratorReplica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replica, "_index", "redis://127.0.0.1:2")
+    monkeypatch.setattr(FakeSupervisor, "problem", "its port is in use")
+    await replica.check_health()
+    await restarted(replica)
+    for _ in range(3):
+        with pytest.raises(ConfigError, match="its port is in use"):
+            await replica.check_health()
+
+
 @pytest.mark.parametrize("problem", ["", "its port is in use"])
 async def test_a_program_that_ends_again_or_cannot_be_started_is_left_to_serve(
     replica: OrchestratorReplica, monkeypatch: pytest.MonkeyPatch, problem: str
