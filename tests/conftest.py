@@ -31,6 +31,7 @@ from bough.processes.launch import Cluster, Settings, launched
 from bough.tokenization.vocabulary import TokenizerFiles
 from loadtest.common.tiny_model import TINY, save_model, save_tokenizer
 from tests.fakes.fleet import Fleet, fleet
+from tests.fakes.fork_server import forked_programs
 from tests.fakes.stage import Orchestrator, Stage, orchestrating, staged_at
 
 __all__ = ["TINY", "save_model", "save_tokenizer"]  # for the tests that import them from here
@@ -72,6 +73,12 @@ def pytest_collection_finish() -> None:
     """From now on garbage is looked for, but not among modules and tests: they stay to the end."""
     gc.freeze()
     gc.enable()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _forked_programs() -> Iterator[None]:
+    with forked_programs():
+        yield
 
 
 @pytest.fixture(scope="session")

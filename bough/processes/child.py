@@ -100,8 +100,16 @@ def open_child(
 
     It inherits the file descriptors `held`.
     """
+    process = open_process(command, log, variables, held)
+    return Child(name, tuple(command), variables, log, process, process_name(process.pid))
+
+
+def open_process(
+    command: Sequence[str], log: Path, variables: Mapping[str, str], held: Sequence[int]
+) -> subprocess.Popen[bytes]:
+    """Start the process of `open_child`."""
     with log.open("ab") as stream:
-        process = start(
+        return start(
             command,
             lambda line: subprocess.Popen(
                 line,
@@ -113,7 +121,6 @@ def open_child(
                 pass_fds=held,
             ),
         )
-    return Child(name, tuple(command), variables, log, process, process_name(process.pid))
 
 
 def end(children: Sequence[Child], drain_seconds: float = DRAIN_SECONDS) -> None:

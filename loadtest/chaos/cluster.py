@@ -24,6 +24,7 @@ from bough.client import Client
 from bough.config.addresses import free_port
 from bough.config.processes import DraftConfig, OrchestratorConfig, ServiceConfig, TargetConfig, to_flags
 from bough.errors import BoughError
+from bough.processes.exit_with_parent import python
 from bough.processes.launch import INDEX, Cluster, Settings
 from loadtest.chaos.proxy import LOCALHOST, CallProxy, LinkProxy
 
@@ -206,4 +207,4 @@ def _command(kind: str, config: ServiceConfig, door: Door, index: str) -> Sequen
     flags = to_flags(config)
     for name, value in (("port", door.port), ("advertise-port", door.link.port), ("index-url", f"redis://{index}")):
         flags[flags.index(f"--{name}") + 1] = str(value)
-    return [sys.executable, "-m", MODULES[kind], *flags]
+    return python(MODULES[kind], *flags)

@@ -242,10 +242,10 @@ def alive(marker: str) -> list[str]:
     return lines
 
 
-def read_until(stream: IO[bytes] | None, text: bytes) -> None:
+def read_until(stream: IO[bytes] | None, text: bytes, process: subprocess.Popen[bytes]) -> None:
     """Reads what a process prints, up to the line that has the text."""
     assert stream is not None
-    assert any(text in line for line in stream), f"it never printed {text!r}"
+    assert any(text in line for line in stream), f"it never printed {text!r}: {process.communicate()}"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
@@ -260,9 +260,9 @@ async def test_bough_up_leaves_no_process_behind(tiny: Path, tmp_path: Path, num
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite run in the background inherits it ignored
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=tmp_path)
     if when == "it serves":
-        await asyncio.to_thread(read_until, process.stdout, b"ready: ")
+        await asyncio.to_thread(read_until, process.stdout, b"ready: ", process)
     elif when == "its workers load":
-        await asyncio.to_thread(read_until, process.stderr, b"target worker (")
+        await asyncio.to_thread(read_until, process.stderr, b"target worker (", process)
     else:
         await asyncio.sleep(0.5)
     process.send_signal(number)

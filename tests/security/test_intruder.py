@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AsyncExitStack
 from dataclasses import astuple
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from loadtest.intruder.certificates import at_certificates, secured
 from loadtest.intruder.stage import new_secrets, staged
 from loadtest.intruder.strangers import at_grpc
 from loadtest.intruder.tally import Tally
+from tests.fakes.fork_server import started_anew
 from tests.fakes.stage import Orchestrator
 
 MANY, MANY_CERTIFICATES = 1500, 30
@@ -21,11 +23,15 @@ MANY, MANY_CERTIFICATES = 1500, 30
 async def test_nobody_gets_in_who_may_not(tmp_path: Path) -> None:
     """`python -m loadtest.intruder`, its first half."""
     tally = Tally()
-    async with staged(tmp_path) as stage:
+    async with AsyncExitStack() as stack:
+        stack.enter_context(started_anew())
+        stage = await stack.enter_async_context(staged(tmp_path))
         await intrude(stage, tally, tmp_path)
         ids = stage.stack.process_ids().values()
         children = [child for each in stage.stack.replicas.values() for child, _ in each]
-        told = [child.log.read_bytes() for child in children] + [Path(f"/proc/{i}/cmdline").read_bytes() for i in ids]
+        titles = [Path(f"/proc/{number}/cmdline").read_bytes() for number in ids]
+        told = [*titles, *(child.log.read_bytes() for child in children)]
+    assert any(b"orchestrator" in title for title in titles), "they were started by their own command lines"
     assert not [secret for secret in astuple(stage.secrets) if secret.encode() in b"".join(told)], "in logs or titles"
     assert not tally.admitted
     assert not tally.locked_out

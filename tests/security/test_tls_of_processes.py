@@ -27,6 +27,7 @@ from bough.security.certificates import CertificateFiles
 from bough.security.tls import Tls
 from loadtest.common.certificates import Authority, Pair, flags_of
 from orchestrator.cluster.worker_clients import DraftClient, TargetClient
+from tests.fakes.fork_server import started_anew
 from tests.fakes.index_server import connected, served, tls_in_front_of
 from tests.fakes.simulated import pair_of, text_of, write_profile
 
@@ -72,7 +73,8 @@ async def bough(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Bough
             parse(OrchestratorConfig, "o", ["--port", "0", *flags], {}),
             f"rediss://:{password}@127.0.0.1:{port}?ssl_ca_certs={files.authority}",
         )
-        cluster = await stack.enter_async_context(launched(settings, lambda _: None))
+        with started_anew():
+            cluster = await stack.enter_async_context(launched(settings, lambda _: None))
         yield Bough(cluster, folder, files, password)
 
 
@@ -190,6 +192,7 @@ async def test_no_secret_is_in_a_log_a_command_line_or_what_doctor_prints(bough:
             f"title of {name}": Path(f"/proc/{child.process.pid}/cmdline").read_bytes(),
             "doctor": told,
         }
+        assert name.encode() in seen[f"title of {name}"], "it was started by its own command line"
         for where, text in seen.items():
             assert bough.password.encode() not in text, where
             assert key not in text, where

@@ -1,0 +1,225 @@
+"""Programs that tests start are forked from a process that has imported their libraries.
+
+The imports take a worker with weights three seconds of processor time and an orchestrator one; tests start hundreds.
+What a forked program is not, a process of its own command line, tests have by `started_anew`, and by the commands that
+they run as users do.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import gc
+import importlib
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from bough.processes import child
+from bough.processes.child import open_process as open_real_process
+from bough.processes.exit_with_parent import MODULE, PR_SET_PDEATHSIG, start
+
+PROGRAMS = ("target_worker", "draft_worker", "orchestrator")
+IMPORTS = (
+    *("target_worker.service", "target_worker.worker", "target_worker.simulated"),
+    *("draft_worker.service", "draft_worker.worker", "draft_worker.simulated"),
+    *("bough.simulation.line", "bough.simulation.pair", "orchestrator.assembly"),
+    "transformers.models.llama.modeling_llama",
+)
+OWN = ("PYTEST_CURRENT_TEST", "OMP_NUM_THREADS", "TORCHINDUCTOR_CACHE_DIR")  # variables that concern no program
+MAX_MESSAGE = 1 << 17  # bytes; most is the environment
+MAX_DESCRIPTORS = 8
+
+
+class ForkedProcess:
+    """A program that the server has forked, with the methods of `subprocess.Popen` that `bough.processes` calls."""
+
+    def __init__(self, server: ForkServer, process_id: int) -> None:
+        self.pid = process_id
+        self.returncode: int | None = None  # exit status, or the negative number of a signal
+        self._server = server
+
+    def poll(self) -> int | None:
+        """The exit status; None while it runs."""
+        if self.returncode is None:
+            self.returncode = self._server.ask({"status": self.pid})
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for the exit status. Raises subprocess.TimeoutExpired after `timeout` seconds."""
+        if self.poll() is None:
+            descriptor = os.pidfd_open(self.pid)
+            try:
+                select.select([descriptor], [], [], timeout)
+            finally:
+                os.close(descriptor)
+        if (status := self.poll()) is None:
+            raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
+        return status
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal if the process still runs."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        """Send SIGTERM."""
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Send SIGKILL."""
+        self.send_signal(signal.SIGKILL)
+
+
+class ForkServer:
+    """The process that forks. It starts when it is first wanted; programs end with it, and it ends with this one."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._requests: socket.socket | None = None
+        self._imported_in = environment_of_imports(os.environ)
+
+    def open_process(self, command: Sequence[str], log: Path, variables: Mapping[str, str], held: Sequence[int]) -> Any:
+        """As `child.open_process`, which starts what is no program, or one that would import in other surroundings."""
+        environment = os.environ | variables
+        match list(command):
+            case [sys.executable, *flags] if tuple(flags[:2]) == MODULE and flags[2] in PROGRAMS:
+                has_torch = flags[2] != "orchestrator" and not simulates(flags)
+                if environment_of_imports(environment) == self._imported_in and not (
+                    has_torch and environment.get("OMP_NUM_THREADS") != os.environ.get("OMP_NUM_THREADS")
+                ):
+                    program = {"arguments": flags[2:], "environment": environment, "folder": os.getcwd()}
+                    with log.open("ab") as stream:
+                        return ForkedProcess(self, self.ask(program, (stream.fileno(), *held)))
+        return open_real_process(command, log, variables, held)
+
+    def ask(self, request: Mapping[str, Any], held: Sequence[int] = ()) -> Any:
+        """The server's answer. Raises OSError if it has ended."""
+        with self._lock:
+            if self._requests is None:
+                self._requests = self._started()
+            socket.send_fds(self._requests, [json.dumps(request).encode()], held)
+            if not (answer := self._requests.recv(MAX_MESSAGE)):
+                raise ConnectionError("the process that forks programs of tests has ended; its errors are above")
+            return json.loads(answer)
+
+    def close(self) -> None:
+        """End the server, and with it what still runs."""
+        if self._process is not None and self._requests is not None:
+            self._requests.close()
+            self._process.wait()
+
+    def _started(self) -> socket.socket:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            command = [sys.executable, "-P", __file__]
+            self._process = start(command, lambda line: subprocess.Popen(line, stdin=theirs))
+        return ours
+
+
+@contextmanager
+def forked_programs() -> Iterator[None]:
+    """While the block runs, this process has its programs forked."""
+    server = ForkServer()
+    try:
+        with _opened_by(server.open_process):
+            yield
+    finally:
+        server.close()
+
+
+def started_anew() -> AbstractContextManager[None]:
+    """While the block runs, programs are started as they are in service, with command lines that others can read."""
+    return _opened_by(open_real_process)
+
+
+@contextmanager
+def _opened_by(open_process: Any) -> Iterator[None]:
+    before, child.open_process = child.open_process, open_process
+    try:
+        yield
+    finally:
+        child.open_process = before
+
+
+def simulates(flags: Sequence[str]) -> bool:
+    """Whether a worker with these flags has no weights."""
+    return any(flag == "--simulate" and profile for flag, profile in pairwise(flags))
+
+
+def environment_of_imports(environment: Mapping[str, str]) -> dict[str, str]:
+    """What of an environment may concern what is imported: programs read their own settings when they run."""
+    settings = tuple(f"BOUGH_{program.partition('_')[0].upper()}_" for program in PROGRAMS)
+    return {name: value for name, value in environment.items() if name not in OWN and not name.startswith(settings)}
+
+
+def main() -> None:
+    """Fork each program that is asked for, and tell its process id, or tell the exit status of an earlier one."""
+    requests = socket.socket(fileno=os.dup(0))
+    importlib.import_module("bough.model.architecture.light_imports").import_transformers()  # as workers do
+    for name in IMPORTS:
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()
+    assert threading.active_count() == 1, "a process must not fork once it has threads of its own"
+    server_id = os.getpid()
+    while True:
+        message, held, _, _ = socket.recv_fds(requests, MAX_MESSAGE, MAX_DESCRIPTORS)
+        if not message:
+            return
+        request = json.loads(message)
+        if "status" in request:
+            answer = exit_status(request["status"])
+        elif (answer := os.fork()) == 0:
+            requests.close()
+            become(request, held[0], server_id)
+            return
+        for descriptor in held:
+            os.close(descriptor)
+        requests.send(json.dumps(answer).encode())
+
+
+def exit_status(process_id: int) -> int | None:
+    """A forked program's exit status; None while it runs. It can be asked for once it has been told no more."""
+    ended, status = os.waitpid(process_id, os.WNOHANG)
+    return os.waitstatus_to_exitcode(status) if ended else None
+
+
+def become(program: Mapping[str, Any], log: int, parent_id: int) -> None:
+    """Run a program as `bough.processes.child` starts it: in a session of its own, until its parent ends."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent_id:
+        return
+    os.setsid()
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for opened, descriptors in ((nothing, (0,)), (log, (1, 2))):
+        for descriptor in descriptors:
+            os.dup2(opened, descriptor)
+        os.close(opened)
+    os.chdir(program["folder"])
+    os.environ.clear()
+    os.environ.update(program["environment"])
+    sys.argv = program["arguments"]
+    gc.enable()
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    threading._shutdown()  # as at the end of any program
+    atexit._run_exitfuncs()
+    os._exit(0)  # without taking apart all that the server has imported, which would take a third of a second
+
+
+if __name__ == "__main__":
+    gc.disable()
+    with suppress(KeyboardInterrupt):  # of the terminal, which is meant for pytest
+        main()

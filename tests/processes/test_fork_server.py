@@ -1,0 +1,99 @@
+"""Programs that tests have forked begin, end and are told to end as those that are started anew."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+
+from bough.processes.child import Child, end, open_child
+from bough.processes.exit_with_parent import python
+from bough.processes.launch import LOCAL
+from tests.fakes.fork_server import ForkedProcess, forked_programs, started_anew
+from tests.fakes.simulated import write_profile
+
+pytestmark = pytest.mark.pipeline
+
+SECONDS = 60
+
+
+@pytest.fixture(params=["forked", "started anew"])
+def kind(request: pytest.FixtureRequest) -> Iterator[str]:
+    with nullcontext() if request.param == "forked" else started_anew():  # as it is in all tests, or in service
+        yield request.param
+
+
+def opened(folder: Path, *flags: str, name: str = "orchestrator", held: Sequence[int] = ()) -> Child:
+    return open_child(name, python(name, *flags), folder / "log", {}, held)
+
+
+def serving(folder: Path, index_url: str, held: Sequence[int] = ()) -> Child:
+    """An orchestrator that listens."""
+    flags = ("--index-url", index_url, "--namespace", folder.name, "--host", LOCAL, "--port", "0", "--http-port", "-1")
+    child = opened(folder, *flags, held=held)
+    waited(child, f" at {LOCAL}:")
+    return child
+
+
+def waited(child: Child, text: str) -> None:
+    """Waits until the log has a text."""
+    deadline = time.monotonic() + SECONDS
+    while text not in child.tail():
+        assert time.monotonic() < deadline, child.tail()
+        assert not child.has_ended(), child.tail()
+        time.sleep(0.05)
+
+
+def test_a_program_runs_in_a_session_of_its_own_until_it_is_told_to_end(
+    tmp_path: Path, index_url: str, kind: str
+) -> None:
+    child = serving(tmp_path, index_url)
+    assert isinstance(child.process, ForkedProcess) == (kind == "forked")
+    assert os.getsid(child.process.pid) == child.process.pid
+    with pytest.raises(subprocess.TimeoutExpired):
+        child.process.wait(0.01)
+    end([child])
+    assert child.process.returncode == 0
+
+
+def test_what_it_cannot_use_is_in_its_log_and_its_status_is_told(tmp_path: Path, kind: str) -> None:
+    child = opened(tmp_path, "--port", "many")
+    assert child.process.wait(SECONDS) == 2
+    assert child.how_it_ended() == "ended with status 2"
+    assert "port" in child.last_line()
+
+
+def test_a_signal_that_killed_it_is_told(tmp_path: Path, kind: str) -> None:
+    child = opened(tmp_path, "--simulate", str(write_profile(tmp_path)), "--port", "0", name="target_worker")
+    child.process.kill()
+    assert child.process.wait(SECONDS) == -signal.SIGKILL
+    assert child.how_it_ended() == "was killed by SIGKILL"
+
+
+def test_it_inherits_descriptors(tmp_path: Path, index_url: str, kind: str) -> None:
+    """As the lock of a GPU, which is held while anybody has it open."""
+    reader, writer = os.pipe()
+    child = serving(tmp_path, index_url, (writer,))
+    os.close(writer)
+    os.set_blocking(reader, False)
+    with pytest.raises(BlockingIOError):  # somebody might still write
+        os.read(reader, 1)
+    child.process.kill()
+    child.process.wait(SECONDS)
+    assert os.read(reader, 1) == b""
+    os.close(reader)
+
+
+def test_forked_programs_end_with_the_server(tmp_path: Path, index_url: str) -> None:
+    with forked_programs():
+        child = serving(tmp_path, index_url)
+    deadline = time.monotonic() + SECONDS
+    while Path(f"/proc/{child.process.pid}").exists():
+        assert time.monotonic() < deadline, "it still runs"
+        time.sleep(0.05)
