@@ -21,7 +21,7 @@ from loadtest.cluster.ray_cluster import DRAFT, FRONT, TARGET, RayCluster, ray_c
 CUT_SECONDS = 6.0
 CALM_SECONDS = 3.0  # of undisturbed streaming between disturbances
 HEADLESS_SECONDS = 20.0  # of streaming without Ray's head
-FEW, MANY = 2, 8  # concurrent streams
+ONE, FEW, MANY = 1, 2, 8  # concurrent streams; on slow machines a few are reason enough to keep a second draft worker
 PROMPT, NUM_TOKENS = "Why is the sky blue?", 24
 HTTP_SECONDS = 120.0
 VOCAB_SIZE = 500  # of prompts; smaller than any profile's
@@ -70,13 +70,17 @@ class Trial:
             elif name == "head_killed":  # and with it one of the orchestrators
                 await self._step(name, acts[name], [self._cluster.orchestrator_at(DRAFT)])
             else:
-                await self._step(name, acts[name])
+                await self._step(name, acts[name], num_streams=ONE if name == "drafts_scaled_down" else FEW)
 
     async def _step(
-        self, name: str, step: Callable[[], Awaitable[None]], addresses: Sequence[str] | None = None
+        self,
+        name: str,
+        step: Callable[[], Awaitable[None]],
+        addresses: Sequence[str] | None = None,
+        num_streams: int = FEW,
     ) -> None:
         """Run a step while streams use both orchestrators, or those at these addresses."""
-        async with self._load(FEW, name, addresses):
+        async with self._load(num_streams, name, addresses):
             await asyncio.sleep(CALM_SECONDS)
             await self._timed(name, step)
             await asyncio.sleep(CALM_SECONDS)

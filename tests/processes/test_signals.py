@@ -14,7 +14,7 @@ from bough.processes.signals import cancelled_by_signals, ended_by_ctrl_c
 
 @pytest.fixture
 def hangup() -> Iterator[None]:
-    before = signal.getsignal(signal.SIGHUP)
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # tests that run under nohup inherit that it is ignored
     yield
     signal.signal(signal.SIGHUP, before)
 
