@@ -25,6 +25,7 @@ import pytest
 
 from bough.client import Client
 from bough.processes.launch import Cluster
+from tests.fakes.bough_up import bough_up_command
 
 ROOT = Path(__file__).parents[2]
 START_SECONDS = 60.0
@@ -49,18 +50,7 @@ class Served(NamedTuple):
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """`bough up` without weights, on free ports."""
     log = tmp_path_factory.mktemp("clients") / "up.log"
-    command = [
-        sys.executable,
-        "-m",
-        "bough.cli.main",
-        "up",
-        "--simulate",
-        "l40-70b-4bit",
-        "--port",
-        "0",
-        "--http-port",
-        "0",
-    ]
+    command = bough_up_command("--simulate", "l40-70b-4bit")
     with log.open("w") as file:
         process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=ENVIRONMENT)
     try:

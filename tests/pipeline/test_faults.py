@@ -6,7 +6,6 @@ import asyncio
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +21,7 @@ from bough.processes.launch import Cluster
 from bough.protocol.generation import Event, Finished, GenerateOptions, Speculation, Started, Tokens
 from bough.registry.registry import Registry
 from tests.conftest import pipeline, settings
+from tests.fakes.bough_up import bough_up_command
 from tests.fakes.fleet import FakeDraft, Fleet
 from tests.fakes.simulated import simulated_settings, write_profile
 from tests.fakes.streams import OPTIONS, PROMPT, Seen, expected, read
@@ -256,7 +256,7 @@ async def test_bough_up_leaves_no_process_behind(tiny: Path, tmp_path: Path, num
     marker.symlink_to(tiny)
     model = ["--target", str(marker), "--drop-layers", "2"]
     model = model if when == "its workers load" else ["--simulate", str(write_profile(tmp_path))]
-    command = [sys.executable, "-m", "bough.cli.main", "up", *model, "--port", "0"]
+    command = bough_up_command(*model)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite run in the background inherits it ignored
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=tmp_path)
     if when == "it serves":

@@ -20,10 +20,10 @@ import pytest
 from bough.client import Client
 from bough.errors import Unavailable
 from bough.processes.child import Child
-from bough.processes.exit_with_parent import MODULE
 from bough.processes.launch import INDEX, Cluster, Settings, launched
 from bough.processes.supervision import RestartPolicy, supervised
 from bough.protocol.generation import Event, Finished, GenerateOptions, TextPrompt, Tokens
+from tests.fakes.bough_up import bough_up_command
 from tests.fakes.index_server import served
 from tests.fakes.simulated import simulated_settings, write_profile
 
@@ -219,9 +219,10 @@ async def test_a_process_that_served_for_long_counts_from_one_again(cluster: Clu
 @contextmanager
 def bough_up(*flags: str, **variables: str) -> Iterator[subprocess.Popen[str]]:
     """The command, once it is ready."""
-    command = [sys.executable, *MODULE, "bough.cli.main", "up", "--port", "0", *flags]
     environ = os.environ | variables
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ)
+    process = subprocess.Popen(
+        bough_up_command(*flags), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ
+    )
     try:
         yield process
     finally:
@@ -250,7 +251,7 @@ def test_an_index_password_is_seen_nowhere(tmp_path: Path) -> None:
             assert process.stdout is not None
             assert process.stderr is not None
             ready = process.stdout.readline()
-            assert ready.startswith("ready: ")
+            assert ready.startswith("ready: "), process.communicate()
             children = children_of(process.pid)
             assert children.keys() == {"target_worker", "draft_worker", "orchestrator"}
             seen = [Path(f"/proc/{child}/cmdline").read_text() for child in (process.pid, *children.values())]

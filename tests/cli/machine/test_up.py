@@ -18,14 +18,14 @@ from bough.cli.main import argument_parser
 from bough.config.addresses import free_port
 from bough.errors import CheckpointError, ConfigError
 from bough.processes.exit_with_parent import MODULE
+from tests.fakes.bough_up import bough_up_command
 from tests.fakes.simulated import write_profile
 
 
 @contextmanager
 def bough_up(*flags: str) -> Iterator[subprocess.Popen[str]]:
     """The command as a user runs it; it ends with the block."""
-    command = [sys.executable, *MODULE, "bough.cli.main", "up", "--port", "0", *flags]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    process = subprocess.Popen(bough_up_command(*flags), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     try:
         yield process
     finally:
