@@ -14,7 +14,7 @@ from ray.serve.handle import DeploymentHandle
 from starlette.requests import Request
 from starlette.responses import Response
 
-from bough.concurrency.tasks import end, run_to_completion
+from bough.concurrency.tasks import end, first_of, run_to_completion
 from bough.errors import Unavailable
 from deploy.forward import Door, Forwarder
 from deploy.index import IndexPlace, IndexServer
@@ -26,6 +26,7 @@ INDEX_SECONDS = 120.0  # a replica waits this long for the index to be placed
 ASK_SECONDS = 5.0
 STEADY_SECONDS = 60.0  # a program that has been started in place and ends sooner is left to Serve
 PASSED_ON_SECONDS = 0.5  # in which a request that is being passed on reaches its program
+MOVED_SECONDS = 1.0  # between two questions where the index is
 READY_SECONDS = 50.0  # that a program which is started anew has to find a target, before requests come to it
 
 logger = logging.getLogger(__name__)
@@ -49,6 +50,7 @@ class Supervising:
         self._place = IndexPlace("")
         self._supervisor: Supervisor | None = None
         self._restart: asyncio.Task[None] | None = None  # of a program that has ended by itself, or whose index moved
+        self._is_reconfigured = False  # while other settings come, which no restart may overtake
         self._restarted = -inf  # when it served again, in seconds on the monotonic clock
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
@@ -60,9 +62,14 @@ class Supervising:
         settings = read_program(self.role, user_config)
         if self._supervisor is not None and self._supervisor.settings == settings:
             return
-        await self._make_room()
-        self._place = await self._find_index(INDEX_SECONDS)
-        await self._start(Supervisor(settings, settings.host or node_address(), self._place))
+        self._is_reconfigured = True
+        try:
+            await self._end_restart()
+            await self._leave()
+            self._place = await self._find_index(INDEX_SECONDS)
+            await self._start(Supervisor(settings, settings.host or node_address(), self._place))
+        finally:
+            self._is_reconfigured = False
 
     async def _start(self, supervisor: Supervisor) -> None:
         self._supervisor = supervisor
@@ -72,48 +79,52 @@ class Supervising:
     async def check_health(self) -> None:
         """Raise where this replica must be replaced.
 
-        A program that has ended is started again here, once in a while, and one whose index has moved whenever it has:
-        Serve would take three checks, and another process on a node with the same resources, to do that.
+        A program that has ended is started again here, once in a while; one whose index has moved is started anew each
+        time. Serve would take three checks to do that, and another process on a node with the same resources.
         """
-        if self._restart is not None:
-            if not self._restart.done():
+        restart, supervisor = self._restart, self._supervisor
+        if restart is not None and restart.done():
+            restart.result()
+        if supervisor is None or self._is_reconfigured:
+            return
+        if restart is None or restart.done():
+            try:
+                await supervisor.check()
+            except Unavailable as exc:
+                if supervisor is not self._supervisor or self._is_reconfigured:  # a redeploy has ended it meanwhile
+                    return
+                if time.monotonic() - self._restarted < STEADY_SECONDS:
+                    raise
+                logger.warning("%s\nit is started again", exc)
+                self._restart = asyncio.create_task(self._start_again(supervisor))
                 return
-            self._restart.result()
-        supervisor = self._supervisor
-        if supervisor is None:
+        place = await self._index_now()
+        if place == self._place or supervisor is not self._supervisor or self._is_reconfigured:
             return
-        try:
-            await supervisor.check()
-        except Unavailable as exc:
-            if supervisor is not self._supervisor:  # a redeploy has ended it meanwhile
-                return
-            if time.monotonic() - self._restarted < STEADY_SECONDS:
-                raise
-            logger.warning("%s\nit is started again", exc)
-            self._restart = asyncio.create_task(self._start_again(supervisor, self._place))
-            return
-        try:
-            place = await self._find_index(ASK_SECONDS)
-        except Unavailable:  # it is being replaced; streams continue without it
-            return
-        if place != self._place and supervisor is self._supervisor:
-            logger.warning("the index has moved from %s to %s: the program starts anew", self._place.url, place.url)
-            self._restart = asyncio.create_task(self._start_again(supervisor, place))
+        logger.warning("the index has moved from %s to %s: the program starts anew", self._place.url, place.url)
+        self._restart = asyncio.create_task(self._start_elsewhere(supervisor, place, restart))
 
-    async def _start_again(self, before: Supervisor, place: IndexPlace) -> None:
+    async def _start_again(self, ended: Supervisor) -> None:
         """Start a program again without asking Ray for anything, as its head may go meanwhile."""
         await run_to_completion(self._stop())
-        self._place = place
-        await self._start(Supervisor(before.settings, before.host, place))
+        await self._start(Supervisor(ended.settings, ended.host, self._place))
         self._restarted = time.monotonic()
+
+    async def _start_elsewhere(self, before: Supervisor, place: IndexPlace, restart: asyncio.Task[None] | None) -> None:
+        """Start a program anew at the index's new place, also one that a `restart` is starting at the old one."""
+        self._place = place
+        if restart is not None:
+            await run_to_completion(end(restart))
+        await run_to_completion(self._leave())
+        await self._start(Supervisor(before.settings, before.host, place))
 
     async def __del__(self) -> None:
         """Drain before a redeploy or when scaling down; Serve waits for it."""
         await self._end()
 
-    async def _make_room(self) -> None:
-        """Let the program drain before another is started with other settings, as it has the GPU; may be overridden."""
-        await self._end()
+    async def _leave(self) -> None:
+        """Let the program drain before another is started in its place, as it has the GPU; may be overridden."""
+        await self._stop()
 
     async def _end(self) -> None:
         await self._end_restart()
@@ -131,6 +142,17 @@ class Supervising:
         supervisor, self._supervisor = self._supervisor, None
         if supervisor is not None:
             await supervisor.stop()
+
+    async def _index_now(self) -> IndexPlace:
+        """Return where the index is, or was while none answers: it is being replaced, and streams go on without it."""
+        try:
+            return await self._find_index(ASK_SECONDS)
+        except Unavailable:
+            return self._place
+
+    async def _until_index_moves(self) -> None:
+        while await self._index_now() == self._place:
+            await asyncio.sleep(MOVED_SECONDS)
 
     async def _find_index(self, timeout_seconds: float) -> IndexPlace:
         if isinstance(self._index, str):
@@ -227,12 +249,11 @@ class OrchestratorReplica(Supervising):
         loads = await self._supervisor.loads() if self._supervisor else None
         return {REQUESTS: float(loads.num_requests_running + loads.num_requests_waiting) if loads else 0.0}
 
-    async def _make_room(self) -> None:
+    async def _leave(self) -> None:
         """Let the program drain beside its successor: it leaves its ports at once, and what runs there goes on.
 
         Requests that come by Serve's proxy wait until the successor serves.
         """
-        await self._end_restart()
         supervisor, self._supervisor = self._supervisor, None
         if supervisor is None:
             return
@@ -244,8 +265,8 @@ class OrchestratorReplica(Supervising):
         await asyncio.gather(super()._end(), *self._leaving)
 
     async def _started(self, supervisor: Supervisor) -> None:
-        if self._has_served:  # requests wait, perhaps for a target that is started anew as well
-            await supervisor.until_ready(READY_SECONDS)
+        if self._has_served:  # requests wait, perhaps for a target that starts anew as well, unless it does elsewhere
+            await first_of(supervisor.until_ready(READY_SECONDS), self._until_index_moves())
         self._has_served = True
         self._door.open(supervisor.forwarder())
 

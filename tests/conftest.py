@@ -80,8 +80,8 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _forked_programs() -> Iterator[None]:
-    with forked_programs():
+def _forked_programs(request: pytest.FixtureRequest) -> Iterator[None]:
+    with forked_programs(any(item.get_closest_marker("unit") is None for item in request.session.items)):
         yield
 
 

@@ -30,6 +30,17 @@ async def background(*work: Coroutine[Any, Any, Any]) -> AsyncIterator[None]:
         await end(*tasks)
 
 
+async def first_of(*work: Coroutine[Any, Any, Any]) -> None:
+    """Run coroutines until one of them has ended, whose exception is raised; the others are cancelled."""
+    tasks = [asyncio.create_task(each) for each in work]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        await end(*tasks)
+
+
 async def came_true(condition: Callable[[], object], timeout_seconds: float) -> bool:
     """Wait until a condition holds, which is looked at every POLL_SECONDS; False if it does not in time."""
     deadline = time.monotonic() + timeout_seconds

@@ -107,7 +107,7 @@ def open_child(
 def open_process(
     command: Sequence[str], log: Path, variables: Mapping[str, str], held: Sequence[int]
 ) -> subprocess.Popen[bytes]:
-    """Start the process of `open_child`."""
+    """Start a process that ends with this one, as `open_child` does, which also names it. Tests fork it instead."""
     with log.open("ab") as stream:
         return start(
             command,

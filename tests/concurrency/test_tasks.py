@@ -89,3 +89,21 @@ async def test_what_work_fails_with_is_raised() -> None:
 
 async def _set(event: asyncio.Event) -> None:
     event.set()
+
+
+async def test_what_is_not_first_is_cancelled_and_the_first_ones_exception_is_raised() -> None:
+    was_cancelled = asyncio.Event()
+
+    async def wait_for_ever() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            was_cancelled.set()
+
+    async def fail() -> None:
+        raise ValueError("first")
+
+    await first_of(asyncio.sleep(0), wait_for_ever())
+    assert was_cancelled.is_set()
+    with pytest.raises(ValueError, match="first"):
+        await first_of(wait_for_ever(), fail())

@@ -126,6 +126,47 @@ async def test_a_program_whose_index_has_moved_starts_anew_at_the_new_one(
     assert not waits(replica._door)
 
 
+async def test_streams_of_an_orchestrator_whose_index_has_moved_end_beside_its_successor(
+    replica: OrchestratorReplica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    FakeSupervisor.may_end.clear()
+    monkeypatch.setattr(replica, "_index", "redis://127.0.0.1:2")
+    await replica.check_health()
+    await restarted(replica)
+    assert not waits(replica._door)
+    assert [made.index.url[-1] for made in FakeSupervisor.made] == ["1", "2"]
+    FakeSupervisor.may_end.set()
+
+
+async def test_a_program_that_is_started_at_an_index_that_moves_again_starts_at_the_next(
+    replica: OrchestratorReplica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would wait for ever at an address where nobody answers."""
+    FakeSupervisor.may_start.clear()
+    for number in (2, 3):
+        monkeypatch.setattr(replica, "_index", f"redis://127.0.0.1:{number}")
+        await replica.check_health()
+        await until(lambda number=number: FakeSupervisor.made[-1].index.url.endswith(f":{number}"))
+    FakeSupervisor.may_start.set()
+    await restarted(replica)
+    await replica.check_health()
+    assert [made.was_stopped for made in FakeSupervisor.made] == [True, True, False]
+    assert not waits(replica._door)
+    assert replica._place.url == "redis://127.0.0.1:3"
+
+
+async def test_an_index_that_says_nothing_has_not_moved(
+    replica: OrchestratorReplica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def silent(timeout_seconds: float) -> None:
+        raise Unavailable("the deployment Index does not answer")
+
+    monkeypatch.setattr(replica, "_find_index", silent)
+    await replica.check_health()
+    assert replica._restart is None
+    assert len(FakeSupervisor.made) == 1
+
+
 async def test_a_program_that_does_not_start_at_the_new_index_is_left_to_serve(
     replica: OrchestratorReplica, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -243,6 +284,31 @@ async def test_requests_wait_until_a_successor_has_a_target(
     await redeploying
     assert not waits(replica._door)
     assert limits[0] < forward.OPENING_SECONDS, "after which they are refused"
+
+
+async def test_a_successor_whose_index_moves_waits_for_no_target_there(
+    replica: OrchestratorReplica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A redeploy that also moves the index finds its target at the new one: the next check starts the program there."""
+    is_asked = asyncio.Event()
+
+    async def until_ready(self: FakeSupervisor, timeout_seconds: float) -> None:
+        is_asked.set()
+        if self.index.url == "redis://127.0.0.1:1":
+            await asyncio.Event().wait()
+
+    monkeypatch.setattr(FakeSupervisor, "until_ready", until_ready)
+    monkeypatch.setattr(replicas, "MOVED_SECONDS", 0.0)
+    redeploying = asyncio.create_task(replica.reconfigure({"program": {"host": "127.0.0.1", "max_running": 7}}))
+    await is_asked.wait()
+    assert not redeploying.done()
+    monkeypatch.setattr(replica, "_index", "redis://127.0.0.1:2")
+    await redeploying
+    await replica.check_health()
+    await restarted(replica)
+    last = FakeSupervisor.made[-1]
+    assert (last.index.url, last.settings.config.max_running) == ("redis://127.0.0.1:2", 7)
+    assert not waits(replica._door)
 
 
 async def test_a_change_of_rank_alone_starts_nothing_anew(replica: OrchestratorReplica) -> None:

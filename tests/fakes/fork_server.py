@@ -40,6 +40,7 @@ IMPORTS = (
 OWN = ("PYTEST_CURRENT_TEST", "OMP_NUM_THREADS", "TORCHINDUCTOR_CACHE_DIR")  # variables that concern no program
 MAX_MESSAGE = 1 << 17  # bytes; most is the environment
 MAX_DESCRIPTORS = 8
+END_SECONDS = 10.0
 
 
 class ForkedProcess:
@@ -49,29 +50,29 @@ class ForkedProcess:
         self.pid = process_id
         self.returncode: int | None = None  # exit status, or the negative number of a signal
         self._server = server
+        self._lock = threading.Lock()  # a status can be had once
 
     def poll(self) -> int | None:
         """The exit status; None while it runs."""
-        if self.returncode is None:
-            self.returncode = self._server.ask({"status": self.pid})
-        return self.returncode
+        with self._lock:
+            if self.returncode is None:
+                self.returncode = self._server.ask({"status": self.pid})
+            return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
         """Wait for the exit status. Raises subprocess.TimeoutExpired after `timeout` seconds."""
-        if self.poll() is None:
-            descriptor = os.pidfd_open(self.pid)
-            try:
-                select.select([descriptor], [], [], timeout)
-            finally:
-                os.close(descriptor)
+        with suppress(ProcessLookupError):  # another thread has its status meanwhile
+            if self.poll() is None:
+                wait_for_end(os.pidfd_open(self.pid), timeout)
         if (status := self.poll()) is None:
             raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
         return status
 
     def send_signal(self, number: int) -> None:
         """Send a signal if the process still runs."""
-        if self.poll() is None:
-            os.kill(self.pid, number)
+        with suppress(ProcessLookupError):
+            if self.poll() is None:
+                os.kill(self.pid, number)
 
     def terminate(self) -> None:
         """Send SIGTERM."""
@@ -89,50 +90,76 @@ class ForkServer:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._requests: socket.socket | None = None
-        self._imported_in = environment_of_imports(os.environ)
+        self._environment = dict(os.environ)  # in which it imports, whenever it starts
+
+    def start(self) -> None:
+        """Start to import, if it has not been."""
+        with self._lock:
+            if self._requests is None:
+                self._requests = self._started()
 
     def open_process(self, command: Sequence[str], log: Path, variables: Mapping[str, str], held: Sequence[int]) -> Any:
-        """As `child.open_process`, which starts what is no program, or one that would import in other surroundings."""
+        """As `child.open_process`, which starts what is no program of bough, or would import in another environment."""
         environment = os.environ | variables
         match list(command):
             case [sys.executable, *flags] if tuple(flags[:2]) == MODULE and flags[2] in PROGRAMS:
-                has_torch = flags[2] != "orchestrator" and not simulates(flags)
-                if environment_of_imports(environment) == self._imported_in and not (
-                    has_torch and environment.get("OMP_NUM_THREADS") != os.environ.get("OMP_NUM_THREADS")
-                ):
-                    program = {"arguments": flags[2:], "environment": environment, "folder": os.getcwd()}
+                program = {"arguments": flags[2:], "environment": environment, "folder": os.getcwd()}
+                if self._has_imported_for(flags, environment) and len(json.dumps(program)) < MAX_MESSAGE:
                     with log.open("ab") as stream:
                         return ForkedProcess(self, self.ask(program, (stream.fileno(), *held)))
         return open_real_process(command, log, variables, held)
 
+    def _has_imported_for(self, flags: Sequence[str], environment: Mapping[str, str]) -> bool:
+        threads = [each.get("OMP_NUM_THREADS") for each in (environment, self._environment)]  # read by torch's import
+        uses_torch = flags[2] != "orchestrator" and not simulates(flags)
+        if uses_torch and threads[0] != threads[1]:
+            return False
+        return environment_of_imports(environment) == environment_of_imports(self._environment)
+
     def ask(self, request: Mapping[str, Any], held: Sequence[int] = ()) -> Any:
-        """The server's answer. Raises OSError if it has ended."""
+        """The server's answer. Raises OSError if it has ended, as it does where whoever asks was interrupted."""
+        self.start()
         with self._lock:
-            if self._requests is None:
-                self._requests = self._started()
-            socket.send_fds(self._requests, [json.dumps(request).encode()], held)
-            if not (answer := self._requests.recv(MAX_MESSAGE)):
-                raise ConnectionError("the process that forks programs of tests has ended; its errors are above")
+            assert self._requests is not None, "it has been started"
+            try:
+                socket.send_fds(self._requests, [json.dumps(request).encode()], held)
+                if not (answer := self._requests.recv(MAX_MESSAGE)):
+                    raise ConnectionError("the process that forks programs of tests has ended; its errors are above")
+            except BaseException:  # the answer may come yet, and would be taken for the next one's
+                self._requests.shutdown(socket.SHUT_RDWR)
+                raise
             return json.loads(answer)
 
     def close(self) -> None:
         """End the server, and with it what still runs."""
         if self._process is not None and self._requests is not None:
+            with suppress(OSError):
+                self._requests.shutdown(socket.SHUT_RDWR)
             self._requests.close()
-            self._process.wait()
+            try:
+                self._process.wait(END_SECONDS)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
 
     def _started(self) -> socket.socket:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             command = [sys.executable, "-P", __file__]
-            self._process = start(command, lambda line: subprocess.Popen(line, stdin=theirs))
+            self._process = start(
+                command,
+                # Ctrl-C is meant for pytest, which ends what it has started.
+                lambda line: subprocess.Popen(line, stdin=theirs, env=self._environment, start_new_session=True),
+            )
         return ours
 
 
 @contextmanager
-def forked_programs() -> Iterator[None]:
-    """While the block runs, this process has its programs forked."""
+def forked_programs(is_certain: bool = True) -> Iterator[None]:
+    """While the block runs, this process has its programs forked; where that `is_certain` the imports begin at once."""
     server = ForkServer()
+    if is_certain:
+        server.start()
     try:
         with _opened_by(server.open_process):
             yield
@@ -154,6 +181,16 @@ def _opened_by(open_process: Any) -> Iterator[None]:
         child.open_process = before
 
 
+def wait_for_end(descriptor: int, timeout: float | None) -> None:
+    """Wait until the process of a pidfd, which is closed, has ended, or for so many seconds."""
+    try:
+        poll = select.poll()
+        poll.register(descriptor, select.POLLIN)
+        poll.poll(None if timeout is None else timeout * 1000)
+    finally:
+        os.close(descriptor)
+
+
 def simulates(flags: Sequence[str]) -> bool:
     """Whether a worker with these flags has no weights."""
     return any(flag == "--simulate" and profile for flag, profile in pairwise(flags))
@@ -173,6 +210,7 @@ def main() -> None:
         importlib.import_module(name)
     gc.collect()
     gc.freeze()
+    # OpenBLAS has a thread from its import on, and sees to it at a fork.
     assert threading.active_count() == 1, "a process must not fork once it has threads of its own"
     server_id = os.getpid()
     while True:
@@ -192,7 +230,7 @@ def main() -> None:
 
 
 def exit_status(process_id: int) -> int | None:
-    """A forked program's exit status; None while it runs. It can be asked for once it has been told no more."""
+    """A forked program's exit status; None while it runs. The kernel tells a status once, and then forgets it."""
     ended, status = os.waitpid(process_id, os.WNOHANG)
     return os.waitstatus_to_exitcode(status) if ended else None
 
@@ -214,6 +252,7 @@ def become(program: Mapping[str, Any], log: int, parent_id: int) -> None:
     sys.argv = program["arguments"]
     gc.enable()
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    sys.stdout.flush()
     threading._shutdown()  # as at the end of any program
     atexit._run_exitfuncs()
     os._exit(0)  # without taking apart all that the server has imported, which would take a third of a second
@@ -221,5 +260,4 @@ def become(program: Mapping[str, Any], log: int, parent_id: int) -> None:
 
 if __name__ == "__main__":
     gc.disable()
-    with suppress(KeyboardInterrupt):  # of the terminal, which is meant for pytest
-        main()
+    main()

@@ -219,8 +219,7 @@ async def test_a_truncated_weight_file_ends_its_target_with_the_reason(tiny: Pat
         os.truncate(victim, 4096)
         with pytest.raises(Unavailable, match=f"{victim.name}.*(layer|got 4096)"):
             await run(client, LONG, 0, None)  # its first sweeps may still find layers that were read ahead
-        await until(lambda: not alive(str(folder)))  # it ends rather than answer from weights that nobody knows
-        cluster.children["target_worker"].process.wait()
+        await until(cluster.children["target_worker"].has_ended)  # rather than answer from weights that nobody knows
         victim.write_bytes(whole)
         cluster.restart("target_worker")  # as a supervisor would
         await cluster.wait_until_ready(lambda _: None)
@@ -245,7 +244,9 @@ def alive(marker: str) -> list[str]:
 def read_until(stream: IO[bytes] | None, text: bytes, process: subprocess.Popen[bytes]) -> None:
     """Reads what a process prints, up to the line that has the text."""
     assert stream is not None
-    assert any(text in line for line in stream), f"it never printed {text!r}: {process.communicate()}"
+    assert any(text in line for line in stream), (
+        f"it never printed {text!r}: {process.communicate(timeout=PATIENCE_SECONDS)}"
+    )
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])

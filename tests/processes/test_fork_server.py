@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -93,7 +95,24 @@ def test_it_inherits_descriptors(tmp_path: Path, index_url: str, kind: str) -> N
 def test_forked_programs_end_with_the_server(tmp_path: Path, index_url: str) -> None:
     with forked_programs():
         child = serving(tmp_path, index_url)
-    deadline = time.monotonic() + SECONDS
-    while Path(f"/proc/{child.process.pid}").exists():
-        assert time.monotonic() < deadline, "it still runs"
-        time.sleep(0.05)
+        descriptor = os.pidfd_open(child.process.pid)
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    assert poll.poll(SECONDS * 1000), "it still runs"
+    os.close(descriptor)
+
+
+def test_threads_that_wait_for_one_program_are_all_told(tmp_path: Path, index_url: str) -> None:
+    child = serving(tmp_path, index_url)
+    with ThreadPoolExecutor(8) as threads:
+        waiting = [threads.submit(child.process.wait, SECONDS) for _ in range(8)]
+        child.process.terminate()
+        assert {each.result() for each in waiting} == {0}
+
+
+def test_a_program_that_would_import_in_another_environment_is_started_anew(tmp_path: Path, index_url: str) -> None:
+    command = python("orchestrator", "--index-url", index_url, "--port", "many")
+    for variables, is_forked in (({"BOUGH_ORCHESTRATOR_DRAFT": "none"}, True), ({"GRPC_VERBOSITY": "DEBUG"}, False)):
+        child = open_child("orchestrator", command, tmp_path / "log", variables)
+        assert child.process.wait(SECONDS) == 2
+        assert isinstance(child.process, ForkedProcess) == is_forked
