@@ -103,7 +103,7 @@ async def test_what_is_not_first_is_cancelled_and_the_first_ones_exception_is_ra
     async def fail() -> None:
         raise ValueError("first")
 
-    await first_of(asyncio.sleep(0), wait_for_ever())
+    await tasks.first_of(asyncio.sleep(0), wait_for_ever())
     assert was_cancelled.is_set()
     with pytest.raises(ValueError, match="first"):
-        await first_of(wait_for_ever(), fail())
+        await tasks.first_of(wait_for_ever(), fail())
