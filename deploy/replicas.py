@@ -66,7 +66,7 @@ class Supervising:
         try:
             await self._end_restart()
             await self._leave()
-            self._place = await self._find_index(INDEX_SECONDS)
+            self._place = await self._placed_index()
             await self._start(Supervisor(settings, settings.host or node_address(), self._place))
         finally:
             self._is_reconfigured = False
@@ -149,6 +149,17 @@ class Supervising:
             return await self._find_index(ASK_SECONDS)
         except Unavailable:
             return self._place
+
+    async def _placed_index(self) -> IndexPlace:
+        """Wait until the index is placed: whoever is asked may be one that is being replaced, and fail."""
+        deadline = time.monotonic() + INDEX_SECONDS
+        while True:
+            try:
+                return await self._find_index(deadline - time.monotonic())
+            except Unavailable:
+                if time.monotonic() > deadline:
+                    raise
+                await asyncio.sleep(MOVED_SECONDS)
 
     async def _until_index_moves(self) -> None:
         while await self._index_now() == self._place:

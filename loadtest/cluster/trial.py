@@ -123,7 +123,7 @@ class Trial:
 
         await self._cluster.redeploy(config)
         await until(is_so, "programs with the new settings")
-        self.replicas_stayed &= replicas == await self._replica_ids()
+        self._compare(replicas, await self._replica_ids())
 
     async def _move_index(self) -> None:
         """Move the index to another host; replicas stay and start their programs anew."""
@@ -138,7 +138,7 @@ class Trial:
         await asyncio.to_thread(self._cluster.dashboard.deploy, config)
         await until(is_found, "the orchestrators to find the index where it is now")
         await self._cluster.redeploy(config)
-        self.replicas_stayed &= replicas == await self._replica_ids()
+        self._compare(replicas, await self._replica_ids())
 
     async def _kill_head(self) -> None:
         """Kill the head's host with one orchestrator; the index, workers and the other orchestrator are elsewhere."""
@@ -159,8 +159,14 @@ class Trial:
         before = await targets_at(DRAFT)
         cluster.start_head()
         await until(is_back, "an orchestrator at the new head")
-        self.replicas_stayed &= before == await targets_at(DRAFT)
+        self._compare(before, await targets_at(DRAFT))
         await self._redeploy_with(with_other_settings(with_index_elsewhere(trial_config())))
+
+    def _compare(self, before: set[Any], after: set[Any]) -> None:
+        """Record whether replicas, or their workers, are those that they were; say which, where they are not."""
+        if before != after:
+            print(f"replaced: {sorted(before - after)} by {sorted(after - before)}", file=sys.stderr, flush=True)
+            self.replicas_stayed = False
 
     async def _worker_ids(self) -> set[str]:
         return {each.info.worker_id for kind in (TARGET, DRAFT) for each in await self._cluster.workers_in_use(kind)}

@@ -14,6 +14,7 @@ from bough.errors import ConfigError, Unavailable
 from deploy import forward, replicas
 from deploy.app import build
 from deploy.forward import Door, Forwarder
+from deploy.index import IndexPlace
 from deploy.replicas import DraftReplica, OrchestratorReplica
 from tests.fakes.waiting import until
 
@@ -153,6 +154,24 @@ async def test_a_program_that_is_started_at_an_index_that_moves_again_starts_at_
     assert [made.was_stopped for made in FakeSupervisor.made] == [True, True, False]
     assert not waits(replica._door)
     assert replica._place.url == "redis://127.0.0.1:3"
+
+
+async def test_settings_that_come_while_the_index_is_replaced_wait_for_the_next(
+    replica: OrchestratorReplica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever is asked may be the one that ends: that is no reason to replace this replica as well."""
+    answers: list[Exception | IndexPlace] = [Unavailable("its replica has died"), IndexPlace("redis://127.0.0.1:2")]
+
+    async def placed(timeout_seconds: float) -> IndexPlace:
+        answer = answers.pop(0) if len(answers) > 1 else answers[0]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(replica, "_find_index", placed)
+    monkeypatch.setattr(replicas, "MOVED_SECONDS", 0.0)
+    await replica.reconfigure({"program": {"host": "127.0.0.1", "max_running": 7}})
+    assert FakeSupervisor.made[-1].index.url == "redis://127.0.0.1:2"
 
 
 async def test_an_index_that_says_nothing_has_not_moved(
