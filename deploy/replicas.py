@@ -15,11 +15,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from bough.concurrency.tasks import end, first_of, run_to_completion
-from bough.errors import Unavailable
+from bough.errors import ConfigError, Unavailable
 from deploy.forward import Door, Forwarder
-from deploy.index import IndexPlace, IndexServer
+from deploy.index import IndexPlace
 from deploy.policies import CALLS, REQUESTS
-from deploy.settings import INDEX, Role, read_index, read_program, resolved_url
+from deploy.settings import INDEX, ProgramSettings, Role, read_program, resolved_url
 from deploy.supervisor import Supervisor
 
 INDEX_SECONDS = 120.0  # a replica waits this long for the index to be placed
@@ -67,7 +67,7 @@ class Supervising:
             await self._end_restart()
             await self._leave()
             self._place = await self._placed_index()
-            await self._start(Supervisor(settings, settings.host or node_address(), self._place))
+            await self._start_where_index_is(settings, settings.host or node_address())
         finally:
             self._is_reconfigured = False
 
@@ -75,6 +75,18 @@ class Supervising:
         self._supervisor = supervisor
         await supervisor.start()
         await self._started(supervisor)
+
+    async def _start_where_index_is(self, settings: ProgramSettings, host: str) -> None:
+        """Start a program, and once more if the index moves meanwhile: a program that finds none ends."""
+        try:
+            await self._start(Supervisor(settings, host, self._place))
+        except ConfigError:
+            place = await self._placed_index()
+            if place == self._place:
+                raise
+            self._place = place
+            await self._stop()
+            await self._start(Supervisor(settings, host, place))
 
     async def check_health(self) -> None:
         """Raise where this replica must be replaced.
@@ -116,7 +128,7 @@ class Supervising:
         if restart is not None:
             await run_to_completion(end(restart))
         await run_to_completion(self._leave())
-        await self._start(Supervisor(before.settings, before.host, place))
+        await self._start_where_index_is(before.settings, before.host)
 
     async def __del__(self) -> None:
         """Drain before a redeploy or when scaling down; Serve waits for it."""
@@ -175,41 +187,6 @@ class Supervising:
             raise Unavailable(f"the deployment {INDEX} does not answer within {timeout_seconds:g} s") from exc
         except Exception as exc:  # Serve raises various classes where a deployment has no replica
             raise Unavailable(f"the deployment {INDEX} does not say where the index is: {exc!r}") from exc
-
-
-class IndexReplica:
-    """The index and its address."""
-
-    def __init__(self) -> None:
-        self._server: IndexServer | None = None
-
-    async def reconfigure(self, user_config: dict[str, Any]) -> None:
-        """Start the index, or restart it with other settings."""
-        settings = read_index(user_config)
-        await self._stop()
-        server = IndexServer(settings, node_address())
-        await server.wait()
-        self._server = server
-
-    async def place(self) -> IndexPlace:
-        """Return where the index is."""
-        if self._server is None:
-            raise Unavailable("the index is being started")
-        return self._server.place
-
-    async def check_health(self) -> None:
-        """Raise where the server has ended or does not answer."""
-        if self._server is not None:
-            await self._server.check()
-
-    async def __del__(self) -> None:
-        """Stop the server, as the deployment ends or moves to another node."""
-        await self._stop()
-
-    async def _stop(self) -> None:
-        server, self._server = self._server, None
-        if server is not None:
-            await server.stop()
 
 
 class TargetReplica(Supervising):

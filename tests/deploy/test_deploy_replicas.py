@@ -174,6 +174,20 @@ async def test_settings_that_come_while_the_index_is_replaced_wait_for_the_next(
     assert FakeSupervisor.made[-1].index.url == "redis://127.0.0.1:2"
 
 
+async def test_a_program_that_found_no_index_starts_once_more_where_it_is_now(
+    replica: OrchestratorReplica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def start(self: FakeSupervisor) -> None:
+        if self.index.url == "redis://127.0.0.1:1":
+            monkeypatch.setattr(replica, "_index", "redis://127.0.0.1:2")
+            raise ConfigError("--index-url: must be a Redis or Valkey that answers")
+
+    monkeypatch.setattr(FakeSupervisor, "start", start)
+    await replica.reconfigure({"program": {"host": "127.0.0.1", "max_running": 7}})
+    assert [made.index.url[-1] for made in FakeSupervisor.made] == ["1", "1", "2"]
+    assert not waits(replica._door)
+
+
 async def test_an_index_that_says_nothing_has_not_moved(
     replica: OrchestratorReplica, monkeypatch: pytest.MonkeyPatch
 ) -> None:
