@@ -50,7 +50,7 @@ class Supervising:
         self._place = IndexPlace("")
         self._supervisor: Supervisor | None = None
         self._restart: asyncio.Task[None] | None = None  # of a program that has ended by itself, or whose index moved
-        self._is_reconfigured = False  # while other settings come, which no restart may overtake
+        self._is_reconfiguring = False  # while other settings come, which no restart may overtake
         self._restarted = -inf  # when it served again, in seconds on the monotonic clock
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
@@ -62,14 +62,14 @@ class Supervising:
         settings = read_program(self.role, user_config)
         if self._supervisor is not None and self._supervisor.settings == settings:
             return
-        self._is_reconfigured = True
+        self._is_reconfiguring = True
         try:
             await self._end_restart()
             await self._leave()
             self._place = await self._placed_index()
             await self._start_where_index_is(settings, settings.host or node_address())
         finally:
-            self._is_reconfigured = False
+            self._is_reconfiguring = False
 
     async def _start(self, supervisor: Supervisor) -> None:
         self._supervisor = supervisor
@@ -97,13 +97,13 @@ class Supervising:
         restart, supervisor = self._restart, self._supervisor
         if restart is not None and restart.done():
             restart.result()
-        if supervisor is None or self._is_reconfigured:
+        if supervisor is None or self._is_reconfiguring:
             return
         if restart is None or restart.done():
             try:
                 await supervisor.check()
             except Unavailable as exc:
-                if supervisor is not self._supervisor or self._is_reconfigured:  # a redeploy has ended it meanwhile
+                if supervisor is not self._supervisor or self._is_reconfiguring:  # a redeploy has ended it meanwhile
                     return
                 if time.monotonic() - self._restarted < STEADY_SECONDS:
                     raise
@@ -111,7 +111,7 @@ class Supervising:
                 self._restart = asyncio.create_task(self._start_again(supervisor))
                 return
         place = await self._index_now()
-        if place == self._place or supervisor is not self._supervisor or self._is_reconfigured:
+        if place == self._place or supervisor is not self._supervisor or self._is_reconfiguring:
             return
         logger.warning("the index has moved from %s to %s: the program starts anew", self._place.url, place.url)
         self._restart = asyncio.create_task(self._start_elsewhere(supervisor, place, restart))
@@ -169,7 +169,7 @@ class Supervising:
             try:
                 return await self._find_index(deadline - time.monotonic())
             except Unavailable:
-                if time.monotonic() > deadline:
+                if time.monotonic() > deadline - MOVED_SECONDS:
                     raise
                 await asyncio.sleep(MOVED_SECONDS)
 

@@ -31,7 +31,7 @@ from bough.processes.launch import Cluster, Settings, launched
 from bough.tokenization.vocabulary import TokenizerFiles
 from loadtest.common.tiny_model import TINY, save_model, save_tokenizer
 from tests.fakes.fleet import Fleet, fleet
-from tests.fakes.fork_server import forked_programs
+from tests.fakes.processes.fork_server import forked_programs
 from tests.fakes.stage import Orchestrator, Stage, orchestrating, staged_at
 
 __all__ = ["TINY", "save_model", "save_tokenizer"]  # for the tests that import them from here

@@ -25,7 +25,7 @@ import pytest
 
 from bough.client import Client
 from bough.processes.launch import Cluster
-from tests.fakes.bough_up import bough_up_command
+from tests.fakes.processes.bough_up import bough_up_command
 
 ROOT = Path(__file__).parents[2]
 START_SECONDS = 60.0

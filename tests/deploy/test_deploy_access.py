@@ -18,7 +18,7 @@ from bough.errors import ConfigError, Unauthenticated
 from deploy.replicas import OrchestratorReplica, Supervising
 from deploy.settings import Role
 from loadtest.common.certificates import Authority
-from tests.fakes.supervised import PROFILE, supervised
+from tests.fakes.processes.supervised import PROFILE, supervised
 
 pytestmark = pytest.mark.pipeline
 

@@ -23,7 +23,7 @@ from deploy.index import IndexServer
 from deploy.settings import IndexSettings, Role, read_index, read_program
 from deploy.supervisor import Supervisor
 from loadtest.common.certificates import Authority
-from tests.fakes.supervised import HOST, PROFILE, checked_until_it_fails
+from tests.fakes.processes.supervised import HOST, PROFILE, checked_until_it_fails
 
 pytestmark = pytest.mark.pipeline
 

@@ -23,7 +23,7 @@ from deploy.child import start, stop, temporary_folder
 from deploy.index import IndexPlace
 from deploy.settings import Role, read_program
 from deploy.supervisor import Supervisor
-from tests.fakes.supervised import HOST, PROFILE, checked_until_it_fails, supervised
+from tests.fakes.processes.supervised import HOST, PROFILE, checked_until_it_fails, supervised
 from tests.fakes.waiting import until
 
 pytestmark = pytest.mark.pipeline

@@ -25,7 +25,7 @@ from deploy.check import check, load, require_resources
 from deploy.settings import PORTS
 from loadtest.chaos.streams import Streams, Tally, make_scripts, undisturbed
 from loadtest.cluster.ray_cluster import ENVIRONMENT, until
-from tests.fakes.supervised import HOST, PROFILE
+from tests.fakes.processes.supervised import HOST, PROFILE
 
 ROOT = Path(__file__).parents[2]
 MOST = 2  # requests for each orchestrator

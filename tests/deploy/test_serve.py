@@ -23,7 +23,7 @@ from bough.security.private_files import write_private
 from deploy.local import HAPROXY_PORTS
 from loadtest.common.certificates import Authority
 from loadtest.served.under_ray import HOST, Addresses, Machine, one_machine, running
-from tests.fakes.supervised import PROFILE
+from tests.fakes.processes.supervised import PROFILE
 
 CALL_SECONDS = 300.0  # on a machine that is busy: the commands import for longer than they ask
 

@@ -21,8 +21,8 @@ from bough.processes.launch import Cluster
 from bough.protocol.generation import Event, Finished, GenerateOptions, Speculation, Started, Tokens
 from bough.registry.registry import Registry
 from tests.conftest import pipeline, settings
-from tests.fakes.bough_up import bough_up_command
 from tests.fakes.fleet import FakeDraft, Fleet
+from tests.fakes.processes.bough_up import bough_up_command
 from tests.fakes.simulated import simulated_settings, write_profile
 from tests.fakes.streams import OPTIONS, PROMPT, Seen, expected, read
 from tests.fakes.waiting import PATIENCE_SECONDS, until

@@ -17,7 +17,7 @@ import pytest
 from bough.processes.child import Child, end, open_child
 from bough.processes.exit_with_parent import python
 from bough.processes.launch import LOCAL
-from tests.fakes.fork_server import ForkedProcess, forked_programs, started_anew
+from tests.fakes.processes.fork_server import ForkedProcess, forked_programs, started_anew
 from tests.fakes.simulated import write_profile
 
 pytestmark = pytest.mark.pipeline

@@ -23,8 +23,8 @@ from bough.processes.child import Child
 from bough.processes.launch import INDEX, Cluster, Settings, launched
 from bough.processes.supervision import RestartPolicy, supervised
 from bough.protocol.generation import Event, Finished, GenerateOptions, TextPrompt, Tokens
-from tests.fakes.bough_up import bough_up_command
 from tests.fakes.index_server import served
+from tests.fakes.processes.bough_up import bough_up_command
 from tests.fakes.simulated import simulated_settings, write_profile
 
 pytestmark = pytest.mark.chaos

@@ -13,7 +13,7 @@ from loadtest.intruder.certificates import at_certificates, secured
 from loadtest.intruder.stage import new_secrets, staged
 from loadtest.intruder.strangers import at_grpc
 from loadtest.intruder.tally import Tally
-from tests.fakes.fork_server import started_anew
+from tests.fakes.processes.fork_server import started_anew
 from tests.fakes.stage import Orchestrator
 
 MANY, MANY_CERTIFICATES = 1500, 30

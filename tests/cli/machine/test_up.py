@@ -18,7 +18,7 @@ from bough.cli.main import argument_parser
 from bough.config.addresses import free_port
 from bough.errors import CheckpointError, ConfigError
 from bough.processes.exit_with_parent import MODULE
-from tests.fakes.bough_up import bough_up_command
+from tests.fakes.processes.bough_up import bough_up_command
 from tests.fakes.simulated import write_profile
 
 

@@ -1,6 +1,6 @@
 """Programs that tests start are forked from a process that has imported their libraries.
 
-The imports take a worker with weights three seconds of processor time and an orchestrator one; tests start hundreds.
+The imports are most of the processor time that a small program takes to start, and tests start hundreds.
 What a forked program is not, a process of its own command line, tests have by `started_anew`, and by the commands that
 they run as users do.
 """
@@ -255,7 +255,7 @@ def become(program: Mapping[str, Any], log: int, parent_id: int) -> None:
     sys.stdout.flush()
     threading._shutdown()  # as at the end of any program
     atexit._run_exitfuncs()
-    os._exit(0)  # without taking apart all that the server has imported, which would take a third of a second
+    os._exit(0)  # without taking apart all that the server has imported
 
 
 if __name__ == "__main__":
