@@ -14,7 +14,7 @@ from deploy.supervisor import Supervisor
 from tests.fakes.waiting import PATIENCE_SECONDS
 
 HOST = "127.0.0.1"
-PROFILE = Path(__file__).parent.parent.parent / "loadtest" / "data" / "cluster-profile.json"
+PROFILE = Path(__file__).parents[3] / "loadtest" / "data" / "cluster-profile.json"
 
 
 @asynccontextmanager
