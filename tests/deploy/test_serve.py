@@ -23,6 +23,7 @@ from bough.security.private_files import write_private
 from deploy.local import HAPROXY_PORTS
 from loadtest.common.certificates import Authority
 from loadtest.served.under_ray import HOST, Addresses, Machine, one_machine, running
+from tests.fakes.processes.fork_server import wait_for_end
 from tests.fakes.processes.supervised import PROFILE
 
 CALL_SECONDS = 300.0  # on a machine that is busy: the commands import for longer than they ask
@@ -115,7 +116,11 @@ async def ended(machine: Machine) -> None:
     (port,) = (each["user_config"]["port"] for each in deployments if each["name"] == "Index")
     registry = Registry(f"redis://{HOST}:{port}")
     (record,) = [each for each in await registry.workers() if each.kind == "orchestrator"]
-    os.kill(int(record.worker_id.split("-")[1]), signal.SIGKILL)
+    process_id = int(record.worker_id.split("-")[1])
+    end = os.pidfd_open(process_id)
+    os.kill(process_id, signal.SIGKILL)
+    # Until it has ended it may take a request that it cannot answer, which nobody sends again for a client.
+    await asyncio.to_thread(wait_for_end, end, CALL_SECONDS)
     body = {"prompt": "Why", "max_tokens": 4}
     async with httpx.AsyncClient(trust_env=False, timeout=CALL_SECONDS) as http:
         asking = [http.post(f"{machine.addresses.proxy}/v1/completions", json=body) for _ in range(8)]
