@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from types import ModuleType
@@ -18,7 +18,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
@@ -88,7 +87,7 @@ class Pretended(torch.Tensor):
 
     @staticmethod
     def __new__(cls, raw: torch.Tensor, index: int = 0) -> Pretended:
-        with torch.inference_mode(False):
+        with torch._C._InferenceMode(False):  # what torch.inference_mode enters, in a third of its time
             made = torch.Tensor._make_wrapper_subclass(
                 cls,
                 raw.shape,
@@ -148,6 +147,7 @@ def _register() -> None:
     _setup_privateuseone_for_python_backend(NAME, backend)
 
 
+@cache
 def device(index: int = 0) -> torch.device:
     """A device by its index; there are as many as are asked for."""
     _register()
@@ -289,19 +289,25 @@ def _places_written(func: Any) -> tuple[tuple[int, str], ...]:
 class _Making(TorchDispatchMode):
     """Intercepts operators without tensor operands."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled here; torch would import its compiler to be sure, and ask it at each operator."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return run(func, args, kwargs or {})
 
 
-class _Sending(TorchFunctionMode):
-    """Makes `torch.tensor` allocate on the host and copy to the device."""
+def _sending(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """`torch.tensor` that allocates on the host and copies to the device."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if func is torch.tensor and str(kwargs.get("device", "cpu")).startswith(NAME):
+    def tensor(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if str(kwargs.get("device", "cpu")).startswith(NAME):
             where = kwargs.pop("device")
-            return torch.tensor(*args, **kwargs).to(where)
-        return func(*args, **kwargs)
+            return make(*args, **kwargs).to(where)
+        return make(*args, **kwargs)
+
+    return tensor
 
 
 def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -343,10 +349,9 @@ def pretending(attends: Callable[..., torch.Tensor] = attend, unpacking: ModuleT
     """
     device()
     notes.begin()
-    with ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
+    with _Making(), pytest.MonkeyPatch.context() as patch:
         functions = vars(by_cpu) | vars(unpacking)
         unpack = [functions[name] for name in kernels.Kernels._fields[1:]]
         patch.setattr(kernels, "of_gpus", lambda: kernels.Kernels(*map(kernel, (attends, *unpack))))
-        stack.enter_context(_Sending())
-        stack.enter_context(_Making())
+        patch.setattr(torch, "tensor", _sending(torch.tensor))  # a TorchFunctionMode would be asked at every call
         yield notes
