@@ -7,11 +7,19 @@ import bough.model  # noqa: F401  # before torch, see there
 # isort: on
 
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, PreTrainedTokenizerFast, modeling_utils
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    modeling_utils,
+)
 
 TINY = LlamaConfig(
     vocab_size=262,
@@ -48,12 +56,17 @@ def save_tokenizer(folder: Path, swapped: bool = False) -> None:
     fast.save_pretrained(folder)
 
 
+def save_weights(model: PreTrainedModel, folder: Path, **how: Any) -> None:
+    """`save_pretrained`, which would import torch's compiler to find out that it has not compiled the model."""
+    with patch.object(modeling_utils, "unwrap_model", lambda model, *_, **__: model):
+        model.save_pretrained(folder, **how)
+
+
 def save_model(folder: Path, config: PretrainedConfig = TINY, seed: int = 0) -> Path:
     """A random model of any architecture, with the tokenizer above."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.generation_config.eos_token_id = config.eos_token_id
-    with patch.object(modeling_utils, "unwrap_model", lambda model, *_, **__: model):  # it imports torch's compiler
-        model.save_pretrained(folder, max_shard_size="200KB")
+    save_weights(model, folder, max_shard_size="200KB")
     save_tokenizer(folder)
     return folder

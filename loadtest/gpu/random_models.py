@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from accelerate import init_empty_weights
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoModelForCausalLM, PretrainedConfig, initialization
 
 from bough.model.checkpoint.checkpoint import INDEX_NAME, Checkpoint
 from bough.model.loading.default_settings import CPU_ROWS, GPU_ROWS
@@ -54,7 +54,7 @@ def write_random(folder: Path, config: PretrainedConfig, device: torch.device, i
 
     With `is_packed` its layers' matrices are random in bough's 4 bits, as packing a layer of a 70B takes long.
     """
-    with init_empty_weights():
+    with init_empty_weights(), initialization.no_init_weights():  # which imports torch's compiler for no weights
         model = AutoModelForCausalLM.from_config(config)
     files: dict[str, dict[str, torch.Tensor]] = {}
     for name, meta in model.state_dict().items():

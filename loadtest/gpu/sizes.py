@@ -100,7 +100,7 @@ MINIATURE = Sizes(
     families=_families(64, 96, 16, 32, 256),
     num_compared=3,
     recurrent_rows=(8,),
-    mixture=Mixture(layers=4, experts=8, chosen=2),
+    mixture=Mixture(layers=3, experts=8, chosen=2),
     drafts={"tiny": _llama(*_TINY, 2, 256)},
     trees=(1, 8),
     text_tokens=60,

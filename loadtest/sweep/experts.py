@@ -32,7 +32,7 @@ from bough.config.processes import TargetConfig, parse
 from bough.protocol.messages import Context, VerifyCall
 from bough.protocol.sampling_params import SamplingParams
 from bough.trees.tree import Tree
-from loadtest.common.tiny_model import save_tokenizer
+from loadtest.common.tiny_model import save_tokenizer, save_weights
 from target_worker.worker import TargetWorker
 
 MODES = "chosen", "all"
@@ -66,7 +66,7 @@ def save_mixture(folder: Path, layers: int, experts: int, chosen: int, seed: int
         initializer_range=0.05,  # makes the router's choices uneven
     )
     torch.manual_seed(seed)
-    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+    save_weights(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16), folder)
     save_tokenizer(folder)
 
 

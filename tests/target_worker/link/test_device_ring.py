@@ -211,6 +211,11 @@ class Recorded(TorchDispatchMode):
         super().__init__()
         self.names: set[str] = set()
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled here; torch would import its compiler to be sure."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.names.add(str(func.overloadpacket).removeprefix("aten."))
         return func(*args, **(kwargs or {}))
