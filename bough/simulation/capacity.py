@@ -68,7 +68,6 @@ class _Simulation:
         self._drafts = [Draft(self._world, self._grown) for _ in range(scenario.num_drafts)]
         self._cells = {id(target): self._cell(index) for index, target in enumerate(self._targets)}
         self._queue: list[SimulatedSession] = []  # waiting for a KV slot, oldest first
-        self._accepts: dict[tuple[AcceptanceLaw, Size], list[float]] = {}
         self._num_asked = 0
         self._weights = [kind.weight for kind in scenario.kinds]
         self._enough = self._env.event()
@@ -109,8 +108,10 @@ class _Simulation:
         if self._scenario.requests_each:
             kind = kinds[self._num_asked % len(kinds)]
         self._num_asked += 1
-        now = self._env.now
-        session = SimulatedSession(kind, now, self._num_asked, since=now, context=kind.prompt_tokens, more=more - 1)
+        now, choice = self._env.now, self._choices[kind.acceptance or self._scenario.profile.acceptance]
+        session = SimulatedSession(
+            kind, choice, now, self._num_asked, since=now, context=kind.prompt_tokens, more=more - 1
+        )
         session.draft_context = kind.prompt_tokens
         session.luck = self._random.random() if self._scenario.requests_each else 0.0
         self._queue.append(session)
@@ -183,7 +184,7 @@ class _Simulation:
 
     def _resize(self, session: SimulatedSession, size: Size) -> None:
         if size != session.size:  # else both are as they were
-            session.size, session.accepts = size, self._accepts_of(self._law(session), size)
+            session.size, session.accepts = size, session.choice.accepts(size)
 
     def _trim(self, session: SimulatedSession, num_riders: int) -> None:
         """Shrink a tree at the target to the size that would be chosen for this number of riders."""
@@ -201,20 +202,12 @@ class _Simulation:
         riders, context = num_riders or round(target.riders.value), round(target.context.value)
         halves = round(2 * target.tokens.value)
         load = RoundLoad(target.num_running, riders, round(draft.drafting.value), context, halves)
-        size = self._choices[self._law(session)].choose(load, self._world.factors).size
+        size = session.choice.choose(load, self._world.factors).size
         nodes = size.nodes
         if self._scenario.fixed and session.context and size != PLAIN:  # like the orchestrator's fixed planner
             nodes = max(LEAST_SHARE, nodes - session.context)
         depth = min(size.depth, nodes - 1, session.remaining - 1)
         return Size(nodes, depth) if depth else PLAIN
-
-    def _law(self, session: SimulatedSession) -> AcceptanceLaw:
-        return session.kind.acceptance or self._scenario.profile.acceptance
-
-    def _accepts_of(self, law: AcceptanceLaw, size: Size) -> list[float]:
-        if (law, size) not in self._accepts:
-            self._accepts[law, size] = [-prob for prob in self._choices[law].depth_probs(size).tolist()]
-        return self._accepts[law, size]
 
     def _send(self, sessions: list[SimulatedSession], ways: int, to: str) -> None:
         """Deliver sessions after `ways` one-way network delays."""

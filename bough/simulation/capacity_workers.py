@@ -11,7 +11,7 @@ from typing import Any
 
 import simpy
 
-from bough.simulation.capacity_choice import PLAIN, Size
+from bough.simulation.capacity_choice import PLAIN, Size, SizeChoice
 from bough.simulation.capacity_slots import SlotMemory
 from bough.simulation.measuring import FinishedRequest, SweepRecord
 from bough.simulation.profile import Factors, Profile, jittered
@@ -31,6 +31,7 @@ class SimulatedSession:
     """A running request, and its time by activity."""
 
     kind: RequestKind
+    choice: SizeChoice
     asked: float
     number: int = 0  # of all requests, in the order in which they were asked
     slot_tokens: int = 0  # of its target's KV memory

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+from functools import lru_cache
+from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 Keys = NDArray[np.uint64]
 
@@ -14,11 +16,16 @@ _FIRST = np.uint64(0xBF58476D1CE4E5B9)
 _SECOND = np.uint64(0x94D049BB133111EB)
 
 
-def mixed(*parts: ArrayLike) -> Keys:
+def mixed(*parts: int | NDArray[Any]) -> Keys:
     """64-bit keys of whole numbers, given as scalars or broadcastable arrays; the order matters."""
-    key: Keys = np.zeros((), np.uint64)
+    numbers: list[int] = []
+    for each in parts:
+        if not isinstance(each, int):
+            break
+        numbers.append(each)
+    key: Keys = np.asarray(_mixed_numbers(*numbers), np.uint64)
     with np.errstate(over="ignore"):
-        for each in parts:
+        for each in parts[len(numbers) :]:
             key = _splitmix((key ^ _as_keys(each)) + _GOLDEN)
     return key
 
@@ -34,7 +41,19 @@ def key_of(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
-def _as_keys(values: ArrayLike) -> Keys:
+@lru_cache(maxsize=4096)
+def _mixed_numbers(*numbers: int) -> int:
+    """The key of whole numbers, which most keys begin with: the same ones in every call for a text."""
+    key = 0
+    for number in numbers:
+        key = ((key ^ number % 2**64) + int(_GOLDEN)) % 2**64
+        key = (key ^ key >> 30) * int(_FIRST) % 2**64
+        key = (key ^ key >> 27) * int(_SECOND) % 2**64
+        key ^= key >> 31
+    return key
+
+
+def _as_keys(values: int | NDArray[Any]) -> Keys:
     return np.asarray(values % 2**64 if isinstance(values, int) else values).astype(np.uint64)
 
 

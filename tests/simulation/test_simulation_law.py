@@ -164,6 +164,9 @@ def test_keys_are_the_same_everywhere() -> None:
     assert mixed(1, -1, np.array([2, 3])).tolist() == mixed(1, 2**64 - 1, np.array([2, 3])).tolist()
     assert key_of("session") == key_of("session") != key_of("sessions")
     assert int(mixed(1, 2)) != int(mixed(2, 1))
+    for numbers in ((), (0,), (7, -3, 2**64 - 1), (2**63, 5)):
+        arrays = (np.array([number % 2**64], np.uint64) for number in numbers)
+        assert np.asarray(mixed(*numbers)).ravel().tolist() == np.asarray(mixed(*arrays)).ravel().tolist()
 
 
 def test_words_survive_the_way_through_text() -> None:
