@@ -128,7 +128,7 @@ def test_the_demonstration_runs_on_simulated_workers(tmp_path: Path) -> None:
 @pytest.mark.pipeline
 def test_a_size_can_be_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """In this process, which has the command's programs forked."""
-    with pytest.raises(SystemExit, match="^0$"):
+    with pytest.raises(SystemExit, match=r"^0$"):
         main(["demo", "--simulate", str(write_profile(tmp_path)), "--max-tokens", "20", "--budget", "4"])
     summary = json.loads(capsys.readouterr().out.splitlines()[-1])
     nodes = summary["nodes"]
