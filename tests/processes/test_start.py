@@ -73,7 +73,7 @@ from bough.model.loading.loading import build_skeleton
 skeleton = build_skeleton(Checkpoint.open({str(tiny)!r}), torch.float32)
 assert all(parameter.is_meta for parameter in skeleton.model.parameters())
 assert all(not buffer.is_meta and buffer.isfinite().all() for buffer in skeleton.model.buffers())
-heavy = ("torch._dynamo", "torch._inductor", "sympy", "torch.distributed.tensor")
+heavy = ("torch._dynamo", "torch._inductor", "sympy", "torch.distributed.tensor", "botocore")
 print([name for name in heavy if name in sys.modules])
 import torch._dynamo
 assert torch._dynamo.__file__, "whoever wants the compiler later gets the real one"

@@ -5,7 +5,8 @@
 The import pulls in torch._dynamo, the inductor, sympy and torch.distributed.tensor, for decorators that only matter to
 `torch.compile` and for tensors spread over processes. Workers use neither; they took a third of the import time and
 140 MB. So while transformers is imported, torch._dynamo is a stub whose decorators do nothing, and transformers is told
-that torch was built without torch.distributed and flex attention, as some builds are.
+that torch was built without torch.distributed and flex attention, as some builds are. Amazon's boto3, which accelerate
+imports for a questionnaire where it is installed, is hidden.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ MODULES = (
     "transformers.generation.utils",
     "transformers.integrations.moe",
 )
+UNUSED = "boto3"
 ABSENT = ("is_torch_distributed_available", "is_torch_flex_attn_available")
 
 
@@ -45,7 +47,7 @@ def import_transformers() -> bool:
         for module in (utils, importlib.import_module("transformers.utils.import_utils")):
             for name in ABSENT:
                 setattr(module, name, _never)
-        with _without_compiler():
+        with _without_compiler(), _without_unused():
             for name in MODULES:
                 importlib.import_module(name)
     except Exception as exc:  # versions of transformers differ
@@ -75,6 +77,20 @@ def _without_compiler() -> Iterator[None]:
         yield
     finally:
         del sys.modules[COMPILER], sys.modules[INDEXING], torch._dynamo
+
+
+@contextmanager
+def _without_unused() -> Iterator[None]:
+    """Hide a package that is installed; later importers find it."""
+    if UNUSED in sys.modules:
+        yield
+        return
+    missing: Any = None  # this is how the import system marks it
+    sys.modules[UNUSED] = missing
+    try:
+        yield
+    finally:
+        del sys.modules[UNUSED]
 
 
 def _unchanged(function: Callable[..., Any]) -> Callable[..., Any]:

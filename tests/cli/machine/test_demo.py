@@ -13,7 +13,7 @@ import pytest
 
 from bough.cli.machine.demo import demo
 from bough.cli.machine.demo_runs import Contest, Run, Side
-from bough.cli.main import argument_parser
+from bough.cli.main import argument_parser, main
 from bough.errors import ConfigError
 from bough.processes.exit_with_parent import MODULE
 from bough.protocol.decision import Decision, Mode, RoundTimings
@@ -126,8 +126,11 @@ def test_the_demonstration_runs_on_simulated_workers(tmp_path: Path) -> None:
 
 
 @pytest.mark.pipeline
-def test_a_size_can_be_asked_for(tmp_path: Path) -> None:
-    _, summary = ran(tmp_path, "--max-tokens", "20", "--budget", "4")
+def test_a_size_can_be_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In this process, which has the command's programs forked."""
+    with pytest.raises(SystemExit, match=r"^0$"):
+        main(["demo", "--simulate", str(write_profile(tmp_path)), "--max-tokens", "20", "--budget", "4"])
+    summary = json.loads(capsys.readouterr().out.splitlines()[-1])
     nodes = summary["nodes"]
     assert isinstance(nodes, list)
     assert max(nodes) == 4

@@ -3,36 +3,42 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from loadtest.capacity import __main__ as capacity
+from loadtest.sessions import __main__ as sessions
 from loadtest.sessions.rounds_file import read_runs
 from tests.fakes.simulated import write_profile
 
 SCALE, LINK = 100, 0.4  # simulated seconds in a real one; of a sweep
 
 
-def figures_of(*command: str) -> dict[str, Any]:
-    """The JSON line at the end of a benchmark's output."""
-    ran = subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True, check=False, timeout=300)
-    assert ran.returncode == 0, ran.stderr
-    figures: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
-    return figures
-
-
-def test_sessions_are_measured_and_what_several_take_is_predicted_from_those_alone(tmp_path: Path) -> None:
+def test_sessions_are_measured_and_what_several_take_is_predicted_from_those_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """As docs/capacity.md has it. How near predictions come is for a machine that does nothing else."""
+
+    def figures_of(main: Callable[[], None], *flags: str) -> dict[str, Any]:
+        """The JSON line at the end of a benchmark's output, in this process, which has its programs forked."""
+        monkeypatch.setattr(sys, "argv", ["benchmark", *flags])
+        main()
+        figures: dict[str, Any] = json.loads(capsys.readouterr().out.splitlines()[-1])
+        return figures
+
     profile, rounds = str(write_profile(tmp_path, clock_scale=SCALE)), tmp_path / "rounds.json"
     measured = figures_of(
-        "loadtest.sessions", "--simulate", profile, "--sessions", "1", "2", "--max-tokens", "16", "--repeats", "1",
+        sessions.main, "--simulate", profile, "--sessions", "1", "2", "--max-tokens", "16", "--repeats", "1",
         "--system-tokens", "64", "--rounds", str(rounds), "--orchestrator-flags=--planner fixed --budget 16",
     )  # fmt: skip
     assert measured["unequal_streams"] == measured["lost_tokens"] == measured["repeated_tokens"] == 0
     assert set(measured["tokens_per_second"]) == {"1", "2"}
     assert sorted(run.num_sessions for run in read_runs(rounds)) == [1, 1, 2]
-    found = figures_of("loadtest.capacity", "--sessions", str(rounds), "--prior", profile)["sessions"]
+    found = figures_of(capacity.main, "--sessions", str(rounds), "--prior", profile)["sessions"]
     assert found["fitted"]["size"][0] == 16
     assert found["fitted"]["target"]["link_seconds"] > LINK / SCALE
     for each in found["by_number"].values():
