@@ -7,6 +7,7 @@ import bough.model  # noqa: F401  # before torch, see there
 # isort: on
 
 from pathlib import Path
+from unittest import mock
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -52,6 +53,8 @@ def save_model(folder: Path, config: PretrainedConfig = TINY, seed: int = 0) -> 
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.generation_config.eos_token_id = config.eos_token_id
-    model.save_pretrained(folder, max_shard_size="200KB")
+    # It would import torch's compiler, which takes a second, to find out whether the model is wrapped: it is not.
+    with mock.patch("transformers.modeling_utils.unwrap_model", lambda unwrapped, **_: unwrapped):
+        model.save_pretrained(folder, max_shard_size="200KB")
     save_tokenizer(folder)
     return folder
