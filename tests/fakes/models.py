@@ -79,8 +79,13 @@ def new_slot(model: StreamedModel) -> KVSlot:
 
 def plain_logits(model: StreamedModel, tokens: list[int]) -> list[torch.Tensor]:
     """Logits (vocab_size,) of plain decoding, one token a sweep; entry i follows tokens[: i + 1]."""
-    slot, logits = new_slot(model), []
-    for position, token in enumerate(tokens):
+    return decode(model, new_slot(model), tokens)
+
+
+def decode(model: StreamedModel, slot: KVSlot, tokens: list[int]) -> list[torch.Tensor]:
+    """Logits (vocab_size,) after each of these tokens, which come after those of the slot, one a sweep."""
+    logits = []
+    for position, token in enumerate(tokens, slot.length):
         batch = Batch([Segment.tree(slot, position, Tree.root(token))], model.rows, CPU)
         logits.append(model.sweep(batch)[0][0].clone())
         slot.compact([position], [token])

@@ -64,6 +64,7 @@ class World:
         self.logits = cache(self._logits)
         self.target_probs = cache(lambda text: probabilities(self.logits(text), params))
         self.draft = cache(self._draft)
+        self.validated: set[tuple[Text, Scheme, Text]] = set()  # of trees: text, scheme and the children of the root
 
     def _logits(self, text: Text) -> np.ndarray:
         return np.random.default_rng([self.seed, *(token + 1 for token in text[: self.num_seen])]).normal(0, 1.5, VOCAB)
@@ -105,7 +106,10 @@ def build(world: World, text: Text, scheme: Scheme, first: Text, below: Text) ->
         np.zeros(1 + len(nodes) + len(nodes_below), np.float32),
         DraftProbs.joined(supports) if scheme.is_sampled else None,
     )
-    tree.validate(VOCAB, 16, scheme)
+    # Trees that differ only below these children are drawn there from one distribution, so one of them tells for all.
+    if (text, scheme, first) not in world.validated:
+        tree.validate(VOCAB, 16, scheme)
+        world.validated.add((text, scheme, first))
     return tree
 
 
@@ -145,7 +149,7 @@ def verify_many(
     while waiting:
         node, path, num = waiting.pop()
         probs = law(node, world.target_probs(path))
-        assert probs.sum() == pytest.approx(1.0, abs=1e-9)
+        assert abs(probs.sum() - 1.0) <= 1e-9
         for token, count in enumerate(rng.multinomial(num, probs / probs.sum()).tolist()):
             if count and token in children[node] and len(path) + 1 < LENGTH:
                 waiting.append((children[node][token], (*path, token), count))

@@ -19,7 +19,7 @@ from loadtest.gpu.reference import attend_by_mask, attend_on_cpu
 from target_worker.sweep.streamed_model import StreamedModel
 from tests.conftest import save_model
 from tests.fakes.model.families import FAMILIES, of_two_layers, random_tree
-from tests.fakes.models import CPU, new_slot, plain_logits, streamed
+from tests.fakes.models import CPU, decode, new_slot, plain_logits, streamed
 
 
 def test_a_sweep_of_context_alone_needs_no_logits(tiny: Path) -> None:
@@ -52,9 +52,9 @@ class Session(NamedTuple):
     segments: tuple[Segment, Segment]
 
 
-def random_session(model: StreamedModel, rng: np.random.Generator) -> Session:
-    """Of positions on this side of the attention's blocks, beyond them, or across."""
-    prompt = rng.integers(0, 256, rng.integers(1, 70)).tolist()
+def random_session(model: StreamedModel, rng: np.random.Generator, text: list[int] | None = None) -> Session:
+    """Of positions on this side of the attention's blocks, beyond them, or across; it may begin as `text` does."""
+    prompt = (text or rng.integers(0, 256, 69).tolist())[: rng.integers(1, 70)]
     tree, slot = random_tree(rng, int(rng.integers(1, 45)), root=int(rng.integers(256))), new_slot(model)
     return Session(prompt, tree, (Segment.context(slot, 0, prompt), Segment.tree(slot, len(prompt), tree)))
 
@@ -83,9 +83,13 @@ def cases() -> list[Any]:
 def test_logits_are_bitwise_those_of_plain_decoding(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """Of every node on a path of a random tree, which is at any place among others of random sessions, and contexts."""
     rng = np.random.default_rng(list(FAMILIES).index(family))
+    text = rng.integers(0, 256, 69).tolist()  # as both sessions that are looked at begin: it is decoded once
     with streamed(save_model(tmp_path / "model", of_two_layers(family)), dtype) as model:
+        looked_at = []
         for _ in range(2):
-            sessions = [random_session(model, rng) for _ in range(rng.integers(1, 5))]
+            sessions = [random_session(model, rng) for _ in range(rng.integers(0, 4))]
+            chosen = int(rng.integers(len(sessions) + 1))
+            sessions.insert(chosen, random_session(model, rng, text))
             order = rng.permutation(np.repeat(np.arange(len(sessions)), 2)).tolist()
             met, segments, begins, num_logits = set[int](), [], {}, 0
             for number in order:  # a context before its tree
@@ -93,13 +97,18 @@ def test_logits_are_bitwise_those_of_plain_decoding(family: str, dtype: torch.dt
                 if number in met:
                     begins[number], num_logits = num_logits, num_logits + len(sessions[number].tree)
                 met.add(number)
-            logits, _ = model.sweep(Batch(segments, model.rows, CPU))
-            chosen = int(rng.integers(len(sessions)))
-            prompt, tree, _ = sessions[chosen]
+            logits = model.sweep(Batch(segments, model.rows, CPU))[0]
+            tree = sessions[chosen].tree
             path = tree.path(int(tree.depths().argmax()))
-            plain = plain_logits(model, prompt + [int(tree.tokens[node]) for node in path])[len(prompt) :]
-            for node, wanted in zip(path, plain, strict=True):
-                assert torch.equal(logits[begins[chosen] + node], wanted)
+            rows = logits[[begins[chosen] + node for node in path]].clone()
+            looked_at.append((len(sessions[chosen].prompt), [int(tree.tokens[node]) for node in path], rows))
+        plain = new_slot(model)
+        for length, tokens, rows in sorted(looked_at, key=lambda one: one[0]):
+            decode(model, plain, text[plain.length : length])
+            below = new_slot(model)
+            below.fork(plain, length)
+            for mine, wanted in zip(rows, decode(model, below, tokens), strict=True):
+                assert torch.equal(mine, wanted)
 
 
 def test_a_second_rotary_table_is_beyond_a_models_context(tmp_path: Path) -> None:
