@@ -16,7 +16,7 @@ from bough.protocol.messages import GrowCall
 from bough.protocol.sampling_params import SamplingParams
 from bough.trees.tree import Tree
 from bough.trees.tree_plan import BestFirst, Growth, Guess, Scheme, StaticShape, TreePlan
-from tests.conftest import save_model, save_tokenizer
+from loadtest.common.tiny_model import save_model, save_tokenizer, save_weights
 from tests.fakes.draft import VOCAB, FakeModel, grow_call, grow_now, new_engine
 from tests.fakes.stack import SMALLEST, Stack, stack
 
@@ -69,7 +69,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
     wide = save_model(folder / "wide", type(SMALLEST)(**SMALLEST.to_dict() | {"vocab_size": WIDE}))
     model = AutoModelForCausalLM.from_pretrained(wide)
     model.resize_token_embeddings(NARROW)
-    model.save_pretrained(folder / "narrow")
+    save_weights(model, folder / "narrow")
     save_tokenizer(folder / "narrow")
     return {WIDE: wide, NARROW: folder / "narrow"}
 
