@@ -22,7 +22,7 @@ serve: $(READY)  ## the demonstration under Ray Serve, until Ctrl-C; SIMULATE=PR
 # processors, so threads that wait make room sooner than in service (docs/decisions/022-threads.md).
 test: $(READY)  ## the whole suite
 	@$(BIN)/python -m tests.compile_kernels
-	@GOMP_SPINCOUNT=1000 $(BIN)/python -m pytest --numprocesses 4 --dist worksteal
+	@GOMP_SPINCOUNT=1000 $(BIN)/python -m pytest --numprocesses 5 --dist worksteal
 
 test-fast: $(READY)  ## the tests of single parts, in two minutes
 	@$(BIN)/python -m tests.compile_kernels
