@@ -18,7 +18,7 @@ demo: $(READY)  ## the whole pipeline on a real model: build, start, generate wi
 serve: $(READY)  ## the demonstration under Ray Serve, until Ctrl-C; SIMULATE=PROFILE without weights, PORT=N, HAPROXY=1 for HTTP
 	@$(BIN)/python -m deploy.up $(if $(SIMULATE),--simulate $(SIMULATE)) $(if $(PORT),--port $(PORT)) $(if $(HAPROXY),--haproxy)
 
-# Four tests at once on two processors: many wait for processes to start and end. All compute with as many threads as there are
+# Five tests at once on two processors: many wait for processes to start and end. All compute with as many threads as there are
 # processors, so threads that wait make room sooner than in service (docs/decisions/022-threads.md).
 test: $(READY)  ## the whole suite
 	@$(BIN)/python -m tests.compile_kernels

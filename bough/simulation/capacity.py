@@ -108,7 +108,8 @@ class _Simulation:
         if self._scenario.requests_each:
             kind = kinds[self._num_asked % len(kinds)]
         self._num_asked += 1
-        now, choice = self._env.now, self._choices[kind.acceptance or self._scenario.profile.acceptance]
+        now = self._env.now
+        choice = self._choices[kind.acceptance or self._scenario.profile.acceptance]
         session = SimulatedSession(
             kind, choice, now, self._num_asked, since=now, context=kind.prompt_tokens, more=more - 1
         )
@@ -184,7 +185,7 @@ class _Simulation:
 
     def _resize(self, session: SimulatedSession, size: Size) -> None:
         if size != session.size:  # else both are as they were
-            session.size, session.accepts = size, session.choice.accepts(size)
+            session.size, session.accepts = size, session.choice.negated_probs(size)
 
     def _trim(self, session: SimulatedSession, num_riders: int) -> None:
         """Shrink a tree at the target to the size that would be chosen for this number of riders."""

@@ -55,7 +55,7 @@ class RoundLoad(NamedTuple):
         return RoundLoad(max(1, running), max(1, riders), max(1, drafting), context, max(2, halves))
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=4096)  # called millions of times, with few numbers
 def _rounded(number: int) -> int:
     if number <= DENSE:
         return number
@@ -93,18 +93,18 @@ class SizeChoice:
         self._depths = np.array([size.depth for size in self._sizes])
         self._frontiers = np.array([size.frontier for size in self._sizes])
         self._known: dict[tuple[RoundLoad, Factors], Prediction] = {}
-        self._accepts: dict[Size, list[float]] = {}
+        self._negated: dict[Size, list[float]] = {}
         self._sweeps: dict[Factors, FloatArray] = {}
 
     def depth_probs(self, size: Size) -> FloatArray:
         """(depth,) probability that a round of this size accepts a path as deep as each level."""
         return self._yield.depth_probs(*size)
 
-    def accepts(self, size: Size) -> list[float]:
+    def negated_probs(self, size: Size) -> list[float]:
         """`depth_probs`, negated and so ascending, as `bisect` wants them."""
-        if size not in self._accepts:
-            self._accepts[size] = (-self.depth_probs(size)).tolist()
-        return self._accepts[size]
+        if size not in self._negated:
+            self._negated[size] = (-self.depth_probs(size)).tolist()
+        return self._negated[size]
 
     def choose(self, load: RoundLoad, factors: Factors = UNCHANGED) -> Prediction:
         """The best size under this load."""

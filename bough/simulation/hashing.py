@@ -17,7 +17,7 @@ _SECOND = np.uint64(0x94D049BB133111EB)
 
 
 def mixed(*parts: int | NDArray[Any]) -> Keys:
-    """64-bit keys of whole numbers, given as scalars or broadcastable arrays; the order matters."""
+    """64-bit keys of whole numbers, given as Python's own or as broadcastable arrays; the order matters."""
     numbers: list[int] = []
     for each in parts:
         if not isinstance(each, int):
@@ -43,7 +43,7 @@ def key_of(text: str) -> int:
 
 @lru_cache(maxsize=4096)
 def _mixed_numbers(*numbers: int) -> int:
-    """The key of whole numbers, which most keys begin with: the same ones in every call for a text."""
+    """`mixed` of Python's numbers alone, without arrays of one: most keys begin with the same few."""
     key = 0
     for number in numbers:
         key = ((key ^ number % 2**64) + int(_GOLDEN)) % 2**64

@@ -37,7 +37,7 @@ def _beta_levels(mean: float, concentration: float) -> FloatArray:
     """(NUM_LEVELS,) ascending means of equally probable slices of a Beta distribution with mean `mean`.
 
     Over logits its density is x^a (1-x)^b, which is smooth for any a and b. An integral takes milliseconds, and
-    profiles have hundreds: the array is that of earlier calls, and must not be changed.
+    a profile has hundreds, so they are kept; nobody may change the array.
     """
     a, b = mean * concentration, (1 - mean) * concentration
     centre = np.log(mean / (1 - mean))

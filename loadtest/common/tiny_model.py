@@ -7,7 +7,6 @@ import bough.model  # noqa: F401  # before torch, see there
 # isort: on
 
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -56,10 +55,10 @@ def save_tokenizer(folder: Path, swapped: bool = False) -> None:
     fast.save_pretrained(folder)
 
 
-def save_weights(model: PreTrainedModel, folder: Path, **how: Any) -> None:
-    """`save_pretrained`, which would import torch's compiler to find out that it has not compiled the model."""
+def save_weights(model: PreTrainedModel, folder: Path, max_shard_size: str = "5GB") -> None:
+    """Save a model without importing torch's compiler, as transformers does to find out whether it has compiled it."""
     with patch.object(modeling_utils, "unwrap_model", lambda model, *_, **__: model):
-        model.save_pretrained(folder, **how)
+        model.save_pretrained(folder, max_shard_size=max_shard_size)
 
 
 def save_model(folder: Path, config: PretrainedConfig = TINY, seed: int = 0) -> Path:

@@ -44,7 +44,7 @@ class _Swept(NamedTuple):
 def experts(
     device: torch.device, mixture: Mixture, folder: Path, new_streams: Callable[[torch.device], DeviceStreams]
 ) -> dict[str, Any]:
-    """Sweep the same trees both ways, with a third of the model on the device; logits are compared bit for bit."""
+    """Sweep the same trees both ways and compare logits bit for bit; a third of the model or two layers stay there."""
     save_mixture(folder, *mixture, 1)
     whole, chosen = (_swept(folder, device, new_streams(device), is_apart) for is_apart in (False, True))
     pairs = zip(whole.logits, chosen.logits, strict=True)

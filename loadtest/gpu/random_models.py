@@ -54,7 +54,8 @@ def write_random(folder: Path, config: PretrainedConfig, device: torch.device, i
 
     With `is_packed` its layers' matrices are random in bough's 4 bits, as packing a layer of a 70B takes long.
     """
-    with init_empty_weights(), initialization.no_init_weights():  # which imports torch's compiler for no weights
+    # There are no weights to initialise, and initialising would import torch's compiler.
+    with init_empty_weights(), initialization.no_init_weights():
         model = AutoModelForCausalLM.from_config(config)
     files: dict[str, dict[str, torch.Tensor]] = {}
     for name, meta in model.state_dict().items():

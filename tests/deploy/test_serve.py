@@ -111,7 +111,7 @@ async def hung_up(addresses: Addresses) -> None:
 
 
 async def ended(machine: Machine) -> None:
-    """An orchestrator's program that is killed is started again where it was; who comes meanwhile waits for it."""
+    """An orchestrator's program that is killed is started again where it was; who comes once it has ended waits."""
     deployments = machine.config["applications"][0]["deployments"]
     (port,) = (each["user_config"]["port"] for each in deployments if each["name"] == "Index")
     registry = Registry(f"redis://{HOST}:{port}")

@@ -64,7 +64,6 @@ class World:
         self.logits = cache(self._logits)
         self.target_probs = cache(lambda text: probabilities(self.logits(text), params))
         self.draft = cache(self._draft)
-        self.validated: set[tuple[Text, Scheme, Text]] = set()  # of trees: text, scheme and the children of the root
 
     def _logits(self, text: Text) -> np.ndarray:
         return np.random.default_rng([self.seed, *(token + 1 for token in text[: self.num_seen])]).normal(0, 1.5, VOCAB)
@@ -100,16 +99,19 @@ def build(world: World, text: Text, scheme: Scheme, first: Text, below: Text) ->
     nodes = {token: 1 + index for index, token in enumerate(dict.fromkeys(first))}
     nodes_below = {token: 1 + len(nodes) + index for index, token in enumerate(dict.fromkeys(below))}
     supports = {0: world.draft(text), 1: world.draft((*text, first[0]))}
-    tree = Tree(
+    return Tree(
         np.array([0, *nodes, *nodes_below], np.int32),
         np.array([-1, *(0 for _ in nodes), *(1 for _ in nodes_below)], np.int32),
         np.zeros(1 + len(nodes) + len(nodes_below), np.float32),
         DraftProbs.joined(supports) if scheme.is_sampled else None,
     )
-    # Trees that differ only below these children are drawn there from one distribution, so one of them tells for all.
-    if (text, scheme, first) not in world.validated:
-        tree.validate(VOCAB, 16, scheme)
-        world.validated.add((text, scheme, first))
+
+
+@cache
+def validated(world: World, text: Text, scheme: Scheme, first: Text, below: Text) -> Tree:
+    """That of `build`, after the checks that a target makes."""
+    tree = build(world, text, scheme, first, below)
+    tree.validate(VOCAB, 16, scheme)
     return tree
 
 
@@ -134,9 +136,12 @@ def grow_many(world: World, text: Text, scheme: Scheme, num: int, rng: np.random
         choices, chances = world.draft((*text, token))
         below[rows] = independently(choices, normalised(chances), len(rows), rng)
     codes, counts = np.unique((first[:, 0] * VOCAB + first[:, 1]) * VOCAB + below, return_counts=True)
+    checked: set[Text] = set()
     for code, count in zip(codes.tolist(), counts.tolist(), strict=True):
         drawn = code // VOCAB**2, code // VOCAB % VOCAB
-        yield Trees(build(world, text, scheme, drawn, (code % VOCAB,)), count)
+        make = build if drawn in checked else validated  # below the same children all were drawn alike, just above
+        checked.add(drawn)
+        yield Trees(make(world, text, scheme, drawn, (code % VOCAB,)), count)
 
 
 def verify_many(
@@ -300,7 +305,7 @@ def play(world: World, scheme: Scheme, seed: int, rng_of: RngOf) -> Iterator[Rou
     for number in itertools.count():
         first = draw_some(world, text, scheme, 2, rng_of(seed, number, 0))
         below = draw_some(world, (*text, int(first[0])), scheme, 1, rng_of(seed, number, 1))
-        tree = build(world, text, scheme, tuple(first.tolist()), tuple(below.tolist()))
+        tree = validated(world, text, scheme, tuple(first.tolist()), tuple(below.tolist()))
         held = [0, *text]
         context = Context.of("s", [*held, 0], 0, 1)
         params = SamplingParams(world.params.temperature, world.params.top_k, world.params.top_p, seed=seed)

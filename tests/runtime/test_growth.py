@@ -7,10 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-# Fourteen layers of thirty are left: by the C library's own settings they have gaps of 150 MB, and six have too few.
+# With 14 of 30 layers the C library's own settings leave gaps of 150 MB; with 6 they would be too small to tell.
 DROPPED = ",".join(map(str, range(8, 24)))
 GROWN_BYTES = 30_000_000  # rows of keys and values in pages of 2 MB, and Python's own: 10 MB of so many layers
-GAP_BYTES = 100_000_000  # of heaps, that nothing is in: it was more, and is 35 to 50
+GAP_BYTES = 100_000_000  # of heaps, that nothing is in; bough's settings leave 35 to 50 MB
 
 # The process's own beginning (`bough.processes.process.run`), then sessions of all sizes, taken and given back.
 SERVE = """

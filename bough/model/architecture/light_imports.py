@@ -6,7 +6,7 @@ The import pulls in torch._dynamo, the inductor, sympy and torch.distributed.ten
 `torch.compile` and for tensors spread over processes. Workers use neither; they took a third of the import time and
 140 MB. So while transformers is imported, torch._dynamo is a stub whose decorators do nothing, and transformers is told
 that torch was built without torch.distributed and flex attention, as some builds are. Amazon's boto3, which accelerate
-imports for a questionnaire where it is installed, is hidden.
+imports where it is installed to ask about its settings, is hidden meanwhile.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MODULES = (
     "transformers.generation.utils",
     "transformers.integrations.moe",
 )
-UNUSED = "boto3"
+HIDDEN = "boto3"
 ABSENT = ("is_torch_distributed_available", "is_torch_flex_attn_available")
 
 
@@ -47,7 +47,7 @@ def import_transformers() -> bool:
         for module in (utils, importlib.import_module("transformers.utils.import_utils")):
             for name in ABSENT:
                 setattr(module, name, _never)
-        with _without_compiler(), _without_unused():
+        with _without_compiler(), _hidden():
             for name in MODULES:
                 importlib.import_module(name)
     except Exception as exc:  # versions of transformers differ
@@ -80,17 +80,17 @@ def _without_compiler() -> Iterator[None]:
 
 
 @contextmanager
-def _without_unused() -> Iterator[None]:
-    """Hide a package that is installed; later importers find it."""
-    if UNUSED in sys.modules:
+def _hidden() -> Iterator[None]:
+    """Make `import boto3` fail as where it is not installed; it works again afterwards."""
+    if HIDDEN in sys.modules:
         yield
         return
     missing: Any = None  # this is how the import system marks it
-    sys.modules[UNUSED] = missing
+    sys.modules[HIDDEN] = missing
     try:
         yield
     finally:
-        del sys.modules[UNUSED]
+        sys.modules.pop(HIDDEN, None)
 
 
 def _unchanged(function: Callable[..., Any]) -> Callable[..., Any]:

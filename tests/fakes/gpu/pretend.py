@@ -286,13 +286,17 @@ def _places_written(func: Any) -> tuple[tuple[int, str], ...]:
     return tuple((place, a.name) for place, a in named if a.alias_info is not None and a.alias_info.is_write)
 
 
-class _Making(TorchDispatchMode):
-    """Intercepts operators without tensor operands."""
+class EagerMode(TorchDispatchMode):
+    """A mode around what is never compiled: torch else imports its compiler, and asks it at each operator."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Nothing is compiled here; torch would import its compiler to be sure, and ask it at each operator."""
+        """Whether torch is to keep its compiler out of `__torch_dispatch__`, which takes the compiler."""
         return False
+
+
+class _Making(EagerMode):
+    """Intercepts operators without tensor operands."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return run(func, args, kwargs or {})
@@ -344,6 +348,7 @@ def attend(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, path
 def pretending(attends: Callable[..., torch.Tensor] = attend, unpacking: ModuleType = by_cpu) -> Iterator[Notes]:
     """Let this thread make tensors on the device within the block; yields the notes of what happens.
 
+    `torch.tensor` is another function meanwhile, for all threads: of theirs none makes tensors there.
     `attends` stands in for its attention kernel, and functions of the module `unpacking` for others, as far as it has
     them; `bough.model.gpu.unpack_triton` has those that unpack weights, interpreted.
     """

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from bough.errors import StreamError
 from bough.model.batch.batch import Batch, Segment
@@ -23,6 +22,7 @@ from loadtest.common.inline_streams import InlineStreams
 from target_worker.link.device_ring import DeviceRing
 from tests.conftest import TINY, save_model
 from tests.fakes.gpu.late_device import FakeEvent, FakeStreams
+from tests.fakes.gpu.pretend import EagerMode
 from tests.fakes.model.packed_files import flip
 from tests.fakes.models import new_slot, plain_logits, streamed
 from tests.target_worker.link.test_disk_ring import until_carried
@@ -204,17 +204,12 @@ def test_three_tiers_give_the_bits_that_two_give(
         assert model.tiers.figures().num_bytes >= len(tokens) * placement.link_bytes
 
 
-class Recorded(TorchDispatchMode):
+class Recorded(EagerMode):
     """Remembers which operators run."""
 
     def __init__(self) -> None:
         super().__init__()
         self.names: set[str] = set()
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Nothing is compiled here; torch would import its compiler to be sure."""
-        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.names.add(str(func.overloadpacket).removeprefix("aten."))
