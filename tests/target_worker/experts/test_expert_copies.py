@@ -81,9 +81,9 @@ class Rounds:
             self._streams.compute(lambda data=data: self.right.append(bool((data == self.numbers[expert]).all())))
 
 
-@pytest.fixture
-def layers(tmp_path: Path) -> dict[int, LayerExperts]:
-    return plan_of(save_model(tmp_path / "model", FAMILIES["qwen3 moe"]))
+@pytest.fixture(scope="module")
+def layers(tmp_path_factory: pytest.TempPathFactory) -> dict[int, LayerExperts]:
+    return plan_of(save_model(tmp_path_factory.mktemp("layers") / "model", FAMILIES["qwen3 moe"]))
 
 
 @contextmanager

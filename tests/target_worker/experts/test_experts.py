@@ -90,9 +90,9 @@ def plan_of(folder: Path) -> dict[int, LayerExperts]:
     return plan_apart(build_skeleton(Checkpoint.open(folder), torch.bfloat16).layer_slots)[1]
 
 
-@pytest.fixture
-def layers(tmp_path: Path) -> dict[int, LayerExperts]:
-    return plan_of(save_model(tmp_path / "model", FAMILIES["qwen3 moe"]))
+@pytest.fixture(scope="module")
+def layers(tmp_path_factory: pytest.TempPathFactory) -> dict[int, LayerExperts]:
+    return plan_of(save_model(tmp_path_factory.mktemp("layers") / "model", FAMILIES["qwen3 moe"]))
 
 
 class Rounds:
