@@ -26,7 +26,7 @@ test: $(READY)  ## the whole suite
 
 test-fast: $(READY)  ## the tests of single parts, in two minutes
 	@$(BIN)/python -m tests.compile_kernels
-	@GOMP_SPINCOUNT=1000 $(BIN)/python -m pytest --numprocesses 3 --dist worksteal -m 'unit and not slow'
+	@GOMP_SPINCOUNT=1000 $(BIN)/python -m pytest --numprocesses 4 --dist worksteal -m 'unit and not slow'
 
 test-cluster: $(READY)  ## what the suite leaves out: make loadtest, and Ray clusters, one of three hosts in network namespaces; minutes, and root
 	@$(BIN)/python -m pytest -m cluster tests/deploy tests/loadtest/locust
