@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -23,11 +24,7 @@ def mixed(*parts: int | NDArray[Any]) -> Keys:
         if not isinstance(each, int):
             break
         numbers.append(each)
-    key: Keys = np.asarray(_mixed_numbers(*numbers), np.uint64)
-    with np.errstate(over="ignore"):
-        for each in parts[len(numbers) :]:
-            key = _splitmix((key ^ _as_keys(each)) + _GOLDEN)
-    return key
+    return _continued(_mixed_numbers(*numbers), parts[len(numbers) :])
 
 
 def uniforms(keys: Keys) -> NDArray[np.float64]:
@@ -42,14 +39,18 @@ def key_of(text: str) -> int:
 
 
 @lru_cache(maxsize=4096)
-def _mixed_numbers(*numbers: int) -> int:
-    """`mixed` of Python's numbers alone, without arrays of one: most keys begin with the same few."""
-    key = 0
-    for number in numbers:
-        key = ((key ^ number % 2**64) + int(_GOLDEN)) % 2**64
-        key = (key ^ key >> 30) * int(_FIRST) % 2**64
-        key = (key ^ key >> 27) * int(_SECOND) % 2**64
-        key ^= key >> 31
+def _mixed_numbers(*numbers: int) -> Keys:
+    """`mixed` of Python's numbers alone, kept because most keys begin with the same few."""
+    key = _continued(np.zeros((), np.uint64), numbers)
+    key.setflags(write=False)
+    return key
+
+
+def _continued(key: Keys, parts: Sequence[int | NDArray[Any]]) -> Keys:
+    """A key with more parts mixed in."""
+    with np.errstate(over="ignore"):
+        for each in parts:
+            key = _splitmix((key ^ _as_keys(each)) + _GOLDEN)
     return key
 
 

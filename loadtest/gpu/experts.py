@@ -44,7 +44,10 @@ class _Swept(NamedTuple):
 def experts(
     device: torch.device, mixture: Mixture, folder: Path, new_streams: Callable[[torch.device], DeviceStreams]
 ) -> dict[str, Any]:
-    """Sweep the same trees both ways and compare logits bit for bit; a third of the model or two layers stay there."""
+    """Sweep the same trees both ways and compare logits bit for bit.
+
+    A third of the model stays on the device, or two layers where that is more.
+    """
     save_mixture(folder, *mixture, 1)
     whole, chosen = (_swept(folder, device, new_streams(device), is_apart) for is_apart in (False, True))
     pairs = zip(whole.logits, chosen.logits, strict=True)
