@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from prometheus_client import CollectorRegistry
 
 from bough import __version__
-from bough.config.addresses import advertised_host, bare, is_loopback, joined
+from bough.config.addresses import advertised_host, bare, has_page, is_loopback, joined
 from bough.config.processes import OrchestratorConfig
 from bough.processes.process import (
     advertised,
@@ -137,11 +137,6 @@ def serve_metrics(config: OrchestratorConfig, requests: Requests) -> MetricsServ
     metrics.serve(served.host, config.metrics_port, metrics_context(config))
     requests.metrics_url = metrics_url(metrics_at(served, metrics.port))
     return metrics
-
-
-def has_page(config: OrchestratorConfig) -> bool:
-    """Whether /ui is served; by default only if other machines cannot reach it."""
-    return config.ui == "yes" or (config.ui == "auto" and is_loopback(config.host))
 
 
 @asynccontextmanager

@@ -163,12 +163,11 @@ def test_the_orchestrator_has_no_torch() -> None:
     assert not loaded_by("orchestrator.__main__") & TORCH
 
 
-def test_files_and_functions_stay_short() -> None:
-    """A file past 300 lines is two files; a function past 60 does two things."""
+def test_functions_stay_short() -> None:
+    """A function past 60 lines does two things."""
     for path in python_files("bough", *SERVICES, "deploy", "loadtest"):
         if path.parent.name == "pb":
             continue
-        assert path.read_text().count("\n") <= 300, path
         for node in ast.walk(parsed(path)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 assert (node.end_lineno or 0) - node.lineno < 60, f"{path}: {node.name}"

@@ -11,7 +11,7 @@ from random import SystemRandom
 from typing import Any
 from urllib.parse import urlsplit
 
-from bough.config.processes import ADVERTISE_AUTO, ServiceConfig
+from bough.config.processes import ADVERTISE_AUTO, OrchestratorConfig, ServiceConfig
 from bough.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -36,6 +36,11 @@ def bare(host: str) -> str:
 def is_wildcard(host: str) -> bool:
     """Whether the host means all addresses of this machine, to which nobody can connect."""
     return bare(host) == "" or _has(host, "is_unspecified")
+
+
+def has_page(config: OrchestratorConfig) -> bool:
+    """Whether the page at /ui is served; by default only if other machines cannot reach it."""
+    return config.ui == "yes" or (config.ui == "auto" and is_loopback(config.host))
 
 
 def is_loopback(host: str) -> bool:

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from bough.protocol.decision import RoundTimings
 from bough.protocol.sampling_params import PositionLogprobs
 from bough.protocol.thoughts import Channels, Thoughts
 from bough.protocol.worker_info import WorkerInfo
 from bough.trees.tree_plan import Growth, Scheme
+
+if TYPE_CHECKING:  # clients have no numpy
+    from bough.trees.tree import Tree
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +177,7 @@ class Started:
 class VerifiedTree(NamedTuple):
     """The tree that the target verified in a round, and the accepted path."""
 
-    parents: Sequence[int]  # of each node; -1 at the root
+    tree: Tree
     accepted_nodes: Sequence[int]  # from the root (excluded) down
 
 

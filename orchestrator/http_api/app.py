@@ -47,7 +47,7 @@ from orchestrator.http_api.merging import scored_first
 from orchestrator.http_api.responses import conversation
 from orchestrator.http_api.responses.answer import ResponseAnswer, repeated
 from orchestrator.http_api.responses.fields import NOT_KEPT, ResponseFields
-from orchestrator.http_api.ui import FILES, page_routes
+from orchestrator.http_api.ui import FILES, ROOT, page_routes, root_route
 from orchestrator.serving.requests import Requests
 from orchestrator.serving.tenants import Callers
 
@@ -85,8 +85,9 @@ def http_app(
         Route("/decisions/{name:path}", _Answered(api.decisions), methods=["GET"]),
         Route("/cluster", _Answered(api.cluster), methods=["GET"]),
         Route("/version", _Answered(api.version), methods=["GET"]),
+        root_route(has_page=has_page),
     ]
-    open_paths = {HEALTH, METRICS, DISCOVERY} if has_open_figures else {HEALTH}
+    open_paths = {ROOT, HEALTH} | ({METRICS, DISCOVERY} if has_open_figures else set())
     if has_page:  # its own requests carry the key that is typed in there
         routes += page_routes()
         open_paths |= FILES.keys()
@@ -115,8 +116,9 @@ class _Api:
         head = _head("chatcmpl-", fields)
         limits, most = chat.chat_limits(fields), tenant_of(request).most_at_once
         wanted = choices(fields, prompts, limits, head.answer_id, _session_id(request, fields), most)
-        spell, formats = self._spell(wanted), self.requests.texts.tool_format
         has_reasoning, options = fields.include_reasoning, fields.stream_options
+        has_rounds, formats = fields.stream and options.include_rounds, self.requests.texts.tool_format
+        spell = self._spell(wanted, has_rounds=has_rounds)
         answer = chat.ChatAnswer(head, len(wanted), options, spell, tools, formats, has_reasoning)
         names = chat.FIELD_NAMES | constraint_names(fields.structured_outputs)
         return Exchange(partial(scored_first, tenant_of(request), wanted), answer, names)
@@ -150,7 +152,7 @@ class _Api:
             echoes,
             len(wanted) // len(prompts),
             fields.stream_options,
-            self._spell(wanted),
+            self._spell(wanted, has_rounds=fields.stream and fields.stream_options.include_rounds),
             limits.prompt_logprobs,
         )
         names = completions.FIELD_NAMES | constraint_names(fields.structured_outputs)
@@ -213,9 +215,9 @@ class _Api:
     async def version(self, request: Request, entered: ExitStack) -> Response:
         return JSONResponse({"version": __version__})
 
-    def _spell(self, wanted: tuple[RequestedOutput, ...]) -> Spell | None:
-        """The function that spells a model's tokens, if log-probabilities are requested."""
-        if wanted[0].options.logprobs is None:
+    def _spell(self, wanted: tuple[RequestedOutput, ...], *, has_rounds: bool = False) -> Spell | None:
+        """The function that spells a model's tokens, if log-probabilities or the trees of rounds are requested."""
+        if wanted[0].options.logprobs is None and not has_rounds:
             return None
         return lambda model: self.requests.texts.tokenizer(model).token_bytes
 

@@ -158,7 +158,7 @@ class CompletionAnswer(Completion):
         return _entry(index, "".join(self._texts[index]), logprobs) | self._ending(index)
 
     def _spelled(self, index: int, event: Tokens) -> TokensSpelled | None:
-        if self._token_bytes is None:
+        if self._token_bytes is None or not event.logprobs:
             return None
         begins = [begin + len(self._echoes[index]) for begin in event.begins]
         return self._noted(index, completion_logprobs(event.logprobs, begins, self._token_bytes))

@@ -1,4 +1,4 @@
-"""The static page at /ui, which uses the same API as other clients."""
+"""The static page at /ui, which uses the same API as other clients, and the root, which leads to it."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, RedirectResponse, Response
 from starlette.routing import Route
 
+ROOT = "/"
 FOLDER = Path(__file__).parent / "page"
 FILES: Mapping[str, tuple[str, str]] = {  # by path: file, media type
     "/ui": ("index.html", "text/html"),
@@ -17,8 +18,8 @@ FILES: Mapping[str, tuple[str, str]] = {  # by path: file, media type
     "/ui/icon.svg": ("icon.svg", "image/svg+xml"),
 }
 HEADERS = {
-    # Only these files may run or be shown; bars get their widths from style attributes.
-    "content-security-policy": "default-src 'self'; style-src 'self' 'unsafe-inline'; frame-ancestors 'none'",
+    # Only these files may run or be shown.
+    "content-security-policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "x-content-type-options": "nosniff",
     "cache-control": "no-cache",
 }
@@ -27,6 +28,18 @@ HEADERS = {
 def page_routes() -> list[Route]:
     """Routes of the page's files, which are read at each request."""
     return [Route(path, _serve, methods=["GET"]) for path in FILES]
+
+
+def root_route(*, has_page: bool) -> Route:
+    """The root: browsers are sent to the page, if it is served; programs get the main paths."""
+
+    async def root(request: Request) -> Response:
+        if has_page and "text/html" in request.headers.get("accept", ""):
+            return RedirectResponse("/ui")
+        paths = {"models": "/v1/models", "chat": "/v1/chat/completions", "health": "/health"}
+        return JSONResponse({"name": "bough"} | paths | ({"ui": "/ui"} if has_page else {}))
+
+    return Route(ROOT, root, methods=["GET"])
 
 
 async def _serve(request: Request) -> Response:

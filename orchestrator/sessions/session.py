@@ -170,7 +170,7 @@ class Session:
         """
         accepted = [int(tree.tokens[node]) for node in result.verdict.accepted_nodes]
         part, accepted_nodes = verified_part(tree, result)
-        verified, num_verified = VerifiedTree(part.parents.tolist(), accepted_nodes), len(part)
+        verified, num_verified = VerifiedTree(part, accepted_nodes), len(part)
         self.timings += timings
         self.num_draft_tokens += num_verified - 1
         self.accepted_counts[len(accepted)] += 1

@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from bough.cli.machine.progress import Progress, activation, tell
-from bough.config.addresses import bound, free_port
+from bough.config.addresses import bound, free_port, has_page
 from bough.config.cache_paths import DEMONSTRATION_COPIES, SUBSTITUTE_DROPS, demonstration_folder, is_written
 from bough.config.processes import DraftConfig, OrchestratorConfig, TargetConfig, parse
 from bough.errors import CheckpointError, ConfigError
@@ -64,6 +64,8 @@ async def up(arguments: argparse.Namespace) -> int:
         if orchestrator.http_port > 0:
             scheme = "https" if orchestrator.tls_cert else "http"
             url = f"{scheme}://{host}:{orchestrator.http_port}"
+            if has_page(orchestrator):
+                print(f"in a browser: {url}/ui")
             print_http_usage(url, has_keys=bool(orchestrator.keys), authority=authority)
         sys.stdout.flush()
         await asyncio.Event().wait()

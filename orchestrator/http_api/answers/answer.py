@@ -7,9 +7,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
+import numpy as np
+
 from bough.protocol.generation import Event, Finished, PromptLogprobs, SpeculationMetrics, Started, Tokens
 from orchestrator.http_api.answers.content import AnswerContent
-from orchestrator.http_api.answers.spelling import Spell, TokenBytes
+from orchestrator.http_api.answers.spelling import Spell, TokenBytes, token_text
 from orchestrator.http_api.fields.errors import ApiError, Json
 from orchestrator.http_api.fields.generation import StreamOptions
 
@@ -66,7 +68,7 @@ class Answer(ABC):
     stream_end = b"data: [DONE]\n\n"
 
     def __init__(self, head: Head, num_choices: int, choices_per_prompt: int, spell: Spell | None) -> None:
-        """`spell` is given if log-probabilities are reported."""
+        """`spell` is given if tokens are spelled: of log-probabilities, or of rounds."""
         self.head = head
         self.model = ""  # known once a request has started
         self.num_entries = 0  # log-probabilities so far, by which the end may be megabytes
@@ -148,7 +150,7 @@ class Completion(Answer):
         chunks = [self._chunk([one]) for one in self._told(index, event)]
         if self.stream_options.include_rounds and isinstance(event, Tokens) and event.num_nodes > 0:
             chunks = chunks or [self._chunk([])]  # a round may end within a character
-            chunks[0]["metrics"] = {"round": round_of(event)}
+            chunks[0]["metrics"] = {"round": round_of(event, self._token_bytes)}
         return chunks
 
     @abstractmethod
@@ -185,18 +187,22 @@ class Completion(Answer):
         return usage if cached is None else usage | {"prompt_tokens_details": {"cached_tokens": cached}}
 
 
-def round_of(event: Tokens) -> Json:
+def round_of(event: Tokens, token_bytes: TokenBytes | None) -> Json:
     """One round, for the page at /ui and other observers: its tree, its accepted nodes, and its times.
 
-    `parents` are those of the verified nodes, -1 for the root; `accepted` are node numbers from the root down.
+    `parents`, `tokens` and `probabilities` (the draft's, given the path) are of the verified nodes; the root is the
+    last token before the round, and its parent is -1. `accepted` are node numbers from the root down.
     """
     timings, verified = event.timings, event.verified
+    tree = verified.tree if verified else None
     compute_ns = max(0, timings.target_ns - timings.queue_ns - timings.wait_ns)
     parts = ("total", "draft", "network", "queue", "wait", "other")
     return {
         "nodes": event.num_nodes,
         "depth": event.tree_depth,
-        "parents": list(verified.parents) if verified else [],
+        "parents": tree.parents.tolist() if tree else [],
+        "tokens": [token_text(token_bytes(token)) for token in tree.tokens.tolist()] if tree and token_bytes else [],
+        "probabilities": [round(p, 4) for p in np.exp(tree.log_probs).tolist()] if tree else [],
         "accepted": list(verified.accepted_nodes) if verified else [],
         "texts": list(event.texts),
         "drafted": list(event.drafted),

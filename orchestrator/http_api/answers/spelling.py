@@ -22,7 +22,7 @@ def chat_logprobs(positions: Sequence[PositionLogprobs], token_bytes: TokenBytes
 
     def entry(token: TokenLogprob) -> Json:
         data = token_bytes(token.token_id)
-        return {"token": _text(data), "logprob": finite(token.logprob), "bytes": list(data)}
+        return {"token": token_text(data), "logprob": finite(token.logprob), "bytes": list(data)}
 
     return [entry(at.token) | {"top_logprobs": [entry(top) for top in at.top]} for at in positions]
 
@@ -46,7 +46,7 @@ def completion_logprobs(
     positions: Sequence[PositionLogprobs], begins: Sequence[int], token_bytes: TokenBytes
 ) -> TokensSpelled:
     """Entries of tokens whose texts begin at these characters of the whole text."""
-    tokens = [_text(token_bytes(at.token.token_id)) for at in positions]
+    tokens = [token_text(token_bytes(at.token.token_id)) for at in positions]
     likeliest = [_by_text(at, token_bytes) for at in positions]
     return TokensSpelled(tokens, [finite(at.token.logprob) for at in positions], [*likeliest], [*begins])
 
@@ -54,7 +54,7 @@ def completion_logprobs(
 def prompt_logprobs(event: PromptLogprobs, token_bytes: TokenBytes) -> TokensSpelled:
     """Entries of a prompt's tokens; its first has no log-probability."""
     first = len(event.token_ids) - len(event.logprobs)
-    tokens = [_text(token_bytes(token_id)) for token_id in event.token_ids[:first]]
+    tokens = [token_text(token_bytes(token_id)) for token_id in event.token_ids[:first]]
     spelled = TokensSpelled(tokens, [None] * first, [None] * first, [*event.begins[:first]])
     spelled.extend(completion_logprobs(event.logprobs, event.begins[first:], token_bytes))
     return spelled
@@ -64,7 +64,7 @@ def _by_text(at: PositionLogprobs, token_bytes: TokenBytes) -> dict[str, float]:
     """The likeliest tokens and the sampled one. Of tokens with equal text the likeliest counts."""
     by_text: dict[str, float] = {}
     for token in (*at.top, at.token):
-        by_text.setdefault(_text(token_bytes(token.token_id)), finite(token.logprob))
+        by_text.setdefault(token_text(token_bytes(token.token_id)), finite(token.logprob))
     return by_text
 
 
@@ -73,5 +73,6 @@ def finite(logprob: float) -> float:
     return logprob if math.isfinite(logprob) else MINUS_INFINITY
 
 
-def _text(data: bytes) -> str:
+def token_text(data: bytes) -> str:
+    """The text of a token's bytes; what is no whole character is replaced."""
     return sys.intern(data.decode(errors="replace"))  # one object for the many entries of a token

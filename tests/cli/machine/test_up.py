@@ -43,6 +43,8 @@ def test_the_line_that_it_prints_works_as_it_is_pasted_and_doctor_says_where(tmp
         for line in process.stdout:
             if line.startswith("ready: "):
                 address = line.split()[1]
+            if line.startswith("in a browser: "):
+                page = line.split()[-1]
             if line.startswith("curl "):
                 break
         ran = subprocess.run(f"{line.strip()} --silent", shell=True, capture_output=True, text=True, check=True)
@@ -50,6 +52,7 @@ def test_the_line_that_it_prints_works_as_it_is_pasted_and_doctor_says_where(tmp
         assert answer["choices"][0]["message"]["content"]
         assert answer["usage"]["completion_tokens"] <= 64
         url = line.split()[1].removesuffix("/chat/completions")
+        assert page == url.removesuffix("/v1") + "/ui"
         doctor = [sys.executable, *MODULE, "bough.cli.main", "doctor", "--address", address]
         assert f"OpenAI's clients at {url}\n" in subprocess.run(doctor, capture_output=True, text=True).stdout
 

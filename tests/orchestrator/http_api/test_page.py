@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from bough.config.addresses import has_page
 from bough.config.processes import OrchestratorConfig, parse
-from orchestrator.assembly import has_page
 from orchestrator.http_api.ui import FILES, FOLDER
 from tests.fakes.browser import BROWSER, browser_page
 from tests.fakes.http_stack import HttpStack, http_stack
@@ -38,8 +38,13 @@ async def test_a_stream_tells_its_rounds_where_it_is_asked_to(door: HttpStack) -
     text = "".join(choice["delta"].get("content") or "" for chunk in chunks for choice in chunk["choices"])
     assert "".join(piece for one in rounds for piece in one["texts"]) == text
     assert sum(len(one["texts"]) for one in rounds) == 24
-    for one in rounds:
-        assert len(one["parents"]) == one["nodes"]
+    roots = ["", *(one["texts"][-1] for one in rounds)]  # each round begins with the last token of the one before
+    for one, root in zip(rounds, roots, strict=False):
+        assert len(one["parents"]) == len(one["tokens"]) == len(one["probabilities"]) == one["nodes"]
+        assert one["tokens"][0] == root or not root
+        assert one["probabilities"][0] == 1
+        assert all(0 <= probability <= 1 for probability in one["probabilities"])
+        assert [one["tokens"][node] for node in one["accepted"]] == one["texts"][: len(one["accepted"])]
         assert one["parents"][0] == -1
         assert len(one["accepted"]) >= one["drafted"].count(True)
         path = [0, *one["accepted"]]
@@ -97,6 +102,22 @@ async def test_the_page_is_files_that_load_nothing_from_elsewhere(door: HttpStac
     for sink in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "setHTML", "srcdoc", "DOMParser"):
         assert sink not in text, "what a model or a worker says must not become markup"
     assert not re.findall(r"\b(?:eval|Function)\(|createContextualFragment", text), "nor code"
+
+
+async def test_the_root_leads_browsers_to_the_page_and_programs_to_the_api(door: HttpStack) -> None:
+    browser = await door.client.get("/", headers={"accept": "text/html,application/xhtml+xml,*/*;q=0.8"})
+    assert (browser.status_code, browser.headers["location"]) == (307, "/ui")
+    program = await door.client.get("/")
+    assert program.status_code == 200
+    for path in (program.json()["ui"], program.json()["models"], program.json()["health"]):
+        assert (await door.client.get(path)).status_code == 200
+
+
+async def test_tokens_of_rounds_are_spelled_without_log_probabilities_being_reported(door: HttpStack) -> None:
+    asked = {"stream_options": {"include_rounds": True}, "prompt": "Once", "max_tokens": 8, "ignore_eos": True}
+    chunks = await door.chunks("/v1/completions", asked)
+    assert any(chunk.get("metrics", {}).get("round", {}).get("tokens") for chunk in chunks)
+    assert all(choice["logprobs"] is None for chunk in chunks for choice in chunk["choices"])
 
 
 @pytest.mark.parametrize(
