@@ -6,10 +6,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from bough.errors import BoughError, InvalidRequest
+from bough.errors import BoughError, ContextExceeded
 from bough.rpc.drain import Drainer
 from bough.rpc.status_map import MAX_MESSAGE_BYTES
 from orchestrator.admission.admission import Admission
+from orchestrator.admission.size_limits import TOO_LONG
 
 SPARE_CALLS = 32  # Generate calls besides those that run and wait: some are ending or about to be refused
 MAX_TOKENIZING = 64  # calls that tokenize for clients, one after another; apart, as long texts of one would hold up all
@@ -43,7 +44,7 @@ class CallLimiter(Drainer):
         """Count a call while it is decoded and served.
 
         Raises:
-            InvalidRequest: the message is larger than any prompt that fits a context.
+            ContextExceeded: the message is larger than any prompt that fits a context.
             Exhausted: there are too many calls, or too many bytes of calls; has a retry delay.
         """
         if method in ALWAYS_ANSWERED:
@@ -67,9 +68,8 @@ class CallLimiter(Drainer):
         admission, context = self._admission, self._largest_context()
         most_bytes = max(SMALL_BYTES, context * BYTES_PER_TOKEN)
         if context and num_bytes > most_bytes:
-            raise InvalidRequest(
-                f"message: must have at most {most_bytes} bytes, as the longest context has "
-                f"{context} tokens, got {num_bytes}"
+            raise ContextExceeded(
+                f"message: must have at most {most_bytes} bytes, got {num_bytes}, so the {TOO_LONG} {context} tokens"
             )
         most_generating = admission.max_running + admission.max_waiting + SPARE_CALLS
         most = {GENERATE: most_generating, TOKENIZE: MAX_TOKENIZING}.get(kind, MAX_OTHER_CALLS)

@@ -11,6 +11,9 @@ from bough.protocol.generation import ChatPrompt, GenerateOptions, Prompt, Specu
 from bough.tokenization.tokenizer import Tokenizer
 from bough.trees.tree_plan import StaticShape, require_growth
 
+# Clients know an overflow by words of its message: LangChain by the first, litellm and aider by those after the colon.
+TOO_LONG = "prompt is too long: this model's maximum context length is"
+
 
 def require_texts(prompt: Prompt, options: GenerateOptions) -> None:
     """Raise InvalidRequest for names that `require_name` refuses, and for texts that are not UTF-8."""
@@ -62,8 +65,8 @@ def require_size_for_any(prompt: Prompt, tokenizers: Collection[Tokenizer], max_
 def _require_fit(field: str, size: int, unit: str, most: int, max_context: int) -> None:
     if size > most:
         raise ContextExceeded(
-            f"{field}: {size} {unit}; the model's maximum context length is {max_context} tokens, of which at least "
-            f"one is for the output: at most {most} {unit} can fit"
+            f"{field}: {size} {unit}, so the {TOO_LONG} {max_context} tokens, of which at least one is for the output: "
+            f"at most {most} {unit} can fit"
         )
 
 
@@ -71,8 +74,8 @@ def require_room(tokens: Sequence[int], max_context: int) -> None:
     """Raise ContextExceeded for a prompt that leaves no room for a token of output."""
     if len(tokens) >= max_context:
         raise ContextExceeded(
-            f"prompt: {len(tokens)} tokens; the model's maximum context length is {max_context} tokens, of which at "
-            "least one is for the output"
+            f"prompt: {len(tokens)} tokens, so the {TOO_LONG} {max_context} tokens, of which at least one is for the "
+            "output"
         )
 
 

@@ -13,11 +13,11 @@ from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect, Request
 
 from bough.config.json_fields import first_refusal
-from bough.errors import Exhausted, InvalidRequest
+from bough.errors import ContextExceeded, Exhausted
 from bough.rpc.status_map import MAX_MESSAGE_BYTES
 from bough.runtime.connections import connection_limit
 from orchestrator.admission.call_limiter import CallLimiter
-from orchestrator.http_api.fields.errors import ApiError, invalid, shortened
+from orchestrator.http_api.fields.errors import ApiError, api_error, invalid, shortened
 from orchestrator.http_api.guard import tenant_of
 from orchestrator.serving.tenants import Tenant
 
@@ -62,8 +62,8 @@ class BodyReader:
     def _enter(self, entered: ExitStack, method: str, num_bytes: int) -> None:
         try:
             entered.enter_context(self._call_limiter.entering(method, num_bytes))
-        except InvalidRequest as exc:  # larger than any prompt that fits a context
-            raise _too_large(str(exc).replace("message: ", "body: ", 1)) from exc
+        except ContextExceeded as exc:
+            raise api_error(exc, {"message": "body"}) from exc
 
     async def _receive(self, request: Request, tenant: Tenant, chunks: list[bytes]) -> None:
         """Append the body to `chunks` as it arrives; all its bytes are counted."""
@@ -115,11 +115,8 @@ def _announced_bytes(request: Request) -> int:
 
 def _require_size(num_bytes: int) -> None:
     if num_bytes > MAX_BODY_BYTES:
-        raise _too_large(f"body: must have at most {MAX_BODY_BYTES} bytes, got {num_bytes} or more")
-
-
-def _too_large(message: str) -> ApiError:
-    return ApiError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, message, code="body_too_large")
+        message = f"body: must have at most {MAX_BODY_BYTES} bytes, got {num_bytes} or more"
+        raise ApiError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, message, code="body_too_large")
 
 
 def parse(kind: type[Body], body: bytes) -> Body:

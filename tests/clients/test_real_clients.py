@@ -354,6 +354,7 @@ async def test_tools_are_called_and_their_results_taken(tiny_cluster: Cluster, p
 
 LANGCHAIN = """
 import sys
+from langchain_core.exceptions import ContextOverflowError
 from langchain_openai import ChatOpenAI
 texts = set()
 for by_responses in (False, True):
@@ -363,6 +364,12 @@ for by_responses in (False, True):
     assert answer.usage_metadata["output_tokens"] == 16, answer
     assert "".join(piece.text for piece in chat.stream("Why is the sky blue?")) == answer.text
     texts.add(answer.text)
+    for num_words in (20_000, 200_000):  # the prompt does not fit the context, and neither does the body
+        try:
+            chat.invoke("word " * num_words)
+            raise AssertionError("a conversation that does not fit is served")
+        except ContextOverflowError:
+            pass
 assert len(texts) == 1, texts
 """
 LITELLM = """
@@ -372,11 +379,21 @@ asked = dict(model="openai/" + sys.argv[2], api_base=sys.argv[1], api_key="none"
 answer = litellm.completion(**asked)
 text = "".join(c.choices[0].delta.content or "" for c in litellm.completion(**asked, stream=True))
 assert text and text == answer.choices[0].message.content
-asked = {name: asked[name] for name in ("model", "api_base", "api_key")} | {"input": "Why is the sky blue?"}
+server = {name: asked[name] for name in ("model", "api_base", "api_key")}
+asked = server | {"input": "Why is the sky blue?"}
 response = litellm.responses(**asked, max_output_tokens=16, extra_body={"seed": 3})
 assert response.output[0].content[0].text == text, (response, text)
 kinds = [event.type.value for event in litellm.responses(**asked, max_output_tokens=16, stream=True)]
 assert kinds[0] == "response.created" and kinds[-1].startswith("response."), kinds
+
+for num_words in (20_000, 200_000):  # the prompt does not fit the context, and neither does the body
+    for stream in (False, True):
+        try:
+            messages = [{"role": "user", "content": "word " * num_words}]
+            litellm.completion(**server, messages=messages, stream=stream)
+            raise AssertionError("a conversation that does not fit is served")
+        except litellm.exceptions.ContextWindowExceededError:
+            pass
 """
 
 

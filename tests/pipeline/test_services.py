@@ -87,7 +87,11 @@ async def finish(client: Client, prompt: object, options: GenerateOptions = SHOR
         (TokenPrompt(()), {}, "prompt: must have at least one token"),
         (ChatPrompt(()), {}, r"chat\.messages: must have at least one"),
         (TokenPrompt((1, 262)), {}, r"token_ids\.ids\[1\]: must be 0 to 261, got 262"),
-        (TokenPrompt((1,) * 512), {}, "prompt: 512 tokens; the model's maximum context length is 512 tokens"),
+        (
+            TokenPrompt((1,) * 512),
+            {},
+            "prompt: 512 tokens, so the prompt is too long: this model's maximum context length is 512 tokens",
+        ),
         (PROMPT, {"temperature": -1.0}, "temperature: must .* got -1.0"),
         (PROMPT, {"temperature": float("nan")}, "temperature: must .* got nan"),
         (PROMPT, {"top_p": 0.0}, "top_p: must .* got 0.0"),

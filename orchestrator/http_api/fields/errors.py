@@ -31,6 +31,7 @@ Json = dict[str, object]
 MAX_MESSAGE = 2048  # approximate limit in bytes of a message, whatever the client sent
 MAX_PARAM = 256
 INVALID = "invalid_request_error"
+CONTEXT_EXCEEDED = "context_length_exceeded"  # agents shorten the conversation and retry
 UNAVAILABLE_RETRY_SECONDS = 1.0  # after which a worker or the index may answer again
 _FIELD = re.compile(r"([a-zA-Z_][\w.\[\]\-]*): ")
 
@@ -92,7 +93,7 @@ def api_error(exc: Exception, names: Mapping[str, str]) -> ApiError:
         case ApiError():
             return exc
         case InvalidRequest():
-            code = "context_length_exceeded" if isinstance(exc, ContextExceeded) else None  # agents shorten and retry
+            code = CONTEXT_EXCEEDED if isinstance(exc, ContextExceeded) else None
             return ApiError(HTTPStatus.BAD_REQUEST, message, param=param, code=code)
         case Unauthenticated():
             return ApiError(HTTPStatus.UNAUTHORIZED, str(exc), code="invalid_api_key")

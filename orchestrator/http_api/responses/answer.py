@@ -12,7 +12,7 @@ from bough.protocol.generation import Event, Finished, Function, Started, Tokens
 from orchestrator.http_api.answers.answer import Answer, Head
 from orchestrator.http_api.answers.content import AnswerContent, Formats, ThoughtText
 from orchestrator.http_api.answers.spelling import Spell, chat_logprobs
-from orchestrator.http_api.fields.errors import ApiError, Json
+from orchestrator.http_api.fields.errors import CONTEXT_EXCEEDED, ApiError, Json
 from orchestrator.http_api.responses.fields import ResponseFields, TextFormatFields
 from orchestrator.http_api.responses.items import MESSAGE, REASONING, CallItem, Item, ItemEvent, TextItem, TextKind
 from orchestrator.tools.call_parser import ContentText
@@ -91,7 +91,7 @@ class ResponseAnswer(Answer):
             yield from self._begun()
         if self._items and self._items[-1].status == "in_progress":
             self._items[-1].status = "incomplete"
-        code = _CODES.get(error.status, "server_error")
+        code = error.code if error.code == CONTEXT_EXCEEDED else _CODES.get(error.status, "server_error")
         told: Json = {"code": code, "message": error.message, "param": error.param, "type": error.kind}
         yield self._event("failed", {"response": self._told("failed") | {"error": told}})
 

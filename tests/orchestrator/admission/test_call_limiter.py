@@ -58,7 +58,7 @@ def decoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 async def test_a_message_larger_than_any_prompt_is_not_decoded(stage: Stage, decoded: list[int]) -> None:
     async with orchestrating(stage) as orchestrator:
-        with pytest.raises(InvalidRequest, match=r"message: must have at most 3200000 bytes, .* got 35\d{5}"):
+        with pytest.raises(InvalidRequest, match=r"message: must have at most 3200000 bytes, got 35\d{5}"):
             await finish(orchestrator, TextPrompt("x" * 3_500_000))
         assert decoded == []
         with pytest.raises(InvalidRequest, match="text: 500000 characters"):
@@ -218,7 +218,7 @@ def test_a_message_may_be_as_large_as_a_context_could_need(context: int, most: i
     if context:
         with call_limiter.entering("Generate", most):
             pass
-        with pytest.raises(InvalidRequest, match=f"message: must have at most {most} bytes, .* got {most + 1}"):
+        with pytest.raises(InvalidRequest, match=f"message: must have at most {most} bytes, got {most + 1}"):
             call_limiter.entering("Generate", most + 1).__enter__()
     else:
         with call_limiter.entering("Generate", MAX_BYTES):  # nothing is known to judge by yet

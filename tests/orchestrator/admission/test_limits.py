@@ -292,7 +292,7 @@ async def test_a_slow_but_steady_reader_is_left_alone(stage: Stage) -> None:
 @pytest.mark.parametrize(
     ("prompt", "changes", "message"),
     [
-        (TextPrompt("x" * (4 * MAX_CONTEXT + 1)), {}, "text: 400001 characters; .* at most 400000 characters can fit"),
+        (TextPrompt("x" * (4 * MAX_CONTEXT + 1)), {}, "text: 400001 characters, .* at most 400000 characters can fit"),
         (ChatPrompt((Message("user", "x" * 400_001),)), {}, r"chat\.messages: 400001 characters"),
         (
             ChatPrompt((Message("user", ""),) * 100_001),
@@ -304,11 +304,11 @@ async def test_a_slow_but_steady_reader_is_left_alone(stage: Stage) -> None:
             {},
             r"chat\.messages\[1\]\.role: must have at most 256 characters, got 257",
         ),
-        (TokenPrompt((1,) * MAX_CONTEXT), {}, "prompt: 100000 tokens; .* at most 99999 tokens can fit"),
+        (TokenPrompt((1,) * MAX_CONTEXT), {}, "prompt: 100000 tokens, .* at most 99999 tokens can fit"),
         (
             TextPrompt("x" * MAX_CONTEXT),
             {},
-            "prompt: 100000 tokens; the model's maximum context length is 100000 tokens",
+            "prompt: 100000 tokens, so the prompt is too long: this model's maximum context length is 100000 tokens",
         ),
         (PROMPT, {"stop": ("x",) * 65}, "stop: must have at most 64 entries, got 65"),
         (PROMPT, {"stop": ("a", "x" * 1025)}, r"stop\[1\]: must be at most 1024 characters, got 1025"),

@@ -10,6 +10,7 @@ from bough.client import Client
 from bough.errors import ContextExceeded
 from bough.protocol.generation import Finished, GenerateOptions, TokenPrompt
 from bough.protocol.sampling_params import UNLIMITED
+from orchestrator.admission.call_limiter import SMALL_BYTES
 from tests.fakes.http_stack import HttpStack, Json, http_stack
 from tests.fakes.simulated import QUICK
 
@@ -58,11 +59,12 @@ async def test_an_output_that_ends_before_is_whole_whatever_was_asked_for(door: 
 
 
 async def test_a_prompt_that_does_not_fit_has_the_code_by_which_clients_know_it(door: HttpStack) -> None:
-    """They shorten the conversation then, and ask again."""
-    for body in ({"prompt": [5] * CONTEXT}, {"prompt": "word " * 1000}):
-        status, error = await door.refusal("/v1/completions", body)
-        assert (status, error["code"], error["param"]) == (400, "context_length_exceeded", "prompt")
-        assert f"maximum context length is {CONTEXT} tokens" in error["message"]
+    """They shorten the conversation then, and ask again. litellm and LangChain know it by the message."""
+    oversized = "word " * (SMALL_BYTES // 5)  # refused by the size of its body
+    for param, text in (("prompt", [5] * CONTEXT), ("prompt", "word " * 1000), ("body", oversized)):
+        status, error = await door.refusal("/v1/completions", {"prompt": text})
+        assert (status, error["code"], error["param"]) == (400, "context_length_exceeded", param)
+        assert f"prompt is too long: this model's maximum context length is {CONTEXT} tokens" in error["message"]
     async with Client(door.stack.addresses["orchestrator"]) as client:
         with pytest.raises(ContextExceeded):
             async for _ in client.generate(TokenPrompt((5,) * CONTEXT), GenerateOptions()):
