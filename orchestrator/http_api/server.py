@@ -24,6 +24,10 @@ from orchestrator.http_api.fields.errors import api_error
 IDLE_SECONDS = 75  # after which a connection without a whole head is closed; balancers keep theirs for a minute
 MAX_ACCEPTED = 64  # connections at once, before those too many are closed: they need descriptors meanwhile
 NUM_PENDING = 1024  # connections that wait to be accepted
+FIRST_PROBE_SECONDS = 0.05  # between probes of a client that has ended its sending; the next ones take longer
+LONGEST_PROBE_SECONDS = 5.0
+CLOSE = (b"connection", b"close")
+FRAMINGS = {b"content-length", b"transfer-encoding"}
 GRACE_SECONDS = 2  # for sending answers when the server ends; requests have ended before
 
 
@@ -135,6 +139,7 @@ class _Protocol(H11Protocol):
         super().__init__(*args, **settings)
         self._stalled_seconds = max(stalled_seconds, self.timeout_keep_alive)
         self._stalled: asyncio.TimerHandle | None = None
+        self._probe: asyncio.TimerHandle | None = None  # from when the client has ended its sending
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start the idle timer also for a connection that never sends anything."""
@@ -148,16 +153,36 @@ class _Protocol(H11Protocol):
         super().connection_lost(exc)
         self._unset_keepalive_if_required()
         self._unset_stalled()
+        self._unset_probe()
 
     def data_received(self, data: bytes) -> None:
         """Keep the timer, which the base class would stop, unless a request has begun."""
         timer, self.timeout_keep_alive_task = self.timeout_keep_alive_task, None
         super().data_received(data)
-        is_served = self.cycle is not None and not self.cycle.response_complete
-        if self.timeout_keep_alive_task is None and not is_served:
+        if self.timeout_keep_alive_task is None and not self._is_serving:
             self.timeout_keep_alive_task = timer
         elif timer is not None:
             timer.cancel()
+
+    def handle_events(self) -> None:
+        """Close after a request whose length is given twice: a proxy may have seen another end of it."""
+        super().handle_events()
+        if self._is_serving and {name for name, _ in self.headers} >= FRAMINGS and CLOSE not in self.headers:
+            self.headers.append(CLOSE)  # as if the client had asked for it; the answer repeats it
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Go on with an answer that has not begun if the client may only have ended its sending.
+
+        Whether it has closed is not known before something is sent to it. So "100 Continue" is, which clients skip:
+        one that has closed resets the connection, and the next such write fails. HTTP/1.0 has no such answer, and with
+        TLS asyncio cannot go on. An answer that has begun ends at once, as its client may want to send the next request
+        in the same session.
+        """
+        has_begun = not self._is_serving or self.cycle.response_started or self.cycle.more_body
+        if has_begun or self.conn.their_http_version != b"1.1" or self.scheme == "https":
+            return False
+        self._send_probe(FIRST_PROBE_SECONDS)
+        return True
 
     def pause_writing(self) -> None:
         """Start the timer of answers that are not read."""
@@ -171,6 +196,9 @@ class _Protocol(H11Protocol):
     def on_response_complete(self) -> None:
         """Limit also how long a connection that closes waits for its peer to read."""
         super().on_response_complete()
+        if self._probe is not None and not self._is_serving:
+            self._unset_probe()
+            self.transport.close()
         self._require_end()
 
     def send_400_response(self, msg: str) -> None:
@@ -202,6 +230,24 @@ class _Protocol(H11Protocol):
         if self._stalled is not None and not self.cycle.response_started:
             return self._stalled.when() - self._stalled_seconds
         return None
+
+    @property
+    def _is_serving(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _send_probe(self, seconds: float) -> None:
+        """Send a probe, and the next after so many seconds."""
+        if not self.cycle.response_started:
+            self.transport.write(
+                self.conn.send(h11.InformationalResponse(status_code=100, headers=[], reason="Continue"))
+            )
+        longer = min(2 * seconds, LONGEST_PROBE_SECONDS)
+        self._probe = self.loop.call_later(seconds, self._send_probe, longer)
+
+    def _unset_probe(self) -> None:
+        if self._probe is not None:
+            self._probe.cancel()
+            self._probe = None
 
     def _start_timer(self) -> None:
         self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)

@@ -33,11 +33,15 @@ class App:
     def __init__(self) -> None:
         self.may_answer = asyncio.Event()
         self.num_waiting = 0
+        self.transports: list[asyncio.Transport] = []  # of requests
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.transports.append(send.__self__.transport)  # type: ignore[attr-defined]  # uvicorn's cycle has it
         if scope["path"] == "/slow":
             self.num_waiting += 1
             await self.may_answer.wait()
+        while scope["path"] == "/body" and (await receive()).get("more_body"):
+            pass
         is_stream, is_long = scope["path"] == "/pieces", scope["path"] in ("/long", "/pieces")
         body = b"x" * LONG_BYTES if is_long else b"ok"
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % len(body))]})
@@ -87,6 +91,57 @@ async def answer(reader: asyncio.StreamReader) -> bytes:
         head = await reader.readuntil(b"\r\n\r\n")
         await reader.readexactly(2)
     return head
+
+
+async def test_a_client_that_ends_its_sending_gets_its_answer(port: int, app: App) -> None:
+    """Scripts do so."""
+    reader, writer = await connected(port, WHOLE.replace(b"quick", b"slow"))
+    writer.write_eof()
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        for _ in range(3):
+            assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+        app.may_answer.set()
+        said = await reader.read()
+    assert said.replace(b"HTTP/1.1 100 Continue\r\n\r\n", b"").startswith(b"HTTP/1.1 200 OK\r\n")
+    assert said.endswith(b"\r\n\r\nok")
+    writer.close()
+
+
+async def test_a_client_that_ends_its_sending_gets_all_its_answers(port: int, app: App) -> None:
+    reader, writer = await connected(port, WHOLE.replace(b"quick", b"slow") + 2 * WHOLE)
+    writer.write_eof()
+    app.may_answer.set()
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        assert (await reader.read()).count(b"HTTP/1.1 200 OK\r\n") == 3
+    writer.close()
+
+
+async def test_a_client_that_closes_is_found_out_before_its_answer_begins(port: int, app: App) -> None:
+    """What it sends at its end looks as if it had only ended its sending."""
+    _, writer = await connected(port, WHOLE.replace(b"quick", b"slow"))
+    await until(lambda: app.num_waiting == 1)
+    writer.close()
+    await until(app.transports[0].is_closing)
+    app.may_answer.set()
+
+
+async def test_half_a_body_is_not_waited_for(port: int) -> None:
+    reader, writer = await connected(port, b"POST /body HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\nx")
+    writer.write_eof()
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        assert await reader.read() == b""
+    writer.close()
+
+
+async def test_a_request_whose_length_is_given_twice_is_the_last(port: int) -> None:
+    """A proxy may believe the other length, and take the rest for the request of somebody else."""
+    smuggled = b"POST /quick HTTP/1.1\r\nhost: x\r\ncontent-length: 6\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n"
+    reader, writer = await connected(port, smuggled + WHOLE)
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        said = await reader.read()
+    assert said.count(b"HTTP/1.1 200 OK") == 1
+    assert b"\r\nconnection: close\r\n" in said.lower()
+    writer.close()
 
 
 HALF = b"GET /quick HTTP/1.1\r\nhost: x\r\nx: "
