@@ -165,14 +165,21 @@ class TreeSizer:
         self._pending.pop(session_id, None)
 
     def _session(self, situation: Situation) -> SessionState:
-        """The state of a session, created again after a failover to other models."""
-        draft_identity = situation.draft.identity if situation.draft else ""
+        """The state of a session, created again after a move to other models.
+
+        A round without a draft, as the last one of an answer, is no such move.
+        """
+        session = self._sessions.get(situation.session_id)
+        if situation.draft is not None:
+            draft_identity = situation.draft.identity
+        else:
+            draft_identity = session.key.draft_identity if session is not None else ""
         scheme, temperature = situation.speculation.scheme, round(situation.temperature, 1)
         key = PairKey(situation.target.identity, draft_identity, scheme, temperature)
-        session = self._sessions.get(situation.session_id)
         if session is None or session.key != key:
-            pair = self._pairs(key)
-            session = self._sessions[situation.session_id] = SessionState(pair, key, RoundStats.after(pair.stats))
+            pair, num_rounds = self._pairs(key), session.num_rounds if session is not None else 0
+            session = SessionState(pair, key, RoundStats.after(pair.stats), num_rounds=num_rounds)
+            self._sessions[situation.session_id] = session
         return session
 
     def _undecided(self, situation: Situation, session: SessionState, plan: RoundPlan, mode: Mode) -> _Pending:

@@ -95,7 +95,7 @@ def test_a_session_that_moves_to_other_models_begins_anew_and_back_again_knows_i
     first = world.round(replace(world.base, target=other))
     assert first.decision is not None
     assert first.decision.mode is Mode.DRAFT, "of this pair nothing is known"
-    assert first.decision.number == 1
+    assert first.decision.number == 31, "its rounds are counted on"
     back = world.round(world.base)
     assert back.decision is not None
     assert back.decision.mode is Mode.LOOKUP, "of that one it is"
@@ -109,6 +109,27 @@ def test_another_worker_of_the_same_models_is_believed_as_the_first_was() -> Non
     assert played.decision is not None
     assert played.decision.mode is Mode.LOOKUP
     assert played.decision.number == 31
+
+
+def test_a_round_without_a_draft_ends_nothing() -> None:
+    """The last token of an answer needs none: its round was numbered 1, and what the session had taught was dropped."""
+    world = MadeRounds(sweep=STEEP)
+    world.play(30)
+    stats = world.sizer._sessions["s"].stats
+    last = world.round(replace(world.base, draft=None, num_remaining=1)).decision
+    assert last is not None
+    assert (last.number, last.mode) == (31, Mode.OFF)
+    again = world.round(world.base).decision
+    assert again is not None
+    assert again.number == 32
+    assert world.sizer._sessions["s"].stats is stats
+    assert world.sizer._pairs.cache_info().currsize == 1
+
+
+def test_a_draft_that_comes_later_does_not_begin_the_count_again() -> None:
+    world = MadeRounds(sweep=STEEP)
+    world.play(3, draft=None)
+    assert [played.decision.number for played in world.play(2) if played.decision] == [4, 5]
 
 
 def test_guesses_at_another_temperature_are_learnt_apart() -> None:
