@@ -6,6 +6,8 @@
 
 Simulated: real sizer, growers, batching and estimators in simulated time (`loadtest.regret.regimes`), the same figures
 every time. Real: the demonstration pair on this machine (`loadtest.regret.real`), which should have nothing else to do.
+Conversations: seconds to the first token with and without a session name, of processes with simulated workers
+(`loadtest.regret.conversations`).
 Ends with one JSON line. Ratios are seconds for equal tokens of the best fixed size (a grid of size and depth, and off),
 chosen on half of the repeats and scored on the other half, over seconds self-sized: above 1 self-sized is faster.
 
@@ -24,7 +26,7 @@ import json
 
 from bough.config.flag_parser import FlagParser, checked
 from bough.config.parsers import number
-from loadtest.regret import real, simulated
+from loadtest.regret import conversations, real, simulated
 from loadtest.regret.regimes import regimes
 from loadtest.regret.scoring import overall
 
@@ -32,9 +34,9 @@ from loadtest.regret.scoring import overall
 def main() -> None:
     """Print progress, and one JSON line."""
     parser = FlagParser(description=__doc__)
-    parser.add_argument("--only", choices=("simulated", "real"), help="one of the two")
+    parser.add_argument("--only", choices=("simulated", "real", "conversations"), help="one of the three")
     two_or_more = checked(number(int, 2))  # the best size is chosen on one half and scored on the other
-    known = [*(each.name for each in regimes()), *(each.name for each in real.REGIMES)]
+    known = [*(each.name for each in regimes()), *(each.name for each in real.REGIMES), conversations.NAME]
     only_this = "only this one; may be repeated"
     parser.add_argument("--regime", action="append", default=[], choices=known, metavar="NAME", help=only_this)
     parser.add_argument("--repeats", type=two_or_more, default=8, help="simulated: texts of each regime")
@@ -54,10 +56,12 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="real: the first prompt of those that are taken")
     arguments = parser.parse_args()
     figures = {}
-    if arguments.only != "real":
+    if arguments.only in (None, "conversations") and (found := conversations.run(names=arguments.regime)):
+        figures["conversations"] = found
+    if arguments.only in (None, "simulated"):
         scale = simulated.Scale(arguments.repeats, arguments.simulated_tokens, arguments.more_repeats)
         figures["simulated"] = simulated.run(scale, arguments.regime)
-    if arguments.only != "simulated":
+    if arguments.only in (None, "real"):
         asked = real.Scale(
             arguments.prompts, arguments.tokens, arguments.plain_tokens, arguments.more_prompts, arguments.seed
         )

@@ -25,6 +25,7 @@ class Need:
     num_output: int  # limit of generated tokens
     held: Mapping[str, int]  # leading tokens whose KV a target is believed to hold, by worker id
     home_id: str = ""  # id of the target with the session's own slot, if any
+    knows_held: bool = True  # False if the index could not be asked
 
 
 @dataclass(slots=True)

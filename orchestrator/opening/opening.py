@@ -13,7 +13,7 @@ from typing import NamedTuple
 from bough.config.processes import OrchestratorConfig
 from bough.errors import InvalidRequest, NotFound, StaleEpoch, Unavailable
 from bough.protocol.generation import GenerateOptions, Prompt, Tokens
-from bough.protocol.prefix_hash import BLOCK_TOKENS, TokenHistory, block_hashes, common_length
+from bough.protocol.prefix_hash import BLOCK_TOKENS, TokenHistory, block_hashes, common_length, whole_blocks
 from bough.protocol.same_fields import like
 from bough.protocol.sampling_params import MAX_LOGPROBS, SamplingParams, StopConditions
 from bough.protocol.worker_info import WorkerInfo, weights_differ
@@ -110,6 +110,9 @@ class Opening:
         lease = place.enter_context(TargetLease(target))  # at once, so that concurrent requests see each other
         session, unseen = _session(tokens, options, form, target, past.request), None
         session.weights_hash, session.thoughts = past.weights_hash or target.info.weights_hash, thoughts
+        # Unless it is known otherwise, all is expected to be cached: a small first tree costs little if it is not.
+        cached = need.held.get(target.record.worker_id, 0) if need.knows_held else len(tokens)
+        session.target_cached = min(cached, whole_blocks(len(tokens) - 1))
         if options.resume is not None:
             if past.request is not None:
                 require_same_request(past.request, session)
@@ -182,17 +185,21 @@ class Opening:
         self, tokens: TokenHistory, options: GenerateOptions, session: SessionRecord | None, targets: Targets
     ) -> Need:
         """What a request needs from a target, and the tokens that targets already hold."""
-        held, home_id = {}, ""
+        held, home_id, knows_held = {}, "", True
         if session is not None and any(target.record.worker_id == session.target_id for target in targets):
             home_id = session.target_id
             held[home_id] = min(session.target_length, common_length(session.tokens, tokens))
-        elif len(targets) > 1 and len(tokens) >= BLOCK_TOKENS and not self.directory.index_problem:
+        elif self.directory.index_problem:
+            knows_held = False
+        elif len(tokens) > BLOCK_TOKENS:
             hashes = await self.directory.tokenizing.run(lambda: block_hashes(tokens, cache_salt=options.cache_salt))
-            with suppress(Unavailable):
-                fingerprint, names = targets[0].info.model_fingerprint, [known.record.worker_id for known in targets]
+            fingerprint, names = targets[0].info.model_fingerprint, [known.record.worker_id for known in targets]
+            try:
                 blocks = await self.directory.registry.find_prefixes(fingerprint, hashes, names)
                 held = {name: num_blocks * BLOCK_TOKENS for name, num_blocks in blocks.items()}
-        return Need(len(tokens), options.max_tokens, held, home_id)
+            except Unavailable:
+                knows_held = False
+        return Need(len(tokens), options.max_tokens, held, home_id, knows_held)
 
     async def _claim(
         self, session: Session, options: GenerateOptions, record: SessionRecord | None, target: TargetHandle

@@ -91,12 +91,12 @@ class Rounds:
         timings = _timings(began_ns, drafting, result, verifying)
         with session.span.child("commit"):
             chosen = result.verdict.tokens_of(proposal.tree)
+            num_context = len(session.tokens) - 1 - result.cached_length
             lookup.observe(guesses, chosen)
             self.acceptance.observe(proposal.scheme, *verified_part(proposal.tree, result))
             tokens = session.commit(proposal.tree, drafted, result, timings)
-            outcome = RoundOutcome(
-                len(proposal.tree), chosen, result, grown, drafting.network_ns, verifying.network_ns, timings
-            )
+            network_ns = drafting.network_ns, verifying.network_ns
+            outcome = RoundOutcome(len(proposal.tree), chosen, result, grown, *network_ns, timings, num_context)
             self.sizer.observe(session.session_id, outcome)
             self.record(session, lease.target)
         return tokens
@@ -138,7 +138,7 @@ class Rounds:
             like(WorkerFacts, target.info, num_running=target.num_running),
             like(WorkerFacts, draft.info, num_running=1) if draft is not None else None,
             session.num_remaining,
-            num_before - session.target_held,
+            num_before - max(session.target_held, session.target_cached),
             num_before - draft_held,
             self._num_lookup(session),
         )

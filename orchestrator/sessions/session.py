@@ -59,6 +59,7 @@ class Session:
     deadline: Deadline = field(default_factory=Deadline)
     round: int = 0
     target_held: int = 0  # tokens that the target is assumed to hold
+    target_cached: int = 0  # leading tokens that it probably caches for other sessions, before it has answered
     draft_held: int = 0
     draft_id: str = ""  # worker asked last
     prompt_logprobs: int | None = None  # alternatives to report for each token of the prompt, before any round

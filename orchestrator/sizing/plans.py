@@ -41,7 +41,7 @@ class Situation:
     target: WorkerFacts
     draft: WorkerFacts | None  # None if there is none to ask
     num_remaining: int  # limit of tokens still to come
-    num_context: int = 0  # tokens before the tree that the target has not cached
+    num_context: int = 0  # tokens before the tree that the target is expected to compute
     num_draft_context: int = 0  # tokens that the draft has not cached
     lookup: int = 0  # limit of guesses from the session's own text
 
@@ -80,6 +80,7 @@ class RoundOutcome:
     draft_network_ns: int  # of the draft call, outside the worker
     target_network_ns: int
     timings: RoundTimings
+    num_context: int | None = None  # tokens before the tree that the target has computed; None is as many as planned
 
 
 class Sizer(Protocol):

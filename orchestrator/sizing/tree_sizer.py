@@ -8,7 +8,7 @@ tree where the next node is not worth its time. `observe` learns from the verdic
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 import numpy as np
@@ -143,6 +143,9 @@ class TreeSizer:
         pending, session = self._pending.pop(session_id, None), self._sessions.get(session_id)
         if pending is None or session is None:
             return None
+        if outcome.num_context is not None:
+            pending.situation = replace(pending.situation, num_context=outcome.num_context)
+            pending.decision.num_context = outcome.num_context
         self._times.observe(pending.situation, outcome)
         pending.sent_values[list(outcome.result.left_out_nodes)] = 0.0
         pending.decision.expected_tokens = pending.expected_tokens

@@ -1,0 +1,20 @@
+"""Conversations with and without session names: the regime that compares their first tokens, in a short form."""
+
+from __future__ import annotations
+
+from loadtest.regret.conversations import NAME, Scale, run
+
+
+def test_whether_a_session_has_a_name_changes_neither_tokens_nor_what_is_read() -> None:
+    """A tree for a prompt that was to be read took 4 to 14 times the time of a first token that needs no reading."""
+    figures = run(Scale(num_conversations=1, num_turns=3, prompt_tokens=400, answer_tokens=12, clock_scale=50.0))
+    assert figures["unequal"] == 0
+    assert figures["least_cached_share"] > 0.9
+    assert figures["first_nodes"]["plain"] == 1
+    assert figures["first_nodes"]["unnamed"] < 48, "as large as what it would fit beside 400 tokens"
+    assert set(figures["first_token_seconds"]) == {"named", "unnamed", "plain"}
+
+
+def test_it_is_not_run_where_others_are_named() -> None:
+    assert run(names=["resident"]) == {}
+    assert NAME not in run(names=["resident"])
