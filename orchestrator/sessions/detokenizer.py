@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -16,6 +17,36 @@ class TextPiece(NamedTuple):
 
     text: str
     stop: str | None  # the stop text that is now complete; neither it nor later text is emitted
+
+
+class StopTexts:
+    """Stop texts, of which a text that grows may contain one.
+
+    A part of the text that cannot become a stop text any more never can again, so where the text is held back from only
+    moves forward: over a whole output that is one look into the sorted stop texts for each character, however many and
+    long they are.
+    """
+
+    def __init__(self, texts: Sequence[str]) -> None:
+        self._sorted = sorted(set(texts))
+        self._longest = max(map(len, texts), default=0)
+
+    def first(self, text: str, new_from: int) -> tuple[int, str] | None:
+        """Where the first stop text begins that ends behind `new_from`, and which; the lesser if two begin there."""
+        found = (
+            (where, stop) for stop in self._sorted if (where := text.find(stop, max(0, new_from - len(stop) + 1))) >= 0
+        )
+        return min(found, default=None)
+
+    def begins(self, text: str) -> int:
+        """Where the longest end of a text begins that may become a stop text."""
+        first = max(0, len(text) - self._longest + 1)
+        return next((begin for begin in range(first, len(text)) if self.may_become(text[begin:])), len(text))
+
+    def may_become(self, part: str) -> bool:
+        """Whether a stop text begins with `part` and is longer: it is the next one in their order then."""
+        place = bisect_right(self._sorted, part)
+        return place < len(self._sorted) and self._sorted[place].startswith(part)
 
 
 class TextStream:
@@ -34,7 +65,7 @@ class TextStream:
     ) -> None:
         """A stop text that is complete with the first `min_tokens` tokens ends nothing."""
         self._decode = decode
-        self._stop = tuple(stop)
+        self._stops = StopTexts(stop)
         self._num_early, self._includes_stop = min_tokens, include_stop  # tokens still to come before any end
         self._window: list[int] = []  # the last tokens; earlier ones no longer affect decoding
         self._num_complete = 0  # tokens of the window that form whole characters, all emitted
@@ -94,20 +125,15 @@ class TextStream:
     def _emit(self, new: str) -> TextPiece:
         text = self._held + new
         new_from = len(self._held)  # what is held back has no stop text that counts
-        found = [
-            (where, stop)
-            for stop in self._stop
-            if self._num_early < 0 and (where := text.find(stop, max(0, new_from - len(stop) + 1))) >= 0
-        ]
-        if found:
-            where, stop = min(found)
+        if self._num_early < 0 and (found := self._stops.first(text, new_from)) is not None:
+            where, stop = found
             self._held = ""
             self._window, self._num_complete, self._num_taken = [], 0, 0  # nothing beyond the stop text is told
             return TextPiece(text[: where + len(stop)] if self._includes_stop else text[:where], stop)
-        keep = max((overlap(text, stop) for stop in self._stop), default=0)
-        self._held = text[len(text) - keep :]
-        self._num_emitted += len(text) - keep
-        return TextPiece(text[: len(text) - keep], None)
+        end = self._stops.begins(text)
+        self._held = text[end:]
+        self._num_emitted += end
+        return TextPiece(text[:end], None)
 
 
 def overlap(text: str, mark: str) -> int:

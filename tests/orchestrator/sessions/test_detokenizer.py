@@ -11,7 +11,8 @@ import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.sessions.detokenizer import TextStream
+from bough.protocol.sampling_params import MAX_STOP_LENGTH
+from orchestrator.sessions.detokenizer import StopTexts, TextStream, overlap
 
 
 def decode(tokens: Sequence[int]) -> str:
@@ -68,6 +69,63 @@ def test_a_stop_text_that_is_whole_too_early_ends_nothing_and_one_may_be_told(
         first = min(end for end, _, _ in ends)
         begin, stop = min((begin, stop) for end, begin, stop in ends if end == first)
         assert (found, "".join(pieces)) == (stop, text[:first] if include_stop else text[:begin])
+
+
+class PlainStops:
+    """Stop texts, each looked for in everything that is held back: what `StopTexts` must do, in 10 ms a token."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = stops
+
+    def first(self, text: str, new_from: int) -> tuple[int, str] | None:
+        found = [(text.find(stop, max(0, new_from - len(stop) + 1)), stop) for stop in self._stops]
+        return min(((where, stop) for where, stop in found if where >= 0), default=None)
+
+    def begins(self, text: str) -> int:
+        return len(text) - max((overlap(text, stop) for stop in self._stops), default=0)
+
+
+STOPS = st.lists(st.text("ab", min_size=1, max_size=7), max_size=12)
+
+
+@given(st.lists(st.text("ab", max_size=5), max_size=20), STOPS, st.integers(0, 6), st.booleans())
+def test_many_stop_texts_are_found_and_held_back_as_if_each_were_looked_for(
+    words: list[str], stops: list[str], min_tokens: int, include_stop: bool
+) -> None:
+    """Token by token: equal stop texts, those that begin with others, and several that end in one token."""
+    streams = [
+        TextStream(lambda tokens: "".join(words[token] for token in tokens), stops, min_tokens=min_tokens,
+                   include_stop=include_stop)
+        for _ in range(2)
+    ]  # fmt: skip
+    fast, plain = streams
+    plain._stops = PlainStops(stops)  # type: ignore[assignment]
+    for token in range(len(words)):
+        piece = fast.push(token)
+        assert piece == plain.push(token)
+        assert fast.length == plain.length
+        if piece.stop is not None:
+            break
+    assert fast.finish() == plain.finish()
+
+
+def test_as_many_and_long_stop_texts_as_are_allowed_cost_one_look_for_each_character(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They took 9 ms of the event loop for each token: every beginning of every one was compared with the text."""
+    num_looks, may_become = 0, StopTexts.may_become
+
+    def counted(self: StopTexts, part: str) -> bool:
+        nonlocal num_looks
+        num_looks += 1
+        return may_become(self, part)
+
+    monkeypatch.setattr(StopTexts, "may_become", counted)
+    stops = ["a" * (MAX_STOP_LENGTH - 1) + "z", *(chr(300 + n) + "a" * (MAX_STOP_LENGTH - 1) for n in range(63))]
+    text = ("a" * 1500 + "b") * 3
+    pieces, found = stream(text, stops)
+    assert (found, "".join(pieces)) == (None, text)
+    assert num_looks <= 2 * len(text), "one for each character, and one for each token"
 
 
 def test_a_beginning_of_a_stop_text_is_held_back_until_it_is_none() -> None:
