@@ -6,12 +6,12 @@ from loadtest.regret.conversations import NAME, Scale, run
 
 
 def test_whether_a_session_has_a_name_changes_neither_tokens_nor_what_is_read() -> None:
-    """A tree for a prompt that was to be read took 4 to 14 times the time of a first token that needs no reading."""
+    """How long first tokens take is no matter of a test: `python -m loadtest.regret` measures it."""
     figures = run(Scale(num_conversations=1, num_turns=3, prompt_tokens=400, answer_tokens=12, clock_scale=50.0))
     assert figures["unequal"] == 0
     assert figures["least_cached_share"] > 0.9
     assert figures["first_nodes"]["plain"] == 1
-    assert figures["first_nodes"]["unnamed"] < 48, "as large as what it would fit beside 400 tokens"
+    assert figures["unnamed_over_named"] > 0
     assert set(figures["first_token_seconds"]) == {"named", "unnamed", "plain"}
 
 

@@ -13,6 +13,7 @@ from bough.errors import Unavailable
 from bough.protocol.decision import Decision
 from bough.protocol.generation import Finished, GenerateOptions, Speculation, TokenPrompt, Tokens
 from bough.protocol.prefix_hash import BLOCK_TOKENS, block_hashes
+from orchestrator.sizing.plans import Situation
 from tests.fakes.simulated import pair_of
 from tests.fakes.stack import Stack, simulated_stack
 from tests.fakes.waiting import until
@@ -20,7 +21,9 @@ from tests.fakes.waiting import until
 pytestmark = pytest.mark.slow  # running services are called
 HISTORY = tuple(range(3, 3 + 8 * BLOCK_TOKENS))
 TURN = TokenPrompt((*HISTORY, 7, 8, 9))
+FOUND = {"target": len(HISTORY) // BLOCK_TOKENS}  # blocks of it that the index has
 OPTIONS = GenerateOptions(max_tokens=12, temperature=0.0, ignore_eos=True)
+NAMED = replace(OPTIONS, session_id="s")
 
 
 @pytest.fixture
@@ -31,78 +34,83 @@ async def stack(tmp_path: Path) -> AsyncIterator[Stack]:
 
 async def generated(
     stack: Stack, prompt: TokenPrompt, options: GenerateOptions = OPTIONS
-) -> tuple[list[int], Finished, Decision]:
-    """The tokens, the end, and the decision about the first round."""
+) -> tuple[list[int], int, Decision]:
+    """The tokens, those of the prompt that were cached, and the decision about the first round."""
     options = replace(options, request_id=uuid.uuid4().hex)
     events = [event async for event in stack.requests.generate(prompt, options)]
     tokens = [token for event in events if isinstance(event, Tokens) for token in event.token_ids]
     assert isinstance(events[-1], Finished)
     *_, first = (each for each in stack.requests.decisions(options.request_id) if each.number == 1)
-    return tokens, events[-1], first
+    return tokens, events[-1].usage.cached_tokens, first
+
+
+async def planned(stack: Stack, prompt: TokenPrompt, options: GenerateOptions = OPTIONS) -> tuple[int, int, int]:
+    """Tokens before the first tree: planned to be read, reported as read, and cached."""
+    situations: list[Situation] = []
+    with pytest.MonkeyPatch.context() as patch:
+        plan = stack.requests.sizer.plan
+        patch.setattr(
+            stack.requests.sizer, "plan", lambda situation: (situations.append(situation), plan(situation))[1]
+        )
+        _, num_cached, first = await generated(stack, prompt, options)
+    return situations[0].num_context, first.num_context, num_cached
 
 
 async def held(stack: Stack) -> None:
     """The target has read HISTORY, and the index knows."""
     fingerprint = stack.target.info().model_fingerprint
     await generated(stack, TokenPrompt((*HISTORY, 5)))
-    found = {"target": len(HISTORY) // BLOCK_TOKENS}
-    hashes = block_hashes(HISTORY)
 
     async def is_noted() -> bool:
-        return await stack.registry.find_prefixes(fingerprint, hashes, ["target"]) == found
+        return await stack.registry.find_prefixes(fingerprint, block_hashes(HISTORY), ["target"]) == FOUND
 
     await until(is_noted)
 
 
 async def test_what_another_request_has_left_is_not_planned_to_be_read_again(stack: Stack) -> None:
     """OpenAI clients name no session: the whole prompt was planned to be read, with a tree to fit."""
+    assert await planned(stack, TokenPrompt((*HISTORY, 6))) == (len(HISTORY), len(HISTORY), 0)
     await held(stack)
-    tokens, end, first = await generated(stack, TURN)
-    assert end.usage.cached_tokens == len(HISTORY)
-    assert first.num_context == len(TURN.token_ids) - 1 - len(HISTORY)
-    assert first.expected.sweep < 3 * first.seconds.sweep
-    named = replace(OPTIONS, session_id="s")
-    await generated(stack, TokenPrompt((*HISTORY, 7, 8)), named)
-    again, _, of_session = await generated(stack, TURN, named)
-    assert first.best_nodes <= 2 * of_session.best_nodes
+    assert await planned(stack, TURN) == (2, 2, len(HISTORY))
+    assert await planned(stack, TURN, NAMED) == (2, 2, len(HISTORY)), "the session is new, the prompt is not"
+
+
+async def test_a_session_s_name_changes_no_token(stack: Stack) -> None:
+    unnamed, _, _ = await generated(stack, TURN)
+    again, num_cached, _ = await generated(stack, TURN)
+    named, _, _ = await generated(stack, TURN, NAMED)
     plain, _, _ = await generated(stack, TURN, replace(OPTIONS, speculation=Speculation(disabled=True)))
-    assert tokens == again == plain
+    assert num_cached == len(HISTORY)
+    assert unnamed == again == named == plain
 
 
-async def test_without_the_index_a_first_tree_is_that_of_a_prompt_that_is_held(
+async def test_without_the_index_a_prompt_is_planned_to_be_cached(
     stack: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whether the target holds the prompt is not known then: a small tree loses little if it does not."""
+    """Whether the target holds it is not known then: a small tree loses little if it does not."""
     await held(stack)
-    _, _, known = await generated(stack, TURN)
 
     async def away(*_: object) -> dict[str, int]:
         raise Unavailable("the index is away")
 
     monkeypatch.setattr(stack.requests.directory.registry, "find_prefixes", away)
-    _, end, first = await generated(stack, TURN)
-    assert end.usage.cached_tokens == len(HISTORY)
-    assert first.best_nodes <= 2 * known.best_nodes
-    fresh = TokenPrompt(tuple(range(100, 100 + 3 * BLOCK_TOKENS)))
-    _, end, first = await generated(stack, fresh)
-    assert end.usage.cached_tokens == 0
-    assert first.best_nodes <= 2 * known.best_nodes
-    assert first.num_context == len(fresh.token_ids) - 1, "what was read is what is reported"
+    assert await planned(stack, TURN) == (2, 2, len(HISTORY))
+    new = TokenPrompt(tuple(range(100, 101 + 3 * BLOCK_TOKENS)))
+    assert await planned(stack, new) == (0, 3 * BLOCK_TOKENS, 0), "what was read is what is reported"
+    stack.requests.directory.index_problem = "the index is away"
+    assert await planned(stack, TokenPrompt((*new.token_ids[1:], 4))) == (0, 3 * BLOCK_TOKENS, 0)
 
 
 async def test_a_prompt_that_the_index_has_and_the_target_lost_is_reported_as_read(
     stack: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise its rows would be taken for those of other sessions."""
-    found = {"target": len(HISTORY) // BLOCK_TOKENS}
 
     async def find(*_: object) -> dict[str, int]:
-        return found
+        return FOUND
 
     monkeypatch.setattr(stack.requests.directory.registry, "find_prefixes", find)
-    _, end, first = await generated(stack, TURN)
-    assert end.usage.cached_tokens == 0
-    assert first.num_context == len(TURN.token_ids) - 1
+    assert await planned(stack, TURN) == (2, len(HISTORY) + 2, 0)
 
 
 async def test_rounds_are_counted_to_the_end_of_an_answer(stack: Stack) -> None:
