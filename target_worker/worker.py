@@ -57,10 +57,9 @@ from target_worker.sweep.tiers import Tiers, streams_of
 logger = logging.getLogger(__name__)
 
 
-def compile_target(dtype: str, layers: str, weights: str) -> bool:
+def compile_target(dtype: str, layers: str) -> bool:
     """Compile the kernels of CPU sweeps, as `compile_once` does; arguments as of `target_worker.sweep.kernels`."""
-    arguments = [dtype, layers, weights]
-    return compile_in_subprocess("target_worker.sweep.kernels", arguments, compiled_ground(Path(__file__).parent))
+    return compile_in_subprocess("target_worker.sweep.kernels", [dtype, layers], compiled_ground(Path(__file__).parent))
 
 
 class TargetWorker(ServedTarget):
@@ -96,11 +95,7 @@ class TargetWorker(ServedTarget):
             is_whole = supports_fused_layers(self._skeleton, self._device) and (
                 packing is None or not packing.is_transposed
             )
-            compile_target(
-                config.dtype,
-                "recurrent" if shape.states else "whole" if is_whole else "attention",
-                "packed" if packing is not None and packing.method == "bough" else "plain",
-            )
+            compile_target(config.dtype, "recurrent" if shape.states else "whole" if is_whole else "attention")
         stage("reading weights")
         try:
             self._start_within_memory()
@@ -124,10 +119,8 @@ class TargetWorker(ServedTarget):
         """Allocate memory, and start the link and the sweep thread."""
         config = self._config
         pool, kv = self._make_pool()
-        checksums, streams, elsewhere = self._skeleton.checksums, streams_of(self._device), self._elsewhere
-        self._tiers = Tiers(
-            self.layers, self._placement, config.link_threads, checksums, streams, self._experts, elsewhere
-        )
+        streams, elsewhere = streams_of(self._device), self._elsewhere
+        self._tiers = Tiers(self.layers, self._placement, config.link_threads, streams, self._experts, elsewhere)
         tiers = self._resources.enter_context(self._tiers)
         self._model = on_a_passing_thread(lambda: StreamedModel(self._skeleton, tiers, config.rows, self._device, kv))
         model, waiting, observe = self._model, config.max_waiting, self._metrics.observe

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from concurrent.futures import ProcessPoolExecutor
-from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,15 +15,15 @@ from bough.model.running.runner import ResidentModel
 from draft_worker.model.model_draft import warm_up_choosing
 from draft_worker.model.sources import load_draft
 from loadtest.common.tiny_model import TINY, save_model
-from target_worker.sweep.kernels import WEIGHTS
+from target_worker.sweep.kernels import LAYERS
 from target_worker.worker import compile_target
 from tests.fakes.models import CPU
 
 
 def compile_for(dtype: str) -> None:
     """All that a target in numbers of a type calls, and a draft."""
-    for kinds in (*product(("whole", "attention"), WEIGHTS), ("recurrent", "plain")):
-        if not compile_target(dtype, *kinds):
+    for layers in LAYERS:
+        if not compile_target(dtype, layers):
             raise SystemExit("the kernels do not compile; the log above says why")
     with TemporaryDirectory() as folder:
         tiny = save_model(Path(folder) / "tiny", TINY)

@@ -1,4 +1,4 @@
-"""The `bough` command: `demo`, `up`, `generate`, `chat`, `explain`, `plan`, `shape`, `simulate`, `pack`, `keys`, ..."""
+"""The `bough` command: `demo`, `up`, `generate`, `chat`, `explain`, `plan`, `shape`, `simulate`, `keys`, ..."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 
 from bough import __version__
-from bough.cli.flags.machine import add_demo, add_pack, add_up
+from bough.cli.flags.machine import add_demo, add_up
 from bough.cli.flags.planning import add_plan, add_shape, add_simulate
 from bough.cli.flags.reaching import add_address
 from bough.cli.flags.sampling import add_sampling
@@ -25,7 +25,7 @@ from bough.runtime.log_lines import say_error
 EXIT_PIPE = 128 + signal.SIGPIPE  # the shell's status for SIGPIPE, which Python ignores
 
 OURS = frozenset({"", "bough", "draft_worker", "orchestrator", "target_worker"})  # not installable modules
-COMPUTING = frozenset({"pack", "plan", "shape", "simulate"})  # commands that do not await
+COMPUTING = frozenset({"plan", "shape", "simulate"})  # commands that do not await
 LEAST_SECONDS = 0.01  # between two looks of `top`, each of which asks all workers
 MODULES = {  # each has a function of the command's name
     "chat": "generation.generate",
@@ -34,7 +34,6 @@ MODULES = {  # each has a function of the command's name
     "explain": "inspection.explain",
     "generate": "generation.generate",
     "keys": "keys",
-    "pack": "pack",
     "plan": "planning.plan",
     "shape": "planning.shape",
     "simulate": "planning.simulate",
@@ -97,7 +96,6 @@ def argument_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     add_demo(commands.add_parser("demo", help="everything from nothing: build the model, start, compare"))
     add_up(commands.add_parser("up", help="start the index, the workers and the orchestrator, and keep them running"))
-    add_pack(commands.add_parser("pack", help="write a smaller checkpoint, in 4 or 8 bits, or a draft"))
     generate = commands.add_parser("generate", help="answer one prompt")
     generate.add_argument("prompt", help="what to answer; - reads standard input")
     generate.add_argument("--raw", action="store_true", help="continue the prompt as it is, without a chat template")

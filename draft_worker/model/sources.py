@@ -54,8 +54,8 @@ def require_packed(skeleton: Skeleton, device: torch.device) -> None:
         raise ConfigError("--bits: must be auto, 8 or 16 on the CPU, got 4")
     if skeleton.quantization is None:
         raise ConfigError(
-            f"--bits: must be auto or 16 for {skeleton.describe()}, which is not packed, got 4; `bough pack --bits 4` "
-            "writes a packed one"
+            f"--bits: must be auto or 16 for {skeleton.describe()}, which is not packed, got 4; use a "
+            "checkpoint of it in 4 bits, such as GPTQ, AWQ or compressed-tensors"
         )
 
 

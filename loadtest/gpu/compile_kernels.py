@@ -160,10 +160,6 @@ def _recurrence() -> Kernel:
 
 
 def _unpacking() -> Iterator[tuple[str, Any, dict[str, Any]]]:
-    for bits in (4, 8):
-        group_bytes = {4: 16, 8: 64}[bits]
-        constants = {"HALF": group_bytes, "IS_WHOLE": bits == 8, "TILE": unpack_triton.TILE_BYTES // group_bytes}
-        yield f"bough {bits} bits", unpack_triton.unpack_own, constants
     columns, rows = unpack_triton.TILE_COLUMNS, unpack_triton.TILE_ROWS
     for name, bits in (("gptq", 4), ("gptq of bytes", 8)):
         constants = {"BITS": bits, "ROWS": rows * bits // 32, "COLUMNS": columns}

@@ -72,7 +72,7 @@ def _swept(folder: Path, device: torch.device, streams: DeviceStreams, is_apart:
         placement = place_with_expert_cache(sizes, sizes_apart(rest, apart, skeleton.dtype), own, budgets, True, True)
         layers = list(rest)
     repeats = REPEATS if device.type != "cpu" else 1  # whose times mean nothing
-    with Tiers(layers, placement, LINK_THREADS, {}, streams, apart) as tiers:
+    with Tiers(layers, placement, LINK_THREADS, streams, apart) as tiers:
         model = StreamedModel(skeleton, tiers, CPU_ROWS, device)
         first = [_sweep(model, size, seed=0)[0] for size in TREES]
         again = [[_sweep(model, size, seed) for seed in range(1, repeats + 1)] for size in TREES]

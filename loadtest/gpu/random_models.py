@@ -17,12 +17,11 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, initialization
 from bough.model.checkpoint.checkpoint import INDEX_NAME, Checkpoint
 from bough.model.loading.default_settings import CPU_ROWS, GPU_ROWS
 from bough.model.loading.loading import Skeleton, build_skeleton
-from bough.model.quant.bough_format import PACKED_SUFFIX, SCALES_SUFFIX
-from bough.model.quant.quantize import GROUP_SIZES
 from bough.model.running.host_embeddings import host_bytes
 from bough.model.sizes.memory_budget import activation_bytes, resident_bytes
 from bough.model.sizes.target_limits import TargetLimits
 from bough.sizing.placement import Budgets, Fixed, Placement, Tier, place
+from loadtest.common.packed_model import GROUP, quantization
 from target_worker.kv.kv_offload import OffloadedKV
 from target_worker.link.layer_extents import LayerExtents, plan_layer
 from target_worker.link.streams import DeviceStreams
@@ -52,7 +51,7 @@ class Machine:
 def write_random(folder: Path, config: PretrainedConfig, device: torch.device, is_packed: bool = False) -> Checkpoint:
     """Write a model of random bfloat16 weights, one file for each layer and one for the rest.
 
-    With `is_packed` its layers' matrices are random in bough's 4 bits, as packing a layer of a 70B takes long.
+    With `is_packed` its layers' matrices are random numbers of 4 bits, as quantizing a layer of a 70B takes long.
     """
     # There are no weights to initialise, and initialising would import torch's compiler.
     with init_empty_weights(), initialization.no_init_weights():
@@ -77,17 +76,16 @@ def write_random(folder: Path, config: PretrainedConfig, device: torch.device, i
     config.save_pretrained(folder)
     if is_packed:
         told = json.loads((folder / "config.json").read_text())
-        told["quantization_config"] = {"quant_method": "bough", "bits": 4, "group_size": GROUP_SIZES[4]}
+        told["quantization_config"] = quantization(4)
         (folder / "config.json").write_text(json.dumps(told))
     return Checkpoint.open(folder)
 
 
 def _packed(name: str, outputs: int, inputs: int, device: torch.device) -> dict[str, torch.Tensor]:
-    """A matrix in bough's 4 bits, of numbers of about the size of those in 16."""
-    numbers = torch.randint(0, 256, (outputs, inputs // 2), dtype=torch.uint8, device=device)
-    scales = torch.rand(outputs, inputs // GROUP_SIZES[4], device=device) * 0.008
-    both = torch.stack((scales, -7.5 * scales)).half()  # scales and offsets
-    return {name + PACKED_SUFFIX: numbers.cpu(), name + SCALES_SUFFIX: both.cpu()}
+    """A matrix in 4 bits, of numbers of about the size of those in 16."""
+    numbers = torch.randint(0, 256, (outputs, inputs // 2), dtype=torch.uint8, device=device).view(torch.int32)
+    scales = (torch.rand(outputs, inputs // GROUP, device=device) * 0.008).half()
+    return {f"{name}_packed": numbers.cpu(), f"{name}_scale": scales.cpu()}
 
 
 def repeated(checkpoint: Checkpoint, num_layers: int, folder: Path) -> Checkpoint:
@@ -153,6 +151,6 @@ def streamed(
     if elsewhere:
         tiers_with = (Tier.ELSEWHERE if i in elsewhere else tier for i, tier in enumerate(placement.tiers))
         placement = replace(placement, tiers=tuple(tiers_with))
-    with Tiers(planned(skeleton), placement, LINK_THREADS, {}, machine.streams, elsewhere=elsewhere) as tiers:
+    with Tiers(planned(skeleton), placement, LINK_THREADS, machine.streams, elsewhere=elsewhere) as tiers:
         kv = OffloadedKV(skeleton.kv_shape(), num_rows, kv_streams, kv_elsewhere) if kv_streams else None
         yield StreamedModel(skeleton, tiers, machine.rows, machine.device, kv)

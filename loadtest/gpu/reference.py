@@ -97,19 +97,26 @@ def _normed(rows: torch.Tensor) -> torch.Tensor:
     return rows * torch.rsqrt((rows * rows).sum(-1, keepdim=True) + float(EPSILON))
 
 
-def write_own(packed: torch.Tensor, scales: torch.Tensor, bits: int, out: torch.Tensor) -> None:
-    """Dequantize a matrix that `bough pack` has written in 4 bits, which `unpack_triton.write_own` does on a GPU."""
-    assert bits == 4, "models for checks are packed in 4 bits"
-    (_, rows, groups), factors = scales.shape, scales.float()
-    integers = packed.view(rows, groups, -1)
-    integers = torch.cat((integers & 15, integers >> 4), dim=2)
-    out.copy_((integers.float() * factors[0, :, :, None] + factors[1, :, :, None]).view(rows, -1))
+def write_along(
+    words: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    groups: torch.Tensor | None,
+    bits: int,
+    block: tuple[int, int],
+    out: torch.Tensor,
+) -> None:
+    """Dequantize a symmetric matrix of compressed-tensors in 4 bits, as `unpack_triton.write_along` does on a GPU."""
+    assert (bits, zeros, groups) == (4, None, None), "models for checks are packed so"
+    bytes_ = words.view(torch.uint8)
+    integers = torch.stack((bytes_ & 15, bytes_ >> 4), dim=2).view(len(words), -1, block[1])
+    out.copy_(((integers.float() - 8) * scales.float()[:, :, None]).view(out.shape))
 
 
 def kernels_by_torch() -> Kernels:
-    """Kernels for models of `loadtest.gpu.random_models`, which have no other weights than bough's own 4 bits."""
-    nothing = dict.fromkeys(Kernels._fields[3:], _unpacks_nothing)
-    return Kernels(attend=attend_by_mask, take_steps=take_steps, write_own=write_own, **nothing)
+    """Kernels for models of `loadtest.gpu.random_models`, which have no other packed weights than these."""
+    nothing = _unpacks_nothing
+    return Kernels(attend_by_mask, take_steps, nothing, nothing, write_along, nothing)
 
 
 def _unpacks_nothing(*_: object) -> None:

@@ -8,7 +8,6 @@ import numpy as np
 import torch
 
 from bough.model.checkpoint.tensor_source import FreshMemory, ReusedMemory
-from bough.model.quant.quantize import GROUP_SIZES
 from bough.model.sizes.samples import PackedFormat, PackedSample
 from loadtest.gpu.parts import device_milliseconds
 
@@ -19,8 +18,6 @@ CPU = torch.device("cpu")
 
 
 FORMATS = (
-    PackedFormat("bough", 4, GROUP_SIZES[4]),
-    PackedFormat("bough", 8, GROUP_SIZES[8]),
     PackedFormat("gptq", 4, GROUP),
     PackedFormat("gptq", 4, GROUP, is_ordered=False),
     PackedFormat("awq", 4, GROUP),

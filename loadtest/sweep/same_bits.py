@@ -31,8 +31,8 @@ from transformers import Gemma2Config, LlamaConfig, MixtralConfig, Olmo2Config, 
 
 from bough.config.flag_parser import FlagParser
 from bough.model.cpu.small_model import write_small
-from bough.model.packing.pack import pack
 from loadtest.common.machine import processor
+from loadtest.common.packed_model import pack
 
 HERE = Path(__file__).parents[2]
 SIZES: dict[str, Any] = {
@@ -49,7 +49,7 @@ SIZES: dict[str, Any] = {
     "eos_token_id": None,
     "pad_token_id": None,
 }
-MODELS: dict[str, tuple[PretrainedConfig, int]] = {  # and bits of bough's packing; 0 is none
+MODELS: dict[str, tuple[PretrainedConfig, int]] = {  # and the bits of its layers in compressed-tensors; 0 is none
     "llama": (LlamaConfig(**SIZES), 0),
     "llama-4": (LlamaConfig(**SIZES), 4),
     "llama-8": (LlamaConfig(**SIZES), 8),
@@ -92,7 +92,7 @@ def written(name: str, folder: Path) -> None:
         write_small(config, folder)
         return
     write_small(config, folder.with_suffix(".plain"))
-    pack(str(folder.with_suffix(".plain")), bits, folder)
+    pack(folder.with_suffix(".plain"), bits, folder)
 
 
 def logits(tree: Path, model: Path, dtype: str, out: Path) -> np.ndarray:

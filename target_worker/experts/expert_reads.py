@@ -28,19 +28,14 @@ class ExpertReads(ExpertLoader):
         slab_bytes: int,
         num_slabs: int,
         num_threads: int,
-        checksums: Mapping[str, int],
         traffic: DiskStats | None = None,
         allocate: Allocate = large_pages,
     ) -> None:
-        """`checksums` (crc32 by tensor name) are verified at the first use of an expert; `traffic` may be shared with
-        other readers.
-        """
+        """`traffic` may be shared with other readers."""
         self._layers = dict(layers)
         memory = allocate(num_slabs * slab_bytes)
         self._slabs = [Slab.over(memory[i * slab_bytes : (i + 1) * slab_bytes]) for i in range(num_slabs)]
         self._num_threads = num_threads
-        self._checksums = checksums
-        self._unseen = {Expert(i, e) for i, layer in layers.items() for e in range(len(layer.each)) if checksums}
         self._reads: dict[int, list[Future[None]]] = {}  # by slab: reads in flight, or whose result was not checked yet
         self._traffic = traffic or DiskStats()
 
@@ -88,16 +83,13 @@ class ExpertReads(ExpertLoader):
         self._wait([read for read in self._reads.pop(slab, ()) if not read.cancel()])
 
     def arrived(self, expert: Expert, slab: int) -> torch.Tensor:
-        """Wait for the reads, and verify the checksums at first use."""
+        """Wait for the reads."""
         data = self._slabs[slab].bytes
         if slab in self._reads:
             self._wait(self._reads[slab])
             for read in self._reads[slab]:
                 read.result()
             del self._reads[slab]
-        if expert in self._unseen:
-            self._weights(expert).verify(data, self._checksums)
-            self._unseen.discard(expert)
         return data
 
     def _weights(self, expert: Expert) -> LayerExtents:

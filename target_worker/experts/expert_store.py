@@ -69,7 +69,7 @@ class ExpertLoader(ABC):
     def arrived(self, expert: Expert, slab: int) -> torch.Tensor:
         """The slab's bytes (uint8), complete for any computation queued from now on.
 
-        Raises StreamError if reading failed, or the checksum is wrong.
+        Raises StreamError if reading failed.
         """
 
 

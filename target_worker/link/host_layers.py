@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 import torch
@@ -12,7 +11,7 @@ from bough.runtime.host_memory import in_pieces
 from target_worker.link.direct_io import Allocate, Disk, Slab
 from target_worker.link.disk_ring import Ring
 from target_worker.link.disk_stats import DiskStats, LinkFigures
-from target_worker.link.layer_extents import Each, LayerExtents
+from target_worker.link.layer_extents import LayerExtents
 
 PIECE_BYTES = 2 * 1000**3  # limit of one allocation
 
@@ -27,21 +26,16 @@ class HostLayers:
         streamed: Sequence[int],
         num_slabs: int,
         num_threads: int,
-        checksums: Mapping[str, int],
         allocate: Allocate,
         traffic: DiskStats | None = None,
     ) -> None:
-        """`checksums` (crc32 by tensor name) are verified at the first use of a layer; `traffic` may be shared by other
-        readers of the same link.
-        """
+        """`traffic` may be shared by other readers of the same link."""
         self._layers = tuple(layers)
         self._staying = tuple(staying)
         self._streamed = tuple(streamed)
         self._place_in_ring = {index: number for number, index in enumerate(streamed)}
         self._num_slabs = num_slabs
         self._num_threads = num_threads
-        self._checksums = checksums
-        self._unseen = set(range(len(layers))) if checksums else set()
         self._allocate = allocate
         self._traffic = traffic or DiskStats()
         self._resources = ExitStack()
@@ -73,11 +67,6 @@ class HostLayers:
             ring = Ring(streamed, self._disk, self._num_slabs, self._num_threads, self._allocate, self._traffic)
             self._ring = self._resources.enter_context(ring)
 
-    def verify(self) -> None:
-        """Verify resident layers' checksums by several threads, before one does at first use. Raises StreamError."""
-        for index, slab in self._slabs.items():
-            self._check_at_once(index, slab.bytes)
-
     def _memory(self, sizes: Sequence[int]) -> Iterator[memoryview]:
         """Yield memory of each size, several from one allocation: pinning has a cost for each and may fail for some."""
         for run in in_pieces(sizes, PIECE_BYTES):
@@ -90,22 +79,19 @@ class HostLayers:
         """Read a layer into the caller's slab: (num_bytes,) uint8; before `fill`, too. Raises StreamError."""
         layer = self._layers[index]
         self._disk.load([layer], [slab], self._num_threads)
-        self._check_at_once(index, slab.bytes)
         return slab.bytes[: layer.num_bytes]
 
     @contextmanager
     def layer(self, index: int) -> Iterator[torch.Tensor]:
         """Yield a layer's slab (uint8), valid until the block ends. Streamed layers must be taken in order.
 
-        Raises StreamError if reading failed, or a checksum is wrong; call `restart` before the next sweep.
+        Raises StreamError if reading failed; call `restart` before the next sweep.
         """
         if index in self._slabs:
-            self._check(index, self._slabs[index].bytes)
             yield self._slabs[index].bytes
             return
         assert self._ring is not None, "a layer that does not stay streams"
         with self._ring.layer(self._place_in_ring[index]) as slab:
-            self._check(index, slab)
             yield slab
 
     def restart(self) -> None:
@@ -120,13 +106,3 @@ class HostLayers:
     def figures(self) -> LinkFigures:
         """Counters since the start."""
         return self._ring.figures() if self._ring is not None else self._traffic.figures(0)
-
-    def _check_at_once(self, index: int, slab: torch.Tensor) -> None:
-        if index in self._unseen:
-            with ThreadPoolExecutor(self._num_threads, thread_name_prefix="checksums") as threads:
-                self._check(index, slab, threads.map)
-
-    def _check(self, index: int, slab: torch.Tensor, each: Each = map) -> None:
-        if index in self._unseen:
-            self._layers[index].verify(slab, self._checksums, each)
-            self._unseen.discard(index)

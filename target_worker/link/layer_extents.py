@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from bough.errors import CheckpointError, StreamError
 from bough.model.architecture.moe import stack_of
 from bough.model.checkpoint.checkpoint import TensorPlace
 from bough.model.checkpoint.tensor_source import ReusedMemory
 from bough.model.loading.late_writes import LateWrites, can_wait
-from bough.model.loading.loading import ParameterSlot, verify
+from bough.model.loading.loading import ParameterSlot
 from bough.sizing.placement import ExpertSizes, SeparateExperts
 
 ALIGNMENT = 4096  # of offsets, lengths and addresses: what O_DIRECT requires on all common file systems
 FILE_ALIGNMENT, DEVICE_ALIGNMENT = 8, 16  # of tensors in a file, usually; and of operands that products read fastest
-Each = Callable[[Callable[[TensorPlace], None], Iterable[TensorPlace]], Iterable[None]]
 MAX_GAP_BYTES = 256 * 1024  # reading across a smaller hole is cheaper than a second read
 
 
@@ -117,21 +115,6 @@ class LayerExtents:
             if place.file == file and place.offset <= offset < place.offset + place.num_bytes:
                 return place.name
         return "padding"
-
-    def verify(self, slab: torch.Tensor, checksums: Mapping[str, int], each: Each = map) -> None:
-        """Verify the checksums of the layer's tensors, where known; `each` may be the `map` of several threads.
-
-        Raises StreamError naming the file and the tensor.
-        """
-
-        def check(place: TensorPlace) -> None:
-            verify(place, self.bytes_of(place, slab), checksums)
-
-        try:
-            for _ in each(check, self.begins):
-                pass
-        except CheckpointError as exc:
-            raise StreamError(str(exc)) from exc
 
     def bytes_of(self, place: TensorPlace, slab: torch.Tensor) -> torch.Tensor:
         """A tensor's bytes in a slab, (num_bytes,) uint8."""

@@ -1,6 +1,6 @@
 """Compiles the kernels of CPU sweeps, in a process of its own (see `bough.processes.compile_once`).
 
-python -m target_worker.sweep.kernels bfloat16 whole plain
+python -m target_worker.sweep.kernels bfloat16 whole
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from bough.model.checkpoint.checkpoint import Checkpoint
 from bough.model.cpu.small_model import ATTENTION, HYBRID, SIZES, WHOLE, write_small
 from bough.model.kv.kv_arena import KVArena
 from bough.model.loading.loading import DTYPES, build_skeleton
-from bough.model.packing.pack import pack
 from bough.sizing.placement import Budgets, Fixed, place
 from target_worker.link.layer_extents import plan_layer
 from target_worker.sweep.streamed_model import StreamedModel
@@ -29,18 +28,12 @@ from target_worker.sweep.tiers import Tiers
 
 # Compile whole layers, only their attention and products, or these and the recurrence.
 LAYERS = {"whole": WHOLE, "attention": ATTENTION, "recurrent": HYBRID}
-WEIGHTS: dict[str, tuple[int, ...]] = {"plain": (), "packed": (4, 8)}  # bits of bough's own format
 
 
-def compile_here(dtype: torch.dtype, layers: str, weights: str) -> None:
-    """Compile the kernels for a dtype, LAYERS and WEIGHTS, except those that only experts need."""
+def compile_here(dtype: torch.dtype, layers: str) -> None:
+    """Compile the kernels for a dtype and LAYERS, except those that only experts and packed weights need."""
     with tempfile.TemporaryDirectory() as name:
-        plain = write_small(LAYERS[layers], Path(name) / "plain")
-        for bits in WEIGHTS[weights]:
-            pack(str(plain), bits, plain.with_name(f"packed{bits}"))
-            _warm_up(plain.with_name(f"packed{bits}"), dtype)
-        if not WEIGHTS[weights]:
-            _warm_up(plain, dtype)
+        _warm_up(write_small(LAYERS[layers], Path(name) / "small"), dtype)
 
 
 def _warm_up(folder: Path, dtype: torch.dtype) -> None:
@@ -56,4 +49,4 @@ def _warm_up(folder: Path, dtype: torch.dtype) -> None:
 if __name__ == "__main__":
     gc.freeze()  # imports stay to the end: looking for garbage among them takes a tenth of the time
     disable_progress_bar()
-    compile_here(DTYPES[sys.argv[1]], *sys.argv[2:])
+    compile_here(DTYPES[sys.argv[1]], sys.argv[2])

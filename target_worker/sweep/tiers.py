@@ -35,12 +35,11 @@ class Tiers:
         layers: Sequence[LayerExtents],
         placement: Placement,
         num_threads: int,
-        checksums: Mapping[str, int] | None = None,
         streams: DeviceStreams | None = None,
         experts: Mapping[int, LayerExperts] | None = None,
         elsewhere: Mapping[int, torch.device] | None = None,
     ) -> None:
-        """`checksums` (crc32 by tensor name) are verified at the first use of a layer; `streams` is None on a CPU.
+        """`streams` is None on a CPU.
 
         `experts`, by layer, are cached in `placement.fixed.experts` bytes when rows choose them: loaded from disk, or
         for a device with its own memory from host memory, which then holds all of them. Layers in `elsewhere` are
@@ -61,7 +60,6 @@ class Tiers:
             placement.layers(Tier.DISK),
             placement.num_slabs if streams is None else placement.num_host_slabs,
             num_threads,
-            checksums or {},
             large_pages if streams is None else streams.host_memory,
             self._traffic,
         )
@@ -71,7 +69,7 @@ class Tiers:
             num_slabs = placement.fixed.experts // slab_bytes
             loader: ExpertLoader
             if streams is None:
-                loader = ExpertReads(experts, slab_bytes, num_slabs, num_threads, checksums or {}, self._traffic)
+                loader = ExpertReads(experts, slab_bytes, num_slabs, num_threads, self._traffic)
             else:
                 shifts = {expert: on_host[number].device_shift for expert, number in numbers.items()}
                 loader = ExpertCopies(self._host, numbers, shifts, slab_bytes, num_slabs, streams, self._copy_stats)
@@ -98,8 +96,6 @@ class Tiers:
             if self._streams is not None:
                 self._upload(self._streams)
             self._host.fill()
-            if self._streams is not None:
-                self._host.verify()
             if self.experts is not None:
                 self._resources.enter_context(self.experts)
             if self._streams is not None and self.placement.streamed:

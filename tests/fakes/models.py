@@ -11,7 +11,6 @@ import torch
 
 from bough.model.batch.batch import Batch, Segment
 from bough.model.checkpoint.checkpoint import Checkpoint
-from bough.model.checkpoint.pack_manifest import read_checksums
 from bough.model.kv.session_kv import KVSlot
 from bough.model.kv.states import by_kv_place
 from bough.model.loading.loading import build_skeleton
@@ -65,7 +64,7 @@ def streamed(
     if elsewhere:
         tiers_of = [Tier.ELSEWHERE if i in elsewhere else tier for i, tier in enumerate(placement.tiers)]
         placement = replace(placement, tiers=tuple(tiers_of))
-    with Tiers(layers, placement, 2, read_checksums(folder), streams, experts, elsewhere) as tiers:
+    with Tiers(layers, placement, 2, streams, experts, elsewhere) as tiers:
         kv_streams = kv_streams or InlineStreams()
         on_others = by_kv_place(skeleton.config, kv_elsewhere or {})
         kv = OffloadedKV(skeleton.kv_shape(), staged_rows, kv_streams, on_others) if staged_rows else None

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bough.model.packing.pack import pack
+from loadtest.common.packed_model import pack
 from tests.conftest import save_model
 from tests.fakes.gpu.device_sweeps import Where, on_the_device, three_sweeps
 from tests.fakes.gpu.pretend import Notes, device, notes, pretending
@@ -48,24 +48,25 @@ def test_a_layer_is_launched_in_few_pieces(tiny: Path) -> None:
 
 def test_a_packed_layer_costs_a_launch_more_for_each_matrix(tiny: Path, tmp_path: Path) -> None:
     """By way of torch's operators it was hundreds."""
-    pack(str(tiny), 4, tmp_path / "packed")
+    pack(tiny, 4, tmp_path / "packed")
     plain, num_layers = counted(tiny, Where(), 64, device())
     num_plain = sum(plain.launches.values())
     packed, _ = counted(tmp_path / "packed", Where(), 64, device())
-    assert packed.launches["write_own"] == 7 * num_layers
+    assert packed.launches["write_along"] == 7 * num_layers
     assert sum(packed.launches.values()) <= num_plain + 7 * num_layers
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("method", "is_ordered"), [("bough", True), ("awq", True), ("gptq", True), ("gptq", False), ("FP8, blocks", True)]
+    ("method", "is_ordered"),
+    [("compressed-tensors", True), ("awq", True), ("gptq", True), ("gptq", False), ("FP8, blocks", True)],
 )
 def test_a_packed_sweep_waits_once_and_sends_nothing_within_a_layer(
     method: str, is_ordered: bool, tiny: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / method
-    if method == "bough":
-        pack(str(tiny), 4, folder)
+    if method == "compressed-tensors":
+        pack(tiny, 4, folder)
     elif method in FORMATS:
         folder, _ = stored_as(method, tiny, tmp_path, torch.float32)
     else:

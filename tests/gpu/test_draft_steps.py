@@ -13,12 +13,12 @@ from bough.errors import ConfigError
 from bough.model.batch.batch import Batch
 from bough.model.checkpoint.checkpoint import Checkpoint
 from bough.model.loading.loading import build_skeleton
-from bough.model.packing.pack import pack
 from bough.model.running import cuda_graphs
 from bough.model.running.cuda_graphs import Captured
 from bough.model.running.runner import ResidentModel
 from bough.model.sizes.draft_needs import draft_needs
 from draft_worker.model.sources import with_weights
+from loadtest.common.packed_model import pack
 from tests.conftest import save_model
 from tests.fakes.gpu.pretend import device, notes, pretending
 from tests.fakes.model.families import FAMILIES, MIXTURES, of_two_layers
@@ -77,12 +77,12 @@ def test_steps_are_captured_and_right(family: str, tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["bough", "gptq", "awq"])
+@pytest.mark.parametrize("method", ["compressed-tensors", "gptq", "awq"])
 def test_a_packed_draft_stays_packed_and_says_the_same(method: str, tiny: Path, tmp_path: Path) -> None:
     """Its matrices take a fifth of the room, and the largest is there once more, written out."""
     folder = tmp_path / method
-    if method == "bough":
-        pack(str(tiny), 4, folder)
+    if method == "compressed-tensors":
+        pack(tiny, 4, folder)
     else:
         in_words(folder, method, True, tiny)
     wanted = logits_of(folder, CPU, has_graphs=False)
@@ -97,23 +97,23 @@ def test_a_packed_draft_stays_packed_and_says_the_same(method: str, tiny: Path, 
 @pytest.mark.parametrize("stays_packed", [False, True])
 def test_a_packed_draft_is_written_out_on_its_own_gpu(stays_packed: bool, tiny: Path, tmp_path: Path) -> None:
     """Kernels are launched on the current GPU; while weights were loaded, that was the first."""
-    pack(str(tiny), 4, tmp_path / "packed")
+    pack(tiny, 4, tmp_path / "packed")
     with pretending():
         first, second = (logits_of(tmp_path / "packed", device(index), True, stays_packed) for index in range(2))
     assert all(map(torch.equal, first, second))
 
 
 def test_few_bits_are_refused_where_they_cannot_be(tiny: Path, tmp_path: Path) -> None:
-    pack(str(tiny), 4, tmp_path / "packed")
+    pack(tiny, 4, tmp_path / "packed")
     packed, plain = (build_skeleton(Checkpoint.open(f), torch.bfloat16) for f in (tmp_path / "packed", tiny))
     with pytest.raises(ConfigError, match=r"^--bits: must be auto, 8 or 16 on the CPU, got 4$"):
         with_weights(packed, CPU, "4")
-    with pytest.raises(ConfigError, match=r"^--bits: must be auto or 16 for .*, which is not packed, got 4; `bough"):
+    with pytest.raises(ConfigError, match=r"^--bits: must be auto or 16 for .*, which is not packed, got 4; use a"):
         with_weights(plain, torch.device("cuda", 0), "4")
 
 
 def test_what_bough_up_reckons_with_is_what_it_takes(tiny: Path, tmp_path: Path) -> None:
-    pack(str(tiny), 4, tmp_path / "packed")
+    pack(tiny, 4, tmp_path / "packed")
     flags = "--model", str(tmp_path / "packed")
     few, many = (draft_needs(parse(DraftConfig, "t", [*flags, "--bits", bits], {})).weights for bits in ("4", "16"))
     assert few < 0.7 * many

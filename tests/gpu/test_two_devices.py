@@ -12,10 +12,10 @@ from bough.config.processes import TargetConfig, parse
 from bough.errors import ConfigError
 from bough.model.kv.session_kv import KVShape, KVSlot
 from bough.model.kv.split_layers import split_memory
-from bough.model.packing.pack import pack
 from bough.model.sizes.memory_budget import other_devices
 from bough.sizing.other_devices import OtherDevice, place_with
 from bough.sizing.placement import Budgets, ExpertSizes, Fixed, Placement, SeparateExperts, Tier, place
+from loadtest.common.packed_model import pack
 from target_worker.sweep.budgets import choose_places
 from tests.fakes.gpu.device_sweeps import Where, on_device, on_the_device, three_sweeps
 from tests.fakes.gpu.pretend import device, notes, pretending
@@ -40,7 +40,7 @@ def test_what_crosses_are_hidden_states_and_once_what_goes_with_them(
 
 
 def test_packed_layers_are_written_out_where_they_are(tiny: Path, tmp_path: Path) -> None:
-    pack(str(tiny), 4, tmp_path / "packed")
+    pack(tiny, 4, tmp_path / "packed")
     wanted = on_device(tmp_path / "packed", Where(), torch.bfloat16)
     assert torch.equal(on_device(tmp_path / "packed", Where(elsewhere=(1, 3)), torch.bfloat16), wanted)
 

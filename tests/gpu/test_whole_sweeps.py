@@ -11,7 +11,7 @@ from transformers import LlamaConfig
 
 from bough.model.gpu import unpack_triton
 from bough.model.loading.late_writes import can_wait
-from bough.model.packing.pack import pack
+from loadtest.common.packed_model import pack
 from target_worker.link.layer_extents import LayerExtents
 from tests.conftest import TINY, save_model
 from tests.fakes.gpu import unpacking
@@ -119,14 +119,14 @@ def test_states_stay_where_their_layers_are_wherever_keys_and_values_are(where: 
 def test_latents_on_the_host_and_their_matrix_in_4_bits(tmp_path: Path) -> None:
     """A matrix that is used by heads is written out with the layer, others just before their products."""
     source = save_model(tmp_path / "model", FAMILIES["minicpm3, latents and no experts"])
-    pack(str(source), 4, tmp_path / "packed")
+    pack(source, 4, tmp_path / "packed")
     mine = on_device(tmp_path / "packed", Where(kv_on_host=True), torch.float32)
     require_close(mine, on_cpu(tmp_path / "packed", torch.float32))
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_bough_s_own_packing(bits: int, tiny: Path, tmp_path: Path) -> None:
-    pack(str(tiny), bits, tmp_path / "packed")
+def test_packed_by_rows(bits: int, tiny: Path, tmp_path: Path) -> None:
+    pack(tiny, bits, tmp_path / "packed")
     require_close(on_device(tmp_path / "packed", Where(), torch.float32), on_cpu(tmp_path / "packed", torch.float32))
 
 
@@ -141,12 +141,12 @@ def test_packings_of_others(method: str, is_ordered: bool, bits: int, tiny: Path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["bough", "awq", "gptq", "gptq, in an order of its own"])
+@pytest.mark.parametrize("method", ["compressed-tensors", "awq", "gptq", "gptq, in an order of its own"])
 def test_kernels_that_unpack_do_so_in_a_sweep(method: str, tmp_path: Path) -> None:
     """Triton's own, interpreted, which takes long: in one layer and one chunk of rows."""
     one = save_model(tmp_path / "one", LlamaConfig(**{**TINY.to_dict(), "num_hidden_layers": 1}))
-    if method == "bough":
-        pack(str(one), 4, folder := tmp_path / "packed")
+    if method == "compressed-tensors":
+        pack(one, 4, folder := tmp_path / "packed")
     else:
         folder = in_words(tmp_path / "packed", method.partition(",")[0], method in ("awq", "gptq"), one)
     found, wanted = (
@@ -161,7 +161,7 @@ def test_matrices_written_one_by_one_are_those_of_a_layer_at_once(
     is_late: bool, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In room for the largest of them, over several chunks of rows."""
-    pack(str(tiny), 4, tmp_path / "packed")
+    pack(tiny, 4, tmp_path / "packed")
     wanted = on_device(tmp_path / "packed", Where(), torch.bfloat16)
     if not is_late:
         monkeypatch.setattr(LayerExtents, "_late", lambda *_: [])

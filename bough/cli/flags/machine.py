@@ -1,11 +1,11 @@
-"""Flags of `bough up`, `bough demo` and `bough pack`."""
+"""Flags of `bough up` and `bough demo`."""
 
 from __future__ import annotations
 
 import argparse
 
 from bough.config.flag_parser import FlagParser, checked
-from bough.config.parsers import DRAFT_BITS, DTYPE_NAMES, number, parse_layers
+from bough.config.parsers import DRAFT_BITS, DTYPE_NAMES, number
 from bough.config.processes import DEFAULT_PORT, PLANNERS
 
 MIN_TOKENS = 16  # of `bough demo`
@@ -56,17 +56,3 @@ def add_up(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--http-port", help=http)
     index = "URL of a running Redis or Valkey (default: one is started); BOUGH_ORCHESTRATOR_INDEX_URL hides a password"
     parser.add_argument("--index-url", default="", help=index)
-
-
-def add_pack(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of `bough pack`."""
-    parser.add_argument("model", metavar="MODEL", help="model folder or hub id, in 16 or 32 bits")
-    parser.add_argument("--draft", action="store_true", help="write a draft: it shares embeddings and head with MODEL")
-    layers = "with --draft: layers to leave out, such as 3,14"
-    parser.add_argument("--drop-layers", type=checked(parse_layers), help=layers)
-    bits = "bits of a weight: 4 or 8 (default 4); with --draft their average, scales included (default 6.5)"
-    parser.add_argument("--bits", type=float, help=bits)
-    whole = "with --draft: write embeddings and head too, for a draft on another machine"
-    parser.add_argument("--whole", action="store_true", help=whole)
-    out = "folder to write, continue or repair (default: MODEL-4bit, MODEL-8bit or MODEL-draft in this folder)"
-    parser.add_argument("--out", help=out)

@@ -29,7 +29,11 @@ class PlanConfig(TargetConfig):
 
     draft: str = setting("", "model folder, GGUF file or hub id of the draft, to include its time in each round")
     draft_bits: str = setting("auto", "the draft worker's --bits; 4 unpacks in every step", one_of(*DRAFT_BITS))
-    bits: int = setting(0, "bits of the layers' matrices: 4 or 8 as `bough pack` writes them", one_of(0, 4, 8, 16))
+    bits: int = setting(
+        0,
+        "bits of the layers' matrices, other than the model's: 4, 8 or 16",
+        one_of(0, 4, 8, 16),
+    )
     device: str = setting("", "cpu, or gpu with its own memory; by default this machine's", one_of("", "cpu", "gpu"))
     link_speed: float = setting(0.0, "GB/s from disk; measured by default", parse_amount)
     host_link_speed: float = setting(0.0, "GB/s from host memory to a gpu's; measured by default", parse_amount)

@@ -18,8 +18,6 @@ from bough.errors import CheckpointError
 from bough.model.checkpoint.content_samples import samples_digest
 from bough.model.checkpoint.gguf_file import is_gguf, read_gguf
 from bough.model.checkpoint.hub import cached, is_hub_id
-from bough.model.checkpoint.pack_manifest import read_checksums
-from bough.model.checkpoint.shared_weights import SharedWeights
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -47,7 +45,6 @@ class Checkpoint:
 
     path: Path  # a folder, or a GGUF file
     tensors: dict[str, TensorPlace]
-    kept_layers: tuple[int, ...] | None = None  # for a draft: the layers it has, in the target's numbering
 
     @classmethod
     def open(cls, model: str | Path) -> Checkpoint:
@@ -61,11 +58,7 @@ class Checkpoint:
             return cls(folder, {name: TensorPlace(*tensor) for name, tensor in read_gguf(folder).tensors.items()})
         if not (folder / "config.json").is_file():
             raise CheckpointError(f"model: must be a Hugging Face model folder, got {folder}, which has no config.json")
-        tensors = _tensors(folder)
-        origin = SharedWeights.read(folder)
-        if origin is None:
-            return cls(folder, tensors)
-        return cls(folder, tensors | _borrowed(folder, origin), origin.kept_layers)
+        return cls(folder, _tensors(folder))
 
     @property
     def name(self) -> str:
@@ -75,8 +68,7 @@ class Checkpoint:
     def fingerprint(self) -> str:
         """Hash of the configuration, places and shapes of all tensors, and their contents; the same on every machine.
 
-        Contents are covered by the checksums that `bough pack` wrote, which are verified when tensors are read, or else
-        by samples of every tensor (`bough.model.checkpoint.content_samples`).
+        Contents are covered by samples of every tensor (`bough.model.checkpoint.content_samples`).
 
         Raises:
             CheckpointError: the samples cannot be read.
@@ -84,9 +76,7 @@ class Checkpoint:
         digest = hashlib.blake2b(self._description(), digest_size=12)
         for name, place in sorted(self.tensors.items()):
             digest.update(f"{name} {place.offset} {place.num_bytes} {place.dtype} {place.shape}\n".encode())
-        checksums = read_checksums(self.path)
-        digest.update(json.dumps(checksums, sort_keys=True).encode())
-        digest.update(samples_digest(place for place in self.tensors.values() if place.name not in checksums).encode())
+        digest.update(samples_digest(self.tensors.values()).encode())
         return digest.hexdigest()
 
     def _description(self) -> bytes:
@@ -147,28 +137,6 @@ def _place(file: Path, size: int, data_start: int, name: str, entry: dict[str, A
             f"{math.prod(shape) * item_bytes}"
         )
     return TensorPlace(name, file, data_start + begin, end - begin, dtype, shape)
-
-
-def _borrowed(folder: Path, origin: SharedWeights) -> dict[str, TensorPlace]:
-    """The tensors that a draft shares with its target.
-
-    Raises:
-        CheckpointError: the target is missing or has changed.
-    """
-    if not origin.borrowed:
-        return {}
-    remedy = "restore the target, or run `bough pack --draft` again"
-    try:
-        target = Checkpoint.open(origin.model)
-    except CheckpointError as exc:
-        raise CheckpointError(f"{folder}: shares tensors with {origin.model}, which is gone ({exc}); {remedy}") from exc
-    found = target.fingerprint()
-    if found != origin.fingerprint or any(name not in target.tensors for name in origin.borrowed):
-        raise CheckpointError(
-            f"{folder}: {origin.model}, whose tensors it shares, must have the fingerprint {origin.fingerprint}, "
-            f"got {found}; {remedy}"
-        )
-    return {name: target.tensors[name] for name in origin.borrowed}
 
 
 def _tensors(folder: Path) -> dict[str, TensorPlace]:

@@ -6,7 +6,6 @@ This module knows no files and no modules: readers supply bytes, and binders tak
 from __future__ import annotations
 
 import math
-import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -235,11 +234,6 @@ def row_blocks(place: TensorPlace, most_bytes: int) -> list[TensorPlace]:
         offset, num_bytes = place.offset + begin * row_bytes, count * row_bytes
         blocks.append(replace(place, offset=offset, num_bytes=num_bytes, shape=(count, *place.shape[1:])))
     return blocks
-
-
-def crc32(data: torch.Tensor, before: int = 0) -> int:
-    """The crc32 of bytes, (num_bytes,) uint8 on the CPU, continued from `before`."""
-    return zlib.crc32(data.numpy(), before)  # type: ignore[arg-type]  # an array is a buffer
 
 
 def _is_aligned(place: TensorPlace) -> bool:

@@ -16,7 +16,6 @@ class Kernels(NamedTuple):
 
     attend: Callable[..., torch.Tensor]
     take_steps: Callable[..., torch.Tensor]
-    write_own: Callable[..., None]
     write_down: Callable[..., None]
     write_across: Callable[..., None]
     write_along: Callable[..., None]

@@ -65,9 +65,11 @@ def require_kernels(device: torch.device, try_one: Callable[[], None]) -> None:
 def _try_one(device: torch.device) -> None:
     """Unpack one group of 4-bit weights."""
     with torch.cuda.device(device):
-        packed = torch.full((1, 16), 0x21, dtype=torch.uint8, device=device)
+        words = torch.full((1, 16), 0xA9, dtype=torch.uint8, device=device).view(torch.int32)  # 9 and 10, of 0 to 15
         out = torch.empty((1, 32), dtype=torch.float16, device=device)
-        of_gpus().write_own(packed, torch.ones((2, 1, 1), dtype=torch.float16, device=device), 4, out)
+        of_gpus().write_along(
+            words, torch.ones((1, 1), dtype=torch.float16, device=device), None, None, 4, (1, 32), out
+        )
         found = sorted({float(number) for number in out.cpu().flatten()})
-    if found != [2.0, 3.0]:
-        raise RuntimeError(f"1 and 2 times 1, and 1 more, came to {found}")
+    if found != [1.0, 2.0]:
+        raise RuntimeError(f"9 and 10 less 8, times 1, came to {found}")

@@ -15,37 +15,9 @@ import triton.language as tl
 from bough.model.gpu.number_formats_triton import from_e2m1, from_e4m3, from_e8m0, rounded
 
 NUM_WARPS = 4
-TILE_BYTES = 4096  # packed bytes of a tile in bough's format
 TILE_ROWS, TILE_COLUMNS = 32, 128  # inputs (at most) and outputs of a tile in GPTQ's and AWQ's formats; else reversed
 LEAST_COLUMNS = 32  # inputs of a tile within one group, below which each input's own scale is read
 KINDS = {torch.int32: "UNSIGNED", torch.int8: "SIGNED", torch.float8_e4m3fn: "E4M3", torch.uint8: "E2M1"}
-
-
-@triton.jit
-def unpack_own(
-    packed: tl.tensor,  # (num_groups, HALF) uint8, or int8 with IS_WHOLE: groups of all rows, one after another
-    scales: tl.tensor,  # (num_groups,) float16, in 4 bits followed by as many offsets
-    out: tl.tensor,  # (num_groups, group size)
-    num_groups: tl.tensor,
-    HALF: tl.constexpr,  # bytes in a group
-    IS_WHOLE: tl.constexpr,  # a byte is one number, and there are no offsets
-    IS_BF16: tl.constexpr,
-    TILE: tl.constexpr,
-) -> None:
-    groups = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-    columns, is_there = tl.arange(0, HALF), groups < num_groups
-    scale = tl.load(scales + groups, mask=is_there, other=0.0).to(tl.float32)[:, None]
-    tile, is_in = groups[:, None] * HALF + columns[None, :], is_there[:, None]
-    numbers = tl.load(packed + tile, mask=is_in, other=0)
-    if IS_WHOLE:
-        tl.store(out + tile, rounded(numbers.to(tl.float32) * scale, IS_BF16, out), mask=is_in)
-    else:
-        offset = tl.load(scales + num_groups + groups, mask=is_there, other=0.0).to(tl.float32)[:, None]
-        low = (numbers & 15).to(tl.float32) * scale + offset
-        high = (numbers >> 4).to(tl.float32) * scale + offset
-        begin = out + groups[:, None] * (2 * HALF) + columns[None, :]
-        tl.store(begin, rounded(low, IS_BF16, out), mask=is_in)
-        tl.store(begin + HALF, rounded(high, IS_BF16, out), mask=is_in)
 
 
 @triton.jit
@@ -190,19 +162,6 @@ def unpack_along(
         value = (value - (1 << (BITS - 1))).to(tl.float32)
     cells = rows * num_inputs + columns
     tl.store(out + cells, rounded(value * scale, IS_BF16, out), mask=is_row & is_column)
-
-
-def write_own(packed: torch.Tensor, scales: torch.Tensor, bits: int, out: torch.Tensor) -> None:
-    """Dequantize bough's format.
-
-    packed (rows, columns * bits / 8), scales (1 or 2, rows, groups) float16, out (rows, columns).
-    """
-    _, rows, groups = scales.shape
-    num_groups, group_bytes = rows * groups, packed.shape[1] // groups
-    tile = TILE_BYTES // group_bytes
-    grid = (triton.cdiv(num_groups, tile),)
-    constants = {"HALF": group_bytes, "IS_WHOLE": bits == 8, "TILE": tile}
-    unpack_own[grid](packed, scales, bits_of(out), num_groups, **constants, **options(out))
 
 
 def write_down(

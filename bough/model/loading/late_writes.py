@@ -45,7 +45,7 @@ def bind_all(skeleton: Skeleton, device: torch.device, stays_packed: bool = Fals
     """Load a whole model permanently; if it stays packed, with memory for the largest matrix or expert written out.
 
     Raises:
-        CheckpointError: a tensor cannot be read, or its checksum is wrong.
+        CheckpointError: a tensor cannot be read.
     """
     slots = [slot for layer in skeleton.layer_slots for slot in layer]
     waiting = (slot for slot in slots if stays_packed and (can_wait(slot) or isinstance(slot.source, ExpertSources)))
@@ -56,7 +56,7 @@ def bind_all(skeleton: Skeleton, device: torch.device, stays_packed: bool = Fals
     memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
     for slot in late:
         scratch = ReusedMemory(memory)
-        slot.bind(read_raw(slot, skeleton.checksums, device), skeleton.dtype, scratch)
+        slot.bind(read_raw(slot, device), skeleton.dtype, scratch)
         if can_wait(slot):  # a table of experts writes what it is asked for
             LateWrites(slot.module, tuple(scratch.writes)).register()
 

@@ -12,8 +12,6 @@ from bough.model.checkpoint.checkpoint import Checkpoint
 
 def working_layers(checkpoint: Checkpoint) -> tuple[int, ...]:
     """Layers that change their input: all but identity copies of a block expansion."""
-    if checkpoint.kept_layers is not None:
-        return checkpoint.kept_layers
     manifest = checkpoint.path / EXPANSION_NAME
     if manifest.is_file():
         return tuple(json.loads(manifest.read_text())["working_layers"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +18,6 @@ from bough.model.architecture import moe
 from bough.model.architecture.architecture import build_empty, cut_layers, describe, load_config, max_positions
 from bough.model.architecture.moe import AnySource, ExpertSources
 from bough.model.checkpoint.checkpoint import Checkpoint, TensorPlace
-from bough.model.checkpoint.pack_manifest import read_checksums
 from bough.model.checkpoint.tensor_source import (
     STORED_DTYPES,
     VALUE_DTYPES,
@@ -27,7 +26,6 @@ from bough.model.checkpoint.tensor_source import (
     Scratch,
     Stored,
     TensorSource,
-    crc32,
     row_blocks,
 )
 from bough.model.kv.session_kv import KVShape
@@ -88,7 +86,6 @@ class Skeleton:
     dtype: torch.dtype
     quantization: QuantFormat | None
     unused: tuple[str, ...]  # tensors of the checkpoint without a place in the architecture
-    checksums: Mapping[str, int]  # crc32 by tensor name, where known
 
     @property
     def vocab_size(self) -> int:
@@ -119,8 +116,7 @@ def build_skeleton(checkpoint: Checkpoint, dtype: torch.dtype, keep_layers: tupl
     quantization = format_of(config, checkpoint.path)
     if quantization is not None and quantization.note:
         logger.warning("%s: %s", checkpoint.path, quantization.note)
-    there = checkpoint.kept_layers if checkpoint.kept_layers is not None else tuple(range(config.num_hidden_layers))
-    kept = keep_layers if keep_layers is not None else there
+    kept = keep_layers if keep_layers is not None else tuple(range(config.num_hidden_layers))
     cut_layers(config, kept)
     model = build_empty(config, dtype)
     if hasattr(config, "_experts_implementation"):
@@ -131,8 +127,7 @@ def build_skeleton(checkpoint: Checkpoint, dtype: torch.dtype, keep_layers: tupl
     layer_slots = tuple(tuple(finder.slots(layer, f"{prefix}.{index}")) for index, layer in enumerate(layers))
     in_layers = frozenset(id(module) for layer in layers for module in layer.modules())
     resident = tuple(finder.slots(model, "", in_layers))
-    checksums = read_checksums(checkpoint.path)
-    return Skeleton(model, config, layers, layer_slots, resident, dtype, quantization, finder.unused(prefix), checksums)
+    return Skeleton(model, config, layers, layer_slots, resident, dtype, quantization, finder.unused(prefix))
 
 
 class _Finder:
@@ -221,7 +216,7 @@ def bind_resident(skeleton: Skeleton, slots: Sequence[ParameterSlot], device: to
     """Load parameters permanently; a value shared by several parameters is loaded once.
 
     Raises:
-        CheckpointError: a tensor cannot be read, or its checksum is wrong.
+        CheckpointError: a tensor cannot be read.
     """
     memory = FreshMemory(device)
     loaded: dict[tuple[TensorPlace, ...], tuple[nn.Module, str]] = {}
@@ -232,22 +227,20 @@ def bind_resident(skeleton: Skeleton, slots: Sequence[ParameterSlot], device: to
             continue
         if isinstance(slot.source, Stored | Blocks) and slot.source.scratch_bytes(skeleton.dtype):
             value = memory.take(slot.source.shape, skeleton.dtype)
-            _convert(slot.source, value, skeleton.checksums)
+            _convert(slot.source, value)
             slot.assign(slot.as_parameter(value))
         else:
-            slot.bind(read_raw(slot, skeleton.checksums, device), skeleton.dtype, memory)
+            slot.bind(read_raw(slot, device), skeleton.dtype, memory)
         loaded[slot.source.places] = (slot.module, slot.key)
 
 
-def _convert(source: Stored | Blocks, out: torch.Tensor, checksums: Mapping[str, int]) -> None:
+def _convert(source: Stored | Blocks, out: torch.Tensor) -> None:
     """Convert a tensor some rows at a time: two whole copies would exceed the memory budget."""
-    checksum, begin, place = 0, 0, source.place
+    begin, place = 0, source.place
     for part in row_blocks(place, CONVERTED_BYTES) if source.is_by_rows else [place]:
         data, end = read_place(part), begin + part.shape[0]
-        checksum = crc32(data, checksum)
         replace(source, place=part).write(data.to(out.device), out[begin:end])
         begin = end
-    require_checksum(place, checksum, checksums)
 
 
 def move_buffers(model: nn.Module, device: torch.device) -> None:
@@ -269,29 +262,6 @@ def read_place(place: TensorPlace) -> torch.Tensor:
     return torch.from_numpy(data)
 
 
-def read_raw(slot: ParameterSlot, checksums: Mapping[str, int], device: torch.device) -> list[torch.Tensor]:
-    """The bytes of a parameter's tensors on a device. Raises CheckpointError, also for a wrong checksum."""
-    raw = [read_place(place) for place in slot.source.places]
-    for place, data in zip(slot.source.places, raw, strict=True):
-        verify(place, data, checksums)
-    return [data.to(device) for data in raw]
-
-
-def verify(place: TensorPlace, data: torch.Tensor, checksums: Mapping[str, int]) -> None:
-    """Verify the crc32 of a tensor's bytes, if it is known. Raises CheckpointError naming the file and the tensor."""
-    if place.name in checksums:
-        require_checksum(place, crc32(data), checksums)
-
-
-def require_checksum(place: TensorPlace, found: int, checksums: Mapping[str, int]) -> None:
-    """Verify the crc32 of a tensor's bytes, if it is known.
-
-    Raises:
-        CheckpointError: names the file and the tensor.
-    """
-    expected = checksums.get(place.name)
-    if expected is not None and found != expected:
-        raise CheckpointError(
-            f"{place.file}: tensor {place.name} does not have the checksum that it was written with; "
-            "the file is damaged: write it again with `bough pack`, and start this worker again"
-        )
+def read_raw(slot: ParameterSlot, device: torch.device) -> list[torch.Tensor]:
+    """The bytes of a parameter's tensors on a device. Raises CheckpointError."""
+    return [read_place(place).to(device) for place in slot.source.places]

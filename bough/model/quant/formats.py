@@ -11,7 +11,6 @@ from transformers import PretrainedConfig
 from bough.errors import CheckpointError
 from bough.model.checkpoint.gguf_file import is_gguf
 from bough.model.quant.awq import AwqFormat
-from bough.model.quant.bough_format import BoughFormat
 from bough.model.quant.compressed_tensors import CompressedTensorsFormat
 from bough.model.quant.format import QuantFormat
 from bough.model.quant.fp8 import Fp8Format
@@ -22,7 +21,7 @@ from bough.model.quant.mxfp4 import Mxfp4Format
 
 FORMATS: dict[str, type[QuantFormat]] = {
     each.method: each
-    for each in (BoughFormat, GptqFormat, AwqFormat, CompressedTensorsFormat, Fp8Format, Mxfp4Format, ModeloptFormat)
+    for each in (GptqFormat, AwqFormat, CompressedTensorsFormat, Fp8Format, Mxfp4Format, ModeloptFormat)
 }
 
 

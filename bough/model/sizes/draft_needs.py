@@ -110,8 +110,6 @@ def _object(value: object, where: str) -> dict[str, Any]:
 
 def _kept_layers(checkpoint: Checkpoint, num_layers: int) -> set[int]:
     """Layers that change their input, without transformers: all but identity copies of a block expansion."""
-    if checkpoint.kept_layers is not None:
-        return set(checkpoint.kept_layers)
     manifest: Path = checkpoint.path / EXPANSION_NAME
     return set(json.loads(manifest.read_text())["working_layers"] if manifest.is_file() else range(num_layers))
 

@@ -112,7 +112,7 @@ def model_shapes(
 ) -> ModelShapes:
     """Sizes for computing in a dtype, in chunks of `rows` rows, from the architecture on the meta device.
 
-    `bits` is how weights will be stored: 16, or 8 or 4 in bough's format; 0 is as the configuration says.
+    `bits` is how weights will be stored: 16, or 8 or 4 as compressed-tensors has them; 0 is as the configuration says.
 
     Raises:
         CheckpointError: the architecture or the packing is not supported.

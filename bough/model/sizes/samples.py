@@ -16,10 +16,8 @@ from bough.model.checkpoint.checkpoint import TensorPlace
 from bough.model.checkpoint.gguf_file import BLOCKS
 from bough.model.checkpoint.tensor_source import TensorSource, room_bytes
 from bough.model.quant.awq import Awq
-from bough.model.quant.bough_format import Packed
 from bough.model.quant.ggml_blocks import Blocks
 from bough.model.quant.gptq import Gptq
-from bough.model.quant.quantize import GROUP_SIZES
 from bough.model.quant.scaled import EXPONENTS, FLOAT4, FLOAT8, INT8, WORDS, Scaled
 
 KINDS = {"uint8": "U8", "int8": "I8", "int32": "I32", "float16": "F16", "float32": "F32"}
@@ -36,7 +34,7 @@ WORD_BITS = 32
 class PackedFormat:
     """How a matrix is stored."""
 
-    method: str  # bough, gptq, awq, one of BY_ROWS, or a type of GGUF's BLOCKS
+    method: str  # gptq, awq, one of BY_ROWS, or a type of GGUF's BLOCKS
     bits: int
     group_size: int  # inputs that share a scale; -1 is all
     is_ordered: bool = True  # GPTQ: groups are consecutive
@@ -63,11 +61,6 @@ class PackedFormat:
             values, block_bytes = BLOCKS[self.method]
             blocks = rng.integers(0, 64, (outputs, inputs // values * block_bytes), np.uint8)  # no scale is too large
             return _sample(lambda place: Blocks(place, self.method), blocks)
-        if self.method == "bough":
-            bytes_ = rng.integers(0, 256, (outputs, inputs * self.bits // 8), np.uint8)
-            packed = bytes_ if self.bits == 4 else bytes_.view(np.int8)
-            kinds, own_group = 2 if self.bits == 4 else 1, GROUP_SIZES[self.bits]
-            return _sample(lambda w, s: Packed(w, s, self.bits), packed, scales(kinds, outputs, inputs // own_group))
         per_word, num_groups = WORD_BITS // self.bits, inputs // group
         order = rng.permutation(np.arange(inputs) // group).astype(np.int32)
         orders = () if self.is_ordered else (order,)

@@ -16,19 +16,17 @@ from bough.errors import CheckpointError
 from bough.model.checkpoint.checkpoint import Checkpoint, TensorPlace
 from bough.model.checkpoint.gguf_file import BLOCKS
 from bough.model.checkpoint.tensor_source import STORED_DTYPES
-from bough.model.packing.pack import is_packed, packed_bytes
-from bough.model.quant.bough_format import BoughFormat
+from bough.model.quant.compressed_tensors import PACKED, CompressedTensorsFormat
 from bough.model.quant.format import kept_modules
 from bough.model.quant.formats import fields_of, format_of, where_in
 from bough.model.quant.gguf import GgufFormat
-from bough.model.quant.quantize import GROUP_SIZES
 from bough.model.quant.scaled import SchemeFormat
 from bough.model.sizes.samples import BY_ROWS, PackedFormat
 
 SCALE_BYTES, INDEX_BYTES = 2, 4
 # FP8 as DeepSeek stores it; Qwen's have 2, which is a ten-thousandth less for the whole weight.
 OWN_SCALE_BYTES = {"fp8": 4, "mxfp4": 1, "modelopt": 4}
-COMMUNITY_GROUP = 128  # default of GPTQ and AWQ if config.json has none
+COMMUNITY_GROUP = 128  # of GPTQ and AWQ if config.json has none, and of most checkpoints of llm-compressor
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +47,7 @@ class Packing:
             CheckpointError: the configuration's packing is not supported.
         """
         if bits:
-            own = PackedFormat("bough", bits, GROUP_SIZES[bits]) if bits in GROUP_SIZES else None
-            return cls(str(BoughFormat(bits)), own) if own else None
+            return _as_published(bits) if bits < 16 else None
         quantization = format_of(config, folder)
         if quantization is None:
             return None
@@ -58,14 +55,8 @@ class Packing:
             return cls(str(quantization), None, schemes=quantization)
         if isinstance(quantization, GgufFormat):
             return cls(str(quantization), None, file=(quantization, Checkpoint.open(folder).tensors))
-        if not quantization.bits:
-            raise CheckpointError(
-                f"model: must not be a draft of mixed bits, whose weights are dequantized when loaded, got {folder}; "
-                "use --drop-layers of its target, or the target itself"
-            )
         fields, where = fields_of(config), where_in(folder)
-        is_own = quantization.method == "bough"
-        group_size = GROUP_SIZES[quantization.bits] if is_own else _group_size(fields, where)
+        group_size = _group_size(fields, where)
         kept = kept_modules(fields, where, "modules_to_not_convert")
         common = PackedFormat(quantization.method, quantization.bits, group_size, not fields.get("desc_act"))
         return cls(str(quantization), common, kept)
@@ -75,16 +66,13 @@ class Packing:
     ) -> tuple[PackedFormat | None, int] | None:
         """A parameter's format and bytes, by its name in the model; None if it is not packed. `dtype` is the others'.
 
-        Packed are matrices of linear layers, and of experts. For bough's format this is what `bough pack` does, which
-        excludes checkpoints with all experts in one tensor.
+        Packed are matrices of linear layers, and of experts.
         """
         shape, common = parameter.shape, self.common
         if self.file is not None:
             return self._in_file(name, dtype)
-        if common is not None and common.method == "bough":
-            is_ours = is_packed(module, name, shape, common.bits)
-            return (common, packed_bytes(shape, common.bits)) if is_ours else None
-        if not (isinstance(module, nn.Linear) and parameter.dim() == 2) and parameter.dim() != 3:
+        is_stack = parameter.dim() == 3 and not isinstance(module, nn.Conv1d)
+        if not is_stack and not (isinstance(module, nn.Linear) and parameter.dim() == 2):
             return None
         if common is not None:
             return None if any(kept in name for kept in self.kept) else (common, _community_bytes(common, shape))
@@ -111,6 +99,14 @@ class Packing:
         kind, num_bytes = places[0].dtype, sum(place.num_bytes for place in places)
         values, block_bytes = BLOCKS.get(kind, (0, 0))
         return PackedFormat(kind, 8 * block_bytes // values, values) if values else None, num_bytes
+
+
+def _as_published(bits: int) -> Packing:
+    """The packing of most checkpoints of compressed-tensors in 4 or 8 bits."""
+    weights = {"num_bits": bits, "group_size": COMMUNITY_GROUP}
+    fields = {"format": PACKED, "config_groups": {"layers": {"targets": ["Linear"], "weights": weights}}}
+    format_ = CompressedTensorsFormat.of(fields, "--bits")
+    return Packing(str(format_), None, schemes=format_)
 
 
 def _group_size(fields: Mapping[str, Any], where: str) -> int:

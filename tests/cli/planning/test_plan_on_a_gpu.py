@@ -14,10 +14,10 @@ from bough.cli.planning.plan_report import as_json
 from bough.config.processes import parse
 from bough.errors import ConfigError
 from bough.model.checkpoint.tensor_source import FreshMemory
-from bough.model.packing.pack import pack
 from bough.model.sizes.hardware_probe import unpack_speed
 from bough.model.sizes.samples import PackedFormat
 from bough.sizing.placement import Tier
+from loadtest.common.packed_model import pack
 from loadtest.gpu.unpacking import FORMATS
 from tests.model.sizes.test_memory_on_a_gpu import AWQ, llama_70b
 
@@ -112,5 +112,5 @@ def test_a_model_s_own_format_is_what_is_timed(tmp_path: Path, tiny: Path, folde
     gptq = {"quant_method": "gptq", "bits": 4, "group_size": 64, "desc_act": True}
     llama_70b(dtype="float16", quantization_config=gptq).save_pretrained(tmp_path / "gptq")
     assert str(planned(tmp_path / "gptq").shapes.packing) == "gptq 4 bits by g_idx"
-    pack(str(tiny), 8, tmp_path / "packed")
-    assert str(planned(tmp_path / "packed").shapes.packing) == "bough 8 bits"
+    pack(tiny, 8, tmp_path / "packed")
+    assert str(planned(tmp_path / "packed").shapes.packing) == "compressed-tensors 8 bits"

@@ -14,7 +14,6 @@ from bough.model.checkpoint.checkpoint import TensorPlace
 from bough.model.checkpoint.gguf_file import BLOCKS
 from bough.model.cpu.delta_rule import run_on_cpu
 from bough.model.quant.awq import Awq
-from bough.model.quant.bough_format import Packed
 from bough.model.quant.ggml_blocks import TYPES, Blocks, BlockType
 from bough.model.quant.gptq import Gptq
 from bough.model.quant.scaled import Scaled
@@ -29,11 +28,6 @@ def take_steps(
 ) -> torch.Tensor:
     """Take steps of the gated delta rule on the CPU."""
     return run_on_cpu(qkv[: len(decay)], decay, beta, table[:, :3].long().numpy(), states, *rest)
-
-
-def write_own(packed: torch.Tensor, scales: torch.Tensor, bits: int, out: torch.Tensor) -> None:
-    """Dequantize bough's format on the CPU."""
-    _write(Packed(_place(packed), _place(scales), bits), out, packed, scales)
 
 
 def write_down(
@@ -81,5 +75,5 @@ def _place(tensor: torch.Tensor) -> TensorPlace:
     return TensorPlace("", Path(), 0, tensor.nbytes, NAMES[tensor.dtype], tuple(tensor.shape))
 
 
-def _write(source: Packed | Gptq | Awq | Scaled, out: torch.Tensor, *tensors: torch.Tensor) -> None:
+def _write(source: Gptq | Awq | Scaled, out: torch.Tensor, *tensors: torch.Tensor) -> None:
     source._write([tensor.contiguous().view(torch.uint8).flatten() for tensor in tensors], out)

@@ -11,8 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import MixtralConfig
 
-from bough.model.checkpoint.checkpoint import INDEX_NAME, TensorPlace
-from bough.model.checkpoint.pack_manifest import MANIFEST_NAME
+from bough.model.checkpoint.checkpoint import INDEX_NAME
 from bough.model.checkpoint.tensor_source import TensorSource
 from tests.fakes.model.published_formats import FORMATS, GROUP
 
@@ -41,7 +40,7 @@ def rewrite(
     """The same model with other tensors and another quantization_config."""
     folder.mkdir()
     for file in source.iterdir():
-        if file.suffix != ".safetensors" and file.name not in (INDEX_NAME, MANIFEST_NAME):
+        if file.suffix != ".safetensors" and file.name != INDEX_NAME:
             shutil.copyfile(file, folder / file.name)
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
     config = json.loads((source / "config.json").read_text())
@@ -54,15 +53,6 @@ def rewrite(
 
 def raw_parts(source: TensorSource) -> list[torch.Tensor]:
     return [torch.from_numpy(np.fromfile(p.file, np.uint8, p.num_bytes, offset=p.offset)) for p in source.places]
-
-
-def flip(place: TensorPlace) -> None:
-    """One bit, in place: a file that is cut short even for an instant would fail its readers in another way."""
-    with place.file.open("r+b") as file:
-        file.seek(place.offset + 5)
-        (byte,) = file.read(1)
-        file.seek(place.offset + 5)
-        file.write(bytes([byte ^ 1]))
 
 
 def gptq(

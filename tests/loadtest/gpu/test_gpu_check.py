@@ -41,7 +41,7 @@ def test_what_is_missing_for_the_sizer_is_named_at_once(
 
 def test_every_way_of_storing_numbers_is_measured() -> None:
     """Of GGUF's types a few: one kernel has them all."""
-    assert {packed.method for packed in FORMATS} > {"bough", "gptq", "awq", *BY_ROWS}
+    assert {packed.method for packed in FORMATS} > {"gptq", "awq", *BY_ROWS}
 
 
 def test_it_clears_up_where_it_is_stopped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

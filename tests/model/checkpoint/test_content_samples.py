@@ -1,4 +1,4 @@
-"""Whether two checkpoints hold the same weights, as far as samples and checksums tell."""
+"""Whether two checkpoints hold the same weights, as far as samples tell."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from bough.errors import CheckpointError, StreamError
 from bough.model.checkpoint import content_samples
 from bough.model.checkpoint.checkpoint import SINGLE_NAME, Checkpoint, TensorPlace
 from bough.model.checkpoint.content_samples import SAMPLE_BYTES, samples_digest, samples_of
-from bough.model.packing.pack import pack
 from target_worker.link import direct_io
 from tests.fakes.models import plain_logits, streamed
 
@@ -61,29 +60,6 @@ def test_checkpoints_of_one_run_that_differ_in_one_tensor_are_two(tiny: Path, tm
         assert first.fingerprint() != second.fingerprint(), place.name
         train(place)
         assert first.fingerprint() == second.fingerprint()
-
-
-@pytest.mark.parametrize("bits", [4, 8])
-def test_a_pack_is_told_by_all_that_it_was_made_of(tiny: Path, tmp_path: Path, bits: int) -> None:
-    """Its checksums are of all bytes, so that a single one that differs tells; no samples are read."""
-    source = plain(tiny, tmp_path / "source")
-    pack(str(source), bits, tmp_path / "first")
-    pack(str(source), bits, tmp_path / "again")
-    place = Checkpoint.open(source).tensors["model.norm.weight"]
-    with place.file.open("r+b") as file:
-        file.seek(place.offset + place.num_bytes - 1)
-        file.write(b"\x12")
-    pack(str(source), bits, tmp_path / "second")
-    first, again, second = (Checkpoint.open(tmp_path / name).fingerprint() for name in ("first", "again", "second"))
-    assert first == again != second
-
-
-def test_a_pack_goes_on_only_with_the_checkpoint_that_it_was_begun_with(tiny: Path, tmp_path: Path) -> None:
-    source = plain(tiny, tmp_path / "source")
-    pack(str(source), 4, tmp_path / "packed")
-    train(Checkpoint.open(source).tensors["model.norm.weight"])
-    with pytest.raises(Exception, match="with another packed model"):
-        pack(str(source), 4, tmp_path / "packed")
 
 
 def test_samples_are_few_and_in_every_part_of_a_tensor(tmp_path: Path) -> None:

@@ -27,16 +27,20 @@ from transformers import (
 from bough.config.processes import DraftConfig, parse
 from bough.errors import CheckpointError
 from bough.model.architecture.architecture import load_config
+from bough.model.batch.batch import Batch, Segment
 from bough.model.checkpoint.checkpoint import Checkpoint, TensorPlace
 from bough.model.checkpoint.gguf_file import BLOCKS
 from bough.model.checkpoint.tensor_source import FreshMemory
 from bough.model.checkpoint.tokenizer_files import load_tokenizer_files
+from bough.model.kv.session_kv import KVSlot
 from bough.model.loading.default_settings import conversion
 from bough.model.loading.loading import build_skeleton
 from bough.model.quant.ggml_blocks import TYPES, Blocks
+from bough.model.running.runner import ResidentModel
 from bough.model.sizes.draft_needs import draft_needs
 from bough.model.sizes.model_sizes import find_config, model_shapes
 from bough.tokenization.tokenizer import Tokenizer
+from bough.trees.tree import Tree
 from draft_worker.model.sources import load_draft
 from loadtest.peers.gguf import permuted
 from tests.conftest import save_model
@@ -44,7 +48,6 @@ from tests.fakes.gpu.device_sweeps import Where, on_cpu, on_device, require_clos
 from tests.fakes.model.gguf_files import finish, random_blocks, values_of, write_gguf
 from tests.fakes.model.packed_files import TOKENS, rewrite
 from tests.fakes.models import CPU, plain_logits, streamed
-from tests.model.packing.test_pack_draft import logits
 
 COMMON: dict[str, Any] = {
     "vocab_size": 262, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -70,6 +73,13 @@ MIXED = {"attn_v": "Q6_K", "ffn_down": "Q6_K", "token_embd": "Q4_K", "output": "
 
 def mixed(tensor: str) -> str:
     return next((kind for part, kind in MIXED.items() if part in tensor), "Q4_K")
+
+
+def logits(model: ResidentModel) -> torch.Tensor:
+    """(num_tokens, vocab_size) of a few tokens in a row."""
+    slot = KVSlot(model.skeleton.kv_shape(), len(TOKENS), CPU)
+    chain = Tree.of(TOKENS, list(range(-1, len(TOKENS) - 1)), [0.0] * len(TOKENS))
+    return model.logits(Batch([Segment.tree(slot, 0, chain)], None, CPU)).clone()
 
 
 @pytest.fixture(scope="module")

@@ -13,13 +13,12 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType, GGUFWriter
 
-from bough.errors import CheckpointError, ConfigError
+from bough.errors import CheckpointError
 from bough.model.architecture.architecture import load_config
 from bough.model.checkpoint import hub
 from bough.model.checkpoint.checkpoint import Checkpoint, resolve
 from bough.model.checkpoint.tokenizer_files import load_tokenizer_files
 from bough.model.loading.loading import build_skeleton
-from bough.model.packing.pack import pack
 from bough.model.sizes.model_sizes import find_config
 from tests.conftest import save_model
 from tests.fakes.model.gguf_files import finish, write_gguf
@@ -108,11 +107,6 @@ def test_a_damaged_file_is_refused(damage: Any, message: str, whole: Path, tmp_p
     file.write_bytes(damage(whole.read_bytes()))
     with pytest.raises(CheckpointError, match=rf"model\.gguf: .*{message}"):
         Checkpoint.open(file)
-
-
-def test_a_file_is_not_packed_again(whole: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"model\.gguf is packed already \(gguf\)"):
-        pack(str(whole), 4, tmp_path / "again")
 
 
 def test_a_file_of_a_hub_id(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

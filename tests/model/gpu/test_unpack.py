@@ -17,7 +17,6 @@ from bough.model.checkpoint.gguf_file import BLOCKS
 from bough.model.checkpoint.tensor_source import FreshMemory, TensorSource, typed
 from bough.model.gpu import blocks_triton, unpack_triton
 from bough.model.quant.awq import Awq
-from bough.model.quant.bough_format import Packed
 from bough.model.quant.ggml_blocks import TYPES, Blocks
 from bough.model.quant.gptq import Gptq
 from bough.model.quant.scaled import EXPONENTS, FLOAT4, FLOAT8, INT8, WORDS, Scaled
@@ -46,13 +45,6 @@ def halves(rng: np.random.Generator, *shape: int) -> np.ndarray:
 
 def words(rng: np.random.Generator, *shape: int) -> np.ndarray:
     return rng.integers(-(1 << 31), 1 << 31, shape).astype(np.int32)
-
-
-def own(rng: np.random.Generator, rows: int, groups: int, bits: int) -> tuple[TensorSource, list[torch.Tensor]]:
-    packed = rng.integers(0, 256, (rows, groups * (16 if bits == 4 else 64))).astype(np.uint8)
-    packed = packed if bits == 4 else packed.view(np.int8)
-    scales = halves(rng, 2 if bits == 4 else 1, rows, groups)
-    return Packed(place("w", packed), place("s", scales), bits), raws(packed, scales)
 
 
 def gptq(
@@ -122,7 +114,7 @@ def nvfp4(rng: np.random.Generator, outputs: int, inputs: int) -> tuple[TensorSo
 def by_kernel(source: TensorSource, raw: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
     """As `packed` calls it for a GPU."""
     tensors = [typed(*part) for part in zip(raw, source.places, strict=True)]
-    by_rows = isinstance(source, Packed | Scaled | Blocks)
+    by_rows = isinstance(source, Scaled | Blocks)
     out = torch.full((source.shape if by_rows else source.shape[::-1]), torch.nan, dtype=dtype)
     if isinstance(source, Scaled):
         numbers, scales, *others = tensors
@@ -134,9 +126,6 @@ def by_kernel(source: TensorSource, raw: list[torch.Tensor], dtype: torch.dtype)
     if isinstance(source, Blocks):
         blocks_triton.write_blocks(*tensors, BLOCKS[source.kind], TYPES[source.kind], source.half, out)
         return out
-    if isinstance(source, Packed):
-        unpack_triton.write_own(*tensors, source.bits, out)
-        return out
     if isinstance(source, Awq):
         unpack_triton.write_across(*tensors, out)
         return out.t()
@@ -147,9 +136,6 @@ def by_kernel(source: TensorSource, raw: list[torch.Tensor], dtype: torch.dtype)
 
 
 CASES: dict[str, Any] = {
-    "bough, 4 bits": lambda rng: own(rng, 5, 3, 4),
-    "bough, 4 bits, more than a tile": lambda rng: own(rng, 9, 8, 4),
-    "bough, 8 bits": lambda rng: own(rng, 5, 2, 8),
     "gptq": lambda rng: gptq(rng, 128, 136, 32, 4, False, 1),
     "gptq, its second version": lambda rng: gptq(rng, 64, 40, 64, 4, False, 0),
     "gptq, 8 bits": lambda rng: gptq(rng, 64, 40, 32, 8, False, 1),
@@ -218,7 +204,6 @@ class Traffic:
 @pytest.mark.parametrize(
     ("name", "case", "most_moved"),
     [
-        ("bough, 4 bits", lambda rng: own(rng, 64, 16, 4), 3.0),
         ("gptq", lambda rng: gptq(rng, 256, 256, 128, 4, False, 1), 3.0),
         (
             "gptq, in an order of its own",

@@ -27,9 +27,9 @@ from bough.errors import CheckpointError
 from bough.model.batch.batch import Batch, Segment
 from bough.model.checkpoint.checkpoint import Checkpoint
 from bough.model.loading.loading import build_skeleton
-from bough.model.packing.pack import pack
 from bough.model.sizes.model_sizes import find_config, model_shapes
 from bough.trees.tree import Tree
+from loadtest.common.packed_model import pack
 from tests.conftest import save_tokenizer
 from tests.fakes.model.families import COMMON, LINEAR
 from tests.fakes.models import CPU, new_slot, streamed
@@ -120,10 +120,9 @@ def test_names_may_be_those_of_older_files(seeing: tuple[Path, list[int]], tmp_p
 
 def test_it_can_be_planned_and_packed(seeing: tuple[Path, list[int]], tmp_path: Path) -> None:
     folder, _ = seeing
-    config, _ = find_config(str(folder))
-    planned = model_shapes(config, folder, "bfloat16", 4, 64)
-    pack(str(folder), 4, tmp_path / "packed")
-    skeleton = build_skeleton(Checkpoint.open(tmp_path / "packed"), torch.bfloat16)
+    packed = pack(folder, 4, tmp_path / "packed")
+    planned = model_shapes(*find_config(str(packed)), "bfloat16", 0, 64)
+    skeleton = build_skeleton(Checkpoint.open(packed), torch.bfloat16)
     assert skeleton.quantization is not None
     layers = [{place for slot in slots for place in slot.source.places} for slots in skeleton.layer_slots]
     assert planned.layer_bytes == tuple(sum(place.num_bytes for place in places) for places in layers)

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, Mxfp4Config
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from bough.client import Client
-from bough.errors import CheckpointError, ConfigError
+from bough.errors import CheckpointError
 from bough.model.architecture.moe import ExpertSources
 from bough.model.batch.batch import Batch, Segment
 from bough.model.checkpoint.checkpoint import Checkpoint, read_header
@@ -22,7 +22,6 @@ from bough.model.checkpoint.tensor_source import FreshMemory
 from bough.model.loading.layer_selection import kept_layers
 from bough.model.loading.loading import build_skeleton
 from bough.model.loading.weight_map import logical_sources
-from bough.model.packing.pack import pack
 from bough.model.quant.mxfp4 import Mxfp4Format
 from bough.model.running.runner import ResidentModel
 from bough.protocol.generation import Finished, GenerateOptions, Speculation, TokenPrompt, Tokens
@@ -183,11 +182,6 @@ def test_experts_that_are_not_converted_are_planned_in_16_bits() -> None:
     assert kept.scheme(["model.layers.3.mlp.experts.down_proj"]) is None
     assert kept.scheme(["model.layers.13.mlp.experts.down_proj"]) is not None
     assert kept.scheme(["model.layers.13.self_attn.q_proj"]) is None
-
-
-def test_it_is_not_packed_again(both: tuple[Path, Path], tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"is packed already \(mxfp4\)"):
-        pack(str(both[0]), 4, tmp_path / "again")
 
 
 @pytest.mark.parametrize(

@@ -1,22 +1,17 @@
-"""Weights in 4 and 8 bits: bough's own, GPTQ's and AWQ's, each bit for bit what the written-out weights give."""
+"""Weights in 4 and 8 bits, GPTQ's and AWQ's, and what all formats share."""
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
 
-from bough.errors import CheckpointError, ConfigError, StreamError
+from bough.errors import CheckpointError
 from bough.model.checkpoint.checkpoint import Checkpoint, TensorPlace, read_header
-from bough.model.checkpoint.pack_manifest import MANIFEST_NAME
 from bough.model.checkpoint.tensor_source import FreshMemory
 from bough.model.cpu.float_bits import from_half, put_number
 from bough.model.cpu.jit import strict
@@ -24,105 +19,14 @@ from bough.model.loading import loading
 from bough.model.loading.late_writes import bind_all
 from bough.model.loading.loading import build_skeleton, read_place
 from bough.model.loading.weight_map import logical_sources
-from bough.model.packing import shard_writer as packing
-from bough.model.packing.pack import pack
 from bough.model.quant.awq import AwqFormat
-from bough.model.quant.bough_format import BoughFormat, Packed
 from bough.model.quant.compressed_tensors import CompressedTensorsFormat
 from bough.model.quant.format import PackedTensors, QuantFormat, write_out
 from bough.model.quant.fp8 import Fp8Format
 from bough.model.quant.gptq import GptqFormat
-from bough.model.quant.quantize import GROUP_SIZES, quantize
-from bough.model.running.runner import ResidentModel
-from tests.conftest import TINY, save_model
-from tests.fakes.model.packed_files import MIXTRAL, TOKENS, awq, flip, gptq, raw_parts, rewrite, tensors_of
+from tests.fakes.model.packed_files import TOKENS, awq, gptq, raw_parts, rewrite, tensors_of
 from tests.fakes.model.published_formats import INT4, compressed
 from tests.fakes.models import plain_logits, streamed
-
-
-def written_out(packed: torch.Tensor, scales: torch.Tensor, bits: int, dtype: torch.dtype) -> torch.Tensor:
-    """The format in the plainest words: element by element."""
-    rows, size = packed.shape[0], GROUP_SIZES[bits]
-    columns = packed.shape[1] * 8 // bits
-    out = torch.empty(rows, columns)
-    for column in range(columns):
-        group, j = divmod(column, size)
-        if bits == 8:
-            integer = packed[:, column].float()
-        else:
-            byte = packed[:, group * size // 2 + j % (size // 2)].int()
-            integer = (byte >> 4 if j >= size // 2 else byte & 15).float()
-        out[:, column] = integer * scales[0, :, group].float()
-        if bits == 4:
-            out[:, column] += scales[1, :, group].float()
-    return out.to(dtype)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("config", [TINY, MIXTRAL], ids=["llama", "mixtral"])
-def test_a_packed_model_is_bitwise_the_model_with_its_weights_written_out(
-    config: object, bits: int, dtype: torch.dtype, tmp_path: Path
-) -> None:
-    original = save_model(tmp_path / "original", config)
-    pack(str(original), bits, tmp_path / "packed", shard_bytes=100_000)
-    values, packed = {}, tensors_of(tmp_path / "packed")
-    for name, tensor in packed.items():
-        if name.endswith(".packed"):
-            base = name.removesuffix(".packed")
-            values[base] = written_out(tensor, packed[f"{base}.packed_scales"], bits, dtype)
-        elif not name.endswith(".packed_scales"):
-            values[name] = tensor
-    matrices = {n: t for n, t in tensors_of(original).items() if "proj" in n or ".experts." in n}
-    assert {n.removesuffix(".packed") for n in packed if n.endswith(".packed")} == {
-        name for name, tensor in matrices.items() if tensor.shape[1] % GROUP_SIZES[bits] == 0
-    }, "all matrices of the layers, and neither embeddings nor routers"
-    plain = rewrite(original, tmp_path / "plain", values, None)
-    with streamed(tmp_path / "packed", dtype) as mine, streamed(plain, dtype) as theirs:
-        for left, right in zip(plain_logits(mine, TOKENS), plain_logits(theirs, TOKENS), strict=True):
-            assert torch.equal(left, right)
-    if dtype == torch.float32:
-        model = AutoModelForCausalLM.from_pretrained(plain, dtype=dtype)
-        torch.testing.assert_close(left, model(torch.tensor([TOKENS])).logits[0, -1], atol=1e-4, rtol=1e-4)
-
-
-@settings(max_examples=25)
-@given(seed=st.integers(0, 2**31), bits=st.sampled_from([4, 8]), scale=st.floats(1e-3, 1e3))
-def test_packing_errs_by_less_than_half_a_step(seed: int, bits: int, scale: float) -> None:
-    weight = torch.randn(8, 128, generator=torch.Generator().manual_seed(seed)) * scale
-    packed, scales = quantize(weight, bits)
-    place = [
-        TensorPlace("w", Path(), 0, t.numel() * t.itemsize, d, tuple(t.shape))
-        for t, d in ((packed, "U8" if bits == 4 else "I8"), (scales, "F16"))
-    ]
-    source = Packed(place[0], place[1], bits)
-    value = source.value(
-        [packed.view(torch.uint8).flatten(), scales.view(torch.uint8).flatten()],
-        torch.float32,
-        FreshMemory(torch.device("cpu")),
-    )
-    assert torch.equal(value, written_out(packed, scales, bits, torch.float32))
-    steps = scales[0].float().abs().repeat_interleave(GROUP_SIZES[bits], 1)
-    if bits == 8:
-        is_inside = weight.abs() <= 127 * steps
-    else:
-        offsets = scales[1].float().repeat_interleave(GROUP_SIZES[bits], 1)
-        is_inside = (weight >= offsets) & (weight <= offsets + 15 * steps)
-        plain = (weight.view(8, -1, 32).amax(2) - weight.view(8, -1, 32).amin(2)).repeat_interleave(32, 1) / 15
-        assert (value - weight).square().sum() <= 1.01 * (plain**2 / 12).sum() + 1e-9, "the range alone does no better"
-    assert ((value - weight).abs()[is_inside] <= 0.5001 * steps[is_inside]).all()
-
-
-def test_a_grid_of_sixteen_values_is_found_again() -> None:
-    """Such as a model has that was in 4 bits before."""
-    generator = torch.Generator().manual_seed(1)
-    scales, offsets = torch.rand(2, 16, 4, generator=generator).half().float()
-    integers = torch.randint(0, 16, (16, 4, 32), generator=generator).float()
-    integers[:, :, 0], integers[:, :, 1] = 0, 15
-    weight = (integers * scales[:, :, None] - offsets[:, :, None]).view(16, 128)
-    value = written_out(*quantize(weight, 4), 4, torch.float32)
-    torch.testing.assert_close(value, weight, rtol=2e-3, atol=2e-3)
 
 
 @pytest.mark.parametrize(
@@ -199,7 +103,7 @@ def test_community_checkpoints_load_as_they_are(
     [
         (
             {"quant_method": "quark"},
-            "quant_method: must be one of bough, gptq, .*, fp8, mxfp4, modelopt, or left .*, got 'quark'",
+            "quant_method: must be one of gptq, .*, fp8, mxfp4, modelopt, or left .*, got 'quark'",
         ),
         ({"quant_method": "gptq", "bits": 3}, "bits: must be 4 or 8, got 3"),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version: must be 'gemm', got 'gemv'"),
@@ -230,138 +134,6 @@ def test_what_cannot_be_read_is_refused_by_name(
 def test_zeros_are_those_of_the_version(named: dict[str, object], zero_offset: int) -> None:
     """Files with an empty field were read as of the second version, and ones with the newer field as of the first."""
     assert GptqFormat.of({"bits": 4, **named}, "") == GptqFormat(4, zero_offset)
-
-
-def test_a_packed_weight_without_its_scales_is_named(tiny: Path, tmp_path: Path) -> None:
-    pack(str(tiny), 4, tmp_path / "packed")
-    tensors = tensors_of(tmp_path / "packed")
-    del tensors["model.layers.1.mlp.up_proj.weight.packed_scales"]
-    folder = rewrite(tiny, tmp_path / "model", tensors, {"quant_method": "bough", "bits": 4})
-    with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.up_proj\.weight\.packed_scales.* is missing"):
-        build_skeleton(Checkpoint.open(folder), torch.float32)
-
-
-def test_packing_goes_on_where_it_was_interrupted(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole, broken = tmp_path / "whole", tmp_path / "broken"
-    pack(str(tiny), 4, whole, shard_bytes=100_000)
-    real, calls = packing.save_file, []
-
-    def fails(tensors: dict[str, torch.Tensor], file: Path, metadata: dict[str, str]) -> None:
-        calls.append(file)
-        if len(calls) == 3:
-            file.write_bytes(b"half")
-            raise OSError(28, "No space left on device")
-        real(tensors, file, metadata=metadata)
-
-    monkeypatch.setattr(packing, "save_file", fails)
-    with pytest.raises(ConfigError, match=r"packed-00002.*the disk is full; make room and run the same command again"):
-        pack(str(tiny), 4, broken, shard_bytes=100_000)
-    with pytest.raises(CheckpointError, match=r"no config\.json"):
-        Checkpoint.open(broken)
-    pack(str(tiny), 4, broken, shard_bytes=100_000)
-    assert len(calls) == len(list(whole.glob("*.safetensors"))) + 1, "whole shards are not written again"
-    assert {f.name: f.read_bytes() for f in broken.iterdir()} == {f.name: f.read_bytes() for f in whole.iterdir()}
-
-
-def test_packing_refuses_what_would_overwrite(tiny: Path, tmp_path: Path) -> None:
-    pack(str(tiny), 4, tmp_path / "packed")
-    with pytest.raises(ConfigError, match="with another packed model"):
-        pack(str(tiny), 8, tmp_path / "packed")
-    with pytest.raises(ConfigError, match="must be another folder than the model's"):
-        pack(str(tiny), 4, tiny)
-    with pytest.raises(ConfigError, match="is packed already"):
-        pack(str(tmp_path / "packed"), 4, tmp_path / "twice")
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "thesis.tex").touch()
-    with pytest.raises(ConfigError, match="--out: must be an empty or a new folder"):
-        pack(str(tiny), 4, tmp_path / "full")
-    (tmp_path / "begun").mkdir()
-    (tmp_path / "begun" / "bough_pack.json.partial").touch()  # by a run that was killed in its first moment
-    pack(str(tiny), 4, tmp_path / "begun")
-
-
-def test_where_nothing_can_be_written(tiny: Path, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("in the way")
-    for out in (tmp_path / "file", tmp_path / "file" / "below"):
-        with pytest.raises(ConfigError, match=f"--out: {out} cannot be made: .*; choose another folder"):
-            pack(str(tiny), 4, out)
-
-
-@pytest.mark.parametrize("content", ["{", "[]", '{"format": 2}', '{"shards": {}, "checksums": 3, "weight_map": {}}'])
-def test_a_damaged_manifest(tiny: Path, tmp_path: Path, content: str) -> None:
-    """On going on with a run, and on opening what it made."""
-    packed = tmp_path / "packed"
-    pack(str(tiny), 4, packed)
-    (packed / MANIFEST_NAME).write_text(content)
-    for use in (lambda: pack(str(tiny), 4, packed), lambda: build_skeleton(Checkpoint.open(packed), torch.float32)):
-        with pytest.raises(
-            CheckpointError, match=f"{MANIFEST_NAME}: is damaged: .*run `bough pack` into another folder"
-        ):
-            use()
-
-
-def test_a_disk_that_fills_at_the_end_is_an_error_too(
-    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fails(source: Path, target: Path) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(packing.shutil, "copyfile", fails)
-    with pytest.raises(ConfigError, match="the disk is full; make room"):
-        pack(str(tiny), 4, tmp_path / "packed")
-    monkeypatch.undo()
-    pack(str(tiny), 4, tmp_path / "packed")
-    assert Checkpoint.open(tmp_path / "packed").tensors
-
-
-def with_a_tensor(folder: Path, name: str, tensor: torch.Tensor) -> None:
-    """One more in the first file, for which no architecture has a place."""
-    file = min(folder.glob("*.safetensors"))
-    save_file({**load_file(file), name: tensor}, file, metadata={"format": "pt"})
-
-
-def test_tensors_of_any_data_type_are_copied(tiny: Path, tmp_path: Path) -> None:
-    folder, numbers = Path(shutil.copytree(tiny, tmp_path / "model")), torch.arange(7)
-    with_a_tensor(folder, "position_ids", numbers)
-    pack(str(folder), 4, tmp_path / "packed")
-    assert torch.equal(tensors_of(tmp_path / "packed")["position_ids"], numbers)
-
-
-def test_a_tensor_of_a_data_type_that_is_not_known_is_named(tiny: Path, tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(tiny, tmp_path / "model"))
-    with_a_tensor(folder, "scale", torch.ones(4).to(torch.float8_e5m2))
-    with pytest.raises(CheckpointError, match=r"tensor scale must be stored as one of BF16, .* got F8_E5M2"):
-        pack(str(folder), 4, tmp_path / "packed")
-
-
-def test_packing_needs_room_before_it_begins(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    usage = shutil.disk_usage(tmp_path)._replace(free=1000)
-    monkeypatch.setattr(packing.shutil, "disk_usage", lambda _: usage)
-    with pytest.raises(ConfigError, match=r"0\.00 GB are to be written and 0\.00 GB are free"):
-        pack(str(tiny), 4, tmp_path / "packed")
-
-
-@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "model.layers.2.mlp.up_proj.weight.packed"])
-def test_a_model_that_stays_in_memory_is_compared_with_its_checksums(tiny: Path, tmp_path: Path, name: str) -> None:
-    folder = tmp_path / "packed"
-    pack(str(tiny), 4, folder)
-    checkpoint = Checkpoint.open(folder)
-    flip(checkpoint.tensors[name])
-    with pytest.raises(CheckpointError, match=f"{name} does not have the checksum"):
-        ResidentModel(build_skeleton(checkpoint, torch.float32), torch.device("cpu"))
-
-
-@pytest.mark.parametrize("max_resident", [0, 4])
-def test_a_byte_that_has_changed_is_found_and_named(tiny: Path, tmp_path: Path, max_resident: int) -> None:
-    folder = tmp_path / "packed"
-    pack(str(tiny), 4, folder)
-    place = Checkpoint.open(folder).tensors["model.layers.2.mlp.up_proj.weight.packed"]
-    flip(place)
-    with (
-        streamed(folder, torch.float32, max_resident=max_resident) as model,
-        pytest.raises(StreamError, match=r"layers\.2\.mlp\.up_proj\.weight\.packed .*checksum"),
-    ):
-        plain_logits(model, TOKENS)
 
 
 def test_what_stays_in_another_data_type_is_converted_in_parts(
@@ -422,19 +194,6 @@ def test_outputs_that_are_no_whole_words_of_zeros_are_refused(tmp_path: Path) ->
     save_file({f"x.{name}": torch.zeros(shape, dtype=dtypes[name]) for name, shape in tensors.items()}, file)
     with pytest.raises(CheckpointError, match=r"tensor x.qzeros must be whole words of 8 outputs, got 12"):
         format_.source("x.qweight", PackedTensors(read_header(file)))
-
-
-@pytest.mark.parametrize(("bits", "num_inputs", "num_groups"), [(4, 6, 2), (4, 12, 2), (8, 12, 2), (8, 8192, 1)])
-def test_groups_that_no_kernel_takes_are_refused(tmp_path: Path, bits: int, num_inputs: int, num_groups: int) -> None:
-    """In 4 bits an odd group's last input was never written, and a GPU's kernel takes powers of two only."""
-    file, kinds = tmp_path / "model.safetensors", 2 if bits == 4 else 1
-    packed = torch.zeros(3, num_inputs * bits // 8, dtype=torch.uint8 if bits == 4 else torch.int8)
-    scales = torch.zeros(kinds, 3, num_groups, dtype=torch.float16)
-    save_file({"x.weight.packed": packed, "x.weight.packed_scales": scales}, file)
-    with pytest.raises(
-        CheckpointError, match=f"packed_scales makes groups of {num_inputs // num_groups} inputs; must be a power of"
-    ):
-        BoughFormat(bits).source("x.weight.packed", PackedTensors(read_header(file)))
 
 
 def test_scales_are_what_they_are_in_float16() -> None:

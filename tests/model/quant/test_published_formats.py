@@ -14,13 +14,12 @@ import torch
 from safetensors.torch import save_file
 from transformers import PretrainedConfig
 
-from bough.errors import CheckpointError, ConfigError
+from bough.errors import CheckpointError
 from bough.model.architecture.architecture import load_config
 from bough.model.checkpoint.checkpoint import Checkpoint, read_header
 from bough.model.checkpoint.tensor_source import FreshMemory, TensorSource
 from bough.model.loading.loading import build_skeleton
 from bough.model.loading.weight_map import logical_sources
-from bough.model.packing.pack import pack
 from bough.model.quant.compressed_tensors import CompressedTensorsFormat
 from bough.model.quant.formats import FORMATS as METHODS
 from bough.model.quant.formats import format_of
@@ -164,12 +163,6 @@ def test_activations_that_stay_unquantized_are_said_aloud(
     assert f"weights are read exactly as stored; what {field}" in said
     assert "stays in the compute dtype" in said
     assert not build_skeleton(Checkpoint.open(plain), torch.float32).unused
-
-
-def test_what_is_stored_in_few_bits_is_not_packed_again(tiny: Path, tmp_path: Path) -> None:
-    packed, _ = stored_as("W4A16", tiny, tmp_path, torch.float32)
-    with pytest.raises(ConfigError, match=r"packed is packed already \(compressed-tensors\)"):
-        pack(str(packed), 4, tmp_path / "again")
 
 
 def weights(**changed: Any) -> dict[str, Any]:

@@ -37,7 +37,7 @@ from bough.protocol.sampling_params import SamplingParams
 from bough.trees.tree import Tree
 from target_worker.worker import compile_target
 from target_worker.worker import TargetWorker
-compile_target("bfloat16", "whole", "plain")  # what a process has waited for counts as read by who waited
+compile_target("bfloat16", "whole")  # what a process has waited for counts as read by who waited
 import numba, transformers.models.llama.modeling_llama
 numba.njit(lambda x: x + 1)(1)
 

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from bough.errors import ConfigError
-from bough.model.packing.pack import pack
 from bough.sizing.placement import Budgets, Fixed, Tier, place_with_expert_cache
 from loadtest.common.inline_streams import InlineStreams
+from loadtest.common.packed_model import pack
 from target_worker.experts.expert_cache import Expert
 from target_worker.experts.expert_copies import ExpertCopies
 from target_worker.experts.expert_store import ExpertStore
@@ -179,7 +179,7 @@ def test_the_bits_are_those_of_whole_layers(whole_layers: WholeLayers, max_resid
 
 def test_packed_experts_too(tmp_path: Path) -> None:
     folder = save_model(tmp_path / "model", FAMILIES["qwen3 moe"])
-    pack(str(folder), 4, tmp_path / "packed")
+    pack(folder, 4, tmp_path / "packed")
     with streamed(tmp_path / "packed", torch.bfloat16) as model:
         wanted = logits_of(model, 1, 20)
     with streamed(tmp_path / "packed", torch.bfloat16, 16, 0, InlineStreams(), 3, expert_slabs=8) as model:

@@ -17,11 +17,11 @@ from bough.errors import ConfigError, StreamError
 from bough.model.batch.batch import Batch, Segment
 from bough.model.checkpoint.checkpoint import Checkpoint
 from bough.model.loading.loading import build_skeleton
-from bough.model.packing.pack import pack
 from bough.protocol.messages import Context, VerifyCall
 from bough.protocol.sampling_params import SamplingParams
 from bough.sizing.placement import Budgets, ExpertSizes, Fixed, SeparateExperts, Tier, place_with_expert_cache
 from bough.trees.tree import Tree
+from loadtest.common.packed_model import pack
 from target_worker.experts.expert_cache import Expert
 from target_worker.experts.expert_reads import ExpertReads
 from target_worker.experts.expert_store import ExpertStore
@@ -66,7 +66,7 @@ def test_the_bits_are_those_of_whole_layers(family: str, dtype: torch.dtype, tmp
 
 def test_packed_experts_too(tmp_path: Path) -> None:
     folder = save_model(tmp_path / "model", FAMILIES["qwen3 moe"])
-    pack(str(folder), 8, tmp_path / "packed")
+    pack(folder, 8, tmp_path / "packed")
     with streamed(tmp_path / "packed", torch.bfloat16) as model:
         wanted = logits_of(model, 1, 20)
     with streamed(tmp_path / "packed", torch.bfloat16, expert_slabs=8) as model:
@@ -127,7 +127,7 @@ def read(file: Path, offset: int, num_bytes: int) -> bytes:
 
 
 def store_of(layers: dict[int, LayerExperts], num_slabs: int) -> ExpertStore:
-    return ExpertStore(layers, num_slabs, ExpertReads(layers, sizes_of(layers.values()).slab_bytes, num_slabs, 3, {}))
+    return ExpertStore(layers, num_slabs, ExpertReads(layers, sizes_of(layers.values()).slab_bytes, num_slabs, 3))
 
 
 def test_experts_that_every_sweep_wants_stay(layers: dict[int, LayerExperts]) -> None:
@@ -230,23 +230,6 @@ def test_a_damaged_file_is_named_and_ends_the_worker(tmp_path: Path, monkeypatch
         with pytest.raises(StreamError, match="was written to while"):
             logits_of(model, 60)
     assert "was written to while" in str(ends[0])
-
-
-def test_a_checksum_names_the_expert(tmp_path: Path) -> None:
-    folder = save_model(tmp_path / "model", FAMILIES["qwen3 moe"])
-    pack(str(folder), 8, tmp_path / "packed")
-    experts = plan_of(tmp_path / "packed")
-    place = experts[2].each[3].slots[0].source.places[0]
-    with place.file.open("r+b") as stream:
-        stream.seek(place.offset)
-        byte = stream.read(1)
-        stream.seek(place.offset)
-        stream.write(bytes([byte[0] ^ 1]))
-    with (
-        streamed(tmp_path / "packed", torch.bfloat16, expert_slabs=6) as model,
-        pytest.raises(StreamError, match=rf"{place.name} does not have the checksum"),
-    ):
-        logits_of(model, 60)
 
 
 MIXTURE = [850] * 10, SeparateExperts([50] * 10, ExpertSizes(slab_bytes=100, most=8, num_experts=80, num_bytes=8000))

@@ -23,10 +23,9 @@ OTHERS = modules(
     ("bough.model", "architecture cpu gpu"),  # the rooms themselves
     ("bough.concurrency", "deep_stack futures inbox"),
     ("bough.config", "cache_paths flag_parser parsers processes reader"),
-    ("bough.model.checkpoint", "atomic_files checkpoint content_samples gguf_file hub pack_manifest shared_weights"),
+    ("bough.model.checkpoint", "atomic_files checkpoint content_samples gguf_file hub"),
     ("bough.model.cpu", "huge_pages"),
     ("bough.model.gpu", "faults"),
-    ("bough.model.packing", "pack shard_writer"),
     ("bough.model.running", "device"),
     ("bough.model.sizes", "memory_budget model_sizes samples stored_format"),
     ("bough.processes", "signals"),

@@ -13,17 +13,14 @@ import torch
 
 from bough.errors import StreamError
 from bough.model.batch.batch import Batch, Segment
-from bough.model.checkpoint.checkpoint import Checkpoint
-from bough.model.loading.loading import verify
-from bough.model.packing.pack import pack
 from bough.sizing.placement import Tier
 from bough.trees.tree import Tree
 from loadtest.common.inline_streams import InlineStreams
+from loadtest.common.packed_model import pack
 from target_worker.link.device_ring import DeviceRing
 from tests.conftest import TINY, save_model
 from tests.fakes.gpu.late_device import FakeEvent, FakeStreams
 from tests.fakes.gpu.pretend import EagerMode
-from tests.fakes.model.packed_files import flip
 from tests.fakes.models import new_slot, plain_logits, streamed
 from tests.target_worker.link.test_disk_ring import until_carried
 
@@ -222,7 +219,7 @@ def test_a_layer_asks_the_device_for_no_number(tiny: Path, tmp_path: Path, bits:
     folder = tiny
     if bits:
         folder = tmp_path / "packed"
-        pack(str(tiny), bits, folder)
+        pack(tiny, bits, folder)
     with streamed(folder, torch.float16, streams=InlineStreams(), host_layers=4) as model:
         slot = new_slot(model)
         batch = Batch([Segment.context(slot, 0, [1, 2]), Segment.tree(slot, 2, Tree.root(3))], model.rows, model.device)
@@ -230,28 +227,3 @@ def test_a_layer_asks_the_device_for_no_number(tiny: Path, tmp_path: Path, bits:
             model.sweep(batch)
     assert "linear" in recorded.names
     assert not recorded.names & STOPPING
-
-
-@pytest.mark.parametrize("max_resident", [0, 4])
-def test_packed_layers_that_stay_are_checked_at_the_start_by_several_threads(
-    max_resident: int, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One thread would be at a large model's for seconds of the first sweep."""
-    folder, checked_by = tmp_path / "packed", set[str]()
-
-    def noted(*arguments: Any) -> None:
-        checked_by.add(threading.current_thread().name.rpartition("_")[0])
-        verify(*arguments)
-
-    monkeypatch.setattr("target_worker.link.layer_extents.verify", noted)
-    pack(str(tiny), 4, folder)
-    with streamed(folder, torch.float32, 16, max_resident, InlineStreams(), 4) as model:
-        assert checked_by == {"checksums"}
-        plain_logits(model, [1, 2])
-        assert checked_by == {"checksums"}, "and not again"
-    flip(Checkpoint.open(folder).tensors["model.layers.2.mlp.up_proj.weight.packed"])
-    with (
-        pytest.raises(StreamError, match=r"layers\.2\.mlp\.up_proj\.weight\.packed .*checksum"),
-        streamed(folder, torch.float32, 16, max_resident, InlineStreams(), 4),
-    ):
-        pass

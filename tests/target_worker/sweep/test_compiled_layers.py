@@ -13,8 +13,8 @@ from transformers import Gemma2Config
 from bough.errors import StreamError
 from bough.model.batch.batch import Batch, Segment
 from bough.model.cpu.linear import can_multiply
-from bough.model.packing.pack import pack
 from loadtest.common.inline_streams import InlineStreams
+from loadtest.common.packed_model import pack
 from target_worker.sweep import streamed_model
 from tests.conftest import TINY, save_model
 from tests.fakes.model.llama import CONTEXT, FAMILIES, SIZES, TREE, perturbed
@@ -59,7 +59,7 @@ def test_compiled_layers_are_nearer_the_truth_than_transformers(
 def test_packed_weights_pass_through_scratch_memory(tmp_path: Path) -> None:
     """A layer's values are then where the next one's will be: nothing of them may be kept."""
     folder = save_model(tmp_path / "model", TINY)
-    pack(str(folder), 8, tmp_path / "packed")
+    pack(folder, 8, tmp_path / "packed")
     with streamed(tmp_path / "packed", torch.bfloat16) as model, streamed(folder, torch.bfloat16) as whole:
         assert model.arithmetic == whole.arithmetic
         mine, theirs = (torch.stack(plain_logits(each, CONTEXT[:9])).float() for each in (model, whole))

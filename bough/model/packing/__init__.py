@@ -1,1 +1,0 @@
-"""`bough pack`: writes smaller checkpoints and drafts, shard by shard."""
