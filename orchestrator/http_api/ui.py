@@ -14,6 +14,9 @@ FOLDER = Path(__file__).parent / "page"
 FILES: Mapping[str, tuple[str, str]] = {  # by path: file, media type
     "/ui": ("index.html", "text/html"),
     "/ui/app.js": ("app.js", "text/javascript"),
+    "/ui/dom.js": ("dom.js", "text/javascript"),
+    "/ui/figures.js": ("figures.js", "text/javascript"),
+    "/ui/tree.js": ("tree.js", "text/javascript"),
     "/ui/style.css": ("style.css", "text/css"),
     "/ui/icon.svg": ("icon.svg", "image/svg+xml"),
 }

@@ -69,6 +69,12 @@ class Page:
         await self.value(f"document.querySelector({selector!r}).select()")
         await self._call("Input.insertText", text=text)
 
+    async def press_enter(self, *, with_shift: bool = False) -> None:
+        """Press and release the Enter key where the focus is."""
+        key = {"key": "Enter", "code": "Enter", "windowsVirtualKeyCode": 13, "modifiers": 8 if with_shift else 0}
+        await self._call("Input.dispatchKeyEvent", type="keyDown", text="\r", **key)
+        await self._call("Input.dispatchKeyEvent", type="keyUp", **key)
+
     async def picture(self) -> bytes:
         """What is seen, as a PNG."""
         return base64.b64decode((await self._call("Page.captureScreenshot"))["data"])

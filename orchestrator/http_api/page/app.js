@@ -1,207 +1,284 @@
-// Chat with the model while its trees are drawn. All text from outside goes in as text, never as markup.
-"use strict";
+// The conversation, which round of which answer is shown, and whether the server can be reached.
+import { byId, made } from "/ui/dom.js";
+import { showDecisions, showFigures, showWorkers, summary } from "/ui/figures.js";
+import { drawTree, readable } from "/ui/tree.js";
 
-const byId = (id) => document.getElementById(id);
-const COLOURS = { draft: "#3a8f5c", network: "#7f8c8d", queue: "#8e44ad", wait: "#c0392b", compute: "#2471a3", other: "#b7950b" };
-const MEANING = { draft: "growing", network: "network", queue: "waiting for a sweep", wait: "waiting for weights", compute: "computing", other: "orchestrator" };
-const turns = [];
-let rounds = [], requestId = "", running = null;
+const REFRESH_MS = 3000, DECISIONS_MS = 1000;
+const EXAMPLE = { // shown until there is an answer
+  parents: [-1, 0, 0, 1, 1, 3, 3, 5, 2, 7, 5], tokens: ["The", " sky", " colour", " is", " looks", " blue", " clear", " because", " of", " light", " since"],
+  probabilities: [1, .7, .2, .8, .15, .85, .1, .6, .8, .5, .2], accepted: [1, 3, 5, 7], drafted: [true, true, true, true, false],
+  texts: [" sky", " is", " blue", " because", " sunlight"],
+};
 
-function made(tag, text, className) {
-  const element = document.createElement(tag);
-  if (text !== undefined) element.textContent = text;
-  if (className) element.className = className;
-  return element;
-}
+const turns = []; // {question, text, rounds, decisions, requestId, state: running | done | stopped | failed, finish, article}
+let shown = { turn: null, round: 0 };
+let running = null; // AbortController of the answer in progress
+let isFollowing = true; // the newest tree is shown as it comes
+let workers = [];
 
-function drawn(tag, attributes) {
-  const element = document.createElementNS("http://www.w3.org/2000/svg", tag);
-  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
-  return element;
-}
+// ---- The server
 
 function headers() {
   const key = byId("key").value;
-  const all = { "content-type": "application/json" };
-  if (key) all.authorization = `Bearer ${key}`;
-  return all;
+  return { "content-type": "application/json", ...(key && { authorization: `Bearer ${key}` }) };
 }
 
-async function told(path) {
-  const reply = await fetch(path, { headers: headers() });
-  const body = await reply.json();
-  if (!reply.ok) throw new Error(body.error ? body.error.message : reply.statusText);
-  return body;
+async function call(path, options = {}) {
+  const reply = await fetch(path, { headers: headers(), ...options }).catch((problem) => {
+    throw problem.name === "AbortError" ? problem : new Error("The server does not answer.");
+  });
+  if (reply.ok) return reply;
+  const body = await reply.json().catch(() => ({}));
+  throw Object.assign(new Error(body.error?.message ?? `${reply.status} ${reply.statusText}`), { status: reply.status });
 }
 
-// Server-sent events of one answer, as objects.
+const told = async (path) => (await call(path)).json();
+
+// Server-sent events of one answer, as objects. A stream without its end mark was cut off.
 async function* events(reply) {
   const reader = reply.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   for (;;) {
-    const { value, done } = await reader.read();
-    if (done) return;
+    const { value, done } = await reader.read().catch((problem) => {
+      throw problem.name === "AbortError" ? problem : new Error("The connection to the server was lost.");
+    });
+    if (done) throw new Error("The server ended the answer early.");
     const lines = (rest + value).split("\n");
     rest = lines.pop();
     for (const line of lines) {
-      if (line.startsWith("data: ") && line !== "data: [DONE]") yield JSON.parse(line.slice(6));
+      if (line === "data: [DONE]") return;
+      if (line.startsWith("data: ")) yield JSON.parse(line.slice(6));
     }
   }
+}
+
+async function refresh() {
+  try {
+    const [cluster, models] = await Promise.all([told("/cluster"), told("/v1/models")]);
+    workers = cluster.workers;
+    showModels(models.data.map((one) => one.id));
+    showWorkers(workers, true);
+    const isReady = workers.some((one) => one.info.kind === "target" && !one.problem);
+    showStatus(isReady ? "ready" : "wait", isReady ? "ready" : "no target worker is ready", cluster.index_problem);
+    byId("simulated").hidden = !workers.some((one) => one.info.model_description.startsWith("simulated"));
+  } catch (problem) {
+    showWorkers(workers, false);
+    const needsKey = problem.status === 401;
+    if (needsKey && byId("key-field").hidden) {
+      byId("key-field").hidden = false;
+      byId("key").focus();
+    }
+    if (needsKey) showStatus("wait", "needs an API key", byId("key").value && problem.message);
+    else showStatus("dead", "no answer", `${problem.message} It is asked again every few seconds.`);
+  }
+}
+
+function showStatus(state, text, problem) {
+  byId("status").dataset.state = state;
+  if (byId("status").textContent !== text) byId("status").textContent = text;
+  byId("problem").hidden = !problem;
+  if (byId("problem").textContent !== problem) byId("problem").textContent = problem;
+}
+
+function showModels(names) {
+  const choice = byId("model"), before = choice.value;
+  if (names.join() === [...choice.options].map((one) => one.value).join()) return;
+  choice.replaceChildren(...names.map((name) => new Option(name, name)));
+  choice.disabled = names.length < 2;
+  if (names.includes(before)) choice.value = before;
+}
+
+// ---- The conversation
+
+// What is sent of earlier turns: only questions that have an answer.
+function history() {
+  return turns.filter((turn) => turn.text && turn.state !== "failed").flatMap(({ question, text }) => [
+    { role: "user", content: question }, { role: "assistant", content: text },
+  ]);
 }
 
 async function ask(question) {
-  turns.push({ role: "user", content: question });
-  byId("turns").append(made("p", question, "turn user"));
-  const answer = byId("turns").appendChild(made("p", undefined, "turn assistant"));
-  rounds = [];
-  running = new AbortController();
+  const messages = [...history(), { role: "user", content: question }];
+  const turn = { question, text: "", rounds: [], decisions: [], requestId: "", state: "running", finish: "", article: made("article") };
+  turn.article.append(made("p", question, "question"), made("p", undefined, "answer"), made("div", undefined, "outcome"));
+  turn.article.children[1].setAttribute("aria-busy", "true");
+  turns.push(turn);
+  byId("turns").append(turn.article);
+  byId("welcome").hidden = true;
+  turn.article.scrollIntoView({ block: "end" });
+  isFollowing = true;
+  const leaving = new AbortController();
+  showRunning(leaving);
   const body = {
-    messages: turns, stream: true, stream_options: { include_usage: true, include_rounds: true },
+    model: byId("model").value || undefined, messages, stream: true, stream_options: { include_usage: true, include_rounds: true },
     max_completion_tokens: Number(byId("length").value), temperature: Number(byId("temperature").value),
     speculation: byId("speculation").checked,
   };
-  let text = "";
   try {
-    const reply = await fetch("/v1/chat/completions", { method: "POST", headers: headers(), body: JSON.stringify(body), signal: running.signal });
-    if (!reply.ok) throw new Error((await reply.json()).error.message);
-    for await (const chunk of events(reply)) {
-      if (chunk.error) throw new Error(chunk.error.message);
-      requestId = chunk.id;
-      for (const choice of chunk.choices) text += choice.delta.content || "";
-      const round = chunk.metrics && chunk.metrics.round;
-      if (round) {
-        rounds.push(round);
-        round.texts.forEach((piece, i) => answer.append(made("span", piece, round.drafted[i] ? "guessed" : "own")));
-        show(round);
-      }
-    }
-    if (answer.textContent.length < text.length) answer.append(text.slice(answer.textContent.length));
+    const reply = await call("/v1/chat/completions", { method: "POST", body: JSON.stringify(body), signal: leaving.signal });
+    for await (const chunk of events(reply)) take(turn, chunk);
+    turn.state = "done";
   } catch (problem) {
-    if (problem.name !== "AbortError") throw problem;
+    turn.state = problem.name === "AbortError" ? "stopped" : "failed";
+    turn.problem = problem.message;
   } finally {
-    turns.push({ role: "assistant", content: text });
-    running = null;
+    turn.article.children[1].removeAttribute("aria-busy");
+    if (running === leaving) showRunning(null);
+    if (turns.includes(turn)) await conclude(turn);
   }
 }
 
-function show(round) {
-  drawTree(round);
-  drawRounds();
-  const tokens = rounds.reduce((sum, one) => sum + one.texts.length, 0);
-  const seconds = rounds.reduce((sum, one) => sum + one.seconds.total, 0);
-  const later = rounds.slice(1);
-  const rate = later.reduce((sum, one) => sum + one.texts.length, 0) / later.reduce((sum, one) => sum + one.seconds.total, 0);
-  byId("shape").textContent = `${round.nodes} nodes, ${round.depth} levels below the root, ${round.accepted.length} kept`;
-  const figures = {
-    "tokens per second": later.length ? rate.toFixed(2) : "…", "tokens per round": (tokens / rounds.length).toFixed(2),
-    "seconds of a round": (seconds / rounds.length).toFixed(2), "rounds": rounds.length,
-  };
-  byId("figures").replaceChildren(...Object.entries(figures).map(([name, value]) => {
-    const pair = made("div");
-    pair.append(made("dt", name), made("dd", String(value)));
-    return pair;
-  }));
-  const parts = Object.keys(COLOURS);
-  byId("split").replaceChildren(...parts.map((name) => {
-    const part = made("span");
-    part.style.cssText = `background:${COLOURS[name]};width:${100 * round.seconds[name] / round.seconds.total}%`;
-    return part;
-  }));
-  byId("legend").replaceChildren(...parts.map((name) => {
-    const entry = made("li");
-    entry.append(made("i"), `${MEANING[name]} ${(1000 * round.seconds[name]).toFixed(0)} ms`);
-    entry.firstChild.style.background = COLOURS[name];
-    return entry;
-  }));
-}
-
-// Depth goes from left to right; the leaves share the height, and a parent stands amid its children.
-function drawTree(round) {
-  const parents = round.parents, count = parents.length, depth = [], rows = [], children = parents.map(() => []);
-  parents.forEach((parent, node) => { depth[node] = parent < 0 ? 0 : depth[parent] + 1; if (parent >= 0) children[parent].push(node); });
-  let leaves = 0;
-  const place = (node) => {
-    const below = children[node].map(place);
-    rows[node] = below.length ? (below[0] + below[below.length - 1]) / 2 : leaves++;
-    return rows[node];
-  };
-  if (count) place(0);
-  const width = 500, height = 176, levels = Math.max(1, ...depth);
-  const at = (node) => [12 + depth[node] * (width - 24) / levels, 10 + (rows[node] + .5) * (height - 20) / Math.max(1, leaves)];
-  const kept = new Set([0, ...round.accepted]), tree = byId("tree");
-  tree.setAttribute("viewBox", `0 0 ${width} ${height}`);
-  tree.replaceChildren();
-  const colour = (node) => kept.has(node) ? "var(--draft)" : "var(--line)";
-  for (let node = 1; node < count; node++) {
-    const [x, y] = at(node), [px, py] = at(parents[node]);
-    tree.append(drawn("line", { x1: px, y1: py, x2: x, y2: y, stroke: colour(node), "stroke-width": kept.has(node) ? 2 : 1 }));
+function take(turn, chunk) {
+  if (chunk.error) throw new Error(chunk.error.message);
+  turn.requestId = chunk.id;
+  const isAtEnd = byId("turns").getBoundingClientRect().bottom < byId("ask").getBoundingClientRect().top + 60;
+  const answer = turn.article.children[1];
+  let isThought = false;
+  for (const { delta, finish_reason } of chunk.choices) {
+    turn.text += delta.content || "";
+    isThought ||= Boolean(delta.reasoning);
+    turn.finish = finish_reason || turn.finish;
   }
-  for (let node = 0; node < count; node++) {
-    const [x, y] = at(node);
-    tree.append(drawn("circle", { cx: x, cy: y, r: kept.has(node) ? 4 : 2.2, fill: colour(node) }));
+  const round = chunk.metrics?.round;
+  if (round) {
+    const index = turn.rounds.push(round) - 1;
+    round.texts.forEach((text, i) => {
+      const word = round.drafted[i] ? text : text.trimStart() || text; // the target's own are marked without spaces
+      const span = made("span", word, `${round.drafted[i] ? "kept" : "bonus"}${isThought ? " thought" : ""}`);
+      span.dataset.round = index;
+      span.style.animationDelay = `${45 * i}ms`;
+      answer.append(text.slice(0, text.length - word.length), span);
+    });
+    if (isFollowing) show(turn, bestRound(turn), index === bestRound(turn));
+    learnDecisions(turn);
   }
+  if (turn.finish && answer.textContent.length < turn.text.length) answer.append(turn.text.slice(answer.textContent.length));
+  if (isAtEnd) turn.article.scrollIntoView({ block: "end" });
 }
 
-function drawRounds() {
-  const picture = byId("rounds"), last = rounds.slice(-60), width = 500, height = 96;
-  const most = Math.max(...last.map((one) => one.nodes)), step = width / 60;
-  picture.setAttribute("viewBox", `0 0 ${width} ${height}`);
-  picture.replaceChildren(...last.flatMap((one, i) => {
-    const bar = (value, fill) => {
-      const tall = Math.max(1, value / most * (height - 8));
-      return drawn("rect", { x: i * step + 1, y: height - tall, width: step - 2, height: tall, fill });
-    };
-    return [bar(one.nodes, "var(--line)"), bar(one.texts.length, "var(--draft)")];
-  }));
+// The newest round with a tree: the last of an answer often has few tokens left to guess, and no tree.
+function bestRound({ rounds }) {
+  const newest = rounds.findLastIndex((one) => one.nodes > 1 && one.drafted[0]);
+  return newest >= 0 ? newest : rounds.length - 1;
 }
 
-function fill(table, names, rows) {
-  const head = made("tr");
-  head.append(...names.map((name) => made("th", name)));
-  table.replaceChildren(head, ...rows.map((cells) => {
-    const row = made("tr");
-    row.append(...cells.map((cell) => made("td", String(cell))));
-    return row;
-  }));
+async function conclude(turn) {
+  const outcome = turn.article.lastChild;
+  if (turn.state === "failed") {
+    const again = made("button", "Try again"), edit = made("button", "Edit");
+    again.addEventListener("click", () => withdrawn(turn) && ask(turn.question));
+    edit.addEventListener("click", () => {
+      if (!withdrawn(turn)) return;
+      byId("question").value = turn.question;
+      byId("question").focus();
+    });
+    outcome.append(made("span", turn.problem), edit, again);
+    outcome.classList.add("failed");
+    outcome.setAttribute("role", "alert");
+    turn.article.scrollIntoView({ block: "end" });
+    refresh();
+    return;
+  }
+  await learnDecisions(turn, true);
+  const look = made("button", turn.rounds.length ? summary(turn) : "stopped before the first word");
+  look.title = "Show how this answer was made";
+  look.disabled = !turn.rounds.length;
+  look.addEventListener("click", () => show(turn, bestRound(turn)));
+  outcome.replaceChildren(look);
+  if (turns.at(-1) === turn) turn.article.scrollIntoView({ block: "end" });
 }
 
-async function why() {
-  const decisions = await told(`/decisions/${encodeURIComponent(requestId)}`);
-  const rounded = (value) => value.toFixed(2);
-  const total = (parts) => Object.values(parts).reduce((sum, one) => sum + one, 0);
-  fill(byId("decisions"), ["round", "why", "grown", "sent", "tokens expected", "came", "seconds expected", "came", "tokens/s drafting", "plain"],
-    decisions.slice(-12).map((one) => [one.number, one.mode, one.num_grown, one.num_sent, rounded(one.expected_tokens), one.tokens,
-      rounded(total(one.expected)), rounded(total(one.seconds)), rounded(one.draft_rate), rounded(one.plain_rate)]));
+// Takes a question that failed out of the conversation, unless another is being answered.
+function withdrawn(turn) {
+  if (running) return false;
+  turns.splice(turns.indexOf(turn), 1);
+  turn.article.remove();
+  if (shown.turn === turn) show(null, 0);
+  return true;
 }
 
-async function watchCluster() {
-  const cluster = await told("/cluster");
-  const megabytes = (bytes) => (bytes / 1e6).toFixed(0);
-  byId("model").textContent = [...new Set(cluster.workers.map((one) => one.info).filter((one) => one.kind === "target").map((one) => one.model_name))].join(", ");
-  fill(byId("workers"), ["", "at", "model", "sessions", "KV MB used / all", "passes", "state"],
-    cluster.workers.map(({ address, info, problem }) => [info.kind, address, `${info.model_name} (${info.model_description})`,
-      info.num_sessions, `${megabytes(info.kv_used_bytes)} / ${megabytes(info.kv_bytes)}`, info.num_passes, problem || "in use"]));
-  if (cluster.index_problem) byId("problem").textContent = cluster.index_problem;
+function startAnew() {
+  running?.abort();
+  showRunning(null);
+  turns.length = 0;
+  byId("turns").replaceChildren();
+  byId("welcome").hidden = false;
+  show(null, 0);
+  byId("question").focus();
 }
 
-function guarded(act) {
-  return async (event) => {
-    event && event.preventDefault();
-    byId("problem").textContent = "";
-    try { await act(); } catch (problem) { byId("problem").textContent = problem.message; }
-  };
+function showRunning(answer) {
+  running = answer;
+  byId("send").hidden = running !== null;
+  byId("stop").hidden = running === null;
 }
 
-byId("ask").addEventListener("submit", guarded(async () => {
+// ---- What is seen of the rounds
+
+// Why rounds were as they were, and what plain decoding would have had; asked for once a second at most.
+async function learnDecisions(turn, isLast = false) {
+  const now = performance.now();
+  if (!turn.requestId || (!isLast && now - (turn.askedAt ?? 0) < DECISIONS_MS)) return;
+  turn.askedAt = now;
+  try {
+    turn.decisions = await told(`/decisions/${encodeURIComponent(turn.requestId)}`);
+    if (shown.turn === turn) showFigures(turn, shown.round, isFollowing);
+  } catch { /* the figures go without */ }
+}
+
+function show(turn, index, isLive = false) {
+  shown = { turn, round: index };
+  const round = turn?.rounds[index];
+  document.querySelectorAll("#turns .shown").forEach((one) => one.classList.remove("shown"));
+  if (round) turn.article.querySelectorAll(`[data-round="${index}"]`).forEach((one) => one.classList.add("shown"));
+  byId("place").textContent = round ? `round ${index + 1} of ${turn.rounds.length}` : "example";
+  byId("previous").disabled = !(index > 0);
+  byId("next").disabled = !round || index + 1 >= turn.rounds.length;
+  const drawing = round ?? EXAMPLE, numKept = drawing.drafted.filter(Boolean).length;
+  byId("shape").textContent = drawing.parents.length > 1
+    ? `${drawing.parents.length - 1} guesses, ${numKept} right: “${readable(drawing.texts.join(""))}”`
+    : "No guesses in this round: one pass for one token.";
+  drawTree(byId("tree"), drawing, { isLive });
+  showFigures(turn, index, isFollowing);
+}
+
+function choose(turn, index) {
+  if (!turn?.rounds[index]) return;
+  isFollowing = turn.state === "running" && index === turn.rounds.length - 1;
+  show(turn, index);
+}
+
+// ---- Events
+
+byId("ask").addEventListener("submit", (event) => {
+  event.preventDefault();
   const question = byId("question").value.trim();
   if (!question || running) return;
   byId("question").value = "";
-  byId("send").disabled = true;
-  byId("stop").disabled = byId("why").disabled = false;
-  try { await ask(question); } finally { byId("send").disabled = false; byId("stop").disabled = true; }
-}));
-byId("stop").addEventListener("click", () => running && running.abort());
-byId("why").addEventListener("click", guarded(why));
-byId("key").addEventListener("change", guarded(watchCluster));
-guarded(watchCluster)();
-setInterval(() => { if (!document.hidden) watchCluster().catch(() => {}); }, 5000);
+  ask(question);
+});
+byId("question").addEventListener("keydown", (event) => {
+  if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+  event.preventDefault();
+  byId("ask").requestSubmit();
+});
+byId("examples").addEventListener("click", (event) => event.target.matches("button") && !running && ask(event.target.textContent));
+byId("stop").addEventListener("click", () => { running?.abort(); byId("question").focus(); });
+byId("new").addEventListener("click", startAnew);
+byId("key").addEventListener("change", refresh);
+byId("previous").addEventListener("click", () => choose(shown.turn, shown.round - 1));
+byId("next").addEventListener("click", () => choose(shown.turn, shown.round + 1));
+byId("rounds").addEventListener("click", (event) => choose(shown.turn, Number(event.target.closest("[data-round]")?.dataset.round)));
+byId("turns").addEventListener("click", (event) => {
+  const piece = event.target.closest("[data-round]");
+  if (piece) choose(turns.find((turn) => turn.article.contains(piece)), Number(piece.dataset.round));
+});
+byId("why").addEventListener("toggle", () => shown.turn && showDecisions(shown.turn.decisions));
+window.addEventListener("resize", () => show(shown.turn, shown.round));
+
+async function watch() {
+  if (!document.hidden) await refresh();
+  setTimeout(watch, REFRESH_MS);
+}
+show(null, 0);
+watch();
