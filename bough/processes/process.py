@@ -16,6 +16,7 @@ from bough.config.processes import ServiceConfig
 from bough.errors import BoughError, Unavailable
 from bough.processes.child import process_name
 from bough.runtime.allocator import configure_allocator
+from bough.runtime.exit_status import EXIT_SIGNAL, status_of
 from bough.runtime.log_lines import say_error
 from bough.security.guarded import guards_of
 
@@ -23,8 +24,6 @@ Result = TypeVar("Result")
 Config = TypeVar("Config", bound=ServiceConfig)
 
 LOOPBACK = "127.0.0.1"
-EXIT_CONFIG = 2
-EXIT_SIGNAL = 128  # plus the signal's number, as in a shell
 
 
 class StoppedAtStart(Unavailable):
@@ -32,13 +31,13 @@ class StoppedAtStart(Unavailable):
 
 
 def run(main: Callable[[], Coroutine[None, None, None]]) -> None:
-    """Run a process to its end. A BoughError is printed as one line on standard error, with exit status 2."""
+    """Run a process to its end. A BoughError is one line on standard error, and `status_of` it the exit status."""
     configure_allocator()
     try:
         asyncio.run(main())
     except BoughError as exc:
         say_error(exc)
-        raise SystemExit(EXIT_CONFIG) from exc
+        raise SystemExit(status_of(exc)) from exc
 
 
 def stop_event() -> asyncio.Event:

@@ -10,25 +10,60 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-EXIT_INTERRUPTED = 130  # as of a shell
+from bough.runtime.exit_status import EXIT_SIGNAL
+
 STOPPING = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
 
 
+class StopSignals:
+    """How often a program was asked to stop since `stop_signals` began, and by what."""
+
+    def __init__(self) -> None:
+        self.number: signal.Signals | None = None  # the latest
+        self.is_repeated = False
+        self._task = asyncio.current_task()
+        self._first, self._is_awaited = asyncio.Event(), False
+
+    async def wait(self) -> None:
+        """Return at the first signal, which then does not cancel the block."""
+        self._is_awaited = True
+        await self._first.wait()
+
+    def arrived(self, number: signal.Signals) -> None:
+        """Note a signal; the first cancels the block unless it is awaited."""
+        self.number, self.is_repeated = number, self.number is not None
+        self._first.set()
+        if not self.is_repeated and not self._is_awaited:
+            assert self._task is not None, "a coroutine runs in a task"
+            self._task.cancel()
+
+
 @contextmanager
-def cancelled_by_signals() -> Iterator[None]:
-    """While the block runs, SIGTERM cancels its task, and, except under nohup, SIGHUP of a terminal that is closed."""
-    loop, task = asyncio.get_running_loop(), asyncio.current_task()
-    assert task is not None, "a coroutine runs in a task"
+def stop_signals() -> Iterator[StopSignals]:
+    """While the block runs, SIGINT, SIGTERM and the SIGHUP of a closed terminal (except under nohup) cancel its task.
+
+    SIGINT counts even if it is ignored, as by what a script starts with `&`.
+
+    Raises:
+        SystemExit: a signal cancelled the block, or came a second time; with the status that shells give it.
+    """
+    loop, stop = asyncio.get_running_loop(), StopSignals()
     is_under_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-    wanted = (signal.SIGTERM,) if is_under_nohup else (signal.SIGTERM, signal.SIGHUP)
-    numbers = wanted if _may_handle_signals() else ()
+    wanted = [number for number in STOPPING if number != signal.SIGHUP or not is_under_nohup]
+    numbers = wanted if _may_handle_signals() else []
     for number in numbers:
-        loop.add_signal_handler(number, task.cancel)
+        loop.add_signal_handler(number, stop.arrived, number)
     try:
-        yield
+        yield stop
+    except asyncio.CancelledError:
+        if stop.number is not None:
+            raise SystemExit(EXIT_SIGNAL + stop.number) from None
+        raise
     finally:
         for number in numbers:
             loop.remove_signal_handler(number)
+    if stop.is_repeated and stop.number is not None:
+        raise SystemExit(EXIT_SIGNAL + stop.number)
 
 
 def ended_by_ctrl_c() -> AbstractContextManager[None]:
@@ -36,7 +71,7 @@ def ended_by_ctrl_c() -> AbstractContextManager[None]:
 
     asyncio's own handler would wait until a command awaits.
     """
-    return _handled(lambda *_: os._exit(EXIT_INTERRUPTED), signal.SIGINT)
+    return _handled(lambda *_: os._exit(EXIT_SIGNAL + signal.SIGINT), signal.SIGINT)
 
 
 def signals_ignored() -> AbstractContextManager[None]:

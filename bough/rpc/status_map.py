@@ -59,6 +59,7 @@ MEANINGS = (  # of words in gRPC's details; the first match counts
     ),
     ("http1.x server", "it speaks HTTP: the address must be that of the gRPC API, such as 127.0.0.1:7411"),
 )
+CONNECTION_REFUSED, REFUSED = "Connection refused", "nothing listens there"
 CONNECTING = "failed to connect"
 CLOSED = ("Socket closed", "Connection reset", "recvmsg")  # by a server that was connected to
 CLOSED_MEANING = (
@@ -81,7 +82,8 @@ def to_error(exc: grpc.aio.AioRpcError | grpc.Call, address: str) -> BoughError:
     if kind is not None:
         return kind(details)
     if exc.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED):
-        return errors.NoAnswer(f"{address} does not answer: {exc.code().name}: {explained(details)}")
+        silence = REFUSED if CONNECTION_REFUSED in details else f"{exc.code().name}: {explained(details)}"
+        return errors.NoAnswer(f"{address} does not answer: {silence}")
     if exc.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in details:  # gRPC's own message
         return InvalidRequest(f"message: must have at most {MAX_MESSAGE_BYTES} bytes, got: {details}")
     if exc.code() is grpc.StatusCode.UNAUTHENTICATED:  # from a proxy

@@ -55,6 +55,13 @@ def say_error(error: object) -> None:
     say(*quoted_lines(f"error: {error}"), file=sys.stderr)
 
 
+def tell(text: str) -> None:
+    """Print lines on standard error, on a new line if text is being printed."""
+    sys.stdout.flush()
+    begin = [""] if sys.stdout.isatty() and sys.stderr.isatty() else []
+    say(*begin, *text.split("\n"), file=sys.stderr)
+
+
 def shown(text: str, stream: TextIO) -> str:
     """A model's text for a stream: as it is, or, where that is a terminal, with what would steer it escaped.
 

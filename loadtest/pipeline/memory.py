@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from bough.cli.generation.generate import CollectedAnswer
-from bough.cli.machine.progress import tell
 from bough.cli.machine.up import divided, ensure_demonstration, settings_from
 from bough.cli.main import argument_parser
 from bough.client import Client
@@ -31,6 +30,7 @@ from bough.config.flag_parser import FlagParser
 from bough.config.parsers import parse_bytes
 from bough.processes.launch import Cluster, PendingProcesses, Settings
 from bough.protocol.generation import ChatPrompt, GenerateOptions, Message
+from bough.runtime.log_lines import tell
 from loadtest.common.limits import limited
 from loadtest.common.prompts import load_prompts
 

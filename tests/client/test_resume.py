@@ -163,8 +163,8 @@ async def test_resuming_what_makes_no_sense(fakes: Fleet, changes: dict[str, obj
     assert rest.token_ids == expected(fakes)[58:]
 
 
-async def test_the_client_hides_that_its_orchestrator_died(fakes: Fleet) -> None:
-    """One Started, every token once, one Finished, which tells."""
+async def test_the_client_hides_that_its_orchestrator_died(fakes: Fleet, caplog: pytest.LogCaptureFixture) -> None:
+    """One Started, every token once, one Finished, which tells; the log says at once that it tries again."""
     target, _ = await fakes.target("t1")
     (_, first), (_, second) = await fakes.orchestrator(), await fakes.orchestrator()
 
@@ -180,14 +180,17 @@ async def test_the_client_hides_that_its_orchestrator_died(fakes: Fleet) -> None
     assert [type(event).__name__ for event in seen.events].count("Started") == 1
     assert [warning[:22] for warning in seen.end.warnings] == ["the stream broke after"], "once, not for every attempt"
     assert seen.end.usage.completion_tokens == 60
+    (warning,) = [record.getMessage() for record in caplog.records if record.name.startswith("bough.client")]
+    assert warning.startswith(f"connection lost, trying again for at most 60 s: {first.address} ")
 
 
-async def test_a_client_without_anyone_there_says_so_soon(fakes: Fleet) -> None:
+async def test_a_client_without_anyone_there_says_so_soon(fakes: Fleet, caplog: pytest.LogCaptureFixture) -> None:
     async with Client("127.0.0.1:1", "127.0.0.1:2") as client:
         with pytest.raises(Unavailable, match="does not answer"):
             await asyncio.wait_for(read(client), 15)
         with pytest.raises(Unavailable, match="does not answer"):
             await client.model_info()
+    assert not caplog.records, "no connection was lost"
 
 
 async def test_one_of_several_addresses_is_enough(fakes: Fleet) -> None:

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from bough.processes.signals import cancelled_by_signals, ended_by_ctrl_c
+from bough.processes.signals import ended_by_ctrl_c, stop_signals
+from tests.fakes.waiting import until
 
 
 @pytest.fixture
@@ -24,16 +25,41 @@ async def test_a_terminal_that_is_closed_cancels_as_sigterm_does() -> None:
     """Otherwise its processes would be left to the kernel, and their folder for good."""
     task = asyncio.current_task()
     assert task is not None
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        with cancelled_by_signals(), pytest.raises(asyncio.CancelledError):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        with stop_signals(), pytest.raises(asyncio.CancelledError):
             await asyncio.gather(asyncio.to_thread(os.kill, os.getpid(), number), asyncio.sleep(60))
         task.uncancel()
 
 
 @pytest.mark.usefixtures("hangup")
+async def test_a_program_that_a_signal_ends_has_the_status_that_shells_give_it() -> None:
+    task = asyncio.current_task()
+    assert task is not None
+    for number in (signal.SIGINT, signal.SIGTERM):
+        with pytest.raises(SystemExit, match=str(128 + number)), stop_signals():
+            await asyncio.gather(asyncio.to_thread(os.kill, os.getpid(), number), asyncio.sleep(60))
+        task.uncancel()
+
+
+async def stopped_twice() -> None:
+    with stop_signals() as stop:
+        await asyncio.gather(stop.wait(), asyncio.to_thread(os.kill, os.getpid(), signal.SIGTERM))
+        os.kill(os.getpid(), signal.SIGINT)
+        await until(lambda: stop.is_repeated)
+
+
+async def test_a_signal_that_is_awaited_lets_the_block_end_by_itself_and_the_second_has_a_status() -> None:
+    with stop_signals() as stop:
+        await asyncio.gather(stop.wait(), asyncio.to_thread(os.kill, os.getpid(), signal.SIGTERM))
+        assert (stop.number, stop.is_repeated) == (signal.SIGTERM, False)
+    with pytest.raises(SystemExit, match="130"):
+        await stopped_twice()
+
+
+@pytest.mark.usefixtures("hangup")
 async def test_under_nohup_it_goes_on() -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    with cancelled_by_signals():
+    with stop_signals():
         signal.raise_signal(signal.SIGHUP)
         await asyncio.sleep(0.01)
     assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN

@@ -9,6 +9,8 @@ from bough.client import Client
 from bough.config.processes import DEFAULT_PORT
 from bough.security.secured import add_certificates, files_from
 
+MISSING = "is it running? `bough up` starts everything; --address or BOUGH_ADDRESS sets its address"
+
 
 def add_address(parser: argparse.ArgumentParser) -> None:
     """Add the flags that `client_from` reads."""

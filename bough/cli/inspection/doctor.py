@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from itertools import combinations
 
 from bough import __version__
-from bough.cli.flags.reaching import client_from
+from bough.cli.flags.reaching import MISSING, client_from
 from bough.cli.inspection.ray_dashboard import Application, Deployment, Node, RayDashboard
 from bough.config.addresses import is_wildcard, joined
 from bough.config.processes import DEFAULT_PORT
@@ -18,7 +18,6 @@ from bough.protocol.decision import DraftCalibration
 from bough.protocol.generation import Loads, ServerInfo, WorkerStatus
 from bough.runtime.log_lines import quoted_lines, say
 
-MISSING = "is it running? `bough up` starts everything; --address or BOUGH_ADDRESS sets its address"
 REFUSED = "it runs and requires a key: BOUGH_API_KEY must be one of its API keys"
 ORCHESTRATOR = "Orchestrator"  # name of the deployment
 

@@ -9,14 +9,14 @@ import sys
 
 from bough.cli.flags.machine import up_arguments
 from bough.cli.machine.demo_runs import Contest, Run, Side
-from bough.cli.machine.progress import Progress, tell
+from bough.cli.machine.progress import Progress
 from bough.cli.machine.up import announce_first_start, divided, ensure_demonstration, settings_from
 from bough.client import Client
 from bough.processes.launch import launched
 from bough.processes.supervision import supervised
 from bough.protocol.generation import ChatPrompt, GenerateOptions, Message, Speculation, Tokens
 from bough.protocol.worker_info import WorkerInfo
-from bough.runtime.log_lines import say, shown
+from bough.runtime.log_lines import say, shown, tell
 
 GRID_TOKENS = 24  # tokens of each run that compares sizes
 GRID_NODES = (4, 16, 64)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TextIO
 
 from bough.processes.launch import PendingProcesses
-from bough.runtime.log_lines import on_one_line, say
+from bough.runtime.log_lines import on_one_line
 
 QUIET_SECONDS = 5.0  # between equal messages, if the output is not a terminal
 ERASE_LINE = "\r\x1b[K"
@@ -46,10 +46,3 @@ def activation() -> str:
     python = str(script.with_name("python"))  # while pip's scripts are run by python3
     is_found = not script.exists() or shutil.which("python") == python
     return "" if is_found else f" (after `source {script}`)"
-
-
-def tell(text: str) -> None:
-    """Print lines on standard error, on a new line if text is being printed."""
-    sys.stdout.flush()
-    begin = [""] if sys.stdout.isatty() and sys.stderr.isatty() else []
-    say(*begin, *text.split("\n"), file=sys.stderr)

@@ -11,10 +11,11 @@ import os
 import re
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from bough.cli.machine.progress import Progress, activation, tell
+from bough.cli.machine.progress import Progress, activation
 from bough.config.addresses import bound, free_port, has_page
 from bough.config.cache_paths import DEMONSTRATION_COPIES, SUBSTITUTE_DROPS, demonstration_folder, is_written
 from bough.config.processes import DraftConfig, OrchestratorConfig, TargetConfig, parse
@@ -28,6 +29,7 @@ from bough.processes.launch import Settings, launched
 from bough.processes.memory_division import divide, divide_gpu, on_one_gpu
 from bough.processes.supervision import supervised
 from bough.registry.url import without_passwords
+from bough.runtime.log_lines import tell
 from bough.runtime.machine import free_memory, may_be_gpu
 from bough.security.certificates import AUTHORITY
 from bough.security.secured import files_towards
@@ -36,6 +38,7 @@ from bough.simulation.profile import load_profile, shipped_profiles
 HTTP_PORT = 8000  # the usual port of such servers
 INDEX_VARIABLE = "BOUGH_ORCHESTRATOR_INDEX_URL"  # keeps a password from the command line
 NO_DRAFT = "none"
+DRAINING = "draining: what runs may finish, for {:g} s at most; Ctrl-C again ends it at once"
 MODEL_FLAGS = (
     "target", "drop_layers", "dtype", "device_memory", "kv_memory", "host_memory", "draft_bits",
     "draft_device", "draft_dtype",
@@ -43,7 +46,7 @@ MODEL_FLAGS = (
 
 
 async def up(arguments: argparse.Namespace) -> int:
-    """Start all processes and restart ended ones until Ctrl-C."""
+    """Start all processes and restart ended ones until Ctrl-C or SIGTERM; then let running requests finish."""
     settings = settings_from(arguments)
     require_free_ports(settings.orchestrator)
     if not settings.target.simulate:
@@ -68,7 +71,10 @@ async def up(arguments: argparse.Namespace) -> int:
                 print(f"in a browser: {url}/ui")
             print_http_usage(url, has_keys=bool(orchestrator.keys), authority=authority)
         sys.stdout.flush()
-        await asyncio.Event().wait()
+        assert cluster.stop is not None, "launched processes are ended by signals"
+        await cluster.stop.wait()
+        with suppress(OSError):  # of a terminal that is closed
+            tell(DRAINING.format(orchestrator.drain_seconds))
     return 0
 
 

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from bough.cli.machine.progress import ERASE_LINE, Progress, activation, tell
+from bough.cli.machine.progress import ERASE_LINE, Progress, activation
 from bough.processes.launch import PendingProcesses
+from bough.runtime.log_lines import tell
 
 
 class Terminal(io.StringIO):

@@ -37,11 +37,11 @@ def run(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, Any]:
     return dict(json.loads(line))
 
 
-def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+def refused(capsys: pytest.CaptureFixture[str], *argv: str, status: int = 2) -> str:
     """The one line on standard error."""
     with pytest.raises(SystemExit) as ended:
         main(["shape", *argv])
-    assert ended.value.code == 2
+    assert ended.value.code == status
     (line,) = capsys.readouterr().err.splitlines()
     return str(line)
 
@@ -121,7 +121,9 @@ def test_bad_flags_are_named(flags: Sequence[str], message: str, capsys: pytest.
 
 
 def test_from_live_names_the_address_where_nobody_answers(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "127.0.0.1:1" in refused(capsys, "--from-live", "--nodes", "4", "--address", "127.0.0.1:1")
+    problem = refused(capsys, "--from-live", "--nodes", "4", "--address", "127.0.0.1:1", status=1)
+    assert "127.0.0.1:1" in problem
+    assert "`bough up`" in problem
 
 
 @pytest.mark.slow

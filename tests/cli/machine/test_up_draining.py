@@ -1,0 +1,87 @@
+"""`bough up` asked to stop: what runs finishes, unless it is asked again."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from bough.client import Client
+from bough.protocol.generation import Finished, GenerateOptions, TextPrompt, Tokens
+from tests.fakes.processes.bough_up import bough_up_command
+from tests.fakes.simulated import write_profile
+
+pytestmark = pytest.mark.pipeline
+
+OPTIONS = GenerateOptions(max_tokens=60, seed=1, ignore_eos=True)
+ENDLESS = GenerateOptions(max_tokens=10_000, seed=1, ignore_eos=True)
+IGNORING_SIGINT = ["sh", "-c", 'trap "" INT; exec "$@"', "sh"]  # as the shell of a script does for `command &`
+
+
+@contextmanager
+def serving(folder: Path, held: int, **changes: object) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """`bough up` with SIGINT ignored and an open descriptor, and its address."""
+    command = bough_up_command("--simulate", str(write_profile(folder, **changes)))
+    pipe = subprocess.PIPE
+    process = subprocess.Popen([*IGNORING_SIGINT, *command], stdout=pipe, stderr=pipe, text=True, pass_fds=(held,))
+    assert process.stdout is not None
+    try:
+        yield process, process.stdout.readline().split()[1]
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def open_files(process: int) -> list[str]:
+    """What the descriptors of a process lead to."""
+    return [os.readlink(each) for each in Path(f"/proc/{process}/fd").iterdir()]
+
+
+def children(process: int) -> list[int]:
+    """Its child processes, whichever of its threads started them."""
+    tasks = Path(f"/proc/{process}/task").iterdir()
+    return [int(child) for task in tasks for child in (task / "children").read_text().split()]
+
+
+async def test_an_answer_is_finished_before_the_processes_end(tmp_path: Path) -> None:
+    """It was cut off, and a `bough up &` of a script took no notice of SIGINT at all."""
+    with (tmp_path / "open").open("w") as held, serving(tmp_path, held.fileno(), clock_scale=20) as (process, address):
+        assert held.name in open_files(process.pid)
+        assert len(children(process.pid)) == 4
+        for child in children(process.pid):
+            assert held.name not in open_files(child), "a child keeps what its parent was given"
+        async with Client(address, patience_seconds=0.0) as client:
+            events = []
+            async for event in client.generate(TextPrompt("hello"), OPTIONS):
+                if isinstance(event, Tokens) and not any(isinstance(each, Tokens) for each in events):
+                    process.send_signal(signal.SIGINT)
+                events.append(event)
+        assert isinstance(events[-1], Finished)
+        assert sum(len(each.token_ids) for each in events if isinstance(each, Tokens)) == OPTIONS.max_tokens
+        _, errors = await asyncio.to_thread(process.communicate, timeout=60)
+        assert process.returncode == 0
+        assert "draining: what runs may finish, for 25 s at most; Ctrl-C again ends it at once" in errors
+
+
+async def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
+    with (tmp_path / "open").open("w") as held, serving(tmp_path, held.fileno(), clock_scale=5) as (process, address):
+        async with Client(address, patience_seconds=0.0) as client:
+            events = client.generate(TextPrompt("hello"), ENDLESS)
+            await anext(events)
+            process.send_signal(signal.SIGTERM)
+            assert process.stderr is not None
+            while "draining" not in await asyncio.to_thread(process.stderr.readline):
+                pass
+            began = time.monotonic()
+            process.send_signal(signal.SIGTERM)
+            await asyncio.to_thread(process.communicate, timeout=60)
+            assert process.returncode == 128 + signal.SIGTERM
+            assert time.monotonic() - began < 20, "it would have waited for the answer, for 25 s"
+            await events.aclose()
