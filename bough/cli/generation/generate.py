@@ -5,15 +5,19 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import re
+import signal
 import sys
 import uuid
-from contextlib import suppress
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from typing import Any
 
 from bough.cli.flags.reaching import client_from
 from bough.cli.flags.sampling import options_from
 from bough.client import Client
+from bough.concurrency.tasks import end
 from bough.errors import BoughError, InvalidRequest, NotFound
 from bough.protocol.generation import (
     ChatPrompt,
@@ -27,7 +31,16 @@ from bough.protocol.generation import (
     TextPrompt,
     Tokens,
 )
-from bough.runtime.log_lines import say, shown
+from bough.runtime.log_lines import say, say_error, shown
+
+LEAVING = ("/exit", "/quit", "exit", "quit")
+PROMPT = "> "
+COMMAND = re.compile("/[a-z]+")
+HELP = (
+    "/new begins a new conversation",
+    "/exit, exit, quit or Ctrl-D leaves",
+    "Ctrl-C ends an answer",
+)
 
 
 async def generate(arguments: argparse.Namespace) -> int:
@@ -48,17 +61,98 @@ async def chat(arguments: argparse.Namespace) -> int:
     history = list(_system(arguments))
     async with client_from(arguments) as client:
         name = options.model or (await client.model_info()).model_name
-        say(f"{name}; end with Ctrl-D", file=sys.stderr)
+        say(f"{name}; /help lists commands", file=sys.stderr)
         while line := await _read_line():
-            if not line.strip():
-                continue
-            question = Message("user", line.rstrip("\r\n"))
-            answer = await next_turn(client, history, question, options, arguments.chat_template_kwargs)
-            history += (question, Message("assistant", answer.text))
+            text = line.rstrip("\r\n")
+            match _command(text):
+                case "exit":
+                    break
+                case "new":
+                    history = list(_system(arguments))
+                case "help":
+                    say(*HELP, file=sys.stderr)
+                case "unknown":
+                    say(f"{text.strip()} is no command; /help lists them", file=sys.stderr)
+                case "question":
+                    await _ask(client, history, text, options, arguments.chat_template_kwargs)
         if not arguments.session:
             with suppress(BoughError):  # the session then expires by itself
                 await client.close_session(options.session_id)
     return 0
+
+
+def _command(line: str) -> str:
+    """What a line of a chat is: "exit", "new", "help", "unknown", "question", or "" if there is nothing in it."""
+    word = line.strip()
+    if word in LEAVING:
+        return "exit"
+    if word in ("/new", "/help"):
+        return word[1:]
+    if COMMAND.fullmatch(word):
+        return "unknown"
+    return "question" if word else ""
+
+
+async def _ask(client: Client, history: list[Message], text: str, options: GenerateOptions, kwargs: str) -> None:
+    """Print the answer to a question, up to Ctrl-C, and append both to the history.
+
+    Raises:
+        BoughError: there is no answer, and nobody at a terminal who could ask again.
+    """
+    question, request_id = Message("user", text), uuid.uuid4().hex
+    turn = next_turn(client, history, question, replace(options, request_id=request_id), kwargs)
+    try:
+        answer = await _until_ctrl_c(client, request_id, turn)
+    except BoughError as exc:
+        if not sys.stdin.isatty():
+            raise
+        say_error(exc)
+        return
+    if answer is not None:
+        history += (question, Message("assistant", answer.text))
+
+
+async def _until_ctrl_c(
+    client: Client, request_id: str, turn: Coroutine[None, None, CollectedAnswer]
+) -> CollectedAnswer | None:
+    """The answer, aborted at Ctrl-C; None if nothing has begun then, or at a second Ctrl-C."""
+    answering = asyncio.create_task(turn)
+    aborting: list[asyncio.Task[None]] = []
+
+    async def abort() -> None:
+        try:
+            await client.abort(request_id)
+        except BoughError:  # it has not begun, or nobody answers
+            answering.cancel()
+
+    def interrupted() -> None:
+        if aborting:
+            answering.cancel()
+        else:
+            aborting.append(asyncio.create_task(abort()))
+
+    try:
+        with _on_ctrl_c(interrupted):
+            await asyncio.wait({answering})
+        await end(*aborting)
+        if answering.cancelled():
+            print()
+            return None
+        return answering.result()
+    finally:
+        await end(answering)
+
+
+@contextmanager
+def _on_ctrl_c(act: Callable[[], None]) -> Iterator[None]:
+    """Call `act` at Ctrl-C while the block runs."""
+    loop, before = asyncio.get_running_loop(), signal.getsignal(signal.SIGINT)
+    loop.add_signal_handler(signal.SIGINT, act)
+    try:
+        yield
+    finally:
+        loop.remove_signal_handler(signal.SIGINT)
+        signal.signal(signal.SIGINT, before)
 
 
 async def next_turn(
@@ -94,8 +188,8 @@ class CollectedAnswer:
                 print(shown(text, sys.stdout), end="", flush=True)
         if is_shown:
             print()
-            for warning in answer.finished.warnings if answer.finished else ():
-                say(f"warning: {warning}", file=sys.stderr)
+            for remark in answer.remarks(options):
+                say(remark, file=sys.stderr)
         return answer
 
     def add(self, event: Event) -> str:
@@ -112,6 +206,16 @@ class CollectedAnswer:
                 self.finished = event
         self.text += event.text
         return event.text
+
+    def remarks(self, options: GenerateOptions) -> Iterator[str]:
+        """What a reader of the text alone would miss."""
+        if self.finished is None:
+            return
+        for warning in self.finished.warnings:
+            yield f"warning: {warning}"
+        number = self.finished.usage.completion_tokens
+        if self.finished.finish_reason == "length" and number >= options.max_tokens:
+            yield f"stopped after {number} tokens: --max-tokens allows no more"
 
     @property
     def token_ids(self) -> list[int]:
@@ -154,11 +258,21 @@ async def _read_line() -> str:
     """
     if not sys.stdin.isatty():
         return await asyncio.to_thread(sys.stdin.readline)
-    print("> ", end="", flush=True)
+    print(PROMPT, end="", flush=True)
     readable, loop = asyncio.Event(), asyncio.get_running_loop()
+    is_warned = False
+
+    def interrupted() -> None:
+        nonlocal is_warned
+        if is_warned:
+            raise KeyboardInterrupt
+        is_warned = True  # it may have been meant for an answer that has just ended
+        print(f"\n/exit or Ctrl-D leaves\n{PROMPT}", end="", flush=True)
+
     loop.add_reader(sys.stdin, readable.set)
     try:
-        await readable.wait()
+        with _on_ctrl_c(interrupted):
+            await readable.wait()
     finally:
         loop.remove_reader(sys.stdin)
     return sys.stdin.readline()
