@@ -1,6 +1,6 @@
 """Division of one machine's memory among the processes of `bough up`: of CPU workers, or of a GPU that both share.
 
-Memory that processes take besides weights and KV is from `python -m loadtest.pipeline.memory`, plus a margin.
+Memory that processes take besides weights and KV is that of docs/decisions/040-processes-of-bough-up.md, plus a margin.
 """
 
 from __future__ import annotations

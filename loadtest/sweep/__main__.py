@@ -2,7 +2,7 @@
 
     python -m loadtest.sweep
 
-Writes the demonstration target and a 4-bit pack of it, unless they are there. Each contestant is a process of its own;
+Writes the demonstration target, unless it is there. Each contestant is a process of its own;
 they take turns, so that whatever else the machine does falls on all alike; figures are medians over the turns. Sweeps
 have new processes in every turn. Ends with one JSON line:
 
@@ -14,10 +14,7 @@ link_busy        for trees of 16 and 64 nodes: share of ten consecutive rounds w
                  reading, a link slowed down to --slow-link; link_busy_unlimited is the same on the disk as it is, where
                  computing may take longer than reading. All processes together have a limit on their memory
 accelerate_ratio seconds per token of accelerate's disk offload / bough's without speculation, same memory limit,
-                 in which bough keeps as many layers as fit; airllm_ratio likewise, where it is installed (`pip install
-                 airllm`; it is no part of bough's set-up). from_disk has both against bough with every layer from disk
-packed4_ratio    for 1, 16 and 64 tokens: sweep of a 4-bit pack / of 16 bits, both over a link slowed down to
-                 --slow-link; where computing takes longer than a quarter of the read, that is the limit
+                 in which bough keeps as many layers as fit; from_disk has it against bough with every layer from disk
 resident_ratio   by number of tokens: with everything resident / transformers' own forward
 peak_over_budget_bytes  worst of several memory budgets: peak of the process less what it took before it knew of a
                  model, less the budget
@@ -28,8 +25,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
-import sys
 from typing import Any
 
 from bough.cli.machine.up import ensure_demonstration
@@ -37,7 +32,7 @@ from bough.config.cache_paths import demonstration_folder
 from bough.config.flag_parser import FlagParser
 from bough.config.parsers import parse_bytes
 from loadtest.common.limits import can_limit
-from loadtest.sweep.parts import packed_ratio, peak_over_budget, peer_ratios, sweep_ratios, tell
+from loadtest.sweep.parts import peak_over_budget, peer_ratios, sweep_ratios, tell
 from loadtest.sweep.rounds import link_busy_at
 
 SIZES = (1, 64, 256)
@@ -50,9 +45,6 @@ def main() -> None:
     arguments = _arguments()
     ensure_demonstration()
     model = demonstration_folder()
-    packed = model.with_name(f"{model.name}-4bit")
-    if not (packed / "config.json").is_file() and "packed" in arguments.parts:
-        subprocess.run([sys.executable, "-m", "bough.cli.main", "pack", str(model), "--out", str(packed)], check=True)
     slow_link = int(arguments.slow_link * 1e9)
     figures: dict[str, Any] = {}
     for part in arguments.parts:
@@ -69,8 +61,6 @@ def main() -> None:
                 new = link_busy_at(speeds, model, memory)
             case "accelerate":
                 new = peer_ratios(model, arguments.memory, arguments.turns)
-            case "packed":
-                new = packed_ratio(model, packed, slow_link, arguments.turns)
             case _:
                 new = peak_over_budget(model)
         print(json.dumps(new), flush=True)
@@ -80,7 +70,7 @@ def main() -> None:
 
 def _arguments() -> argparse.Namespace:
     parser = FlagParser(description=__doc__)
-    parts = ["sweep", "busy", "accelerate", "packed", "memory"]
+    parts = ["sweep", "busy", "accelerate", "memory"]
     parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
     parser.add_argument("--memory", type=parse_bytes, default=parse_bytes("1.5GB"), help="limit of the control group")
     parser.add_argument("--slow-link", type=float, default=0.8, help="GB/s at which a link is surely the limit")

@@ -23,7 +23,6 @@ import numpy as np
 import torch
 
 from bough.config.processes import TargetConfig, parse
-from bough.model.checkpoint.checkpoint import INDEX_NAME
 from bough.model.cpu.huge_pages import large_pages
 from bough.protocol.messages import Context, VerifyCall
 from bough.protocol.sampling_params import SamplingParams
@@ -187,52 +186,6 @@ class Accelerate:
         self._folder.cleanup()
 
 
-class AirLLM:
-    """AirLLM on the CPU, which reads one layer after another and caches none."""
-
-    def __init__(self, flags: list[str]) -> None:
-        from airllm import AutoModel
-
-        torch.set_num_threads(os.cpu_count() or 1)
-        self._folder = tempfile.TemporaryDirectory(dir=Path(flags[0]).parent)
-        model, split = (Path(self._folder.name) / name for name in ("model", "split"))
-        _as_hub_names_it(Path(flags[0]), model)
-        self._model = AutoModel.from_pretrained(
-            str(model), device="cpu", dtype=torch.bfloat16, layer_shards_saving_path=str(split)
-        )
-
-    def first_token(self) -> None:
-        """Generate the first token, like any other."""
-        self.sweep(1, 1)
-
-    @torch.inference_mode()
-    def sweep(self, num_tokens: int, repeats: int) -> list[dict[str, float]]:
-        """Generate first tokens after the prompt, each with one pass over the layers."""
-        figures = []
-        for _ in range(repeats):
-            began = time.perf_counter()
-            self._model.generate(torch.tensor([PROMPT]), max_new_tokens=1, use_cache=True)
-            figures.append({"seconds": time.perf_counter() - began})
-        return figures
-
-    def close(self) -> None:
-        """Removes what it has written."""
-        self._folder.cleanup()
-
-
-def _as_hub_names_it(source: Path, folder: Path) -> None:
-    """Link to a model with transformers' file names, from which AirLLM takes the order of shards."""
-    index = json.loads((source / INDEX_NAME).read_text())
-    files = sorted({*index["weight_map"].values()})
-    names = {file: f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i, file in enumerate(files)}
-    folder.mkdir()
-    for file in source.iterdir():
-        if file.is_file() and file.name != INDEX_NAME:
-            (folder / names.get(file.name, file.name)).symlink_to(file)
-    index["weight_map"] = {tensor: names[file] for tensor, file in index["weight_map"].items()}
-    (folder / INDEX_NAME).write_text(json.dumps(index))
-
-
 def _busy_seconds() -> float:
     """Busy seconds of all processors since boot, as direct reads cost mostly kernel time."""
     user, nice, system, _idle, _waiting, irq, softirq, *_ = Path("/proc/stat").read_text().split()[1:9]
@@ -249,7 +202,6 @@ ENGINES: dict[str, Callable[[list[str]], Engine]] = {
     "bough": Bough,
     "transformers": Transformers,
     "accelerate": Accelerate,
-    "airllm": AirLLM,
 }
 
 

@@ -1,4 +1,4 @@
-"""The parts of `loadtest.sweep`: limits of link and processor, peers, packed weights, and peak memory."""
+"""The parts of `loadtest.sweep`: limits of link and processor, a peer, and peak memory."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -17,7 +16,6 @@ from bough.config.parsers import parse_bytes
 from loadtest.common.limits import can_limit, drop_cached, limited
 from loadtest.sweep.contestant import SMALL, Contestant
 
-PACKED_SIZES = (1, 16, 64)
 INTERPRETER_BYTES = 600_000_000  # memory of Python, torch and transformers without a model
 BUDGETS = "0.34GB", "0.5GB", "1GB", "2GB", "4GB"  # the first holds only two layers
 
@@ -117,7 +115,7 @@ def quartiles(numbers: Sequence[float]) -> list[float]:
 
 def peer_ratios(model: Path, memory: int, turns: int) -> dict[str, Any]:
     """Ratios of peers to plain decoding within the same memory limit, and times to the first token."""
-    peers = ["accelerate", *(["airllm"] if find_spec("airllm") else [])]
+    peers = ["accelerate"]
     names = ["bough", "bough from disk", *peers]
     seconds: dict[str, list[float]] = {name: [] for name in names}
     with ExitStack() as stack:
@@ -142,29 +140,6 @@ def peer_ratios(model: Path, memory: int, turns: int) -> dict[str, Any]:
         "seconds_per_token": {name: round(of_name, 3) for name, of_name in medians.items()},
         "first_token_seconds": {name: round(engine.first_token_seconds, 2) for name, engine in engines.items()},
     }
-
-
-def packed_ratio(model: Path, packed: Path, slow_link: int, turns: int) -> dict[str, Any]:
-    """Ratios of packed weights to 16 bits over the same slow link; small rings, so that none fills between sweeps."""
-    if not can_limit():
-        return {"packed4_ratio": None}
-    with ExitStack() as stack:
-        engines = {}
-        for name, folder in (("sixteen_bit", model), ("packed4", packed)):
-            prefix = stack.enter_context(limited(read_bytes_per_second=slow_link, disk_of=folder))
-            flags = ["bough", "--model", str(folder), "--resident-layers", "0", "--ring-memory", "64MB", *SMALL]
-            engines[name] = stack.enter_context(Contestant(*flags, prefix=prefix))
-        seconds: dict[str, dict[int, list[float]]] = {name: {size: [] for size in PACKED_SIZES} for name in engines}
-        for turn in range(turns):
-            for size in PACKED_SIZES:
-                for name, engine in engines.items():
-                    seconds[name][size].append(engine.seconds(size, 2))
-                times = ", ".join(f"{name} {seconds[name][size][-1]:.3f} s" for name in engines)
-                tell(f"turn {turn + 1} of {turns}: {size} tokens: {times}")
-    medians = {name: {size: median(times) for size, times in of.items()} for name, of in seconds.items()}
-    ratios = {size: round(medians["packed4"][size] / medians["sixteen_bit"][size], 3) for size in PACKED_SIZES}
-    rounded = {f"{name}_seconds": {size: round(s, 4) for size, s in of.items()} for name, of in medians.items()}
-    return {"packed4_ratio": ratios, "slow_link_gigabytes_per_second": slow_link / 1e9, **rounded}
 
 
 def peak_over_budget(model: Path) -> dict[str, Any]:

@@ -1,1 +1,0 @@
-"""`python -m loadtest.tracing` measures the cost of tracing in latency and processor time."""
