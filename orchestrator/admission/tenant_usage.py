@@ -58,7 +58,7 @@ class TenantUsage:
         Raises:
             Exhausted: the tenant has reached its limit of requests, sessions or tokens; has a retry delay.
         """
-        account = self._accounts.setdefault(key.name, _Account(settled_at=self.clock()))
+        account = self._account(key)
         self._require_room(key, account, session, num)
         account.num_running += num
         running = account.sessions.pop(session, None) or _Session()
@@ -120,9 +120,19 @@ class TenantUsage:
                 used = len(event.token_ids)
             case _:  # the prompt of `PromptLogprobs` has been counted
                 return
+        self._charge(account, key, used)
+
+    def charge(self, key: ApiKey, num_tokens: int) -> None:
+        """Count tokens of a request that was refused."""
+        self._charge(self._account(key), key, num_tokens)
+
+    def _charge(self, account: _Account, key: ApiKey, num_tokens: int) -> None:
         if key.tokens_per_minute:
             account.settle(self.clock(), key.tokens_per_minute)
-            account.num_owed += used
+            account.num_owed += num_tokens
+
+    def _account(self, key: ApiKey) -> _Account:
+        return self._accounts.setdefault(key.name, _Account(settled_at=self.clock()))
 
 
 def _most_sessions(key: ApiKey) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import codecs
 from collections import Counter
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from http import HTTPStatus
 from typing import TypeVar
 
@@ -16,7 +16,7 @@ from bough.config.json_fields import first_refusal
 from bough.errors import ContextExceeded, Exhausted
 from bough.rpc.status_map import MAX_MESSAGE_BYTES
 from bough.runtime.connections import connection_limit
-from orchestrator.admission.call_limiter import CallLimiter
+from orchestrator.admission.call_limiter import BYTES_PER_TOKEN, GENERATE, CallLimiter
 from orchestrator.http_api.fields.errors import ApiError, api_error, invalid, shortened
 from orchestrator.http_api.guard import tenant_of
 from orchestrator.serving.tenants import Tenant
@@ -24,6 +24,8 @@ from orchestrator.serving.tenants import Tenant
 MAX_BODY_BYTES = MAX_MESSAGE_BYTES  # as much as over gRPC
 MAX_ALL_BYTES = 16 * MAX_BODY_BYTES  # limit of all bodies together that are arriving or being parsed
 LARGE_BYTES = 32 * 1024  # larger bodies are parsed in a thread, so as not to block the event loop
+MAX_ENTRIES = 65_536  # objects, arrays and strings of one body, which take up to 100 ms to make
+MAX_VALUES = 1 << 20  # of all kinds; nearly all of them are numbers then
 READ_SECONDS = 60.0  # limit for a body to arrive
 NUM_SHARES = 2  # one tenant of several may have a share of these bytes, and of the connections, with bodies that arrive
 RETRY_SECONDS = 1.0
@@ -43,7 +45,8 @@ class BodyReader:
     async def read(self, request: Request, kind: type[Body], entered: ExitStack, method: str) -> Body:
         """Read the fields of a request, which counts as a call of `method` until `entered` is closed.
 
-        Raises ApiError for a body that is too large, not JSON, or has an invalid field, and Exhausted for too many.
+        Raises ApiError for a body that is too large, not JSON, or has an invalid field, and Exhausted for too many, or
+        a large one of a key that is at its limits. A large one that is refused uses up tokens of the key.
         """
         _require_json(request)
         _require_size(_announced_bytes(request))
@@ -54,8 +57,10 @@ class BodyReader:
             self._enter(entered, method, len(body))
             if len(body) <= LARGE_BYTES:
                 return parse(kind, body)
-            async with self._parsing:
-                return await asyncio.to_thread(parse, kind, body)
+            is_counted = method == GENERATE
+            with tenant.decoding(len(body) // BYTES_PER_TOKEN) if is_counted else nullcontext():
+                async with self._parsing:
+                    return await asyncio.to_thread(_parse_large, kind, body)
         finally:
             self._num_bytes[tenant.name] -= sum(map(len, chunks))
 
@@ -117,6 +122,25 @@ def _require_size(num_bytes: int) -> None:
     if num_bytes > MAX_BODY_BYTES:
         message = f"body: must have at most {MAX_BODY_BYTES} bytes, got {num_bytes} or more"
         raise ApiError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, message, code="body_too_large")
+
+
+def _parse_large(kind: type[Body], body: bytes) -> Body:
+    require_entries(body)
+    return parse(kind, body)
+
+
+def require_entries(body: bytes) -> None:
+    """Refuse a JSON text of too many values before they are made: a million of them would stop all streams."""
+    plain = body.replace(rb"\\", b"").replace(rb"\"", b"")  # without escapes a quotation mark begins or ends a string
+    num_entries = plain.count(b'"') // 2
+    num_values = 0
+    if num_entries <= MAX_ENTRIES:
+        outside = b" ".join(plain.split(b'"')[::2])
+        num_entries += outside.count(b"[") + outside.count(b"{")
+        num_values = outside.count(b",")
+    if num_entries > MAX_ENTRIES or num_values > MAX_VALUES:
+        most = f"{MAX_ENTRIES} objects, arrays and strings, and {MAX_VALUES} values in all"
+        raise ApiError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"body: must have at most {most}", code="body_too_large")
 
 
 def parse(kind: type[Body], body: bytes) -> Body:

@@ -63,6 +63,20 @@ class Tenant:
                 for (prompt, options), hold in zip(wanted, holds, strict=True)
             ]
 
+    @contextmanager
+    def decoding(self, num_tokens: int) -> Iterator[None]:
+        """Count a large message as a request while it is decoded; if it is refused it has used so many tokens.
+
+        Raises Exhausted at the key's limits.
+        """
+        with self._counted("", 1):
+            try:
+                yield
+            except Exception:
+                if self.key is not None:
+                    self.usage.charge(self.key, num_tokens)
+                raise
+
     @property
     def name(self) -> str:
         """The key holder's name; empty if there are no keys."""

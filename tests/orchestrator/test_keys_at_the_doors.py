@@ -31,6 +31,7 @@ from bough.rpc.status_map import to_error
 from bough.security.api_keys import hash_of
 from loadtest.locust.mix import Question
 from orchestrator.assembly import Orchestrator, assembled
+from orchestrator.http_api.body import LARGE_BYTES
 from tests.fakes.http_stack import error_of
 from tests.fakes.stage import Stage, staged
 from tests.fakes.waiting import until
@@ -269,6 +270,35 @@ async def test_what_a_key_allows_holds_at_both_doors(tmp_path: Path) -> None:
             assert (response.status_code, error_of(response)["code"]) == (429, "rate_limit_exceeded")
             assert int(response.headers["retry-after"]) >= 1
             await answer(bob)
+
+
+async def test_a_large_body_counts_for_its_key_also_if_it_is_refused(tmp_path: Path) -> None:
+    """It was read for nothing as often as its sender liked."""
+    many = {"prompt": [[]] * 70_000}
+    long = {"prompt": "x" * LARGE_BYTES, "n": "many"}
+    async with guarded(tmp_path, requests=1, tokens_per_minute=2_000) as door, door.http(ALICE) as http:
+        for body, status in ((long, 400), (many, 413)):  # of 1,000 and 6,500 tokens
+            assert (await http.post("/v1/completions", json=body)).status_code == status
+        for body in (long, many, BODY):
+            response = await http.post("/v1/completions", json=body)
+            assert response.status_code == 429
+            assert error_of(response)["message"].startswith("tokens_per_minute: this key's 2000 are used")
+        async with door.http(BOB) as bob:
+            assert (await bob.post("/v1/completions", json=many)).status_code == 413
+            assert (await bob.post("/v1/completions", json=BODY)).status_code == 200
+
+
+async def test_a_large_body_is_not_read_while_as_many_requests_run_as_the_key_allows(tmp_path: Path) -> None:
+    async with guarded(tmp_path, requests=1) as door, door.client(ALICE) as alice, door.http(ALICE) as http:
+        door.stage.target.may_answer.clear()
+        running = asyncio.create_task(answer(alice))
+        await until(lambda: door.stage.target.asked)
+        response = await http.post("/v1/completions", json={"prompt": [[]] * 70_000})
+        assert (response.status_code, error_of(response)["code"]) == (429, "rate_limit_exceeded")
+        response = await http.post("/tokenize", json={"prompt": "x" * LARGE_BYTES})
+        assert response.status_code == 200
+        door.stage.target.may_answer.set()
+        await running
 
 
 async def test_choices_count_as_requests_of_the_key(tmp_path: Path) -> None:

@@ -208,7 +208,7 @@ class MessageFields(Fields):
 class ChatFields(GenerationFields):
     """Body of /v1/chat/completions."""
 
-    messages: list[MessageFields] = Field(min_length=1)
+    messages: Annotated[list[MessageFields], Field(fail_fast=True)] = Field(min_length=1)
     max_completion_tokens: StrictInt | None = None
     logprobs: StrictBool = False
     top_logprobs: StrictInt = 0
@@ -250,7 +250,7 @@ class TokenizeFields(Fields):
 
     model: str = ""
     prompt: str | None = None
-    messages: list[MessageFields] | None = Field(None, min_length=1)
+    messages: Annotated[list[MessageFields], Field(fail_fast=True)] | None = Field(None, min_length=1)
     return_token_strs: StrictBool = False
     add_special_tokens: StrictBool | None = None
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
@@ -262,4 +262,4 @@ class DetokenizeFields(Fields):
     """Body of /detokenize."""
 
     model: str = ""
-    tokens: list[StrictInt]
+    tokens: Annotated[list[StrictInt], Field(fail_fast=True)]

@@ -159,7 +159,7 @@ class ResponseStreamOptions(Fields):
 class ResponseFields(RequestFields):
     """Body of /v1/responses."""
 
-    input: Annotated[list[Annotated[InputItem, BeforeValidator(_item)]], BeforeValidator(_input)]
+    input: Annotated[list[Annotated[InputItem, BeforeValidator(_item)]], Field(fail_fast=True), BeforeValidator(_input)]
     instructions: str | None = None
     max_output_tokens: StrictInt | None = None
     text: TextFields = TextFields()
