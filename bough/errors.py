@@ -102,7 +102,11 @@ class Unavailable(BoughError):
 
 
 class NoAnswer(Unavailable):
-    """A call ended without its peer's reply; the peer may have failed because of the call."""
+    """A call ended without its peer's reply; if it `was_connected`, the peer may have failed because of the call."""
+
+    def __init__(self, message: str, was_connected: bool = False) -> None:
+        super().__init__(message)
+        self.was_connected = was_connected
 
 
 class AcceleratorLost(Unavailable):

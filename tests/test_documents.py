@@ -89,7 +89,7 @@ def test_lines_are_short_enough_to_compare(document: Path) -> None:
 def test_every_decision_has_a_number_of_its_own_and_stands_in_the_index() -> None:
     index = (DECISIONS / "README.md").read_text()
     files = sorted(DECISIONS.glob("[0-9]*.md"))
-    assert [int(file.name[:3]) for file in files] == list(range(1, len(files) + 1))
+    assert len({file.name[:3] for file in files}) == len(files)
     for file in files:
         number, title = file.read_text().splitlines()[0].removeprefix("# ").split(". ", 1)
         assert f"| {number} | [{title}]({file.name}) |" in index, file.name

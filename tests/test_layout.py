@@ -106,6 +106,13 @@ def test_torch_only_where_tensors_are() -> None:
             assert not tops(path) & TORCH, path
 
 
+def test_llguidance_runs_in_processes_of_its_own() -> None:
+    """It is native code that reads what clients send, and has crashed over it."""
+    for path in python_files("bough", *SERVICES, "deploy", "loadtest"):
+        assert "llguidance" not in tops(path) or path == ROOT / "bough" / "grammar" / "grammar_worker.py", path
+    assert "llguidance" not in loaded_by("orchestrator.__main__")
+
+
 def test_redis_in_one_file_and_ray_nowhere_but_in_deploy() -> None:
     for path in python_files("bough", *SERVICES):
         assert "redis" not in tops(path) or path == ROOT / "bough" / "registry" / "connection.py", path

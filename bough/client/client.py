@@ -85,8 +85,9 @@ class Client:
         """The events of one request: Started, then Tokens for each round, then Finished.
 
         A broken stream is resumed after the last received token, at another address if there is one; no token is lost
-        or repeated, a warning is logged, and Finished has one. A server without capacity is called again when it says.
-        Leaving the loop early aborts the request.
+        or repeated, a warning is logged, and Finished has one. A request that loses two servers without a new token is
+        not sent to a third, which it might end too. A server without capacity is called again when it says. Leaving the
+        loop early aborts the request.
         """
         stream, retry_window = ResumableStream(options), RetryWindow()
         is_known = False  # an orchestrator has answered

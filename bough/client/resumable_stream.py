@@ -10,11 +10,12 @@ import time
 import uuid
 from dataclasses import replace
 
-from bough.errors import BoughError, Exhausted, Unavailable
+from bough.errors import BoughError, Exhausted, NoAnswer, Unavailable
 from bough.protocol import generation as g
 
 logger = logging.getLogger(__name__)
 
+MOST_LOST = 2  # connections that a request may lose in a row without news, as it may be what ends the servers
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.1, 5.0
 
 
@@ -85,6 +86,7 @@ class RetryWindow:
 
     def renew(self) -> None:
         """Reset after progress."""
+        self._num_lost = 0  # connections
         self._failed_at: float | None = None  # time of the first failure since progress, on the monotonic clock
         self._cause: Unavailable | Exhausted | None = None  # that failure; later ones are often its consequences
         self._pause_seconds = FIRST_PAUSE_SECONDS
@@ -94,8 +96,16 @@ class RetryWindow:
 
         The first failure since progress is logged, if a server `is_known` to have been there.
 
-        Raises the first failure since progress if the sleep would end more than `most_seconds` after it.
+        Raises the first failure since progress if the sleep would end more than `most_seconds` after it, and NoAnswer
+        if MOST_LOST connections were lost since.
         """
+        self._num_lost += isinstance(exc, NoAnswer) and exc.was_connected
+        if self._num_lost >= MOST_LOST:
+            raise NoAnswer(
+                f"{exc}; the request is not sent again, as its connection was lost {self._num_lost} times in a row "
+                "without a new token",
+                was_connected=True,
+            ) from exc
         is_first = self._failed_at is None
         self._failed_at = self._failed_at or time.monotonic()
         self._cause = self._cause or exc

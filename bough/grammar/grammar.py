@@ -3,29 +3,34 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from queue import LifoQueue
+from typing import Any
 
-from llguidance import LLMatcher
-
-from bough.concurrency.deep_stack import on_deep_stack
 from bough.errors import InvalidRequest
-from bough.grammar.allowed_tokens import LIMITS, in_one_line
+from bough.grammar.grammar_process import GrammarProcess, Refused
 from bough.protocol.generation import Constraint
 from bough.protocol.sampling_params import MAX_CHOICES, MAX_GRAMMAR
 
-if TYPE_CHECKING:
-    from llguidance._lib import JsonCompileOptions  # of types only
+Spacing = Mapping[str, object]  # options of llguidance
 
 # Blanks in JSON, wherever they may stand: without a limit a model may go on with them until its tokens are used up.
-FLEXIBLE: JsonCompileOptions = {"whitespace_pattern": r"\n?[ \t]{0,32}"}
+FLEXIBLE: Spacing = {"whitespace_pattern": r"\n?[ \t]{0,32}"}
 # As Python and chat templates write JSON.
-AS_DUMPED: JsonCompileOptions = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+AS_DUMPED: Spacing = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+LEAST_INTEGER = -(2**63)  # whose sign llguidance changes without end
+MAX_PATTERNS = 8  # that a text matches at once: the time to read them doubles with each
+NUM_PROCESSES = 2  # that read grammars, so that one which takes long does not delay all others
 ANY_OBJECT = '{"type": "object"}'
 # The salt of the request that the running task works for. How long a grammar takes tells whether it was kept, and so
 # what others have demanded: it is kept for requests of one salt.
 CACHE_SALT: ContextVar[str] = ContextVar("cache_salt", default="")
+
+_PROCESSES: LifoQueue[GrammarProcess] = LifoQueue()  # that are idle
+for _process in range(NUM_PROCESSES):
+    _PROCESSES.put(GrammarProcess())
 
 
 def grammar_of(constraint: Constraint) -> str:
@@ -47,11 +52,19 @@ def _checked(constraint: Constraint, _cache_salt: str) -> str:
     name, grammar = _written(constraint)
     if len(grammar) > MAX_GRAMMAR:
         raise InvalidRequest(f"constraint.{name}: must be at most {MAX_GRAMMAR} characters, got {len(grammar)}")
-    # llguidance recurses along rules that name one another, and ends the process where the stack ends
-    is_error, messages = on_deep_stack(lambda: LLMatcher.validate_grammar_with_warnings(grammar, limits=LIMITS))
-    if is_error:
-        raise InvalidRequest(f"constraint.{name}: must be one that can be followed: {in_one_line(messages[0])}")
+    _called(f"constraint.{name}: must be one that can be followed", "check", grammar=grammar)
     return grammar
+
+
+def _called(problem: str, operation: str, **fields: object) -> str:
+    """The grammar that a process which reads grammars answers with, if any. Raises InvalidRequest with the problem."""
+    process = _PROCESSES.get()
+    try:
+        return str(process.call(operation, fields=fields)[0].get("grammar", ""))
+    except Refused as exc:
+        raise InvalidRequest(f"{problem}: {exc}") from exc
+    finally:
+        _PROCESSES.put(process)
 
 
 def _written(constraint: Constraint) -> tuple[str, str]:
@@ -59,29 +72,55 @@ def _written(constraint: Constraint) -> tuple[str, str]:
         case Constraint(str(schema), None, (), None):
             return "json_schema", _of_schema(schema)
         case Constraint(None, str(regex), (), None):
-            return "regex", LLMatcher.grammar_from_regex(_not_empty("regex", regex))
+            return "regex", _of_regex(_not_empty("regex", regex))
         case Constraint(None, None, (_, *_) as choices, None):
-            return "choices", LLMatcher.grammar_from_lark(_alternatives(choices))
+            return "choices", _alternatives(choices)
         case Constraint(None, None, (), str(lark)):
-            return "lark", LLMatcher.grammar_from_lark(_not_empty("lark", lark))
+            return "lark", _not_empty("lark", lark)
     names = "json_schema", "regex", "choices", "lark"
     given = " and ".join(name for name in names if getattr(constraint, name) not in (None, ())) or "none"
     raise InvalidRequest(f"constraint: must have exactly one of {', '.join(names)}, got {given}")
 
 
-def _of_schema(schema: str, spacing: JsonCompileOptions = FLEXIBLE) -> str:
+def _of_regex(regex: str) -> str:
+    return _called("constraint.regex: must be one that can be followed", "write_regex", regex=regex)
+
+
+def _of_schema(schema: str, spacing: Spacing = FLEXIBLE) -> str:
     try:
         parsed = json.loads(schema)
     except (ValueError, RecursionError) as exc:
         raise InvalidRequest(f"constraint.json_schema: must be JSON, got {schema[:64]!r}: {exc}") from exc
     if not isinstance(parsed, dict):
         raise InvalidRequest(f"constraint.json_schema: must be an object, got {schema[:64]!r}")
-    try:
-        return LLMatcher.grammar_from_json_schema(schema, overrides=spacing)
-    except ValueError as exc:  # numbers, depths and characters that Python's reader lets through
-        raise InvalidRequest(
-            f"constraint.json_schema: must be JSON, got {schema[:64]!r}: {in_one_line(str(exc))}"
-        ) from exc
+    _require_readable(parsed)
+    problem = f"constraint.json_schema: must be JSON, got {schema[:64]!r}"
+    return _called(problem, "write_schema", schema=schema, spacing=spacing)
+
+
+def _require_readable(schema: object) -> None:
+    """Refuse what is known to be too much for llguidance, before a process is lost over it. Raises InvalidRequest."""
+    for part in _parts(schema):
+        if part == LEAST_INTEGER and type(part) is int:
+            raise InvalidRequest(f"constraint.json_schema: integers must be more than {LEAST_INTEGER}, got {part}")
+        alternatives = part.get("allOf") if isinstance(part, dict) else None
+        conditions = alternatives if isinstance(alternatives, list) else []
+        num_patterns = sum(isinstance(condition, dict) and "pattern" in condition for condition in conditions)
+        if num_patterns > MAX_PATTERNS:
+            raise InvalidRequest(
+                f"constraint.json_schema: allOf must have at most {MAX_PATTERNS} patterns, got {num_patterns}"
+            )
+
+
+def _parts(schema: object) -> Iterator[Any]:
+    """All values in a schema; not by recursion, as it may be as deep as Python's reader allows."""
+    waiting = [schema]
+    while waiting:
+        yield (part := waiting.pop())
+        if isinstance(part, dict):
+            waiting += part.values()
+        elif isinstance(part, list):
+            waiting += part
 
 
 def either(first: str, second: str) -> str:

@@ -88,7 +88,7 @@ class ServedWorker(ABC, Generic[Config]):
         Raises:
             InvalidRequest: it cannot be followed.
         """
-        self.grammars.compiled(call.sampling.grammar, call.context.cache_salt)
+        self.grammars.compile(call.sampling.grammar, call.context.cache_salt)
 
     @abstractmethod
     def info(self) -> WorkerInfo:

@@ -83,7 +83,7 @@ def to_error(exc: grpc.aio.AioRpcError | grpc.Call, address: str) -> BoughError:
         return kind(details)
     if exc.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED):
         silence = REFUSED if CONNECTION_REFUSED in details else f"{exc.code().name}: {explained(details)}"
-        return errors.NoAnswer(f"{address} does not answer: {silence}")
+        return errors.NoAnswer(f"{address} does not answer: {silence}", was_connected=CONNECTING not in details)
     if exc.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in details:  # gRPC's own message
         return InvalidRequest(f"message: must have at most {MAX_MESSAGE_BYTES} bytes, got: {details}")
     if exc.code() is grpc.StatusCode.UNAUTHENTICATED:  # from a proxy

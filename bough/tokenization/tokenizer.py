@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from itertools import takewhile
 from typing import NamedTuple
 
 import tokenizers
 
-from bough.errors import InvalidRequest
+from bough.errors import BoughError, InvalidRequest
 from bough.tokenization.chat_template import NONE, ChatTemplate, Messages, Objects, Variables
 from bough.tokenization.vocabulary import TokenizerFiles
 
@@ -92,7 +93,8 @@ class Tokenizer:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of the tokens without special tokens; incomplete characters become U+FFFD."""
-        return self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
+        with panics_as_errors():
+            return self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
 
     def decode_showing(self, token_ids: Sequence[int], shown: Mapping[int, str]) -> str:
         """Text as `decode` gives it, with the spellings of some special tokens."""
@@ -152,4 +154,16 @@ class Tokenizer:
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """Encode as a batch of one, since only batch calls of the library release the GIL."""
-        return list(self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
+        with panics_as_errors():
+            return list(self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
+
+
+@contextmanager
+def panics_as_errors() -> Iterator[None]:
+    """Raise BoughError where the library panics: pyo3's PanicException is no Exception, and would never be answered."""
+    try:
+        yield
+    except BaseException as exc:
+        if type(exc).__name__ == "PanicException":
+            raise BoughError(f"the tokenizer has failed: {exc}") from exc
+        raise

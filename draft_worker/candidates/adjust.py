@@ -94,7 +94,8 @@ def constrain(
     output. Nodes that the grammar forbids themselves keep their logits: the target never gets there.
     """
     forbidden = np.zeros(logits.shape, np.bool_)
-    for node, (path, places) in enumerate(zip(paths, is_output, strict=True)):
-        if (following := allowed.after(path[places].tolist())) is not None:
+    outputs = [path[places].tolist() for path, places in zip(paths, is_output, strict=True)]
+    for node, following in enumerate(allowed.after_each(outputs)):
+        if following is not None:
             np.logical_not(following, out=forbidden[node])
     logits.masked_fill_(torch.from_numpy(forbidden).to(logits.device), -torch.inf)

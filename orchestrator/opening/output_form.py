@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from contextvars import copy_context
+from typing import NamedTuple, TypeVar
+from weakref import WeakValueDictionary
 
 from bough.errors import InvalidRequest
-from bough.grammar.grammar import CACHE_SALT, grammar_of
+from bough.grammar.grammar import CACHE_SALT, NUM_PROCESSES, grammar_of
 from bough.protocol.generation import ChatPrompt, GenerateOptions, Prompt, ToolChoice, Tools
 from bough.protocol.thoughts import Channels, Thoughts
 from bough.tokenization.tokenizer import Tokenizer
@@ -15,6 +19,11 @@ from orchestrator.reasoning.formats import HARMONY_NAME, shown
 from orchestrator.reasoning.grammar import after_thoughts
 from orchestrator.tools.formats import format_of
 from orchestrator.tools.harmony import HARMONY
+
+Result = TypeVar("Result")
+
+_THREADS = ThreadPoolExecutor(NUM_PROCESSES, "grammars")
+_TURNS: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # by salt
 
 
 class OutputForm(NamedTuple):
@@ -37,12 +46,14 @@ async def output_form(
     """
     CACHE_SALT.set(options.cache_salt)
     tools = prompt.tools if isinstance(prompt, ChatPrompt) else None
-    # Grammars are not made on the threads that tokenize for everybody.
-    demanded = await asyncio.to_thread(grammar_of, options.constraint) if options.constraint is not None else ""
+    demanded = ""
+    if (constraint := options.constraint) is not None:
+        demanded = await _in_turn(options.cache_salt, lambda: grammar_of(constraint))
     form = OutputForm(demanded, {})
     is_called = tools is not None and tools.choice is not ToolChoice.NONE
     if tools is not None and is_called:
-        form = await asyncio.to_thread(_of_tools, tools, tokenizer, tool_format, demanded, thoughts)
+        called = tools
+        form = await _in_turn(options.cache_salt, lambda: _of_tools(called, tokenizer, tool_format, demanded, thoughts))
     if form.grammar and options.ignore_eos:
         raise InvalidRequest(
             "ignore_eos: must be false beside a constraint or demanded calls of tools, which the model's end completes"
@@ -58,6 +69,24 @@ async def output_form(
         field = "chat.tools" if options.constraint is None else "constraint"
         grammar = after_thoughts(field, grammar, thoughts, tokenizer.added_tokens)
     return OutputForm(grammar, {**shown(thoughts, tokenizer), **form.shown})
+
+
+async def _in_turn(cache_salt: str, work: Callable[[], Result]) -> Result:
+    """Run work that reads grammars in a thread for that, one at a time of a salt, and so of a tenant.
+
+    So a tenant whose grammars take as long as they may leaves a thread to others. One whose caller has gone is not
+    begun; one that has begun keeps its turn, as it cannot be stopped.
+    """
+    turn, loop = _TURNS.setdefault(cache_salt, asyncio.Lock()), asyncio.get_running_loop()
+    await turn.acquire()
+
+    def end_turn(_: object) -> None:
+        with suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(turn.release)
+
+    running = _THREADS.submit(copy_context().run, work)
+    running.add_done_callback(end_turn)
+    return await asyncio.wrap_future(running)
 
 
 def _of_tools(

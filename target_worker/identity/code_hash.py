@@ -24,7 +24,7 @@ def modules(*packages: tuple[str, str]) -> frozenset[str]:
 
 
 DECIDING = modules(
-    ("bough.grammar", "allowed_tokens"),
+    ("bough.grammar", "allowed_tokens grammar_process grammar_worker"),
     ("bough.model.architecture", "architecture attention gated_delta latent moe side_by_side"),
     ("bough.model.batch", "batch gpu_paths path_spans state_steps"),
     ("bough.model.checkpoint", "gguf_config tensor_source"),

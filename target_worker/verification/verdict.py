@@ -103,7 +103,9 @@ def adjusted_after(
     counts = TokenCounts.of(held if params.has_penalties else (), prompt_length)
     num_prompt = max(0, prompt_length - len(held))  # of a path: its root may be the prompt's last token
     if allowed is not None:
-        allowed.stand_on(list(map(int, held[prompt_length:])))
+        likely = _likely_tokens(tree)
+        paths = [likely[num_prompt:end] for end in range(1, len(likely) + 1)]
+        allowed.stand_on(list(map(int, held[prompt_length:])), paths)
 
     def row_after(path: Sequence[int], raw: Row) -> Row:
         raw = raw if call.context.base_length + len(path) >= first_end_of(call) else unending(raw, params)
@@ -119,6 +121,16 @@ def adjusted_after(
         return constrained(row, following)
 
     return row_after
+
+
+def _likely_tokens(tree: Tree) -> list[int]:
+    """The tokens from the root to a leaf by each node's first child, which is the draft's likeliest."""
+    children, node = tree.children(), 0
+    tokens = [int(tree.tokens[0])]
+    while children[node]:
+        token, node = next(iter(children[node].items()))
+        tokens.append(token)
+    return tokens
 
 
 def distributions_after(tree: Tree, scheme: Scheme, target_probs: Callable[[int], Row]) -> Callable[[int, Row], Row]:

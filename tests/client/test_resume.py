@@ -10,10 +10,11 @@ import grpc
 import pytest
 
 from bough.client import Client
-from bough.errors import ConfigError, InvalidRequest, StaleEpoch, Unavailable
+from bough.errors import ConfigError, InvalidRequest, NoAnswer, StaleEpoch, Unavailable
 from bough.pb import generation_pb2
 from bough.protocol import codec_generation as wire
 from bough.protocol.generation import GenerateOptions, Resume, Started, TextPrompt
+from bough.protocol.messages import VerifyCall
 from bough.rpc.server import serving
 from bough.rpc.services import GENERATION, add_service
 from tests.fakes.fleet import Fleet
@@ -182,6 +183,37 @@ async def test_the_client_hides_that_its_orchestrator_died(fakes: Fleet, caplog:
     assert seen.end.usage.completion_tokens == 60
     (warning,) = [record.getMessage() for record in caplog.records if record.name.startswith("bough.client")]
     assert warning.startswith(f"connection lost, trying again for at most 60 s: {first.address} ")
+
+
+async def test_a_request_that_ends_its_servers_is_not_sent_to_a_third(fakes: Fleet) -> None:
+    """One request ended every orchestrator of a cluster, as its client took it from each to the next."""
+    target, _ = await fakes.target("t1")
+    servers = [server for _, server in [await fakes.orchestrator() for _ in range(3)]]
+    of_address, killed = {server.address: server for server in servers}, list[str]()
+
+    async def end_its_server(_: VerifyCall) -> None:
+        killed.append(client.address)
+        asyncio.get_running_loop().create_task(of_address[client.address].kill())
+        await asyncio.sleep(60)
+
+    target.before = end_its_server
+    async with Client(*of_address) as client:
+        with pytest.raises(NoAnswer, match="not sent again, as its connection was lost 2 times in a row without a new"):
+            await asyncio.wait_for(read(client), 30)
+    assert killed == [server.address for server in servers[:2]]
+
+
+async def test_a_request_that_loses_a_server_before_its_first_token_goes_on_at_another(fakes: Fleet) -> None:
+    target, _ = await fakes.target("t1")
+    (_, first), (_, second) = await fakes.orchestrator(), await fakes.orchestrator()
+
+    async def die() -> None:
+        asyncio.get_running_loop().create_task(first.kill())
+        await asyncio.sleep(60)
+
+    target.before = once(die, 1)
+    async with Client(first.address, second.address) as client:
+        assert (await asyncio.wait_for(read(client), 30)).token_ids == expected(fakes)
 
 
 async def test_a_client_without_anyone_there_says_so_soon(fakes: Fleet, caplog: pytest.LogCaptureFixture) -> None:

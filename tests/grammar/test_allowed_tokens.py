@@ -7,12 +7,11 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from llguidance import LLParserLimits
 
 from bough.errors import InvalidRequest
-from bough.grammar import allowed_tokens
 from bough.grammar.allowed_tokens import AllowedTokens, Grammars
 from bough.grammar.grammar import grammar_of
+from bough.grammar.grammar_process import Limits
 from bough.protocol.generation import Constraint
 from bough.tokenization.tokenizer import Tokenizer
 from bough.tokenization.vocabulary import TokenizerFiles
@@ -135,12 +134,10 @@ def test_masks_are_kept_as_long_as_the_grammar_is_the_same(grammars: Grammars) -
 
 
 def test_tenants_share_no_states_of_a_grammar(grammars: Grammars) -> None:
-    phone = grammar_of(PHONE)
-    own = grammars.compiled(phone, "alice")
-    assert grammars.compiled(phone, "alice") is own
-    assert grammars.compiled(phone, "bob") is not own
-    own.is_spent = True
-    assert grammars.compiled(phone, "alice") is not own
+    own = grammars.process("phone", "alice")
+    assert grammars.process("phone", "alice") is own
+    assert grammars.process("phone", "bob") is not own
+    assert grammars.process("person", "alice") is not own
 
 
 def test_rules_that_name_one_another_in_a_long_chain_do_not_end_the_process(grammars: Grammars) -> None:
@@ -158,17 +155,14 @@ def test_rules_that_name_one_another_in_a_long_chain_do_not_end_the_process(gram
 
 def test_what_cannot_be_followed_is_refused_by_name(grammars: Grammars, byte_tokenizer: TokenizerFiles) -> None:
     with pytest.raises(InvalidRequest, match=r"constraint: must be a grammar that can be followed"):
-        grammars.compiled("no grammar")
+        grammars.compile("no grammar")
     endless = Grammars(TokenizerFiles(byte_tokenizer.tokenizer_json, "", ()), VOCAB)
     with pytest.raises(InvalidRequest, match=r"constraint: must be left out: this model has no token that ends a text"):
-        endless.compiled(grammar_of(PHONE))
+        endless.compile(grammar_of(PHONE))
 
 
-def test_a_grammar_that_grows_past_its_bounds_ends_its_request_alone(
-    byte_tokenizer: TokenizerFiles, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(allowed_tokens, "LIMITS", LLParserLimits(max_lexer_states=600))
-    grammars, rng = Grammars(byte_tokenizer, VOCAB), random.Random(2)
+def test_a_grammar_that_grows_past_its_bounds_ends_its_request_alone(byte_tokenizer: TokenizerFiles) -> None:
+    grammars, rng = Grammars(byte_tokenizer, VOCAB, Limits(max_lexer_states=600)), random.Random(2)
     allowed = along(grammars, Constraint(regex=r"(.*[a-m].{300}){20}"))
 
     def decode() -> None:
@@ -180,7 +174,6 @@ def test_a_grammar_that_grows_past_its_bounds_ends_its_request_alone(
 
     with pytest.raises(InvalidRequest, match=r"constraint: must be a grammar that can be followed: .*too many states"):
         decode()
-    assert not allowed.is_working
     again = grammars.along(allowed.grammar, allowed)
     assert again is not None
     assert again.after([]) is not None, "another output of the session with this grammar begins anew"

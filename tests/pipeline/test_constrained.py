@@ -138,6 +138,28 @@ async def test_what_cannot_be_asked_for_is_named(http: httpx.AsyncClient) -> Non
         assert error["message"].startswith(f"{param}: "), error
 
 
+async def test_what_would_crash_the_library_is_refused_and_the_server_goes_on(
+    http: httpx.AsyncClient, client: Client
+) -> None:
+    """llguidance recursed without end over one number, which ended every orchestrator that the client knew."""
+    schema = {"const": -(2**63)}
+    formed = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    asked = {"input": "x", "text": {"format": {"type": "json_schema", "name": "x", "schema": schema}}}
+    lark = f"start: %json {json.dumps(schema)}"
+    for path, body, param in (
+        (CHAT, HELLO | {"response_format": formed}, FORMAT_SCHEMA),
+        (CHAT, HELLO | {"structured_outputs": {"grammar": lark}}, "structured_outputs.grammar"),
+        (COMPLETIONS, {"prompt": "x", "structured_outputs": {"json": schema}}, "structured_outputs.json"),
+        ("/v1/responses", asked, "text.format.schema"),
+    ):
+        response = await http.post(path, json=body)
+        assert (response.status_code, response.json()["error"]["param"]) == (400, param), response.text
+    for constraint in (Constraint(json_schema=json.dumps(schema)), Constraint(lark=lark)):
+        with pytest.raises(InvalidRequest, match=r"constraint\.(json_schema|lark): "):
+            await generated(client, GenerateOptions(constraint=constraint))
+    assert (await answered(http, CHAT, HELLO | {"structured_outputs": {"choice": ["yes"]}}))["text"] == "yes"
+
+
 async def generated(client: Client, options: GenerateOptions, prompt: Prompt = HI) -> tuple[str, list[int]]:
     text, tokens = "", list[int]()
     async for event in client.generate(prompt, options):

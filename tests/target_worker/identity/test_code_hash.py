@@ -21,7 +21,7 @@ SEEDS = (
 OTHERS = modules(
     ("bough", "errors"),
     ("bough.model", "architecture cpu gpu"),  # the rooms themselves
-    ("bough.concurrency", "deep_stack futures inbox"),
+    ("bough.concurrency", "futures inbox"),
     ("bough.config", "cache_paths flag_parser parsers processes reader"),
     ("bough.model.checkpoint", "atomic_files checkpoint content_samples gguf_file hub"),
     ("bough.model.cpu", "huge_pages"),
