@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import re
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
@@ -53,6 +55,7 @@ from orchestrator.serving.tenants import Callers
 
 SESSION_HEADER = "x-session-id"
 HEALTH, METRICS, DISCOVERY = "/health", "/metrics", "/service-discovery"
+MAX_COMPARED = 128  # characters of an unknown path
 Endpoint = Callable[[Request, ExitStack], Awaitable[ASGIApp]]
 
 
@@ -264,8 +267,17 @@ class _Answered:
 async def _refused(request: Request, exc: Exception) -> Response:
     """Answer for an unknown path or method, in OpenAI's form."""
     assert isinstance(exc, HTTPException)
-    status = HTTPStatus(exc.status_code)
-    message = f"{request.method} {request.url.path}: {status.phrase.lower()}; docs/http-api.md has what is served"
+    status, allowed = HTTPStatus(exc.status_code), (exc.headers or {}).get("Allow")
+    path = request.url.path[:MAX_COMPARED]
+    hint = f"the method must be {allowed}" if allowed else _nearest(request.app, path)
+    message = f"{request.method} {path}: {status.phrase.lower()}; {hint}"
     response = ApiError(status, message, code=status.name.lower()).response()
-    response.headers.update(exc.headers or {})  # which methods a path has
+    response.headers.update(exc.headers or {})
     return response
+
+
+def _nearest(app: Starlette, path: str) -> str:
+    """The path that a client may have meant, or all paths."""
+    paths = [re.sub(r":\w+}", "}", route.path) for route in app.routes if isinstance(route, Route)]
+    nearest = difflib.get_close_matches(path, paths, n=1, cutoff=0.7)
+    return f"the nearest path is {nearest[0]}" if nearest else f"the paths are {', '.join(paths)}"

@@ -404,6 +404,29 @@ async def test_paths_methods_and_models_that_are_not_there(door: HttpStack) -> N
     assert error_of(unknown)["message"].startswith("model: must be one of '")
 
 
+@pytest.mark.parametrize(
+    ("path", "nearest"),
+    [
+        ("/chat/completions", "/v1/chat/completions"),
+        ("/v1/v1/chat/completions", "/v1/chat/completions"),
+        ("/v1/chat/completions/", "/v1/chat/completions"),
+        ("/v1/chat/completion", "/v1/chat/completions"),
+        ("/models", "/v1/models"),
+        ("/v1/response", "/v1/responses"),
+    ],
+)
+async def test_an_unknown_path_is_answered_with_the_nearest_one(door: HttpStack, path: str, nearest: str) -> None:
+    error = error_of(await door.client.post(path, json={}))
+    assert error["message"] == f"POST {path}: not found; the nearest path is {nearest}"
+
+
+async def test_an_unknown_path_that_is_like_none_is_answered_with_all(door: HttpStack) -> None:
+    for path in ("/api/generate", "/v1/embeddings", "/" + "x" * 10_000):
+        assert "; the paths are /v1/chat/completions, " in error_of(await door.client.get(path))["message"]
+    message = error_of(await door.client.get(CHAT))["message"]
+    assert message == f"GET {CHAT}: method not allowed; the method must be POST"
+
+
 async def test_a_session_has_one_name(door: HttpStack) -> None:
     """The header's was passed over in silence."""
     body = {"prompt": "x", "session_id": "a"} | SHORT
