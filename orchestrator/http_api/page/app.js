@@ -10,7 +10,7 @@ const EXAMPLE = { // shown until there is an answer
   texts: [" sky", " is", " blue", " because", " sunlight"],
 };
 
-const turns = []; // {question, text, rounds, decisions, requestId, state: running | done | stopped | failed, finish, article}
+const turns = []; // {question, text, rounds, decisions, requestId, state: running | done | stopped | failed, finish, article, answer}
 let shown = { turn: null, round: 0 };
 let running = null; // AbortController of the answer in progress
 let isFollowing = true; // the newest tree is shown as it comes
@@ -32,7 +32,7 @@ async function call(path, options = {}) {
   throw Object.assign(new Error(body.error?.message ?? `${reply.status} ${reply.statusText}`), { status: reply.status });
 }
 
-const told = async (path) => (await call(path)).json();
+const fetched = async (path) => (await call(path)).json();
 
 // Server-sent events of one answer, as objects. A stream without its end mark was cut off.
 async function* events(reply) {
@@ -54,13 +54,13 @@ async function* events(reply) {
 
 async function refresh() {
   try {
-    const [cluster, models] = await Promise.all([told("/cluster"), told("/v1/models")]);
+    const cluster = await fetched("/cluster");
     workers = cluster.workers;
-    showModels(models.data.map((one) => one.id));
     showWorkers(workers, true);
     const isReady = workers.some((one) => one.info.kind === "target" && !one.problem);
     showStatus(isReady ? "ready" : "wait", isReady ? "ready" : "no target worker is ready", cluster.index_problem);
     byId("simulated").hidden = !workers.some((one) => one.info.model_description.startsWith("simulated"));
+    if (isReady) showModels((await fetched("/v1/models")).data.map((one) => one.id));
   } catch (problem) {
     showWorkers(workers, false);
     const needsKey = problem.status === 401;
@@ -69,6 +69,7 @@ async function refresh() {
       byId("key").focus();
     }
     if (needsKey) showStatus("wait", "needs an API key", byId("key").value && problem.message);
+    else if (problem.status) showStatus("dead", "error", problem.message);
     else showStatus("dead", "no answer", `${problem.message} It is asked again every few seconds.`);
   }
 }
@@ -99,9 +100,10 @@ function history() {
 
 async function ask(question) {
   const messages = [...history(), { role: "user", content: question }];
-  const turn = { question, text: "", rounds: [], decisions: [], requestId: "", state: "running", finish: "", article: made("article") };
-  turn.article.append(made("p", question, "question"), made("p", undefined, "answer"), made("div", undefined, "outcome"));
-  turn.article.children[1].setAttribute("aria-busy", "true");
+  const article = made("article"), answer = made("p", undefined, "answer");
+  const turn = { question, text: "", rounds: [], decisions: [], requestId: "", state: "running", finish: "", article, answer };
+  article.append(made("p", question, "question"), answer, made("div", undefined, "outcome"));
+  answer.setAttribute("aria-busy", "true");
   turns.push(turn);
   byId("turns").append(turn.article);
   byId("welcome").hidden = true;
@@ -122,7 +124,7 @@ async function ask(question) {
     turn.state = problem.name === "AbortError" ? "stopped" : "failed";
     turn.problem = problem.message;
   } finally {
-    turn.article.children[1].removeAttribute("aria-busy");
+    answer.removeAttribute("aria-busy");
     if (running === leaving) showRunning(null);
     if (turns.includes(turn)) await conclude(turn);
   }
@@ -132,7 +134,7 @@ function take(turn, chunk) {
   if (chunk.error) throw new Error(chunk.error.message);
   turn.requestId = chunk.id;
   const isAtEnd = byId("turns").getBoundingClientRect().bottom < byId("ask").getBoundingClientRect().top + 60;
-  const answer = turn.article.children[1];
+  const { answer } = turn;
   let isThought = false;
   for (const { delta, finish_reason } of chunk.choices) {
     turn.text += delta.content || "";
@@ -193,6 +195,7 @@ function withdrawn(turn) {
   if (running) return false;
   turns.splice(turns.indexOf(turn), 1);
   turn.article.remove();
+  byId("welcome").hidden = turns.length > 0;
   if (shown.turn === turn) show(null, 0);
   return true;
 }
@@ -221,7 +224,7 @@ async function learnDecisions(turn, isLast = false) {
   if (!turn.requestId || (!isLast && now - (turn.askedAt ?? 0) < DECISIONS_MS)) return;
   turn.askedAt = now;
   try {
-    turn.decisions = await told(`/decisions/${encodeURIComponent(turn.requestId)}`);
+    turn.decisions = await fetched(`/decisions/${encodeURIComponent(turn.requestId)}`);
     if (shown.turn === turn) showFigures(turn, shown.round, isFollowing);
   } catch { /* the figures go without */ }
 }

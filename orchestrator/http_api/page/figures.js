@@ -60,7 +60,8 @@ function showRounds(rounds, selected, isLive) {
 function showSpeed(turn) {
   const { rate, plain, numTokens } = speedOf(turn), { rounds } = turn;
   const most = Math.max(rate, plain);
-  const compared = [["with guesses", rate, "kept", ""], ["plain decoding", plain, "other", "predicted"]];
+  const isGuessing = rounds.some((one) => one.nodes > 1);
+  const compared = [[isGuessing ? "with guesses" : "without guesses", rate, "kept", ""], ["plain decoding", plain, "other", "predicted"]];
   byId("speed").replaceChildren(...compared.filter(([, value]) => value).map(([name, value, kind, note]) => {
     const pair = named(name, `${number(value)} tokens/s`);
     pair.insertBefore(made("span", undefined, `meter ${kind}`), pair.lastChild).style.width = `${100 * value / most}%`;

@@ -220,6 +220,14 @@ async def test_a_server_that_has_died_has_no_workers_in_use(tmp_path: Path) -> N
         assert "does not answer" in (await page.texts("#problem"))[0]
 
 
+async def test_a_server_without_a_target_worker_is_no_dead_server(page: Page) -> None:
+    """There are no models then, which the server says by an error."""
+    await page.value("answers['/v1/models'] = () => new Response('{}', { status: 503 }); 0")
+    await page.value('answers[\'/cluster\'] = () => new Response(\'{"workers": [], "index_problem": ""}\'); 0')
+    await page.until("document.querySelector('#status').textContent == 'no target worker is ready'")
+    assert await page.value("document.querySelector('#problem').hidden")
+
+
 async def test_one_of_several_models_can_be_chosen(page: Page) -> None:
     assert await page.value("document.querySelector('#model').disabled"), "there is one"
     await page.value('answers[\'/v1/models\'] = () => new Response(\'{"data": [{"id": "one"}, {"id": "two"}]}\'); 0')
