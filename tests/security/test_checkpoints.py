@@ -17,7 +17,7 @@ from bough.model.architecture.architecture import load_config
 from bough.model.checkpoint.checkpoint import INDEX_NAME, Checkpoint
 from bough.model.checkpoint.hub import cached, is_hub_id
 from bough.model.checkpoint.tokenizer_files import load_tokenizer_files
-from bough.model.sizes.model_sizes import find_config
+from bough.model.sizes.model_sizes import find_model
 from tests.conftest import TINY, save_model
 
 ROOT = Path(__file__).parents[2]
@@ -42,7 +42,7 @@ def hostile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path
 def test_code_of_a_checkpoint_is_never_run(hostile: tuple[Path, Path]) -> None:
     """transformers would ask on the terminal, and run it for a yes."""
     folder, marker = hostile
-    for read in (load_config, load_tokenizer_files, lambda place: find_config(str(place))):
+    for read in (load_config, load_tokenizer_files, lambda place: find_model(str(place))):
         with suppress(BoughError):
             read(folder)
         assert not marker.exists(), read

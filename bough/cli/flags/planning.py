@@ -45,7 +45,8 @@ class PlanConfig(TargetConfig):
 
 def add_plan(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `bough plan`."""
-    parser.add_argument("model", metavar="MODEL", help="GGUF file, model folder or hub id; config.json is enough")
+    model = "GGUF file, model folder or hub id; of the weights headers are enough, of an unpacked model config.json"
+    parser.add_argument("model", metavar="MODEL", help=model)
     texts = {setting.name: setting.metadata["help"] for setting in fields(PlanConfig)}
     for name in PLAN_SETTINGS:
         parser.add_argument("--" + name.replace("_", "-"), help=texts[name])

@@ -1,4 +1,4 @@
-"""`bough plan`: predicts a model's memory and speed from its configuration and the machine's speeds."""
+"""`bough plan`: predicts a model's memory and speed from the headers of its weights and the machine's speeds."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ from bough.model.sizes.memory_budget import (
     require_way_through,
     with_kv_memory,
 )
-from bough.model.sizes.model_sizes import ModelShapes, find_config, model_shapes
+from bough.model.sizes.model_sizes import ModelShapes, find_model, model_shapes
 from bough.sizing.cost_model import (
     MemoryPurchase,
     Rate,
@@ -88,13 +88,14 @@ class Plan:
 
 def make_plan(settings: PlanConfig) -> Plan:
     """Compute sizes, then the placement, then the speeds it needs, then rates. Raises ConfigError."""
-    config, folder = find_config(settings.model)
+    found = find_model(settings.model)
+    config, folder = found.config, found.path
     is_gpu = settings.device == "gpu" or (
         settings.device == "" and (settings.host_memory > 0 or settings.host_link_speed > 0 or has_gpu())
     )
     device_type = "cuda" if is_gpu else "cpu"
     settings = settled(settings, config, device_type)
-    shapes = model_shapes(config, folder, settings.dtype, settings.bits, settings.rows, device_type)
+    shapes = model_shapes(found, settings.dtype, settings.bits, settings.rows, device_type)
     _require_budgets(settings, is_gpu)
     device, host = device_budget(settings, find_device(is_gpu)), host_budget(settings, is_gpu)
     settings = with_kv_memory(settings, shapes.kv, max_positions(config), device, host)
@@ -154,14 +155,14 @@ def find_speeds(settings: PlanConfig, shapes: ModelShapes, placement: Placement,
     compute = _given("--compute-speed", settings.compute_speed, TERA)
     host_link = _given("--host-link-speed", settings.host_link_speed, GIGA) if is_gpu else None
     memory = _given("--memory-speed", settings.memory_speed, GIGA)
-    unpack = _given("--unpack-speed", settings.unpack_speed, GIGA) if shapes.packing else None
+    unpack = _given("--unpack-speed", settings.unpack_speed, GIGA) if shapes.packed else None
     disk = _given("--link-speed", settings.link_speed, GIGA)
     if is_here:
         compute = compute or matrix_speed(shapes.matrices, rows, dtype, device, product_of(shapes.rows))
         host_link = host_link or (host_link_speed(device) if is_gpu else None)
         memory = memory or memory_speed(device)
-        if unpack is None and shapes.packing is not None:
-            unpack = unpack_speed(shapes.packing, shapes.matrices, dtype, device)
+        if unpack is None and shapes.packed is not None:
+            unpack = unpack_speed(shapes.packed, dtype, device)
     if disk is None and (placement.num_bytes(Tier.DISK) or (placement.expert_bytes and not is_gpu)):
         disk = disk_speed(folder, settings.link_threads)
     if compute is None:
@@ -195,9 +196,8 @@ def draft_cost(settings: PlanConfig, speeds: Speeds, is_gpu: bool) -> DraftCost:
     Raises:
         ConfigError: the draft cannot stay packed, or the speed of unpacking it is not known.
     """
-    config, folder = find_config(settings.draft)
     defaults = OrchestratorConfig()
-    shapes = model_shapes(config, folder, settings.dtype, 0, defaults.width)
+    shapes = model_shapes(find_model(settings.draft), settings.dtype, 0, defaults.width)
     seconds = step_seconds(shapes.work, defaults.width, defaults.width, speeds)
     if settings.draft_bits == "4":
         seconds += shapes.work.unpacked_bytes / _draft_unpack_speed(settings, shapes, speeds, is_gpu)
@@ -207,11 +207,11 @@ def draft_cost(settings: PlanConfig, speeds: Speeds, is_gpu: bool) -> DraftCost:
 
 def _draft_unpack_speed(settings: PlanConfig, shapes: ModelShapes, speeds: Speeds, is_gpu: bool) -> float:
     """Bytes written a second, of a draft that stays packed."""
-    if not is_gpu or shapes.packing is None:
+    if not is_gpu or shapes.packed is None:
         why = f"{settings.draft} is not packed" if is_gpu else "on the CPU nothing stays packed"
         raise ConfigError(f"--draft-bits: must be auto or 16, got 4: {why}")
     if has_gpu() and not settings.unpack_speed:
-        return unpack_speed(shapes.packing, shapes.matrices, DTYPES[settings.dtype], find_device(is_gpu)).per_second
+        return unpack_speed(shapes.packed, DTYPES[settings.dtype], find_device(is_gpu)).per_second
     told = speeds.unpack or _given("--unpack-speed", settings.unpack_speed, GIGA)
     if told is None:
         raise ConfigError("--unpack-speed: must be given in GB/s for a packed draft")

@@ -82,7 +82,7 @@ def _speeds(plan: Plan) -> Iterator[str]:
         speed: Speed | None = getattr(plan.speeds, key)
         unit, unit_name = UNITS.get(key, OTHER_UNIT)
         if speed is None:
-            is_needed = key == "memory" or (key == "unpack" and plan.shapes.packing is not None)
+            is_needed = key == "memory" or (key == "unpack" and plan.shapes.packed is not None)
             yield f"{name:12} {'not known, left out' if is_needed else 'not needed'}"
         else:
             yield f"{name:12} {speed.per_second / unit:9.4g} {unit_name:8} {speed.origin}"

@@ -12,12 +12,15 @@ import struct
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bough.errors import CheckpointError
 from bough.model.checkpoint.content_samples import samples_digest
 from bough.model.checkpoint.gguf_file import is_gguf, read_gguf
 from bough.model.checkpoint.hub import cached, is_hub_id
+
+if TYPE_CHECKING:
+    from huggingface_hub.utils._safetensors import TensorInfo
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -45,6 +48,29 @@ class Checkpoint:
 
     path: Path  # a folder, or a GGUF file
     tensors: dict[str, TensorPlace]
+    has_data: bool = True  # False where only headers were fetched
+
+    @classmethod
+    def headers_of_hub(cls, model: str, folder: Path) -> Checkpoint:
+        """The headers of a hub id, fetched by range requests; `folder` has its config.json.
+
+        Raises:
+            CheckpointError: they cannot be fetched, or its weights are not in safetensors.
+        """
+        from huggingface_hub import get_safetensors_metadata
+        from huggingface_hub.errors import NotASafetensorsRepoError, SafetensorsParsingError
+
+        try:
+            files = get_safetensors_metadata(model).files_metadata
+        except (NotASafetensorsRepoError, SafetensorsParsingError, OSError) as exc:
+            reason = (str(exc).strip() or repr(exc)).splitlines()[0]
+            raise CheckpointError(f"model: headers of {model} cannot be fetched: {reason}") from exc
+        tensors = {
+            name: _fetched(folder / file, name, info)
+            for file, header in files.items()
+            for name, info in header.tensors.items()
+        }
+        return cls(folder, tensors, has_data=False)
 
     @classmethod
     def open(cls, model: str | Path) -> Checkpoint:
@@ -116,6 +142,11 @@ def read_header(file: Path) -> dict[str, TensorPlace]:
     data_start = 8 + header_bytes
     header.pop("__metadata__", None)
     return {name: _place(file, size, data_start, name, entry) for name, entry in header.items()}
+
+
+def _fetched(file: Path, name: str, info: TensorInfo) -> TensorPlace:
+    begin, end = info.data_offsets
+    return TensorPlace(name, file, begin, end - begin, info.dtype, tuple(info.shape))
 
 
 def _place(file: Path, size: int, data_start: int, name: str, entry: dict[str, Any]) -> TensorPlace:

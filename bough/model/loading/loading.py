@@ -30,7 +30,7 @@ from bough.model.checkpoint.tensor_source import (
 )
 from bough.model.kv.session_kv import KVShape
 from bough.model.loading.weight_map import WeightMap, logical_sources
-from bough.model.quant.format import QuantFormat
+from bough.model.quant.format import WeightFormat
 from bough.model.quant.formats import format_of
 from bough.model.quant.ggml_blocks import Blocks
 
@@ -84,7 +84,7 @@ class Skeleton:
     layer_slots: tuple[tuple[ParameterSlot, ...], ...]  # one tuple for each layer
     resident_slots: tuple[ParameterSlot, ...]  # embeddings, final norm, output head
     dtype: torch.dtype
-    quantization: QuantFormat | None
+    quantization: WeightFormat | None
     unused: tuple[str, ...]  # tensors of the checkpoint without a place in the architecture
 
     @property
@@ -134,7 +134,7 @@ class _Finder:
     """Finds the source of each parameter of a model."""
 
     def __init__(
-        self, checkpoint: Checkpoint, quantization: QuantFormat | None, model: PreTrainedModel, layers: dict[str, str]
+        self, checkpoint: Checkpoint, quantization: WeightFormat | None, model: PreTrainedModel, layers: dict[str, str]
     ) -> None:
         """`layers` maps the model's layer names to those in the checkpoint."""
         self._checkpoint, self._layers = checkpoint, layers

@@ -25,19 +25,11 @@ from bough.errors import CheckpointError
 from bough.model.architecture.moe import AnySource, ExpertSources
 from bough.model.checkpoint.checkpoint import Checkpoint
 from bough.model.checkpoint.tensor_source import Joined, Stored, TensorSource
-from bough.model.quant.format import PackedTensors, QuantFormat
-from bough.model.quant.gguf import GgufFormat
-
-# Name prefixes in a model that contains a language model, and in the language model by itself.
-PARTS = {
-    "language_model.model.": "model.",
-    "language_model.lm_head.": "lm_head.",
-    "model.language_model.": "model.",
-}
+from bough.model.quant.format import PackedTensors, WeightFormat, in_language_model
 
 
 def logical_sources(
-    checkpoint: Checkpoint, quantization: QuantFormat | None, parameters: Collection[str] = ()
+    checkpoint: Checkpoint, quantization: WeightFormat | None, parameters: Collection[str] = ()
 ) -> dict[str, AnySource]:
     """The values of a checkpoint by name; packed ones under the name of their weight, a GGUF file's by `parameters`."""
     left = dict(checkpoint.tensors)
@@ -46,17 +38,9 @@ def logical_sources(
     if quantization is not None:
         for name, place in checkpoint.tensors.items():
             if (weight := quantization.weight_name(place)) is not None:
-                sources[weight] = quantization.source(name, PackedTensors(left))
+                sources[weight] = quantization.source(name, PackedTensors(left, checkpoint.has_data))
     sources.update({name: Stored(place) for name, place in left.items() if not name.endswith(spare)})
-    if isinstance(quantization, GgufFormat):
-        return quantization.named(sources, parameters)
-    return {_own_name(name): source for name, source in sources.items()}
-
-
-def _own_name(name: str) -> str:
-    """The name of a value in the language model by itself."""
-    of_part = next((beginning for beginning in PARTS if name.startswith(beginning)), None)
-    return name if of_part is None else PARTS[of_part] + name.removeprefix(of_part)
+    return quantization.named(sources, parameters) if quantization is not None else in_language_model(sources)
 
 
 class WeightMap:

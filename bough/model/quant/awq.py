@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numba
 import numpy as np
@@ -17,10 +17,12 @@ from bough.model.cpu.float_bits import put_number
 from bough.model.cpu.jit import strict_parallel
 from bough.model.gpu.kernels import kernels_on
 from bough.model.quant.format import (
+    SAMPLE_GROUP,
     Dequantized,
     PackedTensors,
     WordsFormat,
     bits_of,
+    place_of,
     require_groups,
     require_shape,
     write_out,
@@ -33,6 +35,7 @@ class AwqFormat(WordsFormat):
 
     bits: int = 4
     method = "awq"
+    samples: ClassVar = {"awq 4 bits": lambda outputs, inputs: _sample(outputs, inputs)}
 
     @classmethod
     def of(cls, fields: Mapping[str, Any], where: str) -> AwqFormat:
@@ -63,6 +66,12 @@ def _unpack_words_across(words: Any, zeros: Any, scales: Any, group_size: Any, o
                 n = 8 * word + c
                 integer = np.float32((words[k, word] >> np.int32(4 * (c // 2 + 4 * (c % 2)))) & np.int32(15))
                 put_number(out, (k, n), (integer - zeros[group, n]) * scales[group, n])
+
+
+def _sample(outputs: int, inputs: int) -> Awq:
+    num_groups = inputs // SAMPLE_GROUP
+    scales = place_of("F16", num_groups, outputs)
+    return Awq(place_of("I32", inputs, outputs // 8), place_of("I32", num_groups, outputs // 8), scales)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from bough.errors import CheckpointError
 from bough.model.architecture.moe import ExpertSources
 from bough.model.checkpoint.checkpoint import TensorPlace
-from bough.model.quant.format import PackedTensors, module_names
+from bough.model.quant.format import SAMPLE_GROUP, PackedTensors, WeightFormat, module_names
 from bough.model.quant.scaled import (
     FLOAT8,
     INT8,
@@ -18,7 +18,6 @@ from bough.model.quant.scaled import (
     WHOLE_DIVISOR,
     WORDS,
     Scaled,
-    SchemeFormat,
     StoredAs,
     block_size,
     nvfp4,
@@ -37,15 +36,19 @@ WEIGHT_FIELDS = (
 
 
 @dataclass(frozen=True, slots=True)
-class CompressedTensorsFormat(SchemeFormat):
+class CompressedTensorsFormat(WeightFormat):
     """The schemes of a checkpoint's groups of modules."""
 
     schemes: tuple[tuple[str, StoredAs], ...]  # by target, the more specific first
-    ignored: tuple[str, ...]  # targets whose modules are stored unquantized
     bits: int
     note: str
     method = "compressed-tensors"
     spare = SPARE
+    samples: ClassVar = {
+        "compressed-tensors 4 bits": StoredAs(WORDS, 4, "group", (1, SAMPLE_GROUP)).sample,
+        "compressed-tensors 8 bits by g_idx": StoredAs(WORDS, 8, "group", (1, SAMPLE_GROUP), is_ordered=False).sample,
+        "int8": StoredAs(INT8, 8, "channel").sample,
+    }
 
     @classmethod
     def of(cls, fields: Mapping[str, Any], where: str) -> CompressedTensorsFormat:
@@ -67,9 +70,8 @@ class CompressedTensorsFormat(SchemeFormat):
             raise CheckpointError(f"{where}.config_groups: must have a group with weights, got {', '.join(groups)}")
         if fields.get("kv_cache_scheme"):
             changed.add("kv_cache_scheme")
-        ignored = _targets(fields.get("ignore") or [], f"{where}.ignore")
         bits, *others = {scheme.bits for _, scheme in schemes}
-        return cls(tuple(sorted(schemes, key=_rank)), ignored, 0 if others else bits, unquantized(changed))
+        return cls(tuple(sorted(schemes, key=_rank)), 0 if others else bits, unquantized(changed))
 
     def weight_name(self, place: TensorPlace) -> str | None:
         """X.weight for "X.weight_packed", and for "X.weight" in 8 bits."""
@@ -84,12 +86,6 @@ class CompressedTensorsFormat(SchemeFormat):
         if scheme is None:
             raise CheckpointError(f"config.json: quantization_config.config_groups has no target for tensor {tensor}")
         return scheme.source(tensor, (f"{weight}_scale",), tensors)
-
-    def scheme(self, modules: Collection[str]) -> StoredAs | None:
-        if any(_matches(target, module) for target in self.ignored for module in modules):
-            return None
-        found = (scheme for target, scheme in self.schemes if any(_matches(target, module) for module in modules))
-        return next(found, None)
 
 
 def _require_plain(fields: Mapping[str, Any], where: str) -> None:

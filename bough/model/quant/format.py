@@ -1,27 +1,40 @@
 """What quantized formats share.
 
 In every format a weight is (number - zero point) * scale of its group, computed in float32 and rounded to the compute
-dtype, so that a packed model gives the same bits as the same model stored dequantized. A format is one file: how its
-`quantization_config` is read, which tensors belong to a weight, and how they are dequantized.
+dtype, so that a packed model gives the same bits as the same model stored dequantized. A format is one file, and a line
+in `formats.py`: how it is recognised and its configuration read, which tensors belong to a weight, how they are
+dequantized, and samples for checks and measurements. Sizes are those of the tensors.
 """
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from transformers import PretrainedConfig
 
 from bough.errors import CheckpointError
 from bough.model.architecture.moe import AnySource
 from bough.model.checkpoint.checkpoint import TensorPlace
-from bough.model.checkpoint.tensor_source import VALUE_DTYPES, Scratch, room_bytes
+from bough.model.checkpoint.tensor_source import STORED_DTYPES, VALUE_DTYPES, Scratch, room_bytes
+
+# Name prefixes in a model that contains a language model, and in the language model by itself.
+PARTS = {
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+    "model.language_model.": "model.",
+}
+SAMPLE_GROUP = 128  # inputs that share a scale in most public checkpoints
+E4M3_NAN = 0x7F
 
 
-class QuantFormat(ABC):
+class WeightFormat(ABC):
     """How a checkpoint's weights are packed, according to its config.json."""
 
     __slots__ = ()
@@ -30,13 +43,24 @@ class QuantFormat(ABC):
     is_transposed: ClassVar[bool] = False  # values are transposes of contiguous matrices
     spare: ClassVar[tuple[str, ...]] = ()  # endings of names of tensors that say nothing of weights and are not read
     note: str = ""  # what the configuration asks for and is not done
+    # Matrices (outputs, inputs) without a file in each layout that has its own way of being dequantized, by its name.
+    samples: ClassVar[Mapping[str, Callable[[int, int], Dequantized]]] = {}
 
     def __str__(self) -> str:
         return f"{self.bits or 'mixed'} bits ({self.method})"
 
     @classmethod
+    def found(cls, config: PretrainedConfig, path: Path) -> tuple[Mapping[str, Any], str] | None:
+        """The configuration of this format in a model folder or file, and its place for error messages; None if the
+        model has another format.
+        """
+        fields = quantization_fields(config)
+        is_this = str(fields.get("quant_method", "")) == cls.method
+        return (fields, f"{path / 'config.json'}: quantization_config") if is_this else None
+
+    @classmethod
     @abstractmethod
-    def of(cls, fields: Mapping[str, Any], where: str) -> QuantFormat:
+    def of(cls, fields: Mapping[str, Any], where: str) -> WeightFormat:
         """Read `quantization_config`, which is at `where`. Raises CheckpointError for unsupported variants."""
 
     @abstractmethod
@@ -47,12 +71,17 @@ class QuantFormat(ABC):
     def source(self, tensor: str, tensors: PackedTensors) -> AnySource:
         """Take the tensors of a weight whose numbers are `tensor`. Raises CheckpointError."""
 
+    def named(self, sources: Mapping[str, AnySource], parameters: Collection[str]) -> dict[str, AnySource]:
+        """A checkpoint's values by their names in the language model by itself, whose parameters are given."""
+        return in_language_model(sources)
+
 
 @dataclass(frozen=True, slots=True)
 class Dequantized(ABC):
     """A weight whose value is a whole matrix in scratch memory. Subclasses say from which tensors, and how."""
 
     is_transposed: ClassVar[bool] = False  # the value is the transpose of a contiguous matrix
+    is_packed: ClassVar[bool] = True  # fewer bits are stored than computed with
 
     @property
     def places(self) -> tuple[TensorPlace, ...]:
@@ -69,6 +98,16 @@ class Dequantized(ABC):
     def _write(self, raw: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         """Dequantize to the contiguous matrix `out`."""
 
+    @property
+    def order(self) -> tuple[TensorPlace | None, int]:
+        """The tensor with each input's group, None if groups are consecutive, and the number of groups."""
+        return None, 0
+
+    def random(self, rng: np.random.Generator) -> list[torch.Tensor]:
+        """Random bytes of `places` that a file might have, each (num_bytes,) uint8."""
+        groups, num_groups = self.order
+        return [_random_bytes(place, rng, num_groups if place is groups else None) for place in self.places]
+
     def scratch_bytes(self, dtype: torch.dtype) -> int:
         """Bytes of the whole value."""
         return room_bytes(self.shape, dtype)
@@ -80,7 +119,7 @@ class Dequantized(ABC):
         return out.t() if self.is_transposed else out
 
 
-class WordsFormat(QuantFormat):
+class WordsFormat(WeightFormat):
     """GPTQ or AWQ: the integers of a transposed X.weight are "X.qweight", packed in words of 32 bits."""
 
     __slots__ = ()
@@ -102,9 +141,9 @@ class WordsFormat(QuantFormat):
 class PackedTensors:
     """Tensors of a checkpoint that no weight has taken yet."""
 
-    def __init__(self, remaining: dict[str, TensorPlace]) -> None:
-        """Taken tensors are removed from `remaining`."""
-        self._remaining = remaining
+    def __init__(self, remaining: dict[str, TensorPlace], has_data: bool = True) -> None:
+        """Taken tensors are removed from `remaining`. Without data, headers alone are there."""
+        self._remaining, self._has_data = remaining, has_data
 
     def __contains__(self, name: object) -> bool:
         return name in self._remaining
@@ -123,6 +162,69 @@ class PackedTensors:
             raise CheckpointError(f"{place.file}: tensor {name} must be {' or '.join(dtypes)}, got {place.dtype}")
         return place
 
+    def integers(self, place: TensorPlace) -> np.ndarray[Any, Any] | None:
+        """A small tensor of integers, read from its file; None without data.
+
+        Raises:
+            CheckpointError: it cannot be read.
+        """
+        return read_integers(place) if self._has_data else None
+
+    def unless_in_order(self, groups: TensorPlace, num_groups: int) -> TensorPlace | None:
+        """None if the group indices are those of consecutive groups of equal size, which need no lookup.
+
+        Without data they are taken to be.
+
+        Raises:
+            CheckpointError: the indices cannot be read, or are out of range.
+        """
+        numbers = self.integers(groups)
+        if numbers is None:
+            return None
+        wrong = numbers[(numbers < 0) | (numbers >= num_groups)]
+        if len(wrong):
+            raise CheckpointError(
+                f"{groups.file}: tensor {groups.name}: groups must be 0 to {num_groups - 1}, got {wrong[0]}"
+            )
+        if num_groups < 1 or len(numbers) % num_groups:
+            return groups
+        in_order = np.arange(len(numbers)) // (len(numbers) // num_groups)
+        return None if np.array_equal(numbers, in_order) else groups
+
+
+def quantization_fields(config: PretrainedConfig) -> dict[str, Any]:
+    """The fields of `quantization_config`; none if weights have 16 or 32 bits."""
+    entry = getattr(config, "quantization_config", None) or {}
+    return entry if isinstance(entry, dict) else dict(entry.to_dict())
+
+
+def in_language_model(sources: Mapping[str, AnySource]) -> dict[str, AnySource]:
+    """Values by their names in the language model by itself, where a model has other parts too."""
+    return {_own_name(name): source for name, source in sources.items()}
+
+
+def _own_name(name: str) -> str:
+    of_part = next((beginning for beginning in PARTS if name.startswith(beginning)), None)
+    return name if of_part is None else PARTS[of_part] + name.removeprefix(of_part)
+
+
+def place_of(dtype: str, *shape: int) -> TensorPlace:
+    """A tensor without a file, for samples."""
+    num_bytes = math.prod(shape) * STORED_DTYPES[dtype].itemsize
+    return TensorPlace("", Path(), 0, num_bytes, dtype, shape)
+
+
+def _random_bytes(place: TensorPlace, rng: np.random.Generator, num_groups: int | None) -> torch.Tensor:
+    """Bytes of a tensor: groups of a number, numbers of any bits, or scales near 0.005."""
+    if num_groups is not None:
+        groups = np.arange(place.shape[0]) * num_groups // place.shape[0]
+        return torch.from_numpy(rng.permutation(groups).astype(np.int32)).view(torch.uint8)
+    if place.dtype in VALUE_DTYPES:
+        scales = torch.from_numpy(rng.uniform(0.001, 0.01, place.shape).astype(np.float32))
+        return scales.to(STORED_DTYPES[place.dtype]).flatten().view(torch.uint8)
+    low, high = {"F8_E4M3": (0, E4M3_NAN), "F8_E8M0": (112, 127)}.get(place.dtype, (0, 256))
+    return torch.from_numpy(rng.integers(low, high, place.num_bytes, np.uint8))
+
 
 def bits_of(fields: Mapping[str, Any], where: str, allowed: Collection[int]) -> int:
     """The number of bits of a weight. Raises CheckpointError if it is not in `allowed`."""
@@ -131,12 +233,6 @@ def bits_of(fields: Mapping[str, Any], where: str, allowed: Collection[int]) -> 
     if bits not in allowed:
         raise CheckpointError(f"{where}.bits: must be {' or '.join(map(str, allowed))}, got {bits}")
     return int(bits)
-
-
-def kept_modules(fields: Mapping[str, Any], where: str, *names: str) -> tuple[str, ...]:
-    """The modules that stay unquantized, by the first field of these `names` that is there. Raises CheckpointError."""
-    name = next((name for name in names if fields.get(name)), names[0])
-    return module_names(fields.get(name) or (), f"{where}.{name}")
 
 
 def module_names(found: object, where: str) -> tuple[str, ...]:
@@ -182,24 +278,6 @@ def read_integers(place: TensorPlace) -> np.ndarray[Any, Any]:
         count = place.num_bytes // dtype().itemsize
         raise CheckpointError(f"{place.file}: tensor {place.name} ends after {len(numbers)} of {count}")
     return numbers
-
-
-def unless_in_order(groups: TensorPlace, num_groups: int) -> TensorPlace | None:
-    """None if the group indices are those of consecutive groups of equal size, which need no lookup.
-
-    Raises:
-        CheckpointError: the indices cannot be read, or are out of range.
-    """
-    numbers = read_integers(groups)
-    wrong = numbers[(numbers < 0) | (numbers >= num_groups)]
-    if len(wrong):
-        raise CheckpointError(
-            f"{groups.file}: tensor {groups.name}: groups must be 0 to {num_groups - 1}, got {wrong[0]}"
-        )
-    if num_groups < 1 or len(numbers) % num_groups:
-        return groups
-    in_order = np.arange(len(numbers)) // (len(numbers) // num_groups)
-    return None if np.array_equal(numbers, in_order) else groups
 
 
 def write_out(out: torch.Tensor, kernel: Callable[..., None], *inputs: object) -> None:

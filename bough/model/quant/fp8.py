@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from bough.errors import CheckpointError
 from bough.model.architecture.moe import ExpertSources
 from bough.model.checkpoint.checkpoint import TensorPlace
-from bough.model.quant.format import PackedTensors, kept_modules
-from bough.model.quant.scaled import FLOAT8, SPARE, Scaled, SchemeFormat, StoredAs, block_size, unquantized
+from bough.model.quant.format import SAMPLE_GROUP, PackedTensors, WeightFormat
+from bough.model.quant.scaled import FLOAT8, SPARE, Scaled, StoredAs, block_size, unquantized
 
 SCALE_ENDINGS = ("_scale_inv", "_scale")  # both are what numbers are multiplied by
 
 
 @dataclass(frozen=True, slots=True)
-class Fp8Format(SchemeFormat):
+class Fp8Format(WeightFormat):
     """E4M3 weights."""
 
     stored: StoredAs
-    kept: tuple[str, ...]  # modules that are stored unquantized, with all within them
     note: str
     method = "fp8"
     bits = 8
     spare = SPARE
+    samples: ClassVar = {"fp8 8 bits": StoredAs(FLOAT8, 8, "block", (SAMPLE_GROUP, SAMPLE_GROUP)).sample}
 
     @classmethod
     def of(cls, fields: Mapping[str, Any], where: str) -> Fp8Format:
@@ -35,18 +35,13 @@ class Fp8Format(SchemeFormat):
         blocks = fields.get("weight_block_size")
         size = block_size(blocks, f"{where}.weight_block_size") if blocks is not None else (1, 1)
         scheme = StoredAs(FLOAT8, 8, "block" if blocks is not None else "", size)
-        kept = kept_modules(fields, where, "modules_to_not_convert", "ignored_layers")
         changed = [key for key in ("activation_scheme", "kv_cache_scheme") if fields.get(key)]
-        return cls(scheme, kept, unquantized(changed))
+        return cls(scheme, unquantized(changed))
 
     def weight_name(self, place: TensorPlace) -> str | None:
-        """The name itself: of E4M3 numbers are matrices X.weight, and stacks of experts."""
+        """The tensor's name if it is stored as E4M3; both matrices and stacked experts are."""
         return place.name if place.dtype == FLOAT8 else None
 
     def source(self, tensor: str, tensors: PackedTensors) -> Scaled | ExpertSources:
         """Take numbers and scales. Raises CheckpointError."""
         return self.stored.source(tensor, [tensor + ending for ending in SCALE_ENDINGS], tensors)
-
-    def scheme(self, modules: Collection[str]) -> StoredAs | None:
-        is_kept = any(f".{kept}." in f".{module}." for kept in self.kept for module in modules)
-        return None if is_kept else self.stored

@@ -22,7 +22,7 @@ from bough.model.checkpoint.tensor_source import typed
 from bough.model.cpu.float_bits import from_half, put_number
 from bough.model.cpu.jit import strict_inline, strict_parallel
 from bough.model.gpu.kernels import kernels_on
-from bough.model.quant.format import Dequantized, write_out
+from bough.model.quant.format import Dequantized, place_of, write_out
 
 
 class BitField(NamedTuple):
@@ -191,6 +191,12 @@ def _unpack_blocks(
                     put_number(target, begin + j, value)
 
 
+def sample(kind: str, outputs: int, inputs: int) -> Blocks:
+    """A matrix without a file."""
+    values, block_bytes = BLOCKS[kind]
+    return Blocks(place_of("U8", outputs, inputs // values * block_bytes), kind)
+
+
 @dataclass(frozen=True, slots=True)
 class Blocks(Dequantized):
     """A weight in blocks by rows."""
@@ -205,6 +211,10 @@ class Blocks(Dequantized):
         rows, num_bytes = self.place.shape
         values, block_bytes = BLOCKS[self.kind]
         return (rows, num_bytes // block_bytes * values)
+
+    def random(self, rng: np.random.Generator) -> list[torch.Tensor]:
+        """Random bytes whose scales are not too large for any dtype."""
+        return [torch.from_numpy(rng.integers(0, 64, self.place.num_bytes, np.uint8))]
 
     @property
     def is_by_rows(self) -> bool:

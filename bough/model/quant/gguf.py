@@ -5,18 +5,20 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
-from typing import Any
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
+from transformers import PretrainedConfig
 
 from bough.errors import CheckpointError
 from bough.model.checkpoint.checkpoint import TensorPlace
 from bough.model.checkpoint.gguf_config import METHOD, ROPE_FACTORS
 from bough.model.checkpoint.gguf_file import BLOCKS, PLAIN
 from bough.model.checkpoint.tensor_source import TensorSource, typed
-from bough.model.quant.format import Dequantized, PackedTensors, QuantFormat
-from bough.model.quant.ggml_blocks import Blocks
+from bough.model.quant.format import Dequantized, PackedTensors, WeightFormat
+from bough.model.quant.ggml_blocks import Blocks, sample
 
 EXPERTS = re.compile(r"(.*\.experts)\.(gate_up|down)_proj")  # parameters that have all experts of a layer
 LAYER = re.compile(r"\d+")
@@ -24,7 +26,7 @@ HEAD = "lm_head.weight"  # has no tensor if it is the embeddings
 
 
 @dataclass(frozen=True, slots=True)
-class GgufFormat(QuantFormat):
+class GgufFormat(WeightFormat):
     """The weights of a GGUF file, whose tensors may each be of another type."""
 
     architecture: str
@@ -34,6 +36,12 @@ class GgufFormat(QuantFormat):
     method = METHOD
     bits = 0
     spare = (ROPE_FACTORS,)
+    samples: ClassVar = {kind: partial(sample, kind) for kind in ("Q4_K", "Q6_K", "Q8_0")}
+
+    @classmethod
+    def found(cls, config: PretrainedConfig, path: Path) -> tuple[Mapping[str, Any], str] | None:
+        """What `gguf_config` has written, of a file."""
+        return super(GgufFormat, cls).found(config, path) if path.is_file() else None
 
     @classmethod
     def of(cls, fields: Mapping[str, Any], _where: str) -> GgufFormat:
@@ -143,6 +151,7 @@ class Converted(Dequantized):
     place: TensorPlace
     half: int
     offset: float
+    is_packed = False
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numba
 import numpy as np
@@ -17,13 +17,14 @@ from bough.model.cpu.float_bits import put_number
 from bough.model.cpu.jit import strict_parallel
 from bough.model.gpu.kernels import kernels_on
 from bough.model.quant.format import (
+    SAMPLE_GROUP,
     Dequantized,
     PackedTensors,
     WordsFormat,
     bits_of,
+    place_of,
     require_groups,
     require_shape,
-    unless_in_order,
     write_out,
 )
 
@@ -37,6 +38,11 @@ class GptqFormat(WordsFormat):
     bits: int
     zero_offset: int = 0  # 1 if the file stores zero - 1, as version 1 of the format does
     method = "gptq"
+    samples: ClassVar = {
+        "gptq 4 bits": lambda outputs, inputs: _sample(outputs, inputs, 4),
+        "gptq 8 bits": lambda outputs, inputs: _sample(outputs, inputs, 8),
+        "gptq 4 bits by g_idx": lambda outputs, inputs: _sample(outputs, inputs, 4, is_ordered=False),
+    }
 
     @classmethod
     def of(cls, fields: Mapping[str, Any], where: str) -> GptqFormat:
@@ -64,7 +70,7 @@ class GptqFormat(WordsFormat):
             require_groups(scales, inputs, num_groups)
             return source
         require_shape(groups, (inputs,))
-        return replace(source, groups=unless_in_order(groups, num_groups))
+        return replace(source, groups=tensors.unless_in_order(groups, num_groups))
 
 
 @strict_parallel
@@ -77,6 +83,13 @@ def _unpack_words_down(words: Any, zeros: Any, scales: Any, groups: Any, bits: A
         for n in range(num_outputs):
             integer = np.float32((words[word, n] >> shift) & mask)
             put_number(out, (k, n), (integer - zeros[group, n]) * scales[group, n])
+
+
+def _sample(outputs: int, inputs: int, bits: int, is_ordered: bool = True) -> Gptq:
+    num_groups, per_word = inputs // SAMPLE_GROUP, 32 // bits
+    words, zeros = place_of("I32", inputs // per_word, outputs), place_of("I32", num_groups, outputs // per_word)
+    groups = None if is_ordered else place_of("I32", inputs)
+    return Gptq(words, zeros, place_of("F16", num_groups, outputs), groups, bits, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +107,10 @@ class Gptq(Dequantized):
     @property
     def shape(self) -> tuple[int, ...]:
         return (self.words.shape[1], self.words.shape[0] * 32 // self.bits)
+
+    @property
+    def order(self) -> tuple[TensorPlace | None, int]:
+        return self.groups, self.scales.shape[0]
 
     def _write(self, raw: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         words, zeros, scales, *groups = (typed(*part) for part in zip(raw, self.places, strict=True))

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, ClassVar
 
 from bough.errors import CheckpointError
 from bough.model.architecture.moe import ExpertSources
 from bough.model.checkpoint.checkpoint import TensorPlace
 from bough.model.checkpoint.tensor_source import Transposed, parts_of
-from bough.model.quant.format import PackedTensors, kept_modules, require_shape
-from bough.model.quant.scaled import EXPONENTS, FLOAT4, Scaled, SchemeFormat, StoredAs
+from bough.model.quant.format import PackedTensors, WeightFormat, require_shape
+from bough.model.quant.scaled import EXPONENTS, FLOAT4, Scaled, StoredAs
 
 BLOCKS, SCALES = "_blocks", "_scales"  # endings of the names of tensors
 GROUP, GROUP_BYTES = 32, 16  # inputs that share a scale, and the bytes of their numbers
@@ -20,17 +19,17 @@ STORED = StoredAs(FLOAT4, 4, "group", (1, GROUP))
 
 
 @dataclass(frozen=True, slots=True)
-class Mxfp4Format(SchemeFormat):
+class Mxfp4Format(WeightFormat):
     """Experts of 4 bits; everything else is stored unquantized."""
 
-    kept: tuple[str, ...]  # patterns of modules that are stored unquantized, with all within them
     method = "mxfp4"
     bits = 4
+    samples: ClassVar = {"mxfp4 4 bits": STORED.sample}
 
     @classmethod
-    def of(cls, fields: Mapping[str, Any], where: str) -> Mxfp4Format:
-        """Read `quantization_config`. Raises CheckpointError."""
-        return cls(kept_modules(fields, where, "modules_to_not_convert"))
+    def of(cls, _fields: Mapping[str, Any], _where: str) -> Mxfp4Format:
+        """All there is to know is in the tensors."""
+        return cls()
 
     def weight_name(self, place: TensorPlace) -> str | None:
         """X for "X_blocks"."""
@@ -55,8 +54,3 @@ class Mxfp4Format(SchemeFormat):
         exponents = parts_of(replace(scales, dtype=EXPONENTS))
         matrices = (Scaled(*of, None, None, self.bits, STORED.size) for of in zip(numbers, exponents, strict=True))
         return ExpertSources(tuple(map(Transposed, matrices)))
-
-    def scheme(self, modules: Collection[str]) -> StoredAs | None:
-        is_stack = any(".experts." in module for module in modules)
-        is_kept = any(fnmatchcase(module, f"{kept}*") for kept in self.kept for module in modules)
-        return STORED if is_stack and not is_kept else None

@@ -6,8 +6,6 @@ config.json. NVFP4 has scales in two levels: E4M3 numbers for each 16 inputs, an
 
 from __future__ import annotations
 
-import math
-from abc import abstractmethod
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,11 +24,9 @@ from bough.model.gpu.kernels import kernels_on
 from bough.model.quant.format import (
     Dequantized,
     PackedTensors,
-    QuantFormat,
-    read_integers,
+    place_of,
     require_matrix,
     require_shape,
-    unless_in_order,
     write_out,
 )
 
@@ -116,28 +112,25 @@ class StoredAs:
             return None
         groups = tensors.take(name, ("I32",), numbers)
         require_shape(groups, (inputs,))
-        return None if UNSET in read_integers(groups) else unless_in_order(groups, num_groups)
+        found = tensors.integers(groups)
+        return None if found is None or UNSET in found else tensors.unless_in_order(groups, num_groups)
 
-    def num_bytes(self, shape: Sequence[int], scale_bytes: int) -> int:
-        """Bytes of a matrix (outputs, inputs), or of a stack of equal ones, and of all that belongs to it."""
-        outputs, inputs = shape[-2:]
-        height, width = next(reversed(self._blocks(outputs, inputs).values()))
-        num_groups, scale_bytes = -(-inputs // width), 1 if self.whole else scale_bytes
-        each = outputs * inputs * self.bits // 8 + 4 * bool(self.whole)
-        each += -(-outputs // height) * num_groups * scale_bytes
-        each += 0 if self.is_symmetric else -(-outputs * self.bits // 32) * 4 * num_groups
-        each += 0 if self.is_ordered else 4 * inputs
-        return math.prod(shape[:-2]) * each
-
-
-class SchemeFormat(QuantFormat):
-    """A format in which modules have schemes, or stay unquantized."""
-
-    __slots__ = ()
-
-    @abstractmethod
-    def scheme(self, modules: Collection[str]) -> StoredAs | None:
-        """The scheme of a module with one of these names according to config.json; None for unquantized ones."""
+    def sample(self, outputs: int, inputs: int) -> Scaled:
+        """A matrix without a file."""
+        (*shape, block), is_two_level = (*next(reversed(self._blocks(outputs, inputs).items())),), bool(self.whole)
+        per_number = {WORDS: 32 // self.bits, FLOAT4: 2}.get(self.dtype, 1)
+        scales = FLOAT8 if is_two_level else EXPONENTS if self.dtype == FLOAT4 else "F16"
+        groups = None if self.is_ordered else place_of(WORDS, inputs)
+        return Scaled(
+            place_of(self.dtype, outputs, inputs // per_number),
+            place_of(scales, *shape[0]),
+            None,
+            groups,
+            self.bits,
+            block,
+            place_of("F32", 1) if is_two_level else None,
+            self.whole == WHOLE_DIVISOR,
+        )
 
 
 def nvfp4(whole: str) -> StoredAs:
@@ -151,8 +144,9 @@ def _require_stored_shape(name: str, shape: list[int], tensors: PackedTensors) -
         return
     place = tensors.take(name, ("I32", "I64"))
     require_shape(place, (len(shape),))
-    if (found := read_integers(place).tolist()) != shape:
-        raise CheckpointError(f"{place.file}: tensor {name} must be {shape}, as its numbers are, got {found}")
+    found = tensors.integers(place)
+    if found is not None and found.tolist() != shape:
+        raise CheckpointError(f"{place.file}: tensor {name} must be {shape}, as its numbers are, got {found.tolist()}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +166,10 @@ class Scaled(Dequantized):
     def shape(self) -> tuple[int, ...]:
         outputs, elements = self.numbers.shape
         return (outputs, elements * ITEM_BYTES[self.numbers.dtype] * 8 // self.bits)
+
+    @property
+    def order(self) -> tuple[TensorPlace | None, int]:
+        return self.groups, self.scales.shape[-1]
 
     def scratch_bytes(self, dtype: torch.dtype) -> int:
         """Bytes of the value, and of joined scales if these have two levels: a quarter of a byte for a weight."""

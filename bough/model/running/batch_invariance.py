@@ -21,7 +21,7 @@ from bough.model.architecture.moe import has_own_products
 from bough.model.cpu.gemm import GROUP, LINE_BYTES
 from bough.model.cpu.linear import can_multiply, fixed_product, multiply
 from bough.model.loading.loading import Skeleton
-from bough.model.quant.format import QuantFormat
+from bough.model.quant.format import WeightFormat
 from bough.sizing.row_counts import OWN_MOST, RowCounts
 
 Product = Callable[..., torch.Tensor]  # of rows, a matrix (outputs, inputs) and an optional bias
@@ -48,7 +48,7 @@ def make_reproducible(skeleton: Skeleton, most: int, device: torch.device) -> Ro
 
 
 def row_counts(
-    model: PreTrainedModel, quantization: QuantFormat | None, dtype: torch.dtype, most: int, device_type: str
+    model: PreTrainedModel, quantization: WeightFormat | None, dtype: torch.dtype, most: int, device_type: str
 ) -> RowCounts:
     """Row counts: always `most` if a product may be a library's, as on a GPU, in float16, and with transposed packing.
 

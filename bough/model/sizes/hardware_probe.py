@@ -22,8 +22,8 @@ from bough.errors import ConfigError
 from bough.model.checkpoint.tensor_source import ReusedMemory
 from bough.model.cpu.huge_pages import large_pages
 from bough.model.cpu.threads import compute_with
+from bough.model.quant.format import Dequantized
 from bough.model.running.batch_invariance import Product
-from bough.model.sizes.samples import PackedFormat
 from bough.sizing.cost_model import Speed
 
 PROBE_SECONDS = 0.3  # of each measurement except the disk's
@@ -34,7 +34,6 @@ STAND_IN_BYTES = 256 * 1024 * 1024  # of a temporary file that is read if there 
 COPY_BYTES = 128 * 1024 * 1024
 CACHE_BYTES = 64 * 1024 * 1024  # products alternate between more weights than caches hold, as in a sweep
 MAX_MATRIX_ELEMENTS = 1 << 24  # larger matrices are not faster, and take longer to measure
-UNPACK_SHAPE = (1024, 4096)
 
 
 def find_device(wants_gpu: bool) -> torch.device:
@@ -130,25 +129,19 @@ def _product_seconds(product: Product, weights: torch.Tensor, num_rows: int, lim
     return _compute_seconds(lambda: product(hidden, next(order), None), weights.device, limit_seconds)
 
 
-def unpack_speed(
-    packing: PackedFormat, matrices: Sequence[tuple[int, int]], dtype: torch.dtype, device: torch.device
-) -> Speed:
-    """Bytes per second of dequantizing a layer's largest matrix; on a CPU a smaller one.
-
-    `matrices` are (outputs, inputs). A matrix that fits a GPU's cache would be faster than any of a model's.
-    """
-    shape = max(matrices, key=math.prod) if device.type != "cpu" else UNPACK_SHAPE
-    sample = packing.sample(*shape)
-    raw, num_bytes = [part.to(device) for part in sample.raw], math.prod(shape) * dtype.itemsize
-    memory = ReusedMemory(torch.empty(sample.source.scratch_bytes(dtype), dtype=torch.uint8, device=device))
+def unpack_speed(packed: Dequantized, dtype: torch.dtype, device: torch.device) -> Speed:
+    """Bytes per second of dequantizing a matrix, such as the largest of a model, which exceeds a GPU's cache."""
+    raw = [part.to(device) for part in packed.random(np.random.default_rng(0))]
+    num_bytes = math.prod(packed.shape) * dtype.itemsize
+    memory = ReusedMemory(torch.empty(packed.scratch_bytes(dtype), dtype=torch.uint8, device=device))
 
     def write_out() -> None:
         memory.begin()
-        sample.source.value(raw, dtype, memory)
+        packed.value(raw, dtype, memory)
 
     seconds = _compute_seconds(write_out, device, PROBE_SECONDS)
-    how = f"measured: {packing}, {shape[0]} x {shape[1]} written out, bytes written"
-    return Speed(num_bytes / seconds, how)
+    outputs, inputs = packed.shape
+    return Speed(num_bytes / seconds, f"measured: {outputs} x {inputs} written out, bytes written")
 
 
 def _compute_seconds(action: Callable[[], object], device: torch.device, limit_seconds: float) -> float:

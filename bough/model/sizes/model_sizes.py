@@ -1,10 +1,14 @@
-"""Sizes of a model from its configuration alone, without weights."""
+"""Sizes of a model from the headers of its weights, or from its configuration alone."""
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from huggingface_hub import try_to_load_from_cache
@@ -15,23 +19,24 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from bough.config.processes import TargetConfig
 from bough.errors import CheckpointError
 from bough.model.architecture.architecture import UNREADABLE, build_empty, describe, language_part, load_config
-from bough.model.architecture.moe import EXPERT_ROWS, has_own_products
-from bough.model.checkpoint.checkpoint import resolve
-from bough.model.checkpoint.gguf_file import is_gguf
+from bough.model.architecture.moe import EXPERT_ROWS, AnySource, ExpertSources, has_own_products, stack_of
+from bough.model.checkpoint.checkpoint import Checkpoint
 from bough.model.checkpoint.hub import is_hub_id
-from bough.model.checkpoint.tensor_source import room_bytes
+from bough.model.checkpoint.tensor_source import Joined, Transposed, room_bytes
 from bough.model.kv.session_kv import KVShape
-from bough.model.loading.late_writes import is_late
-from bough.model.loading.loading import DTYPES
+from bough.model.loading.late_writes import can_wait, is_late
+from bough.model.loading.loading import DTYPES, ParameterSlot, build_skeleton
+from bough.model.quant.format import SAMPLE_GROUP, Dequantized
 from bough.model.quant.formats import format_of
+from bough.model.quant.scaled import WORDS, StoredAs
 from bough.model.running.batch_invariance import row_counts
 from bough.model.running.host_embeddings import embeddings_for_host
 from bough.model.sizes.memory_budget import fixed_bytes
-from bough.model.sizes.samples import PackedFormat
-from bough.model.sizes.stored_format import Packing
 from bough.sizing.flops import ExpertWork, Work
 from bough.sizing.placement import ExpertSizes, Fixed, SeparateExperts
 from bough.sizing.row_counts import RowCounts
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +51,7 @@ class ModelShapes:
     resident_bytes: int  # embeddings, final norm and output head, each tensor once
     host_bytes: int  # of these, kept in host memory
     scratch_bytes: int  # largest scratch memory of a layer
-    packing: PackedFormat | None  # of the largest packed matrix; None if none is packed
+    packed: Dequantized | None  # the largest packed matrix; None if none is packed
     matrices: tuple[tuple[int, int], ...]  # (outputs, inputs) of the products of the largest layer
     rows: RowCounts  # of a chunk
     work: Work
@@ -65,35 +70,51 @@ class ModelShapes:
 
 @dataclass(frozen=True, slots=True)
 class _Parameter:
-    shape: torch.Size
+    shape: tuple[int, ...]
     stored_bytes: int
     scratch_bytes: int
     value_bytes: int
-    packing: PackedFormat | None  # None if unpacked
-    unpacked_bytes: int
+    packed: Dequantized | None  # the source of a packed matrix, or of one expert's; None if unpacked
     flops: float  # of one token
     num_experts: int  # of a stack that is read expert by expert; otherwise 0
     can_wait: bool  # see `bough.model.loading.late_writes`
 
+    @property
+    def unpacked_bytes(self) -> int:
+        return self.value_bytes if self.packed is not None else 0
 
-def find_config(model: str) -> tuple[PretrainedConfig, Path]:
-    """The configuration of a model folder, a GGUF file or a hub id, and the folder or file for its weights.
 
-    Only config.json is fetched of a hub id; if that fails, the local cache is used.
+class FoundModel(NamedTuple):
+    """A model that may be planned."""
+
+    config: PretrainedConfig
+    path: Path  # of its weights, or where they would be
+    checkpoint: Checkpoint | None  # None if there is a configuration alone
+
+
+def find_model(model: str) -> FoundModel:
+    """A model folder, a GGUF file or a hub id.
+
+    Of a hub id that is not in the local cache config.json and the headers of its weights are fetched.
 
     Raises:
-        CheckpointError: there is no configuration.
+        CheckpointError: there is no configuration, or weights are damaged.
     """
-    folder = Path(model).expanduser()
-    if is_gguf(model):
-        file = resolve(model)
-        return load_config(file), file
-    if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            raise CheckpointError(f"model: must be a Hugging Face model folder, got {folder}, which has no config.json")
-        return load_config(folder), folder
-    if not is_hub_id(model):
+    path = Path(model).expanduser()
+    if is_hub_id(model):
+        return _on_the_hub(model)
+    if not path.exists():
         raise CheckpointError(f"model: must be a folder that exists, a GGUF file, or a hub id, got {model}")
+    if path.is_dir() and (path / "config.json").is_file() and not any(path.glob("*.safetensors")):
+        return FoundModel(load_config(path), path, None)
+    checkpoint = Checkpoint.open(path)
+    return FoundModel(load_config(checkpoint.path), checkpoint.path, checkpoint)
+
+
+def _on_the_hub(model: str) -> FoundModel:
+    with suppress(CheckpointError):
+        checkpoint = Checkpoint.open(model)
+        return FoundModel(load_config(checkpoint.path), checkpoint.path, checkpoint)
     try:
         config = language_part(AutoConfig.from_pretrained(model, trust_remote_code=False))
     except OSError as exc:
@@ -104,34 +125,46 @@ def find_config(model: str) -> tuple[PretrainedConfig, Path]:
     except UNREADABLE as exc:
         raise CheckpointError(f"model: config.json of {model}: {exc}") from exc
     cached = try_to_load_from_cache(model, "config.json")
-    return config, Path(cached).parent if isinstance(cached, str) else Path(HF_HUB_CACHE)
+    folder = Path(cached).parent if isinstance(cached, str) else Path(HF_HUB_CACHE)
+    try:
+        return FoundModel(config, folder, Checkpoint.headers_of_hub(model, folder))
+    except CheckpointError as exc:
+        logger.warning("%s; planned by its configuration alone", exc)
+        return FoundModel(config, folder, None)
 
 
-def model_shapes(
-    config: PretrainedConfig, folder: Path, dtype_name: str, bits: int, rows: int, device_type: str = "cpu"
-) -> ModelShapes:
-    """Sizes for computing in a dtype, in chunks of `rows` rows, from the architecture on the meta device.
+def model_shapes(found: FoundModel, dtype_name: str, bits: int, rows: int, device_type: str = "cpu") -> ModelShapes:
+    """Sizes for computing in a dtype, in chunks of `rows` rows, from the headers of the weights.
 
-    `bits` is how weights will be stored: 16, or 8 or 4 as compressed-tensors has them; 0 is as the configuration says.
+    `bits` is how weights would be stored: 16, or 8 or 4 as most checkpoints of compressed-tensors; 0 is as they are.
 
     Raises:
-        CheckpointError: the architecture or the packing is not supported.
+        CheckpointError: the architecture or the format is not supported, or headers are needed and missing.
     """
-    dtype = DTYPES[dtype_name]
-    packing = Packing.of(config, folder, bits)
-    stored = dtype if bits == 16 else _stored_dtype(config, dtype)
-    model, by_matrix = build_empty(config, dtype), device_type != "cpu"
-    layers = list(model.get_decoder().layers)
-    prefix = next(name for name, module in model.named_modules() if module is model.get_decoder().layers)
+    config, path, checkpoint = found
+    dtype, by_matrix = DTYPES[dtype_name], device_type != "cpu"
     share = chosen_share(config)
-    parameters = [
-        list(_parameters(f"{prefix}.{index}", layer, packing, stored, dtype, share))
-        for index, layer in enumerate(layers)
-    ]
+    if checkpoint is not None and not bits:
+        skeleton = build_skeleton(checkpoint, dtype)
+        model, layers, format_ = skeleton.model, list(skeleton.layers), skeleton.quantization
+        parameters = [[_stored(slot, dtype, share) for slot in slots] for slots in skeleton.layer_slots]
+        description = skeleton.describe()
+    else:
+        format_ = None
+        if not bits and format_of(config, path) is not None:
+            raise CheckpointError(
+                f"model: must have its weights' headers next to config.json, as they are packed, got {path} without "
+                "*.safetensors; give --bits 4 to plan without them"
+            )
+        stored = dtype if bits else _stored_dtype(config, dtype)  # before the configuration is that of `dtype`
+        model = build_empty(config, dtype)
+        layers = list(model.get_decoder().layers)
+        parameters = [list(_imagined(layer, bits, stored, dtype, share)) for layer in layers]
+        description = describe(model, dtype) + (f", {bits} bits" if 0 < bits < 16 else "")
     sizes = tuple(sum(p.stored_bytes for p in layer) for layer in parameters)
     largest = parameters[sizes.index(max(sizes))]
     return ModelShapes(
-        description=describe(model, dtype) + (f", {packing.description}" if packing else ""),
+        description=description,
         config=config,
         kv=KVShape.of(config, dtype),
         layer_bytes=sizes,
@@ -139,12 +172,72 @@ def model_shapes(
         resident_bytes=_outside_bytes(model, layers),
         host_bytes=_host_bytes(model, device_type),
         scratch_bytes=max(_scratch_bytes(layer, by_matrix) for layer in parameters),
-        packing=max((p for layer in parameters for p in layer), key=lambda p: p.unpacked_bytes).packing,
+        packed=max((p for layer in parameters for p in layer), key=lambda p: p.unpacked_bytes).packed,
         matrices=tuple((p.shape[-2], p.shape[-1]) for p in largest if len(p.shape) >= 2),
-        rows=row_counts(model, None if bits else format_of(config, folder), dtype, rows, device_type),
+        rows=row_counts(model, format_, dtype, rows, device_type),
         work=_work(config, parameters, _head_bytes(model), dtype, by_matrix),
         apart=_apart(parameters, by_matrix),
     )
+
+
+def _stored(slot: ParameterSlot, dtype: torch.dtype, expert_share: float) -> _Parameter:
+    """A parameter as the checkpoint has it."""
+    stack, shape = stack_of(slot.module, slot.source), slot.source.shape
+    packed = max(_packed_parts(slot.source), key=lambda part: math.prod(part.shape), default=None)
+    return _Parameter(
+        shape,
+        sum(place.num_bytes for place in slot.source.places),
+        (stack or slot.source).scratch_bytes(dtype),
+        math.prod(shape) * dtype.itemsize,
+        packed,
+        _flops(shape, expert_share),
+        shape[0] if stack is not None else 0,
+        can_wait(slot),
+    )
+
+
+def _packed_parts(source: AnySource) -> Iterator[Dequantized]:
+    """The packed matrices of a source."""
+    if isinstance(source, Joined | ExpertSources):
+        for part in source.parts:
+            yield from _packed_parts(part)
+    elif isinstance(source, Transposed):
+        yield from _packed_parts(source.matrix)
+    elif isinstance(source, Dequantized) and source.is_packed:
+        yield source
+
+
+def _imagined(
+    layer: nn.Module, bits: int, stored: torch.dtype, dtype: torch.dtype, expert_share: float
+) -> Iterator[_Parameter]:
+    """The parameters of a layer as they would be stored in `bits`, or in 0 as `stored`."""
+    for module in layer.modules():
+        buffers = ((k, b) for k, b in module._buffers.items() if k not in module._non_persistent_buffers_set)
+        for key, parameter in (*module._parameters.items(), *buffers):
+            if parameter is None:
+                continue
+            shape, is_stack = tuple(parameter.shape), parameter.dim() == 3 and has_own_products(module)
+            is_packed = 0 < bits < 16 and (is_stack or (isinstance(module, nn.Linear) and len(shape) == 2))
+            packed = StoredAs(WORDS, bits, "group", (1, SAMPLE_GROUP)).sample(*shape[-2:]) if is_packed else None
+            # Experts are converted one at a time, in parts that are then joined.
+            plain = 2 * room_bytes(shape[1:], dtype) if is_stack else room_bytes(shape, dtype)
+            num_matrices = shape[0] if is_stack else 1
+            packed_bytes = num_matrices * sum(place.num_bytes for place in packed.places) if packed else 0
+            yield _Parameter(
+                shape,
+                packed_bytes or parameter.numel() * stored.itemsize,
+                packed.scratch_bytes(dtype) if packed else plain * (stored != dtype),
+                parameter.numel() * dtype.itemsize,
+                packed,
+                _flops(shape, expert_share),
+                shape[0] if is_stack else 0,
+                is_late(module, key),
+            )
+
+
+def _flops(shape: Sequence[int], expert_share: float) -> float:
+    """Of one token, which chooses a share of a stack's experts."""
+    return 2.0 * math.prod(shape) * (expert_share if len(shape) == 3 else 1) if len(shape) >= 2 else 0.0
 
 
 def _work(
@@ -197,41 +290,6 @@ def _stored_dtype(config: PretrainedConfig, default: torch.dtype) -> torch.dtype
     """The dtype in which a checkpoint stores unpacked weights."""
     named = getattr(config, "dtype", None)
     return named if isinstance(named, torch.dtype) else DTYPES.get(str(named), default)
-
-
-def _parameters(
-    name: str,
-    layer: nn.Module,
-    packing: Packing | None,
-    stored: torch.dtype,
-    dtype: torch.dtype,
-    expert_share: float,
-) -> Iterator[_Parameter]:
-    """The parameters of a layer named `name`."""
-    for module_name, module in layer.named_modules(prefix=name):
-        buffers = ((k, b) for k, b in module._buffers.items() if k not in module._non_persistent_buffers_set)
-        for key, parameter in (*module._parameters.items(), *buffers):
-            if parameter is None:
-                continue
-            shape, is_stack = parameter.shape, parameter.dim() == 3
-            packed = packing.of_parameter(f"{module_name}.{key}", module, parameter, stored) if packing else None
-            value = parameter.numel() * dtype.itemsize
-            is_view = packed is None and stored == dtype
-            # Experts are dequantized one at a time, first in parts if they are no views, which are then concatenated.
-            matrix = shape[1:] if is_stack else shape
-            room = room_bytes(matrix, dtype) * (1 if is_view or not is_stack else 2)
-            room += packed[0].joined_bytes(matrix) if packed and packed[0] else 0
-            yield _Parameter(
-                shape,
-                packed[1] if packed else parameter.numel() * stored.itemsize,
-                room if is_stack or not is_view else 0,
-                value,
-                packed[0] if packed else None,
-                value if packed and packed[0] else 0,
-                2.0 * parameter.numel() * (expert_share if is_stack else 1) if parameter.dim() >= 2 else 0.0,
-                shape[0] if is_stack and has_own_products(module) else 0,
-                is_late(module, key),
-            )
 
 
 def _num_experts(config: PretrainedConfig) -> tuple[int, int]:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from huggingface_hub.utils import SafetensorsFileMetadata, SafetensorsRepoMetadata
+from huggingface_hub.utils._safetensors import TensorInfo
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import LlamaConfig, MiniCPM3Config, MixtralConfig, PretrainedConfig, Qwen3MoeConfig
+from transformers import AutoConfig, LlamaConfig, MiniCPM3Config, MixtralConfig, PretrainedConfig, Qwen3MoeConfig
 
 from bough.cli.main import argument_parser, main
 from bough.cli.planning.plan import settings_from
@@ -21,10 +24,10 @@ from bough.errors import CheckpointError, ConfigError
 from bough.model.architecture.architecture import load_config
 from bough.model.checkpoint.checkpoint import Checkpoint
 from bough.model.loading.loading import DTYPES, build_skeleton
+from bough.model.sizes import model_sizes
 from bough.model.sizes.hardware_probe import STAND_IN_BYTES, Read, best_rate, disk_speed
 from bough.model.sizes.memory_budget import resident_bytes
-from bough.model.sizes.model_sizes import find_config, model_shapes
-from bough.model.sizes.stored_format import Packing
+from bough.model.sizes.model_sizes import find_model, model_shapes
 from bough.sizing.cost_model import Speed, Speeds, SweepModel, purchases, rate, sweep_model
 from bough.sizing.flops import ExpertWork, Work
 from bough.sizing.placement import Budgets, Fixed, Placement, Tier, place
@@ -32,12 +35,14 @@ from bough.sizing.row_counts import RowCounts
 from loadtest.common.packed_model import pack
 from target_worker.link.layer_extents import plan_layer
 from tests.conftest import save_model
+from tests.fakes.model.headers import write_headers
 
 LLAMA_70B = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "bfloat16", "hidden_size": 8192,
     "intermediate_size": 28672, "num_attention_heads": 64, "num_key_value_heads": 8, "num_hidden_layers": 80,
     "vocab_size": 128256, "max_position_embeddings": 8192, "tie_word_embeddings": False,
 }  # fmt: skip
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False}
 ELSEWHERE = ["--device-memory", "24GB", "--host-memory", "128GB", "--host-link-speed", "25", "--compute-speed", "80"]
 SPEEDS = Speeds(Speed(1e12, "told"), disk=Speed(1e9, "told"), host_link=Speed(20e9, "told"))
 
@@ -93,21 +98,71 @@ FAMILIES: dict[str, PretrainedConfig] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("bits", [0, 4, 8])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_sizes_are_those_of_the_real_checkpoint(family: str, bits: int, tmp_path: Path) -> None:
+def test_sizes_are_those_of_the_real_checkpoint(family: str, tmp_path: Path) -> None:
+    """By the headers, and by the configuration alone."""
     folder = save_model(tmp_path / "model", FAMILIES[family])
-    if bits:
-        folder = pack(folder, bits, tmp_path / "packed")
-    planned = model_shapes(load_config(folder), folder, "bfloat16", 0, 64)
+    skeleton = build_skeleton(Checkpoint.open(folder), torch.bfloat16)
+    layers = [{place for slot in slots for place in slot.source.places} for slots in skeleton.layer_slots]
+    (tmp_path / "alone").mkdir()
+    shutil.copyfile(folder / "config.json", tmp_path / "alone" / "config.json")
+    for where in (folder, tmp_path / "alone"):
+        planned = model_shapes(find_model(str(where)), "bfloat16", 0, 64)
+        assert planned.layer_bytes == tuple(sum(place.num_bytes for place in places) for places in layers)
+        assert planned.resident_bytes == resident_bytes(skeleton)
+        assert planned.kv == skeleton.kv_shape()
+        assert planned.description == skeleton.describe()
+        real_scratch = max(plan_layer("", slots).scratch_bytes(torch.bfloat16) for slots in skeleton.layer_slots)
+        assert real_scratch <= planned.scratch_bytes <= (1.5 if where != folder else 1) * real_scratch
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_packed_sizes_are_those_of_the_files(family: str, tmp_path: Path) -> None:
+    folder = pack(save_model(tmp_path / "model", FAMILIES[family]), 4, tmp_path / "packed")
+    planned = model_shapes(find_model(str(folder)), "bfloat16", 0, 64)
     skeleton = build_skeleton(Checkpoint.open(folder), torch.bfloat16)
     layers = [{place for slot in slots for place in slot.source.places} for slots in skeleton.layer_slots]
     assert planned.layer_bytes == tuple(sum(place.num_bytes for place in places) for places in layers)
-    assert planned.resident_bytes == resident_bytes(skeleton)
-    assert planned.kv == skeleton.kv_shape()
-    assert planned.description == skeleton.describe()
-    real_scratch = max(plan_layer("", slots).scratch_bytes(torch.bfloat16) for slots in skeleton.layer_slots)
-    assert real_scratch <= planned.scratch_bytes <= 1.5 * real_scratch
+    assert planned.description.endswith("4 bits (compressed-tensors)")
+    assert planned.packed is not None
+
+
+def test_headers_of_a_hub_id_are_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are fetched by range requests; group indices, which are data, are taken to be in order."""
+    folder = write_headers(tmp_path / "70b", LlamaConfig(**LLAMA_70B, quantization_config=GPTQ), "gptq 4 bits by g_idx")
+    tensors = {
+        name: TensorInfo(place.dtype, [*place.shape], (place.offset, place.offset + place.num_bytes))
+        for name, place in Checkpoint.open(folder).tensors.items()
+    }
+    metadata = SafetensorsRepoMetadata(None, False, {}, {"model.safetensors": SafetensorsFileMetadata({}, tensors)})
+    monkeypatch.setattr("huggingface_hub.get_safetensors_metadata", lambda model: {"org/llama": metadata}[model])
+    config = load_config(folder)
+    monkeypatch.setattr(AutoConfig, "from_pretrained", lambda *_, **__: config)
+    monkeypatch.setattr(model_sizes, "try_to_load_from_cache", lambda *_: str(folder / "config.json"))
+    found = find_model("org/llama")
+    assert found.checkpoint is not None
+    assert not found.checkpoint.has_data
+    matrices = (2 * 8192 + 2 * 1024 + 3 * 28672) * 8192
+    (size, *_) = model_shapes(found, "float16", 0, 64).layer_bytes
+    assert size == matrices // 2 + matrices // 128 * 2 + matrices // 128 // 2 + 2 * 8192 * 2
+
+
+def test_a_hub_id_whose_headers_cannot_be_had_is_planned_by_its_configuration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def offline(model: str) -> None:
+        raise OSError(f"no way to {model}")
+
+    monkeypatch.setattr("huggingface_hub.get_safetensors_metadata", offline)
+    monkeypatch.setattr(AutoConfig, "from_pretrained", lambda *_, **__: FAMILIES["llama"])
+    assert find_model("org/llama").checkpoint is None
+
+
+def test_packed_weights_without_headers_are_refused(tmp_path: Path) -> None:
+    folder = write_config(tmp_path / "packed", {**LLAMA_70B, "quantization_config": GPTQ})
+    with pytest.raises(CheckpointError, match=r"must have its weights' headers .*, got .*packed without"):
+        model_shapes(find_model(folder), "float16", 0, 64)
+    assert model_shapes(find_model(folder), "float16", 4, 64).description.endswith(", 4 bits")
 
 
 def test_a_70b_from_its_config_alone(llama_70b: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -137,34 +192,6 @@ def test_a_plan_places_as_the_worker_does(tiny: Path, capsys: pytest.CaptureFixt
     skeleton = build_skeleton(Checkpoint.open(tiny), DTYPES["float32"])
     assert plan["fixed_bytes"]["resident"] == resident_bytes(skeleton)
     assert plan["fixed_bytes"]["kv"] == 4_000_000 // skeleton.kv_shape().row_bytes * 4 * 2 * 2 * 16 * 4
-
-
-@pytest.mark.parametrize("method", ["gptq", "awq"])
-def test_community_packings_are_read_from_the_config(method: str, tmp_path: Path) -> None:
-    entry = {"quant_method": method, "bits": 4, "group_size": 128, "version": "gemm"}
-    folder = Path(write_config(tmp_path / "packed", {**LLAMA_70B, "quantization_config": entry}))
-    packing = Packing.of(load_config(folder), folder, 0)
-    assert packing is not None
-    linear = torch.nn.Linear(28672, 8192, bias=False, device="meta")
-    _, size = packing.of_parameter("layers.0.mlp.down_proj.weight", linear, linear.weight, torch.bfloat16) or (None, 0)
-    index = 4 * 28672 if method == "gptq" else 0
-    assert size == 8192 * 28672 // 2 + 8192 * 28672 // 128 * 2 + 8192 * 28672 // 128 // 2 + index
-    assert Packing.of(load_config(folder), folder, 16) is None
-
-
-@pytest.mark.parametrize(
-    ("field", "value", "message"),
-    [
-        ("group_size", "all", r"group_size: must be -1, or at least 1, got 'all'"),
-        ("q_group_size", -2, r"q_group_size: must be -1, or at least 1, got -2"),
-        ("modules_to_not_convert", "lm_head", r"modules_to_not_convert: must be a list of modules, got 'lm_head'"),
-    ],
-)
-def test_what_a_packing_s_config_cannot_mean_is_named(field: str, value: object, message: str, tmp_path: Path) -> None:
-    entry = {"quant_method": "awq", "bits": 4, field: value}
-    folder = Path(write_config(tmp_path / "packed", {**LLAMA_70B, "quantization_config": entry}))
-    with pytest.raises(CheckpointError, match=message):
-        Packing.of(load_config(folder), folder, 0)
 
 
 FIXED = RowCounts(64, 64)
@@ -289,11 +316,11 @@ def test_bad_flags_are_named(flags: Sequence[str], message: str, llama_70b: str,
 def test_a_model_that_is_nowhere_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(CheckpointError, match="can neither be fetched nor is it in the local"):
-        find_config("bough-tests/no-such-model")
+        find_model("bough-tests/no-such-model")
     with pytest.raises(CheckpointError, match=r"has no config\.json"):
-        find_config(str(tmp_path))
+        find_model(str(tmp_path))
     with pytest.raises(CheckpointError, match="must be a folder that exists"):
-        find_config(str(tmp_path / "missing"))
+        find_model(str(tmp_path / "missing"))
 
 
 def test_a_plan_tells_its_knee_what_more_memory_brings_and_its_draft_steps(

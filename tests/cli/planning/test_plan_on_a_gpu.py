@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,11 +15,13 @@ from bough.cli.planning.plan_report import as_json
 from bough.config.processes import parse
 from bough.errors import ConfigError
 from bough.model.checkpoint.tensor_source import FreshMemory
+from bough.model.quant.awq import Awq
+from bough.model.quant.formats import SAMPLES
+from bough.model.quant.scaled import Scaled
 from bough.model.sizes.hardware_probe import unpack_speed
-from bough.model.sizes.samples import PackedFormat
 from bough.sizing.placement import Tier
 from loadtest.common.packed_model import pack
-from loadtest.gpu.unpacking import FORMATS
+from tests.fakes.model.headers import write_headers
 from tests.model.sizes.test_memory_on_a_gpu import AWQ, llama_70b
 
 CPU = torch.device("cpu")
@@ -28,9 +31,8 @@ GPU += ("--compute-speed", "150", "--memory-speed", "1000", "--unpack-speed", "4
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Of a 70B in 4 bits its configuration."""
-    llama_70b(dtype="float16", quantization_config=AWQ).save_pretrained(tmp_path / "70b")
-    return tmp_path / "70b"
+    """Of a 70B in 4 bits its headers."""
+    return write_headers(tmp_path / "70b", llama_70b(dtype="float16", quantization_config=AWQ), "awq 4 bits")
 
 
 def planned(folder: Path, *flags: str) -> Any:
@@ -87,30 +89,21 @@ def test_a_draft_that_cannot_stay_packed_is_refused(tmp_path: Path, folder: Path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "packing",
-    [
-        *FORMATS,
-        PackedFormat("gptq", 8, -1),
-        PackedFormat("compressed-tensors", 8, 64, is_ordered=False),
-    ],
-    ids=str,
-)
-def test_every_format_is_timed_as_itself(packing: PackedFormat, monkeypatch: pytest.MonkeyPatch) -> None:
-    sample = packing.sample(64, 256)
-    assert sample.source.shape == (64, 256)
-    assert sample.source.value(sample.raw, torch.float32, FreshMemory(CPU)).isfinite().all()
+@pytest.mark.parametrize("name", SAMPLES)
+def test_every_sample_is_a_matrix_that_can_be_timed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    sample = SAMPLES[name](64, 256)
+    assert sample.shape == (64, 256)
+    raw = sample.random(np.random.default_rng(0))
+    assert [len(part) for part in raw] == [place.num_bytes for place in sample.places]
+    assert sample.value(raw, torch.float32, FreshMemory(CPU)).isfinite().all()
     monkeypatch.setattr("bough.model.sizes.hardware_probe.PROBE_SECONDS", 0.001)
-    monkeypatch.setattr("bough.model.sizes.hardware_probe.UNPACK_SHAPE", (64, 256))
-    speed = unpack_speed(packing, [(8192, 28672)], torch.bfloat16, CPU)
+    speed = unpack_speed(sample, torch.bfloat16, CPU)
     assert speed.per_second > 0
-    assert speed.origin == f"measured: {packing}, 64 x 256 written out, bytes written"
+    assert speed.origin == "measured: 64 x 256 written out, bytes written"
 
 
-def test_a_model_s_own_format_is_what_is_timed(tmp_path: Path, tiny: Path, folder: Path) -> None:
-    assert str(planned(folder).shapes.packing) == "awq 4 bits"
-    gptq = {"quant_method": "gptq", "bits": 4, "group_size": 64, "desc_act": True}
-    llama_70b(dtype="float16", quantization_config=gptq).save_pretrained(tmp_path / "gptq")
-    assert str(planned(tmp_path / "gptq").shapes.packing) == "gptq 4 bits by g_idx"
-    pack(tiny, 8, tmp_path / "packed")
-    assert str(planned(tmp_path / "packed").shapes.packing) == "compressed-tensors 8 bits"
+def test_a_model_s_own_format_is_what_is_timed(folder: Path, tiny: Path, tmp_path: Path) -> None:
+    assert isinstance(planned(folder).shapes.packed, Awq)
+    found = planned(pack(tiny, 8, tmp_path / "packed")).shapes.packed
+    assert isinstance(found, Scaled)
+    assert found.bits == 8

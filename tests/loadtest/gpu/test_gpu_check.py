@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from bough.model.sizes.samples import BY_ROWS
+from bough.model.quant.formats import FORMATS, SAMPLES
 from loadtest.gpu import check as gpu_check
 from loadtest.gpu.pipeline import pipeline
-from loadtest.gpu.unpacking import FORMATS
 
 
 def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -41,7 +40,7 @@ def test_what_is_missing_for_the_sizer_is_named_at_once(
 
 def test_every_way_of_storing_numbers_is_measured() -> None:
     """Of GGUF's types a few: one kernel has them all."""
-    assert {packed.method for packed in FORMATS} > {"gptq", "awq", *BY_ROWS}
+    assert all(each.samples for each in FORMATS)
 
 
 def test_it_clears_up_where_it_is_stopped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -133,7 +132,7 @@ def test_a_dry_run_goes_through_everything(
     assert [case["kv"] for case in report["equality"]] == ["device", "device", "host"]
     assert {case["family"]: case["equal"] for case in report["families"]} == {"recurrent layers": 4, "latents": 4}
     assert [row["of"] for row in report["recurrence"]] == ["text", "a tree"]
-    assert len(report["unpacking"]) == 2 * len(FORMATS), "every format, in both types"
+    assert len(report["unpacking"]) == 2 * len(SAMPLES), "every format, in both types"
     assert report["layer_bits"]["equal"] == report["layer_bits"]["compared"]
     assert [kind.split(",")[0] for kind in report["layer_bits"]["by_kind"]] == [
         "products",

@@ -38,7 +38,7 @@ from bough.model.loading.loading import build_skeleton
 from bough.model.quant.ggml_blocks import TYPES, Blocks
 from bough.model.running.runner import ResidentModel
 from bough.model.sizes.draft_needs import draft_needs
-from bough.model.sizes.model_sizes import find_config, model_shapes
+from bough.model.sizes.model_sizes import find_model, model_shapes
 from bough.tokenization.tokenizer import Tokenizer
 from bough.trees.tree import Tree
 from draft_worker.model.sources import load_draft
@@ -155,16 +155,15 @@ def test_a_plan_has_the_sizes_of_the_file(kinds: str, wide: tuple[Path, Path], t
     if kinds == "F16":
         file = tmp_path / "model.gguf"
         write_gguf(save_model(tmp_path / "source", MODELS["qwen3moe"]), file, lambda _: "F16")
-    config, where = find_config(str(file))
     planned, skeleton = (
-        model_shapes(config, where, "bfloat16", 0, 64),
+        model_shapes(find_model(str(file)), "bfloat16", 0, 64),
         build_skeleton(Checkpoint.open(file), torch.bfloat16),
     )
     layers = [{place for slot in slots for place in slot.source.places} for slots in skeleton.layer_slots]
     assert planned.layer_bytes == tuple(sum(place.num_bytes for place in places) for places in layers)
     assert planned.description == skeleton.describe()
     assert planned.description.endswith(", bfloat16, Q6_K, Q4_K (gguf)" if kinds != "F16" else ", bfloat16, F16 (gguf)")
-    assert (planned.packing is not None and planned.packing.method in ("Q4_K", "Q6_K")) == (kinds != "F16")
+    assert (isinstance(planned.packed, Blocks) and planned.packed.kind in ("Q4_K", "Q6_K")) == (kinds != "F16")
 
 
 def test_a_draft_s_memory_is_that_of_its_numbers(wide: tuple[Path, Path]) -> None:

@@ -19,7 +19,7 @@ from bough.model.checkpoint import hub
 from bough.model.checkpoint.checkpoint import Checkpoint, resolve
 from bough.model.checkpoint.tokenizer_files import load_tokenizer_files
 from bough.model.loading.loading import build_skeleton
-from bough.model.sizes.model_sizes import find_config
+from bough.model.sizes.model_sizes import find_model
 from tests.conftest import save_model
 from tests.fakes.model.gguf_files import finish, write_gguf
 from tests.fakes.model.packed_files import rewrite, tensors_of
@@ -123,7 +123,7 @@ def test_a_file_of_a_hub_id(whole: Path, tmp_path: Path, monkeypatch: pytest.Mon
     (tmp_path / "outside.gguf").symlink_to(whole)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     assert resolve("org/tiny/sub/model.gguf") == file
-    assert find_config("org/tiny/sub/model.gguf")[1] == file
+    assert find_model("org/tiny/sub/model.gguf").path == file
     (file.parent / "m-00001-of-00002.gguf").symlink_to(whole)
     for name in (
         "org/tiny/sub/m-00001-of-00002.gguf",

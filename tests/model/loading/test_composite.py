@@ -27,7 +27,7 @@ from bough.errors import CheckpointError
 from bough.model.batch.batch import Batch, Segment
 from bough.model.checkpoint.checkpoint import Checkpoint
 from bough.model.loading.loading import build_skeleton
-from bough.model.sizes.model_sizes import find_config, model_shapes
+from bough.model.sizes.model_sizes import find_model, model_shapes
 from bough.trees.tree import Tree
 from loadtest.common.packed_model import pack
 from tests.conftest import save_tokenizer
@@ -121,7 +121,7 @@ def test_names_may_be_those_of_older_files(seeing: tuple[Path, list[int]], tmp_p
 def test_it_can_be_planned_and_packed(seeing: tuple[Path, list[int]], tmp_path: Path) -> None:
     folder, _ = seeing
     packed = pack(folder, 4, tmp_path / "packed")
-    planned = model_shapes(*find_config(str(packed)), "bfloat16", 0, 64)
+    planned = model_shapes(find_model(str(packed)), "bfloat16", 0, 64)
     skeleton = build_skeleton(Checkpoint.open(packed), torch.bfloat16)
     assert skeleton.quantization is not None
     layers = [{place for slot in slots for place in slot.source.places} for slots in skeleton.layer_slots]

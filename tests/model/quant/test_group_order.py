@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from bough.errors import CheckpointError
 from bough.model.checkpoint.checkpoint import Checkpoint, TensorPlace
 from bough.model.loading.loading import build_skeleton
-from bough.model.quant.format import unless_in_order
+from bough.model.quant.format import PackedTensors
 from bough.model.quant.gptq import Gptq
 from tests.fakes.model.packed_files import in_words
 
@@ -51,4 +51,4 @@ def test_a_file_that_ends_early_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "short"
     np.zeros(3, np.int32).tofile(file)
     with pytest.raises(CheckpointError, match="ends after 3 of 8"):
-        unless_in_order(TensorPlace("g_idx", file, 0, 32, "I32", (8,)), 1)
+        PackedTensors({}).unless_in_order(TensorPlace("g_idx", file, 0, 32, "I32", (8,)), 1)

@@ -21,8 +21,6 @@ def test_modelopt_s_own_file_counts_where_config_json_says_nothing(tmp_path: Pat
     file.write_text(json.dumps({"producer": {"name": "modelopt"}, "quantization": fields}))
     format_ = format_of(config, tmp_path)
     assert format_ == ModeloptFormat.of(fields, "")
-    assert isinstance(format_, ModeloptFormat)
-    assert format_.kept == ("lm_head",)
     assert isinstance(format_of(PretrainedConfig(quantization_config=FP8), tmp_path), Fp8Format)
     file.write_text(json.dumps({"quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8"}}))
     assert format_of(config, tmp_path) is None

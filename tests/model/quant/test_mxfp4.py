@@ -172,18 +172,6 @@ def test_a_plan_has_the_sizes_of_the_files(both: tuple[Path, Path]) -> None:
     require_same_sizes(both[0])
 
 
-def test_modules_that_are_no_list_are_named() -> None:
-    with pytest.raises(CheckpointError, match=r"^q\.modules_to_not_convert: must be a list of modules, got 'lm_head'"):
-        Mxfp4Format.of({"modules_to_not_convert": "lm_head"}, "q")
-
-
-def test_experts_that_are_not_converted_are_planned_in_16_bits() -> None:
-    kept = Mxfp4Format.of({"modules_to_not_convert": ["model.layers.3.mlp.experts"]}, "")
-    assert kept.scheme(["model.layers.3.mlp.experts.down_proj"]) is None
-    assert kept.scheme(["model.layers.13.mlp.experts.down_proj"]) is not None
-    assert kept.scheme(["model.layers.13.self_attn.q_proj"]) is None
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -21,7 +21,7 @@ from bough.model.loading.loading import build_skeleton, read_place
 from bough.model.loading.weight_map import logical_sources
 from bough.model.quant.awq import AwqFormat
 from bough.model.quant.compressed_tensors import CompressedTensorsFormat
-from bough.model.quant.format import PackedTensors, QuantFormat, write_out
+from bough.model.quant.format import PackedTensors, WeightFormat, write_out
 from bough.model.quant.fp8 import Fp8Format
 from bough.model.quant.gptq import GptqFormat
 from tests.fakes.model.packed_files import TOKENS, awq, gptq, raw_parts, rewrite, tensors_of
@@ -45,7 +45,7 @@ from tests.fakes.models import plain_logits, streamed
         ),
     ],
 )
-def test_layers_packed_by_the_libraries_themselves(name: str, quantization: QuantFormat) -> None:
+def test_layers_packed_by_the_libraries_themselves(name: str, quantization: WeightFormat) -> None:
     """tests/data/pack_layers.py says how they were made; `weight` is what the library multiplies by."""
     file = Path(__file__).parents[2] / "data" / f"{name}.safetensors"
     sources = logical_sources(Checkpoint(file.parent, read_header(file)), quantization)

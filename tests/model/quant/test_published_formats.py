@@ -15,16 +15,13 @@ from safetensors.torch import save_file
 from transformers import PretrainedConfig
 
 from bough.errors import CheckpointError
-from bough.model.architecture.architecture import load_config
 from bough.model.checkpoint.checkpoint import Checkpoint, read_header
 from bough.model.checkpoint.tensor_source import FreshMemory, TensorSource
 from bough.model.loading.loading import build_skeleton
 from bough.model.loading.weight_map import logical_sources
-from bough.model.quant.compressed_tensors import CompressedTensorsFormat
-from bough.model.quant.formats import FORMATS as METHODS
+from bough.model.quant.formats import FORMATS as REGISTERED
 from bough.model.quant.formats import format_of
-from bough.model.quant.fp8 import Fp8Format
-from bough.model.sizes.model_sizes import model_shapes
+from bough.model.sizes.model_sizes import find_model, model_shapes
 from target_worker.link.layer_extents import plan_layer
 from tests.conftest import save_model
 from tests.fakes.gpu.device_sweeps import Where, on_cpu, on_device, require_close, three_sweeps
@@ -32,6 +29,8 @@ from tests.fakes.model.families import FAMILIES
 from tests.fakes.model.packed_files import MIXTRAL, raw_parts, rewrite, stored_as, tensors_of
 from tests.fakes.model.published_formats import FLOAT8, FORMATS, FP8, GROUP, INT4, compressed, words
 from tests.fakes.models import CPU, streamed
+
+METHODS = {each.method: each for each in REGISTERED}
 
 
 def opened(tensors: dict[str, torch.Tensor], quantization: dict[str, Any], folder: Path) -> dict[str, TensorSource]:
@@ -101,8 +100,8 @@ def test_a_device_s_kernel_writes_matrices_late(name: str, tiny: Path, tmp_path:
 
 
 def require_same_sizes(folder: Path) -> None:
-    """A plan from config.json must have the bytes of the files."""
-    planned = model_shapes(load_config(folder), folder, "bfloat16", 0, 64)
+    """A plan must have the bytes of the files."""
+    planned = model_shapes(find_model(str(folder)), "bfloat16", 0, 64)
     skeleton = build_skeleton(Checkpoint.open(folder), torch.bfloat16)
     layers = [{place for slot in slots for place in slot.source.places} for slots in skeleton.layer_slots]
     assert planned.layer_bytes == tuple(sum(place.num_bytes for place in places) for places in layers)
@@ -117,28 +116,6 @@ def require_same_sizes(folder: Path) -> None:
 )
 def test_a_plan_has_the_sizes_of_the_files(name: str, tiny: Path, tmp_path: Path) -> None:
     require_same_sizes(stored_as(name, tiny, tmp_path, torch.bfloat16)[0])
-
-
-def test_a_plan_follows_groups_and_what_is_left_out() -> None:
-    """Attention in 8 bits, everything else in 4, but for a layer and a matrix that are ignored."""
-    attention = {"targets": ["re:.*self_attn.*"], "weights": {**FLOAT8, "strategy": "channel"}}
-    config = compressed("mixed-precision", INT4)
-    config["config_groups"]["group_0"]["format"] = "pack-quantized"
-    config["config_groups"]["group_1"] = {**attention, "format": "float-quantized"}
-    config["ignore"] = ["lm_head", "re:.*layers\\.1\\..*", "model.layers.0.mlp.up_proj"]
-    format_ = CompressedTensorsFormat.of(config, "")
-    assert (format_.bits, str(format_)) == (0, "mixed bits (compressed-tensors)")
-    names = "layers.0.self_attn.q_proj", "layers.0.mlp.down_proj", "layers.1.mlp.down_proj", "layers.0.mlp.up_proj"
-    found = [format_.scheme([f"model.{name}"]) for name in names]
-    assert [scheme and scheme.bits for scheme in found] == [8, 4, None, None]
-
-
-def test_modules_that_an_fp8_checkpoint_keeps_are_named_whole() -> None:
-    """A router's name begins as a gate's does."""
-    format_ = Fp8Format.of({**FP8, "modules_to_not_convert": ["model.layers.1.mlp.gate", "lm_head"]}, "")
-    assert format_.scheme(["model.layers.1.mlp.gate"]) is None
-    assert format_.scheme(["model.layers.1.mlp.gate_proj"]) is not None
-    assert format_.scheme(["model.layers.11.mlp.gate"]) is not None
 
 
 @pytest.mark.parametrize(
@@ -196,14 +173,12 @@ def weights(**changed: Any) -> dict[str, Any]:
         ),
         ({**weights(), "config_groups": {}}, r"config_groups: must be groups of modules by name, got \{\}"),
         ({**weights(), "config_groups": {"W4A16": ["Linear"]}}, r"config_groups\.W4A16: must be an object"),
-        ({**weights(), "ignore": ["re:("]}, r"ignore: must be regular expressions after re:, got 're:\('"),
         (
             {**weights(), "sparsity_config": {"format": "sparse-24-bitmask"}},
             r"sparsity_config\.format: must be 'dense', got 'sparse-24-bitmask'",
         ),
         ({**weights(), "sparsity_config": ["x"]}, r"sparsity_config\.format: must be 'dense', got \['x'\]"),
         ({**weights(), "transform_config": {"config_groups": {}}}, r"transform_config: must be empty"),
-        ({**FP8, "ignored_layers": "lm_head"}, r"ignored_layers: must be a list of modules, got 'lm_head'"),
         ({**FP8, "fmt": "e5m2"}, r"fmt: must be 'e4m3', got 'e5m2'"),
         ({**FP8, "expert_dtype": "fp4"}, r"expert_dtype: must be 'fp8', got 'fp4'"),
         ({**FP8, "weight_block_size": [128, 0]}, r"weight_block_size: must be the outputs and inputs of a block"),

@@ -17,12 +17,13 @@ from bough.model.loading.loading import build_skeleton
 from bough.model.running.host_embeddings import embeddings_for_host, host_bytes
 from bough.model.sizes import memory_budget
 from bough.model.sizes.memory_budget import budgets, device_budget, other_devices, with_kv_memory
-from bough.model.sizes.model_sizes import model_shapes
+from bough.model.sizes.model_sizes import find_model, model_shapes
 from bough.sizing.other_devices import place_with
 from bough.sizing.placement import HOST_SLABS, Budgets, Fixed, Placement, Tier, place
 from tests.conftest import TINY, save_model
 from tests.fakes.gpu.device_sweeps import Where, on_cpu, on_device
 from tests.fakes.model.families import FAMILIES
+from tests.fakes.model.headers import write_headers
 
 GB = 1000**3
 GPU = torch.device("cuda", 0)
@@ -44,12 +45,14 @@ def llama_70b(**changes: Any) -> LlamaConfig:
     )
 
 
-def placed(monkeypatch: pytest.MonkeyPatch, config: LlamaConfig, *flags: str) -> Placement:
+def placed(monkeypatch: pytest.MonkeyPatch, folder: Path, *flags: str) -> Placement:
     """As a target places it on such a card with 128 GB beside it."""
     monkeypatch.setattr(memory_budget, "free_device_bytes", lambda _: CARD - CONTEXT)
     monkeypatch.setattr(memory_budget, "free_memory", lambda: 128 * GB)
+    found = find_model(str(folder))
+    config = found.config
     settings = settled(parse(TargetConfig, "t", ["--model", "m", *flags], {}), config, "cuda")
-    shapes = model_shapes(config, Path(), settings.dtype, 0, settings.rows, "cuda")
+    shapes = model_shapes(found, settings.dtype, 0, settings.rows, "cuda")
     device, host = device_budget(settings, GPU), memory_budget.host_budget(settings, is_gpu=True)
     settings = with_kv_memory(settings, shapes.kv, 8192, device, host)
     others = other_devices(settings, config, shapes.kv, shapes.scratch_bytes, "cuda:0", 2)
@@ -57,9 +60,16 @@ def placed(monkeypatch: pytest.MonkeyPatch, config: LlamaConfig, *flags: str) ->
     return place_with(shapes.layer_bytes, shapes.fixed(settings, True), allowed, others)
 
 
-def test_a_card_of_24_gb_keeps_34_layers_of_a_70b_in_4_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="module")
+def awq_70b(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The headers of a 70B in 4 bits."""
+    folder = tmp_path_factory.mktemp("awq") / "70b"
+    return write_headers(folder, llama_70b(dtype="float16", quantization_config=AWQ), "awq 4 bits")
+
+
+def test_a_card_of_24_gb_keeps_34_layers_of_a_70b_in_4_bits(awq_70b: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With 0.8 of the memory and embeddings there it kept 18."""
-    placement = placed(monkeypatch, llama_70b(dtype="float16", quantization_config=AWQ))
+    placement = placed(monkeypatch, awq_70b)
     assert len(placement.layers(Tier.RESIDENT)) >= 34
     assert placement.device_bytes <= 0.95 * (CARD - CONTEXT)
     assert placement.fixed.host_embeddings == 2 * 8192 * 128256
@@ -68,27 +78,26 @@ def test_a_card_of_24_gb_keeps_34_layers_of_a_70b_in_4_bits(monkeypatch: pytest.
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm"}
 
 
-def test_of_what_is_unpacked_one_matrix_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_what_is_unpacked_one_matrix_has_room(awq_70b: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A layer in 16 bits is 1.7 GB, as many as three or four in 4 bits."""
-    placement = placed(monkeypatch, llama_70b(dtype="float16", quantization_config=AWQ))
+    placement = placed(monkeypatch, awq_70b)
     assert placement.fixed.scratch == 2 * 8192 * 28672
     assert len(placement.layers(Tier.RESIDENT)) >= 38
 
 
 @pytest.mark.parametrize("num_sessions", [1, 2, 4])
-def test_kv_is_told_by_sessions(num_sessions: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kv_is_told_by_sessions(num_sessions: int, awq_70b: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of which each takes layers from the card, by what its tokens take."""
-    config = llama_70b(dtype="float16", quantization_config=AWQ)
     flags = "--max-context", "8000", "--max-nodes", "192"
-    placement = placed(monkeypatch, config, *flags, "--kv-sessions", str(num_sessions))
+    placement = placed(monkeypatch, awq_70b, *flags, "--kv-sessions", str(num_sessions))
     assert placement.fixed.kv == num_sessions * 8192 * 320 * 1024
     assert len(placement.layers(Tier.RESIDENT)) >= 42 - 7 * num_sessions
 
 
-def test_kv_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kv_is_told_once(awq_70b: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     flags = "--kv-sessions", "2", "--kv-memory", "4GB"
     with pytest.raises(ConfigError, match=r"^--kv-sessions: must be left out with --kv-memory \(4.00 GB\), .*, got 2"):
-        placed(monkeypatch, llama_70b(), *flags)
+        placed(monkeypatch, awq_70b, *flags)
 
 
 def test_the_ring_to_the_host_leaves_its_memory_to_layers() -> None:
@@ -127,7 +136,7 @@ def test_embeddings_are_the_host_s_unless_the_head_is_the_same_matrix(is_tied: b
     skeleton = build_skeleton(Checkpoint.open(folder), torch.bfloat16)
     assert embeddings_for_host(skeleton.model, "cpu") is None
     assert host_bytes(skeleton, "cuda") == (0 if is_tied else 2 * 262 * 64)
-    shapes = model_shapes(skeleton.config, folder, "bfloat16", 0, 64, "cuda")
+    shapes = model_shapes(find_model(str(folder)), "bfloat16", 0, 64, "cuda")
     assert shapes.host_bytes == host_bytes(skeleton, "cuda")
 
 
