@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
-from bough.errors import InvalidRequest
+from bough.errors import BoughError, InvalidRequest
 from bough.model.checkpoint.tokenizer_files import load_tokenizer_files
 from bough.tokenization.tokenizer import Tokenizer
 from bough.tokenization.vocabulary import TokenizerFiles
@@ -44,3 +46,16 @@ def test_a_template_that_cannot_be_read_leaves_text_usable(tmp_path: Path) -> No
 def test_what_a_template_refuses_is_the_requests_fault(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match="roles must alternate"):
         with_template(tmp_path, "{{ raise_exception('roles must alternate') }}").encode_chat([("user", "hello")])
+
+
+class PanicException(BaseException):
+    """As that of pyo3, which is no Exception, so that a request had no answer."""
+
+
+@pytest.mark.parametrize("use", [lambda tokenizer: tokenizer.encode("x"), lambda tokenizer: tokenizer.decode([1])])
+def test_a_panic_of_the_library_is_an_error(tmp_path: Path, use: Callable[[Tokenizer], object]) -> None:
+    save_tokenizer(tmp_path)
+    tokenizer, panic = Tokenizer(load_tokenizer_files(tmp_path)), Mock(side_effect=PanicException("out of bounds"))
+    tokenizer._tokenizer = Mock(encode_batch_fast=panic, decode=panic)
+    with pytest.raises(BoughError, match="the tokenizer has failed: out of bounds"):
+        use(tokenizer)
