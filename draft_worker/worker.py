@@ -25,7 +25,7 @@ from bough.model.sizes.memory_budget import free_device_bytes
 from bough.processes.compile_once import compile_in_subprocess
 from bough.processes.startup import stage
 from bough.protocol.worker_info import WorkerInfo
-from bough.runtime.kv_budget import kv_budget, num_states
+from bough.runtime.kv_budget import LEAST_CONTEXT, context_within, kv_budget, num_states
 from bough.trees.tree_plan import MAX_EXPANSIONS
 from draft_worker.candidates.temperature_scaling import TemperatureScalings
 from draft_worker.engine.draft_ahead import MAX_ROWS, num_steps
@@ -86,11 +86,12 @@ class DraftWorker(ServedDraft):
 
     def info(self) -> WorkerInfo:
         dropped, device = self._config.drop_layers, self._model.device
+        positions = self._model.skeleton.max_positions
         notes = (
             *([f"substitute draft: layers {', '.join(map(str, dropped))} left out"] if dropped else []),
             *(
                 [f"sees at most the last {self._max_context} tokens of a session: --kv-memory holds no more"]
-                if self._max_context < min(self._config.max_context, self._model.skeleton.max_positions)
+                if self._max_context < min(self._config.max_context or positions, positions)
                 else []
             ),
             *(
@@ -119,12 +120,18 @@ class DraftWorker(ServedDraft):
         config, skeleton = self._config, self._model.skeleton
         shape, positions = skeleton.kv_shape(), skeleton.max_positions
         most = GROWN_ROWS if shape.states else MAX_EXPANSIONS
-        window = Window(min(config.max_context, positions), positions, most)
-        longest = window.max_rows * shape.row_bytes
+        window = Window(min(config.max_context or positions, positions), positions, most)
+        least = window.max_context if config.max_context else min(LEAST_CONTEXT, positions)
         step_bytes = shape.states.step_bytes(GROWN_ROWS) if shape.states else 0
         kv_memory = config.kv_memory or kv_budget(
-            longest + shape.growing_bytes, free_device_bytes(self._model.device) - step_bytes
+            window.max_rows * shape.row_bytes + shape.growing_bytes,
+            free_device_bytes(self._model.device) - step_bytes,
+            (least + most) * shape.row_bytes + shape.growing_bytes,
         )  # by the memory that the model and its steps leave free
+        if not config.max_context:
+            context = context_within(kv_memory, shape.row_bytes, shape.growing_bytes, most, window.max_context)
+            window = window._replace(max_context=context)
+        longest = window.max_rows * shape.row_bytes
         num_slots = num_states(kv_memory, longest, shape.growing_bytes)
         num_rows = (kv_memory - num_slots * shape.growing_bytes) // shape.row_bytes
         if num_rows <= most:

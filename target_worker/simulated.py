@@ -150,6 +150,13 @@ class SimulatedTarget(ServedTarget):
         )
         self._start_engine()
 
+    def _context_limit(self, own: int) -> str:
+        """What keeps sessions below `own` tokens, the profile's limit; empty if nothing does."""
+        if self._limits.max_context >= own:
+            return ""
+        name = "--max-context of the target" if self._config.max_context else "kv_tokens of the profile"
+        return f"{name}; the profile's own limit is {own}"
+
     def info(self) -> WorkerInfo:
         """The simulated model, and a note that it is simulated."""
         profile = self._pair.profile.target
@@ -158,6 +165,7 @@ class SimulatedTarget(ServedTarget):
             model_description="simulated target",
             model_fingerprint=self._pair.fingerprint,
             max_context=self._limits.max_context,
+            context_limit=self._context_limit(profile.max_context),
             max_sessions=profile.kv_tokens // self._limits.slot_rows,
             link_bytes_per_pass=link_bytes(profile, 1),
             notes=(*self._pair.notes(), kv, *self._metrics_note),

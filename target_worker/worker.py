@@ -84,8 +84,9 @@ class TargetWorker(ServedTarget):
         self.vocab_size = self._skeleton.vocab_size
         self.grammars = Grammars(self.tokenizer, self.vocab_size)
         self.max_nodes = config.max_nodes
-        self._limits = TargetLimits.of(config, self._skeleton.max_positions)
+        self._asked_context = config.max_context
         self._config = config = self._with_kv_memory(config)
+        self._limits = TargetLimits.of(config, self._skeleton.max_positions)
         shape = self._skeleton.kv_shape()
         room = shape.row_bytes, config.kv_memory, shape.state_bytes
         self._num_rows, self._num_states = self._limits.num_rows(*room), self._limits.num_states(*room)
@@ -146,12 +147,22 @@ class TargetWorker(ServedTarget):
             model_description=self._skeleton.describe(),
             model_fingerprint=self._fingerprint,
             max_context=self._limits.max_context,
+            context_limit=self._context_limit,
             max_sessions=min(self._num_rows // self._limits.slot_rows, self._num_states or self._num_rows),
             link_bytes_per_pass=self._placement.link_bytes,
             notes=self._notes(),
             arithmetic=", ".join(ground),
             weights_hash=self._weights_hash.value,
         )
+
+    @property
+    def _context_limit(self) -> str:
+        """What keeps sessions below the model's own limit; empty if nothing does."""
+        own = self._skeleton.max_positions
+        if self._limits.max_context >= own:
+            return ""
+        memory = f"--kv-memory of the target, {gigabytes(self._config.kv_memory)}"
+        return f"{'--max-context of the target' if self._asked_context else memory}; the model's own limit is {own}"
 
     def _devices_in_words(self) -> str:
         """Devices that compute; targets that compute layers on different kinds of GPUs give different bits."""
@@ -163,6 +174,9 @@ class TargetWorker(ServedTarget):
         quantization = self._skeleton.quantization
         texts = self._memory_in_words, self._conversion, quantization.note if quantization is not None else ""
         notes = [text for text in texts if text]
+        if self._asked_context > self._limits.max_context:
+            own = self._limits.max_context
+            notes.append(f"--max-context: {self._asked_context} is more than the model's own limit, {own}, which holds")
         if self._experts:
             notes.append(f"experts come when rows choose them: {gigabytes(self._placement.expert_bytes)} in all")
         if self._device.type != "cpu":

@@ -97,7 +97,11 @@ class WorkerConfig(ServiceConfig):
     )
     device: str = setting("auto", "cpu, cuda or cuda:1; auto is a GPU if there is one", parse_device)
     threads: int = setting(usable_cpus(), "CPU threads for computation", parse_count)
-    max_context: int = setting(2048, "most tokens of a session, prompt and output", parse_count)
+    max_context: int = setting(
+        0,
+        "most tokens of a session, prompt and output; 0 is the model's own limit, as far as memory allows",
+        parse_natural,
+    )
     max_nodes: int = setting(512, "most nodes of a tree", parse_count)
     kv_memory: int = setting(
         0, "memory for KV slots; 0 is an eighth of all memory, at most 2GB or 32 sessions, at least one", parse_bytes

@@ -170,7 +170,7 @@ class CostCurve(_message.Message):
     def __init__(self, rows: _Optional[_Iterable[int]] = ..., seconds: _Optional[_Iterable[float]] = ..., step: _Optional[int] = ...) -> None: ...
 
 class WorkerInfo(_message.Message):
-    __slots__ = ("protocol_version", "bough_version", "kind", "worker_id", "model_name", "model_description", "model_fingerprint", "tokenizer_fingerprint", "vocab_size", "max_context", "max_nodes", "max_sessions", "num_sessions", "link_bytes_per_pass", "notes", "kv_bytes", "kv_used_bytes", "num_waiting", "arithmetic", "cost", "num_running", "num_passes", "weights_hash")
+    __slots__ = ("protocol_version", "bough_version", "kind", "worker_id", "model_name", "model_description", "model_fingerprint", "tokenizer_fingerprint", "vocab_size", "max_context", "max_nodes", "max_sessions", "num_sessions", "link_bytes_per_pass", "notes", "kv_bytes", "kv_used_bytes", "num_waiting", "arithmetic", "cost", "num_running", "num_passes", "weights_hash", "context_limit")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     BOUGH_VERSION_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
@@ -194,6 +194,7 @@ class WorkerInfo(_message.Message):
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_PASSES_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_HASH_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_LIMIT_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     bough_version: str
     kind: str
@@ -217,7 +218,8 @@ class WorkerInfo(_message.Message):
     num_running: int
     num_passes: int
     weights_hash: str
-    def __init__(self, protocol_version: _Optional[int] = ..., bough_version: _Optional[str] = ..., kind: _Optional[str] = ..., worker_id: _Optional[str] = ..., model_name: _Optional[str] = ..., model_description: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., tokenizer_fingerprint: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_context: _Optional[int] = ..., max_nodes: _Optional[int] = ..., max_sessions: _Optional[int] = ..., num_sessions: _Optional[int] = ..., link_bytes_per_pass: _Optional[int] = ..., notes: _Optional[_Iterable[str]] = ..., kv_bytes: _Optional[int] = ..., kv_used_bytes: _Optional[int] = ..., num_waiting: _Optional[int] = ..., arithmetic: _Optional[str] = ..., cost: _Optional[_Union[CostCurve, _Mapping]] = ..., num_running: _Optional[int] = ..., num_passes: _Optional[int] = ..., weights_hash: _Optional[str] = ...) -> None: ...
+    context_limit: str
+    def __init__(self, protocol_version: _Optional[int] = ..., bough_version: _Optional[str] = ..., kind: _Optional[str] = ..., worker_id: _Optional[str] = ..., model_name: _Optional[str] = ..., model_description: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., tokenizer_fingerprint: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_context: _Optional[int] = ..., max_nodes: _Optional[int] = ..., max_sessions: _Optional[int] = ..., num_sessions: _Optional[int] = ..., link_bytes_per_pass: _Optional[int] = ..., notes: _Optional[_Iterable[str]] = ..., kv_bytes: _Optional[int] = ..., kv_used_bytes: _Optional[int] = ..., num_waiting: _Optional[int] = ..., arithmetic: _Optional[str] = ..., cost: _Optional[_Union[CostCurve, _Mapping]] = ..., num_running: _Optional[int] = ..., num_passes: _Optional[int] = ..., weights_hash: _Optional[str] = ..., context_limit: _Optional[str] = ...) -> None: ...
 
 class GetServerInfoRequest(_message.Message):
     __slots__ = ()

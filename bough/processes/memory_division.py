@@ -31,6 +31,7 @@ class DraftNeeds(NamedTuple):
     weights: int
     session: int  # KV of a session of the longest context
     step: int = 0  # what a step of recurrent layers computes
+    least: int | None = None  # KV for which there must be room; None is that of a session of the longest context
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +85,7 @@ def divide(
     shares = [Share("index", INDEX_BYTES, 1)] if has_index else []
     shares.append(Share("orchestrator", ORCHESTRATOR_BYTES, 1))
     if draft is not None and needs is not None:
-        kv = draft.kv_memory or kv_budget(needs.session, free // 2)
+        kv = draft.kv_memory or kv_budget(needs.session, free // 2, needs.least)
         remark = f"of which {gigabytes(kv)} for KV and {gigabytes(needs.weights)} for weights"
         shares.append(Share("draft worker", WORKER_BYTES + needs.weights + needs.step + kv, draft.threads, remark))
         draft = replace(draft, kv_memory=kv)
@@ -118,7 +119,8 @@ def on_one_gpu(target: TargetConfig, draft: DraftConfig) -> bool:
 
 def divide_gpu(target: TargetConfig, draft: DraftConfig, needs: DraftNeeds) -> SharedGpu:
     """The draft's KV is settled, and the target's memory is what the draft leaves; what a user has told stays."""
-    kv = draft.kv_memory or max(needs.session, min(MOST_BYTES, KV_SESSIONS * needs.session))
+    least = needs.session if needs.least is None else needs.least
+    kv = draft.kv_memory or max(least, min(MOST_BYTES, KV_SESSIONS * needs.session))
     share = CONTEXT_BYTES + needs.weights + needs.step + kv
     words = (
         f"GPU memory: at most {gigabytes(share)} for the draft worker, of which {gigabytes(kv)} for KV and "

@@ -37,6 +37,7 @@ class WorkerInfo:
     num_running: int = 0  # calls in the current sweep; a draft counts all calls as waiting
     num_passes: int = 0  # sweeps or draft steps completed since the start
     weights_hash: str = ""  # of a target: hash over all weight bytes; empty until computed
+    context_limit: str = ""  # flag that keeps max_context below the model's own limit, and that; empty if none does
 
     @property
     def model_identity(self) -> str:

@@ -29,23 +29,24 @@ def require_name(field: str, name: str) -> None:
     codec_checks.require_text(field, name)
 
 
-def require_size(prompt: Prompt, tokenizer: Tokenizer, max_context: int) -> None:
+def require_size(prompt: Prompt, tokenizer: Tokenizer, max_context: int, limit: str = "") -> None:
     """Raise ContextExceeded for a prompt that cannot fit the context whatever its tokens are.
 
     It is checked before tokenizing, as that takes seconds for megabytes of text; `require_room` checks afterwards.
+    `limit` says what keeps the context below the model's own limit, if anything does.
     """
     most = max_context * tokenizer.longest_token
     match prompt:
         case TextPrompt(text):
-            _require_fit("text", len(text), "characters", most, max_context)
+            _require_fit("text", len(text), "characters", most, max_context, limit)
         case ChatPrompt(messages, tools):
-            _require_fit("chat.messages", len(messages), "messages", max_context, max_context)
+            _require_fit("chat.messages", len(messages), "messages", max_context, max_context, limit)
             calls = sum(len(call.arguments) for m in messages for call in m.tool_calls)
             size = calls + sum(len(m.content) + len(m.reasoning) for m in messages)
-            _require_fit("chat.messages", size, "characters", most, max_context)
+            _require_fit("chat.messages", size, "characters", most, max_context, limit)
             if tools is not None:
                 size = sum(len(function.parameters) + len(function.description or "") for function in tools.functions)
-                _require_fit("chat.tools", size, "characters", most, max_context)
+                _require_fit("chat.tools", size, "characters", most, max_context, limit)
             for index, message in enumerate(messages):
                 if len(message.role) > MAX_NAME_LENGTH:
                     raise InvalidRequest(
@@ -53,30 +54,34 @@ def require_size(prompt: Prompt, tokenizer: Tokenizer, max_context: int) -> None
                         f"characters, got {len(message.role)}"
                     )
         case TokenPrompt(token_ids):
-            _require_fit("prompt", len(token_ids), "tokens", max_context - 1, max_context)
+            _require_fit("prompt", len(token_ids), "tokens", max_context - 1, max_context, limit)
 
 
-def require_size_for_any(prompt: Prompt, tokenizers: Collection[Tokenizer], max_context: int) -> None:
+def require_size_for_any(prompt: Prompt, tokenizers: Collection[Tokenizer], max_context: int, limit: str = "") -> None:
     """Check as `require_size` before the model is known, with the tokenizer that allows the longest text."""
     if tokenizers:
-        require_size(prompt, max(tokenizers, key=lambda tokenizer: tokenizer.longest_token), max_context)
+        require_size(prompt, max(tokenizers, key=lambda tokenizer: tokenizer.longest_token), max_context, limit)
 
 
-def _require_fit(field: str, size: int, unit: str, most: int, max_context: int) -> None:
+def _require_fit(field: str, size: int, unit: str, most: int, max_context: int, limit: str) -> None:
     if size > most:
         raise ContextExceeded(
             f"{field}: {size} {unit}, so the {TOO_LONG} {max_context} tokens, of which at least one is for the output: "
-            f"at most {most} {unit} can fit"
+            f"at most {most} {unit} can fit{_limited(limit)}"
         )
 
 
-def require_room(tokens: Sequence[int], max_context: int) -> None:
+def require_room(tokens: Sequence[int], max_context: int, limit: str = "") -> None:
     """Raise ContextExceeded for a prompt that leaves no room for a token of output."""
     if len(tokens) >= max_context:
         raise ContextExceeded(
             f"prompt: {len(tokens)} tokens, so the {TOO_LONG} {max_context} tokens, of which at least one is for the "
-            "output"
+            f"output{_limited(limit)}"
         )
+
+
+def _limited(limit: str) -> str:
+    return f"; it is limited by {limit}" if limit else ""
 
 
 def require_sizes(speculation: Speculation, max_nodes: int) -> None:

@@ -36,8 +36,17 @@ def served_models(directory: Directory) -> tuple[ModelInfo, ...]:
 
 def largest_context(directory: Directory) -> int:
     """Tokens of the longest session that any target takes, or took while there were any; 0 if none was ever known."""
-    known = [target.info for target in directory.targets] or directory.seen
-    return max((info.max_context for info in known), default=0)
+    return max((info.max_context for info in _known(directory)), default=0)
+
+
+def context_limit(directory: Directory) -> str:
+    """What keeps the longest session below its model's own limit; empty if nothing does."""
+    return max(_known(directory), key=lambda info: info.max_context).context_limit if _known(directory) else ""
+
+
+def _known(directory: Directory) -> Sequence[WorkerInfo]:
+    """The targets that there are, or that there were last."""
+    return [target.info for target in directory.targets] or [*directory.seen]
 
 
 def targets_for(

@@ -100,9 +100,10 @@ class Opening:
         largest = max(targets, key=lambda known: known.info.max_context)
         if options.resume is not None:
             require_resume(options.resume, largest.info.vocab_size)
-        require_size(prompt, largest.tokenizer, largest.info.max_context)
+        limits = largest.info.max_context, largest.info.context_limit
+        require_size(prompt, largest.tokenizer, *limits)
         tokens = await self.directory.tokenizing.run(lambda: TokenHistory(self._tokens(prompt, options, past, largest)))
-        require_room(tokens, largest.info.max_context)
+        require_room(tokens, *limits)
         thoughts = thoughts_of(prompt, tokens, largest.tokenizer, self.config.reasoning_parser)
         form = await output_form(prompt, options, largest.tokenizer, self.config.tool_call_parser, thoughts)
         need = await self._need(tokens, options, past.session, targets)

@@ -51,7 +51,7 @@ class ModelTexts:
         """Tokenize a prompt as a request would. Raises InvalidRequest, NotFound of the model, or Unavailable."""
         target = await self._awaited(model)
         info = target.info
-        require_size(prompt, target.tokenizer, info.max_context)
+        require_size(prompt, target.tokenizer, info.max_context, info.context_limit)
         async with self._turn:
             token_ids = await self.waiting.directory.tokenizing.run(
                 lambda: whole_prompt(prompt, target.tokenizer, info.vocab_size)

@@ -20,7 +20,7 @@ from orchestrator.admission.admission import Admission, Hold
 from orchestrator.admission.call_limiter import CallLimiter
 from orchestrator.admission.size_limits import require_size_for_any
 from orchestrator.cluster.directory import Directory
-from orchestrator.cluster.served_models import largest_context, served_models
+from orchestrator.cluster.served_models import context_limit, largest_context, served_models
 from orchestrator.opening.endings import Endings
 from orchestrator.opening.epochs import Epochs
 from orchestrator.opening.opening import Opened, Opening
@@ -86,7 +86,7 @@ class Requests:
                 the configuration allows. The request's resources are free then.
         """
         tokenizers = {target.tokenizer for target in self.directory.targets}
-        require_size_for_any(prompt, tokenizers, largest_context(self.directory))
+        require_size_for_any(prompt, tokenizers, largest_context(self.directory), context_limit(self.directory))
         stream = Stream(options.request_id, options.session_id, hold=hold or Hold())
         deadline = Deadline.of(timeout_seconds, inf if stream.hold.is_further else self._queue_timeout)
         placed = deadline.bound(self._placed(stream, prompt, options, deadline))

@@ -16,7 +16,7 @@ from bough.model.sizes import draft_needs as needs_of_drafts
 from bough.model.sizes.draft_needs import draft_needs
 from bough.processes.launch import Settings
 from bough.processes.memory_division import Division, DraftNeeds, divide, divide_gpu
-from bough.runtime.kv_budget import MOST_BYTES, kv_budget
+from bough.runtime.kv_budget import MOST_BYTES, context_within, kv_budget
 from bough.trees.tree_plan import MAX_EXPANSIONS
 
 GB = 1000**3
@@ -36,6 +36,16 @@ def test_keys_and_values_get_what_the_model_and_the_memory_make_of_it() -> None:
     assert kv_budget(GB, 100 * GB) == MOST_BYTES
     assert kv_budget(100_000_000, 2 * GB) == 250_000_000, "an eighth"
     assert kv_budget(590_000_000, GB) == 590_000_000, "one session, or none could be served"
+    assert kv_budget(40 * GB, 24 * GB, 590_000_000) == 3 * GB, "of a session that cannot fit, what an eighth holds"
+    assert kv_budget(40 * GB, 2 * GB, 590_000_000) == 590_000_000, "the least, whatever memory there is"
+    assert kv_budget(3 * GB, 100 * GB, 590_000_000) == 3 * GB, "the longest session, where an eighth holds it"
+
+
+def test_a_context_is_the_models_own_or_what_memory_holds_in_round_numbers() -> None:
+    assert context_within(GB, 100_000, 0, 512, 8192) == 8192
+    assert context_within(GB, 200_000, 0, 512, 8192) == 4352, "of 5000 rows 512 are a tree's, and 136 are left over"
+    assert context_within(GB, 100_000, 50_000_000, 512, 8192) == 3840, "half is for states of other sessions"
+    assert context_within(1000, 100_000, 0, 512, 8192) == 1, "refused later, by what a session takes"
 
 
 @pytest.mark.parametrize("free", [int(2.4 * GB), 16 * GB, 512 * GB])

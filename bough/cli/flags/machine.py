@@ -38,7 +38,8 @@ def add_up(parser: argparse.ArgumentParser) -> None:
     drops = "the draft is the target, or the draft's model, without these layers, such as 12-15"
     parser.add_argument("--drop-layers", help=drops)
     parser.add_argument("--dtype", choices=DTYPE_NAMES, help=f"data type that the target computes in ({own})")
-    parser.add_argument("--max-context", help="most tokens of a session, prompt and output (default 2048)")
+    context = "most tokens of a session, prompt and output (default: the model's own limit, if --kv-memory holds it)"
+    parser.add_argument("--max-context", help=context)
     memory = "memory for the target's weights, KV and activations, such as 20GB (default: most of what is free)"
     parser.add_argument("--device-memory", help=memory)
     parser.add_argument("--kv-memory", help="of that, for KV of all sessions (default: an eighth, at most 2GB)")

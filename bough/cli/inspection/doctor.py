@@ -96,13 +96,13 @@ def _describe_calibration(calibration: DraftCalibration) -> str:
 
 
 def _print_worker(worker: WorkerStatus) -> None:
-    info = worker.info
+    info, limit = worker.info, f" (limited by {worker.info.context_limit})" if worker.info.context_limit else ""
     say(f"{info.kind:13} {worker.address}, {info.worker_id}, bough {info.bough_version}")
     say(f"              {info.model_name} ({info.model_description}), fingerprint {info.model_fingerprint}")
     if info.kind == "target":
         say(f"              weights {info.weights_hash or 'are still being read for a hash over all of them'}")
     say(
-        f"              context {info.max_context}, trees up to {info.max_nodes} nodes, "
+        f"              context {info.max_context}{limit}, trees up to {info.max_nodes} nodes, "
         f"{info.num_sessions} sessions held, KV {info.kv_used_bytes / 1e9:.2f} of {info.kv_bytes / 1e9:.2f} GB"
     )
     if info.link_bytes_per_pass:

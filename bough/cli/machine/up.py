@@ -16,10 +16,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from bough.cli.machine.progress import Progress, activation
+from bough.client import Client
 from bough.config.addresses import bound, free_port, has_page
 from bough.config.cache_paths import DEMONSTRATION_COPIES, SUBSTITUTE_DROPS, demonstration_folder, is_written
 from bough.config.processes import DraftConfig, OrchestratorConfig, TargetConfig, parse
-from bough.errors import CheckpointError, ConfigError
+from bough.errors import BoughError, CheckpointError, ConfigError
 from bough.model import compiled_folder
 from bough.model.checkpoint.checkpoint import Checkpoint
 from bough.model.checkpoint.hub import fetch
@@ -29,7 +30,7 @@ from bough.processes.launch import Settings, launched
 from bough.processes.memory_division import divide, divide_gpu, on_one_gpu
 from bough.processes.supervision import supervised
 from bough.registry.url import without_passwords
-from bough.runtime.log_lines import tell
+from bough.runtime.log_lines import say, tell
 from bough.runtime.machine import free_memory, may_be_gpu
 from bough.security.certificates import AUTHORITY
 from bough.security.secured import files_towards
@@ -60,6 +61,8 @@ async def up(arguments: argparse.Namespace) -> int:
         progress.clear()
         index = without_passwords(cluster.index_url)
         print(f"ready: {cluster.address} (index {index}; logs in {cluster.folder})")
+        for line in await context_lines(cluster.client()):
+            say(line)
         authority = files_towards(settings.orchestrator).authority
         known = f" {AUTHORITY} {authority}" if authority else ""
         print(f'try{activation()}: bough generate --address {cluster.address}{known} "Why is the sky blue?"')
@@ -76,6 +79,20 @@ async def up(arguments: argparse.Namespace) -> int:
         with suppress(OSError):  # of a terminal that is closed
             tell(DRAINING.format(orchestrator.drain_seconds))
     return 0
+
+
+async def context_lines(client: Client) -> list[str]:
+    """The longest session, and what limits it, for display; nothing where only holders of an API key may know."""
+    try:
+        async with client:
+            infos = [worker.info for worker in (await client.server_info()).workers if worker.info.kind == "target"]
+    except BoughError:
+        return []
+    limits = {info.max_context: info.context_limit for info in infos}
+    return [
+        f"context: {context} tokens of prompt and answer{f', limited by {limit}' if limit else ''}"
+        for context, limit in limits.items()
+    ]
 
 
 def require_free_ports(config: OrchestratorConfig) -> None:

@@ -17,6 +17,7 @@ from bough.model.checkpoint.gguf_config import gguf_config
 from bough.model.checkpoint.gguf_file import BLOCKS, is_gguf
 from bough.model.kv.state_shape import GROWN_ROWS, RECURRENT, StateShape
 from bough.processes.memory_division import DraftNeeds
+from bough.runtime.kv_budget import LEAST_CONTEXT
 from bough.trees.tree_plan import MAX_EXPANSIONS
 
 FLOATS = ("BF16", "F16", "F32")
@@ -60,14 +61,16 @@ def draft_needs(config: DraftConfig) -> DraftNeeds:
         width = int(rank) + int(text.get("qk_rope_head_dim") or 0)
     states = _states(text, kept, size, where)
     row_bytes = (len(kept) - (states.num_layers if states else 0)) * width * size
-    positions = int(text.get("max_position_embeddings") or config.max_context)
-    num_rows = min(config.max_context, positions) + (GROWN_ROWS if states else MAX_EXPANSIONS)
-    needs = DraftNeeds(int(weights), num_rows * row_bytes)
-    if states:
-        needs = needs._replace(
-            session=needs.session + states.session_bytes(GROWN_ROWS), step=states.step_bytes(GROWN_ROWS)
-        )
-    return needs
+    positions = int(text.get("max_position_embeddings") or config.max_context or LEAST_CONTEXT)
+    longest = min(config.max_context or positions, positions)
+    own = states.session_bytes(GROWN_ROWS) if states else 0
+    session, least = (
+        (num_tokens + (GROWN_ROWS if states else MAX_EXPANSIONS)) * row_bytes + own
+        for num_tokens in (longest, min(LEAST_CONTEXT, longest))
+    )
+    return DraftNeeds(
+        int(weights), session, states.step_bytes(GROWN_ROWS) if states else 0, None if config.max_context else least
+    )
 
 
 def _states(text: dict[str, Any], kept: set[int], size: int, where: str) -> StateShape | None:

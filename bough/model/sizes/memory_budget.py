@@ -16,7 +16,7 @@ from bough.model.batch.path_spans import SPAN_ROWS
 from bough.model.kv.session_kv import KVShape
 from bough.model.loading.loading import Skeleton
 from bough.model.sizes.target_limits import TargetLimits
-from bough.runtime.kv_budget import kv_budget
+from bough.runtime.kv_budget import LEAST_CONTEXT, context_within, kv_budget
 from bough.runtime.machine import default_budget, free_memory
 from bough.sizing.other_devices import OtherDevice
 from bough.sizing.placement import MIN_SLABS, STAGED_LAYERS, Budgets, Fixed, Placement, Tier, gigabytes
@@ -80,7 +80,7 @@ def device_budget(settings: TargetConfig, device: torch.device) -> int:
 
 
 def with_kv_memory(settings: Target, shape: KVShape, num_positions: int, device: int, host: int) -> Target:
-    """The settings with a default for KV memory, by the bytes available on `device` and `host`.
+    """The settings with defaults for KV memory, by the bytes available on `device` and `host`, and for --max-context.
 
     Raises:
         ConfigError: both --kv-memory and --kv-sessions are given.
@@ -90,12 +90,26 @@ def with_kv_memory(settings: Target, shape: KVShape, num_positions: int, device:
             f"--kv-sessions: must be left out with --kv-memory ({gigabytes(settings.kv_memory)}), which sets the same "
             f"in bytes, got {settings.kv_sessions}"
         )
-    if settings.kv_memory:
-        return settings
-    session_bytes = TargetLimits.of(settings, num_positions).slot_rows * shape.row_bytes + shape.state_bytes
+    most, number = min(settings.max_context or num_positions, num_positions), max(1, settings.kv_sessions)
+    least = number * _session_bytes(settings, shape, most if settings.max_context else min(LEAST_CONTEXT, most))
+    kv_memory = settings.kv_memory
+    if not kv_memory and settings.kv_sessions and settings.max_context:
+        kv_memory = least
+    elif not kv_memory:
+        memory = host if settings.kv_tier == "host" else device
+        kv_memory = kv_budget(_session_bytes(settings, shape, most), memory, least)
+    if not settings.max_context:
+        state_bytes = 0 if settings.kv_sessions else shape.state_bytes
+        room = kv_memory // number - (shape.state_bytes - state_bytes)
+        most = context_within(room, shape.row_bytes, state_bytes, settings.max_nodes, most)
     if settings.kv_sessions:
-        return replace(settings, kv_memory=settings.kv_sessions * session_bytes)
-    return replace(settings, kv_memory=kv_budget(session_bytes, host if settings.kv_tier == "host" else device))
+        kv_memory = number * _session_bytes(settings, shape, most)
+    return replace(settings, kv_memory=kv_memory, max_context=most)
+
+
+def _session_bytes(settings: TargetConfig, shape: KVShape, num_tokens: int) -> int:
+    """Bytes of a session of `num_tokens` and its largest tree."""
+    return (num_tokens + settings.max_nodes) * shape.row_bytes + shape.state_bytes
 
 
 def require_way_through(placement: Placement, is_gpu: bool, host: int) -> None:

@@ -24,9 +24,9 @@ class TargetLimits:
 
     @classmethod
     def of(cls, settings: TargetConfig, max_positions: int) -> TargetLimits:
-        """The limits of a target with these settings for a model of `max_positions`."""
+        """The limits of a target with these settings for a model of `max_positions`, whatever memory holds."""
         max_sweep_tokens = max(settings.max_sweep_tokens, settings.max_nodes)
-        max_context = min(settings.max_context, max_positions)
+        max_context = min(settings.max_context or max_positions, max_positions)
         return cls(settings.rows, max_sweep_tokens, settings.max_nodes, max_context, kv_sessions=settings.kv_sessions)
 
     @property

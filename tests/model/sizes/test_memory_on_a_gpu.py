@@ -80,7 +80,7 @@ AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm"}
 
 def test_of_what_is_unpacked_one_matrix_has_room(awq_70b: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A layer in 16 bits is 1.7 GB, as many as three or four in 4 bits."""
-    placement = placed(monkeypatch, awq_70b)
+    placement = placed(monkeypatch, awq_70b, "--kv-memory", "2GB")
     assert placement.fixed.scratch == 2 * 8192 * 28672
     assert len(placement.layers(Tier.RESIDENT)) >= 38
 
