@@ -20,7 +20,7 @@ Spacing = Mapping[str, object]  # options of llguidance
 FLEXIBLE: Spacing = {"whitespace_pattern": r"\n?[ \t]{0,32}"}
 # As Python and chat templates write JSON.
 AS_DUMPED: Spacing = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-LEAST_INTEGER = -(2**63)  # whose sign llguidance changes without end
+LEAST_NUMBER = -(2**63) + 513  # those below are -(2**63) once rounded, whose sign llguidance changes without end
 MAX_PATTERNS = 8  # that a text matches at once: the time to read them doubles with each
 NUM_PROCESSES = 2  # that read grammars, so that one which takes long does not delay all others
 ANY_OBJECT = '{"type": "object"}'
@@ -101,8 +101,10 @@ def _of_schema(schema: str, spacing: Spacing = FLEXIBLE) -> str:
 def _require_readable(schema: object) -> None:
     """Refuse what is known to be too much for llguidance, before a process is lost over it. Raises InvalidRequest."""
     for part in _parts(schema):
-        if part == LEAST_INTEGER and type(part) is int:
-            raise InvalidRequest(f"constraint.json_schema: integers must be more than {LEAST_INTEGER}, got {part}")
+        if isinstance(part, int | float) and part < LEAST_NUMBER:
+            raise InvalidRequest(
+                f"constraint.json_schema: numbers must be at least {LEAST_NUMBER}, got {str(part)[:32]}"
+            )
         alternatives = part.get("allOf") if isinstance(part, dict) else None
         conditions = alternatives if isinstance(alternatives, list) else []
         num_patterns = sum(isinstance(condition, dict) and "pattern" in condition for condition in conditions)

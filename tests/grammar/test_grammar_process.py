@@ -18,7 +18,7 @@ import pytest
 from bough.errors import InvalidRequest
 from bough.grammar import grammar_worker
 from bough.grammar.allowed_tokens import AllowedTokens, Grammars
-from bough.grammar.grammar import LEAST_INTEGER, grammar_of
+from bough.grammar.grammar import LEAST_NUMBER, grammar_of
 from bough.grammar.grammar_process import GrammarProcess, Limits, Refused, receive, send
 from bough.protocol.generation import ChatPrompt, Constraint, Function, GenerateOptions, Message, ToolChoice, Tools
 from bough.tokenization.tokenizer import Tokenizer
@@ -27,7 +27,7 @@ from orchestrator.opening.output_form import output_form
 from tests.fakes.tool_models import model_of
 from tests.fakes.waiting import until
 
-CRASHING = f'{{"const": {LEAST_INTEGER}}}'  # by a recursion without end
+CRASHING = f'{{"const": {-(2**63)}}}'  # by a recursion without end
 CRASHING_GRAMMAR = f"start: %json {CRASHING}"
 WORD = "start: /[a-z]+/"
 
@@ -46,8 +46,15 @@ def along(grammars: Grammars, grammar: str) -> AllowedTokens:
 @pytest.mark.parametrize(
     ("constraint", "message"),
     [
-        (Constraint(json_schema=CRASHING), r"constraint\.json_schema: integers must be more than -9223372036854775808"),
-        (Constraint(json_schema=f'{{"enum": ["a", [{LEAST_INTEGER}]]}}'), r"constraint\.json_schema: integers must be"),
+        (Constraint(json_schema=CRASHING), r"constraint\.json_schema: numbers must be at least -9223372036854775295"),
+        (
+            Constraint(json_schema=f'{{"enum": ["a", [{LEAST_NUMBER - 1}]]}}'),
+            r"constraint\.json_schema: numbers must",
+        ),
+        (
+            Constraint(json_schema='{"type": "integer", "const": -1e308}'),
+            r"constraint\.json_schema: numbers must be",
+        ),
         (
             Constraint(lark=CRASHING_GRAMMAR),
             r"constraint\.lark: must be one that can be followed: it must be read within 2 s and 256 MiB",
@@ -65,6 +72,10 @@ def test_what_crashes_or_exhausts_its_process_is_refused_by_name(constraint: Con
         with pytest.raises(InvalidRequest, match=message):
             grammar_of(constraint)
     assert grammar_of(Constraint(lark=WORD)) == WORD
+
+
+def test_the_least_number_may_be_asked_for() -> None:
+    assert grammar_of(Constraint(json_schema=f'{{"const": {LEAST_NUMBER}}}'))
 
 
 @pytest.mark.parametrize("parameters", [CRASHING, patterns(40)])
