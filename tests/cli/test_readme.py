@@ -112,7 +112,6 @@ def line_of(command: str) -> str:
             "tokens_per_second",
         ),
         ("simulate", "--no-purchases", "10"),
-        ("pack", "", "use it as --target"),
     ],
 )
 def test_commands_that_ask_nobody(

@@ -19,6 +19,7 @@ from loadtest.common.packed_model import pack
 from target_worker.sweep.budgets import choose_places
 from tests.fakes.gpu.device_sweeps import Where, on_device, on_the_device, three_sweeps
 from tests.fakes.gpu.pretend import device, notes, pretending
+from tests.fakes.model.headers import write_headers
 from tests.model.sizes.test_memory_on_a_gpu import AWQ, llama_70b, placed
 
 GB = 1000**3
@@ -70,10 +71,16 @@ def test_slots_move_and_copy_layers_wherever_they_are() -> None:
                 assert torch.equal(mine.values[layer][held].cpu(), theirs.values[layer][held])
 
 
-def test_two_cards_of_24_gb_hold_a_70b_in_4_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = llama_70b(dtype="float16", quantization_config=AWQ)
-    alone = placed(monkeypatch, config, "--max-context", "2048")
-    both = placed(monkeypatch, config, "--max-context", "2048", "--resident-devices", "cuda:1=23GB")
+@pytest.fixture(scope="module")
+def awq_70b(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The headers of a 70B in 4 bits."""
+    folder = tmp_path_factory.mktemp("awq") / "70b"
+    return write_headers(folder, llama_70b(dtype="float16", quantization_config=AWQ), "awq 4 bits")
+
+
+def test_two_cards_of_24_gb_hold_a_70b_in_4_bits(awq_70b: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = placed(monkeypatch, awq_70b, "--max-context", "2048")
+    both = placed(monkeypatch, awq_70b, "--max-context", "2048", "--resident-devices", "cuda:1=23GB")
     assert alone.streamed
     assert not both.streamed
     assert both.num_slabs == 0
@@ -82,13 +89,14 @@ def test_two_cards_of_24_gb_hold_a_70b_in_4_bits(monkeypatch: pytest.MonkeyPatch
     assert both.device_bytes <= alone.device_bytes
 
 
-def test_with_kv_on_the_host_a_second_card_holds_layers_in_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_kv_on_the_host_a_second_card_holds_layers_in_its_place(
+    awq_70b: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The first card's stage for it is two layers' room, however many layers are elsewhere."""
-    config = llama_70b(dtype="float16", quantization_config=AWQ)
     flags = "--max-context", "2048", "--kv-sessions", "8"
-    alone = placed(monkeypatch, config, *flags, "--kv-tier", "host")
+    alone = placed(monkeypatch, awq_70b, *flags, "--kv-tier", "host")
     there, here = (
-        placed(monkeypatch, config, *flags, "--resident-devices", "cuda:1=12GB", "--kv-tier", tier)
+        placed(monkeypatch, awq_70b, *flags, "--resident-devices", "cuda:1=12GB", "--kv-tier", tier)
         for tier in ("device", "host")
     )
     assert len(here.layers(Tier.ELSEWHERE)) >= len(there.layers(Tier.ELSEWHERE)) + 3
