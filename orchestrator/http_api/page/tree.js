@@ -1,7 +1,7 @@
 // The tree of one round. What was kept is a straight line from left to right; other guesses branch off above and below.
 import { drawn, made } from "/ui/dom.js";
 
-const FONT_PIXELS = 12, LABEL_PIXELS = 14, LEFT = 28, RIGHT = 76;
+const FONT_PIXELS = 12, LABEL_PIXELS = 14, SCROLLBAR_PIXELS = 14, LEFT = 28, RIGHT = 76;
 const MOST_COLUMN = 104, LEAST_COLUMN = 54, NARROW_COLUMN = 20, MOST_ROW = 30, LEAST_ROW = 4.5, MOST_LABELS = 40;
 const pen = made("canvas").getContext("2d");
 
@@ -13,11 +13,11 @@ export function drawTree(svg, round, { isLive = false } = {}) {
   const rows = placed(nodes);
   const levels = Math.max(1, ...nodes.map((node) => node.depth));
   const lowest = Math.min(...rows), numRows = Math.max(...rows) - lowest;
-  const { clientWidth, clientHeight } = svg.parentElement;
+  const { clientWidth, offsetHeight } = svg.parentElement, tall = offsetHeight - SCROLLBAR_PIXELS;
   const room = clientWidth - LEFT - RIGHT, trunk = Math.max(...nodes.filter(isTrunk).map((node) => node.depth), 0);
   const wide = clamp(room / levels, LEAST_COLUMN, MOST_COLUMN); // levels below what was kept are narrow if need be
   const narrow = clamp((room - trunk * wide) / (levels - trunk || 1), NARROW_COLUMN, wide);
-  const row = clamp((clientHeight - 5 * LABEL_PIXELS) / Math.max(1, numRows), LEAST_ROW, MOST_ROW);
+  const row = clamp((tall - 5 * LABEL_PIXELS) / Math.max(1, numRows), LEAST_ROW, MOST_ROW);
   const across = (depth) => LEFT + Math.min(depth, trunk) * wide + Math.max(0, depth - trunk) * narrow;
   const width = across(levels) + RIGHT, height = numRows * row + 5 * LABEL_PIXELS;
   nodes.forEach((node, i) => {
@@ -33,7 +33,7 @@ export function drawTree(svg, round, { isLive = false } = {}) {
   const radius = clamp(row / 3, 1.5, 4);
   svg.replaceChildren(...nodes.slice(1).map((node) => edge(node, nodes[node.parent])),
     ...nodes.map((node) => dot(node, radius)), ...labels(nodes, radius));
-  svg.parentElement.scrollTop = nodes[0].y - clientHeight / 2;
+  svg.parentElement.scrollTop = nodes[0].y - tall / 2;
 }
 
 // The nodes of a round, and behind the last one kept the word that the target added.
