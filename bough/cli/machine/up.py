@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from bough.cli.machine.progress import Progress, activation
+from bough.cli.planning.expectation import STREAMED, expected, placement_flags
 from bough.client import Client
 from bough.config.addresses import bound, free_port, has_page
 from bough.config.cache_paths import DEMONSTRATION_COPIES, SUBSTITUTE_DROPS, demonstration_folder, is_written
@@ -56,12 +57,14 @@ async def up(arguments: argparse.Namespace) -> int:
         require_models(settings)
         announce_first_start()
     settings = divided(settings, tell)
+    if placement_flags(settings.target.model, os.environ):
+        tell(STREAMED)
     progress = Progress()
     async with launched(settings, progress, draft_may_follow=True) as cluster, supervised(cluster, tell):
         progress.clear()
         index = without_passwords(cluster.index_url)
         print(f"ready: {cluster.address} (index {index}; logs in {cluster.folder})")
-        for line in await context_lines(cluster.client()):
+        for line in await target_lines(cluster.client()):
             say(line)
         authority = files_towards(settings.orchestrator).authority
         known = f" {AUTHORITY} {authority}" if authority else ""
@@ -81,18 +84,19 @@ async def up(arguments: argparse.Namespace) -> int:
     return 0
 
 
-async def context_lines(client: Client) -> list[str]:
-    """The longest session, and what limits it, for display; nothing where only holders of an API key may know."""
+async def target_lines(client: Client) -> list[str]:
+    """The longest session, what limits it, and the expected speed; nothing where only holders of a key may know."""
     try:
         async with client:
             infos = [worker.info for worker in (await client.server_info()).workers if worker.info.kind == "target"]
     except BoughError:
         return []
     limits = {info.max_context: info.context_limit for info in infos}
-    return [
+    contexts = (
         f"context: {context} tokens of prompt and answer{f', limited by {limit}' if limit else ''}"
         for context, limit in limits.items()
-    ]
+    )
+    return [*contexts, *(expected(info.link_bytes_per_pass, info.cost(1)) for info in infos if info.cost)]
 
 
 def require_free_ports(config: OrchestratorConfig) -> None:
@@ -166,8 +170,7 @@ def _workers(arguments: argparse.Namespace) -> tuple[TargetConfig, DraftConfig |
     target_flags = ["--model", target, *_given("--dtype", arguments.dtype)]
     for name in ("max_context", "device_memory", "kv_memory", "host_memory"):
         target_flags += _given(f"--{name.replace('_', '-')}", getattr(arguments, name))
-    if target == str(demonstration_folder()) and "BOUGH_TARGET_RESIDENT_LAYERS" not in os.environ:
-        target_flags += ["--resident-layers", "0"]  # it would fit in memory, and nothing would stream
+    target_flags += placement_flags(target, os.environ)
     target_config = parse(TargetConfig, "target_worker", target_flags, os.environ)
     return target_config, _draft_config(arguments, target_config, draft, drops)
 

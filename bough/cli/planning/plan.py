@@ -7,6 +7,7 @@ import json
 import os
 
 from bough.cli.flags.planning import PLAN_SETTINGS, PlanConfig
+from bough.cli.planning.expectation import placement_flags
 from bough.cli.planning.plan_model import make_plan
 from bough.cli.planning.plan_report import as_json, print_report
 from bough.config.processes import parse
@@ -29,7 +30,7 @@ def settings_from(arguments: argparse.Namespace) -> PlanConfig:
     Raises:
         ConfigError: names the invalid flag.
     """
-    flags = ["--model", arguments.model]
+    flags = ["--model", arguments.model, *placement_flags(arguments.model, os.environ)]
     for name in PLAN_SETTINGS:
         if (value := getattr(arguments, name)) is not None:
             flags += ["--" + name.replace("_", "-"), value]

@@ -16,10 +16,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoConfig, LlamaConfig, MiniCPM3Config, MixtralConfig, PretrainedConfig, Qwen3MoeConfig
 
+from bough.cli.machine import up
 from bough.cli.main import argument_parser, main
+from bough.cli.planning.expectation import STREAMED, expected
 from bough.cli.planning.plan import settings_from
 from bough.cli.planning.plan_model import make_plan
 from bough.cli.planning.plan_report import text_plot
+from bough.config.cache_paths import demonstration_folder
 from bough.errors import CheckpointError, ConfigError
 from bough.model.architecture.architecture import load_config
 from bough.model.checkpoint.checkpoint import Checkpoint
@@ -180,6 +183,32 @@ def test_a_70b_from_its_config_alone(llama_70b: str, capsys: pytest.CaptureFixtu
     assert packed["link_seconds"] == pytest.approx(packed["sweep_bytes"]["link"] / 25e9)
     assert packed["knee_tokens"] == 256
     assert packed["speeds"]["compute"] == {"per_second": 80e12, "origin": "as told by --compute-speed"}
+
+
+def test_the_demonstration_is_planned_as_bough_up_starts_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was planned in memory, with ten times the tokens a second that it has: `bough up` streams it on purpose."""
+    monkeypatch.setenv("BOUGH_CACHE_DIR", str(tmp_path))
+    folder = demonstration_folder()
+    small = LLAMA_70B | {"num_hidden_layers": 3, "hidden_size": 512, "intermediate_size": 512, "num_attention_heads": 8}
+    write_config(folder, small)
+    speeds = ["--device", "cpu", "--compute-speed", "1", "--memory-speed", "10", "--link-speed", "1"]
+    plan = run(capsys, str(folder), *speeds)
+    assert plan["tiers"] == ["disk"] * 3
+    started = up.settings_from(argument_parser().parse_args(["up"])).target
+    assert started.model == str(folder)
+    assert started.resident_layers == 0
+    with pytest.raises(SystemExit):
+        main(["plan", str(folder), *speeds])
+    report = capsys.readouterr().out
+    assert STREAMED in report
+    assert expected(plan["sweep_bytes"]["link"], plan["sweeps"][0]["seconds"]) in report
+    in_memory = run(capsys, str(folder), *speeds, "--resident-layers", "-1")
+    assert in_memory["tiers"] == ["resident"] * 3
+    monkeypatch.setenv("BOUGH_TARGET_RESIDENT_LAYERS", "-1")
+    assert run(capsys, str(folder), *speeds)["tiers"] == ["resident"] * 3
+    assert up.settings_from(argument_parser().parse_args(["up"])).target.resident_layers == -1
 
 
 def test_a_plan_places_as_the_worker_does(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
