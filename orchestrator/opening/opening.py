@@ -195,6 +195,7 @@ class Opening:
         elif len(tokens) > BLOCK_TOKENS:
             hashes = await self.directory.tokenizing.run(lambda: block_hashes(tokens, cache_salt=options.cache_salt))
             fingerprint, names = targets[0].info.model_fingerprint, [known.record.worker_id for known in targets]
+            await self.recorder.prefixes_noted()  # the next turn may come at once
             try:
                 blocks = await self.directory.registry.find_prefixes(fingerprint, hashes, names)
                 held = {name: num_blocks * BLOCK_TOKENS for name, num_blocks in blocks.items()}

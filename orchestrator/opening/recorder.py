@@ -23,6 +23,7 @@ from orchestrator.sessions.session import Session
 logger = logging.getLogger(__name__)
 
 SETTLING_SECONDS = 1.0  # limit for which a request waits until its session is written
+NOTING_SECONDS = 0.1  # limit for which a request waits until the index has what others have left at targets
 REFRESH_SECONDS = 30.0  # between two refreshes of all blocks that a target holds
 PAUSES_SECONDS = (0.5, 1.0, 2.0, 4.0, 8.0, 8.0, 8.0)  # after consecutive failures; then until the next record
 CLOSE_SECONDS = 5.0  # for writing the rest on close
@@ -116,6 +117,13 @@ class Recorder:
                 async with asyncio.timeout(SETTLING_SECONDS):
                     await log.is_settled.wait()
         return log is None or log.waiting is None
+
+    async def prefixes_noted(self) -> None:
+        """Wait for a short time until the index has the prefixes that sessions have left at targets so far."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(NOTING_SECONDS):
+                for log in list(self._logs.values()):
+                    await log.is_settled.wait()
 
     def require_held(self, session_id: str) -> None:
         """Raise StaleEpoch if the index refused a record, as another request has the session."""

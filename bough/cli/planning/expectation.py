@@ -30,6 +30,6 @@ def expected(link_bytes: int, sweep_seconds: float) -> str:
     """The rate of plain decoding, by the bytes that cross the link in a sweep and the seconds of a sweep of a row."""
     streaming = f"{gigabytes(link_bytes)} of weights stream" if link_bytes else "no weights stream"
     return (
-        f"expected: {streaming} in a sweep, which takes {sweep_seconds:.2f} s: {1 / sweep_seconds:.2f} tokens/s by "
+        f"expected: {streaming} in a sweep, which takes {sweep_seconds:.3g} s: {1 / sweep_seconds:.3g} tokens/s by "
         "plain decoding, more with guesses"
     )

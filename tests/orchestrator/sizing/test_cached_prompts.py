@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -73,6 +75,21 @@ async def test_what_another_request_has_left_is_not_planned_to_be_read_again(sta
     await held(stack)
     assert await planned(stack, TURN) == (2, 2, len(HISTORY))
     assert await planned(stack, TURN, NAMED) == (2, 2, len(HISTORY)), "the session is new, the prompt is not"
+
+
+async def test_the_next_turn_may_come_before_the_index_has_the_last(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sessions are recorded behind their streams, some milliseconds later: one turn in ten came before that."""
+    note = stack.registry.note_prefixes
+
+    async def slow(*arguments: Any) -> None:
+        await asyncio.sleep(0.03)
+        await note(*arguments)
+
+    monkeypatch.setattr(stack.registry, "note_prefixes", slow)
+    await generated(stack, TokenPrompt((*HISTORY, 5)), replace(OPTIONS, max_tokens=1))
+    assert await planned(stack, TURN) == (2, 2, len(HISTORY))
 
 
 async def test_a_session_s_name_changes_no_token(stack: Stack) -> None:
