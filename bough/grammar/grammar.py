@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from functools import lru_cache
@@ -28,6 +29,7 @@ ANY_OBJECT = '{"type": "object"}'
 # what others have demanded: it is kept for requests of one salt.
 CACHE_SALT: ContextVar[str] = ContextVar("cache_salt", default="")
 
+_LARK = re.compile(r"^[ \t]*(%llguidance\b|start[ \t]*:(?!:=))", re.MULTILINE)  # is in rules in Lark alone
 _PROCESSES: LifoQueue[GrammarProcess] = LifoQueue()  # that are idle
 for _process in range(NUM_PROCESSES):
     _PROCESSES.put(GrammarProcess())
@@ -76,7 +78,7 @@ def _written(constraint: Constraint) -> tuple[str, str]:
         case Constraint(None, None, (_, *_) as choices, None):
             return "choices", _alternatives(choices)
         case Constraint(None, None, (), str(lark)):
-            return "lark", _not_empty("lark", lark)
+            return "lark", _of_rules(_not_empty("lark", lark))
     names = "json_schema", "regex", "choices", "lark"
     given = " and ".join(name for name in names if getattr(constraint, name) not in (None, ())) or "none"
     raise InvalidRequest(f"constraint: must have exactly one of {', '.join(names)}, got {given}")
@@ -84,6 +86,13 @@ def _written(constraint: Constraint) -> tuple[str, str]:
 
 def _of_regex(regex: str) -> str:
     return _called("constraint.regex: must be one that can be followed", "write_regex", regex=regex)
+
+
+def _of_rules(rules: str) -> str:
+    """Rules in Lark; those in EBNF, as other servers read them, are rewritten."""
+    if "::=" not in rules or _LARK.search(rules):
+        return rules
+    return _called("constraint.lark: must be Lark, or EBNF as llama.cpp reads it", "write_lark", rules=rules)
 
 
 def _of_schema(schema: str, spacing: Spacing = FLEXIBLE) -> str:

@@ -21,6 +21,7 @@ from itertools import takewhile
 from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from bough.grammar.grammar_process import Fields, Limits, Refused, from_bytes, receive, send
 
@@ -130,6 +131,8 @@ class Worker:
                     return {"grammar": LLMatcher.grammar_from_regex(regex)}, b""
             case {"operation": "write_schema", "schema": schema, "spacing": spacing}:
                 return {"grammar": self._written(schema, spacing)}, b""
+            case {"operation": "write_lark", "rules": rules}:
+                return {"grammar": self._rewritten(rules)}, b""
             case {"operation": "check", "grammar": grammar}:
                 self._check(grammar)
                 return {}, b""
@@ -139,6 +142,13 @@ class Worker:
             case {"operation": "masks"}:
                 return self._masks(fields, payload)
         raise Refused("the operation is not known")
+
+    def _rewritten(self, rules: str) -> str:
+        with cpu_time(self._limits.check_seconds):
+            try:
+                return gbnf_to_lark(rules)
+            except Exception as exc:  # of its own kinds, and of what it does not expect
+                raise Refused(in_one_line(str(exc))) from exc
 
     def _written(self, schema: str, spacing: Mapping[str, object]) -> str:
         try:

@@ -119,7 +119,7 @@ class Constraint:
     json_schema: str | None = None  # a JSON Schema, as JSON text
     regex: str | None = None  # which matches all of it
     choices: tuple[str, ...] = ()  # of which it is one
-    lark: str | None = None  # a grammar in llguidance's dialect of Lark
+    lark: str | None = None  # a grammar in llguidance's dialect of Lark, or in EBNF as llama.cpp reads it
     after_reasoning: bool = False  # the thoughts with which an answer to a chat begins are not part of it
 
 

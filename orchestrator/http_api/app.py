@@ -123,7 +123,7 @@ class _Api:
         has_rounds, formats = fields.stream and options.include_rounds, self.requests.texts.tool_format
         spell = self._spell(wanted, has_rounds=has_rounds)
         answer = chat.ChatAnswer(head, len(wanted), options, spell, tools, formats, has_reasoning)
-        names = chat.FIELD_NAMES | constraint_names(fields.structured_outputs)
+        names = chat.FIELD_NAMES | constraint_names(fields)
         return Exchange(partial(scored_first, tenant_of(request), wanted), answer, names)
 
     async def responses(self, request: Request, entered: ExitStack) -> ASGIApp:
@@ -158,7 +158,7 @@ class _Api:
             self._spell(wanted, has_rounds=fields.stream and fields.stream_options.include_rounds),
             limits.prompt_logprobs,
         )
-        names = completions.FIELD_NAMES | constraint_names(fields.structured_outputs)
+        names = completions.FIELD_NAMES | constraint_names(fields)
         streams = partial(scored_first, tenant_of(request), wanted)
         return Exchange(lambda: completions.with_places(streams(), names, len(prompts)), answer, names)
 

@@ -20,6 +20,7 @@ from orchestrator.opening.output_form import output_form
 
 NUMBERS = Constraint(json_schema='{"type": "array", "items": {"type": "integer"}}')
 SUM = Constraint(lark='start: NUMBER ("+" NUMBER)*\nNUMBER: /[0-9]+/')
+EBNF = Constraint(lark='# a sum\nroot ::= num-ber ("+" num-ber)*\nnum-ber ::= [0-9]+\n')
 TRICKY = Constraint(choices=('a "quoted" one', "a\nline", "back\\slash", "/[a-z]+/", "é", "{}"))
 
 
@@ -31,6 +32,7 @@ TRICKY = Constraint(choices=('a "quoted" one', "a\nline", "back\\slash", "/[a-z]
         (Constraint(json_schema="{}"), ["{}", "1", '"x"', "null"], ["nul", ""]),
         (Constraint(regex="[a-c]+(x|y)?"), ["abc", "ax"], ["", "axy", "d"]),
         (SUM, ["1", "1+22+3"], ["1+", "+1"]),
+        (EBNF, ["1", "1+22+3"], ["1+", "+1"]),
         (TRICKY, list(TRICKY.choices), ["a", "abc", "{", 'a \\"quoted\\" one']),
     ],
 )
@@ -69,6 +71,9 @@ def test_texts_are_let_through_or_not(
         (Constraint(choices=("a", "")), r"constraint\.choices\[1\]: must be a non-empty text, got ''"),
         (Constraint(choices=("a",) * (MAX_CHOICES + 1)), r"choices: must have at most 1024 entries, got 1025"),
         (Constraint(lark="start: missing"), r"constraint\.lark: must be one that can be followed: .*missing"),
+        (Constraint(lark="root ::= missing"), r"constraint\.lark: must be Lark, or EBNF .*: Rule 'missing' not found"),
+        (Constraint(lark='root ::= "a\\'), r"constraint\.lark: must be Lark, or EBNF as llama\.cpp reads it: "),
+        (Constraint(lark="root ::= " + "(" * 5000), r"constraint\.lark: must be Lark, or EBNF .*: .*recursion"),
         (Constraint(lark=""), r"constraint\.lark: must be a non-empty text"),
         (Constraint(regex="a" * MAX_GRAMMAR), rf"constraint.*: must be at most {MAX_GRAMMAR} characters"),
     ],

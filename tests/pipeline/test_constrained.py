@@ -93,6 +93,7 @@ async def test_any_object_may_be_asked_for(http: httpx.AsyncClient) -> None:
         ({"regex": WORD}, WORD),
         ({"choice": ["yes", "no", "it depends"]}, "yes|no|it depends"),
         ({"grammar": 'start: SUM\nSUM: /[0-9]{1,3}/ ("+" /[0-9]{1,3}/)~2'}, r"\d{1,3}(\+\d{1,3}){2}"),
+        ({"grammar": 'root ::= sum\nsum ::= [0-9] ("+" [0-9]){2}\n'}, r"\d(\+\d){2}"),
         ({"json": {"type": "boolean"}}, "true|false"),
         ({"json": '{"const": "a"}'}, '"a"'),
     ],
@@ -125,6 +126,8 @@ async def test_what_cannot_be_asked_for_is_named(http: httpx.AsyncClient) -> Non
         ({"structured_outputs": {"choice": ["a", ""]}}, "structured_outputs.choice[1]"),
         ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
         ({"structured_outputs": {"grammar": "start: x"}}, "structured_outputs.grammar"),
+        ({"guided_regex": "[a"}, "guided_regex"),
+        ({"ebnf": "root ::= missing"}, "ebnf"),
         ({"structured_outputs": {"regexp": "x"}}, "structured_outputs.regexp"),
         ({"structured_outputs": {"choice": ["A"]}, "logit_bias": {"33": -1000}} , None),
     ]  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Set
 from typing import Any, ClassVar
 
@@ -10,17 +11,29 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from bough.config.json_fields import must
 
+logger = logging.getLogger(__name__)
+
+# Notes of clients for themselves, for prompt caches and for other servers, which change no answer wherever they stand.
+HARMLESS = frozenset({"cache_control", "created_at", "createdAt", "id", "provider_specific_fields", "timestamp"})
+EMPTY: tuple[object, ...] = ("", [], {}, False)  # values that ask for nothing
+MAX_NOTED = 1024  # names that are noted
+_NOTED: set[str] = set()  # unknown fields that were ignored and logged
+
 # By the names of fields that are not supported: the values that ask for what happens anyway. Any other is refused.
 Neutral = dict[str, tuple[object, ...]]
 
 
 class Fields(BaseModel):
-    """Refuses unknown fields by name, so that a misspelt field is not ignored silently."""
+    """Refuses unknown fields by name, so that a misspelt field is not ignored silently.
+
+    Those that are empty or known to be harmless are ignored, with one line in the log for each name.
+    """
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, frozen=True)
 
     ignored: ClassVar[Set[str]] = frozenset()  # names of fields that have no influence on the answer
     neutral: ClassVar[Neutral] = {}
+    known: ClassVar[Set[str]] = frozenset()
 
     @model_validator(mode="before")
     @classmethod
@@ -34,7 +47,22 @@ class Fields(BaseModel):
         for name, neutral in cls.neutral.items():
             if name in given:
                 _require_neutral(name, given.pop(name), neutral)
-        return given
+        return {name: value for name, value in given.items() if name in cls.known or not _is_ignored(name, value)}
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: object) -> None:
+        """Note the names of the fields, as requests have them."""
+        cls.known = {field.alias or name for name, field in cls.model_fields.items()}
+
+
+def _is_ignored(name: str, value: Any) -> bool:
+    """Whether an unknown field is ignored. Raises ValidationError for others: the first is enough for an error."""
+    if name not in HARMLESS and not any(value == empty and type(value) is type(empty) for empty in EMPTY):
+        raise ValidationError.from_exception_data(name, [{"type": "extra_forbidden", "loc": (name,), "input": value}])
+    if name not in _NOTED and len(_NOTED) < MAX_NOTED:
+        _NOTED.add(name)
+        logger.warning("requests have a field %r, which is not known; it is ignored, as it changes nothing", name)
+    return True
 
 
 def _require_neutral(name: str, value: Any, neutral: tuple[object, ...]) -> None:

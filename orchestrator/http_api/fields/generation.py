@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, StrictBool, StrictInt, model_validator
+from pydantic import BeforeValidator, Field, StrictBool, StrictInt, ValidationError, model_validator
 
 from bough.config.json_fields import must
 from bough.protocol.generation import GenerateOptions
@@ -127,6 +127,17 @@ class StructuredOutputsFields(Fields):
     grammar: str | None = None
 
 
+# Names by which other servers know what the answer must be (older vLLM's, SGLang's), with those in `StructuredOutputs`.
+FORMS = {
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+    "regex": "regex",
+    "ebnf": "grammar",
+}
+
+
 class RequestFields(Fields):
     """Fields common to all that generate."""
 
@@ -150,13 +161,45 @@ class RequestFields(Fields):
     session_id: str = ""
     cache_salt: str = ""
     structured_outputs: StructuredOutputsFields | None = None
+    guided_json: Annotated[str | None, BeforeValidator(schema_text)] = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = Field(None, min_length=1, max_length=MAX_CHOICES)
+    guided_grammar: str | None = None
+    regex: str | None = None
+    ebnf: str | None = None
     request_id: Annotated[str, Field(max_length=MAX_REQUEST_ID)] = ""
     speculation: Annotated[SpeculationFields, BeforeValidator(_speculation)] = SpeculationFields()
     ignored = frozenset(
         {"store", "service_tier", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention",
-         "safety_identifier"}
+         "safety_identifier", "guided_decoding_backend"}
     )  # fmt: skip
-    neutral: ClassVar[Neutral] = {"priority": (0,), "skip_special_tokens": (True,), "moderation": ()}
+    neutral: ClassVar[Neutral] = {
+        "priority": (0,),
+        "skip_special_tokens": (True,),
+        "moderation": (),
+        "separate_reasoning": (True,),
+        "stream_reasoning": (True,),
+    }
+
+    @model_validator(mode="after")
+    def _require_one_form(self) -> RequestFields:
+        first, *more = [name for name in (*FORMS, "structured_outputs") if getattr(self, name) is not None] or [""]
+        if more:
+            error: Any = {
+                "type": must(f"be left out beside {first}"),
+                "loc": (more[0],),
+                "input": getattr(self, more[0]),
+            }
+            raise ValidationError.from_exception_data(more[0], [error])
+        return self
+
+    @property
+    def form(self) -> tuple[str, StructuredOutputsFields | None]:
+        """What the answer must be, and the field that demands it, if one other than those of OpenAI's API does."""
+        for name, ours in FORMS.items():
+            if (value := getattr(self, name)) is not None:
+                return name, StructuredOutputsFields.model_validate({ours: value})
+        return "structured_outputs", self.structured_outputs
 
 
 class GenerationFields(RequestFields):
@@ -186,7 +229,7 @@ class MessageFields(Fields):
     content: Annotated[str, BeforeValidator(partial(parts_text, keys=_SAID))]
     reasoning: str = ""  # as current clients send back what an assistant thought
     reasoning_content: str = ""  # as older ones do
-    ignored = frozenset({"name", "refusal", "annotations"})
+    ignored = frozenset({"name", "refusal", "annotations", "reasoning_details", "thinking_blocks"})
     neutral: ClassVar[Neutral] = {"function_call": (), "audio": ()}
 
     @classmethod

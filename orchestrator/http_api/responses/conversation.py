@@ -75,7 +75,7 @@ def _with_call(message: Message, item: InputCall, index: int) -> Message:
 
 
 def _names(fields: ResponseFields, messages: Sequence[Message], origins: Sequence[str]) -> dict[str, str]:
-    names = FIELD_NAMES | constraint_names(fields.structured_outputs, "text.format", "text.format.schema")
+    names = FIELD_NAMES | constraint_names(fields, "text.format", "text.format.schema")
     for index, (message, origin) in enumerate(zip(messages, origins, strict=True)):
         names[f"chat.messages[{index}]"] = origin
         if message.role == "tool" or message.tool_calls:  # which the item's type says
@@ -94,5 +94,5 @@ def response_limits(fields: ResponseFields) -> RequestLimits:
     return RequestLimits(
         UNLIMITED if fields.max_output_tokens is None else fields.max_output_tokens,
         fields.top_logprobs if has_logprobs else None,
-        constraint=constraint_of("text.format", form.type, form.json_schema, fields.structured_outputs),
+        constraint=constraint_of("text.format", form.type, form.json_schema, fields),
     )

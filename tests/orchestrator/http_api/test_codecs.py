@@ -13,6 +13,7 @@ from bough.errors import DeadlineExceeded, Exhausted, InvalidRequest, NotFound, 
 from bough.protocol.decision import RoundTimings
 from bough.protocol.generation import (
     ChatPrompt,
+    Constraint,
     Finished,
     GenerateOptions,
     Message,
@@ -30,6 +31,7 @@ from orchestrator.http_api.answers.spelling import chat_logprobs, completion_log
 from orchestrator.http_api.body import parse
 from orchestrator.http_api.chat import FIELD_NAMES, ChatAnswer, chat_limits, chat_prompt
 from orchestrator.http_api.completions import completion_limits, text_prompt
+from orchestrator.http_api.fields.constraint import constraint_names, response_constraint
 from orchestrator.http_api.fields.errors import ApiError, api_error, shortened
 from orchestrator.http_api.fields.generation import ChatFields, CompletionFields, StreamOptions
 from orchestrator.http_api.fields.options import RequestedOutput, choices
@@ -66,6 +68,25 @@ def test_every_field_arrives_where_grpc_has_it() -> None:
         logprobs=2, model="m",
         speculation=Speculation(disabled=True, budget=4, width=2, depth=3, lookup=1),
     )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "constraint"),
+    [
+        ("guided_json", {"type": "array"}, Constraint(json_schema='{"type": "array"}', after_reasoning=True)),
+        ("guided_json", '{"type": "array"}', Constraint(json_schema='{"type": "array"}', after_reasoning=True)),
+        ("guided_regex", "a+", Constraint(regex="a+", after_reasoning=True)),
+        ("guided_choice", ["a", "b"], Constraint(choices=("a", "b"), after_reasoning=True)),
+        ("guided_grammar", "start: A", Constraint(lark="start: A", after_reasoning=True)),
+        ("regex", "a+", Constraint(regex="a+", after_reasoning=True)),
+        ("ebnf", 'root ::= "a"', Constraint(lark='root ::= "a"', after_reasoning=True)),
+    ],
+)
+def test_what_other_servers_call_a_form_is_one(field: str, value: Any, constraint: Constraint) -> None:
+    """Clients of SGLang and of older vLLM; errors that come later have the client's name for it."""
+    fields = chat_fields(**{field: value, "guided_decoding_backend": "xgrammar"})
+    assert response_constraint(fields) == constraint
+    assert set(constraint_names(fields).values()) == {field}
 
 
 def test_what_is_left_out_has_grpc_s_defaults() -> None:

@@ -93,7 +93,7 @@ async def door(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[HttpSt
         ("tools[0].function.name", [{"type": "function", "function": {"name": "two words"}}]),
         ("tools[1].function.name", [TOOL, TOOL]),
         ("tools[0].function.parameters", [{"type": "function", "function": LIST}]),
-        ("tools[0].function.parametres", [{"type": "function", "function": {"name": "f", "parametres": {}}}]),
+        ("tools[0].function.parametres", [{"type": "function", "function": {"name": "f", "parametres": LIST}}]),
         ("tools", [{"type": "function", "function": {"name": "f", "description": "x" * 132_000}}]),
         ("tools", [TOOL] * 129),
         ("tools", [TOOL]),  # the template knows none
@@ -111,6 +111,12 @@ async def door(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[HttpSt
         ("response_format", {"type": "structural_tag"}),
         ("structured_outputs", {"regex": "a", "choice": ["b"]}),
         ("structured_outputs.json", {"json": "x" * 132_000}),
+        ("guided_json", "x" * 132_000),
+        ("guided_choice", []),
+        ("regex", ["a"]),
+        ("documents", [{"text": "x"}]),
+        ("use_search", True),
+        ("messages[0].contents", [USER | {"contents": "x"}]),
         ("modalities", ["text", "audio"]),
         ("audio", {"voice": "alloy"}),
         ("moderation", {"model": "omni"}),
@@ -154,6 +160,29 @@ async def test_workers_without_a_choice_of_words_refuse_a_form(door: HttpStack) 
     status, error = await door.refusal(CHAT, {"messages": [USER], "response_format": {"type": "json_object"}} | SHORT)
     assert (status, error["param"]) == (400, "response_format")
     assert error["message"] == "response_format: must be left out, as simulated workers say words that mean nothing"
+
+
+async def test_an_unknown_field_that_is_ignored_is_logged_once(
+    door: HttpStack, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(2):
+        assert (await door.answer(CHAT, {"messages": [USER], "ducoments": []} | SHORT))["choices"]
+    assert [record.getMessage() for record in caplog.records if "ducoments" in record.getMessage()] == [
+        "requests have a field 'ducoments', which is not known; it is ignored, as it changes nothing"
+    ]
+
+
+async def test_a_form_is_demanded_once(door: HttpStack) -> None:
+    """By whichever server's name; the second of two is refused."""
+    json_object = {"type": "json_object"}
+    for field, more in (
+        ("regex", {"guided_json": {}, "regex": "a"}),
+        ("structured_outputs", {"guided_choice": ["a"], "structured_outputs": {"regex": "a"}}),
+        ("guided_grammar", {"guided_grammar": "start: A", "response_format": json_object}),
+    ):
+        status, error = await door.refusal(CHAT, {"messages": [USER]} | SHORT | more)
+        assert (status, error["param"]) == (400, field), error
+        assert "be left out beside" in error["message"]
 
 
 async def test_null_is_as_good_as_left_out(door: HttpStack) -> None:
@@ -213,6 +242,13 @@ async def test_null_is_as_good_as_left_out(door: HttpStack) -> None:
         ("prompt_logprobs", 0),
         ("return_token_ids", False),
         ("return_tokens_as_token_ids", False),
+        ("separate_reasoning", True),
+        ("documents", []),
+        ("use_search", False),
+        ("cache_control", {"type": "ephemeral"}),
+        ("messages", [USER | {"id": "msg_1", "cache_control": {"type": "ephemeral"}, "createdAt": "2026-11-28"}]),
+        ("messages", [USER, BOT | {"provider_specific_fields": {"a": 1}, "thinking_blocks": [{}]}, USER]),
+        ("messages", [USER | {"content": [{"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}]}]),
     ],
 )
 async def test_what_says_nothing_new_is_accepted(door: HttpStack, field: str, value: Any) -> None:
