@@ -20,7 +20,6 @@ import socket
 import struct
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -187,7 +186,7 @@ class _Server:
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,  # what llguidance prints has words of clients
-                env=os.environ | {"MALLOC_ARENA_MAX": "1"},  # others reserve addresses, which have a limit
+                env=_environment(),
                 start_new_session=True,  # Ctrl-C is meant for this process
             )
 
@@ -195,7 +194,7 @@ class _Server:
         """The number by which the process knows a vocabulary, which it gets if it has it not."""
         if vocabulary is None or vocabulary in self._numbers:
             return None if vocabulary is None else self._numbers[vocabulary]
-        with tempfile.TemporaryFile() as file:  # a message holds no megabytes
+        with open(os.memfd_create("tokenizer"), "wb") as file:  # a message holds no megabytes
             file.write(vocabulary.tokenizer_json)
             file.flush()
             self._ask({"num_tokens": vocabulary.num_tokens, "ends": vocabulary.ends}, file.fileno())
@@ -204,6 +203,12 @@ class _Server:
     def _ask(self, request: Fields, descriptor: int) -> None:
         assert self._requests is not None, "it has been started"
         socket.send_fds(self._requests, [json.dumps(request).encode()], [descriptor])
+
+
+def _environment() -> dict[str, str]:
+    """Without bough's own settings, some of which are secrets."""
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("BOUGH_")}
+    return variables | {"MALLOC_ARENA_MAX": "1"}  # further ones reserve addresses, which have a limit
 
 
 _SERVER = _Server()
