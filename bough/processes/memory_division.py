@@ -98,9 +98,19 @@ def divide(
             f"{gigabytes(free)} free, other processes take {gigabytes(others)} and {gigabytes(spare)} stay free; use a "
             "smaller --kv-memory, or --draft none"
         )
+    require_kv(target, budget)
     remark = f"of which {gigabytes(budget)} for weights, KV and activations"
     shares.append(Share("target worker", WORKER_BYTES + budget, target.threads, remark))
     return Division(free, tuple(shares), replace(target, device_memory=budget), draft)
+
+
+def require_kv(target: TargetConfig, memory: int) -> None:
+    """Raise ConfigError for a --kv-memory that `memory` bytes for all of a target cannot hold."""
+    if target.kv_memory >= memory:
+        raise ConfigError(
+            f"--kv-memory: must be less than {gigabytes(memory)}, which are for weights, KV and activations, got "
+            f"{gigabytes(target.kv_memory)}"
+        )
 
 
 class SharedGpu(NamedTuple):

@@ -20,12 +20,11 @@ import torch
 from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter
 from safetensors import safe_open
 
-from bough.config.cache_paths import SUBSTITUTE_DROPS, cache_folder, demonstration_folder
+from bough.config.cache_paths import PACKAGE, SUBSTITUTE_DROPS, cache_folder, demonstration_folder
 from bough.errors import ConfigError
 from bough.model.checkpoint.atomic_files import make_folder, replace
 from bough.model.checkpoint.checkpoint import INDEX_NAME, Checkpoint
 from bough.model.loading.layer_selection import kept_layers
-from bough.model.write_demonstration import PACKAGE
 
 Array = npt.NDArray[Any]
 

@@ -51,8 +51,7 @@ def test_what_a_killed_run_has_left_makes_room_and_one_that_fails_leaves_nothing
     leftover = tmp_path / "model.partial-1"
     leftover.mkdir()
     monkeypatch.setattr(writing, "_load_original", lambda: (None, SimpleNamespace(save_pretrained=fail)))
-    monkeypatch.setattr(writing, "_expanded_bytes", lambda *_: 100)
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0 if leftover.exists() else 1000))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0 if leftover.exists() else 10**12))
     with pytest.raises(ConfigError, match="no more"):
         writing.write_demonstration(tmp_path / "model", 1)
     assert list(tmp_path.iterdir()) == []

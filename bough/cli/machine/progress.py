@@ -10,29 +10,28 @@ from typing import TextIO
 from bough.processes.launch import PendingProcesses
 from bough.runtime.log_lines import on_one_line
 
-QUIET_SECONDS = 5.0  # between equal messages, if the output is not a terminal
+QUIET_SECONDS = 5.0  # between messages, if the output is not a terminal
 ERASE_LINE = "\r\x1b[K"
 
 
 class Progress:
-    """Shows what a start waits for: one changing line on a terminal, elsewhere a line for each change."""
+    """Shows what a start waits for: one changing line on a terminal, elsewhere a line every few seconds."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
         """Prints to standard error by default."""
         self._stream = stream if stream is not None else sys.stderr
         self._is_terminal = self._stream.isatty()
-        self._names: tuple[str, ...] = ()  # printed last
-        self._printed_seconds = 0.0  # when they were printed, since the start
+        self._printed_seconds = 0.0  # of the latest message, since the start
 
     def __call__(self, waiting: PendingProcesses) -> None:
-        """Print what is waited for, if it is new."""
+        """Print what is waited for."""
         text = on_one_line(f"waiting {waiting.seconds:.0f} s for {', '.join(waiting.names)}")
         if self._is_terminal:
             width = shutil.get_terminal_size().columns - 1  # a line that wraps could not be erased
             print(f"{ERASE_LINE}{text[:width]}", end="", file=self._stream, flush=True)
-        elif waiting.names != self._names or waiting.seconds - self._printed_seconds >= QUIET_SECONDS:
+        elif waiting.seconds - self._printed_seconds >= QUIET_SECONDS:
             print(text, file=self._stream, flush=True)
-            self._names, self._printed_seconds = waiting.names, waiting.seconds
+            self._printed_seconds = waiting.seconds
 
     def clear(self) -> None:
         """Erase the line from a terminal."""

@@ -10,7 +10,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -19,16 +19,25 @@ from bough.cli.machine.progress import Progress, activation
 from bough.cli.planning.expectation import STREAMED, expected, placement_flags
 from bough.client import Client
 from bough.config.addresses import bound, free_port, has_page
-from bough.config.cache_paths import DEMONSTRATION_COPIES, SUBSTITUTE_DROPS, demonstration_folder, is_written
+from bough.config.cache_paths import (
+    DEMONSTRATION_COPIES,
+    SUBSTITUTE_DROPS,
+    demonstration_folder,
+    is_written,
+    make_space,
+    original_file,
+)
 from bough.config.processes import DraftConfig, OrchestratorConfig, TargetConfig, parse
-from bough.errors import BoughError, CheckpointError, ConfigError
+from bough.errors import BoughError, CheckpointError, ConfigError, PairingError
 from bough.model import compiled_folder
-from bough.model.checkpoint.checkpoint import Checkpoint
-from bough.model.checkpoint.hub import fetch
+from bough.model.checkpoint.checkpoint import Checkpoint, resolve
+from bough.model.checkpoint.gguf_file import is_gguf
+from bough.model.checkpoint.hub import fetch, is_hub_id
+from bough.model.checkpoint.tokenizer_files import load_tokenizer_files
 from bough.model.sizes.draft_needs import draft_needs
 from bough.processes.exit_with_parent import python, run
 from bough.processes.launch import Settings, launched
-from bough.processes.memory_division import divide, divide_gpu, on_one_gpu
+from bough.processes.memory_division import divide, divide_gpu, on_one_gpu, require_kv
 from bough.processes.supervision import supervised
 from bough.registry.url import without_passwords
 from bough.runtime.log_lines import say, tell
@@ -36,6 +45,7 @@ from bough.runtime.machine import free_memory, may_be_gpu
 from bough.security.certificates import AUTHORITY
 from bough.security.secured import files_towards
 from bough.simulation.profile import load_profile, shipped_profiles
+from bough.tokenization.vocabulary import TokenizerFiles, first_difference
 
 HTTP_PORT = 8000  # the usual port of such servers
 INDEX_VARIABLE = "BOUGH_ORCHESTRATOR_INDEX_URL"  # keeps a password from the command line
@@ -52,9 +62,13 @@ async def up(arguments: argparse.Namespace) -> int:
     settings = settings_from(arguments)
     require_free_ports(settings.orchestrator)
     if not settings.target.simulate:
-        if settings.target.model == str(demonstration_folder()):
-            await asyncio.to_thread(ensure_demonstration)  # Ctrl-C acts where a command awaits
+        if settings.target.kv_memory and not may_be_gpu(settings.target.device):
+            require_kv(settings.target, settings.target.device_memory or free_memory())
         require_models(settings)
+        if settings.draft is not None:
+            require_pair(settings.target.model, settings.draft.model)
+        if str(demonstration_folder()) in models_of(settings):
+            await asyncio.to_thread(ensure_demonstration)  # Ctrl-C acts where a command awaits
         announce_first_start()
     settings = divided(settings, tell)
     if placement_flags(settings.target.model, os.environ):
@@ -115,18 +129,53 @@ def require_free_ports(config: OrchestratorConfig) -> None:
 def require_models(settings: Settings) -> None:
     """Fetch models of the hub, and open all models, so that one that is not there is named by the command's own flag.
 
+    Those of this machine come first, as fetching takes long; a demonstration model that is still to be written is left
+    out.
+
     Raises:
         CheckpointError: a model cannot be fetched, does not exist or is damaged.
     """
-    flags = {settings.target.model: "--target"}
-    if settings.draft is not None:
-        flags.setdefault(settings.draft.model, "--draft")
-    for model, flag in flags.items():
+    flags = models_of(settings)
+    if not is_written(demonstration_folder(), DEMONSTRATION_COPIES):
+        flags.pop(str(demonstration_folder()), None)
+    for model in sorted(flags, key=is_hub_id):
         try:
             fetch(model)
             Checkpoint.open(model)
         except CheckpointError as exc:
-            raise CheckpointError(re.sub("^model:", f"{flag}:", str(exc))) from exc
+            raise CheckpointError(re.sub("^model:", f"{flags[model]}:", str(exc))) from exc
+
+
+def models_of(settings: Settings) -> dict[str, str]:
+    """The flags that name the models, by model."""
+    flags = {settings.target.model: "--target"}
+    if settings.draft is not None:
+        flags.setdefault(settings.draft.model, "--draft")
+    return flags
+
+
+def require_pair(target: str, draft: str) -> None:
+    """Compare the tokenizers of two models, as far as files tell without torch; the workers compare the rest.
+
+    Raises:
+        PairingError: a token differs.
+    """
+    ours, theirs = vocabulary_of(target), vocabulary_of(draft)
+    length = min(len(ours), len(theirs))  # what configurations add to files comes after these
+    if target != draft and (difference := first_difference(theirs[:length], ours[:length])):
+        raise PairingError(f"--draft: {draft} must have the tokenizer of {target}: {difference}")
+
+
+def vocabulary_of(model: str) -> Sequence[str]:
+    """The tokens in a model's own files; none if it has no such file."""
+    if model == str(demonstration_folder()) and not is_written(demonstration_folder(), DEMONSTRATION_COPIES):
+        model = str(original_file())
+    path = resolve(model)
+    with suppress(OSError, ValueError, CheckpointError):  # a worker names the problem
+        if is_gguf(path):
+            return load_tokenizer_files(path).vocabulary
+        return TokenizerFiles((path / "tokenizer.json").read_bytes(), "", ()).vocabulary
+    return ()
 
 
 def print_http_usage(url: str, *, has_keys: bool, authority: str = "") -> None:
@@ -254,6 +303,7 @@ def ensure_demonstration(copies: int = DEMONSTRATION_COPIES) -> None:
         with folder.with_name(f".{folder.name}.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not is_written(folder, copies):
+                make_space(folder, copies)
                 _write_demonstration(folder, copies)
     except OSError as exc:
         raise ConfigError(f"{folder}: {exc}; set BOUGH_CACHE_DIR to a folder that can be written to") from exc

@@ -7,6 +7,7 @@ and none should take hours to become ready.
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 from bough.errors import CheckpointError
@@ -62,7 +63,7 @@ def _files(model: str) -> list[tuple[str, str]]:
 
 
 def fetch(*models: str) -> None:
-    """Fetch missing files of hub ids, with progress bars; without a connection, cached models must do.
+    """Fetch missing files of hub ids, with progress bars at a terminal; without a connection, cached models must do.
 
     For commands that have nothing to clean up yet: Ctrl-C meanwhile ends the process at once.
 
@@ -74,7 +75,10 @@ def fetch(*models: str) -> None:
         return
     from huggingface_hub import hf_hub_download, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub.utils.tqdm import disable_progress_bars
 
+    if not sys.stderr.isatty():
+        disable_progress_bars()
     for model in ids:
         try:
             with ended_by_ctrl_c():

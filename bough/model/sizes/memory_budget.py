@@ -83,7 +83,7 @@ def with_kv_memory(settings: Target, shape: KVShape, num_positions: int, device:
     """The settings with defaults for KV memory, by the bytes available on `device` and `host`, and for --max-context.
 
     Raises:
-        ConfigError: both --kv-memory and --kv-sessions are given.
+        ConfigError: both --kv-memory and --kv-sessions are given, or --kv-memory is more than there is.
     """
     if settings.kv_memory and settings.kv_sessions:
         raise ConfigError(
@@ -92,11 +92,15 @@ def with_kv_memory(settings: Target, shape: KVShape, num_positions: int, device:
         )
     most, number = min(settings.max_context or num_positions, num_positions), max(1, settings.kv_sessions)
     least = number * _session_bytes(settings, shape, most if settings.max_context else min(LEAST_CONTEXT, most))
-    kv_memory = settings.kv_memory
+    kv_memory, memory = settings.kv_memory, host if settings.kv_tier == "host" else device
+    if kv_memory >= memory > 0:
+        raise ConfigError(
+            f"--kv-memory: must be less than {gigabytes(memory)}, which are for weights, KV and activations, got "
+            f"{gigabytes(kv_memory)}"
+        )
     if not kv_memory and settings.kv_sessions and settings.max_context:
         kv_memory = least
     elif not kv_memory:
-        memory = host if settings.kv_tier == "host" else device
         kv_memory = kv_budget(_session_bytes(settings, shape, most), memory, least)
     if not settings.max_context:
         state_bytes = 0 if settings.kv_sessions else shape.state_bytes

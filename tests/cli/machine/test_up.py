@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import socket
 import subprocess
@@ -13,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from bough.cli.machine.up import require_free_ports, require_models, settings_from
+from bough.cli.machine.up import ensure_demonstration, require_free_ports, require_models, settings_from, up
 from bough.cli.main import argument_parser
 from bough.config.addresses import free_port
-from bough.errors import CheckpointError, ConfigError
+from bough.errors import CheckpointError, ConfigError, PairingError
 from bough.processes.exit_with_parent import MODULE
 from tests.fakes.processes.bough_up import bough_up_command
 from tests.fakes.simulated import write_profile
@@ -118,3 +119,38 @@ def test_a_model_that_is_not_there_is_named_by_the_flag_that_names_it(tiny: Path
         settings = settings_from(argument_parser().parse_args(["up", *flags]))
         with pytest.raises(CheckpointError, match=f"^{message}"):
             require_models(settings)
+
+
+async def refusal(*flags: str) -> str:
+    """The error of `bough up`, which must come before anything is written or started."""
+    with pytest.raises((ConfigError, PairingError)) as refused:
+        await up(argument_parser().parse_args(["up", "--port", "0", "--http-port", "-1", *flags]))
+    return str(refused.value)
+
+
+async def test_memory_that_there_is_not_is_named_at_once_by_its_flag(tiny: Path) -> None:
+    """--device-memory was named, after 13 seconds."""
+    models = "--target", str(tiny), "--draft", "none"
+    assert re.match(
+        "--kv-memory: must be less than .*, got 900000.00 GB", await refusal(*models, "--kv-memory", "900000GB")
+    )
+    problem = await refusal(*models, "--device-memory", "1GB", "--kv-memory", "2GB")
+    assert problem.startswith("--kv-memory: must be less than 1.00 GB, ")
+
+
+async def test_a_draft_that_does_not_fit_is_named_before_a_model_is_written(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was found by a worker, which named the other one's address."""
+    monkeypatch.setenv("BOUGH_CACHE_DIR", str(tmp_path))
+    assert (await refusal("--draft", str(tmp_path / "x"))).startswith("--draft: must be a folder ")
+    problem = await refusal("--draft", str(tiny))
+    assert re.match(f"--draft: {tiny} must have the tokenizer of .*: token \\d+ is '.*' in the draft and '", problem)
+    assert not list(tmp_path.glob("*")), "nothing was written"
+
+
+def test_space_for_the_demonstration_is_looked_for_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BOUGH_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(3 * 10**9, 10**9, 2 * 10**9))
+    with pytest.raises(ConfigError, match=r"2.3 GB are to be written and 2.0 GB are free; set BOUGH_CACHE_DIR"):
+        ensure_demonstration()
