@@ -48,8 +48,7 @@ from bough.security.access import Access, metrics_context
 from bough.security.guarded import require_guarded
 from bough.telemetry.logs import configure_logging
 from bough.telemetry.metrics import MetricsServer, metrics_note
-from bough.telemetry.spans import NO_TRACER, Tracer
-from bough.telemetry.tracing import tracing
+from bough.telemetry.tracing import NO_TRACER, Tracer, tracing
 from bough.tokenization.vocabulary import TokenizerFiles
 
 logger = logging.getLogger(__name__)

@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, unquote
 
 import grpc
 
 from bough.telemetry.log_context import LOG_CONTEXT, LogContext
-from bough.telemetry.spans import NOTED_SPANS, FinishedSpan, Metadata, Span, Tracer
+from bough.telemetry.spans import NOTED_SPANS, TRACEPARENT, FinishedSpan, Metadata
 
-TRACEPARENT = "traceparent"  # W3C Trace Context
+if TYPE_CHECKING:
+    from bough.telemetry.tracing import Span, Tracer  # which clients need not import
+
 REQUEST_ID = "x-request-id"
 MAX_NAME_LENGTH = 2048  # limit of a percent-encoded name
 

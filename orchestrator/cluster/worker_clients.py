@@ -23,7 +23,7 @@ from bough.rpc.services import DRAFT, TARGET, stub_of
 from bough.rpc.status_map import to_error
 from bough.security.access import OPEN, Access
 from bough.telemetry.call_context import carried
-from bough.telemetry.spans import NO_SPAN, Span
+from bough.telemetry.tracing import NO_SPAN, Span
 from bough.trees.tree_plan import TreePlan
 from orchestrator.sessions.session import Session
 from orchestrator.sizing.plans import Proposal

@@ -13,7 +13,7 @@ from bough.errors import Exhausted, InvalidRequest, NotFound, StaleEpoch, Unavai
 from bough.protocol.decision import Decision
 from bough.protocol.generation import Event, GenerateOptions, Loads, ModelInfo, Prompt, ServerInfo, Tokens
 from bough.protocol.worker_info import PROTOCOL_VERSION
-from bough.telemetry.spans import CURRENT_SPAN
+from bough.telemetry.tracing import CURRENT_SPAN
 from bough.trees.scheme_acceptance import SchemeAcceptance
 from orchestrator.admission.active_streams import Running, Stream
 from orchestrator.admission.admission import Admission, Hold

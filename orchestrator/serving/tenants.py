@@ -16,7 +16,7 @@ from bough.protocol.decision import Decision
 from bough.protocol.generation import Event, Finished, GenerateOptions, Prompt, Started
 from bough.security.api_keys import ApiKey, Keyring
 from bough.security.worker_key import WorkerKey
-from bough.telemetry.spans import NO_TRACER, Tracer
+from bough.telemetry.tracing import NO_TRACER, Tracer
 from orchestrator.admission.admission import Hold
 from orchestrator.admission.size_limits import require_name, require_texts
 from orchestrator.admission.tenant_usage import Count, TenantUsage

@@ -27,7 +27,7 @@ from bough.protocol.prefix_hash import TokenHistory
 from bough.protocol.sampling_params import UNLIMITED, SamplingParams, StopConditions
 from bough.protocol.thoughts import Channels, Thoughts
 from bough.protocol.worker_info import WorkerInfo, weights_differ
-from bough.telemetry.spans import NO_SPAN, Span
+from bough.telemetry.tracing import NO_SPAN, Span
 from bough.trees.tree import Tree
 from orchestrator.sessions.deadline import Deadline
 from orchestrator.sessions.detokenizer import TextStream

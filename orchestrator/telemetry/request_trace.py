@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from bough.protocol.generation import Event, Finished, GenerateOptions, Started, Tokens
 from bough.telemetry.call_context import CALLER_TRACEPARENT
 from bough.telemetry.log_context import LOG_CONTEXT
-from bough.telemetry.spans import CURRENT_SPAN, Attributes, Span, Tracer
+from bough.telemetry.spans import Attributes
+from bough.telemetry.tracing import CURRENT_SPAN, Span, Tracer
 
 logger = logging.getLogger(__name__)
 

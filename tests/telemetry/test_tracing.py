@@ -13,9 +13,7 @@ import pytest
 from bough.config.processes import OrchestratorConfig, TargetConfig, parse
 from bough.errors import ConfigError
 from bough.protocol.generation import Finished, GenerateOptions, Speculation, TextPrompt
-from bough.telemetry.otlp import OtlpTracer, clock_offset_ns
-from bough.telemetry.spans import NO_SPAN, NO_TRACER
-from bough.telemetry.tracing import tracing
+from bough.telemetry.tracing import NO_SPAN, NO_TRACER, Exporter, clock_offset_ns, tracing
 from orchestrator.serving.tenants import Callers
 from tests.fakes.collector import collecting
 from tests.fakes.fleet import FakeDraft, Fleet
@@ -27,22 +25,22 @@ CALLER = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 
 @pytest.fixture
-def tracer_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[OtlpTracer]]:
+def tracer_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Exporter]]:
     """Tracers of this process, closed with the test."""
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")
-    tracers: list[OtlpTracer] = []
+    tracers: list[Exporter] = []
     yield tracers
-    for tracer in tracers:
-        tracer.close(1.0)
+    for exporter in tracers:
+        exporter.close(1.0)
 
 
-async def test_a_target_that_is_lost_is_an_event(fakes: Fleet, tracer_of: list[OtlpTracer]) -> None:
+async def test_a_target_that_is_lost_is_an_event(fakes: Fleet, tracer_of: list[Exporter]) -> None:
     targets = [await fakes.target(name) for name in ("t0", "t1")]
     requests, _ = await fakes.orchestrator("--failover-timeout", "20", num_targets=2)
     kill_the_one_that_gets(3, targets)
     async with collecting() as collector:
-        tracer_of.append(tracer := OtlpTracer(collector.endpoint, "bough", "orchestrator", "o", 1.0))
-        tenant = Callers(requests, tracer=tracer).tenant([])
+        tracer_of.append(exporter := Exporter(collector.endpoint, "bough", "orchestrator", "o", 1.0))
+        tenant = Callers(requests, tracer=exporter.tracer).tenant([])
         options = GenerateOptions(request_id="r", max_tokens=8, temperature=0.0)
         events = [event async for event in tenant.generate(TextPrompt("hello"), options)]
         assert isinstance(events[-1], Finished)
@@ -59,7 +57,7 @@ async def test_a_target_that_is_lost_is_an_event(fakes: Fleet, tracer_of: list[O
         assert not root.is_error
 
 
-async def test_a_draft_worker_that_fails_is_an_event(fakes: Fleet, tracer_of: list[OtlpTracer]) -> None:
+async def test_a_draft_worker_that_fails_is_an_event(fakes: Fleet, tracer_of: list[Exporter]) -> None:
     await fakes.target("t")
     draft = FakeDraft("d", fakes.tokenizer)
     process = await fakes.worker(draft)
@@ -67,21 +65,21 @@ async def test_a_draft_worker_that_fails_is_an_event(fakes: Fleet, tracer_of: li
     await until(lambda: len(requests.directory.statuses()) == 2)
     await process.kill()
     async with collecting() as collector:
-        tracer_of.append(tracer := OtlpTracer(collector.endpoint, "bough", "orchestrator", "o", 1.0))
+        tracer_of.append(exporter := Exporter(collector.endpoint, "bough", "orchestrator", "o", 1.0))
         options = GenerateOptions(max_tokens=4, temperature=0.0, speculation=Speculation(budget=4, width=1, depth=2))
-        events = Callers(requests, tracer=tracer).tenant([]).generate(TextPrompt("hello"), options)
+        events = Callers(requests, tracer=exporter.tracer).tenant([]).generate(TextPrompt("hello"), options)
         assert [event async for event in events]
         await until(lambda: any(span.name == "generate" for span in collector.spans))
         (first, *_) = [event for span in collector.spans for event in span.events]
         assert first == ("degraded", {"bough.worker": "d", "error.type": "NoAnswer"})
 
 
-async def test_a_request_that_its_caller_leaves_is_no_error(fakes: Fleet, tracer_of: list[OtlpTracer]) -> None:
+async def test_a_request_that_its_caller_leaves_is_no_error(fakes: Fleet, tracer_of: list[Exporter]) -> None:
     await fakes.target("t")
     requests, _ = await fakes.orchestrator()
     async with collecting() as collector:
-        tracer_of.append(tracer := OtlpTracer(collector.endpoint, "bough", "orchestrator", "o", 1.0))
-        events = Callers(requests, tracer=tracer).tenant([]).generate(TextPrompt("hello"), GenerateOptions())
+        tracer_of.append(exporter := Exporter(collector.endpoint, "bough", "orchestrator", "o", 1.0))
+        events = Callers(requests, tracer=exporter.tracer).tenant([]).generate(TextPrompt("hello"), GenerateOptions())
         await anext(events)
         await events.aclose()
         await until(lambda: any(span.name == "generate" for span in collector.spans))
@@ -90,27 +88,27 @@ async def test_a_request_that_its_caller_leaves_is_no_error(fakes: Fleet, tracer
 
 
 async def test_a_collector_that_is_away_costs_a_line_and_no_time(
-    fakes: Fleet, tracer_of: list[OtlpTracer], caplog: pytest.LogCaptureFixture
+    fakes: Fleet, tracer_of: list[Exporter], caplog: pytest.LogCaptureFixture
 ) -> None:
     await fakes.target("t")
     requests, _ = await fakes.orchestrator()
-    tracer = OtlpTracer("http://127.0.0.1:1", "bough", "orchestrator", "o", 1.0)
-    tenant = Callers(requests, tracer=tracer).tenant([])
+    exporter = Exporter("http://127.0.0.1:1", "bough", "orchestrator", "o", 1.0)
+    tenant = Callers(requests, tracer=exporter.tracer).tenant([])
     for number in range(30):
         options = GenerateOptions(request_id=f"r{number}", max_tokens=8, temperature=0.0)
         assert [event async for event in tenant.generate(TextPrompt("hello"), options)]
     began = time.monotonic()
-    await asyncio.to_thread(tracer.close, 0.5)
+    await asyncio.to_thread(exporter.close, 0.5)
     assert time.monotonic() - began < 10
     assert len([record for record in caplog.records if record.name.startswith("opentelemetry.")]) <= 2
 
 
 async def test_the_last_spans_are_sent_when_a_process_ends() -> None:
     async with collecting() as collector:
-        tracer = OtlpTracer(collector.endpoint, "bough", "orchestrator", "o", 1.0)  # sends every five seconds
-        with tracer.serve("generate", ""):
+        exporter = Exporter(collector.endpoint, "bough", "orchestrator", "o", 1.0)  # sends every five seconds
+        with exporter.tracer.serve("generate", ""):
             pass
-        await asyncio.to_thread(tracer.close, 30.0)
+        await asyncio.to_thread(exporter.close, 30.0)
         assert [span.name for span in collector.spans] == ["generate"]
 
 
@@ -128,7 +126,7 @@ async def test_off_nothing_of_opentelemetry_is_there() -> None:
         assert span is span.child("y") is span.call("z", "") is NO_SPAN
         assert span.metadata == ()
     code = "import sys, orchestrator.__main__, target_worker.service, draft_worker.service; "
-    code += "print({'bough.telemetry.otlp', 'opentelemetry.exporter.otlp'} & set(sys.modules))"
+    code += "print({'opentelemetry.sdk.trace', 'opentelemetry.exporter'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"
 
@@ -136,7 +134,7 @@ async def test_off_nothing_of_opentelemetry_is_there() -> None:
 @pytest.mark.parametrize("kind", ["orchestrator", "target_worker", "draft_worker"])
 def test_a_process_without_the_packages_names_the_extra(kind: str) -> None:
     flags = ["--otlp-endpoint", "http://h:1", *([] if kind == "orchestrator" else ["--simulate", "l40-70b-4bit"])]
-    code = f"import sys; sys.modules['opentelemetry'] = None; sys.argv[1:] = {flags!r}; "
+    code = f"import sys; sys.modules['opentelemetry.exporter'] = None; sys.argv[1:] = {flags!r}; "
     code += f"from {kind}.__main__ import main, run; run(main)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 2
@@ -188,16 +186,16 @@ def test_the_endpoint_is_opentelemetrys_own_variable() -> None:
     assert parse(OrchestratorConfig, "orchestrator", ["--otlp-endpoint", ""], environ).otlp_endpoint == ""
 
 
-async def test_a_share_of_requests_is_traced(tracer_of: list[OtlpTracer]) -> None:
+async def test_a_share_of_requests_is_traced(tracer_of: list[Exporter]) -> None:
     """Of those whose callers have not decided it; workers begin no trace of their own."""
     async with collecting() as collector:
         for share, kind in ((0.0, "target-worker"), (0.25, "orchestrator")):
-            tracer_of.append(tracer := OtlpTracer(collector.endpoint, "bough", kind, "x", share))
-            num_traced = sum(tracer.serve("generate", "").is_recorded for _ in range(1000))
+            tracer_of.append(exporter := Exporter(collector.endpoint, "bough", kind, "x", share))
+            num_traced = sum(exporter.tracer.serve("generate", "").is_recorded for _ in range(1000))
             # The chance of this to fail is below 1e-9.
             assert abs(num_traced - 1000 * share) <= (0 if share == 0 else 90)
-            assert tracer.serve("generate", CALLER).is_recorded
-            assert tracer.serve("generate", CALLER[:-2] + "00") is NO_SPAN
+            assert exporter.tracer.serve("generate", CALLER).is_recorded
+            assert exporter.tracer.serve("generate", CALLER[:-2] + "00") is NO_SPAN
 
 
 @pytest.mark.parametrize("share", ["-0.1", "1.5", "half"])
