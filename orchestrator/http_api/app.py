@@ -46,6 +46,7 @@ from orchestrator.http_api.fields.options import RequestedOutput, choices, templ
 from orchestrator.http_api.fields.tools import chat_tools, tools_of
 from orchestrator.http_api.guard import Guard, HostGuard, RequestIds, tenant_of
 from orchestrator.http_api.merging import scored_first
+from orchestrator.http_api.openapi import document
 from orchestrator.http_api.responses import conversation
 from orchestrator.http_api.responses.answer import ResponseAnswer, repeated
 from orchestrator.http_api.responses.fields import NOT_KEPT, ResponseFields
@@ -54,7 +55,7 @@ from orchestrator.serving.requests import Requests
 from orchestrator.serving.tenants import Callers
 
 SESSION_HEADER = "x-session-id"
-HEALTH, METRICS, DISCOVERY = "/health", "/metrics", "/service-discovery"
+HEALTH, METRICS, DISCOVERY, OPENAPI = "/health", "/metrics", "/service-discovery", "/openapi.json"
 MAX_COMPARED = 128  # characters of an unknown path
 Endpoint = Callable[[Request, ExitStack], Awaitable[ASGIApp]]
 
@@ -88,9 +89,10 @@ def http_app(
         Route("/decisions/{name:path}", _Answered(api.decisions), methods=["GET"]),
         Route("/cluster", _Answered(api.cluster), methods=["GET"]),
         Route("/version", _Answered(api.version), methods=["GET"]),
+        Route(OPENAPI, _Answered(api.openapi), methods=["GET"]),
         root_route(has_page=has_page),
     ]
-    open_paths = {ROOT, HEALTH} | ({METRICS, DISCOVERY} if has_open_figures else set())
+    open_paths = {ROOT, HEALTH, OPENAPI} | ({METRICS, DISCOVERY} if has_open_figures else set())
     if has_page:  # its own requests carry the key that is typed in there
         routes += page_routes()
         open_paths |= FILES.keys()
@@ -217,6 +219,9 @@ class _Api:
 
     async def version(self, request: Request, entered: ExitStack) -> Response:
         return JSONResponse({"version": __version__})
+
+    async def openapi(self, request: Request, entered: ExitStack) -> Response:
+        return JSONResponse(document())
 
     def _spell(self, wanted: tuple[RequestedOutput, ...], *, has_rounds: bool = False) -> Spell | None:
         """The function that spells a model's tokens, if log-probabilities or the trees of rounds are requested."""

@@ -7,7 +7,8 @@ import logging
 from collections.abc import Set
 from typing import Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, ValidationError, model_validator
+from pydantic_core import CoreSchema
 
 from bough.config.json_fields import must
 
@@ -48,6 +49,24 @@ class Fields(BaseModel):
             if name in given:
                 _require_neutral(name, given.pop(name), neutral)
         return {name: value for name, value in given.items() if name in cls.known or not _is_ignored(name, value)}
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        """The schema of what is accepted: null for any optional field, and what is ignored."""
+        reference = handler(core_schema)
+        schema = handler.resolve_ref_schema(reference)
+        properties = schema.setdefault("properties", {})
+        for name, inner in properties.items():
+            inner.pop("title", None)
+            if name not in schema.get("required", ()) and "null" not in json.dumps(inner.get("anyOf", "")):
+                inner.pop("default", None)
+                properties[name] = {"anyOf": [dict(inner), {"type": "null"}]}
+        for name in HARMLESS | cls.ignored:
+            properties.setdefault(name, {})
+        for name, neutral in cls.neutral.items():
+            properties[name] = {"enum": [*neutral, None]}
+        schema["additionalProperties"] = {"enum": [*EMPTY, None]}
+        return reference
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: object) -> None:

@@ -7,7 +7,17 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, StrictBool, StrictInt, ValidationError, model_validator
+from pydantic import (
+    BeforeValidator,
+    Field,
+    GetJsonSchemaHandler,
+    StrictBool,
+    StrictInt,
+    ValidationError,
+    WithJsonSchema,
+    model_validator,
+)
+from pydantic_core import CoreSchema
 
 from bough.config.json_fields import must
 from bough.protocol.generation import GenerateOptions
@@ -24,12 +34,19 @@ _DEFAULTS = GenerateOptions()
 AS_RENDERED: Neutral = {"add_generation_prompt": (True,), "continue_final_message": (False,)}
 
 
+Stops = str | Annotated[list[str], Field(max_length=MAX_STOPS)]
+
+
 def _stops(value: Any) -> Any:
     """Accept one text or a list of texts."""
     texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, list) or len(texts) > MAX_STOPS or not all(isinstance(text, str) for text in texts):
         raise must(f"be a text or a list of at most {MAX_STOPS} texts")
     return tuple(texts)
+
+
+Tokens = list[Annotated[int, Field(ge=0)]]
+Prompts = str | Annotated[list[str | Tokens], Field(min_length=1)] | Annotated[Tokens, Field(min_length=1)]
 
 
 def _prompts(value: Any) -> Any:
@@ -44,6 +61,15 @@ def _prompts(value: Any) -> Any:
 
 def _is_tokens(value: list[Any]) -> bool:
     return all(type(one) is int and one >= 0 for one in value)
+
+
+def part_schema(keys: Mapping[str, str]) -> dict[str, Any]:
+    """The JSON Schema of what `parts_text` accepts."""
+    kinds = [
+        {"type": "object", "properties": {"type": {"const": kind}, key: {"type": "string"}}, "required": ["type", key]}
+        for kind, key in keys.items()
+    ]
+    return {"anyOf": [{"type": "string"}, {"type": "array", "items": {"anyOf": kinds}}]}
 
 
 def parts_text(value: Any, keys: Mapping[str, str]) -> Any:
@@ -63,6 +89,9 @@ def parts_text(value: Any, keys: Mapping[str, str]) -> Any:
 def _speculation(value: Any) -> Any:
     """Accept `true` or `false` as short for an object with only `enabled`."""
     return {"enabled": value} if isinstance(value, bool) else value
+
+
+SchemaText = dict[str, Any] | Annotated[str, Field(max_length=MAX_GRAMMAR)]
 
 
 def schema_text(value: Any) -> Any:
@@ -101,7 +130,9 @@ class JsonSchemaFields(Fields):
     """A JSON Schema that the answer follows. It always does, whether `strict` or not."""
 
     ignored = frozenset({"name", "description", "strict"})
-    json_schema: Annotated[str, BeforeValidator(schema_text)] = Field("{}", alias="schema")
+    json_schema: Annotated[str, BeforeValidator(schema_text, json_schema_input_type=SchemaText)] = Field(
+        "{}", alias="schema"
+    )
 
 
 class ResponseFormatFields(Fields):
@@ -120,7 +151,9 @@ class ResponseFormatFields(Fields):
 class StructuredOutputsFields(Fields):
     """What the answer must be, as vLLM's clients say it: exactly one of these."""
 
-    json_schema: Annotated[str | None, BeforeValidator(schema_text)] = Field(None, alias="json")
+    json_schema: Annotated[str | None, BeforeValidator(schema_text, json_schema_input_type=SchemaText)] = Field(
+        None, alias="json"
+    )
     json_object: StrictBool | None = None
     regex: str | None = None
     choice: list[str] | None = Field(None, min_length=1, max_length=MAX_CHOICES)
@@ -147,7 +180,7 @@ class RequestFields(Fields):
     top_p: float = _DEFAULTS.top_p
     # Extensions by bough, in responses also those of chat.
     seed: StrictInt | None = None
-    stop: Annotated[tuple[str, ...], BeforeValidator(_stops)] = ()
+    stop: Annotated[tuple[str, ...], BeforeValidator(_stops, json_schema_input_type=Stops)] = ()
     logit_bias: dict[str, float] = Field(default_factory=dict, max_length=MAX_BIASES)
     presence_penalty: float = _DEFAULTS.presence_penalty
     frequency_penalty: float = _DEFAULTS.frequency_penalty
@@ -161,14 +194,16 @@ class RequestFields(Fields):
     session_id: str = ""
     cache_salt: str = ""
     structured_outputs: StructuredOutputsFields | None = None
-    guided_json: Annotated[str | None, BeforeValidator(schema_text)] = None
+    guided_json: Annotated[str | None, BeforeValidator(schema_text, json_schema_input_type=SchemaText)] = None
     guided_regex: str | None = None
     guided_choice: list[str] | None = Field(None, min_length=1, max_length=MAX_CHOICES)
     guided_grammar: str | None = None
     regex: str | None = None
     ebnf: str | None = None
     request_id: Annotated[str, Field(max_length=MAX_REQUEST_ID)] = ""
-    speculation: Annotated[SpeculationFields, BeforeValidator(_speculation)] = SpeculationFields()
+    speculation: Annotated[
+        SpeculationFields, BeforeValidator(_speculation, json_schema_input_type=bool | SpeculationFields)
+    ] = SpeculationFields()
     ignored = frozenset(
         {"store", "service_tier", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention",
          "safety_identifier", "guided_decoding_backend"}
@@ -226,7 +261,7 @@ class MessageFields(Fields):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     tool_calls: CallList = Field(default_factory=list)
     tool_call_id: str = ""
-    content: Annotated[str, BeforeValidator(partial(parts_text, keys=_SAID))]
+    content: Annotated[str, BeforeValidator(partial(parts_text, keys=_SAID)), WithJsonSchema(part_schema(_SAID))]
     reasoning: str = ""  # as current clients send back what an assistant thought
     reasoning_content: str = ""  # as older ones do
     ignored = frozenset({"name", "refusal", "annotations", "reasoning_details", "thinking_blocks"})
@@ -246,6 +281,15 @@ class MessageFields(Fields):
         if is_assistant and (refusal is not None or has_more):
             return given | {"content": "" if refusal is None else refusal}
         return given | {"content": None} if "content" in data else given
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        """The schema, by which any message may lack a content: whether one may depends on its other fields."""
+        reference = super().__get_pydantic_json_schema__(core_schema, handler)
+        schema = handler.resolve_ref_schema(reference)
+        schema["required"] = ["role"]
+        schema["properties"]["content"] = {"anyOf": [part_schema(_SAID), {"type": "null"}]}
+        return reference
 
 
 class ChatFields(GenerationFields):
@@ -277,7 +321,7 @@ class ChatFields(GenerationFields):
 class CompletionFields(GenerationFields):
     """Body of /v1/completions."""
 
-    prompt: Annotated[tuple[TextOrTokens, ...], BeforeValidator(_prompts)]
+    prompt: Annotated[tuple[TextOrTokens, ...], BeforeValidator(_prompts, json_schema_input_type=Prompts)]
     logprobs: StrictInt | None = None
     echo: StrictBool = False
     ignored = GenerationFields.ignored | {"parallel_tool_calls", "reasoning_effort"}

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import BeforeValidator, Field, StrictBool
+from pydantic import BeforeValidator, Field, StrictBool, WithJsonSchema
 
 from bough.config.json_fields import must
 from bough.protocol.generation import Function, ToolChoice, Tools
@@ -55,6 +55,12 @@ class FunctionChoice(NamedTuple):
 
 
 ANY = FunctionChoice()
+CHOICE_SCHEMA: Json = {
+    "anyOf": [
+        {"enum": ["none", "auto", "required"]},
+        {"type": "object", "properties": {"type": {"enum": ["function", "allowed_tools"]}}, "required": ["type"]},
+    ]
+}
 
 
 class ChoiceSpelling(NamedTuple):
@@ -111,7 +117,7 @@ class FunctionFields(Fields):
 
     name: Annotated[str, Field(pattern=FUNCTION_NAME)]
     description: str | None = None
-    parameters: Annotated[str, BeforeValidator(_parameters)] = NO_PARAMETERS
+    parameters: Annotated[str, BeforeValidator(_parameters, json_schema_input_type=dict[str, Any])] = NO_PARAMETERS
     strict: StrictBool = False
 
 
@@ -140,7 +146,7 @@ class ToolCallFields(Fields):
 
 ToolList = Annotated[list[ToolFields], Field(max_length=MAX_TOOLS)]
 CallList = Annotated[list[ToolCallFields], Field(max_length=MAX_CALLS)]
-ToolChoiceField = Annotated[FunctionChoice, BeforeValidator(_IN_CHATS.choice)]
+ToolChoiceField = Annotated[FunctionChoice, BeforeValidator(_IN_CHATS.choice), WithJsonSchema(CHOICE_SCHEMA)]
 
 
 def chat_tools(

@@ -6,13 +6,14 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, StrictBool, StrictInt, model_validator
+from pydantic import BeforeValidator, Field, StrictBool, StrictInt, WithJsonSchema, model_validator
 
 from bough.config.json_fields import must
 from orchestrator.http_api.fields.base import Fields, Neutral
-from orchestrator.http_api.fields.generation import Effort, RequestFields, parts_text, schema_text
+from orchestrator.http_api.fields.generation import Effort, RequestFields, part_schema, parts_text, schema_text
 from orchestrator.http_api.fields.tools import (
     ANY,
+    CHOICE_SCHEMA,
     FUNCTION_NAME,
     MAX_TOOLS,
     ChoiceSpelling,
@@ -28,6 +29,8 @@ NOT_KEPT = (
 )
 # The key of its text for each type of part; a refusal is one of OpenAI's answers.
 _SAID = {"input_text": "text", "output_text": "text", "refusal": "refusal"}
+_RETURNED = {"input_text": "text"}
+_THOUGHT = {"reasoning_text": "text"}
 _NAMED = '{"type": "function", "name": ...}'
 _CHOICE = ChoiceSpelling(
     "name", "tools", f'{_NAMED}, or {{"type": "allowed_tools", "mode": "auto" or "required", "tools": [{_NAMED}, ...]}}'
@@ -39,7 +42,7 @@ class MessageItem(Fields):
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[str, BeforeValidator(partial(parts_text, keys=_SAID))]
+    content: Annotated[str, BeforeValidator(partial(parts_text, keys=_SAID)), WithJsonSchema(part_schema(_SAID))]
     ignored = frozenset({"id", "status", "phase"})
 
 
@@ -58,7 +61,7 @@ class CallOutput(Fields):
 
     type: Literal["function_call_output"]
     call_id: Annotated[str, Field(min_length=1)]
-    output: Annotated[str, BeforeValidator(partial(parts_text, keys={"input_text": "text"}))]
+    output: Annotated[str, BeforeValidator(partial(parts_text, keys=_RETURNED)), WithJsonSchema(part_schema(_RETURNED))]
     ignored = frozenset({"id", "status", "name", "caller"})
 
 
@@ -66,7 +69,9 @@ class ReasoningItem(Fields):
     """What the model thought before it answered."""
 
     type: Literal["reasoning"]
-    content: Annotated[str, BeforeValidator(partial(parts_text, keys={"reasoning_text": "text"}))] = ""
+    content: Annotated[
+        str, BeforeValidator(partial(parts_text, keys=_THOUGHT)), WithJsonSchema(part_schema(_THOUGHT))
+    ] = ""
     ignored = frozenset({"id", "status", "summary", "encrypted_content"})
 
 
@@ -127,7 +132,9 @@ class TextFormatFields(Fields):
     name: str | None = None
     description: str | None = None
     strict: StrictBool = True
-    json_schema: Annotated[str | None, BeforeValidator(_schema)] = Field(None, alias="schema")
+    json_schema: Annotated[str | None, BeforeValidator(_schema, json_schema_input_type=dict[str, Any])] = Field(
+        None, alias="schema"
+    )
 
     @model_validator(mode="after")
     def _require_schema(self) -> TextFormatFields:
@@ -159,12 +166,16 @@ class ResponseStreamOptions(Fields):
 class ResponseFields(RequestFields):
     """Body of /v1/responses."""
 
-    input: Annotated[list[Annotated[InputItem, BeforeValidator(_item)]], Field(fail_fast=True), BeforeValidator(_input)]
+    input: Annotated[
+        list[Annotated[InputItem, BeforeValidator(_item)]],
+        Field(fail_fast=True),
+        BeforeValidator(_input, json_schema_input_type=str | list[InputItem]),
+    ]
     instructions: str | None = None
     max_output_tokens: StrictInt | None = None
     text: TextFields = TextFields()
     tools: list[FlatToolFields] = Field(default_factory=list, max_length=MAX_TOOLS)
-    tool_choice: Annotated[FunctionChoice, BeforeValidator(_CHOICE.choice)] = ANY
+    tool_choice: Annotated[FunctionChoice, BeforeValidator(_CHOICE.choice), WithJsonSchema(CHOICE_SCHEMA)] = ANY
     parallel_tool_calls: StrictBool = True
     reasoning: ReasoningFields = ReasoningFields()
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)

@@ -1,0 +1,153 @@
+"""The document at /openapi.json: it is valid, complete, and says what is really accepted and answered."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import jsonschema
+import pytest
+
+from orchestrator.http_api import body
+from orchestrator.http_api.fields.errors import ApiError
+from orchestrator.http_api.openapi import BODIES, document
+from tests.fakes.http_stack import HttpStack, Json, http_stack
+
+USER: Json = {"role": "user", "content": "x"}
+CHAT: Json = {"messages": [USER], "max_tokens": 2}
+TEXT: Json = {"prompt": "x", "max_tokens": 2}
+SCORED: Json = CHAT | {"logprobs": True, "top_logprobs": 2, "n": 2}
+SCORED_RESPONSE: Json = {"input": "x", "max_output_tokens": 2, "include": ["message.output_text.logprobs"]}
+TOOL: Json = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+FLAT: Json = {"type": "function", "name": "f", "parameters": {"type": "object"}}
+
+
+@pytest.fixture(scope="module")
+async def door(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[HttpStack]:
+    async with http_stack(tmp_path_factory.mktemp("openapi")) as running:
+        yield running
+
+
+def check(name: str, value: Any) -> None:
+    """Raise ValidationError unless a value is one of a schema of the document."""
+    schema = {"$ref": f"#/components/schemas/{name}", "components": document()["components"]}
+    jsonschema.Draft202012Validator(schema).validate(value)
+
+
+async def test_it_is_served_to_anybody_and_its_references_lead_somewhere(door: HttpStack) -> None:
+    served = (await door.client.get("/openapi.json")).json()
+    assert served == document()
+    assert served["openapi"] == "3.1.0"
+    for schema in served["components"]["schemas"].values():
+        jsonschema.Draft202012Validator.check_schema(schema)
+    references = {part.split('"')[0] for part in json.dumps(served).split('"#/components/schemas/')[1:]}
+    assert references <= served["components"]["schemas"].keys()
+    with pytest.raises(jsonschema.ValidationError):
+        check("ChatFields", {"messages": [USER | {"content": 1}]})
+
+
+async def test_it_has_every_path_but_those_for_browsers_and_of_responses_that_are_not_kept(door: HttpStack) -> None:
+    error = (await door.client.get("/nowhere/near/any")).json()["error"]["message"]
+    paths = {path for path in error.partition("the paths are ")[2].split(", ") if not path.startswith("/ui")}
+    assert paths - document()["paths"].keys() == {"/", "/v1/responses/{response_id}"}
+    assert document()["paths"].keys() <= paths
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "answer", "chunk"),
+    [
+        ("/v1/chat/completions", CHAT, "ChatCompletion", "ChatCompletionChunk"),
+        ("/v1/chat/completions", SCORED, "ChatCompletion", "ChatCompletionChunk"),
+        ("/v1/completions", TEXT | {"echo": True, "stop": "a"}, "Completion", "Completion"),
+        ("/v1/completions", TEXT | {"logprobs": 2}, "Completion", "Completion"),
+        ("/v1/responses", {"input": "x", "max_output_tokens": 2}, "Response", "ResponseEvent"),
+        ("/v1/responses", SCORED_RESPONSE, "Response", "ResponseEvent"),
+    ],
+)
+async def test_answers_are_as_it_says_whole_and_streamed(
+    door: HttpStack, path: str, body: Json, answer: str, chunk: str
+) -> None:
+    check(answer, await door.answer(path, body))
+    if answer == "Response":
+        for event in await door.events(path, body):
+            check(chunk, event)
+        return
+    for options in ({}, {"include_usage": True, "include_rounds": True}, {"continuous_usage_stats": True}):
+        for each in await door.chunks(path, body | {"stream_options": options}):
+            check(chunk, each)
+
+
+async def test_other_answers_and_refusals_are_as_it_says(door: HttpStack) -> None:
+    tokenized = await door.answer("/tokenize", {"prompt": "x", "return_token_strs": True})
+    check("Tokenized", tokenized)
+    check("Detokenized", await door.answer("/detokenize", {"tokens": tokenized["tokens"]}))
+    models = (await door.client.get("/v1/models")).json()
+    check("Models", models)
+    check("Model", (await door.client.get(f"/v1/models/{models['data'][0]['id']}")).json())
+    for path in ("/v1/chat/completions", "/nowhere", "/v1/models/x"):
+        check("Error", (await door.client.get(path)).json())
+    for method in ("/health", "/version"):
+        described = document()["paths"][method]["get"]["responses"]["200"]["content"]["application/json"]["schema"]
+        jsonschema.validate((await door.client.get(method)).json(), described)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        ("ChatFields", {}),
+        ("ChatFields", {"temperature": None, "documents": [], "stop": "a", "speculation": False, "user": "x"}),
+        ("ChatFields", {"stop": ["a"], "speculation": {"budget": 4}, "tools": [TOOL], "tool_choice": "auto"}),
+        ("ChatFields", {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "f"}}}),
+        ("ChatFields", {"messages": [USER | {"content": [{"type": "text", "text": "a"}], "id": "1"}]}),
+        ("ChatFields", {"messages": [USER, {"role": "assistant", "refusal": "No."}]}),
+        ("ChatFields", {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}}),
+        ("ChatFields", {"guided_json": {"type": "array"}, "functions": [], "modalities": ["text"]}),
+        ("CompletionFields", {}),
+        ("CompletionFields", {"prompt": ["a", "b"], "best_of": 1}),
+        ("CompletionFields", {"prompt": [1, 2]}),
+        ("CompletionFields", {"prompt": [[1], [2, 3]], "logit_bias": {"5": 1}}),
+        ("ResponseFields", {}),
+        ("ResponseFields", {"input": [USER, {"type": "reasoning", "content": [], "summary": []}], "tools": [FLAT]}),
+        ("ResponseFields", {"text": {"format": {"type": "json_schema", "name": "x", "schema": {}}}, "store": True}),
+        ("TokenizeFields", {}),
+        ("DetokenizeFields", {}),
+    ],
+)
+def test_what_is_accepted_is_as_it_says(kind: str, fields: Json) -> None:
+    whole: dict[str, Json] = {
+        "ChatFields": CHAT,
+        "CompletionFields": TEXT,
+        "ResponseFields": {"input": "x"},
+        "TokenizeFields": {"prompt": "x"},
+        "DetokenizeFields": {"tokens": [1]},
+    }
+    (model,) = (one for one in BODIES if one.__name__ == kind)
+    given = whole[kind] | fields
+    body.parse(model, json.dumps(given).encode())
+    check(kind, given)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"temprature": 1},
+        {"documents": ["x"]},
+        {"temperature": "hot"},
+        {"messages": []},
+        {"messages": [{"role": "function", "content": "x"}]},
+        {"messages": [USER | {"content": [{"type": "image_url", "image_url": {}}]}]},
+        {"audio": {"voice": "alloy"}},
+        {"functions": [{}]},
+        {"stream_options": {"include_usage": 1}},
+        {"tool_choice": "any"},
+        {"stop": [1]},
+        {"guided_choice": []},
+    ],
+)
+def test_what_it_forbids_is_refused(fields: Json) -> None:
+    given = CHAT | fields
+    with pytest.raises(jsonschema.ValidationError):
+        check("ChatFields", given)
+    with pytest.raises(ApiError):
+        body.parse(BODIES[0], json.dumps(given).encode())
