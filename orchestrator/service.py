@@ -15,12 +15,12 @@ from bough.pb import common_pb2
 from bough.pb import generation_pb2 as pb
 from bough.protocol import codec_generation as wire
 from bough.protocol.codec_fields import to_fields
-from bough.protocol.generation import PromptLogprobs
+from bough.protocol.generation import GenerateOptions, Prompt, PromptLogprobs
 from bough.protocol.sampling_params import MAX_BIASES, MAX_CHOICES, MAX_STOP_TOKENS, MAX_STOPS
 from bough.rpc.server import Served, serving
 from bough.rpc.services import GENERATION, ServicerContext, add_service
 from bough.security.auth_interceptor import AuthInterceptor, authorization
-from orchestrator.cluster.served_models import largest_context
+from orchestrator.cluster.served_models import largest_context, largest_vocabulary
 from orchestrator.serving.tenants import Callers, Tenant
 
 MANY_ENTRIES = 4096  # of all lists of a request; more are decoded in a thread
@@ -38,7 +38,7 @@ class GenerationService:
             raise Unavailable(directory.why_no_target())
         num_entries = require_counts(request, largest_context(directory))
         if num_entries > MANY_ENTRIES:
-            prompt, options = await directory.tokenizing.run(lambda: wire.request_from_wire(request))
+            prompt, options = await directory.tokenizing.run(lambda: checked(request, largest_vocabulary(directory)))
         else:
             prompt, options = wire.request_from_wire(request)
         tenant = self._tenant(context)
@@ -96,6 +96,14 @@ def require_counts(request: pb.GenerateRequest, largest_context: int) -> int:
         if number > most:
             raise InvalidRequest(f"{name}: must have at most {most} entries, got {number}")
     return sum(number for _, number, _ in counts)
+
+
+def checked(request: pb.GenerateRequest, vocab_size: int) -> tuple[Prompt, GenerateOptions]:
+    """Convert a request. Raises InvalidRequest for ids of no model, before they become objects ten times as large."""
+    ids = request.token_ids.ids
+    if ids and (largest := max(ids)) >= vocab_size:
+        raise InvalidRequest(f"token_ids.ids: must be 0 to {vocab_size - 1}, got {largest}")
+    return wire.request_from_wire(request)
 
 
 def serving_generation(

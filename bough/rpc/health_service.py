@@ -11,7 +11,7 @@ from grpc_health.v1 import health, health_pb2
 from bough.errors import DeadlineExceeded, Exhausted, Unavailable
 from bough.rpc.services import ServicerContext
 
-MAX_WATCHERS = 1024  # streams; Check calls are limited by the number of connections
+MAX_WATCHERS = 256  # streams; Check calls are limited by the number of connections
 WRITE_SECONDS = 10.0  # for which a watcher may take to read an update
 RETRY_SECONDS = 5.0
 

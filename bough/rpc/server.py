@@ -9,9 +9,9 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from inspect import isasyncgenfunction
-from typing import Any
+from typing import Any, TypeAlias
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -20,6 +20,7 @@ from grpc_reflection.v1alpha import reflection
 
 from bough.config.addresses import joined
 from bough.errors import ConfigError, InvalidRequest
+from bough.rpc.arrivals import WINDOW_BYTES, Arrivals
 from bough.rpc.batches import free_batches
 from bough.rpc.drain import Drainer
 from bough.rpc.health_service import HealthService, write
@@ -31,11 +32,13 @@ from bough.telemetry.call_context import CallContextInterceptor
 
 logger = logging.getLogger(__name__)
 
-MAX_STREAMS = 4096  # limit of a connection; further calls wait at the caller
+MAX_STREAMS = 1024  # limit of a connection; further calls wait at the caller
 MAX_CALLS = 8192  # limit of a server for all calls
 HANDSHAKE_SECONDS = 20.0  # for which a connection may take to begin speaking HTTP/2
 IDLE_SECONDS = 600.0  # after its last call a connection is closed; clients reconnect when needed
 MAX_METADATA_BYTES = 16 * 1024  # limit of a call's headers
+MAX_HEALTH_BYTES = 4096  # limit of a message to grpc.health.v1, which needs no key
+SETTINGS_SECONDS = 10.0  # in which a connection must accept the limits of its streams
 LASTING_SECONDS = 1e6  # for which calls may go on once their port is closed: until the server is stopped
 
 _KEEPALIVE = [
@@ -50,6 +53,10 @@ _SERVER_OPTIONS = [
     *_SIZES,
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
     ("grpc.max_concurrent_streams", MAX_STREAMS),
+    ("grpc.http2.max_deallocating_streams", MAX_STREAMS),  # ended, and not yet freed
+    ("grpc.http2.lookahead_bytes", WINDOW_BYTES),
+    ("grpc.http2.bdp_probe", 0),  # otherwise it makes the window of every stream 4 MiB
+    ("grpc.http2.settings_timeout", round(1000 * SETTINGS_SECONDS)),
     ("grpc.max_connection_idle_ms", round(1000 * IDLE_SECONDS)),
     ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
     ("grpc.server.max_pending_requests", MAX_CALLS),  # per method: gRPC cancels some of a burst of more than 1,000
@@ -63,6 +70,10 @@ _CHANNEL_OPTIONS = [
     ("grpc.use_local_subchannel_pool", 1),  # channels do not share back-off
 ]
 
+Decode: TypeAlias = Callable[[bytes], Any]
+Answer: TypeAlias = Callable[..., Awaitable[Any]]
+Answered: TypeAlias = Callable[[ServicerContext], Awaitable[Any]]
+
 
 def open_channel(address: str, credentials: grpc.ChannelCredentials | None = None) -> grpc.aio.Channel:
     """A channel to "host:port", with TLS if credentials are given; connects on first use."""
@@ -74,34 +85,69 @@ def open_channel(address: str, credentials: grpc.ChannelCredentials | None = Non
 
 @dataclass(frozen=True, slots=True)
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """Maps errors of servicers to statuses, and passes every call through the drainer."""
+    """Reads messages, passes every call through the drainer, and maps errors of servicers to statuses.
+
+    Handlers take a stream of messages whatever their method has, so that gRPC reads none by itself (see `arrivals`).
+    """
 
     gate: Drainer
     stalled_seconds: float | None = None  # limit for which a stream's reader may take nothing
+    of_health: Arrivals = field(default_factory=lambda: Arrivals(16, 4, 5.0, MAX_HEALTH_BYTES))
+    of_others: Arrivals = field(default_factory=lambda: Arrivals(64, 32, 30.0, MAX_MESSAGE_BYTES))
 
     async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any) -> Any:
-        """Wrap handlers with one request and one reply or a stream of replies."""
+        """Wrap the handler of a call."""
         handler = await continuation(handler_call_details)
-        if handler is None or handler.request_streaming:
+        if handler is None:
             return handler
-        method = handler_call_details.method.rsplit("/", 1)[-1]
+        service, _, method = handler_call_details.method.rpartition("/")
+        arrivals = self.of_health if service == f"/{health.SERVICE_NAME}" else self.of_others
         decode, codec = handler.request_deserializer, (None, handler.response_serializer)
         if not handler.response_streaming:
-            return grpc.unary_unary_rpc_method_handler(self._guarded(method, decode, handler.unary_unary), *codec)
-        answer = handler.unary_stream
+            run = self._guarded(self._answered(method, arrivals, decode, handler.unary_unary))
+            return grpc.stream_unary_rpc_method_handler(run, *codec)
+        answer = handler.stream_stream or handler.unary_stream
         if isasyncgenfunction(answer):
             answer = self._written(answer)
-        return grpc.unary_stream_rpc_method_handler(self._guarded(method, decode, answer), *codec)
+        if handler.request_streaming:
+            run = self._guarded(self._conversed(arrivals, decode, answer))
+        else:
+            run = self._guarded(self._answered(method, arrivals, decode, answer))
+        return grpc.stream_stream_rpc_method_handler(run, *codec)
 
-    def _guarded(
-        self, method: str, decode: Callable[[bytes], Any], answer: Callable[..., Awaitable[Any]]
-    ) -> Callable[..., Awaitable[Any]]:
-        async def run(data: bytes, context: ServicerContext) -> Any:
+    def _answered(self, method: str, arrivals: Arrivals, decode: Decode, answer: Answer) -> Answered:
+        """Answer the only message of a call."""
+
+        async def run(context: ServicerContext) -> Any:
+            data = await arrivals.read(context)
+            if data is None:
+                if context.done():  # it has been refused as too slow
+                    return None
+                raise InvalidRequest("request: must be a message, got none")
+            with self.gate.entering(method, len(data)):
+                request = decoded(data, decode)
+                del data  # a stream goes on for minutes
+                with self.gate.track(method, request):
+                    return await answer(request, context)
+
+        return run
+
+    def _conversed(self, arrivals: Arrivals, decode: Decode, answer: Answer) -> Answered:
+        """Answer a stream of messages."""
+
+        async def run(context: ServicerContext) -> Any:
+            async def messages() -> AsyncIterator[Any]:
+                while (data := await arrivals.read(context)) is not None:
+                    yield decoded(data, decode)
+
+            return await answer(messages(), context)
+
+        return run
+
+    def _guarded(self, answer: Answered) -> Answer:
+        async def run(_: object, context: ServicerContext) -> Any:
             try:
-                with self.gate.entering(method, len(data)):
-                    request = decoded(data, decode)
-                    with self.gate.track(method, request):
-                        return await answer(request, context)
+                return await answer(context)
             except grpc.aio.AbortError:
                 raise
             except Exception as exc:  # every error becomes a status here
@@ -109,7 +155,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 
         return run
 
-    def _written(self, answer: Callable[..., AsyncGenerator[Any, None]]) -> Callable[..., Awaitable[None]]:
+    def _written(self, answer: Callable[..., AsyncGenerator[Any, None]]) -> Answer:
         """Write a servicer's replies as fast as they are read, and close it however the call ends.
 
         The servicer is asked for the next reply only after gRPC has taken the last one, so that a full window of the
@@ -124,7 +170,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         return run
 
 
-def decoded(data: bytes, decode: Callable[[bytes], Any]) -> Any:
+def decoded(data: bytes, decode: Decode) -> Any:
     """Decode a message. Raises InvalidRequest for invalid bytes, where gRPC would answer UNKNOWN."""
     try:
         return decode(data)

@@ -117,11 +117,12 @@ def _retry_details(code: grpc.StatusCode, text: str, retry_seconds: float) -> by
     return bytes(status.SerializeToString())
 
 
-async def abort(context: ServicerContext, exc: Exception) -> None:
-    """End a call with the status of an error."""
+async def abort(context: ServicerContext, exc: Exception, timeout_seconds: float | None = ABORT_SECONDS) -> None:
+    """End a call with the status of an error; without a timeout this waits until it was sent or the peer has gone."""
     code = next((STATUS_OF[kind] for kind in type(exc).__mro__ if kind in STATUS_OF), grpc.StatusCode.INTERNAL)
     if code is grpc.StatusCode.INTERNAL:
         logger.error("an unexpected error ended a call", exc_info=exc)
+    free_frames(exc)
     text = bounded(str(exc)) or type(exc).__name__
     metadata: list[tuple[str, str | bytes]] = [(ERROR_KEY, type(exc).__name__)]
     if isinstance(exc, PrefixMissing):
@@ -131,8 +132,15 @@ async def abort(context: ServicerContext, exc: Exception) -> None:
     if isinstance(exc, Exhausted) and exc.retry_seconds is not None:
         metadata.append((DETAILS_KEY, _retry_details(code, text, exc.retry_seconds)))
     with suppress(TimeoutError, grpc.aio.InternalError):  # do not wait for a peer that does not read or has gone
-        async with asyncio.timeout(ABORT_SECONDS):
+        async with asyncio.timeout(timeout_seconds):
             await context.abort(code, text, tuple(metadata))
+
+
+def free_frames(exc: BaseException | None) -> None:
+    """Free what the calls that raised an error had in use, such as a decoded message, while its status is sent."""
+    while exc is not None:
+        exc.__traceback__ = None
+        exc = exc.__cause__ or exc.__context__
 
 
 def explained(details: str) -> str:

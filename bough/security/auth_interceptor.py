@@ -11,6 +11,7 @@ import grpc
 from grpc_health.v1 import health
 
 from bough.errors import Unauthenticated
+from bough.rpc.arrivals import CALLER
 from bough.rpc.services import ServicerContext
 from bough.rpc.status_map import abort
 from bough.security.bearer import HEADER
@@ -24,13 +25,14 @@ OPEN = f"/{health.SERVICE_NAME}/"  # health checks of balancers and supervisors 
 class AuthInterceptor(grpc.aio.ServerInterceptor):
     """First interceptor of a server; only health is open."""
 
-    require: Callable[[Iterable[str | bytes]], object]  # checks all values of `authorization`; raises Unauthenticated
+    # checks all values of `authorization` and returns the caller's name, if it has one; raises Unauthenticated
+    require: Callable[[Iterable[str | bytes]], str | None]
 
     async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any) -> Any:
         """Continue to a call's handler, or refuse the call."""
         if not handler_call_details.method.startswith(OPEN):
             try:
-                self.require(authorization(handler_call_details.invocation_metadata))
+                CALLER.set(self.require(authorization(handler_call_details.invocation_metadata)) or "")
             except Unauthenticated as exc:
                 return _refusing(exc)
         return await continuation(handler_call_details)

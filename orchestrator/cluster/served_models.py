@@ -49,6 +49,12 @@ def _known(directory: Directory) -> Sequence[WorkerInfo]:
     return [target.info for target in directory.targets] or [*directory.seen]
 
 
+def largest_vocabulary(directory: Directory) -> int:
+    """Tokens of the largest vocabulary that any target has, or had while there were any."""
+    known = [target.info for target in directory.targets] or directory.seen
+    return max((info.vocab_size for info in known), default=0)
+
+
 def targets_for(
     directory: Directory, options: GenerateOptions, request: RequestRecord | None, session: SessionRecord | None
 ) -> Targets:

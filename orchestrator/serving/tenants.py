@@ -213,11 +213,12 @@ class Callers:
         if self.keyring is not None:
             self.keyring.file.refresh(is_forced=True)
 
-    def admit(self, authorization: Iterable[str | bytes]) -> None:
-        """Raise Unauthenticated unless the caller is a tenant or one of bough's processes."""
+    def admit(self, authorization: Iterable[str | bytes]) -> str:
+        """The tenant's name; empty for bough's own processes. Raises Unauthenticated for anybody else."""
         shown = list(authorization)
-        if self.worker_key is None or not self.worker_key.is_shown(shown):
-            self.tenant(shown)
+        if self.worker_key is not None and self.worker_key.is_shown(shown):
+            return ""
+        return self.tenant(shown).name
 
     def tenant(self, authorization: Iterable[str | bytes]) -> Tenant:
         """The tenant that calls, from all values of the authorization header. Raises Unauthenticated."""

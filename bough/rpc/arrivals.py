@@ -1,0 +1,122 @@
+"""Bounds the memory of messages that have not arrived whole.
+
+gRPC buffers what arrives of a message while somebody reads its call; otherwise a stream may send no more than its
+first window (`WINDOW_BYTES`). So every message is read here, in one of a few places and for a limited time, instead of
+by gRPC's own handlers of calls with one message, which read before any code of ours runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from functools import lru_cache
+from ipaddress import IPv6Network
+from urllib.parse import unquote
+
+from grpc.aio import EOF
+
+from bough.errors import DeadlineExceeded, Exhausted, InvalidRequest
+from bough.rpc.services import ServicerContext
+from bough.rpc.status_map import abort
+
+WINDOW_BYTES = 16 * 1024  # that a stream may send before its call is read
+MAX_WAITING = 1024  # calls that wait for a place, of a kind of caller
+RETRY_SECONDS = 1.0
+WAIT_SECONDS = 30.0  # limit for which a call waits for a place
+
+# The name by which the running task's call was authenticated; empty where callers are known by their address only.
+CALLER: ContextVar[str] = ContextVar("caller", default="")
+
+
+@dataclass(slots=True, eq=False)
+class Arrivals:
+    """The places in which messages of one kind of caller arrive; no caller can take them all."""
+
+    places: int  # each may hold a message of the largest size
+    places_each: int  # of one caller
+    seconds: float  # limit for which one message may arrive
+    max_bytes: int  # of a message
+    _held: Counter[str] = field(default_factory=Counter)  # places, by caller
+    _waiting: dict[asyncio.Future[None], str] = field(default_factory=dict)  # callers, longest-waiting first
+
+    async def read(self, context: ServicerContext) -> bytes | None:
+        """Read the call's next message; None if the caller has ended its side, or was refused as too slow.
+
+        Raises:
+            Exhausted: too many messages are arriving.
+            InvalidRequest: the message is too large.
+        """
+        caller = CALLER.get() or network(context.peer())
+        await self._take(caller)
+        try:
+            async with asyncio.timeout(self.seconds):
+                data = await context.read()
+        except TimeoutError:
+            # The place is freed only when gRPC has sent the status, and with that freed what had arrived.
+            slow = DeadlineExceeded(f"message: must arrive within {self.seconds:g} s, it has not arrived whole")
+            await abort(context, slow, timeout_seconds=None)
+            return None
+        finally:
+            self._give_back(caller)
+        if data is EOF:
+            return None
+        if len(data) > self.max_bytes:
+            raise InvalidRequest(f"message: must have at most {self.max_bytes} bytes, got {len(data)}")
+        return bytes(data)
+
+    async def _take(self, caller: str) -> None:
+        if self._is_free(caller):
+            self._held[caller] += 1
+        else:
+            await self._wait(caller)
+
+    def _give_back(self, caller: str) -> None:
+        self._held[caller] -= 1
+        if not self._held[caller]:
+            del self._held[caller]
+        self._hand_on()
+
+    def _is_free(self, caller: str) -> bool:
+        return self._held[caller] < self.places_each and self._held.total() < self.places
+
+    async def _wait(self, caller: str) -> None:
+        num_own = sum(other == caller for other in self._waiting.values())
+        if len(self._waiting) >= MAX_WAITING or num_own >= MAX_WAITING // 2:
+            raise self._exhausted()
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting[turn] = caller
+        try:
+            async with asyncio.timeout(WAIT_SECONDS):
+                await turn
+        except BaseException as exc:
+            if self._waiting.pop(turn, None) is None:  # it has got a place meanwhile
+                self._give_back(caller)
+            if isinstance(exc, TimeoutError):
+                raise self._exhausted() from exc
+            raise
+
+    def _hand_on(self) -> None:
+        """Give free places to those waiting callers that have fewest."""
+        while free := [turn for turn, caller in self._waiting.items() if self._is_free(caller) and not turn.done()]:
+            turn = min(free, key=lambda each: self._held[self._waiting[each]])
+            self._held[self._waiting.pop(turn)] += 1
+            turn.set_result(None)
+
+    def _exhausted(self) -> Exhausted:
+        return Exhausted(
+            f"messages of {self._held.total()} calls are arriving, of which one caller may have {self.places_each}, "
+            f"and {len(self._waiting)} more calls wait",
+            RETRY_SECONDS,
+        )
+
+
+@lru_cache(1024)
+def network(peer: str) -> str:
+    """The address in gRPC's name of a peer, without its port; of IPv6 the network of 64 bits."""
+    kind, _, rest = peer.partition(":")
+    address = unquote(rest).rpartition(":")[0].strip("[]")
+    if kind != "ipv6":
+        return address
+    return str(IPv6Network((address.partition("%")[0], 64), strict=False))
