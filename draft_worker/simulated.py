@@ -12,16 +12,17 @@ from numpy.typing import NDArray
 from bough.config.processes import DraftConfig
 from bough.config.reader import at_most
 from bough.errors import ConfigError
+from bough.grammar.allowed_tokens import Grammars
 from bough.model.kv.arena import Arena
 from bough.model.sampling.draft_sampler import GREEDY_TOKENS, greedy_weights
-from bough.protocol.messages import GrowCall, VerifyCall
 from bough.protocol.worker_info import WorkerInfo
 from bough.runtime.kv_budget import MOST_BYTES
 from bough.simulation.clock import SimulatedClock
 from bough.simulation.hashing import key_of, mixed
 from bough.simulation.law import Law
-from bough.simulation.pair import SimulatedPair, text_seed
+from bough.simulation.pair import SimulatedPair
 from bough.simulation.profile import jittered
+from bough.simulation.true_text import TrueText, text_seed
 from bough.trees.tree_plan import MAX_EXPANSIONS
 from draft_worker.candidates.candidates import Guessing
 from draft_worker.candidates.temperature_scaling import TemperatureScalings
@@ -41,16 +42,15 @@ class Stated(NamedTuple):
 
     law: Law
     paths: NDArray[np.int32]  # (num_nodes, width) tokens from the root to each node
-    positions: NDArray[np.int32]  # (num_nodes, width) positions of these; -1 for unused places
+    is_used: NDArray[np.bool_]  # (num_nodes, width) places that are on the path
+    text: NDArray[np.int32]  # (width,) the true tokens below the root
 
     def candidates(self, guessing: Guessing, positions: NDArray[np.int32]) -> Candidates:
         """The law's candidates by rank, independent of temperature and filters; greedy weights at temperature 0."""
-        seed, is_used = text_seed(guessing.params), self.positions >= 0
-        truth = self.law.truth(seed, np.maximum(self.positions, 0).reshape(-1)).reshape(self.paths.shape)
-        is_right = (self.paths == truth) | ~is_used
-        is_right[:, 0] = True  # the root is committed text
-        salts = mixed(*np.where(is_used, self.paths, 0).T)
-        stated = self.law.candidates(seed, is_right.all(axis=1), positions, salts, is_used.sum(axis=1) - 1)
+        is_right = ((self.paths[:, 1:] == self.text[:-1]) | ~self.is_used[:, 1:]).all(axis=1)
+        salts, depths = mixed(*np.where(self.is_used, self.paths, 0).T), self.is_used.sum(axis=1) - 1
+        seed, true_tokens = text_seed(guessing.params), self.text[depths]
+        stated = self.law.candidates(seed, is_right, positions, salts, depths, true_tokens)
         if guessing.is_sample and guessing.params.is_greedy:
             num = min(GREEDY_TOKENS, stated.tokens.shape[1])
             weights = np.broadcast_to(np.log(greedy_weights(num)), (len(positions), num))
@@ -61,8 +61,8 @@ class Stated(NamedTuple):
 class SimulatedDraft:
     """Takes a profile's time for a step of all sessions, and answers by its law."""
 
-    def __init__(self, pair: SimulatedPair, clock: SimulatedClock) -> None:
-        self._pair, self._clock = pair, clock
+    def __init__(self, pair: SimulatedPair, clock: SimulatedClock, grammars: Grammars) -> None:
+        self._pair, self._clock, self._grammars = pair, clock, grammars
         self._random = Random(key_of(f"draft {pair.name}"))
 
     def ask(self, parts: Sequence[Stepping]) -> list[Stated]:
@@ -78,11 +78,16 @@ class SimulatedDraft:
         return answers
 
     def _answer(self, part: Stepping) -> Stated:
-        if part.wanted is None:  # nothing is asked before the context is complete
+        session, wanted, law = part.session, part.wanted, self._pair.law
+        if wanted is None or not len(wanted.depths):  # nothing is asked before the context is complete
             nothing = np.zeros((0, 1), np.int32)
-            return Stated(self._pair.law, nothing, nothing)
-        paths = part.session.explored.path_tokens(part.wanted)
-        return Stated(self._pair.law, paths, part.session.path_positions(part.wanted))
+            return Stated(law, nothing, nothing.astype(np.bool_), nothing[:, 0])
+        assert session.guessing is not None, "a call asks for something"
+        params, prompt_length = session.guessing.params, session.guessing.prompt_length
+        session.allowed = allowed = self._grammars.along(params.grammar, session.allowed, session.cache_salt)
+        paths, is_used = session.explored.path_tokens(wanted), session.path_positions(wanted) >= 0
+        text = TrueText(law, params, session.tokens, int(paths[0, 0]), prompt_length, allowed)
+        return Stated(law, paths, is_used, np.array([text[place] for place in range(paths.shape[1])], np.int32))
 
 
 class SimulatedDraftWorker(ServedDraft):
@@ -93,6 +98,7 @@ class SimulatedDraftWorker(ServedDraft):
         super().__init__(config, worker_id, config.model_name or f"{pair.name}-draft")
         self._pair = pair
         self.tokenizer, self.vocab_size = pair.tokenizer, pair.vocab_size
+        self.grammars = Grammars(self.tokenizer, self.vocab_size)
         num_rows, max_positions = (config.kv_memory or MOST_BYTES) // ROW_BYTES, pair.profile.target.max_context
         max_context = min(at_most(config, "max_context", max_positions), num_rows - MAX_EXPANSIONS)
         self._window = Window(max_context, max_positions)
@@ -102,12 +108,9 @@ class SimulatedDraftWorker(ServedDraft):
         ahead_steps = num_steps(config.ahead_steps, "cpu")
         arena = Arena(num_rows, ROW_BYTES, rows_to_keep=lambda slot: slot.num_rows)
         pool = SessionPool(arena, self._window, ahead_steps * MAX_ROWS)
-        draft, scalings = SimulatedDraft(pair, clock), TemperatureScalings(config.inverse_temperature)
+        draft, scalings = SimulatedDraft(pair, clock, self.grammars), TemperatureScalings(config.inverse_temperature)
         self._engine = DraftEngine(draft, self.vocab_size, config.max_children, pool, ahead_steps, scalings)
         self._start_thread()
-
-    def compile_grammar(self, call: GrowCall | VerifyCall) -> None:
-        """Do nothing: the target refuses a grammar, and guesses that follow none are of no use to it."""
 
     @property
     def max_nodes(self) -> int:

@@ -11,19 +11,21 @@ import numpy as np
 from bough.config.processes import TargetConfig
 from bough.config.reader import at_most
 from bough.errors import InvalidRequest
+from bough.grammar.allowed_tokens import AllowedTokens, Grammars
 from bough.model.kv.arena import Arena
 from bough.model.kv.slot import Slot
 from bough.model.sizes.target_limits import TargetLimits
 from bough.protocol.cost_curve import CostCurve
-from bough.protocol.messages import GrowCall, Verdict, VerifyCall
+from bough.protocol.messages import Verdict
 from bough.protocol.sampling_params import PositionLogprobs, TokenLogprob
 from bough.protocol.worker_info import WorkerInfo
 from bough.simulation.clock import SimulatedClock
 from bough.simulation.hashing import key_of
 from bough.simulation.law import Law
-from bough.simulation.pair import SimulatedPair, text_seed
+from bough.simulation.pair import SimulatedPair
 from bough.simulation.profile import TargetProfile, jittered
 from bough.simulation.reading import refusal
+from bough.simulation.true_text import TrueText, text_seed
 from bough.sizing.row_counts import RowCounts
 from bough.sizing.sweep_times import LEAST_SECONDS, SweepPrior, expert_volume
 from target_worker.kv.slot_pool import SlotPool
@@ -43,8 +45,8 @@ CHUNK_ROWS = 64  # rows computed together, rounded up to the profile's row step
 class SimulatedSweeper:
     """Sleeps for the seconds of a profile; accepts as much of a tree as equals the text of the profile's law."""
 
-    def __init__(self, pair: SimulatedPair, clock: SimulatedClock) -> None:
-        self._pair, self._clock = pair, clock
+    def __init__(self, pair: SimulatedPair, clock: SimulatedClock, grammars: Grammars) -> None:
+        self._pair, self._clock, self._grammars = pair, clock, grammars
         self._random = Random(key_of(f"target {pair.name}"))
         step = pair.profile.target.row_step
         self.rows = RowCounts(most=-(-CHUNK_ROWS // step) * step, step=step)
@@ -65,7 +67,13 @@ class SimulatedSweeper:
             link_bytes=link_bytes(target, num_rows),
             link_ideal_ns=self._clock.real_ns(target.link_seconds_of(num_rows)),
         )
-        return Swept(figures, lambda job: verdict_by(self._pair.law, job))
+
+        def verdict_on(job: VerifyJob) -> Verdict:
+            grammar, salt = job.call.sampling.grammar, job.call.context.cache_salt
+            job.session.allowed = allowed = self._grammars.along(grammar, job.session.allowed, salt)
+            return verdict_by(self._pair.law, job, allowed)
+
+        return Swept(figures, verdict_on)
 
     def warm_up(self, slot: Slot) -> SweepPrior:
         """The profile's cost curve, without jitter and events; there is nothing to prepare."""
@@ -91,32 +99,32 @@ def link_bytes(target: TargetProfile, num_rows: int) -> int:
     return round(LINK_BYTES * target.link_seconds_of(num_rows))
 
 
-def verdict_by(law: Law, job: VerifyJob) -> Verdict:
-    """Accept the law's text as far as the tree contains it, with the next token as bonus."""
+def verdict_by(law: Law, job: VerifyJob, allowed: AllowedTokens | None = None) -> Verdict:
+    """Accept the true text as far as the tree contains it, with the next token as bonus."""
     call, tree = job.call, job.tree
     if call.is_given:
         raise InvalidRequest(
             "prompt_logprobs: must be left out, as simulated workers know no probabilities of a prompt"
         )
-    first = call.context.base_length + 1  # position of what follows the root
-    seed = text_seed(call.sampling)
-    text = law.truth(seed, np.arange(first, first + int(tree.depths().max()) + 1)).tolist()
+    root, prompt_length = int(tree.tokens[0]), call.context.prompt_length
+    text = TrueText(law, call.sampling, job.text.tokens, root, prompt_length, allowed)
     verdict = walk(tree, lambda path: text[len(path) - 1])
     if call.sampling.logprobs is None:
         return verdict
-    positions = range(first, first + len(verdict.accepted_nodes) + 1)
-    logprobs = tuple(position_logprobs(law, seed, position, call.sampling.logprobs) for position in positions)
+    seed, first = text_seed(call.sampling), call.context.base_length + 1  # position of what follows the root
+    num_top, places = call.sampling.logprobs, range(len(verdict.accepted_nodes) + 1)
+    logprobs = tuple(position_logprobs(law, seed, first + place, text[place], num_top) for place in places)
     return verdict._replace(logprobs=logprobs)
 
 
-def position_logprobs(law: Law, seed: int, position: int, num_top: int) -> PositionLogprobs:
-    """Log-probabilities of the law's token at a position and of the `num_top` likeliest; all are finite.
+def position_logprobs(law: Law, seed: int, position: int, token: int, num_top: int) -> PositionLogprobs:
+    """Log-probabilities of the true token at a position and of the `num_top` likeliest; all are finite.
 
     A token that the draft does not propose gets an equal share of the probability that the proposed ones leave.
     """
     here = np.array([position])
-    (tokens,), (stated,) = law.candidates(seed, np.array([True]), here)
-    token = int(law.truth(seed, here)[0])
+    true_tokens = np.array([token], np.int32)
+    (tokens,), (stated,) = law.candidates(seed, np.array([True]), here, true_tokens=true_tokens)
     named = {int(each): float(log_prob) for each, log_prob in zip(tokens, stated, strict=True)}
     rest = max(1.0 - float(np.exp(stated.astype(np.float64)).sum()), 1e-9) / (law.num_words - law.num_ranks)
     best = sorted(named.items(), key=lambda item: -item[1])[:num_top]
@@ -127,15 +135,12 @@ def position_logprobs(law: Law, seed: int, position: int, num_top: int) -> Posit
 class SimulatedTarget(ServedTarget):
     """A target with a profile's limits, or the settings' where those are lower and not defaults."""
 
-    def compile_grammar(self, call: GrowCall | VerifyCall) -> None:
-        """Raises InvalidRequest: the text is the law's, whatever is asked."""
-        raise InvalidRequest("constraint: must be left out, as simulated workers say words that mean nothing")
-
     def __init__(self, config: TargetConfig, worker_id: str, pair: SimulatedPair, clock: SimulatedClock) -> None:
         """Raises ConfigError if the profile's KV tokens do not hold a session."""
         super().__init__(config, worker_id, config.model_name or pair.name)
         self._pair, profile = pair, pair.profile.target
         self.tokenizer, self.vocab_size = pair.tokenizer, pair.vocab_size
+        self.grammars = Grammars(self.tokenizer, self.vocab_size)
         self.max_nodes = at_most(config, "max_nodes", profile.max_nodes)
         max_sweep_tokens = max(at_most(config, "max_sweep_tokens", profile.max_sweep_rows), self.max_nodes)
         max_context = min(at_most(config, "max_context", profile.max_context), profile.kv_tokens - self.max_nodes)
@@ -144,7 +149,7 @@ class SimulatedTarget(ServedTarget):
         self._limits = TargetLimits(profile.row_step, max_sweep_tokens, self.max_nodes, max_context)
         arena = Arena(profile.kv_tokens, ROW_BYTES)
         pool = SlotPool(arena, config.lease_seconds, time.monotonic, self._limits.kv_step)
-        sweeper = SimulatedSweeper(pair, clock)
+        sweeper = SimulatedSweeper(pair, clock, self.grammars)
         self._engine = SweepEngine(
             sweeper, pool, self._limits, config.max_waiting, config.gather, self._metrics.observe
         )

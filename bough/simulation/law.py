@@ -74,12 +74,15 @@ class Law:
 
     def truth(self, seed: int, positions: NDArray[np.integer]) -> NDArray[np.int32]:
         """(n,) true tokens at these absolute positions."""
-        keys = mixed(_TRUTH, seed, positions)
-        words = self._word(keys % np.uint64(self.num_words))
+        words = self.words(seed, positions)
         if self.end_rate:
             ends = uniforms(mixed(_END, seed, positions)) < self.end_rate
             words[ends] = self.end_token
         return words
+
+    def words(self, seed: int, positions: NDArray[np.integer]) -> NDArray[np.int32]:
+        """(n,) true tokens at these absolute positions of a text that does not end."""
+        return self._word(mixed(_TRUTH, seed, positions) % np.uint64(self.num_words))
 
     def candidates(
         self,
@@ -88,12 +91,14 @@ class Law:
         positions: NDArray[np.integer],
         salts: NDArray[np.integer] | int = 0,
         depths: NDArray[np.integer] | int = 0,
+        true_tokens: NDArray[np.int32] | None = None,
     ) -> StatedCandidates:
         """Candidate children of n nodes, at the absolute `positions` of the children.
 
         `path_is_true` (n,) says whether a node and all its ancestors are true tokens; otherwise the true token is not
         among the candidates. `salts` is any hash of a path, to distinguish wrong paths. `depths` are the nodes' levels
-        below the root, for distributions by depth.
+        below the root, for distributions by depth. `true_tokens` (n,) are those that a grammar demands, if
+        they are not the law's.
         """
         shape = path_is_true.shape
         salt = np.where(path_is_true, np.uint64(_ON_PATH), np.asarray(salts).astype(np.uint64))
@@ -103,7 +108,11 @@ class Law:
         tokens = self._wrong_words(truth, mixed(_OTHERS, seed, positions, salt))
         true_ranks = (probs.cumsum(axis=1) <= uniforms(mixed(_RANK, seed, positions))[:, None]).sum(axis=1)
         right = np.flatnonzero(path_is_true & (true_ranks < self.num_ranks))
-        tokens[right, true_ranks[right]] = self.truth(seed, np.asarray(positions)[right])
+        if true_tokens is None:
+            true_tokens = self.truth(seed, positions)
+        else:  # those that would be wrong without a grammar
+            tokens = np.where(tokens == true_tokens[:, None], self._word(truth)[:, None], tokens)
+        tokens[right, true_ranks[right]] = true_tokens[right]
         return StatedCandidates(tokens, self._stated(self._probs(self._stated_vectors, levels, positions, rows)))
 
     def _probs(

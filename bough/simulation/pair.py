@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from bough.protocol.sampling_params import SamplingParams
 from bough.simulation.law import Law
 from bough.simulation.profile import Profile, load_profile
 from bough.simulation.tokenizer import END_TOKEN, FIRST_WORD, NUM_WORDS, simulated_tokenizer
@@ -60,8 +59,3 @@ def simulated_pair(name: str) -> SimulatedPair:
     profile = load_profile(name)
     law = Law(profile.acceptance, FIRST_WORD, NUM_WORDS, END_TOKEN, END_RATE)
     return SimulatedPair(Path(name).stem, profile, law, simulated_tokenizer())
-
-
-def text_seed(sampling: SamplingParams) -> int:
-    """The seed of a request's text; the same for all greedy requests."""
-    return 0 if sampling.is_greedy else sampling.seed

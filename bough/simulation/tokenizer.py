@@ -14,11 +14,23 @@ NUM_WORDS = len(SYLLABLES) ** 3
 NUM_BYTES = 256
 BEGIN_TOKEN, END_TOKEN = NUM_BYTES, NUM_BYTES + 1
 FIRST_WORD = NUM_BYTES + 2  # first of the tokens that are words with a leading space
+_ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 _BLANK = "Ġ"  # a space in byte-level spelling
+# Calls of tools are written as Hermes' are: as they are generated.
 CHAT_TEMPLATE = (
-    "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}{{ eos_token }}\n{% endfor %}"
-    "{% if add_generation_prompt %}assistant:{% endif %}"
+    "{% for t in tools or [] %}{% if loop.first %}tools:\n{% endif %}{{ t.function | tojson }}\n{% endfor %}"
+    "{% for m in messages %}{{ m['role'] }}:{% if m.content or not m.tool_calls %} {{ m['content'] }}{% endif %}"
+    '{% for call in m.tool_calls or [] %}{% if m.content or not loop.first %}{{ "\n" }}{% endif %}'
+    '{{ \'<tool_call>\n{"name": "\' + call.function.name + \'", "arguments": \' }}'
+    "{{ call.function.arguments | tojson }}{{ '}\n</tool_call>' }}{% endfor %}"
+    "{{ eos_token }}\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
 )
+
+
+def byte_token(character: str) -> int:
+    """The token of an ASCII character."""
+    ((spelling, _),) = pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str(character)
+    return _ALPHABET.index(spelling)
 
 
 @cache
@@ -27,7 +39,7 @@ def simulated_tokenizer() -> TokenizerFiles:
     begin, end = "<|begin|>", "<|end|>"
     words = ["".join((_BLANK, *parts)) for parts in itertools.product(SYLLABLES, repeat=3)]
     beginnings = {word[:length]: None for word in words for length in range(2, len(word))}
-    tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), begin, end, *words, *beginnings]
+    tokens = [*_ALPHABET, begin, end, *words, *beginnings]
     merges = {(word[: length - 1], word[length - 1]): None for word in words for length in range(2, len(word) + 1)}
     tokenizer = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=[*merges]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

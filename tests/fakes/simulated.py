@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bough.config.processes import DraftConfig, OrchestratorConfig, TargetConfig, parse
+from bough.grammar.allowed_tokens import Grammars
 from bough.processes.launch import Settings
 from bough.simulation.acceptance_law import AcceptanceLaw
 from bough.simulation.clock import SimulatedClock
@@ -47,6 +48,11 @@ def simulated_settings(target: Path | str, draft: Path | str | None) -> Settings
 def pair_of(folder: Path, **changes: Any) -> SimulatedPair:
     """The simulated model pair of a profile: QUICK with `changes`."""
     return simulated_pair(str(write_profile(folder, **changes)))
+
+
+def grammars_of(pair: SimulatedPair) -> Grammars:
+    """Grammars of the pair's vocabulary."""
+    return Grammars(pair.tokenizer, pair.vocab_size)
 
 
 def text_of(pair: SimulatedPair, seed: int, begin: int, num: int) -> list[int]:

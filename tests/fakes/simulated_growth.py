@@ -22,7 +22,7 @@ from draft_worker.engine.engine import DraftEngine, PendingGrow
 from draft_worker.engine.session import Window
 from draft_worker.engine.session_pool import SessionPool
 from draft_worker.simulated import SimulatedDraft
-from tests.fakes.simulated import TurnedClock, pair_of
+from tests.fakes.simulated import TurnedClock, grammars_of, pair_of
 
 
 def grown(
@@ -31,7 +31,7 @@ def grown(
     """Results of calls whose trees grow together in one engine."""
     window = Window(1000, 2000)
     arena = Arena(len(calls) * window.max_rows, 1, rows_to_keep=lambda slot: slot.num_rows)
-    draft, pool = SimulatedDraft(pair, clock), SessionPool(arena, window)
+    draft, pool = SimulatedDraft(pair, clock, grammars_of(pair)), SessionPool(arena, window)
     engine = DraftEngine(draft, pair.vocab_size, 16, pool, 0, TemperatureScalings(power))
     requests = [PendingGrow(call, Future(), 0) for call in calls]
     for request in requests:

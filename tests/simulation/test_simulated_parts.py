@@ -25,7 +25,7 @@ from target_worker.scheduler.engine import SweepEngine
 from target_worker.scheduler.job import SweepFigures
 from target_worker.simulated import SimulatedSweeper
 from tests.fakes.draft import grow_call
-from tests.fakes.simulated import TurnedClock, pair_of, text_of
+from tests.fakes.simulated import TurnedClock, grammars_of, pair_of, text_of
 from tests.fakes.simulated_growth import grown, wide_tree
 from tests.fakes.target import verify_call
 
@@ -43,7 +43,11 @@ def swept_by(pair: SimulatedPair, clock: SimulatedClock, trees: list[Tree], cont
     figures: list[SweepFigures] = []
     pool = SlotPool(Arena(10_000, 1), 60.0, clock.now)
     engine = SweepEngine(
-        SimulatedSweeper(pair, clock), pool, LIMITS, 10, observe=lambda *told: figures.append(told[-1])
+        SimulatedSweeper(pair, clock, grammars_of(pair)),
+        pool,
+        LIMITS,
+        10,
+        observe=lambda *told: figures.append(told[-1]),
     )
     engine.start()
     try:
@@ -75,7 +79,12 @@ def test_what_happens_in_mid_run_lengthens_sweeps_and_not_what_the_link_could_do
 
 def test_what_sweeps_take_is_told_before_the_first(pair: SimulatedPair) -> None:
     """In real seconds: a hundredth of the profile's, and the longer of the link's 4 ms and the products'."""
-    engine = SweepEngine(SimulatedSweeper(pair, TurnedClock()), SlotPool(Arena(1000, 1), 60.0, lambda: 0.0), LIMITS, 10)
+    engine = SweepEngine(
+        SimulatedSweeper(pair, TurnedClock(), grammars_of(pair)),
+        SlotPool(Arena(1000, 1), 60.0, lambda: 0.0),
+        LIMITS,
+        10,
+    )
     engine.start()
     try:
         engine.warm_up().result(10)
@@ -97,7 +106,7 @@ def test_jitter_repeats_itself_with_the_profile(tmp_path: Path) -> None:
 
 def test_slots_without_keys_are_leased_and_forked_as_those_with(pair: SimulatedPair) -> None:
     pool = SlotPool(Arena(2 * LIMITS.slot_rows, 1), 60.0, lambda: 0.0)
-    engine = SweepEngine(SimulatedSweeper(pair, TurnedClock()), pool, LIMITS, 10)
+    engine = SweepEngine(SimulatedSweeper(pair, TurnedClock(), grammars_of(pair)), pool, LIMITS, 10)
     engine.start()
     text = [*range(300, 340)]
     try:

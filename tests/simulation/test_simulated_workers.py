@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import subprocess
 import sys
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 
+import jsonschema
 import pytest
 
 from bough.cli.machine.up import settings_from
@@ -20,6 +22,7 @@ from bough.processes.exit_with_parent import MODULE
 from bough.processes.launch import Cluster
 from bough.protocol.generation import (
     ChatPrompt,
+    Constraint,
     Event,
     Finished,
     GenerateOptions,
@@ -139,6 +142,24 @@ async def test_a_text_that_may_end_ends_where_the_law_ends_it(client: Client, pa
     end = text.index(pair.tokenizer.eos_token_ids[0])
     assert tokens_of(events) == text[: end + 1]
     assert finished(events).finish_reason == "stop"
+
+
+@pytest.mark.pipeline
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+async def test_every_way_to_speculate_says_the_same_text_of_a_schema(client: Client, temperature: float) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "string"}, "b": {"type": "array"}}, "required": ["a", "b"]}
+    texts, rates = set(), {}
+    for way, options in WAYS.items():
+        own = replace(options, temperature=temperature, seed=8, max_tokens=400, ignore_eos=False)
+        own = replace(own, constraint=Constraint(json_schema=json.dumps(schema)))
+        events = await events_of(client, own)
+        assert finished(events).finish_reason == "stop"
+        texts.add("".join(event.text for event in events if isinstance(event, Tokens)))
+        rates[way] = finished(events).speculation.tokens_per_round
+    (text,) = texts
+    jsonschema.validate(json.loads(text), schema)
+    assert rates["plain"] == 1.0
+    assert rates["greedy, a size"] > 1.3, "the draft knows the grammar"
 
 
 @pytest.mark.pipeline

@@ -48,7 +48,6 @@ async def door(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[HttpSt
         ("messages[0].tool_call_id", [{"role": "tool", "content": "x"}]),
         ("messages[0].tool_call_id", [USER | {"tool_call_id": "call_1"}]),
         ("messages[0].tool_calls", [USER | {"tool_calls": [CALL]}]),
-        ("messages[1].tool_calls", [USER, {"role": "assistant", "content": None, "tool_calls": [CALL]}]),
         ("messages[0].tool_calls[0].function.arguments", [BOT | {"tool_calls": [CALL | {"function": ODD}]}]),
         ("messages[0].tool_calls[0].function.arguments", [BOT | {"tool_calls": [CALL | {"function": HALF_A_PAIR}]}]),
         ("messages[0].tool_calls", [BOT | {"tool_calls": [CALL] * 129}]),
@@ -96,7 +95,6 @@ async def door(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[HttpSt
         ("tools[0].function.parametres", [{"type": "function", "function": {"name": "f", "parametres": LIST}}]),
         ("tools", [{"type": "function", "function": {"name": "f", "description": "x" * 132_000}}]),
         ("tools", [TOOL] * 129),
-        ("tools", [TOOL]),  # the template knows none
         ("tool_choice", "required"),
         ("tool_choice", "any"),
         ("tool_choice", {"type": "function"}),
@@ -154,12 +152,6 @@ async def test_a_field_that_cannot_be_used_is_named(door: HttpStack, field: str,
         assert error["param"].startswith(field), error
         assert error["message"].startswith(f"{error['param']}: ")
         assert "validation" not in error["message"]
-
-
-async def test_workers_without_a_choice_of_words_refuse_a_form(door: HttpStack) -> None:
-    status, error = await door.refusal(CHAT, {"messages": [USER], "response_format": {"type": "json_object"}} | SHORT)
-    assert (status, error["param"]) == (400, "response_format")
-    assert error["message"] == "response_format: must be left out, as simulated workers say words that mean nothing"
 
 
 async def test_an_unknown_field_that_is_ignored_is_logged_once(

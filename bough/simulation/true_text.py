@@ -1,0 +1,141 @@
+"""The target's text below a root: the law's, or if the request has a grammar, tokens that this allows.
+
+A token of such a text is a function of seed, position and what is allowed there, which follows from the tokens before.
+So it is the same with any tree, at any worker, and a draft knows it as well as the target does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from string import ascii_letters
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bough.errors import InvalidRequest
+from bough.grammar.allowed_tokens import AllowedTokens
+from bough.protocol.sampling_params import SamplingParams
+from bough.simulation.hashing import mixed, uniforms
+from bough.simulation.law import Law
+from bough.simulation.tokenizer import END_TOKEN, FIRST_WORD, NUM_WORDS, byte_token
+
+AHEAD = 16  # tokens of a text without a grammar that are computed together
+LONG = 200  # tokens of an output, after which all that can be closed is closed
+_CLOSE, _CHOOSE = 11, 12  # uses of random numbers
+
+
+class Closing(NamedTuple):
+    """A token that ends a part of an output, and how often it is drawn where it is allowed."""
+
+    token: int
+    rate: float
+
+
+QUOTE, COLON = byte_token('"'), byte_token(":")
+END = Closing(END_TOKEN, 0.25)
+STRING_END = Closing(QUOTE, 0.25)  # after some four words
+# In order of preference: an array has an entry or two, and recursion comes to an end.
+CLOSINGS = (
+    END,
+    Closing(byte_token("}"), 0.75),
+    Closing(byte_token("]"), 0.75),
+    STRING_END,
+    Closing(byte_token(","), 0.75),
+)
+CLOSINGS_IN_STRINGS = END, STRING_END  # where brackets are text
+
+
+def _among(tokens: Sequence[int]) -> NDArray[np.bool_]:
+    chosen = np.zeros(FIRST_WORD + NUM_WORDS, np.bool_)
+    chosen[list(tokens)] = True
+    return chosen
+
+
+_SIGNS = [byte_token(chr(code)) for code in range(ord("!"), ord("~") + 1)]
+_WORDS = range(FIRST_WORD, FIRST_WORD + NUM_WORDS)
+_BLANKS = [byte_token(blank) for blank in " \n\t\r"]
+FREE = [byte_token("\n"), *_SIGNS, *_WORDS]  # all are allowed in text of no form
+# What is drawn if any of it is allowed, else what is next in the list; blanks come last. An exponent would soon make a
+# number infinite, and an escape a text ugly.
+TIERS = (
+    _among([token for token in _SIGNS if token not in map(byte_token, "eE\\")]),
+    _among(_SIGNS),
+    ~_among(_BLANKS),
+)
+TIERS_IN_STRINGS = _among([*map(byte_token, ascii_letters)]), *TIERS
+
+
+class TrueText:
+    """The tokens of a request after a root, which are computed as they are asked for."""
+
+    def __init__(
+        self,
+        law: Law,
+        sampling: SamplingParams,
+        held: Sequence[int],
+        root: int,
+        prompt_length: int,
+        allowed: AllowedTokens | None,
+    ) -> None:
+        """`held` are the tokens before the root; `allowed` those of the request's grammar.
+
+        Raises InvalidRequest if the output so far does not follow the grammar.
+        """
+        self._law, self._seed, self._allowed = law, text_seed(sampling), allowed
+        self._first = len(held) + 1  # position after the root
+        self._prompt_length = prompt_length
+        self._path = [] if self._first <= prompt_length else [root]  # of the output, below `held`
+        self._tokens: list[int] = []
+        if allowed is not None:
+            allowed.stand_on(list(map(int, held[prompt_length:])))
+
+    def __getitem__(self, index: int) -> int:
+        """The token at so many places after the first one below the root."""
+        while len(self._tokens) <= index:
+            self._tokens += self._law_text() if self._allowed is None else [self._next_allowed(self._allowed)]
+        return self._tokens[index]
+
+    def _law_text(self) -> list[int]:
+        begin = self._first + len(self._tokens)
+        following: list[int] = self._law.truth(self._seed, np.arange(begin, begin + AHEAD)).tolist()
+        return following
+
+    def _next_allowed(self, allowed: AllowedTokens) -> int:
+        path, position = [*self._path, *self._tokens], self._first + len(self._tokens)
+        following = allowed.after(path)
+        if following is None or not following.any():
+            raise InvalidRequest("constraint: must allow the output so far, and a token after it")
+        last = path[-1] if path else -1
+        return allowed_token(self._law, self._seed, position, following, last, position - self._prompt_length)
+
+
+def allowed_token(law: Law, seed: int, position: int, following: NDArray[np.bool_], last: int, num_before: int) -> int:
+    """The true token at a position among those that are allowed (vocab_size,), after `num_before` tokens of output.
+
+    It is the law's where that is allowed, but what can be closed is closed before long. `last` is the token before it,
+    so that strings are not empty.
+    """
+    here = np.array([position])
+    if following[FREE].all() and following[token := int(law.truth(seed, here)[0])]:
+        return token
+    # A colon is text, or there is nothing else but blanks.
+    closings, tiers = (CLOSINGS_IN_STRINGS, TIERS_IN_STRINGS) if following[COLON] else (CLOSINGS, TIERS)
+    closing = next((each for each in closings if following[each.token]), None)
+    others = following.copy()
+    if closing is not None:
+        rate = 1.0 if num_before >= LONG else 0.0 if closing.token == last == QUOTE else closing.rate
+        if uniforms(mixed(_CLOSE, seed, here))[0] < rate:
+            return closing.token
+        others[closing.token] = False
+    if others[word := int(law.words(seed, here)[0])]:
+        return word
+    for tier in tiers[1:] if num_before >= LONG else tiers:
+        if len(choices := np.flatnonzero(others[: len(tier)] & tier)):
+            return int(choices[int(mixed(_CHOOSE, seed, here)[0]) % len(choices)])
+    return closing.token if closing is not None else int(np.argmax(following))
+
+
+def text_seed(sampling: SamplingParams) -> int:
+    """The seed of a request's text; the same for all greedy requests."""
+    return 0 if sampling.is_greedy else sampling.seed
