@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from random import Random
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,7 +30,7 @@ from draft_worker.candidates.temperature_scaling import TemperatureScalings
 from draft_worker.engine.draft_ahead import MAX_ROWS, num_steps
 from draft_worker.engine.engine import DraftEngine
 from draft_worker.engine.job import Stepping
-from draft_worker.engine.session import Window
+from draft_worker.engine.session import DraftSession, Window
 from draft_worker.engine.session_pool import SessionPool
 from draft_worker.growth.grower import Candidates
 from draft_worker.served import ServedDraft
@@ -63,6 +64,7 @@ class SimulatedDraft:
 
     def __init__(self, pair: SimulatedPair, clock: SimulatedClock, grammars: Grammars) -> None:
         self._pair, self._clock, self._grammars = pair, clock, grammars
+        self._texts: WeakKeyDictionary[DraftSession, TrueText] = WeakKeyDictionary()  # of the trees that grow
         self._random = Random(key_of(f"draft {pair.name}"))
 
     def ask(self, parts: Sequence[Stepping]) -> list[Stated]:
@@ -84,9 +86,11 @@ class SimulatedDraft:
             return Stated(law, nothing, nothing.astype(np.bool_), nothing[:, 0])
         assert session.guessing is not None, "a call asks for something"
         params, prompt_length = session.guessing.params, session.guessing.prompt_length
-        session.allowed = allowed = self._grammars.along(params.grammar, session.allowed, session.cache_salt)
         paths, is_used = session.explored.path_tokens(wanted), session.path_positions(wanted) >= 0
-        text = TrueText(law, params, session.tokens, int(paths[0, 0]), prompt_length, allowed)
+        root, text = int(paths[0, 0]), self._texts.get(session)
+        if text is None or not text.is_below(session.tokens, root, params):
+            session.allowed = allowed = self._grammars.along(params.grammar, session.allowed, session.cache_salt)
+            text = self._texts[session] = TrueText(law, params, session.tokens, root, prompt_length, allowed)
         return Stated(law, paths, is_used, np.array([text[place] for place in range(paths.shape[1])], np.int32))
 
 

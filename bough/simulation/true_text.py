@@ -83,12 +83,17 @@ class TrueText:
         Raises InvalidRequest if the output so far does not follow the grammar.
         """
         self._law, self._seed, self._allowed = law, text_seed(sampling), allowed
+        self._place = [*held, root], sampling
         self._first = len(held) + 1  # position after the root
         self._prompt_length = prompt_length
         self._path = [] if self._first <= prompt_length else [root]  # of the output, below `held`
         self._tokens: list[int] = []
         if allowed is not None:
             allowed.stand_on(list(map(int, held[prompt_length:])))
+
+    def is_below(self, held: Sequence[int], root: int, sampling: SamplingParams) -> bool:
+        """Whether this is the text below such a root."""
+        return self._place == ([*held, root], sampling)
 
     def __getitem__(self, index: int) -> int:
         """The token at so many places after the first one below the root."""
