@@ -13,15 +13,17 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 
 from bough import __version__
+from bough.cli.completion import add_completion, commands_of, flags_of
 from bough.cli.flags.machine import add_demo, add_up
 from bough.cli.flags.planning import add_plan, add_shape, add_simulate
 from bough.cli.flags.reaching import MISSING, add_address
 from bough.cli.flags.sampling import add_sampling
 from bough.cli.keys import add_keys
+from bough.config.flag_file import flags_from
 from bough.config.flag_parser import FlagParser, checked
 from bough.config.parsers import number
-from bough.errors import BoughError, NoAnswer
-from bough.runtime.exit_status import EXIT_SIGNAL, MISUSED, status_of
+from bough.errors import BoughError, ConfigError, NoAnswer
+from bough.runtime.exit_status import EXIT_SIGNAL, MEANINGS, MISUSED, status_of
 from bough.runtime.log_lines import say_error, tell
 
 EXIT_PIPE = EXIT_SIGNAL + signal.SIGPIPE  # the shell's status for SIGPIPE, which Python ignores
@@ -31,6 +33,7 @@ COMPUTING = frozenset({"plan", "shape", "simulate"})  # commands that do not awa
 LEAST_SECONDS = 0.01  # between two looks of `top`, each of which asks all workers
 MODULES = {  # each has a function of the command's name
     "chat": "generation.generate",
+    "completion": "completion",
     "demo": "machine.demo",
     "doctor": "inspection.doctor",
     "explain": "inspection.explain",
@@ -42,6 +45,42 @@ MODULES = {  # each has a function of the command's name
     "top": "inspection.top",
     "up": "machine.up",
 }
+
+EXAMPLES = {
+    "up": (
+        "bough up                                    # the demonstration model",
+        "bough up --target FOLDER --draft SMALLER_FOLDER --kv-memory 4GB",
+        'bough up --config bough.toml                # target = "FOLDER" and kv-memory = "4GB" on two lines',
+        "bough up --simulate rtx4090-70b-4bit        # no weights, no GPU",
+    ),
+    "demo": ("bough demo --max-tokens 64",),
+    "generate": (
+        'bough generate "Why is the sky blue?"',
+        "cat report.txt | bough generate --system 'Summarise.' -",
+        'bough generate --json --seed 1 --max-tokens 32 "Once upon a time" | jq .usage',
+    ),
+    "chat": ("bough chat --system 'You are brief.'       # Ctrl-C ends an answer; /help lists commands",),
+    "plan": ("bough plan meta-llama/Llama-3.3-70B-Instruct --device gpu --device-memory 24GB",),
+    "explain": ("bough explain                               # the session last at work",),
+    "top": ("bough top --interval 2",),
+    "doctor": ("bough doctor", "bough doctor --json | jq .problems"),
+    "keys": ("bough keys add alice --file keys.jsonl --requests 4",),
+    "completion": ('eval "$(bough completion bash)"',),
+}
+VARIABLES = (
+    "BOUGH_ADDRESS            --address of all commands that call a server",
+    "BOUGH_API_KEY            the API key that they present",
+    "BOUGH_TLS_CA, BOUGH_TLS_CERT, BOUGH_TLS_KEY",
+    "                         certificates of all processes and commands",
+    "BOUGH_CACHE_DIR          where the demonstration model and compiled kernels are",
+    "BOUGH_ORCHESTRATOR_KEYS  file of API keys, for `bough up` and `bough keys`",
+    "BOUGH_ORCHESTRATOR_INDEX_URL",
+    "                         --index-url of `bough up`, which may have a password",
+    "BOUGH_TARGET_..., BOUGH_DRAFT_..., BOUGH_ORCHESTRATOR_...",
+    "                         any setting of a process of `bough up`, as BOUGH_TARGET_KV_MEMORY=4GB;",
+    "                         `python -m orchestrator --help` (target_worker, draft_worker) lists them",
+)
+SEE = ("`bough --help` lists environment variables and exit statuses",)
 
 Command = Callable[[argparse.Namespace], Coroutine[None, None, int]]
 
@@ -62,7 +101,11 @@ def reader_may_leave() -> Iterator[None]:
 @reader_may_leave()
 def main(argv: Sequence[str] | None = None) -> None:
     """Run a command; a BoughError is printed as one line on standard error, and the exit status is `status_of` it."""
-    arguments = argument_parser().parse_args(argv)
+    try:
+        arguments = parsed(sys.argv[1:] if argv is None else argv)
+    except ConfigError as exc:
+        say_error(exc)
+        raise SystemExit(MISUSED) from exc
     if arguments.command in COMPUTING:
         signal.signal(signal.SIGINT, _interrupt)
     elif arguments.command == "up":  # asyncio handles it then, although a script's shell has `bough up &` ignore it
@@ -85,8 +128,19 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise SystemExit(EXIT_SIGNAL + signal.SIGINT) from None
 
 
+def parsed(argv: Sequence[str]) -> argparse.Namespace:
+    """The command line, with flags of a --config before it, so that those of the line win. Raises ConfigError."""
+    parser = argument_parser()
+    arguments = parser.parse_args(argv)
+    if path := getattr(arguments, "config", None):
+        flags = {flag.name for flag in flags_of(commands_of(parser)[arguments.command])} - {"--config", "--help"}
+        at = argv.index(arguments.command) + 1
+        return parser.parse_args([*argv[:at], *flags_from(path, flags), *argv[at:]])
+    return arguments
+
+
 class _Warnings(logging.Handler):
-    """Prints warnings, such as those of the client about lost connections, on lines of their own."""
+    """Prints warnings, such as those of the client about lost connections, on two lines."""
 
     def emit(self, record: logging.LogRecord) -> None:
         tell(record.getMessage())
@@ -129,6 +183,11 @@ def argument_parser() -> argparse.ArgumentParser:
     running.add_argument("--count", type=looks, default=0, help="looks, after which it ends (default: never)")
     add_address(running)
     _add_doctor(commands.add_parser("doctor", help="what is running, where, with which models, and what is wrong"))
+    add_completion(commands.add_parser("completion", help="a script by which a shell completes commands and flags"))
+    for name, command in commands.choices.items():
+        lines = [f"  {line}" for line in EXAMPLES.get(name, ())]
+        command.epilog = "\n".join(["examples:", *lines, "", *SEE] if lines else SEE)
+    parser.epilog = "\n".join(["environment variables:", *(f"  {line}" for line in VARIABLES), "", MEANINGS])
     return parser
 
 
@@ -143,6 +202,7 @@ def _add_explain(parser: argparse.ArgumentParser) -> None:
 def _add_doctor(parser: argparse.ArgumentParser) -> None:
     text = "dashboard of a Ray cluster, such as http://HEAD:8265: shows nodes and replicas, and asks its orchestrators"
     parser.add_argument("--ray", metavar="URL", default="", help=text)
+    parser.add_argument("--json", action="store_true", help="print one JSON line instead of a report")
     add_address(parser)
 
 

@@ -8,10 +8,13 @@ FAILED = 1  # also where a check, such as that of `bough doctor`, has found some
 MISUSED = 2  # as argparse has it
 EXIT_SIGNAL = 128  # plus the signal's number, as in a shell
 CALLERS = ConfigError | InvalidRequest | PairingError | NotFound | Unauthenticated
-MEANINGS = (
-    "0: done; 1: it failed, as where no server answers, or a check found a problem; 2: a flag, setting, model or "
-    "request is wrong; 130: ended by Ctrl-C; 141: nobody reads its output; 143: ended by SIGTERM"
-)
+MEANINGS = """exit statuses:
+  0    done
+  1    failed, as where no server answers, or a check found a problem
+  2    a flag, setting, model or request is wrong
+  130  ended by Ctrl-C
+  141  nobody reads the output
+  143  ended by SIGTERM"""
 
 
 def status_of(error: BoughError) -> int:

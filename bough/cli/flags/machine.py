@@ -29,6 +29,8 @@ def up_arguments(*flags: str) -> argparse.Namespace:
 
 def add_up(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `bough up`."""
+    config = 'TOML file with these flags: kv-memory = "4GB"; those of the command line win over it'
+    parser.add_argument("--config", metavar="FILE", help=config)
     own = "default: its own on a GPU, bfloat16 on a CPU"
     parser.add_argument("--target", help="model folder, GGUF file or hub id; the demonstration model by default")
     draft = "model folder, GGUF file or hub id of the draft, or none; the demonstration model has one by default"

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from itertools import combinations
+from typing import Any
 
 from bough import __version__
 from bough.cli.flags.reaching import MISSING, client_from
 from bough.cli.inspection.ray_dashboard import Application, Deployment, Node, RayDashboard
 from bough.config.addresses import is_wildcard, joined
 from bough.config.processes import DEFAULT_PORT
-from bough.errors import BoughError, Unauthenticated
+from bough.errors import BoughError, ConfigError, Unauthenticated
 from bough.protocol.decision import DraftCalibration
 from bough.protocol.generation import Loads, ServerInfo, WorkerStatus
+from bough.runtime.exit_status import FAILED
 from bough.runtime.log_lines import quoted_lines, say
 
 REFUSED = "it runs and requires a key: BOUGH_API_KEY must be one of its API keys"
@@ -24,6 +28,8 @@ ORCHESTRATOR = "Orchestrator"  # name of the deployment
 
 async def doctor(arguments: argparse.Namespace) -> int:
     """Print a report; exit status 1 if there are problems."""
+    if arguments.json:
+        return await _as_json(arguments)
     problems, found = await report_cluster(arguments.ray) if arguments.ray else ([], [])
     address = ",".join(found) or arguments.address
     async with client_from(arguments, *address.split(",")) as client:
@@ -50,12 +56,29 @@ async def doctor(arguments: argparse.Namespace) -> int:
     return _conclude([*problems, *find_problems(server)])
 
 
+async def _as_json(arguments: argparse.Namespace) -> int:
+    """Print the report as one JSON line."""
+    if arguments.ray:
+        raise ConfigError(f"--json: must not be given with --ray, got {arguments.ray}")
+    async with client_from(arguments) as client:
+        report: dict[str, Any] = {"bough_version": __version__, "address": client.address}
+        try:
+            server = await client.server_info()
+            report |= {"server": asdict(server), "loads": asdict(await client.loads())}
+            report["calibrations"] = [asdict(one) for one in await client.calibrations()]
+            problems = find_problems(server)
+        except BoughError as exc:
+            problems = [f"{exc}; {REFUSED if isinstance(exc, Unauthenticated) else MISSING}"]
+    print(json.dumps({**report, "problems": problems}))
+    return FAILED if problems else 0
+
+
 def _conclude(problems: list[str]) -> int:
     for problem in problems:
         say(*quoted_lines(f"problem: {problem}"))
     if not problems:
         say("all is well")
-    return 1 if problems else 0
+    return FAILED if problems else 0
 
 
 def find_problems(server: ServerInfo) -> list[str]:
