@@ -9,8 +9,11 @@ from typing import Any
 from pydantic.json_schema import models_json_schema
 
 from bough import __version__
+from bough.protocol.codec_checks import MAX_UINT32
+from bough.protocol.sampling_params import MAX_LOGPROBS, MAX_SEED
 from orchestrator.http_api.fields.base import Fields
 from orchestrator.http_api.fields.generation import ChatFields, CompletionFields, DetokenizeFields, TokenizeFields
+from orchestrator.http_api.fields.options import MAX_CHOICES
 from orchestrator.http_api.responses.fields import ResponseFields
 
 Schema = dict[str, Any]
@@ -23,6 +26,23 @@ COUNT: Schema = {"type": "integer", "minimum": 0}
 FLAG: Schema = {"type": "boolean"}
 NULL: Schema = {"type": "null"}
 ANYTHING: Schema = {"type": "object"}
+RANGES: dict[str, Schema] = {  # of numbers, which are checked by the same code as for gRPC
+    "temperature": {"minimum": 0, "maximum": 10_000},
+    "top_p": {"exclusiveMinimum": 0, "maximum": 1},
+    "top_k": {"minimum": -1, "maximum": MAX_UINT32},
+    "min_p": {"minimum": 0, "maximum": 1},
+    "seed": {"minimum": -(2**63), "maximum": MAX_SEED},
+    "repetition_penalty": {"minimum": 0.01, "maximum": 100},
+    "presence_penalty": {"minimum": -2, "maximum": 2},
+    "frequency_penalty": {"minimum": -2, "maximum": 2},
+    "max_tokens": {"minimum": 0, "maximum": MAX_UINT32},
+    "max_completion_tokens": {"minimum": 1, "maximum": MAX_UINT32},
+    "max_output_tokens": {"minimum": 1, "maximum": MAX_UINT32},
+    "min_tokens": {"minimum": 0, "maximum": MAX_UINT32},
+    "logprobs": {"minimum": 0, "maximum": MAX_LOGPROBS},
+    "top_logprobs": {"minimum": 0, "maximum": MAX_LOGPROBS},
+    "n": {"minimum": 1, "maximum": MAX_CHOICES},
+}
 REFUSALS = {  # status of an error, with what it is of
     400: "a field that cannot be used, no JSON object, or a prompt that does not fit the context",
     401: "no valid key",
@@ -44,6 +64,10 @@ REFUSALS = {  # status of an error, with what it is of
 def document() -> Schema:
     """The OpenAPI 3.1 document."""
     _, defined = models_json_schema([(kind, "validation") for kind in BODIES], ref_template=REFERENCES + "{model}")
+    for body in BODIES:
+        for name, values in RANGES.items():
+            for kind in defined["$defs"][body.__name__]["properties"].get(name, {}).get("anyOf", ()):
+                kind.update(values if kind["type"] in ("number", "integer") else {})
     bearer = {"type": "http", "scheme": "bearer", "description": "a key, where the orchestrator has --keys"}
     return {
         "openapi": "3.1.0",

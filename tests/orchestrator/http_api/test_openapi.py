@@ -11,7 +11,7 @@ import pytest
 
 from orchestrator.http_api import body
 from orchestrator.http_api.fields.errors import ApiError
-from orchestrator.http_api.openapi import BODIES, document
+from orchestrator.http_api.openapi import BODIES, RANGES, document
 from tests.fakes.http_stack import HttpStack, Json, http_stack
 
 USER: Json = {"role": "user", "content": "x"}
@@ -126,6 +126,25 @@ def test_what_is_accepted_is_as_it_says(kind: str, fields: Json) -> None:
     given = whole[kind] | fields
     body.parse(model, json.dumps(given).encode())
     check(kind, given)
+
+
+@pytest.mark.parametrize("name", sorted(RANGES))
+async def test_numbers_out_of_its_ranges_are_refused_and_others_are_not(door: HttpStack, name: str) -> None:
+    is_response, is_score = name == "max_output_tokens", name in ("logprobs", "max_tokens")
+    path = "/v1/responses" if is_response else "/v1/completions" if is_score else "/v1/chat/completions"
+    whole: Json = {"input": "x"} if is_response else {"prompt": "x"} if is_score else {"messages": [USER]}
+    whole |= {"logprobs": True} if name == "top_logprobs" else {}
+    values = RANGES[name]
+    beyond = [
+        value for value in (values.get("minimum", 1) - 1, values["maximum"] * 2 + 1) if value != -2 or name != "n"
+    ]
+    for value in beyond:
+        status, error = await door.refusal(path, whole | {name: value})
+        assert (status, error["param"]) == (400, name), error
+    limit = {} if "max" in name else {"max_output_tokens" if is_response else "max_tokens": 2}
+    for value in (values.get("minimum", 0.5), 1):
+        if (name, value) != ("max_tokens", 0):  # which only scores of a prompt allow
+            await door.answer(path, whole | limit | {name: value})
 
 
 @pytest.mark.parametrize(
