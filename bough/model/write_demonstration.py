@@ -24,6 +24,7 @@ from bough.config.cache_paths import EXPANSION_NAME, is_written, make_space, ori
 from bough.errors import BoughError
 from bough.model.checkpoint.atomic_files import replace
 from bough.model.checkpoint.checkpoint import INDEX_NAME
+from bough.tokenization.demonstration_template import write_template
 
 ZEROED = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
 
@@ -43,6 +44,7 @@ def write_demonstration(folder: Path, copies: int) -> None:
     try:
         partial.mkdir()
         tokenizer.save_pretrained(partial)
+        write_template(partial)
         model.generation_config.save_pretrained(partial)
         _write_weights(model, partial, copies, _expanded_bytes(model, copies))
         _write_config(model, partial, copies)

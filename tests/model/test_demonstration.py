@@ -12,9 +12,13 @@ from types import SimpleNamespace
 import pytest
 
 from bough.cli.machine import up
-from bough.config.cache_paths import EXPANSION_NAME, demonstration_folder, is_written
+from bough.config.cache_paths import EXPANSION_NAME, demonstration_folder, is_written, original_file
 from bough.errors import ConfigError
 from bough.model import write_demonstration as writing
+from bough.model.checkpoint.gguf_file import read_gguf
+from bough.tokenization.chat_template import ChatTemplate
+from bough.tokenization.demonstration_template import DEMONSTRATION_TEMPLATE, TEMPLATE_NAME
+from orchestrator.tools.formats import HERMES, format_of
 
 
 def test_who_comes_second_waits_and_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,3 +65,42 @@ def test_what_a_killed_run_has_left_makes_room_and_one_that_fails_leaves_nothing
 def test_a_manifest_that_is_cut_off_is_as_good_as_none(tmp_path: Path, manifest: str) -> None:
     (tmp_path / EXPANSION_NAME).write_text(manifest)
     assert not is_written(tmp_path, 2)
+
+
+def test_a_model_of_an_earlier_version_gets_the_template_with_tools(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BOUGH_CACHE_DIR", str(tmp_path))
+    folder = demonstration_folder(2)
+    folder.mkdir()
+    (folder / EXPANSION_NAME).write_text('{"copies": 2}')
+    (folder / TEMPLATE_NAME).write_text("without tools")
+    up.ensure_demonstration(2)
+    assert (folder / TEMPLATE_NAME).read_text() == DEMONSTRATION_TEMPLATE
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [("user", "x")],
+        [("system", "Be kind."), ("user", " x\n")],
+        [("user", "a"), ("assistant", " b\n"), ("user", "c"), ("system", "d")],
+        [("system", "s"), ("system", "t"), ("user", "u")],
+        [],
+    ],
+)
+def test_without_tools_the_template_is_the_models_own(messages: list[tuple[str, str]]) -> None:
+    own = ChatTemplate(read_gguf(original_file()).fields["tokenizer.chat_template"], "", "")
+    assert ChatTemplate(DEMONSTRATION_TEMPLATE, "", "").render(messages) == own.render(messages)
+
+
+def test_calls_are_in_a_format_that_is_known() -> None:
+    template = ChatTemplate(DEMONSTRATION_TEMPLATE, "", "")
+    assert format_of("auto", template) is HERMES
+    call = {"function": {"name": "sky", "arguments": {"at": "Rome"}}}
+    messages = [{"role": "system", "content": "Be kind."}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    answers = [{"role": "tool", "content": text} for text in ("Blue.", "Grey.")]
+    text = template.render_objects([*messages, *answers], [{"type": "function", "function": {"name": "sky"}}])
+    assert text.count("Be kind.") == 1
+    assert '<tool_call>\n{"name": "sky", "arguments": {"at": "Rome"}}\n</tool_call><|im_end|>' in text
+    assert text.count("<|im_start|>user") == 1, "answers to calls are one message"

@@ -45,6 +45,7 @@ from bough.runtime.machine import free_memory, may_be_gpu
 from bough.security.certificates import AUTHORITY
 from bough.security.secured import files_towards
 from bough.simulation.profile import load_profile, shipped_profiles
+from bough.tokenization.demonstration_template import has_template, write_template
 from bough.tokenization.vocabulary import TokenizerFiles, first_difference
 
 HTTP_PORT = 8000  # the usual port of such servers
@@ -297,6 +298,9 @@ def ensure_demonstration(copies: int = DEMONSTRATION_COPIES) -> None:
     """
     folder = demonstration_folder(copies)
     if is_written(folder, copies):
+        if not has_template(folder):
+            with suppress(OSError):  # in a folder of somebody else it stays without tools
+                write_template(folder)
         return
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
