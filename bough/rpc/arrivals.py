@@ -8,7 +8,7 @@ by gRPC's own handlers of calls with one message, which read before any code of 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
+from collections import Counter, deque
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -39,7 +39,7 @@ class Arrivals:
     seconds: float  # limit for which one message may arrive
     max_bytes: int  # of a message
     _held: Counter[str] = field(default_factory=Counter)  # places, by caller
-    _waiting: dict[asyncio.Future[None], str] = field(default_factory=dict)  # callers, longest-waiting first
+    _waiting: dict[str, deque[asyncio.Future[None]]] = field(default_factory=dict)  # by caller, none of them empty
 
     async def read(self, context: ServicerContext) -> bytes | None:
         """Read the call's next message; None if the caller has ended its side, or was refused as too slow.
@@ -82,32 +82,46 @@ class Arrivals:
         return self._held[caller] < self.places_each and self._held.total() < self.places
 
     async def _wait(self, caller: str) -> None:
-        num_own = sum(other == caller for other in self._waiting.values())
-        if len(self._waiting) >= MAX_WAITING or num_own >= MAX_WAITING // 2:
+        num_own = len(self._waiting.get(caller, ()))
+        if self._num_waiting >= MAX_WAITING or num_own >= MAX_WAITING // 2:
             raise self._exhausted()
         turn = asyncio.get_running_loop().create_future()
-        self._waiting[turn] = caller
+        self._waiting.setdefault(caller, deque()).append(turn)
         try:
             async with asyncio.timeout(WAIT_SECONDS):
                 await turn
         except BaseException as exc:
-            if self._waiting.pop(turn, None) is None:  # it has got a place meanwhile
+            turns = self._waiting.get(caller, deque())
+            if turn not in turns:  # it has got a place meanwhile
                 self._give_back(caller)
+            elif len(turns) > 1:
+                turns.remove(turn)
+            else:
+                del self._waiting[caller]
             if isinstance(exc, TimeoutError):
                 raise self._exhausted() from exc
             raise
 
+    @property
+    def _num_waiting(self) -> int:
+        return sum(map(len, self._waiting.values()))
+
     def _hand_on(self) -> None:
-        """Give free places to those waiting callers that have fewest."""
-        while free := [turn for turn, caller in self._waiting.items() if self._is_free(caller) and not turn.done()]:
-            turn = min(free, key=lambda each: self._held[self._waiting[each]])
-            self._held[self._waiting.pop(turn)] += 1
-            turn.set_result(None)
+        """Give free places to those waiting callers that have fewest, in turn."""
+        while free := [caller for caller in self._waiting if self._is_free(caller)]:
+            caller = min(free, key=self._held.__getitem__)
+            turns = self._waiting.pop(caller)
+            turn = turns.popleft()
+            if turns:
+                self._waiting[caller] = turns  # as the last of all
+            self._held[caller] += 1
+            if not turn.done():  # one that was cancelled gives its place back when it is woken
+                turn.set_result(None)
 
     def _exhausted(self) -> Exhausted:
         return Exhausted(
             f"messages of {self._held.total()} calls are arriving, of which one caller may have {self.places_each}, "
-            f"and {len(self._waiting)} more calls wait",
+            f"and {self._num_waiting} more calls wait",
             RETRY_SECONDS,
         )
 
