@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from bough.cli.machine.progress import Progress, activation
-from bough.cli.planning.expectation import STREAMED, expected, placement_flags
+from bough.cli.planning.demonstration import STREAMED, placement_flags
 from bough.client import Client
 from bough.config.addresses import bound, free_port, has_page
 from bough.config.cache_paths import (
@@ -45,6 +45,7 @@ from bough.runtime.machine import free_memory, may_be_gpu
 from bough.security.certificates import AUTHORITY
 from bough.security.secured import files_towards
 from bough.simulation.profile import load_profile, shipped_profiles
+from bough.sizing.placement import gigabytes
 from bough.tokenization.demonstration_template import has_template, write_template
 from bough.tokenization.vocabulary import TokenizerFiles, first_difference
 
@@ -79,7 +80,7 @@ async def up(arguments: argparse.Namespace) -> int:
         progress.clear()
         index = without_passwords(cluster.index_url)
         print(f"ready: {cluster.address} (index {index}; logs in {cluster.folder})")
-        for line in await target_lines(cluster.client()):
+        for line in await target_lines(cluster.client(), settings.target.model):
             say(line)
         authority = files_towards(settings.orchestrator).authority
         known = f" {AUTHORITY} {authority}" if authority else ""
@@ -99,8 +100,11 @@ async def up(arguments: argparse.Namespace) -> int:
     return 0
 
 
-async def target_lines(client: Client) -> list[str]:
-    """The longest session, what limits it, and the expected speed; nothing where only holders of a key may know."""
+async def target_lines(client: Client, model: str) -> list[str]:
+    """The longest session, what limits it, and what streams; nothing where only holders of an API key may know.
+
+    How fast that is, `bough plan` predicts: at a start processes share the disk, and what they measure is too slow.
+    """
     try:
         async with client:
             infos = [worker.info for worker in (await client.server_info()).workers if worker.info.kind == "target"]
@@ -111,7 +115,9 @@ async def target_lines(client: Client) -> list[str]:
         f"context: {context} tokens of prompt and answer{f', limited by {limit}' if limit else ''}"
         for context, limit in limits.items()
     )
-    return [*contexts, *(expected(info.link_bytes_per_pass, info.cost(1)) for info in infos if info.cost)]
+    hint = f"; how fast that is: bough plan {model}" if model else ""
+    moved = {info.link_bytes_per_pass: None for info in infos}
+    return [*contexts, *(f"every sweep moves {gigabytes(num_bytes)} of layers{hint}" for num_bytes in moved)]
 
 
 def require_free_ports(config: OrchestratorConfig) -> None:

@@ -7,7 +7,7 @@ import json
 import os
 
 from bough.cli.flags.planning import PLAN_SETTINGS, PlanConfig
-from bough.cli.planning.expectation import placement_flags
+from bough.cli.planning.demonstration import placement_flags
 from bough.cli.planning.plan_model import make_plan
 from bough.cli.planning.plan_report import as_json, print_report
 from bough.config.processes import parse

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from bough.cli.planning.expectation import STREAMED, expected, is_demonstration
+from bough.cli.planning.demonstration import STREAMED, is_demonstration
 from bough.cli.planning.plan_model import Plan
 from bough.sizing.cost_model import MemoryPurchase, Speed, SweepModel
 from bough.sizing.placement import Tier, gigabytes
@@ -76,7 +76,6 @@ def _places(plan: Plan) -> Iterator[str]:
             f"the {gigabytes(placement.fixed.experts)} that stay"
         )
     yield f"every sweep moves {gigabytes(layer_bytes)} of layers, {gigabytes(disk_bytes)} of it from disk{beside}"
-    yield expected(placement.link_bytes, plan.sweep.seconds(1))
     if is_demonstration(plan.model) and len(placement.streamed) == len(placement.tiers):
         yield STREAMED
 
