@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, ValidationErro
 from pydantic_core import CoreSchema
 
 from bough.config.json_fields import must
+from orchestrator.http_api.fields.errors import shortened
 
 logger = logging.getLogger(__name__)
 
@@ -78,9 +79,9 @@ def _is_ignored(name: str, value: Any) -> bool:
     """Whether an unknown field is ignored. Raises ValidationError for others: the first is enough for an error."""
     if name not in HARMLESS and not any(value == empty and type(value) is type(empty) for empty in EMPTY):
         raise ValidationError.from_exception_data(name, [{"type": "extra_forbidden", "loc": (name,), "input": value}])
-    if name not in _NOTED and len(_NOTED) < MAX_NOTED:
-        _NOTED.add(name)
-        logger.warning("requests have a field %r, which is not known; it is ignored, as it changes nothing", name)
+    if (shown := shortened(name)) not in _NOTED and len(_NOTED) < MAX_NOTED:
+        _NOTED.add(shown)
+        logger.warning("requests have a field %s, which is not known; it is ignored, as it changes nothing", shown)
     return True
 
 

@@ -162,6 +162,8 @@ async def test_an_unknown_field_that_is_ignored_is_logged_once(
     assert [record.getMessage() for record in caplog.records if "ducoments" in record.getMessage()] == [
         "requests have a field 'ducoments', which is not known; it is ignored, as it changes nothing"
     ]
+    assert (await door.answer(CHAT, {"messages": [USER], "x" * 10_000: []} | SHORT))["choices"]
+    assert len(caplog.records[-1].getMessage()) < 200
 
 
 async def test_a_form_is_demanded_once(door: HttpStack) -> None:
