@@ -1,8 +1,8 @@
 // The tree of one round. What was kept is a straight line from left to right; other guesses branch off above and below.
 import { drawn, made } from "/ui/dom.js";
 
-const FONT_PIXELS = 12, LABEL_PIXELS = 14, SCROLLBAR_PIXELS = 14, LEFT = 28, RIGHT = 76;
-const MOST_COLUMN = 104, LEAST_COLUMN = 54, NARROW_COLUMN = 20, MOST_ROW = 30, LEAST_ROW = 4.5, MOST_LABELS = 40;
+const FONT_PIXELS = 12, LABEL_PIXELS = 14, SCROLLBAR_PIXELS = 14, LEFT = 28, RIGHT = 64;
+const MOST_COLUMN = 104, LEAST_COLUMN = 48, NARROW_COLUMN = 20, MOST_ROW = 30, LEAST_ROW = 4.5, MOST_LABELS = 40;
 const pen = made("canvas").getContext("2d");
 
 // Shown in place of a token's text, which may be nothing but spaces.
