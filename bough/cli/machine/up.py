@@ -117,7 +117,8 @@ async def target_lines(client: Client, model: str) -> list[str]:
     )
     hint = f"; how fast that is: bough plan {model}" if model else ""
     moved = {info.link_bytes_per_pass: None for info in infos}
-    return [*contexts, *(f"every sweep moves {gigabytes(num_bytes)} of layers{hint}" for num_bytes in moved)]
+    above = [f"warning: {note}" for info in infos for note in info.notes if note.startswith("--max-context: ")]
+    return [*contexts, *above, *(f"every sweep moves {gigabytes(num_bytes)} of layers{hint}" for num_bytes in moved)]
 
 
 def require_free_ports(config: OrchestratorConfig) -> None:

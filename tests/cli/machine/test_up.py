@@ -10,15 +10,27 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import pytest
 
-from bough.cli.machine.up import ensure_demonstration, require_free_ports, require_models, settings_from, up
+from bough.cli.machine.up import (
+    ensure_demonstration,
+    require_free_ports,
+    require_models,
+    settings_from,
+    target_lines,
+    up,
+)
 from bough.cli.main import argument_parser
+from bough.client import Client
 from bough.config.addresses import free_port
 from bough.errors import CheckpointError, ConfigError, PairingError
 from bough.processes.exit_with_parent import MODULE
+from bough.protocol.generation import ServerInfo, WorkerStatus
+from bough.protocol.worker_info import WorkerInfo
 from tests.fakes.processes.bough_up import bough_up_command
 from tests.fakes.simulated import write_profile
 
@@ -154,3 +166,29 @@ def test_space_for_the_demonstration_is_looked_for_first(tmp_path: Path, monkeyp
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(3 * 10**9, 10**9, 2 * 10**9))
     with pytest.raises(ConfigError, match=r"2.3 GB are to be written and 2.0 GB are free; set BOUGH_CACHE_DIR"):
         ensure_demonstration()
+
+
+class Informed:
+    """A client of an orchestrator with one target."""
+
+    def __init__(self, info: WorkerInfo) -> None:
+        self._info = info
+
+    async def __aenter__(self) -> Informed:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        pass
+
+    async def server_info(self) -> ServerInfo:
+        return ServerInfo((WorkerStatus("h:1", self._info, ""),), "", "", 1, "")
+
+
+async def test_the_longest_session_is_said_with_what_limits_it_and_a_limit_that_cannot_be_followed() -> None:
+    info = WorkerInfo("target", "w", "m", "d", "f", "t", 262, 5632, 512, 1, context_limit="--kv-memory of the target")
+    lines = await target_lines(cast(Client, Informed(info)), "m")
+    assert lines[:1] == ["context: 5632 tokens of prompt and answer, limited by --kv-memory of the target"]
+    note = "--max-context: 9000 is more than the model's own limit, 5632, which holds"
+    info = replace(info, context_limit="", notes=("another", note))
+    lines = await target_lines(cast(Client, Informed(info)), "m")
+    assert lines[:2] == ["context: 5632 tokens of prompt and answer", f"warning: {note}"]
