@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from math import inf
 
 from bough.config.processes import OrchestratorConfig
-from bough.errors import BoughError, Exhausted, Preempted
+from bough.errors import BoughError, Exhausted, NoAnswer, Preempted
 from orchestrator.cluster.directory import Directory
 from orchestrator.cluster.expected_wait import Need, expected_wait
 from orchestrator.cluster.worker_clients import TimedResult
@@ -90,7 +90,9 @@ class Slots:
         """
         line, believed = self._lines[session.target_identity], session.target_held
         # A session whose KV the target holds does not wait: the others may be waiting for its very slot.
-        may_ask, num_refused = lease.has_slot or session.target_held > 0 or line.is_empty, 0
+        # One that was moved reserves its slot first, since the sessions of a lost target all come at the same time.
+        may_ask = lease.has_slot or session.target_held > 0 or (line.is_empty and not lease.has_moved)
+        num_refused = 0
         while True:
             if may_ask:
                 try:
@@ -99,9 +101,11 @@ class Slots:
                     lease.has_slot = True
                     return answer
                 except Preempted:
+                    lease.was_refused = True
                     session.gave_way(lease.target.record.worker_id)
                     lease.has_slot = False
                 except Exhausted:
+                    lease.was_refused = True
                     if not session.slot_seconds:
                         raise
                     num_refused += 1
@@ -131,7 +135,7 @@ class Slots:
     async def _first_with_room(
         self, session: Session, lease: TargetLease, proposal: Proposal, place: QueuePlace, deadline: float
     ) -> TimedResult | None:
-        began, home = time.monotonic(), lease.target
+        began, home, home_answered = time.monotonic(), lease.target, False
         refusal = Exhausted("KV memory: no target has room")
         while True:
             await place.first(deadline)
@@ -144,9 +148,11 @@ class Slots:
                         self.endings.let_go(session, target, lease)
                     raise
                 except Exhausted as exc:
-                    refusal = exc
+                    refusal, lease.was_refused, home_answered = exc, True, home_answered or target is home
                     continue
                 except BoughError as exc:
+                    if target is home and home_answered and isinstance(exc, NoAnswer):
+                        raise NoAnswer(str(exc)) from exc  # as it outlived the same call before
                     if target is home or not is_fault(exc):
                         raise
                     target.health.blame(session.session_id, exc)

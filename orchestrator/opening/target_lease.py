@@ -16,6 +16,8 @@ class TargetLease:
 
     target: TargetHandle
     has_slot: bool = False  # the target has answered a call, and keeps the session's KV
+    has_moved: bool = False  # from a target that failed
+    was_refused: bool = False  # a target has answered that it has no room
     _began: float = 0.0  # seconds on the monotonic clock
 
     def __enter__(self) -> TargetLease:
@@ -27,7 +29,7 @@ class TargetLease:
 
     def move(self, target: TargetHandle) -> None:
         self._leave()
-        self.target = target
+        self.target, self.has_moved = target, True
         self._take()
 
     @contextmanager

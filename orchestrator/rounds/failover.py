@@ -24,7 +24,8 @@ from orchestrator.sizing.plans import Proposal
 logger = logging.getLogger(__name__)
 
 RETRY_SECONDS = 1.0  # for so long after the first fault only the same target is tried
-MOST_TARGETS = 3  # at which one call may fail, or which it may bring down, before it is considered the call's own fault
+MOST_TARGETS = 3  # at which one call may fail, or which it may bring down, in a row before it is the call's own fault
+MOST_IN_ALL = 9  # the same, if others were lost without it or had no room in between, as while all targets restart
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.05, 0.5  # between two attempts
 
 
@@ -32,11 +33,31 @@ FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.05, 0.5  # between two attempts
 class _Trouble:
     """Faults of one call so far."""
 
-    began: float  # seconds on the monotonic clock
+    began: float  # since the last answer, in seconds on the monotonic clock
     pause_seconds: float = FIRST_PAUSE_SECONDS
     failed_at: set[str] = field(default_factory=set)  # targets that answered with an error and are still there
-    num_targets: int = 0  # targets where it failed, or that were lost over it
-    away_seconds: float = 0.0  # spent without a target that could be used, so not while calls ran
+    num_in_row: int = 0  # targets where it failed, or that were lost in a sweep with it, since the last answer
+    num_in_all: int = 0
+    away_seconds: float = 0.0  # spent without a target that could be used since the last answer, so not while calls ran
+
+    def answered(self) -> None:
+        """Note that since the last fault a target had no room for the call: targets are there, and not lost over it."""
+        self.began, self.pause_seconds = time.monotonic(), FIRST_PAUSE_SECONDS
+        self.num_in_row, self.away_seconds = 0, 0.0
+
+    def count(self, exc: BoughError) -> None:
+        """Count a fault that may be the call's own; a target that was lost without the call has another cause."""
+        may_be_cause = exc.was_connected if isinstance(exc, NoAnswer) else not isinstance(exc, Unavailable)
+        self.num_in_all += may_be_cause
+        if may_be_cause:
+            self.num_in_row += 1
+        elif isinstance(exc, NoAnswer):
+            self.num_in_row = 0
+
+    @property
+    def is_own_fault(self) -> bool:
+        """Whether the faults are considered the call's own."""
+        return self.num_in_row >= MOST_TARGETS or self.num_in_all >= MOST_IN_ALL
 
     async def pause(self) -> None:
         await asyncio.sleep(self.pause_seconds)
@@ -81,6 +102,9 @@ class Failover:
                     raise
                 logger.warning("%s: %s", lease.target.record.worker_id, exc)
                 trouble = trouble or _Trouble(time.monotonic())
+                if lease.was_refused:
+                    trouble.answered()
+                    lease.was_refused = False
                 await self._recover(session, lease, len(proposal.tree), trouble, exc)
             else:
                 lease.target.health.succeeded(session.session_id)
@@ -115,11 +139,12 @@ class Failover:
         target.health.blame(session.session_id, exc)
         if not isinstance(exc, Unavailable):
             trouble.failed_at.add(target.record.worker_id)
-        trouble.num_targets += not isinstance(exc, Unavailable) or isinstance(exc, NoAnswer)
-        if trouble.num_targets >= MOST_TARGETS:
-            raise BoughError(
-                f"this request has failed at {MOST_TARGETS} targets in a row, the last with: {exc}"
-            ) from exc
+        trouble.count(exc)
+        if trouble.is_own_fault:
+            where = (
+                f"{MOST_TARGETS} targets in a row" if trouble.num_in_row >= MOST_TARGETS else f"{MOST_IN_ALL} targets"
+            )
+            raise BoughError(f"this request has failed at {where}, the last with: {exc}") from exc
 
     async def _successor(
         self, session: Session, lost: TargetHandle, num_nodes: int, trouble: _Trouble, exc: BoughError

@@ -18,7 +18,7 @@ from bough.protocol.messages import VerifyCall
 from bough.registry.records import WorkerRecord
 from orchestrator.cluster.directory import POLL_SECONDS
 from orchestrator.opening.target_lease import TargetLease
-from orchestrator.rounds.failover import MOST_TARGETS, Failover, _Trouble
+from orchestrator.rounds.failover import MOST_IN_ALL, MOST_TARGETS, Failover, _Trouble
 from tests.fakes.fleet import Fleet, Process
 from tests.fakes.streams import OPTIONS, expected, failing, kill_the_one_that_gets, once, read
 from tests.fakes.waiting import until
@@ -259,6 +259,55 @@ async def test_targets_that_were_dead_before_are_not_counted(fakes: Fleet) -> No
     async with Client(process.address) as client:
         seen = await asyncio.wait_for(read(client), 60)
     assert seen.token_ids == expected(fakes)
+
+
+async def test_a_request_that_waits_for_kv_outlasts_targets_that_are_lost_meanwhile(fakes: Fleet) -> None:
+    """Each poll for room that was lost counted as a failure of the request: at the third it ended as INTERNAL."""
+    polled = asyncio.Event()
+
+    async def full_target(name: str) -> Process:
+        """A target without room, at which the third call stays unanswered."""
+        target, server = await fakes.target(name)
+        target.num_slots = 0
+        target.before = once(partial(_hold, polled), 3)
+        return server
+
+    server = await full_target("t0")
+    _, process = await fakes.orchestrator()
+    async with Client(process.address, patience_seconds=0.0) as client:
+        reading = asyncio.create_task(read(client))
+        for index in range(MOST_TARGETS + 1):
+            await asyncio.wait_for(polled.wait(), 30)
+            polled.clear()
+            is_last = index == MOST_TARGETS
+            following = (await fakes.target("last"))[1] if is_last else await full_target(f"t{index + 1}")
+            await server.kill()
+            server = following
+        seen = await asyncio.wait_for(reading, 30)
+    assert seen.token_ids == expected(fakes)
+
+
+async def _hold(reached: asyncio.Event) -> None:
+    reached.set()
+    await asyncio.sleep(60)
+
+
+def test_faults_in_a_row_end_with_an_answer_or_a_loss_without_the_call() -> None:
+    """But a call that brings down a target each time it has room does not go on for ever."""
+    refused = NoAnswer("failed to connect")
+    trouble = _Trouble(time.monotonic())
+    for elsewhere in (trouble.answered, lambda: trouble.count(refused)):
+        for _ in range(MOST_TARGETS - 1):
+            trouble.count(NoAnswer("connection reset", was_connected=True))
+        assert not trouble.is_own_fault
+        elsewhere()
+        assert trouble.num_in_row == 0
+    trouble.count(Unavailable("it drains"))
+    for _ in range(MOST_IN_ALL - trouble.num_in_all):
+        assert not trouble.is_own_fault
+        trouble.count(NoAnswer("connection reset", was_connected=True))
+        trouble.answered()
+    assert trouble.is_own_fault
 
 
 async def test_the_sessions_of_a_lost_target_are_divided_among_the_others(fakes: Fleet) -> None:
