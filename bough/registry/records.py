@@ -10,7 +10,7 @@ from collections import abc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import NoneType
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 import numpy as np
 
@@ -126,6 +126,18 @@ class Claim:
     epoch: int
     record: SessionRecord | None  # the last record of the session
     is_granted: bool = True  # false if the epoch is from a local clock, which the index does not enforce
+
+
+class StoredSession(NamedTuple):
+    """What the index has of a session."""
+
+    record: SessionRecord | None
+    epoch: int  # the newest that was granted
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether a turn has begun after the one that is recorded."""
+        return self.record is not None and self.epoch > self.record.epoch
 
 
 def pack_tokens(tokens: Sequence[int]) -> bytes:

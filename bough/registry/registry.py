@@ -22,7 +22,15 @@ from bough.errors import StaleEpoch, Unavailable
 from bough.protocol.codec_checks import require_text
 from bough.registry.connection import CallKind, IndexConnection, Value
 from bough.registry.keys import Keys, Kind
-from bough.registry.records import TOKEN_BYTES, Claim, RequestRecord, SessionRecord, WorkerRecord, pack_tokens
+from bough.registry.records import (
+    TOKEN_BYTES,
+    Claim,
+    RequestRecord,
+    SessionRecord,
+    StoredSession,
+    WorkerRecord,
+    pack_tokens,
+)
 from bough.registry.script_replies import (
     INCOMPLETE,
     STALE,
@@ -30,6 +38,7 @@ from bough.registry.script_replies import (
     read_blocks,
     read_claim,
     read_entry,
+    read_stored,
     read_unless_full,
     read_workers,
 )
@@ -141,8 +150,12 @@ class Registry:
 
     async def load_session(self, session_id: str) -> SessionRecord | None:
         """The record of a session; None if missing or malformed."""
+        return (await self.stored_session(session_id)).record
+
+    async def stored_session(self, session_id: str) -> StoredSession:
+        """The record of a session, and whether a turn has begun that is not recorded."""
         keys = self._keys.entry(Kind.SESSION, session_id)
-        return await self._call(CallKind.AWAITED, partial(read_entry, SessionRecord, session_id), "load", keys)
+        return await self._call(CallKind.AWAITED, partial(read_stored, session_id), "load", keys)
 
     async def drop_session(self, session_id: str, epoch: int) -> None:
         """Forget a session after its request. Raises StaleEpoch if it has been claimed since `epoch`."""

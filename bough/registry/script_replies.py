@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from bough.registry.records import Claim, RequestRecord, SessionRecord, WorkerRecord
+from bough.registry.records import Claim, RequestRecord, SessionRecord, StoredSession, WorkerRecord
 
 # Replies of writing scripts other than 1, as in prelude.lua.
 STALE, INCOMPLETE, FULL = -1, 0, -2
@@ -41,9 +41,15 @@ def read_claim(session_id: str, answer: Any) -> Claim | None:
     return Claim(int(epoch), read_entry(SessionRecord, session_id, entry))
 
 
+def read_stored(session_id: str, answer: Sequence[bytes | None]) -> StoredSession:
+    """Parse a session and its newest epoch."""
+    *entry, epoch = answer
+    return StoredSession(read_entry(SessionRecord, session_id, entry), int(epoch or 0))
+
+
 def read_entry(kind: type[Entry], name: str, entry: Sequence[bytes | None]) -> Entry | None:
     """Parse a session or request from its stored record and tokens."""
-    data, transcript = entry
+    data, transcript, *_ = entry
     return kind.from_json(name, data or b"", transcript or b"")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Coroutine
+from contextlib import suppress
 from functools import partial
 
 from bough.concurrency.tasks import end
@@ -12,7 +13,7 @@ from bough.errors import BoughError, Unavailable
 from orchestrator.admission.active_streams import Stream
 from orchestrator.cluster.directory import Directory
 from orchestrator.cluster.worker_handle import AnyHandle, TargetHandle
-from orchestrator.opening.recorder import Recorder
+from orchestrator.opening.recorder import Recorder, session_record
 from orchestrator.opening.target_lease import TargetLease
 from orchestrator.sessions.session import Session
 
@@ -31,8 +32,13 @@ class Endings:
 
     def end(self, stream: Stream, session: Session, target: TargetHandle) -> None:
         """Start releasing a stream's session, unless it is kept or goes on in another stream."""
+        is_refused = self._recorder.is_refused(session.session_id)
         if session.keep or stream.is_superseded or stream.is_closed:
-            self._recorder.end(session.session_id)
+            is_over = stream.is_superseded or stream.is_closed
+            before = session_record(session, target.record.worker_id) if session.round else session.before
+            self._recorder.end(session.session_id, session.epoch, None if is_over else before)
+        if session.keep and is_refused and not stream.is_closed:
+            self._begin(session, self._release_if_closed(session, target))
         if not session.epoch or (session.keep and not stream.is_closed):
             return
         if stream.is_closed:  # in the index, too
@@ -85,6 +91,12 @@ class Endings:
         await self._recorder.settled(session.session_id)  # the request's record is kept
         self._recorder.drop(session.session_id, session.epoch)
         await self._release_everywhere(session, target)
+
+    async def _release_if_closed(self, session: Session, target: TargetHandle) -> None:
+        """Release a session that was closed at another orchestrator, which may not know where it ran."""
+        with suppress(Unavailable):
+            if await self._directory.registry.load_session(session.session_id) is None:
+                await self._release_everywhere(session, target)
 
     async def _release_everywhere(self, session: Session, target: TargetHandle) -> None:
         for worker in (target, self._directory.find(session.draft_id)):

@@ -28,7 +28,7 @@ from orchestrator.cluster.worker_handle import TargetHandle, Targets
 from orchestrator.opening.epochs import Epochs
 from orchestrator.opening.output_form import OutputForm, output_form
 from orchestrator.opening.prompt import continued_prompt, next_prompt, whole_prompt
-from orchestrator.opening.recorder import Recorder, request_record
+from orchestrator.opening.recorder import Recorder, lost_turn, request_record
 from orchestrator.opening.resuming import require_resume, require_same_request, resume
 from orchestrator.opening.target_lease import TargetLease
 from orchestrator.opening.target_waiting import TargetWaiting
@@ -51,6 +51,7 @@ class _Past(NamedTuple):
 
     request: RequestRecord | None
     session: SessionRecord | None
+    is_unwritten: bool = False  # the session's state is this orchestrator's own, and not in the index yet
 
     def of_model(self, info: WorkerInfo) -> _Past:
         """Without the session if it was another model's."""
@@ -63,7 +64,8 @@ class _Past(NamedTuple):
     @property
     def weights_hash(self) -> str:
         """Hash of the weights that the session or request began with; empty if unknown."""
-        return next((record.weights_hash for record in self if record is not None and record.weights_hash), "")
+        records = (self.request, self.session)
+        return next((record.weights_hash for record in records if record is not None and record.weights_hash), "")
 
 
 class _Made(NamedTuple):
@@ -119,7 +121,7 @@ class Opening:
                 require_same_request(past.request, session)
             unseen = resume(session, options, options.resume, past.request)
         if not session.is_finished:
-            await self._claim(session, options, past.session, target)
+            await self._claim(session, options, past, target)
         return Opened(session, lease, unseen)
 
     async def _past_and_targets(self, options: GenerateOptions) -> tuple[_Past, Targets]:
@@ -128,23 +130,26 @@ class Opening:
 
     async def _past(self, options: GenerateOptions) -> _Past:
         """Records of the request and session, including unwritten ones. Without the index none can be continued."""
-        request, session = None, None
+        request, session, is_unwritten = None, None, False
         try:
             if options.resume is not None:
                 request = await self.directory.registry.load_request(options.request_id)
             session_id = _session_id(options, request)
             if session_id:
                 await self.recorder.settled(session_id)
-                session = self.recorder.unwritten(session_id)
-                recorded = await self.directory.registry.load_session(session_id)
-                if session is None or (recorded is not None and recorded.epoch > session.epoch):
-                    session = recorded
+                session = self.recorder.unwritten(session_id, options.continues and request is None)
+                is_unwritten = session is not None
+                stored = await self.directory.registry.stored_session(session_id)
+                if session is None or (stored.record is not None and stored.record.epoch > session.epoch):
+                    session, is_unwritten = stored.record, False
+                if options.continues and request is None and session is not None and stored.epoch > session.epoch:
+                    raise lost_turn(session_id)  # a turn has begun since, here or at another orchestrator
         except Unavailable as exc:
             if options.continues and session is None:
-                raise Unavailable(f"session_id: {options.session_id!r} cannot be continued now: {exc}") from exc
+                raise _not_now(options, exc) from exc
         if session is not None and time.time() - session.born_us / 1e6 > self.config.session_max_seconds:
             session = None
-        return _Past(request, session)
+        return _Past(request, session, is_unwritten)
 
     def _tokens(self, prompt: Prompt, options: GenerateOptions, past: _Past, target: TargetHandle) -> list[int]:
         """The prompt's tokens, with all that it continues; a resumed request's are in its record."""
@@ -203,11 +208,16 @@ class Opening:
                 knows_held = False
         return Need(len(tokens), options.max_tokens, held, home_id, knows_held)
 
-    async def _claim(
-        self, session: Session, options: GenerateOptions, record: SessionRecord | None, target: TargetHandle
-    ) -> None:
-        """Claim the session; what workers held last is assumed to be there until they say otherwise."""
-        claim = await self.claims.begin(session.session_id)
+    async def _claim(self, session: Session, options: GenerateOptions, past: _Past, target: TargetHandle) -> None:
+        """Claim the session; what workers held last is assumed to be there until they say otherwise.
+
+        The claim tells other orchestrators that the recorded turn is not the last one any more. Raises Unavailable if
+        the session continues from the index, and that cannot be told.
+        """
+        record, claim = past.session, await self.claims.begin(session.session_id)
+        if options.continues and past.request is None and not (claim.is_granted or past.is_unwritten):
+            raise _not_now(options, "the index cannot be written")
+        session.before = record
         session.epoch = session.born_us = claim.epoch
         session.has_claim = claim.is_granted
         if record is not None:
@@ -224,6 +234,10 @@ class Opening:
             # Recorded before anything is generated, so that a retry does not continue the session twice.
             with suppress(Unavailable):
                 await self.directory.registry.record_request(request_record(session), first_new=0)
+
+
+def _not_now(options: GenerateOptions, reason: object) -> Unavailable:
+    return Unavailable(f"session_id: {options.session_id!r} cannot be continued now: {reason}")
 
 
 def _quickest(targets: Targets, need: Need) -> TargetHandle:

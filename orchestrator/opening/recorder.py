@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from bough.concurrency.tasks import end
-from bough.errors import StaleEpoch, Unavailable
+from bough.errors import NotFound, StaleEpoch, Unavailable
 from bough.protocol.prefix_hash import BLOCK_TOKENS, block_hashes
 from bough.protocol.same_fields import like
 from bough.protocol.sampling_params import SamplingParams
@@ -42,11 +42,22 @@ class _RoundRecord(NamedTuple):
         return self.session.epoch
 
 
+class _Unchanged(NamedTuple):
+    """A session as it was before a turn that ended without a round, under that turn's epoch."""
+
+    session: SessionRecord
+
+    @property
+    def epoch(self) -> int:
+        return self.session.epoch
+
+
 class _Drop(NamedTuple):
     """A session to forget."""
 
     session_id: str
     epoch: int
+    is_lost: bool = False  # its last turn could not be recorded; tried until the index takes it
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,23 +74,24 @@ class _Noted:
 class _Log:
     """What remains to be written of one session, and what has been written."""
 
-    waiting: _RoundRecord | _Drop | None = None  # the newest, until it is written
+    waiting: _RoundRecord | _Unchanged | _Drop | None = None  # the newest, until it is written
     is_settled: asyncio.Event = field(default_factory=asyncio.Event)  # unless something was not tried yet
     has_ended: bool = False  # the request has ended: no more records will come
     task: asyncio.Task[None] | None = None
     epoch: int = 0  # of the records
     refusal: StaleEpoch | None = None  # another request has claimed or closed the session
     refused_request_id: str = ""  # request of this epoch whose id now belongs to another session
+    lost: _Drop | None = None  # what the index could not take for too long
     num_written: int = 0  # tokens in the index
     hashes: list[int] = field(default_factory=list)  # of the blocks that the target holds
     noted: _Noted = field(default_factory=lambda: _Noted())
 
-    def put(self, waiting: _RoundRecord | _Drop) -> None:
+    def put(self, waiting: _RoundRecord | _Unchanged | _Drop) -> None:
         """Replace what is to be written by something newer."""
         if waiting.epoch != self.epoch:
             self.epoch, self.refusal, self.refused_request_id, self.num_written = waiting.epoch, None, "", 0
             self.hashes.clear()
-        self.waiting = waiting
+        self.waiting, self.lost = waiting, None
         self.is_settled.clear()
 
 
@@ -102,10 +114,17 @@ class Recorder:
         if log is None or log.epoch <= epoch:
             self._put(session_id, _Drop(session_id, epoch), has_ended=True)
 
-    def end(self, session_id: str) -> None:
-        """End the request of a kept session: its log is dropped once all is written."""
+    def end(self, session_id: str, epoch: int = 0, before: SessionRecord | None = None) -> None:
+        """End the request of a kept session: its log is dropped once all is written.
+
+        If no round of `epoch` was recorded, the session is recorded as `before`, as its next turn may continue that.
+        """
         log = self._logs.get(session_id)
-        if log is not None:
+        if before is not None and (log is None or log.epoch < epoch):
+            self._put(session_id, _Unchanged(replace(before, epoch=epoch)), has_ended=True)
+        elif log is not None and log.lost is not None and log.task is None:
+            self._put(session_id, log.lost, has_ended=True)
+        elif log is not None:
             log.has_ended = True
             self._forget_if_done(session_id, log)
 
@@ -131,10 +150,22 @@ class Recorder:
         if log is not None and log.refusal is not None:
             raise StaleEpoch(str(log.refusal))
 
-    def unwritten(self, session_id: str) -> SessionRecord | None:
-        """The newest state of a session that is not in the index yet."""
+    def is_refused(self, session_id: str) -> bool:
+        """Whether the index refused a record, as another request has the session or it was closed elsewhere."""
         log = self._logs.get(session_id)
-        if log is None or log.refusal is not None or not isinstance(log.waiting, _RoundRecord):
+        return log is not None and log.refusal is not None
+
+    def unwritten(self, session_id: str, continues: bool = False) -> SessionRecord | None:
+        """The newest state of a session that is not in the index yet.
+
+        Raises NotFound if that is to be continued, but could not be recorded: the index may have an earlier one.
+        """
+        log = self._logs.get(session_id)
+        if log is None or log.refusal is not None or log.waiting is None:
+            return None
+        if isinstance(log.waiting, _Drop):
+            if log.waiting.is_lost and continues:
+                raise lost_turn(session_id)
             return None
         return log.waiting.session
 
@@ -145,7 +176,7 @@ class Recorder:
             await asyncio.wait(tasks, timeout=CLOSE_SECONDS)
         await end(*tasks)
 
-    def _put(self, session_id: str, waiting: _RoundRecord | _Drop, has_ended: bool) -> None:
+    def _put(self, session_id: str, waiting: _RoundRecord | _Unchanged | _Drop, has_ended: bool) -> None:
         log = self._logs.setdefault(session_id, _Log())
         log.has_ended = has_ended
         log.put(waiting)
@@ -160,7 +191,13 @@ class Recorder:
         """Write until nothing is left, or the index has been away too long."""
         try:
             num_failures = 0
-            while (state := log.waiting) is not None and num_failures < len(PAUSES_SECONDS):
+            while (state := log.waiting) is not None:
+                if num_failures >= len(PAUSES_SECONDS) and not (isinstance(state, _Drop) and state.is_lost):
+                    log.lost = _lost(session_id, state) or log.lost
+                    if log.lost is None or not log.has_ended:
+                        break
+                    log.waiting = log.lost  # small enough to be tried for as long as it takes
+                    continue
                 try:
                     await self._write(log, state)
                     num_failures = 0
@@ -171,7 +208,7 @@ class Recorder:
                 except Unavailable as exc:
                     logger.debug("session %s is not recorded: %s", session_id, exc)
                     log.is_settled.set()
-                    await asyncio.sleep(PAUSES_SECONDS[num_failures])
+                    await asyncio.sleep(PAUSES_SECONDS[min(num_failures, len(PAUSES_SECONDS) - 1)])
                     num_failures += 1
                     continue
                 if log.waiting is state:  # nothing newer came
@@ -181,14 +218,16 @@ class Recorder:
             log.is_settled.set()
             self._forget_if_done(session_id, log)
 
-    async def _write(self, log: _Log, state: _RoundRecord | _Drop) -> None:
+    async def _write(self, log: _Log, state: _RoundRecord | _Unchanged | _Drop) -> None:
         """Write once. Raises StaleEpoch or Unavailable."""
         if log.refusal is not None:
             return
         if isinstance(state, _Drop):
-            await self._registry.drop_session(*state)
+            await self._registry.drop_session(state.session_id, state.epoch)
             return
         await self._registry.record_session(state.session, log.num_written)
+        if isinstance(state, _Unchanged):
+            return
         await self._record_request(log, state)
         if log.epoch == state.epoch:  # otherwise a newer epoch has begun, of which nothing is written
             log.num_written = len(state.session.tokens)
@@ -223,6 +262,20 @@ class Recorder:
         target_id = state.session.target_id
         await self._registry.note_prefixes(state.model_fingerprint, log.hashes, target_id, first_new)
         log.noted = _Noted(state.epoch, target_id, num_blocks, noted.all_at if first_new else now)
+
+
+def lost_turn(session_id: str) -> NotFound:
+    """The refusal to continue a session whose last turn is not recorded."""
+    return NotFound(
+        f"session_id: {session_id!r} cannot be continued, as its last turn is not recorded; send the full history, "
+        "with continues false"
+    )
+
+
+def _lost(session_id: str, state: _RoundRecord | _Unchanged | _Drop) -> _Drop | None:
+    """What is to be written of a state that could not be recorded, if its session may be continued."""
+    is_kept = isinstance(state, _Unchanged) or (isinstance(state, _RoundRecord) and state.request.keeps_session)
+    return _Drop(session_id, state.epoch, is_lost=True) if is_kept else None
 
 
 def session_record(session: Session, target_id: str) -> SessionRecord:

@@ -27,6 +27,7 @@ from bough.protocol.prefix_hash import TokenHistory
 from bough.protocol.sampling_params import UNLIMITED, SamplingParams, StopConditions
 from bough.protocol.thoughts import Channels, Thoughts
 from bough.protocol.worker_info import WorkerInfo, weights_differ
+from bough.registry.records import SessionRecord
 from bough.telemetry.tracing import NO_SPAN, Span
 from bough.trees.tree import Tree
 from orchestrator.sessions.deadline import Deadline
@@ -55,6 +56,7 @@ class Session:
     model_identity: str  # of the targets that the session's next request may run at
     weights_hash: str = ""  # of these targets; empty until one of them has reported it
     epoch: int = 0
+    before: SessionRecord | None = None  # the session before this request
     has_claim: bool = False  # whether the index has granted the epoch
     deadline: Deadline = field(default_factory=Deadline)
     round: int = 0

@@ -47,7 +47,10 @@ def gated(gate: asyncio.Event, from_call: int) -> Callable[[VerifyCall], Awaitab
 
 @pytest.mark.parametrize("has_written", [True, False], ids=["after rounds", "in its first round"])
 async def test_a_session_that_is_closed_at_another_orchestrator_ends_there(fakes: Fleet, has_written: bool) -> None:
-    """The entry that fences was deleted, and the stream's next record brought the session back."""
+    """The entry that fences was deleted, and the stream's next record brought the session back.
+
+    The stream gives back its KV, which otherwise stayed leased for a minute.
+    """
     target, _ = await fakes.target("t1")
     (_, first), (_, second) = await fakes.orchestrator(), await fakes.orchestrator()
     gate = asyncio.Event()
@@ -61,6 +64,7 @@ async def test_a_session_that_is_closed_at_another_orchestrator_ends_there(fakes
         gate.set()
         with pytest.raises(StaleEpoch):
             await asyncio.wait_for(running, 20)
+        await until(lambda: not target.held)
         assert await fakes.registry.load_session("s") is None
         with pytest.raises(NotFound, match="session_id: 's' is not known"):
             await read(closes, replace(KEPT, request_id="next", continues=True))

@@ -1,0 +1,126 @@
+"""Turns that the index could not record: no orchestrator continues the turn before in their place."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from unittest.mock import AsyncMock
+
+import pytest
+
+from bough.client import Client
+from bough.errors import InvalidRequest, NotFound, Unavailable
+from bough.protocol.generation import GenerateOptions, TextPrompt
+from bough.registry.registry import Registry
+from orchestrator.opening import recorder as recorder_module
+from orchestrator.serving.requests import Requests
+from tests.fakes.fleet import Fleet
+from tests.fakes.streams import failing, once, read
+from tests.fakes.waiting import until
+
+pytestmark = pytest.mark.slow  # running services are called
+TURN = GenerateOptions(session_id="s", seed=3, max_tokens=8, ignore_eos=True)
+NEXT = replace(TURN, continues=True)
+MORE = TextPrompt(" more")
+AWAY = Unavailable("the index cannot be written")
+REFUSAL = "session_id: 's' cannot be continued, as its last turn is not recorded; send the full history"
+
+
+@pytest.fixture(autouse=True)
+def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorder_module, "PAUSES_SECONDS", (0.01,) * 3)
+    monkeypatch.setattr(recorder_module, "SETTLING_SECONDS", 0.5)
+
+
+def cannot_record(requests: Requests, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Records of one orchestrator fail, though the index takes its claims and all that others write."""
+    own = Registry(requests.directory.registry.safe_url, "unused")
+    for name in ("record_session", "record_request", "drop_session"):
+        monkeypatch.setattr(own, name, AsyncMock(side_effect=AWAY))
+    monkeypatch.setattr(requests._recorder, "_registry", own)
+
+
+async def test_a_turn_that_was_not_recorded_is_not_passed_over(fakes: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next turn, here or at another orchestrator, silently continued the turn before the last one."""
+    await fakes.target("t1")
+    (requests, first), (_, second) = await fakes.orchestrator(), await fakes.orchestrator()
+    async with Client(first.address) as here, Client(second.address) as elsewhere:
+        before = await read(here, TURN)
+        registry = requests._recorder._registry
+        cannot_record(requests, monkeypatch)
+        lost = await read(here, NEXT, MORE)
+        assert any("not recorded" in warning for warning in lost.end.warnings)
+        await until(lambda: requests._recorder._logs["s"].lost is not None or _is_lost(requests))
+        for client in (here, elsewhere, here):
+            with pytest.raises(NotFound, match=REFUSAL):
+                await read(client, NEXT, MORE)
+        recorded = await fakes.registry.load_session("s")
+        assert recorded is not None
+        assert len(recorded.tokens) == before.started.prompt_tokens + 8
+        monkeypatch.setattr(requests._recorder, "_registry", registry)
+        await until(lambda: not requests._recorder._logs)
+        assert await fakes.registry.load_session("s") is None, "the index has forgotten what must not be continued"
+        with pytest.raises(NotFound, match="is not known"):
+            await read(elsewhere, NEXT, MORE)
+        whole = await read(elsewhere, TURN)
+        following = await read(here, NEXT, MORE)
+    assert following.started.prompt_tokens > whole.started.prompt_tokens + 8
+
+
+def _is_lost(requests: Requests) -> bool:
+    waiting = requests._recorder._logs["s"].waiting
+    return isinstance(waiting, recorder_module._Drop)
+
+
+async def test_a_turn_that_failed_before_its_first_round_leaves_the_session_as_it_was(fakes: Fleet) -> None:
+    target, _ = await fakes.target("t1")
+    (_, first), (_, second) = await fakes.orchestrator(), await fakes.orchestrator()
+    async with Client(first.address) as here, Client(second.address) as elsewhere:
+        before = await read(here, TURN)
+        target.before = once(failing(InvalidRequest("tree: is none")), 1)
+        with pytest.raises(InvalidRequest, match="tree: is none"):
+            await read(here, NEXT, MORE)
+
+        async def is_recorded() -> bool:
+            stored = await fakes.registry.stored_session("s")
+            return stored.record is not None and not stored.is_behind
+
+        await until(is_recorded)
+        after = await read(elsewhere, NEXT, MORE)
+    assert after.started.prompt_tokens == before.started.prompt_tokens + 8 + len(MORE.text)
+
+
+async def test_a_turn_that_runs_elsewhere_is_not_passed_over(fakes: Fleet) -> None:
+    target, _ = await fakes.target("t1")
+    (_, first), (_, second) = await fakes.orchestrator(), await fakes.orchestrator()
+    gate, reached = asyncio.Event(), asyncio.Event()
+
+    async def hold() -> None:
+        reached.set()
+        await gate.wait()
+
+    async with Client(first.address) as here, Client(second.address) as elsewhere:
+        await read(here, TURN)
+        target.before = once(hold, 1)
+        running = asyncio.create_task(read(here, NEXT, MORE))
+        await reached.wait()
+        with pytest.raises(NotFound, match=REFUSAL):
+            await read(elsewhere, NEXT, MORE)
+        gate.set()
+        second_turn = await running
+        third = await read(elsewhere, NEXT, MORE)
+    assert third.started.prompt_tokens == second_turn.started.prompt_tokens + 8 + len(MORE.text)
+
+
+async def test_nothing_is_continued_from_an_index_that_cannot_be_written(
+    fakes: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No other orchestrator could know that the recorded turn is not the last one any more."""
+    await fakes.target("t1")
+    requests, process = await fakes.orchestrator()
+    async with Client(process.address, patience_seconds=0.0) as client:
+        await read(client, TURN)
+        monkeypatch.setattr(requests.directory.registry, "claim_session", AsyncMock(side_effect=AWAY))
+        with pytest.raises(Unavailable, match="session_id: 's' cannot be continued now: the index cannot be written"):
+            await read(client, NEXT, MORE)
+        assert (await read(client, TURN)).token_ids, "with the full history it goes on"
