@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 RETRY_SECONDS = 1.0  # for so long after the first fault only the same target is tried
 MOST_TARGETS = 3  # at which one call may fail, or which it may bring down, in a row before it is the call's own fault
 MOST_IN_ALL = 9  # the same, if others were lost without it or had no room in between, as while all targets restart
+MOST_REMEMBERED = 64  # targets that were lost
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.05, 0.5  # between two attempts
 
 
@@ -38,6 +39,8 @@ class _Trouble:
     failed_at: set[str] = field(default_factory=set)  # targets that answered with an error and are still there
     num_in_row: int = 0  # targets where it failed, or that were lost in a sweep with it, since the last answer
     num_in_all: int = 0
+    lost_with: set[str] = field(default_factory=set)  # targets that were lost in a sweep with it
+    counted_at: float = 0.0  # when the last of them was
     away_seconds: float = 0.0  # spent without a target that could be used since the last answer, so not while calls ran
 
     def answered(self) -> None:
@@ -75,6 +78,7 @@ class Failover:
     directory: Directory
     claims: Epochs
     slots: Slots
+    _lost_at: dict[str, float] = field(default_factory=dict)  # when targets were lost, the latest last
 
     async def verify(self, session: Session, lease: TargetLease, proposal: Proposal) -> TimedResult:
         """Get the verdict; if the target fails, the lease may move to another one.
@@ -139,12 +143,25 @@ class Failover:
         target.health.blame(session.session_id, exc)
         if not isinstance(exc, Unavailable):
             trouble.failed_at.add(target.record.worker_id)
+        self._note_loss(target.record.worker_id, trouble, exc)
         trouble.count(exc)
         if trouble.is_own_fault:
             where = (
                 f"{MOST_TARGETS} targets in a row" if trouble.num_in_row >= MOST_TARGETS else f"{MOST_IN_ALL} targets"
             )
             raise BoughError(f"this request has failed at {where}, the last with: {exc}") from exc
+
+    def _note_loss(self, worker_id: str, trouble: _Trouble, exc: BoughError) -> None:
+        """Begin the call's count anew if targets were lost without it since it was counted last."""
+        if not isinstance(exc, NoAnswer):
+            return
+        self._lost_at.setdefault(worker_id, time.monotonic())
+        if len(self._lost_at) > MOST_REMEMBERED:
+            del self._lost_at[next(iter(self._lost_at))]
+        trouble.lost_with.add(worker_id)
+        if any(at > trouble.counted_at and name not in trouble.lost_with for name, at in self._lost_at.items()):
+            trouble.num_in_row = 0
+        trouble.counted_at = time.monotonic()
 
     async def _successor(
         self, session: Session, lost: TargetHandle, num_nodes: int, trouble: _Trouble, exc: BoughError

@@ -310,6 +310,23 @@ def test_faults_in_a_row_end_with_an_answer_or_a_loss_without_the_call() -> None
     assert trouble.is_own_fault
 
 
+async def test_faults_in_a_row_begin_anew_when_a_target_is_lost_without_the_call(fakes: Fleet) -> None:
+    await fakes.target("t1")
+    requests, _ = await fakes.orchestrator()
+    failover, lost = requests._rounds.failover, NoAnswer("connection reset", was_connected=True)
+    mine, others = _Trouble(0.0), _Trouble(0.0)
+    for number in range(MOST_TARGETS - 1):
+        for trouble in (mine, others):
+            failover._note_loss(f"shared-{number}", trouble, lost)
+            trouble.count(lost)
+    assert mine.num_in_row == others.num_in_row == MOST_TARGETS - 1, "both were there each time"
+    failover._note_loss("without mine", others, lost)
+    failover._note_loss("the next", mine, lost)
+    mine.count(lost)
+    others.count(lost)
+    assert (mine.num_in_row, others.num_in_row) == (1, MOST_TARGETS)
+
+
 async def test_the_sessions_of_a_lost_target_are_divided_among_the_others(fakes: Fleet) -> None:
     """All choose at the same moment: 20 of 20 went to one of two idle targets, and computed their texts there."""
     lost, server = await fakes.target("lost")
