@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from bough.errors import BoughError, Exhausted, NotFound, Unauthenticated
 from bough.protocol.decision import Decision
 from bough.protocol.generation import Event, Finished, GenerateOptions, Prompt, Started
+from bough.protocol.tenant_names import SEPARATOR
 from bough.security.api_keys import ApiKey, Keyring
 from bough.security.worker_key import WorkerKey
 from bough.telemetry.tracing import NO_TRACER, Tracer
@@ -23,8 +24,6 @@ from orchestrator.admission.tenant_usage import Count, TenantUsage
 from orchestrator.serving.requests import Requests
 from orchestrator.telemetry.request_totals import KEY_LIMIT
 from orchestrator.telemetry.request_trace import request_trace
-
-SEPARATOR = "::"  # tenants' names have no colons
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ Only the sweep thread uses it, except for `figures`, which any thread may call.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -13,11 +14,13 @@ from bough.errors import Exhausted, NotFound, Preempted
 from bough.model.kv.arena import Arena
 from bough.model.kv.slot import Slot
 from bough.protocol.prefix_hash import BLOCK_TOKENS, common_length, whole_blocks
+from bough.protocol.tenant_names import tenant_of
 from target_worker.kv.admission_order import AdmissionOrder
 from target_worker.kv.session_slot import SessionSlot, SlotState, Text
 from target_worker.kv.slot_index import SlotIndex
 
 MORE = ", or start with more --kv-memory"
+TURN_SECONDS = 5.0  # a session that has not called for so long is between two turns, not between two rounds
 
 
 class PoolFigures(NamedTuple):
@@ -39,7 +42,8 @@ class PoolFigures(NamedTuple):
 class SlotPool:
     """Leases rows of an arena to sessions.
 
-    A session keeps its slot while a call is in flight and for `lease_seconds` after it. Then the slot is idle: the
+    A session keeps its slot while a call is in flight and for `lease_seconds` after it, or between turns until a tenant
+    that holds less wants its rows. Then the slot is idle: the
     session may still call, and others may copy its prefix, until its rows are needed. Least recently used slots are
     evicted first, each from its end. A session that must grow may also take rows of younger ones: see `to_preempt`.
     """
@@ -251,6 +255,7 @@ class SlotPool:
         Preempted older sessions come first, and sessions in use must have room for their next step.
         """
         kept, num_before = self._kept, self._order.num_before(session_id, epoch)
+        self._share_out(session_id, num_rows)
         spare = sum(min(self._step_rows, session.num_growing) for session in kept.held)
         if session_id not in kept.sessions and kept.is_full:
             error = Exhausted(f"KV memory: the states of {len(kept.held)} sessions in use fill it; try again{MORE}")
@@ -264,6 +269,25 @@ class SlotPool:
             self._order.ask(session_id, epoch)
             raise Preempted(str(error))
         raise error
+
+    def _share_out(self, session_id: str, num_rows: int) -> None:
+        """End leases until there is room for a session, of tenants that hold more than its own would with it.
+
+        Only sessions between two turns lose theirs: of the tenant that holds most first, the least recently used first.
+        """
+        kept, tenant, since = self._kept, tenant_of(session_id), self._clock() - TURN_SECONDS
+        wanted = num_rows + sum(min(self._step_rows, session.num_growing) for session in kept.held)
+        held = Counter[str]()
+        for session in kept.held:
+            held[tenant_of(session.session_id)] += session.slot.num_rows
+        while kept.is_full or kept.num_available(kept.sessions.get(session_id)) < wanted:
+            between_turns = (s for s in kept.held if not s.is_busy and s.last_used <= since)
+            greedy = [s for s in between_turns if held[tenant_of(s.session_id)] > held[tenant] + num_rows]
+            if not greedy:
+                return
+            session = min(greedy, key=lambda s: (-held[tenant_of(s.session_id)], s.last_used))
+            held[tenant_of(session.session_id)] -= session.slot.num_rows
+            kept.let_go(session)
 
     def _expire(self) -> None:
         """Sessions whose lease has ended become idle."""
