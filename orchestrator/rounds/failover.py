@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 RETRY_SECONDS = 1.0  # for so long after the first fault only the same target is tried
 MOST_TARGETS = 3  # at which one call may fail, or which it may bring down, in a row before it is the call's own fault
 MOST_IN_ALL = 9  # the same, if others were lost without it or had no room in between, as while all targets restart
+DOUBT_SECONDS = 4.0  # before the last target that a call may bring down: others may be lost without it meanwhile
 MOST_REMEMBERED = 64  # targets that were lost
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.05, 0.5  # between two attempts
 
@@ -125,6 +126,9 @@ class Failover:
             if await _still_answers(lease.target):
                 return  # with the same epoch and round, which it answers again if already verified
         self._blame(session, lease.target, trouble, exc)
+        if isinstance(exc, NoAnswer) and exc.was_connected and trouble.num_in_row == MOST_TARGETS - 1:
+            await asyncio.sleep(DOUBT_SECONDS)
+            since += DOUBT_SECONDS
         while (target := await self._successor(session, lease.target, num_nodes, trouble, exc)) is None:
             if time.monotonic() - since > self.config.failover_timeout:
                 raise Unavailable(
