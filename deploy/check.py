@@ -16,12 +16,12 @@ from pydantic import BaseModel, ValidationError
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, ProxyLocation, RequestRouterConfig
 from ray.serve.schema import ServeDeploySchema
 
-from bough.cli.inspection.ray_dashboard import Node, RayDashboard
 from bough.config.addresses import is_loopback
 from bough.config.flag_parser import FlagParser
 from bough.config.json_fields import first_refusal
 from bough.config.processes import OrchestratorConfig, parse
 from bough.errors import BoughError, ConfigError
+from bough.health.ray_dashboard import Node, RayDashboard
 from bough.processes.child import STOP_SECONDS as KILL_AFTER_SECONDS
 from bough.runtime.log_lines import say_error
 from deploy.policies import CALLS, REQUESTS, PerReplica

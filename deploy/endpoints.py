@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from bough.cli.machine.progress import activation
 from bough.client import Client
 from bough.config.processes import OrchestratorConfig
 from bough.errors import ConfigError
+from bough.processes.progress import activation
 from bough.security.secured import files_towards
 from bough.security.worker_key import WorkerKey
 from deploy.check import orchestrator_of

@@ -18,13 +18,13 @@ from ray._private.resource_and_label_spec import ResourceAndLabelSpec
 from ray.exceptions import RayError
 from ray.serve.context import _get_global_client
 
-from bough.cli.inspection.doctor import find_problems
-from bough.cli.inspection.ray_dashboard import TIMEOUT_SECONDS, Application, Node, RayDashboard
-from bough.cli.machine.up import ensure_demonstration
 from bough.config.addresses import bound
 from bough.config.parsers import MAX_PORT, number
 from bough.config.processes import ServiceConfig
 from bough.errors import BoughError, ConfigError, Unauthenticated, Unavailable
+from bough.health.problems import find_problems
+from bough.health.ray_dashboard import TIMEOUT_SECONDS, Application, Node, RayDashboard
+from bough.processes.demonstration import ensure_demonstration
 from bough.runtime.log_lines import quoted_lines, say
 from bough.simulation.profile import load_profile
 from deploy.check import HAPROXY, check, load, orchestrator_of, require_resources, uses_haproxy

@@ -22,11 +22,11 @@ from bough.model.architecture.light_imports import import_transformers
 
 import_transformers()  # as workers do, before anything below would import more of it
 
-from bough.cli.machine.up import ensure_demonstration
 from bough.config import addresses
 from bough.config.cache_paths import demonstration_folder
 from bough.config.processes import DraftConfig, OrchestratorConfig, TargetConfig, parse
 from bough.model.checkpoint.tokenizer_files import load_tokenizer_files
+from bough.processes.demonstration import ensure_demonstration
 from bough.processes.launch import Cluster, Settings, launched
 from bough.tokenization.vocabulary import TokenizerFiles
 from loadtest.common.tiny_model import TINY, save_model, save_tokenizer

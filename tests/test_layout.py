@@ -123,6 +123,7 @@ def test_redis_in_one_file_and_ray_nowhere_but_in_deploy() -> None:
 def test_deploy_starts_programs_and_imports_none() -> None:
     for path in python_files("deploy"):
         assert not tops(path) & (SERVICES | TORCH | {"redis"}), path
+        assert not any(name.startswith("bough.cli.") for name in imports(path)), path
         assert "ray" not in tops(path) or path.name in {"app.py", "check.py", "local.py", "replicas.py"}, path
     for path in python_files("bough", *SERVICES):
         assert "deploy" not in tops(path), path

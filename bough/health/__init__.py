@@ -1,1 +1,1 @@
-"""`python -m bough.health`: whether a process serves, for containers and scripts."""
+"""Whether processes serve: one (`python -m bough.health`), all that an orchestrator knows, a Ray cluster."""

@@ -27,10 +27,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from bough.cli.machine.up import ensure_demonstration
 from bough.config.cache_paths import SUBSTITUTE_DROPS, demonstration_folder
 from bough.config.flag_parser import FlagParser
 from bough.config.processes import DraftConfig, parse
+from bough.processes.demonstration import ensure_demonstration
 from bough.tokenization.tokenizer import Tokenizer
 from draft_worker.worker import DraftWorker
 from loadtest.acceptance.bench import RANKS, Bench

@@ -15,9 +15,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from bough.cli.inspection.ray_dashboard import Deployment, RayDashboard, Replica
 from bough.client import Client
 from bough.errors import BoughError, ConfigError, Unavailable
+from bough.health.ray_dashboard import Deployment, RayDashboard, Replica
 from bough.protocol.generation import ServerInfo, WorkerStatus
 from loadtest.cluster.hosts import Host, hosts
 

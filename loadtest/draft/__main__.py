@@ -14,10 +14,10 @@ import json
 from pathlib import Path
 from typing import NamedTuple
 
-from bough.cli.machine.up import ensure_demonstration
 from bough.config.cache_paths import demonstration_folder
 from bough.config.flag_parser import FlagParser
 from bough.config.processes import DraftConfig, TargetConfig, parse
+from bough.processes.demonstration import ensure_demonstration
 from bough.protocol.messages import Context, GrowCall, VerifyCall
 from bough.protocol.sampling_params import SamplingParams
 from bough.tokenization.tokenizer import Tokenizer

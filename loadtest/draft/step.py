@@ -22,7 +22,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from bough.cli.machine.up import ensure_demonstration
 from bough.config.cache_paths import demonstration_folder
 from bough.config.flag_parser import FlagParser
 from bough.config.parsers import DRAFT_BITS, parse_bytes, parse_layers
@@ -32,6 +31,7 @@ from bough.model.cpu.huge_pages import large_pages
 from bough.model.cpu.threads import compute_with
 from bough.model.kv.session_kv import KVSlot
 from bough.model.running.runner import ResidentModel
+from bough.processes.demonstration import ensure_demonstration
 from bough.trees.tree import Tree
 from draft_worker.model.sources import load_draft
 from loadtest.common.machine import processor, timed

@@ -25,10 +25,10 @@ from pathlib import Path
 
 import numpy
 
-from bough.cli.machine.up import ensure_demonstration
 from bough.config.cache_paths import demonstration_folder
 from bough.config.flag_parser import FlagParser
 from bough.processes.child import KINDS
+from bough.processes.demonstration import ensure_demonstration
 from bough.processes.exit_with_parent import MODULE, start
 
 READY = "ready: "  # prefix of the line that `bough up` prints

@@ -41,12 +41,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from bough.cli.machine.up import ensure_demonstration
 from bough.client import Client
 from bough.config.cache_paths import SUBSTITUTE_DROPS, demonstration_folder
 from bough.config.flag_parser import FlagParser
 from bough.config.processes import DraftConfig, OrchestratorConfig, TargetConfig, parse
 from bough.model.checkpoint.tokenizer_files import load_tokenizer_files
+from bough.processes.demonstration import ensure_demonstration
 from bough.processes.launch import Settings, launched
 from bough.protocol.generation import GenerateOptions, TokenPrompt
 from bough.simulation.tokenizer import simulated_tokenizer

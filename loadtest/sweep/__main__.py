@@ -27,10 +27,10 @@ import json
 import os
 from typing import Any
 
-from bough.cli.machine.up import ensure_demonstration
 from bough.config.cache_paths import demonstration_folder
 from bough.config.flag_parser import FlagParser
 from bough.config.parsers import parse_bytes
+from bough.processes.demonstration import ensure_demonstration
 from loadtest.common.limits import can_limit
 from loadtest.sweep.parts import peak_over_budget, peer_ratios, sweep_ratios, tell
 from loadtest.sweep.rounds import link_busy_at

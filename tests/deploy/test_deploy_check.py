@@ -11,8 +11,8 @@ import yaml
 
 pytest.importorskip("ray")
 
-from bough.cli.inspection.ray_dashboard import Node
 from bough.errors import ConfigError
+from bough.health.ray_dashboard import Node
 from deploy.check import check, load, require_resources
 from deploy.policies import PerReplica
 

@@ -22,9 +22,9 @@ pytest.importorskip("ray")
 
 from ray.serve._private import haproxy
 
-from bough.cli.inspection.ray_dashboard import Application, Node, RayDashboard
 from bough.config.addresses import free_port
 from bough.errors import ConfigError, Unavailable
+from bough.health.ray_dashboard import Application, Node, RayDashboard
 from bough.processes.child import STOP_SECONDS as KILL_AFTER_SECONDS
 from deploy import local
 from deploy.check import check, load

@@ -16,10 +16,10 @@ import pytest
 
 pytest.importorskip("ray")
 
-from bough.cli.inspection.ray_dashboard import RayDashboard
 from bough.client import Client
 from bough.config.addresses import free_port
 from bough.errors import ConfigError, Unavailable
+from bough.health.ray_dashboard import RayDashboard
 from bough.registry.registry import Registry
 from deploy.check import check, load, require_resources
 from deploy.settings import PORTS

@@ -11,11 +11,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from bough.cli.machine import up
 from bough.config.cache_paths import EXPANSION_NAME, demonstration_folder, is_written, original_file
 from bough.errors import ConfigError
 from bough.model import write_demonstration as writing
 from bough.model.checkpoint.gguf_file import read_gguf
+from bough.processes import demonstration
 from bough.tokenization.chat_template import ChatTemplate
 from bough.tokenization.demonstration_template import DEMONSTRATION_TEMPLATE, TEMPLATE_NAME
 from orchestrator.tools.formats import HERMES, format_of
@@ -31,9 +31,9 @@ def test_who_comes_second_waits_and_writes_nothing(tmp_path: Path, monkeypatch: 
         (folder / EXPANSION_NAME).write_text(json.dumps({"copies": copies}))
         written.append(folder)
 
-    monkeypatch.setattr(up, "_write_demonstration", write)
+    monkeypatch.setattr(demonstration, "_write_demonstration", write)
     with ThreadPoolExecutor(3) as pool:
-        for waiting in [pool.submit(up.ensure_demonstration, 2) for _ in range(3)]:
+        for waiting in [pool.submit(demonstration.ensure_demonstration, 2) for _ in range(3)]:
             waiting.result()
     assert written == [demonstration_folder(2)]
 
@@ -42,7 +42,7 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: py
     (tmp_path / "file").touch()
     monkeypatch.setenv("BOUGH_CACHE_DIR", str(tmp_path / "file"))
     with pytest.raises(ConfigError, match=r"file/smollm2-135m-x3: .*exists.*; set BOUGH_CACHE_DIR to"):
-        up.ensure_demonstration(2)
+        demonstration.ensure_demonstration(2)
 
 
 def test_what_a_killed_run_has_left_makes_room_and_one_that_fails_leaves_nothing(
@@ -75,7 +75,7 @@ def test_a_model_of_an_earlier_version_gets_the_template_with_tools(
     folder.mkdir()
     (folder / EXPANSION_NAME).write_text('{"copies": 2}')
     (folder / TEMPLATE_NAME).write_text("without tools")
-    up.ensure_demonstration(2)
+    demonstration.ensure_demonstration(2)
     assert (folder / TEMPLATE_NAME).read_text() == DEMONSTRATION_TEMPLATE
 
 

@@ -13,10 +13,10 @@ from typing import IO
 
 import pytest
 
-from bough.cli.inspection.doctor import find_problems
 from bough.client import Client
 from bough.config.processes import OrchestratorConfig, parse
 from bough.errors import Unavailable
+from bough.health.problems import find_problems
 from bough.processes.launch import Cluster
 from bough.protocol.generation import Event, Finished, GenerateOptions, Speculation, Started, Tokens
 from bough.registry.registry import Registry

@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 
-from bough.cli.inspection.doctor import find_problems
 from bough.client import Client
 from bough.config.processes import OrchestratorConfig, parse
+from bough.health.problems import find_problems
 from bough.processes.launch import Cluster
 from bough.protocol.generation import Finished, GenerateOptions, Speculation, TokenPrompt, Tokens
 from bough.trees.tree_plan import Scheme, StaticShape

@@ -8,17 +8,17 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from itertools import combinations
 from typing import Any
 
 from bough import __version__
 from bough.cli.flags.reaching import MISSING, client_from
-from bough.cli.inspection.ray_dashboard import Application, Deployment, Node, RayDashboard
 from bough.config.addresses import is_wildcard, joined
 from bough.config.processes import DEFAULT_PORT
 from bough.errors import BoughError, ConfigError, Unauthenticated
+from bough.health.problems import find_problems
+from bough.health.ray_dashboard import Application, Deployment, Node, RayDashboard
 from bough.protocol.decision import DraftCalibration
-from bough.protocol.generation import Loads, ServerInfo, WorkerStatus
+from bough.protocol.generation import Loads, WorkerStatus
 from bough.runtime.exit_status import FAILED
 from bough.runtime.log_lines import quoted_lines, say
 
@@ -79,28 +79,6 @@ def _conclude(problems: list[str]) -> int:
     if not problems:
         say("all is well")
     return FAILED if problems else 0
-
-
-def find_problems(server: ServerInfo) -> list[str]:
-    """Problems, one sentence each."""
-    problems = [server.index_problem] if server.index_problem else []
-    problems += [
-        f"{worker.info.worker_id} is not used: {worker.problem}" for worker in server.workers if worker.problem
-    ]
-    pairs = combinations([worker.info for worker in server.workers], 2)
-    problems += [
-        f"{contradiction}; sessions do not move between them: put the same files in both places and start again"
-        for first, second in pairs
-        if (contradiction := first.contradiction(second))
-    ]
-    usable = {worker.info.kind for worker in server.workers if not worker.problem}
-    if "target" not in usable:
-        problems.append("no target worker: nothing can be generated")
-    if "draft" not in usable and not server.is_draftless:
-        problems.append("no draft worker: guesses come from a session's own text only")
-    if server.bough_version != __version__:
-        problems.append(f"the orchestrator is bough {server.bough_version}, this command {__version__}")
-    return problems
 
 
 def _describe_loads(loads: Loads) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import errno
-import fcntl
 import json
 import os
 import re
@@ -15,7 +14,6 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from bough.cli.machine.progress import Progress, activation
 from bough.cli.planning.demonstration import STREAMED, placement_flags
 from bough.client import Client
 from bough.config.addresses import bound, free_port, has_page
@@ -24,7 +22,6 @@ from bough.config.cache_paths import (
     SUBSTITUTE_DROPS,
     demonstration_folder,
     is_written,
-    make_space,
     original_file,
 )
 from bough.config.processes import DraftConfig, OrchestratorConfig, TargetConfig, parse
@@ -35,9 +32,10 @@ from bough.model.checkpoint.gguf_file import is_gguf
 from bough.model.checkpoint.hub import fetch, is_hub_id
 from bough.model.checkpoint.tokenizer_files import load_tokenizer_files
 from bough.model.sizes.draft_needs import draft_needs
-from bough.processes.exit_with_parent import python, run
+from bough.processes.demonstration import ensure_demonstration
 from bough.processes.launch import Settings, launched
 from bough.processes.memory_division import divide, divide_gpu, on_one_gpu, require_kv
+from bough.processes.progress import Progress, activation
 from bough.processes.supervision import supervised
 from bough.registry.url import without_passwords
 from bough.runtime.log_lines import say, tell
@@ -46,7 +44,6 @@ from bough.security.certificates import AUTHORITY
 from bough.security.secured import files_towards
 from bough.simulation.profile import load_profile, shipped_profiles
 from bough.sizing.placement import gigabytes
-from bough.tokenization.demonstration_template import has_template, write_template
 from bough.tokenization.vocabulary import TokenizerFiles, first_difference
 
 HTTP_PORT = 8000  # the usual port of such servers
@@ -295,35 +292,6 @@ def _gpu(device: str) -> str:
 
 def _given(flag: str, value: str | int | None) -> list[str]:
     return [] if value is None else [flag, str(value)]
-
-
-def ensure_demonstration(copies: int = DEMONSTRATION_COPIES) -> None:
-    """Write the demonstration model unless it exists, in a separate process and under a file lock.
-
-    Raises:
-        ConfigError: it could not be written.
-    """
-    folder = demonstration_folder(copies)
-    if is_written(folder, copies):
-        if not has_template(folder):
-            with suppress(OSError):  # in a folder of somebody else it stays without tools
-                write_template(folder)
-        return
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with folder.with_name(f".{folder.name}.lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if not is_written(folder, copies):
-                make_space(folder, copies)
-                _write_demonstration(folder, copies)
-    except OSError as exc:
-        raise ConfigError(f"{folder}: {exc}; set BOUGH_CACHE_DIR to a folder that can be written to") from exc
-
-
-def _write_demonstration(folder: Path, copies: int) -> None:
-    print(f"writing the demonstration model to {folder}", file=sys.stderr)
-    if run(python("bough.model.write_demonstration", str(folder), str(copies))) != 0:
-        raise ConfigError(f"{folder}: the demonstration model could not be written")
 
 
 def announce_first_start() -> None:

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from bough.cli.inspection.doctor import cluster_problems, doctor, orchestrators, report_cluster
-from bough.cli.inspection.ray_dashboard import RayDashboard, ray_token
 from bough.cli.main import argument_parser
 from bough.errors import ConfigError, Unavailable
+from bough.health.ray_dashboard import RayDashboard, ray_token
 
 NODES = [
     {"node_ip": "10.0.0.1", "state": "ALIVE", "state_message": None, "resources_total": {"CPU": 4.0, "memory": 1e9}},

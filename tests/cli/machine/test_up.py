@@ -17,7 +17,6 @@ from typing import cast
 import pytest
 
 from bough.cli.machine.up import (
-    ensure_demonstration,
     require_free_ports,
     require_models,
     settings_from,
@@ -28,6 +27,7 @@ from bough.cli.main import argument_parser
 from bough.client import Client
 from bough.config.addresses import free_port
 from bough.errors import CheckpointError, ConfigError, PairingError
+from bough.processes.demonstration import ensure_demonstration
 from bough.processes.exit_with_parent import MODULE
 from bough.protocol.generation import ServerInfo, WorkerStatus
 from bough.protocol.worker_info import WorkerInfo

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from bough.cli.inspection.doctor import find_problems
 from bough.client import Client
 from bough.errors import BoughError, PairingError, Unavailable
+from bough.health.problems import find_problems
 from bough.processes.compatibility import check_compatibility
 from bough.protocol.generation import GenerateOptions, Resume, TextPrompt
 from bough.protocol.worker_info import WorkerInfo

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from bough.cli.machine.progress import ERASE_LINE, Progress, activation
 from bough.processes.launch import PendingProcesses
+from bough.processes.progress import ERASE_LINE, Progress, activation
 from bough.runtime.log_lines import tell
 
 
