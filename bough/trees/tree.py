@@ -16,6 +16,7 @@ from bough.trees.tree_plan import Scheme
 IntArray = NDArray[np.int32]
 FloatArray = NDArray[np.float32]
 BoolArray = NDArray[np.bool_]
+NO_TOKEN = -1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -106,16 +107,25 @@ class Tree:
             children[parent][tokens[node]] = node
         return children
 
-    def along(self, tokens: Iterable[int]) -> list[int]:
-        """The nodes of the longest path from the root (excluded) that spells a prefix of `tokens`."""
-        nodes, keys = [0], self.keys()
-        for token in tokens:
-            wanted = nodes[-1] << 32 | token
+    def walk(self, token_after: Callable[[Sequence[int]], int]) -> tuple[list[int], int]:
+        """Walk down from the root while the token after the path is a child's.
+
+        `token_after` takes the nodes of the path so far. Returns the path, root included, and the first token that is
+        no child's.
+        """
+        path, keys = [0], self.keys()
+        while True:
+            token = token_after(path)
+            wanted = path[-1] << 32 | token
             node = int((keys == wanted).argmax())
             if keys[node] != wanted:
-                break
-            nodes.append(node)
-        return nodes[1:]
+                return path, token
+            path.append(node)
+
+    def along(self, tokens: Iterable[int]) -> list[int]:
+        """The nodes of the longest path from the root (excluded) that spells a prefix of `tokens`."""
+        following = iter(tokens)
+        return self.walk(lambda _: next(following, NO_TOKEN))[0][1:]
 
     def keys(self) -> NDArray[np.int64]:
         """(num_nodes,) parent and token of each node as one number."""

@@ -13,6 +13,7 @@ from bough.model.kv.segment import Segment
 from bough.model.kv.slot import Slot, require_prefix
 from bough.model.sampling.token_counts import TokenCounts
 from bough.protocol.messages import GrowCall
+from bough.trees.tree import Tree
 from bough.trees.tree_plan import MAX_EXPANSIONS
 from draft_worker.candidates.candidates import Guessing, StepAnswer
 from draft_worker.candidates.temperature_scaling import TemperatureScaling
@@ -159,13 +160,16 @@ class DraftSession:
         """
         if self.grown is None or self.grown.tokens[0] != tokens[0] or len(tokens) == 1:
             return
-        expansions = self.grown.expanded_along(tokens[1:-1])
+        expansions = self.grown.expansions[[0, *self.grown.tree().along(tokens[1:-1])]]
+        expansions = expansions[expansions >= 0]  # below a node that was not expanded there is none
         right = np.array(tokens[1 : 1 + len(expansions)], np.int32)
-        self._scaling.observe(self.explored.raw_candidates(np.array(expansions, np.int32)), right)
+        self._scaling.observe(self.explored.raw_candidates(expansions), right)
 
     def _follow(self, tokens: list[int]) -> None:
         """Commit the KV of accepted tokens (all but the last), and keep the expansions below the last."""
-        path = self.explored.walk(tokens)
+        chain = Tree.chain(tokens)
+        found = self.explored.find_tree(chain.parents, chain.tokens)
+        path: list[int] = found[found >= 0].tolist()  # nothing is below a missing one
         accepted = path[: len(tokens) - 1]
         rows, below = accepted, ExpansionCache(self.slot.length + len(tokens) - 1)
         if len(path) == len(tokens):

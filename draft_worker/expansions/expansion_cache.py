@@ -5,7 +5,6 @@ It outlives the trees: accepted nodes need not be run again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -124,13 +123,6 @@ class ExpansionCache:
         """Candidates after these expansions, with scaled probabilities."""
         raw = self.raw_candidates(expansions)
         return Candidates(raw.tokens, scaled(raw.log_probs, self.power))
-
-    def walk(self, tokens: Sequence[int]) -> list[int]:
-        """Expansions along these tokens from the root down, as far as there are any."""
-        chain = np.arange(-1, len(tokens) - 1, dtype=np.int32)
-        found = self.find_tree(chain, np.asarray(tokens, np.int32))
-        path: list[int] = found[found >= 0].tolist()  # nothing is below a missing one
-        return path
 
     def below(self, expansion: int, base: int) -> tuple[ExpansionCache, NDArray[np.int32]]:
         """The cache below an expansion that becomes the root in slot row `base`, and the expansions that it keeps."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import takewhile
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -49,17 +47,6 @@ class GrowingTree:
         self.scores[new], self.depths[new] = self.scores[parents] + log_probs, self.depths[parents] + 1
         self.num_nodes = new.stop
         return np.arange(new.start, new.stop)
-
-    def expanded_along(self, tokens: Sequence[int]) -> list[int]:
-        """Expansions of the root and the nodes along these tokens below it, up to the first that was not expanded."""
-        parents, held = self.parents[: self.num_nodes], self.tokens[: self.num_nodes]
-        path = [0]
-        for token in tokens:
-            below = np.flatnonzero((parents == path[-1]) & (held == token))
-            if len(below) == 0:
-                break
-            path.append(int(below[0]))
-        return [*takewhile(lambda expansion: expansion >= 0, self.expansions[path].tolist())]
 
     def tree(self) -> Tree:
         cut = slice(0, self.num_nodes)

@@ -7,6 +7,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from functools import partial
 
+import numpy as np
+
 from bough.concurrency.tasks import background
 from bough.trees.suffix_automaton import (
     DraftOpinion,
@@ -116,14 +118,11 @@ class PromptLookup:
 
     def observe(self, guesses: Guesses, chosen: Sequence[int]) -> None:
         """Learn from the tokens that the target chose below the root, whether the guesses were sent or not."""
-        children, node = guesses.tree.children(), 0
-        for token in chosen:
-            for guess, child in children[node].items():
+        tree = guesses.tree
+        for node, token in zip((0, *tree.along(chosen)), chosen, strict=False):
+            for child in np.flatnonzero(tree.parents == node).tolist():
                 for acceptance in (self._own, self._shared):
-                    acceptance.observe(guesses.kinds[child - 1], guess == token)
-            if token not in children[node]:
-                break
-            node = children[node][token]
+                    acceptance.observe(guesses.kinds[child - 1], int(tree.tokens[child]) == token)
 
     def _log_prob(self, kind: GuessKind) -> float:
         return math.log(self._own.probability(kind))

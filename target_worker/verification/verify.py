@@ -39,12 +39,7 @@ def walk(tree: Tree, draw: Callable[[Sequence[int]], int]) -> Verdict:
 
     `draw` takes a path of nodes from the root and returns the token after it.
     """
-    children = tree.children()
-    path = [0]
-    token = draw(path)
-    while token in children[path[-1]]:
-        path.append(children[path[-1]][token])
-        token = draw(path)
+    path, token = tree.walk(draw)
     return Verdict(tuple(path[1:]), token)
 
 

@@ -61,7 +61,9 @@ def test_a_walk_ends_where_nothing_is_explored(steps: list[list[Place]], tokens:
     path: list[int] = []
     while len(path) < len(tokens) and (place := (path[-1] if path else -1, tokens[len(path)])) in index:
         path.append(index[place])
-    assert explored.walk(tokens) == path
+    chain = np.arange(-1, len(tokens) - 1, dtype=np.int32)
+    found = explored.find_tree(chain, np.array(tokens, np.int32)).tolist()
+    assert found == [*path, *[-1] * (len(tokens) - len(path))]
 
 
 @given(steps, st.integers(0, 10**6))
