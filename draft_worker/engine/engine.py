@@ -17,7 +17,7 @@ from bough.concurrency.futures import settle
 from bough.errors import InvalidRequest, NotFound, StaleEpoch, Unavailable
 from bough.protocol.cost_curve import CostCurve
 from bough.protocol.messages import GrowCall, GrowResult, Timings
-from bough.sizing.step_times import StepTimes
+from bough.sizing.sweep_times import SweepTimes
 from bough.telemetry.spans import FinishedSpan, note_span
 from bough.trees.tree import Tree
 from bough.trees.tree_plan import BestFirst
@@ -83,7 +83,7 @@ class DraftEngine:
         self._running: dict[str, _Running] = {}
         self._waiting: deque[PendingGrow] = deque()  # while all room belongs to sessions whose trees grow
         self._ahead: OrderedDict[str, DraftAhead] = OrderedDict()
-        self._times = StepTimes(MAX_STEP_ROWS)
+        self._times = SweepTimes(1, MAX_STEP_ROWS)
         self.cost: CostCurve | None = None  # seconds of a draft step by rows; readable by any thread
         self.num_trees = 0
         self.num_nodes = 0  # of these trees, roots included

@@ -19,7 +19,6 @@ from bough.protocol.generation import Speculation
 from bough.protocol.messages import GrowResult, Timings, VerifyResult
 from bough.simulation.profile import Factors, Profile, jittered
 from bough.sizing.division import SweepTree, divide
-from bough.sizing.step_times import StepTimes
 from bough.sizing.sweep_times import SweepPrior, SweepTimes
 from bough.trees.tree import Tree
 from bough.trees.tree_plan import BestFirst, TreePlan
@@ -48,7 +47,7 @@ class World:
         self._growing: list[Growing] = []
         self._calls: list[Verifying] = []
         self._draft_wakes, self._target_wakes = self.env.event(), self.env.event()
-        self._step_times = StepTimes(profile.target.max_nodes)
+        self._step_times = SweepTimes(1, profile.target.max_nodes)
         target = profile.target
         self._sweep_times = SweepTimes(target.row_step, target.max_sweep_rows, _prior(profile))
         self._price = TokenPrice()

@@ -9,7 +9,7 @@ from bough.protocol.cost_curve import CostCurve
 from bough.protocol.messages import VerifyResult
 from bough.protocol.worker_info import WorkerInfo
 from bough.registry.records import WorkerLoad
-from orchestrator.sizing.worker_times import RecentMedian, TargetTimes
+from orchestrator.sizing.round_times import RecentMedian, WorkerTimes
 
 USUAL_OUTPUT = 128  # tokens that an answer is expected to have, unless limited to fewer
 USUAL_ROWS = 8.0  # of a session in a sweep, before any were observed
@@ -41,21 +41,8 @@ class UsualRound:
             self.tree_rows.add(result.num_rows / result.num_trees)
 
 
-@dataclass(slots=True)
-class TargetSpeed:
-    """How fast one target is: its sweeps' cost curve, and how long requests kept their slots."""
-
-    times: TargetTimes = field(default_factory=TargetTimes)
-    stay_seconds: RecentMedian = field(default_factory=lambda: RecentMedian(0.0))  # for which requests had their slots
-
-    @property
-    def curve(self) -> CostCurve:
-        """Seconds of a sweep by rows."""
-        return self.times.curve or UNKNOWN
-
-
 def expected_seconds(
-    speed: TargetSpeed, usual: UsualRound, info: WorkerInfo, load: WorkerLoad, num_running: int, need: Need
+    times: WorkerTimes, usual: UsualRound, info: WorkerInfo, load: WorkerLoad, num_running: int, need: Need
 ) -> float:
     """Expected seconds of a request at a target, where this orchestrator runs `num_running` others.
 
@@ -64,19 +51,19 @@ def expected_seconds(
     """
     num_others = max(num_running, _num_held(info, load) - (need.home_id == info.worker_id))
     other_rows = round(num_others * usual.tree_rows.median)
-    curve = speed.curve
+    curve = times.curve or UNKNOWN
     reading = curve(max(1, need.num_tokens - need.held.get(info.worker_id, 0)) + other_rows)
     waiting = curve(other_rows) / 2 if num_others else 0.0
     num_rounds = max(1.0, min(need.num_output, USUAL_OUTPUT) / usual.num_tokens.median)
     working = num_rounds * curve(other_rows + round(usual.tree_rows.median))
     if need.home_id != info.worker_id and _lacks_room(info, load, need):
-        waiting += expected_wait(speed, num_others, reading + working)
+        waiting += expected_wait(times, num_others, reading + working)
     return reading + waiting + working
 
 
-def expected_wait(speed: TargetSpeed, num_there: int, usual_seconds: float) -> float:
+def expected_wait(times: WorkerTimes, num_there: int, usual_seconds: float) -> float:
     """Seconds until a session with a slot ends; before any was observed, it is assumed to take `usual_seconds`."""
-    return (speed.stay_seconds.median or usual_seconds) / max(1, num_there)
+    return (times.stay_seconds.median or usual_seconds) / max(1, num_there)
 
 
 def _num_held(info: WorkerInfo, load: WorkerLoad) -> int:

@@ -13,9 +13,10 @@ from bough.protocol.messages import VerifyResult
 from bough.protocol.worker_info import WorkerInfo
 from bough.registry.records import WorkerRecord
 from bough.tokenization.tokenizer import Tokenizer
-from orchestrator.cluster.expected_wait import Need, TargetSpeed, UsualRound, expected_seconds
+from orchestrator.cluster.expected_wait import Need, UsualRound, expected_seconds
 from orchestrator.cluster.worker_clients import DraftClient, TargetClient
 from orchestrator.cluster.worker_health import Health
+from orchestrator.sizing.round_times import WorkerTimes
 
 # Of what a worker tells of itself, as it changes while it runs.
 CHANGING = ("weights_hash", "num_sessions", "kv_used_bytes", "num_waiting", "num_running", "num_passes")
@@ -35,11 +36,11 @@ class WorkerHandle(Generic[AnyClient]):
     num_running: int = 0
     num_missing: int = 0  # consecutive polls of the index without it
     health: Health = field(default_factory=Health)
-    speed: TargetSpeed = field(default_factory=TargetSpeed)  # for targets
+    speed: WorkerTimes = field(default_factory=WorkerTimes)  # for targets
     usual: UsualRound = field(default_factory=UsualRound)  # shared by all workers
 
     def __post_init__(self) -> None:
-        self.speed.times.update(self.info.worker_id, self.info.cost)
+        self.speed.update(self.info.worker_id, self.info.cost)
 
     @property
     def is_usable(self) -> bool:
@@ -57,7 +58,7 @@ class WorkerHandle(Generic[AnyClient]):
         return self.num_running, load.kv_used_bytes / max(1, load.kv_bytes)
 
     def observe(self, result: VerifyResult) -> None:
-        self.speed.times.update(self.info.worker_id, result.cost)
+        self.speed.update(self.info.worker_id, result.cost)
         self.usual.observe(result)
 
     def learn(self, info: WorkerInfo) -> None:

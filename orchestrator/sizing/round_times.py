@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import logging
+import statistics
+from collections import deque
+from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import NamedTuple
 
+from bough.errors import InvalidCurve
+from bough.protocol.cost_curve import CostCurve
 from bough.protocol.decision import RoundSeconds
 from bough.sizing.choice import SweepLoad
 from orchestrator.sizing.pairs import RoundStats
 from orchestrator.sizing.plans import RoundOutcome, Situation, WorkerFacts
-from orchestrator.sizing.worker_times import NANO, DraftTimes, TargetTimes
 
+logger = logging.getLogger(__name__)
+
+NANO = 1e-9
+NUM_RECENT = 7  # samples of a median, which follows a change after four
 HIDDEN_FROM = 0.25  # of a sweep; calls with a longer queueing time wait for another sweep to end
 SHARE_OF_WAIT = 0.9  # of that wait, that may be spent drafting
 SMALL_CONTEXT = 16  # tokens; a round with more reads a prompt, and its times say little about the next round's
@@ -18,19 +26,73 @@ FIRST_STEPS = 4  # of a tree, before any was observed
 MAX_WORKERS = 64  # limit of each kind; the most recently used are kept
 
 
-class StepCost(NamedTuple):
-    """The cost of another draft step."""
+class RecentMedian:
+    """The median of the last NUM_RECENT samples, which is robust against outliers."""
 
-    free_seconds: float  # drafting time that only fills a wait for another sweep; 0 if drafting delays the round
-    step_seconds: float
+    def __init__(self, default: float = 0.0) -> None:
+        self.median = default  # before the first sample
+        self._values: deque[float] = deque(maxlen=NUM_RECENT)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether there is a sample."""
+        return bool(self._values)
+
+    def add(self, value: float) -> None:
+        """Add a sample."""
+        self._values.append(value)
+        self.median = statistics.median(self._values)
+
+
+@dataclass(slots=True)
+class WorkerTimes:
+    """A worker's cost curve, and what was measured of rounds with it, in seconds where nothing else is said."""
+
+    curve: CostCurve | None = None  # seconds of a sweep, or of a draft step, by rows
+    has_warned: bool = False  # whether an invalid curve was logged; every reply may have one
+    network: RecentMedian = field(default_factory=RecentMedian)
+    queue: RecentMedian = field(default_factory=RecentMedian)
+    # Of a target:
+    drafting: RecentMedian = field(default_factory=RecentMedian)  # before the call, network included
+    beside: RecentMedian = field(default_factory=RecentMedian)  # in the worker, without queue and sweep
+    orchestrator: RecentMedian = field(default_factory=RecentMedian)  # of a round, outside calls
+    stay_seconds: RecentMedian = field(default_factory=RecentMedian)  # for which requests had their slots
+    other_rows: RecentMedian = field(default_factory=RecentMedian)  # rows of other sessions in a sweep
+    other_trees: RecentMedian = field(default_factory=RecentMedian)
+    foreign: RecentMedian = field(default_factory=RecentMedian)  # those of other orchestrators at least
+    # Of a draft worker:
+    ratio: RecentMedian = field(default_factory=lambda: RecentMedian(1.0))  # a step's time over the curve's for one row
+
+    def update(self, worker_id: str, curve: CostCurve | None) -> None:
+        """Replace the curve; None and invalid curves are ignored, the latter with one warning."""
+        if curve is None or curve == self.curve:
+            return
+        try:
+            curve.validate("cost")
+        except InvalidCurve as exc:
+            if not self.has_warned:
+                logger.warning("%s: %s; going on with what was known before", worker_id, exc)
+            self.has_warned = True
+        else:
+            self.curve = curve
+
+    @property
+    def other_rows_known(self) -> int | None:
+        """Rows of other sessions to expect in a sweep; None before a round that read no prompt."""
+        return round(self.other_rows.median) if self.other_rows.is_known else None
+
+    @property
+    def step_seconds(self) -> float:
+        """Seconds of a draft step of the recent width and load; 0 if unknown."""
+        return self.ratio.median * self.curve(1) if self.curve is not None else 0.0
 
 
 class RoundTimes:
     """Measurements of all rounds, by worker."""
 
     def __init__(self) -> None:
-        self._targets = lru_cache(MAX_WORKERS)(lambda _: TargetTimes())  # by worker; new ones are empty
-        self._drafts = lru_cache(MAX_WORKERS)(lambda _: DraftTimes())
+        self._targets = lru_cache(MAX_WORKERS)(lambda _: WorkerTimes())  # by worker; new ones are empty
+        self._drafts = lru_cache(MAX_WORKERS)(lambda _: WorkerTimes())
 
     def note(self, situation: Situation) -> None:
         """Take over the cost curves that workers reported when introduced."""
@@ -57,15 +119,15 @@ class RoundTimes:
         """Seconds by which a draft's tree delays a round."""
         return 0.0 if self._is_hidden(situation) else self._drafting_seconds(situation, stats)
 
-    def step_cost(self, situation: Situation) -> StepCost:
-        """Cost of a step of the usual width."""
-        draft, target = situation.draft, self._targets(situation.target.worker_id)
-        if draft is None:
-            return StepCost(0.0, 0.0)
-        free = 0.0
-        if self._is_hidden(situation):
-            free = target.drafting.median + SHARE_OF_WAIT * self._wait(situation)
-        return StepCost(free, self._drafts(draft.worker_id).step_seconds)
+    def free_seconds(self, situation: Situation) -> float:
+        """Drafting time that only fills a wait for another sweep; 0 if drafting delays the round."""
+        if situation.draft is None or not self._is_hidden(situation):
+            return 0.0
+        return self._targets(situation.target.worker_id).drafting.median + SHARE_OF_WAIT * self._wait(situation)
+
+    def step_seconds(self, situation: Situation) -> float:
+        """Seconds of another draft step of the usual width."""
+        return self._drafts(situation.draft.worker_id).step_seconds if situation.draft is not None else 0.0
 
     def expect(self, parts: RoundSeconds, situation: Situation, load: SweepLoad, stats: RoundStats | None) -> None:
         """Fill in the expected parts of a round except its sweep; `stats` is given if a draft is asked."""

@@ -233,10 +233,10 @@ class TreeSizer:
         speculation = situation.speculation
         budget = min(MOST_NODES, math.ceil(ROOM_TO_GROW * best.num_nodes))
         width = speculation.width or min(max(self._default.width, budget // 8), max(LEAST_WIDTH, budget // 2))
-        free_seconds, step_seconds = self._times.step_cost(situation)
+        free_seconds = self._times.free_seconds(situation)
         price, depth = 0.0, self._max_depth
         if not free_seconds:
-            price = session.pair.margin.price(best.rate * step_seconds)
+            price = session.pair.margin.price(best.rate * self._times.step_seconds(situation))
             depth = depth if price else UNKNOWN.depth
         return BestFirst(budget, width, speculation.depth or depth, step_price=price, seconds=free_seconds)
 

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bough.protocol.cost_curve import CostCurve
-from bough.sizing.step_times import StepTimes
 from bough.sizing.sweep_times import SweepPrior, SweepTimes, expert_volume
 
 MOST = 1024
@@ -52,7 +51,7 @@ def after(machine: Machine, num: int, rows: Rows = any_rows, step: int = 1) -> S
     return times
 
 
-def check_curve(times: SweepTimes | StepTimes) -> CostCurve:
+def check_curve(times: SweepTimes) -> CostCurve:
     curve = times.curve()
     assert curve is not None
     curve.validate("cost")
@@ -260,7 +259,7 @@ def test_whatever_comes_the_curve_is_one(
     times = SweepTimes(
         step, MOST, SweepPrior(step, CostCurve((1, 100), (0.1, 0.5), step), 10, 2.0) if has_prior else None
     )
-    steps = StepTimes(64)
+    steps = SweepTimes(1, 64)
     for rows, total, waited, num_bytes in sweeps:
         times.observe(rows, total, waited * total, num_bytes)
         steps.observe(rows, total)
@@ -269,7 +268,7 @@ def test_whatever_comes_the_curve_is_one(
 
 
 def test_what_is_no_sweep_is_no_sample() -> None:
-    times, steps = SweepTimes(1, MOST), StepTimes(64)
+    times, steps = SweepTimes(1, MOST), SweepTimes(1, 64)
     for rows, seconds in ((0, 1.0), (1, 0.0), (1, -1.0)):
         times.observe(rows, seconds, 0.0)
         steps.observe(rows, seconds)
@@ -277,7 +276,7 @@ def test_what_is_no_sweep_is_no_sample() -> None:
 
 
 def test_draft_steps_are_known_by_their_rows() -> None:
-    steps, random = StepTimes(64), np.random.default_rng(0)
+    steps, random = SweepTimes(1, 64), np.random.default_rng(0)
     for number in range(200):
         rows = [1, 2, 8, 16][number % 4]
         steps.observe(rows, (0.01 + 0.0004 * rows) * float(np.exp(random.normal(0, 0.1))))

@@ -15,8 +15,9 @@ from bough.protocol.messages import VerifyCall
 from bough.protocol.prefix_hash import block_hashes
 from bough.protocol.worker_info import WorkerInfo
 from bough.registry.records import WorkerLoad
-from orchestrator.cluster.expected_wait import Need, TargetSpeed, UsualRound, expected_seconds
+from orchestrator.cluster.expected_wait import Need, UsualRound, expected_seconds
 from orchestrator.serving.requests import Requests
+from orchestrator.sizing.round_times import WorkerTimes
 from tests.fakes.fleet import FakeTarget, Fleet
 from tests.fakes.streams import OPTIONS, once, read
 from tests.fakes.waiting import until
@@ -31,8 +32,8 @@ FULL = WorkerLoad(kv_bytes=1000, kv_used_bytes=990)
 
 def seconds(worker_id: str, need: Need, num_running: int = 0, load: WorkerLoad = WorkerLoad()) -> float:  # noqa: B008
     info = WorkerInfo("target", worker_id, "m", "d", "f", "t", 262, 8192, 64, 8, cost=LINK_BOUND)
-    speed = TargetSpeed()
-    speed.times.update(worker_id, LINK_BOUND)
+    speed = WorkerTimes()
+    speed.update(worker_id, LINK_BOUND)
     return expected_seconds(speed, UsualRound(), info, load, num_running, need)
 
 

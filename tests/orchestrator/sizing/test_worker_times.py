@@ -8,8 +8,7 @@ import math
 import pytest
 
 from bough.protocol.cost_curve import CostCurve
-from orchestrator.sizing.round_times import MAX_WORKERS, RoundTimes
-from orchestrator.sizing.worker_times import NUM_RECENT, DraftTimes, RecentMedian, TargetTimes
+from orchestrator.sizing.round_times import MAX_WORKERS, NUM_RECENT, RecentMedian, RoundTimes, WorkerTimes
 
 CURVE = CostCurve((1, 64), (1.0, 2.0))
 DECREASING = CostCurve((1, 64), (1.0, 0.5))
@@ -40,8 +39,8 @@ def test_workers_that_were_used_longest_ago_are_forgotten() -> None:
     assert times.cache_info().currsize == MAX_WORKERS
 
 
-@pytest.mark.parametrize("times", [TargetTimes(), DraftTimes()])
-def test_a_curve_that_is_told_holds_until_the_next(times: TargetTimes | DraftTimes) -> None:
+def test_a_curve_that_is_told_holds_until_the_next() -> None:
+    times = WorkerTimes()
     times.update("w", CURVE)
     assert times.curve == CURVE
     times.update("w", None)
@@ -61,7 +60,7 @@ def test_a_curve_that_is_told_holds_until_the_next(times: TargetTimes | DraftTim
     ],
 )
 def test_one_that_is_none_is_warned_of_once_by_what_is_wrong(bad: CostCurve, caplog: pytest.LogCaptureFixture) -> None:
-    times = TargetTimes()
+    times = WorkerTimes()
     times.update("w7", CURVE)
     with caplog.at_level(logging.WARNING):
         for _ in range(5):
@@ -74,7 +73,7 @@ def test_one_that_is_none_is_warned_of_once_by_what_is_wrong(bad: CostCurve, cap
 
 
 def test_a_draft_step_is_as_long_as_steps_have_been_to_what_the_curve_says() -> None:
-    times = DraftTimes()
+    times = WorkerTimes()
     assert times.step_seconds == 0.0
     times.update("d", CURVE)
     assert times.step_seconds == 1.0

@@ -31,7 +31,7 @@ OTHERS = modules(
     ("bough.processes", "signals"),
     ("bough.protocol", "cost_curve messages prefix_hash"),
     ("bough.runtime", "exit_status fatal_exit host_memory kv_budget machine"),
-    ("bough.sizing", "curve_arrays flops other_devices placement row_averages sweep_times"),
+    ("bough.sizing", "curve_arrays flops other_devices placement sweep_times"),
     ("bough.telemetry", "spans"),
     ("bough.tokenization", "vocabulary"),
     ("bough.trees", "acceptance scheme_acceptance"),
