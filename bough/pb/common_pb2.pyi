@@ -17,18 +17,20 @@ WITHOUT_REPLACEMENT: VerificationScheme
 TRAVERSAL: VerificationScheme
 
 class Tree(_message.Message):
-    __slots__ = ("tokens", "parents", "log_probs", "draft_probs", "draws")
+    __slots__ = ("tokens", "parents", "log_probs", "draft_probs", "draws", "worth")
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     PARENTS_FIELD_NUMBER: _ClassVar[int]
     LOG_PROBS_FIELD_NUMBER: _ClassVar[int]
     DRAFT_PROBS_FIELD_NUMBER: _ClassVar[int]
     DRAWS_FIELD_NUMBER: _ClassVar[int]
+    WORTH_FIELD_NUMBER: _ClassVar[int]
     tokens: _containers.RepeatedScalarFieldContainer[int]
     parents: _containers.RepeatedScalarFieldContainer[int]
     log_probs: _containers.RepeatedScalarFieldContainer[float]
     draft_probs: DraftProbs
     draws: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, tokens: _Optional[_Iterable[int]] = ..., parents: _Optional[_Iterable[int]] = ..., log_probs: _Optional[_Iterable[float]] = ..., draft_probs: _Optional[_Union[DraftProbs, _Mapping]] = ..., draws: _Optional[_Iterable[int]] = ...) -> None: ...
+    worth: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, tokens: _Optional[_Iterable[int]] = ..., parents: _Optional[_Iterable[int]] = ..., log_probs: _Optional[_Iterable[float]] = ..., draft_probs: _Optional[_Union[DraftProbs, _Mapping]] = ..., draws: _Optional[_Iterable[int]] = ..., worth: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class DraftProbs(_message.Message):
     __slots__ = ("nodes", "sizes", "tokens", "weights")

@@ -21,6 +21,7 @@ def tree_to_wire(tree: Tree) -> common_pb2.Tree:
         log_probs=tree.log_probs[1:].tolist(),
         draft_probs=draft_probs_to_wire(tree.draft_probs) if tree.draft_probs is not None else None,
         draws=tree.draws.tolist() if tree.draws is not None else (),
+        worth=tree.worth[1:].tolist() if tree.worth is not None else (),
     )
 
 
@@ -39,6 +40,7 @@ def tree_from_wire(message: common_pb2.Tree) -> Tree:
         np.concatenate(([0.0], message.log_probs)).astype(np.float32),
         draft_probs_from_wire(message.draft_probs) if message.HasField("draft_probs") else None,
         _narrow(message.draws) if message.draws else None,
+        np.concatenate(([0.0], message.worth)).astype(np.float32) if message.worth else None,
     )
 
 

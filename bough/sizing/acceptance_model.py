@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -155,12 +155,12 @@ class AcceptanceModel:
 
 
 def with_values(tree: Tree, values: FloatArray) -> Tree:
-    """The tree with log-probabilities whose products along paths are `values`; without draft_probs and draws."""
+    """The tree with the `worth` whose products along paths are `values`."""
     least = np.finfo(np.float32).tiny
     above = np.maximum(values[np.maximum(tree.parents, 0)], least)
     ratios = np.minimum(np.maximum(values / above, least), 1.0)
     ratios[0] = 1.0
-    return Tree(tree.tokens, tree.parents, np.log(ratios).astype(np.float32))
+    return replace(tree, worth=np.log(ratios).astype(np.float32))
 
 
 def _features(log_probs: NDArray[np.float32], depths: NDArray[np.intp]) -> FloatArray:

@@ -29,7 +29,7 @@ class SweepTree:
 
     @classmethod
     def of(cls, tree: Tree, may_leave_out: bool) -> SweepTree:
-        """Take the draft's probabilities of the paths as values."""
+        """The values are the products of the nodes' estimates along paths: calibrated by the sender, or the draft's."""
         return cls(np.exp(tree.scores().astype(np.float64)), tree.parents, may_leave_out)
 
     def least(self) -> Nodes:

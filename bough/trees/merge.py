@@ -13,7 +13,7 @@ from bough.trees.tree import Tree
 def merged(tree: Tree, other: Tree, budget: int) -> Tree:
     """The `budget` best-scoring nodes of the union of both trees, best first.
 
-    A node in both trees gets the larger of its two log-probabilities. A sampled first tree is kept whole, with all
+    A node in both trees gets the larger of its two estimates. A sampled first tree is kept whole, with all
     added nodes after it and no trimming: `draws` lists the sampled nodes, by which the scheme verifies; added nodes
     count only if the target draws their tokens itself.
 
@@ -31,9 +31,9 @@ def merged(tree: Tree, other: Tree, budget: int) -> Tree:
 
 
 def union(tree: Tree, other: Tree) -> Tree:
-    """The first tree's nodes, then those only in the other; shared nodes get the larger log-probability."""
+    """The first tree's nodes, then those only in the other; the `worth` of shared nodes is the larger estimate."""
     known = dict(zip(tree.keys().tolist(), range(len(tree)), strict=True))
-    log_probs = tree.log_probs.copy()
+    worth, others = tree.estimates.copy(), other.estimates
     added: list[int] = []  # nodes of `other`
     parents_of_added: list[int] = []
     places = [0]  # index in the union of each node of `other`
@@ -45,10 +45,11 @@ def union(tree: Tree, other: Tree) -> Tree:
             added.append(node)
             parents_of_added.append(parent)
         else:
-            log_probs[place] = max(log_probs[place], other.log_probs[node])
+            worth[place] = max(worth[place], others[node])
         places.append(place)
     return Tree(
         np.concatenate((tree.tokens, other.tokens[added])),
         np.concatenate((tree.parents, np.array(parents_of_added, np.int32))),
-        np.minimum(np.concatenate((log_probs, other.log_probs[added])), 0.0),  # validation tolerates rounding above 0
+        np.concatenate((tree.log_probs, other.log_probs[added])),
+        worth=np.minimum(np.concatenate((worth, others[added])), 0.0),  # validation tolerates rounding above 0
     )

@@ -25,9 +25,10 @@ class Tree:
 
     tokens: IntArray  # (num_nodes,)
     parents: IntArray  # (num_nodes,) index of the parent; -1 at the root
-    log_probs: FloatArray  # (num_nodes,) log-probability given the path, by the draft; 0 at the root
+    log_probs: FloatArray  # (num_nodes,) log-probability given the path, by the draft or the lookup; 0 at the root
     draft_probs: DraftProbs | None = None  # sampling distributions of the children; only for sampled schemes
     draws: IntArray | None = None  # (num_draws,) the nodes that were sampled, in that order; None: all, in their own
+    worth: FloatArray | None = None  # (num_nodes,) log-probability of acceptance if the parent is, calibrated; or None
 
     @classmethod
     def of(cls, tokens: Sequence[int], parents: Sequence[int], log_probs: Sequence[float]) -> Tree:
@@ -66,6 +67,7 @@ class Tree:
                 (self.parents, other.parents),
                 (self.log_probs, other.log_probs),
                 (self.draws, other.draws),
+                (self.worth, other.worth),
             )
         )
 
@@ -131,9 +133,14 @@ class Tree:
         """(num_nodes,) parent and token of each node as one number."""
         return (self.parents.astype(np.int64) << 32) | self.tokens
 
+    @property
+    def estimates(self) -> FloatArray:
+        """(num_nodes,) `worth`, or `log_probs` where nothing is calibrated."""
+        return self.log_probs if self.worth is None else self.worth
+
     def scores(self) -> FloatArray:
-        """(num_nodes,) log-probability of the path from the root to each node, which is never above its parent's."""
-        steps, ancestors = np.minimum(self.log_probs.astype(np.float64), 0.0), self.ancestors()
+        """(num_nodes,) log-probability of each node's path by `estimates`, which is never above its parent's."""
+        steps, ancestors = np.minimum(self.estimates.astype(np.float64), 0.0), self.ancestors()
         steps[0] = 0.0
         scores = along_paths(np.add, steps, ancestors)
         lowest: FloatArray = along_paths(np.minimum, scores, ancestors).astype(np.float32)  # sums are rounded
@@ -151,7 +158,8 @@ class Tree:
         new_index = np.full(len(self), -1, dtype=np.int32)
         new_index[nodes] = np.arange(len(nodes), dtype=np.int32)
         parents = np.where(self.parents[nodes] < 0, -1, new_index[self.parents[nodes]]).astype(np.int32)
-        return Tree(self.tokens[nodes], parents, self.log_probs[nodes])
+        worth = None if self.worth is None else self.worth[nodes]
+        return Tree(self.tokens[nodes], parents, self.log_probs[nodes], worth=worth)
 
     def sampled_children(self, node: int, scheme: Scheme) -> IntArray:
         """Children of `node` in sampling order, without nodes added after sampling."""
@@ -173,6 +181,8 @@ class Tree:
                 "tree: must have at least one node, and one token, parent and log_prob for each, "
                 f"got {size} tokens, {len(self.parents)} parents and {len(self.log_probs)} log_probs"
             )
+        if len(self.estimates) != size:
+            raise InvalidTree(f"tree.worth: must be empty or have one entry for each node, got {len(self.estimates)}")
         if size > max_nodes:
             raise InvalidTree(f"tree.tokens: must have at most {max_nodes} nodes, got {size}")
         self._validate_nodes(vocab_size)
@@ -194,6 +204,7 @@ class Tree:
             ("tokens", tokens, (tokens >= 0) & (tokens < vocab_size), lambda _: f"0 to {vocab_size - 1}"),
             ("parents", parents, is_before, lambda node: f"0 to {node - 1}, before its child"),
             ("log_probs", log_probs, log_probs <= 1e-6, lambda _: "at most 0"),  # also catches NaN
+            ("worth", self.estimates, self.estimates <= 1e-6, lambda _: "at most 0"),
         )
         for name, values, is_valid, rule in checks:
             if not is_valid.all():

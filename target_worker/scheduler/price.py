@@ -30,7 +30,7 @@ class TokenPrice:
     """Ratio of decayed sums of tokens and seconds; a mean of ratios would be dominated by short sweeps.
 
     Seconds are counted from the end of one sweep to the end of the next, including gaps. The ratio of expected to
-    gained tokens converts the price to the draft's own estimate of tokens.
+    gained tokens converts the price to the senders' estimates of tokens.
     """
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ class TokenPrice:
 
     @property
     def price(self) -> Price:
-        """The price for dividing a sweep among trees whose nodes have the draft's values."""
+        """The price for dividing a sweep among trees with estimated values."""
         sums = self._sums
         measure = sums.expected / sums.brought if sums.brought else 1.0
         return Price(self.tokens_per_second * measure, sums.gaps / sums.sweeps if sums.sweeps else 0.0)

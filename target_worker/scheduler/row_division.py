@@ -19,7 +19,7 @@ def may_leave_out(job: VerifyJob) -> bool:
 
 
 def expected_tokens(job: VerifyJob) -> float:
-    """Expected tokens from the tree's nodes in the sweep, as its draft values them; 0 for samples."""
+    """Expected tokens from the tree's nodes in the sweep, as its sender estimates them; 0 for samples."""
     return float(SweepTree.of(job.tree, True).values.sum()) if may_leave_out(job) else 0.0
 
 

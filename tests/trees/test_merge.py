@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bough.errors import InvalidTree
-from bough.trees.merge import merged
+from bough.trees.merge import merged, union
 from bough.trees.tree import Tree
 from tests.trees.test_tree import VOCAB, trees
 
@@ -25,9 +25,9 @@ def same_root(tree: Tree) -> Tree:
 
 
 def paths(tree: Tree) -> Paths:
-    """Tokens from the root to each node, and the node's log-probability."""
+    """Tokens from the root to each node, and the node's estimate."""
     return {
-        tuple(int(tree.tokens[step]) for step in tree.path(node)): float(tree.log_probs[node])
+        tuple(int(tree.tokens[step]) for step in tree.path(node)): float(tree.estimates[node])
         for node in range(len(tree))
     }
 
@@ -54,6 +54,14 @@ def test_the_best_of_both_within_the_budget_best_first(pair: tuple[Tree, Tree], 
     assert sorted(result.scores().tolist(), reverse=True) == pytest.approx(best, abs=1e-3)
     for each in (result, merged(*pair, 90)):
         assert (np.diff(each.scores()) <= 0).all(), "siblings too"
+
+
+@given(two_trees)
+def test_a_node_keeps_the_log_probability_of_whoever_guessed_it_first(pair: tuple[Tree, Tree]) -> None:
+    """Only `worth` says which estimate is believed: a node of both trees is still the draft's guess."""
+    by_path = [dict(zip(paths(tree), tree.log_probs.tolist(), strict=True)) for tree in pair]
+    both = union(*pair)
+    assert both.log_probs.tolist() == [by_path[0].get(path, by_path[1].get(path)) for path in paths(both)]
 
 
 @given(trees(), st.integers(1, 40))

@@ -91,8 +91,9 @@ def test_trimming_to_nothing_is_refused() -> None:
 
 @given(trees())
 def test_wire_round_trip(tree: Tree) -> None:
-    data = codec_trees.tree_to_wire(tree).SerializeToString()
-    assert codec_trees.tree_from_wire(common_pb2.Tree.FromString(data)) == tree
+    for each in (tree, replace(tree, worth=tree.log_probs / 2) if len(tree) > 1 else tree):
+        data = codec_trees.tree_to_wire(each).SerializeToString()
+        assert codec_trees.tree_from_wire(common_pb2.Tree.FromString(data)) == each
 
 
 def test_a_256_node_tree_is_small_on_the_wire() -> None:
@@ -139,6 +140,31 @@ def test_draws_that_cannot_be_are_refused(draws: list[int], message: str) -> Non
     replace(tree, draws=np.array([1, 2], np.int32)).validate(VOCAB, max_nodes=4)
     with pytest.raises(InvalidTree, match=message):
         replace(tree, draws=np.array(draws, np.int32)).validate(VOCAB, max_nodes=4)
+
+
+@pytest.mark.parametrize(
+    ("worth", "message"),
+    [
+        ([0.0], r"tree\.worth: must be empty or have one entry for each node, got 1"),
+        ([0.0, 0.5], r"tree\.worth\[1\]: must be at most 0, got 0\.5"),
+        ([0.0, float("nan")], r"tree\.worth\[1\]: must be at most 0, got nan"),
+    ],
+)
+def test_a_worth_that_cannot_be_is_refused(worth: list[float], message: str) -> None:
+    with pytest.raises(InvalidTree, match=message):
+        replace(Tree.of([1, 2], [-1, 0], [0.0, -1.0]), worth=np.array(worth, np.float32)).validate(VOCAB, 4)
+
+
+@given(trees(), st.integers(1, 45))
+def test_what_is_calibrated_decides_which_nodes_are_best_and_stays_with_them(tree: Tree, budget: int) -> None:
+    turned = replace(tree, worth=(-20 - tree.log_probs) * (np.arange(len(tree)) > 0).astype(np.float32))
+    trimmed = turned.trimmed(budget)
+    assert trimmed.worth is not None
+    assert sorted(trimmed.scores().tolist()) == pytest.approx(
+        sorted(turned.scores().tolist())[-len(trimmed) :], abs=1e-3
+    )
+    pairs = zip(trimmed.log_probs.tolist(), trimmed.worth.tolist(), strict=True)
+    assert {*pairs} <= {*zip(turned.log_probs.tolist(), turned.worth.tolist(), strict=True)}
 
 
 def test_a_parent_too_large_for_int32_is_refused_not_wrapped() -> None:
