@@ -45,18 +45,18 @@ class DraftProbs(_message.Message):
     def __init__(self, nodes: _Optional[_Iterable[int]] = ..., sizes: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[int]] = ..., weights: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class BestFirst(_message.Message):
-    __slots__ = ("budget", "width", "depth", "step_price", "seconds")
+    __slots__ = ("budget", "width", "depth", "min_gain", "seconds")
     BUDGET_FIELD_NUMBER: _ClassVar[int]
     WIDTH_FIELD_NUMBER: _ClassVar[int]
     DEPTH_FIELD_NUMBER: _ClassVar[int]
-    STEP_PRICE_FIELD_NUMBER: _ClassVar[int]
+    MIN_GAIN_FIELD_NUMBER: _ClassVar[int]
     SECONDS_FIELD_NUMBER: _ClassVar[int]
     budget: int
     width: int
     depth: int
-    step_price: float
+    min_gain: float
     seconds: float
-    def __init__(self, budget: _Optional[int] = ..., width: _Optional[int] = ..., depth: _Optional[int] = ..., step_price: _Optional[float] = ..., seconds: _Optional[float] = ...) -> None: ...
+    def __init__(self, budget: _Optional[int] = ..., width: _Optional[int] = ..., depth: _Optional[int] = ..., min_gain: _Optional[float] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class StaticShape(_message.Message):
     __slots__ = ("parents",)

@@ -429,7 +429,7 @@ class RoundSeconds(_message.Message):
     def __init__(self, draft: _Optional[float] = ..., network: _Optional[float] = ..., queue: _Optional[float] = ..., sweep: _Optional[float] = ..., other: _Optional[float] = ...) -> None: ...
 
 class Decision(_message.Message):
-    __slots__ = ("number", "mode", "draft_id", "budget", "width", "depth", "price", "step_price", "draft_rate", "plain_rate", "best_nodes", "num_context", "num_grown", "num_sent", "num_left_out", "num_steps", "num_rows", "expected_tokens", "tokens", "expected", "seconds")
+    __slots__ = ("number", "mode", "draft_id", "budget", "width", "depth", "price", "min_gain", "draft_rate", "plain_rate", "best_nodes", "num_context", "num_grown", "num_sent", "num_left_out", "num_steps", "num_rows", "expected_tokens", "tokens", "expected", "seconds")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     MODE_FIELD_NUMBER: _ClassVar[int]
     DRAFT_ID_FIELD_NUMBER: _ClassVar[int]
@@ -437,7 +437,7 @@ class Decision(_message.Message):
     WIDTH_FIELD_NUMBER: _ClassVar[int]
     DEPTH_FIELD_NUMBER: _ClassVar[int]
     PRICE_FIELD_NUMBER: _ClassVar[int]
-    STEP_PRICE_FIELD_NUMBER: _ClassVar[int]
+    MIN_GAIN_FIELD_NUMBER: _ClassVar[int]
     DRAFT_RATE_FIELD_NUMBER: _ClassVar[int]
     PLAIN_RATE_FIELD_NUMBER: _ClassVar[int]
     BEST_NODES_FIELD_NUMBER: _ClassVar[int]
@@ -458,7 +458,7 @@ class Decision(_message.Message):
     width: int
     depth: int
     price: float
-    step_price: float
+    min_gain: float
     draft_rate: float
     plain_rate: float
     best_nodes: int
@@ -472,7 +472,7 @@ class Decision(_message.Message):
     tokens: int
     expected: RoundSeconds
     seconds: RoundSeconds
-    def __init__(self, number: _Optional[int] = ..., mode: _Optional[str] = ..., draft_id: _Optional[str] = ..., budget: _Optional[int] = ..., width: _Optional[int] = ..., depth: _Optional[int] = ..., price: _Optional[float] = ..., step_price: _Optional[float] = ..., draft_rate: _Optional[float] = ..., plain_rate: _Optional[float] = ..., best_nodes: _Optional[int] = ..., num_context: _Optional[int] = ..., num_grown: _Optional[int] = ..., num_sent: _Optional[int] = ..., num_left_out: _Optional[int] = ..., num_steps: _Optional[int] = ..., num_rows: _Optional[int] = ..., expected_tokens: _Optional[float] = ..., tokens: _Optional[int] = ..., expected: _Optional[_Union[RoundSeconds, _Mapping]] = ..., seconds: _Optional[_Union[RoundSeconds, _Mapping]] = ...) -> None: ...
+    def __init__(self, number: _Optional[int] = ..., mode: _Optional[str] = ..., draft_id: _Optional[str] = ..., budget: _Optional[int] = ..., width: _Optional[int] = ..., depth: _Optional[int] = ..., price: _Optional[float] = ..., min_gain: _Optional[float] = ..., draft_rate: _Optional[float] = ..., plain_rate: _Optional[float] = ..., best_nodes: _Optional[int] = ..., num_context: _Optional[int] = ..., num_grown: _Optional[int] = ..., num_sent: _Optional[int] = ..., num_left_out: _Optional[int] = ..., num_steps: _Optional[int] = ..., num_rows: _Optional[int] = ..., expected_tokens: _Optional[float] = ..., tokens: _Optional[int] = ..., expected: _Optional[_Union[RoundSeconds, _Mapping]] = ..., seconds: _Optional[_Union[RoundSeconds, _Mapping]] = ...) -> None: ...
 
 class Decisions(_message.Message):
     __slots__ = ("decisions",)

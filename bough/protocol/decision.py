@@ -73,7 +73,7 @@ class Decision:
     width: int = 0
     depth: int = 0
     price: float = 0.0  # lambda: value of a second, in tokens, summed over all sessions in the sweep
-    step_price: float = 0.0  # value of a draft step's time, in tokens
+    min_gain: float = 0.0  # expected tokens below which a draft step does not pay
     draft_rate: float = 0.0  # expected tokens per second of this session with a drafted tree
     plain_rate: float = 0.0  # expected tokens per second of this session without one
     best_nodes: int = 1  # predicted best tree size, before growth

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -17,6 +17,9 @@ from bough.trees.tree import Tree
 
 Floats = NDArray[np.float64]
 Nodes = NDArray[np.intp]
+
+HALF_LIFE = 20  # sweeps
+IDLE = 3.0  # multiples of a sweep's time; longer gaps between the ends of sweeps mean that there was nothing to do
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,17 +43,76 @@ class SweepTree:
         return np.array([0, children[np.argmax(self.values[children])]]) if len(children) else np.zeros(1, np.intp)
 
 
-class Price(NamedTuple):
-    """The value of a second."""
+class Yield(NamedTuple):
+    """What sweeps have brought lately."""
 
-    values_per_second: float  # recent yield of sweeps, in the trees' values
+    tokens_per_second: float  # as the trees' values estimate tokens
     gap_seconds: float = math.inf  # idle time between sweeps; infinite is unknown
 
 
-def divide(trees: Sequence[SweepTree], fixed_rows: int, cost: CostCurve, price: Price, most_rows: int) -> list[Nodes]:
+@dataclass(slots=True)
+class _Sums:
+    """Exponentially decayed sums."""
+
+    tokens: float = 0.0
+    seconds: float = 0.0
+    gaps: float = 0.0  # part of `seconds` between sweeps
+    sweeps: float = 0.0
+    brought: float = 0.0  # tokens gained from trees with an expected value
+    expected: float = 0.0  # tokens expected from these trees
+
+    def faded(self) -> _Sums:
+        """The sums one sweep later."""
+        return _Sums(*(0.5 ** (1 / HALF_LIFE) * getattr(self, field.name) for field in fields(self)))
+
+
+class SweepYield:
+    """What a second of the target brings: the tokens that all its sessions get in one, lately.
+
+    It is a ratio of decayed sums; a mean of ratios would be dominated by short sweeps.
+
+    Seconds are counted from the end of one sweep to the end of the next, including gaps. The ratio of expected to
+    gained tokens converts the yield to the senders' estimates of tokens.
+    """
+
+    def __init__(self) -> None:
+        self._sums = _Sums()
+        self._last_end: float | None = None
+
+    def answered(self, num_tokens: int, num_expected: float) -> None:
+        """Record a session's answer; `num_expected` is 0 if unknown."""
+        self._sums.tokens += num_tokens
+        if num_expected > 0:
+            self._sums.brought += num_tokens
+            self._sums.expected += num_expected
+
+    def swept(self, sweep_seconds: float, now: float) -> None:
+        """Record the end of a sweep whose calls are all answered."""
+        passed = now - self._last_end if self._last_end is not None else sweep_seconds
+        self._last_end = now
+        gap = max(0.0, passed - sweep_seconds) if passed <= IDLE * sweep_seconds else 0.0
+        self._sums.seconds += sweep_seconds + gap
+        self._sums.gaps += gap
+        self._sums.sweeps += 1
+        self._sums = self._sums.faded()
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens a second; 0 before the first sweep."""
+        return self._sums.tokens / self._sums.seconds if self._sums.seconds else 0.0
+
+    @property
+    def recent(self) -> Yield:
+        """The yield for dividing a sweep among trees with estimated values."""
+        sums = self._sums
+        measure = sums.expected / sums.brought if sums.brought else 1.0
+        return Yield(self.tokens_per_second * measure, sums.gaps / sums.sweeps if sums.sweeps else 0.0)
+
+
+def divide(trees: Sequence[SweepTree], fixed_rows: int, cost: CostCurve, recent: Yield, most_rows: int) -> list[Nodes]:
     """The nodes that each tree keeps, ascending and closed under parents, so that the sweep pays best.
 
-    It maximises the sum of values minus the price of the sweep's seconds, with at most `most_rows` rows, of which
+    It maximises the sum of values minus the sweep's seconds times their price, with at most `most_rows` rows, of which
     `fixed_rows` are contexts, and with each tree's `least` nodes. Nodes of all trees are taken best first, so parents
     precede children. All numbers of rows without padding are compared, as seconds grow in steps and a step that pays
     may follow one that does not. Among equals the most nodes are kept.
@@ -72,7 +134,8 @@ def divide(trees: Sequence[SweepTree], fixed_rows: int, cost: CostCurve, price: 
     edges = _edges(num_rows, num_rows + len(order), cost, most_rows)
     gained = values[is_kept].sum() + np.append(0.0, np.cumsum(values[order]))[edges - num_rows]
     seconds = seconds_at(cost, edges)
-    worth = gained - max(price.values_per_second, float((gained / (seconds + price.gap_seconds)).max())) * seconds
+    price = max(recent.tokens_per_second, float((gained / (seconds + recent.gap_seconds)).max()))
+    worth = gained - price * seconds
     best = len(edges) - 1 - int(np.argmax(worth[::-1]))
     is_kept[order[: edges[best] - num_rows]] = True
     return [np.flatnonzero(is_kept[begin:end]) for begin, end in pairwise(begins)]

@@ -41,7 +41,7 @@ class BestFirst(NamedTuple):
     budget: int  # nodes, the root included
     width: int  # nodes expanded in one draft step
     depth: int  # levels below the root
-    step_price: float = 0.0  # in expected tokens: growth ends when a step cannot add as many
+    min_gain: float = 0.0  # in expected tokens: growth ends when a step cannot add as many
     seconds: float = 0.0  # since the call arrived, after which growth ends; 0 is no limit
 
     @property
@@ -49,14 +49,14 @@ class BestFirst(NamedTuple):
         """Upper bound on the nodes that the draft model runs on."""
         return min(self.width, self.budget) * self.depth if self.budget > 1 else 0
 
-    def within(self, max_nodes: int) -> BestFirst:
-        """The same plan, limited to `max_nodes` nodes."""
-        budget, width, depth = (min(size, max_nodes) for size in (self.budget, self.width, self.depth))
-        return self._replace(budget=budget, width=width, depth=depth)
+    def limited(self, max_nodes: int, max_depth: int, max_expansions: int = MAX_EXPANSIONS) -> BestFirst:
+        """The same plan within limits of its nodes, its levels, and the nodes that the draft model runs on.
 
-    def no_deeper(self, depth: int) -> BestFirst:
-        """The same plan, limited to `depth` levels below the root."""
-        return self._replace(depth=min(self.depth, depth))
+        One level remains, whatever it expands.
+        """
+        budget, width = min(self.budget, max_nodes), min(self.width, max_nodes)
+        max_levels = max(1, max_expansions // min(width, budget))
+        return self._replace(budget=budget, width=width, depth=min(self.depth, max_nodes, max_depth, max_levels))
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,13 +85,10 @@ class StaticShape:
         """Number of levels below the root."""
         return max(self.depths())
 
-    def within(self, max_nodes: int) -> StaticShape:
-        """The same shape, cut after `max_nodes` nodes."""
-        return StaticShape(self.parents[: max_nodes - 1])
-
-    def no_deeper(self, depth: int) -> StaticShape:
-        """The same plan, limited to `depth` levels below the root."""
-        return self.within(sum(level <= depth for level in self.depths()))
+    def limited(self, max_nodes: int, max_depth: int, max_expansions: int = MAX_EXPANSIONS) -> StaticShape:
+        """The same shape, cut after `max_nodes` nodes and `max_depth` levels; expansions are not limited."""
+        del max_expansions  # a request has chosen the shape, and a worker refuses one that needs too many
+        return StaticShape(self.parents[: min(max_nodes, sum(level <= max_depth for level in self.depths())) - 1])
 
     def depths(self) -> list[int]:
         """The depth of each node, 0 for the root."""
@@ -111,14 +108,6 @@ class TreePlan:
     growth: Growth
     scheme: Scheme = Scheme.TARGET
     guess: Guess = Guess.SAMPLE  # no request can ask for another: benchmarks compare with it
-
-    def within(self, max_nodes: int) -> TreePlan:
-        """The same plan, limited to `max_nodes` nodes."""
-        return replace(self, growth=self.growth.within(max_nodes))
-
-    def no_deeper(self, depth: int) -> TreePlan:
-        """The same plan, limited to `depth` levels below the root."""
-        return replace(self, growth=self.growth.no_deeper(depth))
 
     def in_time(self, seconds: float) -> TreePlan:
         """The same plan, with best-first growth limited to `seconds` unless it has a shorter limit."""

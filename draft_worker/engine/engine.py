@@ -268,6 +268,6 @@ def _fitted(call: GrowCall, most: int) -> GrowCall:
     growth = call.plan.growth
     if growth.max_expansions <= most:
         return call
-    if isinstance(growth, BestFirst) and (width := min(growth.width, growth.budget)) <= most:
-        return replace(call, plan=call.plan.no_deeper(most // width))
+    if isinstance(growth, BestFirst) and min(growth.width, growth.budget) <= most:
+        return replace(call, plan=replace(call.plan, growth=growth.limited(growth.budget, growth.depth, most)))
     raise InvalidRequest(f"growth: must expand at most {most} nodes, got {growth.max_expansions}: {growth}")

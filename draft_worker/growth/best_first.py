@@ -39,7 +39,7 @@ class BestFirstGrower:
         scores = self.tree.scores[: self.tree.num_nodes]
         best: NDArray[np.intp]
         best, gain = _best_open(scores, self._is_open, self._limits.budget, self._width)
-        return best if gain >= self._limits.step_price else NO_NODES
+        return best if gain >= self._limits.min_gain else NO_NODES
 
     def take(self, frontier: NDArray[np.intp], candidates: Candidates) -> None:
         """Add the children whose score could still be among the best."""

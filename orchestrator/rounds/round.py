@@ -83,7 +83,8 @@ class Rounds:
         draft = self._draft(session, lease.target)
         plan = self.sizer.plan(self._situation(session, lease.target, draft))
         drafted, grown, drafting = await self._grow(session, lease.target, draft, plan)
-        guesses = lookup.grow(session.tokens, drafted, _lookup_limits(session, lease.target, plan))
+        limits = LookupLimits(plan.lookup, plan.lookup_depth, session.sampling.stop_token_ids)
+        guesses = lookup.grow(session.tokens, drafted, limits)
         proposal = self.sizer.propose(session.session_id, drafted, guesses.tree)
         if len(drafted) > 1:  # without samples, all guesses are verified by the target's own scheme
             proposal = proposal._replace(scheme=plan.tree.scheme)
@@ -180,17 +181,6 @@ class Rounds:
         draft.health.succeeded(session.session_id)
         session.draft_held = result.held_length
         return result.tree, result, timed
-
-
-def _lookup_limits(session: Session, target: TargetHandle, plan: RoundPlan) -> LookupLimits:
-    """Limits of prompt lookup: guesses are added to a sample, but replace worse ones of other trees.
-
-    They are no deeper than the requested depth and the tokens left to generate.
-    """
-    is_sample = plan.tree.scheme.is_sampled
-    room = target.info.max_nodes - plan.tree.growth.budget if is_sample else plan.max_nodes - 1
-    depth = min(session.speculation.depth or session.num_remaining, session.num_remaining - 1)
-    return LookupLimits(min(plan.lookup, room), depth, session.sampling.stop_token_ids)
 
 
 def _require_fit(tree: Tree, root_token: int, vocab_size: int, plan: TreePlan) -> None:

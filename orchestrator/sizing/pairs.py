@@ -37,7 +37,7 @@ class PairKey(NamedTuple):
 
 
 class Margin:
-    """Gains of draft steps relative to the bounds that the draft worker compares with its price.
+    """Gains of draft steps relative to the bounds that the draft worker compares with its least gain.
 
     The worker assumes that the children of an expanded node together are as probable as the node by the draft's own
     probabilities. This class learns, for each level of a tree, what they are worth by calibrated probabilities: less
@@ -49,16 +49,16 @@ class Margin:
         self._gains = np.zeros(MOST_LEVELS)
         self._bounds = np.zeros(MOST_LEVELS)
 
-    def price(self, tokens: float) -> float:
-        """The step price for the worker if a step must gain `tokens`; above 1 if not even the first step does.
+    def min_gain(self, tokens: float) -> float:
+        """The least bound for the worker if a step must gain `tokens`; above 1 if not even the first step does.
 
         It is computed at the first level whose steps have gained less, so that growth ends there and not before.
         """
         gains = (self._gains + PRIOR_GAINS) / (self._rounds + PRIOR_WEIGHT)
         short = np.flatnonzero(gains < tokens)
         level = int(short[0]) if len(short) else MOST_LEVELS - 1
-        price = tokens / self._ratio(level)
-        return min(price, FIRST_BOUND) if level else max(price, math.nextafter(FIRST_BOUND, 2))
+        bound = tokens / self._ratio(level)
+        return min(bound, FIRST_BOUND) if level else max(bound, math.nextafter(FIRST_BOUND, 2))
 
     def observe(self, view: View, values: NDArray[np.float64]) -> None:
         """Learn from a grown tree and its nodes' acceptance probabilities, (num_nodes,)."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -15,7 +15,7 @@ from bough.protocol.generation import Speculation
 from bough.protocol.messages import GrowResult, VerifyResult
 from bough.trees.merge import merged
 from bough.trees.tree import Tree
-from bough.trees.tree_plan import MAX_EXPANSIONS, NO_TREE, BestFirst, Scheme, TreePlan
+from bough.trees.tree_plan import NO_TREE, BestFirst, Scheme, TreePlan
 
 MIN_SHARE = 4  # nodes below which sharing does not shrink a tree
 
@@ -53,6 +53,7 @@ class RoundPlan:
     tree: TreePlan  # for the draft worker; a budget of 1 asks for no tree
     max_nodes: int  # limit to send, root included; samples may not be cut and count in full
     lookup: int  # limit of guesses from the session's own text
+    lookup_depth: int = 0  # and of their levels below the root
 
     @property
     def asks_draft(self) -> bool:
@@ -139,14 +140,18 @@ def shared_plan(situation: Situation, size: BestFirst, sweep_nodes: int) -> Roun
     return limited(TreePlan(growth, speculation.scheme), situation)
 
 
-def limited(plan: TreePlan, situation: Situation) -> RoundPlan:
-    """Limit a plan to what both workers and the request allow; without a draft only lookup remains."""
-    most = min(plan.growth.budget, situation.target.max_nodes)
-    depth = situation.num_remaining - 1  # deeper nodes could not be kept, and may exceed the model's positions
-    if situation.draft is None:
-        return RoundPlan(NO_TREE, most, situation.lookup)
-    tree = plan.within(min(most, situation.draft.max_nodes))
-    if isinstance(tree.growth, BestFirst):
-        depth = min(depth, max(1, MAX_EXPANSIONS // min(tree.growth.width, tree.growth.budget)))
-    tree = tree.no_deeper(depth)
-    return RoundPlan(tree if tree.growth.budget > 1 else NO_TREE, most, situation.lookup)
+def limited(plan: TreePlan, situation: Situation, lookup: int | None = None) -> RoundPlan:
+    """The plan within all limits of a round's tree: those of both workers, of the request and of the lookup.
+
+    Without a draft, or if `plan` asks for a root alone, only lookup remains: up to `lookup` guesses, by default as many
+    as the tree could have. Guesses from lookup are added to a sample, but replace worse ones of other trees.
+    """
+    target, speculation, deepest = situation.target, situation.speculation, situation.num_remaining - 1
+    most = min(plan.growth.budget if lookup is None else 1 + lookup, target.max_nodes)
+    tree = NO_TREE
+    if situation.draft is not None:
+        # Deeper nodes could not be kept, and may exceed the model's positions.
+        growth = plan.growth.limited(min(most, situation.draft.max_nodes), deepest)
+        tree = replace(plan, growth=growth) if growth.budget > 1 else NO_TREE
+    room = target.max_nodes - tree.growth.budget if tree.scheme.is_sampled else most - 1
+    return RoundPlan(tree, most, min(situation.lookup, room), min(speculation.depth or deepest, deepest))

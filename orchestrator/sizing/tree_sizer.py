@@ -1,7 +1,7 @@
 """The sizer: chooses each round's tree for the most tokens per second, and no tree where none pays.
 
 A round makes three calls. `plan` compares all tree sizes with plain decoding, by the gains of past rounds and the
-seconds of sweeps and draft steps, and sets the price at which the draft worker stops growing. `propose` cuts the grown
+seconds of sweeps and draft steps, and sets the least gain of a draft step. `propose` cuts the grown
 tree where the next node is not worth its time. `observe` learns from the verdict.
 """
 
@@ -195,7 +195,7 @@ class TreeSizer:
         return _Pending(situation, plan, None, None, decision)
 
     def _decided(self, situation: Situation, session: SessionState, load: SweepLoad) -> _Pending:
-        """Compare drafting with plain decoding, and set the prices."""
+        """Compare drafting with plain decoding, and set the price."""
         most = min(MOST_NODES, situation.target.max_nodes)
         sizes = np.arange(1, 2 + min(situation.lookup, most - 1))
         plain = best_size(session.stats.looked_up, load, 0.0, sizes, session.pair.lookup_trust.factor)
@@ -206,7 +206,7 @@ class TreeSizer:
             trust = session.pair.trust.factor
             drafting = best_size(session.stats.drafted, load, seconds, np.arange(2, most_drafted + 1), trust)
             drafted = self._growth(situation, session, drafting)
-            if self._weigh(session, drafting, plain) and drafted.step_price <= FIRST_BOUND:
+            if self._weigh(session, drafting, plain) and drafted.min_gain <= FIRST_BOUND:
                 best, mode, growth = drafting, Mode.DRAFT, drafted
             elif session.pair.probing.is_due():
                 mode = Mode.PROBE
@@ -229,16 +229,16 @@ class TreeSizer:
         return stats.is_drafting
 
     def _growth(self, situation: Situation, session: SessionState, best: PredictedSize) -> BestFirst:
-        """Limits for growing the best size and a little more; the step price limits the depth."""
+        """Limits for growing the best size and a little more; the least gain limits the depth."""
         speculation = situation.speculation
         budget = min(MOST_NODES, math.ceil(ROOM_TO_GROW * best.num_nodes))
         width = speculation.width or min(max(self._default.width, budget // 8), max(LEAST_WIDTH, budget // 2))
         free_seconds = self._times.free_seconds(situation)
-        price, depth = 0.0, self._max_depth
+        min_gain, depth = 0.0, self._max_depth
         if not free_seconds:
-            price = session.pair.margin.price(best.rate * self._times.step_seconds(situation))
-            depth = depth if price else UNKNOWN.depth
-        return BestFirst(budget, width, speculation.depth or depth, step_price=price, seconds=free_seconds)
+            min_gain = session.pair.margin.min_gain(best.rate * self._times.step_seconds(situation))
+            depth = depth if min_gain else UNKNOWN.depth
+        return BestFirst(budget, width, speculation.depth or depth, min_gain=min_gain, seconds=free_seconds)
 
     def _expect(self, session: SessionState, pending: _Pending, num_grown: int) -> None:
         decision, num_sent = pending.decision, len(pending.sent_values)
@@ -282,9 +282,9 @@ def _trust(session: SessionState, pending: _Pending) -> Trust:
 def _plan_of(situation: Situation, number: int, mode: Mode, growth: BestFirst) -> tuple[RoundPlan, Decision]:
     decision = Decision(number, mode, num_context=situation.num_context)
     if mode is Mode.LOOKUP:
-        plan = RoundPlan(NO_TREE, min(1 + situation.lookup, situation.target.max_nodes), situation.lookup)
+        plan = limited(NO_TREE, situation, situation.lookup)
     else:
-        decision.step_price = growth.step_price
+        decision.min_gain = growth.min_gain
         plan = limited(TreePlan(growth), situation)
         if isinstance(plan.tree.growth, BestFirst):
             decision.width = plan.tree.growth.width

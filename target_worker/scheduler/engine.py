@@ -18,13 +18,13 @@ from bough.errors import AcceleratorFull, BoughError, StaleEpoch, Unavailable
 from bough.model.sizes.target_limits import TargetLimits
 from bough.protocol.cost_curve import CostCurve
 from bough.protocol.messages import Verdict, VerifyCall, VerifyResult
+from bough.sizing.division import SweepYield
 from bough.sizing.sweep_times import SweepTimes
 from target_worker.kv.slot_pool import SlotPool
 from target_worker.scheduler.batch_delay import BatchDelay
 from target_worker.scheduler.batching import Part
 from target_worker.scheduler.job import SweepFigures, SweepShare, VerifyJob
 from target_worker.scheduler.prefix_sharing import choose_shared
-from target_worker.scheduler.price import TokenPrice
 from target_worker.scheduler.request_queue import CallQueue
 from target_worker.scheduler.row_division import expected_tokens, make_fit, share_rows
 from target_worker.scheduler.sweeper import Sweeper, Swept
@@ -67,7 +67,7 @@ class SweepEngine:
         self._stall, self._progress = StallTimer(), progress
         self._batch_delay = BatchDelay(max_delay)
         self._calls = CallQueue(pool, limits, self._batch_delay.left)
-        self._price = TokenPrice()
+        self._yield = SweepYield()
         self._inbox = Inbox(SHUT_DOWN)
         self._idle_since = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="sweep", daemon=True)
@@ -193,11 +193,11 @@ class SweepEngine:
         jobs = [*self._calls]
         chunk, cost = self._sweeper.rows.most, self.cost
         knee = max(self._times.knee, chunk)  # below `chunk` rows are computed together, so the knee cannot be lower
-        price, most = self._price.price, self._most_tokens
-        make_fit(jobs, cost, price, most)
+        recent, most = self._yield.recent, self._most_tokens
+        make_fit(jobs, cost, recent, most)
         least_shared = chunk if self.pool.shares_anywhere else self._limits.max_context
         parts = choose_shared(jobs, most, knee, least_shared, cost or (lambda _: 0.0))
-        share_rows(parts, cost, price, most)
+        share_rows(parts, cost, recent, most)
         for job in jobs:
             job.num_sweeps_skipped += 1
         return parts
@@ -262,7 +262,7 @@ class SweepEngine:
                     if not isinstance(exc, BoughError):
                         job.context.run(logger.exception, "a verdict failed")
                     self._calls.drop(job.call.context.session_id, exc)
-        self._price.swept(swept.figures.total_ns * NANO, time.perf_counter())
+        self._yield.swept(swept.figures.total_ns * NANO, time.perf_counter())
         self.pool.check_now_and_then()
 
     def _answer(self, job: VerifyJob, verdict: Verdict, share: SweepShare) -> None:
@@ -271,5 +271,5 @@ class SweepEngine:
         self.pool.commit(job.session, [base + node for node in path], [int(tree.tokens[node]) for node in path])
         self.pool.count(len(job.call.context.tokens), job.num_computed)
         self._batch_delay.answered(job.session.session_id, time.perf_counter(), job.call.caller)
-        self._price.answered(len(path), expected_tokens(job))
+        self._yield.answered(len(path), expected_tokens(job))
         self._calls.answer(job, job.result(verdict, share))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from bough.protocol.cost_curve import CostCurve
-from bough.sizing.division import Price, SweepTree, divide
+from bough.sizing.division import SweepTree, Yield, divide
 from bough.trees.tree_plan import Scheme
 from target_worker.scheduler.batching import Part
 from target_worker.scheduler.job import VerifyJob
@@ -23,7 +23,7 @@ def expected_tokens(job: VerifyJob) -> float:
     return float(SweepTree.of(job.tree, True).values.sum()) if may_leave_out(job) else 0.0
 
 
-def make_fit(jobs: Iterable[VerifyJob], cost: CostCurve | None, price: Price, most_rows: int) -> None:
+def make_fit(jobs: Iterable[VerifyJob], cost: CostCurve | None, recent: Yield, most_rows: int) -> None:
     """Restore nodes left out before; if all ready trees together exceed a sweep, cut them to fit."""
     ready = []
     for job in jobs:
@@ -31,22 +31,22 @@ def make_fit(jobs: Iterable[VerifyJob], cost: CostCurve | None, price: Price, mo
         if job.num_remaining == 0:
             ready.append(job)
     if cost is not None and len(ready) > 1 and sum(job.num_nodes for job in ready) > most_rows:
-        _divide(ready, 0, cost, price, most_rows)
+        _divide(ready, 0, cost, recent, most_rows)
 
 
-def share_rows(parts: Sequence[Part[VerifyJob]], cost: CostCurve | None, price: Price, most_rows: int) -> None:
+def share_rows(parts: Sequence[Part[VerifyJob]], cost: CostCurve | None, recent: Yield, most_rows: int) -> None:
     """Keep only nodes that pay in a sweep shared with other trees and contexts.
 
     A call alone in a sweep keeps its whole tree, whose size was decided when it grew.
     """
     if cost is not None and len(parts) > 1:
         num_context = sum(part.num_context for part in parts)
-        _divide([part.job for part in parts if part.has_tree], num_context, cost, price, most_rows)
+        _divide([part.job for part in parts if part.has_tree], num_context, cost, recent, most_rows)
 
 
-def _divide(jobs: Sequence[VerifyJob], fixed_rows: int, cost: CostCurve, price: Price, most_rows: int) -> None:
+def _divide(jobs: Sequence[VerifyJob], fixed_rows: int, cost: CostCurve, recent: Yield, most_rows: int) -> None:
     if not any(may_leave_out(job) for job in jobs):
         return
     trees = [SweepTree.of(job.call.tree, may_leave_out(job)) for job in jobs]
-    for job, nodes in zip(jobs, divide(trees, fixed_rows, cost, price, most_rows), strict=True):
+    for job, nodes in zip(jobs, divide(trees, fixed_rows, cost, recent, most_rows), strict=True):
         job.keep(nodes if len(nodes) < len(job.call.tree) else None)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from bough.protocol.cost_curve import CostCurve
 from bough.protocol.decision import Decision, DraftCalibration
 from bough.protocol.messages import VerifyCall, VerifyResult
-from bough.sizing.division import Price
+from bough.sizing.division import Yield
 from bough.trees.merge import merged, union
 from bough.trees.tree import Tree
 from bough.trees.tree_plan import NO_TREE, BestFirst, TreePlan
@@ -83,15 +83,15 @@ class RandomSizer:
         rng = self._rng
         lookup = rng.randint(0, situation.lookup)
         if rng.random() < 0.2:
-            return RoundPlan(NO_TREE, rng.randint(1, 1 + lookup), lookup)
+            return replace(limited(NO_TREE, situation, lookup), max_nodes=rng.randint(1, 1 + lookup))
         growth = BestFirst(
             rng.randint(1, LARGEST.budget),
             rng.randint(1, LARGEST.width),
             rng.randint(1, LARGEST.depth),
-            step_price=rng.choice((0.0, 0.0, 0.1, 0.7, 1.5)),
+            min_gain=rng.choice((0.0, 0.0, 0.1, 0.7, 1.5)),
         )
         plan = limited(TreePlan(growth), situation)
-        return replace(plan, max_nodes=rng.randint(1, plan.max_nodes), lookup=lookup)
+        return replace(plan, max_nodes=rng.randint(1, plan.max_nodes), lookup=min(lookup, plan.lookup))
 
 
 def use_random_sizes(requests: Requests, seed: int) -> RandomSizer:
@@ -107,7 +107,7 @@ class RandomDivision:
     def __init__(self, seed: int) -> None:
         self._rng = Random(seed)
 
-    def __call__(self, parts: Sequence[Part[VerifyJob]], cost: CostCurve | None, price: Price, most_rows: int) -> None:
+    def __call__(self, parts: Sequence[Part[VerifyJob]], cost: CostCurve | None, recent: Yield, most_rows: int) -> None:
         for job in (part.job for part in parts if part.has_tree and may_leave_out(part.job)):
             nodes = random_part(job.tree, len(job.tree), self._rng)
             job.keep(nodes if len(nodes) < len(job.tree) else None)

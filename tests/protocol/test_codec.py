@@ -265,8 +265,8 @@ def test_sizes_and_names_out_of_range_are_refused_by_name() -> None:
     for field, value, message in (
         ("growth", BestFirst(0, 4, 2), r"growth\.budget: must be 1 to 8.* got 0"),
         ("growth", BestFirst(8, 9, 2), r"growth\.width: must .* got 9"),
-        ("growth", BestFirst(8, 4, 2, -0.5), r"growth\.step_price: must be 0 \(off\) or more.* got -0.5"),
-        ("growth", BestFirst(8, 4, 2, float("nan")), r"growth\.step_price: must .* got nan"),
+        ("growth", BestFirst(8, 4, 2, -0.5), r"growth\.min_gain: must be 0 \(off\) or more.* got -0.5"),
+        ("growth", BestFirst(8, 4, 2, float("nan")), r"growth\.min_gain: must .* got nan"),
         ("growth", BestFirst(8, 4, 2, 0.0, float("inf")), r"growth\.seconds: must .* got inf"),
         ("growth", StaticShape.chains(4, 2), "growth: must have at most 8 nodes, got 9"),
         ("growth", StaticShape((0, 2)), r"growth\.parents\[1\]: must be 0 to 1, .* got 2"),

@@ -166,11 +166,11 @@ def test_a_tree_goes_on_below_what_is_right_and_below_what_is_wrong_alike(pair: 
     assert depths.max() >= 2
 
 
-@pytest.mark.parametrize(("step_price", "least", "most"), [(0.0, 40, 40), (1.0, 2, 39), (50.0, 1, 1)])
+@pytest.mark.parametrize(("min_gain", "least", "most"), [(0.0, 40, 40), (1.0, 2, 39), (50.0, 1, 1)])
 def test_the_price_of_a_step_bounds_a_simulated_tree(
-    pair: SimulatedPair, step_price: float, least: int, most: int
+    pair: SimulatedPair, min_gain: float, least: int, most: int
 ) -> None:
-    plan = TreePlan(BestFirst(40, 8, 6, step_price=step_price))
+    plan = TreePlan(BestFirst(40, 8, 6, min_gain=min_gain))
     tree = grown(pair, TurnedClock(), [grow_call([*range(300, 340)], plan=plan, sampling=SEEDED)])[0].tree
     assert least <= len(tree) <= most
 

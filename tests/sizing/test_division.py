@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bough.protocol.cost_curve import CostCurve
-from bough.sizing.division import Price, SweepTree, divide
+from bough.sizing.division import SweepTree, Yield, divide
 from bough.trees.tree import Tree
 
 FREE = CostCurve((1, 1000), (1.0, 1.0))
@@ -60,7 +60,7 @@ def test_no_other_way_is_worth_more(
     seconds = np.cumsum(random.exponential(0.3, 6)) + 0.1
     cost = CostCurve(tuple(range(step, 7 * step, step)), tuple(seconds.tolist()), step)
     least, most = fixed + sum(len(rider.least()) for rider in riders), int(random.integers(1, 30))
-    kept = divide(riders, fixed, cost, Price(price), most)
+    kept = divide(riders, fixed, cost, Yield(price), most)
     num_rows = fixed + sum(map(len, kept))
     assert num_rows <= max(most, least)
     for rider, nodes in zip(riders, kept, strict=True):
@@ -77,21 +77,21 @@ def test_no_other_way_is_worth_more(
 
 def test_where_rows_cost_nothing_nothing_is_left_out() -> None:
     riders = [random_rider(np.random.default_rng(seed), 40) for seed in range(3)]
-    assert [len(nodes) for nodes in divide(riders, 100, FREE, Price(50.0), 1000)] == [40, 40, 40]
+    assert [len(nodes) for nodes in divide(riders, 100, FREE, Yield(50.0), 1000)] == [40, 40, 40]
     hopeless = SweepTree(np.array([1.0, 0.0, 0.0]), np.array([-1, 0, 0], np.int32))
-    assert len(divide([hopeless], 0, FREE, Price(50.0, 0.0), 1000)[0]) == 3, "though it is worth nothing either"
+    assert len(divide([hopeless], 0, FREE, Yield(50.0, 0.0), 1000)[0]) == 3, "though it is worth nothing either"
 
 
 def test_where_rows_cost_much_each_keeps_a_root_and_its_best_child() -> None:
     tree = Tree.of([0, 1, 2, 3, 4], [-1, 0, 0, 1, 2], [0.0, -2.0, -0.1, 0.0, -0.1])
-    kept = divide([SweepTree.of(tree, True), SweepTree.of(Tree.root(7), True)], 0, LINEAR, Price(1e6), 1000)
+    kept = divide([SweepTree.of(tree, True), SweepTree.of(Tree.root(7), True)], 0, LINEAR, Yield(1e6), 1000)
     assert [nodes.tolist() for nodes in kept] == [[0, 2], [0]]
 
 
 def test_easy_text_gets_the_rows_that_hard_text_cannot_use() -> None:
     easy = SweepTree.of(Tree.of([0] * 16, range(-1, 15), [0.0] + [-0.05] * 15), True)
     hard = SweepTree.of(Tree.of([0] * 16, range(-1, 15), [0.0] + [-2.0] * 15), True)
-    sizes = [len(nodes) for nodes in divide([easy, hard], 0, FREE, Price(1.0), 18)]
+    sizes = [len(nodes) for nodes in divide([easy, hard], 0, FREE, Yield(1.0), 18)]
     assert sizes == [16, 2]
 
 
@@ -99,9 +99,9 @@ def test_behind_a_step_that_does_not_pay_may_be_one_that_does() -> None:
     """Seconds rise at 5 rows and stay: the first node beyond is not worth it, twelve of them are."""
     cost = CostCurve((4, 5, 100), (1.0, 3.0, 3.0))
     chain = SweepTree.of(Tree.of([0] * 17, [-1] + [0] * 16, [0.0] + [-0.7] * 16), True)
-    (nodes,) = divide([chain], 0, cost, Price(1.5), 1000)
+    (nodes,) = divide([chain], 0, cost, Yield(1.5), 1000)
     assert len(nodes) == 17
-    (nodes,) = divide([chain], 0, cost, Price(4.0), 1000)
+    (nodes,) = divide([chain], 0, cost, Yield(4.0), 1000)
     assert len(nodes) == 4
 
 
@@ -110,14 +110,14 @@ def test_what_seconds_have_brought_in_sweeps_that_were_too_long_does_not_make_th
     random = np.random.default_rng(0)
     riders = [random_rider(random, 64) for _ in range(8)]
     cost = CostCurve((1, 64, 640), (1.0, 1.0, 10.0))
-    kept = divide(riders, 0, cost, Price(0.0, 0.0), 1000)
+    kept = divide(riders, 0, cost, Yield(0.0, 0.0), 1000)
 
     def rate(some: list[np.ndarray], gap: float) -> float:
         seconds = cost(sum(map(len, some))) + gap
         return sum(rider.values[nodes].sum() for rider, nodes in zip(riders, some, strict=True)) / seconds
 
-    others = [divide(riders, 0, cost, Price(price), 1000) for price in np.geomspace(0.1, 100, 60)]
+    others = [divide(riders, 0, cost, Yield(price), 1000) for price in np.geomspace(0.1, 100, 60)]
     assert rate(kept, 0.0) >= max(rate(other, 0.0) for other in others) - 1e-9
-    more = divide(riders, 0, cost, Price(0.0, 5.0), 1000)
+    more = divide(riders, 0, cost, Yield(0.0, 5.0), 1000)
     assert rate(more, 5.0) >= max(rate(other, 5.0) for other in others) - 1e-9
     assert sum(map(len, more)) > sum(map(len, kept)), "what lies between sweeps is spread over more"

@@ -64,16 +64,16 @@ def test_with_width_to_spare_the_best_paths_of_all_are_found(budget: int, depth:
 
 
 @given(st.integers(2, 40), st.integers(1, 5), st.integers(1, 5), st.floats(0.01, 1.5))
-def test_no_step_is_made_that_is_not_worth_its_price(budget: int, width: int, depth: int, step_price: float) -> None:
+def test_no_step_is_made_that_is_not_worth_its_price(budget: int, width: int, depth: int, min_gain: float) -> None:
     """A step is worth all that it could add."""
-    grower = best_first(BestFirst(budget, width, depth, step_price=step_price))
+    grower = best_first(BestFirst(budget, width, depth, min_gain=min_gain))
     while len(frontier := grower.frontier()):
-        assert np.exp(grower.tree.scores[frontier]).sum() >= step_price
+        assert np.exp(grower.tree.scores[frontier]).sum() >= min_gain
         paths = [[int(grower.tree.tokens[step]) for step in path_to(grower, node)] for node in frontier.tolist()]
         rows = np.stack([fake_log_probs(path) for path in paths])
         order = np.argsort(-rows, axis=1)
         grower.take(frontier, Candidates(order.astype(np.int32), np.take_along_axis(rows, order, 1)))
-    assert len(grower.finished()) > 1 or step_price > 1
+    assert len(grower.finished()) > 1 or min_gain > 1
 
 
 def test_a_step_is_worth_what_it_can_add_to_a_full_tree() -> None:
@@ -82,8 +82,8 @@ def test_a_step_is_worth_what_it_can_add_to_a_full_tree() -> None:
     grower = best_first(limits)
     grower.take(grower.frontier(), Candidates(np.arange(4)[None], np.log(np.float32([[0.4, 0.3, 0.2, 0.1]]))))
     open_node, last = 0.4, 0.2
-    for step_price, is_made in ((0.99 * (open_node - last), True), (1.01 * (open_node - last), False)):
-        grower._limits = limits._replace(step_price=step_price)
+    for min_gain, is_made in ((0.99 * (open_node - last), True), (1.01 * (open_node - last), False)):
+        grower._limits = limits._replace(min_gain=min_gain)
         assert (len(grower.frontier()) > 0) is is_made
 
 

@@ -63,8 +63,8 @@ def test_the_end_is_near_or_speculation_is_off() -> None:
     ],
 )
 def test_growths_of_fewer_levels(growth: Growth, depth: int, expected: Growth) -> None:
-    assert growth.no_deeper(depth) == expected
-    assert growth.no_deeper(depth).depth <= depth
+    assert growth.limited(growth.budget, depth) == expected
+    assert growth.limited(growth.budget, depth).depth <= depth
 
 
 @pytest.mark.parametrize(("num_sharing", "width"), [(1, 16), (2, 16), (4, 8), (8, 4), (100, MIN_SHARE)])

@@ -42,7 +42,7 @@ SHAPE = StaticShape((0, 0, 0, 1, 1, 2, 4))
         (Speculation(budget=9, width=2, depth=3), BestFirst(9, 2, 3)),
         (Speculation(growth=SHAPE), SHAPE),
         (Speculation(growth=StaticShape.chains(2, 3)), StaticShape.chains(2, 3)),
-        (Speculation(growth=BestFirst(12, 2, 3, step_price=0.25)), BestFirst(12, 2, 3, step_price=0.25)),
+        (Speculation(growth=BestFirst(12, 2, 3, min_gain=0.25)), BestFirst(12, 2, 3, min_gain=0.25)),
     ],
 )
 def test_a_size_that_a_request_asks_for_is_that_size(speculation: Speculation, growth: Growth) -> None:
@@ -250,7 +250,7 @@ def test_a_worker_that_is_met_with_a_bad_curve_is_one_of_which_nothing_is_known(
     assert plan.tree.growth == UNKNOWN
 
 
-@pytest.mark.parametrize("field", ["step_price", "seconds"])
+@pytest.mark.parametrize("field", ["min_gain", "seconds"])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, -0.5])
 def test_prices_that_are_not_numbers_are_refused_by_name(field: str, value: float) -> None:
     growth = BestFirst(16, 4, 4)._replace(**{field: value})

@@ -33,9 +33,9 @@ def taught(tree: Tree, values: list[float], rounds: int = 200) -> Margin:
     return margin
 
 
-def grown_levels(price: float, bounds: list[float]) -> int:
-    """Steps that a draft worker makes at this price: while what can be had is no less."""
-    return next((level for level, bound in enumerate(bounds) if bound < price), len(bounds))
+def grown_levels(min_gain: float, bounds: list[float]) -> int:
+    """Steps that a draft worker makes with this least gain: while what can be had is no less."""
+    return next((level for level, bound in enumerate(bounds) if bound < min_gain), len(bounds))
 
 
 def test_an_honest_drafts_steps_cost_what_they_must_bring() -> None:
@@ -43,35 +43,35 @@ def test_an_honest_drafts_steps_cost_what_they_must_bring() -> None:
     tree, values = chain(0.8, 0.8, 0.8, 0.8), [1.0, 0.8, 0.64, 0.512, 0.4096]
     margin, bounds = taught(tree, values), [0.8**level for level in range(5)]
     for tokens, levels in ((0.45, 3), (0.6, 2), (0.7, 1)):
-        assert grown_levels(margin.price(tokens), bounds) == levels, tokens
+        assert grown_levels(margin.min_gain(tokens), bounds) == levels, tokens
 
 
 def test_a_draft_that_overstates_more_the_deeper_is_stopped_where_steps_bring_too_little() -> None:
     """It says 0.9 at every level; guesses are right in 0.8, 0.64 and 0.5 of cases."""
     margin, bounds = taught(chain(0.9, 0.9, 0.9), [1.0, 0.8, 0.64, 0.5]), [1.0, 0.9, 0.81]
-    assert [grown_levels(margin.price(tokens), bounds) for tokens in (0.85, 0.7, 0.55, 0.4)] == [0, 1, 2, 3]
+    assert [grown_levels(margin.min_gain(tokens), bounds) for tokens in (0.85, 0.7, 0.55, 0.4)] == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize(("tokens", "most"), [(0.95, 0), (0.5, 1), (0.3, 2), (0.05, 3)])
 def test_where_guesses_fall_off_a_cliff_growth_goes_no_further_and_begins(tokens: float, most: int) -> None:
-    """Right in 0.9, 0.45 and 0.1 of cases: one price for all levels cannot say it exactly."""
+    """Right in 0.9, 0.45 and 0.1 of cases: one bound for all levels cannot say it exactly."""
     margin, bounds = taught(chain(0.9, 0.9, 0.9), [1.0, 0.9, 0.45, 0.1]), [1.0, 0.9, 0.81]
-    assert min(1, most) <= grown_levels(margin.price(tokens), bounds) <= most
+    assert min(1, most) <= grown_levels(margin.min_gain(tokens), bounds) <= most
 
 
 @pytest.mark.parametrize("tokens", [0.0, 0.01, 0.3, 0.69, 0.71, 2.0, 50.0])
 def test_a_first_step_is_asked_for_while_it_pays_and_prices_are_numbers(tokens: float) -> None:
     """A draft takes its first step for worth a token, whatever it is worth."""
-    price = Margin().price(tokens)
-    assert np.isfinite(price)
-    assert price >= 0
-    assert (price <= FIRST_BOUND) == (tokens <= 0.7), "by the prior it brings 0.7"
+    bound = Margin().min_gain(tokens)
+    assert np.isfinite(bound)
+    assert bound >= 0
+    assert (bound <= FIRST_BOUND) == (tokens <= 0.7), "by the prior it brings 0.7"
 
 
 def test_prices_rise_with_what_a_step_must_bring() -> None:
     margin = taught(chain(0.9, 0.8, 0.6), [1.0, 0.7, 0.4, 0.2])
-    prices = [margin.price(tokens) for tokens in np.linspace(0.01, 3.0, 60)]
-    levels = [grown_levels(price, [1.0, 0.9, 0.72]) for price in prices]
+    bounds = [margin.min_gain(tokens) for tokens in np.linspace(0.01, 3.0, 60)]
+    levels = [grown_levels(bound, [1.0, 0.9, 0.72]) for bound in bounds]
     assert levels == sorted(levels, reverse=True)
 
 

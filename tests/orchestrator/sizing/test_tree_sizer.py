@@ -189,10 +189,10 @@ def test_drafting_is_free_while_another_sweep_runs() -> None:
     shared = turns.base.target.__class__("target", "target", 1024, FLAT, num_running=2)
     waited = turns.play(20, target=shared)[-1].plan.tree.growth
     assert isinstance(waited, BestFirst)
-    assert (waited.step_price, waited.seconds > 0.5) == (0.0, True)
+    assert (waited.min_gain, waited.seconds > 0.5) == (0.0, True)
     alone = MadeRounds(step=dear).play(20)[-1].plan.tree.growth
     assert isinstance(alone, BestFirst)
-    assert alone.step_price > 0.1
+    assert alone.min_gain > 0.1
     assert alone.seconds == 0.0
 
 
@@ -202,7 +202,7 @@ def test_a_wait_of_less_than_a_quarter_of_a_sweep_hides_nothing() -> None:
     growth = world.play(20, target=shared)[-1].plan.tree.growth
     assert isinstance(growth, BestFirst)
     assert growth.seconds == 0.0
-    assert growth.step_price > 0.0
+    assert growth.min_gain > 0.0
 
 
 def test_dearer_steps_make_shallower_trees() -> None:

@@ -19,7 +19,7 @@ from bough.model.sizes.target_limits import TargetLimits
 from bough.protocol.cost_curve import CostCurve
 from bough.protocol.messages import VerifyCall, VerifyResult
 from bough.protocol.sampling_params import SamplingParams
-from bough.sizing.division import Price, SweepTree
+from bough.sizing.division import SweepTree, SweepYield, Yield
 from bough.trees.draft_probs import DraftProbs
 from bough.trees.tree import Tree
 from bough.trees.tree_plan import Scheme
@@ -27,7 +27,6 @@ from loadtest.common.tiny_model import TINY, save_model
 from target_worker.kv.slot_pool import SlotPool
 from target_worker.scheduler.engine import SweepEngine
 from target_worker.scheduler.job import SweepFigures
-from target_worker.scheduler.price import TokenPrice
 from target_worker.scheduler.row_division import may_leave_out
 from target_worker.sweep.streamed_model import StreamedModel
 from target_worker.sweep.streamed_sweeper import StreamedSweeper
@@ -229,25 +228,25 @@ def test_samples_stay_whole() -> None:
 
 
 def test_the_price_of_a_second_is_what_all_get_in_one() -> None:
-    price = TokenPrice()
-    assert (price.tokens_per_second, price.price) == (0.0, Price(0.0, 0.0))
+    sweeps = SweepYield()
+    assert (sweeps.tokens_per_second, sweeps.recent) == (0.0, Yield(0.0, 0.0))
     now = 0.0
 
     def sweep(num_tokens: int, pause: float = 0.0) -> None:
         nonlocal now
         now += 2.0 + pause  # drafting included
-        price.answered(num_tokens, 2.0 * num_tokens)
-        price.answered(0, 0.0)
-        price.swept(1.0, now)
+        sweeps.answered(num_tokens, 2.0 * num_tokens)
+        sweeps.answered(0, 0.0)
+        sweeps.swept(1.0, now)
 
     for _ in range(10):
         sweep(6)
-    assert price.tokens_per_second == pytest.approx(3.0, rel=0.1)
-    assert price.price.values_per_second == pytest.approx(2 * price.tokens_per_second), "the draft expects twice that"
-    assert price.price.gap_seconds == pytest.approx(1.0, rel=0.15)
-    before = price.tokens_per_second
+    assert sweeps.tokens_per_second == pytest.approx(3.0, rel=0.1)
+    assert sweeps.recent.tokens_per_second == pytest.approx(2 * sweeps.tokens_per_second), "trees promise twice that"
+    assert sweeps.recent.gap_seconds == pytest.approx(1.0, rel=0.15)
+    before = sweeps.tokens_per_second
     sweep(6, pause=1000.0)
-    assert price.tokens_per_second > before, "nobody had anything to do meanwhile"
+    assert sweeps.tokens_per_second > before, "nobody had anything to do meanwhile"
     for _ in range(20):
         sweep(2)
-    assert 1.0 < price.tokens_per_second < before, "half of what is known is from twenty sweeps ago"
+    assert 1.0 < sweeps.tokens_per_second < before, "half of what is known is from twenty sweeps ago"
