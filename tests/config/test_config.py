@@ -15,7 +15,7 @@ from bough.client import Client
 from bough.config.cache_paths import demonstration_folder
 from bough.config.parsers import parse_bytes, parse_layers
 from bough.config.processes import DraftConfig, OrchestratorConfig, TargetConfig, parse, to_flags
-from bough.errors import ConfigError
+from bough.errors import CheckpointError, ConfigError
 from bough.processes.exit_with_parent import MODULE
 
 
@@ -131,9 +131,11 @@ def test_no_draft_with_layers_left_out_is_a_contradiction() -> None:
         settings_from(argument_parser().parse_args(["up", "--draft", "none", "--drop-layers", "3"]))
 
 
-def test_bough_up_asks_for_a_draft_where_it_cannot_guess_one() -> None:
+def test_bough_up_asks_for_a_draft_where_it_cannot_guess_one(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--draft: missing; must be a smaller model"):
-        settings_from(argument_parser().parse_args(["up", "--target", "T"]))
+        settings_from(argument_parser().parse_args(["up", "--target", str(tmp_path)]))
+    with pytest.raises(CheckpointError, match=r"^--target: must be a folder or a GGUF file that exists"):
+        settings_from(argument_parser().parse_args(["up", "--target", str(tmp_path / "nowhere")]))
 
 
 @pytest.mark.parametrize("flag", ["--target", "--draft", "--simulate", "--drop-layers"])

@@ -9,8 +9,8 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -144,11 +144,18 @@ def require_models(settings: Settings) -> None:
     if not is_written(demonstration_folder(), DEMONSTRATION_COPIES):
         flags.pop(str(demonstration_folder()), None)
     for model in sorted(flags, key=is_hub_id):
-        try:
+        with by_flag(flags[model]):
             fetch(model)
             Checkpoint.open(model)
-        except CheckpointError as exc:
-            raise CheckpointError(re.sub("^model:", f"{flags[model]}:", str(exc))) from exc
+
+
+@contextmanager
+def by_flag(flag: str) -> Iterator[None]:
+    """Name a model by the flag that gave it in errors of the block."""
+    try:
+        yield
+    except CheckpointError as exc:
+        raise CheckpointError(re.sub("^model:", f"{flag}:", str(exc))) from exc
 
 
 def models_of(settings: Settings) -> dict[str, str]:
@@ -267,6 +274,9 @@ def _draft_config(
             raise ConfigError(f"--drop-layers: must not be given with --draft none, got {drops}")
         return None
     if drops is None and draft is None:
+        if not is_hub_id(target.model):
+            with by_flag("--target"):
+                resolve(target.model)
         raise ConfigError(
             "--draft: missing; must be a smaller model with the same tokenizer, or none for prompt lookup only; or "
             "--drop-layers, for the target itself without some layers"

@@ -70,6 +70,8 @@ async function refresh() {
     }
     if (needsKey) showStatus("wait", "needs an API key", byId("key").value && problem.message);
     else if (problem.status) showStatus("dead", "error", problem.message);
+    // A server that is stopped closes its port at once and finishes what it has begun.
+    else if (running) showStatus("wait", "shutting down", "The server takes no new questions and finishes this answer.");
     else showStatus("dead", "no answer", `${problem.message} It is asked again every few seconds.`);
   }
 }

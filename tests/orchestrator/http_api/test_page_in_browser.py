@@ -220,6 +220,15 @@ async def test_a_server_that_has_died_has_no_workers_in_use(tmp_path: Path) -> N
         assert "does not answer" in (await page.texts("#problem"))[0]
 
 
+async def test_a_server_that_is_stopped_while_it_answers_is_shutting_down(page: Page) -> None:
+    """It was called dead, although its answer went on."""
+    await page.value("answers['/v1/chat/completions'] = () => new Promise(() => {}); 0")
+    await ask(page, QUESTION)
+    await page.value("answers['/cluster'] = () => Promise.reject(new TypeError('refused')); 0")
+    await page.until("document.querySelector('#status').textContent == 'shutting down'")
+    assert "finishes this answer" in (await page.texts("#problem"))[0]
+
+
 async def test_a_server_without_a_target_worker_is_no_dead_server(page: Page) -> None:
     """There are no models then, which the server says by an error."""
     await page.value("answers['/v1/models'] = () => new Response('{}', { status: 503 }); 0")
