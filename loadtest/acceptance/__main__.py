@@ -1,20 +1,16 @@
-"""Measures tokens per round by verification scheme, growth, tree size and temperature, and how well they are predicted.
+"""Measures tokens per round by verification scheme, growth, tree size and temperature.
 
     python -m loadtest.acceptance
 
 Draft and target run in this process; the target is the unexpanded demonstration model, whose text is the expanded
 one's. Trees are grown by the draft worker as it is, all prompts in step, and judged by the target worker's own code;
 only, the target computes logits where the walk through a tree asks for them, not at every node. So tokens per round are
-what the pipeline gives, and the sweeps that they would have cost are not paid for. With --crossed the same of ways that
-the papers do not compare; with --contestants of those alone whose names hold what it says. Drafts learn how sure they
-may be as in service, but SpecExec's takes its probabilities as they are, as the paper does. Ends with one JSON line:
+what the pipeline gives, and the sweeps that they would have cost are not paid for. With --contestants only those whose
+names hold what it says. Drafts learn how sure they may be as in service, but SpecExec's takes its probabilities as they
+are, as the paper does. Ends with one JSON line:
 
 tokens_per_round   by temperature, contestant and nodes: [mean over prompts, half the width of its 95 % confidence
                    interval (bootstrap over prompts)]
-prediction_error   mean of |predicted / measured - 1| by contestant, of tokens per round where every round weighs the
-                   same: shapes and chains, predicted from the acceptance by rank along the same texts.
-                   prediction_error_before has the vectors of another seed's texts, by which the shapes were chosen:
-                   what chance does to a text is in it too. prediction_errors and _before have the worst sizes as well
 """
 
 from __future__ import annotations
@@ -23,29 +19,152 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from bough.config.cache_paths import SUBSTITUTE_DROPS, demonstration_folder
 from bough.config.flag_parser import FlagParser
 from bough.config.processes import DraftConfig, parse
 from bough.processes.demonstration import ensure_demonstration
+from bough.protocol.sampling_params import SamplingParams
 from bough.tokenization.tokenizer import Tokenizer
+from bough.trees.acceptance import Acceptance, by_rank
+from bough.trees.optimal_tree import best_chains, best_shape
+from bough.trees.tree_plan import BestFirst, Growth, Guess, Scheme, StaticShape, TreePlan
 from draft_worker.worker import DraftWorker
 from loadtest.acceptance.bench import RANKS, Bench
-from loadtest.acceptance.contestants import EVERYONE, contestants_at
-from loadtest.acceptance.measure import measure, rows_before, settings_of
 from loadtest.acceptance.multi_round import MultiRoundBench
-from loadtest.acceptance.report import plot, prediction_errors, table, tokens_per_round
 from loadtest.acceptance.target import LazyTarget
 from loadtest.common.prompts import load_prompts
+
+LEVELS = 18  # most levels of shapes and chains
+EVERYONE = ""  # a part of every name
+Row = dict[str, Any]  # one contestant at one size
+
+
+class Contestant(NamedTuple):
+    """A way of growing and verifying trees; its growth depends on the budget and on acceptance measured before."""
+
+    scheme: Scheme
+    guess: Guess
+    growth: Callable[[Acceptance, int], Growth]
+    is_multi_round: bool = False  # independently sampled chains, verified as in SpecInfer
+    is_calibrated: bool = True  # whether the draft learns its temperature scaling
+
+    def plan(self, acceptance: Acceptance, nodes: int) -> TreePlan:
+        """The plan for trees of `num_nodes` nodes."""
+        return TreePlan(self.growth(acceptance, nodes), self.scheme, self.guess)
+
+
+def grown_best_first(_: Acceptance, nodes: int) -> Growth:
+    """Best-first growth with a width suited to the budget."""
+    width = max(2, min(32, nodes // 8))
+    return BestFirst(nodes, width, min(LEVELS - 1, nodes - 1))
+
+
+def _shape(acceptance: Acceptance, nodes: int) -> Growth:
+    return best_shape(acceptance, nodes, LEVELS)
+
+
+def _chains(acceptance: Acceptance, nodes: int) -> Growth:
+    best = best_chains(acceptance, nodes, LEVELS)
+    return StaticShape.chains(best.num, best.length)
+
+
+DRAWN = {  # above temperature 0
+    "bough: target, best-first, shared noise": Contestant(Scheme.TARGET, Guess.SAMPLE, grown_best_first),
+    "target, optimal shape, shared noise": Contestant(Scheme.TARGET, Guess.SAMPLE, _shape),
+    "SpecExec: target, best-first": Contestant(
+        Scheme.TARGET, Guess.DISTRIBUTION, grown_best_first, is_calibrated=False
+    ),
+    "target, optimal top-k shape": Contestant(Scheme.TARGET, Guess.DISTRIBUTION, _shape),
+    "Sequoia: without replacement, optimal shape": Contestant(Scheme.WITHOUT_REPLACEMENT, Guess.SAMPLE, _shape),
+    "SpecInfer: multi-round, k chains": Contestant(Scheme.WITHOUT_REPLACEMENT, Guess.SAMPLE, _chains, True),
+}
+GREEDY = {  # at temperature 0, where all schemes agree
+    "bough: target, best-first": Contestant(Scheme.TARGET, Guess.DISTRIBUTION, grown_best_first),
+    "SpecExec: target, best-first": Contestant(
+        Scheme.TARGET, Guess.DISTRIBUTION, grown_best_first, is_calibrated=False
+    ),
+    "target, optimal top-k shape": Contestant(Scheme.TARGET, Guess.DISTRIBUTION, _shape),
+    "greedy k chains": Contestant(Scheme.TARGET, Guess.DISTRIBUTION, _chains),
+}
+
+
+def contestants_at(temperature: float, wanted: Sequence[str]) -> dict[str, Contestant]:
+    """The contestants of a temperature whose names hold one of the given parts."""
+    everyone = GREEDY if temperature == 0 else DRAWN
+    return {name: one for name, one in everyone.items() if any(part in name for part in wanted)}
+
+
+def measure(
+    benches: Mapping[tuple[bool, bool], Bench], temperature: float, arguments: argparse.Namespace
+) -> Iterator[Row]:
+    """Measure the contestants at one temperature; yields a row for each size.
+
+    `benches` are keyed by whether verification is multi-round and whether the draft is calibrated.
+    """
+    params, other_seed = (SamplingParams(temperature=temperature, seed=arguments.seed + i) for i in range(2))
+    for name, contestant in contestants_at(temperature, arguments.contestants).items():
+        bench = benches[contestant.is_multi_round, contestant.is_calibrated]
+        # As in service, shapes are chosen by measurements with other random numbers.
+        before = by_rank(bench.acceptance(contestant.scheme, contestant.guess, other_seed))
+        last_plan: TreePlan | None = None
+        for nodes in sorted(arguments.nodes):
+            plan = contestant.plan(before, nodes) if nodes > 1 else TreePlan(StaticShape(()), contestant.scheme)
+            if plan != last_plan:  # chains have at most LEVELS nodes whatever the budget
+                # With scheme TARGET, a seed's text does not depend on the tree.
+                per_prompt = bench.run(plan, params, 1 if contestant.scheme is Scheme.TARGET else arguments.repeats)
+                last_plan = plan
+            row: Row = {
+                "temperature": temperature,
+                "contestant": name,
+                "nodes": nodes,
+                "tokens_per_round": round(float(np.mean(per_prompt)), 3),
+                "interval": round(interval(per_prompt, arguments.seed), 3),
+            }
+            print(json.dumps(row), file=sys.stderr, flush=True)
+            yield row
+
+
+def interval(values: Sequence[float], seed: int) -> float:
+    """Half the width of the mean's 95 % confidence interval."""
+    rng = np.random.default_rng(seed)
+    means = rng.choice(values, (2000, len(values))).mean(axis=1)
+    low, high = np.percentile(means, [2.5, 97.5])
+    return float(high - low) / 2
+
+
+def table(rows: Sequence[Row], temperature: float, nodes: Sequence[int]) -> str:
+    """The rows as a Markdown table."""
+    lines = [
+        f"| temperature {temperature:g}, nodes | " + " | ".join(map(str, nodes)) + " |",
+        "|---" * (len(nodes) + 1) + "|",
+    ]
+    mine = [row for row in rows if row["temperature"] == temperature]
+    for name in dict.fromkeys(row["contestant"] for row in mine):
+        cells = [f"{row['tokens_per_round']:.2f} ±{row['interval']:.2f}" for row in mine if row["contestant"] == name]
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def tokens_per_round(rows: Sequence[Row]) -> dict[str, dict[str, dict[str, list[float]]]]:
+    """Mean tokens per round and half the width of its confidence interval, by temperature, contestant and nodes."""
+    figures: dict[str, dict[str, dict[str, list[float]]]] = {}
+    for row in rows:
+        contestants = figures.setdefault(str(row["temperature"]), {})
+        figure = [row["tokens_per_round"], row["interval"]]
+        contestants.setdefault(str(row["contestant"]), {})[str(row["nodes"])] = figure
+    return figures
 
 
 def main() -> None:
     """Print tables and one JSON line."""
     arguments = arguments_from()
-    rows = rows_before(arguments)
     ensure_demonstration(0)
     folder = demonstration_folder(0)
     flags = ["--model", str(folder), "--drop-layers", arguments.drop_layers, "--bits", arguments.bits]
@@ -61,22 +180,17 @@ def main() -> None:
         for is_multi_round, kind in ((False, Bench), (True, MultiRoundBench))
         for is_calibrated, draft in drafts.items()
     }
-    for temperature in arguments.temperatures:
-        measure(benches, temperature, arguments, rows)
+    rows = [row for temperature in arguments.temperatures for row in measure(benches, temperature, arguments)]
     for note in drafts[True].info().notes:
         print(note, file=sys.stderr)
     for draft in drafts.values():
         draft.close()
     for temperature in arguments.temperatures:
         print(table(rows, temperature, arguments.nodes) + "\n")
-    if arguments.plot:
-        plot(rows, arguments.plot)
-    figures: dict[str, object] = {"tokens_per_round": tokens_per_round(rows)}
-    for which in ("", "_before"):
-        errors = prediction_errors(rows, f"predicted{which}")
-        figures[f"prediction_error{which}"] = {name: error["mean"] for name, error in errors.items()}
-        figures[f"prediction_errors{which}"] = errors
-    print(json.dumps({**settings_of(arguments), **figures, "rows": rows}))
+    names = ("num", "max_tokens", "repeats", "seed", "drop_layers", "bits")
+    settings = {name: getattr(arguments, name) for name in names}
+    settings["prompts"] = arguments.prompts.name if arguments.prompts else "bough's own"
+    print(json.dumps({**settings, "tokens_per_round": tokens_per_round(rows)}))
 
 
 def arguments_from(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -84,7 +198,6 @@ def arguments_from(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = FlagParser(description=__doc__)
     parser.add_argument("--nodes", nargs="+", type=int, default=[1, 8, 16, 32, 64, 128, 256, 512])
     parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 0.6, 1.0])
-    parser.add_argument("--crossed", action="store_true", help="the other growths of each scheme instead")
     parser.add_argument(
         "--contestants", nargs="+", default=[EVERYONE], help="as the tables name them, or parts of their names"
     )
@@ -98,16 +211,13 @@ def arguments_from(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--bits", choices=["auto", "8", "16"], default="auto", help="of the draft's products")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="one is best where others compute too")
-    parser.add_argument("--rows", type=Path, help="JSONL file: what is in it is not measured again, what is new added")
-    parser.add_argument("--plot", type=Path, help="PNG file")
     arguments = parser.parse_args(argv)
     _require_known(arguments, parser)
     return arguments
 
 
 def _require_known(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    everyone = argparse.Namespace(crossed=arguments.crossed, contestants=[EVERYONE])
-    known = dict.fromkeys(name for t in arguments.temperatures for name in contestants_at(t, everyone))
+    known = dict.fromkeys(name for t in arguments.temperatures for name in contestants_at(t, [EVERYONE]))
     for wanted in arguments.contestants:
         if not any(wanted in name for name in known):
             parser.error(

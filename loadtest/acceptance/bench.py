@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -38,24 +38,6 @@ class Stream:
         return len(self.tokens) - self.prompt_length
 
 
-@dataclass(slots=True)
-class Outcome:
-    """The rounds of one contestant at one size and temperature."""
-
-    rounds: list[list[tuple[Tree, tuple[int, ...]]]]  # by prompt: trees and their accepted nodes
-    texts: list[list[list[int]]] = field(default_factory=list)  # tokens by repeat and prompt, the prompt included
-
-    @property
-    def per_prompt(self) -> list[float]:
-        """Mean tokens per round of each prompt."""
-        return [float(np.mean([len(accepted) + 1 for _, accepted in rounds])) for rounds in self.rounds]
-
-    @property
-    def mean_of_rounds(self) -> float:
-        """Mean tokens per round over all rounds with equal weights."""
-        return float(np.mean([len(accepted) + 1 for rounds in self.rounds for _, accepted in rounds]))
-
-
 class Bench:
     """A draft, a target, and prompts that are continued in step.
 
@@ -70,43 +52,29 @@ class Bench:
         self._prompts = prompts
         self._length = length
 
-    def run(self, plan: TreePlan, params: SamplingParams, num_repeats: int = 1) -> Outcome:
-        """Run rounds until every prompt has its tokens; repeat that several times."""
-        outcome = Outcome([[] for _ in self._prompts])
+    def run(self, plan: TreePlan, params: SamplingParams, num_repeats: int = 1) -> list[float]:
+        """Run rounds until every prompt has its tokens, several times; returns each prompt's mean tokens per round."""
+        lengths: list[list[int]] = [[] for _ in self._prompts]
         for repeat in range(num_repeats):
             with self._streams(params, repeat) as streams:
                 while waiting := [index for index, stream in enumerate(streams) if stream.num_generated < self._length]:
                     verdicts = self.round([streams[index] for index in waiting], plan)
                     for index, (tree, verdict) in zip(waiting, verdicts, strict=True):
                         streams[index].tokens += verdict.tokens_of(tree)
-                        outcome.rounds[index].append((tree, verdict.accepted_nodes))
-                outcome.texts.append([stream.tokens for stream in streams])
-        return outcome
+                        lengths[index].append(len(verdict.accepted_nodes) + 1)
+        return [float(np.mean(of_prompt)) for of_prompt in lengths]
 
-    def acceptance(
-        self, scheme: Scheme, guess: Guess, params: SamplingParams, along: Outcome | None = None
-    ) -> SchemeAcceptance:
-        """Measure acceptance by rank with trees of a root and its children, along an outcome's texts or new ones."""
+    def acceptance(self, scheme: Scheme, guess: Guess, params: SamplingParams) -> SchemeAcceptance:
+        """Measure acceptance by rank with trees of a root and its children, at every position of new texts."""
         counter = AcceptanceCounter(math.inf)
         plan = TreePlan(self.ranks, scheme, guess)
-        for repeat, texts in enumerate(along.texts if along else [None]):
-            with self._streams(params, repeat) as streams:
-                for _ in range(self._length):
-                    self._count(streams, plan, texts, counter)
+        with self._streams(params, 0) as streams:
+            for _ in range(self._length):
+                for stream, (tree, verdict) in zip(streams, self.round(streams, plan), strict=True):
+                    counter.observe(plan.scheme, tree, verdict.accepted_nodes)
+                    stream.tokens.append(verdict.tokens_of(tree)[0])
         (counts,) = counter.counts()
         return counts
-
-    def _count(
-        self,
-        streams: Sequence[Stream],
-        plan: TreePlan,
-        texts: Sequence[list[int]] | None,
-        counter: AcceptanceCounter,
-    ) -> None:
-        """Advance by one token, so that every position is counted once."""
-        for index, (stream, (tree, verdict)) in enumerate(zip(streams, self.round(streams, plan), strict=True)):
-            counter.observe(plan.scheme, tree, verdict.accepted_nodes)
-            stream.tokens.append(texts[index][len(stream.tokens)] if texts else verdict.tokens_of(tree)[0])
 
     def round(self, streams: Sequence[Stream], plan: TreePlan) -> list[tuple[Tree, Verdict]]:
         """Grow a tree for each stream and get its verdict."""

@@ -1,4 +1,4 @@
-"""Limits memory, disk bandwidth and processor time of programs by control groups; needs root.
+"""Limits memory and disk bandwidth of programs by control groups; needs root.
 
 So that a machine whose memory holds the whole model can stand for one whose memory does not. Control groups may be of
 version 1 or 2.
@@ -15,7 +15,6 @@ from pathlib import Path
 from bough.config.cache_paths import cache_folder
 
 CGROUPS = Path("/sys/fs/cgroup")
-PERIOD_MICROSECONDS = 10_000  # of a share of a core: a process that has used it up waits for the rest
 
 
 @contextmanager
@@ -47,44 +46,6 @@ def limited(memory_bytes: int = 0, read_bytes_per_second: int = 0, disk_of: Path
         for group in groups:
             with suppress(OSError):  # a process in it may still be ending
                 group.rmdir()
-
-
-@contextmanager
-def slowed(process_id: int, share: float) -> Iterator[None]:
-    """Give a process, all its threads together, no more than `share` of a core until the block ends.
-
-    Raises:
-        OSError: control groups are missing, or this user may not use them.
-    """
-    is_unified = (CGROUPS / "cgroup.controllers").is_file()
-    before = _group_of(process_id, "" if is_unified else "cpu")
-    groups: list[Path] = []
-    quota = round(share * PERIOD_MICROSECONDS)
-    try:
-        group = _new(groups, "" if is_unified else "cpu")
-        if is_unified:
-            _write(CGROUPS / "cgroup.subtree_control", "+cpu")
-            _write(group / "cpu.max", f"{quota} {PERIOD_MICROSECONDS}")
-        else:
-            _write(group / "cpu.cfs_period_us", PERIOD_MICROSECONDS)
-            _write(group / "cpu.cfs_quota_us", quota)
-        _write(group / "cgroup.procs", process_id)
-        yield
-    finally:
-        with suppress(OSError):  # the process has ended
-            _write(before / "cgroup.procs", process_id)
-        for group in groups:
-            with suppress(OSError):  # a process in it may still be ending
-                group.rmdir()
-
-
-def _group_of(process_id: int, controller: str) -> Path:
-    """The control group that a process is in; of version 2 without a controller's name."""
-    for line in Path(f"/proc/{process_id}/cgroup").read_text().splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controller in controllers.split(","):
-            return CGROUPS / controller / path.removeprefix("/")
-    raise FileNotFoundError(f"control groups: process {process_id} is in none of controller {controller!r}")
 
 
 def drop_cached(folder: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from bough.model.batch.batch import Batch, Segment
 from bough.model.checkpoint.checkpoint import Checkpoint
@@ -16,8 +17,9 @@ from bough.model.kv.session_kv import KVSlot
 from bough.model.loading.default_settings import CPU_ROWS
 from bough.model.loading.loading import build_skeleton
 from bough.sizing.placement import Budgets, Fixed, place, place_with_expert_cache
+from bough.trees.tree import Tree
+from loadtest.common.tiny_model import save_tokenizer, save_weights
 from loadtest.gpu.random_models import LINK_THREADS, planned
-from loadtest.sweep.experts import random_tree, save_mixture
 from target_worker.link.layer_extents import LayerExperts, LayerExtents, plan_apart, sizes_apart
 from target_worker.link.streams import DeviceStreams
 from target_worker.sweep.streamed_model import StreamedModel
@@ -25,6 +27,7 @@ from target_worker.sweep.tiers import Tiers
 
 TREES = (1, 1, 4, 16, 64)
 REPEATS = 5
+NUM_TOKENS = 256  # the tokenizer's byte tokens
 
 
 class Mixture(NamedTuple):
@@ -90,3 +93,31 @@ def _sweep(model: StreamedModel, size: int, seed: int) -> tuple[torch.Tensor, fl
     batch, began = Batch([Segment.tree(slot, 0, tree)], model.rows, model.device), time.perf_counter()
     logits, figures = model.sweep(batch)
     return logits.cpu().clone(), time.perf_counter() - began, figures.link_bytes
+
+
+def save_mixture(folder: Path, layers: int, experts: int, chosen: int, seed: int) -> None:
+    """Write a mixture of experts with random bfloat16 weights; an expert has 3 MB."""
+    config = Qwen3MoeConfig(
+        vocab_size=262,
+        hidden_size=1024,
+        num_hidden_layers=layers,
+        num_attention_heads=16,
+        num_key_value_heads=4,
+        head_dim=64,  # type: ignore[call-arg]  # it is among the fields, but transformers' types do not say so
+        moe_intermediate_size=512,
+        num_experts=experts,
+        num_experts_per_tok=chosen,
+        max_position_embeddings=1024,
+        bos_token_id=260,
+        eos_token_id=261,
+        initializer_range=0.05,  # makes the router's choices uneven
+    )
+    torch.manual_seed(seed)
+    save_weights(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16), folder)
+    save_tokenizer(folder)
+
+
+def random_tree(num_nodes: int, rng: np.random.Generator) -> Tree:
+    """A tree of random tokens."""
+    parents = [-1] + [int(rng.integers(0, node)) for node in range(1, num_nodes)]
+    return Tree.of(rng.integers(0, NUM_TOKENS, num_nodes).tolist(), parents, [0.0] * num_nodes)

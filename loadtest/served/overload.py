@@ -20,9 +20,8 @@ from typing import Any
 
 from loadtest.common.stacks import http_url_of
 from loadtest.locust.samples import Objective, Sample, percentile
-from loadtest.served.profiles import write_profile
-from loadtest.served.stack import stack
-from loadtest.served.streams import Answered, Ask, Door, GrpcDoor, HttpDoor, closed_loop
+from loadtest.served.stack import stack, write_profile
+from loadtest.served.streams import Ask, Door, GrpcDoor, HttpDoor, closed_loop
 
 RUNNING, WAITING = 16, 4  # a queue through which a request waits for about a quarter of an answer: some 1 s of the 4
 SWEEP_SECONDS = 0.2
@@ -94,12 +93,12 @@ class Offered:
 async def offer(doors: Sequence[Door], rate: float, seconds: float, seed: int) -> Offered:
     """Send requests over the APIs in turn as a Poisson process, by the clock; running ones may finish at the end."""
     rng, began = random.Random(seed), time.monotonic()
-    due, lateness, tasks = began, list[float](), list[asyncio.Future[Answered]]()
+    due, lateness, tasks = began, list[float](), list[asyncio.Future[Sample]]()
     while (due := due + rng.expovariate(rate)) < began + seconds:
         await asyncio.sleep(due - time.monotonic())
         lateness.append(time.monotonic() - due)
         tasks.append(asyncio.ensure_future(doors[len(tasks) % len(doors)](_ask(f"question {seed}", len(tasks)))))
-    return Offered([(await task).sample for task in tasks], began, seconds, lateness)
+    return Offered([await task for task in tasks], began, seconds, lateness)
 
 
 def _ask(text: str, number: int) -> Ask:

@@ -11,8 +11,7 @@ from typing import Any
 from bough.client import Client
 from bough.errors import BoughError
 from bough.protocol.generation import ChatPrompt, GenerateOptions, Message, Tokens
-from loadtest.served.profiles import write_profile
-from loadtest.served.stack import stack
+from loadtest.served.stack import stack, write_profile
 
 SWEEP_SECONDS = 0.1
 ANSWER_TOKENS = 96

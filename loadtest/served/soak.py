@@ -7,6 +7,7 @@ import os
 import re
 import ssl
 import time
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -15,11 +16,9 @@ import httpx
 import redis.asyncio
 
 from bough.registry.registry import ENDED_SECONDS
-from loadtest.common.processor_use import ProcessorUse, processor_use
 from loadtest.common.stacks import http_url_of
 from loadtest.locust.samples import Sample, percentile
-from loadtest.served.profiles import write_profile
-from loadtest.served.stack import Stack, stack
+from loadtest.served.stack import Stack, stack, write_profile
 from loadtest.served.streams import Ask, Door, GrpcDoor, HttpDoor, closed_loop
 
 SWEEP_SECONDS = 0.02
@@ -41,7 +40,7 @@ TASKS = re.compile(r"^bough_event_loop_tasks(?:{.*})? ([0-9.e+]+)$", re.MULTILIN
 
 Snapshot = dict[str, dict[str, int]]  # by process and figure
 Snapshots = list[tuple[float, Snapshot]]  # each with its moment, in seconds since the load began
-Uses = tuple[float, dict[str, ProcessorUse]]  # at a moment, by process
+Uses = tuple[float, dict[str, float]]  # processor seconds at a moment, by process
 
 
 async def snapshot(running: Stack, url: str, tls: ssl.SSLContext | None = None) -> Snapshot:
@@ -128,6 +127,15 @@ async def soak(seconds: float, users: int) -> dict[str, Any]:
     return {**latency, "processor_ms_a_request": work, "growth": growth, "leaks": leaking, "users": users}
 
 
+def processor_use(process_id: int) -> float:
+    """Processor seconds of a running process's threads, without those that have ended."""
+    seconds = 0.0
+    for task in Path(f"/proc/{process_id}/task").iterdir():
+        with suppress(OSError):  # the thread has ended
+            seconds += int((task / "schedstat").read_text().split()[0]) / 1e9
+    return seconds
+
+
 def _work(samples: list[Sample], uses: list[Uses], began: float, seconds: float) -> dict[str, tuple[float, ...]]:
     """Processor milliseconds for a request by process, in the second and the last quarter.
 
@@ -142,7 +150,7 @@ def _work(samples: list[Sample], uses: list[Uses], began: float, seconds: float)
         (start, before), (end, after) = within[0], within[-1]
         number = sum(start <= moment < end for moment in ends) or 1
         for name in before:
-            told.setdefault(name, []).append(round(1000 * (after[name] - before[name]).ran / number, 2))
+            told.setdefault(name, []).append(round(1000 * (after[name] - before[name]) / number, 2))
     return {name: tuple(figures) for name, figures in told.items()}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import os
 import sys
 import time
@@ -11,6 +12,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from bough.client import Client
 from bough.config.processes import DraftConfig, OrchestratorConfig, ServiceConfig, TargetConfig, parse, to_flags
@@ -27,20 +29,18 @@ CONFIGS: dict[str, type[ServiceConfig]] = {
     "orchestrator": OrchestratorConfig,
 }
 MODULES = {"target": "target_worker", "draft": "draft_worker", "orchestrator": "orchestrator"}
-REPOSITORY = Path(__file__).parents[2]
 START_SECONDS = 60.0
 DRAIN_SECONDS = 60.0
 POLL_SECONDS = 0.05
+ACCEPTANCE = {"kind": "by_rank", "vector": "llama-3-70b-8b-cnn-dailymail", "spread": 0.5}
 
 
 class Stack:
     """The running replicas by kind, in order of their start."""
 
-    def __init__(
-        self, cluster: Cluster, registry: Registry, flags: dict[str, Sequence[str]], runner: Sequence[str]
-    ) -> None:
+    def __init__(self, cluster: Cluster, registry: Registry, flags: dict[str, Sequence[str]]) -> None:
         self.replicas: dict[str, list[tuple[Child, WorkerRecord]]] = {kind: [] for kind in CONFIGS}
-        self._cluster, self._registry, self._flags, self._runner = cluster, registry, flags, runner
+        self._cluster, self._registry, self._flags = cluster, registry, flags
         self._numbers = itertools.count()
 
     @property
@@ -71,9 +71,8 @@ class Stack:
         known = {record.worker_id for record in await self._registry.workers()}
         flags = [*self._flags[kind], "--index-url", self._cluster.index_url]
         config = parse(CONFIGS[kind], MODULES[kind], flags, os.environ)
-        command = [sys.executable, *MODULE, *self._runner, MODULES[kind], *to_flags(config)]
-        variables = {"PYTHONPATH": str(REPOSITORY)} if self._runner else None  # loadtest is not installed
-        child = self._cluster.start(f"{kind}-{next(self._numbers)}", command, variables)
+        command = [sys.executable, *MODULE, MODULES[kind], *to_flags(config)]
+        child = self._cluster.start(f"{kind}-{next(self._numbers)}", command)
         deadline = time.monotonic() + START_SECONDS
         while time.monotonic() < deadline and not child.has_ended():
             for record in await self._registry.workers():
@@ -99,6 +98,33 @@ class Stack:
         return {child.name: child.process.pid for child in self._cluster.children.values() if not child.has_ended()}
 
 
+def write_profile(
+    folder: Path,
+    sweep_seconds: float,
+    knee_rows: int = 4096,
+    kv_tokens: int = 2_000_000,
+    max_context: int = 8192,
+    max_nodes: int = 512,
+) -> Path:
+    """Write a profile: a sweep of up to `knee_rows` rows takes `sweep_seconds`, a draft step a hundredth of that."""
+    profile: dict[str, Any] = {
+        "source": f"Made up: sweeps of {sweep_seconds:g} s whatever they compute, to measure what stands before them.",
+        "target": {
+            "link_seconds": sweep_seconds,
+            "compute_row_seconds": sweep_seconds / knee_rows,
+            "max_sweep_rows": knee_rows,
+            "kv_tokens": kv_tokens,
+            "max_context": max_context,
+            "max_nodes": max_nodes,
+        },
+        "draft": {"base_seconds": sweep_seconds / 100, "row_seconds": sweep_seconds / 100_000},
+        "acceptance": ACCEPTANCE,
+    }
+    path = folder / f"sweep-{sweep_seconds:g}.json"
+    path.write_text(json.dumps(profile))
+    return path
+
+
 @asynccontextmanager
 async def stack(
     profile: Path | str,
@@ -106,12 +132,8 @@ async def stack(
     replicas: int = 1,
     everywhere_flags: Sequence[str] = (),
     worker_flags: Sequence[str] = (),
-    runner: Sequence[str] = (),
 ) -> AsyncIterator[Stack]:
-    """Run simulated workers of a profile with their own index and the given numbers of replicas.
-
-    `runner` is a module with its first arguments that runs the module of each process, named by its next one.
-    """
+    """Run simulated workers of a profile with their own index and the given numbers of replicas."""
     flags: dict[str, Sequence[str]] = {
         "target": ["--simulate", str(profile), *everywhere_flags, *worker_flags],
         "draft": ["--simulate", str(profile), *everywhere_flags, *worker_flags],
@@ -128,7 +150,7 @@ async def stack(
             cluster.start_index()
             registry = Registry(cluster.index_url)
             await registry.wait()
-            running = Stack(cluster, registry, flags, runner)
+            running = Stack(cluster, registry, flags)
             for kind in ("target", "draft", "orchestrator"):
                 for _ in range(replicas):
                     await running.add(kind)

@@ -11,7 +11,7 @@ import grpc
 import httpx
 
 from bough.protocol import codec_generation as wire
-from bough.protocol.generation import ChatPrompt, GenerateOptions, Message, Speculation
+from bough.protocol.generation import ChatPrompt, GenerateOptions, Message
 from bough.rpc.server import open_channel
 from bough.rpc.services import GENERATION, stub_of
 from bough.rpc.status_map import to_error
@@ -30,24 +30,9 @@ class Ask:
     seed: int = 1
     temperature: float = 0.0
     timeout_seconds: float = 600.0
-    speculates: bool = True  # over gRPC only
 
 
-@dataclass(slots=True)
-class Answered:
-    """A sample and the generated text."""
-
-    sample: Sample
-    text: str = ""
-    num_events: int = 0  # events with tokens
-
-    @staticmethod
-    def of(reading: Reading) -> Answered:
-        """The result of a finished stream."""
-        return Answered(reading.sample(), reading.text, reading.num_events)
-
-
-Door = Callable[[Ask], Awaitable[Answered]]
+Door = Callable[[Ask], Awaitable[Sample]]
 
 
 class GrpcDoor:
@@ -61,14 +46,13 @@ class GrpcDoor:
         """Ends the connection."""
         await self._channel.close()
 
-    async def __call__(self, ask: Ask) -> Answered:
+    async def __call__(self, ask: Ask) -> Sample:
         """Reads one answer to its end."""
         options = GenerateOptions(
             temperature=ask.temperature,
             seed=ask.seed,
             max_tokens=ask.max_tokens,
             ignore_eos=True,
-            speculation=Speculation(disabled=not ask.speculates),
         )
         request = wire.request_to_wire(ChatPrompt((Message("user", ask.text),)), options)
         reading = Reading("grpc")
@@ -77,7 +61,7 @@ class GrpcDoor:
                 reading.take_event(message)
         except grpc.aio.AioRpcError as exc:
             reading.fail(to_error(exc, self._address))
-        return Answered.of(reading)
+        return reading.sample()
 
 
 class HttpDoor:
@@ -92,7 +76,7 @@ class HttpDoor:
         """Ends the connections."""
         await self._client.aclose()
 
-    async def __call__(self, ask: Ask) -> Answered:
+    async def __call__(self, ask: Ask) -> Sample:
         """Reads one answer to its end."""
         body = chat_body([Message("user", ask.text)], ask.max_tokens) | {
             "temperature": ask.temperature,
@@ -109,7 +93,7 @@ class HttpDoor:
                         reading.take_line(line)
         except (httpx.HTTPError, ValueError) as exc:
             reading.error = f"{type(exc).__name__}: {exc}"
-        return Answered.of(reading)
+        return reading.sample()
 
 
 async def closed_loop(
@@ -121,10 +105,10 @@ async def closed_loop(
 
     async def live(user: int) -> None:
         while time.monotonic() - began < seconds:
-            answered = await doors[user % len(doors)](ask_of(next(numbers)))
-            samples.append(replace(answered.sample, users=num_users))
-            if answered.sample.is_refused:
-                await asyncio.sleep(min(answered.sample.retry_seconds, seconds))
+            sample = await doors[user % len(doors)](ask_of(next(numbers)))
+            samples.append(replace(sample, users=num_users))
+            if sample.is_refused:
+                await asyncio.sleep(min(sample.retry_seconds, seconds))
 
     async with asyncio.TaskGroup() as group:
         for user in range(num_users):

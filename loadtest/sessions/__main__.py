@@ -1,28 +1,19 @@
-"""Measures many sessions on one offloaded target: throughput, second turns, shared and long prompts, and faults.
+"""Measures the throughput of many sessions on one offloaded target, compared with the same prompts alone.
 
-    python -m loadtest.sessions --faults 100
+    python -m loadtest.sessions
     python -m loadtest.sessions --sessions 1 2 4 8 --prompts-each 3
-    python -m loadtest.sessions --target-flags "--gather 0" --target-flags "--gather 1"
     python -m loadtest.sessions --simulate two-cores --orchestrator-flags "--planner fixed" --rounds ROUNDS.json
     python -m loadtest.capacity --sessions ROUNDS.json
 
 On the demonstration target of 2 GB, none of whose layers stays in memory, unless --model names another, or --simulate a
 profile of workers without weights. Trees size themselves unless --orchestrator-flags say otherwise; what is fitted to
 rounds wants those of one size. Each repeat runs every number of sessions once, in an order of its own, and between
-them some of the prompts alone; --target-flags given several times compares ways to run the target, which take turns.
-Ends with one JSON line, for each way:
+them some of the prompts alone. Ends with one JSON line:
 
 throughput_ratio    by number of sessions: tokens per second of all together / of the same prompts alone; quartiles over
                     the repeats. Reading the prompts and waiting for the last session counts; with --prompts-each every
                     session asks as often, and its end weighs less. `steady_ratio`: only while all sessions were running
-second_turn_sweeps  time to the first token of a conversation's second turn / time of a sweep, with what was sent: only
-                    the new question, or the whole history. `second_turn_cached`: share of the history that was not
-                    computed again
-shared_prompt       a system prompt that eight sessions begin with at once: how many times it was computed
-long_prompt         a prompt that comes while four sessions have answers under way: their longest pause meanwhile, and
-                    when it had its own first token, both by the typical time between two of their rounds
-unequal_streams     streams whose tokens are not those that the same prompt gets alone; with --faults also those of
-                    `loadtest.chaos`, whose figures are then in `chaos`
+unequal_streams     streams whose tokens are not those that the same prompt gets alone
 """
 
 from __future__ import annotations
@@ -51,26 +42,11 @@ from bough.processes.launch import Settings, launched
 from bough.protocol.generation import GenerateOptions, TokenPrompt
 from bough.simulation.tokenizer import simulated_tokenizer
 from bough.tokenization.tokenizer import Tokenizer
-from loadtest.chaos.faults import Plan, run_chaos
 from loadtest.chaos.streams import Answer, Received, Tally
 from loadtest.common.prompts import load_prompts
 from loadtest.common.tiny_model import save_model
 from loadtest.sessions.rounds_file import write_runs
-from loadtest.sessions.runs import (
-    LongPrompt,
-    SecondTurn,
-    SharedPrompt,
-    Stream,
-    Together,
-    long_prompt,
-    second_turn,
-    shared_prompt,
-    together,
-)
-
-SHARED_SESSIONS = 8
-SECOND_TURNS = 2  # conversations of each kind in a repeat
-OTHERS = 4  # sessions running during a long prompt
+from loadtest.sessions.runs import Stream, Together, together
 
 
 class Bench:
@@ -78,18 +54,10 @@ class Bench:
 
     def __init__(self, settings: Settings, tokenizer: Tokenizer, arguments: argparse.Namespace) -> None:
         self.settings = settings
-        self.rounds_file: Path | None = None  # where all rounds are written after every repeat
         self.alone: dict[int, Together] = {}  # by prompt number
         self.groups: list[Together] = []
-        self.turns: dict[str, list[SecondTurn]] = defaultdict(list)
-        self.shared: list[SharedPrompt] = []
-        self.long: list[LongPrompt] = []
         self._arguments = arguments
         texts = load_prompts()
-        self._texts = texts
-        self._shared_tokens = tokenizer.encode(" ".join(texts * 4))[: arguments.system_tokens]
-        self._rests = [tokenizer.encode_chat([("user", text)]) for text in texts[:SHARED_SESSIONS]]
-        self._others = [TokenPrompt(tuple(rest)) for rest in self._rests[:OTHERS]]
         num_prompts = max(arguments.sessions) * arguments.prompts_each
         prompts = [tokenizer.encode_chat([("user", text)]) for text in texts[:num_prompts]]
         self._prompts = [TokenPrompt(tuple(prompt)) for prompt in prompts]
@@ -112,15 +80,8 @@ class Bench:
                     self.groups.append(done)
                 rate = done.num_tokens / done.seconds
                 print(f"{num_sessions:3} sessions: {rate:.2f} tokens per second", file=sys.stderr, flush=True)
-            if self.rounds_file is not None:
-                write_runs(self.rounds_file, [*self.alone.values(), *self.groups])
-            # Each text is used once, as sessions reuse cached prefixes.
-            questions = iter([f"Please answer this: {text}" for text in self._texts])
-            for kind in ("history", "new") * SECOND_TURNS:
-                self.turns[kind].append(await second_turn(client, next(questions), sends_new=kind == "new"))
-            self.shared.append(await shared_prompt(client, self._shared_tokens, self._rests))
-            backwards = self._shared_tokens[::-1]  # not cached
-            self.long.append(await long_prompt(client, self._others, backwards, self._options))
+            if self._arguments.rounds:
+                write_runs(Path(self._arguments.rounds), [*self.alone.values(), *self.groups])
 
     def figures(self) -> dict[str, Any]:
         """The figures of the JSON line."""
@@ -136,10 +97,6 @@ class Bench:
             "throughput_ratio": {1: 1.0} | _quartiles(ratios),
             "steady_ratio": {1: 1.0} | _quartiles(steady),
             "tokens_per_second": _quartiles(rates),
-            "second_turn_sweeps": {k: _quartile([turn.sweeps for turn in turns]) for k, turns in self.turns.items()},
-            "second_turn_cached": {k: min(turn.cached_share for turn in turns) for k, turns in self.turns.items()},
-            "shared_prompt": [each._asdict() for each in self.shared],
-            "long_prompt": [each._asdict() for each in self.long],
         }
 
     def tally(self) -> Tally:
@@ -170,13 +127,13 @@ def _quartiles(by_number: dict[int, list[float]]) -> dict[int, list[float]]:
     return {number: _quartile(values) for number, values in sorted(by_number.items())}
 
 
-def _settings(arguments: argparse.Namespace, model: str, target_flags: str) -> Settings:
+def _settings(arguments: argparse.Namespace, model: str) -> Settings:
     if arguments.simulate:
         target = draft = ["--simulate", arguments.simulate]
     else:
         target = ["--model", model, "--resident-layers", "0"]
         draft = ["--model", arguments.draft or model, "--drop-layers", arguments.drop_layers]
-    target = [*target, *shlex.split(target_flags)]
+    target = [*target, *shlex.split(arguments.target_flags)]
     orchestrator = ["--port", "0", *shlex.split(arguments.orchestrator_flags)]
     return Settings(
         parse(TargetConfig, "target_worker", target, os.environ),
@@ -186,27 +143,20 @@ def _settings(arguments: argparse.Namespace, model: str, target_flags: str) -> S
 
 
 async def measured(arguments: argparse.Namespace, model: str) -> dict[str, Any]:
-    """Figures by settings of the target; those of the first are at the top level as well."""
+    """All figures of the JSON line."""
     files = simulated_tokenizer() if arguments.simulate else load_tokenizer_files(Path(model))
-    tokenizer, rng = Tokenizer(files), random.Random(arguments.seed)
-    benches = {
-        flags: Bench(_settings(arguments, model, flags), tokenizer, arguments) for flags in arguments.target_flags
-    }
-    if arguments.rounds:
-        benches[arguments.target_flags[0]].rounds_file = Path(arguments.rounds)
+    rng, bench = random.Random(arguments.seed), Bench(_settings(arguments, model), Tokenizer(files), arguments)
     for number in range(arguments.repeats):
-        for flags, bench in benches.items():
-            print(f"repeat {number + 1} of {arguments.repeats} {flags}", file=sys.stderr, flush=True)
-            await bench.repeat(number, rng)
-    tallies = [bench.tally() for bench in benches.values()]
-    figures = {flags: bench.figures() for flags, bench in benches.items()}
+        print(f"repeat {number + 1} of {arguments.repeats}", file=sys.stderr, flush=True)
+        await bench.repeat(number, rng)
+    tally = bench.tally()
     return {
-        **figures[arguments.target_flags[0]],
-        "ways": figures if len(figures) > 1 else {},
-        "faults": 0,
-        "lost_tokens": sum(tally.lost_tokens for tally in tallies),
-        "repeated_tokens": sum(tally.repeated_tokens for tally in tallies),
-        "unequal_streams": sum(tally.unequal for tally in tallies),
+        **bench.figures(),
+        "lost_tokens": tally.lost_tokens,
+        "repeated_tokens": tally.repeated_tokens,
+        "unequal_streams": tally.unequal,
+        "cores": os.cpu_count(),
+        "settings": vars(arguments),
     }
 
 
@@ -219,40 +169,27 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--sessions", nargs="+", type=int, default=[1, 2, 4, 8, 16], help="numbers of sessions at once")
     parser.add_argument("--prompts-each", type=int, default=1, help="that a session asks, one after another")
     parser.add_argument("--max-tokens", type=int, default=48, help="of each output")
-    parser.add_argument("--system-tokens", type=int, default=500, help="of the prompt that sessions share")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--target-flags", action="append", default=[], help="a way to run the target; may be repeated")
+    parser.add_argument("--target-flags", default="")
     parser.add_argument("--draft-flags", default="")
     parser.add_argument("--orchestrator-flags", default="")
-    parser.add_argument("--faults", type=int, default=0, help="of a chaos of tiny models that follows")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--rounds", default="", help="file for every round of the first way, for loadtest.capacity")
+    parser.add_argument("--rounds", default="", help="file for every round, for loadtest.capacity")
     arguments = parser.parse_args()
-    arguments.target_flags = arguments.target_flags or [""]
     wanted, there_are = max(arguments.sessions) * arguments.prompts_each, len(load_prompts())
     if wanted > there_are:
         parser.error(f"--sessions and --prompts-each: {wanted} prompts are wanted, and there are {there_are}")
     return arguments
 
 
-async def _run(arguments: argparse.Namespace, tiny: Path) -> dict[str, Any]:
-    if arguments.model == "" and not arguments.simulate:
-        ensure_demonstration()
-    model = {"": str(demonstration_folder()), "tiny": str(tiny)}.get(arguments.model, arguments.model)
-    figures = await measured(arguments, model)
-    if arguments.faults:
-        chaos = await run_chaos(Plan(arguments.faults, 6, 18, 400, 1.5, arguments.seed), tiny)
-        figures |= {"faults": chaos["faults"], "chaos": chaos}
-        for name in ("lost_tokens", "repeated_tokens", "unequal_streams"):
-            figures[name] += chaos[name]
-    return {**figures, "cores": os.cpu_count(), "settings": vars(arguments)}
-
-
 def main() -> None:
     """Print progress, and one JSON line."""
     arguments = _arguments()
+    if arguments.model == "" and not arguments.simulate:
+        ensure_demonstration()
     with TemporaryDirectory(prefix="bough-tiny-") as folder:
-        print(json.dumps(asyncio.run(_run(arguments, save_model(Path(folder))))))
+        tiny = str(save_model(Path(folder))) if arguments.model == "tiny" else ""
+        print(json.dumps(asyncio.run(measured(arguments, tiny or arguments.model or str(demonstration_folder())))))
 
 
 if __name__ == "__main__":

@@ -1,21 +1,15 @@
-"""The measurements of `loadtest.sessions`: concurrent sessions, second turns, shared prompts and long prompts."""
+"""Sends prompts to a bough, one after another or in concurrent sessions, and keeps their rounds with their times."""
 
 from __future__ import annotations
 
 import asyncio
-import itertools
-import statistics
 import time
-import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from bough.client import Client
-from bough.protocol.generation import ChatPrompt, Finished, GenerateOptions, Message, Prompt, TokenPrompt, Tokens
-
-TURN_TOKENS = 48  # of an answer in a conversation
-SECOND_QUESTION = "Now say the same in one short sentence."
+from bough.protocol.generation import Finished, GenerateOptions, Prompt, Tokens
 
 
 @dataclass(slots=True)
@@ -96,85 +90,3 @@ async def together(
     by_session = await asyncio.gather(*map(run, dealt))
     streams = [each for turn in zip(*by_session, strict=True) for each in turn]
     return Together(num_sessions, tuple(numbers), streams, max(each.ended for each in streams) - began)
-
-
-class SecondTurn(NamedTuple):
-    """The cost of a conversation's second question."""
-
-    sweeps: float  # time to the first token / time of a sweep
-    cached_share: float  # share of the first turn's tokens that were cached
-
-
-async def second_turn(client: Client, question: str, *, sends_new: bool) -> SecondTurn:
-    """Ask two questions; the second call sends only the new message, or the whole conversation."""
-    session_id = f"turns-{uuid.uuid4().hex}"
-    options = GenerateOptions(session_id=session_id, temperature=0.0, max_tokens=TURN_TOKENS)
-    first_question, second_question = Message("user", question), Message("user", SECOND_QUESTION)
-    first = await stream(client, ChatPrompt((first_question,)), options)
-    if sends_new:
-        prompt = ChatPrompt((second_question,))
-        options = GenerateOptions(session_id=session_id, temperature=0.0, max_tokens=8, continues=True)
-    else:
-        prompt = ChatPrompt((first_question, Message("assistant", first.text), second_question))
-        options = GenerateOptions(session_id=session_id, temperature=0.0, max_tokens=8)
-    second = await stream(client, prompt, options)
-    usage = first.done.usage
-    history = usage.prompt_tokens + usage.completion_tokens
-    return SecondTurn(
-        second.first_token_seconds / sweep_seconds(first), min(1.0, second.done.usage.cached_tokens / history)
-    )
-
-
-def sweep_seconds(alone: Stream) -> float:
-    """Seconds of one session's sweep: the median over rounds without the first, which reads the prompt."""
-    rounds = [tokens.timings for _, tokens in alone.rounds[1:] or alone.rounds]
-    return statistics.median((timings.target_ns - timings.queue_ns) / 1e9 for timings in rounds)
-
-
-class SharedPrompt(NamedTuple):
-    """Sessions with a common prefix."""
-
-    prompt_tokens: int  # of all sessions
-    computed_tokens: int  # of these, computed instead of reused
-    times_computed: float  # how often the common prefix was computed; 1 is best
-
-
-async def shared_prompt(client: Client, shared: Sequence[int], rests: Sequence[Sequence[int]]) -> SharedPrompt:
-    """Run sessions with a common prefix concurrently; `rests` are their own tokens."""
-    options = GenerateOptions(temperature=0.0, max_tokens=4, ignore_eos=True)
-    prompts = [TokenPrompt((*shared, *rest)) for rest in rests]
-    streams = await asyncio.gather(*(stream(client, prompt, options) for prompt in prompts))
-    usages = [each.done.usage for each in streams]
-    computed = sum(usage.prompt_tokens - usage.cached_tokens for usage in usages)
-    times = (computed - sum(map(len, rests))) / len(shared)
-    return SharedPrompt(sum(usage.prompt_tokens for usage in usages), computed, times)
-
-
-class LongPrompt(NamedTuple):
-    """The cost of a long prompt during other sessions' answers."""
-
-    prompt_tokens: int
-    longest_pause_sweeps: float  # longest time between two rounds of the others, relative to the typical time before
-    first_token_sweeps: float  # TTFT of the prompt, relative to the same
-
-
-async def long_prompt(
-    client: Client, others: Sequence[Prompt], tokens: Sequence[int], options: GenerateOptions
-) -> LongPrompt:
-    """The prompt comes when the others have had a few rounds, as many as one more of them takes for some tokens."""
-
-    async def later() -> Stream:
-        some, few = (replace(options, max_tokens=count) for count in (16, 2))
-        await stream(client, others[0], some)
-        return await stream(client, TokenPrompt(tuple(tokens)), few)
-
-    long, *answers = await asyncio.gather(later(), *(stream(client, prompt, options) for prompt in others))
-    pauses = [
-        (after, after - before)
-        for each in answers
-        for before, after in itertools.pairwise(moment for moment, _ in each.rounds)
-    ]
-    end = long.began + long.first_token_seconds
-    typical = statistics.median(pause for after, pause in pauses if after <= long.began)
-    meanwhile = max((pause for after, pause in pauses if long.began < after <= end), default=0.0)
-    return LongPrompt(len(tokens), meanwhile / typical, long.first_token_seconds / typical)

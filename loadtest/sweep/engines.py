@@ -1,7 +1,6 @@
 """The engines that `loadtest.sweep` compares, each in a process that reads commands from standard input.
 
     python -m loadtest.sweep.engines bough --model FOLDER --resident-layers 0 ...
-    python -m loadtest.sweep.engines transformers FOLDER
     python -m loadtest.sweep.engines accelerate FOLDER
 
 A command is a JSON list of a name and numbers; each is answered by one JSON line.
@@ -64,7 +63,6 @@ class Bough:
 
     def __init__(self, flags: list[str]) -> None:
         self._config = parse(TargetConfig, "bench", flags, {})
-        self._baseline = _status("VmRSS")
         self._worker = TargetWorker(self._config, "bench")
         self._tokens, self._held, self._round = list(PROMPT), 0, 0
         self._raw_memory: memoryview | None = None
@@ -113,41 +111,9 @@ class Bough:
         num_bytes = sum(extent.num_bytes for layer in layers for extent in layer.extents)
         return {"seconds": seconds, "bytes": num_bytes, "processor_seconds": processor_seconds}
 
-    def memory(self) -> dict[str, float]:
-        """Peak memory of this process in bytes, and its memory before opening the model."""
-        return {"peak": _status("VmHWM"), "baseline": self._baseline}
-
     def close(self) -> None:
         """End the worker's threads."""
         self._worker.close()
-
-
-class Transformers:
-    """The whole model in memory, run by transformers."""
-
-    def __init__(self, flags: list[str]) -> None:
-        from transformers import AutoModelForCausalLM
-
-        torch.set_num_threads(os.cpu_count() or 1)
-        self._model = AutoModelForCausalLM.from_pretrained(flags[0], dtype=torch.bfloat16)
-
-    def first_token(self) -> None:
-        """Run a forward pass over the prompt."""
-        self.sweep(1, 1)
-
-    @torch.inference_mode()
-    def sweep(self, num_tokens: int, repeats: int) -> list[dict[str, float]]:
-        """Run forward passes of `num_tokens` tokens after the same prompt."""
-        figures = []
-        for _ in range(repeats):
-            cache = self._model(torch.tensor([PROMPT]), use_cache=True).past_key_values
-            began = time.perf_counter()
-            self._model(torch.arange(1000, 1000 + num_tokens)[None], past_key_values=cache)
-            figures.append({"seconds": time.perf_counter() - began})
-        return figures
-
-    def close(self) -> None:
-        """Do nothing."""
 
 
 class Accelerate:
@@ -192,15 +158,8 @@ def _busy_seconds() -> float:
     return sum(map(int, (user, nice, system, irq, softirq))) / os.sysconf("SC_CLK_TCK")
 
 
-def _status(name: str) -> int:
-    """A field of /proc/self/status in bytes."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
-
-
 ENGINES: dict[str, Callable[[list[str]], Engine]] = {
     "bough": Bough,
-    "transformers": Transformers,
     "accelerate": Accelerate,
 }
 

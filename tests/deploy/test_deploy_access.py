@@ -17,7 +17,7 @@ from bough.client import Client
 from bough.errors import ConfigError, Unauthenticated
 from deploy.replicas import OrchestratorReplica, Supervising
 from deploy.settings import Role
-from loadtest.common.certificates import Authority
+from tests.fakes.certificates import Authority
 from tests.fakes.processes.supervised import PROFILE, supervised
 
 pytestmark = pytest.mark.pipeline

@@ -22,7 +22,7 @@ from deploy.child import start
 from deploy.index import IndexServer
 from deploy.settings import IndexSettings, Role, read_index, read_program
 from deploy.supervisor import Supervisor
-from loadtest.common.certificates import Authority
+from tests.fakes.certificates import Authority
 from tests.fakes.processes.supervised import HOST, PROFILE, checked_until_it_fails
 
 pytestmark = pytest.mark.pipeline

@@ -21,10 +21,10 @@ from bough.registry.registry import Registry
 from bough.security.api_keys import hash_of, new_key
 from bough.security.private_files import write_private
 from deploy.local import HAPROXY_PORTS
-from loadtest.common.certificates import Authority
-from loadtest.served.under_ray import HOST, Addresses, Machine, one_machine, running
+from tests.fakes.certificates import Authority
 from tests.fakes.processes.fork_server import wait_for_end
 from tests.fakes.processes.supervised import PROFILE
+from tests.fakes.processes.under_ray import HOST, Addresses, Machine, one_machine, running
 
 CALL_SECONDS = 300.0  # on a machine that is busy: the commands import for longer than they ask
 

@@ -13,10 +13,9 @@ from bough.protocol.messages import Verdict
 from bough.trees.draft_probs import DraftProbs
 from bough.trees.tree import Tree
 from loadtest.acceptance.multi_round import merged, multi_round_law
-from loadtest.acceptance.rates import Pair
 
 A, B = 0, 1
-PAIR = Pair(np.array([0.5, 0.5, 0.0]), np.array([0.9, 0.1]))
+TARGET_PROBS, DRAWN_PROBS = np.array([0.5, 0.5]), np.array([0.9, 0.1])
 DRAFT_PROBS = DraftProbs.joined({0: (np.array([A, B], np.int32), np.array([0.9, 0.1], np.float32))})
 NINTHS = 9  # every probability of a verdict, given the draws, is a multiple of 1/9
 
@@ -44,8 +43,8 @@ def cases(num_draws: int) -> Iterator[Case]:
     """Every outcome of `num_draws` draws below a root; a token drawn twice is one node."""
     for drawn in itertools.product((A, B), repeat=num_draws):
         tree = merged([sample(token) for token in drawn])
-        chance = np.prod(PAIR.draft_probs[list(drawn)])
-        law = multi_round_law(tree, 0, PAIR.target_probs[:2])
+        chance = np.prod(DRAWN_PROBS[list(drawn)])
+        law = multi_round_law(tree, 0, TARGET_PROBS)
         for token in (A, B):
             accepted = tuple(tree.along([token]))
             times = num_cases(num_draws) * float(chance * law[token])

@@ -21,9 +21,9 @@ from bough.protocol.generation import Finished, Started
 from bough.registry.heartbeat import registered
 from bough.registry.records import WorkerRecord
 from bough.security.certificates import CertificateFiles
-from loadtest.common.certificates import Authority, flags_of
 from orchestrator.assembly import Orchestrator, assembled
 from orchestrator.http_api import server as server_module
+from tests.fakes.certificates import Authority, flags_of
 from tests.fakes.stage import LONG, PROMPT, SHORT, Stage, config_of, staged
 from tests.fakes.waiting import until
 

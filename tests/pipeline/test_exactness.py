@@ -23,11 +23,11 @@ from bough.protocol.sampling_params import SamplingParams
 from bough.trees.draft_probs import DraftProbs, normalised
 from bough.trees.tree import Tree
 from bough.trees.tree_plan import Scheme
-from loadtest.acceptance.rates import draft_weights
 from target_worker.verification.traversal import Rejected, Traversal
 from target_worker.verification.verdict import compute_verdict, distributions_after
 from target_worker.verification.verify import Draw, conditional_distribution, draws_at
 from tests.fakes.chi_square import fit, tail
+from tests.fakes.draft_weights import draft_weights
 
 VOCAB = 5
 LENGTH = 3  # tokens whose joint law is compared

@@ -29,7 +29,7 @@ from bough.protocol.sampling_params import SamplingParams
 from bough.rpc.services import TARGET, stub_of
 from bough.rpc.status_map import ERROR_KEY, MAX_MESSAGE_BYTES, STATUS_OF
 from bough.trees.tree import Tree
-from loadtest.fuzz.ordinary import GENERATE, GENERATE_CHAT, GROW, GROW_CHAINS, RELEASE, VERIFY
+from tests.fakes.fuzz.ordinary import GENERATE, GENERATE_CHAT, GROW, GROW_CHAINS, RELEASE, VERIFY
 from tests.fakes.stack import MAX_CONTEXT, Stack, stack
 
 TIMEOUT_SECONDS = 20.0

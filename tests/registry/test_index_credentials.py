@@ -14,7 +14,7 @@ from bough.registry.connection import IndexConnection
 from bough.registry.registry import Registry
 from bough.registry.url import read_address
 from bough.security.private_files import write_private
-from loadtest.common.certificates import Authority
+from tests.fakes.certificates import Authority
 from tests.fakes.index_server import connected, served
 
 

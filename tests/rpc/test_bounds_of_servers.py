@@ -17,12 +17,21 @@ from bough.rpc import lasting_server, server
 from bough.rpc.health_service import MAX_WATCHERS, HealthService
 from bough.rpc.lasting_server import LastingServer
 from bough.rpc.server import Served, is_serving, open_channel, serving
-from loadtest.fuzz.grpc_door import PREFACE, SETTINGS, _frame, _literal
+from tests.fakes.http2 import (
+    DATA,
+    END_HEADERS,
+    END_STREAM,
+    HEADERS,
+    INITIAL_WINDOW_SIZE,
+    PREFACE,
+    SETTINGS,
+    frame,
+    head,
+)  # fmt: skip
 
 SERVICE = "bough.v1.Target"
-INITIAL_WINDOW_SIZE = 4  # a setting of HTTP/2
 WATCH = "/grpc.health.v1.Health/Watch"
-HELLO = PREFACE + _frame(SETTINGS, 0, 0, b"")
+HELLO = PREFACE + frame(SETTINGS, 0, 0, b"")
 
 
 @pytest.fixture
@@ -33,14 +42,10 @@ async def served() -> AsyncIterator[Served]:
 
 def watching_without_reading() -> bytes:
     """A stream of health whose reader gives it no room for a single byte."""
-    fields = [(":method", "POST"), (":scheme", "http"), (":path", WATCH), (":authority", "x"), ("te", "trailers")]
-    head = b"".join(
-        _literal(*(part.encode() for part in field)) for field in [*fields, ("content-type", "application/grpc")]
-    )
     message = health_pb2.HealthCheckRequest(service=SERVICE).SerializeToString()
     data = struct.pack(">BI", 0, len(message)) + message
-    settings = _frame(SETTINGS, 0, 0, struct.pack(">HI", INITIAL_WINDOW_SIZE, 0))
-    return PREFACE + settings + _frame(1, 4, 1, head) + _frame(0, 1, 1, data)
+    settings = frame(SETTINGS, 0, 0, struct.pack(">HI", INITIAL_WINDOW_SIZE, 0))
+    return PREFACE + settings + frame(HEADERS, END_HEADERS, 1, head(WATCH)) + frame(DATA, END_STREAM, 1, data)
 
 
 async def test_who_watches_health_and_does_not_read_holds_nobody_up(served: Served) -> None:
@@ -137,16 +142,12 @@ async def test_a_connection_that_says_nothing_is_closed(monkeypatch: pytest.Monk
 
 async def test_a_call_whose_name_is_no_text_ends_no_server(served: Served) -> None:
     """It ended grpc.aio's, for good: one packet of a stranger. What runs goes on, and new calls are answered."""
-    fields = [(b":method", b"POST"), (b":scheme", b"http"), (b":path", b"/x\xffy"), (b":authority", b"x")]
-    head = b"".join(
-        _literal(*field) for field in [*fields, (b"te", b"trailers"), (b"content-type", b"application/grpc")]
-    )
     async with open_channel(f"127.0.0.1:{served.port}") as channel:
         watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service=SERVICE))
         assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
         for is_ready in (True, False, True):
             _, writer = await asyncio.open_connection("127.0.0.1", served.port)
-            writer.write(HELLO + _frame(1, 5, 1, head))
+            writer.write(HELLO + frame(HEADERS, END_HEADERS | END_STREAM, 1, head("/x\xffy")))
             await writer.drain()
             async with asyncio.timeout(30), open_channel(f"127.0.0.1:{served.port}") as other:
                 await asyncio.sleep(0.3)

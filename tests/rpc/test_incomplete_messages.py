@@ -7,8 +7,9 @@ import logging
 import multiprocessing
 import random
 import struct
+import time
 import weakref
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from typing import Any, cast
@@ -27,8 +28,25 @@ from bough.rpc.services import GENERATION, ServicerContext, add_service
 from bough.rpc.status_map import MAX_MESSAGE_BYTES, abort
 from bough.security.auth_interceptor import AuthInterceptor
 from bough.security.bearer import credentials, key_in, refusal
-from loadtest.fuzz.grpc_door import PREFACE, SETTINGS, _frame
-from loadtest.intruder.incomplete import CHECK, DATA, END_HEADERS, HEADERS, MIB, RST_STREAM, Stranger, attack, head
+from tests.fakes.heap import MIB, rss_bytes
+from tests.fakes.http2 import (
+    ACK,
+    CHECK,
+    DATA,
+    END_HEADERS,
+    END_STREAM,
+    GOAWAY,
+    HEADERS,
+    INITIAL_WINDOW_SIZE,
+    MAX_CONCURRENT_STREAMS,
+    PING,
+    PREFACE,
+    RST_STREAM,
+    SETTINGS,
+    WINDOW_UPDATE,
+    frame,
+    head,
+)  # fmt: skip
 from tests.fakes.waiting import until
 
 GENERATE = f"/{GENERATION.full_name}/Generate"
@@ -38,6 +56,117 @@ CALL_BYTES = 32 * 1024  # of an open stream beside what it has sent
 OTHER_MIB = 48  # buffers of connections, and what the allocator has not returned
 STREAMS = 1024
 SECONDS = 6.0
+DEFAULT_WINDOW = 65_535  # bytes, before the server's settings
+FRAME_BYTES = 16_384
+ADDRESS = "127.0.0.2"  # of strangers, which share what the server allows to one address
+
+
+class Stranger:
+    """One connection, whose streams each send a message of `declared` bytes up to its last byte but one."""
+
+    def __init__(self, path: str, fields: Sequence[tuple[str, str]] = (), declared: int = 4 * MIB) -> None:
+        self._head, self._declared = head(path, fields), declared
+        self._window, self._initial_window = DEFAULT_WINDOW, DEFAULT_WINDOW
+        self.windows: dict[int, int] = {}  # of open streams
+        self._left: dict[int, int] = {}  # bytes that each stream has yet to send
+        self.max_streams = 0  # as the server limits them; 0 before it has said so
+        self.num_sent = 0
+        self._may_send = asyncio.Event()
+        self.has_ended = False
+
+    async def run(self, port: int, num_streams: int, acks: bool = True) -> None:
+        """Send until cancelled, or until the server ends the connection; an ended stream is replaced by a new one."""
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, local_addr=(ADDRESS, 0))
+        try:
+            writer.write(PREFACE + frame(SETTINGS, 0, 0, struct.pack(">HI", INITIAL_WINDOW_SIZE, 2**31 - 1)))
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._read(reader, writer, acks))
+                tasks.create_task(self._write(writer, num_streams, acks))
+        except* (OSError, asyncio.IncompleteReadError):
+            self.has_ended = True
+        finally:
+            writer.transport.abort()
+
+    async def _write(self, writer: asyncio.StreamWriter, num_streams: int, acks: bool) -> None:
+        next_stream = 1
+        while True:
+            self._may_send.clear()
+            if self.max_streams or not acks:
+                limit = min(num_streams, self.max_streams) if acks else num_streams
+                while len(self.windows) < limit:
+                    self._open(writer, next_stream)
+                    next_stream += 2
+            self._send(writer)
+            await writer.drain()
+            await self._may_send.wait()
+
+    def _open(self, writer: asyncio.StreamWriter, stream: int) -> None:
+        writer.write(frame(HEADERS, END_HEADERS, stream, self._head))
+        self.windows[stream], self._left[stream] = self._initial_window, self._declared + 5 - 1
+
+    def _send(self, writer: asyncio.StreamWriter) -> None:
+        for stream, left in self._left.items():
+            while (size := min(left, self.windows[stream], self._window, FRAME_BYTES)) > 0:
+                is_first = left == self._declared + 4
+                begin = struct.pack(">BI", 0, self._declared)[:size] if is_first else b""
+                writer.write(frame(DATA, 0, stream, begin + bytes(size - len(begin))))
+                left -= size
+                self._left[stream] = left
+                self.windows[stream] -= size
+                self._window -= size
+                self.num_sent += size
+
+    async def _read(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, acks: bool) -> None:
+        while True:
+            first = await reader.readexactly(9)
+            self._take(first, await reader.readexactly(int.from_bytes(first[:3], "big")), writer, acks)
+            self._may_send.set()
+
+    def _take(self, first: bytes, payload: bytes, writer: asyncio.StreamWriter, acks: bool) -> None:
+        kind, flags, stream = first[3], first[4], int.from_bytes(first[5:], "big")
+        if kind == SETTINGS and not flags & ACK:
+            for place in range(0, len(payload), 6):
+                name, value = struct.unpack_from(">HI", payload, place)
+                if name == MAX_CONCURRENT_STREAMS:
+                    self.max_streams = value
+                if name == INITIAL_WINDOW_SIZE:
+                    for each in self.windows:
+                        self.windows[each] += value - self._initial_window
+                    self._initial_window = value
+            if acks:
+                writer.write(frame(SETTINGS, ACK, 0, b""))
+        elif kind == PING and not flags & ACK:
+            writer.write(frame(PING, ACK, 0, payload))
+        elif kind == WINDOW_UPDATE and stream == 0:
+            self._window += int.from_bytes(payload, "big")
+        elif kind == WINDOW_UPDATE and stream in self.windows:
+            self.windows[stream] += int.from_bytes(payload, "big")
+        elif kind == RST_STREAM or (kind == HEADERS and flags & END_STREAM):
+            self.windows.pop(stream, None)
+            self._left.pop(stream, None)
+        elif kind == GOAWAY:
+            raise ConnectionResetError(payload[8:].decode(errors="replace"))
+
+
+async def attack(
+    process_id: int, port: int, strangers: Sequence[Stranger], num_streams: int, seconds: float, acks: bool = True
+) -> dict[str, float]:
+    """Let all connections send for `seconds`, and return the figures."""
+    before = peak = rss_bytes(process_id)
+    tasks = [asyncio.create_task(one.run(port, num_streams, acks)) for one in strangers]
+    ends = time.monotonic() + seconds
+    while time.monotonic() < ends and not all(task.done() for task in tasks):
+        await asyncio.sleep(0.05)
+        peak = max(peak, rss_bytes(process_id))
+    figures = {
+        "grown_mib": round((peak - before) / MIB, 1),
+        "sent_mib": round(sum(one.num_sent for one in strangers) / MIB, 1),
+        "open_streams": sum(len(one.windows) for one in strangers if not one.has_ended),
+    }
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    return figures
 
 
 def name_of(values: Iterable[str | bytes]) -> str:
@@ -308,24 +437,24 @@ async def test_no_order_of_frames_ends_the_server(seed: int, caplog: pytest.LogC
     message = pb.GenerateRequest(text="x" * 300).SerializeToString()
     heads = [head(path, credentials(key)) for path in (CHECK, GENERATE, REFLECTION) for key in ("", "alice")]
 
-    def frame() -> bytes:
+    def drawn() -> bytes:
         stream, kind = 2 * rng.randrange(40) + 1, rng.choice((HEADERS, DATA, DATA, RST_STREAM))
         if kind == HEADERS:
-            return _frame(kind, END_HEADERS | rng.randrange(2), stream, rng.choice(heads))
+            return frame(kind, END_HEADERS | rng.randrange(2), stream, rng.choice(heads))
         if kind == RST_STREAM:
-            return _frame(kind, 0, stream, struct.pack(">I", rng.randrange(14)))
+            return frame(kind, 0, stream, struct.pack(">I", rng.randrange(14)))
         size = rng.choice((0, len(message), len(message), 70_000, 2**32 - 1))
         whole = struct.pack(">BI", rng.choice((0, 0, 0, 1)), size) + message
         begin, end = sorted(rng.choices((0, 1, 5, 100, len(whole)), k=2))
-        return _frame(kind, rng.randrange(2), stream, whole[begin:end])
+        return frame(kind, rng.randrange(2), stream, whole[begin:end])
 
     async with served() as running:
         for _ in range(60):
             _, writer = await asyncio.open_connection("127.0.0.1", running.port)
-            opened = b"".join(_frame(HEADERS, END_HEADERS, 2 * n + 1, rng.choice(heads)) for n in range(40))
-            writer.write(PREFACE + _frame(SETTINGS, 0, 0, b"") + rng.choice((opened, b"")))
+            opened = b"".join(frame(HEADERS, END_HEADERS, 2 * n + 1, rng.choice(heads)) for n in range(40))
+            writer.write(PREFACE + frame(SETTINGS, 0, 0, b"") + rng.choice((opened, b"")))
             for _ in range(rng.randrange(60)):
-                writer.write(frame())
+                writer.write(drawn())
             with suppress(ConnectionError):  # the server ended the connection
                 await writer.drain()
             await asyncio.sleep(rng.choice((0, 0.01)))

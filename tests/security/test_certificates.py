@@ -22,7 +22,7 @@ from bough.security.access import Access, certificate_files
 from bough.security.certificates import CertificateFiles, read_certificates
 from bough.security.tls import Tls
 from bough.security.watched_file import WatchedFiles
-from loadtest.common.certificates import Authority, flags_of
+from tests.fakes.certificates import Authority, flags_of
 
 AUTHORITY, STRANGER = Authority(), Authority("stranger")
 

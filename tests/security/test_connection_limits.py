@@ -16,9 +16,9 @@ from bough.security.certificates import CertificateFiles
 from bough.security.tls import CurrentContext, Tls, server_context
 from deploy import tls_front
 from deploy.tls_front import TlsFront
-from loadtest.common.certificates import Authority
 from orchestrator.http_api import server
 from orchestrator.http_api.server import http_serving
+from tests.fakes.certificates import Authority
 from tests.fakes.waiting import until
 
 MOST = 4

@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from loadtest.intruder.__main__ import intrude
-from loadtest.intruder.certificates import at_certificates, secured
-from loadtest.intruder.stage import new_secrets, staged
-from loadtest.intruder.strangers import at_grpc
-from loadtest.intruder.tally import Tally
+from tests.fakes.intruder import other_doors, strangers, tenants
+from tests.fakes.intruder.certificates import at_certificates, secured
+from tests.fakes.intruder.stage import Stage, new_secrets, staged
+from tests.fakes.intruder.tally import Tally
 from tests.fakes.processes.fork_server import started_anew
 from tests.fakes.stage import Orchestrator
 
@@ -21,7 +20,7 @@ MANY, MANY_CERTIFICATES = 1500, 30
 
 @pytest.mark.slow
 async def test_nobody_gets_in_who_may_not(tmp_path: Path) -> None:
-    """`python -m loadtest.intruder`, its first half."""
+    """With no key, a wrong one, or another tenant's."""
     tally = Tally()
     async with AsyncExitStack() as stack:
         stack.enter_context(started_anew())
@@ -39,9 +38,22 @@ async def test_nobody_gets_in_who_may_not(tmp_path: Path) -> None:
     assert tally.is_safe
 
 
+async def intrude(stage: Stage, tally: Tally, folder: Path) -> None:
+    """Make all attempts; `folder` is that of the stage."""
+    await strangers.at_grpc(tally, stage.addresses, stage.secrets)
+    await strangers.at_http(tally, stage.url, stage.secrets)
+    await strangers.controls(tally, stage.addresses, stage.url, stage.secrets)
+    await other_doors.at_forwarder(tally, stage)
+    await other_doors.at_metrics(tally, stage)
+    await other_doors.at_index(tally, stage, folder)
+    doors = tenants.Doors(stage.addresses["orchestrator"], stage.url, stage.figures, stage.secrets)
+    await tenants.try_names(tally, doors)
+    await tenants.try_prompts(tally, doors)
+
+
 @pytest.mark.slow
 async def test_nobody_gets_in_without_a_certificate_that_fits(tmp_path: Path) -> None:
-    """Its second half: all have the right key or secret, and speak no TLS, or have a wrong certificate or none."""
+    """All have the right key or secret, and speak no TLS, or have a wrong certificate or none."""
     tally = Tally()
     async with secured(tmp_path) as bough:
         await at_certificates(tally, bough)
@@ -54,7 +66,7 @@ async def test_nobody_gets_in_without_a_certificate_that_fits(tmp_path: Path) ->
 async def test_where_there_are_no_keys_it_gets_in(orchestrator: Orchestrator) -> None:
     """A test that could not fail would say nothing."""
     tally = Tally()
-    await at_grpc(tally, {"orchestrator": orchestrator.address}, new_secrets())
+    await strangers.at_grpc(tally, {"orchestrator": orchestrator.address}, new_secrets())
     unknown = [what for what in tally.admitted if "/Other with" in what or "/other with" in what]
     assert not unknown, "methods that are not there let nobody in"
     assert len(tally.admitted) > 0.7 * tally.num_attempts > 0

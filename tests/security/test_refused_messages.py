@@ -17,7 +17,7 @@ import pytest
 from bough.pb import generation_pb2 as pb
 from bough.rpc.server import open_channel
 from bough.runtime.allocator import configure_allocator
-from loadtest.intruder.incomplete import MIB, rss_bytes
+from tests.fakes.heap import MIB, rss_bytes
 from tests.fakes.stage import MAX_CONTEXT, orchestrating, staged
 
 NUM_CALLS = 300

@@ -25,8 +25,8 @@ from bough.rpc.server import open_channel
 from bough.security.access import Access
 from bough.security.certificates import CertificateFiles
 from bough.security.tls import Tls
-from loadtest.common.certificates import Authority, Pair, flags_of
 from orchestrator.cluster.worker_clients import DraftClient, TargetClient
+from tests.fakes.certificates import Authority, Pair, flags_of
 from tests.fakes.index_server import connected, served, tls_in_front_of
 from tests.fakes.processes.fork_server import started_anew
 from tests.fakes.simulated import pair_of, text_of, write_profile

@@ -1,11 +1,9 @@
-"""What `loadtest.acceptance` tunes its contestants with, reports of them, and which of them it runs."""
+"""What `loadtest.acceptance` tunes its contestants with, and which of them it runs."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from concurrent.futures import Future
-from pathlib import Path
 
 import pytest
 
@@ -14,13 +12,9 @@ from bough.protocol.sampling_params import SamplingParams
 from bough.trees.acceptance import by_rank
 from bough.trees.optimal_tree import best_chains
 from bough.trees.tree_plan import Guess, Scheme, StaticShape
-from loadtest.acceptance.__main__ import arguments_from
-from loadtest.acceptance.contestants import contestants_at
-from loadtest.acceptance.measure import rows_before, settings_of
+from loadtest.acceptance.__main__ import arguments_from, contestants_at, tokens_per_round
 from loadtest.acceptance.multi_round import MultiRoundBench, merged, multi_round_law
-from loadtest.acceptance.rates import in_rounds
-from loadtest.acceptance.report import tokens_per_round
-from tests.fakes.two_tokens import PAIR, B, Case, cases, num_cases, sample
+from tests.fakes.two_tokens import TARGET_PROBS, B, Case, cases, num_cases, sample
 
 
 class Scripted:
@@ -60,16 +54,15 @@ def test_independent_chains_are_tuned_by_draws_not_by_the_children_these_come_to
     vector = by_rank(bench.acceptance(Scheme.WITHOUT_REPLACEMENT, Guess.SAMPLE, SamplingParams()))
     assert scripted.growths == {StaticShape.chains(1, 1)}
     assert vector[0].tolist() == pytest.approx([0.6, 0.04])
-    assert vector[0].cumsum().tolist() == pytest.approx([in_rounds(PAIR, k) for k in (1, 2)])
     assert best_chains(vector, nodes=9, levels=9)[:2] == (1, 8)
 
 
 def test_multi_round_verification_keeps_the_targets_law() -> None:
     of_b = sum(case.times for case in cases(3) if case.verdict.bonus_token == B) / num_cases(3)
-    assert of_b == pytest.approx(PAIR.target_probs[B], abs=1e-6)
+    assert of_b == pytest.approx(TARGET_PROBS[B], abs=1e-6)
     tree = merged([sample(B), sample(B)])
     assert (tree.tokens.tolist(), tree.sampled_children(0, Scheme.WITHOUT_REPLACEMENT).tolist()) == ([0, B], [1, 1])
-    assert multi_round_law(tree, 1, PAIR.target_probs).tolist() == PAIR.target_probs.tolist()
+    assert multi_round_law(tree, 1, TARGET_PROBS).tolist() == TARGET_PROBS.tolist()
 
 
 def test_the_line_of_figures_holds_means_and_half_widths() -> None:
@@ -82,27 +75,12 @@ def test_the_line_of_figures_holds_means_and_half_widths() -> None:
 def test_contestants_run_alone_by_a_part_of_their_names() -> None:
     def names(*flags: str) -> list[list[str]]:
         arguments = arguments_from(flags)
-        return [[*contestants_at(temperature, arguments)] for temperature in arguments.temperatures]
+        return [[*contestants_at(temperature, arguments.contestants)] for temperature in arguments.temperatures]
 
     assert [len(of_one) for of_one in names()] == [4, 6, 6]
     assert names("--contestants", "SpecInfer") == [[], *[["SpecInfer: multi-round, k chains"]] * 2]
     alone = names("--contestants", "greedy", "Sequoia", "--temperatures", "0", "1")
     assert alone == [["greedy k chains"], ["Sequoia: without replacement, optimal shape"]]
-    (crossed,) = names("--crossed", "--contestants", "without", "--temperatures", "1")
-    assert crossed == ["without replacement, k chains", "without replacement, one chain"]
-
-
-def test_rows_of_other_settings_are_no_rows_of_this_run(tmp_path: Path) -> None:
-    """They would be printed as what the new settings gave."""
-    file = tmp_path / "rows.jsonl"
-    arguments = arguments_from(["--rows", str(file), "--num", "2"])
-    assert rows_before(arguments) == []
-    row = {"temperature": 0.0, "contestant": "x", "nodes": 8, "settings": settings_of(arguments)}
-    file.write_text(json.dumps(row) + "\n")
-    assert rows_before(arguments) == [row]
-    for flags in (["--num", "3"], ["--num", "2", "--seed", "7"], ["--num", "2", "--prompts", "others.jsonl"]):
-        with pytest.raises(SystemExit, match=f"--rows: {file} must have rows of .*, got rows of"):
-            rows_before(arguments_from(["--rows", str(file), *flags]))
 
 
 def test_contestants_that_nobody_is_are_refused_and_the_others_listed(capsys: pytest.CaptureFixture[str]) -> None:

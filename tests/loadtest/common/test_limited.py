@@ -32,23 +32,6 @@ def test_what_control_groups_are_told(version: int, tmp_path: Path, monkeypatch:
     assert all(file.read_text().strip().isdecimal() for file in joined)
 
 
-@pytest.mark.parametrize("version", [1, 2])
-def test_what_control_groups_are_told_of_a_share_of_a_core(
-    version: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(limits, "CGROUPS", tmp_path)
-    monkeypatch.setattr(limits, "_group_of", lambda _, controller: tmp_path / controller)
-    if version == 1:
-        (tmp_path / "cpu").mkdir()
-        wanted = {"cpu.cfs_period_us": "10000", "cpu.cfs_quota_us": "2000", "cgroup.procs": "77"}
-    else:
-        (tmp_path / "cgroup.controllers").write_text("cpu io memory")
-        wanted = {"cpu.max": "2000 10000", "cgroup.procs": "77"}
-    with limits.slowed(77, 0.2):
-        assert {file.name: file.read_text() for file in tmp_path.rglob("bough-*/*")} == wanted
-    assert (tmp_path / ("cpu" if version == 1 else "") / "cgroup.procs").read_text() == "77"
-
-
 def test_without_control_groups_there_are_no_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "CGROUPS", tmp_path / "none")
     monkeypatch.setattr(limits, "cache_folder", lambda: tmp_path)

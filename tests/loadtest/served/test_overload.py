@@ -10,7 +10,7 @@ import pytest
 from loadtest.locust.samples import Sample
 from loadtest.served import overload
 from loadtest.served.overload import CLIMB, FILL_SECONDS, Offered, climb, offer, overload_figures
-from loadtest.served.streams import Answered, Ask, Door
+from loadtest.served.streams import Ask, Door
 
 
 def offered(num_good: int, *others: Sample, num_seconds: float = 20.0) -> Offered:
@@ -70,10 +70,10 @@ async def test_requests_are_sent_by_the_clock_and_over_each_api_in_turn() -> Non
     asked = dict[str, int]()
 
     def door(name: str) -> Door:
-        async def ask(one: Ask) -> Answered:
+        async def ask(one: Ask) -> Sample:
             asked[name] = asked.get(name, 0) + 1
             await asyncio.sleep(0.5)
-            return Answered(Sample(name, 0.0, 0.5))
+            return Sample(name, 0.0, 0.5)
 
         return ask
 

@@ -33,7 +33,7 @@ def test_sessions_are_measured_and_what_several_take_is_predicted_from_those_alo
     profile, rounds = str(write_profile(tmp_path, clock_scale=SCALE)), tmp_path / "rounds.json"
     measured = figures_of(
         sessions.main, "--simulate", profile, "--sessions", "1", "2", "--max-tokens", "16", "--repeats", "1",
-        "--system-tokens", "64", "--rounds", str(rounds), "--orchestrator-flags=--planner fixed --budget 16",
+        "--rounds", str(rounds), "--orchestrator-flags=--planner fixed --budget 16",
     )  # fmt: skip
     assert measured["unequal_streams"] == measured["lost_tokens"] == measured["repeated_tokens"] == 0
     assert set(measured["tokens_per_second"]) == {"1", "2"}

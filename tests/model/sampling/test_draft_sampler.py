@@ -15,7 +15,7 @@ from bough.model.sampling.draft_sampler import generator, without_replacement
 from bough.protocol.sampling_params import SamplingParams
 from bough.trees.draft_probs import normalised
 from draft_worker.candidates.candidates import Guessing
-from loadtest.acceptance.rates import draft_weights
+from tests.fakes.draft_weights import draft_weights
 
 LOGITS = np.array([0.5, 2.0, -1.0, 1.0, -3.0, 0.0])
 TOKENS = np.array([4, 1, 3], np.int32)

@@ -13,9 +13,9 @@ import pytest
 from bough.protocol.generation import ChatPrompt, Message, Prompt, TextPrompt, TokenPrompt
 from bough.tokenization.chat_template import ChatTemplate
 from bough.tokenization.tokenizer import Tokenizer
-from loadtest.fuzz.heap import measured
 from orchestrator.cluster.tokenizer_threads import Tokenizing
 from tests.fakes.fleet import Fleet
+from tests.fakes.heap import malloc_bytes
 from tests.fakes.stage import SHORT, Orchestrator, finish
 from tests.fakes.waiting import until
 
@@ -100,13 +100,13 @@ async def test_words_of_a_tokenizer_that_is_gone_are_given_back(fakes: Fleet) ->
         await tokenizing.run(lambda: tokenizer.encode(text))
 
     try:
-        before = measured().malloc_bytes
+        before = malloc_bytes()
         await encode()
         gc.collect()
-        kept = measured().malloc_bytes - before
+        kept = malloc_bytes() - before
         assert kept > 4_000_000
         await tokenizing.shared(replace(fakes.tokenizer, chat_template="{{ 'another' }}"))
-        await until(lambda: measured().malloc_bytes - before < kept / 4)  # once the thread has ended
+        await until(lambda: malloc_bytes() - before < kept / 4)  # once the thread has ended
     finally:
         tokenizing.close()
 

@@ -16,9 +16,9 @@ from starlette.types import Receive, Scope, Send
 from bough.client import Client
 from bough.security import handshakes
 from bough.security.handshakes import _Handshake
-from loadtest.common.certificates import Authority
 from orchestrator.assembly import Orchestrator, assembled
 from orchestrator.http_api import server
+from tests.fakes.certificates import Authority
 from tests.fakes.http_stack import Json, error_of
 from tests.fakes.stage import Stage, config_of
 from tests.fakes.waiting import until

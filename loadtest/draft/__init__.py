@@ -1,1 +1,0 @@
-"""Measures the acceptance of a draft model and the cost of its steps."""

@@ -1,1 +1,0 @@
-"""Measures the start of `bough up` and the memory of its processes."""
