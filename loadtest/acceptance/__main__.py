@@ -36,9 +36,7 @@ from bough.trees.acceptance import Acceptance, by_rank
 from bough.trees.optimal_tree import best_chains, best_shape
 from bough.trees.tree_plan import BestFirst, Growth, Guess, Scheme, StaticShape, TreePlan
 from draft_worker.worker import DraftWorker
-from loadtest.acceptance.bench import RANKS, Bench
-from loadtest.acceptance.multi_round import MultiRoundBench
-from loadtest.acceptance.target import LazyTarget
+from loadtest.acceptance.bench import RANKS, Bench, LazyTarget
 from loadtest.common.prompts import load_prompts
 
 LEVELS = 18  # most levels of shapes and chains
@@ -52,7 +50,6 @@ class Contestant(NamedTuple):
     scheme: Scheme
     guess: Guess
     growth: Callable[[Acceptance, int], Growth]
-    is_multi_round: bool = False  # independently sampled chains, verified as in SpecInfer
     is_calibrated: bool = True  # whether the draft learns its temperature scaling
 
     def plan(self, acceptance: Acceptance, nodes: int) -> TreePlan:
@@ -83,7 +80,6 @@ DRAWN = {  # above temperature 0
     ),
     "target, optimal top-k shape": Contestant(Scheme.TARGET, Guess.DISTRIBUTION, _shape),
     "Sequoia: without replacement, optimal shape": Contestant(Scheme.WITHOUT_REPLACEMENT, Guess.SAMPLE, _shape),
-    "SpecInfer: multi-round, k chains": Contestant(Scheme.WITHOUT_REPLACEMENT, Guess.SAMPLE, _chains, True),
 }
 GREEDY = {  # at temperature 0, where all schemes agree
     "bough: target, best-first": Contestant(Scheme.TARGET, Guess.DISTRIBUTION, grown_best_first),
@@ -101,16 +97,14 @@ def contestants_at(temperature: float, wanted: Sequence[str]) -> dict[str, Conte
     return {name: one for name, one in everyone.items() if any(part in name for part in wanted)}
 
 
-def measure(
-    benches: Mapping[tuple[bool, bool], Bench], temperature: float, arguments: argparse.Namespace
-) -> Iterator[Row]:
+def measure(benches: Mapping[bool, Bench], temperature: float, arguments: argparse.Namespace) -> Iterator[Row]:
     """Measure the contestants at one temperature; yields a row for each size.
 
-    `benches` are keyed by whether verification is multi-round and whether the draft is calibrated.
+    `benches` are keyed by whether the draft is calibrated.
     """
     params, other_seed = (SamplingParams(temperature=temperature, seed=arguments.seed + i) for i in range(2))
     for name, contestant in contestants_at(temperature, arguments.contestants).items():
-        bench = benches[contestant.is_multi_round, contestant.is_calibrated]
+        bench = benches[contestant.is_calibrated]
         # As in service, shapes are chosen by measurements with other random numbers.
         before = by_rank(bench.acceptance(contestant.scheme, contestant.guess, other_seed))
         last_plan: TreePlan | None = None
@@ -176,9 +170,7 @@ def main() -> None:
     texts = load_prompts(arguments.prompts)[: arguments.num]
     prompts = [tokenizer.encode_chat([("user", text)]) for text in texts]
     benches = {
-        (is_multi_round, is_calibrated): kind(draft, target, prompts, arguments.max_tokens)
-        for is_multi_round, kind in ((False, Bench), (True, MultiRoundBench))
-        for is_calibrated, draft in drafts.items()
+        is_calibrated: Bench(draft, target, prompts, arguments.max_tokens) for is_calibrated, draft in drafts.items()
     }
     rows = [row for temperature in arguments.temperatures for row in measure(benches, temperature, arguments)]
     for note in drafts[True].info().notes:

@@ -25,8 +25,7 @@ from bough.model.gpu.ready import settle_sums
 from bough.model.kv.session_kv import KVSlot
 from bough.model.running.device import working_on
 from bough.trees.tree import Tree
-from loadtest.gpu.contexts import HEAD_DIM, HEADS, KV_HEADS
-from loadtest.gpu.parts import device_milliseconds
+from loadtest.gpu.parts import HEAD_DIM, HEADS, KV_HEADS, device_milliseconds
 from loadtest.gpu.reference import attend_on_cpu
 
 OTHER_COUNTS = (1, 64)

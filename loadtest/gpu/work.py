@@ -1,4 +1,4 @@
-"""The process that runs the parts of the GPU check; started by `loadtest.gpu.check`.
+"""The process that runs the parts of the GPU check; started by `loadtest.gpu`.
 
 Each part's figures are printed as they come (`loadtest.gpu.supervised`); after one that fails the process ends, for its
 GPU may be lost to it.
@@ -8,6 +8,10 @@ from __future__ import annotations
 
 import gc
 import json
+import os
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,11 +25,9 @@ from bough.model.gpu.ready import make_ready
 from bough.model.sizes.memory_budget import GPU_SHARE, free_device_bytes
 from bough.runtime.machine import default_budget, free_memory
 from loadtest.gpu import parts as gpu_parts
-from loadtest.gpu.contexts import contexts
-from loadtest.gpu.copying import bandwidth, pinning
 from loadtest.gpu.experts import experts
 from loadtest.gpu.layer_bits import layer_bits
-from loadtest.gpu.pipeline import pipeline
+from loadtest.gpu.parts import contexts
 from loadtest.gpu.random_models import Machine
 from loadtest.gpu.recurrence import recurrence
 from loadtest.gpu.second_gpu import second_gpu
@@ -33,6 +35,56 @@ from loadtest.gpu.sizes import MINIATURE, REAL, Sizes
 from loadtest.gpu.supervised import READY, Keep, Part, say
 from loadtest.gpu.target_sweeps import big_model, new_streams, release, write_big
 from loadtest.gpu.unpacking import unpacking
+from target_worker.link.streams import DeviceStreams
+
+COPIES = 10
+
+
+def bandwidth(streams: DeviceStreams, num_bytes: int) -> float:
+    """Bytes per second of copies from pinned memory to the device; closes the streams."""
+    try:
+        source = torch.frombuffer(streams.host_memory(num_bytes), dtype=torch.uint8)
+        target = streams.device_memory(num_bytes)
+        streams.copy(source, target, None).done.synchronize()
+        began, copies = time.perf_counter(), [streams.copy(source, target, None) for _ in range(COPIES)]
+        copies[-1].done.synchronize()
+        return len(copies) * num_bytes / (time.perf_counter() - began)
+    finally:
+        streams.close()
+
+
+def pinning(streams: DeviceStreams, num_bytes: int) -> dict[str, Any]:
+    """Seconds of pinning host memory; closes the streams."""
+    began = time.perf_counter()
+    try:
+        streams.host_memory(num_bytes)
+        seconds = time.perf_counter() - began
+        return {"gigabytes": num_bytes / 1e9, "seconds": round(seconds, 3), "is_pinned": streams.unpinned_bytes == 0}
+    finally:
+        streams.close()
+
+
+DEMO_SECONDS = 150
+NUM_TOKENS = 48
+
+
+def pipeline(device: torch.device) -> dict[str, Any]:
+    """Run `bough demo`; returns whether trees and plain decoding gave the same tokens, and the speeds.
+
+    In a dry run on the CPU, its workers are simulated.
+    """
+    command = [sys.executable, "-m", "bough.cli.main", "demo", "--max-tokens", str(NUM_TOKENS)]
+    command += ["--simulate", "all-resident"] if device.type == "cpu" else []
+    environ = {**os.environ, "BOUGH_TARGET_DEVICE": str(device), "BOUGH_DRAFT_DEVICE": str(device)}
+    try:
+        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=DEMO_SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        return {"is_same": False, "error": f"no answer within {DEMO_SECONDS} seconds"}
+    *_, last = ["", *done.stdout.splitlines()]
+    if done.returncode not in (0, 1) or not last.startswith("{"):  # 1 is Python's own status too, of a missing package
+        return {"is_same": False, "error": done.stderr[-500:]}
+    return {"is_same": done.returncode == 0, **json.loads(last)}
+
 
 Found = dict[str, Any]
 MOST_COMPARED = 10  # nodes of a tree in each family

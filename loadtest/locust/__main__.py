@@ -48,8 +48,7 @@ from bough.errors import BoughError
 from bough.processes import exit_with_parent
 from bough.processes.launch import launched
 from loadtest.common.stacks import http_url_of, stack_settings
-from loadtest.locust.mix import parse_kinds
-from loadtest.locust.plan import Plan
+from loadtest.locust.plan import Plan, parse_kinds
 from loadtest.locust.samples import Objective, Sample, percentile, read_samples, span_seconds, summarise
 
 STOP_SECONDS = 30.0  # locust's wait for running requests at its end

@@ -21,8 +21,7 @@ from locust.exception import StopUser
 from loadtest.common.prompts import load_prompts
 from loadtest.locust.climb import Climb
 from loadtest.locust.doors import Conversation, Door, GrpcDoor, HttpDoor
-from loadtest.locust.mix import Mix, Question, holds_conversations
-from loadtest.locust.plan import plan_from_environment
+from loadtest.locust.plan import Mix, Question, holds_conversations, plan_from_environment
 from loadtest.locust.samples import UNFINISHED, Sample, write_sample
 
 grpc_gevent.init_gevent()  # before any channel: otherwise gRPC's waiting in C blocks all users

@@ -1,14 +1,193 @@
 """Writes docs/benchmarks.md from the JSON files in docs/benchmarks/.
 
-python -m loadtest.tables
+    python -m loadtest.tables
+
+There is a file a subject, and each run has what it takes to repeat it:
+
+    {"title": "...", "text": ["a paragraph", ...], "runs": [RUN, ...]}
+
+A RUN has `command`, `machine`, `date`, `commit` (of the code that ran; where that was not kept, the one that recorded
+the figures, and its date), and its figures in one of two ways: `line`, the benchmark's own JSON line, where this module
+knows how to show it; or `table`, with `columns` and `rows` of text. `note` is a paragraph below.
 """
 
 from __future__ import annotations
 
+import json
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
+from typing import Any
 
-from loadtest.tables.markdown import markdown
-from loadtest.tables.runs import read_subjects
+TEXTS = ("command", "machine", "date", "commit")
+RUN_KEYS = {*TEXTS, "line", "table", "note"}
+SUBJECT_KEYS = {"title", "text", "runs"}
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A table of formatted cells."""
+
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One run of a benchmark; its figures are either a JSON line or a table."""
+
+    command: str
+    machine: str
+    date: str
+    commit: str
+    note: str
+    line: Mapping[str, Any] | None
+    table: Table | None
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A subject with its runs."""
+
+    title: str
+    text: Sequence[str]
+    runs: Sequence[Run]
+
+
+def read_subjects(folder: Path) -> list[Subject]:
+    """Read all files of a folder in order of their names. Raises ValueError with the file and the invalid field."""
+    return [_subject(json.loads(file.read_text()), file.name) for file in sorted(folder.glob("*.json"))]
+
+
+def _subject(found: Mapping[str, Any], where: str) -> Subject:
+    _require_known(found, SUBJECT_KEYS, where)
+    title = _text(found, "title", where)
+    text = found.get("text", [])
+    if not isinstance(text, list) or not all(isinstance(paragraph, str) for paragraph in text):
+        raise ValueError(f"{where}: text must be a list of paragraphs, got {text!r}")
+    runs = found.get("runs")
+    if not isinstance(runs, list) or not runs:
+        raise ValueError(f"{where}: runs must be a list of at least one run, got {runs!r}")
+    return Subject(title, text, [_run(run, f"{where}: runs[{number}]") for number, run in enumerate(runs)])
+
+
+def _run(found: Mapping[str, Any], where: str) -> Run:
+    _require_known(found, RUN_KEYS, where)
+    command, machine, day, commit = (_text(found, name, where) for name in TEXTS)
+    try:
+        date.fromisoformat(day)
+    except ValueError:
+        raise ValueError(f"{where}.date must be a date such as 2026-11-26, got {day!r}") from None
+    if ("line" in found) == ("table" in found):
+        raise ValueError(f"{where} must have either line or table, got {sorted(found)}")
+    table = _table(found["table"], f"{where}.table") if "table" in found else None
+    return Run(command, machine, day, commit, found.get("note", ""), found.get("line"), table)
+
+
+def _table(found: Mapping[str, Any], where: str) -> Table:
+    if not {"columns", "rows"} <= set(found):
+        raise ValueError(f"{where} must have columns and rows, got {sorted(found)}")
+    columns, rows = found["columns"], found["rows"]
+    for number, row in enumerate(rows):
+        if len(row) != len(columns):
+            raise ValueError(f"{where}.rows[{number}] must have {len(columns)} cells, got {len(row)}")
+    return Table(columns, rows)
+
+
+def _text(found: Mapping[str, Any], name: str, where: str) -> str:
+    value = found.get(name)
+    if not isinstance(value, str) or not value:
+        raise ValueError(f"{where}.{name} must be a text, got {value!r}")
+    return value
+
+
+def _require_known(found: Mapping[str, Any], known: set[str], where: str) -> None:
+    if unknown := set(found) - known:
+        raise ValueError(f"{where} must have no fields but {sorted(known)}, got {sorted(unknown)}")
+
+
+HEAD = "# Benchmarks"
+INTRODUCTION = (
+    "What was measured, each with its date. This page is written by `make bench-docs` from the JSON files in "
+    "[docs/benchmarks](benchmarks): change those, not this page. Machines are virtual, two cores of the processor that "
+    "is named, without a GPU, shared with strangers unless it is said otherwise: compare within a table, and believe "
+    'ratios. "The demonstration" is SmolLM2-135M-Instruct, block-expanded to 300 layers: the text of a small model at '
+    "the cost of one of 2.1 GB. Where the commit that ran was not kept, date and commit are those at which the figures "
+    "were recorded. Figures that settled a decision stand with it, in [decisions](decisions/README.md)."
+)
+WIDTH = 130
+REGRET_COLUMNS = (
+    "regime",
+    "of the best fixed size (95 %)",
+    "plain",
+    "self-sized",
+    "best fixed",
+    "times plain (95 %)",
+    "nodes: median, most",
+    "load",
+)
+
+
+def markdown(subjects: Iterable[Subject]) -> str:
+    """The whole page."""
+    return "\n\n".join([HEAD, _wrapped(INTRODUCTION), *(_section(subject) for subject in subjects)]) + "\n"
+
+
+def _section(subject: Subject) -> str:
+    parts = [f"## {subject.title}", *(_wrapped(paragraph) for paragraph in subject.text)]
+    for run in subject.runs:
+        commit = "commit" if " " not in run.commit else "commits"
+        parts.append(f"`{run.command}`  \n{run.machine}; {run.date}, {commit} {run.commit}:")
+        parts.append(_rows(run.table or _of_line(run)))
+        if run.note:
+            parts.append(_wrapped(run.note))
+    return "\n\n".join(parts)
+
+
+def _rows(table: Table) -> str:
+    lines = [table.columns, ["---"] * len(table.columns), *table.rows]
+    return (
+        "\n".join("| " + " | ".join(cells) + " |" for cells in lines).replace("| --- ", "|---").replace("--- |", "---|")
+    )
+
+
+def _of_line(run: Run) -> Table:
+    """The table for a benchmark's JSON line."""
+    line = run.line or {}
+    if "real" in line:
+        return _regret(line["real"]["details"])
+    raise ValueError(f"line of {run.command!r} must be of loadtest.regret --only real, got fields {sorted(line)}")
+
+
+def _regret(details: Mapping[str, Mapping[str, Any]]) -> Table:
+    return Table(REGRET_COLUMNS, [_regret_row(regime, found) for regime, found in details.items()])
+
+
+def _regret_row(regime: str, found: Mapping[str, Any]) -> Sequence[str]:
+    fixed: Mapping[str, float] = found["fixed_tokens_per_second"]
+    best = max(fixed, key=lambda size: fixed[size])
+    return [
+        regime,
+        _with_interval(found["ratio"], found["interval"]),
+        f"{found['plain_tokens_per_second']:.3g}",
+        f"{found['self_tokens_per_second']:.3g}",
+        f"{fixed[best]:.3g} ({best.partition(',')[0]})",
+        _with_interval(found["plain_ratio"], found["plain_interval"]),
+        f"{found['nodes']:g}, {found['most_nodes']:g}",
+        f"{found['load_average']:.0f}",
+    ]
+
+
+def _with_interval(ratio: float, interval: Sequence[float]) -> str:
+    low, high = interval
+    return f"{ratio:.2f} ({low:.2f} to {high:.2f})"
+
+
+def _wrapped(paragraph: str) -> str:
+    return textwrap.fill(paragraph, WIDTH, break_long_words=False, break_on_hyphens=False)
+
 
 DOCS = Path(__file__).parents[2] / "docs"
 

@@ -29,7 +29,7 @@ from bough.rpc.server import is_serving, open_channel
 from bough.rpc.services import GENERATION, stub_of
 from bough.rpc.status_map import to_error
 from bough.security.api_keys import hash_of
-from loadtest.locust.mix import Question
+from loadtest.locust.plan import Question
 from orchestrator.assembly import Orchestrator, assembled
 from orchestrator.http_api.body import LARGE_BYTES
 from tests.fakes.http_stack import error_of

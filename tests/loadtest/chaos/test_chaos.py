@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from bough.pb import common_pb2, target_pb2
-from loadtest.chaos.faults import KILLS, Plan, Resumes, has_failed, run_chaos
+from loadtest.chaos.__main__ import KILLS, Plan, Resumes, has_failed, run_chaos
 from loadtest.chaos.streams import Answer, Received, Streams, Tally
 
 pytestmark = pytest.mark.chaos

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from bough.model.quant.formats import FORMATS, SAMPLES
-from loadtest.gpu import check as gpu_check
-from loadtest.gpu.pipeline import pipeline
+from loadtest.gpu import __main__ as gpu_check
+from loadtest.gpu.work import pipeline
 
 
 def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,8 +20,7 @@ import pytest
 
 from loadtest.locust.__main__ import MOST_USERS, main, offered_rate, read_arguments, steps
 from loadtest.locust.climb import Climb
-from loadtest.locust.mix import Kind, Mix, Question, holds_conversations, parse_kinds
-from loadtest.locust.plan import Plan, plan_from_environment
+from loadtest.locust.plan import Kind, Mix, Plan, Question, holds_conversations, parse_kinds, plan_from_environment
 from loadtest.locust.samples import (
     UNFINISHED,
     Arrivals,

@@ -17,7 +17,20 @@ from loadtest.common import limits
 from loadtest.common.ratios import geometric_mean, ratio
 from loadtest.peers import llama_cpp as peer_llama_cpp
 from loadtest.peers.gguf import Pair
-from loadtest.peers.llama_cpp import Bench, Prompts, Regime, parse_arguments
+from loadtest.peers.llama_cpp import (
+    SAME_WEIGHTS,
+    SIDES,
+    Bench,
+    Prompts,
+    Regime,
+    best_length,
+    differences,
+    first_difference,
+    halves,
+    parse_arguments,
+    spread,
+    summary,
+)
 from loadtest.peers.llama_cpp_sides import (
     Answer,
     LlamaServer,
@@ -28,16 +41,6 @@ from loadtest.peers.llama_cpp_sides import (
     peer_environment,
     require_peer,
     why_unlimited,
-)
-from loadtest.peers.llama_cpp_summary import (
-    SAME_WEIGHTS,
-    SIDES,
-    best_length,
-    differences,
-    first_difference,
-    halves,
-    spread,
-    summary,
 )
 
 EOS = (2,)

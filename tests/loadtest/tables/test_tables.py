@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from loadtest.tables.markdown import markdown
-from loadtest.tables.runs import read_subjects
+from loadtest.tables.__main__ import markdown, read_subjects
 
 DOCS = Path(__file__).parents[3] / "docs"
 RUN: dict[str, Any] = {
