@@ -64,7 +64,7 @@ class Resumes:
         waits = []
         for session, received in streams.ended:
             for killed, asked in self.asked.get(session, ()):
-                later = [moment for moment in received.token_times if moment > asked]
+                later = [moment for moment, _ in received.rounds if moment > asked]
                 if received.began < killed and later:
                     waits.append(later[0] - killed)
         return waits

@@ -13,7 +13,8 @@ from difflib import SequenceMatcher
 
 from bough.client import Client
 from bough.errors import BoughError, NotFound, PrefixMissing
-from bough.protocol.generation import Finished, GenerateOptions, Prompt, TokenPrompt, Tokens
+from bough.protocol.generation import GenerateOptions, Prompt, TokenPrompt
+from loadtest.common.streams import Stream, stream
 
 logger = logging.getLogger(__name__)
 
@@ -45,28 +46,6 @@ class Answer:
 
 
 @dataclass(slots=True)
-class Received:
-    """What a stream delivered."""
-
-    began: float  # seconds on the monotonic clock
-    token_ids: list[int] = field(default_factory=list)
-    text: str = ""
-    token_times: list[float] = field(default_factory=list)  # of each event with tokens
-    finished: Finished | None = None
-
-    async def take(self, client: Client, prompt: Prompt, options: GenerateOptions) -> None:
-        """Read a stream until it ends or fails."""
-        async for event in client.generate(prompt, options):
-            if isinstance(event, Tokens):
-                self.token_ids += event.token_ids
-                self.text += event.text
-                self.token_times.append(time.monotonic())
-            elif isinstance(event, Finished):
-                self.text += event.text
-                self.finished = event
-
-
-@dataclass(slots=True)
 class Tally:
     """Totals of all streams."""
 
@@ -80,7 +59,7 @@ class Tally:
     tokens: int = 0
     sent_again: int = 0  # turns that sent the whole history again, as their session was gone
 
-    def compare(self, received: Received, wanted: Answer) -> bool:
+    def compare(self, received: Stream, wanted: Answer) -> bool:
         """Count missing and extra tokens; of an unfinished stream only those before its end."""
         is_whole = received.finished is not None
         tokens = wanted.token_ids if is_whole else wanted.token_ids[: len(received.token_ids)]
@@ -124,8 +103,7 @@ async def undisturbed(client: Client, script: Script) -> list[Answer]:
     answers = []
     for turn in script.turns:
         history += turn.token_ids
-        received = Received(time.monotonic())
-        await received.take(client, TokenPrompt(history), turn.options)
+        received = await stream(client, TokenPrompt(history), turn.options)
         answers.append(Answer(tuple(received.token_ids), received.text))
         history += answers[-1].token_ids
     return answers
@@ -143,8 +121,8 @@ class Streams:
     ) -> None:
         """Session names are `name` and a number."""
         self.tally = Tally()
-        self.running: dict[str, Received] = {}  # by session
-        self.ended: list[tuple[str, Received]] = []  # session and stream, of those that finished
+        self.running: dict[str, Stream] = {}  # by session
+        self.ended: list[tuple[str, Stream]] = []  # session and stream, of those that finished
         self._addresses = list(addresses)
         self._pairs = list(zip(scripts, answers, strict=True))
         self._is_over = asyncio.Event()
@@ -188,11 +166,9 @@ class Streams:
             history = whole + answer.token_ids
         return True
 
-    async def _stream(
-        self, client: Client, prompt: Prompt, options: GenerateOptions, answer: Answer
-    ) -> Received | None:
+    async def _stream(self, client: Client, prompt: Prompt, options: GenerateOptions, answer: Answer) -> Stream | None:
         """Run one turn; None if its session is gone, so that the whole history must be sent."""
-        received = self.running[options.session_id] = Received(time.monotonic())
+        received = self.running[options.session_id] = Stream(time.monotonic())
         try:
             async with asyncio.timeout(HANG_SECONDS):
                 await received.take(client, prompt, options)

@@ -16,8 +16,9 @@ from typing import Any
 from bough.client import Client
 from bough.protocol.generation import GenerateOptions, TextPrompt
 from deploy.check import check, load
-from loadtest.chaos.streams import Received, Streams, Tally, make_scripts, undisturbed
+from loadtest.chaos.streams import Streams, Tally, make_scripts, undisturbed
 from loadtest.cluster.ray_cluster import DRAFT, FRONT, HTTP_PORT, OTHER_INDEX, TARGET, RayCluster, ray_cluster, until
+from loadtest.common.streams import stream
 
 CONFIG = Path(__file__).parent.parent.parent / "deploy" / "two-machines.yaml"
 PROFILE = Path(__file__).parent.parent / "data" / "cluster-profile.json"
@@ -306,10 +307,8 @@ def ask_over_http(url: str) -> str:
 
 async def ask_over_grpc(client: Client) -> str:
     """Ask the same of the orchestrator over gRPC."""
-    received = Received(time.monotonic())
     options = GenerateOptions(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
-    await received.take(client, TextPrompt(PROMPT), options)
-    return received.text
+    return (await stream(client, TextPrompt(PROMPT), options)).text
 
 
 async def can_connect(address: str) -> bool:

@@ -25,6 +25,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import os
 import random
 import shutil
@@ -32,11 +33,12 @@ import signal
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NamedTuple
+from statistics import fmean
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -50,7 +52,6 @@ from bough.tokenization.tokenizer import Tokenizer
 from loadtest.common.limits import drop_cached
 from loadtest.common.machine import processor
 from loadtest.common.prompts import load_prompts
-from loadtest.common.ratios import geometric_mean, ratio
 from loadtest.peers.gguf import FORMATS, Pair, export_demonstration, gguf_folder
 from loadtest.peers.llama_cpp_sides import (
     Answer,
@@ -61,6 +62,48 @@ from loadtest.peers.llama_cpp_sides import (
     require_peer,
     why_unlimited,
 )
+
+NUM_RESAMPLES = 4000
+INTERVAL = (2.5, 97.5)  # percent
+
+Value = TypeVar("Value")
+
+
+def geometric_mean(values: Sequence[float]) -> float:
+    """The geometric mean of positive numbers.
+
+    Raises:
+        ValueError: there are no values, or one is not above 0.
+    """
+    if not values or min(values) <= 0:
+        raise ValueError(f"rates: must be at least one, all above 0, got {list(values)}")
+    return math.exp(fmean(map(math.log, values)))
+
+
+def ratio(ours: Sequence[float], theirs: Sequence[float], seed: int, num_digits: int = 3) -> dict[str, Any]:
+    """Ratios of ours to theirs, paired: geometric mean, its 95 % bootstrap interval, minimum and maximum.
+
+    Raises:
+        ValueError: the numbers of values differ, or one value is not above 0.
+    """
+    pairs = [geometric_mean([a]) / geometric_mean([b]) for a, b in zip(ours, theirs, strict=True)]
+    return {
+        "geomean": round(geometric_mean(pairs), num_digits),
+        "interval": interval(pairs, geometric_mean, seed, num_digits),
+        "worst": round(min(pairs), num_digits),
+        "best": round(max(pairs), num_digits),
+    }
+
+
+def interval(
+    values: Sequence[Value], statistic: Callable[[Sequence[Value]], float], seed: int, num_digits: int = 3
+) -> list[float]:
+    """The 95 % bootstrap interval of a statistic of some values."""
+    rng = random.Random(seed)
+    figures = [statistic(rng.choices(values, k=len(values))) for _ in range(NUM_RESAMPLES)]
+    low, high = np.percentile(figures, INTERVAL)
+    return [round(float(low), num_digits), round(float(high), num_digits)]
+
 
 LLAMA_PLAIN, LLAMA_DRAFT, LLAMA_4_BIT = "llama_cpp_plain", "llama_cpp_draft", "llama_cpp_plain_4_bit"
 BOUGH_PLAIN, BOUGH = "bough_plain", "bough"

@@ -24,7 +24,7 @@ from bough.errors import BoughError
 from bough.processes.exit_with_parent import MODULE, start
 from bough.protocol.generation import GenerateOptions, Speculation, TokenPrompt
 from loadtest.common.limits import limited
-from loadtest.sessions.runs import stream
+from loadtest.common.streams import stream
 
 SERVER = Path(__file__).with_name("llama_cpp_server.py")
 REQUEST_SECONDS = 1800.0

@@ -23,8 +23,8 @@ from bough.client import Client
 from bough.processes.launch import launched
 from bough.protocol.generation import GenerateOptions, Speculation, TokenPrompt
 from loadtest.common.stacks import stack_settings
+from loadtest.common.streams import Stream, stream
 from loadtest.regret.scoring import geomean
-from loadtest.sessions.runs import Stream, stream
 
 NAME = "conversations without session names"
 PROFILE = "two-cores"  # every row costs, so that a tree that is too large shows

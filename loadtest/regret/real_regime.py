@@ -37,9 +37,9 @@ from bough.registry.records import WorkerRecord
 from bough.registry.registry import Registry
 from bough.tokenization.tokenizer import Tokenizer
 from loadtest.common.prompts import load_prompts
+from loadtest.common.streams import Stream, stream
 from loadtest.regret.real import Measured, RealRegime, Scale, Task
 from loadtest.regret.scoring import round_time_error, token_error
-from loadtest.sessions.runs import Stream, stream
 
 WARM_TOKENS = 4
 HALF_TOKENS = 6  # half of the tokens that plain decoding generates; the disturbance begins after them

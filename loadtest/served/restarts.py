@@ -10,7 +10,8 @@ from typing import Any
 
 from bough.client import Client
 from bough.errors import BoughError
-from bough.protocol.generation import ChatPrompt, GenerateOptions, Message, Tokens
+from bough.protocol.generation import ChatPrompt, GenerateOptions, Message
+from loadtest.common.streams import stream
 from loadtest.served.stack import stack, write_profile
 
 SWEEP_SECONDS = 0.1
@@ -19,15 +20,11 @@ REPLICAS = 2
 PAUSE_SECONDS = 1.0  # between restarts
 
 
-async def answer(client: Client, number: int) -> tuple[int, ...]:
+async def answer(client: Client, number: int) -> list[int]:
     """The tokens of the request with this number."""
     prompt = ChatPrompt((Message("user", f"question {number}"),))
     options = GenerateOptions(seed=number, max_tokens=ANSWER_TOKENS, ignore_eos=True)
-    tokens: list[int] = []
-    async for event in client.generate(prompt, options):
-        if isinstance(event, Tokens):
-            tokens += event.token_ids
-    return tuple(tokens)
+    return (await stream(client, prompt, options)).token_ids
 
 
 async def restarts(streams: int, num_prompts: int) -> dict[str, Any]:

@@ -42,11 +42,11 @@ from bough.processes.launch import Settings, launched
 from bough.protocol.generation import GenerateOptions, TokenPrompt
 from bough.simulation.tokenizer import simulated_tokenizer
 from bough.tokenization.tokenizer import Tokenizer
-from loadtest.chaos.streams import Answer, Received, Tally
+from loadtest.chaos.streams import Answer, Tally
 from loadtest.common.prompts import load_prompts
 from loadtest.common.tiny_model import save_model
 from loadtest.sessions.rounds_file import write_runs
-from loadtest.sessions.runs import Stream, Together, together
+from loadtest.sessions.runs import Together, together
 
 
 class Bench:
@@ -104,16 +104,9 @@ class Bench:
         tally = Tally()
         for group in self.groups:
             for number, each in zip(group.numbers, group.streams, strict=True):
-                tally.compare(_received(each), _answer(self.alone[number].streams[0]))
+                alone = self.alone[number].streams[0]
+                tally.compare(each, Answer(tuple(alone.token_ids), alone.text))
         return tally
-
-
-def _received(each: Stream) -> Received:
-    return Received(each.began, each.token_ids, each.text, finished=each.finished)
-
-
-def _answer(alone: Stream) -> Answer:
-    return Answer(tuple(alone.token_ids), alone.text)
 
 
 def _quartile(values: Sequence[float]) -> list[float]:

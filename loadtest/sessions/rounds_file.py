@@ -10,7 +10,8 @@ from typing import Any
 
 from bough.errors import ConfigError
 from bough.protocol.generation import Tokens
-from loadtest.sessions.runs import Stream, Together
+from loadtest.common.streams import Stream
+from loadtest.sessions.runs import Together
 
 NANO = 1e9
 

@@ -1,59 +1,15 @@
-"""Sends prompts to a bough, one after another or in concurrent sessions, and keeps their rounds with their times."""
+"""Concurrent sessions that each send one prompt after another."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from bough.client import Client
-from bough.protocol.generation import Finished, GenerateOptions, Prompt, Tokens
-
-
-@dataclass(slots=True)
-class Stream:
-    """A request and its times."""
-
-    began: float  # seconds on the monotonic clock
-    token_ids: list[int] = field(default_factory=list)
-    text: str = ""
-    rounds: list[tuple[float, Tokens]] = field(default_factory=list)  # with their arrival times
-    finished: Finished | None = None
-
-    @property
-    def ended(self) -> float:
-        """Arrival time of the last token."""
-        return self.rounds[-1][0]
-
-    @property
-    def first_token_seconds(self) -> float:
-        return self.rounds[0][0] - self.began
-
-    @property
-    def done(self) -> Finished:
-        """The last event."""
-        assert self.finished is not None, "read to its end"
-        return self.finished
-
-    def tokens_between(self, begin: float, end: float) -> int:
-        """Number of tokens that arrived after `begin` and until `end`."""
-        return sum(len(tokens.token_ids) for moment, tokens in self.rounds if begin < moment <= end)
-
-
-async def stream(client: Client, prompt: Prompt, options: GenerateOptions) -> Stream:
-    """Send a request and read it to its end."""
-    received = Stream(time.monotonic())
-    async for event in client.generate(prompt, options):
-        if isinstance(event, Tokens):
-            received.rounds.append((time.monotonic(), event))
-            received.token_ids += event.token_ids
-            received.text += event.text
-        elif isinstance(event, Finished):
-            received.text += event.text
-            received.finished = event
-    return received
+from bough.protocol.generation import GenerateOptions, Prompt
+from loadtest.common.streams import Stream, stream
 
 
 class Together(NamedTuple):

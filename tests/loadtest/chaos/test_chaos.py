@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from bough.pb import common_pb2, target_pb2
 from loadtest.chaos.__main__ import KILLS, Plan, Resumes, has_failed, run_chaos
-from loadtest.chaos.streams import Answer, Received, Streams, Tally
+from loadtest.chaos.streams import Answer, Streams, Tally
+from loadtest.common.streams import Stream
 
 pytestmark = pytest.mark.chaos
 
@@ -26,8 +28,8 @@ async def test_no_fault_costs_a_token(tiny: Path) -> None:
     assert figures["tokens"] > 400
 
 
-def received(*tokens: int, text: str = "abc", is_finished: bool = True) -> Received:
-    stream = Received(0.0, list(tokens), text)
+def received(*tokens: int, text: str = "abc", is_finished: bool = True) -> Stream:
+    stream = Stream(0.0, list(tokens), text)
     if is_finished:
         stream.finished = object()  # only that it is there
     return stream
@@ -51,6 +53,10 @@ def test_lost_and_repeated_tokens_are_seen() -> None:
         assert (tally.unequal, tally.lost_tokens, tally.repeated_tokens) == (int(not is_equal), lost, repeated)
 
 
+def arrived(*moments: float) -> Stream:
+    return Stream(1.0, rounds=[(moment, Mock()) for moment in moments])
+
+
 def test_the_time_to_resume_is_from_the_kill_to_the_next_token(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
@@ -68,8 +74,8 @@ def test_the_time_to_resume_is_from_the_kill_to_the_next_token(monkeypatch: pyte
     heard("moved", "target-1")
     heard("stayed", "target-1")
     streams.ended = [
-        ("moved", Received(1.0, token_times=[2.0, 3.0, 3.9, 5.5, 6.0])),
-        ("stayed", Received(1.0, token_times=[2.0, 6.0])),
-        ("gone", Received(1.0, token_times=[2.0])),
+        ("moved", arrived(2.0, 3.0, 3.9, 5.5, 6.0)),
+        ("stayed", arrived(2.0, 6.0)),
+        ("gone", arrived(2.0)),
     ]
     assert resumes.seconds(streams) == [2.0]

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from loadtest.common import limits
-from loadtest.common.ratios import geometric_mean, ratio
 from loadtest.peers import llama_cpp as peer_llama_cpp
 from loadtest.peers.gguf import Pair
 from loadtest.peers.llama_cpp import (
@@ -26,8 +25,10 @@ from loadtest.peers.llama_cpp import (
     best_length,
     differences,
     first_difference,
+    geometric_mean,
     halves,
     parse_arguments,
+    ratio,
     spread,
     summary,
 )
