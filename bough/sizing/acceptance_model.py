@@ -7,10 +7,6 @@ For a child with draft probability q below an accepted node,
 as in vLLM's adaptive verification. All sessions of one pair of models and one kind of guess share the slope and the
 biases; each session has one more bias. Each round makes one Newton step towards the maximum a posteriori, in which
 older rounds weigh less.
-
-Products of these probabilities along a path are too small, as acceptances on a path are correlated: a draft is more
-confident where it was right. Values at depth 2 and more are therefore multiplied by a learnt ratio of accepted to
-expected tokens.
 """
 
 from __future__ import annotations
@@ -42,8 +38,6 @@ SESSION_PRECISION = 4.0  # prior of a session's bias: a standard deviation of 0.
 LONGEST_STEP = 1.0  # of a weight in one round, as confident wrong guesses have steep gradients
 HALF_LIFE_ROUNDS = 200.0
 SESSION_HALF_LIFE_ROUNDS = 50.0
-PRIOR_DEEP_TOKENS = 10.0  # pseudo-count of accepted and expected tokens at depth 2 and more
-LEAST_RATIO, MOST_RATIO = 0.5, 1.5
 
 
 def _decay(half_life: float) -> float:
@@ -58,7 +52,6 @@ class View:
     depths: NDArray[np.intp]  # (num_nodes,)
     ancestors: list[NDArray[np.intp]]  # as `along_paths` takes them
     features: FloatArray  # (num_nodes, NUM_WEIGHTS)
-    products: tuple[FloatArray, float, FloatArray] | None = None  # weights, bias, and what they led to
 
 
 @dataclass(slots=True)
@@ -76,7 +69,6 @@ class AcceptanceModel:
         self.num_rounds = 0
         self._weights = PRIOR_MEAN.copy()
         self._precision = PRIOR_PRECISION.copy()
-        self._deep_accepted = self._deep_expected = 0.0
         self._last: View | None = None
 
     def conditional(self, tree: Tree, bias: SessionBias | None = None) -> FloatArray:
@@ -87,15 +79,9 @@ class AcceptanceModel:
 
     def values(self, tree: Tree, bias: SessionBias | None = None) -> FloatArray:
         """(num_nodes,) probability that each node is accepted; 1 for the root, and never above the parent's."""
-        view, values = self.view(tree), self._products(tree, bias)
-        values = np.where(view.depths > 1, self.deep_ratio * values, values)
-        return along_paths(np.minimum, values, view.ancestors)
-
-    @property
-    def deep_ratio(self) -> float:
-        """Accepted over expected tokens below the first level, as expected from products of probabilities."""
-        ratio = (self._deep_accepted + PRIOR_DEEP_TOKENS) / (self._deep_expected + PRIOR_DEEP_TOKENS)
-        return min(MOST_RATIO, max(LEAST_RATIO, ratio))
+        ancestors = self.view(tree).ancestors
+        products = along_paths(np.multiply, self.conditional(tree, bias), ancestors)
+        return along_paths(np.minimum, products, ancestors)  # products are rounded
 
     def observe(self, tree: Tree, chosen: Sequence[int], is_verified: NDArray[np.bool_], bias: SessionBias) -> None:
         """Learn from one verdict on a drafted tree.
@@ -112,10 +98,6 @@ class AcceptanceModel:
         known[0] = False  # it has no parent
         if not known.any():
             return
-        deep = (self.view(tree).depths > 1) & is_verified
-        decay = _decay(HALF_LIFE_ROUNDS)
-        self._deep_accepted = decay * self._deep_accepted + float(deep[accepted].sum())
-        self._deep_expected = decay * self._deep_expected + float(self._products(tree, bias)[deep].sum())
         self._learn(tree, known, is_chosen[known], bias)
         self.num_rounds += 1
 
@@ -143,15 +125,6 @@ class AcceptanceModel:
             depths = along_paths(np.add, np.minimum(np.arange(len(tree)), 1), ancestors)
             self._last = View(tree, depths, ancestors, _features(tree.log_probs, depths))
         return self._last
-
-    def _products(self, tree: Tree, bias: SessionBias | None) -> FloatArray:
-        """Products of `conditional` along paths, which stay the same until there is something new to learn from."""
-        view, value = self.view(tree), bias.value if bias else 0.0
-        last = view.products
-        if last is None or last[0] is not self._weights or last[1] != value:
-            products = along_paths(np.multiply, self.conditional(tree, bias), view.ancestors)
-            last = view.products = (self._weights, value, products)
-        return last[2]
 
 
 def with_values(tree: Tree, values: FloatArray) -> Tree:
