@@ -7,9 +7,9 @@ would refuse. --ray also checks that the cluster has the resources which the dep
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TypeVar
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -44,11 +44,12 @@ PER_REPLICA = "deploy.policies:PerReplica"
 METRIC_OF: Mapping[Role, str] = {Role.DRAFT: CALLS, Role.ORCHESTRATOR: REQUESTS}  # that its replicas tell Serve
 MOST_SHOWN = 80  # characters of a refused value
 HAPROXY = "RAY_SERVE_ENABLE_HA_PROXY"  # Ray's variable, on every node
-DICTS: Mapping[str, type[BaseModel]] = {  # fields that Serve takes as plain mappings, and checks later
+DICTS: Mapping[str, type[BaseModel]] = {  # fields of deployments that Serve takes as plain mappings, and checks later
     "autoscaling_config": AutoscalingConfig,
-    "policy": AutoscalingPolicy,
     "request_router_config": RequestRouterConfig,
 }
+
+Schema = TypeVar("Schema", bound=BaseModel)
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -70,52 +71,51 @@ def load(path: Path) -> dict[str, Any]:
 
 def check(config: Mapping[str, Any]) -> None:
     """Raise ConfigError, naming the key, for what Serve or one of bough's programs would refuse."""
-    for key in unknown_keys(ServeDeploySchema, config, ""):
-        raise ConfigError(f"{key}: no such setting of Ray Serve; must be left out")
-    try:
-        schema = ServeDeploySchema.model_validate(config)
-    except ValidationError as exc:
-        raise ConfigError(": ".join(first_refusal(exc, lambda value: repr(value)[:MOST_SHOWN]))) from exc
+    for where, deployment in deployments_of(config):  # before Ray's own checks, which take each for a mapping
+        as_mapping(where, deployment)
+        for name, model in DICTS.items():
+            if isinstance(given := deployment.get(name), Mapping):
+                # The policy would be imported.
+                _validated(model, {key: given[key] for key in given if key != "policy"}, f"{where}.{name}.")
+    schema = _validated(ServeDeploySchema, config, "")
     for application in config["applications"]:
         if application["import_path"] == IMPORT_PATH:
             _check_application(application)
             _check_proxy(schema, orchestrator_of({"applications": [application]}, {}))
 
 
-def unknown_keys(model: type[BaseModel], value: Any, where: str) -> Iterator[str]:
-    """Yield the paths of keys that are no fields of the model or of the models inside it."""
-    if not isinstance(value, Mapping):
-        return
-    names = dict(model.model_fields)
-    names |= {field.alias: field for field in names.values() if field.alias}
-    for key, inner in value.items():
-        path = f"{where}.{key}" if where else str(key)
-        if key not in names:
-            yield path
-            continue
-        below = DICTS.get(key) or _model_in(names[key].annotation)
-        if below is None:
-            continue
-        parts = enumerate(inner) if isinstance(inner, list) else [("", inner)]
-        for number, part in parts:
-            if isinstance(inner, list):  # before Ray's own checks, which take it for one
-                as_mapping(f"{path}[{number}]", part)
-            yield from unknown_keys(below, part, f"{path}[{number}]" if isinstance(inner, list) else path)
+def deployments_of(config: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Return the deployments of a configuration, which may be invalid, each with its path."""
+    applications = config.get("applications")
+    return [
+        (f"applications[{number}].deployments[{index}]", deployment)
+        for number, application in enumerate(applications if isinstance(applications, list) else ())
+        if isinstance(application, Mapping)
+        for index, deployment in enumerate(application.get("deployments") or ())
+    ]
+
+
+def _validated(model: type[Schema], value: Any, where: str) -> Schema:
+    """Validate by a schema of Serve's, and refuse unknown keys. Raise ConfigError naming what is refused."""
+    try:
+        return model.model_validate(value, extra="forbid")
+    except ValidationError as exc:
+        name, problem = first_refusal(exc, lambda value: repr(value)[:MOST_SHOWN])
+        raise ConfigError(f"{where}{name}: {problem}") from exc
 
 
 def require_resources(config: Mapping[str, Any], nodes: tuple[Node, ...]) -> None:
     """Raise ConfigError for a deployment that fits on no node; the message says what it asks for and nodes have."""
     alive = [node for node in nodes if node.is_alive]
-    for application in config["applications"]:
-        for deployment in application.get("deployments", ()):
-            wanted = wanted_resources(deployment)
-            if any(all(node.resources.get(name, 0) >= amount for name, amount in wanted.items()) for node in alive):
-                continue
-            asked = ", ".join(f"{name} {amount:g}" for name, amount in sorted(wanted.items()))
-            have = "; ".join(f"{node.host} has {node.describe_resources()}" for node in alive) or "there is no node"
-            lacking = sorted(name for name in wanted if not any(node.resources.get(name, 0) for node in alive))
-            missing = f" (no node has any {', '.join(lacking)})" if lacking else ""
-            raise ConfigError(f"{deployment['name']}: asks for {asked}; must be on one node{missing}: {have}")
+    for _, deployment in deployments_of(config):
+        wanted = wanted_resources(deployment)
+        if any(all(node.resources.get(name, 0) >= amount for name, amount in wanted.items()) for node in alive):
+            continue
+        asked = ", ".join(f"{name} {amount:g}" for name, amount in sorted(wanted.items()))
+        have = "; ".join(f"{node.host} has {node.describe_resources()}" for node in alive) or "there is no node"
+        lacking = sorted(name for name in wanted if not any(node.resources.get(name, 0) for node in alive))
+        missing = f" (no node has any {', '.join(lacking)})" if lacking else ""
+        raise ConfigError(f"{deployment['name']}: asks for {asked}; must be on one node{missing}: {have}")
 
 
 def wanted_resources(deployment: Mapping[str, Any]) -> dict[str, float]:
@@ -230,6 +230,8 @@ def _check_index(deployment: Mapping[str, Any]) -> None:
 def _check_policy(role: Role, value: Any) -> None:
     where = f"{role.value}.autoscaling_config.policy"
     policy = as_mapping(where, value)
+    if unknown := sorted({*policy} - {*AutoscalingPolicy.model_fields}):
+        raise ConfigError(f"{where}.{unknown[0]}: no such field; must be left out")
     if policy.get("policy_function") == PER_REPLICA:
         where = f"{where}.policy_kwargs"
         kwargs = as_mapping(where, policy.get("policy_kwargs", {}))
@@ -258,13 +260,6 @@ def _require_room_for_ports(settings: ProgramSettings, deployment: Mapping[str, 
                 f"{settings.role.value}.max_replicas_per_node: must be 1 where there may be several replicas "
                 f"and program.{name} is fixed, {port}"
             )
-
-
-def _model_in(annotation: Any) -> type[BaseModel] | None:
-    """Return the model class in an annotation such as list[Model] or Model | None."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    return next((model for part in get_args(annotation) if (model := _model_in(part))), None)
 
 
 def main() -> int:

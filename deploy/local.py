@@ -7,32 +7,40 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import ray
+import ray.serve
 from ray._private.resource_and_label_spec import ResourceAndLabelSpec
 from ray.exceptions import RayError
+from ray.serve.config import gRPCOptions
 from ray.serve.context import _get_global_client
+from ray.serve.schema import ApplicationStatusOverview, ServeDeploySchema
 
+from bough.client import Client
 from bough.config.addresses import bound
 from bough.config.parsers import MAX_PORT, number
-from bough.config.processes import ServiceConfig
+from bough.config.processes import OrchestratorConfig, ServiceConfig
 from bough.errors import BoughError, ConfigError, Unauthenticated, Unavailable
 from bough.health.problems import find_problems
-from bough.health.ray_dashboard import TIMEOUT_SECONDS, Application, Node, RayDashboard
+from bough.health.ray_dashboard import Node
 from bough.processes.demonstration import ensure_demonstration
+from bough.processes.progress import activation
 from bough.runtime.log_lines import quoted_lines, say
+from bough.security.secured import files_towards
+from bough.security.worker_key import WorkerKey
 from bough.simulation.profile import load_profile
-from deploy.check import HAPROXY, check, load, orchestrator_of, require_resources, uses_haproxy
-from deploy.endpoints import HOST, PROGRAM, Endpoints, http_port
+from deploy.check import HAPROXY, check, deployments_of, load, orchestrator_of, require_resources, uses_haproxy
 from deploy.settings import DEMONSTRATION, INDEX, INDEX_PORT, PORTS, Role
 
+HOST = "127.0.0.1"
+DEFAULT_HTTP_PORT = 8000
+PROGRAM = f"{Role.ORCHESTRATOR.value}.user_config.program"
 POLL_SECONDS = 1.0
-START_SECONDS = 120.0  # for the dashboard to answer
 STOP_SECONDS = 60.0  # for all replicas to drain
 DRAIN_SECONDS = 25.0  # of an orchestrator: whoever presses Ctrl-C does not want to wait for ten minutes
 OBJECT_STORE_BYTES = 100 * 1000**2  # the least that Ray takes: nothing of ours goes through it
@@ -42,6 +50,30 @@ HAPROXY_SCRIPT = Path(__file__).with_name("haproxy.sh")
 parse_any_port = number(int, -1, MAX_PORT)
 NUM_RESOURCES = 8  # of each kind that a deployment asks for: more than it needs, as there is one node only
 TAKING_IN = "Serve to take the application in"
+
+OPENAI = """{ca}python -c '
+import os
+from openai import OpenAI
+client = OpenAI(base_url="{base}", api_key={api_key})
+model = client.models.list().data[0].id
+messages = [{{"role": "user", "content": "Why is the sky blue?"}}]
+for chunk in client.chat.completions.create(model=model, messages=messages, max_tokens=64, stream=True):
+    print(chunk.choices[0].delta.content or "", end="", flush=True)
+'
+
+"""
+TEXT = (
+    """{ready} three ways to ask, from another terminal{activation}:
+
+curl{curl} -N {base}/chat/completions{header} -H 'content-type: application/json' \\
+  -d '{{"messages": [{{"role": "user", "content": "Why is the sky blue?"}}], "max_tokens": 64, "stream": true}}'
+
+"""
+    + OPENAI
+    + """bough generate{bough} --address {address} "Why is the sky blue?"
+
+bough doctor{bough} --address {address} --ray {dashboard} shows nodes, replicas and workers. Ctrl-C ends everything."""
+)
 
 
 class Stopped(KeyboardInterrupt):
@@ -63,8 +95,9 @@ def run(file: Path, simulate: str, port: int | None, dashboard_port: int) -> Non
     require_resources(config, (node_to_be(config),))  # a node takes minutes to start on a busy machine
     if _uses_demonstration(config):
         ensure_demonstration()
-    with ray_node(config, dashboard_port) as dashboard:
-        serve(config, dashboard, endpoints)
+    with ray_node(config, dashboard_port) as dashboard_url:
+        deploy(config)
+        watch(endpoints, dashboard_url)
 
 
 def adapt(config: dict[str, Any], simulate: str, port: int | None) -> None:
@@ -82,7 +115,7 @@ def adapt(config: dict[str, Any], simulate: str, port: int | None) -> None:
     if orchestrator.tls_cert:
         options.setdefault("ssl_certfile", orchestrator.tls_cert)
         options.setdefault("ssl_keyfile", orchestrator.tls_key)
-    for deployment in _deployments(config):
+    for _, deployment in deployments_of(config):
         if deployment["name"] == Role.ORCHESTRATOR.value:
             own = deployment.get("user_config", {})
             program = {"host": HOST, "drain_seconds": DRAIN_SECONDS, **own.get("program", {})}
@@ -99,7 +132,7 @@ def require_free_ports(config: Mapping[str, Any], dashboard_port: int) -> None:
     ports: dict[str, Any] = {"--dashboard-port": dashboard_port}
     if config.get("proxy_location") != "Disabled":
         ports["--port (or http_options.port)"] = http_port(config)
-    for deployment in _deployments(config):
+    for _, deployment in deployments_of(config):
         name, settings = deployment["name"], deployment.get("user_config", {})
         if name == INDEX:
             ports["Index.user_config.port"] = settings.get("port", INDEX_PORT)
@@ -138,9 +171,10 @@ def end_haproxy_with_ray() -> None:
 
 
 @contextmanager
-def ray_node(config: Mapping[str, Any], dashboard_port: int) -> Iterator[RayDashboard]:
+def ray_node(config: Mapping[str, Any], dashboard_port: int) -> Iterator[str]:
     """Run a Ray cluster of one node with the resources that the configuration asks for, until the block ends.
 
+    Yields the URL of its dashboard.
     Raise Unavailable where a part of it does not start within Ray's own limits, two of which `deploy.up` sets.
     """
     print("starting a Ray node, for which a busy machine may take minutes", file=sys.stderr, flush=True)
@@ -158,9 +192,8 @@ def ray_node(config: Mapping[str, Any], dashboard_port: int) -> Iterator[RayDash
         ray.shutdown()
         raise Unavailable(f"the Ray node did not start: {exc}") from exc
     catch_signals()  # again, as Ray has replaced the handlers
-    dashboard = RayDashboard(f"http://{HOST}:{dashboard_port}")
     try:
-        yield dashboard
+        yield f"http://{HOST}:{dashboard_port}"
     finally:
         _stop()
         ray.shutdown()
@@ -178,35 +211,51 @@ def node_to_be(config: Mapping[str, Any]) -> Node:
         raise Unavailable(f"the Ray node would not start: {exc}") from exc
 
 
-def serve(config: Mapping[str, Any], dashboard: RayDashboard, endpoints: Endpoints) -> None:
-    """Deploy, and watch until a signal. Raise ConfigError where Serve gives the deployment up."""
-    require_resources(config, _nodes_when_known(dashboard))
+def deploy(config: Mapping[str, Any]) -> None:
+    """Start Serve and hand it the configuration, as `serve run` does. Raise ConfigError where Serve refuses it."""
     _say_waiting(TAKING_IN)
-    dashboard.deploy(config)
+    schema = ServeDeploySchema.model_validate(config)
+    try:
+        ray.serve.start(
+            proxy_location=schema.proxy_location,
+            http_options=schema.http_options.model_dump(),
+            grpc_options=gRPCOptions(**schema.grpc_options.model_dump()),
+            logging_config=schema.logging_config,
+        )
+        _get_global_client().deploy_apps(schema)
+    except RayError as exc:
+        raise ConfigError(f"Serve refuses the configuration: {str(exc).strip().splitlines()[-1]}") from exc
+
+
+def watch(endpoints: Endpoints, dashboard_url: str) -> None:
+    """Say what is waited for, and how to ask, until a signal. Raise ConfigError where Serve gives the deployment up."""
     said, is_ready = TAKING_IN, False
     while True:
         try:
-            waiting = waits_for(dashboard.applications(), endpoints)
-        except Unavailable as exc:  # replicas work without the dashboard
-            waiting = str(exc)
+            waiting = waits_for(ray.serve.status().applications, endpoints)
+        except RayError as exc:  # replicas work without Serve's controller, which Ray starts again
+            waiting = f"Serve's controller ({exc})"
         if not waiting and not is_ready:
             is_ready = True
-            print(endpoints.how_to_ask(dashboard.url), flush=True)
+            print(endpoints.how_to_ask(dashboard_url), flush=True)
         elif waiting and waiting != said:
             _say_waiting(waiting)
         said = waiting
         time.sleep(POLL_SECONDS)
 
 
-def waits_for(applications: Sequence[Application], endpoints: Endpoints) -> str:
+def waits_for(applications: Mapping[str, ApplicationStatusOverview], endpoints: Endpoints) -> str:
     """Return why no request can be served yet, empty if one can. Raise ConfigError where none ever will."""
-    for application in applications:
+    waiting = list[str]()
+    for name, application in applications.items():
+        unhealthy = {key: each for key, each in application.deployments.items() if each.status != "HEALTHY"}
         if application.status == "DEPLOY_FAILED":
-            raise ConfigError(f"{application.name}: {application.problem}")
-    unhealthy = [each for application in applications for each in application.deployments if not each.is_healthy]
-    if unhealthy:
-        return ", ".join(f"{each.name} ({each.message or each.status.lower()})" for each in unhealthy)
-    if not applications or any(application.status != "RUNNING" for application in applications):
+            problems = [f"{key}: {each.message}" for key, each in unhealthy.items() if each.message]
+            raise ConfigError(f"{name}: {'; '.join(problems) or application.message}")
+        waiting += [f"{key} ({each.message or each.status.lower()})" for key, each in unhealthy.items()]
+    if waiting:
+        return ", ".join(waiting)
+    if not applications or any(application.status != "RUNNING" for application in applications.values()):
         return TAKING_IN
     return asyncio.run(_unused_workers(endpoints))
 
@@ -221,23 +270,6 @@ async def _unused_workers(endpoints: Endpoints) -> str:
         except BoughError as exc:
             return f"the orchestrator ({exc})"
     return "; ".join(problems)
-
-
-def _nodes_when_known(dashboard: RayDashboard) -> tuple[Node, ...]:
-    """Return the nodes once the dashboard, which starts after its node, knows them. Raise Unavailable when late."""
-    most = START_SECONDS + TIMEOUT_SECONDS  # as the last of its calls may take its time
-    _say_waiting(f"the Ray dashboard at {dashboard.url} to know its node, {most:g} s at most")
-    deadline = time.monotonic() + START_SECONDS
-    while True:
-        problem = f"the Ray dashboard at {dashboard.url} knows of no node"
-        try:
-            if nodes := dashboard.nodes():
-                return nodes
-        except Unavailable as exc:
-            problem = str(exc)
-        if time.monotonic() > deadline:
-            raise Unavailable(problem)
-        time.sleep(POLL_SECONDS)
 
 
 def _say_waiting(what: str) -> None:
@@ -255,13 +287,9 @@ def _stop() -> None:
             client.shutdown(STOP_SECONDS)
 
 
-def _deployments(config: Mapping[str, Any]) -> list[dict[str, Any]]:
-    return [each for application in config["applications"] for each in application.get("deployments", ())]
-
-
 def _node_options(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return what Ray is told of its node; the rest it finds out by itself."""
-    asked = [(each.get("ray_actor_options") or {}).get("resources") or {} for each in _deployments(config)]
+    asked = [(each.get("ray_actor_options") or {}).get("resources") or {} for _, each in deployments_of(config)]
     return {
         "num_cpus": max(2, os.cpu_count() or 1),
         "resources": {name: float(NUM_RESOURCES) for each in asked for name in each},
@@ -270,8 +298,66 @@ def _node_options(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _uses_demonstration(config: Mapping[str, Any]) -> bool:
-    programs = [(each.get("user_config") or {}).get("program", {}) for each in _deployments(config)]
+    programs = [(each.get("user_config") or {}).get("program", {}) for _, each in deployments_of(config)]
     return any(program.get("model") == DEMONSTRATION for program in programs)
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoints:
+    """The orchestrator's addresses for clients."""
+
+    orchestrator: OrchestratorConfig
+    address: str  # for gRPC
+    base: str  # URL for OpenAI's clients
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> Endpoints:
+        """Return the addresses. Raise ConfigError, naming the setting, for a port that is not fixed."""
+        orchestrator = orchestrator_of(config, os.environ)
+        name, port = "http_options.port", http_port(config)
+        if config.get("proxy_location") == "Disabled":
+            name, port = f"{PROGRAM}.http_port", orchestrator.http_port
+        for where, value in ((f"{PROGRAM}.port", orchestrator.port), (name, port)):
+            if value <= 0:
+                raise ConfigError(f"{where}: must be fixed, for clients to find it, got {value}")
+        scheme = "https" if orchestrator.tls_cert else "http"
+        return cls(orchestrator, f"{HOST}:{orchestrator.port}", f"{scheme}://{HOST}:{port}/v1")
+
+    def client(self) -> Client:
+        """Return a client; it shows the secret of all processes, if there is one, and may then ask for the status."""
+        key_file = self.orchestrator.worker_key_file
+        key = WorkerKey(key_file).file.value[0] if key_file else None
+        return Client(self.address, api_key=key, certificates=files_towards(self.orchestrator))
+
+    def how_to_ask(self, dashboard_url: str) -> str:
+        """Return three example calls; they take an application's key from BOUGH_API_KEY where one is required."""
+        has_keys, files = bool(self.orchestrator.keys), files_towards(self.orchestrator)
+        curl, bough = {"--cacert": files.authority}, {"--tls-ca": files.authority}
+        if files.cert:
+            curl |= {"--cert": files.cert, "--key": files.key}
+            bough |= {"--tls-cert": files.cert, "--tls-key": files.key}
+        text = TEXT if not files.cert else TEXT.replace(OPENAI, "")  # OpenAI's client needs code to show a certificate
+        return text.format(
+            base=self.base,
+            address=self.address,
+            dashboard=dashboard_url,
+            activation=activation(),
+            ready="ready; with a key of yours in BOUGH_API_KEY," if has_keys else "ready;",
+            header=' -H "authorization: Bearer $BOUGH_API_KEY"' if has_keys else "",
+            api_key='os.environ["BOUGH_API_KEY"]' if has_keys else '"none"',
+            ca=f"SSL_CERT_FILE={files.authority} " if files.authority else "",
+            curl=_words(curl),
+            bough=_words(bough),
+        )
+
+
+def http_port(config: Mapping[str, Any]) -> int:
+    """Return the port of Serve's proxy."""
+    return int((config.get("http_options") or {}).get("port", DEFAULT_HTTP_PORT))
+
+
+def _words(flags: Mapping[str, str]) -> str:
+    return "".join(f" {flag} {value}" for flag, value in flags.items() if value)
 
 
 def catch_signals() -> None:

@@ -52,12 +52,12 @@ TARGET, DRAFT, ORCHESTRATOR = (f"{DEPLOYMENTS}.{number}" for number in range(3))
 @pytest.mark.parametrize(
     ("path", "value", "text"),
     [
-        ("proxy_locations", "EveryNode", "proxy_locations: no such setting of Ray Serve"),
-        ("http_options.prot", 80, r"http_options\.prot: no such"),
-        (f"{TARGET}.num_replica", 2, r"applications\[0\]\.deployments\[0\]\.num_replica: no such"),
-        (f"{TARGET}.ray_actor_options.num_gpu", 1, r"ray_actor_options\.num_gpu: no such"),
-        (f"{DRAFT}.autoscaling_config.max_replica", 3, r"autoscaling_config\.max_replica: no such"),
-        (f"{DRAFT}.autoscaling_config.policy.policy_functions", "x", r"policy\.policy_functions: no such"),
+        ("proxy_locations", "EveryNode", "proxy_locations: no such field; must be left out"),
+        ("http_options.prot", 80, r"http_options\.prot: no such field"),
+        (f"{TARGET}.num_replica", 2, r"applications\[0\]\.deployments\[0\]\.num_replica: no such field"),
+        (f"{TARGET}.ray_actor_options.num_gpu", 1, r"ray_actor_options\.num_gpu: no such field"),
+        (f"{DRAFT}.autoscaling_config.max_replica", 3, r"autoscaling_config\.max_replica: no such field"),
+        (f"{DRAFT}.autoscaling_config.policy.policy_functions", "x", r"policy\.policy_functions: no such field"),
         (f"{TARGET}.num_replicas", 0, r"num_replicas.*greater than"),
         (f"{TARGET}.user_config.program.modle", "x", r"Target\.user_config\.program\.modle: no such setting"),
         (f"{TARGET}.user_config", None, "Target has no user_config"),
@@ -232,7 +232,8 @@ def test_a_file_that_is_none_is_refused(tmp_path: Path) -> None:
         (b"a: [", "must be YAML, got: while parsing a flow node expected"),
         (b"\xff", "must be YAML, got: 'utf-8' codec"),
         (b"- a", "must be a mapping"),
-        (b"a: 1", "a: no such setting"),
+        (b"a: 1", "applications: missing; must be given"),
+        (b"applications: []\na: 1", "a: no such field"),
     ):
         path.write_bytes(content)
         with pytest.raises(ConfigError, match=f"^{path}: {text}"):

@@ -1,4 +1,4 @@
-"""`make serve`: that it starts a Ray node of its own, outlives its dashboard's hiccups, and ends by a signal."""
+"""`make serve`: that it starts a Ray node of its own, outlives hiccups of Serve's controller, and ends by a signal."""
 
 from __future__ import annotations
 
@@ -14,73 +14,74 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, cast
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 pytest.importorskip("ray")
 
+from ray.exceptions import RayError
 from ray.serve._private import haproxy
+from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview, ServeDeploySchema, ServeStatus
 
 from bough.config.addresses import free_port
 from bough.errors import ConfigError, Unavailable
-from bough.health.ray_dashboard import Application, Node, RayDashboard
 from bough.processes.child import STOP_SECONDS as KILL_AFTER_SECONDS
 from deploy import local
 from deploy.check import check, load
-from deploy.endpoints import Endpoints
+from deploy.local import Endpoints
 from deploy.supervisor import DRAIN_MARGIN_SECONDS
 from tests.fakes.waiting import block_until
 
 CONFIG = load(Path(__file__).parent.parent.parent / "deploy" / "one-machine.yaml")
-NODE = Node("127.0.0.1", True, {"index": 1, "target_gpu": 1, "draft_gpu": 1, "orchestrator": 1})
-FAILED = Application("bough", "DEPLOY_FAILED", "there is no such model", ())
+FAILED = ApplicationStatusOverview(
+    status=ApplicationStatus.DEPLOY_FAILED, message="there is no such model", last_deployed_time_s=0.0, deployments={}
+)
 
 
-class Dashboard:
-    """Answers with what it was given, in turn; an error is raised."""
+@pytest.fixture
+def serve(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """`local.watch`, where Serve's answers are given in turn; an error is raised."""
 
-    url = "http://127.0.0.1:8265"
+    def watch(*answers: Any) -> None:
+        given = iter(answers)
 
-    def __init__(self, nodes: list[Any], applications: list[Any]) -> None:
-        self._nodes, self._applications = iter(nodes), iter(applications)
+        def status() -> ServeStatus:
+            if isinstance(answer := next(given), Exception):
+                raise answer
+            return ServeStatus(applications=answer)
 
-    def nodes(self) -> tuple[Node, ...]:
-        return answer(next(self._nodes))
+        monkeypatch.setattr(local.ray.serve, "status", status)
+        local.watch(Endpoints.of(CONFIG), "http://127.0.0.1:8265")
 
-    def applications(self) -> tuple[Application, ...]:
-        return answer(next(self._applications))
-
-    def deploy(self, config: Any) -> None:
-        """Taken."""
-
-
-def answer(given: Any) -> Any:
-    if isinstance(given, Exception):
-        raise given
-    return given
-
-
-@pytest.fixture(autouse=True)
-def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local, "POLL_SECONDS", 0.0)
+    return watch
 
 
-def serve(nodes: list[Any], applications: list[Any]) -> None:
-    local.serve(CONFIG, cast(RayDashboard, Dashboard(nodes, applications)), Endpoints.of(CONFIG))
-
-
-def test_a_dashboard_that_does_not_answer_once_ends_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_controller_that_does_not_answer_once_ends_nothing(
+    serve: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(ConfigError, match="bough: there is no such model"):
-        serve([Unavailable("not up yet"), (), (NODE,)], [Unavailable("a hiccup"), (FAILED,)])
-    assert "waiting: a hiccup\n" in capsys.readouterr().err
+        serve(RayError("a hiccup"), {}, {"bough": FAILED})
+    assert capsys.readouterr().err == (
+        "waiting: Serve's controller (a hiccup)\nwaiting: Serve to take the application in\n"
+    )
 
 
-@pytest.mark.parametrize(("said", "text"), [((), "knows of no node"), (Unavailable("not up"), "not up")])
-def test_nodes_are_not_waited_for_without_end(said: Any, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local, "START_SECONDS", -1.0)
-    with pytest.raises(Unavailable, match=text):
-        serve([said], [])
+def test_a_configuration_that_serve_refuses_is_one_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The wait for Serve is told when it begins, as it takes long on a busy machine."""
+
+    def refuse(schema: ServeDeploySchema) -> None:
+        raise RayError(f"Traceback:\nValueError: {schema.applications[0].name} is taken")
+
+    monkeypatch.setattr(local.ray.serve, "start", lambda **_: None)
+    monkeypatch.setattr(local, "_get_global_client", lambda: SimpleNamespace(deploy_apps=refuse))
+    with pytest.raises(ConfigError, match=r"^Serve refuses the configuration: ValueError: bough is taken$"):
+        local.deploy(CONFIG)
+    assert capsys.readouterr().err == "waiting: Serve to take the application in\n"
 
 
 def test_no_other_cluster_is_joined(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,7 +167,8 @@ def test_a_gpu_where_there_is_none_is_named_before_anything_is_started(
     monkeypatch.setattr(local.ray, "init", lambda **options: started.append(options))
     monkeypatch.setattr(local.ray, "shutdown", lambda: None)
     monkeypatch.setattr(local, "_stop", lambda: None)
-    monkeypatch.setattr(local, "serve", lambda *_: None)
+    monkeypatch.setattr(local, "deploy", lambda *_: None)
+    monkeypatch.setattr(local, "watch", lambda *_: None)
     local.run(file, "", None, 0)
     assert len(started) == 1, "what asks for no GPU is served"
     target["ray_actor_options"]["num_gpus"] = 1
@@ -300,16 +302,6 @@ def test_workers_without_weights_keep_what_guards_them() -> None:
     local.adapt(config, "l40-70b-4bit", None)
     target = config["applications"][0]["deployments"][1]["user_config"]["program"]
     assert target == {"host": local.HOST, "worker_key_file": "worker.key", "simulate": "l40-70b-4bit"}
-
-
-def test_every_wait_is_told_when_it_begins(capsys: pytest.CaptureFixture[str]) -> None:
-    """Nothing was said while the dashboard of a busy machine took its three minutes."""
-    with pytest.raises(ConfigError, match="bough: there is no such model"):
-        serve([(NODE,)], [(), (FAILED,)])
-    assert capsys.readouterr().err == (
-        "waiting: the Ray dashboard at http://127.0.0.1:8265 to know its node, 180 s at most\n"
-        "waiting: Serve to take the application in\n"
-    )
 
 
 def test_a_node_that_does_not_start_is_told_of_in_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
