@@ -7,8 +7,7 @@ from typing import Any
 
 from ray import serve
 
-from deploy.index_replica import IndexReplica
-from deploy.replicas import DraftReplica, OrchestratorReplica, TargetReplica
+from deploy.replicas import DraftReplica, IndexReplica, OrchestratorReplica, TargetReplica
 from deploy.settings import INDEX, STOP_SECONDS, AppSettings, Role, read_fields
 
 MANY = 100_000  # requests at one replica; the orchestrator's admission limits how many run

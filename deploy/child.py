@@ -14,7 +14,7 @@ from pathlib import Path
 
 from bough.concurrency.tasks import came_true
 from bough.errors import ConfigError
-from bough.processes.child import Child, end, open_child
+from bough.processes.child import Child, drain, end, open_child
 
 logger = logging.getLogger(__name__)
 
@@ -59,11 +59,6 @@ def temporary_folder() -> Path:
     return folder
 
 
-def describe_end(child: Child) -> str:
-    """Return how a program ended and the last lines of its log."""
-    return f"{child.name} {child.how_it_ended()}; the last lines of {child.log}:\n{child.tail()}"
-
-
 async def stop(child: Child, drain_seconds: float, log_folder: str = "") -> None:
     """Let a program drain for `drain_seconds`, and end it (see `end`).
 
@@ -71,9 +66,8 @@ async def stop(child: Child, drain_seconds: float, log_folder: str = "") -> None
     """
     if child.has_ended():
         return
-    child.process.terminate()
-    if not await came_true(child.has_ended, drain_seconds):  # no thread waits, as this may take long
-        await asyncio.to_thread(end, [child], 0.0)
+    await drain([child], drain_seconds)
+    await asyncio.to_thread(end, [child], 0.0)
     if child.process.returncode == 0 and not log_folder:
         child.log.unlink(missing_ok=True)
 

@@ -27,7 +27,7 @@ from bough.registry.url import PASSWORD_FILE
 from bough.security.access import Access
 from bough.security.api_keys import hash_of
 from bough.security.guarded import require_guarded
-from deploy.child import describe_end, start, stop
+from deploy.child import start, stop
 from deploy.settings import INDEX, IndexSettings
 from deploy.tls_front import TlsFront
 
@@ -115,7 +115,7 @@ class IndexServer:
         deadline = time.monotonic() + START_SECONDS
         while READY not in self._child.tail():  # a ping might reach another server on this port
             if self._child.has_ended():
-                raise ConfigError(describe_end(self._child))
+                raise ConfigError(self._child.describe_end())
             if time.monotonic() > deadline:
                 raise Unavailable(f"the index at {self.place.url} does not come up:\n{self._child.tail()}")
             await asyncio.sleep(0.05)
@@ -129,7 +129,7 @@ class IndexServer:
         The records of sessions are lost with it.
         """
         if self._child.has_ended():
-            raise Unavailable(describe_end(self._child))
+            raise Unavailable(self._child.describe_end())
         await asyncio.to_thread(self._access.refresh)
         if self._access.key is not None and self._secrets != self._access.key.file.value:
             await self._change_secrets(self._access.key.file.value)

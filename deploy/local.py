@@ -22,7 +22,7 @@ from ray.serve.context import _get_global_client
 from ray.serve.schema import ApplicationStatusOverview, ServeDeploySchema
 
 from bough.client import Client
-from bough.config.addresses import bound
+from bough.config.addresses import require_free_ports
 from bough.config.parsers import MAX_PORT, number
 from bough.config.processes import OrchestratorConfig, ServiceConfig
 from bough.errors import BoughError, ConfigError, Unauthenticated, Unavailable
@@ -91,7 +91,7 @@ def run(file: Path, simulate: str, port: int | None, dashboard_port: int) -> Non
     endpoints = Endpoints.of(config)
     if uses_haproxy():
         end_haproxy_with_ray()
-    require_free_ports(config, dashboard_port)
+    require_free_ports(HOST, ports_of(config, dashboard_port))
     require_resources(config, (node_to_be(config),))  # a node takes minutes to start on a busy machine
     if _uses_demonstration(config):
         ensure_demonstration()
@@ -127,8 +127,8 @@ def adapt(config: dict[str, Any], simulate: str, port: int | None) -> None:
             deployment["user_config"] = {**deployment["user_config"], "program": program}
 
 
-def require_free_ports(config: Mapping[str, Any], dashboard_port: int) -> None:
-    """Raise ConfigError, naming the setting, for a port that is given twice or in use."""
+def ports_of(config: Mapping[str, Any], dashboard_port: int) -> dict[str, int]:
+    """Return all ports that must be free, by the settings that give them. Raise ConfigError for what is no port."""
     ports: dict[str, Any] = {"--dashboard-port": dashboard_port}
     if config.get("proxy_location") != "Disabled":
         ports["--port (or http_options.port)"] = http_port(config)
@@ -141,17 +141,12 @@ def require_free_ports(config: Mapping[str, Any], dashboard_port: int) -> None:
             ports |= {f"{name}.user_config.program.{key}": program.get(key, 0) for key in PORTS}
     if uses_haproxy():
         ports |= {name: os.environ.get(name, default) for name, default in HAPROXY_PORTS.items()}
-    taken: dict[int, str] = {}
     for where, given in ports.items():
         try:
-            port = max(parse_any_port(str(given)), 0)
-            bound(HOST, port).close()
+            ports[where] = parse_any_port(str(given))
         except ValueError as exc:
             raise ConfigError(f"{where}: {exc}, got {given!r}") from exc
-        except OSError as exc:
-            raise ConfigError(f"{where}: must be a free port, got {port} ({exc.strerror})") from exc
-        if port and taken.setdefault(port, where) != where:
-            raise ConfigError(f"{where}: must be another port than {taken[port]}, got {port} for both")
+    return ports
 
 
 def end_haproxy_with_ray() -> None:

@@ -17,9 +17,9 @@ from starlette.responses import Response
 from bough.concurrency.tasks import end, first_of, run_to_completion
 from bough.errors import ConfigError, Unavailable
 from deploy.forward import Door, Forwarder
-from deploy.index import IndexPlace
+from deploy.index import IndexPlace, IndexServer
 from deploy.policies import CALLS, REQUESTS
-from deploy.settings import INDEX, ProgramSettings, Role, read_program, resolved_url
+from deploy.settings import INDEX, ProgramSettings, Role, read_index, read_program, resolved_url
 from deploy.supervisor import Supervisor
 
 INDEX_SECONDS = 120.0  # a replica waits this long for the index to be placed
@@ -38,6 +38,41 @@ def node_address() -> str:
     """Return the address by which the cluster knows this node (`ray start --node-ip-address`)."""
     node_id = ray.get_runtime_context().get_node_id()
     return next(str(node["NodeManagerAddress"]) for node in ray.nodes() if node["NodeID"] == node_id)
+
+
+class IndexReplica:
+    """The index and its address."""
+
+    def __init__(self) -> None:
+        self._server: IndexServer | None = None
+
+    async def reconfigure(self, user_config: dict[str, Any]) -> None:
+        """Start the index, or restart it with other settings."""
+        settings = read_index(user_config)
+        await self._stop()
+        server = IndexServer(settings, node_address())
+        await server.wait()
+        self._server = server
+
+    async def place(self) -> IndexPlace:
+        """Return where the index is."""
+        if self._server is None:
+            raise Unavailable("the index is being started")
+        return self._server.place
+
+    async def check_health(self) -> None:
+        """Raise where the server has ended or does not answer."""
+        if self._server is not None:
+            await self._server.check()
+
+    async def __del__(self) -> None:
+        """Stop the server, as the deployment ends or moves to another node."""
+        await self._stop()
+
+    async def _stop(self) -> None:
+        server, self._server = self._server, None
+        if server is not None:
+            await server.stop()
 
 
 class Supervising:

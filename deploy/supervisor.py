@@ -19,7 +19,8 @@ import grpc
 from bough.concurrency.stall_timer import StallTimer
 from bough.concurrency.tasks import came_true
 from bough.config.addresses import bare, bound, free_port, joined
-from bough.config.processes import OrchestratorConfig, ServiceConfig, parse
+from bough.config.processes import OrchestratorConfig, ServiceConfig, parse, to_flags
+from bough.config.reader import variable
 from bough.errors import BoughError, ConfigError, Unauthenticated, Unavailable
 from bough.pb import common_pb2, generation_pb2
 from bough.processes.child import Child
@@ -32,7 +33,7 @@ from bough.rpc.server import is_serving
 from bough.rpc.services import stub_of
 from bough.rpc.status_map import to_error
 from bough.security.access import Access
-from deploy.child import GPUS, describe_end, gpu_lock, start, stop
+from deploy.child import GPUS, gpu_lock, start, stop
 from deploy.forward import Forwarder
 from deploy.index import IndexPlace
 from deploy.settings import PORTS, ProgramSettings, Role
@@ -55,11 +56,13 @@ class Supervisor:
         Raise ConfigError naming a setting, or an environment variable of this node, that is unusable.
         """
         self.settings, self.host = settings, bare(host)
-        config = parse(self.role.config, self.role.module, self._given_flags(), os.environ)
+        # `stop` waits for as long as the configuration says: a variable of the node must not change it.
+        fixed = ("--host", self.host, "--drain-seconds", str(settings.config.drain_seconds))  # the last of equal ones
+        config = parse(self.role.config, self.role.module, [*settings.flags, *fixed], os.environ)
         self._index_url = index.url_for(config)
-        self._port = config.port or free_port(self.host)
-        http_port = config.http_port or free_port(self.host) if isinstance(config, OrchestratorConfig) else -1
-        self.http_port = http_port  # -1 where HTTP is off
+        config = replace(config, port=config.port or free_port(self.host))
+        if isinstance(config, OrchestratorConfig):
+            config = replace(config, http_port=config.http_port or free_port(self.host))
         self._stall = StallTimer()
         self._own_key = _key_of_its_own(config)
         if self._own_key is not None:
@@ -74,7 +77,7 @@ class Supervisor:
     @property
     def address(self) -> str:
         """Address of the program's gRPC services."""
-        return joined(self.host, self._port)
+        return joined(self.host, self._config.port)
 
     def forwarder(self) -> Forwarder | None:
         """Return a forwarder to the program's HTTP port; None if that is off or requires certificates of clients.
@@ -82,11 +85,11 @@ class Supervisor:
         Serve's proxy requires none, so clients could not show theirs.
         """
         config = self._config
-        if self.http_port < 0 or (isinstance(config, OrchestratorConfig) and config.tls_client_ca):
+        if not isinstance(config, OrchestratorConfig) or config.http_port < 0 or config.tls_client_ca:
             return None
         context = self._access.own_context
         scheme = "http" if context is None else "https"
-        return Forwarder(f"{scheme}://{joined(self.host, self.http_port)}", context)
+        return Forwarder(f"{scheme}://{joined(self.host, config.http_port)}", context)
 
     @property
     def role(self) -> Role:
@@ -104,7 +107,7 @@ class Supervisor:
         service = "" if self.role is Role.ORCHESTRATOR else self.role.service.full_name
         while not await is_serving(self._channel.current, service, CALL_SECONDS):
             if child.has_ended():
-                raise ConfigError(describe_end(child))
+                raise ConfigError(child.describe_end())
             if time.monotonic() > deadline:
                 child.process.kill()
                 raise ConfigError(f"{self.role.module} did not serve within {supervision.start_seconds:g} s")
@@ -123,7 +126,8 @@ class Supervisor:
 
     async def _started(self) -> Child:
         supervision, module = self.settings.supervision, self.role.module
-        command, variables = python(module, *self._flags()), child_variables(self.settings, self._index_url)
+        command = python(module, *to_flags(self._config, besides=("index_url",)))
+        variables = child_variables(self.settings, self._index_url)
         gpus, seconds = os.environ.get(GPUS, ""), self._timeout_seconds
         if self.role is Role.ORCHESTRATOR:  # it needs no GPU, and an earlier one leaves its ports before it drains
             gpus, seconds = "", LEAVING_SECONDS
@@ -148,7 +152,7 @@ class Supervisor:
         if child is None or not self._has_served:  # `start` watches it until it serves
             return
         if child.has_ended():
-            raise Unavailable(describe_end(child))
+            raise Unavailable(child.describe_end())
         await asyncio.to_thread(self._access.refresh)
         began = time.monotonic()
         try:
@@ -216,19 +220,6 @@ class Supervisor:
             return ""
         return f"has {num_calls} calls, and no pass has ended for {seconds:.0f} s"
 
-    def _flags(self) -> list[str]:
-        flags = [*self._given_flags(), "--port", str(self._port)]
-        flags += ["--worker-key-file", self._own_key.name] if self._own_key else []
-        return flags if self.http_port < 0 else [*flags, "--http-port", str(self.http_port)]
-
-    def _given_flags(self) -> list[str]:
-        """Return the program's flags; the last of equal flags counts, so these override the configuration's.
-
-        --drain-seconds is among them, as `stop` waits as long: a variable of the node must not change it.
-        """
-        drain_seconds = str(self.settings.config.drain_seconds)
-        return [*self.settings.flags, "--host", self.host, "--drain-seconds", drain_seconds]
-
 
 async def until_free(name: str, host: str, port: int, timeout_seconds: float) -> None:
     """Wait for an earlier program to leave the port that the setting `name` gives, as one whose replica died drains.
@@ -257,8 +248,7 @@ def child_variables(settings: ProgramSettings, index_url: str) -> dict[str, str]
     Ray sets OMP_NUM_THREADS to 1 in its workers. The index's URL is a variable, as it may contain a password.
     """
     threads = {"OMP_NUM_THREADS": str(getattr(settings.config, "threads", os.cpu_count() or 1))}
-    name = f"BOUGH_{settings.role.value.upper()}_INDEX_URL"
-    return {**threads, **dict(settings.environment), name: index_url}
+    return {**threads, **dict(settings.environment), variable(settings.role.module, "index_url"): index_url}
 
 
 def _key_of_its_own(config: ServiceConfig) -> IO[str] | None:

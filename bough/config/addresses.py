@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import logging
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from random import SystemRandom
 from typing import Any
@@ -71,6 +72,25 @@ def bound(host: str, port: int) -> socket.socket:
         probe.close()
         raise
     return probe
+
+
+def require_free_ports(host: str, ports: Mapping[str, int]) -> None:
+    """Raise ConfigError for a port that cannot be had, or that two of these names give; 0 and less are none.
+
+    What else is wrong with an address is left to its server to say.
+    """
+    given: dict[int, str] = {}
+    for name, port in ports.items():
+        if port <= 0:
+            continue
+        if (other := given.setdefault(port, name)) != name:
+            raise ConfigError(f"{name}: must be another port than {other}, got {port} for both")
+        try:
+            bound(host, port).close()
+        except OSError as exc:
+            if exc.errno in (errno.EADDRINUSE, errno.EACCES):
+                problem = f"must be a free port of {host}, or 0 for any, got {port} ({exc.strerror})"
+                raise ConfigError(f"{name}: {problem}") from exc
 
 
 def source_towards(family: int, address: SocketAddress) -> str:

@@ -8,11 +8,12 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from bough.concurrency.tasks import came_true
 from bough.processes.exit_with_parent import start
 from bough.processes.startup import start_ticks
 from bough.registry.records import WorkerRecord
@@ -73,6 +74,10 @@ class Child:
             return f"was killed by {signal.Signals(-status).name}"
         return f"ended with status {status}"
 
+    def describe_end(self) -> str:
+        """How it ended, and the last lines of its log."""
+        return f"{self.name} {self.how_it_ended()}; the last lines of {self.log}:\n{self.tail()}"
+
     def tail(self) -> str:
         """The last lines of its log."""
         return "\n".join(self._lines()[-TAIL_LINES:])
@@ -121,6 +126,20 @@ def open_process(
                 pass_fds=held,
             ),
         )
+
+
+async def drain(
+    children: Sequence[Child], timeout_seconds: float, is_cut_off: Callable[[], bool] = lambda: False
+) -> None:
+    """Send SIGTERM and wait until all have ended, on no thread, as this may take long; `end` ends what is left."""
+
+    def is_over() -> bool:
+        return all(child.has_ended() for child in children) or is_cut_off()
+
+    if not is_over():
+        for child in children:
+            child.process.terminate()
+        await came_true(is_over, timeout_seconds)
 
 
 def end(children: Sequence[Child], drain_seconds: float = DRAIN_SECONDS) -> None:

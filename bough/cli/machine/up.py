@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import errno
 import json
 import os
 import re
@@ -16,7 +15,7 @@ from pathlib import Path
 
 from bough.cli.planning.demonstration import STREAMED, placement_flags
 from bough.client import Client
-from bough.config.addresses import bound, free_port, has_page
+from bough.config.addresses import free_port, has_page, require_free_ports
 from bough.config.cache_paths import (
     DEMONSTRATION_COPIES,
     SUBSTITUTE_DROPS,
@@ -59,7 +58,7 @@ MODEL_FLAGS = (
 async def up(arguments: argparse.Namespace) -> int:
     """Start all processes and restart ended ones until Ctrl-C or SIGTERM; then let running requests finish."""
     settings = settings_from(arguments)
-    require_free_ports(settings.orchestrator)
+    require_free_ports(settings.orchestrator.host, ports_of(settings.orchestrator))  # before any model is read
     if not settings.target.simulate:
         if settings.target.kv_memory and not may_be_gpu(settings.target.device):
             require_kv(settings.target, settings.target.device_memory or free_memory())
@@ -118,17 +117,9 @@ async def target_lines(client: Client, model: str) -> list[str]:
     return [*contexts, *above, *(f"every sweep moves {gigabytes(num_bytes)} of layers{hint}" for num_bytes in moved)]
 
 
-def require_free_ports(config: OrchestratorConfig) -> None:
-    """Raise ConfigError, by the flag, for a port given twice or in use, before any model is read."""
-    if config.port == config.http_port > 0:
-        raise ConfigError(f"--http-port: must be another port than --port, got {config.port} for both")
-    for flag, port in (("--port", config.port), ("--http-port", config.http_port)):
-        try:
-            bound(config.host, max(port, 0)).close()
-        except OSError as exc:
-            if exc.errno == errno.EADDRINUSE:  # what else is wrong with the address is left to the orchestrator to say
-                message = f"{flag}: must be a free port of {config.host}, or 0 for any, got {port}, which is in use"
-                raise ConfigError(message) from exc
+def ports_of(config: OrchestratorConfig) -> dict[str, int]:
+    """The ports that must be free, by flag."""
+    return {"--port": config.port, "--http-port": config.http_port}
 
 
 def require_models(settings: Settings) -> None:

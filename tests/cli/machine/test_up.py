@@ -17,7 +17,7 @@ from typing import cast
 import pytest
 
 from bough.cli.machine.up import (
-    require_free_ports,
+    ports_of,
     require_models,
     settings_from,
     target_lines,
@@ -25,7 +25,7 @@ from bough.cli.machine.up import (
 )
 from bough.cli.main import argument_parser
 from bough.client import Client
-from bough.config.addresses import free_port
+from bough.config.addresses import free_port, require_free_ports
 from bough.errors import CheckpointError, ConfigError, PairingError
 from bough.processes.demonstration import ensure_demonstration
 from bough.processes.exit_with_parent import MODULE
@@ -110,14 +110,14 @@ def test_a_port_in_use_is_named_before_anything_starts() -> None:
         number = str(taken.getsockname()[1])
         for flags in (("--port", number), ("--port", "0", "--http-port", number)):
             arguments = argument_parser().parse_args(["up", "--simulate", "two-cores", *flags])
-            message = f"^{flags[-2]}: must be a free port .*, got {number}, which is in use$"
+            message = f"^{flags[-2]}: must be a free port .*, got {number} .Address already in use.$"
             with pytest.raises(ConfigError, match=message):
-                require_free_ports(settings_from(arguments).orchestrator)
+                require_free_ports("127.0.0.1", ports_of(settings_from(arguments).orchestrator))
     same = argument_parser().parse_args(["up", "--simulate", "two-cores", "--port", number, "--http-port", number])
     with pytest.raises(ConfigError, match=f"^--http-port: must be another port than --port, got {number} for both$"):
-        require_free_ports(settings_from(same).orchestrator)
+        require_free_ports("127.0.0.1", ports_of(settings_from(same).orchestrator))
     arguments = argument_parser().parse_args(["up", "--simulate", "two-cores", "--port", "0", "--http-port", "-1"])
-    require_free_ports(settings_from(arguments).orchestrator)
+    require_free_ports("127.0.0.1", ports_of(settings_from(arguments).orchestrator))
 
 
 def test_a_model_that_is_not_there_is_named_by_the_flag_that_names_it(tiny: Path, tmp_path: Path) -> None:
