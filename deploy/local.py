@@ -207,7 +207,7 @@ def node_to_be(config: Mapping[str, Any]) -> Node:
 
 
 def deploy(config: Mapping[str, Any]) -> None:
-    """Start Serve and hand it the configuration, as `serve run` does. Raise ConfigError where Serve refuses it."""
+    """Start Serve and hand it the configuration, as `serve run` does. Raise Unavailable where Serve does not take it."""
     _say_waiting(TAKING_IN)
     schema = ServeDeploySchema.model_validate(config)
     try:
@@ -218,8 +218,9 @@ def deploy(config: Mapping[str, Any]) -> None:
             logging_config=schema.logging_config,
         )
         _get_global_client().deploy_apps(schema)
-    except RayError as exc:
-        raise ConfigError(f"Serve refuses the configuration: {str(exc).strip().splitlines()[-1]}") from exc
+    except Exception as exc:  # Ray raises plain ones, with the traceback of another process in their text
+        last = (str(exc).strip().splitlines() or [repr(exc)])[-1]
+        raise Unavailable(f"Serve does not take the configuration: {last}") from exc
 
 
 def watch(endpoints: Endpoints, dashboard_url: str) -> None:

@@ -79,7 +79,7 @@ def test_a_configuration_that_serve_refuses_is_one_error(
 
     monkeypatch.setattr(local.ray.serve, "start", lambda **_: None)
     monkeypatch.setattr(local, "_get_global_client", lambda: SimpleNamespace(deploy_apps=refuse))
-    with pytest.raises(ConfigError, match=r"^Serve refuses the configuration: ValueError: bough is taken$"):
+    with pytest.raises(Unavailable, match=r"^Serve does not take the configuration: ValueError: bough is taken$"):
         local.deploy(CONFIG)
     assert capsys.readouterr().err == "waiting: Serve to take the application in\n"
 
