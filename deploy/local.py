@@ -38,7 +38,6 @@ from deploy.check import HAPROXY, check, deployments_of, load, orchestrator_of, 
 from deploy.settings import DEMONSTRATION, INDEX, INDEX_PORT, PORTS, Role
 
 HOST = "127.0.0.1"
-DEFAULT_HTTP_PORT = 8000
 PROGRAM = f"{Role.ORCHESTRATOR.value}.user_config.program"
 POLL_SECONDS = 1.0
 STOP_SECONDS = 60.0  # for all replicas to drain
@@ -207,7 +206,7 @@ def node_to_be(config: Mapping[str, Any]) -> Node:
 
 
 def deploy(config: Mapping[str, Any]) -> None:
-    """Start Serve and hand it the configuration, as `serve run` does. Raise Unavailable where Serve does not take it."""
+    """Start Serve and deploy, as `serve run` does. Raise Unavailable where Serve does not take the configuration."""
     _say_waiting(TAKING_IN)
     schema = ServeDeploySchema.model_validate(config)
     try:
@@ -349,7 +348,8 @@ class Endpoints:
 
 def http_port(config: Mapping[str, Any]) -> int:
     """Return the port of Serve's proxy."""
-    return int((config.get("http_options") or {}).get("port", DEFAULT_HTTP_PORT))
+    port: int = ServeDeploySchema.model_validate(config).http_options.port
+    return port
 
 
 def _words(flags: Mapping[str, str]) -> str:
