@@ -29,7 +29,7 @@ from bough.errors import BoughError, ConfigError, Unauthenticated, Unavailable
 from bough.health.problems import find_problems
 from bough.health.ray_dashboard import Node
 from bough.processes.demonstration import ensure_demonstration
-from bough.processes.progress import activation
+from bough.processes.progress import QUESTION, activation, bough_command, curl_command
 from bough.runtime.log_lines import quoted_lines, say
 from bough.security.secured import files_towards
 from bough.security.worker_key import WorkerKey
@@ -53,25 +53,20 @@ TAKING_IN = "Serve to take the application in"
 OPENAI = """{ca}python -c '
 import os
 from openai import OpenAI
-client = OpenAI(base_url="{base}", api_key={api_key})
+client = OpenAI(base_url="{url}/v1", api_key={api_key})
 model = client.models.list().data[0].id
-messages = [{{"role": "user", "content": "Why is the sky blue?"}}]
+messages = [{{"role": "user", "content": "{question}"}}]
 for chunk in client.chat.completions.create(model=model, messages=messages, max_tokens=64, stream=True):
     print(chunk.choices[0].delta.content or "", end="", flush=True)
 '
 
 """
 TEXT = (
-    """{ready} three ways to ask, from another terminal{activation}:
-
-curl{curl} -N {base}/chat/completions{header} -H 'content-type: application/json' \\
-  -d '{{"messages": [{{"role": "user", "content": "Why is the sky blue?"}}], "max_tokens": 64, "stream": true}}'
-
-"""
+    "{ready} three ways to ask, from another terminal{activation}:\n\n{curl}\n\n"
     + OPENAI
-    + """bough generate{bough} --address {address} "Why is the sky blue?"
+    + """{generate} "{question}"
 
-bough doctor{bough} --address {address} --ray {dashboard} shows nodes, replicas and workers. Ctrl-C ends everything."""
+{doctor} --ray {dashboard} shows nodes, replicas and workers. Ctrl-C ends everything."""
 )
 
 
@@ -303,7 +298,7 @@ class Endpoints:
 
     orchestrator: OrchestratorConfig
     address: str  # for gRPC
-    base: str  # URL for OpenAI's clients
+    url: str  # for HTTP
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Endpoints:
@@ -316,7 +311,7 @@ class Endpoints:
             if value <= 0:
                 raise ConfigError(f"{where}: must be fixed, for clients to find it, got {value}")
         scheme = "https" if orchestrator.tls_cert else "http"
-        return cls(orchestrator, f"{HOST}:{orchestrator.port}", f"{scheme}://{HOST}:{port}/v1")
+        return cls(orchestrator, f"{HOST}:{orchestrator.port}", f"{scheme}://{HOST}:{port}")
 
     def client(self) -> Client:
         """Return a client; it shows the secret of all processes, if there is one, and may then ask for the status."""
@@ -326,23 +321,19 @@ class Endpoints:
 
     def how_to_ask(self, dashboard_url: str) -> str:
         """Return three example calls; they take an application's key from BOUGH_API_KEY where one is required."""
-        has_keys, files = bool(self.orchestrator.keys), files_towards(self.orchestrator)
-        curl, bough = {"--cacert": files.authority}, {"--tls-ca": files.authority}
-        if files.cert:
-            curl |= {"--cert": files.cert, "--key": files.key}
-            bough |= {"--tls-cert": files.cert, "--tls-key": files.key}
+        files = files_towards(self.orchestrator)
         text = TEXT if not files.cert else TEXT.replace(OPENAI, "")  # OpenAI's client needs code to show a certificate
         return text.format(
-            base=self.base,
-            address=self.address,
+            curl=curl_command(self.url, self.orchestrator),
+            generate=bough_command("generate", self.address, self.orchestrator),
+            doctor=bough_command("doctor", self.address, self.orchestrator),
+            url=self.url,
             dashboard=dashboard_url,
             activation=activation(),
-            ready="ready; with a key of yours in BOUGH_API_KEY," if has_keys else "ready;",
-            header=' -H "authorization: Bearer $BOUGH_API_KEY"' if has_keys else "",
-            api_key='os.environ["BOUGH_API_KEY"]' if has_keys else '"none"',
+            ready="ready; with a key of yours in BOUGH_API_KEY," if self.orchestrator.keys else "ready;",
+            api_key='os.environ["BOUGH_API_KEY"]' if self.orchestrator.keys else '"none"',
             ca=f"SSL_CERT_FILE={files.authority} " if files.authority else "",
-            curl=_words(curl),
-            bough=_words(bough),
+            question=QUESTION,
         )
 
 
@@ -350,10 +341,6 @@ def http_port(config: Mapping[str, Any]) -> int:
     """Return the port of Serve's proxy."""
     port: int = ServeDeploySchema.model_validate(config).http_options.port
     return port
-
-
-def _words(flags: Mapping[str, str]) -> str:
-    return "".join(f" {flag} {value}" for flag, value in flags.items() if value)
 
 
 def catch_signals() -> None:

@@ -1,17 +1,21 @@
-"""Progress messages of commands that start processes."""
+"""What commands that start processes print: what they wait for, and then how to ask."""
 
 from __future__ import annotations
 
+import json
 import shutil
 import sys
 from pathlib import Path
 from typing import TextIO
 
+from bough.config.processes import OrchestratorConfig
 from bough.processes.launch import PendingProcesses
 from bough.runtime.log_lines import on_one_line
+from bough.security.secured import files_towards
 
 QUIET_SECONDS = 5.0  # between messages, if the output is not a terminal
 ERASE_LINE = "\r\x1b[K"
+QUESTION = "Why is the sky blue?"
 
 
 class Progress:
@@ -45,3 +49,23 @@ def activation() -> str:
     python = str(script.with_name("python"))  # while pip's scripts are run by python3
     is_found = not script.exists() or shutil.which("python") == python
     return "" if is_found else f" (after `source {script}`)"
+
+
+def certificate_flags(config: OrchestratorConfig, authority: str, cert: str, key: str) -> str:
+    """The files that a client of an orchestrator needs, by flags of these names; empty without TLS."""
+    files = files_towards(config)
+    given = {authority: files.authority, cert: files.cert, key: files.key}
+    return "".join(f" {flag} {file}" for flag, file in given.items() if file)
+
+
+def bough_command(name: str, address: str, config: OrchestratorConfig) -> str:
+    """A subcommand of bough that reaches an orchestrator with these settings."""
+    return f"bough {name} --address {address}{certificate_flags(config, '--tls-ca', '--tls-cert', '--tls-key')}"
+
+
+def curl_command(url: str, config: OrchestratorConfig) -> str:
+    """A chat over HTTP by curl; BOUGH_API_KEY has the key if one is required."""
+    known = certificate_flags(config, "--cacert", "--cert", "--key")
+    header = ' -H "Authorization: Bearer $BOUGH_API_KEY"' if config.keys else ""
+    body = json.dumps({"messages": [{"role": "user", "content": QUESTION}], "max_tokens": 64})
+    return f"curl {url}/v1/chat/completions{known}{header} -H 'Content-Type: application/json' -d '{body}'"

@@ -238,16 +238,17 @@ def test_calls_show_what_the_doors_ask_for(monkeypatch: pytest.MonkeyPatch) -> N
     said = Endpoints.of(config).how_to_ask("http://127.0.0.1:8265")
     for call in (
         "ready; with a key of yours in BOUGH_API_KEY, three ways to ask, from another terminal:",
-        'curl --cacert ca.pem -N https://127.0.0.1:8443/v1/chat/completions -H "authorization: Bearer $BOUGH_API_KEY"',
+        "curl https://127.0.0.1:8443/v1/chat/completions --cacert ca.pem "
+        '-H "Authorization: Bearer $BOUGH_API_KEY" -H \'Content-Type',
         "SSL_CERT_FILE=ca.pem python -c '",
         'OpenAI(base_url="https://127.0.0.1:8443/v1", api_key=os.environ["BOUGH_API_KEY"])',
-        'bough generate --tls-ca ca.pem --address 127.0.0.1:7411 "Why',
-        "bough doctor --tls-ca ca.pem --address 127.0.0.1:7411 --ray http://127.0.0.1:8265",
+        'bough generate --address 127.0.0.1:7411 --tls-ca ca.pem "Why',
+        "bough doctor --address 127.0.0.1:7411 --tls-ca ca.pem --ray http://127.0.0.1:8265",
     ):
         assert call in said
     own = with_orchestrator(tls_client_ca="clients.pem", http_port=8001) | {"proxy_location": "Disabled"}
     said = Endpoints.of(own).how_to_ask("")
-    assert "curl --cacert ca.pem --cert c.pem --key c.key -N https://127.0.0.1:8001/v1/chat" in said
+    assert "curl https://127.0.0.1:8001/v1/chat/completions --cacert ca.pem --cert c.pem --key c.key -H" in said
     assert "openai" not in said, "it takes a client of httpx for that"
 
 

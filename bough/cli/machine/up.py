@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import re
 import sys
@@ -34,13 +33,11 @@ from bough.model.sizes.draft_needs import draft_needs
 from bough.processes.demonstration import ensure_demonstration
 from bough.processes.launch import Settings, launched
 from bough.processes.memory_division import divide, divide_gpu, on_one_gpu, require_kv
-from bough.processes.progress import Progress, activation
+from bough.processes.progress import QUESTION, Progress, activation, bough_command, curl_command
 from bough.processes.supervision import supervised
 from bough.registry.url import without_passwords
 from bough.runtime.log_lines import say, tell
 from bough.runtime.machine import free_memory, may_be_gpu
-from bough.security.certificates import AUTHORITY
-from bough.security.secured import files_towards
 from bough.simulation.profile import load_profile, shipped_profiles
 from bough.sizing.placement import gigabytes
 from bough.tokenization.vocabulary import TokenizerFiles, first_difference
@@ -78,16 +75,14 @@ async def up(arguments: argparse.Namespace) -> int:
         print(f"ready: {cluster.address} (index {index}; logs in {cluster.folder})")
         for line in await target_lines(cluster.client(), settings.target.model):
             say(line)
-        authority = files_towards(settings.orchestrator).authority
-        known = f" {AUTHORITY} {authority}" if authority else ""
-        print(f'try{activation()}: bough generate --address {cluster.address}{known} "Why is the sky blue?"')
         orchestrator, host = cluster.settings.orchestrator, cluster.address.rpartition(":")[0]
+        print(f'try{activation()}: {bough_command("generate", cluster.address, orchestrator)} "{QUESTION}"')
         if orchestrator.http_port > 0:
             scheme = "https" if orchestrator.tls_cert else "http"
             url = f"{scheme}://{host}:{orchestrator.http_port}"
             if has_page(orchestrator):
                 print(f"in a browser: {url}/ui")
-            print_http_usage(url, has_keys=bool(orchestrator.keys), authority=authority)
+            print(f"OpenAI's clients: base URL {url}/v1; or try:\n{curl_command(url, orchestrator)}")
         sys.stdout.flush()
         assert cluster.stop is not None, "launched processes are ended by signals"
         await cluster.stop.wait()
@@ -179,15 +174,6 @@ def vocabulary_of(model: str) -> Sequence[str]:
             return load_tokenizer_files(path).vocabulary
         return TokenizerFiles((path / "tokenizer.json").read_bytes(), "", ()).vocabulary
     return ()
-
-
-def print_http_usage(url: str, *, has_keys: bool, authority: str = "") -> None:
-    """Print the base URL for OpenAI's clients, and a curl command to paste; it uses BOUGH_API_KEY if `has_keys`."""
-    question = json.dumps({"messages": [{"role": "user", "content": "Why is the sky blue?"}], "max_tokens": 64})
-    key = ' -H "Authorization: Bearer $BOUGH_API_KEY"' if has_keys else ""
-    print(f"OpenAI's clients: base URL {url}/v1; or try:")
-    known = f" --cacert {authority}" if authority else ""
-    print(f"curl{known} {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{question}'")
 
 
 def settings_from(arguments: argparse.Namespace) -> Settings:
