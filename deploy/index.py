@@ -20,6 +20,7 @@ from bough.config.addresses import bare, is_wildcard, joined
 from bough.config.processes import ServiceConfig
 from bough.config.reader import with_shared
 from bough.errors import ConfigError, Unavailable
+from bough.processes.child import open_program, stop_program
 from bough.processes.launch import valkey_command
 from bough.registry.connection import IndexConnection
 from bough.registry.registry import Registry
@@ -27,7 +28,6 @@ from bough.registry.url import PASSWORD_FILE
 from bough.security.access import Access
 from bough.security.api_keys import hash_of
 from bough.security.guarded import require_guarded
-from deploy.child import start, stop
 from deploy.settings import INDEX, IndexSettings
 from deploy.tls_front import TlsFront
 
@@ -87,7 +87,7 @@ class IndexServer:
         self._socket = Path(self._folder.name) / "socket"
         self._registry = Registry(self.place.url_for(self._settings))
         try:
-            self._child = start("index", index_command(self._settings, self._secrets, self._socket), {})
+            self._child = open_program("index", index_command(self._settings, self._secrets, self._socket), {})
         except BaseException:
             self._folder.cleanup()
             raise
@@ -142,7 +142,7 @@ class IndexServer:
             if self._front is not None:
                 await self._front.close()
         finally:
-            await stop(self._child, STOP_SECONDS)
+            await stop_program(self._child, STOP_SECONDS)
             self._folder.cleanup()
 
     async def _change_secrets(self, secrets: tuple[str, ...]) -> None:

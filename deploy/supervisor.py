@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import fcntl
 import logging
 import os
+import re
 import secrets
 import tempfile
 import time
-from contextlib import suppress
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from math import inf
 from typing import IO, Any
@@ -23,7 +26,7 @@ from bough.config.processes import OrchestratorConfig, ServiceConfig, parse, to_
 from bough.config.reader import variable
 from bough.errors import BoughError, ConfigError, Unauthenticated, Unavailable
 from bough.pb import common_pb2, generation_pb2
-from bough.processes.child import Child
+from bough.processes.child import Child, open_program, stop_program, temporary_folder
 from bough.processes.exit_with_parent import python
 from bough.processes.process import for_metrics
 from bough.protocol.codec_fields import read
@@ -33,7 +36,6 @@ from bough.rpc.server import is_serving
 from bough.rpc.services import stub_of
 from bough.rpc.status_map import to_error
 from bough.security.access import Access
-from deploy.child import GPUS, gpu_lock, start, stop
 from deploy.forward import Forwarder
 from deploy.index import IndexPlace
 from deploy.settings import PORTS, ProgramSettings, Role
@@ -43,6 +45,7 @@ logger = logging.getLogger(__name__)
 POLL_SECONDS = 0.1
 CALL_SECONDS = 5.0  # within which a program must answer a health check
 DRAIN_MARGIN_SECONDS = 5.0  # beyond the program's drain time, before the second SIGTERM
+GPUS = "CUDA_VISIBLE_DEVICES"  # set by Ray in replicas that ask for GPUs
 UNASKED_SECONDS = 60.0  # longer without a check than Serve leaves: nobody has asked meanwhile
 LEAVING_SECONDS = 30.0  # within which an orchestrator that drains has left its ports
 
@@ -136,7 +139,7 @@ class Supervisor:
                 host = for_metrics(self._config).host if name == "metrics_port" else self.host
                 if (port := getattr(self._config, name, 0)) > 0:
                     await until_free(name, host, port, seconds)
-            return start(module, command, variables, supervision.niceness, supervision.log_folder, (held,))
+            return open_program(module, command, variables, supervision.niceness, supervision.log_folder, (held,))
 
     @property
     def _timeout_seconds(self) -> float:
@@ -188,7 +191,7 @@ class Supervisor:
     async def stop(self) -> None:
         """Let the program drain for as long as its own settings say, and end it."""
         if self._child is not None:
-            await stop(self._child, self._timeout_seconds, self.settings.supervision.log_folder)
+            await stop_program(self._child, self._timeout_seconds, self.settings.supervision.log_folder)
         await self._channel.close()
         if self._own_key is not None:
             self._own_key.close()
@@ -262,3 +265,31 @@ def _key_of_its_own(config: ServiceConfig) -> IO[str] | None:
     file.write(secrets.token_hex(32))
     file.flush()
     return file
+
+
+@asynccontextmanager
+async def gpu_lock(module: str, gpus: str, timeout_seconds: float) -> AsyncIterator[int]:
+    """Wait until no earlier program has these GPUs, as in GPUS, or until `timeout_seconds` have passed; "" are none.
+
+    Yields a file descriptor for the program to inherit: the lock is held while any process has it open. After the
+    wait the program starts beside the earlier one, with a warning, as several programs may share a GPU on purpose.
+    """
+    folder = temporary_folder()
+    name = re.sub(r"[^\w.-]", "-", f"{module}-GPU-{gpus}.lock")
+    descriptor = os.open(folder / name if gpus else os.devnull, os.O_CREAT | os.O_RDWR, 0o600)
+    try:
+        if gpus and not _taken(descriptor):
+            logger.info("waiting for an earlier %s to leave GPU %s, %g s at most", module, gpus, timeout_seconds)
+            if not await came_true(lambda: _taken(descriptor), timeout_seconds):
+                logger.warning("an earlier %s still has GPU %s: another one is started beside it", module, gpus)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _taken(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

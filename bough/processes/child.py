@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import logging
 import os
 import re
 import signal
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -14,9 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bough.concurrency.tasks import came_true
+from bough.errors import ConfigError
 from bough.processes.exit_with_parent import start
 from bough.processes.startup import start_ticks
 from bough.registry.records import WorkerRecord
+
+logger = logging.getLogger(__name__)
 
 TAIL_LINES = 12  # last lines of a log that errors quote
 TAIL_BYTES = 8192  # end of a log in which those lines are searched
@@ -128,6 +134,44 @@ def open_process(
         )
 
 
+def open_program(
+    name: str,
+    command: Sequence[str],
+    variables: Mapping[str, str],
+    niceness: int = 0,
+    log_folder: str = "",
+    held: Sequence[int] = (),
+) -> Child:
+    """Start a program that ends with this process, however that ends; it inherits the file descriptors `held`.
+
+    Where its niceness may not be set (only root may lower it), it keeps this process's, with a warning.
+    """
+    folder = Path(log_folder) if log_folder else temporary_folder()
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(prefix=f"{name}-", suffix=".log", dir=folder, delete=False) as log:
+        child = open_child(name, command, Path(log.name), variables, held)
+    try:
+        os.setpriority(os.PRIO_PROCESS, child.process.pid, niceness)
+    except PermissionError:
+        logger.warning("niceness %d is not allowed here; RAY_worker_niceness=%d would give it", niceness, niceness)
+    except ProcessLookupError:
+        pass
+    return child
+
+
+def temporary_folder() -> Path:
+    """Return the folder for logs and locks, which is made where it is not there. Raise ConfigError if it is another's.
+
+    Its name can be guessed, and whoever made it could replace what is written there.
+    """
+    folder = Path(tempfile.gettempdir()) / f"bough-{os.getuid()}"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if folder.is_symlink() or (owner := folder.stat().st_uid) != os.getuid():
+        found = "a link" if folder.is_symlink() else f"that of user {owner}"
+        raise ConfigError(f"{folder}: must be this user's own folder (TMPDIR names another place), got {found}")
+    return folder
+
+
 async def drain(
     children: Sequence[Child], timeout_seconds: float, is_cut_off: Callable[[], bool] = lambda: False
 ) -> None:
@@ -153,6 +197,19 @@ def end(children: Sequence[Child], drain_seconds: float = DRAIN_SECONDS) -> None
         if not child.has_ended():
             child.process.kill()
     _wait(children, KILLED_SECONDS)
+
+
+async def stop_program(child: Child, drain_seconds: float, log_folder: str = "") -> None:
+    """Let a program drain for `drain_seconds`, and end it (see `end`).
+
+    The log is deleted after exit status 0, unless `log_folder` asks to keep logs.
+    """
+    if child.has_ended():
+        return
+    await drain([child], drain_seconds)
+    await asyncio.to_thread(end, [child], 0.0)
+    if child.process.returncode == 0 and not log_folder:
+        child.log.unlink(missing_ok=True)
 
 
 def _wait(children: Sequence[Child], timeout_seconds: float) -> None:

@@ -14,11 +14,10 @@ import pytest
 
 from bough.config.addresses import free_port
 from bough.errors import ConfigError, Unavailable
-from bough.processes.child import Child
+from bough.processes.child import Child, open_program
 from bough.registry.connection import IndexConnection
 from bough.registry.registry import Registry
 from bough.security.private_files import write_private
-from deploy.child import start
 from deploy.index import IndexServer
 from deploy.settings import IndexSettings, Role, read_index, read_program
 from deploy.supervisor import Supervisor
@@ -159,15 +158,15 @@ async def test_an_index_that_does_not_start_leaves_no_thread_and_no_process(
         started = list[Child]()
 
         def noted(*given: Any) -> Child:
-            started.append(start(*given))
+            started.append(open_program(*given))
             return started[0]
 
-        monkeypatch.setattr("deploy.index.start", noted)
+        monkeypatch.setattr("deploy.index.open_program", noted)
         monkeypatch.setattr("deploy.index.TlsFront", fail)
         with pytest.raises(OSError, match="no processes"):
             IndexServer(read_index({"port": free_port(HOST), **tls}), HOST)
         assert started[0].has_ended()
-        monkeypatch.setattr("deploy.index.start", fail)
+        monkeypatch.setattr("deploy.index.open_program", fail)
         with pytest.raises(OSError, match="no processes"):
             IndexServer(read_index({"port": free_port(HOST), **tls}), HOST)
     left = {*threading.enumerate()} - before

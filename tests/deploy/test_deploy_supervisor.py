@@ -15,11 +15,11 @@ import pytest
 from bough.client import Client
 from bough.config.addresses import free_port
 from bough.errors import ConfigError, Unavailable
+from bough.processes.child import open_program, stop_program, temporary_folder
 from bough.protocol.generation import Finished, GenerateOptions, TextPrompt
 from bough.registry.registry import Registry
 from bough.simulation.profile import load_profile
 from deploy import supervisor as supervisor_module
-from deploy.child import start, stop, temporary_folder
 from deploy.index import IndexPlace
 from deploy.settings import Role, read_program
 from deploy.supervisor import Supervisor
@@ -254,7 +254,7 @@ async def test_a_program_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
     code = (
         "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
     )
-    child = start("stubborn", [sys.executable, "-c", code], {}, 0, str(tmp_path))
+    child = open_program("stubborn", [sys.executable, "-c", code], {}, 0, str(tmp_path))
     await until(lambda: "up" in child.tail())
-    await stop(child, 0.1)
+    await stop_program(child, 0.1)
     assert child.process.returncode == -signal.SIGKILL
