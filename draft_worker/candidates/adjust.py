@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from bough.grammar.allowed_tokens import AllowedTokens
+from bough.model.sampling.sampler import penalised
 from bough.model.sampling.token_counts import TokenCounts
 from bough.protocol.sampling_params import SamplingParams
 from draft_worker.candidates.candidates import Guessing
@@ -72,15 +73,11 @@ def adjust(
 
 
 def _penalise(logits: torch.Tensor, params: SamplingParams, seen: Seen) -> None:
-    """Apply penalties in place to the logits (num_nodes, vocab_size) of the few tokens that occurred; others have none.
-
-    Results are rounded to float32 after each penalty, as in decoding.
-    """
+    """Apply penalties in place to the logits (num_nodes, vocab_size) of the few tokens that occurred."""
     columns = torch.from_numpy(seen.tokens).to(logits.device)
     values = logits.index_select(1, columns).cpu().numpy()
-    factor = np.where(values > 0, 1 / params.repetition_penalty, params.repetition_penalty)
-    values *= np.where(seen.is_seen, factor, 1.0)
-    values -= params.presence_penalty * (seen.counts > 0) + params.frequency_penalty * seen.counts
+    seen_values = penalised(values.astype(np.float64), seen.counts, params)
+    values = np.where(seen.is_seen, seen_values, values).astype(np.float32)
     logits.index_copy_(1, columns, torch.from_numpy(values).to(logits.device))
 
 

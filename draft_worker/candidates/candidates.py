@@ -9,14 +9,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bough.model.sampling.draft_sampler import GREEDY_TOKENS, greedy_weights, require_numbers
+from bough.model.sampling.sampler import filtered
 from bough.protocol.messages import GrowCall
 from bough.protocol.sampling_params import SamplingParams
 from bough.trees.tree_plan import Guess
 from draft_worker.growth.grower import Candidates
 
 NUM_CANDIDATES = 64  # tokens kept of those considered
-
-Scores = NDArray[np.float64]  # (num_nodes, num_considered)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +54,7 @@ class Guessing:
         scores: NDArray[np.floating[Any]] = values
         if not self.params.is_greedy:
             with np.errstate(divide="ignore", invalid="ignore"):  # where a row has no token with a finite logit
-                scores = _filtered(values.astype(np.float64), self.params)
+                scores = filtered(values.astype(np.float64), self.params)
         if self.is_perturbed:
             from draft_worker.candidates.noise import noise_at  # compiled: simulated drafts start without numba
 
@@ -74,7 +73,7 @@ class Guessing:
             num = min(GREEDY_TOKENS, values.shape[1])
             log_weights = np.where(np.isfinite(values[:, :num]), np.log(greedy_weights(num)), -np.inf)
             return Candidates(tokens[:, :num], log_weights.astype(np.float32))
-        scores = _filtered(values.astype(np.float64), self.params)[:, :NUM_CANDIDATES]
+        scores = filtered(values.astype(np.float64), self.params)[:, :NUM_CANDIDATES]
         return Candidates(tokens[:, :NUM_CANDIDATES], (scores - scores[:, :1]).astype(np.float32))
 
 
@@ -96,17 +95,3 @@ def _log_probs(scores: NDArray[np.floating[Any]], num: int) -> NDArray[np.float3
         known -= peaks
         known -= np.log(np.exp(known).sum(1, keepdims=True))
     return np.where(np.isfinite(peaks), np.minimum(known[:, :num], 0.0), -np.inf).astype(np.float32)
-
-
-def _filtered(values: Scores, params: SamplingParams) -> Scores:
-    """Values / temperature, with -inf for those that top-k, top-p and min-p exclude; rows are in descending order."""
-    scores: Scores = values / params.temperature
-    if 0 < params.top_k < scores.shape[1]:
-        scores[:, params.top_k :] = -np.inf
-    if params.top_p < 1.0:
-        probs = np.exp(scores - scores[:, :1])
-        probs /= probs.sum(1, keepdims=True)
-        scores[np.cumsum(probs, axis=1) - probs >= params.top_p] = -np.inf
-    if params.min_p > 0.0:
-        scores[scores < scores[:, :1] + np.log(params.min_p)] = -np.inf
-    return scores

@@ -17,7 +17,7 @@ from bough.errors import InvalidRequest, Unavailable
 from bough.model.sampling.token_counts import TokenCounts
 from bough.protocol.sampling_params import PositionLogprobs, SamplingParams, TokenLogprob
 
-Row = NDArray[np.float64]  # (vocab_size,)
+Row = NDArray[np.float64]  # (vocab_size,), if nothing else is said
 
 NUM_LIKELY = 1024  # tokens among which top-p nearly always ends
 SLACK = 1e-6  # much more than the rounding errors of noise
@@ -44,16 +44,18 @@ def adjusted(logits: Row, params: SamplingParams, counts: TokenCounts) -> Row:
         return logits
     logits = logits.copy()
     if params.has_penalties:
-        seen, is_output = counts.tokens, counts.num_outputs > 0
-        penalised = logits[seen]
-        logits[seen] = np.where(
-            penalised > 0, penalised / params.repetition_penalty, penalised * params.repetition_penalty
-        )
-        num_outputs = counts.num_outputs[is_output]
-        logits[seen[is_output]] -= params.presence_penalty + num_outputs * params.frequency_penalty
+        logits[counts.tokens] = penalised(logits[counts.tokens], counts.num_outputs, params)
     for token, bias in params.logit_bias.items():
         logits[token] += bias
     return logits
+
+
+def penalised(logits: Row, num_outputs: NDArray[np.int64], params: SamplingParams) -> Row:
+    """Logits with penalties for tokens that all occurred in a text, so many times after its prompt; any shape."""
+    penalties = params.presence_penalty + num_outputs * params.frequency_penalty
+    repeated = np.where(logits > 0, logits / params.repetition_penalty, logits * params.repetition_penalty)
+    result: Row = repeated - np.where(num_outputs > 0, penalties, 0.0)
+    return result
 
 
 def unending(logits: Row, params: SamplingParams) -> Row:
@@ -76,15 +78,19 @@ def constrained(logits: Row, allowed: NDArray[np.bool_]) -> Row:
 
 
 def filtered(logits: Row, params: SamplingParams) -> Row:
-    """Logits / temperature, with -inf for tokens that top-k, top-p and min-p (in this order) exclude."""
+    """Logits / temperature, with -inf for tokens that top-k, top-p and min-p (in this order) exclude.
+
+    Rows are (..., num_tokens): the target's of the whole vocabulary, or a draft's largest.
+    """
     logits = logits / params.temperature
-    if 0 < params.top_k < len(logits):
-        threshold = np.partition(logits, -params.top_k)[-params.top_k]
+    if 0 < params.top_k < logits.shape[-1]:
+        threshold = np.partition(logits, -params.top_k, axis=-1)[..., -params.top_k, None]
         logits = np.where(logits < threshold, -np.inf, logits)
     if params.top_p < 1.0:
-        logits = _within_mass(logits, params.top_p)
+        rows = logits.reshape(-1, logits.shape[-1])
+        logits = np.array([_within_mass(row, params.top_p) for row in rows]).reshape(logits.shape)
     if params.min_p > 0.0:
-        logits = np.where(logits < logits.max() + np.log(params.min_p), -np.inf, logits)
+        logits = np.where(logits < logits.max(-1, keepdims=True) + np.log(params.min_p), -np.inf, logits)
     return logits
 
 
@@ -156,7 +162,7 @@ def _within_mass(logits: Row, top_p: float) -> Row:
     probs = _softmax(logits)
     for num_likely in (NUM_LIKELY, len(logits)):  # sorting a whole vocabulary takes longer than everything else
         least = np.partition(logits, -num_likely)[-num_likely] if num_likely < len(logits) else -np.inf
-        likely = np.flatnonzero(logits >= least)
+        likely = np.flatnonzero(~(logits < least))  # a damaged draft's NaN too
         order = likely[np.argsort(-logits[likely], kind="stable")]
         mass = np.cumsum(probs[order])
         if mass[-1] >= top_p:

@@ -30,9 +30,10 @@ def whole_rows(
     if params.has_penalties:
         is_seen = np.array([[token in text for token in range(size)] for text in texts])
         counts = np.array([[text[prompt_length:].count(token) for token in range(size)] for text in texts])
-        factor = np.where(rows > 0, 1 / params.repetition_penalty, params.repetition_penalty)
-        rows *= np.where(is_seen, factor, 1.0)
-        rows -= params.presence_penalty * (counts > 0) + params.frequency_penalty * counts
+        exact = rows.astype(np.float64)  # as at the target, and rounded once
+        exact = np.where(exact > 0, exact / params.repetition_penalty, exact * params.repetition_penalty)
+        exact -= params.presence_penalty * (counts > 0) + params.frequency_penalty * counts
+        rows = np.where(is_seen, exact, rows).astype(np.float32)
     for token, bias in params.logit_bias.items():
         rows[:, token : token + 1] += bias
     for row, text in zip(rows, texts, strict=True):

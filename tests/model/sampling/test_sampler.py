@@ -67,6 +67,20 @@ def test_filters_keep_what_their_definitions_say() -> None:
     assert kept["min_p"].tolist() == (probs >= 0.2 * probs.max()).tolist()
 
 
+@pytest.mark.parametrize(
+    "params",
+    [SamplingParams(0.7, 5), SamplingParams(top_p=0.8), SamplingParams(min_p=0.1), SamplingParams(2.0, 7, 0.6, 0.2)],
+)  # fmt: skip
+def test_rows_of_a_draft_are_filtered_as_the_targets(params: SamplingParams) -> None:
+    """Each row alone, ties too; a row without numbers excludes nothing, as a damaged draft is no error."""
+    rows = -np.sort(-np.round(np.random.default_rng(0).normal(size=(6, 40)), 1))
+    for row, expected in zip(filtered(rows, params), rows, strict=True):
+        assert row.tobytes() == filtered(expected, params).tobytes()
+    assert filtered(rows[:0], params).shape == (0, 40)
+    with np.errstate(invalid="ignore"):
+        assert not np.isfinite(filtered(np.full((2, 40), np.nan), params)).any()
+
+
 @pytest.mark.parametrize("spread", [0.0, 0.3, 4.0])
 def test_a_large_vocabulary_is_drawn_from_as_a_small_one(spread: float) -> None:
     """What is left out of sorting and of noise, to be quick, could not have been drawn: flat laws and ties too."""
