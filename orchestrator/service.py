@@ -88,8 +88,8 @@ def require_counts(request: pb.GenerateRequest, largest_context: int) -> int:
         ("resume.token_ids", len(request.resume.token_ids), largest_context),
         ("speculation.growth.shape.parents", len(request.speculation.growth.shape.parents), largest_context),
         ("stop", len(request.stop), MAX_STOPS),
-        ("stop_token_ids", len(request.stop_token_ids), MAX_STOP_TOKENS),
-        ("logit_bias", len(request.logit_bias), MAX_BIASES),
+        ("stop_token_ids", len(request.sampling.stop_token_ids), MAX_STOP_TOKENS),
+        ("logit_bias", len(request.sampling.logit_bias), MAX_BIASES),
         ("constraint.choices", len(request.constraint.choices), MAX_CHOICES),
     )
     for name, number, most in counts:

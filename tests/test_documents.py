@@ -62,9 +62,9 @@ def test_benchmarks_that_are_named_are_there(document: Path) -> None:
 
 
 def our_flags() -> set[str]:
-    """Flags of all command lines here: as they are written in the code, and by the fields of settings."""
+    """Flags of all command lines here: as the code has them, by fields of settings, and by sampling parameters."""
     code = "\n".join((ROOT / module[1:]).read_text() for module in MODULES if not module.startswith("/tests/"))
-    settings = re.findall(r"^    (\w+): .+ = setting\(", code, re.MULTILINE)
+    settings = re.findall(r"^    (\w+): .+ = (?:setting|_parameter)\(", code, re.MULTILINE)
     fields = {f"--{field.replace('_', '-')}" for field in settings}
     return {"--help", "--version", *re.findall(r"[\"'](--[a-z][\w-]*)", code), *fields}
 

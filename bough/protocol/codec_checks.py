@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from bough.errors import InvalidRequest
 from bough.protocol.generation import ChatPrompt, GenerateOptions, Prompt, TextPrompt, TokenPrompt
-from bough.protocol.sampling_params import MAX_LOGPROBS, MAX_SEED
+from bough.protocol.sampling_params import MAX_LOGPROBS, MAX_UINT32, PARAMETERS
 from bough.trees.tree_plan import require_growth
 
-MAX_UINT32 = 2**32 - 1
-_NUMBERS = dict.fromkeys(("top_k", "max_tokens", "min_tokens"), MAX_UINT32)
-_NUMBERS |= dict.fromkeys(("logprobs", "prompt_logprobs"), MAX_LOGPROBS)
+_NUMBERS = {name: int(parameter.most) for name, parameter in PARAMETERS.items() if parameter.kind is int}
+_NUMBERS |= {"max_tokens": MAX_UINT32, "prompt_logprobs": MAX_LOGPROBS}
 
 
 def require_numbers(prompt: Prompt, options: GenerateOptions) -> None:
@@ -18,8 +17,7 @@ def require_numbers(prompt: Prompt, options: GenerateOptions) -> None:
     speculation = options.speculation
     numbers = (
         *((name, getattr(options, name), most) for name, most in _NUMBERS.items()),
-        ("seed", options.seed, MAX_SEED),
-        *((f"stop_token_ids[{i}]", token, MAX_UINT32) for i, token in enumerate(options.stop_token_ids)),
+        *(("stop_token_ids", token, MAX_UINT32) for token in options.stop_token_ids),
         *((f"logit_bias[{token}]", token, MAX_UINT32) for token in options.logit_bias),
         *((f"speculation.{n}", getattr(speculation, n), MAX_UINT32) for n in ("budget", "width", "depth", "lookup")),
         *((f"token_ids[{i}]", token, MAX_UINT32) for i, token in enumerate(tokens)),

@@ -9,9 +9,12 @@ from bough.errors import InvalidRequest
 from bough.pb import generation_pb2 as pb
 from bough.protocol import generation as g
 from bough.protocol.codec_checks import require_numbers, require_texts
-from bough.protocol.codec_fields import read, to_fields
+from bough.protocol.codec_fields import from_fields, read, to_fields
+from bough.protocol.sampling_params import Sampling
 
 DEFAULTS = g.GenerateOptions()
+SAMPLING = frozenset(field.name for field in fields(Sampling))  # options that are fields of the message `sampling`
+OTHERS = frozenset(field.name for field in fields(g.GenerateOptions)) - SAMPLING
 EVENTS: dict[str, type[g.Event]] = {  # by the names of their fields
     "started": g.Started,
     "prompt_logprobs": g.PromptLogprobs,
@@ -29,7 +32,8 @@ def request_to_wire(prompt: g.Prompt, options: g.GenerateOptions) -> pb.Generate
     require_numbers(prompt, options)
     require_texts(prompt, options)
     unset = [f.name for f in fields(options) if getattr(options, f.name) == getattr(DEFAULTS, f.name)]
-    message = pb.GenerateRequest(**to_fields(options, *unset))
+    sampling = to_fields(options, *unset, *OTHERS)
+    message = pb.GenerateRequest(**to_fields(options, *unset, *SAMPLING), sampling=sampling or None)
     match prompt:
         case g.TextPrompt(text):
             message.text = text
@@ -49,7 +53,11 @@ def request_to_wire(prompt: g.Prompt, options: g.GenerateOptions) -> pb.Generate
 
 def request_from_wire(message: pb.GenerateRequest) -> tuple[g.Prompt, g.GenerateOptions]:
     """Convert a request; raises InvalidRequest without a prompt. Ranges are checked once the model is known."""
-    return _prompt_from_wire(message), read(message, g.GenerateOptions)
+    if message.sampling.grammar:
+        raise InvalidRequest("sampling.grammar: must be left out, as requests have a constraint instead")
+    sampling = from_fields(message.sampling, g.GenerateOptions, *OTHERS)
+    options = g.GenerateOptions(**sampling, **from_fields(message, g.GenerateOptions, *SAMPLING))
+    return _prompt_from_wire(message), options
 
 
 def _prompt_from_wire(message: pb.GenerateRequest) -> g.Prompt:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple
 
 from bough.protocol.decision import RoundTimings
-from bough.protocol.sampling_params import PositionLogprobs
+from bough.protocol.sampling_params import PositionLogprobs, Sampling
 from bough.protocol.thoughts import Channels, Thoughts
 from bough.protocol.worker_info import WorkerInfo
 from bough.trees.tree_plan import Growth, Scheme
@@ -132,27 +132,15 @@ class Resume:
 
 
 @dataclass(frozen=True, slots=True)
-class GenerateOptions:
-    """All options of a request except its prompt."""
+class GenerateOptions(Sampling):
+    """All options of a request except its prompt; those of sampling are inherited."""
 
     request_id: str = ""
     session_id: str = ""
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int | None = None
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
     max_tokens: int = 256
-    min_tokens: int = 0  # before which neither a stop token nor a stop text ends the output
     stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     include_stop: bool = False  # in the text: the stop text or token that ends it
-    logprobs: int | None = None
     speculation: Speculation = Speculation()
     continues: bool = False  # append the prompt to the session's tokens
     resume: Resume | None = None

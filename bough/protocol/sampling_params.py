@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 from bough.errors import InvalidRequest
 
@@ -15,6 +16,7 @@ MAX_STOPS = 64  # each is searched for in all generated text
 MAX_STOP_LENGTH = 1024  # characters
 MAX_CHOICES = 1024  # of which the output is one
 MAX_GRAMMAR = 128 * 1024  # characters; sent with every call to a worker
+MAX_UINT32 = 2**32 - 1
 MAX_SEED = 2**64 - 1
 BANNED = -math.inf  # a logit bias
 
@@ -30,22 +32,74 @@ def _require_number(name: str, number: int, most: int) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class SamplingParams:
-    """Parameters of a token's distribution; the defaults leave the model's own unchanged."""
+class Parameter:
+    """What is to know of a number among the sampling parameters: flags, HTTP fields and checks are made from it.
 
-    temperature: float = 1.0  # 0 is greedy
-    top_k: int = 0  # 0 keeps all
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int = 0
-    repetition_penalty: float = 1.0  # counts prompt and output (arXiv 1909.05858)
-    presence_penalty: float = 0.0  # counts the output only
-    frequency_penalty: float = 0.0  # counts the output only
+    The range is of integers if its limits are.
+    """
+
+    help: str
+    least: int | float
+    most: int | float
+    is_open: bool = False  # the least number itself is outside
+    zero: str = ""  # what 0 means, if it is valid though below the range
+
+    def __contains__(self, value: float) -> bool:
+        is_end = self.is_open and value == self.least
+        return (self.zero != "" and value == 0) or (self.least <= value <= self.most and not is_end)
+
+    def __str__(self) -> str:
+        """What a value must be."""
+        if isinstance(self.most, int):
+            return f"{self.least} to {self.most}"
+        numbers = f"a number in {'(' if self.is_open else '['}{self.least:g}, {self.most:g}]"
+        return f"0 ({self.zero}), or {numbers}" if self.zero else numbers
+
+    @property
+    def kind(self) -> type[float]:
+        """`int` or `float`."""
+        return type(self.most)
+
+    @property
+    def schema(self) -> dict[str, float]:
+        """The range as JSON Schema has it; without what lies between 0 and the least number."""
+        return {"exclusiveMinimum" if self.is_open else "minimum": 0 if self.zero else self.least, "maximum": self.most}
+
+
+def _parameter(default: Any, *description: Any, **more: Any) -> Any:
+    return field(default=default, metadata={"parameter": Parameter(*description, **more)})
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """What a request may say of a token's distribution; the defaults leave the model's own unchanged."""
+
+    temperature: float = _parameter(1.0, "0 is greedy (default 1)", 1e-4, 1e4, zero="greedy")
+    top_k: int = _parameter(0, "only the k likeliest tokens are drawn; 0 is off (default)", 0, MAX_UINT32)
+    top_p: float = _parameter(1.0, "only the likeliest, which sum to this; 1 is off (default)", 0.0, 1.0, is_open=True)
+    min_p: float = _parameter(0.0, "drop what is below this share of the likeliest; 0 is off (default)", 0.0, 1.0)
+    seed: int | None = _parameter(None, "equal seeds give equal tokens; random by default", 0, MAX_SEED)
+    # arXiv 1909.05858
+    repetition_penalty: float = _parameter(1.0, "on tokens in prompt and output; 1 is off (default)", 0.01, 100.0)
+    presence_penalty: float = _parameter(0.0, "on tokens in the output; 0 is off (default)", -2.0, 2.0)
+    frequency_penalty: float = _parameter(0.0, "on tokens, for each time in the output; 0 is off (default)", -2.0, 2.0)
     logit_bias: Mapping[int, float] = field(default_factory=dict)  # BANNED excludes a token
-    logprobs: int | None = None  # number of alternatives to report; None reports no logprobs
+    logprobs: int | None = _parameter(None, "report log-probabilities, with so many alternatives", 0, MAX_LOGPROBS)
     stop_token_ids: frozenset[int] = frozenset()
+    min_tokens: int = _parameter(0, "tokens before which nothing ends the output", 0, MAX_UINT32)
+
+
+PARAMETERS: Mapping[str, Parameter] = {
+    each.name: each.metadata["parameter"] for each in fields(Sampling) if each.metadata
+}  # by the names of their fields
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams(Sampling):
+    """All parameters of a token's distribution, as workers know them and the index records them."""
+
+    seed: int = 0
     grammar: str = ""  # of llguidance, as JSON or Lark, which the whole output follows; empty leaves it free
-    min_tokens: int = 0  # of the output, before which stop tokens are not drawn
 
     @property
     def is_greedy(self) -> bool:
@@ -64,19 +118,9 @@ class SamplingParams:
 
     def validate(self, vocab_size: int) -> None:
         """Raises InvalidRequest naming the first field out of its range."""
-        warm, within_two = "0 (greedy), or a number in [0.0001, 10000]", "a number in [-2, 2]"
-        for name, is_fine, must_be in (
-            ("temperature", self.is_greedy or 1e-4 <= self.temperature <= 1e4, warm),
-            ("top_k", self.top_k >= 0, "0 (off) or more"),
-            ("top_p", 0 < self.top_p <= 1, "a number in (0, 1]"),
-            ("min_p", 0 <= self.min_p <= 1, "a number in [0, 1]"),
-            ("seed", 0 <= self.seed <= MAX_SEED, "an unsigned 64-bit number"),
-            ("repetition_penalty", 0.01 <= self.repetition_penalty <= 100, "a number in [0.01, 100]"),
-            ("presence_penalty", -2 <= self.presence_penalty <= 2, within_two),
-            ("frequency_penalty", -2 <= self.frequency_penalty <= 2, within_two),
-            ("logprobs", 0 <= (self.logprobs or 0) <= MAX_LOGPROBS, f"0 to {MAX_LOGPROBS}"),
-        ):
-            _require(is_fine, name, getattr(self, name), must_be)
+        for name, parameter in PARAMETERS.items():
+            value = getattr(self, name)
+            _require(value is None or value in parameter, name, value, str(parameter))
         for name, most in (("logit_bias", MAX_BIASES), ("stop_token_ids", MAX_STOP_TOKENS)):
             _require_number(name, len(getattr(self, name)), most)
         for token, bias in self.logit_bias.items():

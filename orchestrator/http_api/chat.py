@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from bough.protocol.codec_checks import MAX_UINT32
 from bough.protocol.generation import ChatPrompt, Event, Finished, Message, Started, Tokens, ToolCall, Tools
-from bough.protocol.sampling_params import UNLIMITED
+from bough.protocol.sampling_params import MAX_UINT32, UNLIMITED
 from orchestrator.http_api.answers.answer import Completion, Head
 from orchestrator.http_api.answers.content import AnswerContent, Formats, FunctionCall, ThoughtText
 from orchestrator.http_api.answers.spelling import Spell, chat_logprobs

@@ -9,11 +9,10 @@ from typing import Any
 from pydantic.json_schema import models_json_schema
 
 from bough import __version__
-from bough.protocol.codec_checks import MAX_UINT32
-from bough.protocol.sampling_params import MAX_LOGPROBS, MAX_SEED
+from bough.protocol.sampling_params import MAX_LOGPROBS, MAX_SEED, MAX_UINT32, PARAMETERS
 from orchestrator.http_api.fields.base import Fields
 from orchestrator.http_api.fields.generation import ChatFields, CompletionFields, DetokenizeFields, TokenizeFields
-from orchestrator.http_api.fields.options import MAX_CHOICES
+from orchestrator.http_api.fields.options import LOWEST_SEED, MAX_CHOICES
 from orchestrator.http_api.responses.fields import ResponseFields
 
 Schema = dict[str, Any]
@@ -27,19 +26,12 @@ FLAG: Schema = {"type": "boolean"}
 NULL: Schema = {"type": "null"}
 ANYTHING: Schema = {"type": "object"}
 RANGES: dict[str, Schema] = {  # of numbers, which are checked by the same code as for gRPC
-    "temperature": {"minimum": 0, "maximum": 10_000},
-    "top_p": {"exclusiveMinimum": 0, "maximum": 1},
+    **{name: parameter.schema for name, parameter in PARAMETERS.items()},
     "top_k": {"minimum": -1, "maximum": MAX_UINT32},
-    "min_p": {"minimum": 0, "maximum": 1},
-    "seed": {"minimum": -(2**63), "maximum": MAX_SEED},
-    "repetition_penalty": {"minimum": 0.01, "maximum": 100},
-    "presence_penalty": {"minimum": -2, "maximum": 2},
-    "frequency_penalty": {"minimum": -2, "maximum": 2},
+    "seed": {"minimum": LOWEST_SEED, "maximum": MAX_SEED},
     "max_tokens": {"minimum": 0, "maximum": MAX_UINT32},
     "max_completion_tokens": {"minimum": 1, "maximum": MAX_UINT32},
     "max_output_tokens": {"minimum": 1, "maximum": MAX_UINT32},
-    "min_tokens": {"minimum": 0, "maximum": MAX_UINT32},
-    "logprobs": {"minimum": 0, "maximum": MAX_LOGPROBS},
     "top_logprobs": {"minimum": 0, "maximum": MAX_LOGPROBS},
     "n": {"minimum": 1, "maximum": MAX_CHOICES},
 }

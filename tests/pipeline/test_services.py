@@ -100,7 +100,7 @@ async def finish(client: Client, prompt: object, options: GenerateOptions = SHOR
         (PROMPT, {"repetition_penalty": -1.0}, "repetition_penalty: must .* got -1.0"),
         (PROMPT, {"logit_bias": {999: 1.0}}, "logit_bias: must .* got 999"),
         (PROMPT, {"stop": ("",)}, r"stop\[0\]: must .* got ''"),
-        (PROMPT, {"stop_token_ids": (262,)}, "stop_token_ids: must .* got 262"),
+        (PROMPT, {"stop_token_ids": frozenset({262})}, "stop_token_ids: must .* got 262"),
         (PROMPT, {"max_tokens": 0}, "max_tokens: must .* got 0"),
         (PROMPT, {"logprobs": 1000}, "logprobs: must .* got 1000"),
         (PROMPT, {"speculation": Speculation(budget=0)}, r"speculation\.budget: must .* got 0"),
@@ -135,7 +135,7 @@ def verify_request(**changes: object) -> target_pb2.VerifyRequest:
     values: dict[str, object] = {
         "context": common_pb2.Context(session_id="bad-input", prefix_hash=prefix_hash([]), tokens=[1, 2]),
         "tree": common_pb2.Tree(tokens=[3]),
-        "sampling": common_pb2.SamplingParams(top_p=1.0, repetition_penalty=1.0),
+        "sampling": common_pb2.SamplingParams(temperature=0.0),
     }
     return target_pb2.VerifyRequest(**{**values, **changes})
 
@@ -157,7 +157,7 @@ def wire_tree(tokens: list[int], parents: list[int]) -> common_pb2.Tree:
         ({"tree": wire_tree(list(range(33)), list(range(32)))}, "must have at most 32 nodes, got 33"),
         ({"context": common_pb2.Context()}, r"context\.session_id"),
         ({"context": common_pb2.Context(session_id="x", tokens=[999])}, r"context\.tokens\[0\]: must .* got 999"),
-        ({"sampling": common_pb2.SamplingParams()}, "top_p: must .* got 0.0"),
+        ({"sampling": common_pb2.SamplingParams(top_p=0.0)}, "top_p: must .* got 0.0"),
     ],
 )
 async def test_trees_and_contexts_that_make_no_sense(target: Any, changes: dict[str, object], message: str) -> None:

@@ -123,6 +123,8 @@ options = st.builds(
     stop=st.lists(st.text(max_size=3), max_size=2).map(tuple),
     ignore_eos=st.booleans(),
     logprobs=st.none() | st.integers(0, 9),
+    stop_token_ids=st.frozensets(st.integers(0, 9), max_size=3),
+    min_tokens=st.integers(0, 9),
     speculation=st.builds(
         g.Speculation,
         st.booleans(),
@@ -147,6 +149,9 @@ prompts = st.one_of(
 def test_requests_survive_the_wire(prompt: g.Prompt, request_options: g.GenerateOptions) -> None:
     message = generation_pb2.GenerateRequest.FromString(wg.request_to_wire(prompt, request_options).SerializeToString())
     assert wg.request_from_wire(message) == (prompt, request_options)
+    message.sampling.grammar = "start: x"
+    with pytest.raises(InvalidRequest, match=r"sampling\.grammar: must be left out"):
+        wg.request_from_wire(message)
 
 
 @pytest.mark.parametrize(
@@ -159,7 +164,7 @@ def test_requests_survive_the_wire(prompt: g.Prompt, request_options: g.Generate
         ({"seed": 2**64}, "seed: must be 0 to.* got 18446744073709551616"),
         ({"top_k": -1}, "top_k: must .* got -1"),
         ({"logprobs": -1}, "logprobs: must .* got -1"),
-        ({"stop_token_ids": (5, -1)}, r"stop_token_ids\[1\]: must .* got -1"),
+        ({"stop_token_ids": frozenset({5, -1})}, r"stop_token_ids: must .* got -1"),
         ({"logit_bias": {-3: 1.0}}, r"logit_bias\[-3\]: must .* got -3"),
         ({"speculation": g.Speculation(budget=-1)}, r"speculation\.budget: must .* got -1"),
         ({"speculation": g.Speculation(lookup=10**11)}, r"speculation\.lookup: must .* got 100000000000"),

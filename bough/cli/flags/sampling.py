@@ -8,11 +8,9 @@ from pathlib import Path
 from bough.cli.flags.speculation import add_speculation, speculation_from
 from bough.errors import ConfigError
 from bough.protocol.generation import Constraint, GenerateOptions
+from bough.protocol.sampling_params import PARAMETERS
 
-AS_GIVEN = (  # flags whose values are the options of the same names
-    "model", "temperature", "top_k", "top_p", "min_p", "seed", "repetition_penalty", "presence_penalty",
-    "frequency_penalty", "max_tokens", "min_tokens", "include_stop", "ignore_eos", "logprobs",
-)  # fmt: skip
+AS_GIVEN = (*PARAMETERS, "model", "max_tokens", "include_stop", "ignore_eos")  # options of the same names
 
 
 def add_sampling(parser: argparse.ArgumentParser) -> None:
@@ -23,27 +21,20 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
     add("--chat-template-kwargs", default="", metavar="JSON", help="variables of the template: '{\"thinking\": true}'")
     add("--model", default="", help="name of the model, where several are served (`bough doctor` lists them)")
     add("--session", default="", help="keep KV under this name for the next turn")
-    add("--temperature", type=float, default=defaults.temperature, help="0 is greedy (default 1)")
-    add("--top-k", type=int, default=defaults.top_k, help="only the k likeliest tokens are drawn; 0 is off (default)")
-    add("--top-p", type=float, default=defaults.top_p, help="only the likeliest, which sum to this; 1 is off (default)")
-    add("--min-p", type=float, default=defaults.min_p, help="drop what is below this share of the likeliest; 0 is off")
-    add("--seed", type=int, help="equal seeds give equal tokens; random by default")
-    add("--repetition-penalty", type=float, default=defaults.repetition_penalty, help="1 is off (default)")
-    add("--presence-penalty", type=float, default=defaults.presence_penalty, help="0 is off (default)")
-    add("--frequency-penalty", type=float, default=defaults.frequency_penalty, help="0 is off (default)")
+    for name, parameter in PARAMETERS.items():
+        flag, default = f"--{name.replace('_', '-')}", getattr(defaults, name)
+        add(flag, type=parameter.kind, default=default, help=parameter.help)
     bias = "added to the logit of a token, by its id; -inf bans it; may be repeated"
     add("--logit-bias", type=_bias, action="append", default=[], metavar="TOKEN=BIAS", help=bias)
     add("--max-tokens", type=int, default=defaults.max_tokens, help="most tokens of the output (default 256)")
     add("--stop", action="append", default=[], metavar="TEXT", help="a text that ends the output; may be repeated")
     add("--stop-token-id", type=int, action="append", default=[], metavar="ID", help="ends the output; may be repeated")
-    add("--min-tokens", type=int, default=defaults.min_tokens, help="tokens before which nothing ends the output")
     add("--include-stop", action="store_true", help="the stop text or token that ends the output is part of it")
     add("--ignore-eos", action="store_true", help="go on past the model's own end")
     add("--json-schema", metavar="FILE", help="the output is JSON that this JSON Schema allows")
     add("--regex", help="the output is a text that this matches as a whole")
     add("--choice", action="append", default=[], metavar="TEXT", help="the output is one of these; may be repeated")
     add("--grammar", metavar="FILE", help="the output follows this grammar, in llguidance's dialect of Lark")
-    add("--logprobs", type=int, help="with --json: log-probabilities, with so many alternatives")
     add_speculation(parser)
 
 
@@ -57,7 +48,7 @@ def options_from(arguments: argparse.Namespace) -> GenerateOptions:
         session_id=arguments.session,
         logit_bias=dict(arguments.logit_bias),
         stop=tuple(arguments.stop),
-        stop_token_ids=tuple(arguments.stop_token_id),
+        stop_token_ids=frozenset(arguments.stop_token_id),
         speculation=speculation_from(arguments),
         constraint=_constraint(arguments),
         **{name: getattr(arguments, name) for name in AS_GIVEN},

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from functools import partial
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     BeforeValidator,
@@ -15,13 +15,14 @@ from pydantic import (
     StrictInt,
     ValidationError,
     WithJsonSchema,
+    create_model,
     model_validator,
 )
 from pydantic_core import CoreSchema
 
 from bough.config.json_fields import must
 from bough.protocol.generation import GenerateOptions
-from bough.protocol.sampling_params import MAX_BIASES, MAX_CHOICES, MAX_GRAMMAR, MAX_STOP_TOKENS, MAX_STOPS
+from bough.protocol.sampling_params import MAX_BIASES, MAX_CHOICES, MAX_GRAMMAR, MAX_STOP_TOKENS, MAX_STOPS, PARAMETERS
 from orchestrator.http_api.fields.base import Fields, Neutral
 from orchestrator.http_api.fields.tools import ANY, CallList, ToolChoiceField, ToolList
 
@@ -30,7 +31,6 @@ MAX_REQUEST_ID = 128  # characters of a request's id, before those that make it 
 # The key of its text for each type of part; a refusal is one of an assistant's.
 _SAID = {"text": "text", "input_text": "text", "refusal": "refusal"}
 TextOrTokens = str | tuple[int, ...]
-_DEFAULTS = GenerateOptions()
 AS_RENDERED: Neutral = {"add_generation_prompt": (True,), "continue_final_message": (False,)}
 
 
@@ -171,25 +171,33 @@ FORMS = {
 }
 
 
-class RequestFields(Fields):
+_DEFAULTS = GenerateOptions()
+# Sampling parameters that are numbers and the same on all paths; a seed may be negative here.
+SAMPLED = tuple(name for name in PARAMETERS if name not in ("seed", "logprobs"))
+if TYPE_CHECKING:
+    SamplingFields = Fields
+else:
+    SamplingFields = create_model(
+        "SamplingFields",
+        __base__=Fields,
+        **{
+            name: (PARAMETERS[name].kind, Field(getattr(_DEFAULTS, name), description=PARAMETERS[name].help))
+            for name in SAMPLED
+        },
+    )
+
+
+class RequestFields(SamplingFields):
     """Fields common to all that generate."""
 
     model: str = ""
     stream: StrictBool = False
-    temperature: float = _DEFAULTS.temperature
-    top_p: float = _DEFAULTS.top_p
     # Extensions by bough, in responses also those of chat.
     seed: StrictInt | None = None
     stop: Annotated[tuple[str, ...], BeforeValidator(_stops, json_schema_input_type=Stops)] = ()
     logit_bias: dict[str, float] = Field(default_factory=dict, max_length=MAX_BIASES)
-    presence_penalty: float = _DEFAULTS.presence_penalty
-    frequency_penalty: float = _DEFAULTS.frequency_penalty
-    top_k: StrictInt = _DEFAULTS.top_k
-    min_p: float = _DEFAULTS.min_p
-    repetition_penalty: float = _DEFAULTS.repetition_penalty
     ignore_eos: StrictBool = False
     stop_token_ids: list[StrictInt] = Field(default_factory=list, max_length=MAX_STOP_TOKENS)
-    min_tokens: StrictInt = 0
     include_stop_str_in_output: StrictBool = False
     session_id: str = ""
     cache_salt: str = ""

@@ -14,14 +14,11 @@ from bough.protocol.generation import Constraint, GenerateOptions, Prompt, Specu
 from bough.protocol.sampling_params import MAX_SEED
 from bough.tokenization.template_variables import EFFORT
 from orchestrator.http_api.fields.errors import ApiError, invalid
-from orchestrator.http_api.fields.generation import RequestFields
+from orchestrator.http_api.fields.generation import SAMPLED, RequestFields
 
 MAX_CHOICES = 128  # limit of choices over all prompts of a request
-AS_GIVEN = (  # fields that are the options of the same names
-    "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens",
-    "stop", "ignore_eos", "model", "cache_salt",
-)  # fmt: skip
-_LOWEST_SEED = -(2**63)  # OpenAI's seeds are signed
+AS_GIVEN = (*SAMPLED, "stop", "ignore_eos", "model", "cache_salt")  # fields that are the options of the same names
+LOWEST_SEED = -(2**63)  # OpenAI's seeds are signed
 
 
 class RequestedOutput(NamedTuple):
@@ -93,17 +90,19 @@ def _num_choices(num: int, num_prompts: int, most_at_once: int) -> int:
 def _options(fields: RequestFields, limits: RequestLimits, session_id: str) -> GenerateOptions:
     """What all choices of a request have in common."""
     speculation = fields.speculation
+    given = {name: getattr(fields, name) for name in AS_GIVEN}
+    if given["top_k"] == -1:  # vLLM's spelling of "off"
+        given["top_k"] = 0
     return GenerateOptions(
         session_id=session_id,
-        top_k=0 if fields.top_k == -1 else fields.top_k,  # vLLM's spelling of "off"
         logit_bias=_logit_bias(fields.logit_bias),
         max_tokens=limits.max_tokens,
         include_stop=fields.include_stop_str_in_output,
-        stop_token_ids=tuple(fields.stop_token_ids),
+        stop_token_ids=frozenset(fields.stop_token_ids),
         logprobs=limits.logprobs,
         speculation=Speculation(not speculation.enabled, **speculation.model_dump(exclude={"enabled"})),
         constraint=limits.constraint,
-        **{name: getattr(fields, name) for name in AS_GIVEN},
+        **given,
     )
 
 
@@ -111,8 +110,8 @@ def _seed(seed: int | None) -> int | None:
     """The seed as an unsigned number, distinct for each of OpenAI's."""
     if seed is None:
         return None
-    if not _LOWEST_SEED <= seed <= MAX_SEED:
-        raise invalid("seed", seed, f"be {_LOWEST_SEED} to {MAX_SEED}")
+    if not LOWEST_SEED <= seed <= MAX_SEED:
+        raise invalid("seed", seed, f"be {LOWEST_SEED} to {MAX_SEED}")
     return seed % (MAX_SEED + 1)
 
 

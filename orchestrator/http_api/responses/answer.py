@@ -35,14 +35,13 @@ def repeated(fields: ResponseFields, tools: Tools | None) -> Json:
         "previous_response_id": None,
         "reasoning": {"effort": fields.reasoning.effort, "summary": None},
         "store": False,
-        "temperature": fields.temperature,
         "text": {"format": _format(fields.text.format)},
         "tool_choice": fields.tool_choice.given,
         "tools": [_function(function) for function in tools.functions] if tools else [],
         "top_logprobs": fields.top_logprobs,
-        "top_p": fields.top_p,
         "truncation": "disabled",
         "user": fields.user,
+        **fields.model_dump(include={"temperature", "top_p"}),
     }
 
 

@@ -13,6 +13,7 @@ from bough.errors import BoughError
 from bough.pb import draft_pb2, generation_pb2, target_pb2
 from bough.protocol import codec, codec_generation
 from bough.protocol.generation import ChatPrompt, GenerateOptions, Prompt
+from bough.protocol.same_fields import like
 from bough.protocol.sampling_params import SamplingParams, StopConditions
 from bough.registry.records import RequestRecord, SessionRecord, WorkerRecord
 from bough.rpc.server import decoded
@@ -124,15 +125,7 @@ def opened(prompt: Prompt, options: GenerateOptions, tokenizer: Tokenizer) -> li
     require_size(prompt, tokenizer, MAX_CONTEXT)
     is_turn = options.continues and isinstance(prompt, ChatPrompt)
     tokens = (next_prompt if is_turn else whole_prompt)(prompt, tokenizer, VOCAB)
-    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
-    sampling = SamplingParams(
-        **{name: getattr(options, name) for name in names},
-        seed=options.seed or 0,
-        logit_bias=options.logit_bias,
-        logprobs=options.logprobs,
-        stop_token_ids=frozenset(options.stop_token_ids),
-        min_tokens=options.min_tokens,
-    )
+    sampling = like(SamplingParams, options, seed=options.seed or 0, grammar="")
     sampling.validate(VOCAB)
     StopConditions(options.max_tokens, options.stop).validate()
     require_sizes(options.speculation, MAX_NODES)

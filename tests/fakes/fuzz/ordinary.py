@@ -30,19 +30,22 @@ GENERATE = generation_pb2.GenerateRequest(
     token_ids=generation_pb2.TokenIds(ids=[1, 2, 3]),
     session_id="session",
     request_id="request",
-    temperature=0.5,
-    seed=1,
+    sampling=common_pb2.SamplingParams(temperature=0.5, seed=1, logit_bias={3: 1.0}),
     max_tokens=3,
     stop=["zz"],
-    logit_bias={3: 1.0},
     speculation=generation_pb2.Speculation(budget=4, width=2, depth=2),
 )
 GENERATE_CHAT = generation_pb2.GenerateRequest(
     chat=generation_pb2.ChatMessages(messages=[generation_pb2.ChatMessage(role="user", content="hi")]), max_tokens=2
 )
-GENERATE_TEXT = generation_pb2.GenerateRequest(text="a few words", max_tokens=2, temperature=0.0)
+GENERATE_TEXT = generation_pb2.GenerateRequest(
+    text="a few words", max_tokens=2, sampling=common_pb2.SamplingParams(temperature=0.0)
+)
 GENERATE_RESUME = generation_pb2.GenerateRequest(
-    text="words", request_id="r", seed=1, resume=generation_pb2.Resume(num_tokens=1, token_ids=[4])
+    text="words",
+    request_id="r",
+    sampling=common_pb2.SamplingParams(seed=1),
+    resume=generation_pb2.Resume(num_tokens=1, token_ids=[4]),
 )
 ABORT = generation_pb2.AbortRequest(request_id="request")
 CLOSE = generation_pb2.CloseSessionRequest(session_id="session")

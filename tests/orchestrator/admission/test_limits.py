@@ -314,7 +314,7 @@ async def test_a_slow_but_steady_reader_is_left_alone(stage: Stage) -> None:
         (PROMPT, {"stop": ("a", "x" * 1025)}, r"stop\[1\]: must be at most 1024 characters, got 1025"),
         (
             PROMPT,
-            {"stop_token_ids": tuple(range(1025))},
+            {"stop_token_ids": frozenset(range(1025))},
             "stop_token_ids: must have at most 1024 entries, got 1025",
         ),
         (
@@ -333,7 +333,7 @@ async def test_what_is_too_large_is_refused_by_its_name(
 ) -> None:
     with pytest.raises(InvalidRequest, match=message):
         await finish(orchestrator, prompt, replace(SHORT, **changes))
-    largest = replace(SHORT, stop=("~",) * 64, logprobs=64, session_id="s" * 256, stop_token_ids=(1,))
+    largest = replace(SHORT, stop=("~",) * 64, logprobs=64, session_id="s" * 256, stop_token_ids=frozenset({1}))
     assert (await finish(orchestrator, options=largest)).usage.completion_tokens == 3
 
 
