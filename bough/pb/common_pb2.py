@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x62ough/pb/common.proto\x12\x08\x62ough.v1\"\x83\x01\n\x04Tree\x12\x0e\n\x06tokens\x18\x01 \x03(\x05\x12\x0f\n\x07parents\x18\x02 \x03(\r\x12\x11\n\tlog_probs\x18\x03 \x03(\x02\x12)\n\x0b\x64raft_probs\x18\x04 \x01(\x0b\x32\x14.bough.v1.DraftProbs\x12\r\n\x05\x64raws\x18\x05 \x03(\r\x12\r\n\x05worth\x18\x06 \x03(\x02\"K\n\nDraftProbs\x12\r\n\x05nodes\x18\x01 \x03(\r\x12\r\n\x05sizes\x18\x02 \x03(\r\x12\x0e\n\x06tokens\x18\x03 \x03(\r\x12\x0f\n\x07weights\x18\x04 \x03(\x02\"n\n\tBestFirst\x12\x0e\n\x06\x62udget\x18\x01 \x01(\r\x12\r\n\x05width\x18\x02 \x01(\r\x12\r\n\x05\x64\x65pth\x18\x03 \x01(\r\x12\x10\n\x08min_gain\x18\x05 \x01(\x01\x12\x0f\n\x07seconds\x18\x06 \x01(\x01J\x04\x08\x04\x10\x05R\nnode_price\"\x1e\n\x0bStaticShape\x12\x0f\n\x07parents\x18\x01 \x03(\r\"c\n\x06Growth\x12)\n\nbest_first\x18\x01 \x01(\x0b\x32\x13.bough.v1.BestFirstH\x00\x12&\n\x05shape\x18\x02 \x01(\x0b\x32\x15.bough.v1.StaticShapeH\x00\x42\x06\n\x04kind\"\xb6\x04\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x04H\x04\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x06 \x01(\x01H\x05\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x07 \x01(\x01H\x06\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x08 \x01(\x01H\x07\x88\x01\x01\x12;\n\nlogit_bias\x18\t \x03(\x0b\x32\'.bough.v1.SamplingParams.LogitBiasEntry\x12\x15\n\x08logprobs\x18\n \x01(\rH\x08\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\x0b \x03(\r\x12\x17\n\nmin_tokens\x18\x0c \x01(\rH\t\x88\x01\x01\x12\x0f\n\x07grammar\x18\r \x01(\t\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x07\n\x05_seedB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x0b\n\t_logprobsB\r\n\x0b_min_tokens\"1\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"^\n\x10PositionLogprobs\x12%\n\x05token\x18\x01 \x01(\x0b\x32\x16.bough.v1.TokenLogprob\x12#\n\x03top\x18\x02 \x03(\x0b\x32\x16.bough.v1.TokenLogprob\"\x84\x01\n\x07\x43ontext\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x15\n\rcontext_start\x18\x02 \x01(\r\x12\x13\n\x0bprefix_hash\x18\x03 \x01(\x06\x12\x0e\n\x06tokens\x18\x04 \x03(\x05\x12\x15\n\rprompt_length\x18\x05 \x01(\r\x12\x12\n\ncache_salt\x18\x06 \x01(\t\"\xa2\x01\n\x07Timings\x12\x10\n\x08total_ns\x18\x01 \x01(\x04\x12\x10\n\x08queue_ns\x18\x02 \x01(\x04\x12\x0f\n\x07wait_ns\x18\x03 \x01(\x04\x12\x12\n\ncompute_ns\x18\x04 \x01(\x04\x12\x0f\n\x07link_ns\x18\x05 \x01(\x04\x12\x12\n\nlink_bytes\x18\x06 \x01(\x04\x12\x12\n\nnum_passes\x18\x07 \x01(\r\x12\x15\n\rlink_ideal_ns\x18\x08 \x01(\x04\"8\n\tCostCurve\x12\x0c\n\x04rows\x18\x01 \x03(\r\x12\x0f\n\x07seconds\x18\x02 \x03(\x01\x12\x0c\n\x04step\x18\x03 \x01(\r\"\xa6\x04\n\nWorkerInfo\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x15\n\rbough_version\x18\x02 \x01(\t\x12\x0c\n\x04kind\x18\x03 \x01(\t\x12\x11\n\tworker_id\x18\x04 \x01(\t\x12\x12\n\nmodel_name\x18\x05 \x01(\t\x12\x19\n\x11model_description\x18\x06 \x01(\t\x12\x19\n\x11model_fingerprint\x18\x07 \x01(\t\x12\x1d\n\x15tokenizer_fingerprint\x18\x08 \x01(\t\x12\x12\n\nvocab_size\x18\t \x01(\r\x12\x13\n\x0bmax_context\x18\n \x01(\r\x12\x11\n\tmax_nodes\x18\x0b \x01(\r\x12\x14\n\x0cmax_sessions\x18\x0c \x01(\r\x12\x14\n\x0cnum_sessions\x18\r \x01(\r\x12\x1b\n\x13link_bytes_per_pass\x18\x0e \x01(\x04\x12\r\n\x05notes\x18\x0f \x03(\t\x12\x10\n\x08kv_bytes\x18\x10 \x01(\x04\x12\x15\n\rkv_used_bytes\x18\x11 \x01(\x04\x12\x13\n\x0bnum_waiting\x18\x12 \x01(\r\x12\x12\n\narithmetic\x18\x13 \x01(\t\x12!\n\x04\x63ost\x18\x14 \x01(\x0b\x32\x13.bough.v1.CostCurve\x12\x13\n\x0bnum_running\x18\x15 \x01(\r\x12\x12\n\nnum_passes\x18\x16 \x01(\x04\x12\x14\n\x0cweights_hash\x18\x17 \x01(\t\x12\x15\n\rcontext_limit\x18\x18 \x01(\t\"\x16\n\x14GetServerInfoRequest\"\x15\n\x13GetTokenizerRequest\"\x93\x01\n\x0eTokenizerChunk\x12\x16\n\x0etokenizer_json\x18\x01 \x01(\x0c\x12\x15\n\rchat_template\x18\x02 \x01(\t\x12\x15\n\reos_token_ids\x18\x03 \x03(\r\x12\x11\n\tbos_token\x18\x04 \x01(\t\x12\x11\n\teos_token\x18\x05 \x01(\t\x12\x15\n\rtool_template\x18\x06 \x01(\t\"3\n\x0eReleaseRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\"\x0e\n\x0cReleaseReply*[\n\x12VerificationScheme\x12\n\n\x06TARGET\x10\x00\x12\x17\n\x13WITHOUT_REPLACEMENT\x10\x01\x12\r\n\tTRAVERSAL\x10\x03\"\x04\x08\x02\x10\x02*\x0bMULTI_ROUNDb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x62ough/pb/common.proto\x12\x08\x62ough.v1\"\x83\x01\n\x04Tree\x12\x0e\n\x06tokens\x18\x01 \x03(\x05\x12\x0f\n\x07parents\x18\x02 \x03(\r\x12\x11\n\tlog_probs\x18\x03 \x03(\x02\x12)\n\x0b\x64raft_probs\x18\x04 \x01(\x0b\x32\x14.bough.v1.DraftProbs\x12\r\n\x05\x64raws\x18\x05 \x03(\r\x12\r\n\x05worth\x18\x06 \x03(\x02\"K\n\nDraftProbs\x12\r\n\x05nodes\x18\x01 \x03(\r\x12\r\n\x05sizes\x18\x02 \x03(\r\x12\x0e\n\x06tokens\x18\x03 \x03(\r\x12\x0f\n\x07weights\x18\x04 \x03(\x02\"n\n\tBestFirst\x12\x0e\n\x06\x62udget\x18\x01 \x01(\r\x12\r\n\x05width\x18\x02 \x01(\r\x12\r\n\x05\x64\x65pth\x18\x03 \x01(\r\x12\x10\n\x08min_gain\x18\x05 \x01(\x01\x12\x0f\n\x07seconds\x18\x06 \x01(\x01J\x04\x08\x04\x10\x05R\nnode_price\"\x1e\n\x0bStaticShape\x12\x0f\n\x07parents\x18\x01 \x03(\r\"c\n\x06Growth\x12)\n\nbest_first\x18\x01 \x01(\x0b\x32\x13.bough.v1.BestFirstH\x00\x12&\n\x05shape\x18\x02 \x01(\x0b\x32\x15.bough.v1.StaticShapeH\x00\x42\x06\n\x04kind\"\xe0\x04\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x04H\x04\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x06 \x01(\x01H\x05\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x07 \x01(\x01H\x06\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x08 \x01(\x01H\x07\x88\x01\x01\x12;\n\nlogit_bias\x18\t \x03(\x0b\x32\'.bough.v1.SamplingParams.LogitBiasEntry\x12\x15\n\x08logprobs\x18\n \x01(\rH\x08\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\x0b \x03(\r\x12\x17\n\nmin_tokens\x18\x0c \x01(\rH\t\x88\x01\x01\x12\x0f\n\x07grammar\x18\r \x01(\t\x12\x18\n\x0btop_n_sigma\x18\x0e \x01(\x01H\n\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x07\n\x05_seedB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x0b\n\t_logprobsB\r\n\x0b_min_tokensB\x0e\n\x0c_top_n_sigma\"1\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"^\n\x10PositionLogprobs\x12%\n\x05token\x18\x01 \x01(\x0b\x32\x16.bough.v1.TokenLogprob\x12#\n\x03top\x18\x02 \x03(\x0b\x32\x16.bough.v1.TokenLogprob\"\x84\x01\n\x07\x43ontext\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x15\n\rcontext_start\x18\x02 \x01(\r\x12\x13\n\x0bprefix_hash\x18\x03 \x01(\x06\x12\x0e\n\x06tokens\x18\x04 \x03(\x05\x12\x15\n\rprompt_length\x18\x05 \x01(\r\x12\x12\n\ncache_salt\x18\x06 \x01(\t\"\xa2\x01\n\x07Timings\x12\x10\n\x08total_ns\x18\x01 \x01(\x04\x12\x10\n\x08queue_ns\x18\x02 \x01(\x04\x12\x0f\n\x07wait_ns\x18\x03 \x01(\x04\x12\x12\n\ncompute_ns\x18\x04 \x01(\x04\x12\x0f\n\x07link_ns\x18\x05 \x01(\x04\x12\x12\n\nlink_bytes\x18\x06 \x01(\x04\x12\x12\n\nnum_passes\x18\x07 \x01(\r\x12\x15\n\rlink_ideal_ns\x18\x08 \x01(\x04\"8\n\tCostCurve\x12\x0c\n\x04rows\x18\x01 \x03(\r\x12\x0f\n\x07seconds\x18\x02 \x03(\x01\x12\x0c\n\x04step\x18\x03 \x01(\r\"\xa6\x04\n\nWorkerInfo\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x15\n\rbough_version\x18\x02 \x01(\t\x12\x0c\n\x04kind\x18\x03 \x01(\t\x12\x11\n\tworker_id\x18\x04 \x01(\t\x12\x12\n\nmodel_name\x18\x05 \x01(\t\x12\x19\n\x11model_description\x18\x06 \x01(\t\x12\x19\n\x11model_fingerprint\x18\x07 \x01(\t\x12\x1d\n\x15tokenizer_fingerprint\x18\x08 \x01(\t\x12\x12\n\nvocab_size\x18\t \x01(\r\x12\x13\n\x0bmax_context\x18\n \x01(\r\x12\x11\n\tmax_nodes\x18\x0b \x01(\r\x12\x14\n\x0cmax_sessions\x18\x0c \x01(\r\x12\x14\n\x0cnum_sessions\x18\r \x01(\r\x12\x1b\n\x13link_bytes_per_pass\x18\x0e \x01(\x04\x12\r\n\x05notes\x18\x0f \x03(\t\x12\x10\n\x08kv_bytes\x18\x10 \x01(\x04\x12\x15\n\rkv_used_bytes\x18\x11 \x01(\x04\x12\x13\n\x0bnum_waiting\x18\x12 \x01(\r\x12\x12\n\narithmetic\x18\x13 \x01(\t\x12!\n\x04\x63ost\x18\x14 \x01(\x0b\x32\x13.bough.v1.CostCurve\x12\x13\n\x0bnum_running\x18\x15 \x01(\r\x12\x12\n\nnum_passes\x18\x16 \x01(\x04\x12\x14\n\x0cweights_hash\x18\x17 \x01(\t\x12\x15\n\rcontext_limit\x18\x18 \x01(\t\"\x16\n\x14GetServerInfoRequest\"\x15\n\x13GetTokenizerRequest\"\x93\x01\n\x0eTokenizerChunk\x12\x16\n\x0etokenizer_json\x18\x01 \x01(\x0c\x12\x15\n\rchat_template\x18\x02 \x01(\t\x12\x15\n\reos_token_ids\x18\x03 \x03(\r\x12\x11\n\tbos_token\x18\x04 \x01(\t\x12\x11\n\teos_token\x18\x05 \x01(\t\x12\x15\n\rtool_template\x18\x06 \x01(\t\"3\n\x0eReleaseRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\"\x0e\n\x0cReleaseReply*[\n\x12VerificationScheme\x12\n\n\x06TARGET\x10\x00\x12\x17\n\x13WITHOUT_REPLACEMENT\x10\x01\x12\r\n\tTRAVERSAL\x10\x03\"\x04\x08\x02\x10\x02*\x0bMULTI_ROUNDb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,8 +33,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_VERIFICATIONSCHEME']._serialized_start=2384
-  _globals['_VERIFICATIONSCHEME']._serialized_end=2475
+  _globals['_VERIFICATIONSCHEME']._serialized_start=2426
+  _globals['_VERIFICATIONSCHEME']._serialized_end=2517
   _globals['_TREE']._serialized_start=36
   _globals['_TREE']._serialized_end=167
   _globals['_DRAFTPROBS']._serialized_start=169
@@ -46,29 +46,29 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GROWTH']._serialized_start=390
   _globals['_GROWTH']._serialized_end=489
   _globals['_SAMPLINGPARAMS']._serialized_start=492
-  _globals['_SAMPLINGPARAMS']._serialized_end=1058
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=861
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=909
-  _globals['_TOKENLOGPROB']._serialized_start=1060
-  _globals['_TOKENLOGPROB']._serialized_end=1109
-  _globals['_POSITIONLOGPROBS']._serialized_start=1111
-  _globals['_POSITIONLOGPROBS']._serialized_end=1205
-  _globals['_CONTEXT']._serialized_start=1208
-  _globals['_CONTEXT']._serialized_end=1340
-  _globals['_TIMINGS']._serialized_start=1343
-  _globals['_TIMINGS']._serialized_end=1505
-  _globals['_COSTCURVE']._serialized_start=1507
-  _globals['_COSTCURVE']._serialized_end=1563
-  _globals['_WORKERINFO']._serialized_start=1566
-  _globals['_WORKERINFO']._serialized_end=2116
-  _globals['_GETSERVERINFOREQUEST']._serialized_start=2118
-  _globals['_GETSERVERINFOREQUEST']._serialized_end=2140
-  _globals['_GETTOKENIZERREQUEST']._serialized_start=2142
-  _globals['_GETTOKENIZERREQUEST']._serialized_end=2163
-  _globals['_TOKENIZERCHUNK']._serialized_start=2166
-  _globals['_TOKENIZERCHUNK']._serialized_end=2313
-  _globals['_RELEASEREQUEST']._serialized_start=2315
-  _globals['_RELEASEREQUEST']._serialized_end=2366
-  _globals['_RELEASEREPLY']._serialized_start=2368
-  _globals['_RELEASEREPLY']._serialized_end=2382
+  _globals['_SAMPLINGPARAMS']._serialized_end=1100
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=887
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=935
+  _globals['_TOKENLOGPROB']._serialized_start=1102
+  _globals['_TOKENLOGPROB']._serialized_end=1151
+  _globals['_POSITIONLOGPROBS']._serialized_start=1153
+  _globals['_POSITIONLOGPROBS']._serialized_end=1247
+  _globals['_CONTEXT']._serialized_start=1250
+  _globals['_CONTEXT']._serialized_end=1382
+  _globals['_TIMINGS']._serialized_start=1385
+  _globals['_TIMINGS']._serialized_end=1547
+  _globals['_COSTCURVE']._serialized_start=1549
+  _globals['_COSTCURVE']._serialized_end=1605
+  _globals['_WORKERINFO']._serialized_start=1608
+  _globals['_WORKERINFO']._serialized_end=2158
+  _globals['_GETSERVERINFOREQUEST']._serialized_start=2160
+  _globals['_GETSERVERINFOREQUEST']._serialized_end=2182
+  _globals['_GETTOKENIZERREQUEST']._serialized_start=2184
+  _globals['_GETTOKENIZERREQUEST']._serialized_end=2205
+  _globals['_TOKENIZERCHUNK']._serialized_start=2208
+  _globals['_TOKENIZERCHUNK']._serialized_end=2355
+  _globals['_RELEASEREQUEST']._serialized_start=2357
+  _globals['_RELEASEREQUEST']._serialized_end=2408
+  _globals['_RELEASEREPLY']._serialized_start=2410
+  _globals['_RELEASEREPLY']._serialized_end=2424
 # @@protoc_insertion_point(module_scope)

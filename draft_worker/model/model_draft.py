@@ -15,6 +15,7 @@ from bough.model.batch.batch import Batch
 from bough.model.gpu.faults import named_faults
 from bough.model.kv.segment import Segment
 from bough.model.running.runner import ResidentModel
+from bough.model.sampling.sampler import within_deviations
 from bough.protocol.sampling_params import SamplingParams
 from draft_worker.candidates.adjust import adjust, constrain
 from draft_worker.candidates.candidates import Guessing
@@ -54,6 +55,8 @@ class ModelDraft:
         sizes = [sum(len(s) for s in own if s.wants_logits) for own in segments]
         for part, rows in zip(parts, torch.split(logits, sizes), strict=True):
             self._adjust(part, rows)
+            if part.session.guessing is not None:
+                _exclude(rows, part.session.guessing.params)
         values, tokens = largest(logits, NUM_CONSIDERED)
         ends = np.cumsum(sizes)[:-1]
         rows_of = zip(np.split(values, ends), np.split(tokens, ends), strict=True)
@@ -77,6 +80,13 @@ class ModelDraft:
             prompt_length = session.guessing.prompt_length
             allowed.stand_on(session.tokens[prompt_length:])
             constrain(logits, allowed, paths, positions >= prompt_length)
+
+
+@torch.inference_mode()
+def _exclude(logits: torch.Tensor, params: SamplingParams) -> None:
+    """Apply in place to logits (num_rows, vocab_size) what needs whole rows, as the target has them."""
+    if params.top_n_sigma > 0.0 and not params.is_greedy:
+        logits.copy_(torch.from_numpy(within_deviations(logits.cpu().numpy(), params)))
 
 
 def warm_up_choosing(vocab_size: int, device: torch.device) -> None:

@@ -52,6 +52,7 @@ REQUESTS = {
     "top-k": replace(SAMPLED, seed=2, top_k=5, repetition_penalty=1.3),
     "top-p": replace(SAMPLED, seed=3, top_p=0.7, logit_bias={50: 4.0}, logprobs=1),
     "min-p": replace(SAMPLED, seed=4, min_p=0.1, presence_penalty=0.7, frequency_penalty=0.2),
+    "top-n-sigma": replace(SAMPLED, temperature=1.5, seed=7, top_n_sigma=1.0, top_p=0.95),
     "all at once": replace(
         SAMPLED, seed=2**64 - 1, top_k=40, top_p=0.95, min_p=0.01, logit_bias=LETTERS, logprobs=4, **PENALTIES
     ),

@@ -43,6 +43,7 @@ sampling_params = st.builds(
     top_k=st.integers(0, 50),
     top_p=st.floats(0.01, 1),
     min_p=st.floats(0, 1),
+    top_n_sigma=st.floats(-1, 100),
     seed=st.integers(0, 2**64 - 1),
     repetition_penalty=POSITIVE,
     presence_penalty=st.floats(-2, 2),

@@ -9,6 +9,7 @@ communication"). Works on one row at a time in numpy: a row's result cannot depe
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -94,6 +95,21 @@ def filtered(logits: Row, params: SamplingParams) -> Row:
     return logits
 
 
+def within_deviations(logits: NDArray[Any], params: SamplingParams) -> NDArray[Any]:
+    """Logits (..., vocab_size) with -inf for tokens that top-n-sigma excludes; of whole rows, as all tokens count.
+
+    Temperature divides the deviation too, so what is excluded does not depend on it (arXiv 2411.07641, section 3).
+    """
+    if params.top_n_sigma <= 0.0:
+        return logits
+    is_known = np.isfinite(logits)
+    num = np.maximum(is_known.sum(-1, keepdims=True), 1)
+    mean = np.where(is_known, logits, 0.0).sum(-1, keepdims=True) / num
+    deviation = np.sqrt((np.where(is_known, logits - mean, 0.0) ** 2).sum(-1, keepdims=True) / num)
+    least = logits.max(-1, keepdims=True) - params.top_n_sigma * deviation
+    return np.where(logits < least, -np.inf, logits)
+
+
 def draw(logits: Row, params: SamplingParams, position: int) -> int:
     """The token at an absolute position, from `adjusted` logits.
 
@@ -103,7 +119,7 @@ def draw(logits: Row, params: SamplingParams, position: int) -> int:
     require_numbers(logits, position)
     if params.is_greedy:
         return int(logits.argmax())
-    return _noisiest(filtered(logits, params), params.seed, position)
+    return _noisiest(filtered(within_deviations(logits, params), params), params.seed, position)
 
 
 def draw_by(distribution: Callable[[Row], Row], logits: Row, params: SamplingParams, position: int) -> int:
@@ -135,7 +151,7 @@ def probabilities(logits: Row, params: SamplingParams) -> Row:
         one: Row = np.zeros(len(logits))
         one[logits.argmax()] = 1.0
         return one
-    return _softmax(filtered(logits, params))
+    return _softmax(filtered(within_deviations(logits, params), params))
 
 
 def position_logprobs(logits: Row, token: int, num_top: int) -> PositionLogprobs:

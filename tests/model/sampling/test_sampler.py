@@ -20,6 +20,7 @@ from bough.model.sampling.sampler import (
     gumbel_noise,
     position_logprobs,
     probabilities,
+    within_deviations,
 )
 from bough.model.sampling.token_counts import TokenCounts
 from bough.protocol.sampling_params import BANNED, SamplingParams, StopConditions
@@ -65,6 +66,30 @@ def test_filters_keep_what_their_definitions_say() -> None:
     smallest = next(n for n in range(1, 7) if probs[:n].sum() >= 0.8)
     assert kept["top_p"].tolist() == [True] * smallest + [False] * (6 - smallest)
     assert kept["min_p"].tolist() == (probs >= 0.2 * probs.max()).tolist()
+
+
+def test_top_n_sigma_keeps_what_is_within_so_many_deviations_of_the_largest() -> None:
+    """As llama.cpp's: banned tokens do not count, temperature changes nothing, and 0 or -1 excludes nothing."""
+    logits = np.array([-np.inf, *LOGITS, -np.inf])
+    for sigmas in (0.3, 1.0, 1.5, 4.0):
+        kept = np.isfinite(within_deviations(logits, SamplingParams(top_n_sigma=sigmas)))
+        assert kept.tolist() == [False, *(LOGITS.max() - LOGITS <= sigmas * LOGITS.std()), False]
+        for temperature in (0.2, 1.0, 5.0):
+            hot = SamplingParams(temperature, top_n_sigma=sigmas)
+            assert (probabilities(logits, hot) > 0).tolist() == kept.tolist()
+            assert {draw(logits, hot, position) for position in range(300)} <= {*np.flatnonzero(kept)}
+    for off in (0.0, -1.0):
+        assert within_deviations(logits, SamplingParams(top_n_sigma=off)) is logits
+    assert not np.isfinite(within_deviations(np.full(3, -np.inf), SamplingParams(top_n_sigma=1.0))).any()
+
+
+def test_top_n_sigma_of_a_drafts_rows_excludes_what_the_targets_does() -> None:
+    rows = np.random.default_rng(2).normal(size=(5, 300)).astype(np.float32)
+    params = SamplingParams(0.8, top_n_sigma=1.2)
+    kept = within_deviations(rows, params)
+    assert kept.dtype == np.float32
+    for row, expected in zip(kept, rows, strict=True):
+        assert np.isfinite(row).tolist() == np.isfinite(within_deviations(expected.astype(np.float64), params)).tolist()
 
 
 @pytest.mark.parametrize(

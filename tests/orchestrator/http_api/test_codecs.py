@@ -56,7 +56,7 @@ def test_every_field_arrives_where_grpc_has_it() -> None:
     (wanted,) = chat_choices(
         temperature=0.5, top_k=3, top_p=0.9, min_p=0.1, seed=7, repetition_penalty=1.1, presence_penalty=0.2,
         frequency_penalty=0.3, logit_bias={"5": -100, "6": 1.5}, max_tokens=9, stop=["a", "b"], stop_token_ids=[4],
-        min_tokens=5, include_stop_str_in_output=True, ignore_eos=True, logprobs=True, top_logprobs=2,
+        top_n_sigma=2.5, min_tokens=5, include_stop_str_in_output=True, ignore_eos=True, logprobs=True, top_logprobs=2,
         session_id="s", model="m",
         speculation={"enabled": False, "budget": 4, "width": 2, "depth": 3, "lookup": 1},
     )  # fmt: skip
@@ -65,7 +65,7 @@ def test_every_field_arrives_where_grpc_has_it() -> None:
         request_id="id", session_id="s", temperature=0.5, top_k=3, top_p=0.9, min_p=0.1, seed=7,
         repetition_penalty=1.1, presence_penalty=0.2, frequency_penalty=0.3, logit_bias={5: -100.0, 6: 1.5},
         max_tokens=9, min_tokens=5, include_stop=True, stop=("a", "b"), stop_token_ids=frozenset({4}), ignore_eos=True,
-        logprobs=2, model="m",
+        logprobs=2, model="m", top_n_sigma=2.5,
         speculation=Speculation(disabled=True, budget=4, width=2, depth=3, lookup=1),
     )  # fmt: skip
 

@@ -65,6 +65,7 @@ async def door(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[HttpSt
         ("top_k", 2**32),
         ("max_tokens", 2**40),
         ("min_p", 2),
+        ("top_n_sigma", 101),
         ("n", 0),
         ("n", 129),
         ("n", 1.5),
