@@ -9,22 +9,21 @@ import torch
 from bough.config.processes import DraftConfig
 from bough.errors import ConfigError
 from bough.grammar.allowed_tokens import Grammars
+from bough.model.backend import backend_of
 from bough.model.checkpoint.checkpoint import Checkpoint
 from bough.model.checkpoint.tokenizer_files import load_tokenizer_files
-from bough.model.cpu.huge_pages import large_pages
-from bough.model.cpu.kernel_cache import compiled_ground
-from bough.model.cpu.threads import compute_with, on_a_passing_thread
-from bough.model.gpu.faults import named_faults
-from bough.model.gpu.ready import make_ready
+from bough.model.faults import named_faults
+from bough.model.kernel_cache import compiled_ground
 from bough.model.kv.kv_arena import KVArena
 from bough.model.kv.state_shape import GROWN_ROWS
-from bough.model.llama.weights import supports_fused_layers
 from bough.model.loading.loading import Skeleton
 from bough.model.running.device import choose_device
 from bough.model.sizes.memory_budget import free_device_bytes
+from bough.model.threads import compute_with, on_a_passing_thread
 from bough.processes.compile_once import compile_in_subprocess
 from bough.processes.startup import stage
 from bough.protocol.worker_info import WorkerInfo
+from bough.runtime.huge_pages import large_pages
 from bough.runtime.kv_budget import LEAST_CONTEXT, context_within, kv_budget, num_states
 from bough.trees.tree_plan import MAX_EXPANSIONS
 from draft_worker.candidates.temperature_scaling import TemperatureScalings
@@ -39,7 +38,7 @@ from draft_worker.served import ServedDraft
 
 def compile_draft(skeleton: Skeleton, dtype: str, bits: str, device: torch.device) -> bool:
     """Compile the kernels of draft steps, as `compile_once` does; False if the layers are not compiled whole."""
-    if not supports_fused_layers(skeleton, device):
+    if not backend_of(device).compiles(skeleton):
         return False
     return compile_in_subprocess("draft_worker.model.kernels", [dtype, bits], compiled_ground(Path(__file__).parent))
 
@@ -53,7 +52,7 @@ class DraftWorker(ServedDraft):
         self.tokenizer = load_tokenizer_files(checkpoint.path)
         self._fingerprint = checkpoint.fingerprint()
         device = choose_device(config.device)
-        make_ready(device)
+        backend_of(device).make_ready(device)
         self._ahead_steps = num_steps(config.ahead_steps, device.type)
 
         def load() -> SessionPool:
@@ -101,7 +100,7 @@ class DraftWorker(ServedDraft):
             ),
             *self._engine.scalings.notes(),
             *self._metrics_note,
-            *([] if device.type == "cpu" else [f"computes on {device}, {torch.cuda.get_device_name(device)}"]),
+            *([] if device.type == "cpu" else [f"computes on {device}, {backend_of(device).describe(device)}"]),
         )
         return self._info(
             model_description=self._model.describe(),

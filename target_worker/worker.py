@@ -14,19 +14,17 @@ from bough.config.processes import TargetConfig
 from bough.errors import AcceleratorFull, ConfigError
 from bough.grammar.allowed_tokens import Grammars
 from bough.model.architecture.architecture import load_config
+from bough.model.backend import backend_of
 from bough.model.checkpoint.checkpoint import Checkpoint
 from bough.model.checkpoint.tokenizer_files import load_tokenizer_files
-from bough.model.cpu.kernel_cache import compiled_ground
-from bough.model.cpu.threads import compute_reproducibly_with, hand_over_soon, on_a_passing_thread
-from bough.model.gpu.faults import named_faults
-from bough.model.gpu.ready import make_ready
+from bough.model.faults import named_faults
+from bough.model.kernel_cache import compiled_ground
 from bough.model.kv.kv_arena import KVArena
 from bough.model.kv.split_layers import split_memory
 from bough.model.kv.states import by_kv_place
-from bough.model.llama.weights import supports_fused_layers
 from bough.model.loading.default_settings import conversion, settled
 from bough.model.loading.loading import DTYPES, build_skeleton
-from bough.model.running.device import choose_device, device_name
+from bough.model.running.device import choose_device
 from bough.model.running.host_embeddings import host_bytes
 from bough.model.sizes.memory_budget import (
     device_budget,
@@ -37,6 +35,7 @@ from bough.model.sizes.memory_budget import (
     with_kv_memory,
 )
 from bough.model.sizes.target_limits import TargetLimits
+from bough.model.threads import compute_reproducibly_with, hand_over_soon, on_a_passing_thread
 from bough.processes.compile_once import compile_in_subprocess
 from bough.processes.startup import stage
 from bough.protocol.worker_info import WorkerInfo
@@ -62,6 +61,10 @@ def compile_target(dtype: str, layers: str) -> bool:
     return compile_in_subprocess("target_worker.sweep.kernels", [dtype, layers], compiled_ground(Path(__file__).parent))
 
 
+def _described(device: torch.device) -> str:
+    return backend_of(device).describe(device)
+
+
 class TargetWorker(ServedTarget):
     """Owns all resources of a target; closed once."""
 
@@ -73,7 +76,7 @@ class TargetWorker(ServedTarget):
         self._weights_hash = WeightsHash(place.file for place in checkpoint.tensors.values())
         self._fingerprint = checkpoint.fingerprint()
         self._device = choose_device(config.device)
-        make_ready(self._device)
+        backend_of(self._device).make_ready(self._device)
         self._config = config = settled(config, load_config(checkpoint.path), self._device.type)
         self._skeleton = build_skeleton(checkpoint, DTYPES[config.dtype])
         self._conversion = conversion(checkpoint.tensors.values(), self._skeleton.dtype)
@@ -93,7 +96,7 @@ class TargetWorker(ServedTarget):
         self._placement = self._place()
         if self._device.type == "cpu":
             packing = self._skeleton.quantization
-            is_whole = supports_fused_layers(self._skeleton, self._device) and (
+            is_whole = backend_of(self._device).compiles(self._skeleton) and (
                 packing is None or not packing.is_transposed
             )
             compile_target(config.dtype, "recurrent" if shape.states else "whole" if is_whole else "attention")
@@ -142,7 +145,12 @@ class TargetWorker(ServedTarget):
     def info(self) -> WorkerInfo:
         # the first two decide the order of sums, the third which tokens a grammar allows
         libraries = f"torch {torch.__version__}, numba {numba.__version__}, llguidance {version('llguidance')}"
-        ground = self._model.arithmetic, self._devices_in_words(), libraries, f"code {code_hash()}"
+        ground = (
+            self._model.arithmetic,
+            self._devices_in_words(),
+            libraries,
+            f"code {code_hash(backend_of(self._device))}",
+        )
         return self._info(
             model_description=self._skeleton.describe(),
             model_fingerprint=self._fingerprint,
@@ -166,7 +174,7 @@ class TargetWorker(ServedTarget):
 
     def _devices_in_words(self) -> str:
         """Devices that compute; targets that compute layers on different kinds of GPUs give different bits."""
-        own, others = device_name(self._device), {i: device_name(d) for i, d in self._elsewhere.items()}
+        own, others = _described(self._device), {i: _described(d) for i, d in self._elsewhere.items()}
         kinds = {name: [i for i in others if others[i] == name] for name in others.values() if name != own}
         return own + "".join(f", layers {layers} on {name}" for name, layers in sorted(kinds.items()))
 
@@ -180,10 +188,10 @@ class TargetWorker(ServedTarget):
         if self._experts:
             notes.append(f"experts come when rows choose them: {gigabytes(self._placement.expert_bytes)} in all")
         if self._device.type != "cpu":
-            notes.append(f"computes on {self._device}, {device_name(self._device)}")
+            notes.append(f"computes on {self._device}, {_described(self._device)}")
         for other in dict.fromkeys(self._elsewhere.values()):
             count = sum(device == other for device in self._elsewhere.values())
-            notes.append(f"{count} layers stay on {other}, {device_name(other)}, and are computed there")
+            notes.append(f"{count} layers stay on {other}, {_described(other)}, and are computed there")
         unpinned = self._tiers.unpinned_bytes + sum(streams.unpinned_bytes for streams in self._kv_streams.values())
         if unpinned:
             notes.append(
@@ -245,7 +253,7 @@ class TargetWorker(ServedTarget):
         devices = [torch.device(others[number].name) for number in placement.others]
         self._elsewhere = dict(zip(placement.layers(Tier.ELSEWHERE), devices, strict=True))
         for other in dict.fromkeys(devices):
-            make_ready(other)
+            backend_of(other).make_ready(other)
         if placement.expert_bytes:
             self.layers = tuple((self.layers if i in self._elsewhere else apart)[i] for i in range(len(apart)))
             self._experts = {i: own for i, own in experts.items() if i not in self._elsewhere}

@@ -9,7 +9,7 @@ import hashlib
 import os
 from pathlib import Path
 
-from bough.model.cpu.kernel_cache import compiled_ground
+from bough.model.kernel_cache import compiled_ground
 
 ROOT = Path(__file__).parents[1]
 CALLERS = ("bough/model", "draft_worker", "target_worker")  # their code decides which kernels are called with what

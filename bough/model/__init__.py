@@ -29,7 +29,7 @@ def compiled_folder() -> Path:
 
 
 os.environ.setdefault("NUMBA_CACHE_DIR", str(compiled_folder()))
-os.environ.setdefault("NUMBA_CACHE_LOCATOR_CLASSES", "bough.model.cpu.kernel_cache.ByContents,UserProvidedCacheLocator")
+os.environ.setdefault("NUMBA_CACHE_LOCATOR_CLASSES", "bough.model.kernel_cache.ByContents,UserProvidedCacheLocator")
 
 # By default Triton's cache is in the home folder, which a service may not write to, and which a container loses. Triton
 # itself tells versions and GPUs apart.

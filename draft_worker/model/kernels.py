@@ -19,7 +19,7 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 from bough.model.checkpoint.checkpoint import Checkpoint
-from bough.model.cpu.small_model import SIZES, WHOLE, write_small
+from bough.model.small_model import SIZES, WHOLE, write_small
 from draft_worker.model.model_draft import warm_up_choosing
 from draft_worker.model.sources import load_draft
 

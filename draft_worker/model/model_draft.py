@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from bough.grammar.allowed_tokens import Grammars
 from bough.model.batch.batch import Batch
-from bough.model.gpu.faults import named_faults
+from bough.model.faults import named_faults
 from bough.model.kv.segment import Segment
 from bough.model.running.runner import ResidentModel
 from bough.model.sampling.sampler import within_deviations

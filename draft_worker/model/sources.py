@@ -6,10 +6,8 @@ import torch
 
 from bough.errors import ConfigError
 from bough.model.architecture.architecture import load_config
+from bough.model.backend import backend_of
 from bough.model.checkpoint.checkpoint import Checkpoint
-from bough.model.cpu.llvm_vectors import multiplies_bytes
-from bough.model.cpu.operands import LINE
-from bough.model.llama.weights import supports_fused_int8
 from bough.model.loading.default_settings import chosen_dtype
 from bough.model.loading.layer_selection import kept_layers
 from bough.model.loading.loading import DTYPES, Skeleton, build_skeleton
@@ -61,10 +59,11 @@ def require_packed(skeleton: Skeleton, device: torch.device) -> None:
 
 def is_int8(skeleton: Skeleton, device: torch.device, bits: str) -> bool:
     """Whether the setting means products in 8 bits. Raises ConfigError if it does and they are not possible."""
-    is_possible = supports_fused_int8(skeleton, device)
+    backend = backend_of(device)
+    is_possible = backend.compiles_int8(skeleton)
     if bits == "8" and not is_possible:
         raise ConfigError(
             f"--bits: must be 16 or auto for {skeleton.describe()} on {device.type}, got 8, which takes a Llama-like "
-            f"model whose sizes are multiples of {LINE}, in bfloat16 on the CPU"
+            "model whose sizes are multiples of 64, in bfloat16 on the CPU"
         )
-    return is_possible and (bits == "8" or (bits == "auto" and multiplies_bytes()))
+    return is_possible and (bits == "8" or (bits == "auto" and backend.prefers_int8))

@@ -18,10 +18,9 @@ from typing import Any
 import torch
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
+from bough.model.backends.triton import accumulate_in_float32, kernels
 from bough.model.batch.batch import BatchPart, Segment
 from bough.model.batch.gpu_paths import Paths
-from bough.model.gpu.kernels import kernels_on
-from bough.model.gpu.ready import settle_sums
 from bough.model.kv.session_kv import KVSlot
 from bough.model.running.device import working_on
 from bough.trees.tree import Tree
@@ -125,14 +124,14 @@ def _sums(may_divide: bool) -> Iterator[None]:
     try:
         yield
     finally:
-        settle_sums()
+        accumulate_in_float32()
 
 
 def _attention(rows: _Rows) -> list[torch.Tensor]:
     """A child of the root of a tree whose nodes are all such children: its path is the same at each place."""
     tree = Tree.of([*range(rows.num)], [-1, *[0] * (rows.num - 1)], [0.0] * rows.num)
     piece = BatchPart(0, Segment.tree(KVSlot.__new__(KVSlot), CONTEXT, tree))
-    paths, kernels = Paths.of([piece], [0]).on(rows.device), kernels_on(rows.device)
+    paths = Paths.of([piece], [0]).on(rows.device)
     shared = rows.random(2, CONTEXT + 1, KV_HEADS, HEAD_DIM)  # keys and values of the context and the root
     own, rules, found = rows.random(2, KV_HEADS, HEAD_DIM), (HEAD_DIM**-0.5, 0, 0.0, None), []
     query = rows.random(HEADS, HEAD_DIM)
@@ -142,8 +141,8 @@ def _attention(rows: _Rows) -> list[torch.Tensor]:
         queries = rows.random(rows.num, HEADS, HEAD_DIM)
         queries[place] = query
         with working_on(rows.device):
-            if kernels is not None:
-                out = kernels.attend(queries, keys, values, paths, *rules)
+            if rows.device.type != "cpu":
+                out = kernels().attend(queries, keys, values, paths, *rules)
             else:
                 out = attend_on_cpu(queries, keys, values, piece, *rules)
         found.append(out[place].clone())

@@ -15,10 +15,9 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, PretrainedConfig
 
+from bough.model.backends import triton
 from bough.model.batch.batch import Batch, BatchPart, Segment
 from bough.model.batch.gpu_paths import Paths
-from bough.model.gpu import kernels
-from bough.model.gpu.kernels import kernels_on
 from bough.model.kv.kv_arena import KVArena
 from bough.model.kv.session_kv import KVSlot
 from bough.model.loading.loading import build_skeleton
@@ -140,7 +139,7 @@ def equality(
     layer_bytes = max(layer.num_bytes for layer in planned(build_skeleton(checkpoint, torch.bfloat16)))
     cases, first, all_stream = [], None, config.num_hidden_layers + 2
     by_torch = replace(machine, host_memory=all_stream * layer_bytes, streams=new_streams(machine.device))
-    with patch.object(kernels, "of_gpus", kernels_by_torch), streamed(checkpoint, by_torch, 2 * NUM_ROWS) as model:
+    with patch.object(triton, "kernels", kernels_by_torch), streamed(checkpoint, by_torch, 2 * NUM_ROWS) as model:
         wanted = _tree_logits(model, _arena(model, None)).float()
     for host_layers, kv_tier in ((all_stream, "device"), (3, "device"), (all_stream, "host")):  # 3: one, and two slabs
         small = replace(machine, host_memory=host_layers * layer_bytes, streams=new_streams(machine.device))
@@ -258,8 +257,7 @@ HEADS, KV_HEADS, HEAD_DIM = 64, 8, 128  # a 70B's
 def contexts(device: torch.device, rows: Sequence[int], lengths: Sequence[int]) -> list[dict[str, Any]]:
     """Milliseconds of a layer's attention for a chain-like tree, by rows and context length."""
     torch.manual_seed(0)
-    kernels, found = kernels_on(device), []
-    attend = kernels.attend if kernels else attend_by_mask
+    attend, found = attend_by_mask if device.type == "cpu" else triton.kernels().attend, []
     for length in lengths:
         keys, values = torch.randn(2, length + max(rows), KV_HEADS, HEAD_DIM, device=device, dtype=torch.bfloat16)
         for count in rows:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from bough.model.architecture.gated_delta import run_steps
+from bough.model.backend import backend_of
 from bough.model.batch.batch import BatchPart, Segment
 from bough.model.batch.state_steps import chain_steps
 from bough.model.kv.session_kv import KVSlot
@@ -36,7 +36,7 @@ def _row(device: torch.device, count: int, is_tree: bool) -> dict[str, Any]:
     states = torch.zeros(HEADS, steps.num_places, DIM, DIM, device=device)
     rest = states, KEY_HEADS, 0
     acts = [
-        partial(run_steps, qkv, decay, beta, steps, *rest),
+        partial(backend_of(device).recur, qkv, decay, beta, steps, *rest),
         partial(take_steps, qkv, decay, beta, steps.on(device).table, *rest),
     ]
     with working_on(device):

@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
+from bough.model.backends.triton import Kernels
 from bough.model.batch.batch import BatchPart
 from bough.model.batch.gpu_paths import Paths
 from bough.model.batch.path_spans import PathSpans, Place
 from bough.model.cpu.attention_cpu import attend_over
 from bough.model.cpu.delta_rule import EPSILON
-from bough.model.gpu.kernels import Kernels
 
 
 def attend_by_mask(

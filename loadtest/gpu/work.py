@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from bough.config.flag_parser import FlagParser
-from bough.model.gpu.ready import make_ready
+from bough.model.backend import backend_of
 from bough.model.sizes.memory_budget import GPU_SHARE, free_device_bytes
 from bough.runtime.machine import default_budget, free_memory
 from loadtest.gpu import parts as gpu_parts
@@ -227,7 +227,7 @@ def main() -> None:
     parser.add_argument("--dry-run-on-cpu", action="store_true")
     told = parser.parse_args()
     device = torch.device("cpu") if told.dry_run_on_cpu else torch.device("cuda", 0)
-    make_ready(device)
+    backend_of(device).make_ready(device)
     sizes, found = MINIATURE if told.dry_run_on_cpu else REAL, json.loads((told.folder / "found.json").read_text())
     ground = Ground(device, sizes, told.folder, told.layers, told.device_memory, told.host_memory, found)
     say(READY)

@@ -22,9 +22,9 @@ import numpy as np
 import torch
 
 from bough.config.processes import TargetConfig, parse
-from bough.model.cpu.huge_pages import large_pages
 from bough.protocol.messages import Context, VerifyCall
 from bough.protocol.sampling_params import SamplingParams
+from bough.runtime.huge_pages import large_pages
 from bough.trees.tree import Tree
 from target_worker.link.direct_io import Disk
 from target_worker.link.disk_ring import Ring

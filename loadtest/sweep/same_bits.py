@@ -30,7 +30,7 @@ import torch
 from transformers import Gemma2Config, LlamaConfig, MixtralConfig, Olmo2Config, PretrainedConfig
 
 from bough.config.flag_parser import FlagParser
-from bough.model.cpu.small_model import write_small
+from bough.model.small_model import write_small
 from loadtest.common.machine import processor
 from loadtest.common.packed_model import pack
 

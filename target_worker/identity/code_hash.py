@@ -1,8 +1,7 @@
 """Hash of the code that decides tokens: a target may continue another's session only if their hashes are equal.
 
-The hash covers the parsed code, so that changed comments and docstrings do not prevent a failover. `DECIDING` lists the
-modules that decide the bits of a token. A test follows their imports, and names those that only find, move, count or
-name things.
+The hash covers the parsed code, so that changed comments and docstrings do not prevent a failover, and covers one
+backend. A test follows the imports of a sweep, and names modules that only find, move, count or name things.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from functools import cache
 from pathlib import Path
 
 from bough.config.cache_paths import cache_folder
+from bough.model.backend import Backend
 from bough.model.checkpoint.atomic_files import make_folder, replace
 
 ROOT = Path(__file__).parents[2]
@@ -23,21 +23,13 @@ def modules(*packages: tuple[str, str]) -> frozenset[str]:
     return frozenset(f"{package}.{name}" for package, names in packages for name in names.split())
 
 
-DECIDING = modules(
+ROOMS = ("bough.model.architecture", "bough.model.batch", "bough.model.quant", "target_worker.verification")
+OTHERS = modules(
     ("bough.grammar", "allowed_tokens grammar_process grammar_worker"),
-    ("bough.model.architecture", "architecture attention gated_delta latent moe side_by_side"),
-    ("bough.model.batch", "batch gpu_paths path_spans state_steps"),
+    ("bough.model", "backend threads"),
     ("bough.model.checkpoint", "gguf_config tensor_source"),
-    ("bough.model.cpu",
-     "atomics attention_cpu attention_kernel delta_rule float_bits gemm gemm_few_outputs "
-     "gemm_int8 gemm_parallel jit kv_rows late_code linear llvm_vectors operands simd threads work_stealing"),
-    ("bough.model.gpu",
-     "attention_tiles attention_triton blocks_triton delta_rule_triton kernels number_formats_triton "
-     "online_softmax_triton unpack_triton"),
     ("bough.model.kv", "segment session_kv slot split_layers state_shape states"),
-    ("bough.model.llama", "layer rows weights workspace"),
     ("bough.model.loading", "late_writes loading weight_map"),
-    ("bough.model.quant", " ".join(file.stem for file in (ROOT / "bough/model/quant").glob("[a-z]*.py"))),
     ("bough.model.running", "batch_invariance host_embeddings"),
     ("bough.model.sampling", "sampler token_counts"),
     ("bough.model.sizes", "target_limits"),
@@ -45,15 +37,20 @@ DECIDING = modules(
     ("bough.sizing", "row_counts"),
     ("bough.trees", "draft_probs tree tree_plan"),
     ("target_worker.experts", "expert_store"),
-    ("target_worker.sweep", "compiled_layers streamed_model streamed_sweeper"),
-    ("target_worker.verification", "logit_rows traversal verdict verify"),
-)  # fmt: skip
+    ("target_worker.sweep", "streamed_model streamed_sweeper"),
+)
+
+
+def deciding(backend: Backend) -> frozenset[str]:
+    """The modules that decide the bits of a token: the backend's, all of `ROOMS` (with formats), and `OTHERS`."""
+    files = [(room, file) for room in (*backend.rooms, *ROOMS) for file in source_of(room).parent.glob("[a-z]*.py")]
+    return OTHERS | {f"{room}.{file.stem}" for room, file in files} | {f"bough.model.backends.{backend.name}"}
 
 
 @cache
-def code_hash() -> str:
-    """Hash of `DECIDING` as the files were at the first call. Parsing takes half a second, so the result is cached."""
-    contents = {name: source_of(name).read_bytes() for name in sorted(DECIDING)}
+def code_hash(backend: Backend) -> str:
+    """Hash of the code of `deciding` as it was at the first call. Parsing takes half a second: the result is cached."""
+    contents = {name: source_of(name).read_bytes() for name in sorted(deciding(backend))}
     raw = hashlib.sha256(b"\0".join(contents.values())).hexdigest()[:32]
     kept = cache_folder() / "code" / raw
     try:

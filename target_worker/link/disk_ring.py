@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 import torch
 
-from bough.model.cpu.huge_pages import large_pages
+from bough.runtime.huge_pages import large_pages
 from target_worker.link.direct_io import Allocate, Disk, ReadRange, Slab, cut
 from target_worker.link.disk_stats import DiskStats, LinkFigures
 from target_worker.link.layer_extents import LayerExtents

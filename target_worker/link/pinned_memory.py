@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from bough.model.cpu.huge_pages import large_pages
 from bough.runtime.host_memory import node_of, populate, prefer_node
+from bough.runtime.huge_pages import large_pages
 from bough.sizing.placement import gigabytes
 
 logger = logging.getLogger(__name__)

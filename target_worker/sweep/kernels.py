@@ -18,9 +18,9 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 from bough.model.checkpoint.checkpoint import Checkpoint
-from bough.model.cpu.small_model import ATTENTION, HYBRID, SIZES, WHOLE, write_small
 from bough.model.kv.kv_arena import KVArena
 from bough.model.loading.loading import DTYPES, build_skeleton
+from bough.model.small_model import ATTENTION, HYBRID, SIZES, WHOLE, write_small
 from bough.sizing.placement import Budgets, Fixed, place
 from target_worker.link.layer_extents import plan_layer
 from target_worker.sweep.streamed_model import StreamedModel

@@ -12,12 +12,12 @@ import torch
 
 from bough.errors import StreamError
 from bough.model.architecture.moe import has_own_products, routed_together, with_rows
+from bough.model.backend import backend_of
 from bough.model.batch.batch import Batch, Chunk, Segment
 from bough.model.checkpoint.tensor_source import ReusedMemory
-from bough.model.gpu.faults import named_faults
+from bough.model.faults import named_faults
 from bough.model.kv.slot import Slot
 from bough.model.kv.states import kv_places
-from bough.model.llama.weights import supports_fused_layers
 from bough.model.loading.loading import Skeleton, bind_resident, move_buffers
 from bough.model.running.batch_invariance import describe, make_reproducible
 from bough.model.running.device import await_all, working_on
@@ -31,11 +31,11 @@ from target_worker.kv.kv_offload import KVHome
 from target_worker.link.disk_stats import BestSpeed
 from target_worker.link.layer_extents import MaterializedLayer
 from target_worker.scheduler.job import SweepFigures
-from target_worker.sweep.compiled_layers import CompiledLayers, LayerAt
 from target_worker.sweep.tiers import Tiers
 from target_worker.sweep.warm_up import PassSeconds, compute_curve
 from target_worker.verification.logit_rows import best_tokens
 
+LayerAt = tuple[int, int]  # a layer's index, and the address of its slab
 CPU = torch.device("cpu")
 NANO = 1e-9
 MOST_ROWS = 4096  # limit of rows in the curve of experts chosen
@@ -60,8 +60,9 @@ class StreamedModel:
         self._kv = kv or KVHome()
         self.tiers = tiers
         self.rows = make_reproducible(skeleton, rows, device)
-        is_whole = self.rows.step < self.rows.most and supports_fused_layers(skeleton, device)
-        self._compiled = CompiledLayers(skeleton) if is_whole else None
+        backend = backend_of(device)
+        is_whole = self.rows.step < self.rows.most and backend.compiles(skeleton)
+        self._compiled = backend.layers(skeleton) if is_whole else None
         self.device = device
         self._figures = tiers.figures()
         self._best_speed = BestSpeed(self._figures, SPEED_BYTES)
@@ -224,7 +225,8 @@ class StreamedModel:
                 place = self._bind(index, slab)
                 if self._compiled is not None:
                     is_last, rotary = index + 1 == self._num_computed, kwargs["position_embeddings"]
-                    return self._compiled.run(index, place, hidden_states, batch, rotary, is_last)
+                    computed: torch.Tensor = self._compiled.run(index, place, hidden_states, batch, rotary, is_last)
+                    return computed
                 chunks = [partial(chunk_of, hidden_states, kwargs, chunk, batch) for chunk in batch.chunks]
                 parts = routed_together(chunks) if is_mixture else [chunk() for chunk in chunks]
                 out = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from bough.model.gpu.faults import named_faults
+from bough.model.faults import named_faults
 from bough.model.sampling.sampler import Row
 
 NO_NUMBER = -1  # in place of a token, where a row's largest logit is not finite

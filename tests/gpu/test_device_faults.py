@@ -17,7 +17,7 @@ import torch
 
 from bough.config.processes import TargetConfig
 from bough.errors import AcceleratorFull, AcceleratorLost, ConfigError
-from bough.model.gpu import faults
+from bough.model import faults
 from bough.model.kv.kv_arena import KVArena
 from bough.processes.worker_process import watch
 from bough.rpc.status_map import ERROR_NAMES

@@ -9,7 +9,7 @@ from bough.cli.flags.planning import PlanConfig
 from bough.config.processes import OrchestratorConfig
 from bough.errors import ConfigError
 from bough.model.architecture.architecture import max_positions
-from bough.model.cpu.threads import compute_with
+from bough.model.backend import backend_of
 from bough.model.loading.default_settings import CPU_ROWS, settled
 from bough.model.loading.loading import DTYPES
 from bough.model.running.batch_invariance import product_of
@@ -34,6 +34,7 @@ from bough.model.sizes.memory_budget import (
     with_kv_memory,
 )
 from bough.model.sizes.model_sizes import ModelShapes, find_model, model_shapes
+from bough.model.threads import compute_with
 from bough.sizing.cost_model import (
     MemoryPurchase,
     Rate,
@@ -158,7 +159,8 @@ def find_speeds(settings: PlanConfig, shapes: ModelShapes, placement: Placement,
     unpack = _given("--unpack-speed", settings.unpack_speed, GIGA) if shapes.packed else None
     disk = _given("--link-speed", settings.link_speed, GIGA)
     if is_here:
-        compute = compute or matrix_speed(shapes.matrices, rows, dtype, device, product_of(shapes.rows))
+        product = product_of(shapes.rows, backend_of(device))
+        compute = compute or matrix_speed(shapes.matrices, rows, dtype, device, product)
         host_link = host_link or (host_link_speed(device) if is_gpu else None)
         memory = memory or memory_speed(device)
         if unpack is None and shapes.packed is not None:

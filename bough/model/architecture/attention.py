@@ -13,9 +13,8 @@ from transformers import AttentionInterface
 
 from bough.errors import CheckpointError
 from bough.model.architecture.latent import absorbed, expanded, is_latent
+from bough.model.backend import backend_of
 from bough.model.batch.batch import Chunk
-from bough.model.cpu.attention_cpu import attend_in_slots
-from bough.model.gpu.kernels import kernels_on
 
 NAME = "bough"
 
@@ -43,10 +42,7 @@ def tree_attention(
     keys, values = (numbers[0].transpose(0, 1) for numbers in (key, value))
     queries = absorbed(module, query) if is_latent(module) else query[0].transpose(0, 1)
     rules = scaling, sliding_window or 0, softcap or 0.0, None if s_aux is None else s_aux.float()
-    if query.device.type == "cpu" and chunk.pieces:
-        out = attend_in_slots(chunk, layer, queries, keys, values, *rules).to(query.dtype)
-    else:
-        out = _attend_on_paths(chunk, layer, queries.contiguous(), keys, values, *rules)
+    out = backend_of(query.device).attend(chunk, layer, queries, keys, values, *rules)
     return (expanded(module, out) if is_latent(module) else out)[None], None
 
 
@@ -60,21 +56,6 @@ def _require_room(chunk: Chunk, layer: int, key: torch.Tensor, value: torch.Tens
                     f"config.json: {name} of all layers must be {room[0]} heads of {room[1]} numbers, as it says, got "
                     f"{found[0]} of {found[1]} in layer {layer}"
                 )
-
-
-def _attend_on_paths(
-    chunk: Chunk, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *rules: Any
-) -> torch.Tensor:
-    """Attend with all rows of a chunk at once, on a device."""
-    paths, (held_keys, held_values) = chunk.paths_on(queries.device), chunk.memory(layer)
-    num_rows = len(paths.rows)
-    held_keys.index_copy_(0, paths.rows, keys[:num_rows])
-    held_values.index_copy_(0, paths.rows, values[:num_rows])
-    kernels = kernels_on(queries.device)
-    assert kernels is not None, "a CPU attends to pieces in their slots"
-    out = queries.new_zeros(*queries.shape[:2], values.shape[2])  # padding rows have no path and stay 0
-    out[:num_rows] = kernels.attend(queries[:num_rows], held_keys, held_values, paths, *rules)
-    return out
 
 
 AttentionInterface.register(NAME, tree_attention)

@@ -13,10 +13,9 @@ import torch
 from torch import nn
 from torch.nn.functional import pad, silu, softplus
 
+from bough.model.backend import backend_of
 from bough.model.batch.batch import BatchPart, Chunk
 from bough.model.batch.state_steps import COMMITTED, StateSteps
-from bough.model.cpu.delta_rule import run_on_cpu
-from bough.model.gpu.kernels import kernels_on
 from bough.model.kv.state_shape import RECURRENT, StateShape
 from bough.model.kv.states import UNUSABLE, LayerState, StateRows
 
@@ -138,7 +137,7 @@ def _run(module: Any, state: LayerState, rows: StateRows, steps: StateSteps, num
         states = state.memory.new_empty(len(state.memory), steps.num_places, *state.memory.shape[1:])
         states[:, COMMITTED] = state.memory
     decay, beta, begin = rows.decay[there.rows], rows.beta[there.rows], len(steps.rows) - num_new
-    out = run_steps(qkv, decay, beta, steps, states, module.num_k_heads, begin)
+    out = backend_of(qkv.device).recur(qkv, decay, beta, steps, states, module.num_k_heads, begin)
     return out.to(rows.inputs.dtype)
 
 
@@ -151,22 +150,3 @@ def _convolved(module: Any, inputs: torch.Tensor, windows: torch.Tensor) -> torc
     for place in range(1, len(weights)):
         total = total + products[:, place]
     return silu(total.to(inputs.dtype)).float()
-
-
-def run_steps(
-    qkv: torch.Tensor,
-    decay: torch.Tensor,
-    beta: torch.Tensor,
-    steps: StateSteps,
-    states: torch.Tensor,
-    num_key_heads: int,
-    begin: int,
-) -> torch.Tensor:
-    """Take steps of the gated delta rule; returns the outputs (num_rows, num_heads, value_dim) of rows from `begin` on.
-
-    qkv (at least num_rows, num_inputs) float32: queries and keys of `num_key_heads` heads, and values of all; decay and
-    beta (num_rows, num_heads); states (num_heads, num_places, key_dim, value_dim), which the steps read and write.
-    """
-    if kernels := kernels_on(qkv.device):
-        return kernels.take_steps(qkv, decay, beta, steps.on(qkv.device).table, states, num_key_heads, begin)
-    return run_on_cpu(qkv[: len(decay)], decay, beta, steps.steps, states, num_key_heads, begin)

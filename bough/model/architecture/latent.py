@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
-from bough.model.cpu.linear import fixed_product
+from bough.model.backend import backend_of
 
 
 def is_latent(module: nn.Module) -> bool:
@@ -55,25 +55,17 @@ def absorbed(module: Any, query: torch.Tensor) -> torch.Tensor:
     """Queries (rows, num_heads, rotary width + latent width) of an attention's (1, num_heads, rows, key width)."""
     plain, rotated = torch.split(query[0], [module.qk_nope_head_dim, module.qk_rope_head_dim], -1)
     of_keys = _by_head(module)[:, : module.qk_nope_head_dim]
-    return torch.cat((rotated.transpose(0, 1), _products(plain, of_keys.transpose(1, 2))), -1)
+    products = backend_of(query.device).linear_by_head(plain, of_keys.transpose(1, 2))
+    return torch.cat((rotated.transpose(0, 1), products), -1)
 
 
 def expanded(module: Any, attended: torch.Tensor) -> torch.Tensor:
     """Values (rows, num_heads, value width) of weighted sums of latents (rows, num_heads, latent width)."""
-    return _products(attended.transpose(0, 1), _by_head(module)[:, module.qk_nope_head_dim :])
+    of_values = _by_head(module)[:, module.qk_nope_head_dim :]
+    return backend_of(attended.device).linear_by_head(attended.transpose(0, 1), of_values)
 
 
 def _by_head(module: Any) -> torch.Tensor:
     """Each head's matrices of keys and values, (num_heads, outputs, latent width)."""
     weight: torch.Tensor = module.kv_b_proj.weight
     return weight.view(-1, module.qk_nope_head_dim + module.v_head_dim, weight.shape[1])
-
-
-def _products(rows: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
-    """Products (rows, num_heads, outputs) of (num_heads, rows, inputs) with (num_heads, outputs, inputs).
-
-    Bits depend on a row alone as long as there are always as many rows (`bough.model.running.batch_invariance`).
-    """
-    if rows.device.type != "cpu":
-        return torch.bmm(rows, matrices.transpose(1, 2)).transpose(0, 1)
-    return torch.stack([fixed_product(*head) for head in zip(rows, matrices, strict=True)], 1)

@@ -18,10 +18,9 @@ from torch import nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from bough.model.architecture.side_by_side import ask, is_side_by_side, side_by_side
+from bough.model.backend import backend_of
 from bough.model.checkpoint.checkpoint import TensorPlace
 from bough.model.checkpoint.tensor_source import ReusedMemory, Scratch, Stored, TensorSource, parts_of, pieces
-from bough.model.cpu.linear import is_left_to_us, multiply
-from bough.model.cpu.threads import all_threads
 
 NAME = "bough"
 EXPERT_ROWS = 16  # rows of an expert's products are padded to multiples of this, so that a library rounds them alike
@@ -235,10 +234,10 @@ def _products(module: nn.Module, name: str, expert: int, rows: torch.Tensor, cou
 
 
 def _product(rows: torch.Tensor, weight: torch.Tensor, count: int) -> torch.Tensor:
-    if is_left_to_us(rows, weight):
-        return nn.functional.pad(multiply(rows[:count], weight, None), (0, 0, 0, len(rows) - count))
-    with all_threads():
-        return torch.cat([part @ weight.t() for part in torch.split(rows, EXPERT_ROWS)])
+    backend = backend_of(rows.device)
+    if backend.multiplies_single_rows(rows, weight):
+        return nn.functional.pad(backend.multiply(rows[:count], weight, None), (0, 0, 0, len(rows) - count))
+    return torch.cat([backend.linear(part, weight) for part in torch.split(rows, EXPERT_ROWS)])
 
 
 def _pieces(module: nn.Module, name: str, expert: int) -> list[torch.Tensor]:

@@ -96,7 +96,7 @@ def run_on_cpu(
     num_key_heads: int,
     begin: int,
 ) -> torch.Tensor:
-    """Take steps of the gated delta rule (`gated_delta.run_steps` has the shapes); all is contiguous and float32."""
+    """Take steps of the gated delta rule (`Backend.recur` has the shapes); all is contiguous and float32."""
     out = torch.empty(len(qkv) - begin, states.shape[0], states.shape[3])
     arrays = [numbers.numpy() for numbers in (qkv, decay, beta)]
     work = len(steps) * states[:, 0].numel()

@@ -18,8 +18,8 @@ from bough.model.cpu.gemm import GROUP, WORD_BYTES, lay_out
 from bough.model.cpu.gemm_parallel import share_product
 from bough.model.cpu.jit import pointer, strict_parallel
 from bough.model.cpu.llvm_vectors import LANES, multiplies_and_adds
-from bough.model.cpu.threads import all_threads
 from bough.model.cpu.work_stealing import as_thread, counters
+from bough.model.threads import all_threads
 
 DTYPES = (torch.bfloat16, torch.float32)
 _shares: dict[torch.dtype, Any] = {}  # pointers to `share_product`, by type

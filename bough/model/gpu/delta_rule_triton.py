@@ -82,7 +82,7 @@ def take_steps(
     num_key_heads: int,
     begin: int,
 ) -> torch.Tensor:
-    """Take the steps of a `DeviceSteps.table` (`gated_delta.run_steps` has the other shapes); all is contiguous."""
+    """Take the steps of a `DeviceSteps.table` (`Backend.recur` has the other shapes); all is contiguous."""
     num_heads, num_places, key_dim, value_dim = states.shape
     out = qkv.new_empty(len(decay) - begin, num_heads, value_dim)
     sizes = step_constants(num_key_heads, num_heads, key_dim, value_dim)

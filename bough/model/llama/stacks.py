@@ -9,10 +9,10 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from bough.model.cpu.huge_pages import large_pages
 from bough.model.cpu.linear import numbers
 from bough.model.cpu.llvm_vectors import LANES
 from bough.model.cpu.operands import MOST, ZERO
+from bough.runtime.huge_pages import large_pages
 
 
 class Stack:

@@ -16,13 +16,12 @@ from bough.model.loading.loading import Skeleton
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")  # others use transformers' layers
 
 
-def supports_fused_layers(skeleton: Skeleton, device: torch.device) -> bool:
+def supports_fused_layers(skeleton: Skeleton) -> bool:
     """Whether the compiled layers support a model."""
     config, kv = skeleton.config, skeleton.kv_shape()
     layer: Any = skeleton.layers[0]  # of a class of transformers' own; no type knows its attributes
     return (
-        device.type == "cpu"
-        and skeleton.dtype == torch.bfloat16
+        skeleton.dtype == torch.bfloat16
         and config.model_type in ARCHITECTURES
         and config.hidden_act == "silu"
         and layer.self_attn.o_proj.bias is None
@@ -32,9 +31,9 @@ def supports_fused_layers(skeleton: Skeleton, device: torch.device) -> bool:
     )
 
 
-def supports_fused_int8(skeleton: Skeleton, device: torch.device) -> bool:
+def supports_fused_int8(skeleton: Skeleton) -> bool:
     """Whether the compiled layers support a model with products in 8 bits, whose inputs must fill whole lines."""
-    if not supports_fused_layers(skeleton, device):
+    if not supports_fused_layers(skeleton):
         return False
     config, kv = skeleton.config, skeleton.kv_shape()
     widths = config.hidden_size, config.intermediate_size, config.num_attention_heads * kv.head_dim

@@ -6,16 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import numba
-import numpy as np
 import torch
 
 from bough.errors import CheckpointError
+from bough.model.backend import backend_of
 from bough.model.checkpoint.checkpoint import TensorPlace
 from bough.model.checkpoint.tensor_source import typed
-from bough.model.cpu.float_bits import put_number
-from bough.model.cpu.jit import strict_parallel
-from bough.model.gpu.kernels import kernels_on
 from bough.model.quant.format import (
     SAMPLE_GROUP,
     Dequantized,
@@ -25,7 +21,6 @@ from bough.model.quant.format import (
     place_of,
     require_groups,
     require_shape,
-    write_out,
 )
 
 
@@ -55,19 +50,6 @@ class AwqFormat(WordsFormat):
         return source
 
 
-@strict_parallel
-def _unpack_words_across(words: Any, zeros: Any, scales: Any, group_size: Any, out: Any) -> Any:
-    """Dequantize words (inputs, outputs / 8) int32 by zeros and scales (groups, outputs) to out (inputs, outputs)."""
-    num_inputs, num_words = words.shape
-    for k in numba.prange(num_inputs):
-        group = k // group_size
-        for word in range(num_words):
-            for c in range(8):
-                n = 8 * word + c
-                integer = np.float32((words[k, word] >> np.int32(4 * (c // 2 + 4 * (c % 2)))) & np.int32(15))
-                put_number(out, (k, n), (integer - zeros[group, n]) * scales[group, n])
-
-
 def _sample(outputs: int, inputs: int) -> Awq:
     num_groups = inputs // SAMPLE_GROUP
     scales = place_of("F16", num_groups, outputs)
@@ -88,15 +70,5 @@ class Awq(Dequantized):
         return (self.words.shape[1] * 8, self.words.shape[0])
 
     def _write(self, raw: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-        if kernels := kernels_on(out.device):
-            kernels.write_across(*(typed(*part) for part in zip(raw, self.places, strict=True)), out)
-            return
         words, zeros, scales = (typed(*part) for part in zip(raw, self.places, strict=True))
-        write_out(out, _unpack_words_across, words, _integers(zeros), scales.float(), len(out) // len(scales))
-
-
-def _integers(words: torch.Tensor) -> torch.Tensor:
-    """Unpack (rows, n / 8) int32 to (rows, n) float32: column c of eight is at nibble c / 2, plus 4 if c is odd."""
-    column = torch.arange(8, dtype=torch.int32)
-    nibbles = column // 2 + 4 * (column % 2)
-    return ((words[:, :, None] >> (4 * nibbles)) & 15).flatten(1).float()
+        backend_of(out.device).write_across(words, zeros, scales, out)

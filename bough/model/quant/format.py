@@ -278,14 +278,3 @@ def read_integers(place: TensorPlace) -> np.ndarray[Any, Any]:
         count = place.num_bytes // dtype().itemsize
         raise CheckpointError(f"{place.file}: tensor {place.name} ends after {len(numbers)} of {count}")
     return numbers
-
-
-def write_out(out: torch.Tensor, kernel: Callable[..., None], *inputs: object) -> None:
-    """Fill a matrix on the CPU by a kernel, which writes its numbers by `put_number`."""
-    target = out.view(torch.int16).numpy() if out.dtype == torch.float16 else _array(out)
-    kernel(*(_array(x) if isinstance(x, torch.Tensor) else x for x in inputs), target)
-
-
-def _array(values: torch.Tensor) -> np.ndarray[Any, Any]:
-    """The tensor for kernels, which read 16 bits as such."""
-    return (values.view(torch.uint16) if values.dtype in (torch.float16, torch.bfloat16) else values).numpy()

@@ -9,20 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import numba
 import numpy as np
 import torch
 
+from bough.model.backend import backend_of
 from bough.model.checkpoint.checkpoint import TensorPlace
 from bough.model.checkpoint.gguf_file import BLOCKS
 from bough.model.checkpoint.tensor_source import typed
-from bough.model.cpu.float_bits import from_half, put_number
-from bough.model.cpu.jit import strict_inline, strict_parallel
-from bough.model.gpu.kernels import kernels_on
-from bough.model.quant.format import Dequantized, place_of, write_out
+from bough.model.quant.format import Dequantized, place_of
 
 
 class BitField(NamedTuple):
@@ -116,81 +112,6 @@ TYPES = {
 }
 
 
-class _NumberLayout(NamedTuple):
-    """Where one kind of numbers is in a block (`Numbers`), as arrays for compiled code."""
-
-    places: Any  # (count, 4) int64: bytes and shifts of low and high bits
-    constants: Any  # (5 or more,) int64: masks of low and high bits, number of low bits, flip, center, codes
-
-    @classmethod
-    def of(cls, numbers: Numbers, count: int) -> _NumberLayout:
-        j, columns = np.arange(count), []
-        for part in (numbers.low, numbers.high):
-            columns.append(part.first + j // part.span * part.stride + j % part.width)
-            columns.append(part.start + j % part.span // part.every * part.step)
-        masks = [(1 << part.bits) - 1 for part in (numbers.low, numbers.high)]
-        constants = np.array([*masks, numbers.low.bits, numbers.flip, numbers.center, *numbers.codes])
-        return cls(np.stack(columns, 1), constants)
-
-
-class _BlockLayout(NamedTuple):
-    """Where all kinds of numbers are in blocks of a type, as arrays for compiled code."""
-
-    numbers: _NumberLayout
-    scales: _NumberLayout
-    mins: _NumberLayout
-    layout: Any  # (5,) int64: bytes of a block, byte of its scale, of its offset, whether it has scales, minima
-
-    @classmethod
-    @cache
-    def of(cls, kind: str) -> _BlockLayout:
-        type_, (count, num_bytes) = TYPES[kind], BLOCKS[kind]
-        layout = [num_bytes, type_.scale, type_.offset, type_.scales.low.bits, type_.mins.low.bits]
-        scales, mins = (_NumberLayout.of(numbers, type_.num_groups) for numbers in (type_.scales, type_.mins))
-        return cls(_NumberLayout.of(type_.numbers, count), scales, mins, np.array(layout))
-
-
-@strict_inline
-def _number(block: Any, places: Any, constants: Any, j: Any) -> Any:
-    low = (np.int64(block[places[j, 0]]) >> places[j, 1]) & constants[0]
-    high = (np.int64(block[places[j, 2]]) >> places[j, 3]) & constants[1]
-    number = ((low | (high << constants[2])) ^ constants[3]) - constants[4]
-    return np.float32(constants[5 + number] if len(constants) > 5 else number)
-
-
-@strict_inline
-def _half(block: Any, at: Any) -> Any:
-    return from_half(np.uint16(block[at]) | (np.uint16(block[at + 1]) << np.uint16(8)))
-
-
-@strict_parallel
-def _unpack_blocks(
-    data: Any, numbers: Any, of_numbers: Any, scales: Any, of_scales: Any, mins: Any, of_mins: Any, layout: Any,
-    half: Any, out: Any,
-) -> Any:  # fmt: skip
-    """Dequantize data (rows, bytes of a row) uint8 by the arrays of `_BlockLayout` to out (rows, columns)."""
-    num_bytes, scale_at, offset_at, has_scales, has_mins = layout[0], layout[1], layout[2], layout[3], layout[4]
-    num_groups, size = len(scales), len(numbers) // len(scales)
-    for row in numba.prange(len(out)):
-        within = row % (2 * half)
-        source, target = data[row - within + 2 * (within % half) + within // half], out[row]
-        for number in range(len(source) // num_bytes):
-            block, begin = source[number * num_bytes : (number + 1) * num_bytes], number * len(numbers)
-            for group in range(num_groups):
-                scale, offset = _half(block, scale_at), np.float32(0)
-                if has_scales:
-                    scale *= _number(block, scales, of_scales, group)
-                if offset_at >= 0:
-                    offset = _half(block, offset_at)
-                    if has_mins:
-                        offset *= -_number(block, mins, of_mins, group)
-                for j in range(group * size, (group + 1) * size):
-                    value = scale * _number(block, numbers, of_numbers, j)
-                    if offset_at >= 0:
-                        value += offset
-                    put_number(target, begin + j, value)
-
-
 def sample(kind: str, outputs: int, inputs: int) -> Blocks:
     """A matrix without a file."""
     values, block_bytes = BLOCKS[kind]
@@ -227,9 +148,4 @@ class Blocks(Dequantized):
     def write(self, data: torch.Tensor, out: torch.Tensor) -> None:
         """Dequantize the tensor's bytes."""
         data = typed(data, self.place)
-        if kernels := kernels_on(out.device):
-            kernels.write_blocks(data, BLOCKS[self.kind], TYPES[self.kind], self.half, out)
-            return
-        tables = _BlockLayout.of(self.kind)
-        arrays = [array for table in tables[:3] for array in table]
-        write_out(out, _unpack_blocks, data, *arrays, tables.layout, self.half)
+        backend_of(out.device).write_blocks(data, BLOCKS[self.kind], TYPES[self.kind], self.half, out)

@@ -6,16 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-import numba
-import numpy as np
 import torch
 
 from bough.errors import CheckpointError, StreamError
+from bough.model.backend import backend_of
 from bough.model.checkpoint.checkpoint import TensorPlace
 from bough.model.checkpoint.tensor_source import typed
-from bough.model.cpu.float_bits import put_number
-from bough.model.cpu.jit import strict_parallel
-from bough.model.gpu.kernels import kernels_on
 from bough.model.quant.format import (
     SAMPLE_GROUP,
     Dequantized,
@@ -25,7 +21,6 @@ from bough.model.quant.format import (
     place_of,
     require_groups,
     require_shape,
-    write_out,
 )
 
 FIRST, SECOND = "gptq", "gptq_v2"  # versions of the format, by their names in config.json
@@ -73,18 +68,6 @@ class GptqFormat(WordsFormat):
         return replace(source, groups=tensors.unless_in_order(groups, num_groups))
 
 
-@strict_parallel
-def _unpack_words_down(words: Any, zeros: Any, scales: Any, groups: Any, bits: Any, out: Any) -> Any:
-    """Dequantize words (inputs / per word, outputs) int32 by zeros and scales (groups, outputs), groups (inputs,)."""
-    num_inputs, num_outputs = out.shape
-    per_word, mask = 32 // bits, np.int32((1 << bits) - 1)
-    for k in numba.prange(num_inputs):
-        word, shift, group = k // per_word, np.int32(bits * (k % per_word)), groups[k]
-        for n in range(num_outputs):
-            integer = np.float32((words[word, n] >> shift) & mask)
-            put_number(out, (k, n), (integer - zeros[group, n]) * scales[group, n])
-
-
 def _sample(outputs: int, inputs: int, bits: int, is_ordered: bool = True) -> Gptq:
     num_groups, per_word = inputs // SAMPLE_GROUP, 32 // bits
     words, zeros = place_of("I32", inputs // per_word, outputs), place_of("I32", num_groups, outputs // per_word)
@@ -114,19 +97,13 @@ class Gptq(Dequantized):
 
     def _write(self, raw: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         words, zeros, scales, *groups = (typed(*part) for part in zip(raw, self.places, strict=True))
-        if kernels := kernels_on(out.device):
-            kernels.write_down(words, zeros, scales, groups[0] if groups else None, self.bits, self.zero_offset, out)
-            return
-        shifts, mask = torch.arange(0, 32, self.bits, dtype=torch.int32), (1 << self.bits) - 1
-        offsets = (zeros[:, :, None] >> shifts & mask).flatten(1).float() + self.zero_offset
-        if groups:
-            group_of = self._checked(groups[0])
-        else:
-            group_of = torch.arange(len(out), dtype=torch.int32) // (len(out) // len(scales))
-        write_out(out, _unpack_words_down, words, offsets, scales.float(), group_of, self.bits)
+        group_of = self._checked(groups[0]) if groups else None
+        backend_of(out.device).write_down(words, zeros, scales, group_of, self.bits, self.zero_offset, out)
 
     def _checked(self, groups: torch.Tensor) -> torch.Tensor:
-        """Check group indices again, on which kernels rely, as the file may have changed."""
+        """Check group indices again on a CPU, whose kernels rely on them, as the file may have changed."""
+        if groups.device.type != "cpu":
+            return groups
         num_groups = self.scales.shape[0]
         if not 0 <= int(groups.min()) <= int(groups.max()) < num_groups:
             raise StreamError(f"{self.words.file}: g_idx of {self.words.name} names groups beyond its {num_groups}")

@@ -10,30 +10,24 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numba
-import numpy as np
 import torch
 
 from bough.errors import CheckpointError
 from bough.model.architecture.moe import ExpertSources
+from bough.model.backend import backend_of
 from bough.model.checkpoint.checkpoint import ITEM_BYTES, TensorPlace
 from bough.model.checkpoint.tensor_source import VALUE_DTYPES, Scratch, parts_of, room_bytes, typed
-from bough.model.cpu.float_bits import put_number
-from bough.model.cpu.jit import strict_parallel
-from bough.model.gpu.kernels import kernels_on
 from bough.model.quant.format import (
     Dequantized,
     PackedTensors,
     place_of,
     require_matrix,
     require_shape,
-    write_out,
 )
 
 # Dtypes of numbers: unsigned in words of 32 bits, two E2M1 numbers in each byte, or one number in each byte.
 WORDS, FLOAT4, INT8, FLOAT8 = "I32", "U8", "I8", "F8_E4M3"
 EXPONENTS = "F8_E8M0"  # dtype of scales that are powers of two
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 WHOLE_DIVISOR, WHOLE_FACTOR = "_global_scale", "_scale_2"  # what other scales are divided or multiplied by, by its name
 UNSET = -1  # in group indices: there are none
 SPARE = (  # endings of tensors that are for activations and caches, or of a symmetric weight's zero points
@@ -189,67 +183,12 @@ class Scaled(Dequantized):
         scales = self.joined(scales, others.pop(), joined) if self.whole else scales
         groups = others.pop() if self.groups else None
         zeros = others.pop() if self.zeros else None
-        if kernels := kernels_on(out.device):
-            kernels.write_along(numbers, scales, zeros, groups, self.bits, self.block, out)
-        else:
-            self._write_without(numbers, scales.float(), zeros, groups, out)
+        backend_of(out.device).write_along(numbers, scales, zeros, groups, self.bits, self.block, out)
 
     def joined(self, scales: torch.Tensor, whole: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Scales of two levels as float32, in `out` if given; made in place, or there would be two copies at once."""
         scales = scales.float() if out is None else out.copy_(scales)
         return scales.div_(whole) if self.is_divided else scales.mul_(whole)
-
-    def _write_without(
-        self,
-        numbers: torch.Tensor,
-        scales: torch.Tensor,
-        zeros: torch.Tensor | None,
-        groups: torch.Tensor | None,
-        out: torch.Tensor,
-    ) -> None:
-        """Dequantize on a CPU."""
-        (num_outputs, num_inputs), (height, width) = out.shape, self.block
-        rows_of = torch.arange(num_outputs) // height
-        middle = 1 << (self.bits - 1) if numbers.dtype == torch.int32 else 0
-        zero = _unpacked(zeros.t(), self.bits).t() if zeros is not None else scales.new_full((1, 1), middle)
-        zero = zero[:num_outputs].float().expand(num_outputs, scales.shape[1]).contiguous()
-        places = torch.arange(num_inputs) // width if groups is None else groups.long()
-        places = places.clamp(0, scales.shape[1] - 1)  # the file may have changed, and kernels rely on this
-        table = _table(numbers.dtype)
-        write_out(out, _unpack_along, numbers.view(torch.uint8), table, zero, scales, rows_of, places, self.bits)
-
-
-@strict_parallel
-def _unpack_along(
-    numbers: Any, table: Any, zeros: Any, scales: Any, row_of: Any, group_of: Any, bits: Any, out: Any
-) -> Any:
-    """Dequantize numbers (outputs, inputs * bits / 8) uint8, of the values in table (256,), to out (outputs, inputs).
-
-    Their zeros are (outputs, groups), their scales (blocks of outputs, groups), by row_of and group_of.
-    """
-    num_outputs, num_inputs = out.shape
-    is_half, mask = np.uint64(bits == 4), np.uint64((1 << bits) - 1)
-    for n in numba.prange(num_outputs):
-        own, own_zeros, own_scales, target = numbers[n], zeros[n], scales[row_of[n]], out[n]
-        for i in range(num_inputs):
-            k = np.uint64(i)  # unsigned, or each index would be looked at for being negative
-            number = (np.uint64(own[k >> is_half]) >> (np.uint64(4) * (k & is_half))) & mask
-            group = np.uint64(group_of[k])
-            put_number(target, k, (table[number] - own_zeros[group]) * own_scales[group])
-
-
-def _table(dtype: torch.dtype) -> torch.Tensor:
-    """The value of each number, by its bits: (256,) float32, of which 4 bits use the first 16."""
-    if dtype == torch.uint8:
-        return torch.tensor(E2M1).repeat(16)
-    numbers = torch.arange(256, dtype=torch.uint8)
-    return (numbers if dtype == torch.int32 else numbers.view(dtype)).float()
-
-
-def _unpacked(numbers: torch.Tensor, bits: int) -> torch.Tensor:
-    """The bits of each number of a matrix (rows, n), uint8."""
-    bytes_ = numbers.contiguous().view(torch.uint8)
-    return bytes_ if bits == 8 else torch.stack((bytes_ & 15, bytes_ >> 4), dim=2).flatten(1)
 
 
 def block_size(found: Any, where: str) -> tuple[int, int]:

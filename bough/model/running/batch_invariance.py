@@ -18,8 +18,7 @@ from transformers import PreTrainedModel
 
 from bough.model.architecture.latent import is_latent
 from bough.model.architecture.moe import has_own_products
-from bough.model.cpu.gemm import GROUP, LINE_BYTES
-from bough.model.cpu.linear import can_multiply, fixed_product, multiply
+from bough.model.backend import Backend, backend_of
 from bough.model.loading.loading import Skeleton
 from bough.model.quant.format import WeightFormat
 from bough.sizing.row_counts import OWN_MOST, RowCounts
@@ -33,10 +32,11 @@ def make_reproducible(skeleton: Skeleton, most: int, device: torch.device) -> Ro
 
     The model must then run under `compute_reproducibly_with`.
     """
-    counts = row_counts(skeleton.model, skeleton.quantization, skeleton.dtype, most, device.type)
+    backend = backend_of(device)
+    counts = row_counts(skeleton.model, skeleton.quantization, skeleton.dtype, most, backend)
     decoder, head = skeleton.model.get_decoder(), skeleton.model.get_output_embeddings()
-    if device.type == "cpu":
-        product = product_of(counts)
+    if backend.replaces_products:
+        product = product_of(counts, backend)
         for module in (*_linears(decoder.layers), head):
             module.forward = partial(_forward, module, product)
         for module in _others(decoder.layers):
@@ -48,7 +48,7 @@ def make_reproducible(skeleton: Skeleton, most: int, device: torch.device) -> Ro
 
 
 def row_counts(
-    model: PreTrainedModel, quantization: WeightFormat | None, dtype: torch.dtype, most: int, device_type: str
+    model: PreTrainedModel, quantization: WeightFormat | None, dtype: torch.dtype, most: int, backend: Backend
 ) -> RowCounts:
     """Row counts: always `most` if a product may be a library's, as on a GPU, in float16, and with transposed packing.
 
@@ -58,23 +58,17 @@ def row_counts(
     layers = model.get_decoder().layers
     linears = (*_linears(layers), model.get_output_embeddings())
     is_ours = (
-        device_type == "cpu"
-        and (quantization is None or not quantization.is_transposed)
-        and all(can_multiply(module.in_features, dtype) and _is_usual(module, dtype) for module in linears)
+        (quantization is None or not quantization.is_transposed)
+        and all(backend.fits_single_rows(module, dtype) for module in linears)
         and not _others(layers)
         and not any(map(is_latent, layers.modules()))
     )
     return RowCounts(max(most, OWN_MOST) // STEP * STEP, STEP) if is_ours else RowCounts(most, most)
 
 
-def _is_usual(linear: nn.Linear, dtype: torch.dtype) -> bool:
-    """Whether torch splits a step of the layer's input and output rows into whole vectors."""
-    return linear.out_features >= GROUP and linear.in_features * dtype.itemsize % LINE_BYTES == 0
-
-
-def product_of(counts: RowCounts) -> Product:
+def product_of(counts: RowCounts, backend: Backend) -> Product:
     """The product for linear layers."""
-    return multiply if counts.step < counts.most else fixed_product
+    return backend.multiply if counts.step < counts.most else backend.linear
 
 
 def describe(counts: RowCounts) -> str:

@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from bough.errors import ConfigError
-from bough.model.cpu.llvm_vectors import has_feature, multiplies_pairs
 from bough.runtime.machine import may_be_gpu
 
 logger = logging.getLogger(__name__)
@@ -36,15 +35,6 @@ def choose_device(name: str) -> torch.device:
     if index >= count:
         raise ConfigError("--device: must be cuda:0" + (f" to cuda:{count - 1}" if count > 1 else "") + f", got {name}")
     return torch.device("cuda", index)
-
-
-def device_name(device: torch.device) -> str:
-    """Name of a GPU; for a CPU, torch's instruction set and how our products multiply bfloat16."""
-    if device.type == "cpu":
-        dots = " and products of bfloat16" if has_feature("avx512bf16") else ""
-        ours = "by pairs" if multiplies_pairs() else "one by one"
-        return f"CPU with {torch.backends.cpu.get_cpu_capability()}{dots}, ours {ours}"
-    return str(torch.cuda.get_device_name(device))
 
 
 def working_on(device: torch.device) -> AbstractContextManager[object]:

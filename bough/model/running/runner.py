@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from bough.model.backend import backend_of
 from bough.model.batch.batch import Batch, Segment
 from bough.model.kv.session_kv import KVMemory, KVSlot
-from bough.model.llama.decoder import LlamaDecoder
-from bough.model.llama.weights import supports_fused_layers
 from bough.model.loading.late_writes import bind_all
 from bough.model.loading.loading import Skeleton
 from bough.model.running.cuda_graphs import Capture, GpuCapture, GraphedSteps, graphed_steps
@@ -24,7 +23,7 @@ class ResidentModel:
     def __init__(
         self, skeleton: Skeleton, device: torch.device, is_int8: bool = False, stays_packed: bool = False
     ) -> None:
-        """`is_int8` multiplies in 8 bits, which must be possible (`bough.model.llama.weights.supports_fused_int8`).
+        """`is_int8` multiplies in 8 bits, which must be possible (`Backend.compiles_int8`).
 
         `stays_packed` keeps packed matrices, and dequantizes each just before its product.
         """
@@ -32,7 +31,8 @@ class ResidentModel:
         self.is_int8, self.stays_packed = is_int8, stays_packed
         self.device = device
         self._steps: GraphedSteps | None = None
-        self._fused = LlamaDecoder(skeleton, is_int8) if supports_fused_layers(skeleton, device) else None
+        self._backend = backend = backend_of(device)
+        self._fused = backend.decoder(skeleton, is_int8) if backend.compiles(skeleton) else None
         if self._fused is None:
             with working_on(device):
                 bind_all(skeleton, device, stays_packed)
@@ -40,12 +40,12 @@ class ResidentModel:
     def warm_up(self, memory: KVMemory, capture: Capture | None = None) -> None:
         """Run one token in the first row of a memory, which compiles kernels (seconds).
 
-        Steps over this memory are then captured, by default as CUDA graphs on a GPU and not at all on a CPU.
+        Steps over this memory are then captured, by default as CUDA graphs if the backend allows it.
         """
         slot = KVSlot(self.skeleton.kv_shape(), 0, self.device)
         slot.place(memory, 0, 1)
         self.logits(Batch([Segment.tree(slot, 0, Tree.root(0))], None, self.device))
-        capture = capture or (GpuCapture() if self.device.type != "cpu" else None)
+        capture = capture or (GpuCapture() if self._backend.captures_steps else None)
         if capture is not None:
             self._steps = graphed_steps(self.skeleton, memory, self.device, capture)
 
@@ -64,7 +64,10 @@ class ResidentModel:
 
         Valid until the next call.
         """
-        return self._fused.logits(batch) if self._fused is not None else self._torch_logits(batch)
+        if self._fused is None:
+            return self._torch_logits(batch)
+        logits: torch.Tensor = self._fused.logits(batch)
+        return logits
 
     @torch.inference_mode()
     def _torch_logits(self, batch: Batch) -> torch.Tensor:

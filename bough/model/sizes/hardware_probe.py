@@ -20,10 +20,10 @@ import torch
 
 from bough.errors import ConfigError
 from bough.model.checkpoint.tensor_source import ReusedMemory
-from bough.model.cpu.huge_pages import large_pages
-from bough.model.cpu.threads import compute_with
 from bough.model.quant.format import Dequantized
 from bough.model.running.batch_invariance import Product
+from bough.model.threads import compute_with
+from bough.runtime.huge_pages import large_pages
 from bough.sizing.cost_model import Speed
 
 PROBE_SECONDS = 0.3  # of each measurement except the disk's

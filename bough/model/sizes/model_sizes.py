@@ -20,6 +20,7 @@ from bough.config.processes import TargetConfig
 from bough.errors import CheckpointError
 from bough.model.architecture.architecture import UNREADABLE, build_empty, describe, language_part, load_config
 from bough.model.architecture.moe import EXPERT_ROWS, AnySource, ExpertSources, has_own_products, stack_of
+from bough.model.backend import backend_of
 from bough.model.checkpoint.checkpoint import Checkpoint
 from bough.model.checkpoint.hub import is_hub_id
 from bough.model.checkpoint.tensor_source import Joined, Transposed, room_bytes
@@ -174,7 +175,7 @@ def model_shapes(found: FoundModel, dtype_name: str, bits: int, rows: int, devic
         scratch_bytes=max(_scratch_bytes(layer, by_matrix) for layer in parameters),
         packed=max((p for layer in parameters for p in layer), key=lambda p: p.unpacked_bytes).packed,
         matrices=tuple((p.shape[-2], p.shape[-1]) for p in largest if len(p.shape) >= 2),
-        rows=row_counts(model, format_, dtype, rows, device_type),
+        rows=row_counts(model, format_, dtype, rows, backend_of(torch.device(device_type))),
         work=_work(config, parameters, _head_bytes(model), dtype, by_matrix),
         apart=_apart(parameters, by_matrix),
     )

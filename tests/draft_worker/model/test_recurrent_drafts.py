@@ -17,15 +17,15 @@ import torch
 from bough.config.processes import DraftConfig, parse
 from bough.errors import CheckpointError, ConfigError, Unavailable
 from bough.grammar.allowed_tokens import Grammars
-from bough.model.architecture import gated_delta
+from bough.model.backend import backend_of
 from bough.model.batch.batch import Batch, Segment
 from bough.model.checkpoint.checkpoint import Checkpoint
-from bough.model.cpu.threads import compute_with
 from bough.model.kv.kv_arena import KVArena
 from bough.model.kv.session_kv import KVSlot
 from bough.model.kv.state_shape import GROWN_ROWS
 from bough.model.running.runner import ResidentModel
 from bough.model.sizes.draft_needs import draft_needs
+from bough.model.threads import compute_with
 from bough.processes.memory_division import DraftNeeds
 from bough.protocol.messages import GrowResult
 from bough.tokenization.vocabulary import TokenizerFiles
@@ -273,7 +273,7 @@ def test_after_a_step_that_failed_midway_a_session_goes_on(
     """At its text, at accepted paths or below; beside it another grows, which the failure does not concern."""
     engine = engine_of(model)
     tree = grow_now(engine, grow_call(PROMPT[:40], plan=DEEP)).tree
-    tokens, run, left = after(PROMPT[:40], tree, 1, inside(tree, 1)), gated_delta.run_steps, [num_calls]
+    tokens, run, left = after(PROMPT[:40], tree, 1, inside(tree, 1)), backend_of(CPU).recur, [num_calls]
 
     def breaks(*arguments: Any) -> torch.Tensor:
         out = run(*arguments)
@@ -286,7 +286,7 @@ def test_after_a_step_that_failed_midway_a_session_goes_on(
     for _ in range(num_steps_before):
         engine.step()
     with monkeypatch.context() as patch:
-        patch.setattr(gated_delta, "run_steps", breaks)
+        patch.setattr(backend_of(CPU), "recur", breaks)
         left[0] = num_calls
         with pytest.raises(RuntimeError, match="no memory"):
             engine._draft.ask([running.job for running in engine._running.values()])

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
 
-from bough.model.gpu import kernels
+from bough.model.backends import triton
 from loadtest.gpu.reference import attend_by_mask
 from tests.fakes.gpu import unpacking as by_cpu
 from tests.fakes.gpu.pretend_order import Order, compute_stream
@@ -356,7 +356,7 @@ def pretending(attends: Callable[..., torch.Tensor] = attend, unpacking: ModuleT
     notes.begin()
     with _Making(), pytest.MonkeyPatch.context() as patch:
         functions = vars(by_cpu) | vars(unpacking)
-        unpack = [functions[name] for name in kernels.Kernels._fields[1:]]
-        patch.setattr(kernels, "of_gpus", lambda: kernels.Kernels(*map(kernel, (attends, *unpack))))
+        unpack = [functions[name] for name in triton.Kernels._fields[1:]]
+        patch.setattr(triton, "kernels", lambda: triton.Kernels(*map(kernel, (attends, *unpack))))
         patch.setattr(torch, "tensor", _sending(torch.tensor))  # a TorchFunctionMode would be asked at every call
         yield notes

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from bough.model.cpu.gemm import WORD_BYTES
 from bough.model.cpu.linear import DTYPES, can_multiply, multiply
 from bough.model.cpu.llvm_vectors import LANES
-from bough.model.cpu.threads import WHOLE, all_threads, compute_reproducibly_with
 from bough.model.running.batch_invariance import STEP
+from bough.model.threads import WHOLE, all_threads, compute_reproducibly_with
 
 pytestmark = pytest.mark.skipif(not can_multiply(64, torch.float32), reason="this processor lacks multiply-add")
 

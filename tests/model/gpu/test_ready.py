@@ -13,9 +13,9 @@ from triton.runtime.build import compile_module_from_src
 
 from bough.errors import AcceleratorFull, ConfigError
 from bough.model import gpu
-from bough.model.gpu import ready
-from bough.model.gpu.faults import named_faults
-from bough.model.gpu.kernels import of_gpus
+from bough.model.backend import backend_of
+from bough.model.backends import triton as ready
+from bough.model.faults import named_faults
 
 GPU = torch.device("cuda", 0)
 LAUNCHER = "#include <Python.h>\nPyMODINIT_FUNC PyInit_nothing(void) { return NULL; }\n"
@@ -48,7 +48,7 @@ def test_without_headers_the_flag_is_named(monkeypatch: pytest.MonkeyPatch, tmp_
 def test_without_triton_the_flag_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "bough.model.gpu.attention_triton", None)
     monkeypatch.delattr(gpu, "attention_triton", raising=False)
-    of_gpus.cache_clear()
+    ready.kernels.cache_clear()
     with pytest.raises(ConfigError, match=r"^--device: for a GPU Triton must be installed, .*attention_triton"):
         ready.require_kernels(GPU, launch)
 
@@ -58,7 +58,7 @@ def test_sums_are_in_float32() -> None:
     products = torch.backends.cuda.matmul
     before = products.allow_bf16_reduced_precision_reduction, products.allow_fp16_reduced_precision_reduction
     try:
-        ready.settle_sums()
+        ready.accumulate_in_float32()
         assert not products.allow_tf32
         assert not products.allow_bf16_reduced_precision_reduction
         assert not products.allow_fp16_reduced_precision_reduction
@@ -71,8 +71,8 @@ def test_the_cpu_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
     """No kernel is tried for it, and sums stay as they are."""
     tried = []
     monkeypatch.setattr(ready, "require_kernels", lambda *_: tried.append("a kernel"))
-    monkeypatch.setattr(ready, "settle_sums", lambda: tried.append("sums"))
-    ready.make_ready(torch.device("cpu"))
+    monkeypatch.setattr(ready, "accumulate_in_float32", lambda: tried.append("sums"))
+    backend_of(torch.device("cpu")).make_ready(torch.device("cpu"))
     assert not tried
 
 

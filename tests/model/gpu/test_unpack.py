@@ -20,9 +20,11 @@ from bough.model.quant.awq import Awq
 from bough.model.quant.ggml_blocks import TYPES, Blocks
 from bough.model.quant.gptq import Gptq
 from bough.model.quant.scaled import EXPONENTS, FLOAT4, FLOAT8, INT8, WORDS, Scaled
-from tests.fakes.gpu.unpacking import NAMES
 from tests.fakes.model.gguf_files import random_blocks
 
+NAMES = {torch.uint8: "U8", torch.int8: "I8", torch.int32: "I32", torch.float16: "F16"}
+NAMES |= {torch.float8_e4m3fn: "F8_E4M3", torch.float8_e8m0fnu: "F8_E8M0"}
+NAMES |= {torch.bfloat16: "BF16", torch.float32: "F32"}
 CPU = torch.device("cpu")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 BF16, F32, E8M0 = torch.bfloat16, torch.float32, torch.float8_e8m0fnu

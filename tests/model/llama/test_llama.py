@@ -8,12 +8,11 @@ import pytest
 import torch
 from transformers import GemmaConfig
 
+from bough.model.backend import backend_of, load
 from bough.model.batch.batch import Batch, Segment
 from bough.model.checkpoint.checkpoint import Checkpoint
 from bough.model.kv.session_kv import KVSlot
-from bough.model.llama.weights import supports_fused_layers
 from bough.model.loading.loading import build_skeleton
-from bough.model.running import runner
 from bough.model.running.runner import ResidentModel
 from tests.conftest import TINY, save_model
 from tests.fakes.model.llama import CONTEXT, FAMILIES, SIZES, TREE, perturbed
@@ -23,9 +22,9 @@ from tests.fakes.models import CPU
 def logits_of(folder: Path, dtype: torch.dtype, fused: bool, monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
     """Of two sessions' trees in one batch, after contexts of different length; (14, vocab_size)."""
     skeleton = build_skeleton(Checkpoint.open(folder), dtype)
-    assert supports_fused_layers(skeleton, CPU) or not fused
+    assert backend_of(CPU).compiles(skeleton) or not fused
     with monkeypatch.context() as patch:
-        patch.setattr(runner, "supports_fused_layers", lambda *_: fused)
+        patch.setattr(backend_of(CPU), "compiles", lambda _: fused)
         model = ResidentModel(skeleton, CPU)
     slots = [KVSlot(skeleton.kv_shape(), 120, CPU) for _ in range(2)]
     for slot in slots:
@@ -58,13 +57,10 @@ def test_other_architectures_and_data_types_go_by_way_of_transformers(
 ) -> None:
     folder = save_model(tmp_path, GemmaConfig(**SIZES, head_dim=16))
     skeleton = build_skeleton(Checkpoint.open(folder), torch.bfloat16)
-    assert not supports_fused_layers(skeleton, CPU)
+    assert not backend_of(CPU).compiles(skeleton)
     slot = KVSlot(skeleton.kv_shape(), 20, CPU)
     logits = ResidentModel(skeleton, CPU).logits(Batch([Segment.tree(slot, 0, TREE)], None, CPU))
     assert logits.shape == (len(TREE), SIZES["vocab_size"])
-    assert not supports_fused_layers(
-        build_skeleton(Checkpoint.open(save_model(tmp_path / "l", TINY)), torch.float32), CPU
-    )
-    assert not supports_fused_layers(
-        build_skeleton(Checkpoint.open(tmp_path / "l"), torch.bfloat16), torch.device("cuda")
-    )
+    wide = build_skeleton(Checkpoint.open(save_model(tmp_path / "l", TINY)), torch.float32)
+    assert not backend_of(CPU).compiles(wide)
+    assert not load("triton").compiles(build_skeleton(Checkpoint.open(tmp_path / "l"), torch.bfloat16))

@@ -15,13 +15,14 @@ from bough.model.checkpoint.checkpoint import Checkpoint, TensorPlace, read_head
 from bough.model.checkpoint.tensor_source import FreshMemory
 from bough.model.cpu.float_bits import from_half, put_number
 from bough.model.cpu.jit import strict
+from bough.model.cpu.unpack import write_out
 from bough.model.loading import loading
 from bough.model.loading.late_writes import bind_all
 from bough.model.loading.loading import build_skeleton, read_place
 from bough.model.loading.weight_map import logical_sources
 from bough.model.quant.awq import AwqFormat
 from bough.model.quant.compressed_tensors import CompressedTensorsFormat
-from bough.model.quant.format import PackedTensors, WeightFormat, write_out
+from bough.model.quant.format import PackedTensors, WeightFormat
 from bough.model.quant.fp8 import Fp8Format
 from bough.model.quant.gptq import GptqFormat
 from tests.fakes.model.packed_files import TOKENS, awq, gptq, raw_parts, rewrite, tensors_of

@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from bough.model.architecture import attention
+from bough.model.backend import load
+from bough.model.backends import triton
 from bough.model.batch.batch import Batch, Segment
 from bough.model.checkpoint.checkpoint import Checkpoint
 from bough.model.kv.kv_arena import KVArena
@@ -37,7 +39,8 @@ def run_again(act: Callable[[], torch.Tensor]) -> Captured:
 @pytest.fixture
 def model(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> ResidentModel:
     """In float32: in bfloat16 it would be one that is compiled whole, on the CPU."""
-    monkeypatch.setattr(attention, "kernels_on", lambda _: kernels_by_torch())  # a captured step attends as on a GPU
+    monkeypatch.setattr(triton, "kernels", kernels_by_torch)
+    monkeypatch.setattr(attention, "backend_of", lambda _: load("triton"))  # a captured step attends as on a GPU
     return ResidentModel(build_skeleton(Checkpoint.open(tiny), torch.float32), CPU)
 
 

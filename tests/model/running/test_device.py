@@ -12,8 +12,9 @@ import bough.model.running.device
 from bough.config.processes import DraftConfig, TargetConfig, parse
 from bough.errors import ConfigError
 from bough.model.architecture.architecture import load_config
+from bough.model.backends import cpu
 from bough.model.kv.session_kv import KVShape
-from bough.model.running.device import choose_device, device_name
+from bough.model.running.device import choose_device
 from bough.model.sizes.memory_budget import fixed_bytes
 from bough.sizing.placement import Fixed, Tier
 from draft_worker.worker import DraftWorker
@@ -131,8 +132,8 @@ def test_processors_that_round_otherwise_have_other_names(capability: str, monke
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     names = []
     for has, by_pairs in itertools.product((False, True), repeat=2):
-        monkeypatch.setattr(bough.model.running.device, "has_feature", lambda _name, has=has: has)
-        monkeypatch.setattr(bough.model.running.device, "multiplies_pairs", lambda by_pairs=by_pairs: by_pairs)
-        names.append(device_name(torch.device("cpu")))
+        monkeypatch.setattr(cpu, "has_feature", lambda _name, has=has: has)
+        monkeypatch.setattr(cpu, "multiplies_pairs", lambda by_pairs=by_pairs: by_pairs)
+        names.append(cpu.BACKEND.describe(torch.device("cpu")))
     assert f"CPU with {capability} and products of bfloat16, ours by pairs" in names
     assert len(set(names)) == 4

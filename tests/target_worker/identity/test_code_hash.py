@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from bough.model.backend import load
 from target_worker.identity import code_hash
-from target_worker.identity.code_hash import DECIDING, meaning, modules, source_of
+from target_worker.identity.code_hash import deciding, meaning, modules, source_of
 
+BACKENDS = ("cpu", "triton")
 SEEDS = (
-    "target_worker.sweep.compiled_layers",
+    *(f"bough.model.backends.{name}" for name in BACKENDS),
     "target_worker.sweep.streamed_model",
     "target_worker.sweep.streamed_sweeper",
     "target_worker.verification.verdict",
@@ -20,17 +22,15 @@ SEEDS = (
 # Modules that a sweep imports and that only find, move, count or name things.
 OTHERS = modules(
     ("bough", "errors"),
-    ("bough.model", "architecture cpu gpu"),  # the rooms themselves
+    ("bough.model", "architecture cpu faults gpu"),
     ("bough.concurrency", "futures inbox"),
     ("bough.config", "cache_paths flag_parser parsers processes reader"),
     ("bough.model.checkpoint", "atomic_files checkpoint content_samples gguf_file hub"),
-    ("bough.model.cpu", "huge_pages"),
-    ("bough.model.gpu", "faults"),
     ("bough.model.running", "device"),
     ("bough.model.sizes", "memory_budget model_sizes"),
     ("bough.processes", "signals"),
     ("bough.protocol", "cost_curve messages prefix_hash"),
-    ("bough.runtime", "exit_status fatal_exit host_memory kv_budget machine"),
+    ("bough.runtime", "exit_status fatal_exit host_memory huge_pages kv_budget machine"),
     ("bough.sizing", "curve_arrays flops other_devices placement sweep_times"),
     ("bough.telemetry", "spans"),
     ("bough.tokenization", "vocabulary"),
@@ -77,10 +77,18 @@ def test_whatever_a_sweep_imports_is_said_to_decide_bits_or_not_to() -> None:
         if module not in seen:
             seen.add(module)
             waiting += imported(module)
-    assert seen - DECIDING - OTHERS == set(), "does it decide bits? DECIDING has what does, and OTHERS what does not"
-    assert not DECIDING & OTHERS
-    assert all(source_of(module).is_file() for module in DECIDING | OTHERS)
-    assert set(SEEDS) <= DECIDING
+    decides = frozenset[str]().union(*(deciding(load(name)) for name in BACKENDS))
+    assert seen - decides - OTHERS == set(), "does it decide bits? `deciding` has what does, and OTHERS what does not"
+    assert not decides & OTHERS
+    assert all(source_of(module).is_file() for module in decides | OTHERS)
+    assert set(SEEDS) <= decides
+
+
+def test_a_backend_decides_its_own_bits_only() -> None:
+    cpu, triton = deciding(load("cpu")), deciding(load("triton"))
+    assert "bough.model.cpu.linear" in cpu - triton
+    assert "bough.model.gpu.unpack_triton" in triton - cpu
+    assert {"bough.model.quant.awq", "bough.model.architecture.moe"} <= cpu & triton
 
 
 @pytest.mark.parametrize(
@@ -108,14 +116,14 @@ def test_it_is_kept_for_the_next_start_and_found_anew_where_files_differ(
 ) -> None:
     monkeypatch.setenv("BOUGH_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(code_hash, "ROOT", tmp_path / "repository")
-    monkeypatch.setattr(code_hash, "DECIDING", frozenset({"target_worker.verification.verdict"}))
+    monkeypatch.setattr(code_hash, "deciding", lambda _: frozenset({"target_worker.verification.verdict"}))
     file = tmp_path / "repository" / "target_worker" / "verification" / "verdict.py"
     file.parent.mkdir(parents=True)
 
     def found(content: bytes) -> str:
         code_hash.code_hash.cache_clear()
         file.write_bytes(content)
-        return code_hash.code_hash()
+        return code_hash.code_hash(load("cpu"))
 
     first = found(SOURCE)
     assert found(SOURCE.replace(b"Doubles.", b"Twice.")) == first

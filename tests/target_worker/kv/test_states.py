@@ -12,7 +12,7 @@ import torch
 
 from bough.errors import ConfigError, Exhausted, StreamError
 from bough.model.architecture import gated_delta
-from bough.model.architecture.gated_delta import run_steps
+from bough.model.backend import backend_of
 from bough.model.batch.batch import Batch, Segment
 from bough.model.kv.kv_arena import KVArena
 from bough.model.kv.states import LayerState
@@ -158,12 +158,14 @@ def test_a_state_that_a_step_left_midway_is_not_taken_for_whole(
     say(model, pool, "a", PROMPT, FORKED)
     pool.commit(session := lease(pool, "a", PROMPT), [70, 71], [9, 8])
 
+    recur = backend_of(CPU).recur
+
     def breaks(*arguments: Any) -> torch.Tensor:
-        run_steps(*arguments)
+        recur(*arguments)
         raise StreamError("no memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(gated_delta, "run_steps", breaks)
+        patch.setattr(backend_of(CPU), "recur", breaks)
         with pytest.raises(StreamError):
             say(model, pool, "a", [*PROMPT, 9, 8], FORKED)
     pool.mend(session)

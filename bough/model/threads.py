@@ -11,8 +11,6 @@ from typing import TypeVar
 import numba
 import torch
 
-from bough.model.cpu.jit import compiler_setting
-
 Result = TypeVar("Result")
 SWITCH_SECONDS = 0.0002
 WHOLE = 2  # most torch threads with which no row is split, whatever the shapes
@@ -26,8 +24,7 @@ def compute_with(num_threads: int) -> None:
     many small products take up to twice as long. Other computations go through `on_a_passing_thread`.
     """
     torch.set_num_threads(num_threads)
-    available: int = compiler_setting("NUMBA_NUM_THREADS")
-    numba.set_num_threads(min(num_threads, available))
+    numba.set_num_threads(min(num_threads, numba.config.NUMBA_NUM_THREADS))  # type: ignore[attr-defined]
 
 
 def on_a_passing_thread(function: Callable[[], Result]) -> Result:

@@ -18,7 +18,7 @@ from numba.core.caching import UserProvidedCacheLocator
 
 from bough.model import compiled_files
 
-KERNELS = Path(__file__).parent  # called by compiled functions of all packages
+KERNELS = Path(__file__).parent / "cpu"  # called by compiled functions of all packages
 
 
 class ByContents(UserProvidedCacheLocator):
@@ -33,7 +33,7 @@ class ByContents(UserProvidedCacheLocator):
 
 @cache
 def _contents_hash(folder: Path) -> str:
-    """Hash of the folder's files, of its package's files with compiled functions, and of the kernels of this folder.
+    """Hash of the folder's files, of its package's files with compiled functions, and of `KERNELS`.
 
     Files are hashed once, when the first of them is imported.
     """

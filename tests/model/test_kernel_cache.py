@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bough.model.cpu.kernel_cache import ByContents, _contents_hash
+from bough.model.kernel_cache import ByContents, _contents_hash
 
 
 def folder_of(parent: Path, *, neighbour: str) -> Path:

@@ -11,6 +11,7 @@ import torch
 from transformers import Gemma2Config
 
 from bough.errors import StreamError
+from bough.model.backend import backend_of
 from bough.model.batch.batch import Batch, Segment
 from bough.model.cpu.linear import can_multiply
 from loadtest.common.inline_streams import InlineStreams
@@ -29,7 +30,7 @@ def logits_of(folder: Path, dtype: torch.dtype, compiled: bool, monkeypatch: pyt
     """Of two sessions' trees in one batch, after contexts of different length; (14, vocab_size)."""
     with monkeypatch.context() as patch:
         if not compiled:
-            patch.setattr(streamed_model, "supports_fused_layers", lambda *_: False)
+            patch.setattr(backend_of(CPU), "compiles", lambda _: False)
         with streamed(folder, dtype) as model:
             assert model.arithmetic.endswith("compiled whole") == compiled
             slots = [new_slot(model), new_slot(model)]

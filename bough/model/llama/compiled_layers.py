@@ -24,8 +24,6 @@ from bough.model.llama.weights import Matrices, Vectors, sizes_of, window
 from bough.model.llama.workspace import Workspace, num_blocks, word_rows
 from bough.model.loading.loading import Skeleton
 
-LayerAt = tuple[int, int]  # a layer's index, and the address of its slab
-
 
 class _ChunkState(NamedTuple):
     """The state of a chunk between layers."""
@@ -44,14 +42,14 @@ class CompiledLayers:
         self._architecture = skeleton.config.model_type
         self._sizes, self._workspace = sizes_of(skeleton), Workspace(skeleton, word_rows)
         self._vectors: dict[int, Vectors] = {}
-        self._weights: dict[LayerAt, LayerWeights] = {}
+        self._weights: dict[tuple[int, int], LayerWeights] = {}
         self._states: list[_ChunkState] = []
         self._share: Any = None  # pointer to `share_layer`, compiled for the types of these arrays
 
     def run(
         self,
         index: int,
-        place: LayerAt | None,
+        place: tuple[int, int] | None,
         hidden: torch.Tensor,
         batch: Batch,
         rotary: tuple[torch.Tensor, torch.Tensor],
@@ -92,7 +90,7 @@ class CompiledLayers:
         self._states = []
         return out
 
-    def _weights_of(self, index: int, place: LayerAt | None) -> LayerWeights:
+    def _weights_of(self, index: int, place: tuple[int, int] | None) -> LayerWeights:
         if place in self._weights:
             return self._weights[place]
         layer = self._layers[index]

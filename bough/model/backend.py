@@ -1,0 +1,167 @@
+"""What computes on a device: the seam between models and formats, which know no kernels, and these."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from functools import cache
+from importlib import import_module
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from bough.model.batch.batch import Chunk
+from bough.model.batch.state_steps import StateSteps
+
+
+class Backend(ABC):
+    """Computes on one kind of device. Results of a row depend on that row alone, bit for bit."""
+
+    name: ClassVar[str]  # of its module in `bough.model.backends`
+    rooms: ClassVar[tuple[str, ...]]  # packages whose code decides its bits, besides that module
+    replaces_products = True  # whether models compute by `linear` in place of torch's own function
+    captures_steps = False  # whether a draft's steps may be captured as graphs
+
+    @abstractmethod
+    def describe(self, device: torch.device) -> str:
+        """Name of the device, and how it computes; workers in which this differs give different bits."""
+
+    def make_ready(self, device: torch.device) -> None:
+        """Prepare a device before a model is loaded. Raises ConfigError or AcceleratorFull if that is not possible."""
+        return
+
+    @abstractmethod
+    def linear(self, rows: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """Rows (..., inputs) times a matrix (outputs, inputs), plus a bias (outputs,).
+
+        The number of rows must always be the same.
+        """
+
+    def multiplies_single_rows(self, rows: torch.Tensor, matrix: torch.Tensor) -> bool:
+        """Whether `multiply` takes any number of these rows, and a row has the same bits among any others."""
+        return False
+
+    def fits_single_rows(self, linear: nn.Linear, dtype: torch.dtype) -> bool:
+        """Whether that holds for a layer, and torch splits a step of its input and output rows into whole vectors."""
+        return False
+
+    def multiply(self, rows: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """As `linear`, of any number of rows; only where `fits_single_rows` or `multiplies_single_rows` allow it."""
+        raise NotImplementedError
+
+    def linear_by_head(self, rows: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
+        """Products (rows, num_heads, outputs) of (num_heads, rows, inputs) with (num_heads, outputs, inputs)."""
+        return torch.stack([self.linear(*head) for head in zip(rows, matrices, strict=True)], 1)
+
+    @abstractmethod
+    def attend(
+        self, chunk: Chunk, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *rules: Any
+    ) -> torch.Tensor:
+        """Write the rows' keys and values to their slots, and attend to each row's path; returns 0 for padding.
+
+        queries (num_rows, num_heads, head_dim), keys and values (num_rows, num_kv_heads, head_dim); returns (num_rows,
+        num_heads, value_dim) in the type of `queries`. `rules` are scale, window, softcap (0: none) and sinks or None.
+        Where queries are wider than values, they are as wide as a key and a value: the value is the key's second part.
+        """
+
+    @abstractmethod
+    def recur(
+        self,
+        qkv: torch.Tensor,
+        decay: torch.Tensor,
+        beta: torch.Tensor,
+        steps: StateSteps,
+        states: torch.Tensor,
+        num_key_heads: int,
+        begin: int,
+    ) -> torch.Tensor:
+        """Take steps of the gated delta rule; returns outputs (num_rows, num_heads, value_dim) of rows from `begin` on.
+
+        qkv (at least num_rows, num_inputs) float32: queries and keys of `num_key_heads` heads, and values of all; decay
+        and beta (num_rows, num_heads); states (num_heads, num_places, key_dim, value_dim), which steps read and write.
+        """
+
+    @abstractmethod
+    def write_down(
+        self,
+        words: torch.Tensor,
+        zeros: torch.Tensor,
+        scales: torch.Tensor,
+        groups: torch.Tensor | None,
+        bits: int,
+        zero_offset: int,
+        out: torch.Tensor,
+    ) -> None:
+        """Unpack GPTQ's format.
+
+        words (inputs * bits / 32, outputs), zeros (groups, outputs * bits / 32), scales (groups, outputs), out (inputs,
+        outputs); `groups` (inputs,) int32 has each input's group, None if they are in order.
+        """
+
+    @abstractmethod
+    def write_across(self, words: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
+        """Unpack AWQ's format.
+
+        words (inputs, outputs / 8), zeros (groups, outputs / 8), scales (groups, outputs), out (inputs, outputs).
+        """
+
+    @abstractmethod
+    def write_along(
+        self,
+        numbers: torch.Tensor,
+        scales: torch.Tensor,
+        zeros: torch.Tensor | None,
+        groups: torch.Tensor | None,
+        bits: int,
+        block: tuple[int, int],
+        out: torch.Tensor,
+    ) -> None:
+        """Unpack numbers by rows, as `bough.model.quant.scaled`.
+
+        numbers (outputs, inputs) int8 or float8_e4m3fn, (outputs, inputs * bits / 32) int32, or (outputs, inputs / 2)
+        uint8 of E2M1; scales (blocks, groups) for blocks of `block` outputs and inputs; zeros (outputs * bits / 32,
+        groups) int32 or None; `groups` (inputs,) int32 has each input's group, None if they are in order; out (outputs,
+        inputs).
+        """
+
+    @abstractmethod
+    def write_blocks(self, data: torch.Tensor, size: tuple[int, int], type_: Any, half: int, out: torch.Tensor) -> None:
+        """Unpack blocks of `size` numbers and bytes, of a type of `bough.model.quant.ggml_blocks`, as its `Blocks`.
+
+        data (rows, bytes) uint8, out (rows, columns).
+        """
+
+    # Models compiled whole. `skeleton` is a `Skeleton` of `bough.model.loading`, which needs this module.
+
+    def compiles(self, skeleton: Any) -> bool:
+        """Whether it has whole layers of this model, which `decoder` and `layers` make."""
+        return False
+
+    def compiles_int8(self, skeleton: Any) -> bool:
+        """Whether its whole layers can multiply in 8 bits."""
+        return False
+
+    @property
+    def prefers_int8(self) -> bool:
+        """Whether products in 8 bits are faster than in 16."""
+        return False
+
+    def decoder(self, skeleton: Any, is_int8: bool) -> Any:
+        """A decoder of a draft (`bough.model.llama.decoder.LlamaDecoder`); only for a model that it `compiles`."""
+        raise NotImplementedError
+
+    def layers(self, skeleton: Any) -> Any:
+        """A target's layers (`bough.model.llama.compiled_layers.CompiledLayers`); only for one that it `compiles`."""
+        raise NotImplementedError
+
+
+def backend_of(device: torch.device) -> Backend:
+    """What computes on a device."""
+    return load("cpu" if device.type == "cpu" else "triton")
+
+
+@cache
+def load(name: str) -> Backend:
+    """The backend of a name. Raises ConfigError if its packages are not installed."""
+    backend: Backend = import_module(f"bough.model.backends.{name}").BACKEND
+    return backend

@@ -1,0 +1,160 @@
+"""Computes on a GPU: Triton kernels of ours, and the library's products of a fixed number of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from bough.errors import ConfigError
+from bough.model.backend import Backend
+from bough.model.batch.batch import Chunk
+from bough.model.batch.state_steps import StateSteps
+from bough.model.faults import is_full, named_faults
+
+
+class Kernels(NamedTuple):
+    """Functions of `attention_triton`, `delta_rule_triton`, `unpack_triton`, `blocks_triton` in `bough.model.gpu`."""
+
+    attend: Callable[..., torch.Tensor]
+    take_steps: Callable[..., torch.Tensor]
+    write_down: Callable[..., None]
+    write_across: Callable[..., None]
+    write_along: Callable[..., None]
+    write_blocks: Callable[..., None]
+
+
+@cache
+def kernels() -> Kernels:
+    """The Triton kernels, imported when first used. Raises ConfigError if Triton is not installed."""
+    try:
+        from bough.model.gpu import attention_triton, blocks_triton, delta_rule_triton, unpack_triton
+    except ImportError as exc:
+        raise ConfigError(
+            f"--device: for a GPU Triton must be installed, which torch's builds for GPUs bring along, got {exc}"
+        ) from exc
+    own = [getattr(unpack_triton, name) for name in Kernels._fields[2:-1]]
+    of_rows = attention_triton.attend_by_triton, delta_rule_triton.take_steps
+    return Kernels(*(*of_rows, *own, blocks_triton.write_blocks))
+
+
+class TritonBackend(Backend):
+    """Kernels of `bough.model.gpu`."""
+
+    name = "triton"
+    rooms = ("bough.model.gpu",)
+    replaces_products = False
+    captures_steps = True
+
+    def describe(self, device: torch.device) -> str:
+        """Name of the GPU."""
+        return str(torch.cuda.get_device_name(device))
+
+    def make_ready(self, device: torch.device) -> None:
+        """Set matrix products to accumulate in float32, and try a kernel.
+
+        Raises:
+            ConfigError: Triton is not installed, or cannot compile.
+            AcceleratorFull: others have taken the device's memory.
+        """
+        accumulate_in_float32()
+        with named_faults(device):
+            require_kernels(device, lambda: _try_one(device))
+            _take_library_memory(device)
+
+    def linear(self, rows: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return nn.functional.linear(rows, matrix, bias)
+
+    def linear_by_head(self, rows: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
+        return torch.bmm(rows, matrices.transpose(1, 2)).transpose(0, 1)
+
+    def attend(
+        self, chunk: Chunk, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *rules: Any
+    ) -> torch.Tensor:
+        paths, (held_keys, held_values) = chunk.paths_on(queries.device), chunk.memory(layer)
+        num_rows = len(paths.rows)
+        held_keys.index_copy_(0, paths.rows, keys[:num_rows])
+        held_values.index_copy_(0, paths.rows, values[:num_rows])
+        out = queries.new_zeros(*queries.shape[:2], values.shape[2])  # padding rows have no path and stay 0
+        own = queries.contiguous()[:num_rows]
+        out[:num_rows] = kernels().attend(own, held_keys, held_values, paths, *rules)
+        return out
+
+    def recur(
+        self,
+        qkv: torch.Tensor,
+        decay: torch.Tensor,
+        beta: torch.Tensor,
+        steps: StateSteps,
+        states: torch.Tensor,
+        num_key_heads: int,
+        begin: int,
+    ) -> torch.Tensor:
+        return kernels().take_steps(qkv, decay, beta, steps.on(qkv.device).table, states, num_key_heads, begin)
+
+    def write_down(self, *arguments: Any) -> None:
+        kernels().write_down(*arguments)
+
+    def write_across(self, *arguments: Any) -> None:
+        kernels().write_across(*arguments)
+
+    def write_along(self, *arguments: Any) -> None:
+        kernels().write_along(*arguments)
+
+    def write_blocks(self, *arguments: Any) -> None:
+        kernels().write_blocks(*arguments)
+
+
+def accumulate_in_float32() -> None:
+    """Turn off reduced-precision accumulation, whose rounding depends on the shape."""
+    products = torch.backends.cuda.matmul
+    products.allow_tf32 = False
+    products.allow_bf16_reduced_precision_reduction = False
+    products.allow_fp16_reduced_precision_reduction = False
+    torch.backends.cudnn.allow_tf32 = False
+
+
+def _take_library_memory(device: torch.device) -> None:
+    """Make cuBLAS allocate its workspace, so that free memory can be measured afterwards."""
+    with torch.cuda.device(device):
+        for dtype in (torch.bfloat16, torch.float16):
+            square = torch.zeros((256, 256), dtype=dtype, device=device)
+            torch.nn.functional.linear(square, square)
+        torch.cuda.synchronize(device)
+
+
+def require_kernels(device: torch.device, try_one: Callable[[], None]) -> None:
+    """Run `try_one`, which compiles a kernel. Raises ConfigError if Triton is missing or fails.
+
+    Where a device has no memory left, its error is raised as it is.
+    Triton needs a C compiler for a kernel's first launch; without one a worker would fail only then.
+    """
+    kernels()
+    try:
+        try_one()
+    except Exception as exc:
+        if is_full(exc):
+            raise
+        raise ConfigError(
+            f"--device: on {device} Triton must compile kernels, got {type(exc).__name__}: {exc}; it takes a C "
+            "compiler (gcc, or what CC names) and Python's headers (Python.h, such as in python3-dev)"
+        ) from exc
+
+
+def _try_one(device: torch.device) -> None:
+    """Unpack one group of 4-bit weights."""
+    with torch.cuda.device(device):
+        words = torch.full((1, 16), 0xA9, dtype=torch.uint8, device=device).view(torch.int32)  # 9 and 10, of 0 to 15
+        out = torch.empty((1, 32), dtype=torch.float16, device=device)
+        kernels().write_along(
+            words, torch.ones((1, 1), dtype=torch.float16, device=device), None, None, 4, (1, 32), out
+        )
+        found = sorted({float(number) for number in out.cpu().flatten()})
+    if found != [1.0, 2.0]:
+        raise RuntimeError(f"9 and 10 less 8, times 1, came to {found}")
+
+
+BACKEND = TritonBackend()
