@@ -9,7 +9,7 @@ import torch
 from bough.config.processes import DraftConfig
 from bough.errors import ConfigError
 from bough.grammar.allowed_tokens import Grammars
-from bough.model.backend import backend_of
+from bough.model.backend import REFERENCE_NOTE, backend_of, choose_backend
 from bough.model.checkpoint.checkpoint import Checkpoint
 from bough.model.checkpoint.tokenizer_files import load_tokenizer_files
 from bough.model.faults import named_faults
@@ -52,7 +52,7 @@ class DraftWorker(ServedDraft):
         self.tokenizer = load_tokenizer_files(checkpoint.path)
         self._fingerprint = checkpoint.fingerprint()
         device = choose_device(config.device)
-        backend_of(device).make_ready(device)
+        choose_backend(config.backend, device).make_ready(device)
         self._ahead_steps = num_steps(config.ahead_steps, device.type)
 
         def load() -> SessionPool:
@@ -99,6 +99,7 @@ class DraftWorker(ServedDraft):
                 else []
             ),
             *self._engine.scalings.notes(),
+            *([REFERENCE_NOTE] if self._config.backend == "reference" else []),
             *self._metrics_note,
             *([] if device.type == "cpu" else [f"computes on {device}, {backend_of(device).describe(device)}"]),
         )

@@ -14,7 +14,7 @@ from bough.config.processes import TargetConfig
 from bough.errors import AcceleratorFull, ConfigError
 from bough.grammar.allowed_tokens import Grammars
 from bough.model.architecture.architecture import load_config
-from bough.model.backend import backend_of
+from bough.model.backend import REFERENCE_NOTE, backend_of, choose_backend
 from bough.model.checkpoint.checkpoint import Checkpoint
 from bough.model.checkpoint.tokenizer_files import load_tokenizer_files
 from bough.model.faults import named_faults
@@ -76,7 +76,8 @@ class TargetWorker(ServedTarget):
         self._weights_hash = WeightsHash(place.file for place in checkpoint.tensors.values())
         self._fingerprint = checkpoint.fingerprint()
         self._device = choose_device(config.device)
-        backend_of(self._device).make_ready(self._device)
+        backend = choose_backend(config.backend, self._device)
+        backend.make_ready(self._device)
         self._config = config = settled(config, load_config(checkpoint.path), self._device.type)
         self._skeleton = build_skeleton(checkpoint, DTYPES[config.dtype])
         self._conversion = conversion(checkpoint.tensors.values(), self._skeleton.dtype)
@@ -94,11 +95,9 @@ class TargetWorker(ServedTarget):
         room = shape.row_bytes, config.kv_memory, shape.state_bytes
         self._num_rows, self._num_states = self._limits.num_rows(*room), self._limits.num_states(*room)
         self._placement = self._place()
-        if self._device.type == "cpu":
+        if backend.compiles_ahead:
             packing = self._skeleton.quantization
-            is_whole = backend_of(self._device).compiles(self._skeleton) and (
-                packing is None or not packing.is_transposed
-            )
+            is_whole = backend.compiles(self._skeleton) and (packing is None or not packing.is_transposed)
             compile_target(config.dtype, "recurrent" if shape.states else "whole" if is_whole else "attention")
         stage("reading weights")
         try:
@@ -201,6 +200,7 @@ class TargetWorker(ServedTarget):
         if not self._tiers.is_direct:
             notes.append("reads go through the page cache: the file system refuses O_DIRECT")
         notes.append(f"{self._model.arithmetic}: a row's bits do not depend on what else is in a sweep")
+        notes += [REFERENCE_NOTE] if self._config.backend == "reference" else []
         notes += self._metrics_note
         if unused := self._skeleton.unused:
             notes.append(f"{len(unused)} tensors of the checkpoint have no place in it, such as {unused[0]}")

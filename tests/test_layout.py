@@ -99,6 +99,15 @@ def test_no_room_imports_one_that_imports_it() -> None:
     assert needs == {}, "each of these needs another of them"
 
 
+def test_only_backends_import_kernels() -> None:
+    """The draft's noise is a compiled loop of its own."""
+    rooms = ("bough.model.cpu", "bough.model.llama", "bough.model.gpu")
+    allowed = {ROOT / room.replace(".", "/") for room in (*rooms, "bough.model.backends")}
+    for path in python_files("bough", *SERVICES):
+        if path.parent not in allowed and path != ROOT / "draft_worker" / "candidates" / "noise.py":
+            assert not any(f"{name}.".startswith(f"{room}.") for name in imports(path) for room in rooms), path
+
+
 def test_torch_only_where_tensors_are() -> None:
     allowed = {ROOT / "bough" / "model", ROOT / "target_worker", ROOT / "draft_worker"}
     for path in python_files("bough", "orchestrator"):

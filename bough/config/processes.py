@@ -96,6 +96,11 @@ class WorkerConfig(ServiceConfig):
         AUTO, "type to compute in; auto is bfloat16, on a GPU the checkpoint's own", one_of(AUTO, *DTYPE_NAMES)
     )
     device: str = setting("auto", "cpu, cuda or cuda:1; auto is a GPU if there is one", parse_device)
+    backend: str = setting(
+        AUTO,
+        "what computes: cpu or triton are kernels of ours for --device, reference is torch alone, many times slower",
+        one_of(AUTO, "cpu", "triton", "reference"),
+    )
     threads: int = setting(usable_cpus(), "CPU threads for computation", parse_count)
     max_context: int = setting(
         0,

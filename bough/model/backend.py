@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
 from typing import Any, ClassVar
@@ -10,6 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from bough.errors import ConfigError
 from bough.model.batch.batch import Chunk
 from bough.model.batch.state_steps import StateSteps
 
@@ -20,6 +23,7 @@ class Backend(ABC):
     name: ClassVar[str]  # of its module in `bough.model.backends`
     rooms: ClassVar[tuple[str, ...]]  # packages whose code decides its bits, besides that module
     replaces_products = True  # whether models compute by `linear` in place of torch's own function
+    compiles_ahead = False  # whether it has kernels that a worker compiles before it loads a model
     captures_steps = False  # whether a draft's steps may be captured as graphs
 
     @abstractmethod
@@ -155,9 +159,41 @@ class Backend(ABC):
         raise NotImplementedError
 
 
+REFERENCE_NOTE = "--backend reference: torch's operators compute, many times slower than kernels"
+_chosen: list[str] = []  # at most one name, of the backend for all devices of this process
+
+
 def backend_of(device: torch.device) -> Backend:
     """What computes on a device."""
-    return load("cpu" if device.type == "cpu" else "triton")
+    return load(_chosen[0] if _chosen else usual_name(device))
+
+
+def usual_name(device: torch.device) -> str:
+    """Name of the backend that a device has unless the reference is asked for."""
+    return "cpu" if device.type == "cpu" else "triton"
+
+
+def choose_backend(name: str, device: torch.device) -> Backend:
+    """Set what computes in this process, by the setting `--backend`; a worker does so before it loads a model.
+
+    Raises ConfigError if the backend does not compute on the device.
+    """
+    usual = usual_name(device)
+    if name not in ("auto", usual, "reference"):
+        raise ConfigError(f"--backend: must be auto, {usual} or reference on {device}, got {name}")
+    _chosen[:] = ["reference"] if name == "reference" else []
+    return backend_of(device)
+
+
+@contextmanager
+def computing_by(name: str) -> Iterator[Backend]:
+    """Compute by the backend of a name within the block, on all devices and threads."""
+    before = list(_chosen)
+    _chosen[:] = [name]
+    try:
+        yield load(name)
+    finally:
+        _chosen[:] = before
 
 
 @cache

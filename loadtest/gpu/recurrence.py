@@ -8,14 +8,13 @@ from typing import Any
 
 import torch
 
-from bough.model.backend import backend_of
+from bough.model.backend import backend_of, load
 from bough.model.batch.batch import BatchPart, Segment
 from bough.model.batch.state_steps import chain_steps
 from bough.model.kv.session_kv import KVSlot
 from bough.model.running.device import working_on
 from bough.trees.tree import Tree
 from loadtest.gpu.parts import device_milliseconds, milliseconds
-from loadtest.gpu.reference import take_steps
 
 KEY_HEADS, HEADS, DIM, WIDTH = 16, 32, 128, 3  # of Qwen3-Next
 CLOSE = 1e-4  # of the largest output: two orders of sums in float32, over as many steps as there are rows
@@ -37,7 +36,7 @@ def _row(device: torch.device, count: int, is_tree: bool) -> dict[str, Any]:
     rest = states, KEY_HEADS, 0
     acts = [
         partial(backend_of(device).recur, qkv, decay, beta, steps, *rest),
-        partial(take_steps, qkv, decay, beta, steps.on(device).table, *rest),
+        partial(load("reference").recur, qkv, decay, beta, steps, *rest),
     ]
     with working_on(device):
         mine = acts[0]()

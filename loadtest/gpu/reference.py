@@ -6,12 +6,13 @@ from typing import Any
 
 import torch
 
+from bough.model.backend import load
+from bough.model.backends.reference import take_steps
 from bough.model.backends.triton import Kernels
 from bough.model.batch.batch import BatchPart
 from bough.model.batch.gpu_paths import Paths
 from bough.model.batch.path_spans import PathSpans, Place
 from bough.model.cpu.attention_cpu import attend_over
-from bough.model.cpu.delta_rule import EPSILON
 
 
 def attend_by_mask(
@@ -67,56 +68,17 @@ def _gathered(paths: Paths, window: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.where(visible, where, paths.rows[:, None]), visible  # a written row: NaN times 0 is NaN
 
 
-def take_steps(
-    qkv: torch.Tensor,
-    decay: torch.Tensor,
-    beta: torch.Tensor,
-    table: torch.Tensor,
-    states: torch.Tensor,
-    num_key_heads: int,
-    begin: int,
+def steps_of_table(
+    qkv: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor, table: torch.Tensor, *rest: Any
 ) -> torch.Tensor:
     """Take steps of the gated delta rule one by one; shapes are those of the kernel, `delta_rule_triton.take_steps`."""
-    num_heads, _, key_dim, value_dim = states.shape
-    out = qkv.new_empty(len(decay) - begin, num_heads, value_dim)
-    for row, before, after in table[:, :3].tolist():
-        heads = torch.split(qkv[row], [num_key_heads * key_dim, num_key_heads * key_dim, num_heads * value_dim])
-        queries, keys = (
-            _normed(numbers.view(num_key_heads, key_dim)).repeat_interleave(num_heads // num_key_heads, 0)
-            for numbers in heads[:2]
-        )
-        state = states[:, before] * decay[row, :, None, None]
-        delta = (heads[2].view(num_heads, value_dim) - (state * keys[:, :, None]).sum(1)) * beta[row, :, None]
-        states[:, after] = state = state + keys[:, :, None] * delta[:, None]
-        if row >= begin:
-            out[row - begin] = (state * (queries / key_dim**0.5)[:, :, None]).sum(1)
-    return out
-
-
-def _normed(rows: torch.Tensor) -> torch.Tensor:
-    return rows * torch.rsqrt((rows * rows).sum(-1, keepdim=True) + float(EPSILON))
-
-
-def write_along(
-    words: torch.Tensor,
-    scales: torch.Tensor,
-    zeros: torch.Tensor | None,
-    groups: torch.Tensor | None,
-    bits: int,
-    block: tuple[int, int],
-    out: torch.Tensor,
-) -> None:
-    """Dequantize a symmetric matrix of compressed-tensors in 4 bits, as `unpack_triton.write_along` does on a GPU."""
-    assert (bits, zeros, groups) == (4, None, None), "models for checks are packed so"
-    bytes_ = words.view(torch.uint8)
-    integers = torch.stack((bytes_ & 15, bytes_ >> 4), dim=2).view(len(words), -1, block[1])
-    out.copy_(((integers.float() - 8) * scales.float()[:, :, None]).view(out.shape))
+    return take_steps(qkv, decay, beta, table[:, :3].tolist(), *rest)
 
 
 def kernels_by_torch() -> Kernels:
     """Kernels for models of `loadtest.gpu.random_models`, which have no other packed weights than these."""
     nothing = _unpacks_nothing
-    return Kernels(attend_by_mask, take_steps, nothing, nothing, write_along, nothing)
+    return Kernels(attend_by_mask, steps_of_table, nothing, nothing, load("reference").write_along, nothing)
 
 
 def _unpacks_nothing(*_: object) -> None:

@@ -224,6 +224,10 @@ class _StagedChunk(Chunk):
     def begins(self) -> list[int]:
         return self.staged_begins
 
+    def slots(self, layer: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        keys, values = self.memory(layer)
+        return [(keys[begin:], values[begin:]) for begin in self.begins]
+
     def spans(self, layer: int) -> tuple[PathSpans, int]:
         keys = self.buffers[layer].keys.data_ptr()
         if keys not in self._spans_by_buffer:

@@ -26,6 +26,7 @@ class CpuBackend(Backend):
 
     name = "cpu"
     rooms = ("bough.model.cpu", "bough.model.llama")
+    compiles_ahead = True
     linear = staticmethod(fixed_product)
     multiply = staticmethod(multiply)
     multiplies_single_rows = staticmethod(is_left_to_us)

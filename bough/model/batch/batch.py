@@ -97,6 +97,11 @@ class Chunk:
         assert all(piece.slot.memory is memory for piece in self.pieces), "slots of one arena go into one chunk"
         return memory.keys[layer], memory.values[layer]
 
+    def slots(self, layer: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Keys and values of a layer for each piece, from its slot's first row on."""
+        slots = [piece.slot for piece in self.pieces]
+        return [(slot.memory.keys[layer][slot.begin :], slot.memory.values[layer][slot.begin :]) for slot in slots]
+
     @cached_property
     def _spans(self) -> PathSpans:
         return PathSpans.of(self.pieces)

@@ -13,8 +13,7 @@ import torch
 from bough.model.cpu.float_bits import from_half, put_number
 from bough.model.cpu.jit import strict_inline, strict_parallel
 from bough.model.quant.ggml_blocks import BlockType, Numbers
-
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+from bough.model.quant.scaled import E2M1
 
 
 def write_down(

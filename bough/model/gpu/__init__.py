@@ -1,1 +1,1 @@
-"""Triton kernels, and errors and settings of GPUs. Triton is imported when a kernel is first asked for."""
+"""Triton kernels of `bough.model.backends.triton`, which imports them when one is first asked for."""

@@ -86,10 +86,7 @@ def unpack_blocks(
 
 
 def write_blocks(data: torch.Tensor, size: tuple[int, int], type_: Any, half: int, out: torch.Tensor) -> None:
-    """Dequantize blocks of `size` numbers and bytes, of a type of `bough.model.quant.ggml_blocks`, as `Blocks` does.
-
-    data (rows, bytes) uint8, out (rows, columns).
-    """
+    """`Backend.write_blocks`."""
     num_blocks = out.numel() // size[0]
     constants = block_constants(size, type_)
     grid = (triton.cdiv(num_blocks, constants["TILE"]),)

@@ -173,11 +173,7 @@ def write_down(
     zero_offset: int,
     out: torch.Tensor,
 ) -> None:
-    """Dequantize GPTQ's format.
-
-    words (inputs * bits / 32, outputs), zeros (groups, outputs * bits / 32), scales (groups, outputs), out (inputs,
-    outputs); `groups` (inputs,) int32 has each input's group, None if they are in order.
-    """
+    """`Backend.write_down`."""
     num_inputs, num_outputs = out.shape
     group_size, per_word = num_inputs // len(scales), 32 // bits
     has_order = groups is not None
@@ -192,10 +188,7 @@ def write_down(
 
 
 def write_across(words: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
-    """Dequantize AWQ's format.
-
-    words (inputs, outputs / 8), zeros (groups, outputs / 8), scales (groups, outputs), out (inputs, outputs).
-    """
+    """`Backend.write_across`."""
     num_inputs, num_outputs = out.shape
     group_size = num_inputs // len(scales)
     rows = _tile_rows(group_size)
@@ -214,12 +207,7 @@ def write_along(
     block: tuple[int, int],
     out: torch.Tensor,
 ) -> None:
-    """Dequantize numbers by rows, as `bough.model.quant.scaled`.
-
-    numbers (outputs, inputs) int8 or float8_e4m3fn, (outputs, inputs * bits / 32) int32, or (outputs, inputs / 2) uint8
-    of E2M1; scales (blocks, groups) for blocks of `block` outputs and inputs; zeros (outputs * bits / 32, groups) int32
-    or None; `groups` (inputs,) int32 has each input's group, None if they are in order; out (outputs, inputs).
-    """
+    """`Backend.write_along`."""
     (num_outputs, num_inputs), (height, group_size) = out.shape, block
     kind = KINDS[numbers.dtype]
     scales = scales.view(torch.uint8) if scales.dtype == torch.float8_e8m0fnu else scales

@@ -29,6 +29,7 @@ from bough.model.quant.format import (
 WORDS, FLOAT4, INT8, FLOAT8 = "I32", "U8", "I8", "F8_E4M3"
 EXPONENTS = "F8_E8M0"  # dtype of scales that are powers of two
 WHOLE_DIVISOR, WHOLE_FACTOR = "_global_scale", "_scale_2"  # what other scales are divided or multiplied by, by its name
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 UNSET = -1  # in group indices: there are none
 SPARE = (  # endings of tensors that are for activations and caches, or of a symmetric weight's zero points
     *(f".{of}_{what}" for of in ("input", "output", "q", "k", "v") for what in ("scale", "zero_point", "global_scale")),

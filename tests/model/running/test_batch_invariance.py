@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from bough.model.architecture.architecture import max_positions
+from bough.model.backend import computing_by
 from bough.model.batch.batch import Batch, BatchPart, Segment
 from bough.model.batch.gpu_paths import Paths
 from bough.model.kv.session_kv import KVSlot
@@ -77,6 +78,16 @@ def cases() -> list[Any]:
     is_quick = [family in QUICK and dtype is torch.bfloat16 for family, dtype in both]
     marks = [() if quick else (pytest.mark.slow,) for quick in is_quick]
     return [pytest.param(*case, marks=own) for case, own in zip(both, marks, strict=True)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("family", QUICK)
+def test_logits_of_the_reference_are_bitwise_those_of_plain_decoding(
+    family: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    with computing_by("reference"):
+        test_logits_are_bitwise_those_of_plain_decoding(family, dtype, tmp_path)
 
 
 @pytest.mark.parametrize(("family", "dtype"), cases())

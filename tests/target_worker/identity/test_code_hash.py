@@ -12,7 +12,7 @@ from bough.model.backend import load
 from target_worker.identity import code_hash
 from target_worker.identity.code_hash import deciding, meaning, modules, source_of
 
-BACKENDS = ("cpu", "triton")
+BACKENDS = ("cpu", "triton", "reference")
 SEEDS = (
     *(f"bough.model.backends.{name}" for name in BACKENDS),
     "target_worker.sweep.streamed_model",

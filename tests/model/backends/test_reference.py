@@ -1,0 +1,108 @@
+"""The reference against the CPU's kernels: the same formulas, so only the order of sums may differ."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from bough.errors import ConfigError
+from bough.model.backend import Backend, backend_of, choose_backend, computing_by, load
+from bough.model.batch.batch import Batch, BatchPart, Segment
+from bough.model.batch.state_steps import chain_steps
+from bough.model.checkpoint.tensor_source import FreshMemory
+from bough.model.kv.session_kv import KVShape, KVSlot
+from bough.model.quant.formats import SAMPLES
+from tests.conftest import TINY, save_model
+from tests.fakes.model.families import random_tree
+from tests.fakes.models import CPU, new_slot, streamed
+
+CPU_KERNELS, REFERENCE = load("cpu"), load("reference")
+CLOSE = 1e-5  # of values near 1: sums of some hundred float32 products in two orders
+HEADS, KV_HEADS, DIM, CONTEXT = 6, 2, 16, 37
+
+
+def attended(backend: Backend, sinks: torch.Tensor | None, window: int, softcap: float) -> torch.Tensor:
+    """Of a context and a tree of one session, beside a tree of another."""
+    rng, generator = np.random.default_rng(3), torch.Generator().manual_seed(3)
+    slots = [KVSlot(KVShape(1, KV_HEADS, DIM, torch.float32), 100, CPU) for _ in range(2)]
+    trees = [
+        Segment.tree(slots[0], CONTEXT, random_tree(rng, 20, 1)),
+        Segment.tree(slots[1], 0, random_tree(rng, 9, 1)),
+    ]
+    (chunk,) = Batch([Segment.context(slots[0], 0, [0] * CONTEXT), *trees], None, CPU).chunks
+    queries, keys, values = (
+        torch.randn(chunk.num_tokens, heads, DIM, generator=generator) for heads in (HEADS, KV_HEADS, KV_HEADS)
+    )
+    return backend.attend(chunk, 0, queries, keys, values, DIM**-0.5, window, softcap, sinks)
+
+
+@pytest.mark.parametrize(
+    ("sinks", "window", "softcap"),
+    [(None, 0, 0.0), (None, 9, 0.0), (None, 0, 5.0), (torch.linspace(-1, 1, HEADS), 9, 0.0)],
+)
+def test_attention(sinks: torch.Tensor | None, window: int, softcap: float) -> None:
+    mine, theirs = (attended(backend, sinks, window, softcap) for backend in (REFERENCE, CPU_KERNELS))
+    assert mine.shape == (CONTEXT + 29, HEADS, DIM)
+    torch.testing.assert_close(mine, theirs, rtol=CLOSE, atol=CLOSE)
+
+
+@pytest.mark.parametrize("is_tree", [False, True])
+def test_the_gated_delta_rule(is_tree: bool) -> None:
+    piece = BatchPart(0, Segment.tree(KVSlot.__new__(KVSlot), 0, random_tree(np.random.default_rng(1), 12, 1)))
+    steps, begin = (piece.tree_steps(3), 0) if is_tree else (chain_steps(12, 3), 4)
+    generator = torch.Generator().manual_seed(1)
+    qkv = torch.randn(12, (2 * 2 + 4) * 8, generator=generator)
+    decay, beta = torch.rand(2, 12, 4, generator=generator)
+    outs, states = [], [torch.full((4, steps.num_places, 8, 8), 0.5) for _ in range(2)]
+    for backend, own in zip((REFERENCE, CPU_KERNELS), states, strict=True):
+        outs.append(backend.recur(qkv, decay, beta, steps, own, 2, begin))
+    torch.testing.assert_close(*outs, rtol=CLOSE, atol=CLOSE)
+    torch.testing.assert_close(states[0][:, 0], states[1][:, 0], rtol=CLOSE, atol=CLOSE)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_products(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(2)
+    rows, matrix, bias = (torch.randn(*size, generator=generator).to(dtype) for size in ((16, 96), (64, 96), (64,)))
+    close = CLOSE if dtype is torch.float32 else 2**-6  # a step of bfloat16 in a sum near 10, rounded once or twice
+    mine, theirs = (backend.linear(rows, matrix, bias) for backend in (REFERENCE, CPU_KERNELS))
+    torch.testing.assert_close(mine, theirs, rtol=close, atol=close)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", SAMPLES)
+def test_weights_are_unpacked_to_the_same_bits(name: str, dtype: torch.dtype) -> None:
+    packed = SAMPLES[name](256, 512)
+    raw = packed.random(np.random.default_rng(0))
+    wanted = packed.value(raw, dtype, FreshMemory(CPU))
+    with computing_by("reference"):
+        found = packed.value(raw, dtype, FreshMemory(CPU))
+    assert torch.equal(found, wanted)
+
+
+def swept(name: str, dtype: torch.dtype, folder: Path) -> torch.Tensor:
+    """Logits of a tree after a context."""
+    with computing_by(name), streamed(folder, dtype) as model:
+        slot, tree = new_slot(model), random_tree(np.random.default_rng(5), 25, root=3)
+        segments = [Segment.context(slot, 0, list(range(40))), Segment.tree(slot, 40, tree)]
+        assert model.arithmetic == ("products of single rows" if name == "cpu" else "products of 16 rows")
+        return model.sweep(Batch(segments, model.rows, CPU))[0].float()
+
+
+def test_a_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bfloat16, whose rounding grows from layer to layer, it is as near the truth as layers not compiled whole."""
+    folder = save_model(tmp_path, TINY)
+    monkeypatch.setattr(CPU_KERNELS, "compiles", lambda _: False)
+    truth, mine = swept("cpu", torch.float32, folder), swept("reference", torch.float32, folder)
+    torch.testing.assert_close(mine, truth, rtol=1e-4, atol=1e-4)
+    errors = [(swept(name, torch.bfloat16, folder) - truth).abs().mean() for name in ("reference", "cpu")]
+    assert errors[0] < 1.25 * errors[1]
+
+
+def test_a_backend_for_another_device_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^--backend: must be auto, cpu or reference on cpu, got triton$"):
+        choose_backend("triton", CPU)
+    assert choose_backend("auto", CPU) is choose_backend("cpu", CPU) is backend_of(CPU) is CPU_KERNELS
