@@ -78,12 +78,6 @@ class Sampling:
     top_k: int = _parameter(0, "only the k likeliest tokens are drawn; 0 is off (default)", 0, MAX_UINT32)
     top_p: float = _parameter(1.0, "only the likeliest, which sum to this; 1 is off (default)", 0.0, 1.0, is_open=True)
     min_p: float = _parameter(0.0, "drop what is below this share of the likeliest; 0 is off (default)", 0.0, 1.0)
-    top_n_sigma: float = _parameter(
-        0.0,
-        "only tokens within so many standard deviations of the largest logit; 0 is off (default)",
-        -1.0,
-        100.0,
-    )
     seed: int | None = _parameter(None, "equal seeds give equal tokens; random by default", 0, MAX_SEED)
     # arXiv 1909.05858
     repetition_penalty: float = _parameter(1.0, "on tokens in prompt and output; 1 is off (default)", 0.01, 100.0)
@@ -93,6 +87,12 @@ class Sampling:
     logprobs: int | None = _parameter(None, "report log-probabilities, with so many alternatives", 0, MAX_LOGPROBS)
     stop_token_ids: frozenset[int] = frozenset()
     min_tokens: int = _parameter(0, "tokens before which nothing ends the output", 0, MAX_UINT32)
+    top_n_sigma: float = _parameter(
+        0.0,
+        "only tokens within so many standard deviations of the largest logit; 0 is off (default)",
+        -1.0,
+        100.0,
+    )
 
 
 PARAMETERS: Mapping[str, Parameter] = {
