@@ -25,7 +25,6 @@ from bough.model.llama.stacks import Int8Stack
 from bough.model.llama.workspace import code_rows, num_blocks
 from bough.model.running.runner import ResidentModel
 from bough.trees.tree import Tree
-from draft_worker.model import sources
 from draft_worker.model.sources import load_draft
 from tests.conftest import TINY, save_model
 from tests.fakes.model.llama import CONTEXT, FAMILIES, SIZES, TREE, perturbed
@@ -208,7 +207,7 @@ def test_vocabularies_that_do_not_fill_a_group(tmp_path: Path) -> None:
 def test_8_bits_where_they_are_possible(
     has_instruction: bool, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sources, "multiplies_bytes", lambda: has_instruction)
+    monkeypatch.setattr("bough.model.backends.cpu.multiplies_bytes", lambda: has_instruction)
     assert ("8 bits" in loaded(folder, "auto").describe()) == has_instruction
     assert "8 bits" in loaded(folder, "8").describe()
     assert "8 bits" not in loaded(folder, "16").describe()

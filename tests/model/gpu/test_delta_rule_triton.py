@@ -73,7 +73,7 @@ def test_the_kernel_equals_the_cpu_s_and_torch_s_operations(take_steps: Any, beg
     first, rest = (rows.qkv, rows.decay, rows.beta), (rows.states(steps.num_places), KEY_HEADS, begin)
     table = steps.on(DEVICE).table
     mine = take_steps(*first, table, *rest)
-    by_torch = reference.take_steps(*first, table, rows.states(steps.num_places), *rest[1:])
+    by_torch = reference.steps_of_table(*first, table, rows.states(steps.num_places), *rest[1:])
     cpu = [numbers.cpu() for numbers in first]
     by_cpu = run_on_cpu(*cpu, steps.steps, rows.states(steps.num_places).cpu(), *rest[1:])
     for theirs in (by_torch, by_cpu):
