@@ -21,6 +21,7 @@ import struct
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -115,9 +116,7 @@ class _Connection:
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
-
-    def __del__(self) -> None:
-        self._socket.close()
+        weakref.finalize(self, connection.close)  # in a cycle of garbage, `__del__` may come after the socket's own
 
     def has_ended(self) -> bool:
         """Whether the process has ended since its last answer."""

@@ -18,7 +18,7 @@ from bough.protocol.messages import VerifyCall
 from bough.rpc.server import serving
 from bough.rpc.services import GENERATION, add_service
 from tests.fakes.fleet import Fleet
-from tests.fakes.streams import OPTIONS, expected, once, read, read_rounds, renamed
+from tests.fakes.streams import OPTIONS, Gate, expected, once, read, read_rounds, renamed
 from tests.fakes.waiting import until
 
 pytestmark = pytest.mark.slow  # running services are called
@@ -97,15 +97,14 @@ async def test_a_resumed_request_takes_over_from_a_stream_that_still_runs(fakes:
     target, _ = await fakes.target("t1")
     flags = ("--max-running", "1", "--max-waiting", "0")
     (_, first), (_, second) = await fakes.orchestrator(*flags), await fakes.orchestrator(*flags)
-    gate = asyncio.Event()
-    target.before = once(gate.wait, 5)
+    gate = Gate(target, 5)
     address = first.address if is_same else second.address
     async with Client(first.address) as old, Client(address, patience_seconds=0.0) as new:
         running = asyncio.create_task(read(old))
-        await until(lambda: len(target.calls) == 4)
+        await gate.reached()
         await until(lambda: fakes.registry.load_request("r"))
         seen = await read(new, replace(OPTIONS, resume=Resume(0)))
-        gate.set()
+        gate.open()
         with pytest.raises(StaleEpoch, match="has been resumed by another call" if is_same else "is over"):
             await running
     assert seen.token_ids == expected(fakes)
@@ -114,14 +113,13 @@ async def test_a_resumed_request_takes_over_from_a_stream_that_still_runs(fakes:
 async def test_what_was_aborted_stays_so(fakes: Fleet) -> None:
     target, _ = await fakes.target("t1")
     _, server = await fakes.orchestrator()
-    gate = asyncio.Event()
-    target.before = once(gate.wait, 5)
+    gate = Gate(target, 5)
     async with Client(server.address) as client:
         running = asyncio.create_task(read(client))
-        await until(lambda: len(target.calls) == 4)
+        await gate.reached()
         await client.abort("r")
         seen = await running
-        gate.set()
+        gate.open()
         await fakes.written("r")
         rest = await read(client, replace(OPTIONS, resume=Resume(1)))
     assert seen.ending == rest.ending == ("abort", "", len(seen.token_ids))

@@ -440,6 +440,6 @@ def test_grpcurl(served: Served) -> None:
         return done.stdout
 
     assert "bough.v1.Generation" in call(served.grpc, "list").split()
-    request = json.dumps({"text": "The sky is", "max_tokens": 8, "seed": 1, "ignore_eos": True})
+    request = json.dumps({"text": "The sky is", "max_tokens": 8, "sampling": {"seed": 1}, "ignore_eos": True})
     answer = call("-d", request, served.grpc, "bough.v1.Generation/Generate")
     assert '"finish_reason": "length"' in answer

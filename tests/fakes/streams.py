@@ -11,6 +11,7 @@ from bough.protocol.generation import Event, Finished, GenerateOptions, Prompt, 
 from bough.protocol.messages import VerifyCall
 from bough.tokenization.tokenizer import Tokenizer
 from tests.fakes.fleet import FakeTarget, Fleet, Law, Process
+from tests.fakes.waiting import PATIENCE_SECONDS
 
 PROMPT = TextPrompt("say: try try ")
 OPTIONS = GenerateOptions(seed=5, max_tokens=60, ignore_eos=True, request_id="r")
@@ -112,3 +113,24 @@ def kill_the_one_that_gets(call_number: int, targets: list[tuple[FakeTarget, Pro
 def renamed(options: GenerateOptions, request_id: str) -> GenerateOptions:
     """The options with another request id."""
     return replace(options, request_id=request_id)
+
+
+class Gate:
+    """Holds call number `at_call` of a target, counted from 1, until it is opened."""
+
+    def __init__(self, target: FakeTarget, at_call: int) -> None:
+        self._reached, self._opened = asyncio.Event(), asyncio.Event()
+        target.before = once(self._hold, at_call)
+
+    async def reached(self) -> None:
+        """Wait until the call is held: no call of another stream can be the one then."""
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            await self._reached.wait()
+
+    def open(self) -> None:
+        """Let the call go on."""
+        self._opened.set()
+
+    async def _hold(self) -> None:
+        self._reached.set()
+        await self._opened.wait()

@@ -71,9 +71,10 @@ async def up(arguments: argparse.Namespace) -> int:
     progress = Progress()
     async with launched(settings, progress, draft_may_follow=True) as cluster, supervised(cluster, tell):
         progress.clear()
+        lines = await target_lines(cluster.client(), settings.target.model)
         index = without_passwords(cluster.index_url)
-        print(f"ready: {cluster.address} (index {index}; logs in {cluster.folder})")
-        for line in await target_lines(cluster.client(), settings.target.model):
+        print(f"ready: {cluster.address} (index {index}; logs in {cluster.folder})")  # nothing awaits before `wait`
+        for line in lines:
             say(line)
         orchestrator, host = cluster.settings.orchestrator, cluster.address.rpartition(":")[0]
         print(f'try{activation()}: {bough_command("generate", cluster.address, orchestrator)} "{QUESTION}"')

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -46,8 +46,11 @@ def open_files(process: int) -> list[str]:
 
 def children(process: int) -> list[int]:
     """Its child processes, whichever of its threads started them."""
-    tasks = Path(f"/proc/{process}/task").iterdir()
-    return [int(child) for task in tasks for child in (task / "children").read_text().split()]
+    found = list[int]()
+    for task in Path(f"/proc/{process}/task").iterdir():
+        with suppress(FileNotFoundError, ProcessLookupError):  # of a thread that has ended
+            found += map(int, (task / "children").read_text().split())
+    return found
 
 
 async def test_an_answer_is_finished_before_the_processes_end(tmp_path: Path) -> None:
@@ -77,8 +80,8 @@ async def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
             await anext(events)
             process.send_signal(signal.SIGTERM)
             assert process.stderr is not None
-            while "draining" not in await asyncio.to_thread(process.stderr.readline):
-                pass
+            while "draining" not in (line := await asyncio.to_thread(process.stderr.readline)):
+                assert line, f"ended with {process.wait()}, without a word of draining"
             began = time.monotonic()
             process.send_signal(signal.SIGTERM)
             await asyncio.to_thread(process.communicate, timeout=60)

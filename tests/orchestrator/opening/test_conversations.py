@@ -16,7 +16,7 @@ from bough.protocol.prefix_hash import block_hashes
 from bough.registry.records import SessionRecord
 from bough.tokenization.tokenizer import Tokenizer
 from tests.fakes.fleet import FakeDraft, Fleet, Law
-from tests.fakes.streams import OPTIONS, PROMPT, once, read, read_rounds
+from tests.fakes.streams import OPTIONS, PROMPT, Gate, read, read_rounds
 from tests.fakes.waiting import until
 
 pytestmark = pytest.mark.slow  # running services are called
@@ -207,15 +207,14 @@ async def test_a_session_that_is_closed_is_forgotten_everywhere(fakes: Fleet) ->
 async def test_closing_ends_what_runs_in_the_session(fakes: Fleet) -> None:
     target, _ = await fakes.target("t1")
     _, server = await fakes.orchestrator()
-    gate = asyncio.Event()
-    target.before = once(gate.wait, 4)
+    gate = Gate(target, 4)
     async with Client(server.address) as client:
         running = asyncio.create_task(read(client, TURN))
-        await until(lambda: len(target.calls) == 3)
+        await gate.reached()
         await client.close_session("s")
         with pytest.raises(StaleEpoch, match="session_id: 's' was closed"):
             await running
-        gate.set()
+        gate.open()
 
 
 async def test_sessions_end_by_themselves(fakes: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from orchestrator.cluster.directory import POLL_SECONDS
 from orchestrator.opening.target_lease import TargetLease
 from orchestrator.rounds.failover import MOST_IN_ALL, MOST_TARGETS, Failover, _Trouble
 from tests.fakes.fleet import Fleet, Process
-from tests.fakes.streams import OPTIONS, expected, failing, kill_the_one_that_gets, once, read
+from tests.fakes.streams import OPTIONS, Gate, expected, failing, kill_the_one_that_gets, once, read
 from tests.fakes.waiting import until
 
 pytestmark = pytest.mark.slow  # running services are called
@@ -128,13 +128,12 @@ async def test_who_was_fenced_off_does_not_fight(fakes: Fleet) -> None:
     target, _ = await fakes.target("t1")
     (requests, first), (_, second) = await fakes.orchestrator(), await fakes.orchestrator()
     options = replace(OPTIONS, session_id="s", request_id="")
-    gate = asyncio.Event()
-    target.before = once(gate.wait, 4)
+    gate = Gate(target, 4)
     async with Client(first.address) as old, Client(second.address) as new:
         running = asyncio.create_task(read(old, options))
-        await until(lambda: len(target.calls) == 3)
+        await gate.reached()
         seen = await read(new, options)
-        gate.set()
+        gate.open()
         with pytest.raises(StaleEpoch, match="is over"):
             await running
         await until(lambda: not requests._recorder._logs)
