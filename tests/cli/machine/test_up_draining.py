@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -11,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import httpx
 import pytest
 
 from bough.client import Client
@@ -88,3 +90,31 @@ async def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
             assert process.returncode == 128 + signal.SIGTERM
             assert time.monotonic() - began < 20, "it would have waited for the answer, for 25 s"
             await events.aclose()
+
+
+async def test_answers_that_outlast_the_drain_end_with_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over HTTP a stream's last event but [DONE] is an error, and what is no stream becomes a 503."""
+    monkeypatch.setenv("BOUGH_ORCHESTRATOR_DRAIN_SECONDS", "1")
+    body = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 2000, "ignore_eos": True}
+    with (tmp_path / "open").open("w") as held, serving(tmp_path, held.fileno(), clock_scale=5) as (process, _):
+        assert process.stdout is not None
+        lines = iter(process.stdout.readline, "")
+        base = next(line for line in lines if "base URL" in line).split("base URL ")[1].split(";")[0]
+        async with httpx.AsyncClient(timeout=60) as client, asyncio.TaskGroup() as tasks:
+            whole = tasks.create_task(client.post(f"{base}/chat/completions", json=body))
+            async with client.stream("POST", f"{base}/chat/completions", json=body | {"stream": True}) as stream:
+                events = stream.aiter_lines()
+                assert stream.status_code == 200, await stream.aread()
+                begun = [await anext(events), await anext(events), await anext(events)]
+                process.send_signal(signal.SIGTERM)
+                rest = [line async for line in events if line]
+        assert json.loads(begun[-1].removeprefix("data: "))["choices"]
+        *_, error, done = rest
+        assert json.loads(error.removeprefix("data: "))["error"]["code"] == "unavailable"
+        assert done == "data: [DONE]"
+        answer = whole.result()
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "unavailable")
+        await asyncio.to_thread(process.communicate, timeout=60)
+        assert process.returncode == 0
