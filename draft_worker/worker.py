@@ -11,7 +11,7 @@ from bough.errors import ConfigError
 from bough.grammar.allowed_tokens import Grammars
 from bough.model.backend import REFERENCE_NOTE, backend_of, choose_backend
 from bough.model.checkpoint.checkpoint import Checkpoint
-from bough.model.checkpoint.tokenizer_files import load_tokenizer_files
+from bough.model.checkpoint.model_places import load_tokenizer_files
 from bough.model.faults import named_faults
 from bough.model.kernel_cache import compiled_ground
 from bough.model.kv.kv_arena import KVArena

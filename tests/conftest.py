@@ -25,7 +25,7 @@ import_transformers()  # as workers do, before anything below would import more 
 from bough.config import addresses
 from bough.config.cache_paths import demonstration_folder
 from bough.config.processes import DraftConfig, OrchestratorConfig, TargetConfig, parse
-from bough.model.checkpoint.tokenizer_files import load_tokenizer_files
+from bough.model.checkpoint.model_places import load_tokenizer_files
 from bough.processes.demonstration import ensure_demonstration
 from bough.processes.launch import Cluster, Settings, launched
 from bough.tokenization.vocabulary import TokenizerFiles

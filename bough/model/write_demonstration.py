@@ -23,7 +23,7 @@ from transformers.utils import logging as transformers_logging
 from bough.config.cache_paths import EXPANSION_NAME, is_written, make_space, original_file
 from bough.errors import BoughError
 from bough.model.checkpoint.atomic_files import replace
-from bough.model.checkpoint.checkpoint import INDEX_NAME
+from bough.model.checkpoint.safetensors_folder import INDEX_NAME
 from bough.tokenization.demonstration_template import write_template
 
 ZEROED = ("self_attn.o_proj.weight", "mlp.down_proj.weight")

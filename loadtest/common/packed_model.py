@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from bough.model.checkpoint.checkpoint import INDEX_NAME
+from bough.model.checkpoint.safetensors_folder import INDEX_NAME
 
 GROUP = 32  # inputs that share a scale
 EXPERTS = ".experts."

@@ -14,7 +14,8 @@ from accelerate import init_empty_weights
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, PretrainedConfig, initialization
 
-from bough.model.checkpoint.checkpoint import INDEX_NAME, Checkpoint
+from bough.model.checkpoint.checkpoint import Checkpoint
+from bough.model.checkpoint.safetensors_folder import INDEX_NAME
 from bough.model.loading.default_settings import CPU_ROWS, GPU_ROWS
 from bough.model.loading.loading import Skeleton, build_skeleton
 from bough.model.running.host_embeddings import host_bytes

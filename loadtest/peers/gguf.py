@@ -23,7 +23,8 @@ from safetensors import safe_open
 from bough.config.cache_paths import PACKAGE, SUBSTITUTE_DROPS, cache_folder, demonstration_folder
 from bough.errors import ConfigError
 from bough.model.checkpoint.atomic_files import make_folder, replace
-from bough.model.checkpoint.checkpoint import INDEX_NAME, Checkpoint
+from bough.model.checkpoint.checkpoint import Checkpoint
+from bough.model.checkpoint.safetensors_folder import INDEX_NAME
 from bough.model.loading.layer_selection import kept_layers
 
 Array = npt.NDArray[Any]

@@ -46,7 +46,7 @@ from bough.config.cache_paths import demonstration_folder
 from bough.config.flag_parser import FlagParser
 from bough.config.parsers import parse_bytes
 from bough.errors import BoughError
-from bough.model.checkpoint.tokenizer_files import load_tokenizer_files
+from bough.model.checkpoint.model_places import load_tokenizer_files
 from bough.processes.demonstration import ensure_demonstration
 from bough.tokenization.tokenizer import Tokenizer
 from loadtest.common.limits import drop_cached

@@ -27,7 +27,7 @@ from bough.client import Client
 from bough.config.cache_paths import demonstration_folder
 from bough.config.processes import DraftConfig, OrchestratorConfig, TargetConfig, parse, to_flags
 from bough.errors import BoughError
-from bough.model.checkpoint.tokenizer_files import load_tokenizer_files
+from bough.model.checkpoint.model_places import load_tokenizer_files
 from bough.processes.demonstration import ensure_demonstration
 from bough.processes.exit_with_parent import MODULE
 from bough.processes.launch import Cluster, Settings, launched

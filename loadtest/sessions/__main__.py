@@ -36,7 +36,7 @@ from bough.client import Client
 from bough.config.cache_paths import SUBSTITUTE_DROPS, demonstration_folder
 from bough.config.flag_parser import FlagParser
 from bough.config.processes import DraftConfig, OrchestratorConfig, TargetConfig, parse
-from bough.model.checkpoint.tokenizer_files import load_tokenizer_files
+from bough.model.checkpoint.model_places import load_tokenizer_files
 from bough.processes.demonstration import ensure_demonstration
 from bough.processes.launch import Settings, launched
 from bough.protocol.generation import GenerateOptions, TokenPrompt

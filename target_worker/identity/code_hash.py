@@ -27,7 +27,7 @@ ROOMS = ("bough.model.architecture", "bough.model.batch", "bough.model.quant", "
 OTHERS = modules(
     ("bough.grammar", "allowed_tokens grammar_process grammar_worker"),
     ("bough.model", "backend threads"),
-    ("bough.model.checkpoint", "gguf_config tensor_source"),
+    ("bough.model.checkpoint", "gguf_config gguf_model tensor_source"),
     ("bough.model.kv", "segment session_kv slot split_layers state_shape states"),
     ("bough.model.loading", "late_writes loading weight_map"),
     ("bough.model.running", "batch_invariance host_embeddings"),

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from bough.model.architecture.moe import stack_of
-from bough.model.checkpoint.checkpoint import TensorPlace
+from bough.model.checkpoint.container import TensorPlace
 from bough.model.checkpoint.tensor_source import ReusedMemory
 from bough.model.loading.late_writes import LateWrites, can_wait
 from bough.model.loading.loading import ParameterSlot

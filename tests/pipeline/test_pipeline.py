@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from bough.client import Client
-from bough.model.checkpoint.tokenizer_files import load_tokenizer_files
+from bough.model.checkpoint.model_places import load_tokenizer_files
 from bough.processes.launch import Cluster
 from bough.protocol.generation import Finished, GenerateOptions, Speculation, TextPrompt, TokenPrompt, Tokens
 from bough.tokenization.tokenizer import Tokenizer

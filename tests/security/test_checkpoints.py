@@ -14,9 +14,9 @@ from huggingface_hub import constants
 
 from bough.errors import BoughError, CheckpointError
 from bough.model.architecture.architecture import load_config
-from bough.model.checkpoint.checkpoint import INDEX_NAME, Checkpoint
-from bough.model.checkpoint.hub import cached, is_hub_id
-from bough.model.checkpoint.tokenizer_files import load_tokenizer_files
+from bough.model.checkpoint.checkpoint import Checkpoint
+from bough.model.checkpoint.model_places import cached, is_hub_id, load_tokenizer_files
+from bough.model.checkpoint.safetensors_folder import INDEX_NAME
 from bough.model.sizes.model_sizes import find_model
 from tests.conftest import TINY, save_model
 

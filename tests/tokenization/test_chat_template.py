@@ -10,7 +10,7 @@ import pytest
 
 from bough.config.cache_paths import demonstration_folder
 from bough.errors import InvalidRequest
-from bough.model.checkpoint.tokenizer_files import load_tokenizer_files
+from bough.model.checkpoint.model_places import load_tokenizer_files
 from bough.tokenization.chat_template import ChatTemplate
 from bough.tokenization.tokenizer import Tokenizer
 from bough.tokenization.vocabulary import TokenizerFiles

@@ -9,7 +9,7 @@ from unittest.mock import Mock
 import pytest
 
 from bough.errors import BoughError, InvalidRequest
-from bough.model.checkpoint.tokenizer_files import load_tokenizer_files
+from bough.model.checkpoint.model_places import load_tokenizer_files
 from bough.tokenization.tokenizer import Tokenizer
 from bough.tokenization.vocabulary import TokenizerFiles
 from tests.conftest import save_tokenizer

@@ -25,10 +25,8 @@ from bough.config.cache_paths import (
 from bough.config.processes import DraftConfig, OrchestratorConfig, TargetConfig, parse
 from bough.errors import BoughError, CheckpointError, ConfigError, PairingError
 from bough.model import compiled_folder
-from bough.model.checkpoint.checkpoint import Checkpoint, resolve
-from bough.model.checkpoint.gguf_file import is_gguf
-from bough.model.checkpoint.hub import fetch, is_hub_id
-from bough.model.checkpoint.tokenizer_files import load_tokenizer_files
+from bough.model.checkpoint.checkpoint import Checkpoint
+from bough.model.checkpoint.model_places import container_of, fetch, is_hub_id, resolve
 from bough.model.sizes.draft_needs import draft_needs
 from bough.processes.demonstration import ensure_demonstration
 from bough.processes.launch import Settings, launched
@@ -40,7 +38,7 @@ from bough.runtime.log_lines import say, tell
 from bough.runtime.machine import free_memory, may_be_gpu
 from bough.simulation.profile import load_profile, shipped_profiles
 from bough.sizing.placement import gigabytes
-from bough.tokenization.vocabulary import TokenizerFiles, first_difference
+from bough.tokenization.vocabulary import first_difference
 
 HTTP_PORT = 8000  # the usual port of such servers
 INDEX_VARIABLE = "BOUGH_ORCHESTRATOR_INDEX_URL"  # keeps a password from the command line
@@ -171,9 +169,7 @@ def vocabulary_of(model: str) -> Sequence[str]:
         model = str(original_file())
     path = resolve(model)
     with suppress(OSError, ValueError, CheckpointError):  # a worker names the problem
-        if is_gguf(path):
-            return load_tokenizer_files(path).vocabulary
-        return TokenizerFiles((path / "tokenizer.json").read_bytes(), "", ()).vocabulary
+        return container_of(path).tokens()
     return ()
 
 

@@ -9,15 +9,15 @@ import torch
 from accelerate import init_empty_weights
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, initialization
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, initialization
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from bough.errors import CheckpointError
 from bough.model.architecture import attention
 from bough.model.architecture.gated_delta import run_trees, why_not_recurrent
 from bough.model.architecture.latent import keep_compressed, why_not_compressed
-from bough.model.checkpoint.gguf_config import FACTORS, gguf_config
-from bough.model.checkpoint.gguf_file import is_gguf
+from bough.model.checkpoint.gguf_config import FACTORS
+from bough.model.checkpoint.model_places import container_of
 from bough.model.kv.session_kv import KVShape
 from bough.model.kv.state_shape import RECURRENT
 
@@ -34,23 +34,11 @@ def load_config(path: Path) -> PretrainedConfig:
     Raises:
         CheckpointError: transformers cannot read it.
     """
-    if is_gguf(path):
-        return _of_gguf(path)
+    container = container_of(path)
     try:
-        return language_part(AutoConfig.from_pretrained(path, trust_remote_code=False))
+        return language_part(container.model_config())
     except UNREADABLE as exc:
-        raise CheckpointError(f"{path / 'config.json'}: {exc}") from exc
-
-
-def _of_gguf(file: Path) -> PretrainedConfig:
-    fields = gguf_config(file)
-    rope = fields.pop("rope_parameters")
-    try:
-        config = AutoConfig.for_model(**fields)
-        config.rope_parameters = rope  # afterwards, as factors are none of the types that its constructor knows
-        return language_part(config)
-    except UNREADABLE as exc:
-        raise CheckpointError(f"{file}: {exc}") from exc
+        raise CheckpointError(f"{container.config_place}: {exc}") from exc
 
 
 def _with_factors(config: PretrainedConfig, *_: Any, **__: Any) -> tuple[torch.Tensor, float]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bough.errors import CheckpointError
+from bough.model.checkpoint.container import TensorPlace
 
 SUFFIX, MAGIC, VERSIONS = ".gguf", b"GGUF", (2, 3)
 MOST_VERSION = 1 << 16  # beyond which it is a small number with its bytes in the other order
@@ -110,24 +111,13 @@ class Cursor:
         return length
 
 
-class GgufTensor(NamedTuple):
-    """A tensor of a file."""
-
-    name: str
-    file: Path
-    offset: int  # in bytes
-    num_bytes: int
-    dtype: str  # a type of PLAIN or BLOCKS
-    shape: tuple[int, ...]  # of numbers; the last axis is contiguous
-
-
 @dataclass(frozen=True, slots=True)
 class GgufHeader:
     """What stands before the weights."""
 
     file: Path  # the first, if a model is split
     fields: Mapping[str, Any]  # by key; of the lists of a tokenizer the ListPlace
-    tensors: Mapping[str, GgufTensor]  # of all files
+    tensors: Mapping[str, TensorPlace]  # of all files
     num_bytes: int  # of the first file before its weights
 
     def field(self, key: str, kind: type, default: Any = None) -> Any:
@@ -166,11 +156,6 @@ class GgufHeader:
     def refusal(self, why: str) -> CheckpointError:
         """The error for a file that cannot be used."""
         return CheckpointError(f"{self.file}: {why}")
-
-
-def is_gguf(path: str | Path) -> bool:
-    """Whether a name is that of a GGUF file."""
-    return str(path).endswith(SUFFIX)
 
 
 def files_of(file: Path) -> list[Path]:
@@ -275,7 +260,7 @@ class _Stated(NamedTuple):
         return cls(name, shape, GGMLQuantizationType(number).name if known else str(number), cursor.number("Q"))
 
 
-def _placed(file: Path, stated: _Stated, begin: int, size: int) -> GgufTensor:
+def _placed(file: Path, stated: _Stated, begin: int, size: int) -> TensorPlace:
     name, shape, kind, offset = stated
     if kind not in PLAIN and kind not in BLOCKS:
         raise CheckpointError(
@@ -287,4 +272,4 @@ def _placed(file: Path, stated: _Stated, begin: int, size: int) -> GgufTensor:
     num_bytes = math.prod(shape) // values * block_bytes
     if begin + offset + num_bytes > size:
         raise CheckpointError(f"{file}: tensor {name} ends beyond the file's {size} bytes; it is truncated")
-    return GgufTensor(name, file, begin + offset, num_bytes, kind, shape)
+    return TensorPlace(name, file, begin + offset, num_bytes, kind, shape)

@@ -1,4 +1,4 @@
-"""The tokenizer of a GGUF file whose tokens are spelt in GPT-2's bytes, as a tokenizer.json. Uses no transformers.
+"""The tokenizer of a GGUF file; transformers is used only where tokens are not spelt in GPT-2's bytes.
 
 A file names how texts are split before pairs are merged, and the expressions are those of the tokenizer.json that the
 model was published with; llama.cpp's list of names (llama-vocab.cpp) tells which, and what else goes with a name.
@@ -8,14 +8,19 @@ transformers knows fewer names, drops what some tokens mean, and takes many seco
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from bough.errors import CheckpointError
 from bough.model.checkpoint.gguf_file import GgufHeader
+from bough.tokenization.vocabulary import TokenizerFiles
 
 if TYPE_CHECKING:
     from tokenizers.pre_tokenizers import PreTokenizer
 
+ENDS = ("eos", "eot", "eom")  # of a text, a turn, a message
 KIND, SPLIT = "tokenizer.ggml.model", "tokenizer.ggml.pre"
 BYTES = "gpt2"  # of KIND: these tokenizers
 CONTROL, GIVEN, UNUSED = 3, 4, 5  # types of tokens: special; matched whole, but not special; to fill up embeddings
@@ -68,6 +73,84 @@ SPLITS = (
     Split("deepseek-coder", (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-\ud7ff]+", r"\p{N}")),
 )
 BY_NAME = {name: split for split in SPLITS for name in split.names.split()}
+logger = logging.getLogger(__name__)
+
+
+def gguf_tokenizer(header: GgufHeader) -> TokenizerFiles:
+    """The tokenizer of a file, with its special tokens and chat templates.
+
+    Raises:
+        CheckpointError, OSError, ValueError, AttributeError, LookupError: there is no usable one.
+    """
+    tokens = header.list_of("tokenizer.ggml.tokens")
+    if not all(isinstance(token, str) for token in tokens):
+        raise header.refusal(f"field tokenizer.ggml.tokens must be texts, got {tokens[0]!r}")
+    template, tool_template = (_template(header, f"tokenizer.chat_template{name}") for name in ("", ".tool_use"))
+    ids = {key: header.token_id(key, len(tokens)) for key in ("bos", *ENDS)}
+    names = {key: "" if index is None else tokens[index] for key, index in ids.items()}
+    files = TokenizerFiles(
+        _json_of(header, tokens),
+        template,
+        tuple(sorted({index for key in ENDS if (index := ids[key]) is not None})),
+        names["bos"],
+        names["eos"],
+        tool_template,
+    )
+    _require_usable(files, header)
+    return files
+
+
+def _template(header: GgufHeader, key: str) -> str:
+    if not isinstance(found := header.fields.get(key, ""), str):
+        raise header.refusal(f"field {key} must be a text, got {found!r}")
+    return found
+
+
+def _json_of(header: GgufHeader, tokens: list[str]) -> bytes:
+    """The tokenizer.json beside a file, or what its own lists say; the first one's error where neither can be read."""
+    try:
+        beside = _beside(header, tokens)
+    except (OSError, CheckpointError) as exc:
+        with suppress(Exception):  # of a library that raises nothing narrower
+            data = _own(header)
+            logger.warning("%s; the file's own tokenizer is used", exc)
+            return data
+        raise
+    return _own(header) if beside is None else beside
+
+
+def _own(header: GgufHeader) -> bytes:
+    if header.fields.get(KIND) == BYTES:
+        return json.dumps(byte_tokenizer(header), ensure_ascii=False).encode()
+    from transformers import AutoTokenizer
+
+    name = header.file.name
+    converted = AutoTokenizer.from_pretrained(header.file.parent, trust_remote_code=False, gguf_file=name)
+    return bytes(converted.backend_tokenizer.to_str().encode())
+
+
+def _beside(header: GgufHeader, tokens: list[str]) -> bytes | None:
+    """The tokenizer.json beside a file, as the model's authors have it, if it has the file's tokens."""
+    file = header.file.with_name("tokenizer.json")
+    if not file.is_file():
+        return None
+    files = TokenizerFiles(file.read_bytes(), "", ())
+    found = _require_usable(files, header, f" ({file})")
+    types = header.list_of("tokenizer.ggml.token_type") or [1] * len(tokens)
+    pairs = zip(tokens, found, types, strict=False)
+    if len(found) > len(tokens) or any(own != other for own, other, kind in pairs if kind == 1):
+        logger.warning("%s: %s has other tokens and is not used", header.file, file)
+        return None
+    logger.info("%s: the tokenizer is %s", header.file, file)
+    return files.tokenizer_json
+
+
+def _require_usable(files: TokenizerFiles, header: GgufHeader, where: str = "") -> tuple[str, ...]:
+    """The tokens; asked for at once, as the library refuses, for example, merges of texts that are no tokens."""
+    try:
+        return files.vocabulary
+    except Exception as exc:  # the library raises nothing narrower
+        raise header.refusal(f"no usable tokenizer{where}: {exc}") from exc
 
 
 def pre_tokenizer(split: Split) -> PreTokenizer:

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-from bough.model.checkpoint.checkpoint import TensorPlace
+from bough.model.checkpoint.container import TensorPlace
 
 STORED_DTYPES = {
     "BF16": torch.bfloat16,

@@ -12,7 +12,7 @@ from transformers import PretrainedConfig
 
 from bough.config.parsers import AUTO, DTYPE_NAMES
 from bough.config.processes import TargetConfig
-from bough.model.checkpoint.checkpoint import TensorPlace
+from bough.model.checkpoint.container import TensorPlace
 from bough.model.checkpoint.tensor_source import STORED_DTYPES, VALUE_DTYPES
 from bough.sizing.placement import gigabytes
 

@@ -17,7 +17,8 @@ from bough.errors import CheckpointError
 from bough.model.architecture import moe
 from bough.model.architecture.architecture import build_empty, cut_layers, describe, load_config, max_positions
 from bough.model.architecture.moe import AnySource, ExpertSources
-from bough.model.checkpoint.checkpoint import Checkpoint, TensorPlace
+from bough.model.checkpoint.checkpoint import Checkpoint
+from bough.model.checkpoint.container import TensorPlace
 from bough.model.checkpoint.tensor_source import (
     STORED_DTYPES,
     VALUE_DTYPES,

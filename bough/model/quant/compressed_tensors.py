@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from bough.errors import CheckpointError
 from bough.model.architecture.moe import ExpertSources
-from bough.model.checkpoint.checkpoint import TensorPlace
+from bough.model.checkpoint.container import TensorPlace
 from bough.model.quant.format import SAMPLE_GROUP, PackedTensors, WeightFormat, module_names
 from bough.model.quant.scaled import (
     FLOAT8,

@@ -21,7 +21,7 @@ from transformers import PretrainedConfig
 
 from bough.errors import CheckpointError
 from bough.model.architecture.moe import AnySource
-from bough.model.checkpoint.checkpoint import TensorPlace
+from bough.model.checkpoint.container import TensorPlace
 from bough.model.checkpoint.tensor_source import STORED_DTYPES, VALUE_DTYPES, Scratch, room_bytes
 
 # Name prefixes in a model that contains a language model, and in the language model by itself.

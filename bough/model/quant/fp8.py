@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from bough.errors import CheckpointError
 from bough.model.architecture.moe import ExpertSources
-from bough.model.checkpoint.checkpoint import TensorPlace
+from bough.model.checkpoint.container import TensorPlace
 from bough.model.quant.format import SAMPLE_GROUP, PackedTensors, WeightFormat
 from bough.model.quant.scaled import FLOAT8, SPARE, Scaled, StoredAs, block_size, unquantized
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from bough.model.backend import backend_of
-from bough.model.checkpoint.checkpoint import TensorPlace
+from bough.model.checkpoint.container import TensorPlace
 from bough.model.checkpoint.gguf_file import BLOCKS
 from bough.model.checkpoint.tensor_source import typed
 from bough.model.quant.format import Dequantized, place_of

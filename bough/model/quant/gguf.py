@@ -13,7 +13,7 @@ import torch
 from transformers import PretrainedConfig
 
 from bough.errors import CheckpointError
-from bough.model.checkpoint.checkpoint import TensorPlace
+from bough.model.checkpoint.container import TensorPlace
 from bough.model.checkpoint.gguf_config import METHOD, ROPE_FACTORS
 from bough.model.checkpoint.gguf_file import BLOCKS, PLAIN
 from bough.model.checkpoint.tensor_source import TensorSource, typed

@@ -10,7 +10,7 @@ import torch
 
 from bough.errors import CheckpointError, StreamError
 from bough.model.backend import backend_of
-from bough.model.checkpoint.checkpoint import TensorPlace
+from bough.model.checkpoint.container import TensorPlace
 from bough.model.checkpoint.tensor_source import typed
 from bough.model.quant.format import (
     SAMPLE_GROUP,

@@ -12,7 +12,7 @@ from transformers import PretrainedConfig
 
 from bough.errors import CheckpointError
 from bough.model.architecture.moe import ExpertSources
-from bough.model.checkpoint.checkpoint import TensorPlace
+from bough.model.checkpoint.container import TensorPlace
 from bough.model.quant.format import PackedTensors, WeightFormat, quantization_fields
 from bough.model.quant.scaled import (
     FLOAT4,

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from bough.errors import CheckpointError
 from bough.model.architecture.moe import ExpertSources
-from bough.model.checkpoint.checkpoint import TensorPlace
+from bough.model.checkpoint.container import TensorPlace
 from bough.model.checkpoint.tensor_source import Transposed, parts_of
 from bough.model.quant.format import PackedTensors, WeightFormat, require_shape
 from bough.model.quant.scaled import EXPONENTS, FLOAT4, Scaled, StoredAs

@@ -15,7 +15,8 @@ import torch
 from bough.errors import CheckpointError
 from bough.model.architecture.moe import ExpertSources
 from bough.model.backend import backend_of
-from bough.model.checkpoint.checkpoint import ITEM_BYTES, TensorPlace
+from bough.model.checkpoint.container import TensorPlace
+from bough.model.checkpoint.safetensors_folder import ITEM_BYTES
 from bough.model.checkpoint.tensor_source import VALUE_DTYPES, Scratch, parts_of, room_bytes, typed
 from bough.model.quant.format import (
     Dequantized,

@@ -12,9 +12,10 @@ from typing import Any, cast
 from bough.config.cache_paths import EXPANSION_NAME
 from bough.config.processes import DraftConfig
 from bough.errors import CheckpointError
-from bough.model.checkpoint.checkpoint import Checkpoint, TensorPlace
-from bough.model.checkpoint.gguf_config import gguf_config
-from bough.model.checkpoint.gguf_file import BLOCKS, is_gguf
+from bough.model.checkpoint.checkpoint import Checkpoint
+from bough.model.checkpoint.container import TensorPlace
+from bough.model.checkpoint.gguf_file import BLOCKS
+from bough.model.checkpoint.model_places import container_of
 from bough.model.kv.state_shape import GROWN_ROWS, RECURRENT, StateShape
 from bough.processes.memory_division import DraftNeeds
 from bough.runtime.kv_budget import LEAST_CONTEXT
@@ -35,11 +36,8 @@ def draft_needs(config: DraftConfig) -> DraftNeeds:
         CheckpointError: the model does not exist, or is damaged.
     """
     checkpoint = Checkpoint.open(config.model)
-    where = str(checkpoint.path / "config.json")
-    if is_gguf(checkpoint.path):
-        whole = gguf_config(checkpoint.path)
-    else:
-        whole = _object(json.loads(Path(where).read_text()), where)
+    container = container_of(checkpoint.path)
+    where, whole = str(container.config_place), container.config()
     text = _object(whole.get("text_config"), f"{where}.text_config") or whole
     size = DTYPE_BYTES.get(config.dtype, AUTO_BYTES)
     quantization = whole.get("quantization_config") or text.get("quantization_config")

@@ -22,7 +22,7 @@ from bough.model.architecture.architecture import UNREADABLE, build_empty, descr
 from bough.model.architecture.moe import EXPERT_ROWS, AnySource, ExpertSources, has_own_products, stack_of
 from bough.model.backend import backend_of
 from bough.model.checkpoint.checkpoint import Checkpoint
-from bough.model.checkpoint.hub import is_hub_id
+from bough.model.checkpoint.model_places import is_hub_id
 from bough.model.checkpoint.tensor_source import Joined, Transposed, room_bytes
 from bough.model.kv.session_kv import KVShape
 from bough.model.loading.late_writes import can_wait, is_late

@@ -10,7 +10,7 @@ from pathlib import Path
 from transformers import PretrainedConfig
 
 from bough.model.architecture.architecture import build_empty, load_config
-from bough.model.checkpoint.checkpoint import SINGLE_NAME
+from bough.model.checkpoint.safetensors_folder import SINGLE_NAME
 from bough.model.checkpoint.tensor_source import STORED_DTYPES
 from bough.model.loading.loading import DTYPES
 from bough.model.quant.formats import SAMPLES

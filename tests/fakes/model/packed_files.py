@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import MixtralConfig
 
-from bough.model.checkpoint.checkpoint import INDEX_NAME
+from bough.model.checkpoint.safetensors_folder import INDEX_NAME
 from bough.model.checkpoint.tensor_source import TensorSource
 from tests.fakes.model.published_formats import FORMATS, GROUP
 

@@ -13,7 +13,7 @@ from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter
 from safetensors.torch import save_file
 
 from bough.errors import ConfigError
-from bough.model.checkpoint.checkpoint import INDEX_NAME
+from bough.model.checkpoint.safetensors_folder import INDEX_NAME
 from loadtest.peers import gguf as peer_gguf
 from loadtest.peers.gguf import IN_LAYER, export, permuted
 

@@ -17,8 +17,9 @@ from transformers import AutoConfig, MixtralConfig
 
 from bough.errors import CheckpointError
 from bough.model.architecture.architecture import build_empty, cut_layers
-from bough.model.checkpoint.checkpoint import INDEX_NAME, Checkpoint, resolve
-from bough.model.checkpoint.hub import fetch
+from bough.model.checkpoint.checkpoint import Checkpoint
+from bough.model.checkpoint.model_places import fetch, resolve
+from bough.model.checkpoint.safetensors_folder import INDEX_NAME
 from bough.model.loading.loading import build_skeleton
 from target_worker.link.layer_extents import ALIGNMENT, plan_layer
 from tests.conftest import save_model

@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from bough.errors import CheckpointError, StreamError
-from bough.model.checkpoint import content_samples
-from bough.model.checkpoint.checkpoint import SINGLE_NAME, Checkpoint, TensorPlace
-from bough.model.checkpoint.content_samples import SAMPLE_BYTES, samples_digest, samples_of
+from bough.model.checkpoint import checkpoint
+from bough.model.checkpoint.checkpoint import SAMPLE_BYTES, Checkpoint, samples_digest, samples_of
+from bough.model.checkpoint.container import TensorPlace
+from bough.model.checkpoint.safetensors_folder import SINGLE_NAME
 from target_worker.link import direct_io
 from tests.fakes.models import plain_logits, streamed
 
@@ -86,16 +87,16 @@ def test_however_large_a_checkpoint_is_what_a_start_reads_of_it_is_bounded(
         for n in range(num_tensors)
     ]
     num_read = []
-    read = content_samples.os.pread
+    read = checkpoint.os.pread
 
     def counted(descriptor: int, num_bytes: int, offset: int) -> bytes:
         num_read.append(num_bytes)
         return read(descriptor, num_bytes, offset)
 
-    monkeypatch.setattr(content_samples.os, "pread", counted)
+    monkeypatch.setattr(checkpoint.os, "pread", counted)
     assert samples_digest(places) == samples_digest(reversed(places))
-    assert len(num_read) // 2 <= max(content_samples.NUM_SAMPLES, num_tensors)
-    assert sum(num_read) // 2 <= max(content_samples.NUM_SAMPLES, num_tensors) * SAMPLE_BYTES
+    assert len(num_read) // 2 <= max(checkpoint.NUM_SAMPLES, num_tensors)
+    assert sum(num_read) // 2 <= max(checkpoint.NUM_SAMPLES, num_tensors) * SAMPLE_BYTES
 
 
 def test_a_file_that_ends_early_or_is_gone_is_named(tmp_path: Path) -> None:

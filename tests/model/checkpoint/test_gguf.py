@@ -28,10 +28,11 @@ from bough.config.processes import DraftConfig, parse
 from bough.errors import CheckpointError
 from bough.model.architecture.architecture import load_config
 from bough.model.batch.batch import Batch, Segment
-from bough.model.checkpoint.checkpoint import Checkpoint, TensorPlace
+from bough.model.checkpoint.checkpoint import Checkpoint
+from bough.model.checkpoint.container import TensorPlace
 from bough.model.checkpoint.gguf_file import BLOCKS
+from bough.model.checkpoint.model_places import load_tokenizer_files
 from bough.model.checkpoint.tensor_source import FreshMemory
-from bough.model.checkpoint.tokenizer_files import load_tokenizer_files
 from bough.model.kv.session_kv import KVSlot
 from bough.model.loading.default_settings import conversion
 from bough.model.loading.loading import build_skeleton

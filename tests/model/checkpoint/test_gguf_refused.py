@@ -15,9 +15,8 @@ from gguf import GGMLQuantizationType, GGUFWriter
 
 from bough.errors import CheckpointError
 from bough.model.architecture.architecture import load_config
-from bough.model.checkpoint import hub
-from bough.model.checkpoint.checkpoint import Checkpoint, resolve
-from bough.model.checkpoint.tokenizer_files import load_tokenizer_files
+from bough.model.checkpoint.checkpoint import Checkpoint
+from bough.model.checkpoint.model_places import fetch, load_tokenizer_files, resolve
 from bough.model.loading.loading import build_skeleton
 from bough.model.sizes.model_sizes import find_model
 from tests.conftest import save_model
@@ -136,7 +135,7 @@ def test_a_file_of_a_hub_id(whole: Path, tmp_path: Path, monkeypatch: pytest.Mon
             Checkpoint.open(name)
     asked: list[tuple[str, ...]] = []
     monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *where, **_: asked.append(where))
-    hub.fetch("org/tiny/sub/model.gguf", str(whole), "org/large/sub/m-00001-of-00002.gguf")
+    fetch("org/tiny/sub/model.gguf", str(whole), "org/large/sub/m-00001-of-00002.gguf")
     split = [("org/large", f"sub/m-0000{number}-of-00002.gguf") for number in (1, 2)]
     assert asked == [("org/tiny", "sub/model.gguf"), *split]
 

@@ -17,7 +17,7 @@ from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKEN
 from bough.errors import CheckpointError
 from bough.model.checkpoint.gguf_file import ListPlace, read_gguf
 from bough.model.checkpoint.gguf_tokenizer import BY_NAME, pre_tokenizer
-from bough.model.checkpoint.tokenizer_files import load_tokenizer_files
+from bough.model.checkpoint.model_places import load_tokenizer_files
 from bough.tokenization.tokenizer import Tokenizer
 from tests.fakes.model.gguf_files import finish
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 import triton.runtime.interpreter as interpreter
 
-from bough.model.checkpoint.checkpoint import TensorPlace
+from bough.model.checkpoint.container import TensorPlace
 from bough.model.checkpoint.gguf_file import BLOCKS
 from bough.model.checkpoint.tensor_source import FreshMemory, TensorSource, typed
 from bough.model.gpu import blocks_triton, unpack_triton

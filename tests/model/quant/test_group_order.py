@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from bough.errors import CheckpointError
-from bough.model.checkpoint.checkpoint import Checkpoint, TensorPlace
+from bough.model.checkpoint.checkpoint import Checkpoint
+from bough.model.checkpoint.container import TensorPlace
 from bough.model.loading.loading import build_skeleton
 from bough.model.quant.format import PackedTensors
 from bough.model.quant.gptq import Gptq

@@ -17,7 +17,8 @@ from bough.client import Client
 from bough.errors import CheckpointError
 from bough.model.architecture.moe import ExpertSources
 from bough.model.batch.batch import Batch, Segment
-from bough.model.checkpoint.checkpoint import Checkpoint, read_header
+from bough.model.checkpoint.checkpoint import Checkpoint
+from bough.model.checkpoint.safetensors_folder import read_header
 from bough.model.checkpoint.tensor_source import FreshMemory
 from bough.model.loading.layer_selection import kept_layers
 from bough.model.loading.loading import build_skeleton

@@ -11,7 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from bough.errors import CheckpointError
-from bough.model.checkpoint.checkpoint import Checkpoint, TensorPlace, read_header
+from bough.model.checkpoint.checkpoint import Checkpoint
+from bough.model.checkpoint.container import TensorPlace
+from bough.model.checkpoint.safetensors_folder import read_header
 from bough.model.checkpoint.tensor_source import FreshMemory
 from bough.model.cpu.float_bits import from_half, put_number
 from bough.model.cpu.jit import strict

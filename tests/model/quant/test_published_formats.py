@@ -15,7 +15,8 @@ from safetensors.torch import save_file
 from transformers import PretrainedConfig
 
 from bough.errors import CheckpointError
-from bough.model.checkpoint.checkpoint import Checkpoint, read_header
+from bough.model.checkpoint.checkpoint import Checkpoint
+from bough.model.checkpoint.safetensors_folder import read_header
 from bough.model.checkpoint.tensor_source import FreshMemory, TensorSource
 from bough.model.loading.loading import build_skeleton
 from bough.model.loading.weight_map import logical_sources

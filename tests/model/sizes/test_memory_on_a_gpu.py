@@ -11,7 +11,8 @@ from transformers import LlamaConfig
 
 from bough.config.processes import TargetConfig, parse
 from bough.errors import ConfigError
-from bough.model.checkpoint.checkpoint import Checkpoint, TensorPlace
+from bough.model.checkpoint.checkpoint import Checkpoint
+from bough.model.checkpoint.container import TensorPlace
 from bough.model.loading.default_settings import GPU_ROWS, chosen_dtype, conversion, settled
 from bough.model.loading.loading import build_skeleton
 from bough.model.running.host_embeddings import embeddings_for_host, host_bytes

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from bough.errors import ContextExceeded
-from bough.model.checkpoint.tokenizer_files import load_tokenizer_files
+from bough.model.checkpoint.model_places import load_tokenizer_files
 from bough.protocol.generation import TokenPrompt
 from bough.tokenization.tokenizer import Tokenizer
 from orchestrator.admission.size_limits import require_room, require_size_for_any

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from bough.errors import StreamError
-from bough.model.checkpoint.checkpoint import TensorPlace
+from bough.model.checkpoint.container import TensorPlace
 from target_worker.link.device_ring import DeviceRing
 from target_worker.link.direct_io import Disk
 from target_worker.link.disk_ring import Ring

@@ -1,4 +1,4 @@
-"""Models of the Hugging Face hub and its local cache.
+"""Finds models: folders and GGUF files here, and those of the Hugging Face hub in its local cache.
 
 Commands that start services fetch missing models; running services never do, since several of them open the same model
 and none should take hours to become ready.
@@ -11,19 +11,50 @@ import sys
 from pathlib import Path
 
 from bough.errors import CheckpointError
-from bough.model.checkpoint.gguf_file import files_of, is_gguf
+from bough.model.checkpoint.container import Container
+from bough.model.checkpoint.gguf_file import SUFFIX
+from bough.model.checkpoint.gguf_model import GgufModel
+from bough.model.checkpoint.safetensors_folder import SafetensorsFolder
 from bough.processes.signals import ended_by_ctrl_c
+from bough.tokenization.vocabulary import TokenizerFiles
 
-WANTED = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]
-UNWANTED = ["original/*", "consolidated*"]  # the same weights in their makers' formats
+
+def container_of(model: str | Path) -> Container:
+    """The container of a model by its path or hub id, whether it exists or not."""
+    return (GgufModel if str(model).endswith(SUFFIX) else SafetensorsFolder)(Path(model))
+
+
+def resolve(model: str | Path) -> Path:
+    """The folder or GGUF file of a model: a local one itself, or that of a hub id in the cache.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    path = Path(model).expanduser()
+    if container_of(path).exists():
+        return path
+    if not is_hub_id(model):
+        raise CheckpointError(f"model: must be a folder or a GGUF file that exists, or a hub id, got {model}")
+    return cached(str(model))
+
+
+def load_tokenizer_files(path: Path) -> TokenizerFiles:
+    """Read the tokenizer of a folder or a GGUF file.
+
+    Raises:
+        CheckpointError: there is no usable tokenizer.
+    """
+    try:
+        return container_of(path).tokenizer_files()
+    except (OSError, ValueError, AttributeError, LookupError) as exc:
+        raise CheckpointError(f"{path}: no usable tokenizer: {exc}") from exc
 
 
 def is_hub_id(model: str | Path) -> bool:
     """Whether a string has the form "organisation/name", or with a GGUF file "organisation/name/file", and is no path
     that exists.
     """
-    num_slashes = str(model).count("/")
-    is_spelt = num_slashes >= 2 if is_gguf(model) else num_slashes == 1
+    is_spelt = container_of(model).is_hub_id(str(model))
     return is_spelt and not str(model).startswith((".", "/", "~")) and not Path(model).exists()
 
 
@@ -33,16 +64,12 @@ def cached(model: str) -> Path:
     Raises:
         CheckpointError: it is not in the cache.
     """
-    from huggingface_hub import constants, hf_hub_download, snapshot_download
+    from huggingface_hub import constants
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     cache = constants.HF_HUB_CACHE
     try:
-        if is_gguf(model):
-            found = [hf_hub_download(*file, cache_dir=cache, local_files_only=True) for file in _files(model)]
-            folder = Path(found[0])
-        else:
-            folder = Path(snapshot_download(model, cache_dir=cache, local_files_only=True))
+        folder = Path(container_of(model).from_hub(cache_dir=cache, local_files_only=True))
     except (LocalEntryNotFoundError, HFValidationError, ValueError) as exc:
         raise CheckpointError(
             f"model: must be a folder or a model in the local Hugging Face cache, got {model}, of which {cache} has no "
@@ -56,12 +83,6 @@ def cached(model: str) -> Path:
     return folder
 
 
-def _files(model: str) -> list[tuple[str, str]]:
-    """The file of a hub id, or all of a split model, each with its repository."""
-    organisation, name, file = model.split("/", 2)
-    return [(f"{organisation}/{name}", each.as_posix()) for each in files_of(Path(file))]
-
-
 def fetch(*models: str) -> None:
     """Fetch missing files of hub ids, with progress bars at a terminal; without a connection, cached models must do.
 
@@ -73,7 +94,6 @@ def fetch(*models: str) -> None:
     ids = [model for model in dict.fromkeys(models) if is_hub_id(model)]
     if not ids:
         return
-    from huggingface_hub import hf_hub_download, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
@@ -82,11 +102,7 @@ def fetch(*models: str) -> None:
     for model in ids:
         try:
             with ended_by_ctrl_c():
-                if is_gguf(model):
-                    for file in _files(model):
-                        hf_hub_download(*file)
-                else:
-                    snapshot_download(model, allow_patterns=WANTED, ignore_patterns=UNWANTED)
+                container_of(model).from_hub()
         except LocalEntryNotFoundError as exc:
             try:
                 cached(model)
