@@ -22,6 +22,7 @@ from bough.config.json_fields import first_refusal
 from bough.config.processes import OrchestratorConfig, parse
 from bough.errors import BoughError, ConfigError
 from bough.health.ray_dashboard import Node, RayDashboard
+from bough.processes.child import DRAIN_MARGIN_SECONDS
 from bough.processes.child import STOP_SECONDS as KILL_AFTER_SECONDS
 from bough.runtime.log_lines import say_error
 from deploy.policies import CALLS, REQUESTS, PerReplica
@@ -37,7 +38,6 @@ from deploy.settings import (
     read_index,
     read_program,
 )
-from deploy.supervisor import DRAIN_MARGIN_SECONDS
 
 IMPORT_PATH = "deploy.app:build"
 PER_REPLICA = "deploy.policies:PerReplica"

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import os
 import time
-from math import inf
 from typing import Any, TypeAlias
 
 import ray
@@ -16,6 +15,7 @@ from starlette.responses import Response
 
 from bough.concurrency.tasks import end, first_of, run_to_completion
 from bough.errors import ConfigError, Unavailable
+from bough.processes.child import RestartPolicy, Restarts
 from deploy.forward import Door, Forwarder
 from deploy.index import IndexPlace, IndexServer
 from deploy.policies import CALLS, REQUESTS
@@ -24,7 +24,7 @@ from deploy.supervisor import Supervisor
 
 INDEX_SECONDS = 120.0  # a replica waits this long for the index to be placed
 ASK_SECONDS = 5.0
-STEADY_SECONDS = 60.0  # a program that has been started in place and ends sooner is left to Serve
+IN_PLACE = RestartPolicy(first_pause_seconds=0.0, max_in_a_row=1)  # what ends again sooner is left to Serve
 PASSED_ON_SECONDS = 0.5  # in which a request that is being passed on reaches its program
 MOVED_SECONDS = 1.0  # between two questions where the index is
 READY_SECONDS = 50.0  # that a program which is started anew has to find a target, before requests come to it
@@ -86,7 +86,7 @@ class Supervising:
         self._supervisor: Supervisor | None = None
         self._restart: asyncio.Task[None] | None = None  # of a program that has ended by itself, or whose index moved
         self._is_reconfiguring = False  # while other settings come, which no restart may overtake
-        self._restarted = -inf  # when it served again, in seconds on the monotonic clock
+        self._restarts = Restarts(IN_PLACE)
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
         """Start the program, or start it anew with other settings.
@@ -109,6 +109,7 @@ class Supervising:
     async def _start(self, supervisor: Supervisor) -> None:
         self._supervisor = supervisor
         await supervisor.start()
+        self._restarts.served()
         await self._started(supervisor)
 
     async def _start_where_index_is(self, settings: ProgramSettings, host: str) -> None:
@@ -140,7 +141,7 @@ class Supervising:
             except Unavailable as exc:
                 if supervisor is not self._supervisor or self._is_reconfiguring:  # a redeploy has ended it meanwhile
                     return
-                if time.monotonic() - self._restarted < STEADY_SECONDS:
+                if self._restarts.ended() is None:
                     raise
                 logger.warning("%s\nit is started again", exc)
                 self._restart = asyncio.create_task(self._start_again(supervisor))
@@ -155,7 +156,6 @@ class Supervising:
         """Start a program again without asking Ray for anything, as its head may go meanwhile."""
         await run_to_completion(self._stop())
         await self._start(Supervisor(ended.settings, ended.host, self._place))
-        self._restarted = time.monotonic()
 
     async def _start_elsewhere(self, before: Supervisor, place: IndexPlace, restart: asyncio.Task[None] | None) -> None:
         """Start a program anew at the index's new place, also one that a `restart` is starting at the old one."""

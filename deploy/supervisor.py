@@ -26,7 +26,7 @@ from bough.config.processes import OrchestratorConfig, ServiceConfig, parse, to_
 from bough.config.reader import variable
 from bough.errors import BoughError, ConfigError, Unauthenticated, Unavailable
 from bough.pb import common_pb2, generation_pb2
-from bough.processes.child import Child, open_program, stop_program, temporary_folder
+from bough.processes.child import DRAIN_MARGIN_SECONDS, Child, open_program, stop_program, temporary_folder
 from bough.processes.exit_with_parent import python
 from bough.processes.process import for_metrics
 from bough.protocol.codec_fields import read
@@ -44,7 +44,6 @@ logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.1
 CALL_SECONDS = 5.0  # within which a program must answer a health check
-DRAIN_MARGIN_SECONDS = 5.0  # beyond the program's drain time, before the second SIGTERM
 GPUS = "CUDA_VISIBLE_DEVICES"  # set by Ray in replicas that ask for GPUs
 UNASKED_SECONDS = 60.0  # longer without a check than Serve leaves: nobody has asked meanwhile
 LEAVING_SECONDS = 30.0  # within which an orchestrator that drains has left its ports
@@ -104,28 +103,29 @@ class Supervisor:
         An orchestrator serves as soon as it answers, with or without a target. Raise ConfigError if its port is in use,
         it ended (the message has its log's last lines), or it took too long.
         """
-        supervision = self.settings.supervision
         self._child = child = await self._started()
-        deadline = time.monotonic() + supervision.start_seconds
-        service = "" if self.role is Role.ORCHESTRATOR else self.role.service.full_name
-        while not await is_serving(self._channel.current, service, CALL_SECONDS):
+        seconds = self.settings.supervision.start_seconds
+        if not await self._serves("" if self.role is Role.ORCHESTRATOR else self.role.service.full_name, seconds):
             if child.has_ended():
                 raise ConfigError(child.describe_end())
-            if time.monotonic() > deadline:
-                child.process.kill()
-                raise ConfigError(f"{self.role.module} did not serve within {supervision.start_seconds:g} s")
-            await asyncio.sleep(POLL_SECONDS)
+            child.process.kill()
+            raise ConfigError(f"{self.role.module} did not serve within {seconds:g} s")
         await self._require_answers(child)
         self._has_served = True
         logger.info("%s serves at %s; its log is %s", self.role.module, self.address, child.log)
 
     async def until_ready(self, timeout_seconds: float) -> None:
         """Return once a request could be served, by an orchestrator once it has a target, or after this time."""
-        child, deadline = self._child, time.monotonic() + timeout_seconds
-        while not await is_serving(self._channel.current, self.role.service.full_name, CALL_SECONDS):
-            if child is None or child.has_ended() or time.monotonic() > deadline:
-                return
+        await self._serves(self.role.service.full_name, timeout_seconds)
+
+    async def _serves(self, service: str, timeout_seconds: float) -> bool:
+        """Wait until a service serves; False if the program has ended before, or at this time."""
+        deadline = time.monotonic() + timeout_seconds
+        while not await is_serving(self._channel.current, service, CALL_SECONDS):
+            if self._child is None or self._child.has_ended() or time.monotonic() > deadline:
+                return False
             await asyncio.sleep(POLL_SECONDS)
+        return True
 
     async def _started(self) -> Child:
         supervision, module = self.settings.supervision, self.role.module

@@ -1,4 +1,4 @@
-"""A started process on this machine: its state, exit status and log, and how it is ended."""
+"""A process that `bough up` or a replica of Ray Serve looks after: its state and log, how it ends, and what follows."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 
 from bough.concurrency.tasks import came_true
@@ -28,7 +29,9 @@ TAIL_LINES = 12  # last lines of a log that errors quote
 TAIL_BYTES = 8192  # end of a log in which those lines are searched
 KINDS = {"target_worker": "target", "draft_worker": "draft", "orchestrator": "orchestrator"}  # name to index kind
 LOG_PREFIX = re.compile(r"[\d-]+ [\d:,]+ [A-Z]+ [\w.]+: ")  # see `bough.telemetry.logs`
+LINE_LENGTH = 200  # characters of a log's last line that a report quotes
 DRAIN_SECONDS = 1.0  # between the first SIGTERM, which drains, and the second, which stops
+DRAIN_MARGIN_SECONDS = 5.0  # beyond its --drain-seconds, in which a program cuts off what still runs, and ends
 STOP_SECONDS = 10.0  # between the second SIGTERM and SIGKILL
 KILLED_SECONDS = 60.0  # after SIGKILL, which a process in a driver's call outlasts, possibly for ever
 
@@ -80,6 +83,11 @@ class Child:
             return f"was killed by {signal.Signals(-status).name}"
         return f"ended with status {status}"
 
+    def ending(self) -> str:
+        """One line with the process, how it ended, and its last log line."""
+        line = self.last_line()[:LINE_LENGTH]
+        return f"{self.title} {self.how_it_ended()}" + (f"; its last line was: {line}" if line else "")
+
     def describe_end(self) -> str:
         """How it ended, and the last lines of its log."""
         return f"{self.name} {self.how_it_ended()}; the last lines of {self.log}:\n{self.tail()}"
@@ -102,6 +110,42 @@ class Child:
         with self.log.open("rb") as log:
             log.seek(max(0, log.seek(0, os.SEEK_END) - TAIL_BYTES))
             return log.read().decode(errors="replace").splitlines()
+
+
+@dataclass(frozen=True, slots=True)
+class RestartPolicy:
+    """When an ended process is restarted: exponential backoff and a limit of consecutive restarts."""
+
+    first_pause_seconds: float = 0.5  # doubled for each consecutive restart
+    longest_pause_seconds: float = 30.0
+    max_in_a_row: int = 5  # consecutive restarts, after which it is given up
+    steady_seconds: float = 60.0  # time of service after which the count starts again
+
+    def pause_seconds(self, number: int) -> float | None:
+        """Seconds before the consecutive restart `number`, from 1; None to give up."""
+        if number > self.max_in_a_row:
+            return None
+        return min(self.first_pause_seconds * 2.0 ** (number - 1), self.longest_pause_seconds)
+
+
+class Restarts:
+    """Counts how often in a row a process has ended."""
+
+    def __init__(self, policy: RestartPolicy) -> None:
+        self.policy = policy
+        self.num_ends = 0  # in a row
+        self._served_since = inf  # on the monotonic clock; inf while it does not serve
+
+    def served(self) -> None:
+        """Note that it serves, as from now on."""
+        self._served_since = time.monotonic()
+
+    def ended(self) -> float | None:
+        """Note that it has ended; returns the seconds before it is started again, None to give it up."""
+        was_steady = time.monotonic() - self._served_since >= self.policy.steady_seconds
+        self.num_ends = 1 if was_steady else self.num_ends + 1
+        self._served_since = inf
+        return self.policy.pause_seconds(self.num_ends)
 
 
 def open_child(

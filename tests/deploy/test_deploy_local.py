@@ -27,11 +27,11 @@ from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview, Serve
 
 from bough.config.addresses import free_port, require_free_ports
 from bough.errors import ConfigError, Unavailable
+from bough.processes.child import DRAIN_MARGIN_SECONDS
 from bough.processes.child import STOP_SECONDS as KILL_AFTER_SECONDS
 from deploy import local
 from deploy.check import check, load
 from deploy.local import Endpoints
-from deploy.supervisor import DRAIN_MARGIN_SECONDS
 from tests.fakes.waiting import block_until
 
 CONFIG = load(Path(__file__).parent.parent.parent / "deploy" / "one-machine.yaml")

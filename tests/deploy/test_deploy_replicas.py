@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 pytest.importorskip("ray")
 
 from bough.errors import ConfigError, Unavailable
+from bough.processes.child import Restarts
 from deploy import forward, replicas
 from deploy.app import build
 from deploy.forward import Door, Forwarder
@@ -233,7 +235,7 @@ async def test_a_program_that_ends_again_or_cannot_be_started_is_left_to_serve(
 async def test_a_program_that_had_run_for_long_is_started_again_each_time(
     replica: OrchestratorReplica, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replicas, "STEADY_SECONDS", 0.0)
+    monkeypatch.setattr(replica, "_restarts", Restarts(replace(replicas.IN_PLACE, steady_seconds=0.0)))
     for number in range(1, 4):
         FakeSupervisor.made[-1].has_ended = True
         await replica.check_health()

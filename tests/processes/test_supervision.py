@@ -19,9 +19,8 @@ import pytest
 
 from bough.client import Client
 from bough.errors import Unavailable
-from bough.processes.child import Child
-from bough.processes.launch import INDEX, Cluster, Settings, launched
-from bough.processes.supervision import RestartPolicy, supervised
+from bough.processes.child import Child, RestartPolicy
+from bough.processes.launch import INDEX, Cluster, Settings, launched, supervised
 from bough.protocol.generation import Event, Finished, GenerateOptions, TextPrompt, Tokens
 from tests.fakes.index_server import served
 from tests.fakes.processes.bough_up import bough_up_command

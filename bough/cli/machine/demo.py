@@ -12,9 +12,8 @@ from bough.cli.machine.demo_runs import Contest, Run, Side
 from bough.cli.machine.up import announce_first_start, divided, settings_from
 from bough.client import Client
 from bough.processes.demonstration import ensure_demonstration
-from bough.processes.launch import launched
+from bough.processes.launch import launched, supervised
 from bough.processes.progress import Progress
-from bough.processes.supervision import supervised
 from bough.protocol.generation import ChatPrompt, GenerateOptions, Message, Speculation, Tokens
 from bough.protocol.worker_info import WorkerInfo
 from bough.runtime.log_lines import say, shown, tell

@@ -29,10 +29,9 @@ from bough.model.checkpoint.checkpoint import Checkpoint
 from bough.model.checkpoint.model_places import container_of, fetch, is_hub_id, resolve
 from bough.model.sizes.draft_needs import draft_needs
 from bough.processes.demonstration import ensure_demonstration
-from bough.processes.launch import Settings, launched
+from bough.processes.launch import Settings, launched, supervised
 from bough.processes.memory_division import divide, divide_gpu, on_one_gpu, require_kv
 from bough.processes.progress import QUESTION, Progress, activation, bough_command, curl_command
-from bough.processes.supervision import supervised
 from bough.registry.url import without_passwords
 from bough.runtime.log_lines import say, tell
 from bough.runtime.machine import free_memory, may_be_gpu
