@@ -63,6 +63,8 @@ async def keys(arguments: argparse.Namespace) -> int:
 
 
 def _add(arguments: argparse.Namespace, name: str) -> int:
+    if arguments.id:
+        raise ConfigError(f"--id: must be given with remove only, as add makes a new id, got {arguments.id}")
     lines = _lines(arguments.file) if Path(arguments.file).exists() else []
     key, now = new_key(), datetime.now(UTC)
     entry = ApiKey(
@@ -93,10 +95,12 @@ def _list(file: str) -> int:
 def _remove(arguments: argparse.Namespace, name: str) -> int:
     lines = _lines(arguments.file)
     entries = [(line, read_keys(FLAG, line)) for line in lines]
-    removed = [line for line, (key,) in entries if key.name == name and arguments.id in ("", key.key_id)]
-    if not removed:
-        beside = f" with the id {arguments.id}" if arguments.id else ""
-        raise ConfigError(f"NAME: must be a tenant with a key in {arguments.file}, got {name}{beside}")
+    ids = {key.key_id: line for line, (key,) in entries if key.name == name}
+    if not ids:
+        raise ConfigError(f"NAME: must be a tenant with a key in {arguments.file}, got {name}")
+    if arguments.id and arguments.id not in ids:
+        raise ConfigError(f"--id: must be an id of {name} in {arguments.file}: {', '.join(ids)}, got {arguments.id}")
+    removed = [ids[arguments.id]] if arguments.id else [*ids.values()]
     _write(arguments.file, [line for line in lines if line not in removed])
     print(f"{len(removed)} of {name} removed; requests that run go on to their end", file=sys.stderr)
     return 0

@@ -16,13 +16,13 @@ from bough import __version__
 from bough.cli.completion import add_completion, commands_of, flags_of
 from bough.cli.flags.machine import add_demo, add_up
 from bough.cli.flags.planning import add_plan, add_shape, add_simulate
-from bough.cli.flags.reaching import MISSING, add_address
+from bough.cli.flags.reaching import add_address, with_hint
 from bough.cli.flags.sampling import add_sampling
 from bough.cli.keys import add_keys
 from bough.config.flag_file import flags_from
 from bough.config.flag_parser import FlagParser, checked
 from bough.config.parsers import number
-from bough.errors import BoughError, ConfigError, NoAnswer
+from bough.errors import BoughError, ConfigError
 from bough.runtime.exit_status import EXIT_SIGNAL, MEANINGS, MISUSED, status_of
 from bough.runtime.log_lines import say_error, tell
 
@@ -106,16 +106,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     except ConfigError as exc:
         say_error(exc)
         raise SystemExit(MISUSED) from exc
-    if arguments.command in COMPUTING:
-        signal.signal(signal.SIGINT, _interrupt)
-    elif arguments.command == "up":  # asyncio handles it then, although a script's shell has `bough up &` ignore it
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    # asyncio handles the default, although a script's shell has `bough generate &` ignore SIGINT.
+    signal.signal(signal.SIGINT, _interrupt if arguments.command in COMPUTING else signal.default_int_handler)
     logging.basicConfig(handlers=[_Warnings()])
     try:
         raise SystemExit(asyncio.run(_command(arguments.command)(arguments)))
     except BoughError as exc:
-        is_missing = isinstance(exc, NoAnswer) and "address" in arguments
-        say_error(f"{exc}; {MISSING}" if is_missing else exc)
+        say_error(with_hint(exc) if "address" in arguments else exc)
         raise SystemExit(status_of(exc)) from exc
     except ModuleNotFoundError as exc:
         module = (exc.name or "").split(".")[0]

@@ -32,6 +32,7 @@ class DraftNeeds(NamedTuple):
     session: int  # KV of a session of the longest context
     step: int = 0  # what a step of recurrent layers computes
     least: int | None = None  # KV for which there must be room; None is that of a session of the longest context
+    row: int = 0  # KV of a token
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,11 +106,24 @@ def divide(
 
 
 def require_kv(target: TargetConfig, memory: int) -> None:
-    """Raise ConfigError for a --kv-memory that `memory` bytes for all of a target cannot hold."""
+    """Raise ConfigError for a --kv-memory of the target that `memory` bytes for all of it cannot hold."""
     if target.kv_memory >= memory:
         raise ConfigError(
             f"--kv-memory: must be less than {gigabytes(memory)}, which are for weights, KV and activations, got "
             f"{gigabytes(target.kv_memory)}"
+        )
+
+
+def require_session(target: TargetConfig, needs: DraftNeeds) -> None:
+    """Raise ConfigError for a --kv-memory that holds no session at all; `needs` are those of the target's model.
+
+    The worker refuses also what holds none of --max-context, once it knows the model's own limit.
+    """
+    least = (1 + target.max_nodes) * needs.row
+    if 0 < target.kv_memory < least:
+        raise ConfigError(
+            f"--kv-memory: must be at least {least} bytes, for one token and a tree of {target.max_nodes} nodes, got "
+            f"{target.kv_memory}"
         )
 
 

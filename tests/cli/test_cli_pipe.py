@@ -1,8 +1,10 @@
-"""Commands whose output nobody reads to its end, as in `bough doctor | head`."""
+"""Commands in scripts: whose output nobody reads to its end, as in `bough doctor | head`, or that end by a signal."""
 
 from __future__ import annotations
 
 import os
+import signal
+import socket
 import subprocess
 import sys
 
@@ -63,4 +65,23 @@ def test_an_output_that_is_read_ends_as_it_should() -> None:
     arguments = ["doctor", "--address", "127.0.0.1:1"]
     ended = subprocess.run([sys.executable, "-c", COMMAND, *arguments], capture_output=True, check=False)
     assert (ended.returncode, ended.stderr) == (1, b"")
-    assert b"problem: is it running?" in ended.stdout
+    assert b"problem: 127.0.0.1:1 does not answer: nothing listens there; is it running?" in ended.stdout
+
+
+@pytest.mark.parametrize("arguments", [("generate", "hello"), ("top",), ("doctor",)])
+def test_a_command_that_a_script_has_in_the_background_ends_by_sigint(arguments: tuple[str, ...]) -> None:
+    """The shell of a script has `command &` ignore it, and `bough generate &` went on until it was killed."""
+    ignoring = ["sh", "-c", 'trap "" INT; exec "$@"', "sh"]
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        command = [*ignoring, sys.executable, "-c", COMMAND, *arguments, "--address", address]
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        try:
+            silent.settimeout(LONGEST_SECONDS)
+            connection, _ = silent.accept()
+            with connection:
+                process.send_signal(signal.SIGINT)
+                assert process.wait(LONGEST_SECONDS) == 128 + signal.SIGINT
+        finally:
+            process.kill()
+            process.wait()

@@ -144,7 +144,7 @@ def test_what_a_draft_needs_is_read_from_headers(smollm: Path) -> None:
     assert 0.99 * stored < needs.weights <= stored
     assert needs.session == (1000 + MAX_EXPANSIONS) * 30 * 3 * 64 * 2 * 2
     doubled = draft_needs(draft_of("--model", str(smollm), "--max-context", "1000", "--dtype", "float32"))
-    assert doubled == DraftNeeds(2 * needs.weights, 2 * needs.session)
+    assert doubled == DraftNeeds(2 * needs.weights, 2 * needs.session, row=2 * needs.row)
 
 
 def test_only_where_the_processor_computes(smollm: Path) -> None:

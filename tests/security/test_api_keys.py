@@ -101,6 +101,8 @@ def test_one_of_a_tenants_keys_can_go_and_the_other_stays(tmp_path: Path, capsys
         (("add", "a", "--sessions", "-1"), "--sessions: must be a number from 0"),
         (("add", "a", "--requests", "-1"), "--requests: must be a number from 0"),
         (("remove", "nobody"), "NAME: must be a tenant with a key in"),
+        (("add", "a", "--id", "12ab"), "--id: must be given with remove only, as add makes a new id, got 12ab"),
+        (("remove", "alice", "--id", "12ab"), f"/keys: {LINE['sha256'][:12]}, got 12ab"),
     ],
 )
 def test_what_cannot_be_used_is_refused_by_its_name(

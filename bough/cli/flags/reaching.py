@@ -7,6 +7,7 @@ import os
 
 from bough.client import Client
 from bough.config.processes import DEFAULT_PORT
+from bough.errors import BoughError, NoAnswer
 from bough.security.secured import add_certificates, files_from
 
 MISSING = "is it running? `bough up` starts everything; --address or BOUGH_ADDRESS sets its address"
@@ -18,6 +19,11 @@ def add_address(parser: argparse.ArgumentParser) -> None:
     text = f"HOST:PORT of the orchestrator, or of several: A,B; grpcs://HOST:PORT for TLS (BOUGH_ADDRESS, or {local})"
     parser.add_argument("--address", default=os.environ.get("BOUGH_ADDRESS", local), help=text)
     add_certificates(parser)
+
+
+def with_hint(error: BoughError) -> str:
+    """The text of an error that a call of an orchestrator ended with, and what to do where nobody answers."""
+    return f"{error}; {MISSING}" if isinstance(error, NoAnswer) else str(error)
 
 
 def client_from(arguments: argparse.Namespace, *addresses: str) -> Client:

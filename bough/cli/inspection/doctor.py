@@ -11,7 +11,7 @@ from dataclasses import asdict
 from typing import Any
 
 from bough import __version__
-from bough.cli.flags.reaching import MISSING, client_from
+from bough.cli.flags.reaching import client_from, with_hint
 from bough.config.addresses import is_wildcard, joined
 from bough.config.processes import DEFAULT_PORT
 from bough.errors import BoughError, ConfigError, Unauthenticated
@@ -37,9 +37,7 @@ async def doctor(arguments: argparse.Namespace) -> int:
             server, loads = await client.server_info(), await client.loads()
             calibrations = {one.draft_id: one for one in await client.calibrations()}
         except BoughError as exc:
-            say(f"orchestrator  {address}: {exc}")
-            problems.append(REFUSED if isinstance(exc, Unauthenticated) else MISSING)
-            return _conclude(problems)
+            return _conclude([*problems, _problem(address, exc)])
     say(f"python        {sys.version.split()[0]}, bough {__version__}")
     say(f"orchestrator  {client.address}, bough {server.bough_version}; {_describe_loads(loads)}")
     if server.http_url:
@@ -68,9 +66,14 @@ async def _as_json(arguments: argparse.Namespace) -> int:
             report["calibrations"] = [asdict(one) for one in await client.calibrations()]
             problems = find_problems(server)
         except BoughError as exc:
-            problems = [f"{exc}; {REFUSED if isinstance(exc, Unauthenticated) else MISSING}"]
+            problems = [_problem(client.address, exc)]
     print(json.dumps({**report, "problems": problems}))
     return FAILED if problems else 0
+
+
+def _problem(address: str, error: BoughError) -> str:
+    """Why an orchestrator does not tell of itself."""
+    return f"{address}: {error}; {REFUSED}" if isinstance(error, Unauthenticated) else with_hint(error)
 
 
 def _conclude(problems: list[str]) -> int:

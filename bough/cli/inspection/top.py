@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from bough.cli.flags.reaching import client_from
+from bough.cli.flags.reaching import client_from, with_hint
 from bough.client import Client
 from bough.errors import BoughError, NotFound
 from bough.protocol.decision import Decision
@@ -42,7 +42,7 @@ async def top(arguments: argparse.Namespace) -> int:
             try:
                 now = await _look(client)
             except BoughError as exc:
-                say(f"{client.address}: {exc}")
+                say(with_hint(exc))
                 if arguments.count:
                     return 1
                 continue

@@ -30,17 +30,21 @@ from bough.model.checkpoint.model_places import container_of, fetch, is_hub_id, 
 from bough.model.sizes.draft_needs import draft_needs
 from bough.processes.demonstration import ensure_demonstration
 from bough.processes.launch import Settings, launched, supervised
-from bough.processes.memory_division import divide, divide_gpu, on_one_gpu, require_kv
+from bough.processes.memory_division import divide, divide_gpu, on_one_gpu, require_kv, require_session
 from bough.processes.progress import QUESTION, Progress, activation, bough_command, curl_command
 from bough.registry.url import without_passwords
 from bough.runtime.log_lines import say, tell
 from bough.runtime.machine import free_memory, may_be_gpu
+from bough.security.access import Access
+from bough.security.api_keys import read_keys
+from bough.security.private_files import read_file
 from bough.simulation.profile import load_profile, shipped_profiles
 from bough.sizing.placement import gigabytes
 from bough.tokenization.vocabulary import first_difference
 
 HTTP_PORT = 8000  # the usual port of such servers
 INDEX_VARIABLE = "BOUGH_ORCHESTRATOR_INDEX_URL"  # keeps a password from the command line
+KEYS_VARIABLE = "BOUGH_ORCHESTRATOR_KEYS"
 NO_DRAFT = "none"
 DRAINING = "draining: what runs may finish, for {:g} s at most; Ctrl-C again ends it at once"
 MODEL_FLAGS = (
@@ -53,10 +57,14 @@ async def up(arguments: argparse.Namespace) -> int:
     """Start all processes and restart ended ones until Ctrl-C or SIGTERM; then let running requests finish."""
     settings = settings_from(arguments)
     require_free_ports(settings.orchestrator.host, ports_of(settings.orchestrator))  # before any model is read
+    require_files(settings)
     if not settings.target.simulate:
         if settings.target.kv_memory and not may_be_gpu(settings.target.device):
             require_kv(settings.target, settings.target.device_memory or free_memory())
         require_models(settings)
+        if settings.target.kv_memory:
+            target = settings.target
+            require_session(target, draft_needs(DraftConfig(model=files_of(target.model), dtype=target.dtype)))
         if settings.draft is not None:
             require_pair(settings.target.model, settings.draft.model)
         if str(demonstration_folder()) in models_of(settings):
@@ -115,6 +123,20 @@ def ports_of(config: OrchestratorConfig) -> dict[str, int]:
     return {"--port": config.port, "--http-port": config.http_port}
 
 
+def require_files(settings: Settings) -> None:
+    """Read files of keys, secrets and certificates, which each process would find fault with when it starts.
+
+    Raises:
+        ConfigError: names the setting of a file that cannot be used.
+    """
+    for config in (settings.target, settings.draft, settings.orchestrator):
+        if config is not None:
+            Access.of(config)
+    if settings.orchestrator.keys:
+        name = f"--keys ({KEYS_VARIABLE})"
+        read_keys(f"{name}: {settings.orchestrator.keys}", read_file(name, settings.orchestrator.keys))
+
+
 def require_models(settings: Settings) -> None:
     """Fetch models of the hub, and open all models, so that one that is not there is named by the command's own flag.
 
@@ -164,12 +186,16 @@ def require_pair(target: str, draft: str) -> None:
 
 def vocabulary_of(model: str) -> Sequence[str]:
     """The tokens in a model's own files; none if it has no such file."""
-    if model == str(demonstration_folder()) and not is_written(demonstration_folder(), DEMONSTRATION_COPIES):
-        model = str(original_file())
-    path = resolve(model)
+    path = resolve(files_of(model))
     with suppress(OSError, ValueError, CheckpointError):  # a worker names the problem
         return container_of(path).tokens()
     return ()
+
+
+def files_of(model: str) -> str:
+    """The model, or what the demonstration model is to be written from, if it is that and is not there."""
+    is_there = model != str(demonstration_folder()) or is_written(demonstration_folder(), DEMONSTRATION_COPIES)
+    return model if is_there else str(original_file())
 
 
 def settings_from(arguments: argparse.Namespace) -> Settings:

@@ -66,9 +66,8 @@ def draft_needs(config: DraftConfig) -> DraftNeeds:
         (num_tokens + (GROWN_ROWS if states else MAX_EXPANSIONS)) * row_bytes + own
         for num_tokens in (longest, min(LEAST_CONTEXT, longest))
     )
-    return DraftNeeds(
-        int(weights), session, states.step_bytes(GROWN_ROWS) if states else 0, None if config.max_context else least
-    )
+    step = states.step_bytes(GROWN_ROWS) if states else 0
+    return DraftNeeds(int(weights), session, step, None if config.max_context else least, row_bytes)
 
 
 def _states(text: dict[str, Any], kept: set[int], size: int, where: str) -> StateShape | None:

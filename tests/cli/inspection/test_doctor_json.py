@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from bough.cli.flags.reaching import MISSING
 from bough.cli.inspection.doctor import doctor
 from bough.cli.main import argument_parser
 from bough.errors import ConfigError
@@ -30,7 +31,9 @@ async def test_what_runs_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixtu
 async def test_where_nobody_answers_that_is_the_problem(capsys: pytest.CaptureFixture[str]) -> None:
     assert await doctor(argument_parser().parse_args(["doctor", "--json", "--address", "127.0.0.1:1"])) == 1
     (problem,) = json.loads(capsys.readouterr().out)["problems"]
-    assert "`bough up` starts everything" in problem
+    assert problem == f"127.0.0.1:1 does not answer: nothing listens there; {MISSING}"
+    assert await doctor(argument_parser().parse_args(["doctor", "--address", "127.0.0.1:1"])) == 1
+    assert capsys.readouterr().out == f"problem: {problem}\n"
 
 
 async def test_a_ray_cluster_has_a_report_for_people_only() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from bough.cli.flags.reaching import MISSING
 from bough.cli.inspection.top import top
 from bough.cli.main import argument_parser
 from bough.client import Client
@@ -48,7 +49,7 @@ async def test_it_shows_workers_rates_and_the_last_rounds(tmp_path: Path, capsys
 async def test_where_nobody_answers_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = argument_parser().parse_args(["top", "--address", "127.0.0.1:1", "--count", "3"])
     assert await top(arguments) == 1
-    assert capsys.readouterr().out.startswith("127.0.0.1:1: ")
+    assert capsys.readouterr().out == f"127.0.0.1:1 does not answer: nothing listens there; {MISSING}\n"
 
 
 @pytest.mark.parametrize(

@@ -150,6 +150,35 @@ async def test_memory_that_there_is_not_is_named_at_once_by_its_flag(tiny: Path)
     assert problem.startswith("--kv-memory: must be less than 1.00 GB, ")
 
 
+@pytest.mark.parametrize("target", ["tiny", "demonstration"])
+async def test_memory_for_no_session_is_named_before_a_model_is_written_or_read(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str
+) -> None:
+    """A worker said so in its log, after its start."""
+    monkeypatch.setenv("BOUGH_CACHE_DIR", str(tmp_path))
+    model = ("--target", str(tiny), "--draft", "none") if target == "tiny" else ()
+    problem = await refusal(*model, "--kv-memory", "10")
+    assert re.match(r"--kv-memory: must be at least \d+ bytes, for one token and a tree of 512 nodes, got 10$", problem)
+    assert not list(tmp_path.glob("*")), "nothing was written"
+
+
+@pytest.mark.parametrize("flags", [("--simulate", "two-cores"), ("--draft", "none")])
+async def test_files_that_cannot_be_used_are_named_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...]
+) -> None:
+    """The orchestrator named them in its log, after the workers had started."""
+    nowhere = str(tmp_path / "nowhere")
+    with monkeypatch.context() as changed:
+        changed.setenv("BOUGH_ORCHESTRATOR_KEYS", nowhere)
+        problem = f"--keys (BOUGH_ORCHESTRATOR_KEYS): {nowhere} must be a file that can be read, got: No such file"
+        assert (await refusal(*flags)).startswith(problem)
+        (tmp_path / "nowhere").write_text("no key\n")
+        (tmp_path / "nowhere").chmod(0o600)
+        assert "nowhere, line 1: must be a JSON object" in await refusal(*flags)
+    monkeypatch.setenv("BOUGH_WORKER_KEY_FILE", str(tmp_path / "secret"))
+    assert (await refusal(*flags)).startswith("--worker-key-file")
+
+
 async def test_a_draft_that_does_not_fit_is_named_before_a_model_is_written(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
