@@ -20,7 +20,7 @@ from bough.health.ray_dashboard import Application, Deployment, Node, RayDashboa
 from bough.protocol.decision import DraftCalibration
 from bough.protocol.generation import Loads, WorkerStatus
 from bough.runtime.exit_status import FAILED
-from bough.runtime.log_lines import quoted_lines, say
+from bough.runtime.log_lines import on_one_line, quoted_lines, say
 
 REFUSED = "it runs and requires a key: BOUGH_API_KEY must be one of its API keys"
 ORCHESTRATOR = "Orchestrator"  # name of the deployment
@@ -72,8 +72,8 @@ async def _as_json(arguments: argparse.Namespace) -> int:
 
 
 def _problem(address: str, error: BoughError) -> str:
-    """Why an orchestrator does not tell of itself."""
-    return f"{address}: {error}; {REFUSED}" if isinstance(error, Unauthenticated) else with_hint(error)
+    """Why an orchestrator does not tell of itself, on one line, as the text may be a stranger's."""
+    return on_one_line(f"{address}: {error}; {REFUSED}" if isinstance(error, Unauthenticated) else with_hint(error))
 
 
 def _conclude(problems: list[str]) -> int:

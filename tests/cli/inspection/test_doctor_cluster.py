@@ -112,7 +112,7 @@ async def test_the_clusters_orchestrators_are_asked(dashboard: str, capsys: pyte
     assert await doctor(arguments) == 1
     output = capsys.readouterr().out
     assert "problem: the Ray dashboard at http://127.0.0.1:9 does not answer" in output
-    assert "orchestrator  127.0.0.1:9: " in output
+    assert "problem: 127.0.0.1:9 does not answer" in output
 
 
 def test_a_host_that_is_set_is_where_an_orchestrator_listens(dashboard: str) -> None:
