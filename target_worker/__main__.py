@@ -12,7 +12,7 @@ from bough.rpc.services import TARGET
 
 if TYPE_CHECKING:
     from bough.processes.worker_process import Parts
-    from target_worker.served import ServedTarget
+    from target_worker.service import ServedTarget
 
 
 async def main() -> None:

@@ -31,9 +31,8 @@ from bough.sizing.sweep_times import LEAST_SECONDS, SweepPrior, expert_volume
 from target_worker.kv.slot_pool import SlotPool
 from target_worker.scheduler.batching import Part
 from target_worker.scheduler.engine import SweepEngine
-from target_worker.scheduler.job import SweepFigures, VerifyJob
-from target_worker.scheduler.sweeper import Swept
-from target_worker.served import ServedTarget
+from target_worker.scheduler.job import SweepFigures, Swept, VerifyJob
+from target_worker.service import ServedTarget
 from target_worker.verification.verify import walk
 
 ROW_BYTES = 320 * 1024  # KV bytes of a token, as of a 70B model; reported, but never allocated

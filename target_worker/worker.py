@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
+from typing import NamedTuple
 
 import numba
 import torch
@@ -27,10 +29,13 @@ from bough.model.loading.loading import DTYPES, build_skeleton
 from bough.model.running.device import choose_device
 from bough.model.running.host_embeddings import host_bytes
 from bough.model.sizes.memory_budget import (
+    budgets,
     device_budget,
     fixed_bytes,
+    free_device_bytes,
     host_budget,
     other_devices,
+    require_way_through,
     resident_bytes,
     with_kv_memory,
 )
@@ -39,7 +44,8 @@ from bough.model.threads import compute_reproducibly_with, hand_over_soon, on_a_
 from bough.processes.compile_once import compile_in_subprocess
 from bough.processes.startup import stage
 from bough.protocol.worker_info import WorkerInfo
-from bough.sizing.placement import Placement, Tier, gigabytes
+from bough.sizing.other_devices import OtherDevice, place_with
+from bough.sizing.placement import Fixed, Placement, SeparateExperts, Tier, gigabytes
 from target_worker.identity.code_hash import code_hash
 from target_worker.identity.weights_hash import WeightsHash
 from target_worker.kv.kv_offload import KVHome, OffloadedKV, memory_on_host
@@ -47,10 +53,8 @@ from target_worker.kv.slot_pool import SlotPool
 from target_worker.link.layer_extents import LayerExperts, plan_apart, plan_layer, sizes_apart
 from target_worker.link.streams import DeviceStreams
 from target_worker.scheduler.engine import SweepEngine
-from target_worker.served import ServedTarget
-from target_worker.sweep.budgets import choose_places
-from target_worker.sweep.streamed_model import StreamedModel
-from target_worker.sweep.streamed_sweeper import StreamedSweeper
+from target_worker.service import ServedTarget
+from target_worker.sweep.streamed_model import StreamedModel, StreamedSweeper
 from target_worker.sweep.tiers import Tiers, streams_of
 
 logger = logging.getLogger(__name__)
@@ -258,3 +262,49 @@ class TargetWorker(ServedTarget):
             self.layers = tuple((self.layers if i in self._elsewhere else apart)[i] for i in range(len(apart)))
             self._experts = {i: own for i, own in experts.items() if i not in self._elsewhere}
         return placement
+
+
+class Places(NamedTuple):
+    """A placement, and a description of the memory budget and its uses."""
+
+    placement: Placement
+    words: str
+
+
+def choose_places(
+    layer_bytes: Sequence[int],
+    fixed: Fixed,
+    config: TargetConfig,
+    device: torch.device,
+    apart: SeparateExperts | None = None,
+    others: Sequence[OtherDevice] = (),
+) -> Places:
+    """Place each layer, with its experts or, if given a cache of their own (`Fixed.experts`), without.
+
+    Experts get a cache where not everything stays in memory; on a device with its own memory, only if host memory holds
+    all experts. Layers that stay on `others` keep their experts. Raises ConfigError naming the setting that leaves too
+    little memory, or that has no meaning on this device.
+    """
+    _require_free(others)
+    free, is_gpu = free_device_bytes(device), device.type != "cpu"
+    device_bytes = device_budget(config, device)
+    allowed = budgets(config, layer_bytes, device_bytes, host_budget(config, is_gpu))
+    parts = apart if config.experts != "all" else None
+    placement = place_with(layer_bytes, fixed, allowed, others, parts, is_gpu, config.experts == "chosen")
+    require_way_through(placement, is_gpu, allowed.host)
+    said = "as told" if config.device_memory else f"of the {gigabytes(free)} that are free; the rest is left to others"
+    beside = f", {gigabytes(allowed.host)} of the host's" if allowed.host else ""
+    words = f"memory: {gigabytes(allowed.device)} ({said}){beside}; {placement}; {placement.fixed}"
+    logger.info("%s", words)
+    return Places(placement, words)
+
+
+def _require_free(others: Sequence[OtherDevice]) -> None:
+    """Raises ConfigError where another accelerator has less memory than is asked of it."""
+    for other in others:
+        free = free_device_bytes(torch.device(other.name))
+        if other.budget > free:
+            raise ConfigError(
+                f"--resident-devices: {other.name} must be at most {gigabytes(free)}, which are free there, got "
+                f"{gigabytes(other.budget)}"
+            )

@@ -18,7 +18,6 @@ from bough.protocol.decision import RoundTimings
 from bough.protocol.generation import Speculation
 from bough.protocol.messages import GrowResult, Timings, VerifyResult
 from bough.simulation.profile import Factors, Profile, jittered
-from bough.sizing.division import SweepTree, SweepYield, divide
 from bough.sizing.sweep_times import SweepPrior, SweepTimes
 from bough.trees.tree import Tree
 from bough.trees.tree_plan import BestFirst, TreePlan
@@ -27,6 +26,7 @@ from loadtest.regret.calls import NO_TOKENS, Growing, Sample, Verifying
 from orchestrator.sizing.plans import Proposal, RoundOutcome, Situation, Sizer, WorkerFacts
 from target_worker.scheduler.batch_delay import BatchDelay
 from target_worker.scheduler.batching import choose
+from target_worker.scheduler.row_division import SweepTree, SweepYield, divide
 from target_worker.simulated import volume_of
 
 BRANCH = 16  # most children of a node, the draft workers' default

@@ -27,7 +27,7 @@ from bough.protocol.sampling_params import SamplingParams
 from bough.runtime.huge_pages import large_pages
 from bough.trees.tree import Tree
 from target_worker.link.direct_io import Disk
-from target_worker.link.disk_ring import Ring
+from target_worker.link.host_layers import Ring
 from target_worker.worker import TargetWorker
 
 NUM_RAW_SLABS = 16

@@ -37,7 +37,7 @@ OTHERS = modules(
     ("bough.sizing", "row_counts"),
     ("bough.trees", "draft_probs tree tree_plan"),
     ("target_worker.experts", "expert_store"),
-    ("target_worker.sweep", "streamed_model streamed_sweeper"),
+    ("target_worker.sweep", "streamed_model"),
 )
 
 

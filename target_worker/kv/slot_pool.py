@@ -15,12 +15,48 @@ from bough.model.kv.arena import Arena
 from bough.model.kv.slot import Slot
 from bough.protocol.prefix_hash import BLOCK_TOKENS, common_length, whole_blocks
 from bough.protocol.tenant_names import tenant_of
-from target_worker.kv.admission_order import AdmissionOrder
 from target_worker.kv.session_slot import SessionSlot, SlotState, Text
 from target_worker.kv.slot_index import SlotIndex
 
 MORE = ", or start with more --kv-memory"
 TURN_SECONDS = 5.0  # a session that has not called for so long is between two turns, not between two rounds
+ASKING_SECONDS = 2.0  # an asking session goes before younger ones for so long; callers retry several times a second
+WAITING_SECONDS = 600.0  # for which a session that does not retry is remembered
+
+
+class _Waiting(NamedTuple):
+    epoch: int
+    asked: float  # seconds on the clock
+
+
+class AdmissionOrder:
+    """Sessions that were preempted or could not grow, and have had no room since."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._waiting: dict[str, _Waiting] = {}
+
+    def __contains__(self, session_id: object) -> bool:
+        return session_id in self._waiting
+
+    def ask(self, session_id: str, epoch: int) -> None:
+        """Record that the session asks for room now."""
+        now = self._clock()
+        self._waiting = {name: one for name, one in self._waiting.items() if now - one.asked < WAITING_SECONDS}
+        self._waiting[session_id] = _Waiting(epoch, now)
+
+    def leave(self, session_id: str) -> None:
+        """Remove a session that has its room or wants none."""
+        self._waiting.pop(session_id, None)
+
+    def num_before(self, session_id: str, epoch: int) -> int:
+        """The number of older sessions that have asked recently."""
+        since = self._clock() - ASKING_SECONDS
+        return sum(
+            waiting.epoch < epoch and waiting.asked > since
+            for name, waiting in self._waiting.items()
+            if name != session_id
+        )
 
 
 class PoolFigures(NamedTuple):

@@ -15,9 +15,8 @@ from contextlib import contextmanager
 import torch
 
 from bough.errors import StreamError
-from target_worker.link.copy_stats import CopyStats
-from target_worker.link.disk_stats import LinkFigures
 from target_worker.link.host_layers import HostLayers
+from target_worker.link.link_stats import CopyStats, LinkFigures
 from target_worker.link.streams import DeviceEvent, DeviceStreams
 
 

@@ -1,8 +1,9 @@
-"""Reads a checkpoint's files, bypassing the page cache where the file system allows it."""
+"""Reads a checkpoint's files, with O_DIRECT where the file system allows it, and detects changes to them."""
 
 from __future__ import annotations
 
 import logging
+import mmap
 import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -11,16 +12,55 @@ from typing import NamedTuple
 
 import torch
 
-from bough.errors import StreamError
+from bough.errors import CheckpointError, StreamError
 from bough.runtime.fatal_exit import exit_soon
-from target_worker.link.layer_extents import Extent, LayerExtents
-from target_worker.link.open_files import FileState, open_file
+from target_worker.link.layer_extents import ALIGNMENT, Extent, LayerExtents
 
 logger = logging.getLogger(__name__)
 
 PIECE_BYTES = 8 * 1024 * 1024  # of one read; smaller reads take more CPU time, which sweeps need as well
 
 Allocate = Callable[[int], memoryview]  # takes a number of bytes, returns page-aligned memory
+
+
+class FileState(NamedTuple):
+    """Identity and version of a file's contents: changes whenever it is written to or replaced."""
+
+    inode: int
+    size: int
+    mtime_ns: int
+
+    @classmethod
+    def of(cls, file: Path | int) -> FileState:
+        """State of a path or an open descriptor. Raises OSError."""
+        status = os.stat(file)
+        return cls(status.st_ino, status.st_size, status.st_mtime_ns)
+
+
+class OpenFile(NamedTuple):
+    """A file that is open for reading."""
+
+    descriptor: int
+    is_direct: bool
+
+
+def open_file(file: Path) -> OpenFile:
+    """Open with O_DIRECT if a probing read succeeds, else without. Raises CheckpointError."""
+    try:
+        descriptor = os.open(file, os.O_RDONLY | os.O_DIRECT)
+        try:
+            with mmap.mmap(-1, ALIGNMENT) as probe:
+                os.preadv(descriptor, [probe], 0)
+            return OpenFile(descriptor, True)
+        except OSError:
+            os.close(descriptor)
+    except OSError:
+        pass
+    logger.warning("%s: the file system refuses O_DIRECT; reading through the page cache", file)
+    try:
+        return OpenFile(os.open(file, os.O_RDONLY), False)
+    except OSError as exc:
+        raise CheckpointError(f"{file}: cannot be opened: {exc}") from exc
 
 
 class ReadRange(NamedTuple):

@@ -18,16 +18,14 @@ from bough.errors import AcceleratorFull, BoughError, StaleEpoch, Unavailable
 from bough.model.sizes.target_limits import TargetLimits
 from bough.protocol.cost_curve import CostCurve
 from bough.protocol.messages import Verdict, VerifyCall, VerifyResult
-from bough.sizing.division import SweepYield
 from bough.sizing.sweep_times import SweepTimes
 from target_worker.kv.slot_pool import SlotPool
 from target_worker.scheduler.batch_delay import BatchDelay
 from target_worker.scheduler.batching import Part
-from target_worker.scheduler.job import SweepFigures, SweepShare, VerifyJob
+from target_worker.scheduler.job import Sweeper, SweepFigures, SweepShare, Swept, VerifyJob
 from target_worker.scheduler.prefix_sharing import choose_shared
 from target_worker.scheduler.request_queue import CallQueue
-from target_worker.scheduler.row_division import expected_tokens, make_fit, share_rows
-from target_worker.scheduler.sweeper import Sweeper, Swept
+from target_worker.scheduler.row_division import SweepYield, expected_tokens, make_fit, share_rows
 
 logger = logging.getLogger(__name__)
 

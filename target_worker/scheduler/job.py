@@ -7,15 +7,18 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextvars import Context, copy_context
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from bough.concurrency.futures import settle
 from bough.model.kv.segment import Segment
+from bough.model.kv.slot import Slot
 from bough.protocol.cost_curve import CostCurve
 from bough.protocol.messages import Timings, Verdict, VerifyCall, VerifyResult
+from bough.sizing.row_counts import RowCounts
+from bough.sizing.sweep_times import SweepPrior
 from bough.telemetry.spans import NOTED_SPANS, FinishedSpan, note_span
 from bough.trees.tree import Tree
 from target_worker.kv.session_slot import SessionSlot, Text
@@ -163,3 +166,28 @@ def sweep_attributes(num_context: int, figures: SweepFigures, share: SweepShare)
         "bough.sweep.link_bytes": figures.link_bytes,
         "bough.sweep.link_efficiency": figures.link_ideal_ns / figures.total_ns if figures.total_ns else 0.0,
     }
+
+
+class Swept(NamedTuple):
+    """Result of a sweep."""
+
+    figures: SweepFigures
+    verdict_on: Callable[[VerifyJob], Verdict]  # verdict on a tree of the sweep; raises errors of that call alone
+
+
+class Sweeper(Protocol):
+    """A streamed or simulated model, used by the sweep thread only."""
+
+    rows: RowCounts  # rows computed together by a layer, and their padding
+
+    def sweep(self, parts: Sequence[Part[VerifyJob]]) -> Swept:
+        """Compute the parts and write their rows to their sessions' slots. Errors go to all of their calls.
+
+        Verdicts are available until the next sweep.
+        """
+
+    def warm_up(self, slot: Slot) -> SweepPrior | None:
+        """Run a first pass over rows of a slot, which compiles and allocates; raises errors of `bough.errors`.
+
+        Returns what sweeps are expected to take; None if unknown.
+        """

@@ -1,16 +1,19 @@
-"""One pass of packed trees through the streamed layers."""
+"""One pass of packed trees through the streamed layers; the engine's Sweeper, whose parts become one batch."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import torch
 
 from bough.errors import StreamError
+from bough.grammar.allowed_tokens import Grammars
 from bough.model.architecture.moe import has_own_products, routed_together, with_rows
 from bough.model.backend import backend_of
 from bough.model.batch.batch import Batch, Chunk, Segment
@@ -25,15 +28,17 @@ from bough.model.running.host_embeddings import embeddings_for_host, looked_up, 
 from bough.model.sampling.sampler import require_numbers
 from bough.model.sizes.model_sizes import chosen_share
 from bough.protocol.cost_curve import CostCurve
+from bough.protocol.messages import Verdict
+from bough.sizing.row_counts import RowCounts
 from bough.sizing.sweep_times import SweepPrior, expert_volume
 from bough.trees.tree import Tree
 from target_worker.kv.kv_offload import KVHome
-from target_worker.link.disk_stats import BestSpeed
 from target_worker.link.layer_extents import MaterializedLayer
-from target_worker.scheduler.job import SweepFigures
+from target_worker.link.link_stats import BestSpeed
+from target_worker.scheduler.batching import Part
+from target_worker.scheduler.job import SweepFigures, Swept, VerifyJob
 from target_worker.sweep.tiers import Tiers
-from target_worker.sweep.warm_up import PassSeconds, compute_curve
-from target_worker.verification.logit_rows import best_tokens
+from target_worker.verification.verdict import LogitRows, RowReader, best_tokens, compute_verdict
 
 LayerAt = tuple[int, int]  # a layer's index, and the address of its slab
 CPU = torch.device("cpu")
@@ -42,6 +47,11 @@ MOST_ROWS = 4096  # limit of rows in the curve of experts chosen
 SPEED_BYTES = 1000**3  # least bytes over which the link's speed is measured
 WARM_LAYERS = 2  # layers of the first pass of warm-up; layers of other kinds are compiled in the first sweep
 MOST_CACHED = 2048  # limit of cached layers' parameters: up to 20 KB each, outside the memory budget
+# Tried besides the fewest and the most rows, while time is left: tiles of kernels end at powers of two.
+TRIED_ROWS = (8, 64, 16, 17, 32, 33)
+ENOUGH_SECONDS = 0.5  # of measuring; the fewest and the most rows are always measured
+TIMES = 3  # repetitions, of which the shortest counts, as other processes may be computing
+LEAST_SECONDS = 1e-6
 
 
 class StreamedModel:
@@ -293,3 +303,65 @@ def _narrow(kwargs: dict[str, Any], chunk: Chunk, batch: Batch) -> dict[str, Any
         return value
 
     return {name: cut(value) for name, value in kwargs.items()}
+
+
+class PassSeconds(NamedTuple):
+    """Seconds of a pass through one layer and the head."""
+
+    layer: float
+    rest: float
+
+
+def compute_curve(
+    one_layer: Callable[[int], PassSeconds],
+    counts: RowCounts,
+    most_tokens: int,
+    num_layers: int,
+    clock: Callable[[], float] = time.perf_counter,
+) -> CostCurve:
+    """Predict the seconds of computing in a sweep: the head, plus `num_layers` times one layer.
+
+    `one_layer` passes a number of tokens, at most `most_tokens`, through one layer with a sweep's own kernels and
+    threads. Layers are assumed to be alike, with weights that are not in a cache or are quick to read.
+    """
+    began, seconds = clock(), dict[int, float]()
+    least, most = counts.step, max(counts.step, min(counts.most, most_tokens) // counts.step * counts.step)
+    for rows in (least, most, *map(counts.padded, TRIED_ROWS)):
+        if rows in seconds or rows > most or (len(seconds) > 1 and clock() - began > ENOUGH_SECONDS):
+            continue
+        layers, rests = zip(*(one_layer(min(rows, most_tokens)) for _ in range(TIMES)), strict=True)  # padded to `rows`
+        seconds[rows] = max(LEAST_SECONDS, min(rests) + min(layers) * num_layers)
+    tried = sorted(seconds)
+    rising = accumulate((seconds[rows] for rows in tried), max)
+    return CostCurve(tuple(tried), tuple(rising), counts.step)
+
+
+class StreamedSweeper:
+    """Sweeps with a model, and gives verdicts from its logits."""
+
+    def __init__(self, model: StreamedModel, grammars: Grammars) -> None:
+        self._model, self._grammars, self._reader = model, grammars, RowReader()
+        self.rows = model.rows
+
+    def sweep(self, parts: Sequence[Part[VerifyJob]]) -> Swept:
+        segments = [segment for part in parts for segment in part.job.segments(part.num_context, part.has_tree)]
+        logits, figures = self._model.sweep(Batch(segments, self._model.rows, self._model.device))
+        own = self._by_job([part.job for part in parts if part.has_tree], logits)
+
+        def verdict_on(job: VerifyJob) -> Verdict:
+            call, rows = replace(job.call, tree=job.tree), own[id(job)]
+            grammar, salt = call.sampling.grammar, call.context.cache_salt
+            job.session.allowed = allowed = self._grammars.along(grammar, job.session.allowed, salt)
+            return compute_verdict(call, job.text.tokens, rows.after, rows.best_after, allowed)
+
+        return Swept(figures, verdict_on)
+
+    def _by_job(self, jobs: Sequence[VerifyJob], logits: torch.Tensor) -> dict[int, LogitRows]:
+        """Each job's rows by the job's `id`; rows are in the order of jobs."""
+        sizes, best = [job.num_nodes for job in jobs], self._model.best
+        own_best = torch.split(best, sizes) if best is not None else [None] * len(jobs)
+        pairs = zip(torch.split(logits, sizes), own_best, strict=True)
+        return {id(job): LogitRows(*pair, self._reader) for job, pair in zip(jobs, pairs, strict=True)}
+
+    def warm_up(self, slot: Slot) -> SweepPrior | None:
+        return self._model.warm_up(slot)

@@ -11,15 +11,13 @@ import torch
 from bough.runtime.huge_pages import large_pages
 from bough.sizing.placement import Placement, Tier
 from target_worker.experts.expert_cache import Expert
-from target_worker.experts.expert_copies import ExpertCopies
-from target_worker.experts.expert_reads import ExpertReads
+from target_worker.experts.expert_loaders import ExpertCopies, ExpertReads
 from target_worker.experts.expert_store import ExpertLoader, ExpertStore
-from target_worker.link.copy_stats import CopyStats
 from target_worker.link.device_ring import DeviceRing
 from target_worker.link.direct_io import Slab
-from target_worker.link.disk_stats import DiskStats, LinkFigures
 from target_worker.link.host_layers import HostLayers
 from target_worker.link.layer_extents import LayerExperts, LayerExtents, sizes_of
+from target_worker.link.link_stats import CopyStats, DiskStats, LinkFigures
 from target_worker.link.streams import CudaStreams, DeviceStreams
 
 

@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from bough.protocol.cost_curve import CostCurve
 from bough.protocol.decision import Decision, DraftCalibration
 from bough.protocol.messages import VerifyCall, VerifyResult
-from bough.sizing.division import Yield
 from bough.trees.merge import merged, union
 from bough.trees.tree import Tree
 from bough.trees.tree_plan import NO_TREE, BestFirst, TreePlan
@@ -20,7 +19,7 @@ from orchestrator.serving.requests import Requests
 from orchestrator.sizing.plans import Proposal, RoundOutcome, RoundPlan, Situation, limited, requested_plan
 from target_worker.scheduler.batching import Part
 from target_worker.scheduler.job import VerifyJob
-from target_worker.scheduler.row_division import may_leave_out
+from target_worker.scheduler.row_division import Yield, may_leave_out
 from tests.fakes.fleet import FakeTarget
 
 LARGEST = BestFirst(32, 16, 8)

@@ -22,7 +22,7 @@ from bough.trees.tree import Tree
 from target_worker.kv.slot_pool import SlotPool
 from target_worker.scheduler.engine import SweepEngine
 from target_worker.scheduler.job import SweepFigures
-from target_worker.sweep.streamed_sweeper import StreamedSweeper
+from target_worker.sweep.streamed_model import StreamedSweeper
 from tests.fakes.waiting import block_until
 
 VOCAB = 50

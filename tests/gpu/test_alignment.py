@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from loadtest.common.inline_streams import InlineStreams
-from target_worker.experts.expert_copies import ExpertCopies
-from target_worker.link.copy_stats import CopyStats
+from target_worker.experts.expert_loaders import ExpertCopies
+from target_worker.link.link_stats import CopyStats
 from tests.fakes.gpu.device_sweeps import Where, on_cpu, on_the_device, require_close, three_sweeps
 from tests.fakes.gpu.pretend import device, notes, pretending
 

@@ -26,9 +26,8 @@ from bough.sizing.row_counts import RowCounts
 from target_worker.link import direct_io
 from target_worker.scheduler import engine as scheduling
 from target_worker.scheduler.engine import STILL_SECONDS, SweepEngine
-from target_worker.sweep.streamed_model import StreamedModel
-from target_worker.sweep.streamed_sweeper import StreamedSweeper
-from target_worker.verification.logit_rows import RowReader
+from target_worker.sweep.streamed_model import StreamedModel, StreamedSweeper
+from target_worker.verification.verdict import RowReader
 from target_worker.worker import TargetWorker
 from tests.fakes.gpu.device_sweeps import Where, on_the_device, three_sweeps
 from tests.fakes.gpu.pretend import device, pretending

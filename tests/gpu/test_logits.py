@@ -20,9 +20,8 @@ from bough.protocol.messages import Verdict
 from bough.protocol.sampling_params import SamplingParams
 from bough.trees.tree import Tree
 from target_worker.scheduler.batching import Part
-from target_worker.sweep.streamed_sweeper import StreamedSweeper
-from target_worker.verification.logit_rows import NO_NUMBER, LogitRows, RowReader, best_tokens
-from target_worker.verification.verdict import compute_verdict
+from target_worker.sweep.streamed_model import StreamedSweeper
+from target_worker.verification.verdict import NO_NUMBER, LogitRows, RowReader, best_tokens, compute_verdict
 from tests.fakes.gpu.device_sweeps import Where, on_the_device
 from tests.fakes.gpu.pretend import Notes, device, notes, pretending
 from tests.fakes.target import NO_GRAMMARS, verify_call

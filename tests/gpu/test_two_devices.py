@@ -16,7 +16,7 @@ from bough.model.sizes.memory_budget import other_devices
 from bough.sizing.other_devices import OtherDevice, place_with
 from bough.sizing.placement import Budgets, ExpertSizes, Fixed, Placement, SeparateExperts, Tier, place
 from loadtest.common.packed_model import pack
-from target_worker.sweep.budgets import choose_places
+from target_worker.worker import choose_places
 from tests.fakes.gpu.device_sweeps import Where, on_device, on_the_device, three_sweeps
 from tests.fakes.gpu.pretend import device, notes, pretending
 from tests.fakes.model.headers import write_headers
@@ -153,7 +153,7 @@ def test_a_crossing_is_from_any_device_to_another() -> None:
 
 
 def test_more_than_another_card_has_free_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("target_worker.sweep.budgets.free_device_bytes", lambda _: 9 * GB)
+    monkeypatch.setattr("target_worker.worker.free_device_bytes", lambda _: 9 * GB)
     settings = parse(TargetConfig, "t", ["--model", "m", "--device-memory", "8GB"], {})
     wanted = r"^--resident-devices: cuda:1 must be at most 9.00 GB, which are free there, got 10.00 GB$"
     with pytest.raises(ConfigError, match=wanted):

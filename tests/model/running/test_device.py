@@ -18,9 +18,8 @@ from bough.model.running.device import choose_device
 from bough.model.sizes.memory_budget import fixed_bytes
 from bough.sizing.placement import Fixed, Tier
 from draft_worker.worker import DraftWorker
-from target_worker.sweep import budgets
-from target_worker.sweep.budgets import choose_places
-from target_worker.worker import TargetWorker
+from target_worker import worker
+from target_worker.worker import TargetWorker, choose_places
 
 GB = 1000**3
 GPU = torch.device("cuda", 0)
@@ -84,7 +83,7 @@ def gpu_settings(*flags: str) -> TargetConfig:
 @pytest.fixture
 def free(monkeypatch: pytest.MonkeyPatch) -> None:
     """140 GB free on the device, 100 GB on the host."""
-    monkeypatch.setattr(budgets, "free_device_bytes", lambda _: 140 * GB)
+    monkeypatch.setattr(worker, "free_device_bytes", lambda _: 140 * GB)
     monkeypatch.setattr("bough.model.sizes.memory_budget.free_memory", lambda: 100 * GB)
 
 

@@ -17,11 +17,11 @@ from bough.sizing.placement import Budgets, Fixed, Tier, place_with_expert_cache
 from loadtest.common.inline_streams import InlineStreams
 from loadtest.common.packed_model import pack
 from target_worker.experts.expert_cache import Expert
-from target_worker.experts.expert_copies import ExpertCopies
+from target_worker.experts.expert_loaders import ExpertCopies
 from target_worker.experts.expert_store import ExpertStore
-from target_worker.link.copy_stats import CopyStats
 from target_worker.link.device_ring import DeviceRing
 from target_worker.link.layer_extents import LayerExperts, sizes_of
+from target_worker.link.link_stats import CopyStats
 from target_worker.sweep.tiers import numbered
 from tests.cli.planning.test_plan import run
 from tests.conftest import save_model
@@ -130,7 +130,7 @@ def test_what_is_there_is_not_copied_again_and_guesses_are_few(
 ) -> None:
     """While copies are outstanding beyond a limit nothing is guessed: what is wanted next would come after them."""
     size = sizes_of(layers.values()).slab_bytes
-    monkeypatch.setattr("target_worker.experts.expert_copies.PREFETCH_BYTES", 2 * size)
+    monkeypatch.setattr("target_worker.experts.expert_loaders.PREFETCH_BYTES", 2 * size)
     with rounds_of(layers, 24, 0) as rounds:
         for _ in range(5):
             rounds.sweep(range(6))

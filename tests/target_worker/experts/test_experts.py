@@ -23,7 +23,7 @@ from bough.sizing.placement import Budgets, ExpertSizes, Fixed, SeparateExperts,
 from bough.trees.tree import Tree
 from loadtest.common.packed_model import pack
 from target_worker.experts.expert_cache import Expert
-from target_worker.experts.expert_reads import ExpertReads
+from target_worker.experts.expert_loaders import ExpertReads
 from target_worker.experts.expert_store import ExpertStore
 from target_worker.link import direct_io
 from target_worker.link.layer_extents import LayerExperts, plan_apart, sizes_of

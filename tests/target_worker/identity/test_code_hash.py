@@ -16,7 +16,6 @@ BACKENDS = ("cpu", "triton", "reference")
 SEEDS = (
     *(f"bough.model.backends.{name}" for name in BACKENDS),
     "target_worker.sweep.streamed_model",
-    "target_worker.sweep.streamed_sweeper",
     "target_worker.verification.verdict",
 )
 # Modules that a sweep imports and that only find, move, count or name things.
@@ -36,13 +35,11 @@ OTHERS = modules(
     ("bough.telemetry", "spans"),
     ("bough.tokenization", "vocabulary"),
     ("bough.trees", "acceptance scheme_acceptance"),
-    ("target_worker.experts", "expert_cache expert_copies expert_reads"),
+    ("target_worker.experts", "expert_cache expert_loaders"),
     ("target_worker.kv", "kv_offload session_slot"),
-    ("target_worker.link",
-     "copy_stats device_ring direct_io disk_ring disk_stats file_digests host_layers layer_extents "
-     "open_files pinned_memory streams"),
-    ("target_worker.scheduler", "batching job sweeper"),
-    ("target_worker.sweep", "tiers warm_up"),
+    ("target_worker.link", "device_ring direct_io host_layers layer_extents link_stats streams"),
+    ("target_worker.scheduler", "batching job"),
+    ("target_worker.sweep", "tiers"),
 )  # fmt: skip
 SOURCE = b'''"""A module."""
 LIMIT = 3

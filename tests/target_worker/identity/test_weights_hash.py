@@ -14,10 +14,16 @@ import pytest
 from bough.config.processes import TargetConfig, parse
 from bough.errors import CheckpointError
 from target_worker.identity import weights_hash
-from target_worker.identity.weights_hash import BUSY_SHARE, Closed, ReadPacing, WeightsHash
-from target_worker.link import file_digests
-from target_worker.link.file_digests import PIECE_BYTES, file_digest, known_digest
-from target_worker.link.open_files import FileState
+from target_worker.identity.weights_hash import (
+    BUSY_SHARE,
+    PIECE_BYTES,
+    Closed,
+    ReadPacing,
+    WeightsHash,
+    file_digest,
+    known_digest,
+)
+from target_worker.link.direct_io import FileState
 from target_worker.worker import TargetWorker
 
 
@@ -138,7 +144,7 @@ def test_whoever_closes_waits_for_a_piece_at_most(idle_seconds: float) -> None:
 def test_files_are_read_once_and_known_at_the_next_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = [file_of(tmp_path / "model", 1000, f"{number}.safetensors") for number in range(3)]
     value = _computed(WeightsHash(files))
-    monkeypatch.setattr(file_digests.os, "preadv", None)  # nothing is read any more
+    monkeypatch.setattr(weights_hash.os, "preadv", None)  # nothing is read any more
     assert WeightsHash(files).value == value
     elsewhere = shutil.copytree(tmp_path / "model", tmp_path / "elsewhere")
     monkeypatch.undo()

@@ -13,9 +13,8 @@ from bough.errors import Exhausted, InvalidRequest, Preempted, PrefixMissing, St
 from bough.model.kv.kv_arena import KVArena
 from bough.protocol.messages import Context, VerifyCall, VerifyResult
 from bough.trees.tree import Tree
-from target_worker.kv.admission_order import ASKING_SECONDS
 from target_worker.kv.session_slot import SessionSlot, SlotState, Text
-from target_worker.kv.slot_pool import SlotPool
+from target_worker.kv.slot_pool import ASKING_SECONDS, SlotPool
 from target_worker.scheduler.engine import SweepEngine
 from target_worker.scheduler.request_queue import CallQueue
 from tests.fakes.target import CPU, GREEDY, LIMITS, SHAPE, VOCAB, Clock, FakeModel, new_pool, running

@@ -22,8 +22,7 @@ from bough.trees.tree import Tree
 from target_worker.kv.slot_pool import SlotPool
 from target_worker.scheduler.engine import SweepEngine
 from target_worker.scheduler.job import SweepFigures
-from target_worker.sweep.streamed_model import StreamedModel
-from target_worker.sweep.streamed_sweeper import StreamedSweeper
+from target_worker.sweep.streamed_model import StreamedModel, StreamedSweeper
 from tests.fakes.models import streamed
 from tests.fakes.target import CPU, NO_GRAMMARS, Clock, FakeModel, new_pool, verify_call
 

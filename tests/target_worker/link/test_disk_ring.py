@@ -17,7 +17,7 @@ from bough.errors import StreamError
 from bough.model.checkpoint.container import TensorPlace
 from target_worker.link.device_ring import DeviceRing
 from target_worker.link.direct_io import Disk
-from target_worker.link.disk_ring import Ring
+from target_worker.link.host_layers import Ring
 from target_worker.link.layer_extents import ALIGNMENT, Extent, LayerExtents
 from tests.fakes.waiting import PATIENCE_SECONDS
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from target_worker.link.disk_stats import BestSpeed, DiskStats, LinkFigures
+from target_worker.link.link_stats import BestSpeed, DiskStats, LinkFigures
 
 
 def test_time_in_which_two_read_counts_once() -> None:

@@ -21,8 +21,7 @@ from bough.runtime.huge_pages import large_pages
 from bough.trees.tree import Tree
 from loadtest.common.inline_streams import InlineStreams
 from target_worker.kv.kv_offload import memory_on_host
-from target_worker.link.pinned_memory import PinnedMemory
-from target_worker.link.streams import CudaStreams
+from target_worker.link.streams import CudaStreams, PinnedMemory
 from target_worker.sweep.streamed_model import StreamedModel
 from tests.fakes.models import new_slot, streamed
 
@@ -117,8 +116,8 @@ def test_memory_is_asked_for_near_the_gpu(
         return False
 
     cudart_of(pci_domain_id=0, pci_bus_id=0x65, pci_device_id=0)
-    monkeypatch.setattr("target_worker.link.pinned_memory.node_of", lambda address: node_of(address, tmp_path))
-    monkeypatch.setattr("target_worker.link.pinned_memory.prefer_node", prefer)
+    monkeypatch.setattr("target_worker.link.streams.node_of", lambda address: node_of(address, tmp_path))
+    monkeypatch.setattr("target_worker.link.streams.prefer_node", prefer)
     with caplog.at_level(logging.INFO):
         PinnedMemory(GPU).take(MEGABYTE)
     assert asked == [(MEGABYTE, 1)]

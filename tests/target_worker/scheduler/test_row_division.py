@@ -19,7 +19,6 @@ from bough.model.sizes.target_limits import TargetLimits
 from bough.protocol.cost_curve import CostCurve
 from bough.protocol.messages import VerifyCall, VerifyResult
 from bough.protocol.sampling_params import SamplingParams
-from bough.sizing.division import SweepTree, SweepYield, Yield
 from bough.trees.draft_probs import DraftProbs
 from bough.trees.tree import Tree
 from bough.trees.tree_plan import Scheme
@@ -27,9 +26,8 @@ from loadtest.common.tiny_model import TINY, save_model
 from target_worker.kv.slot_pool import SlotPool
 from target_worker.scheduler.engine import SweepEngine
 from target_worker.scheduler.job import SweepFigures
-from target_worker.scheduler.row_division import may_leave_out
-from target_worker.sweep.streamed_model import StreamedModel
-from target_worker.sweep.streamed_sweeper import StreamedSweeper
+from target_worker.scheduler.row_division import SweepTree, SweepYield, Yield, may_leave_out
+from target_worker.sweep.streamed_model import StreamedModel, StreamedSweeper
 from tests.fakes.models import streamed
 from tests.fakes.target import CPU, LIMITS, NO_GRAMMARS, Clock, FakeModel, new_pool, verify_call
 

@@ -13,7 +13,7 @@ from transformers import LlamaConfig
 from bough.sizing.row_counts import RowCounts
 from loadtest.common.inline_streams import InlineStreams
 from loadtest.common.tiny_model import TINY, save_model
-from target_worker.sweep.warm_up import PassSeconds, compute_curve
+from target_worker.sweep.streamed_model import PassSeconds, compute_curve
 from tests.fakes.model.families import FAMILIES
 from tests.fakes.models import new_slot, plain_logits, streamed
 

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bough.protocol.cost_curve import CostCurve
-from bough.sizing.division import SweepTree, Yield, divide
 from bough.trees.tree import Tree
+from target_worker.scheduler.row_division import SweepTree, Yield, divide
 
 FREE = CostCurve((1, 1000), (1.0, 1.0))
 LINEAR = CostCurve((1, 1001), (1.0, 101.0))  # a tenth of a second a row

@@ -1,4 +1,4 @@
-"""Experts read from disk into host memory, where the CPU computes with them."""
+"""Experts read from disk into host memory, or copied from there to a device with its own memory."""
 
 from __future__ import annotations
 
@@ -12,8 +12,13 @@ from bough.runtime.huge_pages import large_pages
 from target_worker.experts.expert_cache import Expert
 from target_worker.experts.expert_store import ExpertLoader
 from target_worker.link.direct_io import Allocate, Disk, ReadRange, Slab, cut
-from target_worker.link.disk_stats import DiskStats
+from target_worker.link.host_layers import HostLayers
 from target_worker.link.layer_extents import LayerExperts, LayerExtents
+from target_worker.link.link_stats import CopyStats, DiskStats
+from target_worker.link.streams import DeviceEvent, DeviceStreams
+
+SLAB_ALIGNMENT = 512  # bytes, as torch allocates: a library may choose a product's kernel, and its bits, by alignment
+PREFETCH_BYTES = 64 * 1000**2  # limit of queued copies when another prefetch is queued: a demand load waits behind them
 
 
 class ExpertReads(ExpertLoader):
@@ -103,3 +108,68 @@ class ExpertReads(ExpertLoader):
     def _read(self, weights: LayerExtents, piece: ReadRange, slab: int) -> None:
         with self._traffic.reading(piece.num_bytes):
             self._disk.read(weights, piece, self._slabs[slab])
+
+
+class ExpertCopies(ExpertLoader):
+    """Queues copies on one stream; the compute stream waits for their events."""
+
+    def __init__(
+        self,
+        host: HostLayers,
+        numbers: Mapping[Expert, int],
+        shifts: Mapping[Expert, int],
+        slab_bytes: int,
+        num_slabs: int,
+        streams: DeviceStreams,
+        traffic: CopyStats,
+    ) -> None:
+        """`numbers` are the experts' layer numbers in `host`; `shifts` are their byte offsets in a slab.
+
+        `slab_bytes` is a multiple of SLAB_ALIGNMENT.
+        """
+        assert slab_bytes % SLAB_ALIGNMENT == 0, "experts are read in whole blocks of a disk"
+        self._host = host
+        self._numbers = dict(numbers)
+        self._streams = streams
+        self._shifts = dict(shifts)
+        slab_bytes += SLAB_ALIGNMENT
+        self._slabs = streams.device_memory(num_slabs * slab_bytes).view(num_slabs, slab_bytes)
+        self.device = self._slabs.device
+        self._traffic = traffic
+        self._on_their_way: dict[int, DeviceEvent] = {}  # by slab: copies that the compute stream does not wait for yet
+        self._computed = streams.compute_event()  # recycled memory may still be in use by queued computation
+
+    @property
+    def max_prefetches(self) -> int:
+        """The number of prefetches that keeps the copy stream busy."""
+        return -(-max(0, PREFETCH_BYTES - self._traffic.outstanding_bytes) // self._slabs.shape[1])
+
+    def begin(self) -> None:
+        """Record the compute stream's progress: slabs given up in this turn are in use until then."""
+        self._computed = self._streams.compute_event()
+
+    def load(self, expert: Expert, slab: int, is_prefetch: bool) -> None:
+        with self._host.layer(self._numbers[expert]) as data:
+            copy = self._streams.copy(data, self._slabs[slab, self._shifts[expert] :][: len(data)], self._computed)
+        self._traffic.copied(copy, len(data))
+        self._on_their_way[slab] = copy.done
+
+    def is_there(self, slab: int) -> bool:
+        return slab not in self._on_their_way or self._on_their_way[slab].query()
+
+    def leave(self, slab: int) -> None:
+        """Forget the copy without waiting: the next copy to the slab is queued behind it."""
+        self._on_their_way.pop(slab, None)
+
+    @property
+    def wait_ns(self) -> int:
+        """Includes waits for layers: all copies are counted together."""
+        return self._traffic.figures().wait_ns
+
+    def arrived(self, expert: Expert, slab: int) -> torch.Tensor:
+        """Make the compute stream, not the caller, wait for the copy."""
+        if slab in self._on_their_way:
+            ready = self._streams.compute_event()
+            self._streams.compute_after(self._on_their_way.pop(slab))
+            self._traffic.waited(ready, self._streams.compute_event())
+        return self._slabs[slab, self._shifts[expert] :]
