@@ -12,7 +12,7 @@ from bough.rpc.services import DRAFT
 
 if TYPE_CHECKING:
     from bough.processes.worker_process import Parts
-    from draft_worker.served import ServedDraft
+    from draft_worker.service import ServedDraft
 
 
 async def main() -> None:

@@ -1,21 +1,121 @@
-"""gRPC service of the draft: decode, call, encode."""
+"""What all draft workers share, real or simulated: the thread that grows, and the gRPC service."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from threading import Thread
 from typing import Any
 
 import grpc
 
+from bough.concurrency.futures import PendingCalls, settle
+from bough.concurrency.inbox import Inbox
+from bough.config.processes import DraftConfig
+from bough.errors import Exhausted, Unavailable
 from bough.pb import draft_pb2
-from bough.processes.worker_process import WorkerService
+from bough.processes.worker_process import ServedWorker, WorkerService
 from bough.protocol import codec
+from bough.protocol.messages import GrowCall, GrowResult
+from bough.protocol.worker_info import WorkerInfo
+from bough.registry.records import WorkerLoad
 from bough.telemetry.call_context import serving_call
 from bough.telemetry.log_context import log_session
-from draft_worker.served import ServedDraft
+from bough.telemetry.metrics import MetricsServer
+from bough.telemetry.spans import NOTED_SPANS
+from draft_worker.engine.engine import DraftEngine, PendingGrow
+from draft_worker.metrics import DraftCollector
 
 logger = logging.getLogger(__name__)
+
+
+class ServedDraft(ServedWorker[DraftConfig]):
+    """Grows the trees of all concurrent calls in the same draft steps. Subclasses supply the draft and `info`."""
+
+    kind = "draft"
+    _engine: DraftEngine
+
+    def __init__(self, config: DraftConfig, worker_id: str, name: str) -> None:
+        super().__init__(config, worker_id, name, MetricsServer())
+        self._unanswered = PendingCalls(config.max_waiting)
+        self._is_draining = False
+        self._inbox = Inbox("the draft worker is being shut down")
+
+    def _start_thread(self, prepare: Callable[[], None] = lambda: None) -> None:
+        """Start the thread, which first calls `prepare`; serve metrics. Raises ConfigError if their port is in use."""
+        self._metrics.registry.register(DraftCollector(self._name, self._engine, lambda: len(self._unanswered)))
+        self._serve_metrics()
+        self._inbox.put(prepare)
+        self._thread = Thread(target=self._work, name="draft", daemon=True)  # so that a failing process can end
+        self._thread.start()
+
+    @property
+    def max_nodes(self) -> int:
+        """Limit of nodes of a tree."""
+        return self._config.max_nodes
+
+    def grow(self, call: GrowCall) -> Future[GrowResult]:
+        """Queue a call; the future raises InvalidRequest or PrefixMissing. A cancelled call ends at the next step."""
+        request = PendingGrow(call, Future(), time.perf_counter_ns(), NOTED_SPANS.get())
+        try:
+            self._unanswered.add(request.future)
+        except Exhausted as exc:
+            settle(request.future, exc)
+            return request.future
+        self._inbox.post(request.future, lambda: self._start(request))
+        return request.future
+
+    def release(self, session_id: str, epoch: int = 0) -> Future[None]:
+        """Forget a session; epoch 0 always forgets. The future raises NotFound, or StaleEpoch for a newer epoch."""
+        future: Future[None] = Future()
+
+        def release() -> None:
+            self._engine.release(session_id, epoch)
+            settle(future, None)
+
+        self._inbox.post(future, release)
+        return future
+
+    def drain(self) -> Future[None]:
+        self._is_draining = True
+        return self._unanswered.when_idle()
+
+    def close(self) -> None:
+        """End the thread after the current draft step; unanswered and later calls fail."""
+        self._inbox.put(None)
+        self._thread.join()
+        self._metrics.close()
+
+    def load(self) -> WorkerLoad:
+        return WorkerLoad(self._engine.pool.num_bytes, self._engine.kv_used_bytes)
+
+    def _info(self, **own: Any) -> WorkerInfo:
+        engine, pool = self._engine, self._engine.pool
+        return super()._info(
+            num_sessions=len(pool),
+            kv_bytes=pool.num_bytes,
+            kv_used_bytes=engine.kv_used_bytes,
+            num_waiting=len(self._unanswered),
+            num_passes=engine.num_passes,
+            cost=engine.cost,
+            **own,
+        )
+
+    def _start(self, request: PendingGrow) -> None:
+        if self._is_draining and request.call.context.session_id not in self._engine.pool:
+            settle(request.future, Unavailable("this draft worker is draining: new sessions must go to another one"))
+        else:
+            self._engine.start(request)
+
+    def _work(self) -> None:
+        """Loop of the thread: queued commands, then a draft step for all growing trees."""
+        while self._inbox.run(lambda: 0.0 if self._engine.is_growing or self._engine.can_go_ahead else None):
+            self._engine.step()
+        self._engine.close()
+        self._inbox.end()
 
 
 class DraftService(WorkerService[ServedDraft]):

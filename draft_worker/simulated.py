@@ -33,7 +33,7 @@ from draft_worker.engine.job import Stepping
 from draft_worker.engine.session import DraftSession, Window
 from draft_worker.engine.session_pool import SessionPool
 from draft_worker.growth.grower import Candidates
-from draft_worker.served import ServedDraft
+from draft_worker.service import ServedDraft
 
 ROW_BYTES = 32 * 1024  # KV bytes of a token, as of a 1B model; reported, but never allocated
 

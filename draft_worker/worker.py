@@ -33,7 +33,7 @@ from draft_worker.engine.session import Window
 from draft_worker.engine.session_pool import SessionPool
 from draft_worker.model.model_draft import ModelDraft, warm_up_choosing
 from draft_worker.model.sources import draft_skeleton, is_int8, with_weights
-from draft_worker.served import ServedDraft
+from draft_worker.service import ServedDraft
 
 
 def compile_draft(skeleton: Skeleton, dtype: str, bits: str, device: torch.device) -> bool:

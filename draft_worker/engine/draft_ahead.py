@@ -18,8 +18,7 @@ from bough.protocol.messages import GrowCall
 from bough.trees.tree import Tree
 from draft_worker.candidates.candidates import StepAnswer
 from draft_worker.engine.session import DraftSession
-from draft_worker.expansions.cached_growth import CachedGrowth
-from draft_worker.expansions.expansion_cache import PendingExpansions
+from draft_worker.expansions.expansion_cache import CachedGrowth, PendingExpansions
 from draft_worker.growth.grower import Grower
 
 NUM_STEPS = 64  # default limit of steps, where the device is not shared

@@ -15,8 +15,7 @@ from bough.trees.tree_plan import BestFirst
 from draft_worker.candidates.candidates import Guessing, StepAnswer
 from draft_worker.candidates.temperature_scaling import TemperatureScalings
 from draft_worker.engine.session import DraftSession
-from draft_worker.expansions.cached_growth import CachedGrowth
-from draft_worker.expansions.expansion_cache import PendingExpansions
+from draft_worker.expansions.expansion_cache import CachedGrowth, PendingExpansions
 from draft_worker.growth.grower import Grower
 from draft_worker.growth.static_shape import grower_for
 

@@ -18,8 +18,7 @@ from bough.protocol.messages import GrowCall
 from bough.trees.draft_probs import DraftProbs, normalised
 from bough.trees.tree import Tree
 from bough.trees.tree_plan import BestFirst, StaticShape
-from draft_worker.growth.best_first import BestFirstGrower
-from draft_worker.growth.grower import NO_NODES, Candidates, Grower, GrowingTree
+from draft_worker.growth.grower import NO_NODES, BestFirstGrower, Candidates, Grower, GrowingTree
 
 NUM_SHAPES = 64  # in the cache
 

@@ -25,7 +25,7 @@ from bough.errors import ConfigError
 from bough.model.checkpoint.atomic_files import make_folder, replace
 from bough.model.checkpoint.checkpoint import Checkpoint
 from bough.model.checkpoint.safetensors_folder import INDEX_NAME
-from bough.model.loading.layer_selection import kept_layers
+from draft_worker.model.sources import kept_layers
 
 Array = npt.NDArray[Any]
 

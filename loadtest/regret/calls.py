@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 from bough.protocol.messages import Verdict
 from bough.simulation.law import Law
 from bough.trees.tree import Tree
-from draft_worker.growth.best_first import BestFirstGrower
-from draft_worker.growth.grower import Candidates
+from draft_worker.growth.grower import BestFirstGrower, Candidates
 from target_worker.verification.verify import walk
 
 NO_TOKENS = np.zeros(0, np.int32)

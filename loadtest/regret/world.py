@@ -21,7 +21,7 @@ from bough.simulation.profile import Factors, Profile, jittered
 from bough.sizing.sweep_times import SweepPrior, SweepTimes
 from bough.trees.tree import Tree
 from bough.trees.tree_plan import BestFirst, TreePlan
-from draft_worker.growth.best_first import BestFirstGrower
+from draft_worker.growth.grower import BestFirstGrower
 from loadtest.regret.calls import NO_TOKENS, Growing, Sample, Verifying
 from orchestrator.sizing.plans import Proposal, RoundOutcome, Situation, Sizer, WorkerFacts
 from target_worker.scheduler.batch_delay import BatchDelay

@@ -18,8 +18,7 @@ from bough.protocol.generation import Speculation
 from bough.protocol.messages import GrowResult, Timings, VerifyResult
 from bough.trees.tree import Tree
 from bough.trees.tree_plan import BestFirst, TreePlan
-from draft_worker.growth.best_first import BestFirstGrower
-from draft_worker.growth.grower import Candidates
+from draft_worker.growth.grower import BestFirstGrower, Candidates
 from orchestrator.sizing.decision_log import DecisionLog
 from orchestrator.sizing.plans import Proposal, RoundOutcome, RoundPlan, Situation, Sizer, WorkerFacts
 from orchestrator.sizing.tree_sizer import TreeSizer

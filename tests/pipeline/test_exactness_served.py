@@ -29,8 +29,8 @@ from bough.trees.draft_probs import normalised
 from bough.trees.tree import Tree
 from bough.trees.tree_plan import Scheme, StaticShape, TreePlan
 from draft_worker.candidates.candidates import Guessing
-from draft_worker.candidates.top_k import largest
 from draft_worker.growth.static_shape import weights_of
+from draft_worker.model.model_draft import largest
 from target_worker.verification.verdict import compute_verdict, distributions_after
 from tests.fakes.chi_square import fit
 from tests.fakes.draft import VOCAB, FakeModel, grow_call, grow_now, new_engine

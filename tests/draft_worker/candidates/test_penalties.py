@@ -14,8 +14,8 @@ from bough.model.sampling.sampler import adjusted
 from bough.model.sampling.token_counts import TokenCounts
 from bough.protocol.sampling_params import BANNED, SamplingParams
 from bough.trees.tree_plan import BestFirst, TreePlan
-from draft_worker.candidates.adjust import adjust
 from draft_worker.candidates.candidates import Guessing
+from draft_worker.model.model_draft import adjust
 from tests.fakes.draft import VOCAB, FakeModel, grow_call, grow_now, grown_alone, new_engine, started
 
 NUM_TOKENS = 12

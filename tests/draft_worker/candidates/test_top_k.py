@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from draft_worker.candidates.top_k import GROUP, largest
+from draft_worker.model.model_draft import GROUP, largest
 
 ENOUGH = 256 * GROUP
 SIZES = [300, ENOUGH, ENOUGH + 37]  # left to torch; in whole groups; with a rest that is in no group

@@ -15,8 +15,7 @@ from bough.errors import InvalidRequest
 from bough.protocol.sampling_params import SamplingParams
 from bough.trees.tree import Tree
 from bough.trees.tree_plan import BestFirst, Growth, Scheme, StaticShape, TreePlan
-from draft_worker.growth.best_first import BestFirstGrower
-from draft_worker.growth.grower import Candidates, Grower
+from draft_worker.growth.grower import BestFirstGrower, Candidates, Grower
 from draft_worker.growth.static_shape import grower_for
 from tests.fakes.draft import VOCAB, fake_log_probs, grow_call
 

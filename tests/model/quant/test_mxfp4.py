@@ -20,13 +20,13 @@ from bough.model.batch.batch import Batch, Segment
 from bough.model.checkpoint.checkpoint import Checkpoint
 from bough.model.checkpoint.safetensors_folder import read_header
 from bough.model.checkpoint.tensor_source import FreshMemory
-from bough.model.loading.layer_selection import kept_layers
 from bough.model.loading.loading import build_skeleton
 from bough.model.loading.weight_map import logical_sources
 from bough.model.quant.mxfp4 import Mxfp4Format
 from bough.model.running.runner import ResidentModel
 from bough.protocol.generation import Finished, GenerateOptions, Speculation, TokenPrompt, Tokens
 from bough.trees.tree import Tree
+from draft_worker.model.sources import kept_layers
 from tests.conftest import save_model
 from tests.fakes.gpu.device_sweeps import Where, on_cpu, on_device, require_close, three_sweeps
 from tests.fakes.model.families import FAMILIES
